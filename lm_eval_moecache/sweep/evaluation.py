@@ -1,6 +1,6 @@
-"""One run through lm-eval, quietly, and what of its results is worth keeping.
+"""One quiet run through lm-eval, and the part of its results that a record keeps.
 
-With `worker` the only module of the sweep that knows lm-eval.
+With `worker`, the only module of the sweep that depends on lm-eval.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from lm_eval_moecache.sweep.spec import Cell
 # of a bootstrapped metric (BLEU, medians) within about 2%. Means have a closed form.
 BOOTSTRAP_DRAWS = 1000
 _KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
-#: Figures kept of each document, for paired comparisons of speed.
+#: Figures kept per document, for paired comparisons of speed.
 KEPT_SPEED = (
     *("ttft_ms", "tpot_ms", "request_tok_per_s", "request_miss_rate"),
     *("request_collision_miss_rate", REQUEST_BYTES),
 )
-# What of lm-eval's own `config` is a function of the configuration, and not of the machine.
+# The keys of lm-eval's own `config` that follow from the configuration, not from the machine.
 _KEPT_CONFIG = (
     "model_num_parameters model_dtype model_revision model_sha limit bootstrap_iters "
     "gen_kwargs random_seed numpy_seed torch_seed fewshot_seed moecache"
 ).split()
 _QUIET = ("lm_eval", "transformers", "datasets", "accelerate")
-# lm-eval asks subprocesses (pip, nvidia-smi, git) about the machine for every run: half a second
-# and more, and git's complaint on the terminal. `provenance` asks once per process.
+# lm-eval runs subprocesses (pip, nvidia-smi, git) to describe the machine in every run: half a
+# second or more, and git's complaint on the terminal. `worker.environment` asks once per process.
 _COLLECTORS = ("add_env_info", "get_git_commit_hash")
 
 
@@ -64,7 +64,10 @@ def check_task_names(tasks: Sequence[str], include_path: tuple[str, ...]) -> Non
 
 
 def loadable(tasks: Sequence[str], include_path: tuple[str, ...]) -> TaskManager:
-    """Indexing lm-eval's own 10,000 tasks takes seconds: only where a cell needs them."""
+    """Return a task manager that can load these tasks.
+
+    It indexes lm-eval's own 10,000 tasks, which takes seconds, only where these need it.
+    """
     manager = _task_manager(include_path, False)
     try:
         manager.load(list(tasks))
@@ -74,9 +77,9 @@ def loadable(tasks: Sequence[str], include_path: tuple[str, ...]) -> TaskManager
 
 
 def leaf_tasks(tasks: Sequence[str], include_path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Load tasks and groups, quietly, and return lm-eval's leaf tasks by name.
+    """Load tasks and groups quietly; return lm-eval's leaf tasks by name.
 
-    Raises ValueError for a name that is not known.
+    Raises ValueError for an unknown name.
     """
     check_task_names(tasks, include_path)
     with quiet():
@@ -84,17 +87,17 @@ def leaf_tasks(tasks: Sequence[str], include_path: tuple[str, ...] = ()) -> dict
 
 
 def answers_of(tasks: Mapping[str, Any]) -> list[str]:
-    """Return the kinds of requests that leaf tasks make, each once."""
+    """Return the kinds of requests that leaf tasks make, sorted, without duplicates."""
     return sorted({str(task.OUTPUT_TYPE) for task in tasks.values()})
 
 
 def evaluate(cell: Cell, lm: Any) -> dict[str, Any]:
-    """Run a cell's tasks and return the part of lm-eval's results that a rerun repeats."""
+    """Run a cell's tasks; return the part of lm-eval's results that a rerun reproduces."""
     with contextlib.ExitStack() as stack:
         for name in _COLLECTORS:
             if hasattr(lm_eval.evaluator, name):
                 stack.enter_context(mock.patch.object(lm_eval.evaluator, name))
-        output = lm_eval.evaluator.simple_evaluate(
+        results = lm_eval.evaluator.simple_evaluate(
             model=lm,
             model_args=dict(cell.model_args),
             tasks=list(cell.tasks),
@@ -103,40 +106,40 @@ def evaluate(cell: Cell, lm: Any) -> dict[str, Any]:
             bootstrap_iters=BOOTSTRAP_DRAWS,
             **cell.options,
         )
-    assert output is not None, "only the first rank of a distributed run has results"
-    kept = {key: output[key] for key in _KEPT if key in output}
-    kept["n-samples"] = output["n-samples"]
-    kept["config"] = {key: output["config"].get(key) for key in _KEPT_CONFIG}
-    kept["scores"] = {name: scores(rows) for name, rows in sorted(output["samples"].items())}
-    return kept
+    assert results is not None, "only the first rank of a distributed run has results"
+    record = {key: results[key] for key in _KEPT if key in results}
+    record["n-samples"] = results["n-samples"]
+    record["config"] = {key: results["config"].get(key) for key in _KEPT_CONFIG}
+    record["scores"] = {name: scores(rows) for name, rows in sorted(results["samples"].items())}
+    return record
 
 
 def scores(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Keep of each sample what a paired comparison needs: `metric,filter` -> doc_id -> score.
+    """Return what paired comparisons need of each sample: `metric,filter` -> doc_id -> score.
 
-    A perplexity's per-sample value is a pair (log-likelihood, words), kept as such. Of the speed
-    of each document what experiments compare is kept, to six digits.
+    A perplexity's per-sample value is a pair (log-likelihood, words) and stays one. Of a document's
+    speed the figures in `KEPT_SPEED` are kept, to six digits.
     """
-    kept: dict[str, dict[str, Any]] = {}
+    by_metric: dict[str, dict[str, Any]] = {}
     for sample in samples:
-        found: dict[str, Any] = kept_speed(sample.get(SAMPLE_KEY, {}))
+        figures: dict[str, Any] = kept_speed(sample.get(SAMPLE_KEY, {}))
         if sample["filter"] != SPEED_FILTER:
-            found |= {
+            figures |= {
                 f"{name},{sample['filter']}": _plain(sample[name]) for name in sample["metrics"]
             }
-        for key, value in found.items():
+        for key, value in figures.items():
             if value is not None:
-                kept.setdefault(key, {})[str(sample["doc_id"])] = value
-    return kept
+                by_metric.setdefault(key, {})[str(sample["doc_id"])] = value
+    return by_metric
 
 
 def kept_speed(figures: Mapping[str, float]) -> dict[str, float]:
-    """Return a document's figures of speed that are kept, to six digits.
+    """Return the figures of a document's speed that records keep, to six digits.
 
-    The last digits of a mean are noise, and half of a record's size.
+    Further digits of a mean are noise, and half of a record's size.
     """
-    kept = {name: figures[name] for name in KEPT_SPEED if name in figures}
-    return {f"{name},{SPEED_FILTER}": float(f"{value:.6g}") for name, value in kept.items()}
+    selected = {name: figures[name] for name in KEPT_SPEED if name in figures}
+    return {f"{name},{SPEED_FILTER}": float(f"{value:.6g}") for name, value in selected.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -147,21 +150,21 @@ def _plain(value: Any) -> Any:
         return int(value)
     if hasattr(value, "item"):
         value = value.item()
-    # What is no number cannot be compared, and has no place in JSON.
+    # NaN, infinities and other types can be neither compared nor written to JSON.
     return value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[io.StringIO]:
-    """Keep lm-eval's, transformers' and our own per-run chatter off the terminal; collect it."""
-    said = io.StringIO()
+    """Keep per-run output of lm-eval, transformers and this package off the terminal; yield it."""
+    captured = io.StringIO()
     loggers = [logging.getLogger(name) for name in _QUIET]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            yield said
+        with contextlib.redirect_stdout(captured), contextlib.redirect_stderr(captured):
+            yield captured
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -1,4 +1,4 @@
-"""The files of an experiment's folder: results appear whole or not at all, and are found by hash.
+"""The files of an experiment's folder: written whole or not at all, and looked up by hash.
 
 <experiment>/sweep.yaml
 <experiment>/runs/<run-id>.json       one finished run
@@ -33,9 +33,9 @@ LOCK = ".sweep.lock"
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> Path:
-    """Write a finished run whole or not at all, in place of its failure."""
+    """Write a finished run, whole or not at all; remove its earlier failure. Returns the path."""
     path = folder / RUNS / f"{record['run_id']}.json"
-    # `default`: lm-eval's own facts hold a torch.dtype.
+    # `default`: lm-eval's own config holds a torch.dtype.
     text = json.dumps(finite(record), indent=1, ensure_ascii=False, default=str, allow_nan=False)
     write_whole(path, text + "\n")
     (folder / FAILED / f"{record['run_id']}.txt").unlink(missing_ok=True)
@@ -45,17 +45,18 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> Path:
 
 
 def write_failure(folder: Path, run_id: str, text: str) -> None:
+    """Write why a run failed: its traceback and output."""
     write_whole(folder / FAILED / f"{run_id}.txt", text)
 
 
 def finished(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return configuration hash -> what a sweep asks of every finished run, packed ones as well.
+    """Return configuration hash -> id, label, sources and environment of each finished run.
 
-    A file that is none is told of and left out: its cell runs again.
+    Packed runs count. An invalid file is skipped with a warning: its cell runs again.
     """
     packed = folder / PACKED
     records = read_packed(packed) if packed.is_file() else []
-    found = {str(record.get("configuration_hash")): _about(record) for record in records}
+    by_hash = {str(record.get("configuration_hash")): _about(record) for record in records}
     for path in sorted((folder / RUNS).glob("*.json")):
         try:
             record = read_json(path, str(path))
@@ -64,36 +65,37 @@ def finished(folder: Path) -> dict[str, dict[str, Any]]:
             logger.warning("no finished run: %s", error)
             continue
         if record.get("configuration_hash") is not None:
-            found[record["configuration_hash"]] = _about(record)
-    return found
+            by_hash[record["configuration_hash"]] = _about(record)
+    return by_hash
 
 
 def _about(record: Mapping[str, Any]) -> dict[str, Any]:
-    # Without its scores and figures, which are most of it.
+    # Without scores and figures, most of a record's size.
     return {key: record.get(key) for key in ("run_id", "label", "sources", "environment")}
 
 
 def unedited(
     done: Mapping[str, dict[str, Any]], planned: Iterable[ResolvedCell]
 ) -> dict[str, dict[str, Any]]:
-    """Leave out the finished runs whose algorithms, or whose shipped model, are others now.
+    """Leave out the finished runs whose algorithms, or whose shipped model, have changed since.
 
-    A record of a release that did not note them counts as finished.
+    Records of releases that did not note their sources count as finished.
     """
-    kept = dict(done)
-    for each in planned:
-        record = kept.get(each.configuration_hash)
-        if record is not None and record["sources"] not in (None, each.sources):
-            del kept[each.configuration_hash]
-    return kept
+    current = dict(done)
+    for cell in planned:
+        record = current.get(cell.configuration_hash)
+        if record is not None and record["sources"] not in (None, cell.sources):
+            del current[cell.configuration_hash]
+    return current
 
 
 @contextlib.contextmanager
 def only_sweep(folder: Path) -> Iterator[None]:
-    """Hold the folder against a second sweep; the lock goes with the process, however it ends.
+    """Lock the folder against a second sweep; the lock ends with the process, however it dies.
 
-    A killed sweep leaves the lock's file, which the next one takes. Packed runs are unpacked: a
-    sweep changes runs one by one. Raises OSError where nothing can be written there.
+    A killed sweep leaves the lock file behind, which the next one takes over. Packed runs are
+    unpacked: a sweep changes runs one by one. Raises ValueError where another sweep holds the lock,
+    OSError where the folder is not writable.
     """
     runs = folder / RUNS
     runs.mkdir(parents=True, exist_ok=True)
@@ -110,15 +112,15 @@ def only_sweep(folder: Path) -> Iterator[None]:
         yield
     finally:
         _remove_leftovers(folder)
-        with contextlib.suppress(OSError):  # Windows removes no open file
+        with contextlib.suppress(OSError):  # Windows does not remove open files
             path.unlink()
         lock.release()
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what sweeps that were killed, and workers that an interrupt has ended, have left."""
+    """Remove the partial files of killed sweeps and interrupted workers."""
     for part in (RUNS, FAILED, TRACES):
         for leftover in (folder / part).glob(f".*{PART}"):
-            shutil.rmtree(leftover, ignore_errors=True)  # a recording; others are files
+            shutil.rmtree(leftover, ignore_errors=True)  # a recording is a folder; others are files
             with contextlib.suppress(OSError):
                 leftover.unlink()

@@ -1,4 +1,4 @@
-"""What makes two runs the same run: the hash of the resolved configuration, and the run's name."""
+"""The identity of a run: the hash of its resolved configuration, and the id made from it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from lm_eval_moecache.tiny import MODEL_DIR
 
 _SLUG_LENGTH = 60
 _UNNAMED = ("pretrained", "hardware", "device", "dtype", "batch_size")
-# Always part of the hash. Other settings only where they differ from the default, so that a
-# setting which later releases add does not make every finished run look unfinished.
+# Always part of the hash. Other settings count only where they differ from the default, so that a
+# setting added by a later release does not make every finished run look unfinished.
 _ESSENTIAL = ("policy", "capacity", "hardware")
 
 
@@ -36,15 +36,15 @@ class ResolvedCell:
     configuration_hash: str
     run_id: str
     shared: str | None = None
-    """The run of the model that its group shares, None where it has none."""
+    """Name of the model run that its group shares; None where it shares none."""
     replayed: bool = False
-    """Whether it is replayed from that run; one cell of the group makes it."""
+    """Whether it is replayed from that run, which another cell of the group makes."""
 
     @property
     def sources(self) -> str:
-        """Identify the code of the policy's algorithms, and the shipped model where it is asked.
+        """Digest of the policy's algorithms' code, and of the shipped model where it is used.
 
-        Not in the hash: an edited algorithm's run takes the place of the one before.
+        Not part of the hash: the run of an edited algorithm replaces the one before.
         """
         policy = self.config.policy
         parts = [source_digest(getattr(policy, axis).algorithm) for axis in AXES]
@@ -54,7 +54,7 @@ class ResolvedCell:
 
     @property
     def load_key(self) -> tuple[str, ...]:
-        """Cells with equal keys can share one loaded model."""
+        """Key of the loaded model: cells with equal keys can share one."""
         host = json.dumps(self.host_arguments, sort_keys=True, default=str)
         config = self.config
         return (
@@ -74,16 +74,17 @@ def _shipped_weights() -> str:
 
 
 def digest_of(settings: Mapping[str, Any]) -> str:
-    """Identify settings, whatever their order."""
+    """Return 16 hex digits that identify settings, whatever their order."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def plan(cell: Cell, config: Config, host_arguments: Mapping[str, Any]) -> ResolvedCell:
+    """Return a checked cell with its configuration hash and run id."""
     resolved = {
         "model": cell.model,
         "pretrained": cell.pretrained,
-        # The device counts where it was asked for: another machine's is no other configuration.
+        # A device counts only if it was given: another machine's default is the same configuration.
         "host_arguments": {
             key: cell.arguments.get(key, value) if key == "device" else value
             for key, value in host_arguments.items()
@@ -105,12 +106,12 @@ def plan(cell: Cell, config: Config, host_arguments: Mapping[str, Any]) -> Resol
 
 @cache
 def default_config() -> Config:
-    """Return the setting of a run that asks for nothing."""
+    """Return the configuration of a run without any arguments."""
     return read_config({})
 
 
 def resolve(config: Config) -> dict[str, Any]:
-    """Return the setting with its policy and hardware in full, without their comments."""
+    """Return the configuration with policy and hardware in full, without their sources."""
     default = default_config()
     resolved: dict[str, Any] = {
         name: value
@@ -118,15 +119,15 @@ def resolve(config: Config) -> dict[str, Any]:
         if name in _ESSENTIAL or value != getattr(default, name)
     }
     resolved["policy"] = {**config.policy.as_dict(), "name": config.policy.composition}
-    # Says nothing that the axes do not say.
+    # Redundant: the axes define the composition.
     resolved["policy"].pop("composition", None)
-    # What a profile need not say is left out where it does not: its default changes nothing.
+    # Optional fields of a profile count only where set: a default changes nothing.
     resolved["hardware"] = {
         field.name: getattr(config.hardware, field.name)
         for field in dataclasses.fields(config.hardware)
         if getattr(config.hardware, field.name) != field.default
     }
-    # A profile that was renamed is still the same, and its finished runs are finished.
+    # A renamed profile keeps its former name, so that its finished runs stay finished.
     former = {new: old for old, new in RENAMED.items()}
     resolved["hardware"]["name"] = former.get(config.hardware.name, config.hardware.name)
     if config.emulate is not None:
@@ -139,8 +140,8 @@ def resolve(config: Config) -> dict[str, Any]:
 
 
 def slug(cell: Cell) -> str:
-    """Name a cell by what was written for it; the hash after it tells equal slugs apart."""
-    named = {k: Path(str(v)).stem if k == "trace" else v for k, v in cell.model_args.items()}
-    values = [str(value) for key, value in named.items() if key not in _UNNAMED]
+    """Return a readable name from a cell's arguments; run ids append a hash to tell slugs apart."""
+    arguments = {k: Path(str(v)).stem if k == "trace" else v for k, v in cell.model_args.items()}
+    values = [str(value) for key, value in arguments.items() if key not in _UNNAMED]
     text = "_".join([*values, "+".join(cell.tasks)]).replace("%", "pct")
     return re.sub(r"[^A-Za-z0-9.+_]+", "-", text)[:_SLUG_LENGTH].strip("-.")

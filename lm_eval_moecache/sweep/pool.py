@@ -1,6 +1,6 @@
-"""Worker processes that end with the process that started them, whatever ends it.
+"""Worker processes that end with their parent, however it ends.
 
-Imports nothing heavy, so that a worker is there to hear of the end before it has imported torch.
+Imports nothing heavy, so that a worker watches its parent before it has imported torch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Result = TypeVar("Result")
 def local_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
     """Worker processes that end with this one, and keep their loaded model between runs.
 
-    Whatever ends the block early (an interrupt, an error) ends them at once: what runs is given up,
-    and nothing that waits is begun.
+    An exception in the block (an interrupt, an error) kills them at once: running work is lost, and
+    queued work never starts.
     """
     # spawn: a forked copy of torch's thread pools can hang.
     context = multiprocessing.get_context("spawn")
-    # Read by torch when a worker imports it; what the user has set stays.
+    # Read by torch when a worker imports it; the user's setting wins.
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // jobs)))
     others = set(multiprocessing.active_children())
     with (
@@ -50,21 +50,21 @@ def local_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
 def submit(
     pool: ProcessPoolExecutor, work: Callable[..., Result], items: Sequence[Item], *arguments: Any
 ) -> dict[Future[Result], Item]:
-    """Put `work(item, *arguments)` before the pool's workers, starting those that are needed."""
+    """Submit `work(item, *arguments)` for each item; return future -> item."""
     with _unheard():
         return {pool.submit(work, item, *arguments): item for item in items}
 
 
 @contextmanager
 def _unheard() -> Iterator[None]:
-    """Hold Ctrl-C back while workers are started, which inherit that: only this process hears it.
+    """Block SIGINT while workers start: they inherit the mask, so only this process gets Ctrl-C.
 
-    A terminal sends it to all of them, and a worker would tell of it with a traceback.
+    A terminal sends it to all processes, and each worker would print a traceback.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    # Started first: it lets the signal through again, for itself and for us.
+    # Started before: starting it unblocks the signal, in it and in this process.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -75,13 +75,13 @@ def _unheard() -> Iterator[None]:
 
 def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A bar's own lock is a semaphore of the system, which Python warns of where a worker is ended.
+    # tqdm's default lock is a system semaphore, which Python reports as leaked by killed workers.
     tqdm.set_lock(threading.RLock())
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """A pool's workers outlive a killed parent and would run on beside the sweep that resumes."""
+    """Exit with the parent: workers outlive a killed one and would run beside the resumed sweep."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker of a pool"
     parent.join()

@@ -1,4 +1,4 @@
-"""Replays of a trace as several configurations, with the bounds that say how good a policy is."""
+"""Replays of a trace under several configurations, with bounds to judge policies by."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def run_cells(
     bound: bool = True,
     show_progress: bool = False,
 ) -> list[Row]:
-    """Replay a trace as each of these, in one reading of it.
+    """Replay a trace under each configuration, reading it once.
 
     Args:
         file: The trace.
-        configs: What it is replayed as; a `seed` of None takes the trace's own.
-        expert_bytes: Size of one expert, for traces that do not say it.
-        bound: Whether to add on-demand LRU's misses and the fewest that there can be.
-        show_progress: Whether to show a bar of passes.
+        configs: The configurations; a `seed` of None takes the trace's own.
+        expert_bytes: Size of one expert, for traces that do not give it.
+        bound: Whether to add on-demand LRU's misses and the fewest possible.
+        show_progress: Whether to show a progress bar, counting passes.
     """
     replays = Replays(file, configs, expert_bytes, bound)
     bounds = len({config.capacity for config in configs}) if bound else 0
@@ -63,20 +63,21 @@ def run_cells(
 
 
 def closeness(lru: float, policy: float, fewest: float) -> float | None:
-    """How much of the way from LRU to the bound a policy goes; None where there is no way."""
+    """Return the share of the gap from LRU to the bound that a policy closes; None if no gap."""
     return None if lru == fewest else (lru - policy) / (lru - fewest)
 
 
 def victim_share(policy: int, fewest: int, turning_away: int) -> float | None:
-    """Return what better victims would save, of what better victims and admission would.
+    """Return the share of avoidable misses that better victims alone would save.
 
-    None where a policy has no more misses than the bound of its own kind, as with prefetch.
+    The rest takes better admission as well. None where a policy misses no more than the bound for
+    its kind, as it may with prefetching.
     """
     return (policy - fewest) / (policy - turning_away) if policy > fewest else None
 
 
 class _Found(NamedTuple):
-    """What a replay came to: `misses` are late and absent requests."""
+    """The figures of one replay; `misses` counts late and absent requests."""
 
     metrics: dict[str, Any]
     regime: dict[str, Any]
@@ -86,68 +87,69 @@ class _Found(NamedTuple):
 
 
 class Replays:
-    """The replays of one trace, each setting once: a bound may be what was asked for."""
+    """The replays of one trace, each setting once: a requested replay may serve as a bound, too."""
 
     def __init__(
         self, file: str, configs: Sequence[Config], expert_bytes: int | None, bound: bool
     ) -> None:
         policies = [config.policy for config in configs]
-        offline = any(getattr(p, a).algorithm.is_offline for p in policies for a in _FORESEEING)
-        # A large trace of our own is streamed, unless something has to know its future.
-        self.trace: Trace | StreamedTrace = (load_trace if bound or offline else open_any)(
+        is_offline = any(getattr(p, a).algorithm.is_offline for p in policies for a in _FORESEEING)
+        # A large trace in our format is streamed, unless a bound or an algorithm needs its future.
+        self.trace: Trace | StreamedTrace = (load_trace if bound or is_offline else open_any)(
             file,
             logits=any(
                 (p.eviction.algorithm.uses_weights and not p.is_lossless)
                 or any(getattr(p, axis).algorithm.uses_logits for axis in AXES)
                 for p in policies
             ),
-            # Only then are a trace's predictions worth the memory.
+            # Predictions take memory: load them only for algorithms that use them.
             predicted=any(
                 p.routing.algorithm.depth or p.prefetch.algorithm.is_active for p in policies
             ),
             expert_bytes=expert_bytes,
         )
         self.file, self.bound = file, bound
-        foresees = (bound or offline) and isinstance(self.trace, Trace)
-        self.future = Future(self.trace) if foresees else None  # type: ignore[arg-type]
-        # Nothing is prefetched, so a machine says when and not what is missed.
+        has_future = (bound or is_offline) and isinstance(self.trace, Trace)
+        self.future = Future(self.trace) if has_future else None  # type: ignore[arg-type]
+        # Without prefetching, hardware changes when experts arrive, but not which are missed.
         self._lru = configs[0].with_changes(policy=load_policy("on_demand", _ON_DEMAND))
         self._done: dict[str, _Found] = {}
         self._fewest: dict[tuple[Capacity, bool, bool], tuple[int, int]] = {}
 
     def setting(self, config: Config) -> Setting:
-        """Return what the engine is made of. ValueError where sizes are asked that nobody knows."""
+        """Return the engine's setting. Raises ValueError where the capacity needs unknown sizes."""
         if not self.trace.has_sizes and config.emulate is None:
             check_sized(config.capacity, self.trace.name, "--expert_bytes")
-        found = config.setting(self.trace.geometry)
-        return found if config.seed is not None else replace(found, seed=self.trace.seed)
+        setting = config.setting(self.trace.geometry)
+        return setting if config.seed is not None else replace(setting, seed=self.trace.seed)
 
     def replay(self, setting: Setting, **more: Any) -> Engine:
+        """Replay the trace under a setting; return the engine, its integrity checked."""
         reset = self._lru.cache_reset
         engine = replay(self.trace, setting, future=self.future, cache_reset=reset, **more)
         engine.check_integrity()
         return engine
 
     def row(self, config: Config, on_progress: Progress) -> Row:
-        """Replay the trace as this configuration, and find its bounds."""
+        """Replay the trace under this configuration; return its row, with bounds if requested."""
         setting, policy, emulate = self.setting(config), config.policy, config.emulate
-        own, idle = self._run(setting, on_progress), ""
-        if policy.prefetch.algorithm.is_active and not own.proposed:
-            idle = "nothing of this trace made it propose an expert"
+        run, reason = self._run(setting, on_progress), ""
+        if policy.prefetch.algorithm.is_active and not run.proposed:
+            reason = "nothing of this trace made it propose an expert"
             if policy.prefetch.name == "history":
                 requests = len(self.trace.requests)
-                idle = f"it learns from earlier requests, and the trace has {requests}"
+                reason = f"it learns from earlier requests, and the trace has {requests}"
         row = Row(
             trace=self.file,
             has_sizes=self.trace.has_sizes or emulate is not None,
             policy=policy,
             capacity=setting.capacity,
             hardware=config.hardware,
-            metrics=own.metrics,
-            warnings=(f"prefetch={policy.prefetch.name} did nothing: {idle}.",) if idle else (),
-            regime=own.regime,
+            metrics=run.metrics,
+            warnings=(f"prefetch={policy.prefetch.name} did nothing: {reason}.",) if reason else (),
+            regime=run.regime,
             emulates="" if emulate is None else emulate.name,
-            uncompiled=own.uncompiled,
+            uncompiled=run.uncompiled,
             warmed_by="" if setting.warm is None else setting.warm.name,
         )
         if not self.bound:
@@ -160,13 +162,13 @@ class Replays:
             rate = misses / requests if requests else None
             bounds[phase] = {LRU: lru.metrics[f"{phase}miss_rate"], FEWEST: rate}
         fewest, requests = self._bound(on_demand)
-        least, _ = self._bound(on_demand, turns_away=True)
+        fewest_bypassing, _ = self._bound(on_demand, turns_away=True)
         return replace(
             row,
             bounds=bounds,
-            closeness=closeness(lru.misses, own.misses, fewest),
-            regret=(own.misses - fewest) / requests if requests else None,
-            victim_share=victim_share(own.misses, fewest, least),
+            closeness=closeness(lru.misses, run.misses, fewest),
+            regret=(run.misses - fewest) / requests if requests else None,
+            victim_share=victim_share(run.misses, fewest, fewest_bypassing),
         )
 
     def _run(self, setting: Setting, on_progress: Progress) -> _Found:
@@ -179,19 +181,19 @@ class Replays:
         engine = self.replay(setting, on_progress=on_progress)
         passes, requests, geometry = engine.ledger.passes, engine.ledger.requests, engine.geometry
         regime = regime_of(geometry, capacity.total_bytes, hardware)
-        found = _Found(
+        figures = _Found(
             metrics=task_metrics(requests, engine.peak_cache_bytes),
             regime=regime.as_dict(decode_waits(requests, geometry.num_layers)),
             misses=sum(p.late + p.misses for p in passes),
             proposed=sum(p.predicted for p in passes),
             uncompiled=engine.uncompiled,
         )
-        return self._done.setdefault(key, found)
+        return self._done.setdefault(key, figures)
 
     def _bound(
         self, setting: Setting, *, decode: bool = False, turns_away: bool = False
     ) -> tuple[int, int]:
-        """Return the bound on misses, and the requests it is of: all, or those after prefills."""
+        """Return the fewest misses, and the requests they count: all, or all but prefills'."""
         key = setting.capacity, decode, turns_away
         if key not in self._fewest:
             assert isinstance(self.trace, Trace), "a bound of a trace that is streamed"

@@ -1,6 +1,6 @@
 """One sweep from file to results: checks all cells, skips finished ones, runs the others.
 
-Or says, of the same cells, what it would do and about how long that takes.
+Or estimates, for the same cells, what would run and how long it would take.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ from lm_eval_moecache.sweep.worker import (
 def run_sweep(
     sweep: SweepFile, folder: Path, *, rerun: bool = False, live: bool = False
 ) -> dict[str, Any]:
-    """Run what is not finished, and return what was done, in the form that `--json` prints.
+    """Run the unfinished cells; return a report in the form that `--json` prints.
 
-    Cells with equal outputs run the model once and are replayed, unless they are to be run `live`;
-    then there are no bounds, which only replays can make. `merged` cells equal another cell's
-    configuration, and so do not run a second time. Raises ValueError before the first run if any
+    Of cells with equal outputs one runs the model and the others are replayed, unless `live`; then
+    there are no bounds either, which only replays can make. `merged` counts cells with the same
+    configuration as another, which run only once. Raises ValueError before the first run if any
     cell cannot start.
     """
     started = time.monotonic()
@@ -71,9 +71,9 @@ def run_sweep(
     outcomes: list[Outcome] = []
     with only_sweep(folder):
         done, skipped, division = _division(planned, folder, rerun, live)
-        for each in skipped:
-            # Not part of the configuration: a new label is written into the finished run.
-            before, label = done[each.configuration_hash], each.cell.label
+        for resolved in skipped:
+            # Labels are not part of the configuration: write a new one into the finished run.
+            before, label = done[resolved.configuration_hash], resolved.cell.label
             if before["label"] != label:
                 path = folder / RUNS / f"{before['run_id']}.json"
                 write_record(folder, {**read_json(path, str(path)), "label": label})
@@ -85,19 +85,19 @@ def run_sweep(
                     outcomes.append(outcome)
                     if outcome.error is not None:
                         bar.write(f"failed: {outcome.run_id}: {outcome.error}", file=sys.stderr)
-    took: dict[str, list[float]] = {BY_MODEL: [], BY_REPLAY: []}
+    seconds_by: dict[str, list[float]] = {BY_MODEL: [], BY_REPLAY: []}
     for outcome in outcomes:
         if outcome.error is None:
-            took[outcome.by].append(outcome.seconds)
-    runs, replays = took.values()
-    # What replays would have taken as runs, by this sweep's mean run, if one was made.
+            seconds_by[outcome.by].append(outcome.seconds)
+    runs, replays = seconds_by.values()
+    # The time replays would have taken as runs, at this sweep's mean run time, if it ran any.
     saved = len(replays) * mean(runs) - sum(replays) if runs else 0.0
     failed = [{"run_id": o.run_id, "error": o.error} for o in outcomes if o.error is not None]
     return {
         "experiment": sweep.name,
         "runs": len(planned),
         "merged": merged,
-        "skipped": [each.run_id for each in skipped],
+        "skipped": [resolved.run_id for resolved in skipped],
         "done": [o.run_id for o in outcomes if o.error is None],
         "failed": failed,
         "seconds": round(time.monotonic() - started, 1),
@@ -108,7 +108,7 @@ def run_sweep(
 
 
 def _plan(sweep: SweepFile, live: bool) -> tuple[list[ResolvedCell], int]:
-    """Check a sweep's cells and bounds; return those that differ, and how many others there are."""
+    """Check a sweep's cells and bounds; return the distinct ones, and the number of duplicates."""
     cells = sweep.cells()
     check_report(sweep, cells)
     planned = check_cells(cells)
@@ -119,7 +119,7 @@ def _plan(sweep: SweepFile, live: bool) -> tuple[list[ResolvedCell], int]:
 def _division(
     planned: Sequence[ResolvedCell], folder: Path, rerun: bool, live: bool
 ) -> tuple[dict[str, dict[str, Any]], list[ResolvedCell], ExecutionPlan]:
-    """Return the finished runs, the cells that are theirs, and what is to be done for the others.
+    """Return the finished runs, the cells they finish, and the execution plan of the others.
 
     With `rerun` no cell counts as finished.
     """
@@ -130,49 +130,50 @@ def _division(
     return done, skipped, division
 
 
-# --- what it would do ---
+# --- dry run ---
 
 
 def estimate(
     sweep: SweepFile, folder: Path, *, rerun: bool = False, live: bool = False
 ) -> dict[str, Any]:
-    """Check all cells and say what a sweep would do; nothing is run or written.
+    """Check all cells and return what a sweep would do; nothing is run or written.
 
-    Times and sizes are the medians of what this folder has finished, None where nothing tells.
+    Times (seconds) and sizes (bytes) follow from the medians of this folder's finished runs; None
+    where there are none.
     """
     planned, _ = _plan(sweep, live)
     done, skipped, division = _division(planned, folder, rerun, live)
     states = dict.fromkeys((p.run_id for p in division.runs), "to run")
     states |= dict.fromkeys((p.run_id for p in division.replays), "to replay")
     states |= dict.fromkeys((p.run_id for p in skipped), "finished")
-    took: dict[str, list[float]] = {"evaluate": [], "replay": []}
+    seconds_by: dict[str, list[float]] = {"evaluate": [], "replay": []}
     for record in done.values():
         for kind, value in (record["environment"] or {}).get("seconds", {}).items():
-            took.setdefault(kind, []).append(float(value))
+            seconds_by.setdefault(kind, []).append(float(value))
     num_runs, num_replays = len(division.runs), len(division.replays)
-    run_s, replay_s = (median(took[kind] or [0.0]) for kind in ("evaluate", "replay"))
-    known = took["evaluate"] or not num_runs
+    run_s, replay_s = (median(seconds_by[kind] or [0.0]) for kind in ("evaluate", "replay"))
+    is_known = seconds_by["evaluate"] or not num_runs
     sizes = [path.stat().st_size for path in (folder / TRACES).glob("*.parquet")]
     traces = sum(p.shared is not None for p in division.runs)
     return {
         "model_runs": num_runs,
         "replays": num_replays,
-        "estimated_seconds": num_runs * run_s + num_replays * replay_s if known else None,
+        "estimated_seconds": num_runs * run_s + num_replays * replay_s if is_known else None,
         "estimated_trace_bytes": int(traces * median(sizes)) if sizes else None,
         "runs": [
             {
-                "run_id": each.run_id,
-                "state": states[each.run_id],
-                "model_args": dict(each.cell.model_args),
-                "tasks": list(each.cell.tasks),
+                "run_id": resolved.run_id,
+                "state": states[resolved.run_id],
+                "model_args": dict(resolved.cell.model_args),
+                "tasks": list(resolved.cell.tasks),
             }
-            for each in planned
+            for resolved in planned
         ],
     }
 
 
 def as_text(estimated: Mapping[str, Any]) -> str:
-    """Say it in a sentence."""
+    """Return an estimate in one sentence."""
     counts = f"{estimated['model_runs']} runs of the model and {estimated['replays']} replays"
     seconds, nbytes = estimated["estimated_seconds"], estimated["estimated_trace_bytes"]
     if seconds is None:
@@ -181,33 +182,33 @@ def as_text(estimated: Mapping[str, Any]) -> str:
     return f"{counts}; about {seconds:.0f} s in one process{disk}"
 
 
-# --- what is checked before the first run: settings, capacities, tasks, columns ---
+# --- checks before the first run: settings, capacities, tasks, columns ---
 
 
 def check_cells(cells: Sequence[Cell]) -> list[ResolvedCell]:
-    """Return the cells with their identities, each configuration once.
+    """Return the cells with their identities, one per configuration.
 
     Raises one ValueError that lists every cell that cannot run, with its reason.
     """
     planned: dict[str, ResolvedCell] = {}
     problems: dict[str, list[str]] = {}
-    built: dict[str, Any] = {}
+    skeletons: dict[str, Any] = {}
 
     def bare(pretrained: Any, theirs: Mapping[str, Any]) -> Any:
-        """Build each model without weights once: that takes longer than all other checks."""
+        """Build each model without weights once: it takes longer than all other checks."""
         key = json.dumps([pretrained, theirs], sort_keys=True, default=repr)
-        if key not in built:
-            built[key] = skeleton(pretrained, theirs)
-        return built[key]
+        if key not in skeletons:
+            skeletons[key] = skeleton(pretrained, theirs)
+        return skeletons[key]
 
     for cell in cells:
         try:
-            found = check_cell(cell, bare)
+            resolved = check_cell(cell, bare)
         except (ValueError, OSError) as error:
-            shown = ",".join(f"{key}={value}" for key, value in cell.model_args.items())
-            problems.setdefault(str(error), []).append(shown or "(defaults)")
+            arguments = ",".join(f"{key}={value}" for key, value in cell.model_args.items())
+            problems.setdefault(str(error), []).append(arguments or "(defaults)")
             continue
-        planned.setdefault(found.configuration_hash, found)
+        planned.setdefault(resolved.configuration_hash, resolved)
     if problems:
         lines = [f"{error}\n    in: {'; '.join(where)}" for error, where in problems.items()]
         raise ValueError(
@@ -218,19 +219,19 @@ def check_cells(cells: Sequence[Cell]) -> list[ResolvedCell]:
 
 
 def check_report(sweep: SweepFile, cells: Sequence[Cell]) -> None:
-    """Check what the sweep's tables and figures name, so that no run is made for a misspelt one.
+    """Check the names in the sweep's tables and figures before any run is spent on a misspelt one.
 
     Raises ValueError naming view or figure and the column or setting.
     """
-    given = {key for cell in cells for key in (*cell.model_args, *cell.options)}
+    arguments = {key for cell in cells for key in (*cell.model_args, *cell.options)}
     tasks = tuple(dict.fromkeys(task for cell in cells for task in cell.tasks))
 
     def check(place: str, names: Sequence[str], *, setting: bool) -> None:
         for name in names:
-            if is_setting(name, given) or (not setting and _is_figure(name, tasks, sweep)):
+            if is_setting(name, arguments) or (not setting and _is_figure(name, tasks, sweep)):
                 continue
             figures = () if setting else (ACCURACY, PARETO, *METRICS, *tasks)
-            allowed = [*SETTINGS, *sorted(given), *KEYS, *figures]
+            allowed = [*SETTINGS, *sorted(arguments), *KEYS, *figures]
             raise ValueError(f"{place}: {unknown_column(name, list(dict.fromkeys(allowed)))}")
 
     for view in sweep.views:
@@ -266,7 +267,7 @@ def _is_figure(name: str, tasks: Sequence[str], sweep: SweepFile) -> bool:
 
 
 def check_cell(cell: Cell, bare: Bare = skeleton) -> ResolvedCell:
-    """Return the cell with its identity, or raise ValueError or OSError saying what is wrong."""
+    """Return the cell with its identity. Raises ValueError or OSError where it cannot run."""
     if cell.model == REPLAY:
         return check_trace_cell(cell)
     check_task_names(cell.tasks, cell.include_path)
@@ -275,13 +276,15 @@ def check_cell(cell: Cell, bare: Bare = skeleton) -> ResolvedCell:
     if isinstance(generation, Mapping):
         check_generation(generation, speculative)
     with as_arguments_error(cell.pretrained):
-        found = check_arguments(cell.pretrained, cell.arguments, bare, speculative=speculative)
-    return plan(cell, *found)
+        configuration = check_arguments(
+            cell.pretrained, cell.arguments, bare, speculative=speculative
+        )
+    return plan(cell, *configuration)
 
 
-# --- where runs are made: here, in local processes, on a Ray cluster, or as Slurm jobs ---
+# --- executors: this process, local processes, a Ray cluster, Slurm jobs ---
 #
-# Each executor yields the outcomes as they come. All call the same worker, which writes the results
+# Each executor yields outcomes as they arrive. All call the same worker, which writes the results
 # itself: Ray and Slurm need the experiment's folder on a file system that their machines share.
 
 Stages = Sequence[Sequence[ResolvedCell]]
@@ -292,9 +295,9 @@ Place = tuple[str, str]
 def execute(
     stages: Iterable[Sequence[ResolvedCell]], folder: Path, sweep: SweepFile
 ) -> Iterator[Outcome]:
-    """Run the cells, stage after stage: a replay needs the trace of a run before it.
+    """Run the cells, stage after stage: a replay needs the trace of an earlier run.
 
-    In a stage, cells that share a loaded model or a trace follow each other.
+    Within a stage, cells that share a loaded model or a trace run consecutively.
     """
     ordered = [sorted(stage, key=_neighbours) for stage in stages if stage]
     where, options = (str(folder.resolve()), sweep.name), sweep.executor_options
@@ -305,7 +308,7 @@ def execute(
     if options:
         raise unknown("executor_options", next(iter(options)), ("none with executor=local",))
     if sweep.jobs == 1:
-        return (run_cell(each, *where) for stage in ordered for each in stage)
+        return (run_cell(cell, *where) for stage in ordered for cell in stage)
     return _processes(ordered, where, sweep.jobs)
 
 
@@ -314,7 +317,7 @@ def _neighbours(planned: ResolvedCell) -> tuple[str, ...]:
 
 
 def failed(planned: ResolvedCell, error: BaseException) -> Outcome:
-    """Return the outcome of a cell whose process or job has ended in this."""
+    """Return the outcome of a cell whose process or job ended with this error."""
     return Outcome(planned.run_id, f"{type(error).__name__}: {error}")
 
 
@@ -323,45 +326,45 @@ def _processes(stages: Stages, where: Place, jobs: int) -> Iterator[Outcome]:
         for stage in stages:
             try:
                 futures = submit(pool, run_cell, stage, *where)
-            except BrokenExecutor as dead:  # a process died in the stage before
-                yield from (failed(each, dead) for each in stage)
+            except BrokenExecutor as dead:  # a process died in an earlier stage
+                yield from (failed(cell, dead) for cell in stage)
                 continue
             for future in as_completed(futures):
                 yield outcome_of(future, futures[future])
 
 
 def outcome_of(future: Future[Outcome], planned: ResolvedCell) -> Outcome:
-    """Return a cell's outcome; of a process that died (memory, a kill) that, to be tried again."""
+    """Return a cell's outcome; a process that died (memory, a kill) counts as a failed run."""
     error = future.exception()
     return future.result() if error is None else failed(planned, error)
 
 
 def _ray(stages: Stages, where: Place, jobs: int, options: Mapping[str, Any]) -> Iterator[Outcome]:
     ray = import_extra("executor='ray'", "ray", "ray")
-    ours = not ray.is_initialized()
-    if ours:
+    is_ours = not ray.is_initialized()
+    if is_ours:
         ray.init(**{"log_to_driver": False, **options})
     cores = max(1, int(ray.cluster_resources().get("CPU", 1)) // jobs)
-    # A worker process serves many tasks of one function, so a loaded model is shared there too.
+    # Ray's worker processes are reused for tasks of one function, so they share a loaded model.
     task = ray.remote(num_cpus=cores, max_retries=0)(run_cell)
     waiting: dict[Any, ResolvedCell] = {}
     try:
         for stage in stages:
-            waiting = {task.remote(each, *where): each for each in stage}
+            waiting = {task.remote(cell, *where): cell for cell in stage}
             while waiting:
                 [done], _ = ray.wait(list(waiting), num_returns=1)
-                each = waiting.pop(done)
+                cell = waiting.pop(done)
                 try:
                     yield ray.get(done)
                 except ray.exceptions.RayError as error:
-                    yield failed(each, error)
+                    yield failed(cell, error)
     except BaseException:
-        # On a cluster that is not ours, what waits would still run.
+        # On a cluster we did not start, queued tasks would still run.
         for reference in waiting:
             ray.cancel(reference, force=True)
         raise
     finally:
-        if ours:
+        if is_ours:
             ray.shutdown()
 
 
@@ -374,7 +377,7 @@ def _submitit(
     executor = submitit.AutoExecutor(folder=f"{where[0]}/submitit", cluster=cluster)
     executor.update_parameters(**parameters)
     for stage in stages:
-        # Neighbours share a loaded model: consecutive runs go into one job.
+        # Neighbours share a loaded model: put consecutive runs into one job.
         size = -(-len(stage) // jobs)
         chunks = [stage[start : start + size] for start in range(0, len(stage), size)]
         submitted = executor.map_array(run_cells, chunks, *([word] * len(chunks) for word in where))
@@ -383,7 +386,7 @@ def _submitit(
                 try:
                     yield from job.result()
                 except Exception as error:  # submitit raises several kinds, the job's own included
-                    yield from (failed(each, error) for each in chunk)
+                    yield from (failed(cell, error) for cell in chunk)
         except BaseException:
             for job in submitted:
                 job.cancel()
@@ -391,7 +394,7 @@ def _submitit(
 
 
 def import_extra(what: str, package: str, extra: str) -> Any:
-    """Import an optional package, or say which extra of this one brings it."""
+    """Import an optional package. Raises ValueError naming the extra that installs it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

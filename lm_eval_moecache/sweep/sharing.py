@@ -1,9 +1,9 @@
-"""Which cells share one run of the model, and the files they share it by.
+"""Which cells share one run of the model, and the files they share it through.
 
-Outputs do not depend on the cache where nothing is lost: one cell of a group runs the model and
-records what the others have to see, and these are replayed. A replay's figures are a live run's.
+Under lossless policies, outputs do not depend on the cache: one cell of a group runs the model and
+records what replays of the others need. A replay's figures equal a live run's.
 
-<experiment>/traces/<name>.parquet    the routing, and what the cells' prefetchers proposed
+<experiment>/traces/<name>.parquet    the routing, and the proposals of the cells' prefetchers
 <experiment>/traces/<name>.common     JSON: the results that all cells of the group have in common
 """
 
@@ -27,8 +27,8 @@ from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
 from lm_eval_moecache.trace.recorder import Detail, identity, looks_on
 
 _FORMAT = 1
-# What of a setting changes no output of a lossless policy, and nothing that the model computes.
-# A setting that is not listed keeps cells apart.
+# Settings that change neither a lossless policy's outputs nor what the model computes. Cells that
+# differ in any other setting share no run.
 OUTPUT_INVARIANT_KEYS = (
     *("policy", "capacity", "hardware", "emulate", "link", "warm"),
     *("execute", "reads_per_expert", "attention", "cache_reset", "seed", "trace", "detail"),
@@ -36,7 +36,7 @@ OUTPUT_INVARIANT_KEYS = (
 
 
 class ExecutionPlan(NamedTuple):
-    """Cells that run the model (those that record among them), and cells that are replayed."""
+    """Cells that run the model (some of them recording), then cells that are replayed."""
 
     runs: tuple[ResolvedCell, ...]
     replays: tuple[ResolvedCell, ...]
@@ -45,49 +45,54 @@ class ExecutionPlan(NamedTuple):
 def divide(
     waiting: Sequence[ResolvedCell], folder: Path, finished: Sequence[ResolvedCell] = ()
 ) -> ExecutionPlan:
-    """Choose for each group of cells which one runs the model, if any has to.
+    """Choose for each group of cells the one that runs the model, if any must.
 
-    Where only bounds are left of a group and its trace is gone, a finished cell records it anew.
+    Where only bounds of a group remain and its trace is gone, a finished cell records it again.
     """
     runs: list[ResolvedCell] = []
     replays: list[ResolvedCell] = []
     groups: dict[str, list[ResolvedCell]] = {}
-    for each in waiting:
-        name = share_name(each)
-        if each.cell.model == REPLAY:
-            replays.append(each)
+    for planned in waiting:
+        name = share_name(planned)
+        if planned.cell.model == REPLAY:
+            replays.append(planned)
         elif name is None:
-            runs.append(each)
+            runs.append(planned)
         else:
-            groups.setdefault(name, []).append(each)
+            groups.setdefault(name, []).append(planned)
     for name, group in groups.items():
-        wanted, files, first = detail_of(group), SharedRun(folder, name), None
-        if not files.serves(wanted):
+        detail, files, recorder = detail_of(group), SharedRun(folder, name), None
+        if not files.serves(detail):
             if len(group) == 1 and not is_offline(group[0]):
                 runs += group
                 continue
-            able = [each for each in group if not is_offline(each)]
-            able = able or [each for each in finished if share_name(each) == name]
-            # A cell that has failed before may fail again: another one is tried first.
-            first = min(able, key=lambda each: (folder / FAILED / f"{each.run_id}.txt").exists())
-            config = first.config.with_changes(trace=str(files.partial), detail=wanted)
-            runs.append(dataclasses.replace(first, config=config, shared=name))
-        others = (each for each in group if each is not first)
-        replays += [dataclasses.replace(each, shared=name, replayed=True) for each in others]
+            recorders = [planned for planned in group if not is_offline(planned)]
+            recorders = recorders or [
+                planned for planned in finished if share_name(planned) == name
+            ]
+            # A cell that failed before may fail again: prefer another.
+            recorder = min(
+                recorders, key=lambda planned: (folder / FAILED / f"{planned.run_id}.txt").exists()
+            )
+            config = recorder.config.with_changes(trace=str(files.partial), detail=detail)
+            runs.append(dataclasses.replace(recorder, config=config, shared=name))
+        others = (planned for planned in group if planned is not recorder)
+        replays += [dataclasses.replace(planned, shared=name, replayed=True) for planned in others]
     return ExecutionPlan(tuple(runs), tuple(replays))
 
 
 def is_offline(planned: ResolvedCell) -> bool:
-    """Whether only a replay can make this cell."""
+    """Whether an algorithm of this cell knows the future, so that only a replay can run it."""
     policy = planned.config.policy
     return bool(policy.eviction.algorithm.is_offline or policy.prefetch.algorithm.is_offline)
 
 
 def share_name(planned: ResolvedCell) -> str | None:
-    """Name the group of a cell, or return None where it has to run the model by itself.
+    """Return the name of a cell's group, or None where the cell must run the model itself.
 
-    A lossy policy changes the outputs, a wall clock is measured, who asks for a trace wants a run,
-    and of what a draft foretells a trace keeps the order alone.
+    It must where its policy is lossy (outputs change), its clock is `wall` (times are measured), it
+    records a trace, or its draft prefetcher needs more than the order of predictions, which is all
+    that a trace keeps.
     """
     config, cell = planned.config, planned.cell
     prefetch = config.policy.prefetch.algorithm
@@ -96,7 +101,7 @@ def share_name(planned: ResolvedCell) -> str | None:
     if cell.model == REPLAY or runs_alone or not config.policy.is_lossless:
         return None
     default = default_config()
-    same = {
+    shared_settings = {
         "format": _FORMAT,
         "model": cell.model,
         "pretrained": cell.pretrained,
@@ -112,43 +117,43 @@ def share_name(planned: ResolvedCell) -> str | None:
             if name not in OUTPUT_INVARIANT_KEYS and value != getattr(default, name)
         },
     }
-    return digest_of(same)
+    return digest_of(shared_settings)
 
 
 def _fingerprint(pretrained: str) -> list[tuple[str, int, int]]:
-    """Tell a folder's state: a trace that is kept must not outlive the weights it was made of."""
+    """Return (name, size, mtime) of a folder's files: a kept trace must not outlive its weights."""
     folder = Path({TINY: MODEL_DIR, TINY_DRAFT: DRAFT_DIR}.get(pretrained, pretrained))
     if not folder.is_dir():
         return []
-    found = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+    files = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
 
 
 def detail_of(group: Iterable[ResolvedCell]) -> Detail:
-    """Return what a trace has to keep for all these cells to be replayed."""
-    onlookers: dict[str, tuple[Any, int]] = {}
+    """Return the detail a trace must keep so that all these cells can be replayed."""
+    prefetchers: dict[str, tuple[Any, int]] = {}
     criticals: dict[int | None, None] = {}
     weights = logits = False
-    for each in group:
-        policy, seed = each.config.policy, each.config.seed
+    for planned in group:
+        policy, seed = planned.config.policy, planned.config.seed
         deciding = (policy.routing, policy.eviction, policy.miss)
         weights |= any(axis.algorithm.uses_weights for axis in deciding)
         logits |= any(axis.algorithm.uses_logits for axis in deciding)
         if policy.prefetch.algorithm.needs_draft:
             criticals[policy.prefetch.parameters.get("critical")] = None
         if looks_on(policy.prefetch):
-            onlookers[identity(policy.prefetch, seed, "")] = (policy.prefetch, seed)
+            prefetchers[identity(policy.prefetch, seed, "")] = (policy.prefetch, seed)
     return Detail(
         weights=weights or logits,
         logits=logits,
         predictions=False,
-        onlookers=tuple(onlookers.values()),
+        onlookers=tuple(prefetchers.values()),
         criticals=tuple(criticals),
     )
 
 
 def _told(detail: Detail) -> dict[str, Any]:
-    """Return what a trace of this detail holds, as JSON can say it."""
+    """Return the contents of a trace of this detail, as JSON."""
     return {
         "weights": detail.weights,
         "logits": detail.logits,
@@ -158,7 +163,7 @@ def _told(detail: Detail) -> dict[str, Any]:
 
 
 class SharedRun:
-    """The files of one group. The results are written last: where they are, the trace is whole."""
+    """The files of one group. Results are written last: if they exist, the trace is whole."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.trace = folder / TRACES / f"{name}.parquet"
@@ -166,21 +171,23 @@ class SharedRun:
         self.partial = folder / TRACES / f".{name}.part"
 
     def serves(self, wanted: Detail) -> bool:
-        """Whether the trace is there and holds all that is wanted."""
+        """Whether the trace exists and holds all of this detail."""
         try:
-            found = json.loads(self.results.read_text())
-            return bool(found["format"] == _FORMAT and self.trace.is_file()) and all(
-                set(value) <= set(found[key]) if isinstance(value, list) else value <= found[key]
+            contents = json.loads(self.results.read_text())
+            return bool(contents["format"] == _FORMAT and self.trace.is_file()) and all(
+                set(value) <= set(contents[key])
+                if isinstance(value, list)
+                else value <= contents[key]
                 for key, value in _told(wanted).items()
             )
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
     def keep(self, run_id: str, detail: Detail, kept: Mapping[str, Any]) -> None:
-        """Give the recorded trace its name and write the results beside it."""
-        [recorded] = self.partial.glob("*.parquet")
+        """Move the recorded trace to its final name and write the results beside it."""
+        [recording] = self.partial.glob("*.parquet")
         self.results.unlink(missing_ok=True)
-        os.replace(recorded, self.trace)
+        os.replace(recording, self.trace)
         shutil.rmtree(self.partial, ignore_errors=True)
         config = {**kept["config"], "moecache": {"device": kept["config"]["moecache"]["device"]}}
         content = {"format": _FORMAT, "run_id": run_id, **_told(detail)}
@@ -188,26 +195,26 @@ class SharedRun:
         write_whole(self.results, json.dumps(content, ensure_ascii=False, default=str))
 
 
-# --- bounds: what eviction and prefetch could do if they knew the future, on the shared runs ---
+# --- bounds: eviction and prefetch that know the future, replayed on the shared runs ---
 
 
 BOUNDS: Mapping[str, Mapping[str, str]] = {
     "belady": {"eviction": "belady"},
     "oracle": {"prefetch": "oracle"},
 }
-"""What each changes in `on_demand`: evictions that know the future, or prefetches that do.
+"""Bound -> its changes to `on_demand`: an eviction, or a prefetcher, that knows the future.
 
-Where an event is larger than its cache, Belady's rule is no bound on misses, so rows do not say so:
-`engine.bound.fewest_misses` is one, and `moecache replay` prints it.
+Where an event is larger than its cache, Belady's rule is no lower bound on misses, so rows do not
+call it one: `engine.bound.fewest_misses` is, and `moecache replay` prints it.
 """
 
 
 def bound_cells(planned: Sequence[ResolvedCell], names: Sequence[str]) -> list[ResolvedCell]:
     """Return one cell per bound and place (capacity, hardware, ...) of the cells that share runs.
 
-    A cell that loses something has no bound: its routing is not the one whose future is known.
+    Lossy cells have no bound: their routing is not the one whose future is known.
     """
-    found: dict[str, ResolvedCell] = {}
+    bounds: dict[str, ResolvedCell] = {}
     for each in planned:
         if share_name(each) is None and each.cell.model != REPLAY:
             continue
@@ -217,7 +224,7 @@ def bound_cells(planned: Sequence[ResolvedCell], names: Sequence[str]) -> list[R
             if key not in ("policy", "phases") and key.partition(".")[0] not in AXES
         }
         for name in names:
-            # Prefetches cross layers, and a scan goes through one layer at a time.
+            # The oracle prefetches across layers, but a scan runs one layer at a time.
             if name == "oracle" and each.config.scoring == "scan":
                 continue
             changes = BOUNDS[name]
@@ -226,5 +233,5 @@ def bound_cells(planned: Sequence[ResolvedCell], names: Sequence[str]) -> list[R
             cell = dataclasses.replace(each.cell, model_args=args, label=label)
             config = each.config.with_changes(policy=load_policy("on_demand", changes))
             bound = plan(cell, config, each.host_arguments)
-            found.setdefault(bound.configuration_hash, bound)
-    return list(found.values())
+            bounds.setdefault(bound.configuration_hash, bound)
+    return list(bounds.values())

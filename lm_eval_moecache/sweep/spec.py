@@ -1,6 +1,6 @@
 """Reads `sweep.yaml` (the fields of `SweepFile`) and expands it into cells.
 
-The papers' tables and figures are recipes: found by name, and turned into sweeps for a model.
+Below: recipes of the papers' tables and figures, looked up by name and fitted to a model.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from lm_eval_moecache.records.schemas.inputs import (
     sweep_fields,
 )
 
-# What a cell gives to lm-eval's `simple_evaluate`; every other key of a cell is a model argument.
+# Keys passed on to lm-eval's `simple_evaluate`; every other key of a cell is a model argument.
 OPTIONS = tuple(Options.model_fields)
 _RUN_KEYS = ("model", "label", "tasks", *OPTIONS)
 MOST_CELLS = 20_000
 REPLAY = "replay"
-"""The model of a cell that replays a trace which was there before the sweep."""
+"""`Cell.model` of cells that replay a trace from before the sweep."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One run: a model with its arguments, on some tasks. Plain data, so that it can be sent."""
+    """One run: a model with its arguments, on some tasks. Plain data, to be sent to workers."""
 
     model: str
     model_args: Mapping[str, Any]
@@ -48,33 +48,40 @@ class Cell:
 
     @property
     def pretrained(self) -> str:
-        """What is run: the model, or the trace's file."""
+        """The model that is run, or the trace file that is replayed."""
         if self.model == REPLAY:
             return str(self.model_args["trace"])
         return str(self.model_args.get("pretrained", "tiny"))
 
     @property
     def arguments(self) -> dict[str, Any]:
-        what = "trace" if self.model == REPLAY else "pretrained"
-        return {key: value for key, value in self.model_args.items() if key != what}
+        """The model arguments without `pretrained` (or `trace`)."""
+        subject = "trace" if self.model == REPLAY else "pretrained"
+        return {key: value for key, value in self.model_args.items() if key != subject}
 
 
 class SweepFile(SweepFields):
-    """The fields of `sweep.yaml`, and the cells that they stand for."""
+    """The fields of `sweep.yaml`, and the cells they expand to."""
 
     def cells(self) -> list[Cell]:
-        """Expand to cells, in the order written, the last key of a grid varying fastest."""
-        chosen = [
-            given
-            for given in self._combinations()
-            if not any(all(given.get(k) == v for k, v in entry.items()) for entry in self.exclude)
+        """Return the cells in the order written; the last key of a grid varies fastest."""
+        combinations = [
+            settings
+            for settings in self._combinations()
+            if not any(
+                all(settings.get(k) == v for k, v in entry.items()) for entry in self.exclude
+            )
         ]
-        found = [self._replay_cell(file, given) for file in self.trace_files for given in chosen]
+        cells = [
+            self._replay_cell(file, settings)
+            for file in self.trace_files
+            for settings in combinations
+        ]
         if not self.traces:
-            found = [self._cell(given) for given in chosen]
-        if not found:
+            cells = [self._cell(settings) for settings in combinations]
+        if not cells:
             raise ValueError(f"sweep {self.name!r} has no runs: `grid`, `runs` or `exclude`.")
-        return found
+        return cells
 
     def _combinations(self) -> Iterator[dict[str, Any]]:
         for run in self.runs:
@@ -84,20 +91,20 @@ class SweepFile(SweepFields):
 
     @property
     def trace_files(self) -> list[str]:
-        """The files that the names and patterns of `traces` stand for, in order, each once."""
-        found = [file for name in self.traces for file in sorted(glob.glob(name)) or [name]]
-        return list(dict.fromkeys(found))
+        """The files that match the names and patterns of `traces`, in order, without duplicates."""
+        files = [file for name in self.traces for file in sorted(glob.glob(name)) or [name]]
+        return list(dict.fromkeys(files))
 
     def _cell(self, given: dict[str, Any]) -> Cell:
-        whole = {"limit": self.limit, "num_fewshot": self.num_fewshot, **given}
+        values = {"limit": self.limit, "num_fewshot": self.num_fewshot, **given}
         model = str(given.get("model", self.model))
         if model not in MODELS:
             raise unknown("model", model, MODELS)
         tasks = _names("tasks", given.get("tasks", self.tasks))
         if not tasks:
             raise ValueError(f"sweep {self.name!r} names no tasks: a list of lm-eval task names.")
-        # Checked here: lm-eval would say so after the model has been loaded.
-        options = {k: whole[k] for k in OPTIONS if whole.get(k) is not None}
+        # Checked here: lm-eval would raise only after loading the model.
+        options = {k: values[k] for k in OPTIONS if values.get(k) is not None}
         checked = check(Options, options, "evaluation options")
         return Cell(
             model=model,
@@ -125,21 +132,21 @@ def _label(given: Mapping[str, Any]) -> str | None:
 
 
 def read_sweep(path: Path) -> SweepFile:
-    """Read and check a sweep file. Raises ValueError naming the field, FileNotFoundError."""
+    """Read and check a sweep file. Raises FileNotFoundError, or ValueError naming the field."""
     if not is_file(path):
         raise FileNotFoundError(f"sweep file {str(path)!r}: there is no such file.")
     sweep = sweep_fields(path, SweepFile)
     for key in ("model", "tasks", "limit", "num_fewshot", "include_path"):
-        given = getattr(sweep, key)
-        if sweep.traces and key in sweep.model_fields_set and given:
+        value = getattr(sweep, key)
+        if sweep.traces and key in sweep.model_fields_set and value:
             raise ValueError(
-                f"sweep {sweep.name!r}: {key}={given!r} beside `traces`, where no model runs. "
+                f"sweep {sweep.name!r}: {key}={value!r} beside `traces`, where no model runs. "
                 "Allowed: one of `tasks` and `traces`."
             )
     grids = map(_axes, sweep.grid)
     per_run = sum(math.prod(len(values) for values in grid.values()) for grid in grids)
     total = per_run * len(sweep.runs) * max(1, len(sweep.trace_files))
-    if total > MOST_CELLS:  # before they are expanded
+    if total > MOST_CELLS:  # before expanding them
         raise ValueError(
             f"sweep {sweep.name!r}: `grid` and `runs` make {total} cells, more than the "
             f"{MOST_CELLS} of one sweep. Make several sweeps of it."
@@ -159,7 +166,10 @@ def _names(key: str, value: Any) -> tuple[str, ...]:
 
 
 def _axes(grid: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """A single value counts as a list of one; an empty list would silently drop every cell."""
+    """Return key -> list of values; a single value is a list of one.
+
+    Raises ValueError for an empty list, which would silently drop every cell.
+    """
     axes = {key: value if isinstance(value, list) else [value] for key, value in grid.items()}
     for key, values in axes.items():
         if not values:
@@ -169,7 +179,7 @@ def _axes(grid: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 # --- the papers' tables and figures ---
 
-# What each offline task stands for, with the paper's own benchmark in its place.
+# Offline task -> the benchmark of the papers that it stands for.
 REAL_TASKS: Mapping[str, str] = {
     "tiny_gsm8k": "gsm8k",
     "tiny_mmlu": "mmlu",
@@ -207,29 +217,29 @@ def load_recipe(name: str) -> Recipe:
 
 
 def fit(name: str, pretrained: str, limit: int | float | None) -> Recipe:
-    """Return a recipe for this model: sizes, tasks, links and the paper's numbers with them.
+    """Return a recipe fitted to this model: its sizes, tasks, links and the paper's numbers.
 
-    `{N*0.5}` is half the experts of a layer, `{K*1}` as many as a token takes, `{L*0.5}` half the
-    layers; each at least 1.
+    `{N*0.5}` is half the experts of a layer, `{K*1}` top-k, `{L*0.5}` half the layers; each at
+    least 1.
     """
     recipe = load_recipe(name)
     tasks = {} if pretrained == TINY else {**REAL_TASKS, **recipe.real_tasks}
     data = recipe.model_dump(exclude_unset=True)
     if _PART.search(str(data)):
-        # Imported late: it brings torch, and a list of names should not wait for it.
+        # Imported late: a list of names should not wait for torch.
         from lm_eval_moecache.harness.preflight import geometry_of
 
         data = _mapped(data, partial(_filled, geometry=geometry_of(pretrained)))
     data = _mapped(data, partial(_renamed, tasks=tasks))
-    own = data.get("tiny" if pretrained == TINY else "real", {})
+    settings = data.get("tiny" if pretrained == TINY else "real", {})
     if recipe.analyze is not None:
-        options = {"pretrained": pretrained, **data["analyze"].get("options", {}), **own}
+        options = {"pretrained": pretrained, **data["analyze"].get("options", {}), **settings}
         if limit is not None and recipe.analyze.analysis == "predictability":
             options["limit"] = limit
         data["analyze"] = {"analysis": recipe.analyze.analysis, "options": options}
     else:
         sweep = data["sweep"]
-        sweep["base"] = {"pretrained": pretrained, **sweep.get("base", {}), **own}
+        sweep["base"] = {"pretrained": pretrained, **sweep.get("base", {}), **settings}
         sweep.setdefault("title", recipe.title)
         if limit is not None:
             data["sweep"] = {**_without_limits(sweep), "limit": limit}
@@ -237,7 +247,7 @@ def fit(name: str, pretrained: str, limit: int | float | None) -> Recipe:
 
 
 def _without_limits(value: Any) -> Any:
-    """Leave out the limits of single runs and grids: the one that is asked for holds for all."""
+    """Drop the limits of single runs and grids: the requested limit replaces them all."""
     if isinstance(value, Mapping):
         return {k: _without_limits(v) for k, v in value.items() if k != "limit"}
     return [_without_limits(item) for item in value] if isinstance(value, list) else value

@@ -1,10 +1,9 @@
-"""Makes one cell's record in this process: runs the model, one loaded for many runs, or replays.
+"""Makes one cell's record in this process: runs the model, loaded once for many cells, or replays.
 
-Replayed are cells of two kinds. A sweep over `traces` has cells that replay a trace which was there
-before; they may hold what knows the future (`eviction=belady`, `prefetch=oracle`), and a lossy
-policy is replayed open-loop there, as the trace keeps the routing that was recorded. Of the second
-kind are cells whose outputs are those of the run that their group shares: only their speed is their
-own.
+Two kinds of cells are replayed. Cells of a sweep over `traces` replay an existing trace: offline
+algorithms (`eviction=belady`, `prefetch=oracle`) are allowed, and a lossy policy is replayed
+open-loop, as the trace keeps the recorded routing. Cells of a group with equal outputs are replayed
+from the run that the group shares: only their speed differs.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ from lm_eval_moecache.trace.trace import Trace
 
 RECORD_FORMAT = 1
 BY_MODEL, BY_REPLAY = "model", "replay"
-# What a cell of a trace may say.
+# The keys of a cell in a sweep over traces.
 KEYS = (
     *("policy", *AXES, "phases", "capacity", "hardware", "bandwidth", "link", "emulate", "warm"),
     *("execute", "reads_per_expert", "attention", "cache_reset", "seed", "expert_bytes"),
 )
 _SUFFIX = f",{SPEED_FILTER}"
-# Settings of the mathematics libraries that change what a sum is rounded to.
+# Settings of the maths libraries that change how sums round.
 _ROUNDING = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
 _PACKAGES = ("lm-eval-moecache", "lm-eval", "torch", "transformers", "numpy")
 _versions = cache(versions_of)
@@ -65,7 +64,7 @@ _versions = cache(versions_of)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a run; its result or its traceback is in the experiment's folder."""
+    """How a run ended; its record or its traceback is in the experiment's folder."""
 
     run_id: str
     error: str | None = None
@@ -74,14 +73,14 @@ class Outcome:
 
 
 _loaded: dict[tuple[str, ...], Any] = {}
-"""The one model of this process, which makes loading a cost per process and not per run."""
+"""The one model of this process: loading costs once per process, not once per run."""
 
 
 def _model_of(planned: ResolvedCell) -> Any:
-    """Return the model of this cell behind a cold cache, loaded anew where it is another."""
+    """Return the cell's model behind a cold cache; load it unless this process holds it."""
     lm = _loaded.get(planned.load_key)
     if lm is None:
-        # Freed first: two models may not fit.
+        # Free the old model first: two may not fit.
         _loaded.clear()
         module, _, name = MODELS[planned.cell.model].partition(":")
         model_class = getattr(importlib.import_module(module), name)
@@ -94,48 +93,48 @@ def _model_of(planned: ResolvedCell) -> Any:
 
 
 def run_cell(planned: ResolvedCell, folder: str, experiment: str) -> Outcome:
-    """Run or replay one cell and write its record. Never raises for what a run can do wrong."""
-    where, is_replay = Path(folder), planned.replayed or planned.cell.model == REPLAY
+    """Run or replay one cell and write its record; a run's errors go into the outcome."""
+    root, is_replay = Path(folder), planned.replayed or planned.cell.model == REPLAY
     outcome = Outcome(planned.run_id, by=BY_REPLAY if is_replay else BY_MODEL)
     started_s, begin = time.time(), time.perf_counter()
-    with quiet() as said:
+    with quiet() as captured:
         try:
             if is_replay:
-                kept, source = _replayed(planned, where)
+                results, source = _replayed(planned, root)
                 made_by = {"replay_of": source}
                 seconds = {"replay": time.perf_counter() - begin}
             else:
                 lm = _model_of(planned)
                 loaded = time.perf_counter()
-                kept, made_by = evaluate(planned.cell, lm), {"run": planned.run_id}
+                results, made_by = evaluate(planned.cell, lm), {"run": planned.run_id}
                 if planned.shared is not None:
-                    # Before the record: a kill in between leaves a trace that serves this cell too.
+                    # Before the record: after a kill in between, the trace serves this cell too.
                     detail = planned.config.detail or FULL
-                    SharedRun(where, planned.shared).keep(planned.run_id, detail, kept)
+                    SharedRun(root, planned.shared).keep(planned.run_id, detail, results)
                 seconds = {"load": loaded - begin, "evaluate": time.perf_counter() - loaded}
         except NoSharedRunError as error:
             return dataclasses.replace(outcome, error=str(error))
         except Exception as error:
             if not is_replay:
-                # A model that failed half way may hold broken hooks: the next run loads its own.
+                # A model that failed half way may keep broken hooks: the next run loads it anew.
                 _loaded.clear()
-            text = f"{traceback.format_exc()}\n--- output ---\n{said.getvalue()[-4000:]}"
-            with contextlib.suppress(OSError):  # a full disk: the outcome says it all the same
-                write_failure(where, planned.run_id, text)
+            text = f"{traceback.format_exc()}\n--- output ---\n{captured.getvalue()[-4000:]}"
+            with contextlib.suppress(OSError):  # a full disk: the outcome still has the error
+                write_failure(root, planned.run_id, text)
             return dataclasses.replace(outcome, error=f"{type(error).__name__}: {error}")
     about = {**environment(started_s, seconds), "made_by": made_by}
     outcome = dataclasses.replace(outcome, seconds=seconds["replay" if is_replay else "evaluate"])
     try:
-        write_record(where, {**head(planned, experiment), **kept, "environment": about})
-    except OSError as error:  # of this record: the others may still be written
-        told = f"its result cannot be written: {error.filename}: {error.strerror or error}"
-        return dataclasses.replace(outcome, error=told)
+        write_record(root, {**head(planned, experiment), **results, "environment": about})
+    except OSError as error:  # only this record is lost: others may still be written
+        message = f"its result cannot be written: {error.filename}: {error.strerror or error}"
+        return dataclasses.replace(outcome, error=message)
     return outcome
 
 
 def run_cells(planned: Sequence[ResolvedCell], folder: str, experiment: str) -> list[Outcome]:
-    """Run cells one after another: a job of a cluster."""
-    return [run_cell(each, folder, experiment) for each in planned]
+    """Run cells one after another, as one job of a cluster."""
+    return [run_cell(cell, folder, experiment) for cell in planned]
 
 
 def head(planned: ResolvedCell, experiment: str) -> dict[str, Any]:
@@ -157,15 +156,15 @@ def head(planned: ResolvedCell, experiment: str) -> dict[str, Any]:
     }
 
 
-# --- cells that are replayed: on a trace that was there, or on the run that a group shares ---
+# --- replayed cells: of an existing trace, or of the run that a group shares ---
 
 
 class NoSharedRunError(ValueError):
-    """The run that a cell was to be replayed from is not there: no failure of the cell's own."""
+    """The run to replay a cell from is missing: not a failure of the cell itself."""
 
 
 def check_trace_cell(cell: Cell) -> ResolvedCell:
-    """Return the cell with its identity, of which the trace's content is part.
+    """Return the cell with its identity, which covers the trace's content.
 
     Raises ValueError naming the key, or the trace, that does not fit.
     """
@@ -174,8 +173,8 @@ def check_trace_cell(cell: Cell) -> ResolvedCell:
         if key not in KEYS and not (dot and axis in AXES):
             raise unknown("of a sweep over traces, the key", key, KEYS)
     trace = _load(cell, cell.pretrained)
-    ours = {key: value for key, value in cell.arguments.items() if key != "expert_bytes"}
-    config = read_config({"policy": "on_demand", "seed": trace.seed, **ours}, replayed=True)
+    settings = {key: value for key, value in cell.arguments.items() if key != "expert_bytes"}
+    config = read_config({"policy": "on_demand", "seed": trace.seed, **settings}, replayed=True)
     capacity = config.setting(trace.geometry).capacity
     if not trace.has_sizes and config.emulate is None:
         check_sized(capacity.text, trace.name, "expert_bytes")
@@ -204,15 +203,15 @@ def _state(file: str) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _digest(file: str, state: tuple[int, int]) -> str:
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     with open(file, "rb") as content:
         while block := content.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()[:16]
+            sha256.update(block)
+    return sha256.hexdigest()[:16]
 
 
 def _replay(planned: ResolvedCell, file: str) -> tuple[dict[str, Any], list[RequestRecord]]:
-    """Return a replay's report and its requests; who knows the future needs the whole trace."""
+    """Return a replay's report and its requests; offline algorithms load the whole trace."""
     config, future, trace = planned.config, None, _load(planned.cell, file)
     if is_offline(planned):
         if not isinstance(trace, Trace):
@@ -226,10 +225,10 @@ def _replay(planned: ResolvedCell, file: str) -> tuple[dict[str, Any], list[Requ
 
 
 def _replayed(planned: ResolvedCell, folder: Path) -> tuple[dict[str, Any], str]:
-    """Return what a run of the cell would keep, and the trace or the run it was replayed from.
+    """Return the results that a run of the cell would keep, and the trace or run it was made from.
 
-    Of a trace the figures of speed, and no scores. Raises NoSharedRunError where the shared run has
-    failed, ValueError where its trace lacks what the cell needs.
+    From a trace: speed, but no scores. Raises NoSharedRunError where the shared run has failed,
+    ValueError where its trace lacks data that the cell needs.
     """
     if planned.shared is None:
         file = planned.cell.pretrained
@@ -246,10 +245,10 @@ def _replayed(planned: ResolvedCell, folder: Path) -> tuple[dict[str, Any], str]
         )
     report, requests = _replay(planned, str(files.trace))
     recorded: dict[str, Any] = json.loads(files.results.read_text())
-    kept: dict[str, Any] = recorded["kept"]
-    kept["config"]["moecache"] = {**report, **(kept["config"]["moecache"] or {})}
-    _replace_speed(kept, requests, planned.cell)
-    return kept, recorded["run_id"]
+    results: dict[str, Any] = recorded["kept"]
+    results["config"]["moecache"] = {**report, **(results["config"]["moecache"] or {})}
+    _replace_speed(results, requests, planned.cell)
+    return results, recorded["run_id"]
 
 
 @lru_cache(maxsize=1)
@@ -261,8 +260,8 @@ def _read_shared(results: str, trace: str, changed_ns: int) -> tuple[str, Trace 
 def _replace_speed(kept: dict[str, Any], requests: Sequence[RequestRecord], cell: Cell) -> None:
     """Replace the speed rows of `kept` by those of these requests.
 
-    Raises ValueError where the figures are not of the same kinds: a device on which everything is
-    free, for example, has no tokens per second.
+    Raises ValueError where the metrics differ: a device on which all is free, for example, has no
+    tokens per second.
     """
     results: dict[str, dict[str, Any]] = kept["results"]
     if not any(key.endswith(_SUFFIX) for row in results.values() for key in row):
@@ -272,13 +271,13 @@ def _replace_speed(kept: dict[str, Any], requests: Sequence[RequestRecord], cell
         names = [key for key in row if key.endswith(_SUFFIX)]
         if not names:
             continue
-        found = speed_row(documents.values())
-        if set(found) != set(names):
+        speed = speed_row(documents.values())
+        if set(speed) != set(names):
             raise ValueError(
                 f"task {task}: the recorded run has the speed figures {', '.join(names)}, this "
-                f"cell has {', '.join(found)}. Run it with `moecache sweep --live`."
+                f"cell has {', '.join(speed)}. Run it with `moecache sweep --live`."
             )
-        row.update(found)
+        row.update(speed)
         speeds: dict[str, dict[str, float]] = {}
         for document, figures in documents.items():
             for key, value in kept_speed(figures).items():
@@ -286,9 +285,11 @@ def _replace_speed(kept: dict[str, Any], requests: Sequence[RequestRecord], cell
         kept["scores"].setdefault(task, {}).update(speeds)
     for name, group in _groups(cell.tasks, cell.include_path).items():
         aggregated = group.aggregate(results)
-        for shown in (results.get(name), kept.get("groups", {}).get(name)):
-            if shown is not None:
-                shown.update({key: aggregated[key] for key in shown if key.endswith(_SUFFIX)})
+        for group_row in (results.get(name), kept.get("groups", {}).get(name)):
+            if group_row is not None:
+                group_row.update(
+                    {key: aggregated[key] for key in group_row if key.endswith(_SUFFIX)}
+                )
 
 
 @lru_cache(maxsize=2)
@@ -297,13 +298,13 @@ def _groups(tasks: tuple[str, ...], include_path: tuple[str, ...]) -> Mapping[st
     return groups
 
 
-# --- where and when: all that a rerun need not repeat ---
+# --- provenance: the part of a record that a rerun need not reproduce ---
 
 
 def environment(started_s: float, seconds: dict[str, float]) -> dict[str, Any]:
     """Return the record's `environment`: date, durations, machine, versions, code revision.
 
-    What of the machine decides how it rounds is there: two runs that agree in it repeat exactly.
+    It holds all that decides how the machine rounds: runs that agree in it repeat exactly.
     """
     torch, gpu = sys.modules.get("torch"), None
     if torch is not None:
@@ -330,7 +331,7 @@ def environment(started_s: float, seconds: dict[str, float]) -> dict[str, Any]:
 
 @cache
 def _cpu_model() -> str:
-    """Return the CPU's name; on Linux with family, model and stepping, as names are shared."""
+    """Return the CPU's name; on Linux with family, model and stepping, as CPUs share names."""
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
@@ -343,9 +344,9 @@ def _cpu_model() -> str:
 
 @cache
 def code_revision() -> str | None:
-    """Return the commit of this package's source tree, `-dirty` where it was changed since.
+    """Return the commit of this package's source tree, with `-dirty` for uncommitted changes.
 
-    None for an installed package: the repository that holds its environment, if any, is not ours.
+    None for an installed package: a repository around its environment is not this package's.
     """
     folder = Path(__file__).resolve().parent.parent
     if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
@@ -356,9 +357,9 @@ def code_revision() -> str | None:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None

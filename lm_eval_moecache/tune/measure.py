@@ -1,7 +1,7 @@
-"""Measures a policy for the tuner: lossless ones by replaying one trace, lossy ones by the model.
+"""Measures policies for the tuner: lossless ones by replaying one trace, lossy ones by the model.
 
-A replay gives exactly the speed of a live run, and a lossless policy exactly the accuracy of any
-other, so a lossless candidate never costs a run of the model.
+A replay reproduces a live run's speed exactly, and all lossless policies have the same accuracy, so
+a lossless candidate never costs a run of the model.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from lm_eval_moecache.trace.trace import Trace
 
 EXPERIMENT = "tune"
 POINT = 0.01
-"""Of accuracy."""
+"""One point of accuracy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """What the tuner is asked: on which tasks, in which cache, on which device."""
+    """The tuner's question: which metric, on which tasks, in which cache, on which device."""
 
     pretrained: str
     tasks: tuple[str, ...]
@@ -46,7 +46,7 @@ class Objective:
     bandwidth: str | None
     metric: str
     budget: float
-    """How much accuracy may be lost, in points (1 is 0.01)."""
+    """The accuracy that may be lost, in points (1 is 0.01)."""
     model_args: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of every run: `precision`, `dtype`, `device` ..."""
 
@@ -56,15 +56,15 @@ class Objective:
         label: str | None = None,
         samples: Mapping[str, Sequence[int]] | None = None,
     ) -> Cell:
-        """Return the run of a policy, on `samples` (task -> documents) in place of the first."""
-        own = {"pretrained": self.pretrained, "capacity": self.capacity, "hardware": self.hardware}
-        own |= {} if self.bandwidth is None else {"bandwidth": self.bandwidth}
+        """Return the cell of a policy; `samples` (task -> documents) replace the first `limit`."""
+        args = {"pretrained": self.pretrained, "capacity": self.capacity, "hardware": self.hardware}
+        args |= {} if self.bandwidth is None else {"bandwidth": self.bandwidth}
         options: dict[str, Any] = {} if self.limit is None else {"limit": self.limit}
         if samples is not None:
             options = {"samples": {task: list(numbers) for task, numbers in samples.items()}}
         return Cell(
             model="moecache",
-            model_args={**own, **self.model_args, **policy},
+            model_args={**args, **self.model_args, **policy},
             tasks=self.tasks,
             options=options,
             label=label,
@@ -73,7 +73,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Accuracy with its standard error, speed in the metric asked for, and how it was had."""
+    """Accuracy with its standard error, speed in the objective's metric, and their source."""
 
     accuracy: float
     stderr: float | None
@@ -82,7 +82,7 @@ class Figures:
 
 
 class CandidateRunner:
-    """Measures policies for one objective; runs of the model are kept as a sweep's records."""
+    """Measures policies for one objective; keeps the model's runs as a sweep's records."""
 
     reference: Figures
     trace: Trace
@@ -96,7 +96,7 @@ class CandidateRunner:
         self._pool = pool
 
     def prepare(self, depth: int) -> None:
-        """Run the model once without loss and record its routing, predictions `depth` ahead."""
+        """Run the model once, losslessly; record its routing, with predictions `depth` ahead."""
         args = {"policy": "on_demand", "prefetch": "next_gate", "prefetch.depth": depth}
         planned = self.candidate("reference", args)
         self._config = planned.config
@@ -105,7 +105,7 @@ class CandidateRunner:
         done = unedited(finished(self.folder), [planned])
         if not files or planned.configuration_hash not in done:
             shutil.rmtree(traces, ignore_errors=True)
-            # The record is that of the run without the trace, which changes nothing in it.
+            # Recording a trace changes nothing in the record, so `planned` keeps its hash.
             config = planned.config.with_changes(trace=str(traces), detail=FULL)
             self._execute([dataclasses.replace(planned, config=config)])
             files = sorted(traces.glob("*.parquet"))
@@ -125,38 +125,39 @@ class CandidateRunner:
         """Return the speed of a lossless policy, or of the lossless part of a lossy one."""
         lossless = policy
         if not policy.is_lossless:
-            own = overrides_of(policy.as_dict(), ("prefetch", "eviction"))
-            lossless = load_policy("on_demand", own)
+            overrides = overrides_of(policy.as_dict(), ("prefetch", "eviction"))
+            lossless = load_policy("on_demand", overrides)
         key = str(lossless.as_dict())
         if key not in self._speeds:
             config = self._config.with_changes(policy=lossless)
             setting = config.setting(self.trace.geometry)
             engine = replay(self.trace, setting, cache_reset=config.cache_reset)
-            found = task_metrics(engine.ledger.requests, engine.peak_cache_bytes)
-            speed = found[self.objective.metric]
+            metrics = task_metrics(engine.ledger.requests, engine.peak_cache_bytes)
+            speed = metrics[self.objective.metric]
             self._speeds[key] = float(speed["mean"] if isinstance(speed, Mapping) else speed)
         return self._speeds[key]
 
     def lossless(self, policy: Policy) -> Figures:
+        """Return the reference's accuracy with the speed of the policy's lossless part."""
         return dataclasses.replace(self.reference, speed=self.replay(policy), measured_by=BY_REPLAY)
 
     def run(self, candidates: Sequence[ResolvedCell]) -> list[Figures | str]:
-        """Run the model under each, or read what an earlier run found; a text says why one failed.
+        """Return each candidate's figures, from a run of the model or an earlier record of one.
 
-        As many at a time as there are processes.
+        A failed run gives its error as text. Runs go in parallel where there is a pool.
         """
-        planned = {each.configuration_hash: each for each in candidates}
+        planned = {candidate.configuration_hash: candidate for candidate in candidates}
         done = unedited(finished(self.folder), candidates)
-        errors = self._execute([each for key, each in planned.items() if key not in done])
-        return [errors.get(each.run_id) or self._read(each) for each in candidates]
+        errors = self._execute([candidate for key, candidate in planned.items() if key not in done])
+        return [errors.get(candidate.run_id) or self._read(candidate) for candidate in candidates]
 
     def _execute(self, planned: Sequence[ResolvedCell]) -> dict[str, str]:
         where = str(self.folder.resolve())
         if self._pool is None:
-            outcomes = [run_cell(each, where, EXPERIMENT) for each in planned]
+            outcomes = [run_cell(cell, where, EXPERIMENT) for cell in planned]
         else:
             futures = submit(self._pool, run_cell, planned, where, EXPERIMENT)
-            outcomes = [outcome_of(future, each) for future, each in futures.items()]
+            outcomes = [outcome_of(future, cell) for future, cell in futures.items()]
         return {o.run_id: o.error for o in outcomes if o.error is not None}
 
     def _read(self, planned: ResolvedCell) -> Figures:
@@ -165,22 +166,22 @@ class CandidateRunner:
             reason = self.folder / FAILED / f"{planned.run_id}.txt"
             raise ValueError(f"the run {planned.run_id} has failed; its traceback: {reason}")
         [run] = load_runs(self.folder / RUNS / f"{record['run_id']}.json")
-        scored, speed = accuracy(run), metric_value(run, self.objective.metric).number
-        if scored.number is None or speed is None:
-            what = "accuracy" if scored.number is None else self.objective.metric
+        score, speed = accuracy(run), metric_value(run, self.objective.metric).number
+        if score.number is None or speed is None:
+            what = "accuracy" if score.number is None else self.objective.metric
             raise ValueError(
                 f"tasks={','.join(self.objective.tasks)} give no {what}. Allowed: tasks that have "
                 "a score for which more is better, one of them with generation for tok_per_s."
             )
-        return Figures(scored.number, scored.stderr, speed, BY_MODEL)
+        return Figures(score.number, score.stderr, speed, BY_MODEL)
 
 
 def overrides_of(policy: Mapping[str, Any], axes: Sequence[str] = AXES) -> dict[str, Any]:
-    """Return what makes `on_demand` this policy (`Policy.as_dict`) on the given axes."""
-    found: dict[str, Any] = {}
+    """Return the overrides that turn `on_demand` into this policy (`as_dict`) on these axes."""
+    overrides: dict[str, Any] = {}
     for axis in axes:
         choice = dict(policy[axis])
-        found[axis] = choice.pop("name")
-        # None stands for a default that depends on the model; it cannot be typed.
-        found |= {f"{axis}.{key}": value for key, value in choice.items() if value is not None}
-    return found
+        overrides[axis] = choice.pop("name")
+        # None stands for a default that depends on the model; it cannot be given as a value.
+        overrides |= {f"{axis}.{key}": value for key, value in choice.items() if value is not None}
+    return overrides

@@ -1,4 +1,4 @@
-"""What a search has found: its Pareto front, and the best policy within the budget."""
+"""The outcome of a search: its Pareto front, and the best policy within the budget."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Entry = Mapping[str, Any]
 
 
 def sign_of(metric: str) -> int:
-    """Return 1 for a metric of which more is better, else -1."""
+    """Return 1 where more of a metric is better, else -1."""
     return 1 if METRICS[metric].higher_is_better else -1
 
 
@@ -33,28 +33,31 @@ def outcome_of(
     left_out: Mapping[str, str],
     counts: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Return all that was found; `best` is the fastest within the budget, shipped or searched.
+    """Return the outcome; `best` is the fastest policy within the budget, shipped or searched.
 
-    Of equally fast ones the more accurate, then the earlier. The `front` is the entries that none
-    beats in both accuracy and speed, the fastest first.
+    Ties go to the more accurate, then to the earlier. `front` holds the entries that no other
+    dominates in accuracy and speed, fastest first.
     """
     metric, sign = question["metric"], sign_of(question["metric"])
-    within = [e for e in entries if e["within_budget"]]
+    within_budget = [e for e in entries if e["within_budget"]]
     shipped = [e for e in entries if e["kind"] == SHIPPED]
 
     def fastest(some: Iterable[Entry]) -> Entry | None:
         return max(some, key=lambda e: (sign * e["speed"], e["accuracy"]), default=None)
 
-    best, other = fastest(within), fastest(e for e in within if e["kind"] == SHIPPED)
+    best, best_shipped = (
+        fastest(within_budget),
+        fastest(e for e in within_budget if e["kind"] == SHIPPED),
+    )
     front: dict[tuple[float, float], Entry] = {}
-    places = [(e["accuracy"], sign * e["speed"]) for e in entries]
-    for entry, place in zip(entries, places, strict=True):
-        if not any(a >= place[0] and s >= place[1] and (a, s) != place for a, s in places):
-            front.setdefault(place, entry)
+    points = [(e["accuracy"], sign * e["speed"]) for e in entries]
+    for entry, point in zip(entries, points, strict=True):
+        if not any(a >= point[0] and s >= point[1] and (a, s) != point for a, s in points):
+            front.setdefault(point, entry)
     return {
         "question": dict(question),
         "floor": floor,
-        "verdict": _verdict(metric, best, other),
+        "verdict": _verdict(metric, best, best_shipped),
         "best": best,
         "front": sorted(front.values(), key=lambda e: -sign * float(e["speed"])),
         "shipped": shipped,
@@ -65,20 +68,20 @@ def outcome_of(
 
 
 def _verdict(metric: str, best: Entry | None, shipped: Entry | None) -> str:
-    """One sentence: whether the search beats every shipped composition within the budget."""
+    """Return one sentence on whether the search beats every shipped composition in budget."""
     if best is None:
         return "No policy met the budget."
-    told = f"{best['name']} ({metric} {best['speed']:.1f}, accuracy {best['accuracy']:.3f})"
+    winner = f"{best['name']} ({metric} {best['speed']:.1f}, accuracy {best['accuracy']:.3f})"
     if shipped is None:
-        return f"{told} meets the budget; no shipped composition does."
+        return f"{winner} meets the budget; no shipped composition does."
     if best["kind"] == SHIPPED:
-        return f"None was found faster than the shipped {told}, which meets the budget."
-    other = f"{shipped['name']} ({shipped['speed']:.1f})"
-    return f"{told} is faster than every shipped composition that meets the budget: {other}."
+        return f"None was found faster than the shipped {winner}, which meets the budget."
+    runner_up = f"{shipped['name']} ({shipped['speed']:.1f})"
+    return f"{winner} is faster than every shipped composition that meets the budget: {runner_up}."
 
 
 def read_outcome(study: Any, floor: float) -> dict[str, Any]:
-    """Collect what a study holds."""
+    """Return the outcome of a study, from its trials."""
     entries, left_out, counts = [], {}, Counter[str]()
     for trial in study.get_trials(deepcopy=False):
         attributes = trial.user_attrs
@@ -104,7 +107,7 @@ def read_outcome(study: Any, floor: float) -> dict[str, Any]:
 
 
 def confirmation_text(name: str, found: Mapping[str, Any] | None) -> str:
-    """Return one sentence for the tables."""
+    """Return one sentence on the confirmation."""
     if found is None:
         return "Not confirmed: the search has seen all documents. Give --limit to keep some."
     count = sum(found["documents"].values())
@@ -117,7 +120,7 @@ def confirmation_text(name: str, found: Mapping[str, Any] | None) -> str:
 
 
 def front_table(found: Mapping[str, Any]) -> str:
-    """Return front, shipped compositions and verdict as Markdown, from `outcome_of`."""
+    """Return front, shipped compositions and verdict of an outcome as Markdown."""
     metric = found["question"]["metric"]
     if metric not in METRICS:
         raise unknown("question.metric", metric, METRICS)
@@ -159,22 +162,22 @@ def _table(title: str, entries: Sequence[Mapping[str, Any]], speed: Column) -> T
 
 
 def composition_text(policy: Mapping[str, Any]) -> str:
-    """`standard + next_gate(depth=2) + lru + fetch`: algorithms with their parameters."""
+    """Return the algorithms with parameters: `standard + next_gate(depth=2) + lru + fetch`."""
     texts = []
     for choice in (policy[axis] for axis in AXES):
-        given = {k: v for k, v in choice.items() if k not in ("name", "class_path")}
-        shown = [
+        parameters = {k: v for k, v in choice.items() if k not in ("name", "class_path")}
+        assignments = [
             f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
-            for key, value in given.items()
+            for key, value in parameters.items()
             if value is not None
         ]
         name = str(choice.get("name", choice.get("class_path")))
-        texts.append(f"{name}({', '.join(shown)})" if shown else name)
+        texts.append(f"{name}({', '.join(assignments)})" if assignments else name)
     return " + ".join(texts)
 
 
 def policy_yaml(entry: Entry, question: Mapping[str, Any]) -> str:
-    """Write an entry as a policy file: `policy=PATH` runs it, its name is `tuned`."""
+    """Return an entry as a policy file named `tuned`, which `policy=PATH` runs."""
     place = ", ".join(f"{k}={question[k]}" for k in ("pretrained", "capacity", "hardware"))
     policy: dict[str, Any] = {
         "name": "tuned",

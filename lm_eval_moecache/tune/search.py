@@ -1,9 +1,9 @@
-"""One search, from what is asked to files: the front, and the best policy as a policy file.
+"""One search, from objective to files: the Pareto front, and the best policy as a policy file.
 
-The question is checked before the first run. Shipped compositions are measured first, then
+The objective is checked before the first run. Shipped compositions are measured first, then
 candidates of an Optuna study. Every candidate's lossless part (its prefetch and eviction) is
-replayed first; a lossy candidate whose lossless part is slow is pruned there, before the model
-runs. What was found is confirmed on documents that the search has not seen.
+replayed first; a lossy candidate whose lossless part is slow is pruned before the model runs. The
+best policy is confirmed on documents that the search has not seen.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ _STUDY = "moecache"
 _STARTUP_TRIALS = 24
 DEFAULT_SPACE = Path(__file__).with_name("space.yaml")
 REFERENCE = "on_demand"
-"""The composition that is measured whatever the time: what the others are compared with."""
+"""The composition that others are compared with; measured even when time is up."""
 Candidate = tuple[ResolvedCell, Any]
-"""What would run, and its trial; a shipped composition has none before it is measured."""
+"""A cell to run, and its trial; a shipped composition has no trial before it is measured."""
 OF_GENERATION = frozenset({"tok_per_s", "tpot_ms", "itl_ms", "output_throughput"})
-"""Metrics of the tokens after a request's first, which only a generating task has."""
+"""Metrics of the tokens after a request's first, which only tasks that generate have."""
 
 
 def tune(
@@ -72,10 +72,10 @@ def tune(
     jobs: int,
     **effort: Any,
 ) -> dict[str, Any]:
-    """Search, confirm the best by runs of the model, and write `front.*` and `best.yaml`.
+    """Search, confirm the best policy by runs of the model, write `front.*` and `best.yaml`.
 
-    `effort` is that of `Search`. Returns what `front.json` holds. Raises ValueError for anything
-    the options can cause, before the first run.
+    `effort` holds `trials`, `timeout_s` and `slack` of `Search`. Returns the content of
+    `front.json`. Raises ValueError for any fault of the options before the first run.
     """
     space = read_space(space_file or DEFAULT_SPACE)
     check_objective(objective)
@@ -90,8 +90,8 @@ def tune(
         outcome = read_outcome(study, search.floor)
         best = outcome["best"]
         if best is not None:
-            outcome["confirmation"] = found = confirm(runner, best, say)
-            say(confirmation_text(best["name"], found))
+            outcome["confirmation"] = confirmation = confirm(runner, best, say)
+            say(confirmation_text(best["name"], confirmation))
     write_whole(folder / "front.json", json.dumps(outcome, indent=1) + "\n")
     write_whole(folder / "front.md", front_table(outcome))
     if best is not None:
@@ -100,13 +100,13 @@ def tune(
 
 
 def check_objective(objective: Objective) -> None:
-    """Raise ValueError where no run of it could begin, or its tasks have not what is asked.
+    """Raise ValueError where no run could start, or the tasks lack the metric or an accuracy.
 
-    That is the metric, and a score for which more is better.
+    The accuracy is any score for which more is better.
     """
     if not objective.tasks:
         raise ValueError("tasks='' names none. Allowed: comma-separated names of tasks.")
-    # Before a folder is made, which would then be a search with these options.
+    # Before the folder is created: it would then hold a search with these options.
     check_cell(objective.cell({"policy": "on_demand"}))
     tasks = leaf_tasks(objective.tasks)
     named = f"tasks={','.join(objective.tasks)}"
@@ -131,45 +131,45 @@ def check_objective(objective: Objective) -> None:
 
 
 def other_documents(objective: Objective) -> dict[str, Sequence[int]]:
-    """Return as many documents of each task again as were searched, or those that are left.
+    """Return as many unseen documents of each task as the search has used, or all that are left.
 
-    Empty where the search has seen all documents of some task: then there are no others.
+    Task -> document numbers; empty where the search has seen all documents of some task.
     """
     limit = objective.limit
     if limit is None:
         return {}
-    found: dict[str, Sequence[int]] = {}
+    unseen: dict[str, Sequence[int]] = {}
     for name, task in leaf_tasks(objective.tasks).items():
         size = len(task.eval_docs)
-        # As lm-eval reads a share below 1.
+        # Below 1 a limit is a share, which lm-eval rounds up.
         seen = -int(-size * limit // 1) if limit < 1 else int(limit)
-        found[name] = range(seen, min(2 * seen, size))
-    return found if all(found.values()) else {}
+        unseen[name] = range(seen, min(2 * seen, size))
+    return unseen if all(unseen.values()) else {}
 
 
 def confirm(
     runner: CandidateRunner, best: Entry, say: Callable[[str], object]
 ) -> dict[str, Any] | None:
-    """Run the best policy beside plain loading on other documents; None where there are none.
+    """Run the best policy and the reference on unseen documents; None where there are none.
 
-    What is found at its best on some documents is worse on others: the loss stated here is the one
-    to believe. A best that was only replayed is first run on the documents of the search: both must
-    say the same. Raises ValueError where one of the runs fails.
+    A policy selected on some documents does worse on others (selection bias): trust the loss stated
+    here. A best policy that was only replayed is first run on the documents of the search; `say`
+    receives its figures, which should equal the replay's. Raises ValueError where a run fails.
     """
-    plain, policy, name = {"policy": REFERENCE}, best["policy"], best["name"]
-    args = {**plain, **overrides_of(policy)}
+    reference_args, policy, name = {"policy": REFERENCE}, best["policy"], best["name"]
+    args = {**reference_args, **overrides_of(policy)}
     if policy["phases"] != "all":
         args["phases"] = policy["phases"]
     if best["measured_by"] == BY_REPLAY:
-        [again] = _figures(runner, [runner.candidate(name, args)])
-        say(f"{name}: run: accuracy {again.accuracy:.3f}, speed {again.speed:.1f}")
+        [live] = _figures(runner, [runner.candidate(name, args)])
+        say(f"{name}: run: accuracy {live.accuracy:.3f}, speed {live.speed:.1f}")
     samples = other_documents(runner.objective)
     if not samples:
         return None
-    reference = runner.candidate("reference, other documents", plain, samples)
-    chosen = runner.candidate(f"{name}, other documents", args, samples)
-    before, after = _figures(runner, [reference, chosen])
-    lost = (before.accuracy - after.accuracy) / POINT
+    reference = runner.candidate("reference, other documents", reference_args, samples)
+    tuned = runner.candidate(f"{name}, other documents", args, samples)
+    before, after = _figures(runner, [reference, tuned])
+    points_lost = (before.accuracy - after.accuracy) / POINT
     return {
         "documents": {task: len(numbers) for task, numbers in samples.items()},
         "accuracy": after.accuracy,
@@ -177,18 +177,18 @@ def confirm(
         "reference_accuracy": before.accuracy,
         "speed": after.speed,
         "reference_speed": before.speed,
-        "points_lost": lost,
-        "within_budget": lost <= runner.objective.budget + 1e-9,
+        "points_lost": points_lost,
+        "within_budget": points_lost <= runner.objective.budget + 1e-9,
     }
 
 
 def _figures(runner: CandidateRunner, candidates: Sequence[ResolvedCell]) -> list[Figures]:
-    found = []
+    measured = []
     for candidate, figures in zip(candidates, runner.run(candidates), strict=True):
         if isinstance(figures, str):
             raise ValueError(f"{candidate.cell.label}: {figures}")
-        found.append(figures)
-    return found
+        measured.append(figures)
+    return measured
 
 
 # --- the search ---
@@ -196,7 +196,7 @@ def _figures(runner: CandidateRunner, candidates: Sequence[ResolvedCell]) -> lis
 
 @dataclass(kw_only=True, slots=True)
 class Search:
-    """One search over a runner; `say` is told what happens."""
+    """One search over a runner; `say` receives a line of progress for each candidate."""
 
     runner: CandidateRunner
     space: Space
@@ -206,18 +206,19 @@ class Search:
     trials: int
     timeout_s: float
     slack: float
-    """How much slower than the best one replayed a lossless part may be."""
+    """How much slower than the fastest one a lossless part may be, as a share."""
     best_lossless: float | None = None
     _deadline_s: float = 0.0
 
     @property
     def sign(self) -> int:
+        """1 where more of the metric is better, else -1."""
         return sign_of(self.runner.objective.metric)
 
     @property
     def floor(self) -> float:
-        """The accuracy that a policy needs to meet the budget."""
-        # A budget of one point is met by a loss of one point, whatever the floats say.
+        """The lowest accuracy that meets the budget."""
+        # A loss of exactly the budget meets it, rounding errors aside.
         return self.runner.reference.accuracy - self.runner.objective.budget * POINT - 1e-9
 
     @property
@@ -227,35 +228,35 @@ class Search:
     def run(self) -> None:
         """Measure the shipped compositions, then draw candidates until trials or time are up.
 
-        Compositions that an earlier search has measured are not measured again. What runs when the
-        time is up is finished; nothing else begins.
+        Compositions measured by an earlier search are not measured again. When time is up, running
+        candidates finish and no others start.
         """
         self._deadline_s = time.monotonic() + self.timeout_s
         states, jobs = import_optuna().trial.TrialState, self.jobs
         trials = self.study.get_trials(deepcopy=False)
         for trial in trials:
-            # What a kill has left open: what it drew may be drawn again.
+            # Left open by a kill: fail them, so that their candidates may be drawn again.
             if trial.state in (states.RUNNING, states.WAITING):
                 self.study.tell(trial.number, state=states.FAIL)
-        known = {t.user_attrs.get("composition") for t in trials if "figures" in t.user_attrs}
+        measured = {t.user_attrs.get("composition") for t in trials if "figures" in t.user_attrs}
         waiting: list[Candidate] = []
         for name in policy_names():
-            if name not in known:
+            if name not in measured:
                 waiting += self._take(name, {"policy": name}, None)
         for start in range(0, len(waiting), jobs):
             self._run(waiting[start : start + jobs])
-        left = self.trials
-        while left > 0 and not self._is_over:
+        num_left = self.trials
+        while num_left > 0 and not self._is_over:
             waiting = []
-            while left > 0 and len(waiting) < jobs and not self._is_over:
-                left -= 1
+            while num_left > 0 and len(waiting) < jobs and not self._is_over:
+                num_left -= 1
                 trial = self.study.ask()
                 args = {"policy": REFERENCE, **self.space.suggest(trial)}
                 waiting += self._take(f"trial {trial.number}", args, trial)
             self._run(waiting)
 
     def _take(self, name: str, args: Mapping[str, Any], trial: Any) -> list[Candidate]:
-        """Return a candidate that the model has to run; settle all others by themselves."""
+        """Return the candidate if the model must run it; settle any other without a run."""
         states = import_optuna().trial.TrialState
         if trial is None and self._leaves_out(name):
             return []
@@ -273,7 +274,7 @@ class Search:
         try:
             figures = self.runner.lossless(policy)
         except ValueError:
-            # The trace lacks what a prefetcher with a predictor of its own has to see.
+            # The trace lacks the inputs of a prefetcher that has its own predictor.
             return [(planned, trial)]
         best = self.best_lossless
         if best is None or self.sign * figures.speed > self.sign * best:
@@ -289,21 +290,21 @@ class Search:
         return [(planned, trial)]
 
     def _run(self, candidates: Sequence[Candidate]) -> None:
-        """Run the model under each, and enter what was found. No composition begins too late."""
-        begun = [
+        """Run the model under each candidate in time, and enter its figures or its failure."""
+        started = [
             (planned, trial)
             for planned, trial in candidates
             if trial is not None or not self._leaves_out(str(planned.cell.label))
         ]
-        found = self.runner.run([planned for planned, _ in begun])
-        for (planned, trial), figures in zip(begun, found, strict=True):
+        measured = self.runner.run([planned for planned, _ in started])
+        for (planned, trial), figures in zip(started, measured, strict=True):
             if isinstance(figures, str):
                 self._fail(str(planned.cell.label), trial, figures)
             else:
                 self._enter(planned, trial, figures)
 
     def _leaves_out(self, name: str) -> bool:
-        """Leave out a composition for which there is no time."""
+        """Whether time is up for a composition, which is then entered as left out."""
         if name == REFERENCE or not self._is_over:
             return False
         timeout = f"--timeout={self.timeout_s:g}"
@@ -317,11 +318,11 @@ class Search:
         complete = import_optuna().trial.TrialState.COMPLETE
         self._close(name, trial, complete, attributes, [found.accuracy, found.speed])
         by = "replayed" if found.measured_by == BY_REPLAY else "run"
-        told = f"{name}: accuracy {found.accuracy:.3f}, speed {found.speed:.1f} ({by})"
-        self.say(told if trial is None else f"{told}: {composition_text(policy)}")
+        message = f"{name}: accuracy {found.accuracy:.3f}, speed {found.speed:.1f} ({by})"
+        self.say(message if trial is None else f"{message}: {composition_text(policy)}")
 
     def _fail(self, name: str, trial: Any, reason: str) -> None:
-        """Enter that a candidate's run has failed, or why a composition cannot run here."""
+        """Enter why a candidate's run failed, or why a composition is left out."""
         self._close(name, trial, import_optuna().trial.TrialState.FAIL, {"reason": reason})
         self.say(f"{name}: {'left out' if trial is None else 'failed'}: {reason}")
 
@@ -333,20 +334,20 @@ class Search:
         attributes: Mapping[str, Any],
         values: Sequence[float] | None = None,
     ) -> None:
-        """End a trial; a composition's is made for it, without parameters."""
+        """End a trial; a composition gets one without parameters."""
         if trial is None:
-            shipped = {"kind": SHIPPED, "composition": name, **attributes}
-            ended = import_optuna().trial.create_trial(
-                values=values, state=state, user_attrs=shipped
+            user_attrs = {"kind": SHIPPED, "composition": name, **attributes}
+            frozen = import_optuna().trial.create_trial(
+                values=values, state=state, user_attrs=user_attrs
             )
-            self.study.add_trial(ended)
+            self.study.add_trial(frozen)
             return
         for key, value in {"kind": SEARCHED, **attributes}.items():
             trial.set_user_attr(key, value)
         self.study.tell(trial, values, state)
 
 
-# --- its space: which algorithms, and which of their parameters in what range ---
+# --- the search space: algorithms, and the ranges of their parameters ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,13 +363,13 @@ class Space:
             name = trial.suggest_categorical(axis, list(algorithms))
             overrides[axis] = name
             for parameter, values in algorithms[name].items():
-                # The algorithm is part of the name: two may have a parameter of one name.
+                # The algorithm is part of the name: two algorithms may share a parameter's name.
                 drawn = _suggest(trial, f"{axis}.{name}.{parameter}", values)
                 overrides[f"{axis}.{parameter}"] = drawn
         return overrides
 
     def fit(self, geometry: Geometry) -> Space:
-        """Put a model's sizes in the place of their names."""
+        """Return the space with the names of sizes (`top_k`, ...) replaced by the model's."""
         sizes = {name: getattr(geometry, name) for name in SIZES}
 
         def fitted(value: Any) -> Any:
@@ -380,7 +381,7 @@ class Space:
 
     @property
     def max_depth(self) -> int:
-        """The furthest that a prefetcher of the space looks ahead, in layers."""
+        """The furthest lookahead of the space's prefetchers, in layers."""
         reach = 1
         for parameters in self.axes["prefetch"].values():
             depth = parameters.get("depth", [1])
@@ -391,8 +392,10 @@ class Space:
 def read_space(path: Path) -> Space:
     """Read a space file. Raises ValueError naming what is unknown or malformed."""
     what = f"space={str(path)!r}"
-    found = check(SpaceFile, read_yaml(path, what), what)
-    axes: dict[str, dict[str, dict[str, Any]]] = {axis: dict(getattr(found, axis)) for axis in AXES}
+    schema = check(SpaceFile, read_yaml(path, what), what)
+    axes: dict[str, dict[str, dict[str, Any]]] = {
+        axis: dict(getattr(schema, axis)) for axis in AXES
+    }
     for axis in AXES:
         for name, parameters in axes[axis].items():
             known = [unmangle(n) for n in parameters_of(find_algorithm(axis, name))]
@@ -411,18 +414,18 @@ def _suggest(trial: Any, name: str, values: Any) -> Any:
     return trial.suggest_float(name, float(low), float(high), log=log)
 
 
-# --- its Optuna study, in a journal file, so that an interrupted search goes on ---
+# --- the Optuna study, in a journal file, so that an interrupted search resumes ---
 
 
 def import_optuna() -> Any:
-    """Import the optional search library, or say which extra brings it."""
+    """Import Optuna. Raises ValueError naming the extra that installs it."""
     return import_extra("moecache tune", "optuna", "tune")
 
 
 def open_study(folder: Path, objective: Objective, seed: int) -> Any:
-    """Open or create the folder's study, which nobody else may be at work on.
+    """Open or create the folder's study; the caller must hold the folder's lock.
 
-    Raises ValueError where it is of another objective, or its journal is no longer readable.
+    Raises ValueError where the study has another objective, or its journal is unreadable.
     """
     optuna = import_optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -437,26 +440,26 @@ def open_study(folder: Path, objective: Objective, seed: int) -> Any:
         )
     except OSError:
         raise
-    except Exception as error:  # Optuna trusts its journal: any key that lacks, any assertion
+    except Exception as error:  # Optuna trusts its journal: KeyError, AssertionError ...
         raise ValueError(
             f"out={str(folder)!r}: {JOURNAL} is no readable journal of a search "
             f"({type(error).__name__}: {error}). Give another folder, or remove it to begin anew."
         ) from error
-    asked = {**dataclasses.asdict(objective), "tasks": list(objective.tasks)}
-    before = {**asked, **study.user_attrs.get("question", {})}
-    before["hardware"] = RENAMED.get(before["hardware"], before["hardware"])
-    for key, value in asked.items():
-        if before[key] != value:
+    question = {**dataclasses.asdict(objective), "tasks": list(objective.tasks)}
+    recorded = {**question, **study.user_attrs.get("question", {})}
+    recorded["hardware"] = RENAMED.get(recorded["hardware"], recorded["hardware"])
+    for key, value in question.items():
+        if recorded[key] != value:
             raise ValueError(
-                f"out={str(folder)!r} holds a search with {key}={before[key]!r}, not {value!r}. "
+                f"out={str(folder)!r} holds a search with {key}={recorded[key]!r}, not {value!r}. "
                 "Give another folder, or the same options to go on with it."
             )
-    study.set_user_attr("question", asked)
+    study.set_user_attr("question", question)
     with warnings.catch_warnings():
         # `constraints_func` is deprecated in Optuna 5 for a method that Optuna 4 does not have.
         warnings.simplefilter("ignore", FutureWarning)
         study.sampler = optuna.samplers.TPESampler(
-            # A resumed search draws anew instead of repeating its first trials.
+            # A resumed search must not repeat its first trials.
             seed=seed + len(study.get_trials(deepcopy=False)),
             n_startup_trials=_STARTUP_TRIALS,
             constraints_func=lambda trial: (trial.user_attrs.get("excess", 1.0),),
@@ -465,15 +468,15 @@ def open_study(folder: Path, objective: Objective, seed: int) -> Any:
 
 
 def _mend(journal: Path) -> None:
-    """Take away what a kill or a full disk in the middle of a write has left.
+    """Repair a journal after a kill or a full disk in the middle of a write.
 
-    That is the lock, for which Optuna would wait half a minute, and a torn last line: the next
-    one would be written behind it, and the journal would be lost.
+    Removes the lock, for which Optuna would wait half a minute, and a torn last line: the next
+    entry would be appended to it, and the journal would be lost.
     """
     journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
     if journal.is_file():
         data = journal.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
+        whole_bytes = data.rfind(b"\n") + 1
+        if whole_bytes < len(data):
             logger.warning("%s: its last line was torn, and is left out.", journal)
-            os.truncate(journal, whole)
+            os.truncate(journal, whole_bytes)
