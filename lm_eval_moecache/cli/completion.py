@@ -27,16 +27,18 @@ def run(arguments: Namespace) -> int:
 
 def whole_parser() -> argparse.ArgumentParser:
     """Return one argparse parser with every command as a subparser, with all its options."""
-    whole = argparse.ArgumentParser(prog="moecache")
-    whole.add_argument("--version", action="store_true", help="print the version")
-    below = whole.add_subparsers()
+    parser = argparse.ArgumentParser(prog="moecache")
+    parser.add_argument("--version", action="store_true", help="print the version")
+    subparsers = parser.add_subparsers()
     for name in command_names():
-        plain = below.add_parser(name, help=summary_of(name).replace("%", "%%"), add_help=False)
+        subparser = subparsers.add_parser(
+            name, help=summary_of(name).replace("%", "%%"), add_help=False
+        )
         for action in _parser_of(name)._actions:
             # Escaped, so that argparse fills in no default or type: a shell shows plain text.
             action.help = (action.help or "").replace("%%", "%").replace("%", "%%")
-            plain._add_action(action)
-    return whole
+            subparser._add_action(action)
+    return parser
 
 
 def _parser_of(name: str) -> argparse.ArgumentParser:
@@ -52,7 +54,7 @@ def _parser_of(name: str) -> argparse.ArgumentParser:
     if hasattr(module, "add_arguments"):
         return parser_of(name)
     # A command that parses by itself: only the actions of `profile` are listed.
-    plain = argparse.ArgumentParser(add_help=False)
+    parser = argparse.ArgumentParser(add_help=False)
     if name == "profile":
-        plain.add_argument("artifact", choices=module.action_names())
-    return plain
+        parser.add_argument("artifact", choices=module.action_names())
+    return parser

@@ -354,19 +354,21 @@ def _gb(nbytes: float) -> str:
 
 def _verdict(found: dict[str, Any], hardware: Hardware) -> str:
     room, rows, ms = found["fit"], found["rows"], found["ttft_ms"]
-    first = f"{two_digits(ms / 1000)} s" if ms >= 1000 else f"{two_digits(ms)} ms"
-    after = f"the first token of a {found['prompt']:,}-token prompt after {first}"
+    ttft = f"{two_digits(ms / 1000)} s" if ms >= 1000 else f"{two_digits(ms)} ms"
+    ttft_text = f"the first token of a {found['prompt']:,}-token prompt after {ttft}"
     name = f"{found['model']} ({found['precision']})"
     if room["whole"]:
         speed = two_digits(rows[0]["tok_per_s"])
-        return f"{name} fits on {hardware.name}, no cache needed: about {speed} tok/s, {after}."
-    top = {r["policy"]: r for r in rows if r["capacity_bytes"] == rows[-1]["capacity_bytes"]}
-    lru = top["lru"]
-    best = max((top[p] for p in top if p in _BUILDABLE), key=lambda row: row["tok_per_s"])
+        return f"{name} fits on {hardware.name}, no cache needed: about {speed} tok/s, {ttft_text}."
+    by_policy = {r["policy"]: r for r in rows if r["capacity_bytes"] == rows[-1]["capacity_bytes"]}
+    lru = by_policy["lru"]
+    best = max(
+        (by_policy[p] for p in by_policy if p in _BUILDABLE), key=lambda row: row["tok_per_s"]
+    )
     text = (
         f"{name} does not fit on {hardware.name}: {100 * room['share']:.0f}% of its experts do "
         f"({two_digits(lru['capacity_cycles'])} cycles). With an LRU cache about "
-        f"{two_digits(lru['tok_per_s'])} tok/s, {after}"
+        f"{two_digits(lru['tok_per_s'])} tok/s, {ttft_text}"
     )
     if best["tok_per_s"] > 1.05 * lru["tok_per_s"]:
         text += f"; {_BUILDABLE[best['policy']]}, {two_digits(best['tok_per_s'])} tok/s"

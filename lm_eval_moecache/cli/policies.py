@@ -131,8 +131,8 @@ def explain(name: str, axes: Sequence[str] = AXES) -> dict[str, Any]:
         parts = [(axis, getattr(policy, axis).name) for axis in axes]
         algorithms += [_explain(a, n, composition[a]) for a, n in parts if n != name]
     elif not algorithms:
-        known = {*policy_names(), *(n for axis in axes for n in algorithm_names(axis))}
-        raise unknown("policies", name, known)
+        names = {*policy_names(), *(n for axis in axes for n in algorithm_names(axis))}
+        raise unknown("policies", name, names)
     return {"composition": composition, "algorithms": algorithms}
 
 

@@ -105,8 +105,8 @@ def _rows(
     rows: dict[tuple[str, int], Row] = {}
     with local_pool(jobs) as pool:
         futures = submit(pool, _run_part, work, configs, how)
-        done = tqdm(as_completed(futures), total=len(work), unit="part", disable=is_quiet)
-        for future in done:
+        progress = tqdm(as_completed(futures), total=len(work), unit="part", disable=is_quiet)
+        for future in progress:
             file, part = futures[future]
             rows |= {(file, i): row for i, row in zip(part, future.result(), strict=True)}
     return [rows[file, i] for file in files for i in indices]
@@ -168,9 +168,9 @@ def _read_options(argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     The command line overrides `--config` files; naming an algorithm drops the parameters given
     before for its axis.
     """
-    files, plain, parameters = _split_words(argv)
+    files, parser_words, parameters = _split_words(argv)
     options: dict[str, Any] = {}
-    named = {word[2:].partition("=")[0] for word in plain if word.startswith("--")}
+    named = {word[2:].partition("=")[0] for word in parser_words if word.startswith("--")}
     for new, names in [
         *((config, config) for config in map(_of_file, files)),
         (parameters, named),
@@ -186,7 +186,7 @@ def _read_options(argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
         elif "." not in key:
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             words.append(f"--{key}={text.lower() if isinstance(value, bool) else text}")
-    arguments = parser(needs_traces=not traces).parse_args([*words, *plain])
+    arguments = parser(needs_traces=not traces).parse_args([*words, *parser_words])
     arguments.traces = arguments.traces or (traces if isinstance(traces, list) else [traces])
     return arguments, {key: value for key, value in options.items() if "." in key}
 
@@ -221,11 +221,11 @@ def _of_file(file: str) -> dict[str, Any]:
     entries = read_yaml(file, f"config={file!r}")
     if not isinstance(entries, dict):
         raise ValueError(f"config={file!r} must hold a mapping of options.")
-    known = set(vars(parser(needs_traces=False).get_defaults())) - {"config"}
+    option_names = set(vars(parser(needs_traces=False).get_defaults())) - {"config"}
     options: dict[str, Any] = {}
     for key, value in entries.items():
-        if key not in known and not _is_parameter(key):
-            raise unknown(f"config file {Path(file).name}: option", key, known)
+        if key not in option_names and not _is_parameter(key):
+            raise unknown(f"config file {Path(file).name}: option", key, option_names)
         if key in AXES and isinstance(value, dict):
             options |= {key if k == "name" else f"{key}.{k}": v for k, v in value.items()}
         elif value is not None:

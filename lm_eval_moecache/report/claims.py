@@ -240,8 +240,10 @@ def _of_documents(new: Run, old: Run | None, metric: str, task: str | None) -> S
     if any(side is None for side in sides):
         score = find_score(new, metric)
         if score is None:
-            known = [*new.speed.get(task, {}), *new.results]
-            raise unknown(f"{new.run_id}: no document of task {task} has it: metric", metric, known)
+            metrics = [*new.speed.get(task, {}), *new.results]
+            raise unknown(
+                f"{new.run_id}: no document of task {task} has it: metric", metric, metrics
+            )
         task = metric.partition(":")[0]
         sides = [run.samples.get(task, {}).get(score.key, {}) for run in runs]
         kind = "figures" if old is None else "answers"
@@ -312,13 +314,13 @@ def _of_cells(part: Part, root: Path) -> Samples:
         side: dict[str, float] = {}
         for cell in _cells(str(root / str(part.cells))):
             setting, value = cell["cell"], cell.get(part.metric)
-            if any(setting.get(key) != wanted for key, wanted in where.items()):
+            if any(setting.get(key) != required for key, required in where.items()):
                 continue
             if "trace" not in setting:
                 raise ValueError(f"cell={shown(setting)} does not say its `trace`.")
             if isinstance(value, bool) or not isinstance(value, int | float):
-                known = [name for name, field in cell.items() if isinstance(field, int | float)]
-                raise unknown("metric", part.metric, known)
+                metrics = [name for name, field in cell.items() if isinstance(field, int | float)]
+                raise unknown("metric", part.metric, metrics)
             side[str(setting["trace"])] = float(value)
         sides.append(side)
     traces = [name for name in sides[0] if name in sides[1]]
@@ -378,7 +380,7 @@ def answer(claims: Claims, root: Path) -> list[Verdict]:
             except (ValueError, OSError) as error:
                 raise ValueError(f"claim {claim.id}, {part.what!r}: {error}") from None
     uncorrected = [_chances(each, part.expect) for each, part in zip(estimates, parts, strict=True)]
-    of_all = _corrected(uncorrected, [at for at, part in enumerate(parts) if _counts(part)])
+    of_all = _corrected(uncorrected, [index for index, part in enumerate(parts) if _counts(part)])
     verdicts, start = [], 0
     for claim in claims.claims:
         span = slice(start, start + len(claim.parts))
@@ -386,8 +388,8 @@ def answer(claims: Claims, root: Path) -> list[Verdict]:
         chances = uncorrected[span]
         # Parts beside the verdict are a family of their own; traces are not tested.
         for aside in (False, True):
-            tested = [(at, part) for at, part in enumerate(claim.parts) if part.cells is None]
-            chances = _corrected(chances, [at for at, part in tested if part.aside == aside])
+            tested = [(index, part) for index, part in enumerate(claim.parts) if part.cells is None]
+            chances = _corrected(chances, [index for index, part in tested if part.aside == aside])
         each = zip(claim.parts, estimates[span], chances, of_all[span], strict=True)
         verdicts.append(_verdict(claim, [_answer(*of_part, claims.alpha) for of_part in each]))
     return verdicts
@@ -417,9 +419,9 @@ def _chances(found: Estimate, expect: Bounds) -> tuple[float, float]:
 def _corrected(chances: Chances, places: Sequence[int]) -> Chances:
     """Return the chances, those at `places` with Holm's correction."""
     corrected = list(chances)
-    sides = [holm([chances[at][side] for at in places]) for side in (0, 1)]
-    for at, inside, outside in zip(places, *sides, strict=True):
-        corrected[at] = inside, outside
+    sides = [holm([chances[index][side] for index in places]) for side in (0, 1)]
+    for index, inside, outside in zip(places, *sides, strict=True):
+        corrected[index] = inside, outside
     return corrected
 
 
@@ -567,10 +569,10 @@ def _rough(value: float) -> str:
 def _ours(found: Verdict) -> str:
     claim = found.claim
     if not claim.ours:
-        first = found.answers[:1]
-        return "".join(f"{each.part.what}: {_Told(each.estimate)}" for each in first)
+        headline = found.answers[:1]
+        return "".join(f"{answer.part.what}: {_Told(answer.estimate)}" for answer in headline)
     try:
-        return claim.ours.format(*(_Told(each.estimate) for each in found.answers))
+        return claim.ours.format(*(_Told(answer.estimate) for answer in found.answers))
     except (IndexError, KeyError, AttributeError):
         allowed = f"allowed: {{0}} to {{{len(found.answers) - 1}}}"
         why = f"claim {claim.id}: ours={claim.ours!r} names a part that is not there"

@@ -41,7 +41,7 @@ class Totals(Counters):
 
     @property
     def missed(self) -> int:
-        """Requests that were no hits: late ones and misses."""
+        """Requests that were not hits: late ones and misses."""
         return self.late + self.misses
 
     @property
@@ -204,7 +204,7 @@ def rates(passes: Sequence[PassRecord], prefix: str = "", *, by_phase: bool = Tr
     """Return these passes' metrics that have forms by phase, or those that have none."""
     sums = totals(passes)
     formulas = {n: m.of for n, m in METRICS.items() if m.of and m.by_phase == by_phase}
-    return {prefix + name: of(sums) for name, of in formulas.items()}
+    return {prefix + name: formula(sums) for name, formula in formulas.items()}
 
 
 def cache_metrics(passes: Sequence[PassRecord]) -> Metrics:
@@ -296,15 +296,15 @@ def request_metrics(request: RequestRecord) -> dict[str, float]:
     values: dict[str, float] = {"e2el_ms": sum(durations_ms)}
     if request.kind == GENERATE:
         # A trace may begin after the prompt: then no pass yields the first token.
-        first = request.passes[0].phase == PREFILL
-        if first:
+        has_first_token = request.passes[0].phase == PREFILL
+        if has_first_token:
             values["ttft_ms"] = durations_ms[0]
         tokens = request.output_tokens or 0
         if values["e2el_ms"]:  # free compute and nothing to load: no time to divide by
             values["request_tok_per_s"] = tokens / values["e2el_ms"] * 1000
-        if tokens > first:
+        if tokens > has_first_token:
             waited_ms = values["e2el_ms"] - values.get("ttft_ms", 0.0)
-            values["tpot_ms"] = waited_ms / (tokens - first)
+            values["tpot_ms"] = waited_ms / (tokens - has_first_token)
     else:
         # Scoring answers once the whole text is read: its first token is its last.
         values["ttft_ms"] = values["e2el_ms"]

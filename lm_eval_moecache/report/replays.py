@@ -154,11 +154,11 @@ def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
     }
     parts = [text for head, text in shared.items() if text and head not in columns]
     title = f"moecache replay ({', '.join(parts)})" if parts else "moecache replay"
-    for head, of, form in _COLUMNS:
+    for head, read, form in _COLUMNS:
         if in_full or (head in _SHORT and (head != "Fewest" or has_bounds)):
-            values = [of(row) if row.has_sizes or form[0] != "~" else None for row in rows]
-            shown = form.removeprefix("~")
-            columns[head] = ["" if value is None else shown.format(value) for value in values]
+            values = [read(row) if row.has_sizes or form[0] != "~" else None for row in rows]
+            spec = form.removeprefix("~")
+            columns[head] = ["" if value is None else spec.format(value) for value in values]
 
     notes = []
     if any(row.open_loop for row in rows):

@@ -484,8 +484,8 @@ def find_column(runs: Sequence[Run], name: str) -> Column:
         return Column(name, heading, is_number=is_number, read=lambda run: setting(run, name))
     tasks = [task for run in runs for task in run.results]
     arguments = [key for run in runs for key in (*run.model_args, *KEYS)]
-    known = dict.fromkeys([*SETTINGS, *arguments, ACCURACY, *METRICS, *tasks, PARETO])
-    raise unknown_column(name, list(known))
+    names = dict.fromkeys([*SETTINGS, *arguments, ACCURACY, *METRICS, *tasks, PARETO])
+    raise unknown_column(name, list(names))
 
 
 def figure_column(runs: Sequence[Run], name: str) -> Column | None:
@@ -512,9 +512,9 @@ def metric_column(name: str) -> Column | None:
 
     def samples(run: Run) -> dict[str, float]:
         return {
-            f"{of} {doc}": sign * value
-            for of, metrics in run.speed.items()
-            if task in ("", of)
+            f"{task_name} {doc}": sign * value
+            for task_name, metrics in run.speed.items()
+            if task in ("", task_name)
             for doc, value in metrics.get(by_document, {}).items()
         }
 
@@ -569,10 +569,10 @@ def score_column(runs: Sequence[Run], name: str) -> Column | None:
 
 def find_score(run: Run, name: str) -> Score | None:
     """Return the score of `task` (primary metric), `task:metric` or `task:metric,filter`."""
-    task, colon, wanted = name.partition(":")
+    task, colon, metric = name.partition(":")
     if not colon:
         return run.score(task)
-    return next((s for s in run.scores(task) if wanted in (s.metric, s.key)), None)
+    return next((s for s in run.scores(task) if metric in (s.metric, s.key)), None)
 
 
 def accuracy(run: Run) -> Value:

@@ -54,11 +54,11 @@ def check_task_names(tasks: Sequence[str], include_path: tuple[str, ...]) -> Non
     if all(name in _task_manager(include_path, False).task_index for name in tasks):
         return
     with quiet():
-        known = _task_manager(include_path, True).task_index
+        index = _task_manager(include_path, True).task_index
     for name in tasks:
-        if name not in known:
+        if name not in index:
             raise ValueError(
-                f"tasks={name!r} is not known.{nearest(name, known)} Allowed: the tasks and groups "
+                f"tasks={name!r} is not known.{nearest(name, index)} Allowed: the tasks and groups "
                 "of include_path, of this package's task_configs/, and of `lm_eval ls tasks`."
             )
 

@@ -128,8 +128,8 @@ def resolve(config: Config) -> dict[str, Any]:
         if getattr(config.hardware, field.name) != field.default
     }
     # A renamed profile keeps its former name, so that its finished runs stay finished.
-    former = {new: old for old, new in RENAMED.items()}
-    resolved["hardware"]["name"] = former.get(config.hardware.name, config.hardware.name)
+    former_names = {new: old for old, new in RENAMED.items()}
+    resolved["hardware"]["name"] = former_names.get(config.hardware.name, config.hardware.name)
     if config.emulate is not None:
         resolved["emulate"] = config.emulate.record()
     if config.warm is not None:

@@ -33,7 +33,7 @@ def local_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
     context = multiprocessing.get_context("spawn")
     # Read by torch when a worker imports it; the user's setting wins.
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // jobs)))
-    others = set(multiprocessing.active_children())
+    other_children = set(multiprocessing.active_children())
     with (
         mock.patch.dict(os.environ, OMP_NUM_THREADS=threads),
         ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker) as pool,
@@ -41,7 +41,7 @@ def local_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
         try:
             yield pool
         except BaseException:
-            for worker in set(multiprocessing.active_children()) - others:
+            for worker in set(multiprocessing.active_children()) - other_children:
                 worker.kill()
             pool.shutdown(cancel_futures=True)
             raise
@@ -66,11 +66,11 @@ def _unheard() -> Iterator[None]:
         return
     # Started before: starting it unblocks the signal, in it and in this process.
     resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def _start_worker() -> None:

@@ -70,12 +70,12 @@ def run_sweep(
     planned, merged = _plan(sweep, live)
     outcomes: list[Outcome] = []
     with only_sweep(folder):
-        done, skipped, division = _division(planned, folder, rerun, live)
+        finished_runs, skipped, division = _division(planned, folder, rerun, live)
         for resolved in skipped:
             # Labels are not part of the configuration: write a new one into the finished run.
-            before, label = done[resolved.configuration_hash], resolved.cell.label
-            if before["label"] != label:
-                path = folder / RUNS / f"{before['run_id']}.json"
+            finished_run, label = finished_runs[resolved.configuration_hash], resolved.cell.label
+            if finished_run["label"] != label:
+                path = folder / RUNS / f"{finished_run['run_id']}.json"
                 write_record(folder, {**read_json(path, str(path)), "label": label})
         if any(division):
             results = execute(division, folder, sweep)
@@ -123,11 +123,11 @@ def _division(
 
     With `rerun` no cell counts as finished.
     """
-    done = unedited(finished(folder), planned)
-    skipped = [p for p in planned if not rerun and p.configuration_hash in done]
-    waiting = [p for p in planned if rerun or p.configuration_hash not in done]
+    finished_runs = unedited(finished(folder), planned)
+    skipped = [p for p in planned if not rerun and p.configuration_hash in finished_runs]
+    waiting = [p for p in planned if rerun or p.configuration_hash not in finished_runs]
     division = ExecutionPlan(tuple(waiting), ()) if live else divide(waiting, folder, skipped)
-    return done, skipped, division
+    return finished_runs, skipped, division
 
 
 # --- dry run ---
@@ -138,16 +138,16 @@ def estimate(
 ) -> dict[str, Any]:
     """Check all cells and return what a sweep would do; nothing is run or written.
 
-    Times (seconds) and sizes (bytes) follow from the medians of this folder's finished runs; None
-    where there are none.
+    Times (seconds) and trace sizes (bytes) follow from the medians of this folder's finished runs
+    and traces; None where there are none.
     """
     planned, _ = _plan(sweep, live)
-    done, skipped, division = _division(planned, folder, rerun, live)
+    finished_runs, skipped, division = _division(planned, folder, rerun, live)
     states = dict.fromkeys((p.run_id for p in division.runs), "to run")
     states |= dict.fromkeys((p.run_id for p in division.replays), "to replay")
     states |= dict.fromkeys((p.run_id for p in skipped), "finished")
     seconds_by: dict[str, list[float]] = {"evaluate": [], "replay": []}
-    for record in done.values():
+    for record in finished_runs.values():
         for kind, value in (record["environment"] or {}).get("seconds", {}).items():
             seconds_by.setdefault(kind, []).append(float(value))
     num_runs, num_replays = len(division.runs), len(division.replays)
@@ -352,10 +352,10 @@ def _ray(stages: Stages, where: Place, jobs: int, options: Mapping[str, Any]) ->
         for stage in stages:
             waiting = {task.remote(cell, *where): cell for cell in stage}
             while waiting:
-                [done], _ = ray.wait(list(waiting), num_returns=1)
-                cell = waiting.pop(done)
+                [ready], _ = ray.wait(list(waiting), num_returns=1)
+                cell = waiting.pop(ready)
                 try:
-                    yield ray.get(done)
+                    yield ray.get(ready)
                 except ray.exceptions.RayError as error:
                     yield failed(cell, error)
     except BaseException:

@@ -215,23 +215,23 @@ def bound_cells(planned: Sequence[ResolvedCell], names: Sequence[str]) -> list[R
     Lossy cells have no bound: their routing is not the one whose future is known.
     """
     bounds: dict[str, ResolvedCell] = {}
-    for each in planned:
-        if share_name(each) is None and each.cell.model != REPLAY:
+    for source in planned:
+        if share_name(source) is None and source.cell.model != REPLAY:
             continue
         place = {
             key: value
-            for key, value in each.cell.model_args.items()
+            for key, value in source.cell.model_args.items()
             if key not in ("policy", "phases") and key.partition(".")[0] not in AXES
         }
         for name in names:
             # The oracle prefetches across layers, but a scan runs one layer at a time.
-            if name == "oracle" and each.config.scoring == "scan":
+            if name == "oracle" and source.config.scoring == "scan":
                 continue
             changes = BOUNDS[name]
             args = {**place, "policy": "on_demand", **changes}
             label = f"knows the future: {name}"
-            cell = dataclasses.replace(each.cell, model_args=args, label=label)
-            config = each.config.with_changes(policy=load_policy("on_demand", changes))
-            bound = plan(cell, config, each.host_arguments)
+            cell = dataclasses.replace(source.cell, model_args=args, label=label)
+            config = source.config.with_changes(policy=load_policy("on_demand", changes))
+            bound = plan(cell, config, source.host_arguments)
             bounds.setdefault(bound.configuration_hash, bound)
     return list(bounds.values())

@@ -151,10 +151,10 @@ def read_sweep(path: Path) -> SweepFile:
             f"sweep {sweep.name!r}: `grid` and `runs` make {total} cells, more than the "
             f"{MOST_CELLS} of one sweep. Make several sweeps of it."
         )
-    known = {key for part in (*sweep.grid, *sweep.runs, sweep.base) for key in part}
+    keys = {key for part in (*sweep.grid, *sweep.runs, sweep.base) for key in part}
     for key in (key for entry in sweep.exclude for key in entry):
-        if key not in known:
-            raise unknown("exclude: the key", key, known)
+        if key not in keys:
+            raise unknown("exclude: the key", key, keys)
     return sweep
 
 
@@ -259,8 +259,8 @@ def _filled(text: str, geometry: Geometry) -> Any:
     def number(match: re.Match[str]) -> str:
         return str(max(1, round(sizes[match[1]] * float(match[2]))))
 
-    whole = _PART.fullmatch(text)
-    return int(number(whole)) if whole else _PART.sub(number, text)
+    placeholder = _PART.fullmatch(text)
+    return int(number(placeholder)) if placeholder else _PART.sub(number, text)
 
 
 def _renamed(text: str, tasks: Mapping[str, str]) -> str:

@@ -122,10 +122,10 @@ def run_cell(planned: ResolvedCell, folder: str, experiment: str) -> Outcome:
             with contextlib.suppress(OSError):  # a full disk: the outcome still has the error
                 write_failure(root, planned.run_id, text)
             return dataclasses.replace(outcome, error=f"{type(error).__name__}: {error}")
-    about = {**environment(started_s, seconds), "made_by": made_by}
+    provenance = {**environment(started_s, seconds), "made_by": made_by}
     outcome = dataclasses.replace(outcome, seconds=seconds["replay" if is_replay else "evaluate"])
     try:
-        write_record(root, {**head(planned, experiment), **results, "environment": about})
+        write_record(root, {**head(planned, experiment), **results, "environment": provenance})
     except OSError as error:  # only this record is lost: others may still be written
         message = f"its result cannot be written: {error.filename}: {error.strerror or error}"
         return dataclasses.replace(outcome, error=message)

@@ -102,8 +102,8 @@ class CandidateRunner:
         self._config = planned.config
         traces = self.folder / "trace"
         files = sorted(traces.glob("*.parquet"))
-        done = unedited(finished(self.folder), [planned])
-        if not files or planned.configuration_hash not in done:
+        finished_runs = unedited(finished(self.folder), [planned])
+        if not files or planned.configuration_hash not in finished_runs:
             shutil.rmtree(traces, ignore_errors=True)
             # Recording a trace changes nothing in the record, so `planned` keeps its hash.
             config = planned.config.with_changes(trace=str(traces), detail=FULL)
@@ -147,8 +147,10 @@ class CandidateRunner:
         A failed run gives its error as text. Runs go in parallel where there is a pool.
         """
         planned = {candidate.configuration_hash: candidate for candidate in candidates}
-        done = unedited(finished(self.folder), candidates)
-        errors = self._execute([candidate for key, candidate in planned.items() if key not in done])
+        finished_runs = unedited(finished(self.folder), candidates)
+        errors = self._execute(
+            [candidate for key, candidate in planned.items() if key not in finished_runs]
+        )
         return [errors.get(candidate.run_id) or self._read(candidate) for candidate in candidates]
 
     def _execute(self, planned: Sequence[ResolvedCell]) -> dict[str, str]:

@@ -317,8 +317,8 @@ class Search:
         attributes = {"policy": policy, "figures": figures, "excess": excess}
         complete = import_optuna().trial.TrialState.COMPLETE
         self._close(name, trial, complete, attributes, [found.accuracy, found.speed])
-        by = "replayed" if found.measured_by == BY_REPLAY else "run"
-        message = f"{name}: accuracy {found.accuracy:.3f}, speed {found.speed:.1f} ({by})"
+        source = "replayed" if found.measured_by == BY_REPLAY else "run"
+        message = f"{name}: accuracy {found.accuracy:.3f}, speed {found.speed:.1f} ({source})"
         self.say(message if trial is None else f"{message}: {composition_text(policy)}")
 
     def _fail(self, name: str, trial: Any, reason: str) -> None:
@@ -364,8 +364,8 @@ class Space:
             overrides[axis] = name
             for parameter, values in algorithms[name].items():
                 # The algorithm is part of the name: two algorithms may share a parameter's name.
-                drawn = _suggest(trial, f"{axis}.{name}.{parameter}", values)
-                overrides[f"{axis}.{parameter}"] = drawn
+                value = _suggest(trial, f"{axis}.{name}.{parameter}", values)
+                overrides[f"{axis}.{parameter}"] = value
         return overrides
 
     def fit(self, geometry: Geometry) -> Space:
@@ -398,10 +398,10 @@ def read_space(path: Path) -> Space:
     }
     for axis in AXES:
         for name, parameters in axes[axis].items():
-            known = [unmangle(n) for n in parameters_of(find_algorithm(axis, name))]
+            parameter_names = [unmangle(n) for n in parameters_of(find_algorithm(axis, name))]
             for parameter in parameters:
-                if parameter not in known:
-                    raise unknown(f"space: {axis}.{name}: parameter", parameter, known)
+                if parameter not in parameter_names:
+                    raise unknown(f"space: {axis}.{name}: parameter", parameter, parameter_names)
     return Space(axes)
 
 
