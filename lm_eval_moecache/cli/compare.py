@@ -1,7 +1,7 @@
 """Compare two sets of results: exit 0 if nothing got worse, 1 on a regression, 2 if unusable.
 
-Scores are tested over their samples, so that chance alone fails a whole comparison at most in
-`--alpha` of the cases; on the baseline's own machine figures of the virtual clock must repeat.
+Scores are tested over their samples: without a real change at most `--alpha` of comparisons fail.
+On the baseline's own machine, figures of the virtual clock must repeat exactly.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pack each experiment's runs into one compressed file, which all other commands read as well.
 
-A sweep that goes on in a packed folder unpacks it first: pack again when it is done.
+A sweep resumed in a packed folder unpacks it first: pack again when it is done.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hold the clock against a device: replay a trace, compare with what was measured, token by token.
 
-MEASURED is a CSV with one row a decoded token and any of the columns wall_ms, stall_ms, io_ms,
+MEASURED is a CSV with one row per decoded token and any of the columns wall_ms, stall_ms, io_ms,
 compute_ms, read_bytes, cache_hit_pct (lines with # are comments). Record a trace, measure the same
 run on the device, check.
 """

@@ -1,1 +1,1 @@
-"""From the ledger to what users read: metrics, tables."""
+"""What users read of a run: metrics from the ledger, tables, plots, comparisons, claims."""

@@ -161,7 +161,7 @@ def default_columns(runs: Sequence[Run]) -> list[str]:
 class _Sampled(NamedTuple):
     """A run's figure in a column, its standard error (0 for none), and its samples.
 
-    More is better: the sign is flipped where less is better, or neither direction is.
+    Higher is better: the sign is flipped for columns in which it is not.
     """
 
     figure: float
