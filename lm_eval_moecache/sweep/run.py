@@ -152,7 +152,9 @@ def estimate(
             seconds_by.setdefault(kind, []).append(float(value))
     num_runs, num_replays = len(division.runs), len(division.replays)
     run_s, replay_s = (median(seconds_by[kind] or [0.0]) for kind in ("evaluate", "replay"))
-    is_known = seconds_by["evaluate"] or not num_runs
+    is_known = (seconds_by["evaluate"] or not num_runs) and (
+        seconds_by["replay"] or not num_replays
+    )
     sizes = [path.stat().st_size for path in (folder / TRACES).glob("*.parquet")]
     traces = sum(p.shared is not None for p in division.runs)
     return {

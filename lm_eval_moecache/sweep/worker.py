@@ -42,7 +42,7 @@ from lm_eval_moecache.sweep.files import write_failure, write_record
 from lm_eval_moecache.sweep.identity import ResolvedCell, plan
 from lm_eval_moecache.sweep.sharing import SharedRun, is_offline
 from lm_eval_moecache.sweep.spec import REPLAY, Cell
-from lm_eval_moecache.trace.file import StreamedTrace, open_trace
+from lm_eval_moecache.trace.file import StreamedTrace
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace, open_any
 from lm_eval_moecache.trace.recorder import FULL
@@ -249,12 +249,6 @@ def _replayed(planned: ResolvedCell, folder: Path) -> tuple[dict[str, Any], str]
     results["config"]["moecache"] = {**report, **(results["config"]["moecache"] or {})}
     _replace_speed(results, requests, planned.cell)
     return results, recorded["run_id"]
-
-
-@lru_cache(maxsize=1)
-def _read_shared(results: str, trace: str, changed_ns: int) -> tuple[str, Trace | StreamedTrace]:
-    """Keep the last trace read: cells of one group follow each other."""
-    return Path(results).read_text(), open_trace(Path(trace), logits=True)
 
 
 def _replace_speed(kept: dict[str, Any], requests: Sequence[RequestRecord], cell: Cell) -> None:
