@@ -10,7 +10,7 @@ import numpy as np
 from lm_eval_moecache.engine.engine import VirtualEngine
 from lm_eval_moecache.engine.replay import cold_passes, enter_requests
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.records.arrays import BoolArray, IntArray
+from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.event import PHASES, PREFILL
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Trace
@@ -58,7 +58,6 @@ def fewest_misses(
     warm = [key for pool in engine.pools for key in pool.resident]
     phases = trace.columns.phase[trace.row_bounds[:-1:num_layers]]
     free = (phases == PHASES.index(PREFILL)) & free_prefill
-    after = _needs_after(trace, np.repeat(free, num_layers))
     due = np.full(num_layers * num_experts, _ABSENT)
     """The event that needs what is resident next."""
     views = [
@@ -70,7 +69,7 @@ def fewest_misses(
         if layer == 0 and index in cold:
             due[:] = _ABSENT
             due[warm] = [future.rank_from(key, event) for key in warm]
-        keys, needs, here = trace.keys[start:stop], after[start:stop], views[layer]
+        keys, needs, here = trace.keys[start:stop], future.next_use[start:stop], views[layer]
         num_hits = int(np.count_nonzero(due[keys] != _ABSENT))
         if not free[index]:
             requests += len(keys)
@@ -91,18 +90,6 @@ def fewest_misses(
         if not turns_away:
             due[keys] = needs
     return misses, requests
-
-
-def _needs_after(trace: Trace, free: BoolArray) -> IntArray:
-    """Return for each need of the trace the event of the key's next one; free ones are never."""
-    num_events = len(trace.key_bounds) - 1
-    event_of = np.repeat(np.arange(num_events), np.diff(trace.key_bounds))
-    order = np.argsort(trace.keys, kind="stable")
-    rank = np.where(free[event_of], num_events, event_of)[order]
-    is_last = np.append(np.diff(trace.keys[order]) != 0, True)
-    after = np.empty_like(event_of)
-    after[order] = np.where(is_last, num_events, np.roll(rank, -1))
-    return after
 
 
 def _stay(needs: IntArray, slots: int, num_hits: int) -> IntArray:
