@@ -12,7 +12,7 @@ __all__ = ["MoECacheLM", "MoECacheSpecLM"]
 
 
 def __getattr__(name: str) -> object:
-    # Imported when asked for: the models bring torch, and `moecache --help` needs none.
+    # Imported on first access: the models import torch, which `moecache --help` does not need.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.harness.lm"), name)

@@ -1,10 +1,10 @@
-"""`moecache` and `python -m lm_eval_moecache`. An interrupt while Python imports is told as one."""
+"""`moecache` and `python -m lm_eval_moecache`; Ctrl-C during imports ends without a traceback."""
 
 import sys
 
 
 def main() -> int:
-    """Run the command of `cli.main`, whose imports take half a second and more."""
+    """Run the command line of `cli.main`, whose imports take half a second or more."""
     try:
         from lm_eval_moecache.cli.main import main as run
     except KeyboardInterrupt:

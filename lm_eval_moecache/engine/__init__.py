@@ -1,1 +1,1 @@
-"""What serves an event: the cache, the layer step, and the two clocks with their links."""
+"""Serves events: caches, decisions, and two clocks (virtual and wall), each with its link."""

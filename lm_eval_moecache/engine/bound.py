@@ -1,4 +1,4 @@
-"""The fewest misses that any eviction can have on demand, waves included: a lower bound."""
+"""A lower bound on the misses of any eviction algorithm under on-demand loading, waves included."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def fewest_misses(
     free_prefill: bool = False,
     turns_away: bool = False,
 ) -> tuple[int, int]:
-    """Return misses that no eviction goes below on demand, and the requests they are of.
+    """Return a lower bound on the misses of any eviction on demand, and the number of requests.
 
-    Both count each expert of an event once; with `free_prefill` only those of other passes. Where
-    every event fits the cache and the experts of a cache are equally large, Belady's rule attains
-    it. Elsewhere it is the optimum of a relaxed problem, which furthest-next-use solves exactly:
+    Both count each expert of an event once, and with `free_prefill` leave out prefill passes. Where
+    every event fits the cache and all experts of a cache have one size, Belady's rule attains the
+    bound. Elsewhere it is the optimum of a relaxed problem, which furthest-next-use solves exactly:
 
-    - An event larger than its cache leaves there the experts of its last wave, which follow from
-      the order of need and from what was resident, and some of those executed before. The bound
-      lets it leave whatever *some* set of as many residents could have led to (`_stay`).
-    - A cache whose layers differ in size holds as many experts as it would of the smallest.
+    - An event larger than its cache leaves behind the experts of its last wave, which follow from
+      the order of need and from the residents before it, and some of those executed earlier. The
+      bound admits whatever *some* set of as many residents could have led to (`_stay`).
+    - A cache whose layers differ in expert size is taken to hold only experts of the smallest.
 
-    With `turns_away` an expert may be executed beside the cache and never enter it: the bound of
-    rules that choose whom to admit as well, which the engine's do not. Between the two lies what
-    the best victims cannot get.
+    With `turns_away` an expert may be executed without ever entering the cache: the bound for rules
+    that also choose which experts to admit, as the engine's do not. The gap between the two bounds
+    is out of reach for eviction alone, however well it chooses its victims.
 
-    Of the setting, the caches count (capacity, sizes, `warm`). Cost: O(experts) per event, in
+    Only the caches of the setting matter (capacity, sizes, `warm`). Cost: O(experts) per event, in
     numpy.
     """
     future = Future(trace, free_prefill=free_prefill)
@@ -59,7 +59,7 @@ def fewest_misses(
     phases = trace.columns.phase[trace.row_bounds[:-1:num_layers]]
     free = (phases == PHASES.index(PREFILL)) & free_prefill
     due = np.full(num_layers * num_experts, _ABSENT)
-    """The event that needs what is resident next."""
+    """Key -> the next event that needs it while it is resident, else `_ABSENT`."""
     views = [
         due if shared else due[at : at + num_experts] for at in range(0, len(due), num_experts)
     ]
@@ -76,12 +76,12 @@ def fewest_misses(
             misses += len(keys) - num_hits
         if len(keys) > fits[layer] and not turns_away:
             here[:] = _ABSENT
-            # Where hits are for nothing, what is resident may have been chosen for the order.
+            # Where hits count for nothing, residents may have been chosen for the order they force.
             chosen = fits[layer] if free[index] else num_hits
             stay = _stay(needs, fits[layer], chosen)
             due[keys[stay]] = needs[stay]
             continue
-        # Who is executed is resident meanwhile, unless it may be beside the cache.
+        # Executed experts are resident meanwhile, unless they may bypass the cache.
         due[keys] = needs if turns_away else _ABSENT
         entering = 0 if turns_away else len(keys)
         excess = int(np.count_nonzero(here != _ABSENT)) + entering - most[layer]
@@ -93,15 +93,15 @@ def fewest_misses(
 
 
 def _stay(needs: IntArray, slots: int, num_hits: int) -> IntArray:
-    """Return the places (in order of need) of what had best stay of an event larger than its cache.
+    """Return which experts (by place in order of need) an oversized event had best leave resident.
 
-    What is resident is executed first, in any place, and the absent ones follow in order: the last
-    wave's all stay, and the others come from the wave before. So at least as many as the last wave
-    has are among so many places and `num_hits` more from the end; all are among `slots` more.
+    Residents, in any place, are executed first; absent experts follow in order. All of the last
+    wave stay, and the rest come from the wave before. So at least as many as the last wave has lie
+    among the last (size of that wave + `num_hits`) places, and all of them within `slots` more.
     """
     last_wave = (len(needs) - 1) % slots + 1
     tail = len(needs) - last_wave - num_hits
     by_need = np.argsort(needs, kind="stable")
     early = by_need[(by_need < tail) & (by_need >= tail - slots)][: slots - last_wave]
-    found = np.concatenate([early, by_need[by_need >= tail]])
-    return found[np.argsort(needs[found], kind="stable")][:slots]
+    candidates = np.concatenate([early, by_need[by_need >= tail]])
+    return candidates[np.argsort(needs[candidates], kind="stable")][:slots]

@@ -1,8 +1,9 @@
-"""What a run knows of where experts are: resident in the cache, or queued for the link.
+"""Where a run's experts are: resident in the cache, or queued for the link.
 
-The cache says who is resident, at which precision, and how many bytes that takes. Both kinds of
-time share the link's queue of prefetches. On-demand transfers go before them and never interrupt
-the one in flight; the compute awaits them, so that none of them ever waits between events.
+The cache records which experts are resident, at which precision, and the bytes they take. The
+virtual and the wall clock share the link's prefetch queue. On-demand transfers go ahead of it but
+never interrupt the transfer in flight; the compute awaits them, so none is ever left waiting
+between events.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from lm_eval_moecache.records.geometry import Geometry
 
 
 class ExpertCache:
-    """One pool of bytes. It asks the eviction algorithm who leaves, and enforces the answer.
+    """One pool of bytes. It asks the eviction algorithm for victims and evicts them.
 
-    A key is absent, arriving (its bytes are taken, its weights not yet usable) or resident. The
-    bytes of both never exceed the capacity. Weights are immutable: leaving costs no transfer.
+    A key is absent, arriving (its bytes are reserved, its weights not yet usable) or resident.
+    Arriving and resident bytes together never exceed the capacity. Weights are immutable, so an
+    eviction costs no transfer.
     """
 
     def __init__(
@@ -38,38 +40,41 @@ class ExpertCache:
         self.arriving: dict[int, int] = {}
         """Key of a prefetch in flight -> level."""
         self.unused_prefetches: set[int] = set()
-        """Resident keys that a prefetch brought and no event has used yet."""
+        """Resident keys that a prefetch loaded and no event has used yet."""
         self.used_bytes = 0
         self.peak_bytes = 0
         self.loads = 0
         self.warmed = 0
-        """Residents that were there before the first request, and no load."""
+        """Residents present before the first request; not counted as loads."""
         self.evictions = 0
         self.replaced = 0
-        """Residents let go because the same expert was asked for at a better level."""
+        """Residents released because the same expert was demanded at a better level."""
         self.lifetime_tokens = 0
         """Sum over evicted experts of the tokens processed while they were resident."""
         self.tokens = 0
-        """Tokens processed so far: the time in which lifetimes are counted."""
+        """Tokens processed so far: the unit of `lifetime_tokens`."""
         self._loaded_at: dict[int, int] = {}
         self._evicted_in: dict[int, int] = {}
         self._pass_index = -1
 
     def begin_pass(self, pass_index: int, num_tokens: int) -> None:
+        """Advance the cache's time by `num_tokens`, and tell the eviction algorithm of the pass."""
         self._pass_index = pass_index
         self.tokens += num_tokens
         self.eviction.on_pass(pass_index)
 
     def size_of(self, key: int, level: int = 0) -> int:
+        """Return the bytes of an expert at a precision level."""
         return self._sizes[key // self.num_experts][level]
 
     def count_evicted_in_this_pass(self, keys: Iterable[int]) -> int:
+        """Count the keys evicted earlier in this pass: misses on them are collisions."""
         evicted_in, now = self._evicted_in, self._pass_index
-        # A list: on a handful of keys a generator costs twice as much.
+        # A list: for a handful of keys a generator costs twice as much.
         return sum([evicted_in.get(key) == now for key in keys])
 
     def use_prefetched(self, keys: Sequence[int]) -> int:
-        """Note that an event uses these keys; return how many a prefetch brought for it."""
+        """Mark these keys as used by an event; return how many were unused prefetches."""
         fresh = self.unused_prefetches.intersection(keys)
         self.unused_prefetches -= fresh
         return len(fresh)
@@ -77,9 +82,9 @@ class ExpertCache:
     def make_room(
         self, nbytes: int, pinned: Container[int], layer: int, key: int | None = None
     ) -> bool:
-        """Evict until `nbytes` fit, for `key`. False where all that is left is pinned or arriving.
+        """Evict until `nbytes` fit, for `key`; False once only pinned or arriving keys are left.
 
-        Evictions made before that was found out stand: what left had been chosen to leave.
+        Evictions made on the way to a False are not undone.
         """
         most, eviction = self.capacity_bytes - nbytes, self.eviction
         if key is not None and self.used_bytes > most:
@@ -93,31 +98,31 @@ class ExpertCache:
         return True
 
     def insert(self, key: int, level: int = 0) -> None:
-        """Make a key resident at once: its transfer is awaited before anything else happens."""
+        """Make a demanded key resident at once: the compute awaits its transfer before all else."""
         self._take(key, level)
         self.resident[key] = level
         self._loaded_at[key] = self.tokens
         self.eviction.on_insert(key, False)
 
     def warm(self, hottest: Iterable[int]) -> None:
-        """Make resident what fits of these keys, the first ones first: no load, no eviction.
+        """Make these keys resident as far as they fit, hottest first, without loads or evictions.
 
-        What is too large for the room left is passed over. The eviction algorithm hears of the
-        hottest last, so that the order of arrival speaks for it, too.
+        Keys too large for the space left are skipped. They are inserted hottest last, so that rules
+        that go by order of arrival favour the hottest, too.
         """
         room = self.capacity_bytes - self.used_bytes
-        chosen: list[int] = []
+        warmed: list[int] = []
         for key in hottest:
             if self.size_of(key) <= room:
-                chosen.append(key)
+                warmed.append(key)
                 room -= self.size_of(key)
-        for key in reversed(chosen):
+        for key in reversed(warmed):
             self.insert(key)
-        self.loads -= len(chosen)
-        self.warmed += len(chosen)
+        self.loads -= len(warmed)
+        self.warmed += len(warmed)
 
     def reserve(self, key: int, level: int = 0) -> None:
-        """Take the bytes of a prefetch that begins to move."""
+        """Reserve the bytes of a prefetch whose transfer begins."""
         self._take(key, level)
         self.arriving[key] = level
 
@@ -129,14 +134,15 @@ class ExpertCache:
         self.unused_prefetches.add(key)
 
     def release_for_upgrade(self, key: int) -> None:
-        """Free a resident's bytes: it is about to be loaded again at a better level."""
+        """Release a resident, about to be loaded again at a better level."""
         self._remove(key)
         self.replaced += 1
 
     def take_over(self, loaded_at: Mapping[int, int]) -> None:
-        """Hold these keys, the first loaded first, at the best level: a replay brought them.
+        """Adopt the residents of a compiled replay, in order of loading, at the best level.
 
-        `loaded_at` are the tokens processed before each. Bytes and counts are the caller's.
+        `loaded_at` maps each key to the tokens processed before its load. The caller sets bytes and
+        counters.
         """
         for key in self.resident.keys() - loaded_at.keys():
             self.eviction.on_evict(key)
@@ -147,12 +153,12 @@ class ExpertCache:
         self._loaded_at = dict(loaded_at)
 
     def clear(self) -> None:
-        """Evict everything that is resident; what is arriving still arrives."""
+        """Evict all residents; prefetches in flight still arrive."""
         for key in list(self.resident):
             self._evict(key)
 
     def check_integrity(self) -> None:
-        """Assert the conservation laws: bytes add up, and so do loads and departures."""
+        """Assert the conservation laws: bytes add up, and loads match residents and departures."""
         held = sum(self.size_of(k, r) for k, r in (self.resident | self.arriving).items())
         assert held == self.used_bytes <= self.capacity_bytes, (
             f"bytes held {held}, counted {self.used_bytes}, capacity {self.capacity_bytes}"
@@ -189,20 +195,20 @@ class ExpertCache:
 
 
 class Clock(Protocol):
-    """Tells the time of a run in seconds; it never goes back."""
+    """The time of a run in seconds, monotonic."""
 
     @property
     def now(self) -> float: ...
 
     def synchronize(self) -> None:
-        """Let what the pass has launched come to its end before the time is taken."""
+        """Return once all work that the pass has launched is done, so that `now` includes it."""
 
 
 class Link(ABC):
-    """The queue of prefetches that wait for the link, and what the link has counted.
+    """The queue of prefetches waiting for the link, and the link's counters.
 
-    They wait in one queue for each event they are due at: a prefetcher names many experts at a
-    time, most of which are withdrawn together when their event has come.
+    There is one queue per due event, because a prefetcher proposes many experts at a time and most
+    of them are withdrawn together once their event comes.
     """
 
     def __init__(self) -> None:
@@ -210,37 +216,37 @@ class Link(ABC):
         self.bytes_moved = 0
         self.transfers = 0
         self._queued: dict[int, tuple[int, float, int | None]] = {}
-        """Key -> (event that it is due at, earliest start, batch)."""
+        """Key -> (due event, earliest start in seconds, batch)."""
         self._queues: dict[int, dict[int, None]] = {}
-        """Due event -> the keys that wait, in the order of submission."""
+        """Due event -> its queued keys, in order of submission."""
         self._dues: list[int] = []
         """Heap of the events in `_queues`."""
 
     @property
     def num_issued(self) -> int:
-        """Prefetches that hold bytes of a cache and are not counted as transfers yet."""
+        """Prefetches that hold cache bytes but are not yet counted as transfers."""
         return 0
 
     @property
     @abstractmethod
     def active(self) -> bool:
-        """Whether a prefetch is under way or waiting."""
+        """Whether a prefetch is in flight or queued."""
 
     def is_pending(self, key: int) -> bool:
-        """Whether a prefetch of this key is under way or waiting."""
+        """Whether a prefetch of this key is in flight or queued."""
         return not self.without_pending([key])
 
     @abstractmethod
     def without_pending(self, keys: Sequence[int]) -> list[int]:
-        """Return the keys of which no prefetch is under way or waiting, in their order."""
+        """Return those keys, in their order, of which no prefetch is in flight or queued."""
 
     def submit(
         self, keys: Sequence[int], due: int, now: float, batch: int | None = None
     ) -> Sequence[int]:
-        """Queue prefetches of those keys that are not on their way already; return these.
+        """Queue prefetches of those keys that are not pending already; return the queued keys.
 
-        The earliest `due` event goes first, then the order of submission. Prefetches of one `batch`
-        that follow each other without a gap pay one latency together.
+        They are served by earliest `due` event, then in order of submission. Consecutive prefetches
+        of one `batch` with no gap between them share one latency.
         """
         fresh = self.without_pending(keys)
         if fresh:
@@ -263,16 +269,16 @@ class Link(ABC):
         return None
 
     def withdraw(self, key: int) -> tuple[int, float, int | None]:
-        """Take a queued prefetch back: it is demanded now, or not wanted any more, or begins.
+        """Take a prefetch off the queue: it is demanded, no longer wanted, or begins to move.
 
-        Returns (event that it is due at, earliest start, batch).
+        Returns (due event, earliest start in seconds, batch).
         """
         entry = self._queued.pop(key)
         del self._queues[entry[0]][key]
         return entry
 
     def withdraw_queued(self, keys: Iterable[int]) -> None:
-        """Take those of the keys back that are queued: they are demanded now."""
+        """Take those keys that are queued off the queue: they are demanded now."""
         queued, queues = self._queued, self._queues
         for key in keys:
             if key in queued:
@@ -288,7 +294,7 @@ class Link(ABC):
         return dropped
 
     def clear(self) -> None:
-        """Drop every queued prefetch (what is under way still lands)."""
+        """Drop every queued prefetch; transfers in flight still land."""
         self._queued.clear()
         self._queues.clear()
         self._dues.clear()
