@@ -1,4 +1,4 @@
-"""Decide: what one event needs, and what is fetched ahead of others, before anything moves."""
+"""Decides what an event loads and executes and what is prefetched, before any byte moves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lm_eval_moecache.records.selection import Selection
 
 
 class Rules:
-    """What decides: an algorithm per axis, and what of them and the model all events share.
+    """The algorithms that decide, and the facts about them and the model that all events share.
 
     The eviction algorithms live in their caches.
     """
@@ -39,24 +39,24 @@ class Rules:
         self.prefetch: PrefetchAlgorithm = policy.prefetch.build(geometry, seed)
         self.miss: MissAlgorithm = policy.miss.build(geometry, seed)
         self.decode_only = policy.phases == "decode"
-        """Whether lossy algorithms stand aside in prefill (`phases=decode`)."""
+        """Whether lossy algorithms are off during prefill (`phases=decode`)."""
         self.num_experts, self.top_k = geometry.num_experts, geometry.top_k
         self.may_change = not (self.routing.is_lossless and self.miss.is_lossless)
-        """Whether a selection can change at all."""
+        """Whether any algorithm may change a selection."""
         self.prefetches = self.prefetch.is_active
         self.ladder = len(geometry.precision) > 1
-        """Whether the store has several levels of precision."""
+        """Whether the store has several precision levels."""
         self.at_best = [Fetch(key) for key in range(geometry.num_layers * geometry.num_experts)]
-        """Key -> its fetch at the best level, made once: most demands are one of them."""
+        """Key -> its fetch at the best level, made once because most demands are of this kind."""
 
     def lets_change(self, is_lossless: bool, event: Event) -> bool:
-        """Whether an algorithm may change results at this event (`phases=decode`)."""
+        """Whether a (lossy) algorithm may change results at this event (`phases=decode`)."""
         if is_lossless:
             return False
         return not (self.decode_only and event.phase == PREFILL)
 
     def lossy_miss(self, event: Event) -> MissAlgorithm | None:
-        """Return the miss algorithm where it acts on this event, None where all is loaded."""
+        """Return the miss algorithm if it acts on this event; None if all misses are loaded."""
         return self.miss if self.lets_change(self.miss.is_lossless, event) else None
 
 
@@ -65,25 +65,25 @@ _COUNTS = frozenset(COUNTED)
 
 @dataclass
 class Plan:
-    """What an engine carries out, and what became of an event once it has.
+    """The decision on an event: what to load and execute, and the counts that follow from it.
 
-    The engine adds the `levels`; all else stays as it was decided. Without slots, so that what
-    most events leave at its default costs them nothing.
+    The engine adds the `levels`; all else stays as decided. There are no `__slots__`, so fields
+    that most events leave at their defaults cost nothing.
 
-    Who leaves the cache is not in it: an eviction rule hears of each load and arrival before it is
-    asked for the next victim, and with several waves the pins change in between.
+    Victims are not part of it: an eviction rule learns of each load and arrival before it is asked
+    for the next victim, and with several waves the pins change in between.
     """
 
     event: Event
-    """As it is executed: where the selection was changed, with its experts, weights and keys."""
+    """The event as executed: a changed selection has its own experts, weights and keys here."""
     demands: Sequence[Fetch]
-    """What has to be loaded, in this order."""
+    """The experts to load, in this order."""
     absent: Sequence[int]
-    """The looked-up keys that are not resident: late or missed."""
+    """The looked-up keys that are not resident, late or missed."""
     looked_up: Event
-    """After routing and before the miss algorithm: what is counted."""
+    """The event after routing and before the miss algorithm, whose lookups are counted."""
     selection: Selection | None = field(default=None, init=False)
-    """The changed selection, or None where the router's is executed."""
+    """The changed selection; None where the router's own is executed."""
     late: int = field(default=0, init=False)
     collisions: int = field(default=0, init=False)
     token_misses: int = field(default=0, init=False)
@@ -94,10 +94,10 @@ class Plan:
     weighed_tokens: int = field(default=0, init=False)
     lost_weight: float = field(default=0.0, init=False)
     levels: Mapping[int, int] | None = field(default=None, init=False)
-    """Key -> precision level at which it was executed; None where the store has one level."""
+    """Executed key -> its precision level; None where the store has one level."""
 
     def write_to(self, record: PassRecord) -> None:
-        """Write to the ledger what was found absent, and what was changed."""
+        """Add the counts of misses and changes to a pass's record."""
         record.misses += len(self.absent) - self.late
         for name, value in vars(self).items():
             if name in _COUNTS:
@@ -105,32 +105,32 @@ class Plan:
 
 
 def decide(event: Event, rules: Rules, cache: ExpertCache, link: Link) -> Plan:
-    """Return what an event needs, by what the cache holds and what is on its way.
+    """Return the plan for an event, given the cache's residents and the pending prefetches.
 
-    Changes neither of them, nor the event. Only the routing and miss algorithms may note what they
-    were asked (a running average, a draw).
+    Changes neither cache nor link nor event. Only the routing and miss algorithms may update their
+    own state (a running average, a random draw).
     """
     resident, may_change, at_best = cache.resident, rules.may_change, rules.at_best
-    asked = looked_up = event.spelled_out(rules.num_experts) if may_change else event
+    original = looked_up = event.spelled_out(rules.num_experts) if may_change else event
     selection: Selection | None = None
-    routes = may_change and rules.lets_change(rules.routing.is_lossless, asked)
+    routes = may_change and rules.lets_change(rules.routing.is_lossless, original)
     if routes:
-        selection = rules.routing.select(asked, resident)
+        selection = rules.routing.select(original, resident)
         if selection is not None:
-            looked_up = changed(asked, selection, rules.num_experts)
+            looked_up = changed(original, selection, rules.num_experts)
     absent = [key for key in looked_up.keys if key not in resident]
     if not absent and not (may_change or rules.ladder):
         return Plan(event, (), (), event)
-    # What no prefetch has under way; the other absent keys are late.
+    # Misses have no pending prefetch; the other absent keys are late.
     missed: Sequence[int] = absent
     if rules.prefetches and link.active:
         missed = link.without_pending(absent)
-    miss = rules.lossy_miss(asked)
+    miss = rules.lossy_miss(original)
     executed, demands, substituted = looked_up, None, 0
-    wanted = absent
+    demanded = absent
     if miss is None and rules.ladder:
-        # Where lossy algorithms have been at work, what they left at a lower level is not enough.
-        wanted = [key for key in looked_up.keys if resident.get(key, 1) > 0]
+        # Lossy algorithms may have left residents at a lower level, which does not suffice here.
+        demanded = [key for key in looked_up.keys if resident.get(key, 1) > 0]
     elif miss is not None:
         unclear = missed if miss.awaits_late else absent
         if unclear or (rules.ladder and miss.upgrade):
@@ -145,20 +145,20 @@ def decide(event: Event, rules: Rules, cache: ExpertCache, link: Link) -> Plan:
                 if len(unclear) < len(absent):
                     demands = _with_late(demands, absent, missed, executed, rules)
     if demands is None:
-        demands = [at_best[key] for key in wanted]
+        demands = [at_best[key] for key in demanded]
     plan = Plan(executed, demands, absent, looked_up)
     plan.late = len(absent) - len(missed)
     plan.collisions = cache.count_evicted_in_this_pass(missed)
     plan.token_misses = token_miss_count(looked_up, rules.num_experts, absent)
     if selection is not None:
         plan.selection, plan.substituted = selection, substituted
-        plan.dropped, plan.unfaithful = _judge(asked.experts, selection)
+        plan.dropped, plan.unfaithful = _judge(original.experts, selection)
     if miss is not None and absent:
         plan.avoided = len(set(absent).difference(executed.keys))
-    if (miss is not None or routes) and len(asked.weights):
-        plan.weighed_tokens = asked.num_tokens
+    if (miss is not None or routes) and len(original.weights):
+        plan.weighed_tokens = original.num_tokens
         if selection is not None:
-            plan.lost_weight = _lost_weight(asked, selection)
+            plan.lost_weight = _lost_weight(original, selection)
     return plan
 
 
@@ -169,26 +169,26 @@ def _with_late(
     executed: Event,
     rules: Rules,
 ) -> list[Fetch]:
-    """Return, in order of need, what an algorithm fetches and the late keys that it left as asked.
+    """Return, in order of need, an algorithm's fetches and the late keys that it leaves in place.
 
-    Those are executed once they are there: on demand if they have not begun to move.
+    Late keys are executed on arrival, and become demands if they have not begun to move.
     """
     late = set(absent).difference(missed).intersection(executed.keys)
     place = {key: index for index, key in enumerate(absent)}
-    wanted = [*fetches, *(rules.at_best[key] for key in late)]
-    return sorted(wanted, key=lambda fetch: place.get(fetch.key, len(place)))
+    demands = [*fetches, *(rules.at_best[key] for key in late)]
+    return sorted(demands, key=lambda fetch: place.get(fetch.key, len(place)))
 
 
 def changed(event: Event, selection: Selection, num_experts: int) -> Event:
-    """Return the event of a changed selection, with the gate scores that belong to it."""
+    """Return the event with a changed selection: its experts, keys and gate scores."""
     experts, weights = selection.experts, event.weights
     if len(weights) and len(event.logits):
-        scores, live = softmax(event.logits), event.experts != DROPPED
-        scores[live.nonzero()[0], event.experts[live]] = weights[live]
+        scores, executed = softmax(event.logits), event.experts != DROPPED
+        scores[executed.nonzero()[0], event.experts[executed]] = weights[executed]
         weights = np.take_along_axis(scores, experts, axis=-1)
         if selection.weights is not None:
-            ruled = np.isnan(selection.weights)
-            weights = np.where(ruled, weights, selection.weights)
+            by_rule = np.isnan(selection.weights)
+            weights = np.where(by_rule, weights, selection.weights)
     keep, base = selection.keep, event.layer * num_experts
     if keep is None and event.num_tokens == 1:
         keys = [*dict.fromkeys([base + expert for expert in experts.tolist()[0]])]
@@ -200,29 +200,29 @@ def changed(event: Event, selection: Selection, num_experts: int) -> Event:
 
 
 def _lost_weight(asked: Event, selection: Selection) -> float:
-    """Return the shares of their tokens' weight whose experts are not executed."""
-    kept = selection.experts
+    """Return the weight shares (1 per token) of chosen experts that are not executed, summed."""
+    executed_experts = selection.experts
     if selection.keep is not None:
-        kept = np.where(selection.keep, kept, DROPPED)
-    executed = (asked.experts[:, :, None] == kept[:, None, :]).any(axis=-1)
+        executed_experts = np.where(selection.keep, executed_experts, DROPPED)
+    executed = (asked.experts[:, :, None] == executed_experts[:, None, :]).any(axis=-1)
     return float(weight_shares(asked)[~executed].sum(dtype=np.float64))
 
 
 def _judge(asked: IntArray, selection: Selection) -> tuple[int, int]:
-    """Count what a changed selection drops, and what the router did not ask for."""
+    """Count a selection's dropped entries, and executed ones that the router did not choose."""
     if len(asked) == 1 and selection.keep is None:
-        own_experts = asked.tolist()[0]
-        return 0, sum([expert not in own_experts for expert in selection.experts.tolist()[0]])
-    own = (selection.experts[:, :, None] == asked[:, None, :]).any(axis=-1)
+        router_experts = asked.tolist()[0]
+        return 0, sum([expert not in router_experts for expert in selection.experts.tolist()[0]])
+    faithful = (selection.experts[:, :, None] == asked[:, None, :]).any(axis=-1)
     dropped = 0
     if selection.keep is not None:
         dropped = int((~selection.keep).sum())
-        own |= ~selection.keep
-    return dropped, int((~own).sum())
+        faithful |= ~selection.keep
+    return dropped, int((~faithful).sum())
 
 
 class Prefetches:
-    """Asks the prefetcher, queues what it proposes for the link, and judges it by what came."""
+    """Queues the prefetcher's proposals for the link, and counts how many of them events need."""
 
     def __init__(
         self, geometry: Geometry, caches: Sequence[ExpertCache], link: Link, rules: Rules
@@ -233,18 +233,18 @@ class Prefetches:
         self._link = link
         self._rules = rules
         self.answers: Iterator[Sequence[int]] | None = None
-        """What is proposed at the events to come, where that is known already; None: ask."""
+        """The proposals of the coming events where they are known already; None: ask."""
         self._levels: dict[int, int] = {}
-        """Key -> level to prefetch it at, where that is not the best."""
+        """Key -> precision level to prefetch it at; the best where absent."""
         self._predictions: dict[int, set[int]] = {}
         self._num_batches = 0
 
     def forget(self) -> None:
-        """Judge no event by what was predicted for it so far."""
+        """Discard all predictions: no event will be counted against them."""
         self._predictions.clear()
 
     def judge(self, event: Event, record: PassRecord) -> None:
-        """Count what was predicted for an event, and how much of it the event needs."""
+        """Count the keys predicted for an event, and those of them that it needs."""
         predicted = self._predictions.pop(event.layer, None)
         if predicted is not None:
             record.predicted += len(predicted)
@@ -252,14 +252,14 @@ class Prefetches:
             record.predictable += len(event.keys)
 
     def level_of(self, key: int) -> int:
-        """Return the level at which a queued key is to be loaded."""
+        """Return the precision level at which a queued key is to be loaded."""
         return self._levels.get(key, 0)
 
     def submit(self, event: Event, ready_s: float) -> None:
-        """Queue what the prefetcher proposes at an event, known from `ready_s` on.
+        """Queue the prefetcher's proposals at an event, which are ready at `ready_s`.
 
-        Where there is a ladder the miss algorithm says at which level; what is resident or on its
-        way stays at the level it has.
+        With a precision ladder the miss algorithm chooses the levels; resident and pending experts
+        keep theirs.
         """
         answers = self.answers
         proposed = self._rules.prefetch.propose(event) if answers is None else next(answers)
@@ -270,7 +270,7 @@ class Prefetches:
     def submit_draft(
         self, keys: Sequence[int], pass_index: int, ready_s: float, batched: bool
     ) -> None:
-        """Queue one layer's keys, proposed while drafting for a pass that has not begun."""
+        """Queue one layer's keys, proposed while drafting for a pass that has not yet begun."""
         self._num_batches += 1
         self._queue(
             keys, pass_index, PASS_START, ready_s, {}, self._num_batches if batched else None
@@ -285,31 +285,31 @@ class Prefetches:
         levels: Mapping[int, int],
         batch: int | None = None,
     ) -> None:
-        """Queue what is not resident; keys of layers up to `after` are for the pass that follows.
+        """Queue the absent keys; those of layers up to `after` are for the next pass.
 
-        Of the others the eviction is told that they are wanted.
+        Resident keys are reported to the eviction algorithm as predicted.
         """
-        for layer, own in self._by_layer(keys):
-            wanted = self._predictions.get(layer)
-            if wanted is None:
-                self._predictions[layer] = set(own)
+        for layer, layer_keys in self._by_layer(keys):
+            predicted = self._predictions.get(layer)
+            if predicted is None:
+                self._predictions[layer] = set(layer_keys)
             else:
-                wanted.update(own)
+                predicted.update(layer_keys)
             cache = self._caches[layer]
             resident = cache.resident
-            absent = [key for key in own if key not in resident]
+            absent = [key for key in layer_keys if key not in resident]
             if not absent:
-                cache.eviction.on_all_predicted(own)
+                cache.eviction.on_all_predicted(layer_keys)
                 continue
-            if len(absent) < len(own):
-                cache.eviction.on_all_predicted([key for key in own if key in resident])
+            if len(absent) < len(layer_keys):
+                cache.eviction.on_all_predicted([key for key in layer_keys if key in resident])
             due = (pass_index + (layer <= after)) * self._num_layers + layer
             fresh = self._link.submit(absent, due, ready_s, batch)
             if levels or self._levels:
                 self._levels.update((key, levels.get(key, 0)) for key in fresh)
 
     def _by_layer(self, keys: Sequence[int]) -> Iterable[tuple[int, Sequence[int]]]:
-        """Divide proposals into runs of keys of one layer, in their order."""
+        """Split proposals into runs of keys of one layer, in order."""
         if not keys:
             return ()
         num_experts = self._num_experts
@@ -317,7 +317,7 @@ class Prefetches:
         if min(keys) // num_experts == layer == max(keys) // num_experts:
             return ((layer, keys),)
         runs = groupby(keys, lambda key: key // num_experts)
-        return ((layer, list(own)) for layer, own in runs)
+        return ((layer, list(run)) for layer, run in runs)
 
     def _choose_levels(
         self, event: Event, keys: Sequence[int], miss: MissAlgorithm
@@ -325,7 +325,9 @@ class Prefetches:
         by_layer: dict[int, list[int]] = {}
         for key in keys:
             by_layer.setdefault(key // self._num_experts, []).append(key)
-        found: dict[int, int] = {}
-        for layer, own in by_layer.items():
-            found.update(zip(own, miss.prefetch_levels(event, layer, own), strict=True))
-        return found
+        levels: dict[int, int] = {}
+        for layer, layer_keys in by_layer.items():
+            levels.update(
+                zip(layer_keys, miss.prefetch_levels(event, layer, layer_keys), strict=True)
+            )
+        return levels

@@ -1,6 +1,6 @@
-"""The drafting before a verify pass: what is predicted, noted and solved, in either kind of time.
+"""Drafting before a verify pass: predictions, prefetches and their recording, under either clock.
 
-The last part is SP-MoE's cutoff layer (section 3.2): how many layers draft-stage prefetch covers.
+`solve_cutoff` is SP-MoE's cutoff layer (section 3.2): how many layers draft-stage prefetch covers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lm_eval_moecache.trace.recorder import DraftNotes
 
 
 class DraftStage:
-    """Told of drafting: `begin`, then for each layer of each forward of the draft `dense`,
-    `predict` where `wants` says so, `experts`; the verify pass that follows ends it.
+    """The draft's calls: `begin`, then for each layer of each forward pass of the draft `dense`,
+    `predict` where `wants` is true, and `experts`. The verify pass that follows ends the stage.
 
-    SP-MoE's pipelined runtime (section 3.3): the link takes the experts that a layer asked for
-    together (`io=batched`) or one by one, while the draft goes on; with `trigger=vanilla` the draft
-    waits after each layer until they are there. `advance` lets the engine's link work on for the
-    seconds of a part of the draft, by the hardware profile's roofline: virtual time takes them, the
-    wall clock has its own. `await_prefetches` returns the seconds it stood still.
+    SP-MoE's pipelined runtime (section 3.3): the link loads a layer's predicted experts together
+    (`io=batched`) or one by one while the draft goes on; with `trigger=vanilla` the draft waits for
+    them after each layer. `advance` lets the engine's link work on for the seconds of a part of
+    the draft, by the hardware profile's roofline; the virtual clock advances by them, the wall
+    clock runs by itself. `await_prefetches` returns the seconds it waited.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class DraftStage:
         self._costs = VirtualClock(hardware, draft.geometry)
         self._pass_index = -1
         self.notes: DraftNotes | None = None
-        """Where all that this stage is told is taken down, if anywhere."""
+        """The trace recorder's notes of all calls to this stage; None where none are kept."""
         self.is_open = False
         self.start_s = 0.0
         self.stall_s = 0.0
-        """Time in which the draft waited for the link (`trigger=vanilla`)."""
+        """Seconds for which the draft waited for the link (`trigger=vanilla`)."""
         self.solution: dict[str, Any] | None = None
         """The cutoff solver's inputs and answer."""
 
     def plan(self, target: Geometry, capacity_bytes: Sequence[int]) -> None:
-        """Solve for the cutoff layer by the hardware profile, where the prefetcher has one."""
+        """Solve for a draft-stage prefetcher's cutoff layer, with the hardware profile's times."""
         prefetch, draft, hardware = self._prefetch, self.draft.geometry, self._hardware
         if prefetch is None:
             return
@@ -66,7 +66,9 @@ class DraftStage:
             costs.experts(layer, draft.top_k, draft.top_k, self.draft.level)
         critical = prefetch.critical
         latency_s = (1 if prefetch.batched else critical) * hardware.link_latency_s
-        loads = [latency_s + critical * own[0] / hardware.link_rate for own in target.expert_bytes]
+        loads = [
+            latency_s + critical * levels[0] / hardware.link_rate for levels in target.expert_bytes
+        ]
         layer_s = costs.now / draft.num_layers
         self.solve(target, capacity_bytes, layer_s, loads, hardware.memory_bytes)
 
@@ -78,12 +80,12 @@ class DraftStage:
         load_layer_s: Sequence[float],
         memory_bytes: float,
     ) -> None:
-        """Solve for the cutoff layer by these times (see `solve_cutoff`)."""
+        """Solve for the cutoff layer with these times (see `solve_cutoff`)."""
         prefetch, draft = self._prefetch, self.draft
         if prefetch is None:
             return
         most = min(target.num_experts, draft.tokens * prefetch.critical)
-        given: dict[str, Any] = {
+        inputs: dict[str, Any] = {
             "draft_layers": draft.geometry.num_layers,
             "draft_layer_s": draft_layer_s,
             "load_layer_s": load_layer_s,
@@ -92,20 +94,20 @@ class DraftStage:
             "other_bytes": sum(target.dense_bytes) + draft.nbytes,
             "memory_bytes": memory_bytes,
         }
-        by_time, by_memory = solve_cutoff(**given)
-        asked, answer = prefetch.cutoff, min(by_time, by_memory)
+        by_time, by_memory = solve_cutoff(**inputs)
+        configured, answer = prefetch.cutoff, min(by_time, by_memory)
         prefetch.plan(answer)
         self.solution = {
-            **{"asked": asked, "used": prefetch.cutoff, "answer": answer},
+            **{"asked": configured, "used": prefetch.cutoff, "answer": answer},
             **{"by_time": by_time, "by_memory": by_memory, "critical": prefetch.critical},
-            "draft_layers": given.pop("draft_layers"),
-            "draft_layer_ms": given.pop("draft_layer_s") * 1000,
-            "load_layer_ms": [load_s * 1000 for load_s in given.pop("load_layer_s")],
-            **given,
+            "draft_layers": inputs.pop("draft_layers"),
+            "draft_layer_ms": inputs.pop("draft_layer_s") * 1000,
+            "load_layer_ms": [load_s * 1000 for load_s in inputs.pop("load_layer_s")],
+            **inputs,
         }
 
     def begin(self, pass_index: int) -> None:
-        """Begin drafting for the pass that will have this index."""
+        """Begin drafting for the pass with this index, still to come."""
         self.is_open = True
         self.start_s, self.stall_s = self._clock.now, 0.0
         self._pass_index = pass_index
@@ -113,13 +115,13 @@ class DraftStage:
             self.notes.begin()
 
     def dense(self, layer: int, num_tokens: int) -> None:
-        """Note a draft layer up to its attention output, while the link works on."""
+        """Charge a draft layer up to its attention output, while the link works on."""
         if self.notes is not None:
             self.notes.dense(layer, num_tokens)
         self._compute(self._costs.dense, layer, num_tokens)
 
     def wants(self, layer: int) -> bool:
-        """Whether the scores of a layer of the target are asked for."""
+        """Whether `predict` should be called for this layer of the target."""
         is_noted = self.notes is not None and self.notes.ranked > 0
         return is_noted or self._covers(layer)
 
@@ -137,7 +139,7 @@ class DraftStage:
         self._advance(0.0)
 
     def experts(self, layer: int, num_experts: int, num_tokens: int) -> None:
-        """Note the experts of a draft layer: `num_experts` different ones."""
+        """Charge a draft layer's experts, `num_experts` distinct ones."""
         if self.notes is not None:
             self.notes.experts(num_experts)
         assignments = num_tokens * self.draft.geometry.top_k
@@ -149,7 +151,7 @@ class DraftStage:
         return self._prefetch is not None and layer < int(self._prefetch.cutoff)
 
     def _compute(self, account: Callable[..., None], *amount: int) -> None:
-        """Let the time of a part of the draft pass."""
+        """Advance by the time that a part of the draft costs."""
         before_s = self._costs.now
         account(*amount)
         self._advance(self._costs.now - before_s)
@@ -165,23 +167,23 @@ def solve_cutoff(
     other_bytes: int,
     memory_bytes: float,
 ) -> tuple[int, int]:
-    """Return the largest L for which prefetching the layers before L is hidden, and fits.
+    """Return (by time, by memory) the largest L such that the layers before L can be prefetched.
 
-    The cutoff is the smaller one. The text of section 3.2 without its formulas reads: maximise the
-    depth such that the peak of the other memory plus the prefetched experts stays within the
-    capacity, and all prefetches complete during drafting, "no matter whether compute time or I/O
-    time is the bottleneck"; where a layer's loading is shorter than its computation, all layers are
-    covered. Our reading: sum over l < L of max(compute, loading of l) <= the draft's layers x
-    compute, per token (for more tokens both sides grow alike); and the experts of all drafted
-    tokens in those layers fit into the cache, and with everything else into the device.
+    The cutoff is the smaller of the two. Section 3.2 without its formulas: maximise the depth such
+    that the peak of the other memory plus the prefetched experts stays within the capacity, and all
+    prefetches complete during drafting, "no matter whether compute time or I/O time is the
+    bottleneck"; where a layer's loading is shorter than its computation, all layers are covered.
+    Our reading: sum over l < L of max(compute, loading of l) <= the draft's layers x compute, per
+    token (for more tokens both sides grow alike); and the experts of all drafted tokens in those
+    layers fit into the cache, and with everything else into the device.
 
     Args:
         draft_layers: Layers of the draft.
         draft_layer_s: Compute of one of them for one token, on average.
         load_layer_s: Per MoE layer of the target, the time to load its critical experts.
         prefetched_bytes: Per MoE layer, the bytes of all experts that drafted tokens may ask for.
-        capacity_bytes: Of the cache: one number, or one for each layer with a cache of its own.
-        other_bytes: Memory that is not the cache: the target's other weights and the draft.
+        capacity_bytes: Of the cache: one number, or one per layer with a cache of its own.
+        other_bytes: Memory outside the cache: the target's other weights and the draft.
         memory_bytes: Of the device.
     """
     drafting_s = draft_layers * draft_layer_s
