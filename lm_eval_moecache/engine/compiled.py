@@ -1,9 +1,9 @@
-"""Lossless passes by one loop over tables: the same figures as the engine, much faster.
+"""Serves lossless passes in one loop over tables: the engine's figures to the digit, much faster.
 
-`reason_against` says what has to go through the engine event by event: lossy algorithms, evictions
-that are no ranking, several levels of precision, the host, drafts, scanned texts. The loop is the
-same for all rules, and compiled once; what is over sooner than that runs as plain Python. A replay
-gives it some thousand passes at a time, a live run what the routers of one pass have said.
+`reason_against` lists what must go through the engine event by event: lossy algorithms, evictions
+that are not rankings, several precision levels, host compute, drafts, scanned texts. One loop
+serves all rules and is compiled once; runs shorter than the compilation stay in plain Python. A
+replay feeds it a few thousand passes at a time, a live run one pass of router choices.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ _TYPES = (
     *(np.int32, np.int64, np.int64, np.int32, np.float32, np.float64, np.float64),
     *(np.int64, np.int32, np.int64, np.bool_, np.int64),
 )
-"""Of the arrays of a piece, as they are compiled for."""
+"""Dtypes of the arrays of a `Piece`, in order, for which the loop is compiled."""
 _NOBODY, _NO_WEIGHTS = np.zeros(0, np.int64), np.zeros(0, np.float32)
 NOTHING_PROPOSED = _NOBODY, np.zeros(1, np.int64)
 _COLD, _GOES_ON = np.array([True]), np.array([False])
 _COUNTS = dtype_of(Count).names
 _MODULES = features, core
 _PATIENCE_S = 4.0
-"""Seconds of plain Python, in all replays of a process, after which compiling is cheaper."""
+"""CPU seconds of plain Python, over all replays of a process, after which compiling pays."""
 _plain_s = [0.0]
-"""What it has taken so far."""
+"""CPU seconds of plain Python so far."""
 
 
 def reason_against(engine: Engine, scans: bool) -> str:
-    """Say why an engine's passes cannot be compiled; empty where they can.
+    """Return why the loop cannot serve an engine's passes, or an empty string where it can.
 
-    `scans`: some of its texts are scanned.
+    `scans`: whether some of its texts are scanned.
     """
     rules, eviction = engine.rules, engine.pools[0].eviction
     if rules.may_change:
@@ -85,12 +85,12 @@ def reason_against(engine: Engine, scans: bool) -> str:
 
 
 def is_compiled() -> bool:
-    """Whether the loop's machine code is on disk."""
+    """Whether the loop's machine code is on disk and numba can load it."""
     return is_kept(_MODULES, "run") and has_numba()
 
 
 class PassLoop:
-    """The loop's tables, filled from an engine that has served nothing; `finish` tells it all."""
+    """The loop's tables, filled from an engine before its first pass; `finish` writes them back."""
 
     def __init__(self, engine: VirtualEngine, future: Future | None = None) -> None:
         self._engine, self._future = engine, future
@@ -136,48 +136,50 @@ class PassLoop:
             features.note_load(s, key, key // self._experts, False)
 
     def compile(self) -> None:
-        """From now on, let machine code work on records."""
+        """Switch to machine code over arrays of records."""
         self._s = State(*map(as_records, self._s))
         self._loop, self._rank = compiled(_MODULES, "run"), compiled_rank(self._rank)
-        # Nothing to serve: it is loaded, or compiled, before anybody waits for a pass.
+        # An empty piece: loads or compiles the code now rather than in the first pass.
         self.run(Piece(0, *[_NOBODY] * len(_TYPES)), 0)
 
     def run(self, piece: Piece, num_passes: int) -> Array:
-        """Let the loop serve a piece; return what each pass counted, as records."""
+        """Serve a piece; return the counts of its passes, as records of `Count`."""
         is_due = _plain_s[0] > _PATIENCE_S and has_numba()
         if self._loop is core.run and (is_due or is_compiled()):
             self.compile()
         if self._loop is not core.run:
             counts = np.zeros(num_passes, dtype_of(Count))
             arrays = [
-                own if own.dtype == kind and own.flags.carray else np.require(own, kind, ["C", "W"])
-                for own, kind in zip(piece[1:], _TYPES, strict=True)
+                values
+                if values.dtype == kind and values.flags.carray
+                else np.require(values, kind, ["C", "W"])
+                for values, kind in zip(piece[1:], _TYPES, strict=True)
             ]
             self._loop(*self._s, self._rank, Piece(piece.first_pass, *arrays), counts)
             return counts
         start_s = time.process_time()
         objects = make_table(Count, num_passes)
-        lists = [piece.first_pass, *(own.tolist() for own in piece[1:])]
+        lists = [piece.first_pass, *(values.tolist() for values in piece[1:])]
         self._loop(*self._s, self._rank, Piece(*lists), objects)
         _plain_s[0] += time.process_time() - start_s
         return as_records(objects)
 
     def seconds(self, tokens: int, phase: str) -> Array:
-        """Return what dense parts and predicting from their inputs take [2, layers]."""
-        engine, every = self._engine, range(self._layers)
-        ahead = [min(engine.depth, self._layers - 1 - layer) for layer in every]
+        """Return the seconds of each layer's dense part and of its predictions: [2, layers]."""
+        engine, layers = self._engine, range(self._layers)
+        ahead = [min(engine.depth, self._layers - 1 - layer) for layer in layers]
         if engine.depth and engine.rules.prefetch.uses_predictor:
-            ahead = [int(target_of(layer, self._layers, phase) is not None) for layer in every]
-        dense_s = [engine.clock.dense_s(layer, tokens) for layer in every]
-        predict_s = [engine.predicting_s(layer, ahead[layer], tokens) for layer in every]
+            ahead = [int(target_of(layer, self._layers, phase) is not None) for layer in layers]
+        dense_s = [engine.clock.dense_s(layer, tokens) for layer in layers]
+        predict_s = [engine.predicting_s(layer, ahead[layer], tokens) for layer in layers]
         return np.array([dense_s, predict_s])
 
     def replay(
         self, part: Trace, first: int, last: int, proposed: tuple[Array, Array], cold: Array
     ) -> None:
-        """Serve passes `first` to `last` of a part, with what is proposed at each event.
+        """Serve passes `first` to `last` (excluded) of a part; record them in the engine's ledger.
 
-        What they counted is written to the engine's ledger.
+        `proposed` holds the prefetcher's keys and their bounds by event.
         """
         engine, columns = self._engine, part.columns
         start, stop = first * self._layers, last * self._layers
@@ -190,11 +192,11 @@ class PassLoop:
             next_use = self._future.next_use[places]
         tokens = np.diff(rows).reshape(-1, self._layers)
         phases = columns.phase[rows[: -1 : self._layers]]
-        # Asked once per number of tokens and phase. The layers of one pass can differ in tokens:
-        # some models run the last one for the last token of a prompt alone.
+        # Computed once per number of tokens and phase. The layers of a pass can differ in tokens:
+        # some models run the last layer for a prompt's last token only.
         kinds, place = np.unique(tokens * len(PHASES) + phases[:, np.newaxis], return_inverse=True)
-        asked = (divmod(int(kind), len(PHASES)) for kind in kinds)
-        by_kind = np.array([self.seconds(own, PHASES[phase]) for own, phase in asked])
+        decoded_kinds = (divmod(int(kind), len(PHASES)) for kind in kinds)
+        by_kind = np.array([self.seconds(count, PHASES[phase]) for count, phase in decoded_kinds])
         by_event = by_kind[place.reshape(tokens.shape), :, np.arange(self._layers)]
         dense_s, predict_s = by_event.reshape(-1, 2).T
         if engine.wants_positions:
@@ -233,17 +235,17 @@ class PassLoop:
             )
 
     def _attention_s(self, part: Trace, phases: Array, first: int, last: int) -> list[float]:
-        """Return what a layer's attention to the context takes in each pass."""
-        setting, layers, found = self._engine.setting, self._layers, []
+        """Return each pass's seconds of one layer's attention to the context."""
+        setting, layers, seconds = self._engine.setting, self._layers, []
         assert setting.emulate is not None, "attention to the context of no known model"
         for number, phase in zip(range(first, last), phases.tolist(), strict=True):
             rows = slice(part.row_bounds[number * layers], part.row_bounds[number * layers + 1])
             positions = part.columns.token[rows].astype(np.int64)
-            found.append(attention_s(setting.emulate, setting.hardware, PHASES[phase], positions))
-        return found
+            seconds.append(attention_s(setting.emulate, setting.hardware, PHASES[phase], positions))
+        return seconds
 
     def finish(self) -> None:
-        """Leave caches, link and clock as the engine would have: its laws can be checked."""
+        """Write the state back to caches, link and clock, whose integrity can then be checked."""
         s, link = self._s, self._engine.link
         value = {name: column(s.machine, name)[0].item() for name in dtype_of(Machine).names}
         self._engine.clock.now = value["now"]
@@ -257,9 +259,11 @@ class PassLoop:
         for place, pool in enumerate(self._engine.pools):
             layers = range(of_place["first_layer"][place], of_place["end_layer"][place])
             keys = np.arange(layers.start * self._experts, layers.stop * self._experts)
-            held = keys[resident[keys] > 0]
-            held = held[loaded[held].argsort()]
-            pool.take_over(dict(zip(held.tolist(), since[held].tolist(), strict=True)))
+            resident_keys = keys[resident[keys] > 0]
+            resident_keys = resident_keys[loaded[resident_keys].argsort()]
+            pool.take_over(
+                dict(zip(resident_keys.tolist(), since[resident_keys].tolist(), strict=True))
+            )
             pool.arriving = {inflight: 0} if inflight in keys else {}
             pool.unused_prefetches = set(keys[unused[keys] > 0].tolist())
             pool.used_bytes, pool.peak_bytes = of_place["used"][place], of_place["peak"][place]
@@ -269,10 +273,10 @@ class PassLoop:
 
 
 def live_engine(geometry: Geometry, setting: Setting, scans: bool = False) -> Engine:
-    """Return an engine in virtual time for a live run, `scans` if some of its texts are scanned.
+    """Return a virtual-time engine for a live run; `scans`: whether some texts are scanned.
 
-    A compiled one where a lossless policy lets it be, and nothing has to be compiled first: a run
-    would stand still for that.
+    A compiled one where `reason_against` has no objection and the machine code is already on disk:
+    a live run does not stand still to compile.
     """
     engine = VirtualEngine(geometry, setting)
     if reason_against(engine, scans) or not is_compiled():
@@ -281,10 +285,10 @@ def live_engine(geometry: Geometry, setting: Setting, scans: bool = False) -> En
 
 
 class CompiledEngine(VirtualEngine):
-    """An engine that keeps the events of a pass, and serves them together at its end.
+    """An engine that collects the events of a pass and serves them together at its end.
 
-    Nothing that is computed depends on them (`can_defer`). Caches and link are brought up to date
-    by `settle`, and with them what is asked of the whole run.
+    The model's computation does not depend on them (`can_defer`). `settle` brings caches and link
+    up to date, and thereby the totals of the run.
     """
 
     uncompiled = ""
@@ -315,10 +319,10 @@ class CompiledEngine(VirtualEngine):
         return record
 
     def enter(self, layer: int, num_tokens: int) -> None:
-        """Nothing happens before the end of the pass."""
+        """Do nothing: events are served at the end of the pass."""
 
     def run(self, event: Event) -> Plan:
-        """Keep an event for the end of its pass."""
+        """Collect an event; return a plan without demands."""
         self._events.append(event)
         return Plan(event, (), (), event)
 
@@ -331,23 +335,25 @@ class CompiledEngine(VirtualEngine):
         assert self._is_open, "end_pass without begin_pass"
         record = self.record
         piece = self._piece(record)
-        [counted] = self._passes.run(piece, 1).tolist()
-        for name, value in zip(_COUNTS, counted, strict=True):
+        [counts] = self._passes.run(piece, 1).tolist()
+        for name, value in zip(_COUNTS, counts, strict=True):
             setattr(record, name, value)
         record.token_requests = self.geometry.top_k * int(piece.rows[-1])
         self.clock.now = record.end_s
         self._is_cold = self._is_open = False
 
     def _piece(self, record: PassRecord) -> Piece:
-        """Return the pass as the loop takes it."""
-        told, events = self._told, self._events
-        proposed = NOTHING_PROPOSED if told is None else told.proposed or NOTHING_PROPOSED
+        """Return the pass in progress as a piece of one pass."""
+        token_pass, events = self._told, self._events
+        proposed = (
+            NOTHING_PROPOSED if token_pass is None else token_pass.proposed or NOTHING_PROPOSED
+        )
         if events and self.rules.prefetch.is_active:
             proposed = joined([self.rules.prefetch.propose(event) for event in events])
         bounds, rows = self._of_one_token
-        if told is not None:
-            assert len(told.keys) == len(rows) - 1, "a pass that lacks layers"
-            keys, weights = told.keys.ravel(), told.weights
+        if token_pass is not None:
+            assert len(token_pass.keys) == len(rows) - 1, "a pass that lacks layers"
+            keys, weights = token_pass.keys.ravel(), token_pass.weights
             experts = keys % self.geometry.num_experts if self._weighs else _NOBODY
         else:
             assert len(events) == len(rows) - 1, "a pass that lacks layers"
@@ -379,7 +385,7 @@ class CompiledEngine(VirtualEngine):
         self._is_cold = True
 
     def settle(self) -> None:
-        """Bring caches, link and clock up to date."""
+        """Bring caches, link and clock up to date with the loop."""
         self._passes.finish()
 
     @property
@@ -393,5 +399,5 @@ class CompiledEngine(VirtualEngine):
 
 
 def joined(keys: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:
-    """Return keys in one array, and where each sequence of them begins and the last one ends."""
+    """Return all keys in one array, and the bounds of each sequence in it [sequences + 1]."""
     return np.array([*chain.from_iterable(keys)], np.int64), np.cumsum([0, *map(len, keys)])

@@ -1,9 +1,9 @@
 """Lossless passes over tables: lookup, victims, link, prefetch queue and virtual time, in one loop.
 
-The rules are those of `engine.VirtualEngine` and `virtual.link`, whose names these functions
-keep; every float is made by the same operations in the same order, so that counts, bytes and times
-are theirs to the last digit. Plain functions in the part of Python that numba compiles (see
-`records.jit` and `algorithms.features`); `engine.compiled` hands over the tables.
+These functions mirror `engine.VirtualEngine` and `virtual.link`, down to the names; every float is
+computed by the same operations in the same order, so counts, bytes and times agree to the last
+digit. They keep to the subset of Python that numba compiles (see `records.jit` and
+`algorithms.features`); `engine.compiled` builds the tables.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -34,48 +34,48 @@ from lm_eval_moecache.records.jit import Array, Table
 
 @dataclass(slots=True)
 class Slot:
-    """What happens to one expert on its way, beside what rules know of it."""
+    """The engine's state of one expert, apart from the features that eviction rules see."""
 
     home: int = 0
     """Its layer."""
     absent: int = 0
     done: int = 0
-    """Marks of the last events that found it absent, and that executed it in a wave."""
+    """Marks of the last event that found it absent and of the last that executed it in a wave."""
     unused: int = 0
-    """Whether a prefetch brought it and no event has used it."""
+    """1 if a prefetch loaded it and no event has used it since."""
     foretold: int = 0
-    """The `epoch` of its layer in which it was predicted."""
+    """The `epoch` of its layer in which it was last predicted."""
     since: int = 0
-    """Tokens before its load."""
+    """Tokens processed before its load."""
     left_in: int = -2
-    """The pass in which it was evicted last."""
+    """The pass in which it was last evicted."""
     due: int = -1
-    """The event that its queued prefetch is for, -1: none waits; and its neighbours there."""
+    """Due event of its queued prefetch (-1: none queued); then its neighbours in that queue."""
     next: int = -1
     previous: int = -1
     earliest_s: float = 0.0
-    """When its queued prefetch may start."""
+    """Earliest start of its queued prefetch."""
     serves: int = 0
-    """Scratch: tokens of the event in progress that it serves."""
+    """Scratch: how many tokens of the event in progress it serves."""
 
 
 @dataclass(slots=True)
 class Place:
-    """What of one layer is no rule's business, and of the cache with its number."""
+    """The engine's state of one layer, and of the cache with the same number."""
 
     nbytes: int = 0
-    """Of one expert of the layer."""
+    """Size of one expert of the layer."""
     carry_s: float = 0.0
-    """Moving it over a free link."""
+    """Its transfer over a free link."""
     flop_s: float = 0.0
     read_s: float = 0.0
-    """A token's arithmetic with it, and reading it."""
+    """Its arithmetic for one token, and reading its weights."""
     epoch: int = 1
     num_foretold: int = 0
-    """Number of the prediction for the layer's coming turn, and how many keys it names."""
+    """Number of the prediction for the layer's next event, and how many keys it names."""
     first: int = -1
     last: int = -1
-    """Ends of the queue of the due event whose number modulo the places this is."""
+    """Ends of one queue: of due events by their number modulo the number of places."""
     first_layer: int = 0
     end_layer: int = 0
     capacity: int = 0
@@ -89,7 +89,7 @@ class Place:
 
 @dataclass(slots=True)
 class Machine:
-    """Clock, link and bookkeeping."""
+    """Clock, link, totals and flags of the policy."""
 
     now: float = 0.0
     busy_until: float = 0.0
@@ -100,7 +100,7 @@ class Machine:
     inflight: int = -1
     """Key of the prefetch in flight, which lands at `busy_until`."""
     queued: int = 0
-    """Prefetches that wait; `earliest` is the event of the next of them."""
+    """Number of queued prefetches; `earliest` is a lower bound on the next one's due event."""
     earliest: int = 0
     tokens: int = 0
     mark: int = 0
@@ -119,7 +119,7 @@ class Machine:
 
 @dataclass(slots=True)
 class Count:
-    """What a pass has counted, by the names of `PassRecord`."""
+    """The counts of one pass, under the names of `PassRecord`."""
 
     requests: int = 0
     late: int = 0
@@ -140,26 +140,26 @@ class Count:
 
 
 class State(NamedTuple):
-    """What outlasts an event."""
+    """All state that outlasts an event, as tables."""
 
     experts: Table
-    """`Features`, of which each function of that module takes its part."""
+    """This and the next three are the tables of `algorithms.features.Features`."""
     layers: Table
     now: Table
     forecasts: Table
     slots: Table
     """By key."""
     places: Table
-    """By layer, and one more for queues: events due at once are at most a pass apart."""
+    """By layer, plus one for the queues: due events are at most one pass apart."""
     machine: Table
     """A single record."""
 
 
 class Piece(NamedTuple):
-    """Some passes of a trace. By event unless it says otherwise."""
+    """Some passes of a run. Arrays are by event unless they say otherwise."""
 
     first_pass: int
-    """The run's number of the first one."""
+    """Index in the run of the first one."""
     keys: Array
     bounds: Array
     """Event e needs `keys[bounds[e]:bounds[e + 1]]`, in order of first need."""
@@ -167,19 +167,19 @@ class Piece(NamedTuple):
     """Event e's tokens are rows `rows[e]:rows[e + 1]` of `experts` and `weights`."""
     experts: Array
     weights: Array
-    """Flat, `top_k` for each row."""
+    """Flat, `top_k` entries per row."""
     dense_s: Array
     predict_s: Array
-    """Seconds before the layer's router has decided, and those of predicting from its input."""
+    """Seconds until the layer's router has decided, and of predicting from its input."""
     next_use: Array
-    """By place in `keys`: number of the next event that needs the key (offline rules alone)."""
+    """By place in `keys`: number of the next event that needs the key (offline rules only)."""
     proposed: Array
     proposed_bounds: Array
     """Event e proposes `proposed[proposed_bounds[e]:proposed_bounds[e + 1]]`."""
     cold: Array
-    """[passes] Whether the cache starts anew before it."""
+    """[passes] Whether the cache is reset before the pass."""
     warm: Array
-    """Keys that it starts with, the last one loaded last."""
+    """Keys that a reset cache starts with, in order of loading."""
 
 
 def run(
@@ -194,7 +194,7 @@ def run(
     p: Piece,
     counts: Table,
 ) -> None:
-    """Serve the passes; write what each counted to `counts`."""
+    """Serve the passes of `p`; write each one's counts to `counts`."""
     s = State(experts, layers, now, forecasts, slots, places, machine)
     num_layers, m = len(layers), machine[0]
     for index in range(len(p.cold)):
@@ -215,7 +215,7 @@ def run(
 
 
 def serve(s: State, rank: Rank, p: Piece, e: int, number: int, layer: int, count: Count) -> None:
-    """Serve one event: number `e` of the piece, `number` of the run."""
+    """Serve one event: `e` is its number in the piece, `number` in the run."""
     m = s.machine[0]
     m.now += p.dense_s[e]
     if m.prefetches:
@@ -239,11 +239,11 @@ def serve(s: State, rank: Rank, p: Piece, e: int, number: int, layer: int, count
             s, rank, p, e, mark, layer, ready_s, rest, assignments, count
         )
         if m.cached_first:
-            # The compute is busy from here on: predicting does not hide behind the wait.
+            # The compute is busy from here on: predictions do not hide behind the wait.
             wait_until(m, m.now + p.predict_s[e])
-            own, ours = take(s, p, start, stop, tokens, mark, True)
-            execute(s, layer, own, ours)
-            rest, assignments = rest - own, assignments - ours
+            num_keys, num_served = take(s, p, start, stop, tokens, mark, True)
+            execute(s, layer, num_keys, num_served)
+            rest, assignments = rest - num_keys, assignments - num_served
     if m.prefetches and not m.fifo:
         cancel_due(s, number)
     if absent:
@@ -265,7 +265,7 @@ def serve(s: State, rank: Rank, p: Piece, e: int, number: int, layer: int, count
 
 
 def look_up(s: State, p: Piece, start: int, stop: int, mark: int, count: Count) -> int:
-    """Pin the event's keys and count those that are not resident; return how many."""
+    """Pin the event's keys; count late keys, misses and collisions; return how many are absent."""
     absent, inflight, this_pass = 0, s.machine[0].inflight, s.now[0].pass_index
     for i in range(start, stop):
         expert = s.experts[p.keys[i]]
@@ -284,7 +284,7 @@ def look_up(s: State, p: Piece, start: int, stop: int, mark: int, count: Count) 
 
 
 def count_tokens(s: State, p: Piece, e: int, layer: int) -> int:
-    """Count the tokens that each expert of an event serves; return how many miss one."""
+    """Count the tokens each expert serves; return the (token, expert) pairs that miss."""
     m, base, missed = s.machine[0], layer * s.now[0].num_experts, 0
     for i in range(p.bounds[e], p.bounds[e + 1]):
         s.slots[p.keys[i]].serves = 0
@@ -297,7 +297,7 @@ def count_tokens(s: State, p: Piece, e: int, layer: int) -> int:
 
 
 def judge(s: State, p: Piece, start: int, stop: int, layer: int, count: Count) -> None:
-    """Count what prefetches brought, and what was predicted and how much of it is needed."""
+    """Count prefetch hits, and how many keys were predicted, needed, and both."""
     place, right = s.places[layer], 0
     for i in range(start, stop):
         slot = s.slots[p.keys[i]]
@@ -324,9 +324,9 @@ def load(
     assignments: int,
     count: Count,
 ) -> tuple[float, int, int]:
-    """Load what is absent, in waves where it does not fit together.
+    """Load the absent keys, in waves where they do not fit together.
 
-    Returns when the last one is there, and how many keys and assignments are still to be executed.
+    Returns the arrival time of the last one, and how many keys and assignments remain to execute.
     """
     m, cache, nbytes = s.machine[0], s.layers[layer].cache, s.places[layer].nbytes
     start, stop = p.bounds[e], p.bounds[e + 1]
@@ -334,14 +334,14 @@ def load(
     for i in range(start, stop):
         key = p.keys[i]
         slot = s.slots[key]
-        # What a prefetch has brought meanwhile, or a wave has executed, is no demand any more.
+        # Keys that a prefetch has loaded or a wave has executed meanwhile are no longer demanded.
         if slot.absent != mark or s.experts[key].resident or slot.done == mark:
             continue
         while not make_room(s, rank, nbytes, cache, pins, layer):
-            own, ours = take(s, p, start, stop, p.rows[e + 1] - p.rows[e], mark, False)
-            rest, assignments = rest - own, assignments - ours
+            num_keys, num_served = take(s, p, start, stop, p.rows[e + 1] - p.rows[e], mark, False)
+            rest, assignments = rest - num_keys, assignments - num_served
             count.stall_s += await_link(m, ready_s)
-            execute(s, layer, own, ours)
+            execute(s, layer, num_keys, num_served)
             ready_s = m.now
             m.mark += 1
             pins = m.mark
@@ -360,7 +360,7 @@ def load(
 def await_what_is_under_way(
     s: State, rank: Rank, p: Piece, start: int, stop: int, mark: int, layer: int
 ) -> float:
-    """Let what goes before the demands land, and withdraw those that wait; return when."""
+    """Land what precedes the demands, withdraw their queued prefetches; return when that ends."""
     m = s.machine[0]
     ready_s = m.now
     if m.fifo:
@@ -381,20 +381,20 @@ def await_what_is_under_way(
 def take(
     s: State, p: Piece, start: int, stop: int, tokens: int, mark: int, found: bool
 ) -> tuple[int, int]:
-    """Mark as executed what is resident (or was `found` so); return how many keys, assignments."""
-    own = ours = 0
+    """Mark resident keys (or those `found` so at lookup) as executed; count keys, assignments."""
+    num_keys = num_served = 0
     for i in range(start, stop):
         slot = s.slots[p.keys[i]]
         ready = slot.absent != mark if found else s.experts[p.keys[i]].resident != 0
         if ready and slot.done != mark:
             slot.done = mark
-            own += 1
-            ours += 1 if tokens == 1 else slot.serves
-    return own, ours
+            num_keys += 1
+            num_served += 1 if tokens == 1 else slot.serves
+    return num_keys, num_served
 
 
 def pin(s: State, p: Piece, start: int, stop: int, layer: int) -> int:
-    """Pin all keys of the event anew, after waves; return the mark."""
+    """Pin all keys of the event again, after waves; return the new mark."""
     m = s.machine[0]
     m.mark += 1
     for i in range(start, stop):
@@ -404,7 +404,7 @@ def pin(s: State, p: Piece, start: int, stop: int, layer: int) -> int:
 
 
 def note(s: State, p: Piece, e: int, layer: int) -> None:
-    """Tell the eviction what was executed."""
+    """Update the eviction features by the executed event."""
     m, turns = s.machine[0], s.layers[s.layers[layer].cache].turns
     if m.weighs:
         add_weights(s, p, e, layer)
@@ -422,7 +422,7 @@ def note(s: State, p: Piece, e: int, layer: int) -> None:
 
 
 def add_served(s: State, p: Piece, e: int, layer: int) -> None:
-    """Let the tokens of an event count by their age, the last one for 1."""
+    """Add an event's tokens to the forecasts, discounted by age (the last token counts 1)."""
     m, base = s.machine[0], layer * s.now[0].num_experts
     fast = middle = slow = 1.0
     for row in range(p.rows[e + 1] - 1, p.rows[e] - 1, -1):
@@ -434,6 +434,7 @@ def add_served(s: State, p: Piece, e: int, layer: int) -> None:
 
 
 def add_weights(s: State, p: Piece, e: int, layer: int) -> None:
+    """Add each expert's router weights, summed over the event's tokens, to the features."""
     m, base = s.machine[0], layer * s.now[0].num_experts
     for i in range(p.bounds[e], p.bounds[e + 1]):
         total, tokens = 0.0, 0
@@ -448,6 +449,7 @@ def add_weights(s: State, p: Piece, e: int, layer: int) -> None:
 
 
 def wait_until(m: Machine, time_s: float) -> float:
+    """Advance the clock to `time_s`; return the seconds waited."""
     stall_s = time_s - m.now
     if stall_s <= 0:
         return 0.0
@@ -456,6 +458,7 @@ def wait_until(m: Machine, time_s: float) -> float:
 
 
 def await_link(m: Machine, time_s: float) -> float:
+    """As `wait_until`, adding the overhead of a wait where there is one; return the stall (s)."""
     stall_s = wait_until(m, time_s)
     if stall_s:
         m.now += m.wait_overhead_s
@@ -463,6 +466,7 @@ def await_link(m: Machine, time_s: float) -> float:
 
 
 def execute(s: State, layer: int, num_experts: int, assignments: int) -> None:
+    """Charge the time of executing some of a layer's experts."""
     if num_experts:
         m = s.machine[0]
         flop_s = s.places[layer].flop_s * assignments
@@ -474,6 +478,7 @@ def execute(s: State, layer: int, num_experts: int, assignments: int) -> None:
 
 
 def make_room(s: State, rank: Rank, nbytes: int, cache: int, mark: int, layer: int) -> bool:
+    """Evict until `nbytes` fit; False once only pinned or arriving keys are left."""
     place = s.places[cache]
     while place.used > place.capacity - nbytes:
         key = find_lowest(s, rank, place.first_layer, place.end_layer, mark, layer)
@@ -484,6 +489,7 @@ def make_room(s: State, rank: Rank, nbytes: int, cache: int, mark: int, layer: i
 
 
 def evict(s: State, key: int) -> None:
+    """Evict a resident; count it for its cache and for the run."""
     m, slot = s.machine[0], s.slots[key]
     place, lived = s.places[s.layers[slot.home].cache], m.tokens - slot.since
     place.evictions += 1
@@ -497,6 +503,7 @@ def evict(s: State, key: int) -> None:
 
 
 def take_bytes(s: State, cache: int, nbytes: int) -> None:
+    """Take a load's bytes from a cache."""
     place = s.places[cache]
     place.used += nbytes
     place.peak = max(place.peak, place.used)
@@ -504,13 +511,14 @@ def take_bytes(s: State, cache: int, nbytes: int) -> None:
 
 
 def insert(s: State, key: int, home: int, prefetched: bool) -> None:
+    """Make a key of layer `home` resident."""
     s.slots[key].since = s.machine[0].tokens
     s.slots[key].unused = int(prefetched)
     note_load(s, key, home, prefetched)
 
 
 def reset(s: State, p: Piece) -> None:
-    """Start anew: an empty link, and caches as they began. No pass counts what that evicts."""
+    """Empty the link and restore the initial caches. No pass counts these evictions."""
     m, num_experts = s.machine[0], s.now[0].num_experts
     for i in range(len(s.places)):
         s.places[i].first = s.places[i].last = -1
@@ -538,10 +546,12 @@ def reset(s: State, p: Piece) -> None:
 
 
 def is_active(m: Machine) -> bool:
+    """Whether a prefetch is in flight or queued."""
     return m.inflight >= 0 or m.queued > 0
 
 
 def transfer(s: State, layer: int, now: float) -> float:
+    """Move an expert of a layer from `now` on or once the link is free; return its arrival."""
     m, place = s.machine[0], s.places[layer]
     m.busy_until = (now if now > m.busy_until else m.busy_until) + place.carry_s
     m.busy_s += place.carry_s
@@ -551,7 +561,7 @@ def transfer(s: State, layer: int, now: float) -> float:
 
 
 def submit(s: State, p: Piece, e: int, number: int, layer: int, ready_s: float) -> None:
-    """Queue what is proposed at an event; tell the eviction of what is resident already."""
+    """Queue the prefetches proposed at an event; note a prediction of the keys already resident."""
     m, num_layers = s.machine[0], len(s.layers)
     for i in range(p.proposed_bounds[e], p.proposed_bounds[e + 1]):
         key = p.proposed[i]
@@ -571,6 +581,7 @@ def submit(s: State, p: Piece, e: int, number: int, layer: int, ready_s: float) 
 
 
 def enqueue(s: State, key: int, due: int, ready_s: float) -> None:
+    """Queue a prefetch for event `due`, to start at `ready_s` or later."""
     m, slot, queue = s.machine[0], s.slots[key], s.places[due % len(s.places)]
     if m.queued == 0 or due < m.earliest:
         m.earliest = due
@@ -595,6 +606,7 @@ def head(s: State) -> int:
 
 
 def withdraw(s: State, key: int) -> None:
+    """Take a prefetch off its queue."""
     slot = s.slots[key]
     queue = s.places[slot.due % len(s.places)]
     if slot.previous >= 0:
@@ -610,7 +622,7 @@ def withdraw(s: State, key: int) -> None:
 
 
 def cancel_due(s: State, number: int) -> None:
-    """Drop the queued prefetches of an event: those of the ones before it are gone already."""
+    """Drop the queued prefetches of an event; those of earlier events are gone already."""
     m, queue = s.machine[0], s.places[number % len(s.places)]
     key = queue.first
     while key >= 0:
@@ -618,14 +630,14 @@ def cancel_due(s: State, number: int) -> None:
         m.queued -= 1
         key = s.slots[key].next
     queue.first = queue.last = -1
-    # Further behind, two due events would have one queue.
+    # If `earliest` fell further behind, two due events would share a queue.
     m.earliest = max(m.earliest, number + 1)
 
 
 def drain(s: State, rank: Rank, mark: int, layer: int) -> None:
     """Let the link work through its prefetches up to now.
 
-    A transfer that could start at this instant is left: a demand at this instant goes first.
+    A transfer that could start at this very instant is left: a demand at that instant goes first.
     """
     m = s.machine[0]
     now = m.now
@@ -634,7 +646,7 @@ def drain(s: State, rank: Rank, mark: int, layer: int) -> None:
             if m.busy_until > now:
                 return
             land(s)
-        # Nothing starts before the link is free, whatever waits.
+        # Nothing starts before the link is free.
         if m.busy_until >= now:
             return
         key = head(s)
@@ -644,13 +656,13 @@ def drain(s: State, rank: Rank, mark: int, layer: int) -> None:
         if start_s >= now:
             return
         if not begin(s, rank, key, start_s, mark, layer):
-            # Everything else is in use until now.
+            # All other residents are in use until now.
             s.slots[key].earliest_s = now
             return
 
 
 def begin(s: State, rank: Rank, key: int, start_s: float, mark: int, layer: int) -> bool:
-    """Begin a queued prefetch, or withdraw one that is resident; False where there is no room."""
+    """Begin a queued prefetch, or withdraw it if resident; False where no room can be made."""
     home = s.slots[key].home
     cache, nbytes = s.layers[home].cache, s.places[home].nbytes
     if s.experts[key].resident:
@@ -666,16 +678,17 @@ def begin(s: State, rank: Rank, key: int, start_s: float, mark: int, layer: int)
 
 
 def land(s: State) -> None:
+    """Make the prefetch in flight resident."""
     key = s.machine[0].inflight
     s.machine[0].inflight = -1
     insert(s, key, s.slots[key].home, True)
 
 
 def work_off(s: State, rank: Rank, p: Piece, start: int, stop: int, mark: int, layer: int) -> float:
-    """Move what was asked for before these demands, which a fifo link does first.
+    """Move the prefetches issued before these demands, as a fifo link does.
 
-    Where every demand is pending that is up to the last of them, else all that waits. What finds
-    no room is dropped. Returns when the last of those that were pending is there, or 0.
+    If every demand is pending these are the ones up to the last demand, else all that are queued. A
+    prefetch that finds no room is dropped. Returns the arrival of the last pending demand, or 0.
     """
     m = s.machine[0]
     ready_s, waits, absent = 0.0, 0, False

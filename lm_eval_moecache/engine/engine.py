@@ -51,33 +51,34 @@ from lm_eval_moecache.trace.future import Future
 
 _NOTHING: frozenset[int] = frozenset()
 _TOTALS = ("bytes_moved", "link_busy_s", "evictions", "lifetime_tokens")
-"""What a pass is told from totals before and after it: counts are whole numbers, times are not."""
+"""What a pass counts as the difference of totals before and after it (ints, seconds as floats)."""
 
 
 class TokenPass(NamedTuple):
-    """What all routers of a pass of one token said, where its events are deferred to its end."""
+    """The router choices of a pass of one token, whose events are served together at its end."""
 
     keys: IntArray
-    """[layers, top_k] in router order."""
+    """Chosen experts, [layers, top_k] in router order."""
     weights: FloatArray | None
-    """Of these; None where nobody looks at them."""
+    """Their weights, [layers, top_k]; None where no algorithm uses them."""
     proposed: tuple[IntArray, IntArray] | None
-    """All keys that the prefetcher proposes, and where each layer's begin and the last one's end;
-    None where it has to be asked at every event."""
+    """All keys that the prefetcher proposes, and their bounds by layer [layers + 1]; None where it
+    must be asked at every event."""
     events: Callable[[], list[Event]]
+    """Builds the events of the pass, one per layer."""
 
 
 class Engine(ABC):
     """Serves passes: `begin_pass`, then for each layer `enter`, `run` and the `waves`, `end_pass`.
 
-    It asks the caches, the link and the algorithms; none of them calls back. `future` is what a
-    replay knows of the events to come; offline algorithms cannot do without.
+    It calls the caches, the link and the algorithms; none of them calls back. `future` holds a
+    replay's events to come, which offline algorithms need.
     """
 
     is_virtual: ClassVar[bool] = False
-    """Whether an event takes no time of the machine's, but for its bookkeeping."""
+    """Whether time is computed: events take machine time for bookkeeping only."""
     uncompiled: str = "a live run"
-    """Why passes are served one event at a time; empty where a compiled loop does that."""
+    """Why passes are served event by event; empty where a compiled loop serves them."""
 
     def __init__(
         self,
@@ -88,14 +89,14 @@ class Engine(ABC):
         clock: Clock,
         future: Future | None = None,
     ) -> None:
-        # The model's own sizes, and those it is charged by: they differ where it emulates another.
+        # The model's own sizes, and those it is charged by, which differ under `emulate`.
         self.setting, self.own_geometry = setting, geometry
         self.geometry = geometry = setting.charged(geometry)
         self.pools, self.link, self.clock = pools, link, clock
         self.caches: Sequence[ExpertCache] = (
             [*pools] if len(pools) > 1 else [*pools] * geometry.num_layers
         )
-        """Layer -> its pool: one object for all, or one each."""
+        """Layer -> its cache: one shared by all layers, or one each."""
         self.ledger = Ledger()
         self.rules = rules = Rules(geometry, setting.policy, setting.seed)
         compile_midway(self.is_virtual)
@@ -120,16 +121,16 @@ class Engine(ABC):
                 self._await_prefetches,
             )
         self.record = PassRecord(-1, PREFILL, 0, 0.0)
-        """The pass in progress, or the last one."""
+        """The record of the current or last pass."""
         self.on_event: Callable[[Event], None] | None = None
-        """Shown each event once its experts are known and before anything moves."""
+        """Called with each event once its experts are known, before anything moves."""
         self._is_open = False
         self._scanned: list[PassRecord] = []
         self._warm()
         self._before: tuple[float, ...] = self._totals()
 
     def _warm(self) -> None:
-        """Fill the caches with the most used experts: no pass has that time, nor those bytes."""
+        """Fill the caches with the most used experts; no pass is charged the time or the bytes."""
         profile = self.setting.warm
         if profile is None:
             return
@@ -139,7 +140,7 @@ class Engine(ABC):
             pool.warm(key for key in profile.hottest if caches[key // num_experts] is pool)
 
     def close(self) -> None:
-        """End what runs beside the caller (the wall clock's worker). Safe to call twice."""
+        """End background threads (the wall clock's worker). Safe to call twice."""
         return
 
     @property
@@ -156,52 +157,52 @@ class Engine(ABC):
 
     @property
     def weighs_changes(self) -> bool:
-        """Whether what a changed selection executes is seen with its gate scores.
+        """Whether events of changed selections need the gate scores of their new experts.
 
-        An eviction that looks at weights does, whatever the other algorithms ask for.
+        An eviction that uses weights needs them, whatever the other algorithms use.
         """
         rules, eviction = self.rules, self.pools[0].eviction
-        asked = any(a.uses_logits for a in (rules.routing, rules.miss, eviction))
-        return asked or (eviction.uses_weights and rules.may_change)
+        use_logits = any(a.uses_logits for a in (rules.routing, rules.miss, eviction))
+        return use_logits or (eviction.uses_weights and rules.may_change)
 
     @property
     def wants_positions(self) -> bool:
-        """Whether passes are charged by where their tokens stand in their sequences."""
+        """Whether passes are charged by their tokens' positions in their sequences."""
         return self.setting.attention == CONTEXT
 
     @property
     def can_defer(self) -> bool:
-        """Whether the events of a pass may be served at its end, all together.
+        """Whether the events of a pass may be served together at its end.
 
-        What is decided then changes nothing that is computed, and no clock runs meanwhile: so with
-        lossless algorithms and one precision in virtual time. The model's hooks only note what the
-        routers say (one copy to the host for all layers), and `serve` is told of it.
+        That requires decisions that do not affect the model's computation and no clock running
+        meanwhile: lossless algorithms and a single precision, in virtual time. The model's hooks
+        then only record the router choices (one copy to the host for all layers) for `serve`.
         """
         return self.is_virtual and not (self.rules.may_change or self.rules.ladder)
 
     @property
     def depth(self) -> int:
-        """How many layers ahead the gates have to be asked at each event."""
+        """How many layers ahead the gates have to predict at each event."""
         return max(self.rules.routing.depth, self.rules.prefetch.depth)
 
     @property
     def predictor_digest(self) -> str:
-        """Whose predictions events carry: a trained predictor's digest, or empty for the gates."""
+        """Digest of the trained predictor behind `Event.predicted`; empty for the model's gates."""
         return self.prefetch_digest if self.rules.prefetch.uses_predictor else ""
 
     @property
     def prefetch_digest(self) -> str:
-        """Digest of what the prefetcher was trained to; empty where it has no artifact."""
+        """Digest of the prefetcher's trained artifact; empty where it has none."""
         artifact = self.rules.prefetch.artifact
         return "" if artifact is None else digest_of(artifact)
 
     @property
     def peak_cache_bytes(self) -> int:
-        """The most bytes ever held (summed over the layers where each has its own cache)."""
+        """Peak bytes held (summed over layers where each has its own cache)."""
         return sum(pool.peak_bytes for pool in self.pools)
 
     def begin_draft(self) -> DraftStage:
-        """Begin drafting, which belongs to the next pass: its evictions and its time do, too."""
+        """Begin drafting; its time and evictions are attributed to the next pass."""
         assert self.draft_stage is not None, "drafting without a draft"
         index = len(self.ledger.passes)
         self.draft_stage.begin(index)
@@ -216,9 +217,9 @@ class Engine(ABC):
         foreseen: Mapping[int, FloatArray] = NO_PREDICTIONS,
         positions: IntArray | None = None,
     ) -> PassRecord:
-        """Begin a pass; `foreseen` are its layers' logits, for prefetchers that ask for them.
+        """Begin a pass; `foreseen` are its layers' predicted logits, for prefetchers that use them.
 
-        `positions` are those of its tokens, where they are wanted.
+        `positions` are those of its tokens [tokens], if `wants_positions`.
         """
         self._recover()
         stage = self.draft_stage
@@ -242,57 +243,57 @@ class Engine(ABC):
         return record
 
     def _follow(self, record: PassRecord, positions: IntArray | None = None) -> None:
-        """Count what comes to this pass, whose tokens stand at these positions."""
+        """Attribute what follows to this pass, whose tokens have these positions."""
         self.record = record
         self.rules.routing.on_pass(record.index)
         self.rules.prefetch.on_pass(record.index)
 
     def _foresee(self, event: Event) -> None:
-        """Prefetch by what is foreseen of the pass that begins: an event of layer `PASS_START`."""
+        """Prefetch by the predictions of the whole pass: an event of layer `PASS_START`."""
         self.prefetches.submit(event, self.clock.now)
 
     def _recover(self) -> None:
-        """Bring a pass that broke off to an end, if there was one, before another begins."""
+        """Clean up after a pass that broke off, if any, before the next one begins."""
         return
 
     @abstractmethod
     def enter(self, layer: int, num_tokens: int) -> None:
-        """Note that the layer's router has decided, at this moment."""
+        """Advance to the moment at which the layer's router has decided."""
 
     @abstractmethod
     def run(self, event: Event) -> Plan:
-        """Decide an event and let its transfers begin; `enter` comes before."""
+        """Decide an event and begin its transfers; call `enter` first."""
 
     @abstractmethod
     def waves(self) -> Iterator[tuple[Mapping[int, int], bool]]:
-        """Yield the keys that the event of the last `run` has still to execute, as they come.
+        """Yield, as they arrive, the keys that the event of the last `run` has still to execute.
 
-        Each with its slot, where its weights are and stay until the next wave is asked for. The
-        flag says whether they are all of the event's. All waves have to be taken.
+        Each key comes with its slot, which holds its weights until the next wave is requested. The
+        flag is True where the wave is the whole event. The iterator must be exhausted.
         """
 
     @abstractmethod
     def time_load(self, count: int) -> float:
-        """Return the seconds that loading so many experts of the first layer one by one takes.
+        """Return the seconds that loading `count` experts of the first layer takes.
 
-        Measured where the clock is the machine's, before the first pass; no pass counts it, and
-        caches stay as they are.
+        Measured on the wall clock, before the first pass; no pass counts it, and caches keep their
+        contents.
         """
 
     @abstractmethod
     def settle(self) -> None:
-        """Empty the link: forget what waits for it, let what moves on it land."""
+        """Empty the link: drop queued prefetches and land those in flight."""
 
     @abstractmethod
     def _advance(self, seconds: float) -> None:
-        """Let the draft compute for this long, while the link works on."""
+        """Advance by the draft's compute time, while the link works on."""
 
     @abstractmethod
     def _await_prefetches(self) -> float:
-        """Stand still until all that is prefetched is there; return the seconds."""
+        """Wait until all prefetches have arrived; return the seconds waited."""
 
     def _look_up(self, event: Event, cache: ExpertCache) -> Plan:
-        """Decide an event and write to the ledger what was found, before anything moves."""
+        """Decide an event and record its lookups in the ledger, before anything moves."""
         plan = decide(event, self.rules, cache, self.link)
         record = self.record
         record.requests += len(plan.looked_up.keys)
@@ -311,7 +312,7 @@ class Engine(ABC):
         """Serve the deferred events of a pass of one token."""
         prefetches = self.prefetches
         if told.proposed is not None:
-            keys, bounds = (own.tolist() for own in told.proposed)
+            keys, bounds = (array.tolist() for array in told.proposed)
             prefetches.answers = (keys[start:stop] for start, stop in pairwise(bounds))
         try:
             for event in told.events():
@@ -321,7 +322,7 @@ class Engine(ABC):
             prefetches.answers = None
 
     def end_pass(self) -> None:
-        """End the pass: its time, and what link and caches have counted since the last one."""
+        """End the pass: record its time, and what link and caches counted since the last one."""
         assert self._is_open, "end_pass without begin_pass"
         self.clock.synchronize()
         record, after = self.record, self._totals()
@@ -330,12 +331,12 @@ class Engine(ABC):
         self._before, self._is_open = after, False
 
     def settle_drafts(self, drafted: int, accepted: int) -> None:
-        """Note how many tokens the last pass was given to verify, and how many were right."""
+        """Record how many drafted tokens the last pass verified, and how many it accepted."""
         record = self.ledger.passes[-1]
         record.drafted, record.accepted = drafted, accepted
 
     def begin_scan(self, num_tokens: int) -> None:
-        """Begin a text whose tokens are routed one after another, as if they were decoded."""
+        """Begin a text whose tokens are routed one after another, as if decoded."""
         self._recover()
         now = self.clock.now
         self._scanned = [self.ledger.begin_pass(DECODE, 1, now) for _ in range(num_tokens)]
@@ -346,7 +347,7 @@ class Engine(ABC):
         """Serve one layer for all tokens of the text, each as an event of its own.
 
         A layer's cache sees its tokens in order whether layers or tokens go first, so with one
-        cache per layer and no prefetching every count is that of decoding the text. So are the
+        cache per layer and no prefetching every count equals that of decoding the text. So do the
         times: each token's pass gets the seconds of its own events.
         """
         assert len(self.pools) == self.geometry.num_layers, "scanning without a cache per layer"
@@ -368,13 +369,13 @@ class Engine(ABC):
         self._before = self._totals()
 
     def reset_cache(self) -> None:
-        """Start anew (`cache_reset`): caches as they began, cold or warm, and an empty link."""
+        """Empty the link and restore the initial caches, cold or warm (`cache_reset`)."""
         self.settle()
         before = self._totals()
         for pool in self.pools:
             pool.clear()
         self._warm()
-        # What a reset throws out, the policy did not evict.
+        # A reset's evictions are not the policy's.
         after = self._totals()
         self._before = tuple(
             b + (a - o) for b, a, o in zip(self._before, after, before, strict=True)
@@ -394,24 +395,25 @@ class Engine(ABC):
         assert moved == known, f"{moved} loads, {known} transfers"
 
     def _totals(self, *pools: ExpertCache) -> tuple[float, ...]:
-        """Return what the link and these caches (or all) have counted so far, as in `_TOTALS`."""
-        asked = pools or self.pools
+        """Return the link's and these caches' (by default all caches') totals, as in `_TOTALS`."""
+        counted_pools = pools or self.pools
         return (
             self.link.bytes_moved,
             self.link.busy_s,
-            sum([pool.evictions for pool in asked]),
-            sum([pool.lifetime_tokens for pool in asked]),
+            sum([pool.evictions for pool in counted_pools]),
+            sum([pool.lifetime_tokens for pool in counted_pools]),
         )
 
 
 def _count(record: PassRecord, before: Sequence[float], after: Sequence[float]) -> None:
+    """Add the differences of two totals to a pass's record."""
     for name, old, new in zip(_TOTALS, before, after, strict=True):
         if new != old:
             setattr(record, name, getattr(record, name) + (new - old))
 
 
 class VirtualEngine(Engine):
-    """Serves an event in virtual time, from its lookup to the end of its last expert, in `run`."""
+    """Serves an event in virtual time: `run` goes from its lookup to the end of its last expert."""
 
     is_virtual = True
     clock: VirtualClock
@@ -435,7 +437,7 @@ class VirtualEngine(Engine):
         self._in_batches = not setting.is_one_server
         self._shares = read_shares(setting.reads_per_expert)
         self._arrivals: dict[int, Sequence[float]] = {}
-        """Demands of the event in progress -> when each of their reads is there."""
+        """Key demanded by the event in progress -> arrival times of its reads."""
         self._prefetching, self._ladder = rules.prefetches, rules.ladder
         self._num_layers, self._num_experts = charged.num_layers, charged.num_experts
         self._after_layer = rules.prefetches and prefetch.after_layer
@@ -449,11 +451,11 @@ class VirtualEngine(Engine):
         if self.draft_stage is not None:
             self.draft_stage.plan(charged, setting.capacity.bytes_by_partition)
         self._uploading: dict[int, float] = {}
-        """Residents that nobody has waited for -> when they are there."""
+        """Key resident by an upload not yet waited for -> its arrival time."""
         self._levels: dict[int, int] = {}
-        """Of the event in progress, the levels at which keys have been executed."""
+        """Key executed by the event in progress -> its precision level."""
         self.on_wave: Callable[[Sequence[int]], object] = lambda keys: None
-        """Shown the keys of each wave once they are all resident, or executed on the host."""
+        """Called with the keys of each wave once all are resident, or executed on the host."""
 
     def _follow(self, record: PassRecord, positions: IntArray | None = None) -> None:
         super()._follow(record)
@@ -463,12 +465,12 @@ class VirtualEngine(Engine):
             self.clock.attention_s = seconds
 
     def _foresee(self, event: Event) -> None:
-        # Of a prefetcher from outside, without an artifact, nothing is known.
+        # A third-party prefetcher without an artifact has no known cost.
         artifact = self.rules.prefetch.artifact
         cost = FREE if artifact is None else cost_of(artifact)
         ready_s = self.clock.now + self.clock.network(cost, event.num_tokens)
         self.prefetches.submit(event, ready_s)
-        # The tokens are read before the first layer's dense part may have the compute.
+        # The predictor reads the tokens before the first layer's dense part can run.
         self.clock.wait_until(ready_s)
 
     def enter(self, layer: int, num_tokens: int) -> None:
@@ -489,7 +491,7 @@ class VirtualEngine(Engine):
         return plan
 
     def waves(self) -> Iterator[tuple[Mapping[int, int], bool]]:
-        """Nothing is left: what `run` returns is over, and in time nothing else passes."""
+        """Yield nothing: `run` has executed the whole event."""
         return iter(())
 
     def time_load(self, count: int) -> float:
@@ -514,7 +516,7 @@ class VirtualEngine(Engine):
         return self.clock.wait_until(self.link.busy_until)
 
     def _carry_out(self, plan: Plan, cache: ExpertCache) -> None:
-        """Load what is demanded, execute the event, and let prefetches go on."""
+        """Load the demands, execute the event, and advance the prefetches."""
         event, demands, link, clock = plan.event, plan.demands, self.link, self.clock
         prefetches, layer = self._prefetching, event.layer
         gate_s = ready_s = clock.now
@@ -523,15 +525,17 @@ class VirtualEngine(Engine):
         if demands:
             ready_s, on_device, remaining = self._load(plan, cache, pinned)
             if self.rules.miss.cached_first:
-                # The compute is busy from here on: predicting does not hide behind the wait.
+                # The compute is busy from here on: predictions do not hide behind the wait.
                 predict_s = self.predicting_s(layer, len(event.predicted), event.num_tokens)
                 clock.wait_until(clock.now + predict_s)
                 awaited = {fetch.key for fetch in demands}
                 self._execute(on_device, [key for key in remaining if key not in awaited])
                 remaining = [key for key in remaining if key in awaited]
         if self._uploading:
-            found = [self._uploading.pop(key, 0.0) for key in event.keys if key in cache.resident]
-            self.record.stall_s += clock.await_link(max(found, default=0.0))
+            arrivals = [
+                self._uploading.pop(key, 0.0) for key in event.keys if key in cache.resident
+            ]
+            self.record.stall_s += clock.await_link(max(arrivals, default=0.0))
         if prefetches and link.active:
             link.cancel_due(event.pass_index * self._num_layers + layer)
         if demands and not self._as_they_arrive:
@@ -553,7 +557,7 @@ class VirtualEngine(Engine):
             self._drain(clock.now, pinned, layer)
 
     def predicting_s(self, layer: int, num_predicted: int, num_tokens: int) -> float:
-        """Return the seconds that a layer's predictions take: of gates, or of a predictor."""
+        """Return the seconds of a layer's predictions, by gates or by a trained predictor."""
         if not self._predictor or not num_predicted:
             return self.clock.gates(num_predicted)
         return self.clock.network(self._predictor[layer], num_tokens)
@@ -563,8 +567,8 @@ class VirtualEngine(Engine):
     ) -> tuple[float, Event, Sequence[int]]:
         """Load the demands that the host does not take, in waves where they do not fit together.
 
-        What finds room together moves together. Returns when the last one is there, the event
-        without the host's part, and its keys still to be executed then.
+        Experts that fit together move together. Returns the arrival time of the last one, the event
+        without the host's part, and the keys that remain to be executed.
         """
         clock = self.clock
         if self._in_batches:
@@ -595,7 +599,7 @@ class VirtualEngine(Engine):
     def _what_is_under_way(
         self, plan: Plan, cache: ExpertCache, pinned: Set[int]
     ) -> tuple[float, Sequence[Fetch]]:
-        """Let what goes before the demands land; return when, and the demands that are left."""
+        """Land the transfers that precede the demands; return when, and the demands left."""
         fetches, link, ready_s = plan.demands, self.link, self.clock.now
         if link.fifo and link.active:
             wanted = {fetch.key for fetch in fetches}
@@ -603,10 +607,10 @@ class VirtualEngine(Engine):
             fetches = [f for f in fetches if cache.resident.get(f.key, f.level + 1) > f.level]
             cache.unused_prefetches -= pinned
         elif link.inflight is not None:
-            # It lands before any of these can start, and while the compute stands still.
+            # It lands before any demand can start, while the compute waits.
             if link.inflight in pinned:
                 ready_s = link.busy_until
-            # Off the list: a wave may execute and evict it before its turn comes.
+            # No longer a demand: a wave may execute and evict it before its turn comes.
             fetches = [f for f in fetches if cache.arriving.get(f.key, f.level + 1) > f.level]
             self._land()
             cache.unused_prefetches -= pinned
@@ -615,7 +619,7 @@ class VirtualEngine(Engine):
     def _share_out(
         self, plan: Plan, cache: ExpertCache, fetches: Sequence[Fetch]
     ) -> tuple[Event, Sequence[Fetch]]:
-        """Give the host its part; return the event without it, and what the link has to bring."""
+        """Give the host its part; return the event without it, and the loads left to the link."""
         event, link = plan.event, self.link
         if self._host is not None and fetches:
             event, fetches = self._host.begin(event, fetches, self.record)
@@ -624,7 +628,7 @@ class VirtualEngine(Engine):
             if self._ladder:
                 self._levels.update(dict.fromkeys(elsewhere, 0))
         if self._ladder:
-            # Copies that are about to be loaded again: to this event they are of no use.
+            # Residents at too low a level for this event, about to be loaded again.
             for key, level in fetches:
                 if key in cache.resident:
                     assert cache.resident[key] > level, f"key {key} is resident at {level} already"
@@ -634,7 +638,7 @@ class VirtualEngine(Engine):
         return event, fetches
 
     def _move(self, wave: Sequence[tuple[int, int]], ready_s: float) -> float:
-        """Move these (key, bytes) from `ready_s` on; return when the last one is there."""
+        """Move these (key, bytes) from `ready_s` on; return the arrival time of the last one."""
         if not self._in_batches:
             for _, nbytes in wave:
                 ready_s = self.link.transfer(nbytes, ready_s)
@@ -646,7 +650,7 @@ class VirtualEngine(Engine):
         return max(ready_s, self.link.busy_until)
 
     def _execute_arriving(self, event: Event, keys: Sequence[int]) -> None:
-        """Execute projection by projection: resident experts first, others as theirs is there."""
+        """Execute projection by projection: residents first, the others as each read arrives."""
         arriving = {key: self._arrivals[key] for key in keys if key in self._arrivals}
         present = [key for key in keys if key not in arriving]
         self.on_wave(keys)
@@ -654,14 +658,14 @@ class VirtualEngine(Engine):
         for part, share in enumerate(self._shares):
             order = [(0.0, present)] if present else []
             order += sorted((times[part], [key]) for key, times in arriving.items())
-            for at_s, now in order:
+            for at_s, ready_keys in order:
                 self.record.stall_s += self.clock.await_link(at_s)
-                assignments = num_assignments(event, now, self._num_experts)
-                self.clock.experts(event.layer, len(now), assignments, 0, launched, share)
+                assignments = num_assignments(event, ready_keys, self._num_experts)
+                self.clock.experts(event.layer, len(ready_keys), assignments, 0, launched, share)
                 launched = True
 
     def _execute(self, event: Event, keys: Sequence[int]) -> None:
-        """Account for keys that are resident; of several levels, each has kernels of its own."""
+        """Charge the execution of resident keys; each precision level has kernels of its own."""
         self.on_wave(keys)
         if not self._ladder:
             assignments = num_assignments(event, keys, self._num_experts)
@@ -672,26 +676,26 @@ class VirtualEngine(Engine):
         for key in keys:
             level = self._levels[key] = resident[key]
             by_level.setdefault(level, []).append(key)
-        for level, own in sorted(by_level.items()):
-            assignments = num_assignments(event, own, self._num_experts)
-            self.clock.experts(event.layer, len(own), assignments, level)
+        for level, level_keys in sorted(by_level.items()):
+            assignments = num_assignments(event, level_keys, self._num_experts)
+            self.clock.experts(event.layer, len(level_keys), assignments, level)
             self.record.low_precision += assignments if level else 0
 
     def _end_host(self, host: HostStage, plan: Plan, cache: ExpertCache, pinned: Set[int]) -> None:
-        """Let prefetches use the link until the host is done, and bring its outputs back.
+        """Let prefetches use the link until the host is done, then send its outputs back.
 
-        A few of what it executed are loaded then, without waiting for them.
+        Some of the experts it executed (`uploads`) are then loaded without waiting for them.
         """
         link, layer = self.link, plan.event.layer
         if self._prefetching and link.active:
             self._drain(host.busy_until, pinned, layer)
             if link.inflight is not None:
-                # It is not interrupted: the outputs follow it.
+                # It is not interrupted; the outputs follow it.
                 self._land()
         host.end(self.record)
         for key, _ in plan.demands[: self.rules.miss.uploads]:
             if key in cache.resident or key in cache.arriving:
-                continue  # A prefetch brought it while the host computed.
+                continue  # A prefetch loaded it while the host computed.
             nbytes = cache.size_of(key)
             if not cache.make_room(nbytes, pinned, layer, key):
                 return
@@ -701,7 +705,7 @@ class VirtualEngine(Engine):
     def _drain(self, now: float, pinned: Set[int], layer: int) -> None:
         """Let the link work through its prefetches up to `now`.
 
-        A transfer that could start at `now` itself is left: a demand at this instant goes first.
+        A transfer that could start at `now` itself is left: a demand at that instant goes first.
         """
         link = self.link
         while True:
@@ -709,21 +713,21 @@ class VirtualEngine(Engine):
                 if link.busy_until > now:
                     return
                 self._land()
-            # Nothing starts before the link is free, whatever waits.
+            # Nothing starts before the link is free.
             head = link.peek() if link.busy_until < now else None
             if head is None or head[1] >= now:
                 return
             if not self._begin(*head, pinned, layer):
-                # Everything else is in use until `now`.
+                # All other residents are in use until `now`.
                 link.postpone(head[0], now)
                 return
 
     def _work_off(self, keys: Set[int], pinned: Set[int], layer: int) -> float:
-        """Move what was asked for before a demand of these keys, which a fifo link does first.
+        """Move the prefetches issued before a demand of these keys, as a fifo link does.
 
-        Where every key is pending that is up to the last of them, else all that waits. What finds
-        no room, as all else is pinned, is dropped. Returns when the last of the keys that were
-        pending is there, or 0.
+        If every key is pending these are the ones up to the last key, else all that are queued. A
+        prefetch that finds no room, all else being pinned, is dropped. Returns the arrival time of
+        the last pending key, or 0.
         """
         link, ready_s = self.link, 0.0
         absent = any(not link.is_pending(key) for key in keys)
@@ -740,7 +744,7 @@ class VirtualEngine(Engine):
         return ready_s
 
     def _begin(self, key: int, start_s: float, pinned: Set[int], layer: int) -> bool:
-        """Begin a queued prefetch, or withdraw one that is resident; False where nothing fits."""
+        """Begin a queued prefetch, or withdraw it if resident; False where no room can be made."""
         cache = self.caches[key // self._num_experts]
         level = self.prefetches.level_of(key)
         nbytes = cache.size_of(key, level)

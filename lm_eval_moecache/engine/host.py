@@ -1,7 +1,7 @@
-"""The host as a second server: experts computed where their weights lie, in either kind of time.
+"""The host as a second server: experts computed where their weights are stored, under either clock.
 
-It is busy and idle as the link is, with one expert at a time on all its cores. What it works on
-does not become resident; the activations cross the link on their way there and back.
+Like the link it serves one at a time: one expert on all its cores. Experts it executes do not
+become resident; the activations cross the link to the host and back.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from lm_eval_moecache.records.ledger import PassRecord
 
 ALWAYS, FIRST, BALANCED = RULES = ("always", "first", "balanced")
 HOST = -1
-"""Stands in a wave for a slot: the expert is executed on the host, where it is stored."""
+"""In a wave, in place of a slot: the expert is executed on the host, where it is stored."""
 
 
 class Work(NamedTuple):
-    """One absent expert of an event, and how long each way to serve it takes (seconds)."""
+    """One absent expert of an event, and the seconds that each way of serving it takes."""
 
     key: int
     load_s: float
     """Its transfer over a free link, latency included."""
     device_s: float
-    """Its share of the device's work once it is there."""
+    """Its execution on the device once it has arrived."""
     host_s: float
     """Its execution on a free host."""
 
@@ -49,29 +49,29 @@ def share_out(
 ) -> set[int]:
     """Choose which absent experts of an event are executed on the host; the others are loaded.
 
-    `out_s` and `back_s` are what the activations take to the host and back. The rules:
+    `out_s` and `back_s` are the seconds that activations take to the host and back. The rules:
 
     - `always`: all of them (llama.cpp's expert offload, ktransformers).
-    - `first`: each for itself, whichever would end first with everything free: activations, host
-      and back, or transfer and device (Fiddler, algorithm 1). Equal times go to the link, because
-      a loaded expert stays.
-    - `balanced`: both at once. The host takes from the cheap end, the link from the dear one, and
-      whoever would end its next one first takes it (HybriMoE's intra-layer schedule, without its
-      moving of resident experts to an idle host). Equal times go to the link.
+    - `first`: each expert on its own goes where it would end first with everything idle: to the
+      host and back, or over the link to the device (Fiddler, algorithm 1). Ties go to the link,
+      because a loaded expert stays.
+    - `balanced`: host and link at once. The host takes the cheapest expert left, the link the most
+      expensive, whichever would end first (HybriMoE's intra-layer schedule, without its moving of
+      resident experts to an idle host). Ties go to the link.
     """
     if rule == ALWAYS:
         return {work.key for work in works}
     if rule == FIRST:
-        ahead = out_s + back_s
-        return {w.key for w in works if ahead + w.host_s < w.load_s + w.device_s}
+        activations_s = out_s + back_s
+        return {w.key for w in works if activations_s + w.host_s < w.load_s + w.device_s}
     device_s, link_s, host_s = now, max(now, link_free), max(now + out_s, host_free)
     queue = sorted(works, key=lambda work: (work.host_s, work.key))
     chosen: set[int] = set()
     low, high = 0, len(queue) - 1
     while low <= high:
-        cheap, dear = queue[low], queue[high]
-        arrives_s = link_s + dear.load_s
-        by_link_s = max(arrives_s, device_s) + dear.device_s
+        cheap, costly = queue[low], queue[high]
+        arrives_s = link_s + costly.load_s
+        by_link_s = max(arrives_s, device_s) + costly.device_s
         if host_s + cheap.host_s + back_s < by_link_s:
             chosen.add(cheap.key)
             host_s += cheap.host_s
@@ -83,22 +83,22 @@ def share_out(
 
 
 def _tokens_by_expert(event: Event, num_experts: int) -> Sequence[int]:
-    """Return how many tokens each expert of the event's layer serves."""
+    """Return the number of tokens that each expert of the event's layer serves [experts]."""
     if not len(event.experts):
         return [1] * num_experts
-    live = event.experts[event.experts != DROPPED]
-    counts: list[int] = np.bincount(live, minlength=num_experts).tolist()
+    executed = event.experts[event.experts != DROPPED]
+    counts: list[int] = np.bincount(executed, minlength=num_experts).tolist()
     return counts
 
 
 def _roofline(parts: tuple[float, float], tokens: int) -> float:
-    """Return what an expert takes for so many tokens, whose weights are read once for all."""
+    """Return the seconds one expert takes for `tokens`, reading its weights once for all."""
     flop_s, read_s = parts
     return max(flop_s * tokens, read_s)
 
 
 class HostStage:
-    """The host's part of each event in virtual time.
+    """The host's part of each event under the virtual clock.
 
     It begins before the event's loads, and ends after its last device kernel.
     """
@@ -125,13 +125,13 @@ class HostStage:
         )
         self.busy_until = 0.0
         self.is_open = False
-        """Whether the event in progress has a part on the host."""
+        """Whether the host executes a part of the event in progress."""
         self._activation_bytes = 0
 
     def begin(
         self, event: Event, fetches: Sequence[Fetch], record: PassRecord
     ) -> tuple[Event, Sequence[Fetch]]:
-        """Give the host its share; return the event as the device executes it, and its loads."""
+        """Give the host its share; return the device's part of the event, and the loads left."""
         geometry, layer, experts = self._geometry, event.layer, event.experts
         base, load_bytes = layer * geometry.num_experts, geometry.expert_bytes[layer][0]
         tokens_of = _tokens_by_expert(event, geometry.num_experts)
@@ -141,24 +141,24 @@ class HostStage:
             Work(key, load_s, _roofline(on_device, tokens), _roofline(on_host, tokens))
             for key, tokens in ((key, tokens_of[key - base]) for key, _ in fetches)
         ]
-        most_s = self._latency_s + self._nbytes(event.num_tokens) / self._link_bytes_per_s
+        crossing_s = self._latency_s + self._nbytes(event.num_tokens) / self._link_bytes_per_s
         chosen = share_out(
             self._rule,
             works,
             now=self._clock.now,
             link_free=self._link.busy_until,
             host_free=self.busy_until,
-            out_s=most_s,
-            back_s=most_s,
+            out_s=crossing_s,
+            back_s=crossing_s,
         )
         if not chosen:
             return event, fetches
         num_tokens = 1
         if len(experts):
-            own = np.isin(experts + base, list(chosen)) & (experts != DROPPED)
-            num_tokens = int(own.any(axis=-1).sum())
-            experts = np.where(own, DROPPED, experts)
-        # The activations are sent, and the host begins on their arrival, in order of need.
+            is_chosen = np.isin(experts + base, list(chosen)) & (experts != DROPPED)
+            num_tokens = int(is_chosen.any(axis=-1).sum())
+            experts = np.where(is_chosen, DROPPED, experts)
+        # The host begins once the activations have arrived, and goes in order of need.
         self._activation_bytes = self._nbytes(num_tokens)
         arrival_s = self._link.carry(self._activation_bytes, self._clock.now)
         seconds = sum(work.host_s for work in works if work.key in chosen)
@@ -171,7 +171,7 @@ class HostStage:
         return event._replace(keys=keys, experts=experts), left
 
     def end(self, record: PassRecord) -> None:
-        """Bring the outputs back once the host is done, and let the compute wait for them."""
+        """Send the outputs back once the host is done; the compute waits for them."""
         arrival_s = self._link.carry(self._activation_bytes, self.busy_until)
         record.host_wait_s += self._clock.wait_until(arrival_s)
         self.is_open = False
@@ -182,10 +182,10 @@ class HostStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCosts:
-    """Seconds, measured before the first request (what Fiddler profiles offline, section 3.3).
+    """Seconds measured before the first request (profiled offline by Fiddler, section 3.3).
 
-    Executing one expert of the first layer takes `fixed + each * tokens`; other layers' go by
-    their bytes.
+    Executing one expert of the first layer takes `fixed + each * tokens`; other layers scale by
+    expert bytes.
     """
 
     host_fixed_s: float
@@ -193,25 +193,26 @@ class HostCosts:
     device_fixed_s: float
     device_each_s: float
     load_s: float
-    """Loading it over the real link."""
+    """Loading one expert of the first layer over the real link."""
     way_s: float
-    """Bringing activations to the host, or back."""
+    """Moving activations to the host, or back."""
 
 
 class HostShare:
-    """Divides an event's absent experts between host and real link, by times that were measured."""
+    """Divides an event's absent experts between the host and the real link, by measured times."""
 
     def __init__(self, rule: str, geometry: Geometry, link: WallLink) -> None:
         self._rule, self._geometry, self._link = rule, geometry, link
         self.costs: HostCosts | None = None
-        """Given before the first event, unless the rule asks for no times."""
+        """Set before the first event if `asks_for_costs`."""
 
     @property
     def asks_for_costs(self) -> bool:
+        """Whether the rule needs measured times."""
         return self._rule != ALWAYS
 
     def choose(self, event: Event, fetches: Sequence[Fetch]) -> set[int]:
-        """Return the keys, of those to be loaded, that the host executes instead."""
+        """Return the keys of those fetches whose experts the host executes instead."""
         if not self.asks_for_costs:
             return {fetch.key for fetch in fetches}
         costs = self.costs
@@ -223,10 +224,10 @@ class HostShare:
             Work(
                 fetch.key,
                 load_s=costs.load_s * scale,
-                device_s=scale * (costs.device_fixed_s + costs.device_each_s * own),
-                host_s=scale * (costs.host_fixed_s + costs.host_each_s * own),
+                device_s=scale * (costs.device_fixed_s + costs.device_each_s * num_tokens),
+                host_s=scale * (costs.host_fixed_s + costs.host_each_s * num_tokens),
             )
-            for fetch, own in ((fetch, tokens[fetch.key - base]) for fetch in fetches)
+            for fetch, num_tokens in ((fetch, tokens[fetch.key - base]) for fetch in fetches)
         ]
         return share_out(
             self._rule,

@@ -16,25 +16,25 @@ LINK, COMPUTE, LAUNCHES, HOST = "link", "compute", "launches", "host"
 
 
 class Waits(NamedTuple):
-    """How long a layer's decode step waits on average, in seconds."""
+    """Mean waits of a layer's decode step, in seconds."""
 
     link_s: float
     host_s: float = 0.0
-    """For the outputs of experts that the host executes, and for nothing else."""
+    """Waiting only for the outputs of experts executed on the host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Regime:
-    """Where a run lies. Times are seconds of a decode step, per layer and on average over them."""
+    """The regime of a run. Times are seconds of a decode step per layer, averaged over layers."""
 
     cycles: float
-    """Tokens' worth of experts (layers x top-k) that the capacity holds."""
+    """Capacity in cycles: how many tokens' experts (layers x top-k each) it holds."""
     transfer_s: float
     """One expert over the link, latency included."""
     compute_s: float
     """Reading and multiplying one layer's weights and its top-k experts."""
     launches_s: float
-    """Overheads of one layer: kernels, and what a stack adds to them."""
+    """Overheads of one layer: kernel launches, and those of the software stack."""
 
     @property
     def transfer_per_layer(self) -> float:
@@ -43,15 +43,15 @@ class Regime:
         return self.transfer_s / layer_s if layer_s else float("inf")
 
     def bound(self, waits: Waits) -> str:
-        """Name what a layer's step takes longest."""
+        """Name what takes the largest part of a layer's step."""
         parts = {COMPUTE: self.compute_s, LAUNCHES: self.launches_s}
         parts |= {LINK: waits.link_s, HOST: waits.host_s}
         return max(parts, key=lambda name: parts[name])
 
     def as_dict(self, waits: Waits | None = None) -> dict[str, Any]:
-        """Return the numbers; what bounds the step only where its waits are known."""
+        """Return the numbers as JSON data; the step's bound only where its waits are known."""
         ratio = self.transfer_per_layer
-        found: dict[str, Any] = {
+        numbers: dict[str, Any] = {
             "capacity_cycles": self.cycles,
             "transfer_per_layer": None if ratio == float("inf") else ratio,
             "transfer_s": self.transfer_s,
@@ -59,15 +59,15 @@ class Regime:
             "layer_launches_s": self.launches_s,
         }
         if waits is not None:
-            found["layer_stall_s"] = waits.link_s
+            numbers["layer_stall_s"] = waits.link_s
             if waits.host_s:
-                found["layer_host_wait_s"] = waits.host_s
-            found["bound"] = self.bound(waits)
-        return found
+                numbers["layer_host_wait_s"] = waits.host_s
+            numbers["bound"] = self.bound(waits)
+        return numbers
 
 
 def regime_of(geometry: Geometry, capacity_bytes: int, hardware: Hardware) -> Regime:
-    """Return the regime of a model in a cache of these bytes, on this machine."""
+    """Return the regime of a model with this cache capacity (bytes) on this hardware."""
     num_layers, top_k = geometry.num_layers, geometry.top_k
     best = [levels[0] for levels in geometry.expert_bytes]
     transfers = [hardware.link_latency_s + size / hardware.link_rate for size in best]
@@ -85,7 +85,7 @@ def regime_of(geometry: Geometry, capacity_bytes: int, hardware: Hardware) -> Re
 
 
 def decode_waits(requests: Iterable[RequestRecord], num_layers: int) -> Waits | None:
-    """Return the mean waits of a layer's decode step; None where nothing was decoded.
+    """Return the mean waits of a layer's decode step, or None where nothing was decoded.
 
     A pass that served several requests counts once.
     """

@@ -1,4 +1,4 @@
-"""What a run is made of beside the model, and the errors for what cannot run."""
+"""The setting of a run, everything but the model, and the errors for settings that cannot run."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import Capacity
 
 SELF = "self:"
-"""Begins the name of a draft that is the target itself at another precision: `self:int4`."""
+"""Prefix of a draft that is the target itself at another precision: `self:int4`."""
 PROMPT_LOOKUP = "prompt_lookup"
-"""The draft that repeats what the prompt said."""
+"""The draft that looks up its tokens in the prompt."""
 
 
 MOST_READS = 64
-"""Requests that an expert may be read by."""
+"""Most read requests per expert."""
 TOGETHER, AS_THEY_ARRIVE = EXECUTIONS = ("together", "as_they_arrive")
-"""When an event's experts are executed: all of them once the last is there; or the resident ones
-at once, and each absent one as it arrives, so that later arrivals hide behind that work."""
+"""When an event's experts are executed: all once the last has arrived; or residents at once and
+each absent expert as it arrives, so that later arrivals hide behind that work."""
 FLAT, CONTEXT = ATTENTIONS = ("flat", "context")
-"""Whether a pass is charged for its tokens' attention to their contexts, and for the KV cache."""
+"""Whether a pass is charged for its tokens' attention to their contexts and for the KV cache."""
 PRIORITY, FIFO = LINKS = ("priority", "fifo")
-"""Disciplines of the link: demands first, or everything in order of issue."""
+"""Link disciplines: demands first, or everything in order of issue."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What a run is made of, beside the model."""
+    """The setting of a run: everything but the model."""
 
     policy: Policy
     capacity: Capacity
     hardware: Hardware
     seed: int = 0
     draft: Draft | None = None
-    """The draft model of speculative decoding; None also where drafts come from the prompt."""
+    """The draft model of speculative decoding; None also for drafts looked up in the prompt."""
     link: str = PRIORITY
-    """Whether demands overtake prefetches, and these are withdrawn when their event is over."""
+    """One of `LINKS`. `priority` also withdraws stale prefetches, once their event is over."""
     execute: str = TOGETHER
     """When an event's experts are executed (virtual clock only): one of `EXECUTIONS`."""
     reads_per_expert: int = 1
-    """Requests that an expert is read by: its projections, where an engine reads these apart."""
+    """Read requests per expert: more than one where an engine reads its projections apart."""
     attention: str = FLAT
-    """What attention is charged (virtual clock only): one of `ATTENTIONS`."""
+    """How attention is charged (virtual clock only): one of `ATTENTIONS`."""
     emulate: RealModel | None = None
     """The model whose sizes each layer is charged as (virtual clock only)."""
     warm: UseProfile | None = None
-    """What the cache holds before the first request (virtual clock only); None for nothing."""
+    """Use profile that fills the cache before the first request."""
     throttle_bytes_per_s: float | None = None
-    """What the real link is slowed down to (wall clock only); None for as fast as it is."""
+    """Throttle of the real link in bytes/s (wall clock only); None for its hardware speed."""
 
     def __post_init__(self) -> None:
         if self.attention == CONTEXT and self.emulate is None:
@@ -70,7 +70,7 @@ class Setting:
         return self.execute == TOGETHER and not many and not slower
 
     def charged(self, own: Geometry) -> Geometry:
-        """Return the sizes by which a model's layers are charged: its own, or the emulated."""
+        """Return the geometry by which layers are charged: the model's own, or the emulated one."""
         return own if self.emulate is None else self.emulate.emulated_by(own)
 
 
@@ -84,7 +84,7 @@ def offline(algorithm: object) -> ValueError:
 
 
 def check_host(hardware: Hardware) -> None:
-    """Refuse host compute where the profile does not say how fast the host is."""
+    """Raise ValueError unless the hardware profile has the host's compute and memory rates."""
     if not (hardware.host_flops and hardware.host_memory_bytes_per_s):
         raise ValueError(
             f"miss='host' needs to know the host, but hardware={hardware.name!r} has no "
