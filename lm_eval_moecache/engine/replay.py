@@ -1,4 +1,4 @@
-"""Runs a routing trace through the engine: the same cache, link and clock as a live run's."""
+"""Replays a routing trace through the engine: the cache, link and clock of a live run."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ def replay(
 ) -> VirtualEngine:
     """Serve every pass of a trace; return the engine, whose ledger holds the counts.
 
-    The draft is the trace's own, whatever the setting says. `on_progress` is called with the number
-    of passes just done, `on_engine` with the engine before the first one. Where it can, a compiled
-    loop serves them, unless `compiled` is False; the engine's `uncompiled` says why it did not.
-    Raises ValueError where the trace lacks what an algorithm of the policy has to see.
+    A drafted trace brings its own draft, which overrides the setting's. `on_progress` is called
+    with the number of passes just served, `on_engine` with the engine before the first one. A
+    compiled loop serves the passes where it can, unless `compiled` is False; the engine's
+    `uncompiled` gives the reason where it did not. Raises ValueError where the trace lacks data
+    that an algorithm of the policy needs.
     """
     setting = replace(setting, draft=trace.drafted.draft or setting.draft)
     if setting.attention == CONTEXT and trace.scans:
@@ -73,10 +74,10 @@ def replay(
             cold, before = cold_passes(part, waiting, before)
         needs = _needs_of(part, engine, setting)
         if loop is None:
-            served = _serve_events(engine, part, needs, waiting, cold)
+            progress = _serve_events(engine, part, needs, waiting, cold)
         else:
-            served = _serve_compiled(loop, engine, part, needs, waiting, cold)
-        for num_passes in served:
+            progress = _serve_compiled(loop, engine, part, needs, waiting, cold)
+        for num_passes in progress:
             if on_progress is not None:
                 on_progress(num_passes)
     if loop is not None:
@@ -93,40 +94,40 @@ def _serve_compiled(
     waiting: Sequence[list[RequestRecord]],
     cold: Set[int],
 ) -> Iterator[int]:
-    """Serve a part, a few thousand passes at a time; yield how many."""
+    """Serve a part in the compiled loop, a few thousand passes at a time; yield how many."""
     is_cold = np.isin(np.arange(part.num_passes), [*cold])
-    begin, told = 0, list[tuple[IntArray, IntArray]]()
+    begin, proposals = 0, list[tuple[IntArray, IntArray]]()
     for first, last, _ in _segments(part):
-        told.append(_proposed(engine, part, needs, first, last))
+        proposals.append(_proposed(engine, part, needs, first, last))
         if last - begin < _COMPILED_PASSES and last < part.num_passes:
             continue
-        counts = np.concatenate([np.diff(bounds) for _, bounds in told])
-        proposed = np.concatenate([keys for keys, _ in told]), np.append(0, counts.cumsum())
+        counts = np.concatenate([np.diff(bounds) for _, bounds in proposals])
+        proposed = np.concatenate([keys for keys, _ in proposals]), np.append(0, counts.cumsum())
         loop.replay(part, begin, last, proposed, is_cold[begin:last])
         for record in engine.ledger.passes[part.first_pass + begin :]:
             _note_drafts(part, record)
             for request in waiting[record.index]:
                 request.passes.append(record)
         yield last - begin
-        begin, told = last, []
+        begin, proposals = last, []
 
 
 def _proposed(
     engine: Engine, part: Trace, needs: EventFields, first: int, last: int
 ) -> tuple[IntArray, IntArray]:
-    """Return what is proposed at the events of some passes: keys, and where each event's begin."""
+    """Return the proposals at the events of some passes: keys, and their bounds by event."""
     prefetch = engine.rules.prefetch
     if not prefetch.is_active:
         return NOTHING_PROPOSED
     known = _known_proposals(part, needs, first, last)
     if known is not None:
         return known
-    told: list[Sequence[int]] = []
+    proposals: list[Sequence[int]] = []
     for event in _events(part, needs, first, last, False):
         if event.layer == 0:
             prefetch.on_pass(event.pass_index)
-        told.append(prefetch.propose(event))
-    return joined(told)
+        proposals.append(prefetch.propose(event))
+    return joined(proposals)
 
 
 def _serve_events(
@@ -166,29 +167,29 @@ def _serve_events(
 
 @dataclass(frozen=True, slots=True)
 class EventFields:
-    """What the algorithms of a policy want to see beside the keys of an event."""
+    """The fields of an event, beside its keys, that the algorithms of a policy need."""
 
     weights: bool
     logits: bool
     depth: int
     predicted_by: str
-    """Digest of the predictor that predictions have to be of; empty for the gates."""
+    """Digest of the predictor behind the predictions; empty for the model's gates."""
     recorded: Lists | None = None
-    """What the prefetcher proposed in the recorded run, so that it need not see a thing."""
+    """The prefetcher's proposals in the recorded run, which spare asking it."""
     asked_ahead: PrefetchAlgorithm | None = None
-    """The prefetcher, where nobody else looks at predictions."""
+    """The prefetcher, where no other algorithm uses predictions."""
 
 
 def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> EventFields:
-    """Return what the policy wants to see; recorded proposals stand for its prefetcher.
+    """Return the fields that the policy needs; recorded proposals stand in for its prefetcher.
 
-    Raises ValueError where the trace lacks some of it.
+    Raises ValueError where the trace lacks one of them.
     """
     choice: Any = setting.policy.prefetch
     routing, prefetch = engine.rules.routing, engine.rules.prefetch
     recorded = asked_ahead = None
-    # Some routings execute what was predicted, and some miss algorithms tell from it at which level
-    # to prefetch: for them the predictions themselves are shown.
+    # Some routing algorithms execute the predicted experts, some miss algorithms choose prefetch
+    # levels by the predictions: these need the predictions themselves.
     if not (routing.depth or engine.rules.miss.uses_ladder):
         recorded = trace.proposed.get(identity(choice, setting.seed, engine.prefetch_digest))
         asked_ahead = prefetch
@@ -199,13 +200,13 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> EventFields:
             "choose one that does without."
         )
     if recorded is None:
-        # What a lossy policy loses is told by weight wherever there are weights.
+        # A lossy policy's loss is measured by weight wherever there are weights.
         weighs = engine.rules.may_change and trace.columns.weights is not None
         weights, logits = engine.wants_weights or weighs, engine.wants_logits
     else:
         logits = engine.weighs_changes
-        looks = routing, engine.rules.miss, engine.pools[0].eviction
-        weights = logits or any(each.uses_weights for each in looks)
+        algorithms = routing, engine.rules.miss, engine.pools[0].eviction
+        weights = logits or any(algorithm.uses_weights for algorithm in algorithms)
     needs = EventFields(
         weights, logits, engine.depth, engine.predictor_digest, recorded, asked_ahead
     )
@@ -227,15 +228,15 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> EventFields:
 
 
 def _lacks_of_predictions(trace: Trace, needs: EventFields) -> str:
-    """Say what is wrong with a trace's predictions; empty where they will do."""
+    """Return what is wrong with a trace's predictions; empty where they suffice."""
     if trace.predicted is None:
         return "there is no column 'predicted'"
-    by, wanted = (
+    recorded, wanted = (
         f"of the predictor {digest[:12]}" if digest else "of the model's own gates"
         for digest in (trace.predicted.by, needs.predicted_by)
     )
     if trace.predicted.by != needs.predicted_by:
-        return f"its predictions are {by} and not {wanted}"
+        return f"its predictions are {recorded} and not {wanted}"
     depth, reachable = trace.predicted.depth, trace.geometry.num_layers - 1
     if depth < min(needs.depth, reachable):
         return f"its predictions reach {depth} layers ahead and not {needs.depth}"
@@ -245,21 +246,21 @@ def _lacks_of_predictions(trace: Trace, needs: EventFields) -> str:
 def _show(
     engine: Engine, trace: Trace, needs: EventFields, first: int, last: int
 ) -> Iterator[Event]:
-    """Return the events of passes `first` to `last`; the engine is told their known proposals."""
-    told = _known_proposals(trace, needs, first, last)
+    """Return the events of passes `first` to `last`; hand the engine their known proposals."""
+    proposals = _known_proposals(trace, needs, first, last)
     answers: Iterator[Sequence[int]] | None = None
-    if told is not None:
-        keys, bounds = (own.tolist() for own in told)
+    if proposals is not None:
+        keys, bounds = (array.tolist() for array in proposals)
         answers = (keys[start:stop] for start, stop in pairwise(bounds))
         if engine.rules.prefetch.foresees:
             # Proposed before the first layer, with which it is kept.
             answers = _foretold(answers, trace.geometry.num_layers)
     engine.prefetches.answers = answers
-    return _events(trace, needs, first, last, told is not None)
+    return _events(trace, needs, first, last, proposals is not None)
 
 
 def _foretold(answers: Iterator[Sequence[int]], num_layers: int) -> Iterator[Sequence[int]]:
-    """Yield each pass's first answer before the pass, and nothing at its events."""
+    """Yield each pass's first answer at its start, and empty ones at its events."""
     for index, keys in enumerate(answers):
         if index % num_layers == 0:
             yield keys
@@ -267,19 +268,19 @@ def _foretold(answers: Iterator[Sequence[int]], num_layers: int) -> Iterator[Seq
 
 
 def _segments(trace: Trace) -> Iterator[tuple[int, int, bool]]:
-    """Divide the passes into chunks, and texts that were routed layer by layer.
+    """Divide the passes into chunks and scanned texts; yield (first, last, is scanned).
 
-    A chunk has passes of one phase, and either of one token each or of several, so that a
-    prefetcher can be asked about all of a chunk's decode steps at once.
+    The passes of a chunk have one phase, and are all of one token or all of several, so that a
+    prefetcher can be asked about all decode steps of a chunk at once.
     """
     starts = trace.row_bounds[:: trace.geometry.num_layers]
     rows_of_first = trace.row_bounds[1 :: trace.geometry.num_layers] - starts[:-1]
     kinds = trace.columns.phase[starts[:-1]] * 2 + (rows_of_first > 1)
-    turns: list[int] = (np.flatnonzero(np.diff(kinds)) + 1).tolist()
+    changes: list[int] = (np.flatnonzero(np.diff(kinds)) + 1).tolist()
     at = 0
     for first, count in (*trace.scans, (trace.num_passes, 0)):
-        own = [at, *(turn for turn in turns if at < turn < first), first]
-        for start, stop in pairwise(own):
+        cuts = [at, *(change for change in changes if at < change < first), first]
+        for start, stop in pairwise(cuts):
             for begin in range(start, stop, _CHUNK_PASSES):
                 yield begin, min(begin + _CHUNK_PASSES, stop), False
         if count:
@@ -288,7 +289,7 @@ def _segments(trace: Trace) -> Iterator[tuple[int, int, bool]]:
 
 
 def _run_scan(engine: Engine, trace: Trace, needs: EventFields, first: int, count: int) -> None:
-    """Serve the passes of a scanned text layer by layer, as the live run did."""
+    """Serve the passes of a scanned text layer by layer, like the live run."""
     num_layers, columns = trace.geometry.num_layers, trace.columns
     engine.begin_scan(count)
     for layer in range(num_layers):
@@ -304,7 +305,7 @@ def _run_scan(engine: Engine, trace: Trace, needs: EventFields, first: int, coun
 
 
 def enter_requests(trace: Trace | StreamedTrace, engine: Engine) -> list[list[RequestRecord]]:
-    """Enter the requests into the ledger; return for each pass those it serves."""
+    """Enter the trace's requests into the ledger; return, for each pass, those it serves."""
     waiting: list[list[RequestRecord]] = [[] for _ in range(trace.num_passes)]
     for traced in trace.requests:
         record = engine.ledger.new_request(
@@ -319,25 +320,25 @@ def enter_requests(trace: Trace | StreamedTrace, engine: Engine) -> list[list[Re
 def cold_passes(
     part: Trace, waiting: Sequence[Sequence[RequestRecord]], before: Set[int]
 ) -> tuple[Set[int], Set[int]]:
-    """Return the passes before which `cache_reset=request` empties the cache, and who came last.
+    """Return the passes that `cache_reset=request` starts cold, and the last sequence's requests.
 
     As in a live run, the windows of one text are one request: a sequence starts cold only where
-    it serves other requests than the sequence `before`. Whom a later pass of a generation serves
-    does not count, as it leaves out the rows that have ended.
+    it serves other requests than the sequence `before`. Later passes of a generation do not count,
+    as they leave out the requests whose rows have ended.
     """
     cold: set[int] = set()
     for pass_index in range(part.num_passes):
         if part.starts_sequence(pass_index):
             records = waiting[part.first_pass + pass_index]
-            served = frozenset(record.index for record in records)
-            if served != before:
+            requests = frozenset(record.index for record in records)
+            if requests != before:
                 cold.add(pass_index)
-            before = served
+            before = requests
     return cold, before
 
 
 def _check_drafts(trace: Trace, engine: Engine) -> None:
-    """Raise ValueError where the trace lacks what a draft-stage prefetcher has to see."""
+    """Raise ValueError where the trace lacks data that a draft-stage prefetcher needs."""
     drafted, prefetch = trace.drafted, engine.rules.prefetch.draft_stage
     if prefetch is None:
         return
@@ -359,7 +360,7 @@ def _check_drafts(trace: Trace, engine: Engine) -> None:
 
 
 def _draft(trace: Trace, engine: Engine, pass_index: int) -> None:
-    """Tell the draft stage what it was told before this pass in the recorded run, if it was."""
+    """Repeat the drafting recorded before this pass, if any, on the draft stage."""
     drafted = trace.drafted
     if drafted.tokens is None or drafted.experts is None or drafted.ranks is None:
         return
@@ -370,14 +371,14 @@ def _draft(trace: Trace, engine: Engine, pass_index: int) -> None:
     stage = engine.begin_draft()
     experts = drafted.experts.at(pass_index).reshape(len(tokens), -1).tolist()
     ranks = drafted.ranks.at(pass_index).reshape(len(tokens), -1, max(drafted.ranked, 1))
-    for num_tokens, own, ranked in zip(tokens, experts, map(iter, ranks), strict=True):
-        targets = drafted.draft.targets or (NO_TARGET,) * len(own)
-        for layer, (target, num_experts) in enumerate(zip(targets, own, strict=True)):
+    for num_tokens, expert_counts, ranked in zip(tokens, experts, map(iter, ranks), strict=True):
+        targets = drafted.draft.targets or (NO_TARGET,) * len(expert_counts)
+        for layer, (target, num_experts) in enumerate(zip(targets, expert_counts, strict=True)):
             stage.dense(layer, num_tokens)
             if target != NO_TARGET and drafted.ranked:
                 order = next(ranked)
                 if stage.wants(target):
-                    # Scores whose largest come in this order.
+                    # Scores that reproduce the recorded order.
                     scores = np.full((1, trace.geometry.num_experts), -np.inf, dtype=np.float32)
                     scores[0, order] = np.arange(len(order), 0, -1)
                     stage.predict(target, scores)
@@ -385,7 +386,7 @@ def _draft(trace: Trace, engine: Engine, pass_index: int) -> None:
 
 
 def _note_drafts(trace: Trace, record: PassRecord) -> None:
-    """Note what became of the drafts that a pass verified."""
+    """Record how many drafted tokens a pass verified and accepted."""
     if record.index in trace.drafted.settled:
         record.drafted, record.accepted = trace.drafted.settled[record.index]
 
@@ -393,11 +394,10 @@ def _note_drafts(trace: Trace, record: PassRecord) -> None:
 def _known_proposals(
     trace: Trace, needs: EventFields, first: int, last: int
 ) -> tuple[IntArray, IntArray] | None:
-    """Return what is proposed at each event of passes `first` to `last`, the latter left out.
+    """Return the proposals at each event of passes `first` to `last` (excluded), if known ahead.
 
-    That is all keys, and where those of each event begin. None where each event has to be shown to
-    the prefetcher when its turn comes: it looks at more than predictions, or a pass has several
-    tokens.
+    They are all keys, and their bounds by event. None where the prefetcher must be asked at each
+    event in turn: it uses more than predictions, or a pass has several tokens.
     """
     num_layers = trace.geometry.num_layers
     if needs.recorded is not None:
@@ -421,11 +421,14 @@ def _known_proposals(
 def _asked_ahead(
     prefetch: PrefetchAlgorithm, by_pass: Halves, sizes: Sequence[int], depth: int
 ) -> tuple[IntArray, IntArray] | None:
-    """Ask for one layer at a time, over all passes [passes, values]; `sizes` are its layers'."""
+    """Ask the prefetcher layer by layer, for all passes at once.
+
+    `by_pass` are predicted logits [passes, values], of which each layer has `sizes[layer]`.
+    """
     num_passes, num_layers = len(by_pass), len(sizes)
     num_experts = prefetch.geometry.num_experts
     counts = np.zeros((num_passes, num_layers, depth), np.int64)
-    found: list[tuple[int, int, IntArray]] = []
+    proposals: list[tuple[int, int, IntArray]] = []
     start = 0
     for layer, size in enumerate(sizes):
         for ahead in range(min(depth, size // num_experts)):
@@ -436,23 +439,23 @@ def _asked_ahead(
             if proposed is None:
                 return None
             keys, counts[:, layer, ahead] = proposed
-            found.append((layer, ahead, keys))
+            proposals.append((layer, ahead, keys))
         start += size
     ends = counts.cumsum().reshape(counts.shape)
     merged = np.zeros(counts.sum(), np.int64)
-    for layer, ahead, keys in found:
-        own = counts[:, layer, ahead]
-        begin = ends[:, layer, ahead] - own.cumsum()
-        merged[np.arange(len(keys)) + np.repeat(begin, own)] = keys
+    for layer, ahead, keys in proposals:
+        counts_ahead = counts[:, layer, ahead]
+        begin = ends[:, layer, ahead] - counts_ahead.cumsum()
+        merged[np.arange(len(keys)) + np.repeat(begin, counts_ahead)] = keys
     return merged, np.append(0, ends[:, :, -1]) if depth else np.zeros(1, np.int64)
 
 
 def _events(
     trace: Trace, needs: EventFields, first: int, last: int, is_told: bool
 ) -> Iterator[Event]:
-    """Build the events of passes `first` to `last`, the latter left out, as a live hook does.
+    """Build the events of passes `first` to `last` (excluded), as a live hook does.
 
-    `is_told` says that proposals are known, so that predictions need not be shown.
+    `is_told`: proposals are known already, so events need no predictions.
     """
     columns, geometry = trace.columns, trace.geometry
     num_layers, num_experts = geometry.num_layers, geometry.num_experts
@@ -467,7 +470,7 @@ def _events(
 
     @cache
     def unseen_at(layer: int, phase: str) -> Mapping[int, FloatArray]:
-        """Say which layers a live run predicted, which costs time; what it saw is not needed."""
+        """Return the layers that a live run predicts here, at a cost in time, without scores."""
         if needs.predicted_by:
             target = target_of(layer, num_layers, phase)
             return {} if target is None else {target: UNSEEN_SCORES}
@@ -475,11 +478,11 @@ def _events(
         return dict.fromkeys(range(layer + 1, end), UNSEEN_SCORES)
 
     for place, (row, stop) in enumerate(pairwise(rows)):
-        own_pass, layer = divmod(place, num_layers)
+        part_pass, layer = divmod(place, num_layers)
         phase, num_tokens = PHASES[columns.phase[row]], stop - row
         experts, weights, logits, predicted = _UNSEEN
         if needs.weights or num_tokens > 1:
-            # In a pass of one token the keys say it all.
+            # In a pass of one token the keys are the experts.
             experts = columns.experts[row:stop].astype(np.int64)
             if columns.weights is not None:
                 weights = columns.weights[row:stop]
@@ -495,6 +498,6 @@ def _events(
             }
         elif is_told and needs.depth:
             predicted = unseen_at(layer, phase)
-        index = trace.first_pass + first + own_pass
-        own = keys[bounds[place] : bounds[place + 1]]
-        yield Event(index, layer, phase, num_tokens, own, experts, weights, logits, predicted)
+        index = trace.first_pass + first + part_pass
+        needed = keys[bounds[place] : bounds[place + 1]]
+        yield Event(index, layer, phase, num_tokens, needed, experts, weights, logits, predicted)

@@ -1,4 +1,4 @@
-"""Virtual time: a clock and a link by the hardware profile's figures."""
+"""Virtual time: a clock and a link driven by the figures of a hardware profile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lm_eval_moecache.records.predictor import PredictorCost
 
 # Kernels launched per layer and pass. Eager transformers launches 52 before the experts of an OLMoE
 # layer and 16 in them (DECISIONS.md, section 6); engines fuse norms, casts and rotary embedding,
-# and the device profiles stand for such an engine. A gate used as a predictor is a product, a cast
+# and the device profiles model such an engine. A gate used as a predictor is a product, a cast
 # and a softmax.
 DENSE_KERNELS = 30
 EXPERT_KERNELS = 15
@@ -27,21 +27,21 @@ GATE_KERNELS = 3
 class VirtualClock:
     """Discrete time: each step takes max(FLOP / peak, bytes / memory bandwidth) + overheads.
 
-    A pass over n tokens of a part with W weights costs 2 W n FLOP and reads W once. Attention
-    over the context and the KV cache are left out unless somebody sets `attention_s` for a pass
+    A pass of n tokens through a part with W weights costs 2 W n FLOP and reads W once. Attention
+    over the context and the KV cache are left out unless `attention_s` is set for a pass
     (`attention=context`): they are the same for every policy, and small beside the weights at the
-    lengths the tasks have.
+    tasks' context lengths.
 
     Experts stored at a low precision are read at that precision's bytes and multiplied at the
-    compute dtype, as kernels do that dequantise in registers: FLOP follow the number of weights,
-    and no decoded copy goes through memory. Kernels are per format: an event whose experts have
-    several levels launches them once for each.
+    compute dtype, as by kernels that dequantise in registers: FLOP follow the number of weights,
+    and no dequantised copy goes through memory. Kernels are per format: an event whose experts have
+    several levels launches them once per level.
     """
 
     def __init__(self, hardware: Hardware, geometry: Geometry) -> None:
         self.now = 0.0
         self.attention_s = 0.0
-        """Of the pass in progress: what each layer's attention to the context takes."""
+        """Seconds of each layer's attention to the context, in the pass in progress."""
         self._hardware = hardware
         flop_s_per_byte = 2 / geometry.element_bytes / hardware.peak_flops
         self._dense = tuple(
@@ -54,7 +54,7 @@ class VirtualClock:
             for whole, levels in zip(computed, geometry.expert_bytes, strict=True)
         )
         layer_s = DENSE_KERNELS * hardware.kernel_overhead_s + hardware.layer_overhead_s
-        # What a pass does outside its layers is counted to the first one's dense part.
+        # A pass's work outside its layers is charged to the first layer's dense part.
         self._dense_overhead_s = [layer_s + hardware.pass_overhead_s]
         self._dense_overhead_s += [layer_s] * (len(self._dense) - 1)
         self._overhead_s = layer_s + hardware.pass_overhead_s / len(self._dense)
@@ -65,15 +65,15 @@ class VirtualClock:
 
     @property
     def overhead_s(self) -> float:
-        """Seconds that a layer takes beside its arithmetic and its memory traffic, on average."""
+        """Mean seconds of a layer's overheads, beyond its arithmetic and memory traffic."""
         return self._overhead_s + self.expert_overhead_s
 
     def synchronize(self) -> None:
-        """Every step has been accounted for when it was taken: there is nothing to wait for."""
+        """Do nothing: every step was charged when it was taken."""
         return
 
     def wait_until(self, time_s: float) -> float:
-        """Let the compute stand still until `time_s`; return the seconds stood still."""
+        """Stall the compute until `time_s`; return the seconds of the stall."""
         stall_s = time_s - self.now
         if stall_s <= 0:
             return 0.0
@@ -81,13 +81,13 @@ class VirtualClock:
         return stall_s
 
     def load(self, nbytes: int) -> None:
-        """Account for what the compute does about bytes that are to be loaded."""
+        """Charge the compute's overhead of loading these bytes."""
         self.now += self._load_overhead_s_per_byte * nbytes
 
     def await_link(self, time_s: float) -> float:
-        """Wait for what the link brings at `time_s`; return the seconds waited for it.
+        """Wait for a transfer that arrives at `time_s`; return the seconds of the stall.
 
-        To have waited at all costs the profile's `wait_overhead_s` more, which is no waiting.
+        Any wait also costs the profile's `wait_overhead_s`, which does not count as a stall.
         """
         stall_s = self.wait_until(time_s)
         if stall_s:
@@ -95,28 +95,29 @@ class VirtualClock:
         return stall_s
 
     def dense(self, layer: int, num_tokens: int) -> None:
-        """Account for the dense part before a layer's experts (attention, norms, router ...)."""
+        """Charge the dense part before a layer's experts (attention, norms, router ...)."""
         self.now += self.dense_s(layer, num_tokens)
 
     def dense_s(self, layer: int, num_tokens: int) -> float:
+        """Return the seconds of that dense part, attention to the context included."""
         flop_s, read_s = self._dense[layer]
         flop_s *= num_tokens
         weights_s = flop_s if flop_s > read_s else read_s
         return weights_s + self._dense_overhead_s[layer] + self.attention_s
 
     def gates(self, num_gates: int) -> float:
-        """Return the seconds that applying `num_gates` further gates as predictors takes."""
+        """Return the seconds of applying `num_gates` more gates as predictors."""
         return num_gates * self._gate_s
 
     def network(self, cost: PredictorCost, num_tokens: int) -> float:
-        """Return the seconds that a small network beside the model takes for a pass's tokens."""
+        """Return the seconds of a small network beside the model, for `num_tokens` tokens."""
         hardware = self._hardware
         flop_s = 2 * cost.num_weights * num_tokens / hardware.peak_flops
         read_s = cost.num_bytes / hardware.memory_bytes_per_s
         return max(flop_s, read_s) + cost.num_kernels * hardware.kernel_overhead_s
 
     def expert_parts_s(self, layer: int) -> tuple[float, float]:
-        """Return what an expert's arithmetic takes for a token, and reading it (best level)."""
+        """Return an expert's seconds of arithmetic per token, and of reading it (best level)."""
         return self._expert[layer][0]
 
     def experts(
@@ -128,10 +129,10 @@ class VirtualClock:
         launched: bool = False,
         share: float = 1.0,
     ) -> None:
-        """Account for `num_experts` experts of a layer serving `num_assignments` token slots.
+        """Charge `num_experts` experts of a layer for `num_assignments` (token, expert) pairs.
 
-        Those that follow others of their event in kernels `launched` already launch none; `share`
-        is the part of the experts' weights (one projection of several).
+        Experts whose event has its kernels `launched` already pay no launch overhead; `share` is
+        the part of their weights that is executed (one projection of several).
         """
         if not num_experts:
             return
@@ -139,25 +140,25 @@ class VirtualClock:
         flop_s *= num_assignments
         read_s *= num_experts
         overhead_s = 0.0 if launched else self.expert_overhead_s
-        # One addition: the last digits of a time decide what has arrived.
+        # A single addition: the last digits of a time decide which transfers have arrived.
         self.now += share * (flop_s if flop_s > read_s else read_s) + overhead_s
 
 
 def attention_s(model: RealModel, hardware: Hardware, phase: str, positions: IntArray) -> float:
-    """Return the seconds a layer's attention to the context takes in a pass, on average.
+    """Return the mean seconds of one layer's attention to the context in a pass.
 
-    `positions` are those of the pass's tokens in their sequences. Each token attends to what is
-    before it and itself, as far back as a layer's window goes; each sequence's KV cache is read
-    once, and a state of linear attention with it. A decode pass has one token of each sequence;
-    in others a sequence's tokens follow each other.
+    `positions` are those of the pass's tokens in their sequences [tokens]. Each token attends to
+    itself and the tokens before it, within the layer's window; each sequence's KV cache, and any
+    state of linear attention, is read once. A decode pass has one token of each sequence; in other
+    passes the tokens of a sequence are consecutive.
     """
-    seen = positions + 1
+    lengths = positions + 1
     multiply_adds = 0.0
     for cache in model.caches:
-        looked_at = seen if cache.window is None else np.minimum(seen, cache.window)
-        multiply_adds += cache.num_layers * cache.multiply_adds * float(looked_at.sum())
+        attended = lengths if cache.window is None else np.minimum(lengths, cache.window)
+        multiply_adds += cache.num_layers * cache.multiply_adds * float(attended.sum())
     last = np.append(np.diff(positions) != 1, True)
-    ends = seen if phase == DECODE else seen[last]
+    ends = lengths if phase == DECODE else lengths[last]
     nbytes = sum(model.kv_bytes(end) for end in ends.tolist())
     read_s = nbytes / hardware.memory_bytes_per_s
     return max(2 * multiply_adds / hardware.peak_flops, read_s) / model.num_layers
@@ -166,12 +167,12 @@ def attention_s(model: RealModel, hardware: Hardware, phase: str, positions: Int
 class VirtualLink(Link):
     """One transfer at a time; each takes latency + bytes / bandwidth seconds.
 
-    With `fifo` everything moves in the order in which it was asked for: prefetches are neither
-    overtaken by demands nor withdrawn when their event is over. That is CommitMoE's premise, of
-    transfers that "cannot be canceled once initiated".
+    With `fifo` everything moves in order of issue: prefetches are neither overtaken by demands nor
+    withdrawn when their event is over. This is CommitMoE's premise of transfers that "cannot be
+    canceled once initiated".
 
-    Where the profile has lanes, or experts are read by their projections, an event's demands move
-    as one `batch` over them. Prefetches go one at a time, at what one request gets.
+    Where the profile has several lanes, or experts are read by projections, an event's demands move
+    as one `batch` over the lanes. Prefetches go one at a time, at the rate of one request.
     """
 
     def __init__(self, hardware: Hardware, fifo: bool = False, reads_per_expert: int = 1) -> None:
@@ -186,7 +187,7 @@ class VirtualLink(Link):
         self.inflight: int | None = None
         """Key of the prefetch in flight, which lands at `busy_until`."""
         self._open_batch: int | None = None
-        """Batch of the last transfer, which the next one joins if nothing comes between."""
+        """Batch of the last transfer; the next one joins it if nothing comes between."""
 
     @property
     def active(self) -> bool:
@@ -197,10 +198,10 @@ class VirtualLink(Link):
         return [key for key in keys if key not in queued and key != inflight]
 
     def batch(self, sizes: Sequence[int], now: float) -> list[list[float]]:
-        """Move an event's demands over the lanes, not before `now`.
+        """Move an event's demands over the lanes, starting at `now` or once the link is free.
 
-        Read by projections, the first ones of all experts go first. Returns for each expert when
-        each of its reads lands.
+        Where experts are read by projections, the first projection of every expert goes first.
+        Returns, for each expert, the arrival times of its reads.
         """
         start = now if now > self.busy_until else self.busy_until
         count = len(sizes)
@@ -219,13 +220,13 @@ class VirtualLink(Link):
         return [[start + at_s for at_s in times[i::count]] for i in range(count)]
 
     def duration_s(self, nbytes: int) -> float:
-        """Return how long a transfer of its own takes on a free link."""
+        """Return the seconds of a single transfer over a free link, latency included."""
         return self._latency_s + nbytes / self._bytes_per_s
 
     def transfer(self, nbytes: int, now: float, joins: bool = False) -> float:
-        """Move `nbytes` as soon as the link is free, not before `now`; return when they land.
+        """Move `nbytes` once the link is free, not before `now`; return the arrival time.
 
-        A transfer that `joins` the one before it, in one batch, pays no latency of its own.
+        A transfer that `joins` the previous one in a batch pays no latency of its own.
         """
         start = now if now > self.busy_until else self.busy_until
         duration = nbytes / self._bytes_per_s
@@ -247,7 +248,7 @@ class VirtualLink(Link):
         return 0 if self.fifo else super().cancel_due(due)
 
     def carry(self, nbytes: int, now: float) -> float:
-        """Move activations, which are no expert: as `transfer`, and not counted among those."""
+        """Move activations: as `transfer`, but not counted as a transfer of experts."""
         self.transfers -= 1
         return self.transfer(nbytes, now)
 
@@ -265,7 +266,7 @@ class VirtualLink(Link):
         self._queued[key] = (due, until, batch)
 
     def start(self, key: int, nbytes: int, now: float) -> None:
-        """Begin a queued prefetch; the link must be free of another one in flight."""
+        """Begin a queued prefetch; no other may be in flight."""
         assert self.inflight is None, f"key {self.inflight} is still in flight"
         batch = self.withdraw(key)[2]
         joins = batch is not None and batch == self._open_batch and now <= self.busy_until
@@ -274,17 +275,17 @@ class VirtualLink(Link):
         self.inflight = key
 
     def land(self) -> int:
-        """Take the arrived prefetch off the link and return its key."""
+        """Take the prefetch in flight, which has arrived, off the link; return its key."""
         assert self.inflight is not None, "nothing is in flight"
         key, self.inflight = self.inflight, None
         return key
 
 
 def read_shares(reads: int) -> tuple[float, ...]:
-    """Return which part of an expert each of its reads brings, in their order.
+    """Return the share of an expert's weights that each of its reads brings, in order.
 
-    An expert is three projections of as many weights each: gate, up, down. Read by two, as engines
-    do that keep gate and up in one tensor, the first read brings two of the three.
+    An expert has three projections of equal size: gate, up, down. With two reads, as in engines
+    that keep gate and up in one tensor, the first brings two of the three.
     """
     return (2 / 3, 1 / 3) if reads == 2 else (1 / reads,) * reads
 
@@ -293,17 +294,17 @@ def read_shares(reads: int) -> tuple[float, ...]:
 def arrivals(
     sizes: tuple[float, ...], *, lanes: int, lane_rate: float, link_rate: float, latency_s: float
 ) -> tuple[float, ...]:
-    """Return when each request has arrived, in seconds from the first one's start.
+    """Return each request's arrival time, in seconds from the start of the first.
 
-    Requests are served in their order, as many at once as there are `lanes`. Each waits its
-    latency and then moves at `lane_rate`, or at its share of `link_rate` where too many move
-    (bytes/s). Cost: O(requests x lanes).
+    Requests are served in order, up to `lanes` at once. Each waits its latency, then moves at
+    `lane_rate` or at its share of `link_rate`, whichever is lower (bytes/s). Cost: O(requests x
+    lanes).
     """
     times = [0.0] * len(sizes)
     waiting: dict[int, float] = {}
-    """Request in a lane -> seconds until it moves."""
+    """Request in a lane -> seconds until it begins to move."""
     moving: dict[int, float] = {}
-    """Request in a lane -> bytes that are left."""
+    """Request in a lane -> bytes left."""
     now, begun = 0.0, 0
     while begun < len(sizes) or waiting or moving:
         while begun < len(sizes) and len(waiting) + len(moving) < lanes:

@@ -1,1 +1,1 @@
-"""The machine's clock and link: a worker that really copies."""
+"""The wall clock and a real link: a worker thread that copies experts."""

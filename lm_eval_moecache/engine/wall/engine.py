@@ -1,7 +1,7 @@
-"""The engine on a link that really moves, which has experts run as they come.
+"""The engine of the wall clock: real transfers, and experts executed as they arrive.
 
-`run` decides and starts the transfers where the router has spoken; the `waves` execute, where the
-model calls the experts. All decisions are the calling thread's: only bytes move elsewhere.
+`run` decides and starts the transfers once the router has chosen; the `waves` execute where the
+model calls its experts. The calling thread makes all decisions; only bytes move in another.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.selection import Selection
 
-# A prefill executes what has arrived once it is a quarter of the event: more, smaller parts hide
-# little more of the compute and cost kernels.
+# A prefill executes the arrived experts once they are a quarter of the event: more, smaller parts
+# would hide little more of the transfers and cost kernel launches.
 PARTS = 4
 _NOTHING: frozenset[int] = frozenset()
 
@@ -43,19 +43,19 @@ class _Pending:
 
     event: Event
     demands: list[Fetch]
-    """Not yet given to the link: they did not fit."""
+    """Demands not yet given to the link, because they did not fit."""
     remaining: Sequence[int]
     """Keys not yet executed."""
     levels: dict[int, int] | None
-    """Key -> the level at which it was executed; None where there is one level."""
+    """Executed key -> its precision level; None where the store has one level."""
     on_host: Sequence[int] = ()
     """Keys that the host executes."""
 
 
 class WallEngine(Engine):
-    """Serves an event in two parts: `run` begins it, the `waves` end it.
+    """Serves an event in two steps: `run` begins it, the `waves` end it.
 
-    The clock is the machine's, and the mover's bytes really move.
+    Time is the machine's, and the mover really copies bytes.
     """
 
     clock: WallClock
@@ -63,7 +63,7 @@ class WallEngine(Engine):
     caches: Sequence[PlacedCache]
 
     def __init__(self, geometry: Geometry, setting: Setting, mover: Mover) -> None:
-        # Where experts are stored encoded, also at one level, the mover makes slots for them.
+        # For experts stored encoded, even at a single level, the mover makes the slots.
         encoded = bool(geometry.compute_bytes)
         pools = make_caches(geometry, setting, encoded)
         link = WallLink(mover, setting.throttle_bytes_per_s, encoded)
@@ -79,7 +79,7 @@ class WallEngine(Engine):
         self.fill()
 
     def enter(self, layer: int, num_tokens: int) -> None:
-        """Do nothing: the end of the layer before has issued what may begin until `run`."""
+        """Do nothing: the end of the previous layer issued what may begin before `run`."""
 
     def run(self, event: Event) -> Plan:
         prefetches, traffic, link = self.rules.prefetches, self.traffic, self.link
@@ -124,12 +124,12 @@ class WallEngine(Engine):
             yield from self._wave(pending)
             if not pending.demands:
                 break
-            given = len(pending.demands)
-            left = set(pending.remaining)
-            eviction.on_executed(event.layer, [key for key in event.keys if key not in left])
+            num_demands = len(pending.demands)
+            unexecuted = set(pending.remaining)
+            eviction.on_executed(event.layer, [key for key in event.keys if key not in unexecuted])
             self.link.launched()
-            self._demand(pending, left)
-            assert len(pending.demands) < given, "no room for one expert after its wave"
+            self._demand(pending, unexecuted)
+            assert len(pending.demands) < num_demands, "no room for one expert after its wave"
         if self.rules.prefetches:
             self.link.launched()
             if self.rules.prefetch.after_layer:
@@ -139,14 +139,14 @@ class WallEngine(Engine):
             eviction.on_event(event)
         else:
             eviction.on_levels(event, pending.levels)
-        self._pending = None  # Until here `recover` waits for what was demanded.
+        self._pending = None  # Up to here `_recover` has demands to wait for.
 
     def _recover(self) -> None:
         if self._script is not None:
             self._script.catch_up()
             self._script = None
         if self._pending is not None:
-            # What it demanded may still be on its way into its slots.
+            # Its demands may still be moving into their slots.
             self._pending = None
             while demanded := self.link.demanded():
                 self.traffic.settle(self.link.wait_for(demanded))
@@ -156,7 +156,7 @@ class WallEngine(Engine):
         return super().scan(event)
 
     def end_scan(self) -> None:
-        # What the text took beside its tokens' own experts is shared among these.
+        # Time that is no single token's is divided equally among the text's tokens.
         self.clock.synchronize()
         records = self._scanned
         spent_s = sum(record.duration_s for record in records)
@@ -166,7 +166,7 @@ class WallEngine(Engine):
         super().end_scan()
 
     def fill(self) -> None:
-        """Bring what the caches say is resident there, uncounted: they have been warmed."""
+        """Load the residents of warmed caches into their slots; no pass is charged."""
         for cache in dict.fromkeys(self.caches):
             bring(cache, self.link, list(cache.slots.items()))
 
@@ -182,7 +182,7 @@ class WallEngine(Engine):
 
     def _await_prefetches(self) -> float:
         start_s = self.clock.now
-        # What finds no room is left to its event, which demands it.
+        # Prefetches that find no room are left for their events to demand.
         while issued := self.link.issued():
             self.traffic.settle(self.link.wait_for(issued))
             self._advance(0.0)
@@ -203,15 +203,15 @@ class WallEngine(Engine):
         self.link.close()
 
     def _begin(self, pending: _Pending) -> None:
-        """Give an event's demands to the link, as far as they fit."""
+        """Give an event's demands to the link as far as they fit, after the host's share."""
         event, link = pending.event, self.link
-        wanted = set(event.keys)
+        event_keys = set(event.keys)
         cache = self.caches[event.layer]
         if self.rules.prefetches and link.active:
             pending.demands = [f for f in pending.demands if not self._is_coming(cache, f)]
             due = event.pass_index * self.geometry.num_layers + event.layer
-            self.traffic.cancel(due, wanted)
-            cache.unused_prefetches -= wanted
+            self.traffic.cancel(due, event_keys)
+            cache.unused_prefetches -= event_keys
         if self.host is not None and pending.demands:
             chosen = self.host.choose(event, pending.demands)
             pending.on_host = [fetch.key for fetch in pending.demands if fetch.key in chosen]
@@ -220,17 +220,17 @@ class WallEngine(Engine):
         if self.rules.ladder:
             for fetch in pending.demands:
                 if fetch.key in cache.resident:
-                    # At a worse level, which is of no use to this event.
+                    # At a worse level than this event needs.
                     cache.release_for_upgrade(fetch.key)
-        self._demand(pending, wanted)
+        self._demand(pending, event_keys)
 
     def note_host(self, busy_s: float, wait_s: float) -> None:
-        """Note what the host's part of an event took, and how long the device's waited for it."""
+        """Record the seconds of the host's part of an event, and of the device's wait for it."""
         self.record.host_s += busy_s
         self.record.host_wait_s += wait_s
 
     def _is_coming(self, cache: PlacedCache, fetch: Fetch) -> bool:
-        """Whether a demand need not be moved: a prefetch brings it, at a level that will do."""
+        """Whether a demand needs no transfer, as a prefetch brings it at a sufficient level."""
         key, link = fetch.key, self.link
         if key in cache.arriving:
             if cache.arriving[key] <= fetch.level:
@@ -257,7 +257,7 @@ class WallEngine(Engine):
         pending.demands = []
 
     def _reclaim(self, cache: PlacedCache, pinned: Set[int]) -> bool:
-        """Make one prefetch give way to a demand; False where none of this cache is under way."""
+        """Make a prefetch of this cache give way to a demand; False where none can."""
         key = self.link.withdraw_last(cache.arriving, pinned)
         if key is not None:
             cache.withdraw(key)
@@ -269,36 +269,36 @@ class WallEngine(Engine):
         return True
 
     def _wave(self, pending: _Pending) -> Iterator[tuple[Mapping[int, int], bool]]:
-        """Yield all that is there or on its way, in order of arrival.
+        """Yield all keys that are resident or in flight, in order of arrival.
 
         A decode step waits for its last expert: one call, as few kernels as possible. The compute
         of a prefill hides part of its transfers, and so does that of the resident experts where
         the policy executes them first.
         """
         event, cache, link = pending.event, self.caches[pending.event.layer], self.link
-        held = [k for k in pending.remaining if k in cache.slots]
+        placed = [k for k in pending.remaining if k in cache.slots]
         pending.remaining = [k for k in pending.remaining if k not in cache.slots]
-        flying = {k for k in held if link.is_flying(k)}
-        here = [k for k in held if k not in flying]
-        enough = -(-len(event.keys) // PARTS) if event.phase == PREFILL else len(held) + 1
+        flying = {k for k in placed if link.is_flying(k)}
+        ready = [k for k in placed if k not in flying]
+        enough = -(-len(event.keys) // PARTS) if event.phase == PREFILL else len(placed) + 1
         at_once = self.rules.miss.cached_first
         while flying:
-            if here and (at_once or len(here) >= enough):
-                yield self._execute(pending, cache, here), False
-                here = []
+            if ready and (at_once or len(ready) >= enough):
+                yield self._execute(pending, cache, ready), False
+                ready = []
             at_once = False
-            self._wait(flying, max(1, min(len(flying), enough - len(here))))
-            arrived = [k for k in held if k in flying and not link.is_flying(k)]
+            self._wait(flying, max(1, min(len(flying), enough - len(ready))))
+            arrived = [k for k in placed if k in flying and not link.is_flying(k)]
             flying -= set(arrived)
-            here += arrived
-        if here:
-            yield self._execute(pending, cache, here), len(here) == len(event.keys)
-        cache.unused_prefetches -= set(held)
+            ready += arrived
+        if ready:
+            yield self._execute(pending, cache, ready), len(ready) == len(event.keys)
+        cache.unused_prefetches -= set(placed)
 
     def _execute(
         self, pending: _Pending, cache: PlacedCache, keys: Sequence[int]
     ) -> Mapping[int, int]:
-        """Note that these keys are executed now; return where they lie."""
+        """Record that these keys are executed now; return their slots."""
         if pending.levels is not None:
             pending.levels.update({key: cache.resident[key] for key in keys})
             lower = [key for key in keys if cache.resident[key]]
@@ -308,7 +308,7 @@ class WallEngine(Engine):
         return {key: cache.slots[key] for key in keys}
 
     def _wait(self, keys: Set[int], count: int = 1) -> None:
-        """Stand still until `count` of the flying `keys` are there."""
+        """Wait until `count` of the flying `keys` have arrived, and record the stall."""
         start_s = time.perf_counter()
         self.traffic.settle(self.link.wait_for(keys, count))
         waited_s = time.perf_counter() - start_s
@@ -317,21 +317,21 @@ class WallEngine(Engine):
 
 
 class ScanScript:
-    """A layer's tokens: what each of them asks of the link, and where its experts lie then.
+    """The transfers and slots of one layer's tokens in a scanned text, in order.
 
-    The router decides for the whole text before any expert runs. Without prefetches nothing that a
-    cache decides depends on time, so all tokens are decided first, and their bytes follow in that
-    order, each token's awaited before the next one's may take their slots. An expert runs once, for
-    all of its tokens, when it first is there: the same products as without a cache.
+    The router chooses for the whole text before any expert runs. Without prefetches no decision of
+    a cache depends on time, so all tokens are decided first; their bytes follow in that order, each
+    token's awaited before the next one's may take their slots. An expert runs once, for all of its
+    tokens, on its first arrival: the same products as without a cache.
     """
 
     def __init__(self, link: WallLink) -> None:
         self._link = link
         self._steps: deque[tuple[list[Transfer], dict[int, int], PassRecord]] = deque()
-        """What moves before a part of one token's experts, and where these lie then."""
+        """For each wave of a token's experts: the transfers before it, their slots, the pass."""
 
     def add(self, plan: Plan, cache: PlacedCache, record: PassRecord) -> None:
-        """Decide one token's event to its end, waves included; what it moves is counted now."""
+        """Decide one token's event to its end, waves included; its transfers are counted now."""
         event, demands = plan.event, deque(plan.demands)
         remaining = set(event.keys)
         while remaining:
@@ -344,14 +344,14 @@ class ScanScript:
                 transfers.append(transfer_of(cache, key, level))
                 self._link.count(transfers[-1])
                 demands.popleft()
-            here = {k: cache.slots[k] for k in event.keys if k in remaining and k in cache.slots}
-            assert here, "no room for one expert after its wave"
-            remaining -= here.keys()
-            self._steps.append((transfers, here, record))
+            slots = {k: cache.slots[k] for k in event.keys if k in remaining and k in cache.slots}
+            assert slots, "no room for one expert after its wave"
+            remaining -= slots.keys()
+            self._steps.append((transfers, slots, record))
         cache.eviction.on_event(event)
 
     def play(self, clock: WallClock) -> Iterator[tuple[Mapping[int, int], bool]]:
-        """Carry everything out; yield what is there for the first time, as it comes."""
+        """Carry out all steps; yield experts on their first arrival, with their slots."""
         link, done = self._link, set[int]()
         while self._steps:
             transfers, slots, record = self._steps[0]
@@ -366,7 +366,7 @@ class ScanScript:
             record.end_s += clock.now - start_s
 
     def catch_up(self) -> None:
-        """Move what is left of a text that broke off: the cache says already that it is there."""
+        """Move what is left of a text that broke off: the cache already has it as resident."""
         while self._steps:
             transfers, _, record = self._steps.popleft()
             self._move(transfers, record)

@@ -1,4 +1,4 @@
-"""The machine's clock and its link: a queue of prefetches, a thread that moves, and its traffic."""
+"""The wall clock and its link: a prefetch queue, a worker thread that copies, and its traffic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POLL_S = 0.5
 
 
 class TransferError(RuntimeError):
-    """Moving an expert failed; the run cannot go on."""
+    """A transfer failed; the run cannot continue."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,58 +32,58 @@ class Transfer:
     slot: int
     nbytes: int
     due: int = 0
-    """The event a prefetch is for."""
+    """The event that a prefetch is due at."""
     level: int = 0
     """The precision level at which it is copied."""
     drops: Sequence[int] = ()
-    """Slots that are no more: what lies there is of no use any longer (`Mover.place`)."""
+    """Slots given up, whose memory can be freed (`Mover.place`)."""
     after: object = None
-    """What must have happened on the device before the slot may be written (`Mover.fence`)."""
+    """The fence that the device must have passed before the slot may be written (`Mover.fence`)."""
     state: str = WAITING
     submitted_s: float = field(default_factory=time.perf_counter)
     moved_s: float = 0.0
-    """Once it is there: how long it had the link."""
+    """Once arrived: the seconds for which it had the link."""
     ended_s: float = 0.0
-    """Once it is there: when that was, by the rate of a link that is slowed down."""
+    """Once arrived: its arrival time, at the rate of a throttled link."""
     lag_s: float = 0.0
-    """Once it is there: how long it took to begin, on a link that had nothing else to do."""
+    """Once arrived: the seconds it took to begin on an otherwise idle link."""
 
 
 class Mover(Protocol):
     """Copies an expert's bytes into a slot. `begin` and `finish` run in the worker's thread."""
 
     depth: int
-    """How many transfers may be begun before the first of them is finished."""
+    """How many transfers may be in progress at once."""
 
     def fence(self) -> object:
-        """Return what new transfers have to wait for; called where their slots are given away."""
+        """Return what new transfers must wait for; called when their slots are reassigned."""
 
     def place(self, transfer: Transfer) -> None:
-        """Make the slot of a transfer where there is none; called before `fence`.
+        """Make a transfer's slot if it does not exist; called before `fence`.
 
-        Only where slots differ in size, and by the thread that decides: what it drops may be in
-        use by kernels that it has launched, and the fence comes after these.
+        Called only where slots differ in size, and by the deciding thread: kernels that it has
+        launched may still use the dropped slots, and the fence comes after them.
         """
 
     def begin(self, transfer: Transfer) -> object:
-        """Start the copy (or make it) and return what `finish` waits for."""
+        """Start the copy (or complete it) and return what `finish` waits for."""
 
     def finish(self, token: object) -> float | None:
-        """Return once the bytes are in the slot: the seconds that they moved.
+        """Return the seconds of the copy, once its bytes are in the slot.
 
-        None where nothing but moving has taken time since `begin`.
+        None where the copy has taken all the time since `begin`.
         """
 
     def synchronize(self) -> None:
-        """Return once the device has executed all it was given."""
+        """Return once the device has executed all its work."""
 
 
 class Worker:
-    """Serves transfers in the order: demanded ones, then prefetches, each as they came.
+    """Serves demanded transfers before prefetches, each kind in order of submission.
 
     With `bytes_per_s` a transfer takes at least its bytes over that rate, measured from the end of
-    the one before where it was waiting by then, so that waking up late does not add up. What goes
-    wrong in the thread is raised, as TransferError, by the next call that waits or puts.
+    the previous one if it was waiting by then, so that late wake-ups do not add up. Errors in the
+    thread are raised, as TransferError, by the next call that waits, puts or collects.
     """
 
     def __init__(self, mover: Mover, bytes_per_s: float | None = None) -> None:
@@ -94,7 +94,7 @@ class Worker:
         self._finished: list[Transfer] = []
         self._awaited: Container[int] = ()
         self._wanted = 0
-        """How many of the awaited keys the caller is waiting for; 0 where it is not."""
+        """How many of the awaited keys the caller waits for; 0 while it does not wait."""
         self._error: BaseException | None = None
         self._closing = threading.Event()
         self._changed = threading.Condition()
@@ -106,20 +106,21 @@ class Worker:
         self._thread.start()
 
     def put(self, transfer: Transfer, demanded: bool) -> None:
+        """Queue a transfer, among the demands or the prefetches."""
         with self._changed:
             self._check()
             (self._demanded if demanded else self._prefetches).append(transfer)
             self._changed.notify_all()
 
     def promote(self, transfer: Transfer) -> None:
-        """Serve a prefetch as if it had been demanded; one that moves already goes on."""
+        """Serve a prefetch as a demand; one already moving is unaffected."""
         with self._changed:
             if transfer.state == WAITING:
                 self._prefetches.remove(transfer)
                 self._demanded.append(transfer)
 
     def withdraw(self, transfer: Transfer) -> bool:
-        """Take a prefetch back; False where it moves already."""
+        """Withdraw a prefetch; False where it is already moving."""
         with self._changed:
             if transfer.state != WAITING:
                 return False
@@ -127,14 +128,14 @@ class Worker:
             return True
 
     def collect(self) -> list[Transfer]:
-        """Return what has arrived since the last call."""
+        """Return the transfers that have arrived since the last call."""
         with self._changed:
             self._check()
             finished, self._finished = self._finished, []
             return finished
 
     def wait_for(self, keys: Container[int], count: int = 1) -> None:
-        """Return once `count` of these keys have arrived and were not collected yet."""
+        """Return once `count` of these keys have arrived and are not yet collected."""
         with self._changed:
             while self._arrived(keys) < count:
                 self._check()
@@ -143,7 +144,7 @@ class Worker:
             self._wanted = 0
 
     def close(self) -> None:
-        """End the thread; what waits is forgotten. Safe to call twice."""
+        """End the thread and drop queued transfers. Safe to call twice."""
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
@@ -180,7 +181,7 @@ class Worker:
                 self._changed.notify_all()
 
     def _next(self, wait: bool) -> Transfer | None:
-        """Take the next transfer; None where there is none (after waiting: at the end)."""
+        """Take the next transfer; None where there is none (with `wait`: only on closing)."""
         with self._changed:
             if wait:
                 self._changed.wait_for(
@@ -199,7 +200,7 @@ class Worker:
         moved_s = self._mover.finish(token)
         end_s = time.perf_counter()
         if moved_s is not None:
-            # Before that it waited for the device to be done with the slot, not for the link.
+            # Until then it waited for the device to be done with the slot, not for the link.
             begun_s = max(begun_s, end_s - moved_s)
         free_s = max(self._free_s, transfer.submitted_s)
         due_s, copied_s = end_s, end_s - begun_s
@@ -216,17 +217,17 @@ class Worker:
             self.busy_s += transfer.moved_s
             transfer.state = DONE
             self._finished.append(transfer)
-            # Each needless waking would take the interpreter from the next copy.
+            # Each needless wake-up would take the interpreter from the next copy.
             if self._wanted and self._arrived(self._awaited) >= self._wanted:
                 self._changed.notify_all()
 
 
 WEIGHT = 0.25
-"""Of the newest in what is learned of times: one that stands out is soon forgotten."""
+"""Weight of the newest sample in running averages of times: an outlier soon fades."""
 
 
 class WallClock:
-    """Work takes as long as it takes, so there is nothing to account."""
+    """The machine's time since the run began, in seconds; nothing has to be charged."""
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         self.synchronize = synchronize
@@ -238,32 +239,32 @@ class WallClock:
 
 
 class WallLink(Link):
-    """Gives transfers to a worker, up to a few prefetches ahead of their turn.
+    """Gives transfers to a worker: demands at once, prefetches shortly before their turn.
 
-    A prefetch is queued, then issued (it has a slot and may move at any time), then arrives. All
-    decisions are made by the caller's thread; a transfer counts once it is demanded or has arrived.
+    A prefetch is queued, then issued (it has a slot and may move at any time), then arrives. The
+    caller's thread makes all decisions; a transfer counts once it is demanded or has arrived.
     """
 
     def __init__(self, mover: Mover, bytes_per_s: float | None, makes_slots: bool = False) -> None:
-        """`makes_slots` is whether the mover makes them as they are needed, each of its size."""
+        """`makes_slots`: whether the mover makes slots on demand, each of its expert's size."""
         super().__init__()
         self._mover = mover
         self._makes_slots = makes_slots
         self._fence: tuple[object] | None = None
-        """What the transfers of the event in progress wait for; None until the first of them."""
+        """The fence of the event in progress's transfers; None until the first of them."""
         self._worker = Worker(mover, bytes_per_s)
         self._flying: dict[int, Transfer] = {}
-        """Demanded or issued, and not known to have arrived."""
+        """Transfers demanded or issued and not known to have arrived, by key."""
         self._issued: dict[int, Transfer] = {}
-        """The prefetches among them."""
+        """The prefetches among them, by key."""
         self._s_per_byte: float | None = None
-        """As the last transfers were; None before the first."""
+        """Running average over the last transfers; None before the first."""
         self._ended_s = 0.0
-        """When the last transfer that is known to have arrived was there."""
+        """Latest arrival time known."""
         self.demanded_s = 0.0
-        """Seconds in which demands were on their way, without those that handing over took."""
+        """Seconds in which demands were in flight, without the delays of handing them over."""
         self._demanded_until_s = 0.0
-        # A run that is interrupted or dropped leaves no thread.
+        # An interrupted or discarded run leaves no thread behind.
         self.close = weakref.finalize(self, self._worker.close)
 
     @property
@@ -283,16 +284,17 @@ class WallLink(Link):
         return set(self._issued)
 
     def is_flying(self, key: int) -> bool:
+        """Whether a key is demanded or issued and not known to have arrived."""
         return key in self._flying
 
     def demanded(self) -> set[int]:
-        """Return the keys that fly because an event demanded them."""
+        """Return the keys in flight that an event demanded."""
         return self._flying.keys() - self._issued.keys()
 
     def free_s(self, now: float) -> float:
-        """Return when all that was given to the link will have moved, at the rate of the last.
+        """Return when the link will have moved everything given to it, at its recent rate.
 
-        Never where the rate is not known yet; `now` where nothing is on its way.
+        Infinity while the rate is unknown; `now` where nothing is in flight.
         """
         if not self._flying:
             return now
@@ -303,61 +305,61 @@ class WallLink(Link):
         return max(now, max(first_s, self._ended_s) + nbytes * self._s_per_byte)
 
     def launched(self) -> None:
-        """Note that the device may have been given work: the next transfers wait for it, too."""
+        """Note that the device may have new work, which the next transfers must wait for, too."""
         self._fence = None
 
     def demand(self, transfer: Transfer) -> None:
-        """Move a key's bytes into its slot before all prefetches that are not moving yet."""
+        """Move an expert into its slot, ahead of all prefetches not yet moving."""
         self.count(transfer)
         self.move(transfer)
 
     def count(self, transfer: Transfer) -> None:
-        """Count a demand, which `move` may carry out later."""
+        """Count a demand; `move` may carry it out later."""
         self.bytes_moved += transfer.nbytes
         self.transfers += 1
 
     def move(self, transfer: Transfer) -> None:
-        """Move what has been counted as a demand."""
+        """Move a demand that has been counted."""
         self._put(transfer, demanded=True)
 
     def batch_of_head(self) -> int | None:
-        """Return the batch of the next queued prefetch, if one waits and is of a batch."""
+        """Return the batch of the next queued prefetch, or None where there is none."""
         head = self.head()
         return None if head is None else self._queued[head][2]
 
     def issue(self, transfer: Transfer) -> None:
-        """Let the first of the queued prefetches move when its turn comes."""
+        """Give the first queued prefetch to the worker, to move when its turn comes."""
         assert transfer.key == self.head(), f"{transfer.key} is not the first in the queue"
         transfer.due = self.withdraw(transfer.key)[0]
         self._issued[transfer.key] = transfer
         self._put(transfer, demanded=False)
 
     def promote(self, key: int) -> None:
-        """An event demands an issued prefetch: it goes before all others."""
+        """Serve an issued prefetch as a demand, because an event demands it."""
         self._worker.promote(self._issued[key])
 
     def withdraw_issued(self, due: int, wanted: Container[int]) -> list[int]:
-        """Take back the issued prefetches for events up to `due` that have not begun to move.
+        """Withdraw the issued prefetches for events up to `due` that have not begun to move.
 
-        Those in `wanted` stay. Returns the keys taken back, whose slots are free again.
+        Keys in `wanted` stay. Returns the withdrawn keys, whose slots are free again.
         """
         candidates = [k for k, t in self._issued.items() if t.due <= due and k not in wanted]
         return [key for key in candidates if self.take_back(key)]
 
     def withdraw_last(self, keys: Container[int], wanted: Container[int]) -> int | None:
-        """Take back the issued prefetch among `keys` that is due last, to free its slot."""
+        """Withdraw the issued prefetch among `keys`, none `wanted`, that is due last; return it."""
         candidates = [(-t.due, k) for k, t in self._issued.items() if k in keys and k not in wanted]
         return next((key for _, key in sorted(candidates) if self.take_back(key)), None)
 
     def take_back(self, key: int) -> bool:
-        """Take back one issued prefetch; False where it moves already."""
+        """Withdraw one issued prefetch; False where it is already moving."""
         if not self._worker.withdraw(self._issued[key]):
             return False
         del self._flying[key], self._issued[key]
         return True
 
     def arrivals(self) -> list[int]:
-        """Return the keys of prefetches that have arrived since the last call."""
+        """Collect arrived transfers; return the keys of the prefetches among them."""
         landed = []
         for transfer in self._worker.collect():
             assert transfer.state == DONE
@@ -378,7 +380,7 @@ class WallLink(Link):
         return landed
 
     def wait_for(self, keys: Collection[int], count: int = 1) -> list[int]:
-        """Stand still until `count` of the flying `keys` are there; then as `arrivals`."""
+        """Wait until `count` of the flying `keys` have arrived; then as `arrivals`."""
         self._worker.wait_for(keys, count)
         return self.arrivals()
 
@@ -389,7 +391,7 @@ class WallLink(Link):
         if self._fence is None:
             self._fence = (self._mover.fence(),)
         (transfer.after,) = self._fence
-        # Asked for now, whenever that was decided: a throttled link counts from here.
+        # Submitted now, whenever it was decided: a throttled link counts from here.
         transfer.submitted_s = time.perf_counter()
         self._flying[transfer.key] = transfer
         self._worker.put(transfer, demanded)
@@ -399,7 +401,7 @@ TRIALS = 3
 
 
 def transfer_of(cache: PlacedCache, key: int, level: int) -> Transfer:
-    """Return what brings a key, which has been given a slot, there."""
+    """Return the transfer of a key into the slot that it has been given."""
     nbytes = cache.size_of(key, level)
     return Transfer(key, cache.slots[key], nbytes, level=level, drops=cache.take_dropped())
 
@@ -407,9 +409,9 @@ def transfer_of(cache: PlacedCache, key: int, level: int) -> Transfer:
 class Traffic:
     """Issues those prefetches whose turn on the link comes before the next visit.
 
-    An issued prefetch has taken another expert's place already, so one that does not begin before
-    its event is cancelled has evicted for nothing; where too few are issued the link stands idle.
-    Each kind of visit learns when the next one follows, and the link how fast it is.
+    An issued prefetch has already evicted another expert, in vain if its event comes before it
+    begins to move; with too few issued, the link stands idle. So each kind of visit learns the time
+    to the next one, and the link its own rate.
     """
 
     def __init__(
@@ -424,15 +426,15 @@ class Traffic:
         self._prefetches = prefetches
         self._num_experts = num_experts
         self._gaps: dict[Hashable, float] = {}
-        """Kind of visit -> seconds to the next one, those left out that the compute waits in."""
+        """Kind of visit -> seconds to the next one, without the waits of the compute."""
         self._last: tuple[Hashable, float] | None = None
 
     def drain(
         self, pinned: Set[int], layer: int, visit: Hashable = None, awaited: bool = False
     ) -> None:
-        """Land what has arrived, then issue what begins to move before the next visit.
+        """Land arrived prefetches, then issue those that begin to move before the next visit.
 
-        `awaited` is whether the compute waits for what was given to the link before.
+        `awaited`: whether the compute waits for the transfers already given to the link.
         """
         link = self._link
         self.settle(link.arrivals())
@@ -446,12 +448,12 @@ class Traffic:
         self._issue(pinned, layer, now, begins_s + self._gaps.get(visit, 0.0))
 
     def stood_still(self, seconds: float) -> None:
-        """Note that the compute waited since the last visit."""
+        """Note for how long the compute has waited since the last visit."""
         if self._last is not None:
             self._last = (self._last[0], self._last[1] + seconds)
 
     def _issue(self, pinned: Set[int], layer: int, now: float, until_s: float) -> None:
-        """Issue what begins until then; of a batch, all that is left of it."""
+        """Issue the prefetches that begin by `until_s`, and the whole rest of a batch."""
         link, batch = self._link, None
         while True:
             key, before = link.head(), batch
@@ -476,15 +478,15 @@ class Traffic:
             self._caches[key // self._num_experts].land(key)
 
     def cancel(self, due: int, wanted: Set[int]) -> None:
-        """Drop the prefetches of events up to `due`, also issued ones that have not begun."""
+        """Drop the prefetches of events up to `due`, also issued ones not yet moving."""
         self._link.cancel_due(due)
         for key in self._link.withdraw_issued(due, wanted):
             self._caches[key // self._num_experts].withdraw(key)
 
 
 def bring(cache: PlacedCache, link: WallLink, places: Sequence[tuple[int, int]]) -> None:
-    """Move keys into their slots, at the best level, and wait for all of them."""
-    # A pass that broke off may have left kernels behind that read these slots.
+    """Move keys into these slots at the best level, and wait for all of them."""
+    # Kernels of a pass that broke off may still read these slots.
     link.launched()
     for key, slot in places:
         drops = cache.take_dropped() if cache.slots else ()
@@ -496,8 +498,8 @@ def bring(cache: PlacedCache, link: WallLink, places: Sequence[tuple[int, int]])
 def time_load(cache: PlacedCache, link: WallLink, count: int) -> float:
     """Return the median seconds of loading `count` experts of the first layer together.
 
-    Where fewer fit into the cache, as many as do, and their time for each. What is resident is
-    loaded once more to where it lies.
+    Where fewer fit into the cache, scaled up by bytes from as many as fit. Residents are loaded
+    again into their own slots.
     """
     size = cache.size_of(0)
     fits = max(1, min(count, len(cache.slots) or cache.capacity_bytes // size))

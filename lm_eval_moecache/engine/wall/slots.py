@@ -1,4 +1,4 @@
-"""Caches whose residents lie in numbered slots: all of one size, or each of its level's."""
+"""Caches of numbered slots, either all of one size or each of its expert's size."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from lm_eval_moecache.records.geometry import Geometry
 
 
 class PlacedCache(ExpertCache):
-    """Gives each key a slot for as long as it is resident or arriving."""
+    """A cache that gives each key a slot while it is resident or arriving."""
 
     def __init__(
         self, capacity_bytes: int, eviction: EvictionAlgorithm, geometry: Geometry
     ) -> None:
         super().__init__(capacity_bytes, eviction, geometry)
         self.slots: dict[int, int] = {}
-        """Key -> slot, of all that are resident or arriving."""
+        """Key -> slot, of all resident and arriving keys."""
 
     def withdraw(self, key: int) -> None:
-        """Give back the bytes of an arriving key whose transfer has not begun."""
+        """Release an arriving key whose transfer has not begun."""
         level = self.arriving.pop(key)
         self.used_bytes -= self.size_of(key, level)
         self.loads -= 1
         self._release(self.slots.pop(key))
 
     def take_dropped(self) -> Sequence[int]:
-        """Return the slots that are no more since the last call: their memory can be freed."""
+        """Return the slots given up since the last call, whose memory can be freed."""
         return ()
 
     @abstractmethod
     def trial_slots(self, count: int) -> Sequence[int]:
-        """Return slots to try transfers with while the cache is empty; they stay free."""
+        """Return slots for trial transfers while the cache is empty; they stay free."""
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        held = self.resident.keys() | self.arriving.keys()
-        assert held == self.slots.keys(), f"slots of {self.slots.keys() ^ held}"
-        assert len(set(self.slots.values())) == len(held), "two keys in one slot"
+        keys = self.resident.keys() | self.arriving.keys()
+        assert keys == self.slots.keys(), f"slots of {self.slots.keys() ^ keys}"
+        assert len(set(self.slots.values())) == len(keys), "two keys in one slot"
 
     @abstractmethod
     def _place(self, key: int, level: int) -> int:
-        """Return a free slot for a key at a level; its bytes have been taken already."""
+        """Return a free slot for a key at a level; its bytes are already taken."""
 
     @abstractmethod
     def _release(self, slot: int) -> None:
@@ -64,7 +64,7 @@ class SlottedCache(PlacedCache):
     """Slots of one size, made once.
 
     Where all experts of its layers fit, an expert's slot is its place among them, so that a layer
-    lies in one piece.
+    is contiguous.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class SlottedCache(PlacedCache):
 
 
 class LeveledCache(PlacedCache):
-    """Slots as large as what lies in them at its level, made when none of that size is free.
+    """Slots as large as their expert at its level, made when none of that size is free.
 
-    The bytes of all slots, the free ones included, never exceed the capacity: where a new one
-    would, free ones of other sizes are given up first, the oldest before the others.
+    The bytes of all slots, free ones included, never exceed the capacity: to make room for a new
+    one, free slots of other sizes are given up, longest free first.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class LeveledCache(PlacedCache):
         geometry: Geometry,
         names: Iterator[int],
     ) -> None:
-        """`names` number the slots; caches of one run share them, so that no two are alike."""
+        """`names` numbers the slots; the caches of a run share it, so that slots are unique."""
         super().__init__(capacity_bytes, eviction, geometry)
         self._names = names
         self._sizes_of: dict[int, tuple[int, int]] = {}
@@ -126,9 +126,9 @@ class LeveledCache(PlacedCache):
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        made = sum(nbytes for nbytes, _ in self._sizes_of.values())
-        assert made == self._made_bytes <= self.capacity_bytes, (
-            f"slots of {made} bytes, counted {self._made_bytes}, capacity {self.capacity_bytes}"
+        total = sum(nbytes for nbytes, _ in self._sizes_of.values())
+        assert total == self._made_bytes <= self.capacity_bytes, (
+            f"slots of {total} bytes, counted {self._made_bytes}, capacity {self.capacity_bytes}"
         )
         assert self._free.keys().isdisjoint(self.slots.values()), "a slot in use is free"
 
@@ -153,7 +153,7 @@ class LeveledCache(PlacedCache):
 
 
 def slots_of(capacity_bytes: int, geometry: Geometry, layers: Sequence[int]) -> int:
-    """Return how many experts of these layers a cache of so many bytes holds.
+    """Return how many experts of these layers fit into `capacity_bytes`.
 
     Raises ValueError where the layers' experts differ in size: they cannot share slots.
     """
@@ -167,13 +167,13 @@ def slots_of(capacity_bytes: int, geometry: Geometry, layers: Sequence[int]) -> 
 
 
 def make_caches(geometry: Geometry, setting: Setting, encoded: bool) -> list[PlacedCache]:
-    """Return the caches of a run; slots of `encoded` experts have their levels' sizes."""
+    """Return the caches of a run; slots of `encoded` experts have the size of their level."""
     partitions, names = setting.capacity.partitions(geometry.num_layers), count()
     pools: list[PlacedCache] = []
-    for size, own in zip(setting.capacity.bytes_by_partition, partitions, strict=True):
+    for size, layers in zip(setting.capacity.bytes_by_partition, partitions, strict=True):
         eviction = setting.policy.eviction.build(geometry, setting.seed)
         if encoded:
             pools.append(LeveledCache(size, eviction, geometry, names))
         else:
-            pools.append(SlottedCache(size, eviction, geometry, own))
+            pools.append(SlottedCache(size, eviction, geometry, layers))
     return pools
