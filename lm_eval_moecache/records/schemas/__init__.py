@@ -1,9 +1,8 @@
-"""The form of every file that is read, checked by pydantic: what users write, and what
-this package writes.
+"""Schemas of all files that are read, written by users or by this package, checked by pydantic.
 
-A schema says which fields there are and of what kind; what a value means (whether an algorithm has
-that parameter, a device that bandwidth) is for the module that uses it. Imported where a file is
-read, as pydantic takes a tenth of a second.
+A schema fixes the fields and their types; whether a value makes sense (an algorithm has that
+parameter, a device that bandwidth) is checked by the module that uses it. Imported only where a
+file is read, because importing pydantic takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from lm_eval_moecache.records.numbers import MOST_COUNT, read_count, read_number, shown, unknown
 
-# pydantic's names of what does not fit, in words.
+# pydantic's error types, in words.
 _WORDS = {
     "string_type": "must be text",
     "bool_type": "must be true or false",
@@ -43,7 +42,7 @@ _WORDS = {
 
 
 class Schema(BaseModel):
-    """A mapping whose fields are all known; values are taken as they are, never converted."""
+    """A mapping with known fields only; values are checked, never converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -52,13 +51,13 @@ class Schema(BaseModel):
     def _names_known(cls, data: object) -> object:
         for key in data if isinstance(data, Mapping) else ():
             if key not in cls.model_fields:
-                said = str(unknown("field", key, cls.model_fields))
-                raise PydanticCustomError("unknown_field", "{said}", {"said": said})
+                message = str(unknown("field", key, cls.model_fields))
+                raise PydanticCustomError("unknown_field", "{said}", {"said": message})
         return data
 
 
 class OpenSchema(BaseModel):
-    """A mapping of somebody else, of which these fields are ours to read."""
+    """A mapping of foreign origin, of which only these fields are read."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -67,32 +66,32 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def number(**bounds: float) -> BeforeValidator:
-    """For `Annotated[float, ...]`: a finite number within these bounds of `read_number`."""
+    """Return a validator for `Annotated[float, ...]`: finite and within `read_number`'s bounds."""
     return _bounded(read_number, (int, float), bounds)
 
 
 def count(least: int = 0, most: int = MOST_COUNT) -> BeforeValidator:
-    """For `Annotated[int, ...]`: a whole number within these bounds."""
+    """Return a validator for `Annotated[int, ...]`: a whole number within these bounds."""
     return _bounded(read_count, int, {"least": least, "most": most})
 
 
 def _bounded(read: Callable[..., Any], kinds: Any, bounds: dict[str, Any]) -> BeforeValidator:
     def check(value: object) -> Any:
         try:
-            # A file has numbers of its own: text that looks like one was quoted by mistake.
+            # Files have a number type: text that looks like a number was quoted by mistake.
             return read("", value if isinstance(value, kinds) else None, **bounds)
         except ValueError as error:
-            # The key is told by whoever knows the path.
+            # The caller, who has the path, names the key.
             raise ValueError("must be" + str(error).rpartition(" must be")[2].rstrip(".")) from None
 
     return BeforeValidator(check)
 
 
 def check(schema: type[Kind], data: object, what: str) -> Kind:
-    """Return the data as the schema's record.
+    """Return the data as an instance of the schema.
 
-    Raises ValueError that begins with `what` (the file), and names the field, its value, what is
-    allowed, and the nearest match of an unknown field.
+    Raises ValueError that begins with `what` (the file) and names the field, its value, what is
+    allowed, and for an unknown field the nearest match.
     """
     if not isinstance(data, Mapping):
         fields = ", ".join(schema.model_fields)
@@ -104,7 +103,7 @@ def check(schema: type[Kind], data: object, what: str) -> Kind:
 
 
 def check_as(kind: Any, data: object, what: str) -> Any:
-    """As `check`, for a type that is no schema of its own (a list of schemas)."""
+    """As `check`, for a type that is not a schema itself (a list of schemas)."""
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
@@ -112,7 +111,7 @@ def check_as(kind: Any, data: object, what: str) -> Any:
 
 
 def check_json(kind: Any, text: bytes, what: str) -> Any:
-    """As `check_as`, for JSON that is too long to be parsed by anything slower."""
+    """As `check_as`, for JSON text too long for a slower parser."""
     try:
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
@@ -120,10 +119,10 @@ def check_json(kind: Any, text: bytes, what: str) -> Any:
 
 
 def told(error: ValidationError, what: str) -> ValueError:
-    """Build our error from the first of pydantic's."""
+    """Return our error for the most telling of pydantic's."""
     errors = error.errors(include_url=False)
     missing = [e for e in errors if e["type"] == "missing"]
-    # A field that is misspelt is also one that lacks: its name says more.
+    # A misspelt field is also a missing one; its name is more telling.
     first = next((e for e in errors if e["type"] == "unknown_field"), errors[0])
     path = _path_of(first["loc"])
     if first["type"] == "missing":
@@ -140,7 +139,7 @@ def told(error: ValidationError, what: str) -> ValueError:
 
 
 def _path_of(path: tuple[int | str, ...]) -> str:
-    """Return the steps of pydantic's path that are fields, and do not name a kind of a union."""
+    """Return pydantic's path with its fields and indices only, without the names of union types."""
     kinds = ("str", "int", "float", "bool", "none")
     return ".".join(
         str(part)

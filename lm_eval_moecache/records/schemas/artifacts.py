@@ -1,4 +1,4 @@
-"""The forms of what this package writes to be read again: artifacts, profiles of use, traces."""
+"""Schemas of files that this package writes and reads: artifacts, use profiles, traces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field
 from lm_eval_moecache.records.geometry import MOST_DRAFTED
 from lm_eval_moecache.records.schemas import OpenSchema, Schema, count, number
 
-# Of one expert, or of what is read on the way to a layer's experts.
+# Largest size of one expert, or of a layer's dense weights.
 MOST_BYTES = 2**53
 MOST_LAYERS, MOST_EXPERTS = 10_000, 32_767
 """Experts are int16 in a trace."""
@@ -35,16 +35,16 @@ class ArtifactHeader(Schema):
 
 
 class MadeBuddies(OpenSchema):
-    """What the lists of a buddy artifact rest on, beside its data."""
+    """The settings that a buddy artifact's lists were made with, beside its data."""
 
     alpha: Share | Annotated[list[Share], Field(min_length=1)]
-    """How much the lists cover: of all layers, or of each."""
+    """Coverage of the lists, for all layers or for each."""
     k_max: Annotated[int, count(1, 100_000)]
     smoothing: Annotated[float, number(least=0)]
 
 
 class UseFile(Schema):
-    """A profile of use: `moecache profile use`."""
+    """A use profile, as `moecache profile use` writes it."""
 
     format: Literal[1]
     kind: Literal["use"]
@@ -56,7 +56,7 @@ class UseFile(Schema):
 
 
 class ModelSizes(Schema):
-    """The sizes of a model; a file of another maker may leave out what has a default."""
+    """The sizes of a model; files of other makers may omit fields with defaults."""
 
     model: str
     num_layers: Annotated[int, count(1, MOST_LAYERS)]
@@ -72,7 +72,7 @@ class ModelSizes(Schema):
 
 
 class DraftSizes(ModelSizes):
-    """The draft of a drafted run, and how much is kept of what it foretells."""
+    """The draft of a drafted run, and how many ranks of its predictions are kept."""
 
     level: Annotated[int, count(0, 99)]
     nbytes: Annotated[int, count(0, MOST_BYTES)]

@@ -1,5 +1,5 @@
-"""The forms of what users write: compositions, profiles of hardware, evaluation options, what a
-folder shows of its runs, search spaces, and recipes of papers' figures."""
+"""Schemas of files that users write: compositions, hardware profiles, evaluation options, views of
+runs, search spaces, sweeps, and recipes of papers' figures."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lm_eval_moecache.records.schemas import Schema, check, count, number
 MOST_JOBS = 1024
 MOST_CHOICES = 1000
 SIZES = ("top_k", "num_experts")
-"""What of the model may stand for a number of a search space."""
+"""Sizes of the model that may stand for numbers in a search space."""
 _MOST_FEWSHOT = 1000
 _INFINITE = ("peak_flops", "memory_bytes_per_s")
-"""Compute that takes no time is an idealisation of some use; a link or a memory without end would
-leave nothing to measure."""
+"""Fields that may be infinite: compute that takes no time is a useful idealisation, but an infinite
+link or memory would leave nothing to measure."""
 
 Executor = Literal["local", "ray", "submitit"]
 EXECUTORS: tuple[str, ...] = get_args(Executor)
@@ -50,15 +50,15 @@ Algorithm = Annotated[Any, BeforeValidator(_algorithm)]
 
 
 class PolicyFile(Schema):
-    """An algorithm on each axis, by name or with its parameters."""
+    """A composition: one algorithm per axis, by name or with its parameters."""
 
     name: str | None = None
     source: str = ""
     phases: str = "all"
     cache: Literal["model", "layer"] = "model"
-    """`layer`: one cache for each layer, among which any capacity is divided equally."""
+    """`layer`: one cache per layer, among which any capacity is divided equally."""
     placement: Literal["none", "use"] = "none"
-    """`use`: starts from the most used experts, by a profile (`warm=`)."""
+    """`use`: starts with the most used experts, by a use profile (`warm=`)."""
     routing: Algorithm
     prefetch: Algorithm
     eviction: Algorithm
@@ -71,22 +71,22 @@ class PolicyFile(Schema):
 def _figure(value: object, info: ValidationInfo) -> float:
     if value == math.inf and info.field_name in _INFINITE:
         return math.inf
-    found = plain_number(value)
-    if found is None:
+    figure = plain_number(value)
+    if figure is None:
         raise ValueError("is not a number that is finite and in plain digits")
-    return float(found)
+    return float(figure)
 
 
 @cache
 def hardware_schema(record: type[Any]) -> type[BaseModel]:
-    """Return the schema of the profile's record: its fields are the file's, named once."""
+    """Return the file's schema, made from the fields of the profile's record."""
     figure = Annotated[float, BeforeValidator(_figure)]
     kinds: dict[str, Any] = {"float": figure, "float | None": figure | None, "int": int, "str": str}
-    found: dict[str, Any] = {}
+    schema_fields: dict[str, Any] = {}
     for field in fields(record):
         kind = kinds.get(str(field.type), dict[str, str] | str)
-        found[field.name] = (kind, ... if field.default is MISSING else field.default)
-    schema: type[BaseModel] = create_model("HardwareFile", __base__=Schema, **found)
+        schema_fields[field.name] = (kind, ... if field.default is MISSING else field.default)
+    schema: type[BaseModel] = create_model("HardwareFile", __base__=Schema, **schema_fields)
     return schema
 
 
@@ -98,19 +98,19 @@ def _is_mapping(value: object) -> TypeGuard[dict[str, Any]]:
 
 
 def _names(value: object) -> object:
-    listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError("must be a name or a list of names")
-    return listed
+    return names
 
 
 def _settings(value: object) -> object:
     if not _is_mapping(value):
         raise ValueError("must be a mapping of settings to a value or a list of values")
-    for wanted in value.values():
-        listed = wanted if isinstance(wanted, list) else [wanted]
-        if not listed or any(isinstance(each, (dict, list)) for each in listed):
-            raise ValueError(f"has {shown(wanted)}, which is no value or list of values")
+    for setting in value.values():
+        choices = setting if isinstance(setting, list) else [setting]
+        if not choices or any(isinstance(choice, (dict, list)) for choice in choices):
+            raise ValueError(f"has {shown(setting)}, which is no value or list of values")
     return value
 
 
@@ -119,7 +119,7 @@ Settings = Annotated[dict[str, Any], BeforeValidator(_settings)]
 
 
 class Pick(Schema):
-    """Of several runs in one place the best within a budget."""
+    """Choice among runs that share a place in a view: the best within a budget."""
 
     best: str
     score: str
@@ -166,9 +166,9 @@ class Board(Schema):
     title: str = ""
     where: Settings = Field(default_factory=dict)
     distinct: bool = False
-    """Show of several runs with one setting the first."""
+    """Whether to show only the first of several runs with one setting."""
     by: Names = Field(default_factory=list)
-    """Settings, such as the capacity, in which rows may differ that are not ranked together."""
+    """Settings, such as the capacity, that split the rows into separate rankings."""
     columns: Names | None = None
     sort: Names | None = None
     views: list[View] = Field(default_factory=list)
@@ -178,10 +178,10 @@ class Board(Schema):
 
 
 def _limit(value: object) -> object:
-    found = plain_number(value)
-    if isinstance(value, str) or found is None or found <= 0 or (found > 1 and found % 1):
+    limit = plain_number(value)
+    if isinstance(value, str) or limit is None or limit <= 0 or (limit > 1 and limit % 1):
         raise ValueError("must be a whole number of documents above 0, or a share below 1")
-    return value if found < 1 else read_count("limit", found)
+    return value if limit < 1 else read_count("limit", limit)
 
 
 def _gen_kwargs(value: object) -> object:
@@ -192,12 +192,12 @@ def _gen_kwargs(value: object) -> object:
 
 
 def _mappings(value: object) -> object:
-    listed = [value] if isinstance(value, dict) else value
-    if not isinstance(listed, list) or not listed:
+    mappings = [value] if isinstance(value, dict) else value
+    if not isinstance(mappings, list) or not mappings:
         raise ValueError("must be a mapping or a list of mappings")
-    if not all(map(_is_mapping, listed)):
+    if not all(map(_is_mapping, mappings)):
         raise ValueError("must be a mapping of names to values, or a list of such")
-    return listed
+    return mappings
 
 
 Mappings = Annotated[list[dict[str, Any]], BeforeValidator(_mappings)]
@@ -206,7 +206,7 @@ Fewshot = Annotated[int, count(0, _MOST_FEWSHOT)]
 
 
 class Options(Schema):
-    """What of a cell goes to lm-eval's `simple_evaluate`."""
+    """The options of a cell that go to lm-eval's `simple_evaluate`."""
 
     limit: Limit = None
     num_fewshot: Fewshot | None = None
@@ -216,12 +216,12 @@ class Options(Schema):
 
 
 def read_jobs(value: object) -> int:
-    """Return what `--jobs` asks for."""
+    """Return the number of jobs that `--jobs` gives."""
     return read_count("--jobs", value, least=1, most=MOST_JOBS)
 
 
 def check_limit(limit: object, what: str) -> None:
-    """Raise ValueError where `--limit` is given and no number of documents."""
+    """Raise ValueError if `--limit` is given but is no number or share of documents."""
     if limit is not None:
         check(Options, {"limit": limit}, what)
 
@@ -230,9 +230,9 @@ def check_limit(limit: object, what: str) -> None:
 
 
 def _values(value: object) -> object:
-    listed = value if isinstance(value, list) else []
-    plain = (isinstance(n, (str, bool)) or plain_number(n) is not None for n in listed)
-    if 0 < len(listed) <= MOST_CHOICES and all(plain):
+    choices = value if isinstance(value, list) else []
+    plain = (isinstance(n, (str, bool)) or plain_number(n) is not None for n in choices)
+    if 0 < len(choices) <= MOST_CHOICES and all(plain):
         return value
     if isinstance(value, dict) and {"low", "high"} <= set(value) <= {"low", "high", "log"}:
         ends, log = [value["low"], value["high"]], value.get("log", False)
@@ -250,7 +250,7 @@ def _values(value: object) -> object:
 def _algorithms(value: object) -> object:
     if not isinstance(value, dict) or not value:
         raise ValueError("must map algorithms to their parameters")
-    return {name: {} if given is None else given for name, given in value.items()}
+    return {name: {} if parameters is None else parameters for name, parameters in value.items()}
 
 
 Values = Annotated[Any, BeforeValidator(_values)]
@@ -258,7 +258,7 @@ Algorithms = Annotated[dict[str, dict[str, Values]], BeforeValidator(_algorithms
 
 
 class SpaceFile(Schema):
-    """For each axis its algorithms, for each parameter its range."""
+    """A search space: the algorithms of each axis, and the range of each parameter."""
 
     routing: Algorithms
     prefetch: Algorithms
@@ -272,13 +272,13 @@ class SpaceFile(Schema):
 class SweepFields(Schema):
     """The fields of `sweep.yaml`.
 
-    Each mapping of `runs` (one empty run where there is none) is crossed with every combination
-    of each `grid`, over `base`. Keys are model arguments, or `model`, `label`, `tasks` and the
-    evaluation's `OPTIONS`. A cell that has all items of an `exclude` entry is left out. `bounds`
-    (belady, oracle) adds a replay that knows the future wherever a lossless cell stands.
+    Each mapping of `runs` (by default one empty run) is crossed with every combination of each
+    `grid`, on top of `base`. Keys are model arguments, or `model`, `label`, `tasks` and the
+    evaluation's `OPTIONS`. Cells with all items of an `exclude` entry are left out. `bounds`
+    (belady, oracle) adds a replay that knows the future beside each lossless cell.
 
-    `traces` (files, or patterns like `traces/*.parquet`) takes the place of `tasks`: every cell is
-    replayed on each of them, and no model runs. Then `eviction: belady` is a value like any other.
+    `traces` (files, or patterns like `traces/*.parquet`) replaces `tasks`: every cell is replayed
+    on each of them, without a model. `eviction: belady` is then a value like any other.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
@@ -305,46 +305,46 @@ Sweep = TypeVar("Sweep", bound=SweepFields)
 
 
 def sweep_fields(path: Path, kind: type[Sweep]) -> Sweep:
-    """Read a sweep file; where it has no name, its folder's. Raises ValueError naming the field."""
+    """Read a sweep file, named after its folder by default. Raises ValueError naming the field."""
     what = f"sweep file {path.name}"
     data = read_yaml(path, what)
     if not isinstance(data, dict):
         raise ValueError(f"{what} must hold a mapping with `tasks` and `grid`.")
-    given = {key: value for key, value in data.items() if value is not None}
-    return check(kind, {"name": path.resolve().parent.name, **given}, what)
+    settings = {key: value for key, value in data.items() if value is not None}
+    return check(kind, {"name": path.resolve().parent.name, **settings}, what)
 
 
-# --- recipes: one table or figure of a paper, and what the paper says in it ---
+# --- recipes: one table or figure of a paper, and the paper's numbers in it ---
 
 
 class ReproducedValue(Schema):
-    """How our figure beside the paper's is had: a metric of the one run that has these settings."""
+    """Our figure beside the paper's: a metric of the one run with these settings."""
 
     metric: Text
     where: dict[str, Any] = Field(default_factory=dict)
     versus: dict[str, Any] | None = None
-    """The run that `form` compares with: these settings in place of those of `where`."""
+    """The run that `form` compares with: these settings override those of `where`."""
     form: Literal["value", "ratio", "reduction", "difference"] = "value"
 
 
 class PaperValue(Schema):
-    """One number of the paper: a value, a range from and to, or words."""
+    """One number of the paper: a value, a range [from, to], or words."""
 
     what: Text
     paper: int | float | Annotated[list[int | float], Field(min_length=2, max_length=2)] | str
     ours: ReproducedValue | None = None
-    """None where the picture or the table has to be looked at."""
+    """None where only a look at the plot or table can compare."""
 
 
 class Analysis(Schema):
-    """A call of `moecache analyze`, for figures that no grid of runs makes."""
+    """A call of `moecache analyze`, for figures that do not come from a grid of runs."""
 
     analysis: Text
     options: dict[str, Any] = Field(default_factory=dict)
 
 
 class Recipe(Schema):
-    """The file. Either `sweep` (fields of a sweep file) or `analyze`."""
+    """A recipe file, with either `sweep` (fields of a sweep file) or `analyze`."""
 
     paper: Text
     where: Text
@@ -353,13 +353,13 @@ class Recipe(Schema):
     claims: list[str] = Field(default_factory=list)
     notes: str = ""
     like: str | None = None
-    """Another recipe, PAPER/FIGURE, whose `sweep` this one changes: its fields replace those."""
+    """Another recipe, PAPER/FIGURE, whose `sweep` this recipe's fields override."""
     sweep: dict[str, Any] = Field(default_factory=dict)
     analyze: Analysis | None = None
     tiny: dict[str, Any] = Field(default_factory=dict)
-    """Model arguments, or options of the analysis, that only the shipped model needs."""
+    """Model arguments, or options of the analysis, for the shipped model only."""
     real: dict[str, Any] = Field(default_factory=dict)
-    """Those that stand in their place for any other model."""
+    """Those used in their place for any other model."""
     real_tasks: dict[str, str] = Field(default_factory=dict)
-    """Offline task -> the benchmark that it stands for here, beyond the usual ones."""
+    """Offline task -> the benchmark that it stands for, beyond the usual ones."""
     said: list[PaperValue] = Field(default_factory=list)

@@ -1,7 +1,7 @@
-"""The forms of results: runs, analyses and searches as they are read, and the claims over them.
+"""Schemas of results: runs, analyses and searches, and the claims tested on them.
 
-What others' releases write may hold more than is read here, but what is read has the kind that its
-readers count on.
+Files of other releases may have more fields than are read here; those that are read have the types
+their readers rely on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lm_eval_moecache.records.schemas import OpenSchema, Schema, number
 Number = Annotated[float, number()]
 Plain = str | bool | int | float | None
 Name = Annotated[str, Field(min_length=1)]
-# --- a results JSON: a sweep's own record, or what lm-eval writes of a moecache run ---
+# --- a results JSON: a sweep's own record, or lm-eval's of a moecache run ---
 
 
 def _choice(value: object) -> object:
@@ -34,13 +34,13 @@ Samples = dict[str, dict[str, Score | Pair]]
 
 
 class NamedReport(OpenSchema):
-    """Something with a name: the hardware."""
+    """A named part of a report: the hardware."""
 
     name: str
 
 
 class AxesReport(OpenSchema):
-    """The algorithm of each axis, in full."""
+    """The algorithm of each axis, with all its parameters."""
 
     routing: Choice
     prefetch: Choice
@@ -53,7 +53,7 @@ class PolicyReport(NamedReport, AxesReport):
 
 
 class MoecacheReport(OpenSchema):
-    """`config.moecache`: the setting and figures of a run."""
+    """`config.moecache`: the setting and the metrics of a run."""
 
     policy: PolicyReport
     hardware: NamedReport
@@ -64,7 +64,7 @@ class MoecacheReport(OpenSchema):
 
 
 class ReportedConfig(OpenSchema):
-    """lm-eval's `config`, with ours in it."""
+    """lm-eval's `config`, which contains ours."""
 
     moecache: MoecacheReport
     model: Any = None
@@ -73,7 +73,7 @@ class ReportedConfig(OpenSchema):
 
 
 class Configuration(OpenSchema):
-    """What a sweep's cell was given."""
+    """The model, arguments and tasks of a sweep's cell."""
 
     model: str
     model_args: dict[str, Any]
@@ -81,7 +81,7 @@ class Configuration(OpenSchema):
 
 
 class ResultsFile(OpenSchema):
-    """The whole file."""
+    """A whole results JSON."""
 
     format: Literal[1] = 1
     run_id: str | None = None
@@ -97,7 +97,7 @@ class ResultsFile(OpenSchema):
     environment: dict[str, Any] = Field(default_factory=dict)
 
 
-# --- what analyses, searches and replays of traces leave for tables and claims ---
+# --- files of analyses, searches and trace replays, for tables and claims ---
 
 
 class RowsFile(OpenSchema):
@@ -127,7 +127,7 @@ class Found(OpenSchema):
 
 
 class Confirmation(OpenSchema):
-    """What the best of a search does on documents that it has not seen."""
+    """The best policy of a search, on documents held out from it."""
 
     documents: dict[str, int]
     points_lost: Number
@@ -139,7 +139,7 @@ class Confirmation(OpenSchema):
 
 
 class Question(OpenSchema):
-    """What a search was asked."""
+    """The question that a search answers."""
 
     metric: str
 
@@ -157,16 +157,16 @@ class FrontFile(OpenSchema):
 
 
 class TraceCell(OpenSchema):
-    """One cell of `cells.json.gz`: its setting, and beside it its metrics."""
+    """One cell of `cells.json.gz`: its setting in `cell`, its metrics beside it."""
 
     cell: dict[str, Plain]
 
 
-# --- a claims file: what papers say, and which runs answer it by which test ---
+# --- a claims file: the papers' claims, with the runs and tests that answer them ---
 
 
 class Bounds(Schema):
-    """Where a figure has to lie for the claim to hold; both ends open where not given."""
+    """The interval in which a figure must lie for its claim to hold; a missing end is open."""
 
     above: Number | None = None
     below: Number | None = None
@@ -182,7 +182,7 @@ class Bounds(Schema):
 
 
 class Rows(Schema):
-    """Paired samples in an analysis' JSON: two columns of its rows (or one and nothing)."""
+    """Paired samples in an analysis's JSON: two columns of its rows, or one alone."""
 
     file: Name
     new: Name
@@ -195,7 +195,7 @@ class Part(Schema):
 
     what: Name
     runs: str | None = None
-    """Folder of the runs, from the claims file's own."""
+    """Folder of the runs, relative to the claims file."""
     rows: Rows | None = None
     cells: str | None = None
     """Cells of real traces (`cells.json.gz`): each trace is a sample."""
@@ -206,11 +206,11 @@ class Part(Schema):
     form: Literal["ratio", "difference", "value"] = "ratio"
     expect: Bounds
     aside: bool = False
-    """Told, but no part of the verdict: another regime than the paper's, or another measure."""
+    """Reported but not part of the verdict: another regime than the paper's, or another measure."""
     whole: bool = False
-    """Of the whole runs, where a metric has no figure by document: told beside, never tested."""
+    """A figure of whole runs, for metrics without one per document: reported, never tested."""
     documents: Literal["even", "odd"] | None = None
-    """Every second document alone: what is chosen on one half is tested on the other."""
+    """Every second document only: a choice made on one half is tested on the other."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Part:
@@ -238,7 +238,7 @@ class Claim(Schema):
     """Ours beside it: `{0}` is the figure of the first part, `{0:inverse}` 1 over it, `{0:gain}`
     and `{0:loss}` how many percent it lies above or below 1 (a difference: above or below 0)."""
     untestable: str | None = None
-    """Why it cannot be answered here whatever the parts say."""
+    """Why it cannot be answered here, whatever the parts show."""
     parts: list[Part] = Field(default_factory=list)
 
     @model_validator(mode="after")
@@ -249,7 +249,7 @@ class Claim(Schema):
 
 
 class Claims(Schema):
-    """The file. `alpha`: chance of a false verdict within one claim (Holm over its parts)."""
+    """A claims file. `alpha`: chance of a false verdict within one claim (Holm over its parts)."""
 
     title: Name
     about: Name
@@ -269,9 +269,9 @@ class Claims(Schema):
 # --- the JSON schema of `config.moecache` that we publish ---
 
 SCHEMA_VERSION = 1
-"""Rises when a field is renamed, removed or changes its meaning; fields may be added without.
+"""Incremented when a field is renamed, removed or changes its meaning, not when one is added.
 
-Every record in `results/` is held to the schema by a test, and the site publishes it."""
+A test checks every record in `results/` against the schema, and the site publishes it."""
 
 
 class _Part(BaseModel):
@@ -286,7 +286,7 @@ class AlgorithmOfAxis(_Part):
 
 
 class ResolvedPolicy(_Part):
-    """The whole composition that ran."""
+    """The full composition of the run."""
 
     name: str = Field(description="the composition, and what was replaced in it")
     routing: AlgorithmOfAxis
@@ -308,7 +308,7 @@ class Machine(_Part):
 
 
 class ModelSizes(_Part):
-    """What the engine was charged for: the model's own sizes, or those of `emulate`."""
+    """The sizes that the engine charged for: the model's own, or those of `emulate`."""
 
     model: str
     num_layers: int = Field(description="MoE layers")
@@ -330,7 +330,7 @@ class Percentiles(_Part):
 
 
 class Metrics(_Part):
-    """The figures of one task or of all; None is a rate of nothing. See the page of metrics."""
+    """The metrics of one task or of all tasks; rates are None where their denominator is 0."""
 
     requests: int
     ttft_ms: Percentiles | None = None
@@ -354,7 +354,7 @@ class Metrics(_Part):
 
 
 class MoecacheRecord(_Part):
-    """`config.moecache` of a results JSON: the full setting of a run, and its figures."""
+    """`config.moecache` of a results JSON: the full setting of a run, and its metrics."""
 
     policy: ResolvedPolicy
     capacity: str = Field(description="as given by the user")
