@@ -1,4 +1,4 @@
-"""The words of the package: plain records that every other folder speaks in (numpy only)."""
+"""The vocabulary of the package: plain records that every other folder uses (numpy only)."""
 
 from lm_eval_moecache.records.event import Event, Fetch
 from lm_eval_moecache.records.geometry import Geometry

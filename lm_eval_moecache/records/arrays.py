@@ -1,4 +1,4 @@
-"""Array types that cross folder borders, and the softmax of a router."""
+"""Array types shared between folders, and the softmax of a router."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Weigh = Callable[[FloatArray, IntArray], FloatArray]
 
 
 def as_float32(values: Iterable[float]) -> list[float]:
-    """Round numbers to float32. Sums of two float32 become what float32 arithmetic gives.
+    """Round numbers to float32; a sum of two float32 rounds to the result of float32 arithmetic.
 
-    (A double has more than twice the digits and two, so rounding twice does no harm.) For the few
-    numbers of one token, on which numpy spends more time than Python.
+    (A double has more than twice the digits plus two, so rounding twice does no harm.) For the few
+    numbers of one token, where numpy is slower than Python.
     """
     return array("f", values).tolist()
 
 
 def softmax(logits: FloatArray) -> FloatArray:
-    """Row-wise softmax of [tokens, experts]."""
-    # The methods `max` and `sum` are these, behind a wrapper that costs as much for one token.
+    """Return the row-wise softmax of [tokens, experts]."""
+    # The methods `max` and `sum` wrap these, which doubles their cost for one token.
     scores = np.exp(logits - np.maximum.reduce(logits, axis=-1, keepdims=True))
     scores /= np.add.reduce(scores, axis=-1, keepdims=True)
     return np.asarray(scores, dtype=np.float32)

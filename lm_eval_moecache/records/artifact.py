@@ -1,9 +1,9 @@
-"""Artifacts: what an algorithm was given to learn beforehand, in one safetensors file.
+"""Artifacts: data that algorithms learned offline, each in one safetensors file.
 
-The arrays stand beside JSON metadata that says what they are, which model they were made from and
-on what data. An algorithm that carries one exposes it as `artifact`; its file ships with the
-package for models that have a folder in `artifacts/`. How often each expert was used stands in a
-file of its own: the JSON of `moecache profile use`, of which a cache is warmed.
+JSON metadata beside the arrays records their kind, the model they were made from and the data. An
+algorithm that carries one exposes it as `artifact`; its file ships with the package for models that
+have a folder in `artifacts/`. Use counts of experts have a file format of their own: the JSON of
+`moecache profile use`, by which a cache is warmed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from lm_eval_moecache.records.numbers import shown
 
 ARTIFACT_DIR = Path(__file__).resolve().parent.parent / "artifacts"
 FORMAT_VERSION = 2
-"""With a checksum of the content, which version 1 had not."""
+"""Version 2 added a checksum of the content."""
 MOST_BYTES = 1 << 32
-"""Of one artifact: the predictor of a model of 100 B weights has a hundredth of it."""
+"""Largest artifact file that is read: a hundred times the predictor of a 100 B model."""
 BUDDIES, PREDICTOR, SENSITIVITY = "buddies", "predictor", "sensitivity"
 DATA_AWARE = "data_aware"
 _METADATA_KEY = "moecache"
@@ -42,7 +42,7 @@ class Artifact:
     """One artifact of a kind (`buddies`, `predictor`) and the model it belongs to.
 
     `router_digest` identifies the model by the weights of its routers, whatever name it is loaded
-    by. `made_from` holds data, counts and settings: anything that JSON can.
+    under. `made_from` records data, counts and settings: any JSON.
     """
 
     kind: str
@@ -54,12 +54,12 @@ class Artifact:
     made_from: Mapping[str, Any]
     arrays: Mapping[str, npt.NDArray[Any]]
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of the libraries it was made with; `write_artifact` fills them in."""
+    """Library -> the version it was made with; `write_artifact` fills them in."""
     path: str = ""
-    """Where it was read, for messages."""
+    """The file it was read from, for messages."""
 
     def require(self, **shapes: tuple[int, ...]) -> None:
-        """Raise ValueError unless these arrays are there, in these shapes and finite."""
+        """Raise ValueError unless these arrays exist, with these shapes and finite entries."""
         for name, shape in shapes.items():
             array = self.arrays.get(name)
             if array is None:
@@ -76,7 +76,7 @@ class Artifact:
 
 
 def write_artifact(path: str | Path, artifact: Artifact) -> None:
-    """Write the file whole or not at all; the same artifact gives the same bytes."""
+    """Write the file atomically; the same artifact gives the same bytes."""
     from safetensors.numpy import save
 
     described = {name: getattr(artifact, name) for name in _FIELDS}
@@ -89,7 +89,7 @@ def write_artifact(path: str | Path, artifact: Artifact) -> None:
 
 
 def content_digest(header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> str:
-    """Return the checksum of an artifact: its metadata, its arrays, their types and shapes."""
+    """Return the SHA-256 of an artifact's metadata and of its arrays with types and shapes."""
     digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name in sorted(arrays):
         array = arrays[name]
@@ -99,7 +99,7 @@ def content_digest(header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[A
 
 
 def read_artifact(path: str | Path, kind: str, key: str) -> Artifact:
-    """Read a file of this kind. ValueError names `key`, the option it was given by."""
+    """Read an artifact of this kind. ValueError names `key`, the option that gave the path."""
     from safetensors import SafetensorError, safe_open
 
     what = f"{key}={str(path)!r}"
@@ -112,8 +112,8 @@ def read_artifact(path: str | Path, kind: str, key: str) -> Artifact:
         raise ValueError(
             f"{what} is not a whole artifact file (truncated, or of another format): {error}."
         ) from error
-    told = header.pop("digest")
-    if content_digest(header, arrays) != told:
+    digest = header.pop("digest")
+    if content_digest(header, arrays) != digest:
         raise ValueError(
             f"{what}: its content is not what was written: the checksum in its metadata is "
             "another. Copy or make the file anew."
@@ -125,11 +125,11 @@ def read_artifact(path: str | Path, kind: str, key: str) -> Artifact:
 def load_artifact(kind: str, path: str | None, geometry: Geometry, key: str) -> Artifact:
     """Return the artifact at `path`, or else the one that ships for this model.
 
-    Raises ValueError where there is none, and where its layers, experts or top_k are not the
-    model's. Whether it is the same model, only its weights can tell: `check_router_digest`.
+    Raises ValueError where there is none, and where its layers, experts or top_k differ from the
+    model's. Only the weights can show whether it is the same model: see `check_router_digest`.
     """
     if path is None:
-        # Compared with what is there: a hub id may hold slashes, a path may hold anything.
+        # Compared with existing folders: a hub id may hold slashes, a path may hold anything.
         shipped = ARTIFACT_DIR.glob(f"*/{kind}.safetensors")
         path = next((str(file) for file in shipped if file.parent.name == geometry.model), None)
     if path is None:
@@ -140,18 +140,18 @@ def load_artifact(kind: str, path: str | None, geometry: Geometry, key: str) -> 
         )
     artifact = read_artifact(path, kind, key)
     for name in ("num_layers", "num_experts", "top_k"):
-        theirs, ours = getattr(artifact, name), getattr(geometry, name)
-        if theirs != ours:
+        made_for, expected = getattr(artifact, name), getattr(geometry, name)
+        if made_for != expected:
             raise ValueError(
-                f"{key}={str(path)!r} was made from {artifact.model!r} with {name}={theirs}, but "
-                f"{geometry.model!r} has {name}={ours}. Make one for this model with `moecache "
+                f"{key}={str(path)!r} was made from {artifact.model!r} with {name}={made_for}, but "
+                f"{geometry.model!r} has {name}={expected}. Make one for this model with `moecache "
                 f"profile {kind}`."
             )
     return artifact
 
 
 def check_router_digest(artifact: Artifact, digest: str, model: str) -> None:
-    """Refuse an artifact that was made from other router weights than the loaded model's."""
+    """Raise ValueError unless an artifact was made from the loaded model's router weights."""
     if artifact.router_digest != digest:
         raise ValueError(
             f"the {artifact.kind} artifact {artifact.path!r} was made from {artifact.model!r}, "
@@ -181,20 +181,20 @@ def _header(text: str | None, kind: str, what: str) -> dict[str, Any]:
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of these packages, as a record of what was made says them."""
-    found = dict.fromkeys(packages, "not installed")
-    for name in found:
+    """Return package -> version, `not installed` where it is missing."""
+    versions = dict.fromkeys(packages, "not installed")
+    for name in versions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 @dataclass(frozen=True, kw_only=True)
 class UseProfile:
-    """Counts of use, `counts[layer][expert]`: one for each token that the router gave an expert.
+    """Use counts, `counts[layer][expert]`: the tokens that the router sent to each expert.
 
-    `model` is the last part of the name of the model they were counted on, empty where that is not
-    known. `name` says where they came from, and makes no other profile of the same counts.
+    `model` is the last part of the name of the model they were counted on, empty where unknown.
+    `name` says where they came from, and does not count for equality.
     """
 
     model: str
@@ -203,33 +203,35 @@ class UseProfile:
 
     @property
     def num_layers(self) -> int:
+        """MoE layers counted."""
         return len(self.counts)
 
     @property
     def num_experts(self) -> int:
+        """Experts of each layer."""
         return len(self.counts[0])
 
     @cached_property
     def digest(self) -> str:
-        """Identify the counts and their model."""
+        """Digest of the counts and their model, 16 hex digits."""
         text = json.dumps([self.model.lower(), self.counts])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
     def hottest(self) -> tuple[int, ...]:
-        """The keys of all experts that were used, the most used first, ties by key."""
+        """The keys of all used experts, most used first, ties by key."""
         flat = [count for layer in self.counts for count in layer]
         used = [key for key, count in enumerate(flat) if count]
         return tuple(sorted(used, key=lambda key: -flat[key]))
 
     def check(self, geometry: Geometry) -> None:
-        """Raise ValueError where the profile is of another model than this one."""
-        ours = (geometry.num_layers, geometry.num_experts)
-        theirs = (self.num_layers, self.num_experts)
-        if theirs != ours:
+        """Raise ValueError if the profile is of another model than this one."""
+        sizes = (geometry.num_layers, geometry.num_experts)
+        counted = (self.num_layers, self.num_experts)
+        if counted != sizes:
             raise ValueError(
-                f"warm={self.name!r} counts {theirs[0]} layers of {theirs[1]} experts, and the "
-                f"model {geometry.model!r} has {ours[0]} of {ours[1]}. Allowed: a profile of it."
+                f"warm={self.name!r} counts {counted[0]} layers of {counted[1]} experts, and the "
+                f"model {geometry.model!r} has {sizes[0]} of {sizes[1]}. Allowed: a profile of it."
             )
         if self.model and self.model.lower() != bare_name(geometry.model).lower():
             raise ValueError(
@@ -240,30 +242,30 @@ class UseProfile:
 
 
 def bare_name(model: str) -> str:
-    """Return a model's name without organisation or folders."""
+    """Return a model's name without its organisation or folders."""
     return model.rstrip("/").rpartition("/")[2]
 
 
 def read_use(path: str | Path) -> UseProfile:
     """Read the JSON of `moecache profile use`. Raises ValueError naming the field."""
-    # Imported late: pydantic takes its time, and most runs read no profile.
+    # Imported late: pydantic is slow to import, and most runs read no profile.
     from lm_eval_moecache.records.schemas import check
     from lm_eval_moecache.records.schemas.artifacts import UseFile
 
     what = f"warm={str(path)!r}"
-    found = check(UseFile, read_json(path, what), what)
-    counts = tuple(tuple(layer) for layer in found.counts)
+    file = check(UseFile, read_json(path, what), what)
+    counts = tuple(tuple(layer) for layer in file.counts)
     widths = sorted({len(layer) for layer in counts})
-    if len(counts) != found.num_layers or widths != [found.num_experts]:
+    if len(counts) != file.num_layers or widths != [file.num_experts]:
         raise ValueError(
             f"{what}: counts has {len(counts)} layers of {shown(widths)} experts, must have "
-            f"num_layers={found.num_layers} of num_experts={found.num_experts}."
+            f"num_layers={file.num_layers} of num_experts={file.num_experts}."
         )
-    return UseProfile(model=found.model, counts=counts, name=Path(path).name)
+    return UseProfile(model=file.model, counts=counts, name=Path(path).name)
 
 
 def write_use(path: Path, profile: UseProfile) -> None:
-    """Write a profile as JSON, one line a layer, whole or not at all."""
+    """Write a profile atomically, as JSON with one line per layer."""
     head = {
         "format": 1,
         "kind": "use",

@@ -1,4 +1,4 @@
-"""Co-activation of experts and the buddy lists made of it (BuddyMoE sections 3.1 to 3.3).
+"""Co-activation of experts and the buddy lists made from it (BuddyMoE sections 3.1 to 3.3).
 
 Shapes: T tokens, L layers, E experts, K experts per token.
 """
@@ -17,7 +17,7 @@ from lm_eval_moecache.records.geometry import Geometry
 Counts = npt.NDArray[np.float64]
 PAIRS, WEIGHTED, SIMILARITY = "pairs", "weighted_pairs", "similarity"
 TOP_LOGITS = "top_logits"
-"""Of some tokens, the logits of their own experts [L, T, K]: what entropy is calibrated on."""
+"""Array of the chosen experts' logits of sampled tokens [L, T, K], to calibrate entropy on."""
 MEASURES = {"binary": PAIRS, "weighted": WEIGHTED, "similarity": SIMILARITY}
 NO_BUDDY = -1
 
@@ -32,7 +32,7 @@ class Coactivation:
         self.weighted_pairs: Counts = np.zeros((*shape, geometry.num_experts))
 
     def add(self, layer: int, experts: IntArray, logits: FloatArray, weight: Counts) -> None:
-        """Count tokens that chose `experts` [T, K] by `logits` [T, E], each `weight` [T] times."""
+        """Count tokens that chose `experts` [T, K] by `logits` [T, E], with a `weight` [T] each."""
         shares = top_k_shares(np.take_along_axis(logits, experts, axis=-1), 1.0)
         np.add.at(self.activations[layer], experts, weight[:, None])
         one, other = np.nonzero(~np.eye(experts.shape[-1], dtype=bool))
@@ -43,9 +43,9 @@ class Coactivation:
 
 
 def top_k_shares(logits: FloatArray, temperature: float) -> FloatArray:
-    """Return softmax(z / T) restricted to a token's own experts [T, K] and renormalised there.
+    """Return softmax(z / temperature) over each token's own experts [T, K].
 
-    An expert that routing has dropped has the logit -inf, and no share.
+    An expert that routing has dropped has logit -inf and share 0.
     """
     scaled = logits.astype(np.float64) / temperature
     scores = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
@@ -53,15 +53,15 @@ def top_k_shares(logits: FloatArray, temperature: float) -> FloatArray:
 
 
 def activating_entropy(shares: FloatArray) -> FloatArray:
-    """Return TAE [T] of renormalised probabilities [T, K] (equation 1); 0 for a single expert."""
-    live = shares > 0
-    terms = np.where(live, shares * np.log(np.where(live, shares, 1.0)), 0.0)
-    most = np.log(np.maximum(live.sum(axis=-1), 2))
+    """Return the TAE [T] of renormalised shares [T, K] (equation 1); 0 for a single expert."""
+    positive = shares > 0
+    terms = np.where(positive, shares * np.log(np.where(positive, shares, 1.0)), 0.0)
+    most = np.log(np.maximum(positive.sum(axis=-1), 2))
     return np.asarray(-terms.sum(axis=-1) / most, dtype=np.float32)
 
 
 def conditional(counts: npt.NDArray[Any], smoothing: float) -> Counts:
-    """Return q [E, E], row i being q(j|i) (equation 4) after Laplace smoothing.
+    """Return q [E, E] with rows q(j|i) (equation 4) after Laplace smoothing of the counts.
 
     A row without any evidence stays zero: smoothing it would invent buddies.
     """
@@ -82,7 +82,7 @@ def buddy_lists(q: Counts, alpha: float, k_max: int) -> IntArray:
     """
     order = np.argsort(-q, axis=-1, kind="stable")
     ranked = np.take_along_axis(q, order, axis=-1)
-    # What the better peers cover already; sums of shares miss a bound by rounding only.
+    # Covered by better peers already; the margin absorbs the rounding of these sums.
     before = np.cumsum(ranked, axis=-1) - ranked
     is_buddy = (ranked > 0) & (before < alpha - 1e-9)
     width = min(k_max, q.shape[-1] - 1)
@@ -90,16 +90,16 @@ def buddy_lists(q: Counts, alpha: float, k_max: int) -> IntArray:
 
 
 class BuddyProfile:
-    """What a buddy artifact knows, turned into thresholds and lists."""
+    """A buddy artifact, turned into entropy thresholds and buddy lists."""
 
     def __init__(self, artifact: Artifact) -> None:
-        """Raise ValueError for a profile whose lists would rest on no evidence."""
+        """Raise ValueError for a profile without evidence for its lists."""
         check_profile(artifact)
         self._arrays, self._settings = artifact.arrays, artifact.made_from
         self._num_layers, self._num_experts = artifact.num_layers, artifact.num_experts
 
     def thresholds(self, tau: float, scale: str, temperature: float) -> Counts:
-        """Return the entropy [L] up to which a token is left alone: tau, or its percentile."""
+        """Return the entropy [L] up to which tokens are left alone: tau, or that percentile."""
         limit = 100 if scale == "percentile" else 1
         if not 0 <= tau <= limit:
             raise ValueError(f"miss.tau={tau} must lie between 0 and {limit} (tau_scale={scale}).")
@@ -127,7 +127,7 @@ class BuddyProfile:
             )
         evidence, smoothing = self._arrays[MEASURES[measure]], self._settings["smoothing"]
         if measure == "similarity":
-            # Cosines from 0 to 1, so that every expert has a buddy; smoothing is for counts.
+            # Cosines mapped to 0..1, so that every expert has a buddy; smoothing is for counts.
             evidence, smoothing = (1 + evidence) / 2, 0.0
         q = np.stack([conditional(layer, smoothing) for layer in evidence])
         is_buddy = np.zeros(q.shape, dtype=bool)
@@ -138,18 +138,18 @@ class BuddyProfile:
         return q, is_buddy
 
     def _alphas(self, alpha: float | list[float] | None) -> list[float]:
-        given = self._settings["alpha"] if alpha is None else alpha
-        alphas = given if isinstance(given, list) else [given] * self._num_layers
+        value = self._settings["alpha"] if alpha is None else alpha
+        alphas = value if isinstance(value, list) else [value] * self._num_layers
         if len(alphas) != self._num_layers or not all(0 < a <= 1 for a in alphas):
             raise ValueError(
-                f"miss.alpha={given} must be above 0 and at most 1: one number, or "
+                f"miss.alpha={value} must be above 0 and at most 1: one number, or "
                 f"{self._num_layers}, one for each MoE layer."
             )
         return [float(a) for a in alphas]
 
 
 def check_profile(artifact: Artifact) -> None:
-    """Raise ValueError for a buddy profile whose lists would rest on no evidence."""
+    """Raise ValueError for a buddy profile without evidence for its lists."""
     from lm_eval_moecache.records.schemas import check
     from lm_eval_moecache.records.schemas.artifacts import MadeBuddies
 

@@ -1,8 +1,8 @@
-"""What a data-aware predictor looks like as arrays, and what applying it costs.
+"""The arrays of a data-aware predictor, and the cost of applying it.
 
-It reads the tokens of a text and says, before a pass begins, which experts each of its layers will
-choose: a linear stage on the token's embedding, two LSTM stages, attention over their outputs so
-far, and one linear head for all MoE layers. Arrays are named as torch names them.
+It reads the tokens of a text and predicts, before a pass begins, the experts of all its layers: a
+linear stage on the token's embedding, two LSTM stages, attention over their outputs so far, and one
+linear head for all MoE layers. Arrays have torch's names.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _KERNELS = 2 + 4 * NUM_LSTMS + 4 + 2 + 2
 def shapes(
     num_layers: int, num_experts: int, hidden: int, width: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every array; `hidden` is an embedding's length."""
-    found: dict[str, tuple[int, ...]] = {
+    """Return the shape of every array; `hidden` is the length of an embedding."""
+    shape_of: dict[str, tuple[int, ...]] = {
         "compress.weight": (width, hidden),
         "compress.bias": (width,),
         "residual.weight": (width, width),
@@ -31,13 +31,13 @@ def shapes(
     }
     for stage in range(NUM_LSTMS):
         for side in ("ih", "hh"):
-            found[f"lstm.weight_{side}_l{stage}"] = (4 * width, width)
-            found[f"lstm.bias_{side}_l{stage}"] = (4 * width,)
-    return found
+            shape_of[f"lstm.weight_{side}_l{stage}"] = (4 * width, width)
+            shape_of[f"lstm.bias_{side}_l{stage}"] = (4 * width,)
+    return shape_of
 
 
 def sizes_of(artifact: Artifact) -> tuple[int, int]:
-    """Return the length of the embeddings it takes, and its own width."""
+    """Return the length of the predictor's input embeddings, and its own width."""
     first = artifact.arrays.get("compress.weight")
     if first is None or first.ndim != 2:
         raise ValueError(f"{artifact.path}: no predictor: it lacks the array 'compress.weight'.")
@@ -45,9 +45,9 @@ def sizes_of(artifact: Artifact) -> tuple[int, int]:
 
 
 def load_data_aware(profile: str | None, geometry: Geometry) -> Artifact:
-    """Return the one at `profile`, or else the one that ships for the model.
+    """Return the predictor at `profile`, or else the one that ships for the model.
 
-    Raises ValueError where there is none, and where the file is another model's or is cut short.
+    Raises ValueError where there is none, or where the file is another model's or is truncated.
     """
     artifact = load_artifact(DATA_AWARE, profile, geometry, "prefetch.profile")
     artifact.require(**shapes(geometry.num_layers, geometry.num_experts, *sizes_of(artifact)))
@@ -55,7 +55,7 @@ def load_data_aware(profile: str | None, geometry: Geometry) -> Artifact:
 
 
 def cost_of(artifact: Artifact) -> PredictorCost:
-    """Return the cost of reading a pass's tokens, apart from attention over those before."""
+    """Return the cost of reading a pass's tokens, without attention over earlier ones."""
     arrays = artifact.arrays.values()
     return PredictorCost(
         num_weights=sum(array.size for array in arrays),

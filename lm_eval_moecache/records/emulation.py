@@ -1,4 +1,4 @@
-"""Sizes of named real models, from their public configurations and the bits of a stored weight."""
+"""Sizes of real models, from their public configurations and the bits of a stored weight."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from lm_eval_moecache.records.numbers import (
 
 EMULATED_DIR = Path(__file__).resolve().parent.parent / "emulate"
 _DTYPE_BYTES = 2
-"""The models compute in bf16, whatever the precision of their stored weights."""
+"""Models compute in bf16, whatever precision their weights are stored in."""
 
 
 class Stored(NamedTuple):
-    """Bits a weight, scales included: of the experts, the other layers, and the vocabulary."""
+    """Bits per weight, scales included, of the experts, the other layers and the vocabulary."""
 
     name: str
     expert_bits: float
     dense_bits: float = 16
     vocab_bits: float = 16
-    """Of the embedding and of the output layer."""
+    """Bits per weight of the embedding and the output layer."""
     about: str = ""
 
 
@@ -47,20 +47,21 @@ PRECISIONS = {
         Stored("q4_k_m", 4.87, 4.87, 4.87, about="GGUF, the whole file; 18.6 GB of Qwen3-30B-A3B"),
     )
 }
-"""Names of `--precision`. The vocabulary stays in bf16, as checkpoints of transformers leave it,
-but for GGUF's."""
+"""The values of `--precision`. The vocabulary stays in bf16, as in checkpoints of transformers,
+except for GGUF's."""
 
 
 def load_stored(name: str) -> Stored:
+    """Return the stored precision of this name. Raises ValueError with the names allowed."""
     if name not in PRECISIONS:
         raise unknown("precision", name, PRECISIONS)
     return PRECISIONS[name]
 
 
 def read_stored(config: Mapping[str, Any], what: str) -> Stored:
-    """Return what a configuration says of its checkpoint: `quantization_config`, or `expert_bits`.
+    """Return a checkpoint's stored precision, from `quantization_config` or `expert_bits`.
 
-    ValueError for a method whose bits are not known: to take it for bf16 would be four times off.
+    Raises ValueError for a method with unknown bits: to take it for bf16 would be four times off.
     """
     if config.get("expert_bits") is not None:
         bits = read_number(f"{what}: expert_bits", config["expert_bits"], above=0, most=64)
@@ -73,18 +74,18 @@ def read_stored(config: Mapping[str, Any], what: str) -> Stored:
         raise ValueError(f"{what}={shown(quantized)} must be a mapping.")
     method = str(quantized.get("quant_method", quantized.get("quant_algo", ""))).lower()
     bits = _bits(method, quantized, what)
-    left_out = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
-    left = str([quantized.get(key) for key in left_out])
-    dense_bits = 16 if method == "mxfp4" or "attn" in left or "attention" in left else bits
+    exclusions = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
+    excluded = str([quantized.get(key) for key in exclusions])
+    dense_bits = 16 if method == "mxfp4" or "attn" in excluded or "attention" in excluded else bits
     if quantized.get("expert_dtype", config.get("expert_dtype")) == "fp4":  # DeepSeek-V4
         return Stored("mxfp4 experts in fp8", 4.25, bits)
     return Stored(method, bits, dense_bits)
 
 
 def _bits(method: str, quantized: Mapping[str, Any], what: str) -> float:
-    def told(fields: Mapping[str, Any], *names: str, default: object = None) -> int:
+    def count(fields: Mapping[str, Any], *names: str, default: object = None) -> int:
         value = next((fields[name] for name in names if name in fields), default)
-        # A group of -1 is a whole row of a matrix, taken for 2048 weights.
+        # A group of -1 is a whole matrix row, taken as 2048 weights.
         return 2048 if value in (-1, "-1") else read_count(f"{what}: {names[0]}", value, least=1)
 
     match method:
@@ -95,24 +96,24 @@ def _bits(method: str, quantized: Mapping[str, Any], what: str) -> float:
             edges = [read_count(f"{what}: weight_block_size", edge, least=1) for edge in block]
             return 8 + 32 / (edges[0] * edges[-1])
         case "gptq" | "awq" | "auto-round" | "autoround":
-            bits = told(quantized, "bits", "w_bit", default=4)
-            # An fp16 scale and a zero point for each group.
-            return bits + (16 + bits) / told(quantized, "group_size", "q_group_size", default=128)
+            bits = count(quantized, "bits", "w_bit", default=4)
+            # An fp16 scale and a zero point per group.
+            return bits + (16 + bits) / count(quantized, "group_size", "q_group_size", default=128)
         case "bitsandbytes":
             fourth = 4.127 if quantized.get("bnb_4bit_use_double_quant") else 4.5
             return 8 if quantized.get("load_in_8bit") else fourth
         case "hqq":
             inner = (quantized.get("quant_config") or {}).get("weight_quant_params", quantized)
-            return told(inner, "nbits", default=4) + 32 / told(inner, "group_size", default=64)
+            return count(inner, "nbits", default=4) + 32 / count(inner, "group_size", default=64)
         case "modelopt" | "nvfp4" | "fp8_pb_wo" if "nvfp4" in str(quantized).lower():
-            return 4.5  # four bits, and one of eight for sixteen weights
+            return 4.5  # four bits, plus an 8-bit scale per sixteen weights
         case "modelopt" if "fp8" in str(quantized).lower():
             return 8
         case "compressed-tensors" if groups := quantized.get("config_groups"):
             weights = next(iter(groups.values())).get("weights") or {}
-            bits = told(weights, "num_bits")
+            bits = count(weights, "num_bits")
             scale = 8 if weights.get("type") == "float" and bits == 4 else 16
-            return bits + (scale / told(weights, "group_size") if weights.get("group_size") else 0)
+            return bits + (scale / count(weights, "group_size") if weights.get("group_size") else 0)
     raise ValueError(
         f"{what}: the bits of quant_method={shown(method)} are not known. Allowed: mxfp4, fp8, "
         "gptq, awq, auto-round, bitsandbytes, hqq, modelopt, compressed-tensors; or give a YAML "
@@ -121,27 +122,28 @@ def _bits(method: str, quantized: Mapping[str, Any], what: str) -> float:
 
 
 class LayerCaches(NamedTuple):
-    """The KV caches of some of a model's layers, each of which keeps so much of every token."""
+    """The KV caches of those of a model's layers that keep the same amount per token."""
 
     num_layers: int
     bytes_per_token: float
     multiply_adds: int
-    """Of one query token with one cached token, in one layer."""
+    """Multiply-adds of one query token with one cached token, in one layer."""
     window: int | None = None
-    """Tokens that such a layer looks back at; None for the whole context."""
+    """Tokens that such a layer attends to; None for the whole context."""
 
     def tokens(self, context: int) -> int:
+        """Return the cached tokens that a layer attends to in a context of this length."""
         return context if self.window is None else min(context, self.window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RealModel:
-    """One real Mixture-of-Experts model, in numbers of weights. Sizes of layers are of one layer.
+    """One real Mixture-of-Experts model, in numbers of weights; layer figures are per layer.
 
-    `layer_weights` are what a pass reads beside the experts on its way through one MoE layer
-    (attention, router, shared experts), on average over layers of several kinds; `read_once` what
-    it reads beside the MoE layers (output layer, dense layers); `embedding` is held, and looked up
-    rather than read. Layers that predict further tokens (MTP) and encoders of images are left out.
+    `layer_weights` are those a pass reads in one MoE layer beside its experts (attention, router,
+    shared experts), averaged over layers of several kinds; `read_once` those it reads outside the
+    MoE layers (output layer, dense layers); `embedding` is held in memory, but looked up rather
+    than read. Multi-token prediction layers (MTP) and image encoders are left out.
     """
 
     name: str
@@ -150,23 +152,25 @@ class RealModel:
     top_k: int
     expert_weights: int
     stored: Stored = BF16
-    """Bits a weight as the checkpoint stores it."""
+    """Bits per weight of the checkpoint."""
     layer_weights: int
     read_once: int
     output: int = 0
-    """Of `read_once`, the weights of the output layer."""
+    """Weights of the output layer, a part of `read_once`."""
     embedding: int
     caches: tuple[LayerCaches, ...] = ()
     state_bytes: int = 0
-    """What layers of linear attention keep of a sequence, however long it is."""
+    """Bytes that linear-attention layers keep per sequence, whatever its length."""
     source: str = ""
 
     @property
     def expert_bytes(self) -> int:
+        """Stored bytes of one expert."""
         return round(self.expert_weights * self.stored.expert_bits / 8)
 
     @property
     def num_weights(self) -> int:
+        """Weights of the whole model."""
         experts = self.num_layers * self.num_experts * self.expert_weights
         return experts + self.num_layers * self.layer_weights + self.read_once + self.embedding
 
@@ -179,27 +183,27 @@ class RealModel:
 
     @property
     def layer_dense_bytes(self) -> int:
-        """Dense bytes that a pass reads for a MoE layer, with its share of what it reads once."""
+        """Dense bytes that a pass reads per MoE layer, with the layer's share of `read_once`."""
         output = self.output // self.num_layers
         dense = self.layer_weights + self.read_once // self.num_layers - output
         return int((dense * self.stored.dense_bits + output * self.stored.vocab_bits) / 8)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes that the KV cache grows by with every token of a short context."""
-        return round(sum(each.num_layers * each.bytes_per_token for each in self.caches))
+        """Bytes by which the KV cache grows with each token of a short context."""
+        return round(sum(cache.num_layers * cache.bytes_per_token for cache in self.caches))
 
     def kv_bytes(self, context: int) -> int:
-        """Bytes of the KV cache at a context: windows end it, linear attention keeps a state."""
-        grown = (c.num_layers * c.bytes_per_token * c.tokens(context) for c in self.caches)
-        return round(sum(grown)) + self.state_bytes
+        """Return the bytes of the KV cache at a context length, windows and states considered."""
+        sizes = (c.num_layers * c.bytes_per_token * c.tokens(context) for c in self.caches)
+        return round(sum(sizes)) + self.state_bytes
 
     def attention_flops(self, context: int) -> float:
-        """FLOP of one token's attention to a context, over all layers."""
+        """Return the FLOP of one token's attention to a context, over all layers."""
         return 2.0 * sum(c.num_layers * c.multiply_adds * c.tokens(context) for c in self.caches)
 
     def record(self) -> dict[str, Any]:
-        """Return what charges follow from: what a run's record and its identity say of it."""
+        """Return the figures that charges follow from, for a run's record and identity."""
         sizes = ("name", "num_layers", "num_experts", "top_k", "expert_weights")
         others = ("layer_weights", "read_once", "embedding", "kv_bytes_per_token", "source")
         return {
@@ -209,8 +213,8 @@ class RealModel:
         }
 
     def geometry(self) -> Geometry:
-        """Return the model's own sizes, all layers alike."""
-        own = Geometry(
+        """Return the geometry of the model itself, all layers alike."""
+        unsized = Geometry(
             model=self.name,
             num_layers=self.num_layers,
             num_experts=self.num_experts,
@@ -218,15 +222,15 @@ class RealModel:
             expert_bytes=((self.expert_bytes,),) * self.num_layers,
             dense_bytes=(0,) * self.num_layers,
         )
-        return self.emulated_by(own)
+        return self.emulated_by(unsized)
 
     def emulated_by(self, own: Geometry) -> Geometry:
         """Return `own` with every layer charged as one of this model.
 
-        Layers, experts and top-k stay: they decide what is routed where. So do capacities given as
-        a share or as a number of experts; those given in bytes count this model's. An expert
-        that is stored encoded (`precision=int4`) has as many bits a weight here as there, scales
-        included; at a dtype it has this model's own. A lower level keeps its share of the first.
+        Layers, experts and top-k stay, as they determine the routing. So do capacities given as a
+        share or as a number of experts; those in bytes are in this model's bytes. An expert stored
+        encoded (`precision=int4`) keeps its bits per weight, scales included; one stored at a dtype
+        gets this model's. Lower levels keep their ratio to the first.
         """
         whole = _DTYPE_BYTES * self.expert_weights
         if own.compute_bytes and own.precision[0] not in DTYPES:
@@ -251,15 +255,16 @@ class RealModel:
 
 
 def emulated_names() -> list[str]:
+    """Return the names of the shipped models, sorted."""
     return sorted(path.stem for path in EMULATED_DIR.glob("*.yaml"))
 
 
 def load_real_model(name: str, key: str = "emulate") -> RealModel:
     """Load a model by name, from a folder with its `config.json`, or from a YAML of the same keys.
 
-    Names are matched without regard to case and organisation: `allenai/OLMoE-1B-7B` is one.
-    Raises ValueError, naming `key` and the value, for what is not known, for a configuration
-    without Mixture-of-Experts, and for a key of a YAML that nothing reads.
+    Names match regardless of case and organisation, as in `allenai/OLMoE-1B-7B`. Raises ValueError,
+    naming `key` and the value, for an unknown name, a configuration without Mixture-of-Experts, and
+    a YAML key that nothing reads.
     """
     path, what = Path(name), f"{key}={shown(name)}"
     if path.name == "config.json" and is_file(path):
@@ -274,10 +279,10 @@ def load_real_model(name: str, key: str = "emulate") -> RealModel:
             raise unknown(key, name, emulated_names())
         path = EMULATED_DIR / f"{stem}.yaml"
     config = read_yaml(path, what)
-    # A config.json of the hub has many keys that nothing reads, a YAML is for us.
-    for each in config if isinstance(config, Mapping) else ():
-        if each not in KEYS:
-            raise unknown(f"{what}: the key", each, KEYS)
+    # A config.json from the hub has many keys that nothing reads; a YAML is written for us.
+    for field in config if isinstance(config, Mapping) else ():
+        if field not in KEYS:
+            raise unknown(f"{what}: the key", field, KEYS)
     return _read(config, what)
 
 
@@ -294,13 +299,13 @@ KEYS = frozenset(
     "linear_conv_kernel_dim vocab_size tie_word_embeddings expert_bits quantization_config "
     "model_type enable_moe_block".split()
 )
-"""What sizes follow from, by the names of transformers' configurations (and `expert_bits`, the
-stored bits of a weight of an expert)."""
+"""The keys that sizes follow from: names of transformers' configurations, and `expert_bits`, the
+stored bits per expert weight."""
 _MOST_LAYERS, _MOST_EXPERTS = 4096, 2**17
 
 
 def _read(config: object, what: str) -> RealModel:
-    """Read a configuration by the keys that transformers' models use."""
+    """Return the model of a configuration with the keys of transformers' models."""
     if not isinstance(config, Mapping):
         raise ValueError(f"{what} must hold a mapping of a model's configuration.")
     if isinstance(config.get("text_config"), Mapping):
@@ -342,26 +347,27 @@ def _read(config: object, what: str) -> RealModel:
 
 
 def _dense_layers(read: _Reader, total: int) -> int:
+    """Return the number of layers without experts."""
     kinds = read.names("mlp_layer_types")
     if kinds:
         return kinds.count("dense")
     step = read("interleave_moe_layer_step", "decoder_sparse_step", default=1)
-    every = total - total // step
-    return every + read("first_k_dense_replace", default=0) + len(read.names("mlp_only_layers"))
+    between = total - total // step
+    return between + read("first_k_dense_replace", default=0) + len(read.names("mlp_only_layers"))
 
 
 def _shared(read: _Reader, inner: int) -> int:
-    """Return the width of what every token passes beside its experts."""
-    beside = read.config.get("enable_moe_block") or str(read.config.get("model_type")).startswith(
+    """Return the inner width of the shared experts, which every token passes; 0 for none."""
+    dense = read.config.get("enable_moe_block") or str(read.config.get("model_type")).startswith(
         "llama4"
     )
-    default = read("intermediate_size") if beside else read("n_shared_experts", default=0) * inner
-    named = ("shared_expert_intermediate_size", "shared_intermediate_size")
-    return read(*named, default=default, least=0)
+    default = read("intermediate_size") if dense else read("n_shared_experts", default=0) * inner
+    names = ("shared_expert_intermediate_size", "shared_intermediate_size")
+    return read(*names, default=default, least=0)
 
 
 class _Reader:
-    """Reads counts of a configuration by any of several names."""
+    """Reads counts of a configuration, each under any of several names."""
 
     def __init__(self, config: Mapping[str, Any], what: str) -> None:
         self.config, self._what = config, what
@@ -382,7 +388,7 @@ class _Reader:
         return default
 
     def names(self, key: str) -> list[Any]:
-        """Return a list of the configuration, empty where it has none."""
+        """Return a list-valued key of the configuration, empty where it is missing."""
         value = self.config.get(key) or []
         if not isinstance(value, (list, tuple)):
             raise ValueError(f"{self._what}: {key}={shown(value)} must be a list.")
@@ -392,12 +398,12 @@ class _Reader:
 def _attention(
     read: _Reader, hidden: int, num_layers: int
 ) -> tuple[int, tuple[LayerCaches, ...], int]:
-    """Return the attention weights of all layers, their KV caches, and the bytes of states."""
+    """Return all layers' attention weights, their KV caches, and the bytes of their states."""
     heads = read("num_attention_heads")
     if read("o_lora_rank", default=0):
         return _compressed(read, hidden, num_layers, heads)
     if read("kv_lora_rank", default=0):
-        # Multi-head latent attention (DeepSeek-V2): the compressed vector is what is cached.
+        # Multi-head latent attention (DeepSeek-V2): the compressed vector is cached.
         rank, rope = read("kv_lora_rank"), read("qk_rope_head_dim")
         nope, value = read("qk_nope_head_dim"), read("v_head_dim")
         q_rank = read("q_lora_rank", default=0)
@@ -419,7 +425,7 @@ def _attention(
         per_token = 2 * groups * width * _DTYPE_BYTES
         caches.append(LayerCaches(windowed, per_token, 2 * heads * width, window))
     if read("global_head_dim", default=0):
-        # Gemma 4: layers that see everything have heads of their own, whose keys may be values too.
+        # Gemma 4: full-attention layers have heads of their own, whose keys may double as values.
         width = read("global_head_dim")
         groups = read("num_global_key_value_heads", default=groups)
         values = 0 if read.config.get("attention_k_eq_v") else groups
@@ -431,7 +437,7 @@ def _attention(
 
 
 def _layers_by_reach(read: _Reader, num_layers: int) -> tuple[int, int, int]:
-    """Return how many layers attend to all tokens, to a window, and to a state."""
+    """Return the numbers of layers with full, windowed and linear attention."""
     kinds = read.names("layer_types")
     if kinds:
         linear = kinds.count("linear_attention")
@@ -445,7 +451,7 @@ def _layers_by_reach(read: _Reader, num_layers: int) -> tuple[int, int, int]:
 
 
 def _linear(read: _Reader, hidden: int) -> tuple[int, int]:
-    """Return the weights of a layer of Gated DeltaNet, and the bytes of its state in float32."""
+    """Return the weights of a Gated DeltaNet layer, and the bytes of its float32 state."""
     key_heads, value_heads = read("linear_num_key_heads"), read("linear_num_value_heads")
     key_width, value_width = read("linear_key_head_dim"), read("linear_value_head_dim")
     keys, values = key_heads * key_width, value_heads * value_width
@@ -458,21 +464,21 @@ def _linear(read: _Reader, hidden: int) -> tuple[int, int]:
 def _compressed(
     read: _Reader, hidden: int, num_layers: int, heads: int
 ) -> tuple[int, tuple[LayerCaches, ...], int]:
-    """Read DeepSeek-V4: one shared key-value head, of which layers keep one in 4 or 128 tokens.
+    """Read DeepSeek-V4: one shared key-value head, cached for one in 4 or 128 tokens per layer.
 
-    The compressors and the indexer's weights are left out: under a tenth of a layer's.
+    The weights of compressors and indexer are left out: under a tenth of a layer's.
     """
     width, q_rank, o_rank = read("head_dim"), read("q_lora_rank"), read("o_lora_rank")
     window, groups = read("sliding_window"), read("o_groups")
     queries = hidden * q_rank + q_rank * heads * width
     outputs = heads * width * o_rank + groups * o_rank * hidden
     ratios = read.names("compress_ratios")[:num_layers]
-    near = LayerCaches(num_layers, _DTYPE_BYTES * width, 2 * heads * width, window)
-    caches = [near]
+    local = LayerCaches(num_layers, _DTYPE_BYTES * width, 2 * heads * width, window)
+    caches = [local]
     for ratio in sorted({r for r in ratios if r}):
-        # Layers that compress least choose what they attend to by an index of their own.
+        # The least compressing layers choose the tokens they attend to by an index of their own.
         index = read("index_head_dim", default=0) if ratio == min(filter(None, ratios)) else 0
         work = 2 * heads * width // ratio
-        kept = _DTYPE_BYTES * (width + index) / ratio
-        caches.append(LayerCaches(ratios.count(ratio), kept, work))
+        bytes_per_token = _DTYPE_BYTES * (width + index) / ratio
+        caches.append(LayerCaches(ratios.count(ratio), bytes_per_token, work))
     return num_layers * (queries + hidden * width + outputs), tuple(caches), 0

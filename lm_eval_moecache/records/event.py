@@ -1,4 +1,4 @@
-"""An event: what one pass needs of one MoE layer.
+"""An event: the experts that one pass needs from one MoE layer.
 
 An expert key is the integer `layer * num_experts + expert`, so that keys sort by layer, then by
 expert; "layer" counts MoE layers only. Times are seconds, sizes are bytes.
@@ -17,27 +17,27 @@ from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, Wei
 PREFILL, DECODE, VERIFY = "prefill", "decode", "verify"
 PHASES = (PREFILL, DECODE, VERIFY)
 PASS_START = -1
-"""The layer of an event before the first one: nothing is needed yet, the whole pass is foreseen."""
+"""The layer of an event before the first one, which needs nothing and predicts the whole pass."""
 DROPPED = -1
-"""Stands in `Event.experts` for an expert that is left out."""
+"""In `Event.experts`: an expert that is left out."""
 UNSEEN_EXPERTS: IntArray = np.empty((0, 0), dtype=np.int64)
 UNSEEN_SCORES: FloatArray = np.empty((0, 0), dtype=np.float32)
-"""Stand in an event, with no row at all, for what no algorithm of the policy asked to see."""
+"""Arrays without rows, for fields of an event that no algorithm of the policy uses."""
 NO_PREDICTIONS: Mapping[int, FloatArray] = MappingProxyType({})
 
 
 class Event(NamedTuple):
     """One (pass, MoE layer): the unique experts its tokens need, in order of first need.
 
-    Never changed: a changed selection makes a new event, and what became of one stands in its
-    `engine.decide.Plan`. A tuple, as one is made for each layer and token: a frozen dataclass costs
-    four times as much to make.
+    Immutable: a changed selection makes a new event, and the outcome is in `engine.decide.Plan`. A
+    named tuple, because one is made per layer and token and a frozen dataclass costs four times as
+    much.
 
     `experts` and `weights` are [tokens, top_k] in router order, heaviest first; `logits` are
-    [tokens, experts], unmodified. They have no rows where no algorithm of the policy asked for them
-    (`experts` also where the pass has one token: `keys` says it all). In the event of a changed
-    selection a dropped expert is DROPPED, and where logits are there, an expert that the router
-    did not choose has its softmax score as weight.
+    [tokens, experts], unmodified. They have no rows where no algorithm of the policy uses them
+    (`experts` also not in passes of one token, where `keys` suffices). In the event of a changed
+    selection a dropped expert is DROPPED, and if there are logits, an expert that the router did
+    not choose has its softmax score as weight.
     """
 
     pass_index: int
@@ -49,13 +49,13 @@ class Event(NamedTuple):
     weights: FloatArray = UNSEEN_SCORES
     logits: FloatArray = UNSEEN_SCORES
     predicted: Mapping[int, FloatArray] = NO_PREDICTIONS
-    """Target layer -> [tokens, experts] logits that it is expected to have: of its gate on this
-    layer's input, or of a trained predictor. A layer at or before this one is the next pass's."""
+    """Target layer -> predicted logits [tokens, experts]: its gate's on this layer's input, or a
+    trained predictor's. A target at or before this layer belongs to the next pass."""
     weigh: Weigh = softmax_weights
-    """The model family's own rule for the weights of chosen experts."""
+    """The model family's rule for the weights of chosen experts."""
 
     def of_token(self, token: int, pass_index: int, base: int) -> Event:
-        """Return what one token's event would be in a pass of its own; a key is `base` + expert."""
+        """Return the event of one token in a decode pass of its own; a key is `base` + expert."""
         row = slice(token, token + 1)
         keys: list[int] = (self.experts[token] + base).tolist()
         return Event(
@@ -70,7 +70,7 @@ class Event(NamedTuple):
         )
 
     def spelled_out(self, num_experts: int) -> Event:
-        """Return the event with its `experts`, also where one token's keys say it all."""
+        """Return the event with `experts` filled in from the keys where it has none."""
         if len(self.experts):
             return self
         experts = np.array([self.keys], dtype=np.int64) - self.layer * num_experts
@@ -78,7 +78,7 @@ class Event(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """One expert to load, at one level of the precision ladder (0 is the best)."""
+    """One expert to load, at a level of the precision ladder (0 is the best)."""
 
     key: int
     level: int = 0
@@ -91,15 +91,15 @@ def unique_in_order(layer: int, num_experts: int, experts: IntArray) -> list[int
 
 
 def num_assignments(event: Event, keys: Sequence[int], num_experts: int) -> int:
-    """Count the (token, expert) pairs that these of an event's keys serve."""
+    """Count the (token, expert) pairs that these keys of an event serve."""
     if not len(event.experts):
         return len(keys)
     if len(keys) == len(event.keys):
         if event.num_tokens == 1:
             return sum([expert >= 0 for expert in event.experts.tolist()[0]])
         return int((event.experts >= 0).sum())
-    own = np.asarray(keys) - event.layer * num_experts
-    return int(np.isin(event.experts, own).sum())
+    experts = np.asarray(keys) - event.layer * num_experts
+    return int(np.isin(event.experts, experts).sum())
 
 
 def token_miss_count(event: Event, num_experts: int, absent: Sequence[int]) -> int:
@@ -113,6 +113,6 @@ def token_miss_count(event: Event, num_experts: int, absent: Sequence[int]) -> i
 
 
 def resident_mask(layer: int, num_experts: int, resident: Container[int]) -> BoolArray:
-    """Mark which of a layer's experts [experts] are resident."""
+    """Return which of a layer's experts are resident [experts]."""
     base = layer * num_experts
     return np.array([base + expert in resident for expert in range(num_experts)], dtype=bool)

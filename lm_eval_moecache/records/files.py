@@ -1,6 +1,6 @@
-"""Opens the files that users give: regular ones, whole, plain, and never larger than they look.
+"""Reads and writes users' files safely: regular files only, of bounded size, written atomically.
 
-Says where the folders lie that ship with the package, too, and what a model may be called.
+Also finds the folders that ship with the package, and checks the names of models.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ MOST_YAML_BYTES = 1 << 20
 MOST_JSON_BYTES = 1 << 30
 MOST_DEPTH = 100
 PART = ".part"
-"""Ends the name of a file that is being written; a killed process leaves it."""
+"""Suffix of a file being written, which a killed process leaves behind."""
 _BLOCK = 4096
-"""A file system that is full has room for names still, and for no block."""
+"""A full file system still has room for names, but not for a block of this size (bytes)."""
 MOST_NODES = 100_000
 """Values that a YAML document may hold once its aliases are written out."""
 TINY = "tiny"
-"""What `pretrained=` calls the shipped model."""
+"""Name of the shipped model in `pretrained=`."""
 TINY_DRAFT = "tiny-draft"
-"""What `draft=` calls the dense draft that ships beside it."""
+"""Name of the dense draft model shipped beside it, in `draft=`."""
 _LONGEST_ID = 96
-"""Characters of a name on the hub."""
+"""Most characters of a model's name on the hub."""
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether there is such a file; a name that no file system could hold is none."""
+    """Whether there is such a file; False also for names that no file system allows."""
     return os.path.isfile(path)
 
 
@@ -54,32 +54,32 @@ def exists(path: str | Path) -> bool:
 
 
 def open_file(path: str | Path, what: str, most: int | None = None) -> BinaryIO:
-    """Open a file to be read. ValueError, which begins with `what`, where it cannot be.
+    """Open a file for reading. Raises ValueError beginning with `what` where it cannot be read.
 
-    A pipe would wait for a writer, and a device may have no end: neither is read. `most` is the
-    size in bytes above which a file is refused.
+    Pipes and devices are refused: a pipe would wait for a writer, a device may have no end. So are
+    files of more than `most` bytes.
     """
     try:
-        about = os.stat(path)
-        if stat.S_ISREG(about.st_mode) and (most is None or about.st_size <= most):
+        status = os.stat(path)
+        if stat.S_ISREG(status.st_mode) and (most is None or status.st_size <= most):
             return open(path, "rb")
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte in it
         if getattr(error, "errno", None) in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
             raise ValueError(f"{what}: there is no such file.") from None
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{what} cannot be read: {reason}.") from error
-    if stat.S_ISREG(about.st_mode):
-        raise ValueError(f"{what} has {about.st_size} bytes, more than the {most} that are read.")
+    if stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{what} has {status.st_size} bytes, more than the {most} that are read.")
     raise ValueError(f"{what} is no regular file. Allowed: a file on a disk, no pipe, no device.")
 
 
 def check_file(path: str | Path, what: str, most: int | None = None) -> None:
-    """As `open_file`, for a file that a library is to open by its name."""
+    """As `open_file`, for a file that a library opens by name."""
     open_file(path, what, most).close()
 
 
 def read_text(path: str | Path, what: str, most: int = MOST_JSON_BYTES) -> str:
-    """Return a text in UTF-8. ValueError begins with `what`."""
+    """Return the text of a UTF-8 file. ValueError begins with `what`."""
     try:
         with open_file(path, what, most) as file:
             return file.read().decode("utf-8")
@@ -95,7 +95,7 @@ def read_yaml(path: str | Path, what: str) -> Any:
 
 
 def parse_yaml(text: str, what: str) -> Any:
-    """Parse YAML safely: no tags, no key twice, no aliases that explode or go in circles."""
+    """Parse YAML safely: no tags, duplicate keys, exploding aliases or cycles."""
     try:
         return deepcopy(_parsed(text))
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
@@ -119,7 +119,7 @@ def read_json(path: str | Path, what: str) -> Any:
 
 
 def read_gzip(path: str | Path, what: str) -> bytes:
-    """Return what a compressed file holds; ValueError where that is more than is read of JSON."""
+    """Return the decompressed bytes of a file; ValueError above `MOST_JSON_BYTES` of them."""
     try:
         with open_file(path, what, MOST_JSON_BYTES) as raw, gzip.open(raw, "rb") as file:
             data = bytes(file.read(MOST_JSON_BYTES + 1))
@@ -131,10 +131,10 @@ def read_gzip(path: str | Path, what: str) -> bytes:
 
 
 def parse_json(text: str | bytes, what: str) -> Any:
-    """Parse JSON with no key twice.
+    """Parse JSON, refusing duplicate keys.
 
-    What others wrote may hold NaN or Infinity, which are not JSON, or whole numbers beyond every
-    float: a figure that is no number is read as none.
+    Foreign files may hold NaN or Infinity, which are not JSON, or integers beyond every float: all
+    of these are read as None.
     """
     try:
         return json.loads(
@@ -150,11 +150,11 @@ def parse_json(text: str | bytes, what: str) -> Any:
 
 
 def write_whole(path: Path, data: bytes | str) -> None:
-    """Write beside `path`, then rename: a reader, or a kill, sees the old file or the new one.
+    """Write beside `path`, then rename: readers see, and a kill leaves, the old file or the new.
 
-    OSError names the file: a full disk is told by the write, which does not know whose it was.
+    OSError names the file, which the error of a write to a full disk does not.
     """
-    # Of the name only a part: with what is added it must still be one.
+    # Part of the name only: with the additions it must still be a valid one.
     temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}{PART}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -172,15 +172,15 @@ def write_whole(path: Path, data: bytes | str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise OSError, with the place that says no, where nothing could be written at this path.
+    """Raise OSError naming this path where nothing can be written at it.
 
-    Looks at the nearest folder that is there, and leaves nothing: asked before long work starts.
+    Tries the nearest existing folder and leaves nothing behind; for checks before long work.
     """
     try:
-        there = next(place for place in (path, *path.absolute().parents) if place.exists())
-        if not there.is_dir() and there != path:
+        ancestor = next(place for place in (path, *path.absolute().parents) if place.exists())
+        if not ancestor.is_dir() and ancestor != path:
             raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        with tempfile.TemporaryFile(dir=there if there.is_dir() else there.parent) as file:
+        with tempfile.TemporaryFile(dir=ancestor if ancestor.is_dir() else ancestor.parent) as file:
             file.write(bytes(_BLOCK))
             file.flush()
             os.fsync(file.fileno())
@@ -192,13 +192,13 @@ def check_writable(path: Path) -> None:
 
 
 def lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Take the lock of an open file or folder, which goes with the process.
+    """Lock an open file or folder until the process ends.
 
-    Returns False where another has it, or where locks cannot be had at all.
+    Returns False where another process holds the lock, or where locks are not available.
     """
     try:
         import fcntl
-    except ImportError:  # Windows: there nobody can tell, and nothing is touched
+    except ImportError:  # Windows: the lock's state is unknown, so nothing is touched
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -208,7 +208,7 @@ def lock(descriptor: int, *, wait: bool = False) -> bool:
 
 
 def shipped_dir(name: str) -> Path:
-    """The folder `name` beside this module (a wheel), or else at the repository root."""
+    """Return the folder `name` inside the package (a wheel), or else at the repository root."""
     candidates = (_PACKAGE / name, _PACKAGE.parent / name)
     for folder in candidates:
         if folder.is_dir():
@@ -228,7 +228,7 @@ traces_dir = partial(shipped_dir, "traces")
 
 
 def check_place(key: str, name: str) -> None:
-    """Refuse the name of a model that is neither a folder nor anything that the hub could have."""
+    """Raise ValueError for a model's name that is neither a folder nor possible on the hub."""
     if name in (TINY, TINY_DRAFT) or (name.strip() and exists(name)):
         return
     is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")
@@ -240,15 +240,15 @@ def check_place(key: str, name: str) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {twice!r} stands twice in one object")
-    return found
+    return mapping
 
 
 def _count(node: Any, sizes: dict[int, int], above: tuple[int, ...]) -> int:
-    """Return the number of values below a node with its aliases written out."""
+    """Return the number of values at and below a node, with its aliases written out."""
     if id(node) in above:
         raise ValueError("an alias stands inside of what it names")
     if id(node) not in sizes:
@@ -264,8 +264,8 @@ def _count(node: Any, sizes: dict[int, int], above: tuple[int, ...]) -> int:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """SafeLoader without its silence about keys that stand twice, and without bottomless nesting,
-    whose scanning takes time with the square of the depth."""
+    """SafeLoader that refuses duplicate keys, numbers not in plain digits, and deep nesting, which
+    takes time quadratic in its depth to scan."""
 
     def fetch_flow_collection_start(self, token: Any) -> None:
         self._check_depth(self.flow_level)
@@ -283,7 +283,7 @@ class _PlainLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
         for key_node, _ in node.value:
-            # `<<` merges another mapping, whose keys may be given anew.
+            # `<<` merges another mapping, whose keys may be overridden.
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
@@ -305,7 +305,7 @@ class _PlainLoader(yaml.SafeLoader):
 
     @staticmethod
     def _check_plain(node: yaml.ScalarNode) -> None:
-        """Refuse `0x10`, `010` (8 to YAML), `1_000` and `1:30` (90): they are read as typed."""
+        """Refuse `0x10`, `010` (8 to YAML), `1_000` and `1:30` (90): numbers are read as typed."""
         if not is_plain(node.value):
             line = node.start_mark.line + 1
             raise ValueError(f"line {line}: {shown(node.value)} must be a number in plain digits")

@@ -1,28 +1,28 @@
-"""The sizes of an MoE model and of its draft: layers, experts, and what each weighs in bytes."""
+"""The sizes of an MoE model and of its draft: layers, experts, and their bytes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 DTYPES = ("bf16", "fp16", "fp32")
-"""Names of precisions at which weights are stored as they are computed with, not encoded."""
+"""Precisions at which weights are stored unencoded, as they are computed with."""
 
 MOST_DRAFTED = 1024
 """Tokens drafted for one pass, at most: far beyond the length at which any draft has been wrong."""
 NO_TARGET = -1
-"""Stands in `Draft.targets` for a layer of the draft that foretells none of the model's."""
+"""In `Draft.targets`: a draft layer that predicts for none of the model's layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:
-    """The sizes of one MoE model: all that the core knows of it.
+    """The sizes of one MoE model: all that the engine needs of it.
 
     `expert_bytes[layer][level]` is the size of one expert at each stored precision, best first.
-    `dense_bytes[layer]` are the other weights a pass reads on its way to that layer's experts
-    (what follows the last MoE layer counts to the last). `element_bytes` is the size of one
-    weight at the compute dtype, by which bytes turn into multiply-adds; `compute_bytes[layer]` is
-    an expert's size at that dtype, empty where the first level is stored so. `hidden_size` is the
-    width of what an expert reads and gives; 0 where it is not known (a trace need not say it).
+    `dense_bytes[layer]` are the other weights a pass reads before that layer's experts (those after
+    the last MoE layer count to the last). `element_bytes` is the size of one weight at the compute
+    dtype, by which bytes convert to multiply-adds; `compute_bytes[layer]` is an expert's size at
+    that dtype, empty where the first level is stored at it. `hidden_size` is the width of an
+    expert's input and output; 0 where unknown (traces may omit it).
     """
 
     model: str
@@ -61,12 +61,15 @@ class Geometry:
 
     @property
     def max_expert_bytes(self) -> int:
+        """Bytes of the largest expert at the first precision."""
         return max(levels[0] for levels in self.expert_bytes)
 
     def key(self, layer: int, expert: int) -> int:
+        """Return the expert key of (layer, expert)."""
         return layer * self.num_experts + expert
 
     def split(self, key: int) -> tuple[int, int]:
+        """Return the (layer, expert) of an expert key."""
         return divmod(key, self.num_experts)
 
 
@@ -79,11 +82,11 @@ class Draft:
 
     geometry: Geometry
     level: int = 0
-    """The precision that its experts are stored in and read at."""
+    """Precision level at which its experts are stored and read."""
     nbytes: int = 0
-    """What it takes beside the target: all of it is resident."""
+    """Bytes it takes beside the target; all of it stays resident."""
     tokens: int = 1
     """Tokens drafted for each verify pass."""
     targets: tuple[int, ...] = ()
-    """For each of its layers, the model's MoE layer at the same place, whose gate can be asked
-    about the draft's states; NO_TARGET for none. Empty where no gate can."""
+    """Draft layer -> the model's MoE layer at the same place, whose gate can score the draft's
+    states; NO_TARGET for none. Empty where no gate can."""

@@ -1,4 +1,4 @@
-"""Hardware profiles: the figures of a device and its link, from YAML, each with its source."""
+"""Hardware profiles: the figures of a device and its link, read from YAML with their sources."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ZERO_OR_MORE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """One device and its host. FLOP/s are at the compute dtype; the latency is per transfer."""
+    """One device and its host. FLOP/s are at the compute dtype; link latency is per transfer."""
 
     name: str
     peak_flops: float
@@ -39,28 +39,27 @@ class Hardware:
     kernel_overhead_s: float
     memory_bytes: float
     layer_overhead_s: float = 0.0
-    """Seconds per layer and pass of a stack that is slower than its kernels, beside those.
+    """Seconds per layer and pass of a software stack, beyond its kernels.
 
-    The bookkeeping of a policy belongs here: on a wall clock it is real.
+    The bookkeeping of a policy belongs here: on the wall clock it takes real time.
     """
     pass_overhead_s: float = 0.0
-    """Seconds per pass of what a stack does outside its layers: positions, masks, the output."""
+    """Seconds per pass of a software stack outside its layers: positions, masks, the output."""
     wait_overhead_s: float = 0.0
-    """Seconds that each wait for the link costs the compute beside the transfers themselves: the
-    request is handed over, the compute wakes, and what it reads then is in no cache any more.
+    """Seconds that each wait for the link costs the compute beyond the transfers: handing over the
+    request, waking up, and reading from processor caches gone cold.
     """
     link_efficiency: float = 1.0
-    """Share of `link_bytes_per_s` (one large copy) that the copies of single experts reach."""
+    """Share of `link_bytes_per_s` (one large copy) that copies of single experts reach."""
     link_lanes: int = 1
     """Requests that the link serves at once."""
     link_lane_bytes_per_s: float | None = None
-    """The most that one of these gets; None for all that the link has."""
+    """Most bytes/s that one request gets; None for the whole link."""
     load_overhead_s_per_byte: float = 0.0
-    """What the compute spends on every byte that is loaded beside its transfer: commit, release,
-    bookkeeping."""
+    """Compute seconds per loaded byte beyond its transfer: commit, release, bookkeeping."""
     host_flops: float | None = None
     host_memory_bytes_per_s: float | None = None
-    """Where misses are computed on the host; None where the profile does not say."""
+    """Needed where the host executes misses; None where the profile does not give them."""
     source: dict[str, str] | str = ""
 
     def __post_init__(self) -> None:
@@ -79,13 +78,13 @@ class Hardware:
 
     @property
     def sources(self) -> dict[str, str]:
-        """Where each figure comes from; of a profile that says one thing of all, that."""
+        """Field -> where its figure comes from; `profile` -> one source for all."""
         if isinstance(self.source, dict):
             return self.source
         return {"profile": self.source} if self.source else {}
 
     def with_bandwidth(self, bandwidth: str) -> Hardware:
-        """Return the device behind a link that does `5GB/s`, for one request or for all."""
+        """Return the device behind a link with this rate (`5GB/s`), for one request or for all."""
         return replace(
             self,
             link_bytes_per_s=parse_bandwidth(bandwidth),
@@ -104,24 +103,25 @@ class Hardware:
 
     @property
     def lane_rate(self) -> float:
-        """Bytes/s at which a request moves that has the link for itself."""
+        """Bytes/s at which a single request moves over an otherwise idle link."""
         return min(self.link_rate, self.link_lane_bytes_per_s or self.link_rate)
 
 
 def profile_names() -> list[str]:
+    """Return the names of the shipped profiles, sorted."""
     return sorted(path.stem for path in PROFILE_DIR.glob("*.yaml"))
 
 
 def canonical_name(name: str) -> str:
-    """Return a shipped profile's name as it is spelled now, and any other text as it is."""
-    return next((each for each in profile_names() if each.lower() == name.lower()), name)
+    """Return a shipped profile's name in its own spelling, and any other text unchanged."""
+    return next((profile for profile in profile_names() if profile.lower() == name.lower()), name)
 
 
 def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
     """Load a profile by name, in upper or lower case, or by path.
 
-    `bandwidth` (`5GB/s`) is what its link then does, for one request or for all. Raises
-    ValueError for what is not there.
+    `bandwidth` (`5GB/s`) overrides the rate of its link, for one request and for all. Raises
+    ValueError for an unknown name or an unreadable file.
     """
     if str(name).endswith((".yaml", ".yml")):
         path = Path(name)
@@ -129,7 +129,7 @@ def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
         path = PROFILE_DIR / f"{canonical_name(name)}.yaml"
         if path.stem not in profile_names():
             raise unknown("hardware", name, profile_names())
-    # Imported late: pydantic takes its time.
+    # Imported late: pydantic is slow to import.
     from lm_eval_moecache.records.schemas import check
     from lm_eval_moecache.records.schemas.inputs import hardware_schema
 
@@ -143,13 +143,13 @@ def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
 
 
 def on_disk(hardware: Hardware) -> Hardware:
-    """Return a device whose experts lie on an NVMe drive: no host memory holds them."""
+    """Return the device with its experts on an NVMe drive, none of them in host memory."""
     link = {
         "link_bytes_per_s": "an NVMe drive on PCIe 4.0 x4, its sequential reads of 7 GB/s, nominal",
         "link_efficiency": "assumed; mlx-lm issue 1438 has scattered reads of 4 MB at 5.8 GB/s",
         "link_latency_s": "assumed, one read of an open file on an NVMe drive",
     }
-    kept = {k: v for k, v in hardware.sources.items() if not k.startswith(("host_", "link_"))}
+    sources = {k: v for k, v in hardware.sources.items() if not k.startswith(("host_", "link_"))}
     return replace(
         hardware,
         link_bytes_per_s=7.0e9,
@@ -159,5 +159,5 @@ def on_disk(hardware: Hardware) -> Hardware:
         link_lane_bytes_per_s=None,
         host_flops=None,
         host_memory_bytes_per_s=None,
-        source={**kept, **link},
+        source={**sources, **link},
     )

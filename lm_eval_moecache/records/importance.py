@@ -1,4 +1,4 @@
-"""Importance of experts: what the router thinks of each of them lately, chosen or not."""
+"""Importance of experts: the router's recent gate scores of each, chosen or not."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lm_eval_moecache.records.geometry import Geometry
 
 
 class ImportanceScores:
-    """The decayed sum of the router's unmodified gate scores, by layer and expert.
+    """The decayed sums of the router's unmodified gate scores, by layer and expert.
 
-    Experts that routing passed over for being absent gain importance, too. `decay` is per turn of
-    the layer: 0 keeps the last turn alone, 1 the whole run.
+    Experts that routing passed over for being absent gain importance, too. `decay` is per event of
+    the layer: 0 keeps the last event only, 1 the whole run.
     """
 
     def __init__(self, geometry: Geometry, decay: float) -> None:
@@ -22,7 +22,7 @@ class ImportanceScores:
         self._scores = np.zeros((geometry.num_layers, geometry.num_experts))
 
     def add(self, event: Event) -> npt.NDArray[np.float64]:
-        """Add an event's gate scores; return its layer's row, so rounded that equal sums tie."""
+        """Add an event's gate scores; return its layer's sums, rounded so that equals tie."""
         row = self._scores[event.layer]
         row *= self._decay
         row += softmax(event.logits).astype(np.float64).sum(axis=0)

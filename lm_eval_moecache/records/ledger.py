@@ -1,4 +1,4 @@
-"""The ledger: every count of a run, per pass, and which requests each pass served."""
+"""The ledger: all counts of a run by pass, and the passes that served each request."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass, field, fields
 from operator import add, attrgetter, sub
 
 GENERATE = "generate_until"
-"""The kind of a request, in lm-eval's words, that has output tokens."""
+"""lm-eval's name of the kind of request that has output tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """Everything that is counted; two of them can be added and subtracted, field by field.
+    """All counts; they add and subtract field by field.
 
-    Lookups are of unique experts per event (requests). A new count is a field here and the lines
-    that add to it: in `engine.core` (and a field of its `Count`), which serves lossless policies,
-    and where `engine.virtual` and `engine.decide` serve the others. `report.metrics` says what is
-    made of it.
+    Lookups count unique experts per event (requests). A new count is a field here plus the lines
+    that add to it: in `engine.core` (with a field of its `Count`), which serves lossless policies,
+    and in `engine.engine` and `engine.decide`, which serve the others. `report.metrics` derives the
+    reported figures.
     """
 
     requests: int = 0
@@ -30,7 +30,7 @@ class Counters:
     predicted: int = 0
     predicted_right: int = 0
     predictable: int = 0
-    """Requests of events that had a prediction: what recall divides by."""
+    """Requests of events that had a prediction: the denominator of recall."""
     stall_s: float = 0.0
     link_busy_s: float = 0.0
     bytes_moved: int = 0
@@ -38,30 +38,30 @@ class Counters:
     lifetime_tokens: int = 0
     """Sum over evicted experts of the tokens processed while they were resident."""
     dropped: int = 0
-    """(Token, expert) assignments left out: `token_requests` less these are executed."""
+    """(Token, expert) assignments left out; the rest of `token_requests` are executed."""
     unfaithful: int = 0
     """Executed assignments that the unmodified router did not choose."""
     substituted: int = 0
     low_precision: int = 0
-    """Executed assignments whose expert was resident at a lower level than the best stored one."""
+    """Executed assignments whose expert was resident below the best stored precision."""
     avoided: int = 0
-    """Absent experts of events for which a lossy algorithm found another answer than a load."""
+    """Absent experts that a lossy algorithm replaced or dropped instead of loading."""
     weighed_tokens: int = 0
-    """Tokens, one for each layer, that a lossy algorithm may change and whose weights were seen."""
+    """Tokens, counted per layer, that lossy algorithms may change and whose weights are known."""
     lost_weight: float = 0.0
-    """Of their weights, each token's summing to 1, what was dropped or given to a substitute."""
+    """Share of those tokens' weights (1 per token) that was dropped or went to a substitute."""
     host_executed: int = 0
     """Executed assignments whose expert ran on the host."""
     host_s: float = 0.0
-    """Time in which the host worked."""
+    """Seconds for which the host executed experts."""
     host_wait_s: float = 0.0
-    """Time in which the compute waited for the host's outputs and for nothing else."""
+    """Seconds for which the compute waited only for the host's outputs."""
     draft_s: float = 0.0
-    """Time of drafting at the beginning of a pass that verifies drafts; part of its duration."""
+    """Seconds of drafting at the start of a verify pass, a part of its duration."""
     drafted: int = 0
     """Tokens drafted for this pass to verify."""
     accepted: int = 0
-    """Drafted tokens that it accepted, so that it gave one output token more."""
+    """Drafted tokens that it accepted; it gives one output token more than these."""
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(**dict(zip(COUNTED, map(add, _VALUES(self), _VALUES(other)), strict=True)))
@@ -74,17 +74,19 @@ class Counters:
         return difference
 
     def count(self, more: Counters) -> None:
-        """Add what another record has counted to this one."""
+        """Add another record's counts to this one."""
         for name, value in zip(COUNTED, _VALUES(more), strict=True):
             if value:
                 setattr(self, name, getattr(self, name) + value)
 
     @property
     def hits(self) -> int:
+        """Requests whose expert was resident."""
         return self.requests - self.late - self.misses
 
     @property
     def executed(self) -> int:
+        """(Token, expert) assignments executed."""
         return self.token_requests - self.dropped
 
 
@@ -93,14 +95,14 @@ _VALUES = attrgetter(*COUNTED)
 
 
 def total(records: Iterable[Counters]) -> Counters:
-    """Return the sum of some records; float sums go in their order."""
+    """Return the sum of some records; floats are added in their order."""
     columns = zip(*map(_VALUES, records), strict=True)
     return Counters(**dict(zip(COUNTED, map(sum, columns), strict=False)))
 
 
 @dataclass(slots=True)
 class PassRecord(Counters):
-    """What one pass over the model did."""
+    """The counts and times of one pass over the model."""
 
     index: int
     phase: str
@@ -110,11 +112,12 @@ class PassRecord(Counters):
 
     @property
     def duration_s(self) -> float:
+        """Seconds from the start of the pass to its end, drafting included."""
         return self.end_s - self.start_s
 
     @property
     def output_tokens(self) -> int:
-        """Tokens that a pass of a generation gives: its own, and the drafts it accepted."""
+        """Output tokens of a pass of a generation: its own, plus the drafts it accepted."""
         return self.accepted + 1
 
 
@@ -127,12 +130,12 @@ class RequestRecord:
     kind: str
     prompt_tokens: int = 0
     output_tokens: int | None = None
-    """Tokens generated, the closing one included; None for scoring requests."""
+    """Tokens generated, the end token included; None for scoring requests."""
     passes: list[PassRecord] = field(default_factory=list)
     document: int | None = None
-    """The document of the task that it asks about, where the harness says so."""
+    """Index of its document in the task, where the harness gives one."""
     place: int = 0
-    """Its place among the requests of that document."""
+    """Its index among the requests of that document."""
 
 
 class Ledger:
@@ -143,7 +146,7 @@ class Ledger:
         self.requests: list[RequestRecord] = []
         self._open: list[RequestRecord] = []
         self._num_seen = 0
-        """Requests, those forgotten included: no two have had the same index."""
+        """Requests so far, forgotten ones included, so that no index repeats."""
 
     def new_request(
         self,
@@ -153,6 +156,7 @@ class Ledger:
         document: int | None = None,
         place: int = 0,
     ) -> RequestRecord:
+        """Enter a request and return its record; `serve` attributes passes to it."""
         record = RequestRecord(
             self._num_seen, task, kind, prompt_tokens, document=document, place=place
         )
@@ -161,15 +165,16 @@ class Ledger:
         return record
 
     def forget(self, last: list[RequestRecord]) -> None:
-        """Leave these, the last requests, out of what is reported; their passes still count."""
+        """Exclude these, the last requests, from reports; their passes still count."""
         if last:
             del self.requests[-len(last) :]
 
     def serve(self, requests: list[RequestRecord]) -> None:
-        """Attribute the passes that follow to these requests (an empty list: to none)."""
+        """Attribute the following passes to these requests (to none, if empty)."""
         self._open = requests
 
     def begin_pass(self, phase: str, num_tokens: int, now: float) -> PassRecord:
+        """Enter a pass that begins at `now` (s), attribute it, and return its record."""
         record = PassRecord(len(self.passes), phase, num_tokens, now)
         self.passes.append(record)
         for request in self._open:

@@ -1,4 +1,4 @@
-"""What users type: the one reader of numbers, and errors that name what is allowed."""
+"""Reads the numbers that users type, with errors that name what is allowed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from operator import ge, gt, le, lt
 from typing import Any
 
-# ASCII digits only: `1_0`, full-width and Arabic digits are numbers to Python, and to nobody else.
+# ASCII digits only: `1_0`, full-width and Arabic digits are numbers to Python alone.
 _PLAIN = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 _LEADING_ZERO = re.compile(r"[+-]?0[0-9]")
 _MOST_DIGITS = 40
@@ -20,15 +20,15 @@ _LIMITS = {
     "below": ("below {}", lt),
 }
 MOST_COUNT = 2**31 - 1
-"""No count of anything here (experts, layers, tokens, documents) is larger."""
+"""Upper bound on every count here (experts, layers, tokens, documents)."""
 
 
 class AlgorithmError(RuntimeError):
-    """A user's own algorithm failed while it ran: no fault of what was typed, so no ValueError."""
+    """A user's algorithm failed while running: not a fault of the input, so no ValueError."""
 
 
 def plain_number(value: object) -> int | float | None:
-    """Return a finite number, given as one or as plain text, or None for anything else."""
+    """Return a finite number given as a number or as plain text, None for anything else."""
     if isinstance(value, str):
         text = value.strip(" ")
         if len(text) > _MOST_DIGITS or _PLAIN.fullmatch(text) is None:
@@ -43,14 +43,14 @@ def plain_number(value: object) -> int | float | None:
 
 
 def is_plain(text: str) -> bool:
-    """Whether a text is a number to everybody: `0x10`, `010` (8 to YAML) and `1_000` are none."""
+    """Whether a text is an unambiguous number, unlike `0x10`, `010` (8 to YAML) and `1_000`."""
     return _PLAIN.fullmatch(text.strip(" ")) is not None and _LEADING_ZERO.match(text) is None
 
 
 def check_typed(text: str) -> None:
-    """Refuse in `key=value,...` what Python alone takes for a number, before lm-eval makes it one.
+    """Refuse values in `key=value,...` that only Python reads as numbers, before lm-eval does.
 
-    ValueError names the key and the value: Arabic digits, or `1_000`.
+    Such are Arabic digits and `1_000`. ValueError names the key and the value.
     """
     for part in text.split(","):
         key, is_pair, value = part.partition("=")
@@ -75,7 +75,10 @@ def read_number(key: str, value: object, **bounds: float) -> float:
 
 
 def read_count(key: str, value: object, *, least: int = 0, most: int = MOST_COUNT) -> int:
-    """Return `value` as a whole number; `3.0` and `"3"` are one."""
+    """Return `value` as a whole number (also `3.0` or `"3"`) from `least` to `most`.
+
+    Raises ValueError naming the key, the value and what is allowed.
+    """
     number = plain_number(value)
     if number is None or number % 1 or not least <= number <= most:
         bounds = {"least": least} if most == MOST_COUNT else {"least": least, "most": most}
@@ -84,7 +87,7 @@ def read_count(key: str, value: object, *, least: int = 0, most: int = MOST_COUN
 
 
 def shown(value: object) -> str:
-    """Return what a message says of a value: its repr, cut where that is long."""
+    """Return the repr of a value for a message, shortened where it is long."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # Python does not print a number of 4,300 digits
@@ -95,7 +98,7 @@ def shown(value: object) -> str:
 def nearest(value: str, allowed: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"`, or an empty string where nothing is close in either case."""
     names = {name.lower(): name for name in allowed}
-    # Comparing takes time with the square of the length, and no name is that long.
+    # Comparison is quadratic in the length, and no name is that long.
     close = difflib.get_close_matches(str(value)[:100].lower(), list(names), n=1, cutoff=0.5)
     return f" Did you mean '{names[close[0]]}'?" if close else ""
 
@@ -108,7 +111,7 @@ def unknown(key: str, value: object, allowed: Iterable[str]) -> ValueError:
 
 
 def finite(data: Any) -> Any:
-    """Return JSON data with null in the place of every NaN and infinity."""
+    """Return JSON data with None in place of every NaN and infinity."""
     if isinstance(data, dict):
         return {key: finite(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):

@@ -1,7 +1,7 @@
-"""What a trained predictor of router logits looks like as arrays, and what applying it costs.
+"""The arrays of a trained predictor of router logits, and the cost of applying it.
 
-At each MoE layer it takes the router's input and gives logits for the next MoE layer of the same
-token; at the last one, for the first MoE layer of the next token. Layer l has `stages(l)` linear
+At each MoE layer it maps the router's input to logits for the next MoE layer of the same token; at
+the last one, for the first MoE layer of the next token. Layer l has `stages(l)` linear
 stages with ReLU between them, stored as `L.S.weight` [out, in] and `L.S.bias` [out].
 """
 
@@ -16,16 +16,16 @@ from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.geometry import Geometry
 
 LOSSES = ("kl", "bce")
-"""`kl`: CommitMoE eq. 4, the file `predictor`. `bce`: of the chosen experts, `predictor_bce`."""
+"""`kl`: CommitMoE eq. 4, file `predictor`. `bce`: on the chosen experts, file `predictor_bce`."""
 HIDDEN_FACTOR = 2
-"""Width of the two-stage predictor's hidden layer over its input's (CommitMoE section 4.2)."""
+"""Hidden width / input width of the two-stage predictor (CommitMoE section 4.2)."""
 _LINEAR_KERNELS = 2
 """A product with its bias, and a cast or an activation; the softmax at the end is one more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictorCost:
-    """What one application at a layer reads and launches."""
+    """The cost of one application at a layer: multiplied weights, bytes read, kernels launched."""
 
     num_weights: int
     num_bytes: int
@@ -36,7 +36,7 @@ FREE = PredictorCost(num_weights=0, num_bytes=0, num_kernels=0)
 
 
 def num_stages(layer: int, num_layers: int) -> int:
-    """One linear stage within a token, two from its last MoE layer to the next token's first."""
+    """Return the linear stages at a layer: 1, or 2 at the last, which predicts the next token."""
     return 2 if layer == num_layers - 1 else 1
 
 
@@ -52,6 +52,7 @@ def target_of(layer: int, num_layers: int, phase: str) -> int | None:
 
 
 def array_name(layer: int, stage: int, what: str) -> str:
+    """Return the name of a stage's `weight` or `bias` in the artifact."""
     return f"{layer}.{stage}.{what}"
 
 
@@ -64,20 +65,20 @@ def hidden_size(artifact: Artifact) -> int:
 
 
 def shapes(num_layers: int, num_experts: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every array of a predictor."""
-    found: dict[str, tuple[int, ...]] = {}
+    """Return the shape of every array of a predictor; `hidden` is its input width."""
+    shape_of: dict[str, tuple[int, ...]] = {}
     for layer in range(num_layers):
         inner = [HIDDEN_FACTOR * hidden] * (num_stages(layer, num_layers) - 1)
         for stage, (width, out) in enumerate(pairwise([hidden, *inner, num_experts])):
-            found[array_name(layer, stage, "weight")] = (out, width)
-            found[array_name(layer, stage, "bias")] = (out,)
-    return found
+            shape_of[array_name(layer, stage, "weight")] = (out, width)
+            shape_of[array_name(layer, stage, "bias")] = (out,)
+    return shape_of
 
 
 def load_predictor(profile: str | None, loss: str, geometry: Geometry) -> Artifact:
     """Return the predictor at `profile`, or else the one of this loss that ships for the model.
 
-    Raises ValueError where there is none, or where the file is another model's, is cut short, or
+    Raises ValueError where there is none, or where the file is another model's, is truncated, or
     was trained with another loss.
     """
     key = "prefetch.profile"
@@ -112,21 +113,21 @@ def load_predictor(profile: str | None, loss: str, geometry: Geometry) -> Artifa
 
 
 def costs(artifact: Artifact) -> tuple[PredictorCost, ...]:
-    """Return the cost of applying the predictor at each layer, to any number of tokens at once."""
-    found = []
+    """Return the cost of applying the predictor at each layer, for any number of tokens at once."""
+    layer_costs = []
     for layer in range(artifact.num_layers):
-        own = [a for name, a in artifact.arrays.items() if name.startswith(f"{layer}.")]
+        arrays = [a for name, a in artifact.arrays.items() if name.startswith(f"{layer}.")]
         cost = PredictorCost(
-            num_weights=sum(array.size for array in own),
-            num_bytes=sum(array.nbytes for array in own),
+            num_weights=sum(array.size for array in arrays),
+            num_bytes=sum(array.nbytes for array in arrays),
             num_kernels=_LINEAR_KERNELS * num_stages(layer, artifact.num_layers) + 1,
         )
-        found.append(cost)
-    return tuple(found)
+        layer_costs.append(cost)
+    return tuple(layer_costs)
 
 
 def digest_of(artifact: Artifact) -> str:
-    """Identify a predictor by its weights: what a trace keeps to say whose predictions it holds."""
+    """Return the digest of a predictor's weights, by which a trace identifies its predictions."""
     digest = hashlib.sha256()
     for name in sorted(artifact.arrays):
         digest.update(name.encode())

@@ -16,9 +16,9 @@ class Selection:
     """A changed choice of experts, [tokens, top_k], weighted from the unmodified logits.
 
     `keep` is False where an expert is dropped: the others keep their weights, unless `renormalize`
-    makes them share what it had. `weigh_as` names the experts whose weights are used, where
-    those are not the ones executed. `weights` are given where an algorithm has a rule of its own,
-    on the scale of the router's; NaN leaves an entry to the family's rule.
+    divides its weight among them. `weigh_as` names the experts whose weights are used where they
+    are not the executed ones. `weights` are set by algorithms with a rule of their own, on the
+    scale of the router's; NaN leaves an entry to the model family's rule.
     """
 
     experts: IntArray
@@ -29,7 +29,7 @@ class Selection:
 
     @staticmethod
     def join(experts: IntArray, rows: Sequence[Selection | None]) -> Selection | None:
-        """Stack the selections of single tokens; None stands for the router's own `experts`."""
+        """Stack the selections of single tokens; None stands for the router's choice, `experts`."""
         changed = [row for row in rows if row is not None]
         if not changed:
             return None
@@ -43,17 +43,19 @@ class Selection:
                     keep[token] = row.keep[0]
                 if row.weights is not None:
                     weights[token] = row.weights[0]
-        given = weights if any(row.weights is not None for row in changed) else None
-        return Selection(chosen, keep, any(row.renormalize for row in changed), weigh_as, given)
+        own_weights = weights if any(row.weights is not None for row in changed) else None
+        return Selection(
+            chosen, keep, any(row.renormalize for row in changed), weigh_as, own_weights
+        )
 
     def after(self, earlier: Selection) -> Selection:
-        """Return this later change on top of an earlier one, whose dropped entries stand."""
+        """Return this change applied on top of an earlier one, whose drops stand."""
         weights = self.weights
         if weights is None and earlier.weights is not None:
-            # Where an expert was replaced, its weight goes with it unless it is taken over.
+            # A replaced expert's weight goes with it, unless its replacement is weighed as it.
             source = self.experts if self.weigh_as is None else self.weigh_as
-            own = (source == earlier.experts) | (source == DROPPED)
-            weights = np.where(own, earlier.weights, np.nan).astype(np.float32)
+            is_unchanged = (source == earlier.experts) | (source == DROPPED)
+            weights = np.where(is_unchanged, earlier.weights, np.nan).astype(np.float32)
         if earlier.keep is None:
             return self if weights is None else replace(self, weights=weights)
         weigh_as = self.weigh_as

@@ -1,8 +1,8 @@
-"""What a layer's output may lose: the artifact of `moecache profile sensitivity`, and its arrays.
+"""Sensitivity of each layer to dropped experts: the artifact of `moecache profile sensitivity`.
 
-`sensitivity` [layers] says how much the loss rises, to second order, where all but a token's
-heaviest expert are left out, over the square of their share of the weight. `thresholds` [101] says
-below which rise a share of 0, 1, ... 100% of all (token, rank) activations lies.
+`sensitivity` [layers] is the rise of the loss, to second order, from leaving out all but a token's
+heaviest expert, divided by the square of their share of the weight. `thresholds` [101] are the
+percentiles 0, 1, ... 100 of this rise over all (token, rank) activations.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ Doubles = npt.NDArray[np.float64]
 
 
 def rises(weights: FloatArray, sensitivity: float) -> Doubles:
-    """Return what leaving out each entry and all lighter ones costs: [tokens, top_k].
+    """Return the rise of the loss from dropping each entry and all lighter ones [tokens, top_k].
 
-    AdapMoE's (1 - alpha)^2 S, where 1 - alpha is the share of the weight that is lost; the first
-    column, all of it, is infinite, because the heaviest expert always stays.
+    AdapMoE's (1 - alpha)^2 S, where 1 - alpha is the lost share of the weight. The first column,
+    which would lose all of it, is infinite: the heaviest expert always stays.
     """
     lost = np.cumsum(weights[:, ::-1].astype(np.float64), axis=-1)[:, ::-1]
-    found = (lost / np.maximum(lost[:, :1], 1e-20)) ** 2 * sensitivity
-    found[:, 0] = np.inf
-    return found
+    rise = (lost / np.maximum(lost[:, :1], 1e-20)) ** 2 * sensitivity
+    rise[:, 0] = np.inf
+    return rise
 
 
 def load_sensitivity(profile: str | None, geometry: Geometry) -> Artifact:
-    """Return the profile, or the one that ships for the model. ValueError where it does not fit."""
+    """Return the artifact at `profile`, or else the one that ships for the model.
+
+    Raises ValueError where there is none, or where it does not fit the model.
+    """
     key = "routing.profile"
     artifact = load_artifact(SENSITIVITY, profile, geometry, key)
     artifact.require(**{LAYERS: (geometry.num_layers,), THRESHOLDS: (101,)})

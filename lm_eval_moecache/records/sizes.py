@@ -1,8 +1,7 @@
-"""Reads the sizes users type: bytes, bandwidths and the forms of `capacity`.
+"""Reads the sizes that users type: bytes, bandwidths and the forms of `capacity`.
 
-One form names a file that `moecache profile layer_sizes` writes. It is turned into the text
-`[12,10,8]/layer` as soon as it is read, so that a result says what was run even where the file is
-gone.
+One form names a file written by `moecache profile layer_sizes`. It is replaced by the text
+`[12,10,8]/layer` as soon as it is read, so that results record the sizes even if the file is lost.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
 LAYER_SIZES = "experts_per_layer"
-"""The field of a file of sizes by layer."""
+"""Field of a layer-sizes file with the experts per layer."""
 _PER_LAYER = "/layer"
 _MOST_BYTES = 10**18
-"""A million times the largest memory of today: more is a slip of the finger."""
+"""A million times today's largest memory: anything more is a typing error."""
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*")
 _SLOTS = re.compile(r"\[([0-9, ]*)\]/layer|([0-9]+)/layer")
 _SIZES = "B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024)"
@@ -68,20 +67,21 @@ def _size(text: str) -> int | None:
 
 
 def _bare_number(text: str) -> float | None:
-    """Return the number where that is all there is: no unit."""
+    """Return the number of a text without a unit, None for other texts."""
     match = _NUMBER.fullmatch(text)
     return None if match is None or match[2] else float(match[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
-    """Bytes that resident experts may take; with `per_layer`, one such cache for each layer."""
+    """Bytes that resident experts may take, for one cache or (`per_layer`) for one per layer."""
 
     text: str
     bytes_by_partition: tuple[int, ...]
 
     @property
     def per_layer(self) -> bool:
+        """Whether each layer has a cache of its own."""
         return len(self.bytes_by_partition) > 1
 
     def partitions(self, num_layers: int) -> list[range]:
@@ -92,11 +92,12 @@ class Capacity:
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of all caches together."""
         return sum(self.bytes_by_partition)
 
 
 def capacity_text(text: object) -> str:
-    """Return what the user typed, with a file of sizes by layer replaced by what it says."""
+    """Return the capacity text as typed, a layer-sizes file replaced by its content."""
     body = str(text).strip()
     if not body.endswith(".json"):
         return body
@@ -111,23 +112,23 @@ def capacity_text(text: object) -> str:
 
 
 def spell(sizes: list[int]) -> str:
-    """Return the capacity text of these sizes: `[12,10,8]/layer`."""
+    """Return the capacity text of these experts per layer: `[12,10,8]/layer`."""
     return f"[{','.join(map(str, sizes))}]{_PER_LAYER}"
 
 
 def is_per_layer(text: object) -> bool:
-    """Whether a capacity asks for one cache for each layer."""
+    """Whether a capacity text asks for one cache per layer."""
     return capacity_text(text).endswith(_PER_LAYER)
 
 
 def check_capacity(text: object) -> None:
-    """Refuse what no model could make a capacity, before any model is looked at."""
+    """Raise ValueError for text that is no capacity for any model."""
     _read(text)
 
 
 def _read(text: object) -> tuple[str, str, list[float]]:
-    """Return a capacity's text, what it counts, and how many; of slots, one number for each layer
-    where they differ."""
+    """Return a capacity's text, its unit (`%`, `bytes`, `experts`, `/layer`) and its numbers: one,
+    or for differing layers one per layer."""
     body = capacity_text(text)
     number, slots = _bare_number(body), _SLOTS.fullmatch(body)
     try:
@@ -149,7 +150,7 @@ def _read(text: object) -> tuple[str, str, list[float]]:
 
 
 def check_sized(text: str, trace: str, option: str) -> None:
-    """Refuse a capacity in bytes for a trace that does not say how large an expert is."""
+    """Raise ValueError for a capacity in bytes with a trace that lacks the experts' size."""
     if not (text.endswith(("%", _PER_LAYER)) or text.isdigit()):
         raise ValueError(
             f"capacity={text!r}: trace {trace} does not say how large an expert is. Give "
@@ -160,10 +161,10 @@ def check_sized(text: str, trace: str, option: str) -> None:
 def parse_capacity(text: object, geometry: Geometry, *, per_layer: bool = False) -> Capacity:
     """Turn `5%`, `2GiB`, `51`, `30/layer` or `[12,10,8]/layer` into bytes for this model.
 
-    With `per_layer` any of them becomes a cache for each layer, with room for equally many whole
-    experts. A plain number counts experts of the largest layer, also where the harness made a
-    float of it (`51.0`). Raises ValueError where the form is wrong or the result cannot hold even
-    one expert.
+    With `per_layer` any form becomes one cache per layer, each with room for the same number of
+    whole experts. A plain number counts experts of the largest size, also as a float from the
+    harness (`51.0`). Raises ValueError where the form is wrong or the result cannot hold even one
+    expert.
     """
     body, unit, numbers = _read(text)
     first = numbers[0]
@@ -188,13 +189,13 @@ def parse_capacity(text: object, geometry: Geometry, *, per_layer: bool = False)
         )
     if not per_layer:
         return Capacity(text=body, bytes_by_partition=(total,))
-    each = total * geometry.num_experts // geometry.total_expert_bytes
-    if not each:
+    slots_per_layer = total * geometry.num_experts // geometry.total_expert_bytes
+    if not slots_per_layer:
         raise ValueError(
             f"capacity={text!r} is {total} bytes, too small for one expert in each of "
             f"{geometry.num_layers} layers: this policy has a cache per layer."
         )
-    return _by_layer(body, geometry, [each] * geometry.num_layers)
+    return _by_layer(body, geometry, [slots_per_layer] * geometry.num_layers)
 
 
 def _by_layer(text: str, geometry: Geometry, slots: Sequence[float]) -> Capacity:
