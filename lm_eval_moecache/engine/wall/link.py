@@ -227,7 +227,7 @@ WEIGHT = 0.25
 
 
 class WallClock:
-    """The machine's time since the run began, in seconds; nothing has to be charged."""
+    """The machine's clock: work takes real time, so nothing has to be charged."""
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         self.synchronize = synchronize
@@ -235,6 +235,7 @@ class WallClock:
 
     @property
     def now(self) -> float:
+        """Seconds since the clock was made."""
         return time.perf_counter() - self._origin_s
 
 
