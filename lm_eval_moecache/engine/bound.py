@@ -49,8 +49,8 @@ def fewest_misses(
     num_layers, num_experts = trace.geometry.num_layers, trace.geometry.num_experts
     sizes = [levels[0] for levels in engine.geometry.expert_bytes]
     caches, shared = engine.caches, len(engine.pools) == 1
-    fits = [cache.capacity_bytes // size for cache, size in zip(caches, sizes, strict=True)]
-    most = [caches[0].capacity_bytes // min(sizes)] * num_layers if shared else fits
+    num_slots = [cache.capacity_bytes // size for cache, size in zip(caches, sizes, strict=True)]
+    slot_limits = [caches[0].capacity_bytes // min(sizes)] * num_layers if shared else num_slots
 
     cold: Set[int] = {0}
     if cache_reset == "request":
@@ -69,24 +69,24 @@ def fewest_misses(
         if layer == 0 and index in cold:
             due[:] = _ABSENT
             due[warm] = [future.rank_from(key, event) for key in warm]
-        keys, needs, here = trace.keys[start:stop], future.next_use[start:stop], views[layer]
+        keys, needs, layer_due = trace.keys[start:stop], future.next_use[start:stop], views[layer]
         num_hits = int(np.count_nonzero(due[keys] != _ABSENT))
         if not free[index]:
             requests += len(keys)
             misses += len(keys) - num_hits
-        if len(keys) > fits[layer] and not turns_away:
-            here[:] = _ABSENT
+        if len(keys) > num_slots[layer] and not turns_away:
+            layer_due[:] = _ABSENT
             # Where hits count for nothing, residents may have been chosen for the order they force.
-            chosen = fits[layer] if free[index] else num_hits
-            stay = _stay(needs, fits[layer], chosen)
+            num_residents = num_slots[layer] if free[index] else num_hits
+            stay = _stay(needs, num_slots[layer], num_residents)
             due[keys[stay]] = needs[stay]
             continue
         # Executed experts are resident meanwhile, unless they may bypass the cache.
         due[keys] = needs if turns_away else _ABSENT
         entering = 0 if turns_away else len(keys)
-        excess = int(np.count_nonzero(here != _ABSENT)) + entering - most[layer]
+        excess = int(np.count_nonzero(layer_due != _ABSENT)) + entering - slot_limits[layer]
         if excess > 0:
-            here[np.argpartition(here, -excess)[-excess:]] = _ABSENT
+            layer_due[np.argpartition(layer_due, -excess)[-excess:]] = _ABSENT
         if not turns_away:
             due[keys] = needs
     return misses, requests

@@ -32,8 +32,8 @@ class ExpertCache:
         self.eviction = eviction
         self._sizes = geometry.expert_bytes
         eviction.capacity_bytes = capacity_bytes
-        whole = sum(levels[0] for levels in geometry.expert_bytes)
-        eviction.num_slots = max(1, capacity_bytes * geometry.num_layers // whole)
+        total_size = sum(levels[0] for levels in geometry.expert_bytes)
+        eviction.num_slots = max(1, capacity_bytes * geometry.num_layers // total_size)
         self.num_experts = geometry.num_experts
         self.resident: dict[int, int] = {}
         """Resident key -> level of the precision ladder."""
@@ -86,10 +86,10 @@ class ExpertCache:
 
         Evictions made on the way to a False are not undone.
         """
-        most, eviction = self.capacity_bytes - nbytes, self.eviction
-        if key is not None and self.used_bytes > most:
+        limit, eviction = self.capacity_bytes - nbytes, self.eviction
+        if key is not None and self.used_bytes > limit:
             eviction.on_miss(key)
-        while self.used_bytes > most:
+        while self.used_bytes > limit:
             victim = eviction.victim(pinned, layer)
             if victim is None:
                 return False
@@ -159,9 +159,9 @@ class ExpertCache:
 
     def check_integrity(self) -> None:
         """Assert the conservation laws: bytes add up, and loads match residents and departures."""
-        held = sum(self.size_of(k, r) for k, r in (self.resident | self.arriving).items())
-        assert held == self.used_bytes <= self.capacity_bytes, (
-            f"bytes held {held}, counted {self.used_bytes}, capacity {self.capacity_bytes}"
+        held_bytes = sum(self.size_of(k, r) for k, r in (self.resident | self.arriving).items())
+        assert held_bytes == self.used_bytes <= self.capacity_bytes, (
+            f"bytes held {held_bytes}, counted {self.used_bytes}, capacity {self.capacity_bytes}"
         )
         settled = self.loads + self.warmed - self.evictions - self.replaced
         assert settled == len(self.resident) + len(self.arriving), (

@@ -84,12 +84,12 @@ class DraftStage:
         prefetch, draft = self._prefetch, self.draft
         if prefetch is None:
             return
-        most = min(target.num_experts, draft.tokens * prefetch.critical)
+        max_experts = min(target.num_experts, draft.tokens * prefetch.critical)
         inputs: dict[str, Any] = {
             "draft_layers": draft.geometry.num_layers,
             "draft_layer_s": draft_layer_s,
             "load_layer_s": load_layer_s,
-            "prefetched_bytes": [most * levels[0] for levels in target.expert_bytes],
+            "prefetched_bytes": [max_experts * levels[0] for levels in target.expert_bytes],
             "capacity_bytes": [*capacity_bytes],
             "other_bytes": sum(target.dense_bytes) + draft.nbytes,
             "memory_bytes": memory_bytes,

@@ -390,9 +390,9 @@ class Engine(ABC):
         assert is_open or counted == self.link.bytes_moved, (
             f"ledger has {counted} bytes, link {self.link.bytes_moved}"
         )
-        moved = sum(pool.loads for pool in self.pools)
-        known = self.link.transfers + self.link.num_issued
-        assert moved == known, f"{moved} loads, {known} transfers"
+        loads = sum(pool.loads for pool in self.pools)
+        transfers = self.link.transfers + self.link.num_issued
+        assert loads == transfers, f"{loads} loads, {transfers} transfers"
 
     def _totals(self, *pools: ExpertCache) -> tuple[float, ...]:
         """Return the link's and these caches' (by default all caches') totals, as in `_TOTALS`."""
@@ -583,15 +583,15 @@ class VirtualEngine(Engine):
             nbytes = cache.size_of(key, level)
             if not cache.make_room(nbytes, pinned, event.layer, key):
                 ready_s = self._move(wave, ready_s)
-                wave, done = [], [k for k in remaining if k in cache.resident]
+                wave, executed = [], [k for k in remaining if k in cache.resident]
                 remaining = [k for k in remaining if k not in cache.resident]
                 self.record.stall_s += clock.await_link(ready_s)
-                self._execute(event, done)
-                cache.eviction.on_executed(event.layer, done)
+                self._execute(event, executed)
+                cache.eviction.on_executed(event.layer, executed)
                 self._arrivals = {}
                 ready_s, pinned = clock.now, set(remaining)
-                fits = cache.make_room(nbytes, pinned, event.layer, key)
-                assert fits, f"no room for one expert of {nbytes} bytes after its wave"
+                has_room = cache.make_room(nbytes, pinned, event.layer, key)
+                assert has_room, f"no room for one expert of {nbytes} bytes after its wave"
             wave.append((key, nbytes))
             cache.insert(key, level)
         return self._move(wave, ready_s), event, remaining
@@ -602,8 +602,8 @@ class VirtualEngine(Engine):
         """Land the transfers that precede the demands; return when, and the demands left."""
         fetches, link, ready_s = plan.demands, self.link, self.clock.now
         if link.fifo and link.active:
-            wanted = {fetch.key for fetch in fetches}
-            ready_s = max(ready_s, self._work_off(wanted, pinned, plan.event.layer))
+            demanded = {fetch.key for fetch in fetches}
+            ready_s = max(ready_s, self._work_off(demanded, pinned, plan.event.layer))
             fetches = [f for f in fetches if cache.resident.get(f.key, f.level + 1) > f.level]
             cache.unused_prefetches -= pinned
         elif link.inflight is not None:

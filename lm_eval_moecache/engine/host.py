@@ -118,10 +118,10 @@ class HostStage:
         self._latency_s = hardware.link_latency_s
         self._link_bytes_per_s = hardware.link_rate
         flop_s_per_byte = 2 / geometry.element_bytes / hardware.host_flops
-        computed = geometry.compute_bytes or [levels[0] for levels in geometry.expert_bytes]
+        compute_bytes = geometry.compute_bytes or [levels[0] for levels in geometry.expert_bytes]
         self._expert = tuple(
-            (whole * flop_s_per_byte, levels[0] / hardware.host_memory_bytes_per_s)
-            for whole, levels in zip(computed, geometry.expert_bytes, strict=True)
+            (nbytes * flop_s_per_byte, levels[0] / hardware.host_memory_bytes_per_s)
+            for nbytes, levels in zip(compute_bytes, geometry.expert_bytes, strict=True)
         )
         self.busy_until = 0.0
         self.is_open = False
@@ -167,8 +167,8 @@ class HostStage:
         record.host_s += seconds
         record.host_executed += sum(int(tokens_of[key - base]) for key in chosen)
         keys = [key for key in event.keys if key not in chosen]
-        left = [fetch for fetch in fetches if fetch.key not in chosen]
-        return event._replace(keys=keys, experts=experts), left
+        loads = [fetch for fetch in fetches if fetch.key not in chosen]
+        return event._replace(keys=keys, experts=experts), loads
 
     def end(self, record: PassRecord) -> None:
         """Send the outputs back once the host is done; the compute waits for them."""

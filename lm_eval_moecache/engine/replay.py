@@ -67,11 +67,11 @@ def replay(
         engine.uncompiled = "its events are looked at one by one"
     waiting = enter_requests(trace, engine)
     loop = None if engine.uncompiled else PassLoop(engine, future)
-    before: Set[int] = frozenset()
+    last_requests: Set[int] = frozenset()
     for part in trace.parts():
         cold: Set[int] = frozenset()
         if cache_reset == "request":
-            cold, before = cold_passes(part, waiting, before)
+            cold, last_requests = cold_passes(part, waiting, last_requests)
         needs = _needs_of(part, engine, setting)
         if loop is None:
             progress = _serve_events(engine, part, needs, waiting, cold)
@@ -119,9 +119,9 @@ def _proposed(
     prefetch = engine.rules.prefetch
     if not prefetch.is_active:
         return NOTHING_PROPOSED
-    known = _known_proposals(part, needs, first, last)
-    if known is not None:
-        return known
+    known_proposals = _known_proposals(part, needs, first, last)
+    if known_proposals is not None:
+        return known_proposals
     proposals: list[Sequence[int]] = []
     for event in _events(part, needs, first, last, False):
         if event.layer == 0:
@@ -231,12 +231,12 @@ def _lacks_of_predictions(trace: Trace, needs: EventFields) -> str:
     """Return what is wrong with a trace's predictions; empty where they suffice."""
     if trace.predicted is None:
         return "there is no column 'predicted'"
-    recorded, wanted = (
+    recorded, required = (
         f"of the predictor {digest[:12]}" if digest else "of the model's own gates"
         for digest in (trace.predicted.by, needs.predicted_by)
     )
     if trace.predicted.by != needs.predicted_by:
-        return f"its predictions are {recorded} and not {wanted}"
+        return f"its predictions are {recorded} and not {required}"
     depth, reachable = trace.predicted.depth, trace.geometry.num_layers - 1
     if depth < min(needs.depth, reachable):
         return f"its predictions reach {depth} layers ahead and not {needs.depth}"
@@ -253,7 +253,7 @@ def _show(
         keys, bounds = (array.tolist() for array in proposals)
         answers = (keys[start:stop] for start, stop in pairwise(bounds))
         if engine.rules.prefetch.foresees:
-            # Proposed before the first layer, with which it is kept.
+            # A pass's proposal precedes its first layer, but is recorded with it.
             answers = _foretold(answers, trace.geometry.num_layers)
     engine.prefetches.answers = answers
     return _events(trace, needs, first, last, proposals is not None)

@@ -221,8 +221,8 @@ class UseProfile:
     def hottest(self) -> tuple[int, ...]:
         """The keys of all used experts, most used first, ties by key."""
         flat = [count for layer in self.counts for count in layer]
-        used = [key for key, count in enumerate(flat) if count]
-        return tuple(sorted(used, key=lambda key: -flat[key]))
+        used_keys = [key for key, count in enumerate(flat) if count]
+        return tuple(sorted(used_keys, key=lambda key: -flat[key]))
 
     def check(self, geometry: Geometry) -> None:
         """Raise ValueError if the profile is of another model than this one."""

@@ -56,8 +56,8 @@ def activating_entropy(shares: FloatArray) -> FloatArray:
     """Return the TAE [T] of renormalised shares [T, K] (equation 1); 0 for a single expert."""
     positive = shares > 0
     terms = np.where(positive, shares * np.log(np.where(positive, shares, 1.0)), 0.0)
-    most = np.log(np.maximum(positive.sum(axis=-1), 2))
-    return np.asarray(-terms.sum(axis=-1) / most, dtype=np.float32)
+    max_entropy = np.log(np.maximum(positive.sum(axis=-1), 2))
+    return np.asarray(-terms.sum(axis=-1) / max_entropy, dtype=np.float32)
 
 
 def conditional(counts: npt.NDArray[Any], smoothing: float) -> Counts:
@@ -83,8 +83,8 @@ def buddy_lists(q: Counts, alpha: float, k_max: int) -> IntArray:
     order = np.argsort(-q, axis=-1, kind="stable")
     ranked = np.take_along_axis(q, order, axis=-1)
     # Covered by better peers already; the margin absorbs the rounding of these sums.
-    before = np.cumsum(ranked, axis=-1) - ranked
-    is_buddy = (ranked > 0) & (before < alpha - 1e-9)
+    covered = np.cumsum(ranked, axis=-1) - ranked
+    is_buddy = (ranked > 0) & (covered < alpha - 1e-9)
     width = min(k_max, q.shape[-1] - 1)
     return np.where(is_buddy, order, NO_BUDDY)[:, :width].astype(np.int64)
 
@@ -168,9 +168,11 @@ def check_profile(artifact: Artifact) -> None:
         rows = counts.sum(axis=-1) - np.diagonal(counts, axis1=1, axis2=2)
         empty = np.argwhere(rows == 0)
         if len(empty):
-            named = ", ".join(f"{expert} of layer {layer}" for layer, expert in empty[:5].tolist())
+            examples = ", ".join(
+                f"{expert} of layer {layer}" for layer, expert in empty[:5].tolist()
+            )
             raise ValueError(
                 f"{where}: {len(empty)} of {layers * experts} experts were never activated beside "
-                f"another (expert {named}{', ...' if len(empty) > 5 else ''}), so their buddies "
+                f"another (expert {examples}{', ...' if len(empty) > 5 else ''}), so their buddies "
                 "would rest on no evidence. Profile more, or more varied, text."
             )

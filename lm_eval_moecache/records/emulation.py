@@ -232,11 +232,11 @@ class RealModel:
         encoded (`precision=int4`) keeps its bits per weight, scales included; one stored at a dtype
         gets this model's. Lower levels keep their ratio to the first.
         """
-        whole = _DTYPE_BYTES * self.expert_weights
+        bf16_bytes = _DTYPE_BYTES * self.expert_weights
         if own.compute_bytes and own.precision[0] not in DTYPES:
             first = [
-                whole * levels[0] / computed
-                for levels, computed in zip(own.expert_bytes, own.compute_bytes, strict=True)
+                bf16_bytes * levels[0] / compute_bytes
+                for levels, compute_bytes in zip(own.expert_bytes, own.compute_bytes, strict=True)
             ]
         else:
             first = [float(self.expert_bytes)] * own.num_layers
@@ -249,7 +249,7 @@ class RealModel:
             expert_bytes=sizes,
             dense_bytes=(self.layer_dense_bytes,) * own.num_layers,
             element_bytes=float(_DTYPE_BYTES),
-            compute_bytes=(whole,) * own.num_layers,
+            compute_bytes=(bf16_bytes,) * own.num_layers,
             emulates=self.name,
         )
 
@@ -273,8 +273,8 @@ def load_real_model(name: str, key: str = "emulate") -> RealModel:
         config = read_json(path / "config.json", what)
         return _read({"name": path.resolve().name, **config}, what)
     if not str(name).endswith((".yaml", ".yml")):
-        known = {stem.lower(): stem for stem in emulated_names()}
-        stem = known.get(str(name).rpartition("/")[2].lower())
+        spellings = {stem.lower(): stem for stem in emulated_names()}
+        stem = spellings.get(str(name).rpartition("/")[2].lower())
         if stem is None:
             raise unknown(key, name, emulated_names())
         path = EMULATED_DIR / f"{stem}.yaml"
@@ -417,8 +417,8 @@ def _attention(
     groups = read("num_key_value_heads", default=heads)
     gated = str(read.config.get("model_type")).startswith(("qwen3_next", "qwen3_5"))
     gates = heads if read.config.get("attn_output_gate") or gated else 0
-    local = hidden * width * (2 * heads + 2 * groups + gates)
-    whole = local
+    windowed_weights = hidden * width * (2 * heads + 2 * groups + gates)
+    full_weights = windowed_weights
     caches = []
     if windowed:
         window = read("sliding_window", "attention_chunk_size")
@@ -429,10 +429,10 @@ def _attention(
         width = read("global_head_dim")
         groups = read("num_global_key_value_heads", default=groups)
         values = 0 if read.config.get("attention_k_eq_v") else groups
-        whole = hidden * width * (2 * heads + groups + values)
+        full_weights = hidden * width * (2 * heads + groups + values)
     caches.append(LayerCaches(full, 2 * groups * width * _DTYPE_BYTES, 2 * heads * width))
-    weights, state_bytes = _linear(read, hidden) if linear else (0, 0)
-    total = full * whole + windowed * local + linear * weights
+    linear_weights, state_bytes = _linear(read, hidden) if linear else (0, 0)
+    total = full * full_weights + windowed * windowed_weights + linear * linear_weights
     return total, tuple(caches), linear * state_bytes
 
 

@@ -8,7 +8,7 @@ DTYPES = ("bf16", "fp16", "fp32")
 """Precisions at which weights are stored unencoded, as they are computed with."""
 
 MOST_DRAFTED = 1024
-"""Tokens drafted for one pass, at most: far beyond the length at which any draft has been wrong."""
+"""Most tokens drafted for one pass: long before that many, every draft has gone wrong."""
 NO_TARGET = -1
 """In `Draft.targets`: a draft layer that predicts for none of the model's layers."""
 
@@ -56,7 +56,7 @@ class Geometry:
 
     @property
     def total_expert_bytes(self) -> int:
-        """Bytes of all experts at the first precision: what `capacity=5%` is a share of."""
+        """Bytes of all experts at the first precision, of which `capacity=5%` is a share."""
         return sum(levels[0] for levels in self.expert_bytes) * self.num_experts
 
     @property

@@ -14,7 +14,7 @@ PROFILE_DIR = Path(__file__).resolve().parent.parent / "hardware"
 DEFAULT_PROFILE = "a100-5GBps"
 MOST_LANES = 1024
 RENAMED = {"a100-5gbps": "a100-5GBps"}
-"""The name under which earlier releases recorded a profile -> its name now."""
+"""Name of a profile in records of earlier releases -> its current name."""
 
 POSITIVE = (
     *("peak_flops", "memory_bytes_per_s", "link_bytes_per_s", "memory_bytes"),

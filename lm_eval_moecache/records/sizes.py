@@ -136,8 +136,8 @@ def _read(text: object) -> tuple[str, str, list[float]]:
             parts = (slots[1] or slots[2] or "").split(",")
             return body, _PER_LAYER, [read_count("capacity", part, least=1) for part in parts]
         if number is not None:
-            whole = read_count("capacity", number, least=1)
-            return str(whole), "experts", [whole]
+            num_experts = read_count("capacity", number, least=1)
+            return str(num_experts), "experts", [num_experts]
         if body.endswith("%"):
             return body, "%", [read_number("capacity", body[:-1], above=0, most=100)]
         size = parse_bytes(body, "capacity")

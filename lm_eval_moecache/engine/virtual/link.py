@@ -48,10 +48,10 @@ class VirtualClock:
             (size * flop_s_per_byte, size / hardware.memory_bytes_per_s)
             for size in geometry.dense_bytes
         )
-        computed = geometry.compute_bytes or [levels[0] for levels in geometry.expert_bytes]
+        compute_bytes = geometry.compute_bytes or [levels[0] for levels in geometry.expert_bytes]
         self._expert = tuple(
-            tuple((whole * flop_s_per_byte, size / hardware.memory_bytes_per_s) for size in levels)
-            for whole, levels in zip(computed, geometry.expert_bytes, strict=True)
+            tuple((nbytes * flop_s_per_byte, size / hardware.memory_bytes_per_s) for size in levels)
+            for nbytes, levels in zip(compute_bytes, geometry.expert_bytes, strict=True)
         )
         layer_s = DENSE_KERNELS * hardware.kernel_overhead_s + hardware.layer_overhead_s
         # A pass's work outside its layers is charged to the first layer's dense part.
@@ -312,11 +312,11 @@ def arrivals(
             begun += 1
         rate = min(lane_rate, link_rate / max(len(moving), 1))
         steps = [(wait_s, request) for request, wait_s in waiting.items()]
-        steps += [(left / rate, request) for request, left in moving.items()]
+        steps += [(nbytes / rate, request) for request, nbytes in moving.items()]
         step_s, first = min(steps)
         now += step_s
         waiting = {request: wait_s - step_s for request, wait_s in waiting.items()}
-        moving = {request: left - rate * step_s for request, left in moving.items()}
+        moving = {request: nbytes - rate * step_s for request, nbytes in moving.items()}
         if first in waiting:
             del waiting[first]
             moving[first] = float(sizes[first])

@@ -246,11 +246,11 @@ class WallEngine(Engine):
 
     def _demand(self, pending: _Pending, pinned: Set[int]) -> None:
         cache, layer = self.caches[pending.event.layer], pending.event.layer
-        for done, (key, level) in enumerate(pending.demands):
+        for index, (key, level) in enumerate(pending.demands):
             nbytes = cache.size_of(key, level)
             while not cache.make_room(nbytes, pinned, layer, key):
                 if not self._reclaim(cache, pinned):
-                    pending.demands = pending.demands[done:]
+                    pending.demands = pending.demands[index:]
                     return
             cache.insert(key, level)
             self.link.demand(transfer_of(cache, key, level))
@@ -352,13 +352,13 @@ class ScanScript:
 
     def play(self, clock: WallClock) -> Iterator[tuple[Mapping[int, int], bool]]:
         """Carry out all steps; yield experts on their first arrival, with their slots."""
-        link, done = self._link, set[int]()
+        link, executed = self._link, set[int]()
         while self._steps:
             transfers, slots, record = self._steps[0]
             start_s, busy_s = clock.now, link.busy_s
             self._move(transfers, record)
-            fresh = {key: slot for key, slot in slots.items() if key not in done}
-            done.update(fresh)
+            fresh = {key: slot for key, slot in slots.items() if key not in executed}
+            executed.update(fresh)
             self._steps.popleft()
             if fresh:
                 yield fresh, False

@@ -367,8 +367,8 @@ class WallLink(Link):
             del self._flying[transfer.key]
             self._ended_s = max(self._ended_s, transfer.ended_s)
             rate = transfer.moved_s / transfer.nbytes
-            known = rate if self._s_per_byte is None else self._s_per_byte
-            self._s_per_byte = known + (rate - known) * WEIGHT
+            average = rate if self._s_per_byte is None else self._s_per_byte
+            self._s_per_byte = average + (rate - average) * WEIGHT
             if self._issued.pop(transfer.key, None) is not None:
                 self.bytes_moved += transfer.nbytes
                 self.transfers += 1
@@ -441,9 +441,9 @@ class Traffic:
         self.settle(link.arrivals())
         now = time.perf_counter()
         if self._last is not None:
-            before, since_s = self._last
-            known = self._gaps.get(before, now - since_s)
-            self._gaps[before] = known + (now - since_s - known) * WEIGHT
+            last_visit, since_s = self._last
+            average = self._gaps.get(last_visit, now - since_s)
+            self._gaps[last_visit] = average + (now - since_s - average) * WEIGHT
         self._last = (visit, now)
         begins_s = link.free_s(now) if awaited else now
         self._issue(pinned, layer, now, begins_s + self._gaps.get(visit, 0.0))
@@ -457,11 +457,11 @@ class Traffic:
         """Issue the prefetches that begin by `until_s`, and the whole rest of a batch."""
         link, batch = self._link, None
         while True:
-            key, before = link.head(), batch
+            key, last_batch = link.head(), batch
             if key is None:
                 return
             batch = link.batch_of_head()
-            if link.free_s(now) > until_s and (batch is None or batch != before):
+            if link.free_s(now) > until_s and (batch is None or batch != last_batch):
                 return
             cache = self._caches[key // self._num_experts]
             level = self._prefetches.level_of(key)
@@ -503,12 +503,12 @@ def time_load(cache: PlacedCache, link: WallLink, count: int) -> float:
     again into their own slots.
     """
     size = cache.size_of(0)
-    fits = max(1, min(count, len(cache.slots) or cache.capacity_bytes // size))
+    num_experts = max(1, min(count, len(cache.slots) or cache.capacity_bytes // size))
     seconds, moved = [], 0
     for _ in range(TRIALS):
-        places = list(cache.slots.items())[:fits]
+        places = list(cache.slots.items())[:num_experts]
         if not places:
-            places = list(enumerate(cache.trial_slots(fits)))
+            places = list(enumerate(cache.trial_slots(num_experts)))
         moved = sum(cache.size_of(key) for key, _ in places)
         start_s = time.perf_counter()
         bring(cache, link, places)

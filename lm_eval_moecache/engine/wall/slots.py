@@ -133,19 +133,19 @@ class LeveledCache(PlacedCache):
         assert self._free.keys().isdisjoint(self.slots.values()), "a slot in use is free"
 
     def _place(self, key: int, level: int) -> int:
-        wanted = (self.size_of(key, level), level)
+        slot_kind = (self.size_of(key, level), level)
         for slot in self._free:
-            if self._sizes_of[slot] == wanted:
+            if self._sizes_of[slot] == slot_kind:
                 del self._free[slot]
                 return slot
-        while self._made_bytes + wanted[0] > self.capacity_bytes:
+        while self._made_bytes + slot_kind[0] > self.capacity_bytes:
             oldest = next(iter(self._free))
             del self._free[oldest]
             self._made_bytes -= self._sizes_of.pop(oldest)[0]
             self._dropped.append(oldest)
         slot = next(self._names)
-        self._sizes_of[slot] = wanted
-        self._made_bytes += wanted[0]
+        self._sizes_of[slot] = slot_kind
+        self._made_bytes += slot_kind[0]
         return slot
 
     def _release(self, slot: int) -> None:

@@ -90,7 +90,7 @@ def hardware_schema(record: type[Any]) -> type[BaseModel]:
     return schema
 
 
-# --- what a folder shows of its runs: `views`, `figures` and `table.yaml` ---
+# --- views of a folder's runs: `views`, `figures` and `table.yaml` ---
 
 
 def _is_mapping(value: object) -> TypeGuard[dict[str, Any]]:
@@ -161,7 +161,7 @@ class Figure(Schema):
 
 
 class Board(Schema):
-    """`table.yaml`: the leaderboard over what lies below a folder."""
+    """`table.yaml`: the leaderboard of the runs below a folder."""
 
     title: str = ""
     where: Settings = Field(default_factory=dict)
@@ -174,7 +174,7 @@ class Board(Schema):
     views: list[View] = Field(default_factory=list)
 
 
-# --- sweeps, and what a cell of one gives to the evaluation ---
+# --- sweeps, and the evaluation options of their cells ---
 
 
 def _limit(value: object) -> object:
@@ -237,9 +237,9 @@ def _values(value: object) -> object:
     if isinstance(value, dict) and {"low", "high"} <= set(value) <= {"low", "high", "log"}:
         ends, log = [value["low"], value["high"]], value.get("log", False)
         numbers = [n for n in ends if not isinstance(n, str) and plain_number(n) is not None]
-        known = len(numbers) + sum(end in SIZES for end in ends)
-        fits = known == 2 and numbers == sorted(numbers)
-        if fits and isinstance(log, bool) and not (log and min(numbers, default=1) <= 0):
+        num_ends = len(numbers) + sum(end in SIZES for end in ends)
+        is_range = num_ends == 2 and numbers == sorted(numbers)
+        if is_range and isinstance(log, bool) and not (log and min(numbers, default=1) <= 0):
             return value
     raise ValueError(
         "must be a list of choices, or `low` and `high` (and `log: true`, above 0) as numbers or "
