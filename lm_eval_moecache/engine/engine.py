@@ -258,7 +258,7 @@ class Engine(ABC):
 
     @abstractmethod
     def enter(self, layer: int, num_tokens: int) -> None:
-        """Advance to the moment at which the layer's router has decided."""
+        """Note that the layer's router has just decided."""
 
     @abstractmethod
     def run(self, event: Event) -> Plan:

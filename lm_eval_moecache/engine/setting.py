@@ -39,7 +39,7 @@ class Setting:
     draft: Draft | None = None
     """The draft model of speculative decoding; None also for drafts looked up in the prompt."""
     link: str = PRIORITY
-    """One of `LINKS`. `priority` also withdraws stale prefetches, once their event is over."""
+    """One of `LINKS`; `priority` also withdraws prefetches whose event is over."""
     execute: str = TOGETHER
     """When an event's experts are executed (virtual clock only): one of `EXECUTIONS`."""
     reads_per_expert: int = 1

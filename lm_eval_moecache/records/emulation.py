@@ -357,7 +357,7 @@ def _dense_layers(read: _Reader, total: int) -> int:
 
 
 def _shared(read: _Reader, inner: int) -> int:
-    """Return the inner width of the shared experts, which every token passes; 0 for none."""
+    """Return the inner width of shared experts or of a dense block in their place, 0 if neither."""
     dense = read.config.get("enable_moe_block") or str(read.config.get("model_type")).startswith(
         "llama4"
     )
