@@ -1,9 +1,9 @@
-"""Which files a `pretrained=` stands for, whether they are whole, and the model they describe.
+"""Checkpoints: the files behind `pretrained=`, whether they are complete, and their model.
 
-And which of their tensors experts are made of, so that a model is loaded without reading those.
+Also maps expert parameters to checkpoint tensors, so that a model loads without reading those.
 
-A file that is shorter than its header says ends the process (SIGBUS) where its missing part is
-first touched: it is named here instead.
+Touching the missing part of a truncated file kills the process (SIGBUS): such a file is refused
+here by name instead.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
 SHIPPED = {TINY: str(MODEL_DIR), TINY_DRAFT: str(DRAFT_DIR)}
 
 OWN_EXPERTS = ("fp8", "mxfp4")
-"""Quantisation methods whose experts are modules of the quantiser's own."""
+"""Quantisation methods that replace experts modules by the quantiser's own."""
 _EXPERT_PART = re.compile(r"expert|gate_up_proj")
 
 
 def model_path(pretrained: Any) -> Any:
-    """Return where a named model lies; a loaded model is returned as it is."""
+    """Return the folder of a shipped model's name; anything else passes through unchanged."""
     return SHIPPED.get(pretrained, pretrained) if isinstance(pretrained, str) else pretrained
 
 
 def skeleton(pretrained: Any, theirs: Mapping[str, Any]) -> Any:
-    """Build the model without weights; a loaded model describes itself."""
+    """Build the model on the meta device, without weights; a loaded model is returned as is."""
     if isinstance(pretrained, torch.nn.Module):
         return pretrained
     config = transformers.AutoConfig.from_pretrained(
@@ -69,18 +69,19 @@ def skeleton(pretrained: Any, theirs: Mapping[str, Any]) -> Any:
 
 
 def check_quantization(config: Any, theirs: Mapping[str, Any]) -> None:
-    """Refuse checkpoints whose experts would stay encoded, in modules of the quantiser's own.
+    """Refuse checkpoints whose experts would stay quantised, in the quantiser's own modules.
 
-    Asks the quantiser itself what it will do here: without its kernels it decodes while loading.
+    Asks the quantiser what it will do on this machine: without its kernels it dequantises while
+    loading.
     """
     settings = theirs.get("quantization_config") or getattr(config, "quantization_config", None)
     if settings is None:
         return
-    given = settings if isinstance(settings, dict) else settings.to_dict()
-    method = str(getattr(given.get("quant_method"), "value", given.get("quant_method")))
+    fields = settings if isinstance(settings, dict) else settings.to_dict()
+    method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
     if method not in OWN_EXPERTS:
         return
-    quantizer = AutoHfQuantizer.from_config(copy.deepcopy(given), pre_quantized=True)
+    quantizer = AutoHfQuantizer.from_config(copy.deepcopy(fields), pre_quantized=True)
     problem = ""
     try:
         quantizer.validate_environment()
@@ -104,12 +105,12 @@ def check_adapter(peft: Any) -> None:
         adapter = json.load(stream)
     targets: list[str] = []
     for key in ("target_modules", "target_parameters", "modules_to_save"):
-        named = adapter.get(key) or []
-        targets += [named] if isinstance(named, str) else named
-    touched = [name for name in targets if _EXPERT_PART.search(name)]
-    if touched or "all-linear" in targets:
+        entry = adapter.get(key) or []
+        targets += [entry] if isinstance(entry, str) else entry
+    on_experts = [name for name in targets if _EXPERT_PART.search(name)]
+    if on_experts or "all-linear" in targets:
         raise ValueError(
-            f"peft={peft!r} changes {', '.join(touched) or 'all layers'}, but experts are moved "
+            f"peft={peft!r} changes {', '.join(on_experts) or 'all layers'}, but experts are moved "
             "and run as the checkpoint has them. Allowed: adapters of other parts, or a checkpoint "
             "into which the adapter has been merged."
         )
@@ -130,69 +131,69 @@ _WEIGHTS = ("*.safetensors", f"*{SAFE_WEIGHTS_INDEX_NAME}", "*.bin", "config.jso
 
 
 def check_weights(key: str, model: str, theirs: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint with a shard missing, cut short or with a damaged header.
+    """Refuse a checkpoint with a shard that is missing, truncated or has a damaged header.
 
-    Of a hub id only what is downloaded is looked at. ValueError begins with `key`, which names the
+    For a hub id, only downloaded files are checked. The ValueError begins with `key` and the
     model, and names the file.
     """
     folder = None if theirs.get("gguf_file") else _folder_of(model, theirs)
     if folder is None:
         return
-    what = f"{key}={model!r}"
-    tensors = _shards(folder, what)
-    again, absent = "Copy the checkpoint again.", list[str]()
+    label = f"{key}={model!r}"
+    tensors = _shards(folder, label)
+    remedy, absent = "Copy the checkpoint again.", list[str]()
     for path, names in tensors.items():
         if not path.is_file():
             if Path(model).is_dir():
-                by = f"which {SAFE_WEIGHTS_INDEX_NAME} names"
-                raise ValueError(f"{what}: {path.name} is missing, {by}. {again}")
+                referrer = f"which {SAFE_WEIGHTS_INDEX_NAME} names"
+                raise ValueError(f"{label}: {path.name} is missing, {referrer}. {remedy}")
             continue
         try:
-            # Compares its header with the file's size, and reads no tensor.
+            # Opening compares the header with the file's size and reads no tensor.
             with safe_open(path, "pt") as file:
                 absent = sorted(set(names) - set(file.keys()))
         except (SafetensorError, OSError) as error:
             size = f"({path.stat().st_size} bytes)"
             problem = f"{path.name} {size} is cut short or damaged"
-            raise ValueError(f"{what}: {problem}: {error}. {again}") from error
+            raise ValueError(f"{label}: {problem}: {error}. {remedy}") from error
         if absent:
             raise ValueError(
-                f"{what}: {path.name} lacks {absent[0]} (and {len(absent) - 1} others), which the "
-                f"index says it has. {again}"
+                f"{label}: {path.name} lacks {absent[0]} (and {len(absent) - 1} others), which the "
+                f"index says it has. {remedy}"
             )
     for path in () if tensors else sorted(folder.glob("pytorch_model*.bin")):
         try:
-            # To no device: of a file that torch can map nothing is read but its header.
-            mapped = zipfile.is_zipfile(path)
-            torch.load(path, map_location="meta", weights_only=True, mmap=mapped)
+            # To the meta device: of a file that torch can map, only the header is read.
+            can_map = zipfile.is_zipfile(path)
+            torch.load(path, map_location="meta", weights_only=True, mmap=can_map)
         except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
             reason = str(error).split(". ")[0].split("\n")[0]
             raise ValueError(
-                f"{what}: {path.name} is cut short, damaged, or no file that may be loaded: "
+                f"{label}: {path.name} is cut short, damaged, or no file that may be loaded: "
                 f"{reason}. Copy the checkpoint again, or convert it to safetensors."
             ) from error
 
 
 def _shards(folder: Path, what: str) -> dict[Path, list[str]]:
-    """Return a checkpoint's safetensors files and which tensors its index, if any, says they have.
+    """Return safetensors file -> the tensors that the index places there; [] without an index.
 
-    They need not be there. Raises ValueError, which begins with `what`, for an index that is none.
+    Listed files need not exist. Raises ValueError, which begins with `what`, for a malformed index.
     """
     single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
     if single.is_file() or not index.is_file():
         return {single: []} if single.is_file() else {}
-    found = read_json(index, f"{what}: {index.name}")
-    places = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
+    index_json = read_json(index, f"{what}: {index.name}")
+    weight_map = index_json.get("weight_map") if isinstance(index_json, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(x, str) for x in weight_map.values()):
         raise ValueError(f"{what}: {index.name} has no weight_map of tensors to files.")
-    shards: dict[Path, list[str]] = {folder / name: [] for name in sorted(set(places.values()))}
-    for tensor, name in places.items():
+    shards: dict[Path, list[str]] = {folder / name: [] for name in sorted(set(weight_map.values()))}
+    for tensor, name in weight_map.items():
         shards[folder / name].append(tensor)
     return shards
 
 
 def weights_files(model: Any, theirs: Mapping[str, Any]) -> list[Path]:
-    """Return the safetensors files that a model is loaded from; none where others are."""
+    """Return the safetensors files that a model loads from; [] if it loads from other formats."""
     loads_others = not isinstance(model, str) or theirs.get("gguf_file")
     folder = None if loads_others else _folder_of(model, theirs)
     shards = {} if folder is None else _shards(folder, f"pretrained={model!r}")
@@ -200,9 +201,9 @@ def weights_files(model: Any, theirs: Mapping[str, Any]) -> list[Path]:
 
 
 def weights_identity(model: Any, theirs: Mapping[str, Any]) -> str:
-    """Say which weights a model is loaded from: names, sizes and times of files, and revision.
+    """Return JSON identifying a model's weights: folder, revision, and files by size and mtime.
 
-    Empty where there are no files to tell: of a loaded model, or of one not downloaded yet.
+    Empty where there are no files: for a loaded model, or one not downloaded yet.
     """
     folder = _folder_of(model, theirs) if isinstance(model, str) else None
     if folder is None:
@@ -213,7 +214,7 @@ def weights_identity(model: Any, theirs: Mapping[str, Any]) -> str:
 
 
 def _folder_of(model: str, theirs: Mapping[str, Any]) -> Path | None:
-    """Return where a checkpoint lies: in its folder, or what is downloaded of a hub id."""
+    """Return a checkpoint's folder, local or downloaded; None for a hub id not downloaded yet."""
     subfolder = str(theirs.get("subfolder") or "")
     if Path(model).is_dir():
         return Path(model) / subfolder
@@ -229,39 +230,39 @@ def _folder_of(model: str, theirs: Mapping[str, Any]) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The tensors of a checkpoint that one parameter is made of."""
+    """The checkpoint tensors that one parameter is assembled from."""
 
     keys: Sequence[str]
     groups: Sequence[Sequence[str]] | None
-    """Matrices side by side along the rows, each with a tensor for every expert, or one for all.
+    """Matrices joined along the rows, each as one tensor per expert or one for all experts.
 
-    None where transformers does more than to stack experts and to join matrices.
+    None where transformers does more than stack experts and join matrices.
     """
 
 
 def sources_of(model: Any, names: Collection[str], keys: Collection[str]) -> dict[str, Source]:
-    """Return what these parameters are made of, as transformers' rules of conversion say.
+    """Map these parameters to their checkpoint tensors by transformers' conversion rules.
 
-    `keys` are the checkpoint's tensors; a parameter that it does not have is left out.
+    `keys` names the checkpoint's tensors; parameters that it lacks are left out.
     """
     rules = conversion_mapping.get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, core_model_loading.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, core_model_loading.WeightConverter)]
     shapes = model.state_dict()
-    found: dict[str, dict[str | None, list[str]]] = {}
+    keys_by_pattern: dict[str, dict[str | None, list[str]]] = {}
     for key in sorted(keys, key=core_model_loading.dot_natural_key):
         name, pattern = core_model_loading.rename_source_key(
             key, renamings, converters, model.base_model_prefix, shapes
         )
         if name in names:
-            found.setdefault(name, {}).setdefault(pattern, []).append(key)
+            keys_by_pattern.setdefault(name, {}).setdefault(pattern, []).append(key)
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     sources = {}
-    for name, parts in found.items():
+    for name, parts in keys_by_pattern.items():
         (first, *_) = parts
         groups: list[list[str]] | None = list(parts.values())
         if first is not None:
-            # Known is what stacks experts, and joins their matrices along the rows if several.
+            # Supported rules stack experts and, given several matrices, join them along the rows.
             rule = by_pattern[first]
             patterns = rule.source_patterns
             steps = [(type(step).__name__, getattr(step, "dim", None)) for step in rule.operations]
@@ -274,37 +275,37 @@ def sources_of(model: Any, names: Collection[str], keys: Collection[str]) -> dic
 
 @contextmanager
 def leaving_out(names: Collection[str]) -> Iterator[None]:
-    """Let `from_pretrained` load all but these parameters, whose tensors are not even read.
+    """Let `from_pretrained` load everything but these parameters, whose tensors are never read.
 
     They become shapes without memory on the model's device, or stay on the meta device where a
-    device map says that they are on disk. Where transformers loads in another way than the one
-    that is known here, nothing is left out.
+    device map has more than one place. Where transformers' loader has changed, nothing is left
+    out.
     """
-    usual = PreTrainedModel._load_pretrained_model
+    original = PreTrainedModel._load_pretrained_model
     if not names or not can_leave_out():
         yield
         return
 
-    def load(*given: Any, **more: Any) -> Any:
-        bound = inspect.signature(usual).bind(*given, **more)
-        said = bound.arguments
+    def load(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        call = bound.arguments
         with ExitStack() as files:
-            rest = None
-            if said.get("state_dict") is None and said["load_config"].hf_quantizer is None:
-                rest = _without(said["model"], set(names), said["checkpoint_files"], files)
-            if rest is None:
-                return usual(*bound.args, **bound.kwargs)
-            places = said["load_config"].device_map or {"": "cpu"}
+            tensors = None
+            if call.get("state_dict") is None and call["load_config"].hf_quantizer is None:
+                tensors = _without(call["model"], set(names), call["checkpoint_files"], files)
+            if tensors is None:
+                return original(*bound.args, **bound.kwargs)
+            device_map = call["load_config"].device_map or {"": "cpu"}
             for name in names:
-                path, _, own = name.rpartition(".")
-                module = said["model"].get_submodule(path)
-                if "" in places:
-                    shape = shape_without_memory(module._parameters[own], places[""])
-                    setattr(module, own, shape)
-                # Else transformers would fill what it takes for a parameter that nobody loaded.
-                module._parameters[own]._is_hf_initialized = True
-            said["state_dict"] = rest
-            info, index = usual(*bound.args, **bound.kwargs)
+                path, _, attribute = name.rpartition(".")
+                module = call["model"].get_submodule(path)
+                if "" in device_map:
+                    shape = shape_without_memory(module._parameters[attribute], device_map[""])
+                    setattr(module, attribute, shape)
+                # Else transformers would initialise it as a missing parameter.
+                module._parameters[attribute]._is_hf_initialized = True
+            call["state_dict"] = tensors
+            info, index = original(*bound.args, **bound.kwargs)
             info.missing_keys -= set(names)
             return info, index
 
@@ -312,22 +313,22 @@ def leaving_out(names: Collection[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        PreTrainedModel._load_pretrained_model = staticmethod(usual)
+        PreTrainedModel._load_pretrained_model = staticmethod(original)
 
 
 def can_leave_out() -> bool:
-    """Whether this release of transformers loads in the way that `leaving_out` knows."""
-    known = {"model", "state_dict", "checkpoint_files", "load_config"}
-    usual = getattr(PreTrainedModel, "_load_pretrained_model", None)
-    return usual is not None and known <= set(inspect.signature(usual).parameters)
+    """Whether transformers' loader has the signature that `leaving_out` relies on."""
+    required = {"model", "state_dict", "checkpoint_files", "load_config"}
+    loader = getattr(PreTrainedModel, "_load_pretrained_model", None)
+    return loader is not None and required <= set(inspect.signature(loader).parameters)
 
 
 def _without(
     model: Any, names: set[str], paths: Sequence[str] | None, files: ExitStack
 ) -> dict[str, Any] | None:
-    """Return the checkpoint's tensors, not read yet, without those of the parameters; None if .bin.
+    """Return the checkpoint's unread tensors except those of `names`; None for .bin files.
 
-    What is left out has to be all there: else transformers shall say what is missing.
+    Also None where the checkpoint lacks any of `names`: transformers then reports it.
     """
     if not paths or not all(str(path).endswith(".safetensors") for path in paths):
         return None

@@ -1,8 +1,8 @@
-"""Accelerators as torch's generic interface has them: which are here, their memory, their streams.
+"""Accelerators through torch's generic interface: devices, memory and streams; and host memory.
 
-The one module that knows a vendor. What CUDA alone has (locking host memory where it lies) stands
-here beside its plain fallback; nothing else in the package asks which accelerator it is. And the
-host: what memory this process takes for itself, and what there is to take.
+The only vendor-specific module: what CUDA alone has (locking host memory in place) stands here
+beside its plain fallback, and nothing else in the package asks which accelerator it runs on. For
+the host: how much memory this process uses, and how much is available.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 _UNSUPPORTED = (RuntimeError, NotImplementedError, AttributeError, TypeError, AssertionError)
-"""What backends raise for a part of the generic interface that they do not have."""
+"""Raised by backends for parts of the generic interface that they lack."""
 
 
 def accelerator() -> str | None:
-    """Return the type of this machine's accelerator (`cuda`, `xpu`, `mps` ...), if it has one."""
+    """Return the type of this machine's accelerator (`cuda`, `xpu`, `mps` ...), or None."""
     if not torch.accelerator.is_available():
         return None
-    found = torch.accelerator.current_accelerator()
-    return None if found is None else found.type
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else device.type
 
 
 def best_device() -> str:
@@ -51,7 +51,7 @@ def devices() -> list[str]:
 
 
 def name_of(device: torch.device) -> str:
-    """Name a device as its maker does where the backend says so."""
+    """Return a device's display name: the vendor's where the backend reports one."""
     if device.type == "cpu":
         return f"CPU with {torch.get_num_threads()} threads"
     try:
@@ -61,30 +61,30 @@ def name_of(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Return once the device has executed all it was given."""
+    """Wait until the device has executed all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Return the bytes of a device's memory, the machine's for a CPU; None where it is not told."""
+    """Return the bytes of a device's memory (the machine's for a CPU); None where unknown."""
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     module: Any = torch.get_device_module(device)
-    for ask in (
+    for query in (
         lambda: torch.accelerator.get_memory_info(device)[1],  # type: ignore[attr-defined,unused-ignore]
         lambda: module.mem_get_info(device)[1],
         lambda: module.recommended_max_memory(),  # MPS: what it may take of the machine's
     ):
         try:
-            return int(ask())
+            return int(query())
         except _UNSUPPORTED:
             continue
     return None
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the most bytes that torch has taken on an accelerator; None where it is not told."""
+    """Return the peak bytes torch has allocated on an accelerator; None where unknown."""
     try:
         return int(torch.get_device_module(device).max_memory_allocated(device))
     except _UNSUPPORTED:
@@ -95,10 +95,10 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def copy_stream(device: torch.device) -> torch.Stream | None:
-    """Return a stream for copies beside the device's compute; None where it has no streams.
+    """Return a stream for copies that overlap compute; None where the device has no streams.
 
-    A CPU has none. MPS has one queue, which everything goes through in order: there copies are
-    made by blocking calls, exact but beside no compute.
+    A CPU has none. MPS has a single in-order queue: there copies are blocking calls, exact but
+    without overlap.
     """
     if device.type in ("cpu", "mps"):
         return None
@@ -107,21 +107,21 @@ def copy_stream(device: torch.device) -> torch.Stream | None:
 
 @contextmanager
 def on_stream(stream: torch.Stream | None) -> Iterator[None]:
-    """Let this thread's calls go to a stream; None for the one they go to anyway."""
+    """Run this thread's calls on a stream; None leaves the current one."""
     if stream is None:
         yield
         return
-    before = torch.accelerator.current_stream(stream.device)
+    previous = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
         yield
     finally:
-        torch.accelerator.set_stream(before)
+        torch.accelerator.set_stream(previous)
 
 
 @cache
 def can_time(device: torch.device) -> bool:
-    """Whether the device's events tell the time between them."""
+    """Whether the device's events can measure elapsed time."""
     try:
         start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
         stream = torch.accelerator.current_stream(device)
@@ -137,10 +137,10 @@ def can_time(device: torch.device) -> bool:
 
 
 def copy_to_host(tensors: Sequence[Tensor], valid: NDArray[np.bool_] | None) -> list[Any]:
-    """Return each [..., n] tensor as an array [T, n], of the `valid` tokens where some are not.
+    """Return each [..., n] tensor as an array [T, n], restricted to the `valid` tokens if given.
 
-    From a device in a single transfer, as float32, which holds whole numbers below 2^24 exactly:
-    experts' numbers, too. In host memory they are looked at where they lie.
+    Device tensors arrive in a single transfer as float32, exact for integers below 2^24 such as
+    expert indices. Host tensors are viewed in place.
     """
     if all([values.is_cpu for values in tensors]):
         arrays = [_rows(values.detach().numpy()) for values in tensors]
@@ -155,9 +155,9 @@ def copy_to_host(tensors: Sequence[Tensor], valid: NDArray[np.bool_] | None) -> 
 
 
 def copy_to_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return host numbers, an array or a tensor, on a device, without a wait for it.
+    """Return a host array or tensor on a device, without waiting for it.
 
-    They are copied out of pageable memory before this returns, so they may go or change at once.
+    Pageable memory is read before this returns, so the source may be freed or changed at once.
     """
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
     return tensor.to(device=device, dtype=dtype or tensor.dtype, non_blocking=True)
@@ -170,12 +170,12 @@ def _rows(values: Any) -> Any:
 # --- host memory that a device copies from ----------------------------------------------------
 
 PORTABLE = 1
-"""cudaHostRegisterPortable: locked for every device, whichever is the thread's own."""
+"""cudaHostRegisterPortable: locked for every device, not only the thread's current one."""
 
 
 @cache
 def can_lock() -> bool:
-    """Whether the accelerator copies faster from host memory that is locked."""
+    """Whether host memory can be page-locked, so that the accelerator copies from it faster."""
     try:
         return torch.empty(1, pin_memory=True).is_pinned()
     except _UNSUPPORTED:
@@ -183,7 +183,7 @@ def can_lock() -> bool:
 
 
 def locked_copy(tensor: Tensor) -> Tensor:
-    """Return a copy in `locked_empty`."""
+    """Return a copy in `locked_empty` memory."""
     locked = locked_empty(tuple(tensor.shape), tensor.dtype)
     locked.copy_(tensor)
     return locked
@@ -192,21 +192,21 @@ def locked_copy(tensor: Tensor) -> Tensor:
 def locked_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return host memory that the accelerator copies from at full speed.
 
-    For CUDA whole pages of its own, so many and no more: torch's own pinned memory comes in powers
-    of two, 77 GB for 58. It stays locked as long as it is held. Elsewhere torch's, and plain memory
-    where a backend has none. Raises OSError where the system does not lock so much.
+    On CUDA it takes exactly the pages it needs: torch's pinned allocator rounds up to powers of
+    two, 77 GB for 58. It stays locked while referenced. Elsewhere it is torch's pinned memory, or
+    plain memory where a backend has none. Raises OSError where the system will not lock that much.
     """
     if accelerator() != "cuda":
         return torch.empty(shape, dtype=dtype, pin_memory=can_lock())
     nbytes = math.prod(shape) * dtype.itemsize
-    # Anonymous memory begins with a page, and a page that two tensors shared could not be locked
-    # for both; private, as all that is this process' own.
+    # An anonymous mapping starts on a page of its own: a page shared by two tensors could not be
+    # locked for both. Private, like all other memory of this process.
     private = getattr(mmap, "MAP_PRIVATE", None)
-    given = {} if private is None else {"flags": private | mmap.MAP_ANONYMOUS}
-    buffer = mmap.mmap(-1, nbytes, **given)
-    made = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes).view(dtype).reshape(shape)
+    flags = {} if private is None else {"flags": private | mmap.MAP_ANONYMOUS}
+    buffer = mmap.mmap(-1, nbytes, **flags)
+    tensor = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes).view(dtype).reshape(shape)
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    storage = made.untyped_storage()
+    storage = tensor.untyped_storage()
     code = int(runtime.cudaHostRegister(storage.data_ptr(), storage.nbytes(), PORTABLE))
     if code:
         raise OSError(
@@ -214,30 +214,30 @@ def locked_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             f"{code}). Allowed: more memory, a higher limit of locked memory, or store=disk."
         )
     weakref.finalize(storage, runtime.cudaHostUnregister, storage.data_ptr())
-    return made
+    return tensor
 
 
-# --- host memory that there is, and that this process has ---------------------------------------
+# --- host memory: available, and used by this process ------------------------------------------
 
 _EVERY_S = 0.02
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _LIMIT = {"": "memory.max", "memory": "memory.limit_in_bytes"}
 _USE = {"": "memory.current", "memory": "memory.usage_in_bytes"}
-"""Controller in a line of /proc/self/cgroup (none: version 2) -> file of its figure."""
+"""Controller in a line of /proc/self/cgroup (empty: version 2) -> file of its value."""
 
 
 def own_bytes() -> int | None:
-    """Return the memory that is this process' alone or shared by it; None where it is not told.
+    """Return this process' anonymous and shared resident bytes; None where unknown.
 
-    Maps of files do not count: the system takes their pages back when it needs them.
+    File mappings do not count: the system reclaims their pages when it needs them.
     """
-    found = re.findall(r"(?:RssAnon|RssShmem):\s+(\d+) kB", _text(_PROC / "self/status"))
-    return sum(map(int, found)) * 1024 if found else None
+    sizes_kb = re.findall(r"(?:RssAnon|RssShmem):\s+(\d+) kB", _text(_PROC / "self/status"))
+    return sum(map(int, sizes_kb)) * 1024 if sizes_kb else None
 
 
 @contextmanager
 def watched() -> Iterator[list[int]]:
-    """Look at `own_bytes` every few milliseconds of a block; yield what was the most, if told."""
+    """Sample `own_bytes` every 20 ms during a block; yield [peak bytes], [] where unknown."""
     peak: list[int] = []
     done = threading.Event()
 
@@ -257,12 +257,12 @@ def watched() -> Iterator[list[int]]:
 
 
 def available_host_bytes() -> int | None:
-    """Return what can be taken without swapping, or beyond a control group's limit.
+    """Return the bytes that can be allocated without swapping or exceeding a cgroup's limit.
 
-    None where the system does not say.
+    None where the system does not report them.
     """
-    found = re.search(r"MemAvailable:\s+(\d+) kB", _text(_PROC / "meminfo"))
-    rooms = [int(found[1]) * 1024] if found else []
+    available_kb = re.search(r"MemAvailable:\s+(\d+) kB", _text(_PROC / "meminfo"))
+    rooms = [int(available_kb[1]) * 1024] if available_kb else []
     for line in _text(_PROC / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         for kind in _LIMIT:
@@ -272,7 +272,7 @@ def available_host_bytes() -> int | None:
 
 
 def _rooms(kind: str, path: str) -> Iterator[int]:
-    """Return what a control group and those above it leave, cached files not counted as used."""
+    """Yield the bytes left in a control group and its parents; cached files count as free."""
     group = Path(path.lstrip("/"))
     for place in (group, *group.parents):
         # A container may see its own group as the root.

@@ -1,6 +1,6 @@
-"""Routers as they can be asked: the one place that knows how each of them is called.
+"""One interface to every family's router: the only module that depends on how they are called.
 
-With the parameters of modules that accelerate offloads: on the meta device but during a call.
+Also reads the parameters that accelerate offloads, which are on the meta device between calls.
 
 Shapes: T tokens, E experts, K experts per token, D hidden size.
 """
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 
 class Choice(NamedTuple):
-    """What a router decided."""
+    """A router's decision."""
 
     logits: Tensor
-    """[T, E]; from routers that return probabilities, their logarithms."""
+    """[T, E]; log-probabilities for routers that return probabilities."""
     weights: Tensor
     """[T, K]"""
     experts: Tensor
@@ -31,9 +31,9 @@ class Choice(NamedTuple):
 class Gate:
     """One MoE layer's router: its arguments, its device and dtype, how many logits it returns.
 
-    A router may be called with more than hidden states. What the block around it keeps (biases
-    that only select) is given from there; the tokens of the pass in progress are given by whoever
-    begins it; what belongs to the layer before cannot be had, and then `missing` names it.
+    A router may take more than hidden states. Tensors of the surrounding block (biases that only
+    select) are passed from there; whoever begins a pass sets its `input_ids`; what only the layer
+    before has is unavailable, and `missing` names it.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Gate:
         self.num_experts = num_experts
         self._block = block
         self.input_ids: Tensor | None = None
-        """The tokens of the pass in progress, which some routers choose by."""
+        """The tokens of the pass in progress, by which some routers choose."""
         self._from_block: list[str] = []
         self.by_token = False
-        """Whether the tokens themselves decide, so that logits do not tell the choice."""
+        """Whether token ids decide, so that logits do not determine the choice."""
         missing = []
         kind: Any = type(router)
         for name, default in _arguments(kind).items():
@@ -58,32 +58,34 @@ class Gate:
             elif default is inspect.Parameter.empty:
                 missing.append(name)
         self.missing = tuple(missing)
-        """Arguments without which it cannot be asked."""
+        """Required arguments that are unavailable here: with any, the router cannot be called."""
         self.skips = False
-        """Whether it has a class for using no expert, seen at its first answer."""
+        """Whether it has a class for using no expert; known after the first call."""
         self._rank: int | None = None
         self._normed: bool | None = None
         self._linear_in: torch.dtype | bool | None = None
-        """The dtype of the product with its weight that its logits are, and nothing but that; False
-        where they are more, None until it was asked."""
+        """The dtype in which its logits are one product with its weight; False where they are more
+        than that, None until tested."""
         self.sorts = _sorts_its_choice(kind)
-        """Whether its choice comes heaviest first."""
+        """Whether its choice is sorted, heaviest first."""
 
     @property
     def name(self) -> str:
+        """The router's class name."""
         return type(self.router).__name__
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the router's first floating-point parameter."""
         return next(p.dtype for p in self.router.parameters() if p.is_floating_point())
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no weights yet, and nobody who would fetch them."""
+        """Whether it has no weights yet, and no hook of accelerate to fetch them."""
         return not is_hooked(self.router) and any(p.is_meta for p in self.router.parameters())
 
     def read(self, output: Any) -> Choice:
-        """Return what a call of the router decided, as everybody else understands it."""
+        """Return a router's output in the form that all families share."""
         logits: Tensor = output[0]
         if self._normed is None:
             self._normed = _are_probabilities(logits)
@@ -97,26 +99,27 @@ class Gate:
 
     @torch.no_grad()
     def ask(self, hidden: Tensor, input_ids: Tensor | None = None) -> Choice:
-        """Ask about hidden states [T, D], or of the shape that the model calls routers with.
+        """Route hidden states [T, D], or in the shape with which the model calls routers.
 
-        The router's own hooks for us do not fire; those of accelerate do, and fetch its weights.
+        Our forward hooks on the router do not fire; accelerate's do, and fetch its weights.
         """
-        given = {name: value_of(self._block, name) for name in self._from_block}
+        arguments = {name: value_of(self._block, name) for name in self._from_block}
         if not is_hooked(self.router):
             device = next(self.router.parameters()).device
             hidden = hidden.to(device)
-            given = {name: value.to(device) for name, value in given.items()}
+            arguments = {name: value.to(device) for name, value in arguments.items()}
         if self.by_token:
             ids = self.input_ids if input_ids is None else input_ids
             assert ids is not None, "a router that looks at tokens, outside a pass"
-            given["input_ids"] = ids.to(hidden.device)
-        return self.read(self._call(hidden, given))
+            arguments["input_ids"] = ids.to(hidden.device)
+        return self.read(self._call(hidden, arguments))
 
     def predict(self, hidden: Tensor) -> Tensor:
-        """Return logits [T, E] whose best are what the router would choose for these inputs.
+        """Return logits [T, E] whose top-k is the router's choice for these inputs.
 
-        They are the router's own, bit for bit. Most routers are one product before they choose, and
-        then that is all that is computed.
+        They are the router's own, bit for bit, unless token ids decide: then the chosen experts'
+        are raised above all others. Most routers are a single product before the top-k, and then
+        only that is computed.
         """
         if self._linear_in is None:
             self._linear_in = self._find_linear(hidden)
@@ -142,9 +145,10 @@ class Gate:
 
     @torch.no_grad()
     def _find_linear(self, hidden: Tensor) -> torch.dtype | bool:
-        """Find a product that gives its logits again, bit for bit: of this input and of drawn ones.
+        """Return the dtype in which one product reproduces the logits bit for bit, else False.
 
-        Those reach from tiny to huge, so that a bound or a curve on the logits would show.
+        Tested on this input and on random ones, from tiny to huge so that a clamp or a curve on
+        the logits would show.
         """
         weight = self.router._parameters.get("weight")
         if weight is None or is_hooked(self.router) or self.router.training or self.by_token:
@@ -153,22 +157,22 @@ class Gate:
             return False
         generator = torch.Generator().manual_seed(0)
         scales = torch.tensor([1e-3, 1.0, 30.0, 1e3]).repeat(7)[:, None]
-        drawn = (torch.randn(28, self.hidden_size, generator=generator) * scales).to(hidden)
-        inputs = (hidden, drawn, *drawn[:4, None])
+        random_inputs = (torch.randn(28, self.hidden_size, generator=generator) * scales).to(hidden)
+        inputs = (hidden, random_inputs, *random_inputs[:4, None])
         try:
-            own = [self.ask(x).logits.reshape(-1, self.num_experts) for x in inputs]
+            logits = [self.ask(x).logits.reshape(-1, self.num_experts) for x in inputs]
             for dtype in (weight.dtype, torch.float32):
-                found = [self._product(x, dtype) for x in inputs]
-                pairs = zip(own, found, strict=True)
+                products = [self._product(x, dtype) for x in inputs]
+                pairs = zip(logits, products, strict=True)
                 if all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs):
                     return dtype
         except (RuntimeError, ValueError, IndexError, TypeError):
-            # It is not called with that.
+            # The router does not take such inputs.
             return False
         return False
 
     def probe(self, num_tokens: int) -> Choice:
-        """Ask about random hidden states, drawn so that logits spread about 1.
+        """Route random hidden states, scaled so that the logits' standard deviation is about 1.
 
         That keeps softmax from underflow and sigmoids from their flat ends. A constant scale of
         the input changes the spread, not the rule.
@@ -180,16 +184,16 @@ class Gate:
         return self.ask((hidden / max(spread, 1e-6)).to(self.dtype), ids)
 
     def stand_in(self) -> Gate:
-        """Return a gate like this one with random weights on the CPU, for one that has none yet."""
-        # Nothing but what the router is given from its block.
+        """Return a copy with random weights on the CPU, for a gate without weights yet."""
+        # Only those tensors of the block that the router takes.
         shell = nn.Module()
         for name in self._from_block:
             shell.register_buffer(name, getattr(self._block, name).detach())
-        router, block = (_drawn(each, self.num_experts) for each in (self.router, shell))
+        router, block = (_drawn(module, self.num_experts) for module in (self.router, shell))
         return Gate(router, block, self.hidden_size, self.num_experts)
 
     def _call(self, hidden: Tensor, given: dict[str, Tensor]) -> Any:
-        """Call the router, with a batch's dimension before the tokens' where it wants one."""
+        """Call the router, with a batch dimension in front where it needs one."""
         if hidden.dim() != 2:
             return self.router.forward(hidden, **given)
         if self._rank != 3:
@@ -204,19 +208,19 @@ class Gate:
 
 
 def _drawn(module: nn.Module, num_experts: int) -> nn.Module:
-    """Return a copy with random numbers on the CPU in float32, wherever the module is."""
+    """Return a float32 copy on the CPU with random values, wherever the module is."""
     generator = torch.Generator().manual_seed(0)
-    made: nn.Module = copy.deepcopy(module).to_empty(device="cpu").float().eval()
-    for tensor in (*made.parameters(), *made.buffers()):
+    replica: nn.Module = copy.deepcopy(module).to_empty(device="cpu").float().eval()
+    for tensor in (*replica.parameters(), *replica.buffers()):
         if tensor.is_floating_point():
-            drawn = torch.randn(tensor.shape, generator=generator)
+            noise = torch.randn(tensor.shape, generator=generator)
             # Scales and biases are positive, and none of them is near zero.
-            tensor.data.copy_(drawn if tensor.dim() > 1 else drawn.abs() + 0.5)
+            tensor.data.copy_(noise if tensor.dim() > 1 else noise.abs() + 0.5)
         else:
-            # Tables of expert numbers: each row has different ones.
+            # Tables of expert indices, distinct within a row.
             numbers = torch.arange(tensor.numel()) % num_experts
             tensor.data.copy_(numbers.view(tensor.shape))
-    return made
+    return replica
 
 
 def _are_probabilities(values: Tensor) -> bool:
@@ -228,17 +232,17 @@ def _are_probabilities(values: Tensor) -> bool:
 
 @cache
 def _arguments(router: type[Any]) -> dict[str, Any]:
-    """Return what a router's forward takes beside the hidden states: name -> default."""
+    """Return the arguments of a router's forward beside the hidden states, as name -> default."""
     parameters = list(inspect.signature(router.forward).parameters.values())[2:]
-    named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-    return {p.name: p.default for p in named}
+    keywords = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return {p.name: p.default for p in keywords}
 
 
 @cache
 def _sorts_its_choice(router: type[Any]) -> bool:
-    """Whether a router's top-k comes heaviest first: torch's default, which some switch off.
+    """Whether a router's top-k is sorted, heaviest first: torch's default, which some switch off.
 
-    Kept by class: finding its source takes 10 ms, for every layer of every run of a sweep.
+    Cached by class: reading the source takes 10 ms, for every layer of every run of a sweep.
     """
     try:
         source = inspect.getsource(router)
@@ -248,30 +252,30 @@ def _sorts_its_choice(router: type[Any]) -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether accelerate brings this module's inputs and weights together at each call."""
+    """Whether accelerate moves this module's inputs and weights to one device at each call."""
     return hasattr(module, "_hf_hook")
 
 
 def value_of(module: nn.Module, name: str) -> Tensor:
-    """Return a module's own parameter or buffer, from where it is kept if it is not there now."""
+    """Return a module's own parameter or buffer, from accelerate's store while it is offloaded."""
     tensor: Tensor = getattr(module, name)
     if not tensor.is_meta or not is_hooked(module):
         return tensor
     hook: Any = module._hf_hook
-    for each in getattr(hook, "hooks", (hook,)):
-        if getattr(each, "weights_map", None) is not None:
-            kept: Tensor = each.weights_map[name]
-            return kept
+    for candidate in getattr(hook, "hooks", (hook,)):
+        if getattr(candidate, "weights_map", None) is not None:
+            offloaded: Tensor = candidate.weights_map[name]
+            return offloaded
     return tensor
 
 
 def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Walk what `state_dict` holds, by name, with the values of what is offloaded."""
-    found = dict(module.state_dict())
+    """Yield `state_dict` as (name, tensor) sorted by name, with the values of offloaded tensors."""
+    state = dict(module.state_dict())
     for prefix, part in module.named_modules():
-        own = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-        for name, _ in own:
+        tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+        for name, _ in tensors:
             path = f"{prefix}.{name}" if prefix else name
-            if path in found and found[path].is_meta:
-                found[path] = value_of(part, name)
-    yield from sorted(found.items())
+            if path in state and state[path].is_meta:
+                state[path] = value_of(part, name)
+    yield from sorted(state.items())

@@ -1,4 +1,4 @@
-"""Finds the MoE layers of a transformers model and measures what the core has to know."""
+"""Finds the MoE layers of a transformers model and measures what the core needs to know."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ class MoELayer:
     router: nn.Module
     experts: nn.Module
     gate: Gate
-    """The router as it can be asked."""
+    """The family-independent interface to `router`."""
 
     @property
     def num_experts(self) -> int:
+        """The number of routed experts."""
         return int(self.experts.num_experts)  # type: ignore[arg-type]
 
 
 def find_moe_layers(model: Any) -> list[MoELayer]:
-    """Return the MoE layers in order of execution, or raise ValueError saying what is missing."""
+    """Return the MoE layers in order of execution; ValueError names what the model lacks."""
     modules = dict(model.named_modules())
     layers = []
     for path, module in modules.items():
@@ -76,15 +77,15 @@ def describe(
 ) -> Geometry:
     """Measure a model (it may be on the meta device) whose experts are stored at these levels.
 
-    Without a ladder they are stored as they are. Raises ValueError where layers differ in their
-    number of experts, which keys cannot express, and where a ladder's levels do not get smaller.
+    Without a ladder they keep their dtype. Raises ValueError where layers differ in their number
+    of experts, which keys cannot express, and where a ladder's levels do not get smaller.
     """
     counts = {layer.num_experts for layer in layers}
     if len(counts) > 1:
         raise ValueError(f"pretrained: layers with different numbers of experts: {sorted(counts)}.")
-    experts = [sum(p.nbytes for p in layer.experts.parameters()) for layer in layers]
+    layer_bytes = [sum(p.nbytes for p in layer.experts.parameters()) for layer in layers]
     dtype = next(layers[0].experts.parameters()).dtype
-    sizes = tuple(size // layers[0].num_experts for size in experts)
+    sizes = tuple(size // layers[0].num_experts for size in layer_bytes)
     levels: tuple[tuple[int, ...], ...] = tuple((size,) for size in sizes)
     if ladder is not None:
         codecs = codecs_of(tuple(ladder))
@@ -110,12 +111,12 @@ def describe(
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the precision that stores this dtype as it is."""
+    """Return the name of the precision that stores this dtype unchanged, such as `bf16`."""
     return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def router_digest(layers: Sequence[MoELayer]) -> str:
-    """Identify a model by what its routers hold, rounded to bf16: the same at any dtype it has.
+    """Return the SHA-256 of the routers' tensors rounded to bf16, the same at any dtype.
 
     The model must not be on the meta device.
     """
@@ -131,9 +132,9 @@ def router_digest(layers: Sequence[MoELayer]) -> str:
 def _top_k(model: Any, layer: MoELayer) -> int:
     config = model.config.get_text_config()
     for place, name in ((layer.router, "top_k"), *((config, name) for name in _TOP_K_NAMES)):
-        found = getattr(place, name, None)
-        if isinstance(found, int):
-            return found
+        top_k = getattr(place, name, None)
+        if isinstance(top_k, int):
+            return top_k
     raise ValueError(
         f"pretrained: neither {layer.gate.name} nor {type(config).__name__} says how many experts "
         f"a token gets. Allowed: models whose router has `top_k`, or whose configuration has one "
@@ -142,10 +143,11 @@ def _top_k(model: Any, layer: MoELayer) -> int:
 
 
 def dense_bytes(model: Any, layers: Sequence[MoELayer]) -> tuple[int, ...]:
-    """Bytes of the other weights, each counted to the MoE layer a pass reads them for.
+    """Return the bytes of all other weights per MoE layer, each counted towards one layer.
 
-    A decoder layer without experts counts to the next one with; what follows the last (norm,
-    output head) to the last. Of the input embedding a pass reads single rows: it is left out.
+    A decoder layer without experts counts towards the next one with experts; what follows the
+    last (norm, output head) towards the last. The input embedding is left out: a pass reads single
+    rows of it.
     """
     sizes = [0] * len(layers)
     places = [place_of(layer.path) for layer in layers]
