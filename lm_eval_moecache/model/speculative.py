@@ -52,7 +52,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A draft model with its blocks in order of execution; `cost.geometry` counts the same."""
+    """A draft model and its blocks in order of execution; `cost.geometry` counts the same ones."""
 
     name: str
     model: Any
@@ -60,7 +60,7 @@ class DraftModel:
     cost: Draft
 
     def drafting(self, tokens: int) -> DraftModel:
-        """Return the same model for drafts of another length."""
+        """Return the same model for drafts of `tokens` tokens."""
         return replace(self, cost=replace(self.cost, tokens=tokens))
 
 
@@ -71,10 +71,10 @@ ExpertsOf = Callable[[int], Mapping[str, Tensor]]
 def make_draft(
     name: str, target: Any, tokens: int = 1, experts_of: ExpertsOf | None = None
 ) -> DraftModel:
-    """Load a draft by name, next to the target and at its dtype, or make it from the target.
+    """Load a draft by name, on the target's device and at its dtype, or make it from the target.
 
-    Its fit has been checked. `experts_of` gives the target's experts where they do not lie in its
-    modules.
+    The caller has checked that they fit. `experts_of` returns the target's experts where its
+    modules do not hold them.
     """
     if name.startswith(SELF):
         return _own_draft(name, target, tokens, experts_of)
@@ -90,29 +90,31 @@ def make_draft(
 def _own_draft(name: str, target: Any, tokens: int, experts_of: ExpertsOf | None) -> DraftModel:
     """Make a draft of the target's own weights, with its experts at low precision.
 
-    `name` is `self:` and a precision. Everything but the experts is the target's own tensors, so
-    only the experts take memory. Computed on their decoded values, timed at their stored size.
+    `name` is `self:` and a precision. All tensors but the experts are shared with the target, so
+    only the experts take memory. They compute on decoded values and are timed at stored size.
     """
     level = name.removeprefix(SELF)
-    stored_as = codec(level)
-    stored_as.check(target.device.type)
-    copied = {id(p) for layer in find_moe_layers(target) for p in layer.experts.parameters()}
+    expert_codec = codec(level)
+    expert_codec.check(target.device.type)
+    copied_ids = {id(p) for layer in find_moe_layers(target) for p in layer.experts.parameters()}
     if experts_of is not None:
-        # Replaced below: a copy of what lies there would be for nothing.
-        copied = set()
+        # Replaced below, so a copy would be wasted.
+        copied_ids = set()
     tensors = [*target.parameters(), *target.buffers()]
-    model = copy.deepcopy(target, {id(t): t for t in tensors if id(t) not in copied})
+    model = copy.deepcopy(target, {id(t): t for t in tensors if id(t) not in copied_ids})
     stored_bytes: list[int] = []
     for index, layer in enumerate(find_moe_layers(model)):
         if experts_of is not None:
             for parameter, tensor in experts_of(index).items():
-                own = nn.Parameter(tensor.to(target.device), requires_grad=False)
-                setattr(layer.experts, parameter, own)
+                expert_weights = nn.Parameter(tensor.to(target.device), requires_grad=False)
+                setattr(layer.experts, parameter, expert_weights)
         for stacked in expert_matrices(layer.experts).values():
             for matrix in stacked:
-                lies = matrix.t() if layer.experts.is_transposed else matrix
-                lies.copy_(stored_as.decode(stored_as.encode(lies), lies.shape, matrix.dtype))
-        stored_bytes += expert_bytes(layer.experts, [stored_as])
+                oriented = matrix.t() if layer.experts.is_transposed else matrix
+                oriented.copy_(
+                    expert_codec.decode(expert_codec.encode(oriented), oriented.shape, matrix.dtype)
+                )
+        stored_bytes += expert_bytes(layer.experts, [expert_codec])
     blocks, geometry = measure(model, name)
     levels = zip(geometry.expert_bytes, stored_bytes, strict=True)
     geometry = replace(
@@ -131,10 +133,10 @@ def _own_draft(name: str, target: Any, tokens: int, experts_of: ExpertsOf | None
 
 
 def measure(model: Any, name: str) -> tuple[tuple[Block, ...], Geometry]:
-    """Return a draft's blocks and sizes (it may be on the meta device).
+    """Return a draft's blocks and geometry (it may be on the meta device).
 
     In a dense draft each feed-forward block counts as one expert that every token needs. Raises
-    ValueError where the blocks cannot be told.
+    ValueError where the blocks cannot be identified.
     """
     if any("expert" in path.rpartition(".")[2].lower() for path, _ in model.named_modules()):
         layers = find_moe_layers(model)
@@ -161,24 +163,24 @@ def measure(model: Any, name: str) -> tuple[tuple[Block, ...], Geometry]:
 
 
 def _dense_blocks(model: Any, name: str) -> list[MoELayer]:
-    """Find the feed-forward block of each decoder layer: the child `mlp` of transformers' names."""
-    found = [
+    """Return each decoder layer's feed-forward block: the child that transformers names `mlp`."""
+    blocks = [
         MoELayer(path, module, module, Gate(module, module, 0, 1))
         for path, module in model.named_modules()
         if path.rpartition(".")[2] == "mlp" and place_of(path)[1] >= 0
     ]
-    if len(found) != model.config.get_text_config().num_hidden_layers:
+    if len(blocks) != model.config.get_text_config().num_hidden_layers:
         raise ValueError(
             f"draft={name!r}: {type(model).__name__} has no module `mlp` in each of its layers, so "
             "its drafting cannot be timed. Allowed: models with that name for it, or prompt_lookup."
         )
-    return found
+    return blocks
 
 
 def _targets(model: Any, blocks: Sequence[Block], target: Any) -> tuple[int, ...]:
-    """Return, for each block, the layer of the target whose gate can read the draft's states."""
-    width, wanted = (m.config.get_text_config().hidden_size for m in (model, target))
-    if width != wanted:
+    """Return for each block the target's layer whose gate can read the draft's hidden states."""
+    width, target_width = (m.config.get_text_config().hidden_size for m in (model, target))
+    if width != target_width:
         return ()
     matches = matching_layers(blocks, find_moe_layers(target))
     return tuple(matches.get(index, NO_TARGET) for index in range(len(blocks)))
@@ -198,10 +200,10 @@ FORWARDS = 5
 
 
 def measure_overlap(draft: DraftModel, engine: Engine, stage: DraftStage) -> None:
-    """Solve for the cutoff layer by measured times (SP-MoE section 3.2 profiles them offline).
+    """Solve for the cutoff layer from measured times (SP-MoE section 3.2 profiles them offline).
 
-    One token through the draft, and the critical experts of one layer over the real link into
-    the empty cache; other layers' loads go by their bytes.
+    Times one token through the draft, and the critical experts of one layer over the real link
+    into the empty cache; other layers' loads scale with their bytes.
     """
     prefetch = engine.rules.prefetch.draft_stage
     if prefetch is None:
@@ -216,18 +218,18 @@ def measure_overlap(draft: DraftModel, engine: Engine, stage: DraftStage) -> Non
         synchronize(model.device)
         seconds.append(time.perf_counter() - start_s)
     load_s = engine.time_load(prefetch.critical)
-    first = engine.geometry.expert_bytes[0][0]
+    first_bytes = engine.geometry.expert_bytes[0][0]
     stage.solve(
         engine.geometry,
         engine.setting.capacity.bytes_by_partition,
         statistics.median(seconds[1:]) / draft.cost.geometry.num_layers,
-        [load_s * levels[0] / first for levels in engine.geometry.expert_bytes],
+        [load_s * levels[0] / first_bytes for levels in engine.geometry.expert_bytes],
         float(total_memory(model.device) or math.inf),
     )
 
 
 class DraftHooks:
-    """Tells a draft stage of every block that the draft runs while the stage is open.
+    """Reports to a draft stage every block that the draft runs while the stage is open.
 
     Changes: forward hooks on the draft's blocks and routers, until `remove`.
     """
@@ -269,18 +271,17 @@ class DraftHooks:
     def _routed(self, index: int, router: nn.Module, args: Any, output: Any) -> None:
         if self._stage.is_open:
             experts: Tensor = output[2].reshape(-1, output[2].shape[-1])
-            # A token's experts are different ones: looking at them would wait for the device.
-            one = len(experts) == 1
-            count = experts.numel() if one else len(set(experts.flatten().tolist()))
+            # One token's experts are distinct: reading them would wait for the device.
+            is_single = len(experts) == 1
+            count = experts.numel() if is_single else len(set(experts.flatten().tolist()))
             self._stage.experts(index, count, len(experts))
 
 
 class ReadAlong(DraftHooks):
     """Runs the draft before each decode pass, on the tokens that it has not read yet.
 
-    Its time and its predictions go the way of speculative drafting, and what it would write next is
-    not asked. As there, the prompt's own pass is without it: it reads the prompt before the first
-    decoded token.
+    Its time and its predictions are handled as in speculative drafting, but it generates nothing.
+    As there, the prefill runs without it: it reads the prompt before the first decoded token.
     """
 
     def __init__(self, draft: DraftModel, targets: Sequence[MoELayer], engine: Engine) -> None:
@@ -293,7 +294,7 @@ class ReadAlong(DraftHooks):
 
     @torch.no_grad()
     def begin_pass(self, input_ids: Tensor, past_length: int) -> None:
-        """Follow the text [1, tokens], and read on where the pass decodes."""
+        """Append a pass's tokens [1, tokens] to the text; when decoding, run the draft on it."""
         if past_length == 0 or self._ids is None:
             self._ids, self._past, self._num_read = input_ids, None, 0
             return
@@ -312,15 +313,15 @@ class ReadAlong(DraftHooks):
 
 
 Settle = Callable[[int, int], object]
-"""(tokens drafted, of these accepted)"""
+"""(tokens drafted, tokens accepted)"""
 
 
 class WatchedCandidates(CandidateGenerator):
-    """Leaves the first pass to the prompt alone, and tells the engine of each later draft.
+    """Keeps drafts out of the first pass, and announces each later draft to the engine.
 
     transformers drafts before the first pass and verifies those drafts along with the prompt.
-    Here the first pass is the prefill that it is without a draft, so that TTFT, the rates of
-    prefill and the first token's logits are the same; the draft reads the prompt after it.
+    Here the first pass is a plain prefill, so that TTFT, the prefill rates and the first token's
+    logits are those without a draft; the draft reads the prompt after it.
     """
 
     requires_model_outputs = False
@@ -348,18 +349,18 @@ class WatchedCandidates(CandidateGenerator):
         return candidate_ids, logits
 
     def update_candidate_strategy(self, input_ids: Any, scores: Any, num_matches: int) -> None:
-        """Called after each pass of the target; the length of drafts stays as it is."""
+        """Settle a draft after the target's pass; the draft length stays fixed."""
         accepted, drafted = int(num_matches), self._drafted
-        # transformers cuts behind a closing token, and takes it for the pass' own if drafted.
+        # transformers stops at an end token, and counts a drafted one as the pass' own.
         accepted += drafted[accepted : accepted + 1] == input_ids[0, -1:].tolist()
         self._settle(len(drafted), accepted)
 
 
 @contextmanager
 def watched_by(settle: Settle, engine: Engine, model: Any) -> Iterator[None]:
-    """Watch the drafts of the model's assisted generation, while this lasts.
+    """Watch the drafts of a model's assisted generation during a block.
 
-    `settle` is told after each pass what became of the tokens drafted for it.
+    `settle` is called after each pass with the numbers of tokens drafted for it and accepted.
     """
     original = model._get_candidate_generator
 

@@ -1,4 +1,4 @@
-"""Where expert weights lie, and the kernel that runs them from there.
+"""Where expert weights are stored, and the kernels that run them from there.
 
 One experts function is registered with transformers, which calls it instead of its own kernels.
 
@@ -26,39 +26,39 @@ STORE_ATTRIBUTE = "moecache_store"
 Kernel = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """Runs (experts module, hidden states [T, D], indices [T, K], weights [T, K])."""
 Waves = Callable[[], Iterator[tuple[Mapping[int, int], bool]]]
-"""Tells the keys to execute and their slots, as they come: `Engine.waves`."""
+"""Yields (key to execute -> its slot, whether these are all) wave by wave: `Engine.waves`."""
 Slots = Mapping[str, Tensor]
 """Parameter name -> [slots, ...]."""
 _FLAGS = ("config", "has_bias", "has_gate", "has_post_expert_norm", "is_transposed")
 
 
 class Store(ABC):
-    """Where a model's experts are executed from."""
+    """Holds a model's experts, and executes them."""
 
     levels: list[Mapping[int, int] | None] | None = None
-    """Where there are several precisions, layer -> the levels of the keys of its next event."""
+    """With several precisions, layer -> key -> level, for the layer's next event."""
 
     @abstractmethod
     def begin_pass(self, *, decoding: bool, padding: BoolArray | None = None) -> None:
         """Choose the kernel of a pass; transformers changes kernels for decode steps on devices.
 
-        `padding` marks the tokens [T] that nobody waits for, where there are any.
+        `padding` marks the tokens [T] whose output nobody reads, if there are any.
         """
 
     @abstractmethod
     def at(self, layer: int, waves: Waves) -> Kernel:
-        """Return what runs one layer's experts, which are executed as the `waves` come."""
+        """Return one layer's kernel, which executes its experts wave by wave."""
 
     def close(self) -> None:
-        """End what runs beside the caller, if anything does. Safe to call twice."""
+        """Stop background work, if there is any. Safe to call twice."""
         return
 
 
 class InPlaceStore(Store):
     """Runs experts from the model's own tensors, with the kernel transformers would have used.
 
-    Under the virtual clock a transfer takes time but moves nothing: the experts fit where they
-    are, so residency is bookkeeping, and the arithmetic is bit for bit the unwrapped model's.
+    Under the virtual clock a transfer takes time but moves nothing: all experts fit on the compute
+    device, so residency is bookkeeping, and outputs are bit for bit the unwrapped model's.
     """
 
     def __init__(self, implementation: str | None, device_type: str) -> None:
@@ -74,31 +74,31 @@ class InPlaceStore(Store):
         self.kernel: Kernel = _own_loop if name == "eager" else ALL_EXPERTS_FUNCTIONS[name]
 
     def at(self, layer: int, waves: Waves) -> Kernel:
-        """Return the kernel of one layer, which keeps the views that few tokens' products take."""
+        """Return one layer's kernel, which keeps the views that passes of few tokens run on."""
         matrices: Matrices | None = None
-        seen: list[Any] = []
+        viewed: list[Any] = []
 
         def run(module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
-            nonlocal matrices, seen
+            nonlocal matrices, viewed
             if not self._skips_groups(module, index_TK) or hasattr(module, "_hf_hook"):
-                # With a hook of accelerate, weights are there for this call only: no view may stay.
+                # accelerate's hook brings weights for this call only: no view may outlive it.
                 return self.run(module, hidden_TD, index_TK, w_TK)
             tensors = tensors_of(module)
-            now: list[Any] = list(tensors.values())
-            if matrices is None or any(a is not b for a, b in zip(now, seen, strict=True)):
-                matrices, seen = Matrices(module, tensors), now
+            current: list[Any] = list(tensors.values())
+            if matrices is None or any(a is not b for a, b in zip(current, viewed, strict=True)):
+                matrices, viewed = Matrices(module, tensors), current
             return grouped_forward(module, hidden_TD, index_TK, w_TK, matrices)
 
         return run
 
     def run(self, module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
-        """Run experts that are there for this call only."""
+        """Run experts whose tensors are valid for this call only."""
         if self._skips_groups(module, index_TK):
             return grouped_forward(module, hidden_TD, index_TK, w_TK)
         return self.kernel(module, hidden_TD, index_TK, w_TK)
 
     def _skips_groups(self, module: Any, index_TK: Tensor) -> bool:
-        """Whether the kernel would visit experts without a row, and ours may stand for it."""
+        """Whether the kernel would visit experts without rows, and ours may replace it."""
         return (
             self._implementation == "grouped_mm"
             and index_TK.device.type == "cpu"
@@ -108,15 +108,15 @@ class InPlaceStore(Store):
 
 
 class OnSlots:
-    """Stands for an experts module whose experts are the slots of a pool.
+    """Stands in for an experts module: its experts are the slots of a pool.
 
-    With `sparse`, an index beyond the last slot stands for an expert that is not there and whose
-    output is zero: what transformers does for the experts of other ranks.
+    With `sparse`, an index beyond the last slot is an absent expert whose output is zero, as
+    transformers treats experts of other ranks.
     """
 
     def __init__(self, module: nn.Module, slots: Slots, sparse: bool = False) -> None:
-        own = vars(module)
-        self.__dict__.update({name: own[name] for name in _FLAGS if name in own}, **slots)
+        attrs = vars(module)
+        self.__dict__.update({name: attrs[name] for name in _FLAGS if name in attrs}, **slots)
         self.num_experts = len(next(iter(slots.values())))
         self._is_expert_parallel = sparse
         self._module = module
@@ -127,10 +127,10 @@ class OnSlots:
 
 
 def _own_loop(module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
-    """Run the class' own loop, which the decorator of the experts interface keeps."""
-    own: Any = getattr(module, "own_class", type(module)).forward
-    result: Tensor = own.__wrapped__(module, hidden_TD, index_TK, w_TK)
-    return result
+    """Run the class' own loop, which the experts interface's decorator keeps as `__wrapped__`."""
+    forward: Any = getattr(module, "own_class", type(module)).forward
+    out_TD: Tensor = forward.__wrapped__(module, hidden_TD, index_TK, w_TK)
+    return out_TD
 
 
 def implementation_of(model: Any) -> str | None:
@@ -143,7 +143,7 @@ def implementation_of(model: Any) -> str | None:
 def experts_forward(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
     """Run the chosen experts [T, K] on hidden states [T, D] from the store of this module.
 
-    The router hook has already decided what indices and weights are.
+    The router hook has already decided indices and weights.
     """
     run: Kernel = getattr(module, STORE_ATTRIBUTE)
     return run(module, hidden_TD, index_TK, w_TK)
@@ -160,9 +160,9 @@ Tensors = Mapping[str, Stack]
 
 
 class Matrices:
-    """What lies in slots, slot by slot, as products take it. Views: they follow the slots' content.
+    """Each slot's matrices, oriented for products. Views: they follow the slots' content.
 
-    `module` says how its matrices lie; `tensors` may be its own parameters or a cache's pool.
+    `module` gives the orientation; `tensors` may be its own parameters or a cache's pool.
     """
 
     def __init__(self, module: Any, tensors: Tensors) -> None:
@@ -176,7 +176,7 @@ class Matrices:
 
 
 def up_name(module: Any) -> str:
-    """Return the name of what an experts module multiplies its input by."""
+    """Return the name of the parameter that an experts module multiplies its input by."""
     return "gate_up_proj" if module.has_gate else "up_proj"
 
 
@@ -186,16 +186,16 @@ def _right_hand_sides(stacked: Stack, transposed: bool) -> list[Tensor]:
 
 
 class GroupedCall:
-    """One call of an experts module, in one part or several, bit for bit as `grouped_mm` on a CPU.
+    """One call of an experts module, in one part or several: bit for bit `grouped_mm` on a CPU.
 
-    The last bits of a float32 result depend on more than its operands: a product of 3 rows may be
+    The last bits of a float32 result depend on more than its operands: a product of 3 rows may use
     another kernel than one of 4, and an activation rounds differently in the vector body of a loop
-    and in its tail. So equality is kept by construction: every product has the rows it has in
-    transformers' kernel, and everything that works on all rows does so on a buffer of the same
-    shape, each row in the same place, of which a part of the experts uses its own rows.
+    and in its tail. So equality holds by construction: every product has the same rows as in
+    transformers' kernel, and row-wise work runs on a buffer of the same shape, each row in the
+    same place, of which each part uses the rows of its experts.
 
-    `run` any number of times, each expert once at most, then `result`. What no part has run adds
-    nothing to its tokens. A group is an expert's rows; groups are in the order of their experts.
+    Call `run` any number of times, each expert at most once, then `result`. Experts never run add
+    nothing to their tokens. A group is an expert's rows; groups are in ascending order of expert.
     """
 
     def __init__(
@@ -205,20 +205,20 @@ class GroupedCall:
         self._hidden_TD, self._w_TK = hidden_TD, w_TK
         self._top_k = index_TK.shape[-1]
         self._places: Sequence[int] | None = None
-        """Of one token, the place in its choice that each group has. What its experts give is put
-        there at once: products and weights, unlike the activation, do not depend on the place."""
+        """For a single token, each group's place in its choice. Outputs are written there directly:
+        products and weights, unlike the activation, do not depend on the place."""
         index_S = index_TK.reshape(-1)
         chosen: list[int] = index_S.tolist() if len(index_TK) == 1 else []
         if chosen and len(set(chosen)) == len(chosen):
-            # A decode step: without kernels for a handful of numbers.
+            # A decode step: a handful of indices is sorted without launching kernels.
             self._places = sorted(range(len(chosen)), key=chosen.__getitem__)
             experts, self._sizes = [chosen[k] for k in self._places], [1] * len(chosen)
             self._rows_SD = hidden_TD.expand(self._top_k, -1)
         else:
-            # The sort of transformers' kernel: rows of one expert meet in the same order.
+            # Sorted as in transformers' kernel: an expert's rows come in the same order.
             sorted_S, self._order_S = torch.sort(index_S)
-            found, counts = torch.unique_consecutive(sorted_S, return_counts=True)
-            experts, self._sizes = found.tolist(), counts.tolist()
+            unique, counts = torch.unique_consecutive(sorted_S, return_counts=True)
+            experts, self._sizes = unique.tolist(), counts.tolist()
             self._rows_SD = hidden_TD[self._order_S // self._top_k]
         self._group_of = {e: group for group, e in enumerate(experts) if e < num_experts}
         self._middle_SH: Tensor | None = None
@@ -230,7 +230,7 @@ class GroupedCall:
         return list(self._group_of)
 
     def run(self, slot_of: Iterable[tuple[int, int]], matrices: Matrices) -> None:
-        """Run the assignments to these (expert, slot)."""
+        """Run the assignments to these experts, given as (expert, slot)."""
         groups = [(self._group_of[e], slot) for e, slot in slot_of if e in self._group_of]
         if not groups:
             return
@@ -256,15 +256,15 @@ class GroupedCall:
                 place.add_(down_bias[slot])
 
     def reserve(self, matrices: Matrices, fills: bool = False) -> None:
-        """Make the buffers that all parts write their rows into; `fills`: the first writes all."""
-        # Else zero: activations see finite numbers.
+        """Allocate the buffers that all parts write to; `fills`: the first one writes every row."""
+        # Zeroed otherwise, so that activations see finite numbers.
         make = torch.empty if fills else torch.zeros
         rows, dtype, device = len(self._rows_SD), matrices.dtype, self._rows_SD.device
         self._middle_SH = make((rows, matrices.up[0].shape[1]), dtype=dtype, device=device)
         self._out_SD = make((rows, matrices.down[0].shape[1]), dtype=dtype, device=device)
 
     def unweighted(self) -> Tensor:
-        """Return what the experts gave [S, D] in the order of the tokens' choices."""
+        """Return the experts' outputs [S, D], unweighted, in the order of the tokens' choices."""
         assert self._out_SD is not None, "nothing was run"
         return self._as_chosen(self._out_SD)
 
@@ -302,21 +302,21 @@ def grouped_forward(
 
 
 def tensors_of(module: Any) -> Tensors:
-    """Return the tensors by name of an experts module, or of what stands for one."""
-    own = vars(module)
-    found: Tensors = own.get("_parameters", own)
-    return found
+    """Return name -> tensor of an experts module or of its stand-in."""
+    attributes = vars(module)
+    tensors: Tensors = attributes.get("_parameters", attributes)
+    return tensors
 
 
-# Decoding again what was decoded a moment ago would cost real time, where it fits.
+# Recently decoded experts are kept up to this size: decoding them again would cost real time.
 MEMO_BYTES = 64 * 2**20
 
 
 class LadderStore(Store):
-    """Decodes the experts of an event and runs them with the kernel of transformers.
+    """Decodes the experts of an event and runs them with transformers' kernel.
 
-    The arithmetic is that of a model whose weights are the decoded ones, at the compute dtype, on
-    every device: no library's own low-precision product, so that it is the same for all codecs.
+    The arithmetic is that of a model with the decoded weights at the compute dtype, on every
+    device: no library's low-precision product, so that all codecs compute alike.
     """
 
     def __init__(
@@ -328,7 +328,7 @@ class LadderStore(Store):
     ) -> None:
         self.stored, self.codecs = stored, codecs
         self.levels = [None] * len(stored)
-        """Layer -> the levels of its event's keys; None where all are at the best one."""
+        """Layer -> key -> level of its event; None where all are at the best level."""
         self._kernels = InPlaceStore(implementation, device_type)
         self._decoded: OrderedDict[tuple[int, str, int, int], Tensor] = OrderedDict()
         self._decoded_bytes = 0
@@ -344,43 +344,43 @@ class LadderStore(Store):
     ) -> Tensor:
         """Run the chosen experts, each at the level of the layer's event.
 
-        Assignments to experts that are not of the event (padding, dropped ones) run on another:
-        nobody reads what padding computes, and the weight of a dropped expert is 0.
+        Assignments to experts outside the event (padding, dropped ones) run on another expert:
+        nobody reads padding's output, and the weight of a dropped expert is 0.
         """
         assert self.levels is not None
         levels = self.levels[layer]
         num_experts = len(next(iter(module.parameters(recurse=False))))
         if levels is None:
-            wanted = dict.fromkeys(torch.unique(index_TK).tolist(), 0)
+            level_of = dict.fromkeys(torch.unique(index_TK).tolist(), 0)
         else:
-            wanted = {key % num_experts: level for key, level in levels.items()}
-        experts = sorted(wanted)
+            level_of = {key % num_experts: level for key, level in levels.items()}
+        experts = sorted(level_of)
         if not experts:
             return torch.zeros_like(hidden_TD)
         slots = {
-            name: torch.stack([self._matrix(layer, module, name, e, wanted[e]) for e in experts])
+            name: torch.stack([self._matrix(layer, module, name, e, level_of[e]) for e in experts])
             if is_matrices(module, parameter)
             else parameter[experts]
             for name, parameter in module.named_parameters(recurse=False)
             if parameter.dim() > 1 and parameter.shape[0] == num_experts
         }
-        # Slots in the order of experts: the kernels sort, and rows of one expert meet as ever.
+        # Slots in ascending order of expert: kernels sort, and rows keep their usual order.
         table_E = torch.zeros(num_experts, dtype=index_TK.dtype)
         table_E[experts] = torch.arange(len(experts), dtype=index_TK.dtype)
         slot_TK = table_E.to(index_TK.device)[index_TK]
         return self._kernels.run(OnSlots(module, slots), hidden_TD, slot_TK, w_TK)
 
     def _matrix(self, layer: int, module: nn.Module, name: str, expert: int, level: int) -> Tensor:
-        """Return one expert's decoded matrix, as the module would have it."""
-        place = (layer, name, expert, level)
-        found = self._decoded.get(place)
-        if found is not None:
-            self._decoded.move_to_end(place)
-            return found
-        tensors = [whole[expert] for whole in self.stored[layer][name][level]]
-        found = decode(module, getattr(module, name), tensors, self.codecs[level])
-        self._decoded[place] = found
-        self._decoded_bytes += found.nbytes
+        """Return one expert's decoded matrix, in the module's orientation."""
+        memo_key = (layer, name, expert, level)
+        matrix = self._decoded.get(memo_key)
+        if matrix is not None:
+            self._decoded.move_to_end(memo_key)
+            return matrix
+        tensors = [stack[expert] for stack in self.stored[layer][name][level]]
+        matrix = decode(module, getattr(module, name), tensors, self.codecs[level])
+        self._decoded[memo_key] = matrix
+        self._decoded_bytes += matrix.nbytes
         while self._decoded_bytes > MEMO_BYTES:
             self._decoded_bytes -= self._decoded.popitem(last=False)[1].nbytes
-        return found
+        return matrix

@@ -1,7 +1,7 @@
 """The weights that model families give to a chosen set of experts.
 
-A table of rules, which one a router follows (found by asking it), and a changed selection put into
-its output. Shapes: T tokens, E experts, K experts per token.
+A table of rules, a test of which one a router follows, and the router's output for a changed
+selection. Shapes: T tokens, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from lm_eval_moecache.records.selection import Selection
 class WeightingRule(ABC):
     """Turns logits [T, E] and chosen experts [T, K] into weights [T, K].
 
-    A new one is a subclass here and an entry of `RULES`. Which rule a router follows is found by
-    asking it, so that no list of model names has to be kept.
+    To add one, subclass it here and add it to `RULES`. Which rule a router follows is found by
+    probing it, so that no list of model names has to be kept.
     """
 
     def __init__(self, scale: float = 1.0) -> None:
@@ -32,7 +32,7 @@ class WeightingRule(ABC):
 
     @classmethod
     def of(cls, router: nn.Module) -> WeightingRule | None:
-        """Return the rule as this router may follow it, or None where it cannot be."""
+        """Return the rule with this router's parameters, or None where it cannot be its rule."""
         return cls()
 
     @abstractmethod
@@ -104,15 +104,15 @@ class SparseMixer(WeightingRule):
         return cls(jitter_eps) if isinstance(jitter_eps, float) else None
 
     def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        left = logits_TE.clone()
+        remaining = logits_TE.clone()
         weights = []
         for k in range(experts_TK.shape[-1]):
             chosen = experts_TK[:, k : k + 1]
-            own = left.gather(-1, chosen)
-            factor = torch.maximum(logits_TE.abs(), own)
-            far = ((own - logits_TE) / factor) > 2 * self._jitter_eps
-            weights.append(left.masked_fill(far, float("-inf")).softmax(-1).gather(-1, chosen))
-            left = left.scatter(-1, chosen, float("-inf"))
+            chosen_logit = remaining.gather(-1, chosen)
+            factor = torch.maximum(logits_TE.abs(), chosen_logit)
+            far = ((chosen_logit - logits_TE) / factor) > 2 * self._jitter_eps
+            weights.append(remaining.masked_fill(far, float("-inf")).softmax(-1).gather(-1, chosen))
+            remaining = remaining.scatter(-1, chosen, float("-inf"))
         return torch.cat(weights, -1)
 
 
@@ -140,7 +140,7 @@ NUM_TOKENS = 32
 LEAST_SPREAD = 0.1
 """Below this standard deviation of the logits all rules give nearly constant weights."""
 ENOUGH = 0.9
-"""The share of tokens that a router's own rule explains; another rule explains next to none."""
+"""Least share of tokens that a router's own rule explains; any other explains next to none."""
 
 
 def find_rule(gate: Gate) -> WeightingRule | None:
@@ -152,14 +152,14 @@ def find_rule(gate: Gate) -> WeightingRule | None:
     if gate.skips or float(logits_TE.std()) < LEAST_SPREAD:
         return None
     experts_TK = experts_TK.long()
-    for each in RULES:
-        rule = each.of(gate.router)
+    for rule_type in RULES:
+        rule = rule_type.of(gate.router)
         if rule is None:
             continue
         ratio = weights_TK / rule.raw(logits_TE, experts_TK)
         scale = float(ratio.median())
-        # bf16 keeps 8 bits of a weight, hence the tolerance, and a rule with a threshold may find
-        # a token on its other side.
+        # bf16 keeps 8 bits of a weight, hence the tolerance; a rule with a threshold may put a
+        # token on its other side.
         close = torch.isclose(ratio, torch.full_like(ratio, scale), rtol=0.02)
         if close.all(-1).float().mean() >= ENOUGH:
             rule.scale = _exact_scale(gate.router, scale)
@@ -168,11 +168,11 @@ def find_rule(gate: Gate) -> WeightingRule | None:
 
 
 def find_rules(gates: Sequence[Gate]) -> list[WeightingRule | None]:
-    """Find how each router weighs a selection. Raises ValueError where one's rule is not known."""
-    found = [find_rule(gate) for gate in gates]
-    if None in found:
-        raise _unknown_rule(gates[found.index(None)])
-    return found
+    """Return each router's weighting rule. Raises ValueError where one is not known."""
+    rules = [find_rule(gate) for gate in gates]
+    if None in rules:
+        raise _unknown_rule(gates[rules.index(None)])
+    return rules
 
 
 def check_rules(gates: Sequence[Gate]) -> None:
@@ -183,12 +183,12 @@ def check_rules(gates: Sequence[Gate]) -> None:
 
 
 def in_numpy(rule: WeightingRule) -> Weigh:
-    """Return a family's rule as algorithms see it."""
+    """Return a rule as a function of numpy arrays, the form that algorithms call."""
 
     def weigh(logits: FloatArray, experts: IntArray) -> FloatArray:
-        weights = rule(torch.from_numpy(logits), torch.from_numpy(experts), torch.float32)
-        found: FloatArray = weights.numpy()
-        return found
+        weights_TK = rule(torch.from_numpy(logits), torch.from_numpy(experts), torch.float32)
+        array_TK: FloatArray = weights_TK.numpy()
+        return array_TK
 
     return weigh
 
@@ -203,10 +203,10 @@ def _unknown_rule(gate: Gate) -> ValueError:
 
 
 def _exact_scale(router: nn.Module, seen: float) -> float:
-    """Return the router's own scaling factor where that explains what was seen, else this."""
-    own = getattr(router, "routed_scaling_factor", None)
-    if isinstance(own, int | float) and abs(seen / own - 1) < 0.02:
-        return float(own)
+    """Return the router's own scaling factor where it matches the scale seen, else the latter."""
+    factor = getattr(router, "routed_scaling_factor", None)
+    if isinstance(factor, int | float) and abs(seen / factor - 1) < 0.02:
+        return float(factor)
     return 1.0 if abs(seen - 1) < 0.02 else float(f"{seen:.4g}")
 
 
@@ -220,12 +220,12 @@ def changed_output(
 ) -> Any:
     """Return a router's output with this selection for its `valid` tokens (None: for all).
 
-    Tokens whose experts are the router's own keep its weights untouched. `own` are these experts of
-    the valid tokens, in any order.
+    Tokens that keep the router's experts keep its weights untouched. `own` holds the router's
+    experts of the valid tokens, in any order.
     """
     logits_TE, weights_TK, experts_TK = choice
     if valid is None and _is_plain(selection):
-        # What every decode step of a changed routing asks: half the time of the general way.
+        # Every decode step of a changed routing comes here: half the time of the general path.
         return _of_one_token(output, choice, selection.experts, rule, own)
     weigh_as = selection.experts if selection.weigh_as is None else selection.weigh_as
     changed: BoolArray = (np.sort(selection.experts) != np.sort(own)).any(-1)
@@ -238,31 +238,33 @@ def changed_output(
     if not changed.any():
         return output
     device = experts_TK.device
-    served = np.arange(len(changed)) if valid is None else valid.nonzero()[0]
-    is_one = len(changed) == 1 and valid is None
-    # Of one token a view: nothing is brought to the device to find its row.
-    rows: Any = slice(None) if is_one else copy_to_device(served[changed], device)
+    valid_index = np.arange(len(changed)) if valid is None else valid.nonzero()[0]
+    is_single = len(changed) == 1 and valid is None
+    # One token's row is a view: no index is copied to the device.
+    rows: Any = slice(None) if is_single else copy_to_device(valid_index[changed], device)
     weighted = rule(
         logits_TE.reshape(-1, logits_TE.shape[-1])[rows],
         copy_to_device(weigh_as[changed], device, torch.int64),
         torch.float32,
     )
     if selection.weights is not None:
-        given = copy_to_device(selection.weights[changed], device, weighted.dtype)
-        weighted = torch.where(given.isnan(), weighted, given)
-    kept = weighted
+        explicit = copy_to_device(selection.weights[changed], device, weighted.dtype)
+        weighted = torch.where(explicit.isnan(), weighted, explicit)
+    kept_weights = weighted
     if selection.keep is not None:
-        kept = weighted * copy_to_device(selection.keep[changed], device)
+        kept_weights = weighted * copy_to_device(selection.keep[changed], device)
     if selection.renormalize:
-        # What a token gave to all its experts, the kept ones share; a token may have kept none.
-        kept = kept * (weighted.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp_min(1e-20))
+        # The kept experts share the token's total weight; a token may keep none.
+        kept_weights = kept_weights * (
+            weighted.sum(-1, keepdim=True) / kept_weights.sum(-1, keepdim=True).clamp_min(1e-20)
+        )
     chosen = copy_to_device(selection.experts[changed], device, experts_TK.dtype)
-    kept = kept.to(weights_TK.dtype)
-    if is_one:
-        experts, weights = chosen.reshape(experts_TK.shape), kept.reshape(weights_TK.shape)
+    kept_weights = kept_weights.to(weights_TK.dtype)
+    if is_single:
+        experts, weights = chosen.reshape(experts_TK.shape), kept_weights.reshape(weights_TK.shape)
     else:
         experts, weights = experts_TK.clone(), weights_TK.clone()
-        experts[rows], weights[rows] = chosen, kept
+        experts[rows], weights[rows] = chosen, kept_weights
     return (output[0], weights, experts, *output[3:])
 
 
@@ -280,7 +282,7 @@ def _of_one_token(
 
 
 def _is_plain(selection: Selection) -> bool:
-    """Whether it is one token's, and says nothing but which experts."""
+    """Whether it is one token's and changes nothing but the experts."""
     return (
         len(selection.experts) == 1
         and selection.keep is None

@@ -1,6 +1,6 @@
-"""Puts a transformers model behind the engine: hooks on its routers, and nothing left after.
+"""Runs a transformers model through the engine: hooks on its routers, removed afterwards.
 
-What the routers of a pass say becomes events; prefetchers may look on while a run is recorded.
+The router outputs of a pass become events; shadow prefetchers may observe a recorded run.
 
 Shapes: T tokens, E experts, K experts per token, D hidden size, B rows.
 """
@@ -57,9 +57,9 @@ from lm_eval_moecache.trace.recorder import (
 
 
 class FinishedSequences:
-    """Follows which rows of a batch have ended while `generate` goes on with the others.
+    """Tracks which rows of a batch have ended while `generate` continues the others.
 
-    A row ends with an end token, which it is still fed; what it is fed from then on is padding.
+    A row ends with an end token, which `generate` still feeds; from then on it feeds padding.
     """
 
     def __init__(self, end_tokens: int | Sequence[int] | None) -> None:
@@ -69,7 +69,7 @@ class FinishedSequences:
 
     @classmethod
     def in_generation(cls, model: Any, arguments: Mapping[str, Any]) -> FinishedSequences:
-        """Follow the rows of one `generate` of this model with these arguments."""
+        """Track the rows of one `generate` call of this model with these arguments."""
         return cls(arguments.get("eos_token_id", model.generation_config.eos_token_id))
 
     def __call__(self, input_ids: Tensor) -> BoolArray:
@@ -80,15 +80,15 @@ class FinishedSequences:
 
 
 class RouterCall(NamedTuple):
-    """One call of a router: what it chose, and what its input says of layers to come."""
+    """One call of a router: its choice, and the predictions of later layers from its input."""
 
     layer: int
     experts: Tensor
     """[T, K]"""
     weights: Tensor | None
-    """[T, K]; None where nobody looks at them."""
+    """[T, K]; None where unused."""
     logits: Tensor | None
-    """[T, E]; None where nobody looks at them."""
+    """[T, E]; None where unused."""
     predicted: Mapping[int, Tensor]
     """Target layer -> logits [T, E], not rounded yet."""
 
@@ -97,7 +97,7 @@ class WrappedModel:
     """A model whose every forward call is a pass of the engine, until `unwrap`.
 
     Changes: forward hooks on the model and its routers, the experts implementation, and one
-    attribute on each experts module. `unwrap` takes all of it back.
+    attribute on each experts module. `unwrap` undoes all of it.
     """
 
     def __init__(
@@ -108,23 +108,23 @@ class WrappedModel:
         self.valid_rows: list[int] | None = None
         """For the next pass, how many tokens of each right-padded row are real; None for all."""
         self.ended: Callable[[Tensor], BoolArray] | None = None
-        """Told the tokens [rows, 1] of each decode step of a batch, says which rows have ended."""
+        """Takes the tokens [rows, 1] of a batch's decode step, returns which rows have ended."""
         self.scan_scoring = False
         """Whether the next passes route their tokens one after another (`scoring=scan`)."""
         self.reads_first: Callable[[Tensor, int], None] | None = None
-        """Shown each pass's tokens [rows, tokens] and how many came before, before it begins."""
+        """Called before each pass with its tokens [rows, tokens] and how many precede them."""
         self.recorder: Recorder | None = None
-        """Where the routing of every pass is recorded, if anywhere (`trace=DIR`)."""
+        """Records the routing of every pass, where it is set (`trace=DIR`)."""
         self._scanning = False
         self._layers, self._depth = layers, engine.depth
         rules = engine.rules
-        carried = [rule.artifact for rule in (rules.routing, rules.prefetch, rules.miss)]
-        digest = router_digest(layers) if any(carried) else ""
-        for artifact in carried:
+        artifacts = [rule.artifact for rule in (rules.routing, rules.prefetch, rules.miss)]
+        digest = router_digest(layers) if any(artifacts) else ""
+        for artifact in artifacts:
             if artifact is not None:
                 check_router_digest(artifact, digest, engine.geometry.model)
         self._rules: list[WeightingRule | None] = [None] * len(layers)
-        """How each router weighs a selection, where a policy may change the selection."""
+        """Each router's weighting rule, where a policy may change the selection."""
         if rules.may_change:
             self._rules = find_rules([layer.gate for layer in layers])
         self._valid: BoolArray | None = None
@@ -132,10 +132,10 @@ class WrappedModel:
         self._record: PassRecord | None = None
         """The pass in progress."""
         self._waits = False
-        """Whether the events of this pass wait for its end, as nothing that is computed depends
-        on them: then they come to the host together."""
+        """Whether this pass's events are deferred to its end, since no computation depends on
+        them: they then come to the host together."""
         self._weighed = False
-        """Whether the events of this pass have weights, whoever looks at them."""
+        """Whether this pass's events carry weights whatever the policy wants."""
         self._calls: list[RouterCall] = []
         self._predictor = network_of(rules.prefetch, layers[0].gate.hidden_size)
         self._weigh: list[dict[str, Any]] = [
@@ -143,7 +143,7 @@ class WrappedModel:
         ]
         self._is_sorted = [layer.gate.sorts for layer in layers]
         self._wants_weights, self._wants_logits = engine.wants_weights, engine.wants_logits
-        # A choice that is not in order is put in order by its weights.
+        # An unsorted choice is sorted by its weights.
         self._reads_weights = self._wants_weights or not all(self._is_sorted)
         self._foresight = foresight_of(rules.prefetch, model.get_input_embeddings())
         self._before = model.get_experts_implementation()
@@ -164,7 +164,7 @@ class WrappedModel:
         ]
 
     def unwrap(self) -> None:
-        """Restore the model to what it was. A second call changes nothing."""
+        """Restore the model. A second call changes nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -177,13 +177,13 @@ class WrappedModel:
         self._store.close()
 
     def forget_batch(self) -> None:
-        """Take every token of the passes to come for real."""
+        """Treat every token of later passes as real, and end scan scoring."""
         self.valid_rows, self.ended, self.scan_scoring = None, None, False
 
     def _begin_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         input_ids: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        for each in self._layers:
-            each.gate.input_ids = input_ids
+        for layer in self._layers:
+            layer.gate.input_ids = input_ids
         past, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
         rows, length = input_ids.shape
         past_length = 0 if past is None else past.get_seq_length()
@@ -200,7 +200,7 @@ class WrappedModel:
         if self.reads_first is not None:
             self.reads_first(input_ids, past_length)
         if self._scanning:
-            # A scan's tokens have a pass each, and this one counts nothing.
+            # Each token of a scan has its own pass; this one counts nothing.
             engine.begin_scan(self._num_tokens)
             self._record = PassRecord(-1, PREFILL, self._num_tokens, start_s=0.0)
         else:
@@ -208,18 +208,18 @@ class WrappedModel:
             if engine.wants_positions:
                 positions = positions_of(input_ids, mask, past_length).ravel()
                 positions = positions if self._valid is None else positions[self._valid]
-            foreseen: Mapping[int, FloatArray] = NO_PREDICTIONS
+            predicted: Mapping[int, FloatArray] = NO_PREDICTIONS
             if self._foresight is not None:
-                foreseen = self._foresight.begin_pass(input_ids, past_length, self._valid)
-            self._record = engine.begin_pass(phase, self._num_tokens, foreseen, positions)
-        # A recorder sees hidden states, which are not kept for the end of the pass.
+                predicted = self._foresight.begin_pass(input_ids, past_length, self._valid)
+            self._record = engine.begin_pass(phase, self._num_tokens, predicted, positions)
+        # A recorder reads hidden states, which are not kept until the end of the pass.
         self._waits = engine.can_defer and not self._scanning and recorder is None
         self._weighed = self._scanning or recorder is not None
         self._weighed |= self._num_tokens > 1 or self._valid is not None
         self._calls.clear()
         if recorder is not None:
-            about = index, phase, input_ids, mask, past_length, self._valid
-            recorder.begin_pass(*about, is_scan=self._scanning)
+            pass_fields = index, phase, input_ids, mask, past_length, self._valid
+            recorder.begin_pass(*pass_fields, is_scan=self._scanning)
 
     def _valid_tokens(self, input_ids: Tensor, mask: Tensor | None, phase: str) -> BoolArray | None:
         """Mark the tokens of a batch that a request is waiting for: padding needs no experts."""
@@ -242,7 +242,7 @@ class WrappedModel:
         if self._scanning:
             engine.end_scan()
         else:
-            # Events that have waited for the end of their pass are served in their order.
+            # Deferred events are served in order.
             if self._num_tokens > 1 or self._valid is not None:
                 for call in calls:
                     engine.enter(call.layer, self._num_tokens)
@@ -268,20 +268,20 @@ class WrappedModel:
                 engine.enter(layer, self._num_tokens)
             event = self._event(call)
             if self.recorder is not None:
-                # The gates may be asked for more, and their own hooks do not fire.
+                # Later gates may be queried too; their hooks do not fire.
                 def predict(ahead: int) -> FloatArray:
-                    found = self._layers[ahead].gate.predict(args[0])
-                    return np.asarray(self._rows(rounded(found)))
+                    logits = self._layers[ahead].gate.predict(args[0])
+                    return np.asarray(self._rows(rounded(logits)))
 
                 self.recorder.add(event, args[0], gate.read(output).logits, self._rows, predict)
             if self._scanning:
-                selection, executed_at = engine.scan(event), None
+                selection, executed_levels = engine.scan(event), None
             else:
                 plan = engine.run(event)
-                selection, executed_at = plan.selection, plan.levels
+                selection, executed_levels = plan.selection, plan.levels
             if levels is not None:
                 # None after a scan: its tokens' lossless misses load the best level.
-                levels[layer] = executed_at
+                levels[layer] = executed_levels
             if selection is None:
                 return None
             return self._changed(layer, output, selection, event)
@@ -289,7 +289,7 @@ class WrappedModel:
         return hook
 
     def _call(self, layer: int, hidden: Tensor, output: Any) -> RouterCall:
-        """Return what a call's event needs; what layers to come are foretold by its input."""
+        """Return what a call's event needs, with later layers predicted from the call's input."""
         assert self._record is not None, "a router was called outside a pass"
         predicted: dict[int, Tensor] = {}
         if self._predictor is None:
@@ -297,12 +297,12 @@ class WrappedModel:
                 predicted[ahead] = self._layers[ahead].gate.predict(hidden)
         elif (target := target_of(layer, len(self._layers), self._record.phase)) is not None:
             predicted[target] = self._predictor(layer, hidden)
-        weighed = self._weighed or self._reads_weights
-        if not (weighed or self._wants_logits):
+        needs_weights = self._weighed or self._reads_weights
+        if not (needs_weights or self._wants_logits):
             return RouterCall(layer, output[2], None, None, predicted)
         choice = self._layers[layer].gate.read(output)
         logits = choice.logits if self._wants_logits else None
-        weights = choice.weights if weighed else None
+        weights = choice.weights if needs_weights else None
         return RouterCall(layer, choice.experts, weights, logits, predicted)
 
     def _event(self, call: RouterCall) -> Event:
@@ -310,60 +310,60 @@ class WrappedModel:
         assert record is not None
         num_experts = self.engine.geometry.num_experts
         layer, predicted = call.layer, call.predicted
-        base = layer * num_experts
+        first_key = layer * num_experts
         if call.weights is None and call.logits is None and not predicted:
             chosen: list[Any] = call.experts.tolist()
             while isinstance(chosen[0], list):
                 chosen = chosen[0]
-            keys = [base + expert for expert in chosen]
+            keys = [first_key + expert for expert in chosen]
             return Event(record.index, layer, record.phase, 1, keys, **self._weigh[layer])
-        weights = self._weighed or self._wants_weights
-        seen = self._weigh[layer].copy()
-        asked = [call.experts]
+        carries_weights = self._weighed or self._wants_weights
+        fields = self._weigh[layer].copy()
+        tensors = [call.experts]
         if call.weights is not None:
-            asked.append(call.weights.float())
+            tensors.append(call.weights.float())
         if call.logits is not None:
-            # Where results cannot change, what algorithms see is what a trace keeps.
-            asked.append(call.logits.float() if seen else rounded(call.logits))
-        found = copy_to_host([*asked, *map(rounded, predicted.values())], valid)
-        # Copies where they may be kept (a recorder does): what they come from is the model's.
-        experts = found[0].astype(np.int64, copy=weights)
+            # Without a weighting rule, algorithms see the rounded logits that a trace keeps.
+            tensors.append(call.logits.float() if fields else rounded(call.logits))
+        arrays = copy_to_host([*tensors, *map(rounded, predicted.values())], valid)
+        # Copied where they may be kept, as by a recorder: the originals belong to the model.
+        experts = arrays[0].astype(np.int64, copy=carries_weights)
         if call.weights is not None:
-            experts, own = _in_order(experts, found[1].copy(), self._is_sorted[layer])
-            if weights:
-                seen["weights"] = own
-        if weights or self._wants_logits:
-            seen["experts"] = experts
+            experts, sorted_weights = _in_order(experts, arrays[1].copy(), self._is_sorted[layer])
+            if carries_weights:
+                fields["weights"] = sorted_weights
+        if carries_weights or self._wants_logits:
+            fields["experts"] = experts
         if self._wants_logits:
-            seen["logits"] = found[-len(predicted) - 1]
+            fields["logits"] = arrays[-len(predicted) - 1]
         if predicted:
-            seen["predicted"] = dict(zip(predicted, found[-len(predicted) :], strict=True))
+            fields["predicted"] = dict(zip(predicted, arrays[-len(predicted) :], strict=True))
         if self._num_tokens == 1:
-            keys = [base + expert for expert in experts.tolist()[0]]
+            keys = [first_key + expert for expert in experts.tolist()[0]]
         else:
             keys = unique_in_order(layer, num_experts, experts)
-        return Event(record.index, layer, record.phase, self._num_tokens, keys, **seen)
+        return Event(record.index, layer, record.phase, self._num_tokens, keys, **fields)
 
     def _token_pass(self, calls: Sequence[RouterCall]) -> TokenPass:
-        """Return what all layers of a pass of one token said, brought to the host together."""
+        """Return the router outputs of a one-token pass, all layers in one transfer to the host."""
         record = self._record
         assert record is not None
-        asked = [_stacked([call.experts for call in calls])]
-        given = [call.weights for call in calls if call.weights is not None]
-        if given:
-            asked.append(_stacked(given).float())
+        tensors = [_stacked([call.experts for call in calls])]
+        call_weights = [call.weights for call in calls if call.weights is not None]
+        if call_weights:
+            tensors.append(_stacked(call_weights).float())
         if self._wants_logits:
-            given_logits = [call.logits for call in calls if call.logits is not None]
-            asked.append(rounded(_stacked(given_logits)))
+            call_logits = [call.logits for call in calls if call.logits is not None]
+            tensors.append(rounded(_stacked(call_logits)))
         targets = [target for call in calls for target in call.predicted]
         if targets:
             values = [logits for call in calls for logits in call.predicted.values()]
-            asked.append(rounded(_stacked(values)))
-        found = copy_to_host(asked, None)
-        experts, weights = found[0].astype(np.int64, copy=False), None
-        if given:
+            tensors.append(rounded(_stacked(values)))
+        arrays = copy_to_host(tensors, None)
+        experts, weights = arrays[0].astype(np.int64, copy=False), None
+        if call_weights:
             in_order = np.array([[self._is_sorted[call.layer]] for call in calls])
-            experts, weights = _in_order(experts, found[1], in_order)
+            experts, weights = _in_order(experts, arrays[1], in_order)
         layers = np.array([[call.layer] for call in calls])
         keys = experts + layers * self.engine.geometry.num_experts
 
@@ -373,18 +373,20 @@ class WrappedModel:
             if weights is not None and self._wants_weights:
                 rows, by_weight = [*experts[:, None]], [*weights[:, None]]
             if self._wants_logits:
-                logits = [*found[-1 - bool(targets)][:, None]]
+                logits = [*arrays[-1 - bool(targets)][:, None]]
             predicted: list[Mapping[int, FloatArray]] = [NO_PREDICTIONS] * len(calls)
             if targets:
-                each = iter(found[-1][:, None])
-                predicted = [{target: next(each) for target in call.predicted} for call in calls]
-            seen = zip(calls, keys.tolist(), rows, by_weight, logits, predicted, strict=True)
+                target_logits = iter(arrays[-1][:, None])
+                predicted = [
+                    {target: next(target_logits) for target in call.predicted} for call in calls
+                ]
+            columns = zip(calls, keys.tolist(), rows, by_weight, logits, predicted, strict=True)
             index, phase = record.index, record.phase
-            return [Event(index, call.layer, phase, 1, *rest) for call, *rest in seen]
+            return [Event(index, call.layer, phase, 1, *rest) for call, *rest in columns]
 
         proposed = None
         if targets:
-            proposed = self.engine.rules.prefetch.propose_arrays(targets, found[-1])
+            proposed = self.engine.rules.prefetch.propose_arrays(targets, arrays[-1])
         if proposed is not None:
             ends = np.cumsum([0, *[len(call.predicted) for call in calls]])
             proposed = proposed[0], np.append(0, proposed[1].cumsum())[ends]
@@ -394,12 +396,12 @@ class WrappedModel:
         rule, choice = self._rules[layer], self._layers[layer].gate.read(output)
         assert rule is not None, "a lossless policy changed a selection"
         if len(event.experts):
-            own = event.experts
+            router_experts = event.experts
         else:
-            # One token, and its keys are its choice: looking again would wait for the device.
-            first = layer * self.engine.geometry.num_experts
-            own = np.asarray([event.keys], dtype=np.int64) - first
-        return changed_output(output, choice, selection, rule, self._valid, own)
+            # One token's keys are its choice: reading it again would wait for the device.
+            first_key = layer * self.engine.geometry.num_experts
+            router_experts = np.asarray([event.keys], dtype=np.int64) - first_key
+        return changed_output(output, choice, selection, rule, self._valid, router_experts)
 
     def _rows(self, values: Tensor) -> Any:
         array = values.detach().reshape(-1, values.shape[-1]).cpu().numpy()
@@ -407,12 +409,12 @@ class WrappedModel:
 
 
 def rounded(logits: Tensor) -> Tensor:
-    """Round to float16, which is what a routing trace keeps: a replay sees the same numbers."""
+    """Round to float16, the precision of a routing trace, so that a replay sees equal logits."""
     return logits.to(torch.float16).float()
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Return tensors of one row each as one of all rows, where the first of them lies."""
+    """Stack one-row tensors into one [rows, n] on the first one's device."""
     device = tensors[0].device
     if any(values.device != device for values in tensors):
         tensors = [values.to(device) for values in tensors]
@@ -420,7 +422,7 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _in_order(experts: Any, weights: Any, is_sorted: Any) -> tuple[Any, Any]:
-    """Put each token's experts [T, K] heaviest first, where the router has not done so."""
+    """Sort each token's experts [T, K] heaviest first, where the router has not done so."""
     if np.all(is_sorted):
         return experts, weights
     order = np.argsort(-weights, axis=-1, kind="stable")
@@ -429,7 +431,7 @@ def _in_order(experts: Any, weights: Any, is_sorted: Any) -> tuple[Any, Any]:
 
 
 class ShadowPrefetcher:
-    """One prefetcher, shown the events of a run that another policy governs.
+    """A prefetcher that observes the events of a run under another policy.
 
     It sees what it would see in a run of its own: the events and predictions are the model's, and
     no prefetcher sees the cache.
@@ -445,7 +447,7 @@ class ShadowPrefetcher:
         self._foreseen: dict[int, FloatArray] = {}
 
     def begin_pass(self, input_ids: torch.Tensor, past_length: int, valid: Any) -> None:
-        """Read a pass's tokens, where the prefetcher does; `valid` marks those of requests."""
+        """Read a pass's tokens if the prefetcher predicts from text; `valid` masks out padding."""
         if self._foresight is not None:
             self._foreseen = self._foresight.begin_pass(input_ids, past_length, valid)
 
@@ -454,9 +456,9 @@ class ShadowPrefetcher:
         if event.layer == 0:
             self._prefetch.on_pass(event.pass_index)
         if self._foresight is not None:
-            # Proposed before the pass, and kept with its first layer.
-            before = event._replace(layer=PASS_START, keys=(), predicted=self._foreseen)
-            return list(self._prefetch.propose(before)) if event.layer == 0 else []
+            # Proposed before the pass, and recorded with its first layer.
+            pass_start = event._replace(layer=PASS_START, keys=(), predicted=self._foreseen)
+            return list(self._prefetch.propose(pass_start)) if event.layer == 0 else []
         predicted = {}
         if self._network is not None:
             target = target_of(event.layer, self._num_layers, event.phase)
@@ -472,13 +474,13 @@ class ShadowPrefetcher:
 def shadow_prefetchers_of(
     detail: Detail, geometry: Geometry, layers: Sequence[MoELayer], embedding: nn.Module
 ) -> dict[str, Propose]:
-    """Build the prefetchers that a recording asks for; ValueError for another model's artifact."""
-    found: dict[str, Propose] = {}
+    """Build a recording's shadow prefetchers; ValueError for an artifact of another model."""
+    shadows: dict[str, Propose] = {}
     for choice, seed in detail.onlookers:
         prefetch: PrefetchAlgorithm = choice.build(geometry, seed)
         digest = ""
         if prefetch.artifact is not None:
             check_router_digest(prefetch.artifact, router_digest(list(layers)), geometry.model)
             digest = digest_of(prefetch.artifact)
-        found[identity(choice, seed, digest)] = ShadowPrefetcher(prefetch, layers, embedding)
-    return found
+        shadows[identity(choice, seed, digest)] = ShadowPrefetcher(prefetch, layers, embedding)
+    return shadows
