@@ -1,7 +1,7 @@
-"""The codecs: a weight matrix in, the tensors that stand for it in the store out; experts encoded.
+"""Codecs: encode weight matrices into the tensors that a store holds, and decode them again.
 
-A new codec is an entry of `CODECS`, and a class where its format is new; `ladder` has its name, for
-whoever does not need torch yet. Shapes: E experts; of HQQ: G groups, S weights of a group.
+To add a codec, add an entry to `CODECS`, a class if its format is new, and its name to `ladder`,
+which is read without importing torch. Shapes: E experts; in HQQ, G groups of S weights.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 class Codec(ABC):
     """Encodes [out, in] matrices of float weights and decodes them again.
 
-    `layout` is a function of the shape alone, so a store can set slots of fixed size aside before
-    there are any weights. `name` is what users type, the group size included. `kind` and the group
-    size say what is stored.
+    `layout` depends on the shape alone, so a store can allocate slots of fixed size before there
+    are any weights. `name` is what users type, including the group size. `kind` and the group size
+    identify the stored format.
     """
 
     library: ClassVar[str | None] = None
     """Package that does the work; None for torch itself."""
     minimum: ClassVar[str] = "0"
-    """The library's oldest release that will do."""
+    """The oldest supported release of the library."""
     group_sizes: ClassVar[tuple[int, ...]] = ()
     """Allowed sizes of the groups of weights that share a scale; empty where there are none."""
     encodes_on: ClassVar[str | None] = None
-    """Type of the device that encodes whatever the matrix lies on; None for the matrix' own."""
+    """Device type that encodes, wherever the matrix is; None for the matrix' own device."""
     as_it_lies: ClassVar[bool] = False
-    """Whether a matrix is stored as the model has it, also where that is [in, out]."""
+    """Whether a matrix is stored in the model's orientation, even if that is [in, out]."""
 
     def __init__(self, name: str, group_size: int | None = None, kind: str = "") -> None:
-        """ValueError for a group size that this codec does not have."""
+        """Raise ValueError for a group size that this codec does not support."""
         if group_size is not None and group_size not in self.group_sizes:
             allowed = ", ".join(f"g{size}" for size in self.group_sizes) or "none: it has no groups"
             raise ValueError(f"precision={name!r}: the group size must be one of {allowed}.")
@@ -51,7 +51,7 @@ class Codec(ABC):
 
     @abstractmethod
     def layout(self, shape: Sequence[int]) -> Layout:
-        """Return what a matrix of this shape is stored as; ValueError where it cannot be."""
+        """Return the layout that stores a matrix of this shape; ValueError where none can."""
 
     @abstractmethod
     def encode(self, matrix: Tensor) -> tuple[Tensor, ...]:
@@ -69,9 +69,9 @@ class Codec(ABC):
         return sum(math.prod(size) * dtype.itemsize for size, dtype in self.layout(shape))
 
     def check(self, device_type: str) -> None:
-        """Raise ValueError, saying what would do, where this codec cannot work on the device.
+        """Raise ValueError, naming alternatives, where this codec does not work on the device.
 
-        Encodes and decodes a small matrix there: what counts is what the installed library does.
+        Encodes and decodes a small matrix there: only the installed library can tell.
         """
         installed = self._installed_version()
         probe = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
@@ -93,24 +93,24 @@ class Codec(ABC):
 
     def _installed_version(self) -> str:
         try:
-            found = version(self.library or "torch")
+            installed = version(self.library or "torch")
         except PackageNotFoundError:
-            found = "none"
-        if self.library and (found == "none" or Version(found) < Version(self.minimum)):
+            installed = "none"
+        if self.library and (installed == "none" or Version(installed) < Version(self.minimum)):
             raise ValueError(
-                f"precision={self.name!r} needs {self.library}>={self.minimum}, but {found} is "
+                f"precision={self.name!r} needs {self.library}>={self.minimum}, but {installed} is "
                 f"installed. Allowed: pip install -U {self.library}, or a precision without it, as "
                 "bf16 or fp16."
             )
-        return found
+        return installed
 
 
 PIECE = 1 << 17
-"""Weights that are worked on at a time on a CPU: what is made between fits into a core's cache."""
+"""Weights processed at a time on a CPU, so that temporaries fit into a core's cache."""
 
 
 def pieces(count: int, width: int, most: int = PIECE) -> list[slice]:
-    """Divide `count` rows of `width` weights into pieces that are worked on one after another."""
+    """Split `count` rows of `width` weights into slices of at most `most` weights or one row."""
     rows = max(1, most // width)
     return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
 
@@ -133,7 +133,7 @@ class Cast(Codec):
 
 
 class AsStored(Cast):
-    """Leaves matrices of this dtype as transformers has made them; no level of a ladder."""
+    """Stores matrices of this dtype as transformers loads them; not a level of a ladder."""
 
     library: ClassVar[str | None] = "transformers"
     as_it_lies: ClassVar[bool] = True
@@ -143,11 +143,11 @@ class AsStored(Cast):
 
 
 class Int8(Codec):
-    """bitsandbytes int8_vectorwise_quant: an int8 per weight; per row its largest, in float32.
+    """bitsandbytes int8_vectorwise_quant: int8 weights, a float32 absmax per row.
 
     The weights of LLM.int8() (Dettmers et al. 2022), as in SpecMD section 5.1. Its other half,
-    int8 activations with outliers held back, belongs to its matrix product: here the decoded
-    weights are multiplied at the compute dtype. Quantised from float16, as the library asks.
+    int8 activations with outliers kept apart, belongs to its matrix product: here decoded
+    weights are multiplied at the compute dtype. Quantised from float16, as the library requires.
     """
 
     library: ClassVar[str | None] = "bitsandbytes"
@@ -191,10 +191,10 @@ _PER_STEP = 7.874015718698502e-3
 
 
 class FourBit(Codec):
-    """bitsandbytes quantize_4bit: 4 bits per weight; per group of them the largest, in float32.
+    """bitsandbytes quantize_4bit: 4-bit weights, a float32 absmax per group.
 
     The 16 levels of nf4 fit normally distributed weights (QLoRA, Dettmers et al. 2023); those of
-    fp4 are of a float with sign, exponent and mantissa. Groups run along the rows and over their
+    fp4 are a float's, with sign, exponent and mantissa. Groups run along the rows and across their
     ends; scales are not quantised again.
     """
 
@@ -231,14 +231,14 @@ class FourBit(Codec):
             dtype=dtype,
         )
         decoded: Tensor = dequantize_4bit(packed, state)
-        # The library takes a packed matrix of one row for a transposed one, and turns it back.
+        # The library takes a packed matrix of one row for a transposed one, and transposes it.
         return decoded.reshape(tuple(shape))
 
 
 ITERATIONS, BETA, NORM = 20, 10.0, 0.7
-"""HQQ's own settings: steps at most, and what its shrinking operator takes."""
+"""HQQ's own settings: the most steps, and the parameters of its shrinkage operator."""
 SMALLEST, LARGEST_SCALE = 1e-4, 2e4
-"""A group that spans less than this is not stretched, and none more than so much."""
+"""A group that spans at most the first keeps scale 1; scales are capped at the second."""
 
 
 class HalfQuadratic(Codec):
@@ -246,13 +246,13 @@ class HalfQuadratic(Codec):
 
     Groups run along the rows (`axis=1`), the form that fast kernels take; scale and zero are
     float16, HQQ's default. Encoded on the CPU whatever the device: HQQ optimises in half precision
-    on CUDA and in float32 on a CPU, so that the codes would differ by device. Decoded in float32
+    on CUDA and in float32 on a CPU, so codes would differ by device. Decoded in float32
     and then rounded to the compute dtype, which loses less than HQQ's own arithmetic in the compute
     dtype and is the same on every device.
 
-    The library's steps, taken over pieces of a matrix that a core's cache holds, give the
-    library's codes to the last bit. A matrix cannot be divided further: the error that ends the
-    search is its mean.
+    The library's steps, run on pieces of a matrix that fit into a core's cache, give the library's
+    codes to the last bit. Pieces cannot be searched on their own: the matrix' mean error ends the
+    search.
     """
 
     library: ClassVar[str | None] = "hqq"
@@ -263,12 +263,12 @@ class HalfQuadratic(Codec):
     def __init__(self, name: str, group_size: int | None = None, *, bits: int) -> None:
         super().__init__(name, group_size, kind=f"hqq{bits}")
         self.bits = bits
-        # Of three bits, ten in 32: 3.2 bits stored.
+        # Three-bit codes go ten to a 32-bit word: 3.2 bits each.
         self._word, self._per_word = (torch.int32, 10) if bits == 3 else (torch.uint8, 8 // bits)
         self._top = 2**bits - 1
 
     def layout(self, shape: Sequence[int]) -> Layout:
-        # Words pack weights of different groups; three bits alone pad what is left over.
+        # Words pack weights of different groups; only those of three bits may be padded.
         step = self.group_size * (1 if self.bits == 3 else self._per_word)
         groups = math.prod(shape) // self.group_size
         if math.prod(shape) % step:
@@ -304,37 +304,37 @@ class HalfQuadratic(Codec):
         piece = torch.empty(packed[parts[0]].shape, device=device)
         for part in range(self._per_word):
             shift = self.bits * (self._per_word - 1 - part)
-            # Codes stay where they are in their words: scale and zero are shifted instead, which is
-            # exact, as both are multiples of powers of two.
-            place = 2.0**shift
+            # Codes are not shifted within their words: scale and zero are scaled instead, which is
+            # exact for powers of two.
+            factor = 2.0**shift
             groups = slice(part * len(packed), min((part + 1) * len(packed), len(scale)))
-            scales, zeros = scale[groups].float() / place, zero[groups].float() * place
+            scales, zeros = scale[groups].float() / factor, zero[groups].float() * factor
             target = decoded[groups]
             for rows in parts:
-                here = target[rows]
-                codes = packed[rows][: len(here)] & (self._top << shift)
-                found = piece[: len(here)].copy_(codes)
-                here.copy_(found.sub_(zeros[rows]).mul_(scales[rows]))
+                target_rows = target[rows]
+                codes = packed[rows][: len(target_rows)] & (self._top << shift)
+                values = piece[: len(target_rows)].copy_(codes)
+                target_rows.copy_(values.sub_(zeros[rows]).mul_(scales[rows]))
         return decoded.reshape(tuple(shape))
 
     def _search(self, weights_GS: Tensor) -> tuple[Tensor, Tensor]:
         """Return scale (codes per weight) and zero of each group, as HQQ's optimiser finds them."""
         from hqq.core.optimize import optimize_weights_proximal_legacy_step as library_step
 
-        least, most = weights_GS.aminmax(dim=1, keepdim=True)
-        span = most - least
+        lowest, highest = weights_GS.aminmax(dim=1, keepdim=True)
+        span = highest - lowest
         scale_G1 = torch.where(span <= SMALLEST, 1.0, self._top / span).clamp_(max=LARGEST_SCALE)
-        zero_G1 = -least * scale_G1
+        zero_G1 = -lowest * scale_G1
         if self.bits == 4:  # As HQQ's own configurations do.
             zero_G1.round_()
         error_GS, best = torch.empty_like(weights_GS), torch.inf
         for _ in range(ITERATIONS):
             for rows in pieces(*weights_GS.shape):
                 weights = weights_GS[rows]
-                near, _, zero_G1[rows], _ = library_step(
+                decoded, _, zero_G1[rows], _ = library_step(
                     weights, scale_G1[rows], zero_G1[rows], [0, self._top], BETA, NORM, 1
                 )
-                torch.sub(weights, near, out=error_GS[rows]).abs_()
+                torch.sub(weights, decoded, out=error_GS[rows]).abs_()
             error = float(error_GS.mean())
             if not error < best:
                 break
@@ -354,7 +354,7 @@ CODECS: dict[str, Callable[[str, int | None], Codec]] = {
     "hqq3": partial(HalfQuadratic, bits=3),
     "hqq2": partial(HalfQuadratic, bits=2),
 }
-"""Name -> what makes the codec of a level and a group size."""
+"""Name -> factory of the codec of a level and a group size."""
 
 
 Encoded = list[tuple[Tensor, ...]]
@@ -363,22 +363,23 @@ Encoded = list[tuple[Tensor, ...]]
 
 def expert_matrices(experts: nn.Module) -> dict[str, Tensor]:
     """Return the parameters of an experts module that hold one matrix for each expert."""
-    named = experts.named_parameters(recurse=False)
-    return {name: tensor.data for name, tensor in named if is_matrices(experts, tensor)}
+    parameters = experts.named_parameters(recurse=False)
+    return {name: tensor.data for name, tensor in parameters if is_matrices(experts, tensor)}
 
 
 def is_matrices(experts: nn.Module, tensor: Tensor) -> bool:
+    """Whether a parameter holds one matrix per expert: [experts, rows, columns]."""
     return tensor.dim() == 3 and tensor.shape[0] == experts.num_experts
 
 
 def matrix_shape(experts: nn.Module, stacked: Tensor) -> tuple[int, int]:
-    """Return [out, in] of one expert's matrix, however the module has it lie."""
+    """Return one expert's matrix shape as [out, in], whatever the module's orientation."""
     _, first, second = stacked.shape
     return (second, first) if experts.is_transposed else (first, second)
 
 
 def expert_bytes(experts: nn.Module, codecs: Sequence[Codec]) -> tuple[int, ...]:
-    """Return the size of one expert at each level: matrices encoded, biases as they are."""
+    """Return one expert's bytes at each level: encoded matrices and unencoded biases."""
     matrices = expert_matrices(experts)
     plain = sum(p.nbytes for p in experts.parameters()) - sum(m.nbytes for m in matrices.values())
     num_experts = len(next(iter(matrices.values())))
@@ -389,29 +390,29 @@ def expert_bytes(experts: nn.Module, codecs: Sequence[Codec]) -> tuple[int, ...]
 
 
 def decode(experts: nn.Module, stacked: Tensor, tensors: Sequence[Tensor], codec: Codec) -> Tensor:
-    """Return one expert's matrix as computations use it; `stacked` gives shape and dtype."""
+    """Return one expert's matrix in the module's orientation, with `stacked`'s shape and dtype."""
     matrix = codec.decode(tensors, matrix_shape(experts, stacked), stacked.dtype)
     return matrix.t() if experts.is_transposed else matrix
 
 
 def shape_without_memory(tensor: Tensor, device: Any = None) -> nn.Parameter:
-    """Return a parameter of the tensor's shape and dtype that takes one number's memory.
+    """Return a parameter of the tensor's shape and dtype that takes the memory of one element.
 
-    On the tensor's device, or on another one.
+    On the tensor's device unless another is given.
     """
-    one = torch.zeros((), dtype=tensor.dtype, device=device or tensor.device)
-    return nn.Parameter(one.expand(tensor.shape), requires_grad=False)
+    element = torch.zeros((), dtype=tensor.dtype, device=device or tensor.device)
+    return nn.Parameter(element.expand(tensor.shape), requires_grad=False)
 
 
 def takes_no_memory(tensor: Tensor) -> bool:
-    """Whether a tensor is a shape that `shape_without_memory` has made."""
+    """Whether a tensor was made by `shape_without_memory`."""
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
 BYTES_PER_WEIGHT = 20
-"""What any codec takes for a moment beside the matrix and its codes."""
+"""Temporary memory of any codec while it encodes, beside the matrix and its codes."""
 MOST_BYTES = 2**30
-"""What all matrices that are encoded at one time may take so."""
+"""Limit on the temporary memory of all matrices encoded at one time."""
 
 
 def encode(
@@ -422,50 +423,50 @@ def encode(
 ) -> Encoded:
     """Encode one parameter [E, ...], and call `noted` after each expert at each level.
 
-    Experts are encoded side by side, each by one thread: HQQ ends its search by an error of a
-    matrix, so that experts in one tensor would stop each other's, and sums by several threads round
-    differently. Into tensors that are there before: small ones that stay, between others that
-    go, would keep the heap from shrinking.
+    Experts are encoded in parallel, each by one thread: HQQ's search ends by a matrix' error, so
+    that experts in one tensor would end each other's, and sums by several threads round
+    differently. Their tensors are allocated first: small ones that stay among temporaries would
+    keep the heap from shrinking.
     """
-    found: Encoded = []
+    levels: Encoded = []
     for codec in codecs:
-        turned = experts.is_transposed and not codec.as_it_lies
-        matrices = [m.t() if turned else m for m in stacked.detach()]
+        transposed = experts.is_transposed and not codec.as_it_lies
+        matrices = [m.t() if transposed else m for m in stacked.detach()]
         shape = tuple(matrices[0].shape)
-        kept = tuple(
+        stored = tuple(
             torch.empty((len(matrices), *size), dtype=dtype, device=stacked.device)
             for size, dtype in codec.layout(shape)
         )
         on_cpu = (codec.encodes_on or stacked.device.type) == "cpu"
-        at_once = workers(math.prod(shape)) if on_cpu else 1
+        num_threads = workers(math.prod(shape)) if on_cpu else 1
 
-        def task(expert: int, matrix: Tensor, codec: Codec = codec, kept: Any = kept) -> None:
-            for whole, part in zip(kept, codec.encode(matrix), strict=True):
-                whole[expert].copy_(part)
+        def task(expert: int, matrix: Tensor, codec: Codec = codec, stored: Any = stored) -> None:
+            for stack, part in zip(stored, codec.encode(matrix), strict=True):
+                stack[expert].copy_(part)
 
         tasks = (partial(task, expert, matrix) for expert, matrix in enumerate(matrices))
-        for _ in side_by_side(tasks, at_once):
+        for _ in side_by_side(tasks, num_threads):
             noted()
-        found.append(kept)
-    return found
+        levels.append(stored)
+    return levels
 
 
 def workers(num_weights: int) -> int:
-    """Return how many matrices of this size are encoded at a time: as many as torch has threads."""
+    """Return how many matrices of this size are encoded at a time: torch's threads, or fewer."""
     return max(1, min(torch.get_num_threads(), MOST_BYTES // (BYTES_PER_WEIGHT * num_weights)))
 
 
 def side_by_side(tasks: Iterable[Callable[[], None]], at_once: int) -> Iterator[None]:
-    """Run tasks in so many threads of one core each; yield as they end, in their order.
+    """Run tasks in `at_once` threads of one core each; yield as they end, in order.
 
-    What a task raises is raised here, once those that have begun are done; no other begins.
+    A task's exception is raised here once the running tasks have ended; no other starts.
     """
     if at_once == 1:
         for task in tasks:
             yield task()
         return
     threads = torch.get_num_threads()
-    # torch keeps this number for each thread, and the last one given for threads to come.
+    # torch keeps this number per thread, and gives new threads the last one set.
     pool = ThreadPoolExecutor(at_once, "moecache-encode", torch.set_num_threads, (1,))
     try:
         yield from pool.map(lambda task: task(), tasks)

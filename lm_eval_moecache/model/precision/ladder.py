@@ -1,6 +1,6 @@
 """The ladder of precisions of one run, `precision=int8:int4:int2`, best first, and its names.
 
-No torch until a codec is asked for.
+torch is imported only when a codec is built.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Ladder = tuple[str, ...]
 def parse_ladder(text: object) -> Ladder:
     """Read `int4` or `int8:int4:int2`. Raises ValueError for unknown and for repeated names."""
     levels = tuple(level.strip() for level in str(text).split(":"))
-    found = [split_name(level) for level in levels]
-    for level, name in zip(levels, found, strict=True):
-        if found.count(name) > 1:
+    names = [split_name(level) for level in levels]
+    for level, name in zip(levels, names, strict=True):
+        if names.count(name) > 1:
             raise ValueError(
                 f"precision={text!r} names {level!r} twice. Allowed: each precision once, best "
                 "first, as int8:int4:int2."
             )
-    bits = [int("".join(filter(str.isdigit, name))) for name, _ in found]
+    bits = [int("".join(filter(str.isdigit, name))) for name, _ in names]
     if bits != sorted(bits, reverse=True):
         raise ValueError(
             f"precision={text!r} is not in order. Allowed: the best precision first, as "
@@ -42,11 +42,11 @@ def parse_ladder(text: object) -> Ladder:
 
 def codecs_of(ladder: Ladder, device_type: str | None = None) -> list[Codec]:
     """Return the codecs of a ladder; with a device, ValueError where one cannot work there."""
-    found = [codec(level) for level in ladder]
+    codecs = [codec(level) for level in ladder]
     if device_type is not None:
-        for each in found:
-            each.check(device_type)
-    return found
+        for level_codec in codecs:
+            level_codec.check(device_type)
+    return codecs
 
 
 def codec_names() -> list[str]:

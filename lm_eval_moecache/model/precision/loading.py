@@ -1,9 +1,9 @@
-"""Loads a model whose experts are encoded as they come, and keeps what was encoded in a folder.
+"""Encodes a model's experts while it loads, and keeps them in a folder for later loads.
 
-One layer is at full precision at a time. Kept experts are made once: `encoded_dir=`, and
-`store=disk`. One folder for each (checkpoint, compute dtype, codec, version of its library), one
-safetensors file for each layer, which has its name when it is whole. Who makes the files holds a
-lock meanwhile: others wait, and use them.
+One layer at a time is at full precision. With `encoded_dir=`, and with `store=disk`, experts are
+encoded once: a folder for each (checkpoint, compute dtype, codec, version of its library) has a
+safetensors file for each layer, which gets its name once it is complete. The run that writes holds
+a lock: others wait, then use its files.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from lm_eval_moecache.records.files import PART, lock, write_whole
 
 logger = logging.getLogger(__name__)
 FORMAT = 1
-"""Counts changes of what the files hold."""
+"""Version of the files' contents."""
 _PENDING = "pending-"
 
 
 class EncodedExpertStore:
-    """The files of one run's ladder, level by level."""
+    """The encoded experts of one run's ladder: a folder per level, a file per layer."""
 
     def __init__(
         self,
@@ -63,17 +63,17 @@ class EncodedExpertStore:
         self.parent, self.codecs, self._needed = folder, codecs, needed
         self._folders: list[Path] = []
         for codec in codecs:
-            made_by = version(codec.library) if codec.library else torch.__version__
-            named = [FORMAT, identity, str(dtype), codec.kind, codec.group_size, made_by]
-            digest = hashlib.sha256(json.dumps(named).encode()).hexdigest()
+            release = version(codec.library) if codec.library else torch.__version__
+            inputs = [FORMAT, identity, str(dtype), codec.kind, codec.group_size, release]
+            digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
             self._folders.append(folder / digest[:32])
         self._count = itertools.count()
 
     @contextmanager
     def claimed(self, num_layers: int) -> Iterator[bool]:
-        """Yield whether every layer is there; where not, nobody else writes until the block ends.
+        """Yield whether every layer is stored; if not, no other run writes until the block ends.
 
-        Raises OSError where too little is free, or nothing may be written.
+        Raises OSError where too little space is free, or the folder cannot be written.
         """
         levels = range(len(self._folders))
         files = [self.file(level, layer) for level in levels for layer in range(num_layers)]
@@ -86,11 +86,11 @@ class EncodedExpertStore:
                     if not lock(descriptor):
                         logger.info("%s: another run stores experts there; waiting.", folder)
                         lock(descriptor, wait=True)
-            # Another may have made them meanwhile.
+            # Another run may have written them meanwhile.
             is_kept = all(map(_is_sound, files))
             if not is_kept:
                 for path in [path for folder in self._folders for path in folder.iterdir()]:
-                    # Left by those that were killed while they held the lock.
+                    # Left by runs that were killed while they held the lock.
                     if path.name.startswith(_PENDING) or path.name.endswith(PART):
                         path.unlink(missing_ok=True)
                 free = shutil.disk_usage(self.parent).free
@@ -101,22 +101,22 @@ class EncodedExpertStore:
             yield is_kept
 
     def file(self, level: int, layer: int) -> Path:
-        """Return the file of a layer at a level, which may not be there."""
+        """Return the file of a layer at a level, which need not exist."""
         return self._folders[level] / f"layer-{layer:03d}.safetensors"
 
     def read(self, layer: int, experts: nn.Module) -> dict[str, Encoded]:
-        """Return a layer's encoded matrices, of files that are there."""
-        found: dict[str, Encoded] = {name: [] for name in expert_matrices(experts)}
+        """Return a layer's encoded matrices by name, from files that exist."""
+        encoded: dict[str, Encoded] = {name: [] for name in expert_matrices(experts)}
         for level, codec in enumerate(self.codecs):
             with safe_open(self.file(level, layer), framework="pt") as file:
                 for name, stacked in expert_matrices(experts).items():
                     count = len(codec.layout(matrix_shape(experts, stacked)))
                     parts = tuple(file.get_tensor(f"{name}.{i}") for i in range(count))
-                    found[name].append(parts)
-        return found
+                    encoded[name].append(parts)
+        return encoded
 
     def write(self, stored: Mapping[str, Encoded]) -> list[Path]:
-        """Write matrices of a layer to files of no layer yet. Raises OSError, as of a full disk."""
+        """Write a layer's matrices to pending files, one per level. OSError, as on a full disk."""
         pending = f"{_PENDING}{os.getpid()}-{next(self._count)}.safetensors"
         for level, folder in enumerate(self._folders):
             parts = {
@@ -128,14 +128,14 @@ class EncodedExpertStore:
         return [folder / pending for folder in self._folders]
 
     def place(self, layer: int, files: Sequence[Path]) -> None:
-        """Give written files the names of their layer, under which they are found."""
+        """Rename pending files to their layer's names, under which `file` finds them."""
         for level, file in enumerate(files):
             os.replace(file, self.file(level, layer))
 
 
 def _is_sound(file: Path) -> bool:
     try:
-        # Compares its header with the file's size, and reads no tensor.
+        # Opening compares the header with the file's size and reads no tensor.
         with safe_open(file, framework="pt"):
             return True
     except (OSError, SafetensorError):
@@ -155,12 +155,12 @@ def encoding(
     *,
     release: bool = False,
 ) -> Iterator[None]:
-    """Encode expert matrices while `from_pretrained` sets them, each in its turn.
+    """Encode each expert matrix as `from_pretrained` sets it.
 
     Within the block, setting a matrix on a module of the skeleton's experts classes leaves a shape
-    without memory there. `take` collects what was encoded, before the block ends. Where all of it
-    is `kept` already, nothing is encoded, and the matrices are not read. With `release` a layer
-    goes to the kept files as soon as it is whole, and memory holds one at a time.
+    without memory there. `take` collects the encoded matrices before the block ends. Where `kept`
+    has all of them, nothing is encoded and the matrices are not read. With `release` a layer is
+    written to the kept files once it is complete, so that memory holds one at a time.
     """
     store = kept if release else None
     classes = {type(layer.experts) for layer in skeleton}
@@ -169,98 +169,98 @@ def encoding(
         matrices = [expert_matrices(layer.experts) for layer in skeleton]
         bar = tqdm(
             desc=f"storing experts at {':'.join(codec.name for codec in codecs)}",
-            total=sum(len(m) for own in matrices for m in own.values()) * len(codecs),
+            total=sum(len(m) for by_name in matrices for m in by_name.values()) * len(codecs),
             unit=" matrices",
             delay=2,
             disable=is_kept,
         )
         stack.callback(bar.close)
 
-        def encoded(module: Any, name: str, value: nn.Parameter) -> None:
-            held: dict[str, Encoded] = module.__dict__.setdefault(_HELD, {})
-            held[name] = encode(module, value, codecs, bar.update)
+        def encode_parameter(module: Any, name: str, value: nn.Parameter) -> None:
+            pending: dict[str, Encoded] = module.__dict__.setdefault(_HELD, {})
+            pending[name] = encode(module, value, codecs, bar.update)
             page_out_checkpoints()
-            if store is not None and set(held) == set(expert_matrices(module)):
+            if store is not None and set(pending) == set(expert_matrices(module)):
                 module.__dict__[_WRITTEN] = store.write(module.__dict__.pop(_HELD))
 
-        def setter(usual: Any) -> Callable[[Any, str, Any], None]:
+        def setter(original: Any) -> Callable[[Any, str, Any], None]:
             def set_attribute(module: Any, name: str, value: Any) -> None:
-                is_own = isinstance(value, nn.Parameter) and name in module._parameters
-                if is_own and not value.is_meta and is_matrices(module, value):
+                is_parameter = isinstance(value, nn.Parameter) and name in module._parameters
+                if is_parameter and not value.is_meta and is_matrices(module, value):
                     if is_kept:
                         module.__dict__[_IS_KEPT] = True
                     elif not takes_no_memory(value):
-                        encoded(module, name, value)
+                        encode_parameter(module, name, value)
                     value = shape_without_memory(value)
-                    # Else transformers would fill what it takes for a parameter nobody loaded.
+                    # Else transformers would initialise it as a missing parameter.
                     value._is_hf_initialized = True
-                usual(module, name, value)
+                original(module, name, value)
 
             return set_attribute
 
-        before = os.environ.get(_IN_ORDER)
+        previous = os.environ.get(_IN_ORDER)
         os.environ[_IN_ORDER] = "1"
-        for each in classes:
-            each.__setattr__ = setter(each.__setattr__)  # type: ignore[assignment]
+        for cls in classes:
+            cls.__setattr__ = setter(cls.__setattr__)  # type: ignore[assignment]
         try:
             if is_kept:
                 names = {
                     f"{layer.path}.{name}"
-                    for layer, own in zip(skeleton, matrices, strict=True)
-                    for name in own
+                    for layer, by_name in zip(skeleton, matrices, strict=True)
+                    for name in by_name
                 }
                 stack.enter_context(leaving_out(names))
             yield
         finally:
-            for each in classes:
-                del each.__setattr__
+            for cls in classes:
+                del cls.__setattr__
             os.environ.pop(_IN_ORDER)
-            if before is not None:
-                os.environ[_IN_ORDER] = before
+            if previous is not None:
+                os.environ[_IN_ORDER] = previous
 
 
 def take(
     layers: Sequence[MoELayer], codecs: Sequence[Codec], kept: EncodedExpertStore | None = None
 ) -> list[dict[str, Encoded]]:
-    """Return each layer's encoded matrices, and encode those that were set in another way.
+    """Return each layer's encoded matrices, encoding those that were set in another way.
 
-    What was encoded now is kept for the next load; a full disk costs that one its time and fails
-    none.
+    Newly encoded ones are kept for the next load; where the disk is full, that one encodes again
+    and no load fails.
     """
-    found = []
+    layers_encoded = []
     for index, layer in enumerate(layers):
         if vars(layer.experts).pop(_IS_KEPT, False):
             assert kept is not None, "skipped without a place to read from"
-            found.append(kept.read(index, layer.experts))
+            layers_encoded.append(kept.read(index, layer.experts))
             continue
-        found.append(_rest(layer, codecs))
+        layers_encoded.append(_rest(layer, codecs))
         if kept is not None:
             try:
-                kept.place(index, kept.write(found[-1]))
+                kept.place(index, kept.write(layers_encoded[-1]))
             except OSError as error:
                 logger.warning("encoded_dir: %s; these experts are encoded again.", error)
-    return found
+    return layers_encoded
 
 
 def settle_layer(index: int, layer: MoELayer, kept: EncodedExpertStore) -> None:
-    """Bring one layer to its kept files, where it was not there already. Raises OSError."""
+    """Put one layer into its kept files, unless it is there already. Raises OSError."""
     if not vars(layer.experts).pop(_IS_KEPT, False):
         written = vars(layer.experts).pop(_WRITTEN, None)
         kept.place(index, written or kept.write(_rest(layer, kept.codecs)))
 
 
 def _rest(layer: MoELayer, codecs: Sequence[Codec]) -> dict[str, Encoded]:
-    """Return what was encoded of a layer while it was loaded, and encode what is left of it."""
-    held: dict[str, Encoded] = vars(layer.experts).pop(_HELD, {})
+    """Return a layer's matrices encoded while it loaded, and encode the rest."""
+    encoded: dict[str, Encoded] = vars(layer.experts).pop(_HELD, {})
     for name, stacked in expert_matrices(layer.experts).items():
-        if name not in held:
-            held[name] = encode(layer.experts, stacked, codecs)
+        if name not in encoded:
+            encoded[name] = encode(layer.experts, stacked, codecs)
             setattr(layer.experts, name, shape_without_memory(stacked))
-    return held
+    return encoded
 
 
 _MADV_PAGEOUT = 21
-"""Reclaim pages now, without losing what they hold: clean ones are read again when needed."""
+"""Reclaim pages now, without losing data: clean ones are read again when needed."""
 
 
 def page_out_checkpoints() -> None:
@@ -273,5 +273,5 @@ def page_out_checkpoints() -> None:
         # The hub's cache keeps files by their hash, in folders of this name.
         if line.endswith(".safetensors") or "/blobs/" in line:
             start, end = (int(part, 16) for part in line.split()[0].split("-"))
-            # A kernel without it, or a file of somebody else's, refuses: no harm.
+            # A kernel without it, or another user's file, refuses: no harm.
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_PAGEOUT)

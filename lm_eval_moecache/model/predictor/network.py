@@ -1,4 +1,4 @@
-"""Applies what was learned of routers: a predictor of the next layer's, and one that reads texts.
+"""Applies trained predictors: of each layer's next router, and of all routers from the text.
 
 Shapes: B texts, T tokens, L layers, E experts, D embedding or hidden size, W width of the network.
 """
@@ -26,7 +26,7 @@ Stages = list[tuple[Tensor, Tensor]]
 
 
 class PredictorNetwork:
-    """The predictors of all layers. They compute in float32, whatever the model computes in."""
+    """The predictors of all layers. They compute in float32, whatever the model's dtype."""
 
     def __init__(self, artifact: Artifact) -> None:
         self.hidden_size = hidden_size(artifact)
@@ -50,13 +50,13 @@ class PredictorNetwork:
             stages = [(w.to(hidden_TD.device), b.to(hidden_TD.device)) for w, b in stages]
             self._layers[layer] = stages
         values = hidden_TD.float()
-        for place, (weight, bias) in enumerate(stages):
-            values = nn.functional.linear(values.relu() if place else values, weight, bias)
+        for stage, (weight, bias) in enumerate(stages):
+            values = nn.functional.linear(values.relu() if stage else values, weight, bias)
         return values
 
 
 def network_of(prefetch: PrefetchAlgorithm, width: int) -> PredictorNetwork | None:
-    """Make the network of a prefetcher that uses one; refuse one for inputs of another width."""
+    """Return a prefetcher's network, None without one; ValueError if its input is not `width`."""
     if not prefetch.uses_predictor or prefetch.artifact is None:
         return None
     network = PredictorNetwork(prefetch.artifact)
@@ -87,33 +87,33 @@ class DataAwareNetwork(nn.Module):
     def forward(
         self, embedded_BTD: Tensor, read_BSW: Tensor | None = None, state: State | None = None
     ) -> tuple[Tensor, Tensor, State]:
-        """Return logits [B, T, L, E], the LSTM's outputs with those read before, and its state.
+        """Return logits [B, T, L, E], the LSTM's outputs so far [B, S + T, W], and its state.
 
-        `read_BSW` and `state` are what a call on the S tokens before returned.
+        `read_BSW` and `state` come from the call on the S tokens before.
         """
         compressed = self.compress(embedded_BTD.float()).relu()
         output, state = self.lstm(compressed, state)
-        read = output if read_BSW is None else torch.cat([read_BSW, output], dim=1)
-        scores = output @ read.mT / output.shape[-1] ** 0.5
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-        hidden = hidden.triu(1 + read.shape[1] - output.shape[1])
-        context = sparsemax(scores.masked_fill(hidden, -1e9)) @ read
+        history = output if read_BSW is None else torch.cat([read_BSW, output], dim=1)
+        scores = output @ history.mT / output.shape[-1] ** 0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        future = future.triu(1 + history.shape[1] - output.shape[1])
+        context = sparsemax(scores.masked_fill(future, -1e9)) @ history
         logits = self.heads(context + self.residual(compressed).relu())
         assert state is not None
-        return logits.unflatten(-1, self.per_layer), read, state
+        return logits.unflatten(-1, self.per_layer), history, state
 
 
 def sparsemax(scores: Tensor) -> Tensor:
     """Project each row onto the simplex (Martins & Astudillo 2016): like softmax, with zeros."""
     ordered = scores.sort(dim=-1, descending=True).values
     count = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
-    beyond = ordered.cumsum(-1) - 1
-    size = (count * ordered > beyond).sum(-1, keepdim=True)
-    return (scores - beyond.gather(-1, size - 1) / size).clamp_min(0)
+    excess = ordered.cumsum(-1) - 1
+    support = (count * ordered > excess).sum(-1, keepdim=True)
+    return (scores - excess.gather(-1, support - 1) / support).clamp_min(0)
 
 
 def network_from(artifact: Artifact) -> DataAwareNetwork:
-    """Return the network of an artifact, ready to be applied."""
+    """Return the network of an artifact, in evaluation mode."""
     network = DataAwareNetwork(*sizes_of(artifact), artifact.num_layers, artifact.num_experts)
     arrays = {name: torch.from_numpy(np.array(a)).float() for name, a in artifact.arrays.items()}
     network.load_state_dict(arrays)
@@ -122,7 +122,7 @@ def network_from(artifact: Artifact) -> DataAwareNetwork:
 
 @dataclass(slots=True)
 class _Text:
-    """One row's tokens so far, by their place in the pass's cache, and what was made of them."""
+    """One row's tokens so far, by place in the KV cache, and the network's state after them."""
 
     ids: list[int]
     is_real: list[bool]
@@ -133,11 +133,11 @@ class _Text:
 
 
 class Foresight:
-    """Foretells each pass from the text so far: kept by row, as the model's own cache is.
+    """Predicts each pass from the text so far, which is kept by row like the model's KV cache.
 
-    Tokens that the model's cache lost again (rejected drafts) are forgotten here, too. Rows whose
-    past is not known (their number has changed) are read from this pass on. Beams that change
-    places are not followed.
+    Tokens that the KV cache drops again (rejected drafts) are dropped here, too. Rows whose past
+    is unknown (their number has changed) are read from this pass on. Beams that swap rows are not
+    followed.
     """
 
     def __init__(self, artifact: Artifact, embed: Embed) -> None:
@@ -155,11 +155,11 @@ class Foresight:
         if past_length == 0 or len(self._texts) != rows:
             self._texts = [_Text([0] * past_length, [False] * past_length) for _ in range(rows)]
         self._network.to(input_ids.device)
-        found = [
-            self._read(text, ids, own, past_length)
-            for text, ids, own in zip(self._texts, input_ids.tolist(), real.tolist(), strict=True)
+        row_logits = [
+            self._read(text, ids, mask, past_length)
+            for text, ids, mask in zip(self._texts, input_ids.tolist(), real.tolist(), strict=True)
         ]
-        logits_TLE = torch.cat(found).cpu().numpy()
+        logits_TLE = torch.cat(row_logits).cpu().numpy()
         return {layer: logits_TLE[:, layer] for layer in range(logits_TLE.shape[1])}
 
     def _read(self, text: _Text, ids: list[int], real: list[bool], past_length: int) -> Tensor:
@@ -168,30 +168,30 @@ class Foresight:
             text.num_read, text.read, text.state = 0, None, None
         text.ids[past_length:], text.is_real[past_length:] = ids, real
         new = range(text.num_read, len(text.ids))
-        wanted = [text.ids[place] for place in new if text.is_real[place]]
+        new_ids = [text.ids[place] for place in new if text.is_real[place]]
         text.num_read = len(text.ids)
-        if not wanted:
+        if not new_ids:
             return self._network.heads.weight.new_zeros((0, *self._network.per_layer))
         device = self._network.heads.weight.device
-        embedded = self._embed(torch.tensor([wanted], device=device))
+        embedded = self._embed(torch.tensor([new_ids], device=device))
         logits, text.read, text.state = self._network(embedded, text.read, text.state)
-        own: Tensor = logits[0][len(wanted) - sum(real) :]
-        return own
+        pass_logits: Tensor = logits[0][len(new_ids) - sum(real) :]
+        return pass_logits
 
 
 def foresight_of(prefetch: PrefetchAlgorithm, embedding: nn.Module) -> Foresight | None:
-    """Make the foresight of a prefetcher that asks for one, by the model's embedding of tokens.
+    """Return the foresight of a prefetcher that uses one, over the model's token embeddings.
 
     ValueError where the network takes embeddings of another length.
     """
     artifact = prefetch.artifact
     if not prefetch.foresees or artifact is None:
         return None
-    found, wanted = next(embedding.parameters()).shape[-1], sizes_of(artifact)[0]
-    if found != wanted:
+    actual, expected = next(embedding.parameters()).shape[-1], sizes_of(artifact)[0]
+    if actual != expected:
         raise ValueError(
-            f"prefetch.profile={artifact.path!r} takes embeddings of {wanted} numbers, but those "
-            f"of {prefetch.geometry.model!r} have {found}. Make one for this model with `moecache "
+            f"prefetch.profile={artifact.path!r} takes embeddings of {expected} numbers, but those "
+            f"of {prefetch.geometry.model!r} have {actual}. Make one for this model with `moecache "
             "profile data_aware`."
         )
     return Foresight(artifact, embedding)

@@ -1,4 +1,4 @@
-"""What routers see while a model generates, in shards of whole prompts; predictions judged by it.
+"""Router inputs and logits of generated tokens, in shards of whole prompts; predictors judged.
 
 Shapes: B prompts of a batch, S steps, N recorded tokens, L layers, D hidden size, E experts, K
 chosen per token. A shard holds `hidden` [L, N, D] and `logits` [L, N, E] in float16 and `prompt`
@@ -33,28 +33,29 @@ Halves = npt.NDArray[np.float16]
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """What one layer's predictor learns from: its inputs and the logits it has to give."""
+    """The training pairs of one layer's predictor: its inputs and its target logits."""
 
     inputs_ND: Halves
     targets_NE: Halves
     prompts_N: IntArray
 
     def where(self, rows: BoolArray) -> Pairs:
+        """Return the pairs marked in `rows` [N]."""
         return Pairs(self.inputs_ND[rows], self.targets_NE[rows], self.prompts_N[rows])
 
 
 class Samples:
-    """The recorded tokens of all shards, or of some prompts."""
+    """The recorded tokens of all shards."""
 
     def __init__(self, shards: Sequence[Path]) -> None:
-        # A batch whose answers all ended at once has recorded nothing.
+        # A batch whose answers all ended immediately has recorded nothing.
         self._shards = [shard for shard in shards if len(_read(shard, "prompt"))]
         if not self._shards:
             raise ValueError("every answer ended at once: there is nothing to learn from.")
         self.prompts: IntArray = np.concatenate([_read(s, "prompt") for s in self._shards])
 
     def pairs(self, layer: int, num_layers: int) -> Pairs:
-        """Return what is predicted at `layer`: the next layer, or layer 0 of the next token."""
+        """Return a layer's pairs; the target is the next layer, or layer 0 of the next token."""
         target = (layer + 1) % num_layers
         inputs = np.concatenate([_read(shard, "hidden", layer) for shard in self._shards])
         logits = np.concatenate([_read(shard, "logits", target) for shard in self._shards])
@@ -74,7 +75,7 @@ class Samples:
 
 
 def write_shard(path: Path, hidden_LND: Halves, logits_LNE: Halves, prompts_N: IntArray) -> None:
-    """Write one shard whole or not at all."""
+    """Write one shard atomically."""
     write_whole(path, save({"hidden": hidden_LND, "logits": logits_LNE, "prompt": prompts_N}))
 
 
@@ -92,10 +93,10 @@ MAX_PROMPT_TOKENS = 2048
 
 
 class RouterCapture(ExitStack):
-    """Keeps each router's input and logits of the decode steps, until it is left.
+    """Captures each router's inputs and logits of the decode steps while its context is open.
 
-    `prompts` says for each step which prompt it belongs to, counting prefills: that of a batch of
-    one. Batches are told apart by whoever asked for them.
+    `prompts` holds the prompt of each step, counted by prefills, for batches of one. The rows of
+    larger batches are the caller's to tell apart.
     """
 
     def __init__(self, model: Any, layers: Sequence[MoELayer]) -> None:
@@ -118,15 +119,15 @@ class RouterCapture(ExitStack):
 
     def _keep(self, layer: int, router: Any, args: Any, output: Any) -> None:
         if self._decoding:
-            for kept, values in ((self.hidden, args[0]), (self.logits, output[0])):
+            for captured, values in ((self.hidden, args[0]), (self.logits, output[0])):
                 flat = values.detach().reshape(-1, values.shape[-1])
-                kept[layer].append(flat.to(torch.float16).cpu())
+                captured[layer].append(flat.to(torch.float16).cpu())
 
     def write(self, path: Path) -> None:
-        """Write what batches of one prompt gave as one shard."""
+        """Write the captures of batches of one prompt as one shard."""
         hidden, logits = (
-            np.stack([torch.cat(layer).numpy() for layer in kept])
-            for kept in (self.hidden, self.logits)
+            np.stack([torch.cat(layer).numpy() for layer in captured])
+            for captured in (self.hidden, self.logits)
         )
         write_shard(path, hidden, logits, np.asarray(self.prompts, dtype=np.int64))
 
@@ -141,10 +142,10 @@ def record(
     num_tokens: int,
     batch_size: int,
 ) -> list[Path]:
-    """Write one shard for each batch of prompts; those that are there already are kept.
+    """Write one shard for each batch of prompts, unless it exists; return their paths.
 
-    The model generates greedily; recorded are the passes over the first `num_tokens` tokens that
-    it generates, up to its end token.
+    The model generates greedily; the passes over its first `num_tokens` generated tokens are
+    recorded, up to its end token.
     """
     shards = []
     starts = range(0, len(prompts), batch_size)
@@ -154,18 +155,18 @@ def record(
         if path.is_file():
             continue
         batch = prompts[start : start + batch_size]
-        with RouterCapture(model, layers) as seen:
-            # The last generated token is never read, so one more than is recorded.
+        with RouterCapture(model, layers) as capture:
+            # The last generated token is never fed back: one more is generated than recorded.
             _, real, begin = generate(model, tokenizer, batch, num_tokens + 1)
         alive_BS = real[:, begin:-1].cpu().numpy()
         rows = np.nonzero(alive_BS)[0].astype(np.int64)
         steps = alive_BS.shape[1]
         # The steps of every layer, without rows that have ended.
         hidden, logits = (
-            np.stack([torch.stack(own[:steps], dim=1).numpy()[alive_BS] for own in kept])
+            np.stack([torch.stack(layer[:steps], dim=1).numpy()[alive_BS] for layer in captured])
             if steps
-            else np.zeros((len(kept), 0, 1), dtype=np.float16)
-            for kept in (seen.hidden, seen.logits)
+            else np.zeros((len(captured), 0, 1), dtype=np.float16)
+            for captured in (capture.hidden, capture.logits)
         )
         write_shard(path, hidden, logits, rows + start)
     return shards
@@ -175,12 +176,12 @@ def record(
 def generate(
     model: Any, tokenizer: Any, prompts: Sequence[str], num_tokens: int
 ) -> tuple[Tensor, Tensor, int]:
-    """Let the model answer the prompts greedily.
+    """Generate greedily from the prompts.
 
-    Returns the tokens [B, prompt + S], which of them are the prompt's or come before the answer's
-    end token, and where answers begin.
+    Returns the tokens [B, prompt + S], a mask of those in the prompt or before the answer's end
+    token, and the index at which answers begin.
     """
-    # The end of a prompt is what it asks.
+    # The question stands at the end of a prompt, so the beginning is cut.
     tokenizer.padding_side = tokenizer.truncation_side = "left"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -192,7 +193,7 @@ def generate(
         max_length=MAX_PROMPT_TOKENS,
         return_token_type_ids=False,
     ).to(model.device)
-    output = model.generate(
+    tokens = model.generate(
         **encoded,
         max_new_tokens=num_tokens,
         do_sample=False,
@@ -200,9 +201,9 @@ def generate(
     )
     begin = encoded.input_ids.shape[1]
     ends = model.generation_config.eos_token_id
-    ends = torch.tensor(ends if isinstance(ends, list) else [ends], device=output.device)
-    alive = torch.isin(output[:, begin:], ends).int().cumsum(1).eq(0)
-    return output, torch.cat([encoded.attention_mask.bool(), alive], dim=1), begin
+    ends = torch.tensor(ends if isinstance(ends, list) else [ends], device=tokens.device)
+    alive = torch.isin(tokens[:, begin:], ends).int().cumsum(1).eq(0)
+    return tokens, torch.cat([encoded.attention_mask.bool(), alive], dim=1), begin
 
 
 PREDICTOR, NEXT_GATE, FREQUENCY = "predictor", "next_gate", "frequency"
@@ -211,17 +212,17 @@ DECILES = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """One layer's predictions: how many of each token's K experts each predictor had right [N]."""
+    """One layer's predictions; `right`: how many of a token's K experts a predictor named [N]."""
 
     layer: int
     target: int
     right: Mapping[str, IntArray]
     certainty: FloatArray
-    """Of the target's router: KL divergence of its softmax from uniform, in nats [N]."""
+    """KL divergence of the target router's softmax from uniform, in nats [N]."""
     first: IntArray
-    """Whether the predictor's likeliest expert is the router's, 0 or 1 [N]."""
+    """Whether the predictor's likeliest expert is the router's likeliest, 0 or 1 [N]."""
     gap: FloatArray
-    """Between the logits of the router's last chosen expert and the next one [N]."""
+    """Logit difference between the router's last chosen expert and the next one [N]."""
     prompts: IntArray
     """Which prompt each token answers [N]."""
 
@@ -235,8 +236,8 @@ def certainty(logits_NE: FloatArray | Halves) -> FloatArray:
 
 def count_right(predicted_NK: IntArray, true_NK: IntArray) -> IntArray:
     """Return how many of each row's true experts were predicted: k times eq. 3."""
-    found = (predicted_NK[:, :, None] == true_NK[:, None, :]).any(axis=-1)
-    return np.asarray(found.sum(axis=-1), dtype=np.int64)
+    matches = (predicted_NK[:, :, None] == true_NK[:, None, :]).any(axis=-1)
+    return np.asarray(matches.sum(axis=-1), dtype=np.int64)
 
 
 def judge(
@@ -248,129 +249,129 @@ def judge(
     known: IntArray,
     held_out: IntArray,
 ) -> list[Judged]:
-    """Judge all layers on the held-out prompts; the frequencies are counted on the known ones."""
-    found = []
+    """Judge all layers on the held-out prompts; expert frequencies come from the known ones."""
+    judgements = []
     for layer in range(len(layers)):
         pairs = samples.pairs(layer, len(layers))
         target = (layer + 1) % len(layers)
-        judged = pairs.where(np.isin(pairs.prompts_N, held_out))
-        counted = pairs.where(np.isin(pairs.prompts_N, known))
-        true, inputs = top_k(judged.targets_NE, num_chosen), torch.from_numpy(judged.inputs_ND)
-        named = top_k(network(layer, inputs).numpy(), num_chosen)
+        test = pairs.where(np.isin(pairs.prompts_N, held_out))
+        train = pairs.where(np.isin(pairs.prompts_N, known))
+        true, inputs = top_k(test.targets_NE, num_chosen), torch.from_numpy(test.inputs_ND)
+        predicted = top_k(network(layer, inputs).numpy(), num_chosen)
         gate = layers[target].gate
         with torch.no_grad():
-            asked = gate.predict(inputs.to(gate.dtype)).float().cpu().numpy()
+            gate_logits = gate.predict(inputs.to(gate.dtype)).float().cpu().numpy()
         counts = np.bincount(
-            top_k(counted.targets_NE, num_chosen).ravel(), minlength=pairs.targets_NE.shape[1]
+            top_k(train.targets_NE, num_chosen).ravel(), minlength=pairs.targets_NE.shape[1]
         )
         frequent = np.argsort(-counts, kind="stable")[:num_chosen]
         predictions = {
-            PREDICTOR: named,
-            NEXT_GATE: top_k(asked, num_chosen),
+            PREDICTOR: predicted,
+            NEXT_GATE: top_k(gate_logits, num_chosen),
             FREQUENCY: np.broadcast_to(frequent, true.shape),
         }
-        ordered = -np.sort(-judged.targets_NE.astype(np.float32), axis=-1)
-        following = ordered[:, min(num_chosen, ordered.shape[1] - 1)]
-        found.append(
+        sorted_logits = -np.sort(-test.targets_NE.astype(np.float32), axis=-1)
+        runner_up = sorted_logits[:, min(num_chosen, sorted_logits.shape[1] - 1)]
+        judgements.append(
             Judged(
                 layer=layer,
                 target=target,
                 right={name: count_right(chosen, true) for name, chosen in predictions.items()},
-                certainty=certainty(judged.targets_NE),
-                first=(named[:, 0] == true[:, 0]).astype(np.int64),
-                gap=ordered[:, num_chosen - 1] - following,
-                prompts=judged.prompts_N,
+                certainty=certainty(test.targets_NE),
+                first=(predicted[:, 0] == true[:, 0]).astype(np.int64),
+                gap=sorted_logits[:, num_chosen - 1] - runner_up,
+                prompts=test.prompts_N,
             )
         )
-    return found
+    return judgements
 
 
 def layer_rows(judged: Sequence[Judged], num_chosen: int) -> list[dict[str, Any]]:
-    """Return one row a layer: the share of the target's experts that each predictor names."""
+    """Return one row per layer: the share of the target's experts that each predictor names."""
     return [
         {
-            "layer": one.layer,
-            "target": one.target,
-            "tokens": len(one.certainty),
-            **{name: float(right.mean()) / num_chosen for name, right in one.right.items()},
+            "layer": entry.layer,
+            "target": entry.target,
+            "tokens": len(entry.certainty),
+            **{name: float(right.mean()) / num_chosen for name, right in entry.right.items()},
         }
-        for one in judged
+        for entry in judged
     ]
 
 
 def certainty_rows(judged: Sequence[Judged], num_chosen: int) -> list[dict[str, Any]]:
     """Return one row for each number of rightly predicted experts (Figure 2)."""
-    right = np.concatenate([one.right[PREDICTOR] for one in judged])
-    kld = np.concatenate([one.certainty for one in judged])
+    right = np.concatenate([entry.right[PREDICTOR] for entry in judged])
+    kld = np.concatenate([entry.certainty for entry in judged])
     rows = []
     for count in range(num_chosen + 1):
-        here = right == count
+        mask = right == count
         rows.append(
             {
                 "right": count,
                 "accuracy": count / num_chosen,
-                "tokens": int(here.sum()),
-                "share": float(here.mean()),
-                "certainty": float(kld[here].mean()) if here.any() else None,
+                "tokens": int(mask.sum()),
+                "share": float(mask.mean()),
+                "certainty": float(kld[mask].mean()) if mask.any() else None,
             }
         )
     return rows
 
 
 def decile_rows(judged: Sequence[Judged], num_chosen: int) -> list[dict[str, Any]]:
-    """Return one row for each tenth of the predictions, from the least certain router up."""
-    right = np.concatenate([one.right[PREDICTOR] for one in judged])
-    kld = np.concatenate([one.certainty for one in judged])
+    """Return one row per decile of the predictions, from the least certain router up."""
+    right = np.concatenate([entry.right[PREDICTOR] for entry in judged])
+    kld = np.concatenate([entry.certainty for entry in judged])
     parts = np.array_split(np.argsort(kld, kind="stable"), DECILES)
     return [
         {
             "decile": number,
-            "tokens": len(here),
-            "certainty": float(kld[here].mean()),
-            "accuracy": float(right[here].mean()) / num_chosen,
-            "half_or_less": float((right[here] <= num_chosen // 2).mean()),
-            "all_right": float((right[here] == num_chosen).mean()),
+            "tokens": len(indices),
+            "certainty": float(kld[indices].mean()),
+            "accuracy": float(right[indices].mean()) / num_chosen,
+            "half_or_less": float((right[indices] <= num_chosen // 2).mean()),
+            "all_right": float((right[indices] == num_chosen).mean()),
         }
-        for number, here in enumerate(parts, 1)
-        if len(here)
+        for number, indices in enumerate(parts, 1)
+        if len(indices)
     ]
 
 
 def correlation_rows(judged: Sequence[Judged]) -> list[dict[str, Any]]:
-    """Return one row a layer: what goes with how much of a token's set is predicted rightly."""
+    """Return one row per layer: correlates of how many experts of a token are predicted rightly."""
     return [
         {
-            "layer": one.layer,
-            "target": one.target,
-            "set_by_certainty": _correlation(one.right[PREDICTOR], one.certainty),
-            "first_by_certainty": _correlation(one.first, one.certainty),
-            "set_by_gap": _correlation(one.right[PREDICTOR], one.gap),
+            "layer": entry.layer,
+            "target": entry.target,
+            "set_by_certainty": _correlation(entry.right[PREDICTOR], entry.certainty),
+            "first_by_certainty": _correlation(entry.first, entry.certainty),
+            "set_by_gap": _correlation(entry.right[PREDICTOR], entry.gap),
         }
-        for one in judged
+        for entry in judged
     ]
 
 
 def document_rows(judged: Sequence[Judged]) -> list[dict[str, Any]]:
-    """Return one row a prompt: what goes with its tokens' accuracy, over all layers as in Figure 2.
+    """Return one row per prompt: correlates of its tokens' accuracy over all layers (Figure 2).
 
-    `within_layers` takes each layer's own means off both sides first: layers that are surer than
-    others, and better or worse foretold, then make no trend of their own.
+    `within_layers` first subtracts each layer's means from both sides: layers that are more certain
+    than others, and predicted better or worse, then make no trend of their own.
     """
-    prompts = np.concatenate([one.prompts for one in judged])
-    by_layer = [(one.right[PREDICTOR], one.certainty, one.gap) for one in judged]
+    prompts = np.concatenate([layer.prompts for layer in judged])
+    by_layer = [(layer.right[PREDICTOR], layer.certainty, layer.gap) for layer in judged]
     right, kld, gap = map(np.concatenate, zip(*by_layer, strict=True))
     centred = [[side - side.mean() for side in sides] for sides in by_layer]
     centred_right, centred_kld, _ = map(np.concatenate, zip(*centred, strict=True))
     rows = []
     for prompt in np.unique(prompts).tolist():
-        here = prompts == prompt
+        mask = prompts == prompt
         rows.append(
             {
                 "prompt": prompt,
-                "tokens": int(here.sum()),
-                "set_by_certainty": _correlation(right[here], kld[here]),
-                "within_layers": _correlation(centred_right[here], centred_kld[here]),
-                "set_by_gap": _correlation(right[here], gap[here]),
+                "tokens": int(mask.sum()),
+                "set_by_certainty": _correlation(right[mask], kld[mask]),
+                "within_layers": _correlation(centred_right[mask], centred_kld[mask]),
+                "set_by_gap": _correlation(right[mask], gap[mask]),
             }
         )
     return rows

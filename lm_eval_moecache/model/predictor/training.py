@@ -1,10 +1,10 @@
 """Trains predictors: CommitMoE's of each layer's next router, and SiDA's, which reads whole texts.
 
-CommitMoE's as its sections 4.2 and 5.1 say: recorded, trained layer by layer, judged. The working
+CommitMoE's follows its sections 4.2 and 5.1: record, train layer by layer, judge. The working
 folder holds recordings and trained layers under a digest of what they depend on, so that an
-interrupted run goes on and another loss uses the same recordings.
+interrupted run resumes and another loss uses the same recordings.
 
-Shapes: N samples (of SiDA's: truncated experts), D hidden size, E experts, B texts of a batch,
+Shapes: N samples (in SiDA's, truncated experts), D hidden size, E experts, B texts of a batch,
 T tokens, L layers.
 """
 
@@ -50,7 +50,7 @@ from lm_eval_moecache.records.predictor import HIDDEN_FACTOR, array_name, num_st
 
 
 class Best(NamedTuple):
-    """The epoch with the least held-out loss, of all `epochs` that were run."""
+    """The epoch with the lowest held-out loss, of all `epochs` run."""
 
     epochs: int
     epoch: int
@@ -65,27 +65,27 @@ def fit(
     epochs: Iterable[object],
     patience: int,
 ) -> Best:
-    """Train until `patience` epochs have brought nothing better; leave the best epoch's weights.
+    """Train until `patience` epochs bring no improvement; restore the best epoch's weights.
 
-    `train_epoch` returns the loss that it saw on the way.
+    `train_epoch` returns its training loss.
     """
-    kept: dict[str, Any] = copy.deepcopy(network.state_dict())
+    best_state: dict[str, Any] = copy.deepcopy(network.state_dict())
     best = Best(0, 0, float("nan"), float("inf"))
     for epoch, _ in enumerate(epochs, start=1):
         train_loss, loss = train_epoch(), held_out_loss()
         best = best._replace(epochs=epoch)
         if loss < best.held_out_loss:
             best = Best(epoch, epoch, train_loss, loss)
-            kept = copy.deepcopy(network.state_dict())
+            best_state = copy.deepcopy(network.state_dict())
         elif epoch - best.epoch >= patience:
             break
-    network.load_state_dict(kept)
+    network.load_state_dict(best_state)
     return best
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """How to train. The paper gives no batch size, no patience and no most number of epochs."""
+    """Training settings. The paper gives no batch size, patience or maximum number of epochs."""
 
     loss: str = "kl"
     learning_rate: float = 5e-5
@@ -108,8 +108,8 @@ def make(
 ) -> Artifact:
     """Make the predictor of a model; the same arguments give the same bytes, resumed or not.
 
-    `data` says where the prompts come from. What was found on the held-out ones stands in the
-    artifact's `made_from`, as the tables `layers` and `certainty`.
+    `data` names the source of the prompts. The results on the held-out ones are in the artifact's
+    `made_from`, as the tables `layers` and `certainty`.
     """
     path = model_path(pretrained)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -117,18 +117,18 @@ def make(
     layers = find_moe_layers(model)
     geometry, routers = describe(model, layers, pretrained), router_digest(layers)
     num_layers, top = geometry.num_layers, geometry.top_k
-    text = hashlib.sha256()
+    prompts_hash = hashlib.sha256()
     for prompt in prompts:
-        text.update(f"{len(prompt)} {prompt}".encode())
+        prompts_hash.update(f"{len(prompt)} {prompt}".encode())
     settings = {
         "routers": routers,
-        "prompts": text.hexdigest(),
+        "prompts": prompts_hash.hexdigest(),
         "tokens": num_tokens,
         "prompts_per_batch": prompts_per_batch,
     }
-    recorded = work / f"recorded-{_digest(settings)}"
+    recordings = work / f"recorded-{_digest(settings)}"
     sizes = {"num_tokens": num_tokens, "batch_size": prompts_per_batch}
-    samples = Samples(record(model, tokenizer, layers, prompts, recorded, **sizes))
+    samples = Samples(record(model, tokenizer, layers, prompts, recordings, **sizes))
     known, held_out = samples.split(recipe.seed)
     folder = work / f"trained-{_digest(settings | asdict(recipe))}"
     arrays: dict[str, Any] = {}
@@ -137,7 +137,7 @@ def make(
         file = folder / f"{layer:03d}.safetensors"
         if not file.is_file():
             pairs = samples.pairs(layer, num_layers)
-            parts = [pairs.where(np.isin(pairs.prompts_N, own)) for own in (known, held_out)]
+            parts = [pairs.where(np.isin(pairs.prompts_N, ids)) for ids in (known, held_out)]
             for name, part in zip(("training", "held-out"), parts, strict=True):
                 if not len(part.prompts_N):
                     raise ValueError(
@@ -145,12 +145,12 @@ def make(
                         "more prompts, or such as are answered at length."
                     )
             stages = num_stages(layer, num_layers)
-            made, best = train(*parts, stages=stages, num_chosen=top, recipe=recipe, layer=layer)
+            weights, best = train(*parts, stages=stages, num_chosen=top, recipe=recipe, layer=layer)
             row = {"epochs": best.epochs, "best_epoch": best.epoch, "loss": best.held_out_loss}
-            write_whole(file, save(made, metadata={"row": json.dumps(row)}))
-        with safe_open(file, "numpy") as trained:
-            arrays |= {name: trained.get_tensor(name) for name in trained.keys()}  # noqa: SIM118
-            trainings.append(json.loads(trained.metadata()["row"]))
+            write_whole(file, save(weights, metadata={"row": json.dumps(row)}))
+        with safe_open(file, "numpy") as tensors:
+            arrays |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+            trainings.append(json.loads(tensors.metadata()["row"]))
     made_from: dict[str, Any] = {
         **data,
         **asdict(recipe),
@@ -170,10 +170,10 @@ def make(
         arrays=arrays,
     )
     network = PredictorNetwork(artifact)
-    judged = judge(samples, network, layers, num_chosen=top, known=known, held_out=held_out)
-    rows = zip(layer_rows(judged, top), trainings, strict=True)
+    judgements = judge(samples, network, layers, num_chosen=top, known=known, held_out=held_out)
+    rows = zip(layer_rows(judgements, top), trainings, strict=True)
     made_from["layers"] = [{**row, **training} for row, training in rows]
-    made_from["certainty"] = certainty_rows(judged, top)
+    made_from["certainty"] = certainty_rows(judgements, top)
     return artifact
 
 
@@ -189,8 +189,8 @@ def train(
 ) -> tuple[dict[str, Halves], Best]:
     """Train one layer's predictor; the same samples, recipe and layer give the same arrays.
 
-    Adam with its learning rate halved every few epochs. Returns the arrays by their name in the
-    artifact, and how the training went.
+    Adam, with its learning rate halved every `halve_every` epochs. Returns the arrays by their name
+    in the artifact, and the best epoch.
     """
     torch.manual_seed(recipe.seed * 1009 + layer)
     order = torch.Generator().manual_seed(recipe.seed * 1009 + layer)
@@ -199,7 +199,7 @@ def train(
     linears = [nn.Linear(*sizes) for sizes in pairwise(widths)]
     network = nn.Sequential(*[m for linear in linears for m in (nn.ReLU(), linear)][1:])
     inputs, targets = _tensors(pairs, recipe.loss, num_chosen)
-    judged = _tensors(held_out, recipe.loss, num_chosen)
+    eval_set = _tensors(held_out, recipe.loss, num_chosen)
     adam = torch.optim.Adam(network.parameters(), lr=recipe.learning_rate)
     halving = torch.optim.lr_scheduler.StepLR(adam, step_size=recipe.halve_every, gamma=0.5)
 
@@ -218,20 +218,20 @@ def train(
         with torch.no_grad():
             parts = [
                 float(_loss(network(x.float()), y, recipe.loss)) * len(x)
-                for x, y in zip(*(torch.split(values, _CHUNK) for values in judged), strict=True)
+                for x, y in zip(*(torch.split(values, _CHUNK) for values in eval_set), strict=True)
             ]
-        return sum(parts) / len(judged[0])
+        return sum(parts) / len(eval_set[0])
 
     best = fit(network, epoch, held_out_loss, range(recipe.max_epochs), recipe.patience)
     arrays: dict[str, Halves] = {}
     for stage, linear in enumerate(linears):
-        for what, values in (("weight", linear.weight), ("bias", linear.bias)):
-            arrays[array_name(layer, stage, what)] = values.detach().half().numpy()
+        for part, values in (("weight", linear.weight), ("bias", linear.bias)):
+            arrays[array_name(layer, stage, part)] = values.detach().half().numpy()
     return arrays, best
 
 
 def _tensors(pairs: Pairs, loss: str, num_chosen: int) -> tuple[Tensor, Tensor]:
-    """Return inputs, and as targets the distribution (`kl`) or the set (`bce`) of the router."""
+    """Return inputs and targets: the router's distribution (`kl`) or its chosen set (`bce`)."""
     inputs = torch.from_numpy(pairs.inputs_ND)
     if loss == "kl":
         return inputs, torch.from_numpy(pairs.targets_NE).float().softmax(-1)
@@ -252,12 +252,12 @@ _IGNORED = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRecipe:
-    """How to train. `truncate` experts of each router are distilled, those with most logit."""
+    """Training settings. Each router's `truncate` experts with the largest logits are distilled."""
 
     width: int = 128
     truncate: int = 30
     hard_weight: float = 0.1
-    """Of the cross-entropy of the chosen experts, beside the distillation."""
+    """Weight of the chosen experts' cross-entropy, beside the distillation loss."""
     learning_rate: float = 1e-3
     batch_size: int = 16
     max_epochs: int = 60
@@ -267,7 +267,7 @@ class TextRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text: its tokens [T], and of each router the best experts and their logits [T, L, N]."""
+    """One text: its tokens [T], and each router's best experts and their logits [T, L, N]."""
 
     ids: Tensor
     best: Tensor
@@ -285,42 +285,42 @@ def record_texts(
     batch_size: int,
     truncate: int,
 ) -> list[Text]:
-    """Let the model answer the prompts greedily and note its routers' logits along each text."""
-    found = []
+    """Generate greedily from the prompts, and record the routers' top logits along each text."""
+    texts = []
     truncate = min(truncate, layers[0].num_experts)
-    seen: list[Tensor] = []
+    layer_logits: list[Tensor] = []
 
     def keep(layer: MoELayer) -> Any:
         def hook(router: nn.Module, args: Any, output: Any) -> None:
             logits = layer.gate.read(output).logits
-            seen.append(logits.reshape(-1, logits.shape[-1]).float())
+            layer_logits.append(logits.reshape(-1, logits.shape[-1]).float())
 
         return hook
 
     for start in tqdm(range(0, len(prompts), batch_size), desc="recording", unit="batch"):
         batch = prompts[start : start + batch_size]
-        answered, real, _ = generate(model, tokenizer, batch, num_tokens)
+        tokens, valid, _ = generate(model, tokenizer, batch, num_tokens)
         handles = [layer.router.register_forward_hook(keep(layer)) for layer in layers]
-        for row, own in zip(answered, real, strict=True):
-            seen.clear()
-            model(row[own][None])
-            values, best = torch.stack(seen, dim=1).topk(truncate)
-            found.append(Text(row[own].cpu(), best.cpu(), values.cpu()))
+        for row, is_real in zip(tokens, valid, strict=True):
+            layer_logits.clear()
+            model(row[is_real][None])
+            values, best = torch.stack(layer_logits, dim=1).topk(truncate)
+            texts.append(Text(row[is_real].cpu(), best.cpu(), values.cpu()))
         for handle in handles:
             handle.remove()
-    return found
+    return texts
 
 
 def train_on_texts(
     texts: Sequence[Text], embedding: nn.Module, geometry: Geometry, recipe: TextRecipe
 ) -> tuple[DataAwareNetwork, dict[str, Any]]:
-    """Train until the loss of held-out texts has stopped to fall; the same texts, the same bits.
+    """Train until the held-out loss stops falling; the same texts give the same bits.
 
-    Returns the network with the least of it, and what an artifact says of the training: a row a
-    layer has the share of the router's top-k that is among the network's, and among the most used
-    experts of the texts trained on.
+    Returns the network of the lowest loss, and the training's entry in an artifact: a row per layer
+    has the share of the router's top-k that is among the network's, and among the most used experts
+    of the training texts.
 
-    Distilled is the router's distribution over its `truncate` best experts (SiDA's truncated
+    The router's distribution over its `truncate` best experts is distilled (SiDA's truncated
     knowledge distillation; how many, and the weight of the hard labels, are our reading).
     """
     torch.manual_seed(recipe.seed)
@@ -356,11 +356,11 @@ def train_on_texts(
 
     epochs = tqdm(range(recipe.max_epochs), desc="training", unit="epoch")
     best = fit(network, epoch, held_out_loss, epochs, recipe.patience)
-    # What is judged is what is stored: halves.
+    # Judged as stored, in float16.
     network.load_state_dict({k: value.half().float() for k, value in network.state_dict().items()})
     layers = _recalls(network.eval(), known, held_out, embedding, top_k)
-    told = {"epochs": best.epochs, "held_out_loss": best.held_out_loss, "layers": layers}
-    return network, told
+    summary = {"epochs": best.epochs, "held_out_loss": best.held_out_loss, "layers": layers}
+    return network, summary
 
 
 def _text_loss(
@@ -380,10 +380,10 @@ def _text_loss(
     teacher = padded([text.logits for text in batch], 0)
     with torch.no_grad():
         embedded = embedding(ids)
-    # Padding stands behind the text, which a causal network never looks at.
+    # Padding follows the text, where a causal network never looks.
     logits_BTLE = network(embedded)[0]
-    real = best[..., 0] != _IGNORED
-    best, teacher, student = best[real], teacher[real], logits_BTLE[real]
+    is_real = best[..., 0] != _IGNORED
+    best, teacher, student = best[is_real], teacher[is_real], logits_BTLE[is_real]
     soft = nn.functional.kl_div(
         student.gather(-1, best).log_softmax(-1), teacher.softmax(-1), reduction="batchmean"
     )
@@ -400,18 +400,18 @@ def _recalls(
     embedding: nn.Module,
     top_k: int,
 ) -> list[dict[str, Any]]:
-    """Return which share of the routers' choices network and frequencies name, a row a layer."""
+    """Return per layer the share of the router's choices that network and frequencies name."""
     true = torch.cat([text.best[..., :top_k] for text in held_out])
-    named = [network(embedding(text.ids[None]))[0][0].topk(top_k).indices for text in held_out]
+    predicted = [network(embedding(text.ids[None]))[0][0].topk(top_k).indices for text in held_out]
     chosen = torch.cat([text.best[..., :top_k] for text in known])
     num_experts = network.per_layer[1]
     counts = torch.stack(
         [torch.bincount(own.flatten(), minlength=num_experts) for own in chosen.unbind(1)]
     )
-    most = counts.argsort(dim=-1, descending=True, stable=True)[None, :, :top_k]
+    most_used = counts.argsort(dim=-1, descending=True, stable=True)[None, :, :top_k]
     shares = []
-    for told in (torch.cat(named), most.expand_as(true)):
-        right_TLK = (told[..., :, None] == true[..., None, :]).any(-2).float()
+    for named_experts in (torch.cat(predicted), most_used.expand_as(true)):
+        right_TLK = (named_experts[..., :, None] == true[..., None, :]).any(-2).float()
         shares.append(right_TLK.mean(-1).mean(0).tolist())
     rows = enumerate(zip(*shares, strict=True))
     return [{"layer": n, "data_aware": own, "frequency": frequent} for n, (own, frequent) in rows]

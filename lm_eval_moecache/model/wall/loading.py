@@ -1,7 +1,7 @@
-"""Puts a model behind the wall clock, loaded with its experts in a tier: nothing is held twice.
+"""Loads a model for the wall clock with its experts in a tier, so that nothing is held twice.
 
-Experts that a checkpoint has as they are executed are read from its files, where they lie. What
-cannot go behind the wall clock is refused before.
+Experts that a checkpoint has in execution layout are read from its files in place. Models and
+arguments that the wall clock does not support are refused before.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import Capacity
 
 PREFIX = "experts-"
-"""Begins the name of a folder that goes when the experts in it have been opened."""
+"""Prefix of a temporary folder, deleted once the files of its experts are open."""
 
 
 class ExpertLoader:
-    """Takes the experts out of a model while transformers loads it, converted as it converts them.
+    """Takes the experts out of a model while transformers loads and converts it.
 
-    The rest goes on to the device. `ram`: experts are read into host memory. `disk`: they stay in
-    the checkpoint where they lie there as they are executed (in one tensor or in several), and else
-    are written once to files under `folder`, layer after layer, where later loads of the same
-    weights find them. With `codecs` experts are encoded as they come, and both stores hold them so,
+    All other weights go to the device. `ram`: experts are read into host memory. `disk`: they stay
+    in the checkpoint if it has them in execution layout (in one tensor or in several); otherwise
+    they are written once to files under `folder`, layer by layer, for later loads of the same
+    weights. With `codecs` experts are encoded while loading, and both stores hold them encoded,
     level by level.
     """
 
@@ -89,9 +89,9 @@ class ExpertLoader:
         files: Sequence[Path] = (),
         identity: str = "",
     ) -> None:
-        """`files`: the checkpoint's safetensors files, if it has any; `identity`: which they are.
+        """`files`: the checkpoint's safetensors files, if any; `identity`: of the weights in them.
 
-        Experts on disk that nothing can tell from others' are written anew at each load.
+        Without an identity, experts on disk are written anew at each load.
         """
         self.codecs, self._kept = codecs, kept
         self._store = store
@@ -104,18 +104,18 @@ class ExpertLoader:
             self._in_place = find_in_place(skeleton, files)
         self._device = CPU
         self.tiers: list[Tier] = []
-        """Level -> where its experts lie."""
+        """Level -> the tier of its experts."""
         self.parameters: list[dict[str, Tensor]]
         """Layer -> parameter name -> a tensor of its shape and type."""
         self.figures: dict[str, Any] = {}
         """Time and peak memory of loading."""
 
     arguments: ClassVar[Mapping[str, Any]] = {"device_map": {"": "cpu"}, "max_memory": None}
-    """What `from_pretrained` is told about places: the device gets its part later."""
+    """Placement arguments of `from_pretrained`: the device gets its part later."""
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Watch over a load, `take_experts` included: errors name the store."""
+        """Measure a load, `take_experts` included; its errors name the store."""
         start_s = time.perf_counter()
         try:
             with ExitStack() as stack:
@@ -143,9 +143,9 @@ class ExpertLoader:
             self.figures["peak_device_bytes"] = peak_bytes
 
     def take_experts(self, model: nn.Module, device: torch.device) -> None:
-        """Move a loaded model's experts into the tier; shapes without memory stay behind.
+        """Move a loaded model's experts into the tiers; shapes without memory stay behind.
 
-        All but the experts goes to the device; what that copies from is locked.
+        All other weights go to the device; the memory that it copies from is page-locked.
         """
         self._device = device
         layers = find_moe_layers(model)
@@ -156,7 +156,9 @@ class ExpertLoader:
         elif self.codecs is not None:
             pairs = list(zip(layers, take(layers, self.codecs, self._kept), strict=True))
             self.tiers = [
-                RamTier([stored_parameters(layer.experts, own, level) for layer, own in pairs])
+                RamTier(
+                    [stored_parameters(layer.experts, stored, level) for layer, stored in pairs]
+                )
                 for level in range(len(self.codecs))
             ]
         else:
@@ -173,14 +175,14 @@ class ExpertLoader:
 
     def copy_of(self, layer: int) -> dict[str, Tensor]:
         """Return a copy of a layer's experts [experts, ...] in host memory, as they are stored."""
-        found = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in self.parameters[layer].items()}
-        for expert in range(len(next(iter(found.values())))):
-            target = {name: stacked[expert] for name, stacked in found.items()}
+        copies = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in self.parameters[layer].items()}
+        for expert in range(len(next(iter(copies.values())))):
+            target = {name: stacked[expert] for name, stacked in copies.items()}
             self.tiers[0].fill(layer, expert, target)
-        return found
+        return copies
 
     def _write(self, stack: ExitStack, layers: Sequence[MoELayer]) -> None:
-        """Begin to write experts to files while they are loaded, unless they are there."""
+        """Write experts to files while they are loaded, unless the files exist."""
         dtype = next(iter(expert_parameters(layers[0].experts).values())).dtype
         codecs = self.codecs or [AsStored(dtype)]
         if not self._identity:
@@ -194,7 +196,7 @@ class ExpertLoader:
         stack.enter_context(encoding(layers, codecs, self._files, release=True))
 
     def _written(self, layers: Sequence[MoELayer]) -> list[Tier]:
-        """Return the files of each level as a tier; what is no matrix stays in host memory."""
+        """Return each level's files as a tier; parameters but matrices stay in host memory."""
         assert self._files is not None
         levels = range(1 if self.codecs is None else len(self.codecs))
         rows: list[list[dict[str, OnDisk]]] = [[] for _ in levels]
@@ -205,22 +207,22 @@ class ExpertLoader:
             plain = expert_parameters(layer.experts).items()
             beside.append({name: t for name, t in plain if name not in matrices})
             for level in levels:
-                found = tensors_in(self._files.file(level, index))
+                tensors = tensors_in(self._files.file(level, index))
                 if self.codecs is None:
-                    found = {name: found[part_of(name, 0)] for name in matrices}
-                rows[level].append({name: each.by_expert for name, each in found.items()})
-        return [DiskTier(each, beside) for each in rows]
+                    tensors = {name: tensors[part_of(name, 0)] for name in matrices}
+                rows[level].append({name: entry.by_expert for name, entry in tensors.items()})
+        return [DiskTier(entry, beside) for entry in rows]
 
 
 def names_of(layers: Sequence[MoELayer]) -> list[dict[str, str]]:
-    """Return each layer's parameters with an entry for each expert: name -> name in the model."""
+    """Return each layer's per-expert parameters: name -> name in the model."""
     return [{n: f"{layer.path}.{n}" for n in expert_parameters(layer.experts)} for layer in layers]
 
 
 def find_in_place(skeleton: Any, files: Sequence[Path]) -> list[dict[str, OnDisk]] | None:
-    """Return where each layer's experts lie in these files, of the type and order they have there.
+    """Return the spans of each layer's experts in these files, with the dtype and order they have.
 
-    None where any would have to be converted: another type, a transposition, a quantised model, no
+    None where any would have to be converted: another dtype, a transposition, a quantised model, no
     safetensors.
     """
     if not files or not can_leave_out() or hasattr(skeleton.config, "quantization_config"):
@@ -229,14 +231,14 @@ def find_in_place(skeleton: Any, files: Sequence[Path]) -> list[dict[str, OnDisk
     layers = find_moe_layers(skeleton)
     names = names_of(layers)
     sources = sources_of(skeleton, {name for row in names for name in row.values()}, tensors)
-    found: list[dict[str, OnDisk]] = []
+    layer_spans: list[dict[str, OnDisk]] = []
     for layer, row in zip(layers, names, strict=True):
         parameters = expert_parameters(layer.experts).items()
         places = {n: _place(sources.get(row[n]), p, tensors) for n, p in parameters}
         if None in places.values():
             return None
-        found.append({name: place for name, place in places.items() if place is not None})
-    return found
+        layer_spans.append({name: place for name, place in places.items() if place is not None})
+    return layer_spans
 
 
 def _place(
@@ -262,7 +264,7 @@ def _place(
     return [joined(parts) for parts in experts] if fits else None
 
 
-# Ways of loading or of placing that would not leave the experts where the store finds them.
+# Ways of loading or placing that would put experts where the store does not find them.
 LOADS_OTHERWISE = (
     "autogptq delta device_map gguf_file gptqmodel load_in_4bit load_in_8bit parallelize peft "
     "quantization_config tp_plan"
@@ -292,12 +294,12 @@ def check_wall(
             f"clock='wall': {', '.join(KERNELS)}."
         )
     partitions = capacity.partitions(geometry.num_layers)
-    if not geometry.compute_bytes:  # Slots of encoded experts have the size of what lies there.
+    if not geometry.compute_bytes:  # Slots of encoded experts have their experts' size.
         for size, layers in zip(capacity.bytes_by_partition, partitions, strict=True):
             slots_of(size, geometry, layers)
     device, slots = str(theirs["device"]), capacity.total_bytes
-    own = [p for layer in find_moe_layers(model) for p in layer.experts.parameters()]
-    dense = sum(p.nbytes for p in model.parameters()) - sum(p.nbytes for p in own)
+    expert_weights = [p for layer in find_moe_layers(model) for p in layer.experts.parameters()]
+    dense = sum(p.nbytes for p in model.parameters()) - sum(p.nbytes for p in expert_weights)
     memory = None if device == "cpu" else total_memory(torch.device(device))
     if memory is not None and slots + dense > memory:
         raise ValueError(
@@ -305,18 +307,18 @@ def check_wall(
             f"do not fit into the {memory} bytes of {device}. Allowed with clock='wall': at most "
             f"{max(memory - dense, 0)} bytes."
         )
-    # The host has to hold experts at every level, and all else on a CPU.
-    experts = sum(map(sum, geometry.expert_bytes)) * geometry.num_experts if store == "ram" else 0
-    needed = {"experts": experts}
+    # The host holds experts at every level and, where it is the device, all other weights.
+    stored = sum(map(sum, geometry.expert_bytes)) * geometry.num_experts if store == "ram" else 0
+    needed = {"experts": stored}
     if device == "cpu":
         needed |= {"slots": slots, "the model's other weights": dense}
     available = available_host_bytes()
     if available is not None and sum(needed.values()) > available:
-        parts = " and ".join(f"{size} bytes of {what}" for what, size in needed.items() if size)
-        where = "memory" if device == "cpu" else "locked memory"
+        parts = " and ".join(f"{size} bytes of {item}" for item, size in needed.items() if size)
+        kind = "memory" if device == "cpu" else "locked memory"
         other = "store=disk, or more memory" if store == "ram" else "a smaller capacity"
         raise ValueError(
-            f"store={store!r}: {parts} have to lie in {where}, but the host has {available} bytes "
+            f"store={store!r}: {parts} have to lie in {kind}, but the host has {available} bytes "
             f"to give. Allowed: {other}."
         )
 
@@ -340,7 +342,7 @@ def assemble(
 def prepare_host(
     engine: WallEngine, store: SlotStore, experts: nn.Module, device: torch.device
 ) -> None:
-    """Let a policy that executes on the host know this machine, by the first layer's experts."""
+    """Give a policy that executes on the host its costs here, by the first layer's experts."""
     if engine.host is not None:
         store.note_host = engine.note_host
         if engine.host.asks_for_costs:
@@ -348,7 +350,7 @@ def prepare_host(
 
 
 FEW, MANY = 1, 32
-"""Tokens of the two measurements that a line is laid through."""
+"""Numbers of tokens of the two measurements that fit a line."""
 TRIALS = 5
 
 
@@ -374,7 +376,7 @@ def measure_host(
         return once
 
     def on_device(tokens: int) -> Callable[[], object]:
-        """The two products alone: what else a kernel does is the same for every expert."""
+        """Time the two products alone: a kernel's other work is the same for every expert."""
         hidden_TD, up_DH = ones(tokens, hidden_size), ones(hidden_size, width)
         down_HD = ones(width // 2, hidden_size)
 
@@ -398,14 +400,14 @@ def measure_host(
 
 
 def _line(of_tokens: Callable[[int], Callable[[], object]]) -> tuple[float, float]:
-    """Return the seconds that a call takes at all, and for each token more."""
+    """Return a call's fixed seconds, and its seconds per token."""
     few_s, many_s = _fastest(of_tokens(FEW)), _fastest(of_tokens(MANY))
     each_s = max(many_s - few_s, 0.0) / (MANY - FEW)
     return max(few_s - FEW * each_s, 0.0), each_s
 
 
 def _fastest(function: Callable[[], object]) -> float:
-    """Return the least of a few times, after a first call that does not count."""
+    """Return the shortest time of a few calls in seconds, after a warm-up call."""
     seconds = []
     for _ in range(1 + TRIALS):
         start_s = time.perf_counter()

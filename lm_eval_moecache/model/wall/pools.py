@@ -1,8 +1,8 @@
-"""Where experts lie: absent ones in host memory or files, resident ones in slots; and the copies.
+"""Expert storage: absent ones in host memory or files, resident ones in slots; and the copies.
 
-Experts at the model's own precision have slots of one size in one tensor for each parameter;
-encoded ones are moved as they are stored, and a slot is as large as its expert at its level
-(`engine.wall.slots.LeveledCache` says which there are; their bytes never exceed the capacity).
+Experts at the model's own precision have slots of one size in one tensor per parameter. Encoded
+ones are moved as stored, and a slot is as large as its expert at its level
+(`engine.wall.slots.LeveledCache` decides which exist; their bytes never exceed the capacity).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from lm_eval_moecache.records.sizes import Capacity
 DECODED_BYTES = 64 * 2**20
 """Experts are decoded together up to this size, and at least one."""
 Places = Mapping[int, int]
-"""Expert of the layer -> where it lies."""
+"""Expert of the layer -> its slot, or its row among decoded experts."""
 Row = Mapping[str, Tensor]
 """Parameter name -> one expert's part of it."""
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -57,23 +57,23 @@ _DTYPES |= {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32}
 
 
 class Tier(ABC):
-    """Gives the weights of any expert, to any thread."""
+    """Holds the weights of all experts, for any thread to read."""
 
     @abstractmethod
     def fill(self, layer: int, expert: int, target: Row) -> None:
         """Copy an expert's weights into host memory. Raises OSError where they cannot be read."""
 
     def source(self, layer: int, expert: int) -> Row | None:
-        """Return an expert's weights where they lie in memory that a device can copy from."""
+        """Return an expert's weights in place; None unless a device can copy from there."""
         return None
 
     def row(self, layer: int, expert: int, shapes: Shapes) -> Row:
-        """Return an expert's weights in host memory, where they lie or read from there."""
-        found = self.source(layer, expert)
-        if found is None:
-            found = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in shapes.items()}
-            self.fill(layer, expert, found)
-        return found
+        """Return an expert's weights in host memory, in place if possible, else as a copy."""
+        row = self.source(layer, expert)
+        if row is None:
+            row = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in shapes.items()}
+            self.fill(layer, expert, row)
+        return row
 
 
 class RamTier(Tier):
@@ -92,8 +92,8 @@ class RamTier(Tier):
     def pin(self) -> None:
         """Lock the memory, so that a device can copy from it at full speed; one tensor at a time.
 
-        Copies, because a map of a file and small tensors that share a page cannot be locked where
-        they are. Raises OSError where the system does not lock so much.
+        Copies, because file mappings and small tensors that share a page cannot be locked in
+        place. Raises OSError where the system will not lock that much.
         """
         if not can_lock():
             return
@@ -103,9 +103,9 @@ class RamTier(Tier):
 
 
 Span = tuple[str, int, int]
-"""A file, where something begins in it, and its bytes."""
+"""(file, offset, bytes)"""
 OnDisk = Sequence[Sequence[Span]]
-"""One layer's parameter in files: expert -> where its part lies, piece after piece."""
+"""One layer's parameter in files: expert -> the spans of its part, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,31 +119,32 @@ class Stored:
 
     @property
     def span(self) -> Span:
+        """The tensor's file, offset and bytes."""
         return self.file, self.offset, math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def by_expert(self) -> OnDisk:
-        """Divide a parameter [experts, ...] between its experts."""
+        """The spans of a parameter [experts, ...], expert by expert."""
         file, offset, nbytes = self.span
         size = nbytes // self.shape[0]
         return [[(file, offset + expert * size, size)] for expert in range(self.shape[0])]
 
 
 def joined(parts: Sequence[Stored]) -> Sequence[Span]:
-    """Return where an expert lies whose matrices [rows, ...] are these tensors, one by one."""
-    found: list[Span] = []
+    """Return the spans of an expert whose matrices are these tensors, adjacent ones joined."""
+    spans: list[Span] = []
     for file, offset, size in (part.span for part in parts):
-        if found and found[-1][0] == file and sum(found[-1][1:]) == offset:
-            size += found[-1][2]
-            offset = found.pop()[1]
-        found.append((file, offset, size))
-    return found
+        if spans and spans[-1][0] == file and sum(spans[-1][1:]) == offset:
+            size += spans[-1][2]
+            offset = spans.pop()[1]
+        spans.append((file, offset, size))
+    return spans
 
 
 class DiskTier(Tier):
-    """Experts in files, which stay open until it is gone, whoever removes them meanwhile.
+    """Experts in files, which it holds open for its lifetime, even if they are deleted meanwhile.
 
-    They are read, not mapped: a bad file is an error and no bus error.
+    They are read, not mapped, so that a bad file raises an error instead of SIGBUS.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class DiskTier(Tier):
         parameters: Sequence[Mapping[str, OnDisk]],
         beside: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> None:
-        """`beside`: layer -> small parameters [experts, ...] that stay in memory, as biases."""
+        """`beside`: layer -> small parameters [experts, ...] that stay in memory, like biases."""
         self._parameters, self._beside = parameters, beside
         rows = (row.values() for row in parameters)
         files = {f for row in rows for experts in row for spans in experts for f, _, _ in spans}
@@ -161,7 +162,7 @@ class DiskTier(Tier):
 
     def fill(self, layer: int, expert: int, target: Row) -> None:
         if hasattr(os, "posix_fadvise"):
-            # All of it at once: the disk works on the next piece while one is copied.
+            # All spans at once: the disk reads the next one while one is copied.
             for experts in self._parameters[layer].values():
                 for file, offset, size in experts[expert]:
                     os.posix_fadvise(self._files[file], offset, size, os.POSIX_FADV_WILLNEED)
@@ -169,13 +170,13 @@ class DiskTier(Tier):
             if self._beside is not None and name in self._beside[layer]:
                 tensor.copy_(self._beside[layer][name][expert])
                 continue
-            rest = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            buffer = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
             for file, offset, size in self._parameters[layer][name][expert]:
                 try:
-                    self._read(file, offset, rest[:size])
+                    self._read(file, offset, buffer[:size])
                 except OSError as error:
                     raise OSError(f"MoE layer {layer}, expert {expert}: {error}") from error
-                rest = rest[size:]
+                buffer = buffer[size:]
 
     def _read(self, file: str, offset: int, target: memoryview) -> None:
         while target:
@@ -186,12 +187,12 @@ class DiskTier(Tier):
 
 
 def tensors_in(file: Path | str) -> dict[str, Stored]:
-    """Return a safetensors file's tensors, of types that are known here, and read none of them.
+    """Return a safetensors file's tensors of supported dtypes by name, without reading them.
 
     Raises ValueError where the file is not sound.
     """
     try:
-        # Compares its header with the file's size.
+        # Opening compares the header with the file's size.
         with safe_open(file, framework="pt"), open(file, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(length))
@@ -199,12 +200,12 @@ def tensors_in(file: Path | str) -> dict[str, Stored]:
         problem = f"{file} is not a sound safetensors file"
         raise ValueError(f"store='disk': {problem}: {error!r}") from error
     header.pop("__metadata__", None)
-    found = dict[str, Stored]()
+    tensors = dict[str, Stored]()
     for name, entry in header.items():
         if entry["dtype"] in _DTYPES:
             start, shape = 8 + length + entry["data_offsets"][0], tuple(entry["shape"])
-            found[name] = Stored(str(file), start, shape, _DTYPES[entry["dtype"]])
-    return found
+            tensors[name] = Stored(str(file), start, shape, _DTYPES[entry["dtype"]])
+    return tensors
 
 
 def expert_parameters(experts: nn.Module) -> dict[str, Tensor]:
@@ -217,49 +218,49 @@ def expert_parameters(experts: nn.Module) -> dict[str, Tensor]:
 
 
 def part_of(name: str, index: int) -> str:
-    """Name one of the tensors that a parameter is stored as."""
+    """Return the name of one of the tensors that a parameter is stored as."""
     return f"{name}.{index}"
 
 
 def stored_parameters(
     experts: nn.Module, stored: Mapping[str, Encoded], level: int
 ) -> dict[str, Tensor]:
-    """Return what a tier holds of a layer at a level: encoded matrices, the rest as it is."""
-    found = {
+    """Return a layer's tensors in a tier of this level: encoded matrices, the others unchanged."""
+    encoded = {
         part_of(name, i): tensor
         for name, levels in stored.items()
         for i, tensor in enumerate(levels[level])
     }
     plain = expert_parameters(experts).items()
-    return {**found, **{name: tensor for name, tensor in plain if name not in stored}}
+    return {**encoded, **{name: tensor for name, tensor in plain if name not in stored}}
 
 
 def shapes_of(experts: nn.Module, codec: Codec) -> Shapes:
-    """Return the tensors of one expert as a codec stores it."""
+    """Return the shapes and dtypes of one expert's tensors as a codec stores them."""
     matrices = expert_matrices(experts)
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, stacked in matrices.items():
         for i, layout in enumerate(codec.layout(matrix_shape(experts, stacked))):
-            found[part_of(name, i)] = layout
+            shapes[part_of(name, i)] = layout
     for name, tensor in expert_parameters(experts).items():
         if name not in matrices:
-            found[name] = (tuple(tensor.shape[1:]), tensor.dtype)
-    return found
+            shapes[name] = (tuple(tensor.shape[1:]), tensor.dtype)
+    return shapes
 
 
 class DeviceMover(ABC):
-    """The mover of the wall clock (`engine.wall.link.Mover`), for slots of any kind.
+    """The wall clock's mover (`engine.wall.link.Mover`), for slots of any kind.
 
-    On a device with streams copies go on one of their own, from pinned memory, after what their
-    fence marks; `finish` waits for them in the worker's thread. A device with one queue (MPS) gets
-    them in its order, by calls that return when the bytes are there.
+    On a device with streams, copies run on a stream of their own, from pinned memory, after their
+    fence; `finish` waits for them in the worker's thread. A device with one queue (MPS) takes them
+    in order, by calls that return once the bytes have arrived.
     """
 
     def __init__(self, num_experts: int, device: torch.device) -> None:
         self._num_experts = num_experts
         self._device = device
         self._stream = copy_stream(device)
-        # Copies on a stream overlap with the bookkeeping of the one before.
+        # A copy on a stream overlaps with the bookkeeping of the one before.
         self.depth = 1 if self._stream is None else 2
         self._staging: list[dict[tuple[str, torch.Size], Tensor]] = [{} for _ in range(self.depth)]
         self._turn = 0
@@ -271,36 +272,36 @@ class DeviceMover(ABC):
 
     @abstractmethod
     def tier_of(self, level: int) -> Tier:
-        """Return where experts are stored at a level."""
+        """Return the tier that stores experts at a level."""
 
     @abstractmethod
     def stored(self, layer: int, expert: int) -> Row:
-        """Return one expert from where it is stored, in host memory: nothing is cached."""
+        """Return one expert from its tier, in host memory, without caching it."""
 
     @abstractmethod
     def parts(
         self, module: nn.Module, layer: int, places: Places
     ) -> Iterator[tuple[Places, Matrices]]:
-        """Divide experts of a layer by the matrices that are made for them together, on a CPU."""
+        """Group a layer's experts by the `Matrices` that hold them, on a CPU."""
 
     @abstractmethod
     def windows(self, layer: int, places: Places, most: int) -> Iterator[tuple[Places, Slots]]:
-        """Divide experts by pieces of at most so many slots, for a kernel of transformers."""
+        """Group experts by pieces of at most `most` slots, for a kernel of transformers."""
 
     def whole(self, module: nn.Module, layer: int) -> OnSlots | None:
         """Return a stand-in for the whole layer where the cache holds it in one piece."""
         return None
 
     def elsewhere(self, module: nn.Module, layer: int, experts: Sequence[int]) -> Matrices:
-        """Return experts, slot by slot, as they are stored in host memory: no transfer."""
+        """Return the matrices of experts in host memory, in the order given, without a transfer."""
         return _slot_by_slot(module, [self.stored(layer, expert) for expert in experts])
 
     def place(self, transfer: Transfer) -> None:
-        """Do nothing: the slots are there."""
+        """Do nothing: the slots exist already."""
         return
 
     def fence(self) -> object:
-        """Mark what has been launched so far: kernels that may still read slots given away."""
+        """Record an event after all launched kernels, which may still read reassigned slots."""
         if self._stream is None:
             return None
         launched = torch.Event(self._device)
@@ -352,15 +353,15 @@ class DeviceMover(ABC):
             torch.accelerator.synchronize(self._device)
 
     def _stage(self, tier: Tier, layer: int, expert: int, target: Row) -> Row:
-        """Read an expert into pinned memory; a buffer comes round once its copy was finished."""
+        """Read an expert into pinned memory; a buffer is reused once its copy has finished."""
         self._turn = (self._turn + 1) % self.depth
-        held = self._staging[self._turn]
+        buffers = self._staging[self._turn]
         buffer: dict[str, Tensor] = {}
         for name, t in target.items():
             # Layers need not have experts of one size.
-            if (name, t.shape) not in held:
-                held[name, t.shape] = locked_empty(tuple(t.shape), t.dtype)
-            buffer[name] = held[name, t.shape]
+            if (name, t.shape) not in buffers:
+                buffers[name, t.shape] = locked_empty(tuple(t.shape), t.dtype)
+            buffer[name] = buffers[name, t.shape]
         tier.fill(layer, expert, buffer)
         return buffer
 
@@ -370,10 +371,10 @@ def _slot_by_slot(module: nn.Module, rows: Sequence[Row]) -> Matrices:
 
 
 class SlotPools(DeviceMover):
-    """One tensor [slots, ...] per parameter of each cache: the mover of the wall clock.
+    """One tensor [slots, ...] per parameter of each cache, for experts that are not encoded.
 
-    A layer's experts are found at `of_layer(layer)[name][slot]`. What is in no slot is zero, so
-    that arithmetic on an empty one is finite.
+    A layer's experts are found at `of_layer(layer)[name][slot]`. Empty slots start as zeros, so
+    that arithmetic on them is finite.
     """
 
     def __init__(
@@ -388,7 +389,7 @@ class SlotPools(DeviceMover):
         self._tier = tier
         self._pools: list[dict[str, Tensor]] = []
         self._matrices: dict[int, Matrices] = {}
-        """Pool -> its slots as products take them, made once for all its layers."""
+        """Pool -> the matrices of its slots, made once for all its layers."""
         self._whole: dict[int, OnSlots | None] = {}
         self._layers: list[tuple[int, bool, int]] = []
         """Layer -> its pool, whether that holds all its layers' experts, its place there."""
@@ -406,17 +407,18 @@ class SlotPools(DeviceMover):
 
     @property
     def num_bytes(self) -> int:
+        """The bytes of all slots."""
         return sum(tensor.nbytes for pool in self._pools for tensor in pool.values())
 
     def of_layer(self, layer: int) -> dict[str, Tensor]:
-        """Return the slots that a layer's experts may lie in, [slots, ...] for each parameter."""
+        """Return the slots that a layer's experts may take, [slots, ...] for each parameter."""
         return self._pools[self._layers[layer][0]]
 
     def whole(self, module: nn.Module, layer: int) -> OnSlots | None:
         if layer not in self._whole:
             pool, holds_all, place = self._layers[layer]
-            own = slice(place * self._num_experts, (place + 1) * self._num_experts)
-            pieces = {name: tensor[own] for name, tensor in self._pools[pool].items()}
+            layer_slots = slice(place * self._num_experts, (place + 1) * self._num_experts)
+            pieces = {name: tensor[layer_slots] for name, tensor in self._pools[pool].items()}
             self._whole[layer] = OnSlots(module, pieces) if holds_all else None
         return self._whole[layer]
 
@@ -429,13 +431,13 @@ class SlotPools(DeviceMover):
         yield places, self._matrices[pool]
 
     def windows(self, layer: int, places: Places, most: int) -> Iterator[tuple[Places, Slots]]:
-        """Pieces of the pool itself: nothing is copied."""
+        """Yield slices of the pool itself: nothing is copied."""
         slots = self.of_layer(layer)
         for start in range(0, len(next(iter(slots.values()))), most):
             end = start + most
-            own = {e: slot - start for e, slot in places.items() if start <= slot < end}
-            if own:
-                yield own, {name: pool[start:end] for name, pool in slots.items()}
+            slot_of = {e: slot - start for e, slot in places.items() if start <= slot < end}
+            if slot_of:
+                yield slot_of, {name: pool[start:end] for name, pool in slots.items()}
 
     def stored(self, layer: int, expert: int) -> Row:
         pool = self.of_layer(layer).items()
@@ -450,9 +452,9 @@ class SlotPools(DeviceMover):
 
 
 class LadderPools(DeviceMover):
-    """One set of tensors for each slot: the mover of the wall clock for encoded experts.
+    """One set of tensors per slot, for encoded experts.
 
-    They are decoded where they lie, for one call of the layer, a few at a time.
+    They are decoded on the device, for one call of the layer, a few at a time.
     """
 
     def __init__(
@@ -462,7 +464,7 @@ class LadderPools(DeviceMover):
         tiers: Sequence[Tier],
         device: torch.device,
     ) -> None:
-        """`experts` are the layers' modules; `tiers[level]` hold what `codecs[level]` made."""
+        """`experts` are the layers' modules; `tiers[level]` holds experts of `codecs[level]`."""
         super().__init__(int(experts[0].num_experts), device)  # type: ignore[arg-type]
         self._experts, self._codecs, self._tiers = experts, codecs, tiers
         self._shapes = [[shapes_of(module, codec) for codec in codecs] for module in experts]
@@ -470,19 +472,19 @@ class LadderPools(DeviceMover):
 
     @property
     def num_bytes(self) -> int:
-        """What the slots take now."""
+        """The bytes that the slots take now."""
         return sum(t.nbytes for _, row in self._slots.values() for t in row.values())
 
     def place(self, transfer: Transfer) -> None:
         for slot in transfer.drops:
             self._slots.pop(slot, None)
         shapes = self._shapes[transfer.key // self._num_experts][transfer.level]
-        _, held = self._slots.pop(transfer.slot, (0, {}))
-        if {name: (tuple(t.shape), t.dtype) for name, t in held.items()} != shapes:
-            # Freed first, so that it makes room for the other.
-            held = {}
-            held = self._make(shapes)
-        self._slots[transfer.slot] = (transfer.level, held)
+        _, tensors = self._slots.pop(transfer.slot, (0, {}))
+        if {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} != shapes:
+            # Freed first, to make room for the new one.
+            tensors = {}
+            tensors = self._make(shapes)
+        self._slots[transfer.slot] = (transfer.level, tensors)
 
     def target_of(self, transfer: Transfer) -> Row:
         return self._slots[transfer.slot][1]
@@ -493,50 +495,50 @@ class LadderPools(DeviceMover):
     def parts(
         self, module: nn.Module, layer: int, places: Places
     ) -> Iterator[tuple[Places, Matrices]]:
-        for own, rows in self._decoded(layer, places):
-            yield own, _slot_by_slot(module, rows)
+        for row_of, rows in self._decoded(layer, places):
+            yield row_of, _slot_by_slot(module, rows)
 
     def windows(self, layer: int, places: Places, most: int) -> Iterator[tuple[Places, Slots]]:
-        for own, rows in self._decoded(layer, places):
-            yield own, {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        for row_of, rows in self._decoded(layer, places):
+            yield row_of, {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
     def stored(self, layer: int, expert: int) -> Row:
-        """As the best level decodes it."""
+        """Return an expert as decoded from its best level."""
         return self._decode(layer, 0, self._tiers[0].row(layer, expert, self._shapes[layer][0]))
 
     def _decoded(self, layer: int, places: Places) -> Iterator[tuple[Places, list[Row]]]:
-        """Decode experts in order, a few at a time; each lies where it is in its list."""
-        own: dict[int, int] = {}
+        """Decode experts in order, a few at a time; yield (expert -> its row, rows)."""
+        row_of: dict[int, int] = {}
         rows: list[Row] = []
         nbytes = 0
         for expert, slot in sorted(places.items()):
-            own[expert] = len(rows)
+            row_of[expert] = len(rows)
             rows.append(self._decode(layer, *self._slots[slot]))
             nbytes += sum(tensor.nbytes for tensor in rows[-1].values())
             if nbytes >= DECODED_BYTES:
-                yield own, rows
-                own, rows, nbytes = {}, [], 0
-        if own:
-            yield own, rows
+                yield row_of, rows
+                row_of, rows, nbytes = {}, [], 0
+        if row_of:
+            yield row_of, rows
 
     def _decode(self, layer: int, level: int, row: Row) -> Row:
-        """Return one expert's parameters as the module would have them."""
-        module, codec, found = self._experts[layer], self._codecs[level], dict[str, Tensor]()
+        """Return one expert's parameters in the module's layout."""
+        module, codec, parameters = self._experts[layer], self._codecs[level], dict[str, Tensor]()
         for name, parameter in expert_parameters(module).items():
             if name in row:
-                found[name] = row[name]
+                parameters[name] = row[name]
                 continue
             layout = codec.layout(matrix_shape(module, parameter))
             tensors = [row[part_of(name, i)] for i in range(len(layout))]
             # Products of a transposed view may round differently.
-            found[name] = decode(module, parameter, tensors, codec).contiguous()
-        return found
+            parameters[name] = decode(module, parameter, tensors, codec).contiguous()
+        return parameters
 
     def _make(self, shapes: Shapes) -> Row:
-        """Take memory for a slot, from what was dropped before if it fits.
+        """Allocate a slot's tensors, in memory of dropped slots if it fits.
 
-        Everything is taken and given back on the copies' stream, by the thread that decides, so
-        that a fence marked after this comes after all that has read what lay there.
+        Slots are allocated and freed on the copies' stream, by the thread that decides, so that a
+        later fence comes after every read of what the memory held before.
         """
         with on_stream(self._stream):
             return {

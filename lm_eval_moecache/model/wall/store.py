@@ -1,6 +1,6 @@
-"""The store of the wall clock: executes each layer from the slots its experts have come to.
+"""The wall clock's store: executes each layer from the slots that hold its experts.
 
-With the arithmetic of transformers' own kernels, in as many parts as an event has waves.
+It has the arithmetic of transformers' own kernels, in as many parts as an event has waves.
 
 Shapes: T tokens, E experts, K experts per token, S = T x K assignments, D hidden size.
 """
@@ -25,14 +25,14 @@ from lm_eval_moecache.records.geometry import Geometry
 
 KERNELS = ("grouped_mm", "batched_mm")
 MAX_GROUPS = 1023
-"""What CUDA's grouped product takes."""
+"""The most groups that CUDA's grouped product takes."""
 MOST = 2**62
 AT_ONCE = 8
 """Experts whose weights the host reads from a file, or decodes, together."""
 
 
 class SlotStore(Store):
-    """Runs experts from slots, as transformers' own kernel would have from the whole layer."""
+    """Runs experts from slots, as transformers' own kernel would from the whole layer."""
 
     def __init__(
         self, pools: DeviceMover, geometry: Geometry, kernel: str, device_type: str
@@ -43,9 +43,9 @@ class SlotStore(Store):
         self._host = ThreadPoolExecutor(1, "moecache-host")
         """Executes experts on the host while the caller goes on."""
         self.note_host: Callable[[float, float], None] = lambda busy_s, wait_s: None
-        """Told how long the host worked on an event, and how long it was waited for."""
+        """Called with the seconds that the host worked on an event, and that the caller waited."""
         self.padding: BoolArray | None = None
-        """Which tokens of the pass in progress nobody waits for, if any."""
+        """Marks the tokens [T] of this pass whose output nobody reads, if there are any."""
 
     def begin_pass(self, *, decoding: bool, padding: BoolArray | None = None) -> None:
         swap = decoding and self._kernel == "grouped_mm" and not self.on_cpu
@@ -67,7 +67,7 @@ class SlotStore(Store):
         index_TK: Tensor,
         w_TK: Tensor,
     ) -> Tensor:
-        """Execute the experts of the layer's event as they come.
+        """Execute the experts of the layer's event wave by wave.
 
         Assignments to experts that the event does not need (dropped ones) add nothing.
         """
@@ -91,17 +91,17 @@ class SlotStore(Store):
     def on_host(
         self, call: GroupedCall, layer: int, module: nn.Module, experts: Sequence[int]
     ) -> Future[float]:
-        """Execute the assignments to these experts; the result is the seconds it took."""
-        # Modes are each thread's own: this one has to be as the caller.
+        """Execute the assignments to these experts on the host; the result is the seconds taken."""
+        # Modes are per thread: the host's has to be the caller's.
         inference = torch.is_inference_mode_enabled()
 
         def work() -> float:
             start_s = time.perf_counter()
             with torch.inference_mode() if inference else torch.no_grad():
                 for start in range(0, len(experts), AT_ONCE):
-                    some = experts[start : start + AT_ONCE]
-                    places = ((expert, place) for place, expert in enumerate(some))
-                    call.run(places, self.pools.elsewhere(module, layer, some))
+                    batch = experts[start : start + AT_ONCE]
+                    places = ((expert, place) for place, expert in enumerate(batch))
+                    call.run(places, self.pools.elsewhere(module, layer, batch))
             return time.perf_counter() - start_s
 
         return self._host.submit(work)
@@ -110,8 +110,8 @@ class SlotStore(Store):
 class Work:
     """One call of an experts module, executed in one part or several.
 
-    What several parts have computed is weighted and added once, in the order of the router's
-    choice, so that the result does not depend on the parts.
+    The outputs of several parts are weighted and added once, in the order of the router's choice,
+    so that the result does not depend on the parts.
     """
 
     def __init__(
@@ -127,33 +127,33 @@ class Work:
         self._hidden_TD, self._index_TK, self._w_TK = hidden_TD, index_TK, w_TK
         self._num_experts = store.geometry.num_experts
         self._done: Tensor | None = None
-        """The module's output [T, D], where one part was all."""
+        """The module's output [T, D], where one part had all experts."""
 
     def _ask(
         self, kernel: str, stand_in: OnSlots, hidden: Tensor, index: Tensor, weights: Tensor
     ) -> Tensor:
-        result: Tensor = ALL_EXPERTS_FUNCTIONS[kernel](stand_in, hidden, index, weights)
-        return result
+        out: Tensor = ALL_EXPERTS_FUNCTIONS[kernel](stand_in, hidden, index, weights)
+        return out
 
     def _ask_whole(self, kernel: str) -> bool:
-        """Run all at once where the cache holds the whole layer in one piece."""
-        whole = self._store.pools.whole(self._module, self._layer)
-        if whole is not None:
-            self._done = self._ask(kernel, whole, self._hidden_TD, self._index_TK, self._w_TK)
-        return whole is not None
+        """Run all at once if the cache holds the layer in one piece; return whether it does."""
+        stand_in = self._store.pools.whole(self._module, self._layer)
+        if stand_in is not None:
+            self._done = self._ask(kernel, stand_in, self._hidden_TD, self._index_TK, self._w_TK)
+        return stand_in is not None
 
 
 class WorkInGroups(Work):
     """One product per expert: on a CPU, bit for bit what `grouped_mm` computes there.
 
-    It looks at the experts that are asked for; `grouped_mm` would at every slot of the pool. That
-    is asked where it has as much to do: a layer in one piece, many tokens, none of them padding.
+    It visits only the chosen experts, `grouped_mm` every slot of the pool. That kernel runs where
+    it has no more to do: a layer in one piece, many tokens, none of them padding.
     """
 
     @cached_property
     def _call(self) -> GroupedCall:
-        given = self._hidden_TD, self._index_TK, self._w_TK
-        return GroupedCall(self._module, *given, self._num_experts)
+        inputs = self._hidden_TD, self._index_TK, self._w_TK
+        return GroupedCall(self._module, *inputs, self._num_experts)
 
     @cached_property
     def _served(self) -> set[int]:
@@ -166,23 +166,23 @@ class WorkInGroups(Work):
             return
         self._served.update(places)
         parts = self._store.pools.parts(self._module, self._layer, dict(sorted(places.items())))
-        for own, matrices in parts:
-            self._call.run(own.items(), matrices)
+        for slot_of, matrices in parts:
+            self._call.run(slot_of.items(), matrices)
 
     def host_call(self, experts: Sequence[int]) -> GroupedCall:
-        """Return the call that the host runs these in; `result` comes after it is done.
+        """Return the call in which the host runs these experts; take `result` after it has ended.
 
-        Both write their rows into the same buffers: these are there before they begin.
+        Host and caller write to the same buffers, allocated here before either begins.
         """
         self._served.update(experts)
         self._call.reserve(self._store.pools.elsewhere(self._module, self._layer, experts[:1]))
         return self._call
 
     def pad(self, padding: BoolArray) -> None:
-        """Run the own experts of padding, a mark on tokens [T], from where they are stored.
+        """Run the experts that only padding, a mask of tokens [T], has chosen; cache none.
 
-        Nobody reads what padding computes, but it goes on to the next layers, where it shares
-        products with tokens that count: with other rows in them, these would round differently.
+        Nobody reads padding's output, but it goes on to the next layers, where it shares products
+        with real tokens: with other rows in them, these would round differently.
         """
         pools, layer = self._store.pools, self._layer
         for expert in torch.unique(self._index_TK[torch.from_numpy(padding)]).tolist():
@@ -190,14 +190,15 @@ class WorkInGroups(Work):
                 self._call.run([(expert, 0)], pools.elsewhere(self._module, layer, [expert]))
 
     def result(self) -> Tensor:
+        """Return the module's output [T, D]."""
         return self._call.result() if self._done is None else self._done
 
 
 class WorkOnPool(Work):
-    """Transformers' kernel on the pool itself, with slots for indices: on CUDA, few kernels.
+    """transformers' kernel on the pool itself, with slots as indices: on CUDA, few launches.
 
-    A part has as many rows as the whole, so that a kernel which is chosen by their number is the
-    same one for every part; a row's result does not depend on what the others hold.
+    Each part has as many rows as the whole, so that a kernel chosen by their number is the same for
+    every part; a row's result does not depend on the contents of others.
     """
 
     _out_SD: Tensor | None = None
@@ -209,15 +210,15 @@ class WorkOnPool(Work):
         if is_all and self._ask_whole(kernel):
             return
         most = MAX_GROUPS if kernel == "grouped_mm" else MOST
-        for own, slots in self._store.pools.windows(self._layer, places, most):
-            self._execute_window(kernel, slots, own, is_all and len(own) == len(places))
+        for slot_of, slots in self._store.pools.windows(self._layer, places, most):
+            self._execute_window(kernel, slots, slot_of, is_all and len(slot_of) == len(places))
 
     def host_call(self, experts: Sequence[int]) -> GroupedCall:
-        """Return the call, in host memory, that the host runs its assignments in."""
+        """Return the call, in host memory, in which the host runs its assignments."""
         hidden_TD, index_TK, w_TK = self._hidden_TD, self._index_TK, self._w_TK
-        # Experts' numbers and values of 16 bits are exact in what they are fetched as.
-        fetched = copy_to_host([hidden_TD.float(), index_TK, w_TK.float()], None)
-        hidden, index, weights = map(torch.from_numpy, fetched)
+        # They are fetched as float32, which is exact for expert indices and 16-bit values.
+        arrays = copy_to_host([hidden_TD.float(), index_TK, w_TK.float()], None)
+        hidden, index, weights = map(torch.from_numpy, arrays)
         hidden, index = hidden.to(hidden_TD.dtype), index.to(index_TK.dtype)
         self._on_host = GroupedCall(self._module, hidden, index, weights, self._num_experts)
         return self._on_host
@@ -226,6 +227,7 @@ class WorkOnPool(Work):
         """Do nothing: here a row's result does not depend on the others."""
 
     def result(self) -> Tensor:
+        """Return the module's output [T, D]."""
         if self._done is not None:
             return self._done
         if self._on_host is not None:
@@ -241,7 +243,7 @@ class WorkOnPool(Work):
 
     def _execute_window(self, kernel: str, slots: Slots, slot_of: Places, is_all: bool) -> None:
         num_slots, top_k = len(next(iter(slots.values()))), self._index_TK.shape[-1]
-        # Experts that are not here point beyond the last slot.
+        # Experts outside this window point beyond the last slot.
         table_E = torch.full((self._num_experts,), num_slots, dtype=torch.int64)
         table_E[list(slot_of)] = torch.tensor(list(slot_of.values()))
         slot_TK = copy_to_device(table_E, self._index_TK.device)[self._index_TK]
@@ -250,8 +252,8 @@ class WorkOnPool(Work):
         stand_in = OnSlots(self._module, slots, sparse=skips and not one_token)
         here_TK: Tensor | None = None
         if not (skips or one_token):
-            # This kernel computes what is not here, too, and what a slot holds while it is written
-            # may be no number even times 0: it reads a slot that holds an expert instead.
+            # This kernel computes absent experts, too, and a slot being written may hold a NaN,
+            # which times 0 stays one: it reads a slot that holds an expert instead.
             here_TK = slot_TK < num_slots
             slot_TK = slot_TK.where(here_TK, next(iter(slot_of.values())))
         if is_all:
