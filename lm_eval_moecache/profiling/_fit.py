@@ -1,6 +1,6 @@
-"""Fits a profile's few effective figures to what a device measured, with intervals.
+"""Fits a profile's few effective figures to a device's measurements, with intervals.
 
-Each figure has a physical meaning and is one for all tokens and models; nothing is fitted per
+Each figure has a physical meaning and one value for all tokens and models; nothing is fitted per
 token. The clock itself is the model: every guess replays the routings.
 """
 
@@ -47,13 +47,13 @@ FITTED = (
 )
 DEFAULT = ("link_lane_bytes_per_s", "memory_bytes_per_s")
 BY_COLUMN = "load_overhead_s_per_byte"
-"""Not fitted: where the engine measures its management, it is that over the bytes read."""
+"""Not fitted: where the engine measures its management time, that time per byte read."""
 ALIKE, WIDE = 0.9, 2.0
 _MOST, _STEP = 30, 0.03
 
 
 class Measured(NamedTuple):
-    """One measured run: its routing, how its engine ran, and the tokens that are fitted on."""
+    """One measured run: its routing, its engine's setting and series, and the tokens to fit on."""
 
     name: str
     trace: Trace
@@ -62,31 +62,31 @@ class Measured(NamedTuple):
     tokens: slice
 
     def beside(self, hardware: Hardware) -> tuple[Series, Series]:
-        """Return those tokens as this hardware would take them, and as they were measured."""
+        """Return those tokens as the clock predicts them on this hardware, and as measured."""
         ours = foretell(self.trace, replace(self.setting, hardware=hardware))
         return same_tokens(ours, self.series, self.tokens)
 
 
 def fit_to_files(profile_name: str, arguments: Namespace) -> tuple[Hardware, dict[str, Any]]:
-    """Fit to measured tables; return the profile, and how certain each figure is.
+    """Fit to measured tables; return the profile, and a report of how certain each figure is.
 
-    `cannot_tell_apart` are pairs of figures, and how their errors go together; `says_nothing_of`
-    those whose interval spans a factor of two and more.
+    `cannot_tell_apart` lists pairs of figures with the correlation of their errors;
+    `says_nothing_of` the figures whose interval spans more than a factor of two.
     """
     runs, base = _measured_runs(arguments)
     names = DEFAULT if arguments.fit is None else tuple(arguments.fit.split(","))
-    fitted, intervals, alike = fit(runs, base, names)
-    where = f"{len(runs)} runs ({', '.join(run.name for run in runs)}), tokens {arguments.tokens}"
+    fitted, intervals, confounded = fit(runs, base, names)
+    origin = f"{len(runs)} runs ({', '.join(run.name for run in runs)}), tokens {arguments.tokens}"
     sources = dict(base.sources)
     for name, (low, high) in intervals.items():
-        sources[name] = f"fitted on {where}; 95% within {low:.3g} to {high:.3g}"
+        sources[name] = f"fitted on {origin}; 95% within {low:.3g} to {high:.3g}"
     if fitted.load_overhead_s_per_byte != base.load_overhead_s_per_byte:
-        sources[BY_COLUMN] = f"measured on {where}: mgmt_ms over read_bytes"
+        sources[BY_COLUMN] = f"measured on {origin}: mgmt_ms over read_bytes"
     profile = replace(fitted, name=profile_name, source=sources)
     report = {
         "figures": {name: getattr(profile, name) for name in names},
         "intervals": intervals,
-        "cannot_tell_apart": alike,
+        "cannot_tell_apart": confounded,
         "says_nothing_of": [name for name, (low, high) in intervals.items() if high > WIDE * low],
         "runs": {run.name: compare(*run.beside(profile)) for run in runs},
     }
@@ -100,17 +100,17 @@ def _measured_runs(arguments: Namespace) -> tuple[list[Measured], Hardware]:
     for key in ("base", "capacity"):
         if getattr(arguments, key) is None:
             raise ValueError(f"--from needs --{key} with it.")
-    given = arguments.reads.split(",")
-    reads = [read_count("reads", each, least=1, most=MOST_READS) for each in given]
+    texts = arguments.reads.split(",")
+    reads = [read_count("reads", count, least=1, most=MOST_READS) for count in texts]
     pairs = list(zip(files[::2], files[1::2], strict=True))
     reads = reads * len(pairs) if len(reads) == 1 else reads
     if len(reads) != len(pairs):
         raise ValueError(f"reads={arguments.reads!r} must be one number or one for each pair.")
     base, tokens, runs = load_hardware(arguments.base), read_tokens(arguments.tokens), []
     engine = SimpleNamespace(**{**vars(arguments), "policy": arguments.policy_of})
-    for (trace_file, table), each in zip(pairs, reads, strict=True):
+    for (trace_file, table), count in zip(pairs, reads, strict=True):
         trace = load_trace(trace_file)
-        setting, series = setting_of(trace, base, engine, each), read_measured(Path(table), {})
+        setting, series = setting_of(trace, base, engine, count), read_measured(Path(table), {})
         runs.append(Measured(Path(trace_file).name.split(".")[0], trace, setting, series, tokens))
         runs[-1].beside(base)  # refuses a table of another run
     return runs, base
@@ -119,30 +119,30 @@ def _measured_runs(arguments: Namespace) -> tuple[list[Measured], Hardware]:
 def fit(
     runs: Sequence[Measured], start: Hardware, names: Sequence[str]
 ) -> tuple[Hardware, dict[str, list[float]], list[list[Any]]]:
-    """Return the profile that comes nearest to stall and wall of all runs' tokens.
+    """Return the profile that fits stall and wall of all runs' tokens best.
 
     With it the 95% interval of each figure, from the curvature at the best fit, tokens taken as
     independent; and pairs of figures that the data cannot tell apart.
 
-    What is made small is the logarithm of ours / measured, of each token and of all stalls
-    together, robustly: a token that stalls for the device's own reasons counts little. Raises
-    ValueError for a name that cannot be fitted.
+    Minimises the logarithm of ours / measured, of each token and of all stalls together, by a
+    robust loss: a token that stalls for the device's own reasons counts little. Raises ValueError
+    for a name that cannot be fitted.
     """
     for name in names:
         if name not in FITTED:
             raise unknown("fit", name, FITTED)
-    # Where to begin with figures that the profile leaves out or has at 0.
-    begun = {
+    # Starting values of figures that the profile leaves out or has at 0.
+    initial = {
         "link_lane_bytes_per_s": start.link_lane_bytes_per_s or start.link_rate / start.link_lanes,
         "link_latency_s": start.link_latency_s or 1e-5,
         "layer_overhead_s": start.layer_overhead_s or 1e-4,
         "kernel_overhead_s": start.kernel_overhead_s or 1e-6,
     }
-    figures = {name: value for name, value in begun.items() if name in names}
+    figures = {name: value for name, value in initial.items() if name in names}
     if all({MANAGEMENT, READ} <= run.series.columns.keys() for run in runs):
         parts = [run.series.part(run.tokens).columns for run in runs]
-        spent = sum(float(part[MANAGEMENT].sum()) for part in parts) / 1e3
-        figures[BY_COLUMN] = spent / sum(float(part[READ].sum()) for part in parts)
+        management_s = sum(float(part[MANAGEMENT].sum()) for part in parts) / 1e3
+        figures[BY_COLUMN] = management_s / sum(float(part[READ].sum()) for part in parts)
     start = with_figures(start, figures)
 
     def profile(logs: Values) -> Hardware:
@@ -152,7 +152,7 @@ def fit(
         return np.concatenate([_residuals(run, profile(logs)) for run in runs])
 
     def jacobian(logs: Values) -> Values:
-        # Both ways, and by steps that a clock of discrete events feels.
+        # Central differences, by steps large enough for a clock of discrete events.
         steps = _STEP * np.eye(len(logs))
         ups, downs = ([residuals(logs + sign * step) for step in steps] for sign in (1, -1))
         slopes: Values = (np.array(ups) - np.array(downs)).T / (2 * _STEP)
@@ -168,21 +168,21 @@ def fit(
         xtol=1e-3,
         ftol=1e-4,
     )
-    freedom = max(len(best.fun) - len(names), 1)
-    covariance = np.linalg.pinv(best.jac.T @ best.jac) * (2 * best.cost / freedom)
+    dof = max(len(best.fun) - len(names), 1)
+    covariance = np.linalg.pinv(best.jac.T @ best.jac) * (2 * best.cost / dof)
     errors = np.sqrt(np.diag(covariance))
-    # A figure that moves nothing has a curvature of nothing, which pinv would call certain.
+    # A figure without effect has no curvature, which pinv would turn into certainty.
     errors = np.where(np.abs(best.jac).sum(0) < 1e-6 * len(best.fun), np.inf, errors)
-    width = float(stats.t.ppf(0.975, freedom)) * errors
+    width = float(stats.t.ppf(0.975, dof)) * errors
     with np.errstate(over="ignore"):
         ends = np.exp([best.x - width, best.x + width]).T
-    alike = []
-    for (i, one), (j, other) in combinations(enumerate(names), 2):
+    confounded = []
+    for (i, first), (j, second) in combinations(enumerate(names), 2):
         scale = errors[i] * errors[j]
-        together = float(covariance[i, j] / scale) if 0 < scale < np.inf else 0.0
-        if abs(together) > ALIKE:
-            alike.append([one, other, together])
-    return profile(best.x), dict(zip(names, ends.tolist(), strict=True)), alike
+        correlation = float(covariance[i, j] / scale) if 0 < scale < np.inf else 0.0
+        if abs(correlation) > ALIKE:
+            confounded.append([first, second, correlation])
+    return profile(best.x), dict(zip(names, ends.tolist(), strict=True)), confounded
 
 
 def with_figures(hardware: Hardware, figures: Mapping[str, float]) -> Hardware:
@@ -193,18 +193,20 @@ def with_figures(hardware: Hardware, figures: Mapping[str, float]) -> Hardware:
 
 def _residuals(run: Measured, hardware: Hardware) -> Values:
     ours, measured = run.beside(hardware)
-    found = []
+    residuals = []
     for name in (STALL, WALL):
         if name in measured.columns and measured.columns[name].any():
-            theirs = measured.columns[name]
-            some = theirs > 0
-            # What never stalls is as far off as a hundredth of the typical stall would be.
-            least = 0.01 * float(np.median(theirs[some]))
-            found.append(np.log(np.maximum(ours.columns[name][some], least) / theirs[some]))
+            observed = measured.columns[name]
+            positive = observed > 0
+            # Ours is at least a hundredth of the typical value, so that a stall of 0 has a log.
+            floor = 0.01 * float(np.median(observed[positive]))
+            residuals.append(
+                np.log(np.maximum(ours.columns[name][positive], floor) / observed[positive])
+            )
             if name == STALL:
-                # Their sum too, as one that weighs as half of them: most of a stall is in few.
-                ratio = max(float(ours.columns[name].sum()), least) / float(theirs.sum())
-                found.append(np.array([0.5 * np.sqrt(len(theirs)) * np.log(ratio)]))
-    if not found:
+                # Their sum too, weighted like a quarter of them: few tokens hold most of the stall.
+                ratio = max(float(ours.columns[name].sum()), floor) / float(observed.sum())
+                residuals.append(np.array([0.5 * np.sqrt(len(observed)) * np.log(ratio)]))
+    if not residuals:
         raise ValueError(f"{run.name}: there is neither stall_ms nor wall_ms to fit to.")
-    return np.concatenate(found)
+    return np.concatenate(residuals)

@@ -1,7 +1,6 @@
-"""What the actions that read text share: their options and checks, the text, what is written.
+"""Shared by the actions that read text: their options and checks, the text, the artifact.
 
-The text is files and tasks' documents outside their test split; or prompts, that a model goes on
-from.
+The text is files and tasks' documents outside their test split, or prompts for a model to continue.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: ArgumentParser, *options: tuple[str, Any, str]) -> None:
-    """Add options, each with its name, its default, whose type it has (None: a text), and help."""
-    for name, default, words in options:
+    """Add options, each (name, default, help) and of its default's type (None: a text)."""
+    for name, default, help_text in options:
         kind = str | None if default is None else type(default)
-        parser.add_argument(f"--{name}", type=kind, default=default, help=words)
+        parser.add_argument(f"--{name}", type=kind, default=default, help=help_text)
 
 
 def add_source_options(parser: ArgumentParser, files: str, limit: int) -> None:
-    """Add whose documents are read: a model's, from tasks or from files."""
+    """Add the options that name a model and the documents it reads, from tasks or files."""
     add_options(
         parser,
         ("pretrained", TINY, "tiny, a folder or a hub id"),
@@ -47,7 +46,7 @@ def add_source_options(parser: ArgumentParser, files: str, limit: int) -> None:
 
 
 def add_text_options(parser: ArgumentParser, limit: int = 200, max_tokens: int = 20_000) -> None:
-    """Add the options of an action that reads text as it is."""
+    """Add the options of an action that reads text verbatim."""
     add_source_options(parser, "plain text files: a.txt,b.txt", limit)
     add_options(parser, ("max_tokens", max_tokens, "how much text to read"))
 
@@ -76,7 +75,7 @@ def check_counts(arguments: Namespace, *names: str, least: int = 1) -> None:
 
 
 def check_out(out: str) -> None:
-    """Refuse a file of an artifact that is not called one."""
+    """Refuse an artifact's file name that does not end in .safetensors."""
     if Path(out).suffix != ".safetensors":
         raise ValueError(f"out={out!r} must end in .safetensors.")
 
@@ -146,7 +145,7 @@ def _example(task: Any, doc: Any) -> Example:
 
 
 def analyzed_texts(arguments: Namespace) -> tuple[AnalyzedModel, dict[str, Any]]:
-    """Return the model with its texts, and what to write down of where they come from."""
+    """Return the model with its texts, and the record of their source."""
     tasks, files = _listed(arguments.tasks), _listed(arguments.data)
     if not (tasks or files):
         raise ValueError("tasks, data: give --tasks, --data or both: a profile needs text.")
@@ -163,7 +162,7 @@ def analyzed_texts(arguments: Namespace) -> tuple[AnalyzedModel, dict[str, Any]]
 
 
 def collect_prompts(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:
-    """Return the prompts, each once, and what to write down of where they come from."""
+    """Return the prompts, each once, and the record of their source."""
     tasks, files = _listed(arguments.tasks), _listed(arguments.data)
     prompts: list[str] = []
     if tasks:
@@ -187,22 +186,22 @@ def _listed(text: str | None) -> list[str]:
 
 
 def read_prompts(path: str) -> list[str]:
-    """Return a prompt a line; of a `.jsonl` a line is a string, or has one under `prompt`."""
+    """Return a prompt per line; a line of a `.jsonl` is a string, or has one under `prompt`."""
     lines = read_text(path, f"data={path!r}").splitlines()
     if Path(path).suffix != ".jsonl":
         return lines
     prompts = []
     for number, line in enumerate(lines, start=1):
-        where = f"data={path!r}: line {number}"
-        found = parse_json(line, where)
-        prompt = found.get("prompt") if isinstance(found, dict) else found
+        label = f"data={path!r}: line {number}"
+        entry = parse_json(line, label)
+        prompt = entry.get("prompt") if isinstance(entry, dict) else entry
         if not isinstance(prompt, str):
-            raise ValueError(f'{where} must be a string or {{"prompt": string, ...}}.')
+            raise ValueError(f'{label} must be a string or {{"prompt": string, ...}}.')
         prompts.append(prompt)
     return prompts
 
 
-# --- what is made ---
+# --- artifacts and output ---
 
 
 def artifact_of(
@@ -212,7 +211,7 @@ def artifact_of(
     made_from: dict[str, Any],
     arrays: dict[str, Any],
 ) -> Artifact:
-    """Return what was learned of a model, with the digest of the routers that it is of."""
+    """Return an artifact of a model, with the digest of its routers."""
     from lm_eval_moecache.model.moe_layers import router_digest
 
     return Artifact(
@@ -228,5 +227,5 @@ def artifact_of(
 
 
 def say(found: Mapping[str, Any], lines: Sequence[str], as_json: bool) -> None:
-    """Print what was found: as JSON, or in lines."""
+    """Print `found` as JSON, or `lines`."""
     sys.stdout.write((json.dumps(found, indent=2) if as_json else "\n".join(lines)) + "\n")

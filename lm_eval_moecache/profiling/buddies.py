@@ -66,7 +66,7 @@ def run(arguments: Namespace) -> int:
     analyzed, data = analyzed_texts(arguments)
     num_layers, alpha = analyzed.geometry.num_layers, arguments.alpha
     alphas = list(map(float, alpha)) if isinstance(alpha, list) else [float(alpha)] * num_layers
-    if len(alphas) != num_layers or not all(0 < each <= 1 for each in alphas):
+    if len(alphas) != num_layers or not all(0 < share <= 1 for share in alphas):
         raise ValueError(
             f"alpha={alpha} must be above 0 and at most 1: one number, or {num_layers}, one for "
             "each MoE layer."
@@ -75,19 +75,19 @@ def run(arguments: Namespace) -> int:
     from lm_eval_moecache.analysis.coactivation import observe
 
     def warmup(num_tokens: int) -> npt.NDArray[np.float64]:
-        """How much each token of a text counts (section 3.3, iii)."""
+        """Return the weight of each token of a text (section 3.3, iii)."""
         first = np.arange(num_tokens) < arguments.warmup_tokens
         return np.where(first, arguments.warmup_weight, 1.0)
 
-    found = observe(analyzed, arguments.sample_tokens, warmup)
-    data |= {"tokens": found.num_tokens, "alpha": alphas}
+    reading = observe(analyzed, arguments.sample_tokens, warmup)
+    data |= {"tokens": reading.num_tokens, "alpha": alphas}
     data |= {name: getattr(arguments, name) for name in _KEPT}
     arrays: dict[str, Any] = {
-        "activations": found.counts.activations,
-        PAIRS: found.counts.pairs,
-        WEIGHTED: found.counts.weighted_pairs,
-        TOP_LOGITS: found.top_logits,
-        SIMILARITY: found.similarity(),
+        "activations": reading.counts.activations,
+        PAIRS: reading.counts.pairs,
+        WEIGHTED: reading.counts.weighted_pairs,
+        TOP_LOGITS: reading.top_logits,
+        SIMILARITY: reading.similarity(),
     }
     artifact = artifact_of(BUDDIES, analyzed.geometry, analyzed.layers, data, arrays)
     check_profile(artifact)

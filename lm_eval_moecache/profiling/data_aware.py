@@ -64,9 +64,9 @@ def run(arguments: Namespace) -> int:
         batch_size=arguments.prompts_per_batch,
         truncate=max(recipe.truncate, geometry.top_k),
     )
-    network, told = train_on_texts(texts, model.get_input_embeddings(), geometry, recipe)
+    network, summary = train_on_texts(texts, model.get_input_embeddings(), geometry, recipe)
     counts = {"prompts": len(prompts), "tokens": sum(len(text.ids) for text in texts)}
-    made_from = data | dataclasses.asdict(recipe) | counts | told
+    made_from = data | dataclasses.asdict(recipe) | counts | summary
     arrays = {name: value.half().numpy() for name, value in network.state_dict().items()}
     artifact = artifact_of(DATA_AWARE, geometry, layers, made_from, arrays)
     write_artifact(arguments.out, artifact)

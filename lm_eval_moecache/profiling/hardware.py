@@ -21,7 +21,7 @@ from lm_eval_moecache.records.sizes import parse_bandwidth, parse_bytes
 
 ON_DEMAND = "on_demand"
 MOST_EDGE = 65536
-"""Of the measured product: beyond it one takes minutes on any device."""
+"""Largest edge of the measured product: beyond it one takes minutes on any device."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -56,7 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Measure and write; what was measured is said in `source`, field by field."""
+    """Measure and write; the profile's `source` names the measurement behind each field."""
     path = Path(arguments.out)
     if path.suffix not in (".yaml", ".yml"):
         raise ValueError(f"out={arguments.out!r} must end in .yaml.")
@@ -71,8 +71,8 @@ def run(arguments: Namespace) -> int:
         say(report, [_as_yaml(report).rstrip("\n")], arguments.json)
         return 0
     nbytes = parse_bytes(arguments.size, "size")
-    of_model = {"bandwidth": arguments.bandwidth, "policy": arguments.policy}
-    for key, value in of_model.items() if not arguments.pretrained else ():
+    wall_options = {"bandwidth": arguments.bandwidth, "policy": arguments.policy}
+    for key, value in wall_options.items() if not arguments.pretrained else ():
         if value not in (None, ON_DEMAND):
             raise ValueError(f"{key}={value!r} has no effect without pretrained=.")
     rate = parse_bandwidth(arguments.bandwidth) if arguments.bandwidth else None
@@ -81,11 +81,11 @@ def run(arguments: Namespace) -> int:
         # Only now is torch needed.
         from lm_eval_moecache.profiling._measure import decoding, measure
 
-        where = (arguments.device, arguments.dtype)
-        profile = measure(path.stem, *where, nbytes, arguments.matmul)
+        place = (arguments.device, arguments.dtype)
+        profile = measure(path.stem, *place, nbytes, arguments.matmul)
         if arguments.pretrained:
-            profile = decoding(arguments.pretrained, *where, profile, arguments.policy, rate)
-    except RuntimeError as error:  # torch's word for memory that is not there, among others
+            profile = decoding(arguments.pretrained, *place, profile, arguments.policy, rate)
+    except RuntimeError as error:  # as torch raises for missing memory, among others
         reason = str(error).split("\n")[0]
         raise ValueError(
             f"size={arguments.size!r}, matmul={arguments.matmul}: cannot be measured here: {reason}"

@@ -38,7 +38,7 @@ def run(arguments: Namespace) -> int:
     sizes = best_sizes(curves, slots)
     equal = equal_sizes(len(curves), slots)
     requests = int(curves[:, 0].sum())
-    found = {
+    report = {
         LAYER_SIZES: sizes,
         "model": trace.geometry.model,
         "num_experts": trace.geometry.num_experts,
@@ -48,12 +48,12 @@ def run(arguments: Namespace) -> int:
         "miss_rate_of_equal_sizes": _misses(curves, equal) / requests,
     }
     if arguments.out:
-        write_whole(Path(arguments.out), json.dumps(found, indent=1) + "\n")
+        write_whole(Path(arguments.out), json.dumps(report, indent=1) + "\n")
     table = (
-        f"experts per layer: {sizes}\nmiss rate with LRU: {found['miss_rate']:.4f}, with equal "
-        f"sizes {found['miss_rate_of_equal_sizes']:.4f}\n"
+        f"experts per layer: {sizes}\nmiss rate with LRU: {report['miss_rate']:.4f}, with equal "
+        f"sizes {report['miss_rate_of_equal_sizes']:.4f}\n"
     )
-    sys.stdout.write(json.dumps(found) + "\n" if arguments.json else table)
+    sys.stdout.write(json.dumps(report) + "\n" if arguments.json else table)
     return 0
 
 
@@ -88,39 +88,39 @@ def best_sizes(curves: Counts, slots: int) -> list[int]:
     """Share `slots` experts among the layers, at least one each, for the fewest misses.
 
     Dynamic programming over layers: the fewest misses of the first layers with s slots are the
-    least over what the last of them gets (AdapMoE, Zhong et al. 2024, "adaptive caching"). Its
-    cost of a layer assumes uniform use of experts; ours is read off the trace. Ties go to the
+    minimum over the last one's share (AdapMoE, Zhong et al. 2024, "adaptive caching"). Its cost of
+    a layer assumes uniform use of experts; ours is counted on the trace. Ties go to the
     earlier layer. Cost: O(layers x slots x experts).
     """
-    num_layers, most = curves.shape[0], curves.shape[1] - 1
+    num_layers, num_experts = curves.shape[0], curves.shape[1] - 1
     if slots < num_layers:
         raise ValueError(
             f"capacity: {slots} experts are fewer than the {num_layers} MoE layers, each of which "
             "must keep at least one."
         )
-    slots = min(slots, num_layers * most)
-    never = np.iinfo(np.int64).max // 2
-    best = np.full((num_layers + 1, slots + 1), never, dtype=np.int64)
+    slots = min(slots, num_layers * num_experts)
+    unreachable = np.iinfo(np.int64).max // 2
+    best = np.full((num_layers + 1, slots + 1), unreachable, dtype=np.int64)
     best[0, 0] = 0
-    taken = np.zeros((num_layers + 1, slots + 1), dtype=np.int64)
+    last_size = np.zeros((num_layers + 1, slots + 1), dtype=np.int64)
     for layer in range(num_layers):
-        for size in range(1, min(most, slots) + 1):
+        for size in range(1, min(num_experts, slots) + 1):
             total = best[layer, : slots + 1 - size] + curves[layer, size]
             better = total < best[layer + 1, size:]
             best[layer + 1, size:][better] = total[better]
-            taken[layer + 1, size:][better] = size
-    sizes, left = [0] * num_layers, int(best[num_layers].argmin())
+            last_size[layer + 1, size:][better] = size
+    sizes, slots_left = [0] * num_layers, int(best[num_layers].argmin())
     for layer in range(num_layers, 0, -1):
-        sizes[layer - 1] = int(taken[layer, left])
-        left -= sizes[layer - 1]
+        sizes[layer - 1] = int(last_size[layer, slots_left])
+        slots_left -= sizes[layer - 1]
     return sizes
 
 
 def equal_sizes(num_layers: int, slots: int) -> list[int]:
-    """Share `slots` as evenly as whole experts allow, the first layers taking what is over."""
+    """Share `slots` as evenly as whole experts allow, the first layers taking the remainder."""
     return [slots // num_layers + (layer < slots % num_layers) for layer in range(num_layers)]
 
 
 def _misses(curves: Counts, sizes: Sequence[int]) -> int:
-    most = curves.shape[1] - 1
-    return sum(int(curve[min(size, most)]) for curve, size in zip(curves, sizes, strict=True))
+    largest = curves.shape[1] - 1
+    return sum(int(curve[min(size, largest)]) for curve, size in zip(curves, sizes, strict=True))

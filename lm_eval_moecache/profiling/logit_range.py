@@ -25,11 +25,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     analyzed, _ = analyzed_texts(arguments)
-    found = {"model": analyzed.name, "logit_range": measure(analyzed)}
+    report = {"model": analyzed.name, "logit_range": measure(analyzed)}
     if arguments.out:
-        write_whole(Path(arguments.out), json.dumps(found, indent=1) + "\n")
-    numbers = ", ".join(f"{value:.4f}" for value in found["logit_range"])
-    sys.stdout.write(json.dumps(found) + "\n" if arguments.json else f"[{numbers}]\n")
+        write_whole(Path(arguments.out), json.dumps(report, indent=1) + "\n")
+    numbers = ", ".join(f"{value:.4f}" for value in report["logit_range"])
+    sys.stdout.write(json.dumps(report) + "\n" if arguments.json else f"[{numbers}]\n")
     return 0
 
 

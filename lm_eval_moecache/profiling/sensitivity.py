@@ -42,11 +42,11 @@ def run(arguments: Namespace) -> int:
     artifact = artifact_of(SENSITIVITY, geometry, analyzed.layers, made_from, arrays)
     write_artifact(arguments.out, artifact)
     layers: list[float] = arrays[LAYERS].tolist()
-    known: list[float] = arrays[THRESHOLDS].tolist()
-    shares = {f"{share}%": known[share] for share in (10, 25, 50)}
-    found = {"out": arguments.out, "tokens": fisher.num_tokens}
+    thresholds: list[float] = arrays[THRESHOLDS].tolist()
+    shares = {f"{share}%": thresholds[share] for share in (10, 25, 50)}
+    summary = {"out": arguments.out, "tokens": fisher.num_tokens}
     lines = [f"{arguments.out}: sensitivity from {fisher.num_tokens} tokens, in nats per token:"]
     lines += [f"  layer {layer}: {value:.4g}" for layer, value in enumerate(layers)]
     lines += [f"  {share} of the activations below {value:.4g}" for share, value in shares.items()]
-    say(found | {"sensitivity": layers, "thresholds": shares}, lines, arguments.json)
+    say(summary | {"sensitivity": layers, "thresholds": shares}, lines, arguments.json)
     return 0

@@ -41,7 +41,7 @@ def run(arguments: Namespace) -> int:
     flat = sorted((count for layer in profile.counts for count in layer), reverse=True)
     total = max(sum(flat), 1)
     shares = {f"{p}%": sum(flat[: len(flat) * p // 100]) / total for p in (10, 25, 50)}
-    found = {
+    stats = {
         "out": arguments.out,
         "model": profile.model,
         "uses": sum(flat),
@@ -50,11 +50,11 @@ def run(arguments: Namespace) -> int:
         "share_of_the_most_used": shares,
     }
     lines = [
-        f"{arguments.out}: {found['uses']} uses of {found['experts']} experts of "
-        f"{profile.model or 'a model that is not named'}, {found['never_used']} of them never used:"
+        f"{arguments.out}: {stats['uses']} uses of {stats['experts']} experts of "
+        f"{profile.model or 'a model that is not named'}, {stats['never_used']} of them never used:"
     ]
     lines += [f"  the {part} most used: {share:.1%}" for part, share in shares.items()]
-    say(found, lines, arguments.json)
+    say(stats, lines, arguments.json)
     return 0
 
 
@@ -67,43 +67,43 @@ Counts = Mapping[int, Mapping[int, float]]
 
 
 def read_counts(file: str, key: str) -> UseProfile | None:
-    """Return the profile in a file of counts, or None where it is none.
+    """Return the profile in a file of counts, or None for any other file.
 
-    Layers that an engine numbers with its dense ones count from 0 here. ValueError begins with
-    `key` and the value.
+    Layers are renumbered from 0, as engines count dense ones too. ValueError begins with `key` and
+    the value.
     """
-    path, what = Path(file), f"{key}={file!r}"
-    with open_file(path, what, _MOST) as opened:
-        head = opened.read(4096)
-    first = head.split(b"\n", 1)[0].decode("utf-8", "replace").strip().replace(" ", "")
+    path, label = Path(file), f"{key}={file!r}"
+    with open_file(path, label, _MOST) as stream:
+        head = stream.read(4096)
+    first_line = head.split(b"\n", 1)[0].decode("utf-8", "replace").strip().replace(" ", "")
     reader: Callable[[Path, str], tuple[Counts, int | None]]
     if head.startswith(b"GGUF"):
         reader = _imatrix
     elif path.suffix == ".pt":
         reader = _recorder
-    elif first.startswith("layer_id,expert_id,count") or path.name.endswith("coli_usage"):
+    elif first_line.startswith("layer_id,expert_id,count") or path.name.endswith("coli_usage"):
         reader = _lines
     else:
         return None
-    counts, num_experts = reader(path, what)
+    counts, num_experts = reader(path, label)
     if not counts:
-        raise ValueError(f"{what} holds no counts of experts.")
+        raise ValueError(f"{label} holds no counts of experts.")
     last = max(max(layer, default=0) for layer in counts.values())
     width = last + 1 if num_experts is None else num_experts
     if last >= width or width > _EXPERTS or len(counts) > _LAYERS:
-        raise ValueError(f"{what}: expert {last} of {width}, in {len(counts)} layers.")
+        raise ValueError(f"{label}: expert {last} of {width}, in {len(counts)} layers.")
     rows = [[counts[layer].get(expert, 0) for expert in range(width)] for layer in sorted(counts)]
-    found = np.asarray(rows, dtype=np.float64)
-    if not np.isfinite(found).all() or (found < 0).any():
-        raise ValueError(f"{what}: counts must be 0 or more.")
-    whole = tuple(tuple(round(count) for count in row) for row in found.tolist())
-    return UseProfile(model="", counts=whole, name=path.name)
+    uses = np.asarray(rows, dtype=np.float64)
+    if not np.isfinite(uses).all() or (uses < 0).any():
+        raise ValueError(f"{label}: counts must be 0 or more.")
+    rounded = tuple(tuple(round(count) for count in row) for row in uses.tolist())
+    return UseProfile(model="", counts=rounded, name=path.name)
 
 
 def _lines(path: Path, what: str) -> tuple[Counts, int | None]:
-    """Lines `layer expert count`, or with commas and a title.
+    """Read lines of `layer expert count`, or the same with commas and a header.
 
-    `-1 layers experts` at the head says the model's size.
+    A line `-1 layers experts` gives the model's size.
     """
     counts: dict[int, dict[int, float]] = {}
     num_experts = None
@@ -123,16 +123,16 @@ def _lines(path: Path, what: str) -> tuple[Counts, int | None]:
 
 
 def _recorder(path: Path, what: str) -> tuple[Counts, int | None]:
-    """SGLang's dump: `logical_count` [..., layers, experts]."""
+    """Read SGLang's dump: `logical_count` [..., layers, experts]."""
     import torch
 
     check_file(path, what, _MOST)
     try:
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+        dump: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
         reason = str(error).split("\n")[0][:200]
         raise ValueError(f"{what} is no file that torch reads: {reason}.") from None
-    table = found.get("logical_count") if isinstance(found, dict) else None
+    table = dump.get("logical_count") if isinstance(dump, dict) else None
     if not isinstance(table, torch.Tensor) or table.dim() < 2:
         raise ValueError(f"{what} has no tensor `logical_count` [..., layers, experts].")
     total = table.double().reshape(-1, *table.shape[-2:]).sum(dim=0).tolist()
@@ -140,15 +140,15 @@ def _recorder(path: Path, what: str) -> tuple[Counts, int | None]:
 
 
 def _imatrix(path: Path, what: str) -> tuple[Counts, int | None]:
-    """The tensors `blk.N.ffn_*_exps.weight.counts` of a GGUF: evaluated tokens by expert."""
+    """Read a GGUF's tensors `blk.N.ffn_*_exps.weight.counts`: evaluated tokens by expert."""
     counts: dict[int, dict[int, float]] = {}
     with open_file(path, what, _MOST) as file:
         try:
             for name, values in _tensors(file):
                 parts = name.split(".")
                 if name.endswith("_exps.weight.counts") and parts[0] == "blk":
-                    own = dict(enumerate(values))
-                    counts.setdefault(int(parts[1]), own)
+                    tokens_by_expert = dict(enumerate(values))
+                    counts.setdefault(int(parts[1]), tokens_by_expert)
         except (struct.error, ValueError, KeyError, UnicodeDecodeError, MemoryError) as error:
             raise ValueError(f"{what} is no whole GGUF file: {error}.") from None
     width = {len(layer) for layer in counts.values()}
@@ -180,19 +180,19 @@ def _tensors(file: BinaryIO) -> list[tuple[str, list[float]]]:
     if take("I") not in (2, 3):
         raise ValueError("its version is not 2 or 3")
     num_tensors, num_values = take("Q"), take("Q")
-    about = {text(): value(take("I")) for _ in range(num_values)}
+    metadata = {text(): value(take("I")) for _ in range(num_values)}
     infos = []
     for _ in range(num_tensors):
         name, dims = text(), take("I")
         shape = [take("Q") for _ in range(min(dims, 8))]
         infos.append((name, int(np.prod(shape)), take("I"), take("Q")))
-    align = int(about.get("general.alignment", 32))
+    align = int(metadata.get("general.alignment", 32))
     begin = -(-file.tell() // align) * align
-    found = []
+    tensors = []
     for name, size, kind, offset in infos:
         if name.endswith(".counts") and kind == _F32 and size <= _EXPERTS:
             file.seek(begin + offset)
-            found.append((name, np.frombuffer(file.read(4 * size), dtype="<f4").tolist()))
-            if len(found[-1][1]) != size:
+            tensors.append((name, np.frombuffer(file.read(4 * size), dtype="<f4").tolist()))
+            if len(tensors[-1][1]) != size:
                 raise ValueError(f"{name} is cut short")
-    return found
+    return tensors
