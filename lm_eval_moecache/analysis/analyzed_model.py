@@ -1,4 +1,4 @@
-"""The model and the text that an analysis looks at, and one way to run them under a setting."""
+"""The model and the text of an analysis, and one way to run them under a setting."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Rows = list[dict[str, Any]]
 
 
 class Analysis(NamedTuple):
-    """What every analysis gives: tables by name, a title, and the picture that it heads."""
+    """The result of every analysis: tables by name, a title, and what draws the figure under it."""
 
     tables: Mapping[str, Rows]
     title: str
@@ -37,10 +37,10 @@ class Analysis(NamedTuple):
 def watched(
     modules: Iterable[torch.nn.Module], note: Callable[[int, Any, Any], None]
 ) -> Iterator[None]:
-    """Call `note(number of the module, its arguments, its output)` at each of their calls."""
+    """Call `note(number of the module, its arguments, its output)` after each module's calls."""
     with ExitStack() as hooks:
         for number, module in enumerate(modules):
-            # Hooks are given the module first, which has its number here.
+            # A hook's first argument is its module, for which the number stands here.
             hook = partial(lambda number, module, args, output: note(number, args, output), number)
             hooks.callback(module.register_forward_hook(hook).remove)
         yield
@@ -62,34 +62,34 @@ class AnalyzedModel:
         self.geometry = describe(self.model, self.layers, pretrained)
         self.windows = list[torch.Tensor]()
         self.text_of = list[int]()
-        """Which text each window is of."""
-        # Each text is cut on its own, behind a prefix token as lm-eval does for perplexity.
+        """The index of each window's text."""
+        # Each text is split on its own, after a prefix token as lm-eval does for perplexity.
         prefix = self.tokenizer.bos_token_id
         prefix = self.tokenizer.eos_token_id if prefix is None else prefix
         for number, text in enumerate(texts):
             tokens = self.tokenizer(text, add_special_tokens=False).input_ids[:max_tokens]
             max_tokens -= len(tokens)
-            whole = torch.tensor([*([] if prefix is None else [prefix]), *tokens])
-            own = [part for part in torch.split(whole, window) if len(part) > 1]
-            self.windows += own
-            self.text_of += [number] * len(own)
+            token_ids = torch.tensor([*([] if prefix is None else [prefix]), *tokens])
+            windows = [part for part in torch.split(token_ids, window) if len(part) > 1]
+            self.windows += windows
+            self.text_of += [number] * len(windows)
         if not self.windows:
             raise ValueError("text: an analysis needs at least two tokens of text.")
 
     def logits(self, window: torch.Tensor) -> torch.Tensor:
-        """Return what the model as it is now says after each token but the last, [T - 1, V]."""
+        """Return the current model's logits after each token but the last, [T - 1, V]."""
         with torch.no_grad():
-            found: torch.Tensor = self.model(window[None].to(self.model.device)).logits[0, :-1]
-        return found
+            logits: torch.Tensor = self.model(window[None].to(self.model.device)).logits[0, :-1]
+        return logits
 
     def losses(self, window: torch.Tensor, reduction: str = "none") -> torch.Tensor:
-        """Return the loss of each token's successor as the model is now [T - 1], in nats."""
+        """Return the current model's loss of each token's successor [T - 1], in nats."""
         logits = self.logits(window).float()
         targets = window[1:].to(logits.device)
         return torch.nn.functional.cross_entropy(logits, targets, reduction=reduction)
 
     def perplexity(self) -> float:
-        """Score the text as the model is now."""
+        """Return the current model's perplexity on the text."""
         total = sum(float(self.losses(window, "sum")) for window in self.windows)
         return math.exp(total / sum(len(window) - 1 for window in self.windows))
 
@@ -102,7 +102,7 @@ class AnalyzedModel:
         scan: bool = False,
         seed: int = 0,
     ) -> Iterator[VirtualEngine]:
-        """Run the model with these overrides of `policy` (on_demand).
+        """Run the model with these overrides of `policy` (default on_demand); yield the engine.
 
         `scan` routes a text token after token as if decoded, and needs a cache per layer.
         """
@@ -125,7 +125,7 @@ class AnalyzedModel:
 def read_texts(pretrained: str, path: str | None) -> list[str]:
     """Return the texts to analyse; `tiny` has its own held-out pages where none is named.
 
-    A file is one text; of a `.jsonl` each line is one, under `text` or `page`.
+    A file is one text; each line of a `.jsonl` has one, under `text` or `page`.
     """
     if path is None:
         if pretrained != TINY:
@@ -136,15 +136,15 @@ def read_texts(pretrained: str, path: str | None) -> list[str]:
         from lm_eval_moecache.tiny.documents import wikitext
 
         return list(wikitext()["test"]["page"])
-    whole = read_text(path, f"text={path!r}")
+    content = read_text(path, f"text={path!r}")
     if not path.endswith(".jsonl"):
-        return [whole]
+        return [content]
     texts = []
-    for number, line in enumerate(whole.removesuffix("\n").split("\n"), 1):
-        where = f"text={path!r}: line {number}"
-        row = parse_json(line, where)
-        found = row.get("text", row.get("page")) if isinstance(row, dict) else None
-        if not isinstance(found, str):
-            raise ValueError(f"{where} has no text under `text` or `page`.")
-        texts.append(found)
+    for number, line in enumerate(content.removesuffix("\n").split("\n"), 1):
+        label = f"text={path!r}: line {number}"
+        row = parse_json(line, label)
+        page = row.get("text", row.get("page")) if isinstance(row, dict) else None
+        if not isinstance(page, str):
+            raise ValueError(f"{label} has no text under `text` or `page`.")
+        texts.append(page)
     return texts

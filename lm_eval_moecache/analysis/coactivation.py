@@ -22,20 +22,20 @@ from lm_eval_moecache.report.plots import new_figure
 
 TITLE = "Experts chosen together"
 Weights = Callable[[int], Any]
-"""Number of tokens in a window -> how much each of them counts."""
+"""Number of tokens in a window -> the weight of each."""
 
 
 def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
     """Analyse all layers, and draw one of them."""
-    found, layer = observe(analyzed, options["sample_tokens"]), options["layer"]
-    similarity = found.similarity()
-    rows = analyze(found.counts, similarity, options["alpha"], options["k_max"])
+    reading, layer = observe(analyzed, options["sample_tokens"]), options["layer"]
+    similarity = reading.similarity()
+    rows = analyze(reading.counts, similarity, options["alpha"], options["k_max"])
     title = f"{TITLE} ({analyzed.name}, MoE layer {layer})"
-    return Analysis({"coactivation": rows}, title, partial(draw, found.counts, similarity, layer))
+    return Analysis({"coactivation": rows}, title, partial(draw, reading.counts, similarity, layer))
 
 
 class Observation(NamedTuple):
-    """What one reading of the model's text showed: counts, and sampled tokens of each layer."""
+    """One reading of the model's text: counts, and sampled tokens of each layer."""
 
     layers: Sequence[MoELayer]
     counts: Coactivation
@@ -47,7 +47,7 @@ class Observation(NamedTuple):
 
     def similarity(self) -> FloatArray:
         """Return the mean cosine of two experts' outputs on the sampled tokens: [layers, E, E]."""
-        found = []
+        similarities = []
         pairs = list(zip(self.layers, self.hidden, strict=True))
         for layer, hidden_ND in tqdm(pairs, desc="output similarity", unit="layer"):
             outputs = []
@@ -59,8 +59,8 @@ class Observation(NamedTuple):
                 outputs.append(nn.functional.normalize(output.float(), dim=-1))
             stacked_END = torch.stack(outputs)
             cosines = torch.einsum("and,bnd->ab", stacked_END, stacked_END) / len(hidden_ND)
-            found.append(np.asarray(cosines.cpu().numpy(), dtype=np.float32))
-        return np.stack(found)
+            similarities.append(np.asarray(cosines.cpu().numpy(), dtype=np.float32))
+        return np.stack(similarities)
 
 
 def observe(
@@ -68,7 +68,7 @@ def observe(
 ) -> Observation:
     """Read the model's text once through the unmodified model."""
     counts, num_tokens = Coactivation(analyzed.geometry), sum(map(len, analyzed.windows))
-    stride, seen = max(1, num_tokens // max(sample_tokens, 1)), 0
+    stride, num_read = max(1, num_tokens // max(sample_tokens, 1)), 0
     top_logits: list[list[FloatArray]] = [[] for _ in analyzed.layers]
     hidden: list[list[Tensor]] = [[] for _ in analyzed.layers]
 
@@ -76,16 +76,16 @@ def observe(
         logits, _, experts = (part.reshape(len(weight_T), -1).cpu() for part in output)
         logits_TE, experts_TK = logits.float().numpy(), experts.numpy().astype(np.int64)
         counts.add(layer, experts_TK, logits_TE, weight_T)
-        sampled = slice(-seen % stride, None, stride)
+        sampled = slice(-num_read % stride, None, stride)
         top_logits[layer].append(np.take_along_axis(logits_TE, experts_TK, -1)[sampled])
-        # Copied: a view would keep the whole.
+        # Copied: a view would keep the whole tensor alive.
         hidden[layer].append(args[0].reshape(len(weight_T), -1)[sampled].clone())
 
     with watched(analyzed.routers, note):
         for window in tqdm(analyzed.windows, desc="profiling", unit="text"):
             weight_T = weights(len(window))
             analyzed.logits(window)
-            seen += len(window)
+            num_read += len(window)
     return Observation(
         layers=analyzed.layers,
         counts=counts,
@@ -98,17 +98,16 @@ def observe(
 def analyze(counts: Coactivation, similarity: FloatArray, alpha: float, k_max: int) -> Rows:
     """Return a row for each layer: how uneven its experts and their pairs are, and its lists.
 
-    The similarity (mean output cosine) of buddies stands beside that of all pairs: whether being
-    chosen together says anything about doing the same. The `correlation` is that of the two over
-    all pairs.
+    The similarity (mean output cosine) of buddies stands beside that of all pairs: whether experts
+    chosen together compute alike. `correlation` is that of the two over all pairs.
     """
     rows = []
     for layer, (active, pairs) in enumerate(zip(counts.activations, counts.pairs, strict=True)):
         q = conditional(pairs, 0.0)
         lists = buddy_lists(q, alpha, k_max)
         pivots, places = (lists != NO_BUDDY).nonzero()
-        first = np.flatnonzero(lists[:, 0] != NO_BUDDY)
-        others = ~np.eye(len(q), dtype=bool)
+        paired = np.flatnonzero(lists[:, 0] != NO_BUDDY)
+        off_diagonal = ~np.eye(len(q), dtype=bool)
         cosines = similarity[layer]
         rows.append(
             {
@@ -117,10 +116,10 @@ def analyze(counts: Coactivation, similarity: FloatArray, alpha: float, k_max: i
                 "least_active_share": float(active.min() / active.sum()),
                 "mass_of_4_best_peers": float(np.sort(q, axis=-1)[:, -4:].sum(-1).mean()),
                 "mean_list_size": len(pivots) / len(q),
-                "similarity_of_pairs": float(cosines[others].mean()),
+                "similarity_of_pairs": float(cosines[off_diagonal].mean()),
                 "similarity_of_buddies": float(cosines[pivots, lists[pivots, places]].mean()),
-                "similarity_of_best_buddy": float(cosines[first, lists[first, 0]].mean()),
-                "correlation": float(np.corrcoef(q[others], cosines[others])[0, 1]),
+                "similarity_of_best_buddy": float(cosines[paired, lists[paired, 0]].mean()),
+                "correlation": float(np.corrcoef(q[off_diagonal], cosines[off_diagonal])[0, 1]),
             }
         )
     return rows
@@ -133,8 +132,8 @@ def draw(counts: Coactivation, similarity: FloatArray, layer: int, title: str) -
         (left, "tokens that chose i and j", counts.pairs[layer]),
         (middle, "mean cosine of outputs", similarity[layer]),
     ):
-        shown = np.where(np.eye(len(values), dtype=bool), np.nan, values)
-        image = panel.imshow(shown, cmap="viridis", interpolation="nearest")
+        cells = np.where(np.eye(len(values), dtype=bool), np.nan, values)
+        image = panel.imshow(cells, cmap="viridis", interpolation="nearest")
         figure.colorbar(image, ax=panel, shrink=0.8)
         panel.set_title(name)
         panel.set_xlabel("expert j")

@@ -29,7 +29,7 @@ _OF_THE_CACHE = (
 
 
 class Window(NamedTuple):
-    """What was compared in one window of text: sums over its tokens that predict another."""
+    """The comparison of one window of text: sums over its tokens that predict another."""
 
     tokens: int
     loss: float
@@ -40,7 +40,7 @@ class Window(NamedTuple):
     """Tokens after which both models find the same next token likeliest."""
     routes: float
     """Summed over tokens: the share of the unmodified model's experts, in all layers, that the
-    routers ask for as well, before the policy answers them."""
+    routers choose as well, before the policy changes their choice."""
 
 
 class Reading(NamedTuple):
@@ -61,34 +61,34 @@ def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
 
 
 def compare(before: Reading, after: Reading) -> Window:
-    """Hold a window as some model reads it against how the unmodified one did."""
-    own_TV = functional.log_softmax(after.logits_TV.float(), dim=-1)
-    their_TV = functional.log_softmax(before.logits_TV.float(), dim=-1)
+    """Compare a model's reading of a window with the unmodified model's."""
+    after_TV = functional.log_softmax(after.logits_TV.float(), dim=-1)
+    before_TV = functional.log_softmax(before.logits_TV.float(), dim=-1)
     same = [
-        (theirs_TK[:, :, None] == own_TK[:, None, :]).any(dim=-1).float().mean(dim=-1)
-        for theirs_TK, own_TK in zip(before.experts_LTK, after.experts_LTK, strict=True)
+        (before_TK[:, :, None] == after_TK[:, None, :]).any(dim=-1).float().mean(dim=-1)
+        for before_TK, after_TK in zip(before.experts_LTK, after.experts_LTK, strict=True)
     ]
     return Window(
-        tokens=len(own_TV),
-        loss=float(functional.nll_loss(own_TV, before.tokens_T[1:], reduction="sum")),
-        kl=float((their_TV.exp() * (their_TV - own_TV)).sum()),
-        same_top=int((own_TV.argmax(dim=-1) == their_TV.argmax(dim=-1)).sum()),
-        routes=float(torch.stack(same).mean(dim=0)[: len(own_TV)].sum()),
+        tokens=len(after_TV),
+        loss=float(functional.nll_loss(after_TV, before.tokens_T[1:], reduction="sum")),
+        kl=float((before_TV.exp() * (before_TV - after_TV)).sum()),
+        same_top=int((after_TV.argmax(dim=-1) == before_TV.argmax(dim=-1)).sum()),
+        routes=float(torch.stack(same).mean(dim=0)[: len(after_TV)].sum()),
     )
 
 
 def read_window(analyzed: AnalyzedModel, window: Tensor) -> Reading:
-    """Read one window: logits after each token but the last, and what each router asks for."""
-    asked: list[Tensor] = []
+    """Read one window: logits after each token but the last, and each router's choice."""
+    choices: list[Tensor] = []
 
     def note(layer: int, args: Any, output: Any) -> None:
-        # The gate as it is: what a policy puts into the router's output is not asked for.
+        # The gate's own choice: a policy may have replaced the router's output.
         hidden_TD = args[0].reshape(-1, args[0].shape[-1])
-        asked.append(analyzed.layers[layer].gate.ask(hidden_TD)[2].cpu())
+        choices.append(analyzed.layers[layer].gate.ask(hidden_TD)[2].cpu())
 
     with watched(analyzed.routers, note):
         logits_TV = analyzed.logits(window)
-    return Reading(tokens_T=window, logits_TV=logits_TV.cpu(), experts_LTK=tuple(asked))
+    return Reading(tokens_T=window, logits_TV=logits_TV.cpu(), experts_LTK=tuple(choices))
 
 
 def analyze(
@@ -96,18 +96,20 @@ def analyze(
 ) -> Rows:
     """Return a row for the unmodified model and for each policy: a name and what it overrides.
 
-    An override `policy` names the composition (on_demand). `kl_stderr` is over windows. With a
-    lossless policy the divergence is 0 but for rounding.
+    The override `policy` names the composition (default on_demand). `kl_stderr` is over windows.
+    With a lossless policy the divergence is 0 but for rounding.
     """
     plain = [read_window(analyzed, window) for window in analyzed.windows]
-    unmodified = figures([compare(each, each) for each in plain])
+    unmodified = figures([compare(reading, reading) for reading in plain])
     rows = [{"policy": UNMODIFIED, **unmodified, **dict.fromkeys(_OF_THE_CACHE)}]
     for name, overrides in policies.items():
         with analyzed.under(overrides, capacity=capacity, scan=True) as engine:
-            windows = [compare(each, read_window(analyzed, each.tokens_T)) for each in plain]
-        found = cache_metrics(engine.ledger.passes)
-        counted = {key: found[key] for key in _OF_THE_CACHE}
-        rows.append({"policy": name, **figures(windows), **counted})
+            windows = [
+                compare(reading, read_window(analyzed, reading.tokens_T)) for reading in plain
+            ]
+        metrics = cache_metrics(engine.ledger.passes)
+        cache_columns = {key: metrics[key] for key in _OF_THE_CACHE}
+        rows.append({"policy": name, **figures(windows), **cache_columns})
     return rows
 
 
@@ -116,7 +118,7 @@ def figures(windows: Sequence[Window]) -> dict[str, Any]:
     tokens = np.array([window.tokens for window in windows], dtype=np.float64)
     kl = np.array([window.kl for window in windows])
     mean, count = kl.sum() / tokens.sum(), len(windows)
-    # Of a ratio of sums over windows, as windows differ in length.
+    # The error of a ratio of sums over windows, as windows differ in length.
     spread = np.sqrt(((kl - mean * tokens) ** 2).sum() * count / max(count - 1, 1)) / tokens.sum()
     return {
         "tokens": int(tokens.sum()),
@@ -133,11 +135,11 @@ def draw(rows: Rows, title: str) -> Any:
     figure, (left, right) = new_figure(columns=2)
     series = {}
     for index, row in enumerate(rows[1:]):
-        moved = row["bytes_per_token"] / MEGABYTE
+        megabytes = row["bytes_per_token"] / MEGABYTE
         series[row["policy"]] = left.errorbar(
-            moved, row["kl"], yerr=row["kl_stderr"] or 0.0, **look(index)
+            megabytes, row["kl"], yerr=row["kl_stderr"] or 0.0, **look(index)
         )
-        right.plot(moved, row["top1_agreement"], **look(index))
+        right.plot(megabytes, row["top1_agreement"], **look(index))
     left.set_ylabel("KL from the unmodified model [nats a token]")
     right.set_ylabel("same likeliest next token [of tokens]")
     for axes in (left, right):

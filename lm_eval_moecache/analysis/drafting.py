@@ -1,6 +1,6 @@
-"""How well a draft's layers foretell the target's experts (SP-MoE Figures 2, 7a and 7b).
+"""How well a draft's layers predict the target's experts (SP-MoE Figures 2, 7a and 7b).
 
-Both models read the same text, as drafts that are accepted make them do. Letters: T tokens, E
+Both models read the same text, as they do when drafts are accepted. Letters: T tokens, E
 experts, K experts per token, D hidden size.
 """
 
@@ -35,29 +35,29 @@ _NEIGHBOURS = (1, 2, 3, 4, 6, 8)
 def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
     """Return how often each predictor is right, and how sure it is: by MoE layer, and by text.
 
-    Beside it what neighbouring tokens of a text ask for, as drafts do (`_neighbours`).
+    Beside it the experts that neighbouring tokens of a text share, as drafts do (`_neighbours`).
 
     `top1`: share of tokens whose likeliest expert is the router's heaviest; `topk`: share of the
     router's K experts among the K likeliest. `draft` is the target's gate on the draft's attention
     output, `next_gate` the same gate on the target's layer before, `frequency` the experts chosen
-    most often by the tokens before, of earlier texts too, `random` the chance. Entropies are in
+    most often by the tokens before, of earlier texts too, `random` chance. Entropies are in
     bits, per token. A text's figures are means over its tokens, then over the layers.
     """
     draft = options["draft"]
     check_draft(draft, analyzed.name, {}, needs_layers=True)
     model = make_draft(draft, analyzed.model)
     matches = matching_layers(model.blocks, analyzed.layers)
-    offered = [model.blocks[i].feed_forward for i in sorted(matches, key=matches.__getitem__)]
-    # What the gates of the target see, and what the draft offers them: [T, D] by layer.
+    feed_forwards = [model.blocks[i].feed_forward for i in sorted(matches, key=matches.__getitem__)]
+    # The inputs of the target's gates, and the draft's in their place: [T, D] by layer.
     hidden = _inputs(analyzed.routers, analyzed.model, analyzed.windows)
-    drafted = _inputs(offered, model.model, analyzed.windows)
+    drafted = _inputs(feed_forwards, model.model, analyzed.windows)
     sizes = [len(window) for window in analyzed.windows]
-    figures = [_figures(analyzed, at, hidden, drafted) for at in range(len(analyzed.layers))]
+    figures = [_figures(analyzed, index, hidden, drafted) for index in range(len(analyzed.layers))]
     text_of_T = np.repeat(analyzed.text_of, sizes)
     texts = []
     for text in dict.fromkeys(analyzed.text_of):
-        of_text = [{n: own[n][text_of_T == text].mean() for n in own} for own in figures]
-        means = {n: float(np.mean([own[n] for own in of_text if n in own])) for n in _NAMES}
+        layer_means = [{n: row[n][text_of_T == text].mean() for n in row} for row in figures]
+        means = {n: float(np.mean([row[n] for row in layer_means if n in row])) for n in _NAMES}
         texts.append({"text": text} | means)
     chosen: list[Array] = []
     for layer, hidden_TD in zip(analyzed.layers, hidden, strict=True):
@@ -66,8 +66,8 @@ def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
         np.put_along_axis(chosen_TE, experts_TK, True, axis=-1)
         chosen += np.split(chosen_TE, np.cumsum(sizes)[:-1])
     rows: Rows = [
-        {"layer": at} | {n: float(own[n].mean()) if n in own else None for n in _NAMES}
-        for at, own in enumerate(figures)
+        {"layer": index} | {n: float(row[n].mean()) if n in row else None for n in _NAMES}
+        for index, row in enumerate(figures)
     ]
     neighbours = _neighbours(chosen)
     tables = {"drafting": rows, "drafting_texts": texts, "drafting_neighbours": neighbours}
@@ -80,8 +80,8 @@ def draw(rows: Rows, title: str) -> Any:
     for axes, form in zip(panels, ("top1", "topk"), strict=True):
         for predictor in _PREDICTORS:
             points = [(r["layer"], r[f"{predictor}_{form}"]) for r in rows]
-            known = [(layer, value) for layer, value in points if value is not None]
-            axes.plot(*zip(*known, strict=True), marker="o", label=predictor)
+            defined = [(layer, value) for layer, value in points if value is not None]
+            axes.plot(*zip(*defined, strict=True), marker="o", label=predictor)
         axes.set_xlabel("MoE layer")
         axes.set_ylim(0, 1.05)
     panels[0].set_ylabel("heaviest expert predicted rightly")
@@ -92,16 +92,16 @@ def draw(rows: Rows, title: str) -> Any:
 
 
 def _inputs(modules: Sequence[nn.Module], model: Any, windows: Sequence[Tensor]) -> list[Tensor]:
-    """Return what each module is given while the model reads the windows: [T, D] by module."""
-    found: list[list[Tensor]] = [[] for _ in modules]
+    """Return each module's inputs while the model reads the windows: [T, D] by module."""
+    inputs: list[list[Tensor]] = [[] for _ in modules]
 
     def note(at: int, args: Any, output: Any) -> None:
-        found[at].append(args[0].reshape(-1, args[0].shape[-1]))
+        inputs[at].append(args[0].reshape(-1, args[0].shape[-1]))
 
     with watched(modules, note), torch.no_grad():
         for window in windows:
             model(window[None].to(model.device))
-    return [torch.cat(parts) for parts in found]
+    return [torch.cat(parts) for parts in inputs]
 
 
 def _figures(
@@ -117,7 +117,7 @@ def _figures(
     if at:
         predictions["next_gate"] = _ask(layer, hidden[at - 1])[0]
     cosine = nn.functional.cosine_similarity(hidden[at].float(), drafted[at].float())
-    found = {
+    figures = {
         "cosine": cosine.cpu().numpy(),
         "router_entropy": _entropy(logits_TE),
         "random_top1": np.full(len(logits_TE), 1 / num_experts),
@@ -126,33 +126,33 @@ def _figures(
         "frequency_entropy": _entropy(np.log(counts_TE + 1e-9)),
     }
     for name, scores_TE in predictions.items():
-        found[f"{name}_top1"], found[f"{name}_topk"] = _shares(experts_TK, scores_TE, top_k)
-    return found
+        figures[f"{name}_top1"], figures[f"{name}_topk"] = _shares(experts_TK, scores_TE, top_k)
+    return figures
 
 
 def _neighbours(windows: Sequence[Array]) -> Rows:
-    """Return a row for each number of neighbouring tokens, as means over layers and places.
+    """Return a row for each number of neighbouring tokens, as means over layers and positions.
 
-    `activated`: share of a layer's experts that they ask for together; `if_independent`: the same
+    `activated`: share of a layer's experts that they choose together; `if_independent`: the same
     if each token drew its experts at random; `common`: share of the last one's experts that the
-    first one asks for, too; `any_common`: share of the places where it is any.
+    first one chooses, too; `any_common`: share of the positions with any such expert.
     """
     num_experts, top_k = windows[0].shape[1], int(windows[0][0].sum())
     rows = []
     for count in _NEIGHBOURS:
         parts = [
-            np.lib.stride_tricks.sliding_window_view(each, count, axis=0)
-            for each in windows
-            if len(each) >= count
+            np.lib.stride_tricks.sliding_window_view(window, count, axis=0)
+            for window in windows
+            if len(window) >= count
         ]
         if not parts:
             break
-        asked = np.concatenate([part.any(axis=-1).mean(axis=-1) for part in parts])
+        activated = np.concatenate([part.any(axis=-1).mean(axis=-1) for part in parts])
         shared = np.concatenate([(part[..., 0] & part[..., -1]).sum(axis=-1) for part in parts])
         rows.append(
             {
                 "tokens": count,
-                "activated": float(asked.mean()),
+                "activated": float(activated.mean()),
                 "if_independent": 1 - (1 - top_k / num_experts) ** count,
                 "common": float(shared.mean() / top_k),
                 "any_common": float((shared > 0).mean()),
@@ -177,10 +177,10 @@ def _counts_before(experts_TK: Array, num_experts: int) -> Array:
 
 
 def _shares(experts_TK: Array, scores_TE: Array, top_k: int) -> tuple[Array, Array]:
-    """Return by token whether the scores' first is the first expert, and the share they find."""
+    """Return by token whether the top score is the heaviest expert's, and the share named."""
     guess_TK = np.argsort(-scores_TE, axis=-1, kind="stable")[:, :top_k]
-    found_TK = (guess_TK[:, :, None] == experts_TK[:, None, :]).any(axis=1)
-    return guess_TK[:, 0] == experts_TK[:, 0], found_TK.mean(axis=-1)
+    named_TK = (guess_TK[:, :, None] == experts_TK[:, None, :]).any(axis=1)
+    return guess_TK[:, 0] == experts_TK[:, 0], named_TK.mean(axis=-1)
 
 
 def _entropy(logits_TE: Array) -> Array:

@@ -26,8 +26,8 @@ _SHOWN = (
 def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
     """Analyse the router's own choices and those of `cache_prior`, with one cache per layer.
 
-    A row for each: perplexity, miss rates, lifetime in tokens, fidelity. Drawn is, of `layer`
-    (which counts MoE layers from 0), the state of every expert at every token: [tokens, experts].
+    A row for each: perplexity, miss rates, lifetime in tokens, fidelity. The figure shows, for
+    `layer` (MoE layers from 0), the state of every expert at every token: [tokens, experts].
     """
     capacity, share, layer = options["capacity"], options["lambda"], options["layer"]
     cache_prior = {"routing": "cache_prior", "routing.lambda": share}
@@ -44,15 +44,15 @@ def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
 
 
 def _watch(engine: Engine, layer: int) -> list[IntArray]:
-    """Return what will hold the state of the layer's experts at each lookup."""
+    """Return the list to which each lookup appends the states of the layer's experts [E]."""
     states: list[IntArray] = []
     num_experts, resident = engine.geometry.num_experts, engine.pools[layer].resident
     keys = np.arange(num_experts) + layer * num_experts
 
     def observe(event: Event) -> None:
         if event.layer == layer:
-            is_here = np.array([key in resident for key in keys.tolist()])
-            needed, others = np.where(is_here, HIT, MISS), np.where(is_here, CACHED, ABSENT)
+            is_resident = np.array([key in resident for key in keys.tolist()])
+            needed, others = np.where(is_resident, HIT, MISS), np.where(is_resident, CACHED, ABSENT)
             states.append(np.where(np.isin(keys, event.keys), needed, others))
 
     engine.on_event = observe
@@ -66,11 +66,11 @@ def draw(maps: Mapping[str, IntArray], layer: int, title: str, tokens: int = 100
 
     colors = ListedColormap(["#ffffff", "#9ecae1", "#31a354", "#de2d26"])
     figure, axes = new_figure(rows=len(maps))
-    for panel, (name, whole) in zip(axes, maps.items(), strict=True):
-        states, drawn = whole[:tokens], {"aspect": "auto", "interpolation": "nearest"}
-        panel.imshow(states.T, cmap=colors, vmin=ABSENT, vmax=MISS, **drawn)
-        missed = np.sum(states == MISS) / np.sum(states >= HIT)
-        panel.set_title(f"{name}: {missed:.1%} misses in MoE layer {layer}")
+    for panel, (name, all_states) in zip(axes, maps.items(), strict=True):
+        states, style = all_states[:tokens], {"aspect": "auto", "interpolation": "nearest"}
+        panel.imshow(states.T, cmap=colors, vmin=ABSENT, vmax=MISS, **style)
+        miss_rate = np.sum(states == MISS) / np.sum(states >= HIT)
+        panel.set_title(f"{name}: {miss_rate:.1%} misses in MoE layer {layer}")
         panel.set_ylabel("expert")
         panel.grid(False)
     axes[-1].set_xlabel("token")

@@ -44,19 +44,19 @@ class ForcedExpert(RoutingAlgorithm):
         self.own[event.layer] = event.experts
         if event.layer != self.layer:
             return None
-        experts, wanted = event.experts.copy(), np.broadcast_to(self.wanted, len(event.experts))
-        free = ~(experts == wanted[:, None]).any(axis=-1)
-        experts[free, self.rank - 1] = wanted[free]
+        experts, forced = event.experts.copy(), np.broadcast_to(self.wanted, len(event.experts))
+        free = ~(experts == forced[:, None]).any(axis=-1)
+        experts[free, self.rank - 1] = forced[free]
         return Selection(experts)
 
 
 def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
-    """Return one row a layer: agreement, what chance would agree, and perplexities.
+    """Return one row per layer: agreement, agreement by chance, and perplexities.
 
     The experts of all ranks but `rank` are fixed and every choice for it is tried, at one layer at
     a time; best is the one with which the token's successor is likeliest (ties go to the router's).
-    A trial changes all tokens of the text at once, as one for each token alone would take as many
-    readings as there are tokens: a token's loss holds the change of those before it. `oracle` is
+    A trial changes all tokens of the text at once, as trials of single tokens would take as many
+    readings as there are tokens: a token's loss includes the change of those before it. `oracle` is
     the perplexity when every token gets its best expert there.
     """
     geometry, rank = analyzed.geometry, options["rank"]
@@ -66,16 +66,18 @@ def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
         routing = engine.rules.routing
         assert isinstance(routing, ForcedExpert)
         for layer in tqdm(range(geometry.num_layers), desc="layers"):
-            found = [_search(analyzed, routing, window, layer) for window in analyzed.windows]
-            own, oracle, agreed = (sum(column) for column in zip(*found, strict=True))
+            searches = [_search(analyzed, routing, window, layer) for window in analyzed.windows]
+            router_loss, oracle_loss, agreements = (
+                sum(column) for column in zip(*searches, strict=True)
+            )
             count = sum(len(window) - 1 for window in analyzed.windows)
             rows.append(
                 {
                     "layer": layer,
-                    "agreement": agreed / count,
+                    "agreement": agreements / count,
                     "chance": 1 / (geometry.num_experts - geometry.top_k + 1),
-                    "perplexity": float(np.exp(own / count)),
-                    "oracle": float(np.exp(oracle / count)),
+                    "perplexity": float(np.exp(router_loss / count)),
+                    "oracle": float(np.exp(oracle_loss / count)),
                 }
             )
     title = f"{TITLE} ({analyzed.name}, rank {rank})"
@@ -85,27 +87,27 @@ def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
 def _search(
     analyzed: AnalyzedModel, routing: ForcedExpert, window: torch.Tensor, layer: int
 ) -> tuple[float, float, int]:
-    """Return the summed loss with the router's choice, with the best one, and their agreements."""
+    """Return summed losses of the router's choice and of the best, and how often they agree."""
 
     def losses() -> FloatArray:
         return np.asarray(analyzed.losses(window).cpu().numpy())
 
     routing.layer = -1
-    own_T = losses()
+    router_T = losses()
     # The last token predicts nothing.
     chosen_TK = routing.own[layer][:-1]
     routing.layer = layer
     num_experts = analyzed.geometry.num_experts
-    tried_TE = np.full((len(own_T), num_experts), np.inf, dtype=np.float32)
+    trial_TE = np.full((len(router_T), num_experts), np.inf, dtype=np.float32)
     for expert in range(num_experts):
         routing.wanted = np.asarray([expert])
-        tried_TE[:, expert] = losses()
-    # A token whose choice has this expert at another rank has tried nothing with it.
-    np.put_along_axis(tried_TE, chosen_TK, np.float32(np.inf), axis=-1)
-    agrees_T = own_T <= tried_TE.min(axis=-1)
-    best_T = np.where(agrees_T, chosen_TK[:, routing.rank - 1], tried_TE.argmin(axis=-1))
+        trial_TE[:, expert] = losses()
+    # A trial of an expert that the token has at another rank has changed nothing.
+    np.put_along_axis(trial_TE, chosen_TK, np.float32(np.inf), axis=-1)
+    agrees_T = router_T <= trial_TE.min(axis=-1)
+    best_T = np.where(agrees_T, chosen_TK[:, routing.rank - 1], trial_TE.argmin(axis=-1))
     routing.wanted = np.append(best_T, routing.own[layer][-1, routing.rank - 1])
-    return float(own_T.sum()), float(losses().sum()), int(agrees_T.sum())
+    return float(router_T.sum()), float(losses().sum()), int(agrees_T.sum())
 
 
 def draw(rows: Rows, title: str) -> Any:

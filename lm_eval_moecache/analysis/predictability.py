@@ -1,10 +1,9 @@
 """How well experts can be predicted, and where it matters (CommitMoE section 3).
 
 Figure 2: the certainty of a router, as the KL divergence of its softmax from uniform, against how
-many of the token's experts a trained predictor names. Beside the paper: how both go together in
-each layer and in each document, and with the heaviest expert alone and the gap behind the last
-chosen one. Table 1: accuracy when the experts of tokens of which none was predicted rightly are
-replaced by the predicted ones.
+many of the token's experts a trained predictor names. Beyond the paper: how both correlate in each
+layer and in each document, and with the heaviest expert alone and the gap after the last chosen
+one. Table 1: accuracy when tokens of which no expert was predicted rightly run the predicted ones.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ _NOTHING = "so there is nothing to predict. Allowed: tasks "
 
 
 def run(pretrained: str, options: Mapping[str, Any]) -> Analysis:
-    """Run `tasks` as they are and with the replacement; every expert is resident all the time.
+    """Run `tasks` unmodified and with the replacement; every expert is resident all the time.
 
     Tiny has tasks of its own. The frequency baseline names the experts that these very tokens chose
-    most often, which no predictor made beforehand could know better.
+    most often: no frequencies counted beforehand could do better.
     """
     tasks = [name for name in (options["tasks"] or "").split(",") if name]
     if not tasks and pretrained != TINY:
@@ -69,9 +68,9 @@ def run(pretrained: str, options: Mapping[str, Any]) -> Analysis:
         )
     # Before the weights are loaded, which takes a real model minutes.
     artifact = load_predictor(profile, "kl", geometry_of(pretrained))
-    given = {"policy": "on_demand", "prefetch": "predictor", "capacity": "100%"}
-    given |= {} if profile is None else {"prefetch.profile": profile}
-    as_is, replacing = read_config(given), read_config(given | _REPLACED)
+    base_config = {"policy": "on_demand", "prefetch": "predictor", "capacity": "100%"}
+    base_config |= {} if profile is None else {"prefetch.profile": profile}
+    unmodified, replacement = read_config(base_config), read_config(base_config | _REPLACED)
     cell = Cell(
         model="moecache",
         model_args={},
@@ -81,9 +80,9 @@ def run(pretrained: str, options: Mapping[str, Any]) -> Analysis:
     )
     with quiet():
         lm = MoECacheLM(pretrained=pretrained)
-        lm.install(as_is)
+        lm.install(unmodified)
         plain, judged = _watched(lm, cell, PredictorNetwork(artifact))
-        lm.install(replacing)
+        lm.install(replacement)
         replaced = evaluate(cell, lm)
     top_k = lm.geometry.top_k
     tables = {
@@ -114,22 +113,22 @@ def draw(rows: Rows, title: str) -> Any:
 
 
 def _watched(lm: MoECacheLM, cell: Cell, network: PredictorNetwork) -> tuple[Any, list[Judged]]:
-    """Evaluate, and judge the predictor on the decode steps that were seen meanwhile."""
+    """Evaluate, and judge the predictor on the decode steps captured meanwhile."""
     layers = find_moe_layers(lm.model)
     with tempfile.TemporaryDirectory() as folder:
         shard = Path(folder) / "seen.safetensors"
-        with RouterCapture(lm.model, layers) as seen:
+        with RouterCapture(lm.model, layers) as capture:
             results = evaluate(cell, lm)
-        if not seen.prompts:
+        if not capture.prompts:
             raise ValueError(
                 f"tasks={','.join(cell.tasks)!r}: nothing was generated, {_NOTHING}that generate "
                 "text, such as gsm8k."
             )
-        seen.write(shard)
+        capture.write(shard)
         samples = Samples([shard])
-        every = samples.prompts
+        prompts = samples.prompts
         judged = judge(
-            samples, network, layers, num_chosen=lm.geometry.top_k, known=every, held_out=every
+            samples, network, layers, num_chosen=lm.geometry.top_k, known=prompts, held_out=prompts
         )
     return results, judged
 

@@ -1,7 +1,7 @@
 """How much each rank of a router's choice matters (cache-conditional experts, Figure 2).
 
-And what the profile of sensitivity is made of (AdapMoE): how much the loss would rise where a layer
-executed only each token's heaviest expert. Shapes: T tokens of a window, K experts per token, D
+And AdapMoE's profile of sensitivity: how much the loss would rise where a layer executed only each
+token's heaviest expert. Shapes: T tokens of a window, K experts per token, D
 hidden size, L layers.
 """
 
@@ -27,10 +27,10 @@ TITLE = (
 
 
 def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
-    """Return one row a rank: perplexity with the rank dropped (and all after it) and swapped.
+    """Return one row per rank: perplexity with the rank dropped (and all after it) and swapped.
 
-    Rank 0 is the unmodified model. Swapping is random, so it is read once for each of `seeds`; the
-    mean and the largest distance from it are given.
+    Rank 0 is the unmodified model. Swapping is random, so it is read with each of `seeds` seeds;
+    the row has the mean and the largest distance from it.
     """
     seeds = options["seeds"]
 
@@ -80,7 +80,7 @@ class Fisher:
         self.num_tokens = 0
 
     def read(self) -> None:
-        """Score every window and note, for each layer, the rise per square of lost weight.
+        """Score every window and add up, for each layer, the rise per square of lost weight.
 
         Leaving out all but the heaviest expert changes a token's output by c (1 - alpha), which
         raises the loss by half of c' H c (1 - alpha)^2. The Hessian's diagonal is taken as the
@@ -108,14 +108,14 @@ class Fisher:
     def thresholds(self) -> Doubles:
         """Return the rises below which 0, 1, ... 100% of the activations lie, [101] and finite."""
         pairs = zip(self._weights, self.sensitivity, strict=True)
-        found = np.concatenate([rises(np.concatenate(w), float(s)).ravel() for w, s in pairs])
-        # A share that would need a token's heaviest expert gets all the others.
-        most = found[np.isfinite(found)].max()
-        shares = np.quantile(found, np.arange(101) / 100, method="lower")
-        return np.asarray(np.minimum(shares, most))
+        all_rises = np.concatenate([rises(np.concatenate(w), float(s)).ravel() for w, s in pairs])
+        # A share that includes heaviest experts, whose rise is infinite, gets all the others.
+        largest = all_rises[np.isfinite(all_rises)].max()
+        shares = np.quantile(all_rises, np.arange(101) / 100, method="lower")
+        return np.asarray(np.minimum(shares, largest))
 
     def note(self, index: int, args: Any, output_TD: Tensor) -> None:
-        """Take a layer's call: its output, and how that changes with the heaviest expert alone."""
+        """Record a layer's call: its output, and the change with the heaviest expert alone."""
         hidden_TD, index_TK, weights_TK = args
         weights = weights_TK.detach().double().sort(dim=-1, descending=True)
         order = index_TK.gather(-1, weights.indices)
@@ -123,7 +123,7 @@ class Fisher:
         lost_T = 1 - weights.values[:, :1] / total_T
         experts = self._analyzed.layers[index].experts
         with torch.no_grad():
-            alone = experts.forward(hidden_TD, order[:, :1], total_T.to(weights_TK.dtype))
-            change = (output_TD.double() - alone.double()) / lost_T.clamp_min(1e-12)
-        self._changes.append((output_TD, change * (lost_T > 1e-12)))
+            heaviest_TD = experts.forward(hidden_TD, order[:, :1], total_T.to(weights_TK.dtype))
+            change_TD = (output_TD.double() - heaviest_TD.double()) / lost_T.clamp_min(1e-12)
+        self._changes.append((output_TD, change_TD * (lost_T > 1e-12)))
         self._weights[index].append(weights.values.float().cpu().numpy())

@@ -1,8 +1,8 @@
-"""Holds the clock against a device: a replayed routing, token by token, beside what was measured.
+"""Validates the clock against a device: a replayed routing beside measurements, token by token.
 
-A measured table is a CSV with one row a decoded token, in order, and any of the columns `COLUMNS`;
+A measured table is a CSV with one row per decoded token, in order, and any of the `COLUMNS`;
 lines that begin with # are comments. `cache_hit_pct` counts from the start of the run, prefill
-included, as engines print it; a negative value says that there was no cache.
+included, as engines print it; a negative value means that there was no cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OUTLIER = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """What each decoded token took: a measured column, or ours of the same meaning."""
+    """Columns over the decoded tokens: measured ones, or ours of the same meaning."""
 
     columns: Mapping[str, Values]
 
@@ -45,6 +45,7 @@ class Series:
         return len(next(iter(self.columns.values())))
 
     def part(self, tokens: slice) -> Series:
+        """Return the series of these tokens alone."""
         return Series({name: values[tokens] for name, values in self.columns.items()})
 
 
@@ -63,7 +64,7 @@ def setting_of(trace: Trace, hardware: Hardware, arguments: Any, reads: int) -> 
 
 
 def read_tokens(text: str) -> slice:
-    """Read `FIRST:LAST` as Python does, counted from 0, the last one left out."""
+    """Read `FIRST:LAST` as a Python slice: from 0, the last one left out."""
     first, colon, last = text.partition(":")
     if not colon:
         raise ValueError(f"tokens={text!r} must be FIRST:LAST, as in 0:64 or 64: .")
@@ -72,60 +73,60 @@ def read_tokens(text: str) -> slice:
 
 
 def read_measured(path: Path, names: Mapping[str, str]) -> Series:
-    """Read a measured table; `names` says which column of the file is which of ours.
+    """Read a measured table; `names` maps our columns to the file's.
 
     ValueError for a file without any of the columns, and for a cell that is no number.
     """
-    what = f"measured={str(path)!r}"
+    label = f"measured={str(path)!r}"
     if not is_file(path):
-        raise ValueError(f"{what}: there is no such file.")
+        raise ValueError(f"{label}: there is no such file.")
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(line for line in file if not line.startswith("#"))
         rows = list(reader)
-        given = reader.fieldnames or []
-    for ours, theirs in names.items():
+        header = reader.fieldnames or []
+    for ours, column in names.items():
         if ours not in COLUMNS:
             raise unknown("columns", ours, COLUMNS)
-        if theirs not in given:
-            raise unknown(f"columns: {ours}", theirs, given)
-    wanted = {ours: names.get(ours, ours) for ours in COLUMNS}
-    present = {ours: theirs for ours, theirs in wanted.items() if theirs in given}
+        if column not in header:
+            raise unknown(f"columns: {ours}", column, header)
+    file_columns = {ours: names.get(ours, ours) for ours in COLUMNS}
+    present = {ours: column for ours, column in file_columns.items() if column in header}
     if not present or not rows:
         raise ValueError(
-            f"{what} has no rows with any of the columns {', '.join(COLUMNS)}; it has "
-            f"{', '.join(given) or 'none'}. Allowed: --columns '{{wall_ms: its_name}}'."
+            f"{label} has no rows with any of the columns {', '.join(COLUMNS)}; it has "
+            f"{', '.join(header) or 'none'}. Allowed: --columns '{{wall_ms: its_name}}'."
         )
     columns = {}
-    for ours, theirs in present.items():
-        values = [plain_number(row[theirs] or "") for row in rows]
+    for ours, column in present.items():
+        values = [plain_number(row[column] or "") for row in rows]
         if None in values:
             number = values.index(None)
-            bad = shown(rows[number][theirs])
-            raise ValueError(f"{what}: row {number + 1}, {theirs}={bad}: no number.")
+            cell = shown(rows[number][column])
+            raise ValueError(f"{label}: row {number + 1}, {column}={cell}: no number.")
         columns[ours] = np.array(values, dtype=np.float64)
     return Series(columns)
 
 
 def foretell(trace: Trace, setting: Setting) -> Series:
-    """Replay a routing; return what each of its decoded tokens takes, in a measured table's units.
+    """Replay a routing; return the series of its decoded tokens, in a measured table's units.
 
-    `compute_ms` is what is left of the wall, as engines report it.
+    `compute_ms` is the rest of the wall, as engines report it.
     """
     passes = replay(trace, setting).ledger.passes
-    hits = np.cumsum([each.hits for each in passes])
-    share = 100 * hits / np.cumsum([each.requests for each in passes])
-    decoded = [i for i, each in enumerate(passes) if each.phase != PREFILL]
+    hits = np.cumsum([record.hits for record in passes])
+    share = 100 * hits / np.cumsum([record.requests for record in passes])
+    decoded = [i for i, record in enumerate(passes) if record.phase != PREFILL]
     if not decoded:
         raise ValueError(f"trace {trace.name} has no decoded token to compare.")
     rows = [(1e3 * p.duration_s, 1e3 * p.stall_s, float(p.bytes_moved)) for p in passes]
     wall, stall, read = np.array(rows)[decoded].T
-    spent = 1e3 * setting.hardware.load_overhead_s_per_byte * read
-    columns = {WALL: wall, STALL: stall, COMPUTE: wall - stall - spent, MANAGEMENT: spent}
+    management = 1e3 * setting.hardware.load_overhead_s_per_byte * read
+    columns = {WALL: wall, STALL: stall, COMPUTE: wall - stall - management, MANAGEMENT: management}
     return Series({**columns, READ: read, HIT: share[decoded]})
 
 
 def same_tokens(ours: Series, measured: Series, tokens: slice) -> tuple[Series, Series]:
-    """Return the asked part of both; ValueError where they have not the same tokens."""
+    """Return these tokens of both; ValueError where they differ in length or none is left."""
     if len(ours) != len(measured):
         raise ValueError(
             f"the trace has {len(ours)} decoded tokens and the measured table {len(measured)} rows:"
@@ -138,30 +139,30 @@ def same_tokens(ours: Series, measured: Series, tokens: slice) -> tuple[Series, 
 
 
 def compare(ours: Series, measured: Series) -> dict[str, float | int | None]:
-    """Return how near the clock comes: ratios are ours / measured; None for what is not measured.
+    """Return how near the clock comes: ratios are ours / measured, None where nothing is measured.
 
-    The median error is of |ours - measured| / measured over the tokens where something was
-    measured. Hit rates are shares, from the run's start to its last token.
+    The median error is of |ours - measured| / measured over the tokens measured above 0. Hit rates
+    are shares, from the run's start to its last token.
     """
     shared = [name for name in measured.columns if name in ours.columns]
-    both = {name: (ours.columns[name], measured.columns[name]) for name in shared}
+    pairs = {name: (ours.columns[name], measured.columns[name]) for name in shared}
 
     def nearness(name: str) -> tuple[float | None, float | None]:
-        if name not in both or not both[name][1].sum() > 0:
+        if name not in pairs or not pairs[name][1].sum() > 0:
             return None, None
-        mine, theirs = both[name]
-        some = theirs > 0
-        errors = np.abs(mine[some] - theirs[some]) / theirs[some]
-        return float(mine.sum() / theirs.sum()), float(np.median(errors))
+        predicted, observed = pairs[name]
+        positive = observed > 0
+        errors = np.abs(predicted[positive] - observed[positive]) / observed[positive]
+        return float(predicted.sum() / observed.sum()), float(np.median(errors))
 
-    varies = READ in both and len(measured) > 1 and all(side.std() for side in both[READ])
-    has_cache = HIT in both and both[HIT][1][-1] >= 0
+    varies = READ in pairs and len(measured) > 1 and all(side.std() for side in pairs[READ])
+    has_cache = HIT in pairs and pairs[HIT][1][-1] >= 0
     stall, wall = nearness(STALL), nearness(WALL)
     return {
         "tokens": len(measured),
         "bytes_ratio": nearness(READ)[0],
-        "bytes_correlation": float(np.corrcoef(*both[READ])[0, 1]) if varies else None,
-        "hit_rate_difference": float(both[HIT][0][-1] - both[HIT][1][-1]) / 100
+        "bytes_correlation": float(np.corrcoef(*pairs[READ])[0, 1]) if varies else None,
+        "hit_rate_difference": float(pairs[HIT][0][-1] - pairs[HIT][1][-1]) / 100
         if has_cache
         else None,
         "stall_ratio": stall[0],
@@ -173,14 +174,14 @@ def compare(ours: Series, measured: Series) -> dict[str, float | int | None]:
 
 def plot(ours: Series, measured: Series, path: Path) -> None:
     """Draw each measured column over the tokens, and ours beside it."""
-    named = {WALL: "wall (ms)", STALL: "stall (ms)", READ: "bytes read", HIT: "hits (%)"}
-    drawn = [name for name in named if name in measured.columns and name in ours.columns]
-    size = (7, 2.2 * len(drawn))
-    figure, axes = pyplot().subplots(len(drawn), 1, figsize=size, squeeze=False, sharex=True)
-    for name, axis in zip(drawn, axes.flat, strict=True):
+    labels = {WALL: "wall (ms)", STALL: "stall (ms)", READ: "bytes read", HIT: "hits (%)"}
+    columns = [name for name in labels if name in measured.columns and name in ours.columns]
+    size = (7, 2.2 * len(columns))
+    figure, axes = pyplot().subplots(len(columns), 1, figsize=size, squeeze=False, sharex=True)
+    for name, axis in zip(columns, axes.flat, strict=True):
         axis.plot(measured.columns[name], color="#0072B2", linewidth=1.2, label="measured")
         axis.plot(ours.columns[name], color="#D55E00", linewidth=1.2, linestyle="--", label="clock")
-        axis.set_ylabel(named[name])
+        axis.set_ylabel(labels[name])
     axes.flat[0].legend(loc="upper right", frameon=False)
     axes.flat[-1].set_xlabel("decoded token")
     figure.tight_layout()
@@ -188,25 +189,25 @@ def plot(ours: Series, measured: Series, path: Path) -> None:
 
 
 def as_text(found: Mapping[str, Any], measured: Series) -> str:
-    """Say it in lines that a reader can act on."""
+    """Return the comparison in lines that a reader can act on."""
     lines = [f"{found['tokens']} decoded tokens, the clock / the device:"]
     for name, key in (("bytes read", "bytes"), ("stall", "stall"), ("wall", "wall")):
         ratio, error = found[f"{key}_ratio"], found.get(f"{key}_median_error")
         if ratio is None:
-            told = "not measured"
+            text = "not measured"
         elif error is None:
             correlation = found["bytes_correlation"]
-            told = f"{ratio:.3f} of the total, correlation "
-            told += "-" if correlation is None else f"{correlation:.4f}"
+            text = f"{ratio:.3f} of the total, correlation "
+            text += "-" if correlation is None else f"{correlation:.4f}"
         else:
-            told = f"{ratio:.3f} of the total, median error of a token {100 * error:.1f}%"
-        lines.append(f"  {name:11s} {told}")
+            text = f"{ratio:.3f} of the total, median error of a token {100 * error:.1f}%"
+        lines.append(f"  {name:11s} {text}")
     if found["hit_rate_difference"] is not None:
         lines.append(f"  hit rate    {100 * found['hit_rate_difference']:+.2f} points")
     wall = measured.columns.get(WALL)
-    if wall is not None and (many := int(np.sum(wall > OUTLIER * np.median(wall)))):
+    if wall is not None and (slow := int(np.sum(wall > OUTLIER * np.median(wall)))):
         lines.append(
-            f"{many} of {found['tokens']} tokens took more than {OUTLIER:g} times the median wall: "
+            f"{slow} of {found['tokens']} tokens took more than {OUTLIER:g} times the median wall: "
             "the device's own reasons, counted and not modelled."
         )
     return "\n".join([*lines, ""])
