@@ -240,11 +240,11 @@ class DraftHooks:
         matches = matching_layers(draft.blocks, targets)
         self._handles: list[Any] = []
         for index, block in enumerate(draft.blocks):
-            before = partial(self._enter_block, index, matches.get(index), block.router is None)
-            self._handles.append(block.feed_forward.register_forward_pre_hook(before))
+            block_hook = partial(self._enter_block, index, matches.get(index), block.router is None)
+            self._handles.append(block.feed_forward.register_forward_pre_hook(block_hook))
             if block.router is not None:
-                after = partial(self._routed, index)
-                self._handles.append(block.router.register_forward_hook(after))
+                router_hook = partial(self._routed, index)
+                self._handles.append(block.router.register_forward_hook(router_hook))
 
     def remove(self) -> None:
         """Take the hooks off. Safe to call twice."""

@@ -249,16 +249,16 @@ def _place(
     groups = [[tensors[key] for key in group] for group in source.groups]
     if any(part.dtype != parameter.dtype for group in groups for part in group):
         return None
-    whole = groups[0][0]
-    if len(groups) == len(groups[0]) == 1 and whole.shape == tuple(parameter.shape):
-        return whole.by_expert
-    num_experts, rows, *rest = parameter.shape
+    tensor = groups[0][0]
+    if len(groups) == len(groups[0]) == 1 and tensor.shape == tuple(parameter.shape):
+        return tensor.by_expert
+    num_experts, rows, *trailing = parameter.shape
     if any(len(group) != num_experts for group in groups):
         return None
     experts = list(zip(*groups, strict=True))
     fits = all(
         sum(part.shape[0] for part in parts) == rows
-        and all(part.shape[1:] == tuple(rest) for part in parts)
+        and all(part.shape[1:] == tuple(trailing) for part in parts)
         for parts in experts
     )
     return [joined(parts) for parts in experts] if fits else None
@@ -316,10 +316,10 @@ def check_wall(
     if available is not None and sum(needed.values()) > available:
         parts = " and ".join(f"{size} bytes of {item}" for item, size in needed.items() if size)
         kind = "memory" if device == "cpu" else "locked memory"
-        other = "store=disk, or more memory" if store == "ram" else "a smaller capacity"
+        remedy = "store=disk, or more memory" if store == "ram" else "a smaller capacity"
         raise ValueError(
             f"store={store!r}: {parts} have to lie in {kind}, but the host has {available} bytes "
-            f"to give. Allowed: {other}."
+            f"to give. Allowed: {remedy}."
         )
 
 

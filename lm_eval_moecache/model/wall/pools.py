@@ -309,6 +309,7 @@ class DeviceMover(ABC):
         return launched
 
     def begin(self, transfer: Transfer) -> object:
+        """Start a transfer (on a CPU or one queue, make it); return the token for `finish`."""
         layer, expert = divmod(transfer.key, self._num_experts)
         target, tier = self.target_of(transfer), self.tier_of(transfer.level)
         if self._device.type == "cpu":
@@ -321,11 +322,11 @@ class DeviceMover(ABC):
             for name, tensor in target.items():
                 tensor.copy_(source[name])
             return None
-        after = cast(torch.Event, transfer.after)
+        fence = cast(torch.Event, transfer.after)
         with on_stream(self._stream):
-            self._stream.wait_event(after)
+            self._stream.wait_event(fence)
             done = torch.Event(self._device, enable_timing=self._timed)
-            started = after
+            started = fence
             if self._timed:
                 started = torch.Event(self._device, enable_timing=True)
                 started.record(self._stream)
@@ -335,6 +336,7 @@ class DeviceMover(ABC):
         return started, done
 
     def finish(self, token: object) -> float | None:
+        """Wait for a transfer; return the seconds it moved, None where `begin` has made it."""
         if token is None:
             return None
         started, done = cast(tuple[torch.Event, torch.Event], token)
@@ -347,6 +349,7 @@ class DeviceMover(ABC):
         return time.perf_counter() - start_s
 
     def synchronize(self) -> None:
+        """Wait until the device has executed all queued compute."""
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).synchronize()
         elif self._device.type != "cpu":

@@ -209,8 +209,8 @@ class WorkOnPool(Work):
         kernel = self._store.kernel
         if is_all and self._ask_whole(kernel):
             return
-        most = MAX_GROUPS if kernel == "grouped_mm" else MOST
-        for slot_of, slots in self._store.pools.windows(self._layer, places, most):
+        max_slots = MAX_GROUPS if kernel == "grouped_mm" else MOST
+        for slot_of, slots in self._store.pools.windows(self._layer, places, max_slots):
             self._execute_window(kernel, slots, slot_of, is_all and len(slot_of) == len(places))
 
     def host_call(self, experts: Sequence[int]) -> GroupedCall:
