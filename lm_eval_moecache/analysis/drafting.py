@@ -40,8 +40,8 @@ def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
     `top1`: share of tokens whose likeliest expert is the router's heaviest; `topk`: share of the
     router's K experts among the K likeliest. `draft` is the target's gate on the draft's attention
     output, `next_gate` the same gate on the target's layer before, `frequency` the experts chosen
-    most often by the tokens before, of earlier texts too, `random` chance. Entropies are in
-    bits, per token. A text's figures are means over its tokens, then over the layers.
+    most often by the tokens before, of earlier texts too, `random` chance. Entropies are in bits,
+    per token. A text's figures are means over its tokens, then over the layers.
     """
     draft = options["draft"]
     check_draft(draft, analyzed.name, {}, needs_layers=True)

@@ -1,8 +1,7 @@
 """How much each rank of a router's choice matters (cache-conditional experts, Figure 2).
 
 And AdapMoE's profile of sensitivity: how much the loss would rise where a layer executed only each
-token's heaviest expert. Shapes: T tokens of a window, K experts per token, D
-hidden size, L layers.
+token's heaviest expert. Shapes: T tokens of a window, K experts per token, D hidden size, L layers.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class Fisher:
 
     @property
     def sensitivity(self) -> Doubles:
-        """The mean rise of each layer [L]."""
+        """The mean rise of each layer [L], in nats per token."""
         return np.asarray(self._sums / self.num_tokens)
 
     def thresholds(self) -> Doubles:

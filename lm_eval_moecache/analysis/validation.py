@@ -75,7 +75,7 @@ def read_tokens(text: str) -> slice:
 def read_measured(path: Path, names: Mapping[str, str]) -> Series:
     """Read a measured table; `names` maps our columns to the file's.
 
-    ValueError for a file without any of the columns, and for a cell that is no number.
+    ValueError for a file without any of the columns, and for a cell that is not a number.
     """
     label = f"measured={str(path)!r}"
     if not is_file(path):
@@ -139,7 +139,7 @@ def same_tokens(ours: Series, measured: Series, tokens: slice) -> tuple[Series, 
 
 
 def compare(ours: Series, measured: Series) -> dict[str, float | int | None]:
-    """Return how near the clock comes: ratios are ours / measured, None where nothing is measured.
+    """Return how close the clock comes: ratios are ours / measured, None where nothing is measured.
 
     The median error is of |ours - measured| / measured over the tokens measured above 0. Hit rates
     are shares, from the run's start to its last token.

@@ -237,7 +237,7 @@ def own_bytes() -> int | None:
 
 @contextmanager
 def watched() -> Iterator[list[int]]:
-    """Sample `own_bytes` every 20 ms during a block; yield [peak bytes], [] where unknown."""
+    """Sample `own_bytes` every `_EVERY_S` of a block; yield [peak bytes], [] where unknown."""
     peak: list[int] = []
     done = threading.Event()
 

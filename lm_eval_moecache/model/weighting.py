@@ -203,7 +203,7 @@ def _unknown_rule(gate: Gate) -> ValueError:
 
 
 def _exact_scale(router: nn.Module, seen: float) -> float:
-    """Return the router's own scaling factor where it matches the scale seen, else the latter."""
+    """Return the router's own scaling factor where it matches the one seen, else that, rounded."""
     factor = getattr(router, "routed_scaling_factor", None)
     if isinstance(factor, int | float) and abs(seen / factor - 1) < 0.02:
         return float(factor)

@@ -1,7 +1,7 @@
 """Count which experts are chosen together, for BuddyMoE's lists of substitutes (sections 3.2, 3.3).
 
 The text is what `--tasks` are trained on (never what they are tested on), or plain text files.
-Routing traces are not taken: they do not say whose routers made them, and hold no outputs.
+Routing traces are not accepted: they do not identify their routers, and hold no outputs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train SiDA's data-aware network, which reads a text's tokens and foretells all layers' experts.
+"""Train SiDA's data-aware network, which reads a text's tokens and predicts all layers' experts.
 
 The prompts are those of `moecache profile predictor`: documents that `--tasks` are trained on
 (never what they are tested on) or files; `tiny` has its own generator's where neither is given.

@@ -1,7 +1,7 @@
 """Solve for cache sizes that differ by layer (AdapMoE), from a routing trace.
 
-Prints the experts each MoE layer should keep so that the expected loads are fewest, beside those
-of equal sizes; `--out sizes.json` writes the file that `capacity=sizes.json` takes.
+Prints the experts each MoE layer should keep for the fewest expected loads, and the miss rate
+beside that of equal sizes; `--out sizes.json` writes the file that `capacity=sizes.json` takes.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ def miss_curves(trace: Trace) -> Counts:
 
 
 def best_sizes(curves: Counts, slots: int) -> list[int]:
-    """Share `slots` experts among the layers, at least one each, for the fewest misses.
+    """Divide `slots` experts among the layers, at least one each, for the fewest misses.
 
     Dynamic programming over layers: the fewest misses of the first layers with s slots are the
     minimum over the last one's share (AdapMoE, Zhong et al. 2024, "adaptive caching"). Its cost of
-    a layer assumes uniform use of experts; ours is counted on the trace. Ties go to the
-    earlier layer. Cost: O(layers x slots x experts).
+    a layer assumes uniform use of experts; ours is counted on the trace. Ties go to the earlier
+    layer. Cost: O(layers x slots x experts).
     """
     num_layers, num_experts = curves.shape[0], curves.shape[1] - 1
     if slots < num_layers:
@@ -117,7 +117,7 @@ def best_sizes(curves: Counts, slots: int) -> list[int]:
 
 
 def equal_sizes(num_layers: int, slots: int) -> list[int]:
-    """Share `slots` as evenly as whole experts allow, the first layers taking the remainder."""
+    """Divide `slots` as evenly as whole experts allow, the first layers taking the remainder."""
     return [slots // num_layers + (layer < slots % num_layers) for layer in range(num_layers)]
 
 

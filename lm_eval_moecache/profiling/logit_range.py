@@ -1,6 +1,6 @@
 """Calibrate the range of router logits for cache_prior (cache-conditional experts, appendix C).
 
-Prints one number a layer, the mean over tokens of max(z) - min(z): give them as
+Prints one number per layer, the mean over tokens of max(z) - min(z): pass them as
 `routing.logit_range` in place of the running average. The text is what `--tasks` are trained on
 (never what they are tested on), or plain text files.
 """

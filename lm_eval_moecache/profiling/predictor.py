@@ -2,7 +2,7 @@
 
 The prompts are documents that `--tasks` are trained on (never what they are tested on) or files:
 `.jsonl` with a string or {"prompt": ...} a line, or plain text with a prompt a line. `tiny` has
-its own generator's where neither is given. Stopped early, the same command goes on where it was.
+its own generator's where neither is given. If interrupted, the same command resumes.
 """
 
 from __future__ import annotations

@@ -246,9 +246,9 @@ class HalfQuadratic(Codec):
 
     Groups run along the rows (`axis=1`), the form that fast kernels take; scale and zero are
     float16, HQQ's default. Encoded on the CPU whatever the device: HQQ optimises in half precision
-    on CUDA and in float32 on a CPU, so codes would differ by device. Decoded in float32
-    and then rounded to the compute dtype, which loses less than HQQ's own arithmetic in the compute
-    dtype and is the same on every device.
+    on CUDA and in float32 on a CPU, so codes would differ by device. Decoded in float32 and then
+    rounded to the compute dtype, which loses less than HQQ's own arithmetic in the compute dtype
+    and is the same on every device.
 
     The library's steps, run on pieces of a matrix that fit into a core's cache, give the library's
     codes to the last bit. Pieces cannot be searched on their own: the matrix' mean error ends the

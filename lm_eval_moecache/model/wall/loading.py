@@ -376,7 +376,7 @@ def measure_host(
         return once
 
     def on_device(tokens: int) -> Callable[[], object]:
-        """Time the two products alone: a kernel's other work is the same for every expert."""
+        """Run the two products alone: a kernel's other work is the same for every expert."""
         hidden_TD, up_DH = ones(tokens, hidden_size), ones(hidden_size, width)
         down_HD = ones(width // 2, hidden_size)
 
