@@ -378,10 +378,11 @@ def measure_host(
     def on_device(tokens: int) -> Callable[[], object]:
         """Run the two products alone: a kernel's other work is the same for every expert."""
         hidden_TD, up_DH = ones(tokens, hidden_size), ones(hidden_size, width)
-        down_HD = ones(width // 2, hidden_size)
+        inner = width // 2 if module.has_gate else width
+        down_HD = ones(inner, hidden_size)
 
         def once() -> None:
-            (hidden_TD @ up_DH)[:, : width // 2] @ down_HD
+            (hidden_TD @ up_DH)[:, :inner] @ down_HD
             synchronize(device)
 
         return once
