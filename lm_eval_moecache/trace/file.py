@@ -1,10 +1,10 @@
-"""Routing traces on disk: Parquet files, read whole or a part after another, and their streams.
+"""Routing traces on disk: Parquet files, read whole or part by part, and their streams.
 
-A trace is recorded into an Arrow stream beside the file it will become (`writer`). A stream needs
-no ending to be read, so that what a killed run has recorded is there up to its last finished
-request: batches are marked, and those up to the last mark belong to finished requests.
+A trace is recorded into an Arrow stream beside the file it will become (`recorder`). A stream is
+readable without its end, so a killed run keeps every finished request: some batches carry a mark,
+and all batches up to the last mark belong to finished requests.
 
-A reader repairs nothing: what does not fit is a ValueError that names the row and the field.
+A reader repairs nothing: a misfit is a ValueError that names the row and the field.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ from lm_eval_moecache.trace.trace import (
 )
 
 SUFFIX = ".partial"
-"""Of a stream; what is before it is the name of the trace that it becomes."""
+"""Suffix of a stream, appended to the name of the trace it becomes."""
 WHOLE_ROWS = 1 << 18
-"""A trace of no more rows is read at once, and kept."""
+"""A trace with at most this many rows is read at once and held in memory."""
 PART_ROWS = 1 << 17
+"""Rows of one part of a longer trace, before it is extended to the end of its pass."""
 SCANS_MARK, DRAFTS_MARK = b"kept", b"drafts"
-"""Metadata of a batch that ends a finished request: its scans and drafts since the last such."""
+"""Metadata keys of a marked batch: the scans and drafts since the last mark."""
 COLUMNS = {
     "request": pa.int32(),
     "pass": pa.int32(),
@@ -71,20 +72,20 @@ PROPOSED = pa.list_(pa.int32())
 
 
 def proposed_column(place: int) -> str:
-    """Name the column of a recorded prefetcher: an event's keys, in the event's first row."""
+    """Return the column of a recorded prefetcher: an event's keys, in the event's first row."""
     return f"proposed_{place}"
 
 
 def columns_of(name: str, schema: Any, header: Header, **large: bool) -> list[str]:
-    """Return the columns to read; the two `large` ones are only read where they are asked for.
+    """Return the columns to read; the two `large` ones are read only on request.
 
-    Raises ValueError for a column that is missing, twice, mistyped, or not of the format.
+    Raises ValueError for a column that is missing, duplicated, mistyped, or not in the format.
     """
-    twice = [column for column in schema.names if schema.names.count(column) > 1]
-    if twice:
-        raise ValueError(f"trace {name}: the column {twice[0]!r} stands twice.")
+    duplicates = [column for column in schema.names if schema.names.count(column) > 1]
+    if duplicates:
+        raise ValueError(f"trace {name}: the column {duplicates[0]!r} stands twice.")
     proposed = [proposed_column(place) for place in range(len(header.proposals))]
-    # Lists that stand in the first row of what they belong to.
+    # One list per event or pass, in its first row.
     of_events = [*proposed, *(DRAFT_COLUMNS if header.draft is not None else ())]
     known = COLUMNS | OPTIONAL_COLUMNS | dict.fromkeys(of_events, PROPOSED)
     for column in (*COLUMNS, *of_events):
@@ -94,15 +95,15 @@ def columns_of(name: str, schema: Any, header: Header, **large: bool) -> list[st
         if column not in known:
             raise ValueError(f"trace {name}: column {column!r} is not part of the format.")
         kind = schema.field(column).type
-        # Of a list the type of its values: writers name the values themselves differently.
+        # Compare lists by value type: writers name the list's field differently.
         if known[column] != (pa.list_(kind.value_type) if pa.types.is_list(kind) else kind):
             raise ValueError(f"trace {name}: column {column!r} is {kind}, must be {known[column]}.")
     if "predicted" in schema.names and not header.predicted_depth:
         raise ValueError(
             f"trace {name}: column 'predicted' needs the metadata field predicted_depth."
         )
-    asked = [column for column, wanted in large.items() if wanted and column in schema.names]
-    return [*COLUMNS, *asked, *of_events]
+    optional = [column for column, wanted in large.items() if wanted and column in schema.names]
+    return [*COLUMNS, *optional, *of_events]
 
 
 def trace_of(
@@ -114,12 +115,12 @@ def trace_of(
     scans: tuple[tuple[int, int], ...],
     first_pass: int = 0,
 ) -> Trace:
-    """Build the trace of a table; without `requests` they are told from its rows.
+    """Build the trace of a table; without `requests`, they are inferred from its rows.
 
     `first_pass` is the number of the table's first pass in the file.
     """
     geometry, rows = header.geometry, _Rows(name, table)
-    # Where any row has no weights, nothing can be built on the others.
+    # Weights are all or nothing: one row without them makes the others useless.
     has_weights = not table["weights"].null_count
     columns = Columns(
         request=rows.numbers("request"),
@@ -141,15 +142,15 @@ def trace_of(
         drafted=_drafted(rows, header, columns, settled),
     )
     proposed = {}
-    for place, identity in enumerate(header.proposals):
+    for index, identity in enumerate(header.proposals):
         last = geometry.num_layers * geometry.num_experts - 1
-        keys, offsets = rows.ranged(proposed_column(place), 0, last)
+        keys, offsets = rows.ranged(proposed_column(index), 0, last)
         proposed[identity] = Lists(keys, offsets[trace.row_bounds])
     return dataclasses.replace(trace, proposed=proposed, scans=scans, first_pass=first_pass)
 
 
 class _Rows:
-    """The columns of a table as arrays without nulls, of the lengths they must have."""
+    """The columns of a table as arrays, checked for nulls and list lengths."""
 
     def __init__(self, name: str, table: Any) -> None:
         self.name, self.table = name, table
@@ -158,18 +159,18 @@ class _Rows:
         return column in self.table.column_names
 
     def refuse(self, bad: BoolArray, column: str, problem: str) -> None:
-        """Raise for the first row that is marked."""
+        """Raise a ValueError for the first row where `bad` is True."""
         if bad.any():
             raise misfit(self.name, f"row {int(bad.argmax())}", column, problem)
 
     def refuse_values(self, bad: BoolArray, offsets: IntArray, column: str, problem: str) -> None:
-        """Raise for the row of the first value that is marked; `offsets` are where rows begin."""
+        """Raise for the row of the first value where `bad` is True; `offsets` are row starts."""
         if bad.any():
             row = int(np.searchsorted(offsets, int(bad.argmax()), side="right")) - 1
             raise misfit(self.name, f"row {row}", column, problem)
 
     def array(self, column: str) -> Any:
-        """Return a column as one array, none of whose values is null."""
+        """Return a column as one array; raise where a value is null."""
         kind = self.table[column].type
         array = pa.concat_arrays(self.table[column].chunks or [pa.array([], kind)])
         if array.null_count:
@@ -177,35 +178,36 @@ class _Rows:
         return array
 
     def numbers(self, column: str) -> Ints:
-        """Return a column of whole numbers."""
+        """Return an integer column [rows]."""
         values: Ints = self.array(column).to_numpy(zero_copy_only=False).astype(np.int32)
         return values
 
     def phases(self) -> Ints:
+        """Return the phase column as indices into PHASES [rows]."""
         encoded = self.array("phase").dictionary_encode()
-        words = encoded.dictionary.to_pylist()
+        names = encoded.dictionary.to_pylist()
         codes: Ints = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32)
-        for code, word in enumerate(words):
-            if word not in PHASES:
-                problem = f"is {word!r}, must be one of {', '.join(PHASES)}"
+        for code, name in enumerate(names):
+            if name not in PHASES:
+                problem = f"is {name!r}, must be one of {', '.join(PHASES)}"
                 self.refuse(codes == code, "phase", problem)
-        return np.asarray([PHASES.index(word) for word in words], dtype=np.int32)[codes]
+        return np.asarray([PHASES.index(name) for name in names], dtype=np.int32)[codes]
 
     def lists(self, column: str) -> tuple[Any, IntArray]:
-        """Return the values of a column of lists, and where those of each row begin and end."""
+        """Return the values of a list column, and the offsets [rows + 1] of its rows."""
         array = self.array(column)
         offsets: IntArray = array.offsets.to_numpy().astype(np.int64)
         offsets -= offsets[0]
-        found = array.flatten()
-        if found.null_count:
-            self.refuse_values(np.asarray(found.is_null()), offsets, column, "holds a null")
-        values = found.to_numpy(zero_copy_only=False)
+        flat = array.flatten()
+        if flat.null_count:
+            self.refuse_values(np.asarray(flat.is_null()), offsets, column, "holds a null")
+        values = flat.to_numpy(zero_copy_only=False)
         if values.dtype == np.float16:
             self.refuse_values(np.isnan(values), offsets, column, "holds a NaN")
         return values, offsets
 
     def values(self, column: str, lengths: IntArray) -> tuple[Any, IntArray]:
-        """Return `lists` whose rows have these lengths."""
+        """Return `lists`, whose rows must have these lengths."""
         values, offsets = self.lists(column)
         sizes = np.diff(offsets)
         if (bad := sizes != lengths).any():
@@ -216,7 +218,7 @@ class _Rows:
     def ranged(
         self, column: str, least: int, most: int, lengths: IntArray | None = None
     ) -> tuple[Any, IntArray]:
-        """Return `lists`, or `values`, whose values lie within these bounds."""
+        """Return `lists`, or `values` with `lengths`; all values must lie in `least`..`most`."""
         values, offsets = self.lists(column) if lengths is None else self.values(column, lengths)
         outside = (values < least) | (values > most)
         if outside.any():
@@ -225,7 +227,7 @@ class _Rows:
         return values, offsets
 
     def matrix(self, column: str, width: int) -> Any:
-        """Return a column of lists of one length as [rows, width]."""
+        """Return a column of equally long lists as [rows, width]."""
         lengths = np.full(len(self.table), width, dtype=np.int64)
         return self.values(column, lengths)[0].reshape(-1, width)
 
@@ -244,69 +246,69 @@ def _predicted(rows: _Rows, header: Header, columns: Columns) -> Predicted:
 def _drafted(
     rows: _Rows, header: Header, columns: Columns, settled: Mapping[int, tuple[int, int]]
 ) -> Drafted:
-    """Return what was drafted before each pass, and what became of it."""
+    """Return the drafting before each pass, and how many drafts were accepted."""
     if header.draft is None:
         return Drafted(settled=settled)
     begins = np.diff(columns.pass_index, prepend=-1) != 0
     forwards = np.diff(rows.lists(TOKENS)[1])
     rows.refuse((forwards > 0) & ~begins, TOKENS, "is not in a pass' first row")
     drafted = Drafted(draft=header.draft, ranked=header.ranked, settled=settled)
-    own, num_ranks = header.draft.geometry, len(drafted.foretold) * header.ranked
-    # How many numbers each forward has, and between which they lie.
-    kinds = {
+    geometry, num_ranks = header.draft.geometry, len(drafted.foretold) * header.ranked
+    # Column -> values per forward, and their bounds.
+    bounds = {
         TOKENS: (1, 1, np.iinfo(np.int32).max),
-        EXPERTS: (own.num_layers, 1, own.num_experts),
+        EXPERTS: (geometry.num_layers, 1, geometry.num_experts),
         RANKED: (num_ranks, 0, header.geometry.num_experts - 1),
     }
-    found = []
-    for column, (width, least, most) in kinds.items():
+    lists = []
+    for column, (width, least, most) in bounds.items():
         values, offsets = rows.ranged(column, least, most, forwards * width)
-        found.append(Lists(values, np.append(offsets[:-1][begins], len(values))))
+        lists.append(Lists(values, np.append(offsets[:-1][begins], len(values))))
     if num_ranks:
         ordered = np.sort(values.reshape(-1, header.ranked), axis=-1)
         twice = (ordered[:, 1:] == ordered[:, :-1]).any(axis=-1)
         rows.refuse_values(
             np.repeat(twice, header.ranked), offsets, RANKED, "names an expert twice"
         )
-    tokens, experts, ranks = found
+    tokens, experts, ranks = lists
     return dataclasses.replace(drafted, tokens=tokens, experts=experts, ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What of a stream belongs to finished requests: its first batches."""
+    """The part of a stream that belongs to finished requests: its first batches."""
 
     path: Path
     schema: Any
-    """With all that the metadata of the trace will say, but for its requests and digest."""
+    """Arrow schema with the metadata of the trace, except its requests and digest."""
     num_batches: int
     num_rows: int
 
     def batches(self) -> Iterator[Any]:
-        """Yield them, one at a time."""
+        """Yield the kept batches, one at a time."""
         with pa.ipc.open_stream(self.path) as reader:
             for batch, _ in islice(_whole_batches(reader), self.num_batches):
                 yield batch
 
 
 def kept_of(path: Path) -> Kept:
-    """Find what of a stream belongs to finished requests. The last batch may be torn."""
+    """Return the part of a stream that belongs to finished requests. The last batch may be torn."""
     num_batches = num_rows = seen = 0
     scans: list[list[int]] = []
     drafts: list[list[int]] = []
     with pa.ipc.open_stream(path) as reader:
-        for number, (batch, about) in enumerate(_whole_batches(reader), start=1):
+        for number, (batch, marks) in enumerate(_whole_batches(reader), start=1):
             seen += len(batch)
-            if about is not None:
+            if marks is not None:
                 num_batches, num_rows = number, seen
-                scans += json.loads(about[SCANS_MARK])
-                drafts += json.loads(about[DRAFTS_MARK])
+                scans += json.loads(marks[SCANS_MARK])
+                drafts += json.loads(marks[DRAFTS_MARK])
         metadata = {**(reader.schema.metadata or {}), **write_settled(scans, drafts)}
         return Kept(path, reader.schema.with_metadata(metadata), num_batches, num_rows)
 
 
 def _whole_batches(reader: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the whole batches with their marks, up to the end or to what is torn."""
+    """Yield the complete batches with their marks, up to the end or to a torn batch."""
     while True:
         try:
             yield reader.read_next_batch_with_custom_metadata()
@@ -316,7 +318,7 @@ def _whole_batches(reader: Any) -> Iterator[tuple[Any, Any]]:
 
 @contextmanager
 def _readable(name: str, what: str) -> Iterator[None]:
-    """Refuse a file that is none of its kind, or a damaged one."""
+    """Raise ValueError for a file of another kind, or a damaged one."""
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -325,11 +327,10 @@ def _readable(name: str, what: str) -> Iterator[None]:
 
 
 def read_trace(path: Path, *, logits: bool = False, predicted: bool = False) -> Trace:
-    """Read and check a trace. The two large columns are read only where asked for.
+    """Read and check a trace. The two large columns are read only on request.
 
-    Of the stream of a run that was killed, or still goes on, what is finished is read. Raises
-    ValueError that names the row and the field of whatever does not fit the format; a trace that
-    lacks an asked optional column has None in its place.
+    The stream of a killed or running run yields its finished requests. Raises ValueError that names
+    the row and the field of a misfit; an optional column that the file lacks is None.
     """
     name, large = path.name, {"logits": logits, "predicted": predicted}
     if path.suffix == SUFFIX:
@@ -360,10 +361,10 @@ def _opened(path: Path) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamedTrace:
-    """What a replay asks of a trace, without its rows: `parts` reads and checks them.
+    """A trace on disk whose rows are read and checked part by part (`parts`) during a replay.
 
     Memory holds one part of about PART_ROWS rows, and more only where a single pass or scanned
-    text is longer. What knows the future (`Future`) needs the whole trace.
+    text is longer. Offline algorithms (`Future`) need the whole trace.
     """
 
     path: Path
@@ -379,22 +380,22 @@ class StreamedTrace:
     has_sizes: bool = field(default=True, init=False)
 
     def parts(self) -> Iterator[Trace]:
-        """Read the trace from its beginning; ValueError as `read_trace` raises it."""
+        """Read the trace from its beginning; raises the ValueError of `read_trace`."""
         first_pass = 0
         for table in self._tables():
             last = int(table["pass"][-1].as_py())
             scans = tuple((f - first_pass, n) for f, n in self.scans if first_pass <= f <= last)
-            about = self.header, self.drafted.settled, (), scans, first_pass
+            context = self.header, self.drafted.settled, (), scans, first_pass
             try:
-                yield trace_of(self.name, table, *about)
+                yield trace_of(self.name, table, *context)
             except ValueError:
-                # Rows are named by their place in the file, which who reads a part does not know.
+                # Errors name a row by its place in the file, which a part does not have.
                 read_trace(self.path, logits=True, predicted=True)
                 raise
             first_pass = last + 1
 
     def _tables(self) -> Iterator[Any]:
-        """Yield the rows in tables that end with a pass, and with the last one of a scan."""
+        """Yield the rows in tables that end with a pass and split no scan."""
         rest: list[Any] = []
         starts = np.asarray([first for first, _ in self.scans], dtype=np.int64)
         with _readable(self.name, "Parquet file"), _opened(self.path) as file:
@@ -416,9 +417,9 @@ class StreamedTrace:
 def open_trace(
     path: Path, *, logits: bool = False, predicted: bool = False
 ) -> Trace | StreamedTrace:
-    """Read a trace that is small, or one that does not say its requests; open a larger one.
+    """Read a trace that is small or lists no requests; open a larger one for streaming.
 
-    Raises ValueError as `read_trace`: of a trace that is opened its rows are checked by `parts`.
+    Raises the ValueError of `read_trace`; the rows of an opened trace are checked by `parts`.
     """
     name = path.name
     with _readable(name, "Parquet file"), _opened(path) as file:

@@ -1,4 +1,4 @@
-"""The future of a replay: which events need which keys. Offline algorithms are given it."""
+"""The future of a replay: which events need which keys. Only offline algorithms see it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lm_eval_moecache.trace.trace import Trace
 
 
 class Future:
-    """Every need of a trace, by key and by event.
+    """All requests of a trace, by key and by event.
 
     An event's number is pass * num_layers + layer. `times[start[key]:start[key + 1]]` are the
-    numbers of the events that need a key, ascending, closed by `num_events`, which means never.
+    numbers of the events that need a key, ascending and closed by `num_events`, meaning never.
     `ranks` are the same numbers as an eviction should weigh them: where only misses after the
     prefill count (`free_prefill`), a need in a prefill pass is as good as never, as its load
     costs nothing whether the key stayed or not.
@@ -44,19 +44,19 @@ class Future:
 
     @property
     def first_use(self) -> IntArray:
-        """By key: its first rank."""
+        """Rank of each key's first need [keys]."""
         return np.frombuffer(self.ranks, np.int64)[self.start[:-1]]
 
     @cached_property
     def next_use(self) -> IntArray:
-        """By place in the trace's `keys`: the key's rank after this event."""
+        """Rank of the key's next need after this event, for each entry of the trace's `keys`."""
         order = np.argsort(self._keys, kind="stable")
-        found = np.empty(len(order), np.int64)
-        # Each key's times are closed by one more, so that those of key k lie k places further.
-        found[order] = np.frombuffer(self.ranks, np.int64)[
+        ranks = np.empty(len(order), np.int64)
+        # Each key's times end with one extra entry, which shifts those of key k by k places.
+        ranks[order] = np.frombuffer(self.ranks, np.int64)[
             np.arange(1, len(order) + 1) + self._keys[order]
         ]
-        return found
+        return ranks
 
     def rank_from(self, key: int, event: int) -> int:
         """Return the rank of a key's first need at `event` or later."""

@@ -1,4 +1,4 @@
-"""The JSON in a trace file's metadata: which model was routed, and whose requests they were."""
+"""The JSON in a trace file's metadata: the model and the requests of the run."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ HEADER_KEY = b"moecache"
 REQUESTS_KEY = b"moecache_requests"
 """Optional second key, written when a recording ends: one list per request of the ledger."""
 SCANS_KEY = b"moecache_scans"
-"""Optional third key: [first pass, passes] of each text that was routed token after token."""
+"""Optional third key: [first pass, passes] of each text routed token by token."""
 DRAFTS_KEY = b"moecache_drafts"
 """Optional fourth key: [pass, drafted, accepted] of each pass that verified drafts."""
 _PRECISION = re.compile(
     r"(bf16|fp16|fp32|fp8|fp4|nf4|mxfp4|nvfp4|gptq|awq|int[2348]|hqq[2348]|q[2-8]_[0-9a-z_]+"
     r"|[2-8]bit|unknown)(/g[0-9]+)?"
 )
-"""What experts may be stored in: our codecs, what checkpoints have, and what importers know."""
+"""Precisions a header may name: our codecs, checkpoint formats, and those of importers."""
 _ELEMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "int4": 0.5, "int2": 0.25}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What a trace says of its model. `predicted_depth` is 0 where it holds no predictions;
+    """Model and columns of a trace. `predicted_depth` is 0 where it holds no predictions;
     `predicted_by` is the digest of the predictor that made them, or empty for the model's gates."""
 
     geometry: Geometry
@@ -44,31 +44,30 @@ class Header:
     predicted_depth: int = 0
     predicted_by: str = ""
     proposals: tuple[str, ...] = ()
-    """The prefetchers whose proposals it holds: column `proposed_0` has the first one's, ..."""
+    """Prefetchers with recorded proposals: number n's are in the column `proposed_n`."""
     has_logits: bool = True
-    """Whether a file to be written gets the column `logits` (a reader looks at the columns)."""
+    """Whether the writer adds the column `logits` (a reader looks at the columns)."""
     draft: Draft | None = None
-    """The model that drafted; None without one, or where drafts came from the prompt."""
+    """The draft model; None without one, or where drafts were copied from the prompt."""
     ranked: int = 0
-    """Experts kept of what each layer of the draft foretells, likeliest first."""
+    """Number of experts kept per prediction of the draft, likeliest first."""
     digest: str | None = None
-    """Of the metadata when they were written; None in a trace of another writer."""
+    """Digest of the metadata as written; None in a trace of another writer."""
 
 
 def write_header(header: Header) -> bytes:
     """Return the JSON of the metadata key `moecache`.
 
-    Beside the fields every reader needs, `element_bytes`, `levels` and `compute_bytes` keep what a
-    replay needs for the same times to the last digit, where `precision` and `expert_bytes` cannot
-    say it.
+    Beyond the fields every reader needs, `element_bytes`, `levels` and `compute_bytes` let a replay
+    reproduce the run's times to the last digit where `precision` and `expert_bytes` do not suffice.
     """
-    told: dict[str, Any] = {"version": VERSION, **_sizes(header.geometry), "seed": header.seed}
+    fields: dict[str, Any] = {"version": VERSION, **_sizes(header.geometry), "seed": header.seed}
     optional = ("predicted_depth", "predicted_by", "proposals")
-    told |= {name: value for name in optional if (value := getattr(header, name))}
+    fields |= {name: value for name in optional if (value := getattr(header, name))}
     if header.draft is not None:
-        own = {name: getattr(header.draft, name) for name in (*_OF_DRAFT, "targets")}
-        told["draft"] = {**_sizes(header.draft.geometry), **own, "ranked": header.ranked}
-    return json.dumps(told).encode()
+        draft_fields = {name: getattr(header.draft, name) for name in (*_OF_DRAFT, "targets")}
+        fields["draft"] = {**_sizes(header.draft.geometry), **draft_fields, "ranked": header.ranked}
+    return json.dumps(fields).encode()
 
 
 _OF_MODEL = ("model", "num_layers", "num_experts", "top_k")
@@ -91,7 +90,7 @@ def _sizes(geometry: Geometry) -> dict[str, Any]:
 
 
 def sealed(metadata: Mapping[bytes, bytes], schema: Any, num_rows: int) -> dict[bytes, bytes]:
-    """Return the metadata with a digest in its header: of itself, the columns and their length."""
+    """Return the metadata with a digest in its header, over metadata, columns and row count."""
     header = parse_json(metadata[HEADER_KEY], HEADER_KEY.decode())
     header["digest"] = _digest(metadata, schema, num_rows)
     return {**metadata, HEADER_KEY: json.dumps(header).encode()}
@@ -100,7 +99,7 @@ def sealed(metadata: Mapping[bytes, bytes], schema: Any, num_rows: int) -> dict[
 def check_seal(
     name: str, header: Header, metadata: Mapping[bytes, bytes], schema: Any, num_rows: int
 ) -> None:
-    """Refuse metadata that are not those that were written; a trace may have no digest."""
+    """Raise ValueError if the metadata changed since they were written. No digest, no check."""
     if header.digest not in (None, _digest(metadata, schema, num_rows)):
         raise ValueError(
             f"trace {name}: what it says of its model, columns and requests is not what was "
@@ -113,7 +112,7 @@ def _digest(metadata: Mapping[bytes, bytes], schema: Any, num_rows: int) -> str:
     header.pop("digest", None)
     keys = (REQUESTS_KEY, SCANS_KEY, DRAFTS_KEY)
     others = {key.decode(): metadata[key].decode() for key in keys if key in metadata}
-    # Of a list the type of its values: writers name the values themselves differently.
+    # Record lists by value type: writers name the list's field differently.
     columns = [[field.name, str(getattr(field.type, "value_type", field.type))] for field in schema]
     text = json.dumps([header, others, columns, num_rows], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -167,8 +166,8 @@ def _geometry(name: str, fields: ModelSizes) -> Geometry:
             raise _bad(name, "precision", level, rule)
     element_bytes = fields.element_bytes or _ELEMENT_BYTES.get(precision[0])
     if element_bytes is None:
-        known = ", ".join(_ELEMENT_BYTES)
-        raise _bad(name, "precision", fields.precision, f"needs one of {known} or element_bytes")
+        allowed = ", ".join(_ELEMENT_BYTES)
+        raise _bad(name, "precision", fields.precision, f"needs one of {allowed} or element_bytes")
     levels = fields.levels or [[size] for size in fields.expert_bytes]
     if any(len(sizes) != len(precision) for sizes in levels):
         raise _bad(name, "levels", levels, "must hold one size per precision for each layer")
@@ -205,9 +204,9 @@ def write_requests(requests: Sequence[RequestRecord]) -> bytes:
 def write_settled(
     scans: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]]
 ) -> dict[bytes, bytes]:
-    """Return the metadata keys `moecache_scans` and `moecache_drafts`, where there are any."""
-    told = {SCANS_KEY: scans, DRAFTS_KEY: drafts}
-    return {key: _dumped(rows) for key, rows in told.items() if rows}
+    """Return the metadata keys `moecache_scans` and `moecache_drafts`, without empty ones."""
+    rows_by_key = {SCANS_KEY: scans, DRAFTS_KEY: drafts}
+    return {key: _dumped(rows) for key, rows in rows_by_key.items() if rows}
 
 
 def _dumped(rows: Sequence[Sequence[Any]]) -> bytes:
@@ -215,17 +214,17 @@ def _dumped(rows: Sequence[Sequence[Any]]) -> bytes:
 
 
 class Listed(NamedTuple):
-    """What a trace's metadata lists beside its model."""
+    """The requests, scans and drafts in a trace's metadata."""
 
     requests: tuple[TracedRequest, ...] | None
-    """None where the file does not list them."""
+    """None where the file lists none."""
     scans: tuple[tuple[int, int], ...]
     settled: Mapping[int, tuple[int, int]]
     """Pass -> drafted, accepted."""
 
 
 def read_listed(name: str, metadata: Mapping[bytes, bytes], num_passes: int) -> Listed:
-    """Read the optional keys. ValueError names the key, and what of it does not fit."""
+    """Read the optional keys. ValueError names the key and the entry that does not fit."""
 
     def rows(key: bytes, kind: Any) -> list[Any]:
         from lm_eval_moecache.records.schemas import check_json
@@ -238,10 +237,10 @@ def read_listed(name: str, metadata: Mapping[bytes, bytes], num_passes: int) -> 
         raise ValueError(f"{what}: {shown(row)} must be {rule} below {num_passes}.")
 
     requests = rows(REQUESTS_KEY, TracedRequest)
-    for each in requests:
-        numbers = (each.prompt_tokens, each.output_tokens or 0, *each.passes)
-        if min(numbers) < 0 or max(each.passes, default=-1) >= num_passes:
-            refuse(REQUESTS_KEY, each, "of numbers from 0 on, and of passes")
+    for request in requests:
+        numbers = (request.prompt_tokens, request.output_tokens or 0, *request.passes)
+        if min(numbers) < 0 or max(request.passes, default=-1) >= num_passes:
+            refuse(REQUESTS_KEY, request, "of numbers from 0 on, and of passes")
     scans, end = rows(SCANS_KEY, tuple[int, int]), 0
     for first, count in scans:
         if not end <= first < first + count <= num_passes:

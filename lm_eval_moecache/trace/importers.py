@@ -1,4 +1,4 @@
-"""Finds the format of a trace by its content, and reads it."""
+"""Detects the format of a trace from its content, and reads it."""
 
 from __future__ import annotations
 
@@ -20,33 +20,34 @@ if TYPE_CHECKING:
     from lm_eval_moecache.trace.file import StreamedTrace
 
 MOST_BYTES = 1 << 40
+"""Largest trace file that is read."""
 HEAD_BYTES = 1 << 20
-"""Of a file, by which its format is told."""
+"""Size of the file head from which its format is detected."""
 
 
 @cache
 def trace_formats() -> dict[str, type[TraceFormat]]:
-    """Return every format by the name of its file in `formats`: the folder is the registry."""
-    found = {}
+    """Return all formats, keyed by their file's name in `formats`: the folder is the registry."""
+    formats_by_name = {}
     for name in sorted(info.name for info in pkgutil.iter_modules(formats.__path__)):
-        # Imported late: pyarrow takes its time, and most runs read no trace.
+        # Imported late: pyarrow is slow to import, and most runs read no trace.
         module = importlib.import_module(f"{formats.__name__}.{name}")
         for kind in vars(module).values():
             is_own = inspect.isclass(kind) and kind.__module__ == module.__name__
             if is_own and issubclass(kind, TraceFormat) and not inspect.isabstract(kind):
-                found[name] = kind
-    return found
+                formats_by_name[name] = kind
+    return formats_by_name
 
 
 def find_format(file: str) -> str:
-    """Return the name of the format a file, or a folder of files, is in.
+    """Return the name of the format of a file, or of a folder of files.
 
-    Its content tells it. A file that looks like none has to fit the only format of its suffix,
-    whose reader then says what is wrong. ValueError where there is none.
+    The content decides. Failing that, the only format with the file's suffix is taken, so that its
+    reader reports the error; ValueError where there is no such format.
     """
     path = head_of = Path(file)
-    known = trace_formats()
-    suffixes = {suffix for kind in known.values() for suffix in kind.suffixes}
+    formats_by_name = trace_formats()
+    suffixes = {suffix for kind in formats_by_name.values() for suffix in kind.suffixes}
     is_folder = os.path.isdir(file)  # False for a name that no file can have
     if is_folder:
         files = sorted(path.glob("*.json"))
@@ -57,17 +58,17 @@ def find_format(file: str) -> str:
         raise unknown(f"trace {file!r}: the suffix", path.suffix, suffixes)
     with open_file(head_of, f"trace {file!r}", MOST_BYTES) as opened:
         head = opened.read(HEAD_BYTES)
-    for name, kind in known.items():
+    for name, kind in formats_by_name.items():
         if (kind.reads_folders or not is_folder) and kind.sniff(head):
             return name
-    by_suffix = [name for name, kind in known.items() if head_of.suffix in kind.suffixes]
+    by_suffix = [name for name, kind in formats_by_name.items() if head_of.suffix in kind.suffixes]
     if len(by_suffix) == 1 and not is_folder:
         return by_suffix[0]
     if not head.strip():
         raise ValueError(f"trace {file!r} holds no rows.")
-    begin = head[:60].decode("utf-8", "replace").splitlines()
+    lines = head[:60].decode("utf-8", "replace").splitlines()
     raise ValueError(
-        f"trace {file!r} begins with {(begin or [''])[0]!r}, as none of the formats does that a "
+        f"trace {file!r} begins with {(lines or [''])[0]!r}, as none of the formats does that a "
         f"{head_of.suffix} may be: {', '.join(by_suffix)}. `moecache trace formats` shows them."
     )
 
@@ -80,10 +81,10 @@ def load_trace(
     expert_bytes: int | None = None,
     top_k: int | None = None,
 ) -> Trace:
-    """Read a trace of any known format, told by its content.
+    """Read a trace of any known format, detected from its content.
 
-    `expert_bytes` is the size of one expert for formats that do not say it; without it each
-    counts one byte. Raises ValueError for a file that is missing or does not fit.
+    `expert_bytes` is the size of one expert for formats without sizes; the default is one byte.
+    Raises ValueError for a file that is missing or does not fit.
     """
     kind = trace_formats()[find_format(file)]
     path = Path(file)
@@ -98,7 +99,7 @@ def load_trace(
 def open_any(
     file: str, *, logits: bool = False, predicted: bool = False, expert_bytes: int | None = None
 ) -> Trace | StreamedTrace:
-    """As `load_trace`; a large file of our own is opened, to be read while it is replayed."""
+    """As `load_trace`, but a large Parquet trace is opened and read during its replay."""
     from lm_eval_moecache.trace.file import open_trace
 
     path = Path(file)

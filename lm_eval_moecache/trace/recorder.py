@@ -1,7 +1,7 @@
-"""Records the routing of a run: what the hooks of a wrapped model see, as rows, as they are seen.
+"""Records the routing of a run: the hooks of a wrapped model hand over each event as it happens.
 
-Finished requests are on disk as soon as they are finished. Shapes: T valid tokens of a pass, E
-experts, K experts per token.
+Each request is on disk as soon as it finishes. Shapes: T valid tokens of a pass, E experts, K
+experts per token.
 """
 
 from __future__ import annotations
@@ -55,20 +55,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 ROW_GROUP = 32768
+"""Least number of rows in a Parquet row group, except the last."""
 MOST_STEM = 100
-"""File systems hold names of 255 bytes."""
+"""Characters of a trace's name: file systems limit names to 255 bytes."""
 _LEVEL = 9
-"""Of zstd: beyond it the last percent costs more than all before."""
+"""zstd level: above it, the last percent takes more time than all the rest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Detail:
-    """What a recording keeps beside the experts. The default serves any replay that a trace can.
+    """What a recording keeps beside the experts. The default serves every replay a trace can serve.
 
-    Whatever is kept is exact: a replay that asks for no more gives a live run's figures.
+    Everything kept is exact: a replay that needs no more reproduces the live run's figures.
 
-    A prefetcher sees the events alone, never the cache: where only what some prefetchers propose is
-    wanted, their proposals replace the predictions they were made from, at a tenth of the size.
+    A prefetcher sees only the events, never the cache: where a few prefetchers are all that will be
+    replayed, their proposals replace the predictions behind them, at a tenth of the size.
     """
 
     weights: bool = True
@@ -78,11 +79,11 @@ class Detail:
     onlookers: tuple[tuple[Choice, int], ...] = ()
     """Prefetchers whose proposals are kept, each with its seed."""
     criticals: tuple[int | None, ...] | None = None
-    """How many experts a layer prefetchers look at that work while a draft drafts; an entry of None
-    is the most that the default takes, the top-k. None in place of all: every expert's rank."""
+    """Experts per layer that the draft-stage prefetchers read; an entry of None stands for the
+    default's most, the top-k. None instead of a tuple keeps every expert's rank."""
 
     def ranked(self, geometry: Geometry) -> int:
-        """Return how many experts to keep of what a draft foretells of a layer."""
+        """Return how many experts to keep of a draft's prediction for one layer."""
         if self.criticals is None:
             return geometry.num_experts
         return max((geometry.top_k if n is None else n for n in self.criticals), default=0)
@@ -92,22 +93,22 @@ FULL = Detail()
 
 
 def looks_on(choice: Choice) -> bool:
-    """Whether a prefetcher's proposals have to be recorded: it sees more than the experts."""
+    """Whether a prefetcher's proposals must be recorded because it sees more than the experts."""
     algorithm = choice.algorithm
     if not algorithm.is_active or algorithm.is_offline:
         return False
-    # An instance may look further ahead than its class says. Of an outside class nothing is known.
+    # An instance may look further ahead than its class declares; an outside class may do anything.
     depth = algorithm.depth or choice.parameters.get("depth", 0)
     sees_more = depth or algorithm.uses_predictor or algorithm.foresees or algorithm.uses_logits
     return bool(sees_more or "." in choice.name)
 
 
 def identity(choice: Choice, seed: int, predictor: str) -> str:
-    """Name a prefetcher by all that its proposals follow from beside the run itself."""
-    named: dict[str, Any] = {**choice.as_dict(), "predictor": predictor}
+    """Return a prefetcher's JSON identity: all that determines its proposals in a given run."""
+    fields: dict[str, Any] = {**choice.as_dict(), "predictor": predictor}
     if choice.algorithm.draws:
-        named["seed"] = seed
-    return json.dumps(named, sort_keys=True)
+        fields["seed"] = seed
+    return json.dumps(fields, sort_keys=True)
 
 
 Rows = Callable[[Any], Any]
@@ -115,35 +116,36 @@ Predict = Callable[[int], FloatArray]
 
 
 class Propose(Protocol):
-    """A prefetcher that looks on."""
+    """A shadow prefetcher: its proposals are recorded, never fetched."""
 
     def begin_pass(self, input_ids: Tensor, past_length: int, valid: Any) -> None:
-        """See the tokens of a pass [rows, length], before its first event."""
+        """Receive the tokens of a pass [rows, length], before its first event."""
 
     def __call__(self, event: Event, hidden: Any, rows: Rows, predict: Predict) -> Sequence[int]:
-        """Return the keys it proposes at an event that has logits.
+        """Return the keys it proposes at an event with logits.
 
-        `rows` picks the valid tokens of hidden states, `predict` asks a later layer's gate.
+        `rows` picks the valid tokens of hidden states; `predict` returns a later layer's gate
+        logits.
         """
 
 
 def positions_of(input_ids: Tensor, mask: Tensor | None, past_length: int) -> IntArray:
-    """Return where the tokens of a pass stand in their sequences [rows, length], padding aside."""
+    """Return each token's position in its sequence [rows, length], not counting padding."""
     rows, length = input_ids.shape
     positions = np.arange(past_length, past_length + length)[None, :].repeat(rows, axis=0)
     if mask is not None and mask.dim() == 2:
-        # Padding on the left moves a row's tokens to the right of their position.
+        # Left padding shifts a row's tokens to the right of their position.
         padding = (mask.cumsum(-1) == 0).sum(-1, keepdim=True)
         positions = np.maximum(positions - padding.cpu().numpy(), 0)
     return positions
 
 
 class Recorder:
-    """Records one run. `row_requests` says whose each row of the next pass' batch is.
+    """Records one run. `row_requests` holds the request of each row in the next pass' batch.
 
-    The gates' predictions are recorded at least one layer ahead, whether the running policy asks
-    for them or not, so that a trace can be replayed with the common prefetchers. Where the policy
-    has a predictor (whose digest is `predicted_by`), its predictions stand in their place.
+    The gates' predictions are recorded at least one layer ahead, even if the running policy does
+    not use them, so that the common prefetchers can be replayed. A policy's trained predictor
+    (digest `predicted_by`) replaces them with its own.
     """
 
     def __init__(
@@ -167,7 +169,7 @@ class Recorder:
         self._onlookers = tuple(onlookers.values())
         ranked = 0 if draft is None or not draft.targets else detail.ranked(geometry)
         self.draft_notes = DraftNotes(ranked)
-        """To be told what the draft does."""
+        """Collects the draft model's work until the next pass."""
         header = Header(
             geometry=geometry,
             seed=seed,
@@ -180,8 +182,8 @@ class Recorder:
         )
         name = re.sub(r"[^\w.-]+", "-", stem.replace("%", "pct"))
         self.writer = TraceWriter(prepare_folder(folder), name, header)
-        """To be told of drafts that were verified, and of requests that are finished."""
-        # However the run ends, short of a kill: what is finished becomes a trace.
+        """Also receives verified drafts (`settle`) and finished requests (`keep`)."""
+        # However the run ends, short of a kill, its finished requests become a trace.
         weakref.finalize(self, self.writer.close_interrupted)
 
     def begin_pass(
@@ -194,9 +196,9 @@ class Recorder:
         valid: Any,
         is_scan: bool,
     ) -> None:
-        """Note whose the tokens of this pass are and where they stand; `valid` drops padding.
+        """Note the request and position of each token of this pass; `valid` drops padding.
 
-        Of a scanned text (`scoring=scan`) each token is a decode pass of its own.
+        In a scanned text (`scoring=scan`) each token is a decode pass of its own.
         """
         for onlooker in self._onlookers:
             onlooker.begin_pass(input_ids, past_length, valid)
@@ -204,7 +206,7 @@ class Recorder:
         positions = positions_of(input_ids, mask, past_length)
         owners = np.full(rows, NO_REQUEST)
         if self.row_requests:
-            # A search with several beams has as many rows for each request.
+            # Beam search has several rows per request.
             owners = np.repeat(self.row_requests, rows // len(self.row_requests))
         requests, tokens = owners.repeat(length), positions.ravel()
         if valid is not None:
@@ -224,34 +226,34 @@ class Recorder:
                 for layer in ahead
                 if layer < self._geometry.num_layers
             ]
-        seen: Any = rows(logits.half()) if self._detail.logits or self._onlookers else None
+        row_logits: Any = rows(logits.half()) if self._detail.logits or self._onlookers else None
         proposed = []
         if self._onlookers:
-            looked = event._replace(logits=seen.astype(np.float32))
-            proposed = [propose(looked, hidden, rows, predict) for propose in self._onlookers]
+            with_logits = event._replace(logits=row_logits.astype(np.float32))
+            proposed = [propose(with_logits, hidden, rows, predict) for propose in self._onlookers]
         self.writer.add(
             event.layer,
             event.experts,
             event.weights if self._detail.weights else None,
-            seen if self._detail.logits else None,
+            row_logits if self._detail.logits else None,
             predicted,
             proposed,
         )
 
 
-# --- rows on their way to the disk ---
+# --- from rows to disk ---
 
 
 Drafting = tuple[Sequence[int], Sequence[int], Sequence[int]]
-"""The forwards of a draft before one pass, flat: what DRAFT_COLUMNS hold."""
+"""The forwards of a draft before one pass, flattened: the values of DRAFT_COLUMNS."""
 _NO_DRAFTING: Drafting = ((), (), ())
 
 
 class DraftNotes:
-    """Takes down what a draft stage is told, until the pass begins that it belongs to.
+    """Collects the calls of a draft stage until the pass they belong to begins.
 
-    A prediction is kept as the order of its `ranked` likeliest experts: what a prefetcher sees
-    that looks at nothing else (`DraftStagePrefetch.by_order`).
+    A prediction is kept as its `ranked` likeliest experts in order: all that a prefetcher with
+    `DraftStagePrefetch.by_order` reads.
     """
 
     def __init__(self, ranked: int) -> None:
@@ -259,31 +261,33 @@ class DraftNotes:
         self.begin()
 
     def begin(self) -> None:
-        """Begin with the drafting for another pass."""
+        """Start over, for the drafting of another pass."""
         self._tokens: list[int] = []
         self._experts: list[int] = []
         self._order: list[int] = []
 
     def dense(self, layer: int, num_tokens: int) -> None:
+        """Note a forward of `num_tokens` tokens, once, at its first layer."""
         if layer == 0:
             self._tokens.append(num_tokens)
 
     def predict(self, logits: FloatArray) -> None:
-        """Take the [1, experts] logits of a gate, in the order of the draft's layers."""
+        """Note the likeliest experts by a gate's logits [1, E]; call in the draft's layer order."""
         self._order += np.argsort(-logits[0], kind="stable")[: self.ranked].tolist()
 
     def experts(self, num_experts: int) -> None:
+        """Note how many unique experts a layer of the draft needed."""
         self._experts.append(num_experts)
 
     def take(self) -> Drafting:
-        """Return what has been noted since `begin`, once."""
-        noted = self._tokens, self._experts, self._order
+        """Return the drafting since `begin`, and start over."""
+        drafting = self._tokens, self._experts, self._order
         self.begin()
-        return noted
+        return drafting
 
 
 def prepare_folder(folder: str) -> Path:
-    """Make the folder of `trace=DIR`, or say why traces cannot be written there."""
+    """Make the folder of `trace=DIR`; ValueError where traces cannot be written to it."""
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -294,20 +298,20 @@ def prepare_folder(folder: str) -> Path:
 
 
 class TraceWriter:
-    """Writes to a stream beside the target, which appears under its name when all is there.
+    """Writes to a stream beside the target; the target appears under its name once complete.
 
-    Call `begin_pass`, then `add` for each layer, `keep` whenever what has been added is of finished
-    requests, and `close` at the end. A killed recording leaves its stream, which can be read as a
-    trace of what was kept.
+    Call `begin_pass`, then `add` for each layer, `keep` whenever all requests so far are finished,
+    and `close` at the end. A killed recording leaves its stream, which can be read as a trace of
+    the passes kept.
     """
 
     def __init__(self, folder: Path, stem: str, header: Header) -> None:
         self._layers = header.geometry.num_layers
-        kept = {"predicted": header.predicted_depth, "logits": header.has_logits}
-        optional = {name: kind for name, kind in OPTIONAL_COLUMNS.items() if kept[name]}
+        is_kept = {"predicted": header.predicted_depth, "logits": header.has_logits}
+        optional = {name: kind for name, kind in OPTIONAL_COLUMNS.items() if is_kept[name]}
         self._proposed = [proposed_column(place) for place in range(len(header.proposals))]
         drafting = DRAFT_COLUMNS if header.draft is not None else ()
-        # Columns of lists that stand in an event's first row.
+        # List columns filled in an event's first row.
         self._of_events = dict.fromkeys((*self._proposed, *drafting), PROPOSED)
         schema = pa.schema(list((COLUMNS | optional | self._of_events).items()))
         self._schema = schema.with_metadata({HEADER_KEY: write_header(header)})
@@ -317,16 +321,16 @@ class TraceWriter:
         self._stream: Any = pa.ipc.new_stream(self._file, self._schema, options=options)
         self._rows: list[Mapping[str, Any]] = []
         self._num_rows = 0
-        # New since the last mark.
+        # Since the last mark.
         self._scans: list[tuple[int, int]] = []
         self._drafts: list[tuple[int, int, int]] = []
         self._is_marked = True
-        # Of finished requests.
+        # Finished requests and their passes.
         self._kept_passes = 0
         self._requests: Sequence[RequestRecord] = ()
         self._pass: dict[str, Any] = {}
         self._scan: list[Mapping[str, Any]] | None = None
-        """The layers so far of a text whose tokens are passes of their own."""
+        """Rows of the layers so far, in a scanned text whose tokens are passes of their own."""
 
     def begin_pass(
         self,
@@ -338,10 +342,10 @@ class TraceWriter:
         *,
         is_scan: bool = False,
     ) -> None:
-        """Note the pass that follows: for each of its tokens, whose it is and its position.
+        """Note the pass that follows: the request and position of each of its tokens.
 
-        `drafting` is what a draft model has done for it. In a scan each token is a decode pass of
-        its own; the layers still come in order.
+        `drafting` is the draft model's work for it. In a scan each token is a decode pass of its
+        own; the layers still come in order.
         """
         if self._stream is None:
             raise ValueError(
@@ -361,7 +365,7 @@ class TraceWriter:
             self._scans.append((index, len(tokens)))
 
     def settle(self, drafted: int, accepted: int) -> None:
-        """Note how many drafted tokens the pass begun last verified, and how many it accepted."""
+        """Note how many drafted tokens the current pass verified, and how many it accepted."""
         if drafted:
             self._drafts.append((int(self._pass["pass"][0]), drafted, accepted))
             self._is_marked = False
@@ -375,9 +379,9 @@ class TraceWriter:
         predicted: Sequence[FloatArray],
         proposed: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Record one event: [tokens, top_k] as the router chose, before any policy changed it.
+        """Record one event: the router's experts [tokens, top_k], before any policy changed them.
 
-        `proposed` are the keys that each prefetcher of the header proposes at it.
+        `proposed` holds the keys that each prefetcher of the header proposes at this event.
         """
         num_tokens = len(experts)
         rows = {
@@ -400,17 +404,17 @@ class TraceWriter:
             return
         if self._scan is not None:
             for token in range(num_tokens):
-                one = slice(token, token + 1)
+                row = slice(token, token + 1)
                 self._rows += [
-                    {n: v if n == "phase" or v is None else v[one] for n, v in of_layer.items()}
+                    {n: v if n == "phase" or v is None else v[row] for n, v in of_layer.items()}
                     for of_layer in self._scan
                 ]
-        # A batch ends with a pass, so that what is on disk is whole passes.
+        # A batch ends with a pass, so that the disk holds whole passes.
         if self._num_rows >= ROW_GROUP:
             self._flush()
 
     def keep(self, requests: Sequence[RequestRecord] = ()) -> None:
-        """Note that all passes so far are of finished requests: a kill loses none of them."""
+        """Mark all passes so far as those of finished requests: a kill loses none of them."""
         if self._stream is None or self._is_marked:
             return
         marks = {SCANS_MARK: self._scans, DRAFTS_MARK: self._drafts}
@@ -420,9 +424,9 @@ class TraceWriter:
         self._scans, self._drafts, self._is_marked = [], [], True
 
     def close(self, requests: Sequence[RequestRecord] | None = None) -> Path | None:
-        """End the file and give it its name; None where nothing was recorded. Safe to repeat.
+        """Finish the file and return its path, or None where nothing was recorded. Safe to repeat.
 
-        Without the ledger's `requests`, a reader tells them from the rows.
+        Without the ledger's `requests`, a reader infers them from the rows.
         """
         if self._stream is None:
             return None
@@ -433,15 +437,15 @@ class TraceWriter:
         return target
 
     def close_interrupted(self) -> Path | None:
-        """As `close`, with the passes of finished requests only."""
+        """As `close`, but with the passes of finished requests only."""
         if self._stream is None or not self._partial.exists():
             return None
         finished = [
-            each
-            for each in self._requests
-            if each.passes
-            and each.passes[-1].index < self._kept_passes
-            and (each.output_tokens is not None or each.kind != GENERATE)
+            request
+            for request in self._requests
+            if request.passes
+            and request.passes[-1].index < self._kept_passes
+            and (request.output_tokens is not None or request.kind != GENERATE)
         ]
         try:
             target = self._finish(finished or None)
@@ -453,12 +457,12 @@ class TraceWriter:
         return target
 
     def _finish(self, requests: Sequence[RequestRecord] | None) -> Path | None:
-        """Make a trace of what is kept. An interrupt on the way leaves all for the next call."""
+        """Make a trace of the kept batches. An interrupted call can be repeated."""
         if not self._file.closed:
             self._stream.close()
             self._file.close()
         kept = kept_of(self._partial)
-        # Where it is there, an interrupt met the line behind this one.
+        # An existing target means that an interrupt hit between writing it and the unlink.
         if kept.num_rows and not self._target.exists():
             extra = {} if requests is None else {REQUESTS_KEY: write_requests(requests)}
             write_parquet(kept, self._target, extra)
@@ -501,7 +505,7 @@ class TraceWriter:
 
 
 def reserve(folder: Path, stem: str) -> tuple[Path, Path]:
-    """Return the name of the next trace, and its new stream: no two runs get the same."""
+    """Return paths of the next trace and of its newly created stream, unique to this run."""
     for number in count():
         target = folder / f"{stem[:MOST_STEM]}-{number:03d}.parquet"
         stream = target.with_name(f"{target.name}{SUFFIX}")
@@ -510,19 +514,19 @@ def reserve(folder: Path, stem: str) -> tuple[Path, Path]:
                 stream.touch(exist_ok=False)
                 if not target.exists():
                     break
-                # Another run has finished this one since: it removes its stream last.
+                # Another run has just finished this trace: a run removes its stream last.
                 stream.unlink()
     return target, stream
 
 
 def write_parquet(kept: Kept, target: Path, extra: Mapping[bytes, bytes]) -> None:
-    """Write what is kept of a stream as a trace that appears whole, under its name."""
-    about = {**kept.schema.metadata, **extra}
-    schema = kept.schema.with_metadata(sealed(about, kept.schema, kept.num_rows))
+    """Write the kept batches of a stream as a trace that appears under its name once complete."""
+    metadata = {**kept.schema.metadata, **extra}
+    schema = kept.schema.with_metadata(sealed(metadata, kept.schema, kept.num_rows))
     encodings = dict.fromkeys(("request", "pass", "token", "layer"), "DELTA_BINARY_PACKED")
     for field in schema:
         if pa.types.is_list(field.type):
-            # Streams of first, second, ... bytes: those of small numbers vanish.
+            # One stream per byte position: the high bytes of small numbers compress to nothing.
             encodings[f"{field.name}.list.element"] = "BYTE_STREAM_SPLIT"
     writing = target.with_name(f".{target.name}.writing")
     try:
@@ -545,7 +549,7 @@ def write_parquet(kept: Kept, target: Path, extra: Mapping[bytes, bytes]) -> Non
 
 
 def _groups(batches: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield batches together that make a row group."""
+    """Yield lists of batches, each large enough for a row group."""
     group: list[Any] = []
     for batch in batches:
         group.append(batch)

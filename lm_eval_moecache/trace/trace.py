@@ -1,9 +1,8 @@
-"""Routing traces in memory: what a run's routers chose, checked before anything uses it.
+"""Routing traces in memory: a run's router choices, checked before use.
 
-Rows are (pass, layer, token) in execution order. The files they come from are the business of
-`file` (Parquet) and `formats` (others'); all of them end in `build_trace`. Shapes of drafts: F
-forwards of the draft before one pass, B layers of the draft, C of them that foretell a layer of the
-model, N experts kept of each such prediction.
+Rows are (pass, layer, token) in execution order. `file` (Parquet) and `formats` (all others) read
+the files and end in `build_trace`. Shapes of drafts: F forwards of the draft before one pass, B
+layers of the draft, C of them that predict a layer of the model, N experts kept per prediction.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from lm_eval_moecache.records.ledger import GENERATE
 Ints = npt.NDArray[np.int32]
 Halves = npt.NDArray[np.float16]
 NO_REQUEST = -1
-"""Request number of a row that no harness request was waiting for."""
+"""Request number of a row that belongs to no harness request."""
 _DECODE = PHASES.index(DECODE)
 
 
@@ -43,27 +42,27 @@ class Columns:
 
 
 def misfit(name: str, place: str, field: str, problem: str) -> ValueError:
-    """Build the error for a value that does not fit the format."""
+    """Return the ValueError for a value that does not fit the format."""
     return ValueError(f"trace {name}: {place}: {field} {problem}.")
 
 
 Problem = str | Callable[[int], str]
 Refuse = Callable[[npt.ArrayLike, str, Problem, int], None]
-"""(marks, field, what is wrong with a row, row of the first mark): raises for the first marked."""
+"""(bad, field, problem, first): raises for the first bad row; `bad[0]` is row number `first`."""
 
 
 def check_rows(
     name: str, geometry: Geometry, columns: Columns, where: Callable[[int], str]
 ) -> IntArray:
-    """Check all rows; return the bounds of the events. ValueError names the row and the field."""
+    """Check all rows; return event bounds [events + 1]. ValueError names the row and the field."""
     if not len(columns.layer):
         raise ValueError(f"trace {name} holds no rows.")
 
     def refuse(bad: npt.ArrayLike, field: str, problem: Problem, first: int) -> None:
         if np.any(bad):
             row = first + int(np.argmax(bad))
-            said = problem if isinstance(problem, str) else problem(row)
-            raise misfit(name, where(row), field, said)
+            message = problem if isinstance(problem, str) else problem(row)
+            raise misfit(name, where(row), field, message)
 
     _check_values(geometry, columns, refuse)
     bounds = _check_order(geometry.num_layers - 1, columns, refuse)
@@ -72,7 +71,7 @@ def check_rows(
 
 
 def _check_values(geometry: Geometry, columns: Columns, refuse: Refuse) -> None:
-    """Check each row by itself."""
+    """Check the values of each row."""
 
     def check(bad: npt.ArrayLike, field: str, rule: str) -> None:
         values = getattr(columns, field)
@@ -123,8 +122,8 @@ def _check_order(last: int, columns: Columns, refuse: Refuse) -> IntArray:
 def _check_tokens(num_layers: int, columns: Columns, bounds: IntArray, refuse: Refuse) -> None:
     """Check that the layers of a pass serve the same tokens in the same order.
 
-    The last layer may serve the last tokens of the pass' sequences only, as engines do that need
-    no other output; no layer serves more, or others, or in another order.
+    The last layer may serve only the last tokens of the pass' sequences, as in engines that need no
+    other output; no layer serves more tokens, other tokens, or in another order.
     """
     sizes = np.diff(bounds)
     first = np.repeat(bounds[:-1][::num_layers], num_layers)
@@ -156,10 +155,10 @@ def _check_tokens(num_layers: int, columns: Columns, bounds: IntArray, refuse: R
 
 
 def _check_sequences(columns: Columns, refuse: Refuse) -> BoolArray:
-    """Check that texts read in one pass have each token once; return which rows end a sequence.
+    """Check that a prefill has each token once; return which rows end a sequence [rows].
 
-    A row goes on with its request's text, one token further, or begins another. Passes that decode
-    have one row a sequence, several of one request where a search has several beams.
+    A row continues its request's text by one token or begins another. Decode passes have one row
+    per sequence, several per request under beam search.
     """
     token = columns.token
     same = (np.diff(columns.request) == 0) & (np.diff(columns.pass_index) == 0)
@@ -179,44 +178,46 @@ def _check_sequences(columns: Columns, refuse: Refuse) -> BoolArray:
     return np.append(~goes_on, True)
 
 
-# --- what a draft model did before the passes that verify its tokens ---
+# --- the draft model's work before the passes that verify its tokens ---
 
 TOKENS, EXPERTS, RANKED = DRAFT_COLUMNS = ("draft_tokens", "draft_experts", "draft_ranked")
-"""Columns of lists that stand in a pass' first row: tokens of each forward [F]; different experts
-that each layer of the draft needed [F, B]; the model's experts, likeliest first [F, C, N]."""
+"""List columns filled in a pass' first row: token count of each forward [F]; number of unique
+experts in each layer of the draft [F, B]; the model's predicted experts, likeliest first [F, C, N].
+"""
 
 
 class Lists(NamedTuple):
-    """A list for each pass or event: number n's is `values[bounds[n]:bounds[n + 1]]`."""
+    """One list per pass or event: list n is `values[bounds[n]:bounds[n + 1]]`."""
 
     values: Ints
     bounds: IntArray
 
     def at(self, index: int) -> Ints:
+        """Return the list of pass or event `index`."""
         return self.values[self.bounds[index] : self.bounds[index + 1]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drafted:
-    """All drafting of a recorded run. `draft` is None where drafts came from the prompt."""
+    """All drafting of a recorded run. `draft` is None where drafts were copied from the prompt."""
 
     draft: Draft | None = None
     ranked: int = 0
-    """Experts kept of each prediction, likeliest first."""
+    """Number of experts kept per prediction, likeliest first."""
     tokens: Lists | None = None
     experts: Lists | None = None
     ranks: Lists | None = None
     settled: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Pass -> tokens that were drafted for it, and how many it accepted."""
+    """Pass -> (drafted tokens, accepted tokens)."""
 
     @property
     def foretold(self) -> tuple[int, ...]:
-        """The model's layers that each forward of the draft foretells."""
+        """Layers of the model that each forward of the draft predicts [C]."""
         targets = () if self.draft is None or not self.ranked else self.draft.targets
         return tuple(target for target in targets if target != NO_TARGET)
 
     def output_tokens(self, passes: Iterable[int]) -> int:
-        """Return how many tokens passes of a generation gave: their own, and accepted drafts."""
+        """Return how many tokens these passes generated: one each, plus accepted drafts."""
         return sum(1 + self.settled.get(index, (0, 0))[1] for index in passes)
 
 
@@ -226,9 +227,9 @@ _CHUNK_EVENTS = 65536
 
 
 class TracedRequest(NamedTuple):
-    """One harness request: what the ledger knew of it, and the passes that served it.
+    """One harness request: its ledger entry and the passes that served it.
 
-    A trace's metadata lists them in this order of fields.
+    A trace's metadata lists requests with their fields in this order.
     """
 
     task: str
@@ -242,11 +243,12 @@ class TracedRequest(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predicted:
-    """Logits that were predicted from a row's input for the next `depth` layers.
+    """Logits predicted from a row's input for the next `depth` layers.
 
     Row r of layer l holds min(depth, num_layers - 1 - l) * num_experts values, nearest layer
-    first, at `values[offsets[r]:offsets[r + 1]]`. Where `by` names a trained predictor and not the
-    gates, a decode pass' rows of the last layer hold num_experts values for layer 0 of the next.
+    first, at `values[offsets[r]:offsets[r + 1]]`. Where `by` is a trained predictor's digest
+    instead of empty (the gates), the last layer's rows of a decode pass hold num_experts values for
+    layer 0 of the next pass.
     """
 
     depth: int
@@ -274,28 +276,29 @@ class Trace:
     logits: Halves | None = None
     predicted: Predicted | None = None
     proposed: Mapping[str, Lists] = made(default_factory=dict)
-    """By prefetcher, as `recorder.identity` names it: the keys it proposed at each event of the
-    recorded run, most wanted first."""
+    """Prefetcher (`recorder.identity`) -> the keys it proposed at each event of the recorded run,
+    most wanted first."""
     scans: tuple[tuple[int, int], ...] = ()
-    """(First pass, number of passes) of each text that was routed layer by layer and token after
-    token in each (`scoring=scan`): a replay keeps that order."""
+    """(First pass, number of passes) of each text routed layer by layer and, within a layer, token
+    by token (`scoring=scan`): a replay keeps that order."""
     first_pass: int = 0
-    """Where this is a part of a run, the run's number of its first pass."""
+    """Number in the run of the first pass; above 0 in later parts of a streamed trace."""
     drafted: Drafted = made(default_factory=Drafted)
-    """What was drafted before its passes, and accepted by them."""
+    """The drafting before each pass, and how many drafts it accepted."""
     has_sizes: bool = True
-    """False where the file does not say how large an expert is, so that bytes mean nothing."""
+    """False where the file gives no expert sizes, so that bytes mean nothing."""
 
     @property
     def num_passes(self) -> int:
+        """Number of passes in this trace or part."""
         return (len(self.row_bounds) - 1) // self.geometry.num_layers
 
     def parts(self) -> Iterator[Trace]:
-        """Yield what a replay serves one after another: of a trace in memory, itself."""
+        """Yield the parts that a replay serves in turn: a trace in memory is one part."""
         yield self
 
     def starts_sequence(self, pass_index: int) -> bool:
-        """Whether a text, or a window of one, begins here."""
+        """Whether a text, or a window of one, begins in this pass."""
         event = pass_index * self.geometry.num_layers
         first, last = self.row_bounds[event], self.row_bounds[event + 1]
         return bool((self.columns.token[first:last] == 0).any())
@@ -314,26 +317,26 @@ def build_trace(
 ) -> Trace:
     """Check the rows and index their events. Raises ValueError naming the row and the field.
 
-    `where` names a row as its file's reader would look for it. Without `requests`, they are told
-    from the rows: a request with decode passes generated one token in each pass that served it, and
-    one more for each draft that a pass accepted. `more` are further fields of the trace.
+    `where` names a row by its place in the source file. Without `requests`, they are inferred from
+    the rows: a request with decode passes generated one token in each pass that served it, and one
+    more per accepted draft. `more` are further fields of the trace.
     """
     bounds = check_rows(name, geometry, columns, where)
     keys, key_bounds = _unique_keys(geometry, columns, bounds)
     drafted = drafted or Drafted()
     if requests is None:
         requests = _tell_requests(geometry, columns, bounds, drafted)
-    own = {"row_bounds": bounds, "keys": keys, "key_bounds": key_bounds, "seed": seed, **more}
+    fields = {"row_bounds": bounds, "keys": keys, "key_bounds": key_bounds, "seed": seed, **more}
     return Trace(
-        name=name, geometry=geometry, columns=columns, requests=requests, drafted=drafted, **own
+        name=name, geometry=geometry, columns=columns, requests=requests, drafted=drafted, **fields
     )
 
 
 def with_sizes(trace: Trace, model: RealModel) -> Trace:
-    """Return a trace whose layers are charged as a model's."""
+    """Return the trace with the expert and dense sizes of `model`."""
     geometry = replace(model.emulated_by(trace.geometry), model=model.name, emulates="")
     if not trace.has_sizes and model.num_experts > geometry.num_experts:
-        # Such a file does not say the number of experts either: the largest id was taken.
+        # A file without sizes lacks the number of experts too: the reader took the largest id.
         layers, experts = np.divmod(trace.keys, geometry.num_experts)
         trace = replace(trace, keys=(layers * model.num_experts + experts).astype(np.int32))
         geometry = replace(geometry, num_experts=model.num_experts)
@@ -341,7 +344,7 @@ def with_sizes(trace: Trace, model: RealModel) -> Trace:
 
 
 def _unique_keys(geometry: Geometry, columns: Columns, bounds: IntArray) -> tuple[Ints, IntArray]:
-    """Return the keys of all events, each once per event and in order of first need."""
+    """Return each event's unique keys in order of first need, and event bounds [events + 1]."""
     num_events = len(bounds) - 1
     num_keys = geometry.num_layers * geometry.num_experts
     parts: list[Ints] = []
@@ -360,8 +363,8 @@ def _unique_keys(geometry: Geometry, columns: Columns, bounds: IntArray) -> tupl
         _, places = np.unique(labelled, return_index=True)
         places.sort()
         parts.append(keys.ravel()[places].astype(np.int32))
-        found = event_of[places // geometry.top_k]
-        counts.append(np.bincount(found, minlength=stop - start).astype(np.int64))
+        events = event_of[places // geometry.top_k]
+        counts.append(np.bincount(events, minlength=stop - start).astype(np.int64))
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(np.concatenate(counts))])
     return np.concatenate(parts), offsets
 
@@ -372,10 +375,10 @@ def _tell_requests(
     phases = columns.phase[bounds[:-1][:: geometry.num_layers]]
     of_first = (columns.layer == 0) & (columns.request != NO_REQUEST)
     pairs = columns.request[of_first] * np.int64(len(phases)) + columns.pass_index[of_first]
-    found, tokens = np.unique(pairs, return_counts=True)
-    owners, passes = np.divmod(found, len(phases))
+    unique_pairs, tokens = np.unique(pairs, return_counts=True)
+    owners, passes = np.divmod(unique_pairs, len(phases))
     requests = []
-    for rows in np.split(np.arange(len(found)), np.flatnonzero(np.diff(owners)) + 1):
+    for rows in np.split(np.arange(len(unique_pairs)), np.flatnonzero(np.diff(owners)) + 1):
         if not len(rows):
             continue
         served: list[int] = passes[rows].tolist()

@@ -1,4 +1,4 @@
-"""Counts the use of experts in routing traces, to warm caches with."""
+"""Counts expert use in routing traces, to warm caches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def load_use(file: str, key: str = "warm") -> UseProfile:
-    """Return the profile in a JSON, that of a routing trace, or the one shipped with a model.
+    """Return the use profile of a JSON file, a routing trace, or a model that ships one.
 
     ValueError begins with `key` and the value.
     """
@@ -45,9 +45,9 @@ def _shipped(model: str) -> Path:
 
 
 def placement(policy: Policy, warm: UseProfile | None, geometry: Geometry) -> UseProfile | None:
-    """Return what the caches hold first: `warm`, or a shipped profile if the policy places experts.
+    """Return the profile that warms the caches: `warm`, or the shipped one if `policy.placed`.
 
-    Raises ValueError where it places them and there is neither.
+    Raises ValueError if the policy places experts and neither profile exists.
     """
     if warm is not None or not policy.placed:
         return warm
@@ -63,15 +63,15 @@ def placement(policy: Policy, warm: UseProfile | None, geometry: Geometry) -> Us
 
 @lru_cache(maxsize=4)
 def _counted(file: str, changed_ns: int) -> UseProfile:
-    """Keep the last ones: the cells of a sweep name one file."""
+    """Return a trace's use profile, cached because all cells of a sweep name one file."""
     return use_of(load_trace(file))
 
 
 def use_of(trace: Trace) -> UseProfile:
     """Count each expert's tokens in a trace, over all its passes.
 
-    A trace that says no sizes does not say its model either: its profile fits by its layers and
-    experts alone.
+    A trace without sizes does not name its model either: its profile fits any model with the same
+    layers and experts.
     """
     geometry, columns = trace.geometry, trace.columns
     shape = geometry.num_layers, geometry.num_experts

@@ -20,9 +20,9 @@ from lm_eval_moecache.trace.trace import Trace
 class Activations(TraceFormat):
     """`layer,expert` CSV of llama.cpp's moe-trace: a row for each expert that ran, in its order.
 
-    Rows of one layer in a row are one batch: as many tokens as it holds top-k's. The top-k is
-    `top_k`, or else the least batch: one decoded token. Batches of more tokens are prefill; the
-    header line again begins another request, as in files that were joined.
+    Consecutive rows of one layer are one batch of (rows / top-k) tokens. The top-k is `top_k`, or
+    else the smallest batch: one decoded token. Batches of several tokens are prefill; a repeated
+    header line, as in concatenated files, begins another request.
     """
 
     suffixes = (".csv",)

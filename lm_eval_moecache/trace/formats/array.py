@@ -1,4 +1,4 @@
-"""Arrays of ids in numpy files."""
+"""Arrays of expert ids in numpy files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class Array(TraceFormat):
     """`.npy` and `.npz`: `routed_experts` [tokens, layers, top_k], with the prompt's length or not.
 
-    One request. The first `num_prompt_tokens` tokens are one prefill pass, others steps.
+    One request. The first `num_prompt_tokens` tokens are one prefill pass, the others decode steps.
     """
 
     suffixes = (".npz", ".npy")
@@ -55,13 +55,13 @@ class Array(TraceFormat):
         routed = arrays[ROUTED]
         check_routed(f"{what}: {ROUTED}", routed)
 
-        def told(key: str, **bounds: int) -> int | None:
+        def optional_count(key: str, **bounds: int) -> int | None:
             array = arrays.get(key)
             value = None if array is None else array.item() if array.size == 1 else array.tolist()
             return None if array is None else read_count(f"{what}: {key}", value, **bounds)
 
-        count = told("num_experts", least=1, most=MOST_EXPERT + 1)
-        prompt = told("num_prompt_tokens", most=len(routed)) or 0
+        count = optional_count("num_experts", least=1, most=MOST_EXPERT + 1)
+        prompt = optional_count("num_prompt_tokens", most=len(routed)) or 0
         passes = list(generation(routed[:prompt], routed[prompt:], 0))
         if "weights" in arrays:
             weights = arrays["weights"]
@@ -70,13 +70,13 @@ class Array(TraceFormat):
                     f"{what}: weights has the shape {list(weights.shape)}, {ROUTED} has "
                     f"{list(routed.shape)}."
                 )
-            own = generation(weights[:prompt], weights[prompt:], 0)
-            passes = [replace(p, weights=w.experts) for p, w in zip(passes, own, strict=True)]
+            weighted = generation(weights[:prompt], weights[prompt:], 0)
+            passes = [replace(p, weights=w.experts) for p, w in zip(passes, weighted, strict=True)]
         return build(path.name, path.stem, passes, options, num_experts=count)
 
     @classmethod
     def _arrays(cls, path: Path) -> dict[str, Any]:
-        """Return the arrays that are ours to read; the others by name, and empty."""
+        """Return the arrays in ARRAYS by name; any others are empty placeholders."""
         try:
             if path.suffix == ".npy":
                 return {ROUTED: np.load(path, allow_pickle=False, mmap_mode="r")}
@@ -84,7 +84,7 @@ class Array(TraceFormat):
                 for info in archive.infolist():
                     if info.file_size > MOST_BYTES:
                         raise ValueError(f"{info.filename} has {info.file_size} bytes unpacked")
-            with np.load(path, allow_pickle=False) as found:
-                return {n: found[n] if n in cls.ARRAYS else np.zeros(0) for n in found.files}
+            with np.load(path, allow_pickle=False) as stored:
+                return {n: stored[n] if n in cls.ARRAYS else np.zeros(0) for n in stored.files}
         except UNREADABLE as error:
             raise ValueError(f"trace {path.name} is no readable {path.suffix}: {error}.") from None

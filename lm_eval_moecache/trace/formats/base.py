@@ -1,4 +1,4 @@
-"""What a format of traces is, what formats share, and how passes become a checked trace."""
+"""The base class of trace formats, their shared readers, and `build`: from passes to a trace."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from lm_eval_moecache.records.numbers import read_count, shown
 from lm_eval_moecache.trace.trace import Columns, Trace, build_trace, misfit
 
 MOST_EXPERT = 2**15 - 1
-"""Ids are int16 in our own files."""
+"""Largest expert id: our own files store int16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What a user adds to a file that does not say it, and which large columns are wanted."""
+    """Facts that the file lacks and the user supplies, and which large columns to read."""
 
     expert_bytes: int | None = None
     top_k: int | None = None
@@ -36,50 +36,50 @@ class Options:
 
 
 class TraceFormat(ABC):
-    """One format: told by its content (`sniff`), read, and for some written.
+    """One trace format: detected by content (`sniff`), read, and in some cases written.
 
-    The first line of its docstring is what `moecache trace formats` says of it.
+    `moecache trace formats` prints the first line of its docstring.
     """
 
     suffixes: ClassVar[tuple[str, ...]]
-    """Of its files; the first is that of files we write."""
+    """File suffixes; the first is used for files we write."""
     holds: ClassVar[str]
-    """What it has beside the ids of experts."""
+    """Fields of the format beside the expert ids."""
     says_sizes: ClassVar[bool] = False
-    """Whether files say how many bytes an expert has: then a user need not."""
+    """Whether files give the bytes of an expert, so that the user need not."""
     reads_folders: ClassVar[bool] = False
-    """Whether a folder of such files is one trace, a request or more in each."""
+    """Whether a folder of such files, with one or more requests each, is one trace."""
     written: ClassVar[bool] = False
     """Whether traces can be written in this format."""
 
     @classmethod
     @abstractmethod
     def sniff(cls, head: bytes) -> bool:
-        """Whether a file that begins with these bytes is of this format."""
+        """Whether a file that begins with these bytes has this format."""
 
     @classmethod
     @abstractmethod
     def read(cls, path: Path, options: Options) -> Trace:
-        """Read a file; ValueError names it, and the place of what does not fit."""
+        """Read a file; ValueError names the file and the place of a misfit."""
 
     @classmethod
     def write(cls, trace: Trace, path: Path) -> None:
-        """Write a trace; ValueError says what of it the format cannot hold."""
+        """Write a trace; ValueError where the format cannot hold all of it."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """One forward pass of one request. The last layer may have the last tokens only."""
+    """One forward pass of one request. The last layer may hold only the last tokens."""
 
     experts: Sequence[Any]
     """Layer -> ids [tokens, top_k]."""
     weights: Sequence[Any] | None = None
-    """Layer -> routing weights of them."""
+    """Layer -> routing weights [tokens, top_k]."""
     request: int = 0
     phase: str = DECODE
     first_token: int = 0
-    """Position of its first token in the request's text."""
+    """Position of the pass' first token in the request's text."""
 
 
 def build(
@@ -90,28 +90,28 @@ def build(
     *,
     num_experts: int | None = None,
 ) -> Trace:
-    """Build the trace of passes in the order in which they ran.
+    """Build a trace from passes in execution order.
 
-    Ids go heaviest first where there are weights. Without `num_experts` the largest id seen is the
-    last expert. All experts are equally large: one byte, where `options` does not say it.
+    Where there are weights, ids are sorted heaviest first. Without `num_experts` the largest id is
+    the last expert. All experts have the size in `options`, by default one byte.
     """
     if not passes:
         raise ValueError(f"trace {name} holds no rows.")
     num_layers = len(passes[0].experts)
-    for index, each in enumerate(passes):
-        if len(each.experts) != num_layers:
+    for index, pass_ in enumerate(passes):
+        if len(pass_.experts) != num_layers:
             raise ValueError(
-                f"trace {name}: pass {index} has {len(each.experts)} layers, pass 0 has "
+                f"trace {name}: pass {index} has {len(pass_.experts)} layers, pass 0 has "
                 f"{num_layers}."
             )
-    layers = [layer for each in passes for layer in each.experts]
+    layers = [layer for pass_ in passes for layer in pass_.experts]
     experts, weights = _rows(layers), None
     if experts is None or not np.issubdtype(experts.dtype, np.integer) or not experts.shape[1]:
         raise _uneven(name, passes)
     sizes = np.asarray([len(layer) for layer in layers])
     event = np.repeat(np.arange(len(layers)), sizes)
     of_pass, of_layer = event // num_layers, event % num_layers
-    # Layers that serve fewer tokens serve the last ones.
+    # A layer with fewer tokens than the pass serves the last ones.
     ends = np.asarray([p.first_token + len(p.experts[0]) for p in passes])[of_pass]
     token = ends - (np.repeat(np.cumsum(sizes), sizes) - np.arange(len(event)))
 
@@ -124,8 +124,8 @@ def build(
         problem = f"is {experts[row].tolist()}, must hold ids in 0..{MOST_EXPERT}"
         raise misfit(name, where(row), "experts", problem)
     top_k = experts.shape[1]
-    if all(each.weights is not None for each in passes):
-        weights = _rows([layer for each in passes for layer in each.weights or ()], np.float32)
+    if all(pass_.weights is not None for pass_ in passes):
+        weights = _rows([layer for pass_ in passes for layer in pass_.weights or ()], np.float32)
         if weights is None or weights.shape != experts.shape:
             raise ValueError(f"trace {name}: must have one weight, a number, for each expert.")
         order = np.argsort(-weights, axis=-1, kind="stable")
@@ -157,11 +157,11 @@ def build(
 
 
 def _uneven(name: str, passes: Sequence[Pass]) -> ValueError:
-    """Name the first token whose ids are not as many whole numbers as the first token's."""
+    """Return the error for the first token without as many integer ids as the very first token."""
     first = np.size(passes[0].experts[0][0]) or 1
-    for number, each in enumerate(passes):
-        for layer, rows in enumerate(each.experts):
-            for token, ids in enumerate(rows, start=each.first_token):
+    for number, pass_ in enumerate(passes):
+        for layer, rows in enumerate(pass_.experts):
+            for token, ids in enumerate(rows, start=pass_.first_token):
                 listed = ids if isinstance(ids, (list, np.ndarray)) else []
                 if [isinstance(e, (int, np.integer)) for e in listed] != [True] * first:
                     place = f"pass {number}, layer {layer}, token {token}"
@@ -171,40 +171,40 @@ def _uneven(name: str, passes: Sequence[Pass]) -> ValueError:
 
 
 def _rows(layers: Sequence[Any], dtype: Any = None) -> npt.NDArray[Any] | None:
-    """Return what all layers have for their tokens as [rows, top_k]; None where rows differ."""
+    """Concatenate the rows of all layers as [rows, top_k]; None where row lengths differ."""
     try:
         if isinstance(layers[0], np.ndarray):
-            found = np.concatenate(layers, dtype=dtype)
+            rows = np.concatenate(layers, dtype=dtype)
         else:
-            # At once: numpy is slow on many small lists.
-            found = np.asarray([row for layer in layers for row in layer], dtype)
+            # In one call: numpy is slow on many small lists.
+            rows = np.asarray([row for layer in layers for row in layer], dtype)
     except (TypeError, ValueError):
         return None
-    return found if found.ndim == 2 else None
+    return rows if rows.ndim == 2 else None
 
 
 def one_request(trace: Trace, what: str) -> None:
-    """Refuse passes that serve several requests at once, which a format cannot hold."""
+    """Raise ValueError for passes that batch several requests, which some formats cannot hold."""
     owners = trace.columns.request
     firsts = owners[trace.row_bounds[:-1][:: trace.geometry.num_layers]]
     if (firsts[trace.columns.pass_index] != owners).any():
         raise ValueError(f"{what}: passes of several requests at once cannot be written so.")
 
 
-# --- formats of text lines ---
+# --- line-based text formats ---
 
 Layers = Mapping[int, Sequence[tuple[Any, Any]]]
-"""Layer -> for each token its ids, and their weights or None."""
+"""Layer -> (ids, weights or None) of each token."""
 
 
 def numbered(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines that hold something with their numbers, from 1."""
+    """Yield (number from 1, line) for the lines that are not blank."""
     text = read_text(path, f"trace {path.name}")
     return ((n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip())
 
 
 def objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the objects of a file of JSON lines with their line numbers."""
+    """Yield (line number, object) for a JSON Lines file; ValueError for other JSON values."""
     for number, line in numbered(path):
         record = parse_json(line, f"trace {path.name}: line {number}")
         if not isinstance(record, dict):
@@ -213,7 +213,7 @@ def objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def pass_of(layers: Layers, request: int, phase: str, first_token: int) -> Pass:
-    """Return a pass through these layers; it has weights where every row has."""
+    """Return a pass through these layers; it has weights if every row has them."""
     rows = [layers[layer] for layer in sorted(layers)]
     weighted = all(weights for layer in rows for _, weights in layer)
     return Pass(
@@ -226,9 +226,9 @@ def pass_of(layers: Layers, request: int, phase: str, first_token: int) -> Pass:
 
 
 def in_turn(steps: Iterable[tuple[int, Layers]]) -> list[Pass]:
-    """Return the passes of (request, layers), where each goes on behind its request's last token.
+    """Return the passes of (request, layers), each continuing after its request's last token.
 
-    A pass of several tokens reads a text, one of a single token decodes it.
+    A pass of several tokens is a prefill, a pass of one token a decode step.
     """
     passes, done = [], Counter[int]()
     for request, layers in steps:
@@ -240,7 +240,7 @@ def in_turn(steps: Iterable[tuple[int, Layers]]) -> list[Pass]:
 
 
 class JsonLines(TraceFormat):
-    """A format that is told by the fields of its first line."""
+    """A JSON Lines format, detected by the fields of its first line."""
 
     suffixes = (".jsonl",)
     fields: ClassVar[frozenset[str]]
@@ -251,28 +251,28 @@ class JsonLines(TraceFormat):
 
 
 def first_object(head: bytes) -> dict[str, Any]:
-    """Return the JSON object on a file's first line; empty where there is none."""
+    """Return the JSON object on a file's first line, or an empty dict."""
     try:
-        found = parse_json(head.lstrip().split(b"\n", 1)[0], "")
+        record = parse_json(head.lstrip().split(b"\n", 1)[0], "")
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
-# --- formats of arrays of ids ---
+# --- formats that store arrays of ids ---
 
 ROUTED = "routed_experts"
 MOST_BYTES = 1 << 32
-"""Of one array once unpacked: a small file may say that it holds any number of zeros."""
+"""Largest size of an unpacked array: a small file may expand to any number of zeros."""
 UNREADABLE = (
     *(ValueError, OSError, EOFError, zlib.error),
     *(zipfile.BadZipFile, NotImplementedError, tokenize.TokenError),  # versions, broken headers
 )
-"""What numpy raises for arrays that are damaged."""
+"""Exceptions that numpy raises for damaged arrays."""
 
 
 def generation(prompt: Any, steps: Any, request: int, first_token: int = 0) -> Iterator[Pass]:
-    """Yield the passes of one request: its prompt's tokens at once, then one for each other.
+    """Yield the passes of one request: its prompt as one prefill, then one pass per step.
 
     `prompt` and `steps` are ids [tokens, layers, top_k].
     """
@@ -284,7 +284,7 @@ def generation(prompt: Any, steps: Any, request: int, first_token: int = 0) -> I
 
 
 def check_routed(what: str, routed: Any) -> None:
-    """Refuse an array that is not [tokens, layers, top_k] of whole numbers."""
+    """Raise ValueError unless the array is integer [tokens, layers, top_k] and not empty."""
     if routed.ndim != 3 or not routed.size or not np.issubdtype(routed.dtype, np.integer):
         raise ValueError(
             f"{what} is {routed.dtype} of shape {list(routed.shape)}, must be whole numbers of "
@@ -293,23 +293,23 @@ def check_routed(what: str, routed: Any) -> None:
 
 
 def responses(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the responses of a file (one, a list, or one a line), or of a folder's JSON."""
+    """Yield (place, response) of a file (one, a list, or one per line) or of a folder's JSON."""
     for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
         what = f"trace {file.name}"
         text = read_text(file, what)
         try:
-            found = parse_json(text, what)
+            records = parse_json(text, what)
         except ValueError:
             lines = [line for line in text.splitlines() if line.strip()]
             if len(lines) < 2:
                 raise
-            found = [parse_json(line, f"{what}: line {n}") for n, line in enumerate(lines, 1)]
-        for number, each in enumerate(found if isinstance(found, list) else [found]):
-            if not isinstance(each, dict):
+            records = [parse_json(line, f"{what}: line {n}") for n, line in enumerate(lines, 1)]
+        for number, record in enumerate(records if isinstance(records, list) else [records]):
+            if not isinstance(record, dict):
                 raise ValueError(f"{what}: response {number} must hold an object.")
-            yield f"{what}: response {number}", each
+            yield f"{what}: response {number}", record
 
 
 def whole(what: str, value: Any, key: str) -> int | None:
-    """Return a whole number from 0 on, or None where there is none."""
+    """Return `value` as an integer of at least 0, or None for None; ValueError otherwise."""
     return None if value is None else read_count(f"{what}: {key}", value)

@@ -25,7 +25,7 @@ from lm_eval_moecache.trace.trace import Trace
 class CacheLab(JsonLines):
     """moe-cache-lab routing JSONL, version 1: one text, its prompt and what was generated.
 
-    Selections stand in the order of need: the prompt layer by layer, then token by token.
+    Selections are in execution order: the prompt layer by layer, then token by token.
     """
 
     holds = "probabilities of the chosen as weights, phases"
@@ -40,10 +40,10 @@ class CacheLab(JsonLines):
     @classmethod
     def read(cls, path: Path, options: Options) -> Trace:
         what, lines = f"trace {path.name}", objects(path)
-        _, about = next(lines)
-        if about.get("format_version") != 1:
+        _, metadata = next(lines)
+        if metadata.get("format_version") != 1:
             raise ValueError(
-                f"{what}: format_version={about.get('format_version')!r} of {cls.FORMAT} is not "
+                f"{what}: format_version={metadata.get('format_version')!r} of {cls.FORMAT} is not "
                 "read. Allowed: 1."
             )
         texts: dict[tuple[str, int], dict[int, list[tuple[int, Any, Any]]]] = {}
@@ -70,12 +70,12 @@ class CacheLab(JsonLines):
             for layer in sorted(layers):
                 if [token for token, _, _ in layers[layer]] != served[-len(layers[layer]) :]:
                     raise ValueError(f"{what}: layer {layer} serves other tokens.")
-            rows = {layer: [row[1:] for row in found] for layer, found in layers.items()}
+            rows = {layer: [row[1:] for row in selections] for layer, selections in layers.items()}
             passes.append(pass_of(rows, 0, cls.NAMES[phase], begin))
-        count = about.get("num_experts")
+        count = metadata.get("num_experts")
         if count is not None:
             count = read_count(f"{what}: num_experts", count, least=1, most=MOST_EXPERT + 1)
-        model = str(about.get("model_id"))
+        model = str(metadata.get("model_id"))
         return build(path.name, model, passes, options, num_experts=count)
 
     @classmethod
@@ -90,7 +90,7 @@ class CacheLab(JsonLines):
         names = {PHASES.index(ours): theirs for theirs, ours in cls.NAMES.items()}
         if not set(columns.phase.tolist()) <= set(names):
             raise ValueError(f"{what}: this format has no passes that verify drafts.")
-        about = {
+        metadata = {
             "record_type": "metadata",
             "format": cls.FORMAT,
             "format_version": 1,
@@ -114,6 +114,7 @@ class CacheLab(JsonLines):
             for row, experts in enumerate(columns.experts.tolist())
         )
         lines = (
-            json.dumps(each, sort_keys=True, separators=(",", ":")) for each in (about, *selections)
+            json.dumps(line, sort_keys=True, separators=(",", ":"))
+            for line in (metadata, *selections)
         )
         write_whole(path, "\n".join(lines) + "\n")

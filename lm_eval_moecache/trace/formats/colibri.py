@@ -20,7 +20,7 @@ from lm_eval_moecache.trace.trace import Trace
 class Colibri(TraceFormat):
     """colibri's `ROUTE_TRACE`: lines `call row layer id:gate id:gate ...`.
 
-    A call of several rows is a prefill, of a new request where one has decoded before.
+    A call of several rows is a prefill; after a decode step it begins a new request.
     """
 
     suffixes = (".txt", ".trace", ".log")
@@ -50,7 +50,7 @@ class Colibri(TraceFormat):
                 raise ValueError(f"{what}: line {number}: row is {row}, not {len(rows)}.")
             pairs = [pair.split(":") for pair in match[4].split()]
             rows.append(([int(e) for e, _ in pairs], [float(g) for _, g in pairs]))
-        # A pass runs the layers upwards.
+        # Layers ascend within a pass: a lower or equal one begins the next.
         steps: list[dict[int, Any]] = []
         for (_, layer), rows in calls.items():
             if not steps or layer <= max(steps[-1]):

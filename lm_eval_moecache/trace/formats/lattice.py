@@ -14,7 +14,8 @@ from lm_eval_moecache.trace.trace import Trace
 class Lattice(JsonLines):
     """lattice's JSON lines `{layer_idx, token_idx, selected_ids, gate_weights}`.
 
-    Every token is a decode step: the format says no phases. A token seen again begins a text.
+    Every token is a decode step, as the format has no phases. A repeated token index begins another
+    text.
     """
 
     holds = "gate weights of the chosen; no phases"

@@ -12,9 +12,9 @@ from lm_eval_moecache.trace.trace import Trace
 class Megatron(JsonLines):
     """Megatron's RouterTracer: JSON lines of one record per (step, layer, rank).
 
-    A step of several tokens reads a text (prefill); steps of one token decode it. The format does
-    not say whose tokens a step has, so a step's tokens count as one text's; ids stand in ascending
-    order. Records of multi-token prediction (`block: mtp`) are left out.
+    A step of several tokens is a prefill, a step of one token a decode step. The format does not
+    assign tokens to requests, so all tokens of a step count as one text; ids are in ascending
+    order. Records of multi-token prediction (`block: mtp`) are skipped.
     """
 
     holds = "phases by the tokens of a step; no weights"
@@ -38,9 +38,9 @@ class Megatron(JsonLines):
                 raise ValueError(f"{what}: line {number}: layer {layer} of the step again.")
             layers[layer] = [(of_token, None) for of_token in ids]
         texts: list[tuple[int, Layers]] = []
-        request, before = -1, None
+        request, last_rank = -1, None
         for (rank, _), layers in sorted(steps.items()):
-            request += len(layers[min(layers)]) > 1 or rank != before
-            before = rank
+            request += len(layers[min(layers)]) > 1 or rank != last_rank
+            last_rank = rank
             texts.append((request, layers))
         return build(path.name, path.stem, in_turn(texts), options)

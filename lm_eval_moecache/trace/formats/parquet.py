@@ -1,4 +1,4 @@
-"""This package's own: Parquet with all that a run can tell, and the stream of an unfinished one."""
+"""This package's own format: Parquet with all that a run records, or an unfinished run's stream."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Parquet(TraceFormat):
 
     @classmethod
     def write(cls, trace: Trace, path: Path) -> None:
-        """Write a trace without its logits and predictions. ValueError where it says no sizes."""
+        """Write a trace without its logits and predictions. ValueError if it has no sizes."""
         if not trace.has_sizes:
             raise ValueError(f"trace {trace.name} says no sizes: give those of a model.")
         header = Header(geometry=trace.geometry, seed=trace.seed, has_logits=False)
@@ -47,7 +47,7 @@ class Parquet(TraceFormat):
                 rows = slice(first, last)
                 phase = PHASES[int(columns.phase[first])]
                 owners, tokens = columns.request[rows], columns.token[rows]
-                # Anew for each layer: engines route the last token alone through the last layer.
+                # Again for each layer: some engines route only the last token through the last.
                 writer.begin_pass(
                     pass_index, phase, owners.astype(np.int64), tokens.astype(np.int64)
                 )

@@ -24,15 +24,15 @@ WRITTEN = (*READ, "residency", "expert_bytes")
 # The traced files are 4-bit GGUFs: 4.5 bits a weight with the scales of a block, as in Q4_K.
 ELEMENT_BYTES = 4.5 / 8
 CODES = np.asarray([PHASES.index(PREFILL), PHASES.index(DECODE)], dtype=np.int32)
-"""The format's phases 0 and 1, in our numbers."""
+"""Our phase indices of the format's phases 0 and 1."""
 
 
 class RouteTrace(TraceFormat):
     """BigMoeOnEdge's `route_trace v1` CSV: a line per (token, layer, slot), sizes in its comments.
 
-    A turn's prefill is one pass, each decode step another. Which experts were resident in the
-    recorded run (`residency`, `expert_bytes`) is its own affair and not read; a written file says
-    that each was a miss of the size its layer's experts have.
+    A turn's prefill is one pass, each decode step another. The recorded run's residency (columns
+    `residency`, `expert_bytes`) is not read; a written file lists every expert as a miss with its
+    layer's expert size.
     """
 
     suffixes = (".csv",)
@@ -58,7 +58,7 @@ class RouteTrace(TraceFormat):
         def where(row: int) -> str:
             return f"line {first_line + row * top_k}"
 
-        # Slots come in groups of top_k, whose lines share the rest.
+        # Each (token, layer) is a group of top_k lines that differ only in slot, expert and weight.
         slots = values["slot"]
         firsts = np.arange(len(slots)) // top_k * top_k
         bad = slots != np.arange(len(slots)) % top_k
@@ -108,25 +108,25 @@ class RouteTrace(TraceFormat):
         for head, ids, weights in zip(
             heads.tolist(), columns.experts.tolist(), columns.weights.tolist(), strict=True
         ):
-            about, size = ",".join(map(str, head)), sizes[head[-1]]
+            prefix, size = ",".join(map(str, head)), sizes[head[-1]]
             for slot, (expert, weight) in enumerate(zip(ids, weights, strict=True)):
-                lines.append(f"{about},{slot},{expert},{weight!r},0,{size}")
+                lines.append(f"{prefix},{slot},{expert},{weight!r},0,{size}")
         write_whole(path, "\n".join(lines) + "\n")
 
 
 def _geometry(name: str, comments: list[str]) -> Geometry:
-    told = [dict(re.findall(r"(\w+)=(\S+)", line)) for line in comments[1:]]
-    fields = told[0] if told else {}
+    parsed = [dict(re.findall(r"(\w+)=(\S+)", line)) for line in comments[1:]]
+    fields = parsed[0] if parsed else {}
     try:
-        sizes = {int(found["layer"]): found for found in told[1:]}
-        count = int(fields["n_layer"])
+        sizes = {int(layer["layer"]): layer for layer in parsed[1:]}
+        num_layers = int(fields["n_layer"])
         return Geometry(
             model=Path(fields["model"]).stem,
-            num_layers=count,
+            num_layers=num_layers,
             num_experts=int(fields["n_expert"]),
             top_k=int(fields["n_expert_used"]),
-            expert_bytes=tuple((int(sizes[i]["expert_bytes"]),) for i in range(count)),
-            dense_bytes=tuple(int(sizes[i]["dense_bytes"]) for i in range(count)),
+            expert_bytes=tuple((int(sizes[i]["expert_bytes"]),) for i in range(num_layers)),
+            dense_bytes=tuple(int(sizes[i]["dense_bytes"]) for i in range(num_layers)),
             precision=("4bit",),
             element_bytes=ELEMENT_BYTES,
         )

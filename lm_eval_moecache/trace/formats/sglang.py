@@ -24,16 +24,16 @@ from lm_eval_moecache.trace.trace import Trace
 class SGLang(TraceFormat):
     """SGLang's `/generate` responses with `meta_info.routed_experts` (`return_routed_experts`).
 
-    Base64 of int32 [tokens, layers, top_k] without its shape. `prompt_tokens` and
-    `completion_tokens` give the tokens, of which the last never ran. The top-k is `top_k`, or else
-    the largest that divides the rest and names no expert twice for a token.
+    Base64 of int32 [tokens, layers, top_k] without its shape. `prompt_tokens` plus
+    `completion_tokens` count the tokens, the last of which never ran. The top-k is `top_k`, or else
+    the largest divisor of the ids per token that gives no (token, layer) an expert twice.
     """
 
     suffixes = (".json", ".jsonl")
     holds = "phases, requests"
     reads_folders = True
     LEAST_GROUPS = 64
-    """Of tokens and layers, below which `top_k` is not told from the ids."""
+    """Fewest (token, layer) groups from which the top-k is inferred."""
 
     @classmethod
     def sniff(cls, head: bytes) -> bool:

@@ -28,10 +28,10 @@ from lm_eval_moecache.trace.trace import Trace
 class VLLM(TraceFormat):
     """vLLM's responses with `routed_experts`: a file of one or many, or a folder of saved JSON.
 
-    Each choice of a response is a request: its prompt is one pass, then each token another. Base64
-    of an `.npy` [tokens, layers, top_k]; the last token that was sampled never ran. Where prompt
-    and generation are one array, the response has to say how long the prompt is
-    (`usage.prompt_tokens`, `num_prompt_tokens`, or its `prompt_token_ids`).
+    Each choice of a response is a request: its prompt is one pass, each later token another. Base64
+    of an `.npy` [tokens, layers, top_k]; the last sampled token never ran. Where prompt and
+    generation share one array, the response must give the prompt's length (`usage.prompt_tokens`,
+    `num_prompt_tokens`, or its `prompt_token_ids`).
     """
 
     suffixes = (".json", ".jsonl")
@@ -52,8 +52,8 @@ class VLLM(TraceFormat):
             for number, choice in enumerate(choices):
                 if not isinstance(choice, Mapping):
                     raise ValueError(f"{what}: choice {number} must hold an object.")
-                told = {**response, **choice}
-                passes += cls._passes(f"{what}: choice {number}", told, choice.get(ROUTED), request)
+                both = {**response, **choice}
+                passes += cls._passes(f"{what}: choice {number}", both, choice.get(ROUTED), request)
                 request += 1
         return build(path.name, model, passes, options)
 
@@ -63,36 +63,36 @@ class VLLM(TraceFormat):
     ) -> Iterator[Pass]:
         if routed is None:
             raise ValueError(f"{what} has no {ROUTED!r}: was it asked for?")
-        own = cls._array(f"{what}: {ROUTED}", routed)
+        rows = cls._array(f"{what}: {ROUTED}", routed)
         start = whole(what, told.get("routed_experts_prompt_start"), "routed_experts_prompt_start")
         start = start or 0
         if told.get("prompt_routed_experts") is not None:
             prompt = cls._array(f"{what}: prompt_routed_experts", told["prompt_routed_experts"])
-            return generation(prompt, own, request, start)
+            return generation(prompt, rows, request, start)
         ids, length = told.get("prompt_token_ids"), told.get("num_prompt_tokens")
         length = (told.get("usage") or {}).get("prompt_tokens") if length is None else length
         length = len(ids) if length is None and isinstance(ids, list) else length
         if length is None:
             raise ValueError(
-                f"{what} does not say how many of its {len(own)} rows are the prompt's. Allowed: "
+                f"{what} does not say how many of its {len(rows)} rows are the prompt's. Allowed: "
                 "responses with `usage` or `prompt_token_ids`, or with num_prompt_tokens added."
             )
-        rows = (whole(what, length, "num_prompt_tokens") or 0) - start
-        if not 0 <= rows <= len(own):
+        num_prompt = (whole(what, length, "num_prompt_tokens") or 0) - start
+        if not 0 <= num_prompt <= len(rows):
             raise ValueError(
-                f"{what}: {len(own)} rows of a prompt of {length} tokens from {start} on."
+                f"{what}: {len(rows)} rows of a prompt of {length} tokens from {start} on."
             )
-        return generation(own[:rows], own[rows:], request, start)
+        return generation(rows[:num_prompt], rows[num_prompt:], request, start)
 
     @staticmethod
     def _array(what: str, value: Any) -> Any:
         try:
             if isinstance(value, str):
                 data = io.BytesIO(base64.b64decode(value, validate=True))
-                found = np.load(data, allow_pickle=False)
+                array = np.load(data, allow_pickle=False)
             else:
-                found = np.asarray(value)
+                array = np.asarray(value)
         except UNREADABLE as error:
             raise ValueError(f"{what} is no base64 of an .npy: {error}.") from None
-        check_routed(what, found)
-        return found
+        check_routed(what, array)
+        return array
