@@ -1,8 +1,8 @@
-"""`--model_args`: which keys are ours, what each may be, and which combinations cannot run.
+"""`--model_args`: our keys, their allowed values, and the combinations that cannot run.
 
-Everything here is checked without torch and before any model is read: `split_arguments` tells our
-keys from those of lm-eval's `hf` model, `read_config` checks ours. What depends on the model is
-checked in `preflight`. What a user got wrong is an `ArgumentsError`, and said in one line.
+All checks here need no torch and run before any model is read: `split_arguments` separates our keys
+from those of lm-eval's `hf` model, `read_config` checks ours. `preflight` checks what depends on
+the model. A user's mistake is an `ArgumentsError`, reported in one line.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ArgumentsError(ValueError):
 
 @contextmanager
 def as_arguments_error(pretrained: object) -> Iterator[None]:
-    """Turn what a check raises into an ArgumentsError, and a model that cannot be read as well."""
+    """Turn the errors of checks, and of a model that cannot be read, into an ArgumentsError."""
     try:
         yield
     except ArgumentsError:
@@ -74,9 +74,9 @@ def as_arguments_error(pretrained: object) -> Iterator[None]:
 
 @contextmanager
 def ending_lm_eval_in_one_line() -> Iterator[None]:
-    """End the process with the message alone where it is lm-eval's command.
+    """Under lm-eval's command, end the process with only the message of an ArgumentsError.
 
-    From Python, and under `moecache eval`, the ArgumentsError goes on like any other ValueError.
+    From Python and under `moecache eval` the error propagates like any other ValueError.
     """
     try:
         yield
@@ -94,12 +94,12 @@ def is_lm_eval_command() -> bool:
     return (spec.name if spec else Path(getattr(main, "__file__", None) or "").stem) in _COMMANDS
 
 
-# The length is SP-MoE's (section 5): one token per iteration.
+# SP-MoE drafts one token per iteration (section 5).
 DEFAULT_DRAFT, DEFAULT_DRAFT_TOKENS = "self:int4", 1
 LOSSLESS, ALL, ROUTING = KEPT = ("lossless", "all", "routing")
-"""What a trace keeps: what lossless policies ask for, with the prefetchers of the compositions;
-what any replay may ask for; or the experts alone."""
-# What HFLM passes on to transformers' from_pretrained; anything else there is a misspelt key.
+"""Content of a trace: enough for lossless policies with the prefetchers of the compositions, enough
+for any replay, or the experts alone."""
+# Keys that HFLM passes on to transformers' from_pretrained; any other is a misspelt key.
 FROM_PRETRAINED = (
     *("attn_implementation", "cache_dir", "device_map", "experts_implementation"),
     *("local_files_only", "low_cpu_mem_usage", "quantization_config", "token"),
@@ -108,7 +108,7 @@ FROM_PRETRAINED = (
 
 
 def _text(value: object) -> str | None:
-    """lm-eval makes whole numbers of digits: a folder may be called 7."""
+    """Return a name as text: lm-eval parses digits as integers, and a folder may be called 7."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (str, int, PurePath)):
@@ -116,12 +116,12 @@ def _text(value: object) -> str | None:
     return str(value)
 
 
-# `Any`: what a name stands for takes its place in `Config`.
+# `Any`: `Config` replaces the name by the object it stands for.
 Name = Annotated[Any, BeforeValidator(_text)]
 
 
 class ModelArguments(Schema):
-    """Our keys of `--model_args`, with their defaults and what `moecache eval --help` says."""
+    """Our keys of `--model_args`, with their defaults and the help text of `moecache eval`."""
 
     policy: Any = Field(
         "specmd", description="a name that `moecache policies` lists, a YAML file, or a mapping"
@@ -234,8 +234,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 class Config(ModelArguments):
     """Our share of the model arguments, checked, with its names resolved; the rest is HFLM's.
 
-    What replaces an axis is part of `policy` here, and `bandwidth` of `hardware` (on the wall clock
-    of `throttle_bytes_per_s`): their own keys are empty.
+    The keys of the axes are merged into `policy`, and `bandwidth` into `hardware` (under the wall
+    clock into `throttle_bytes_per_s`): the keys themselves are None.
     """
 
     policy: InstanceOf[Policy]
@@ -245,19 +245,21 @@ class Config(ModelArguments):
     emulate: InstanceOf[RealModel] | None
     warm: InstanceOf[UseProfile] | None
     throttle_bytes_per_s: float | None = None
-    """What the wall clock slows its link down to."""
+    """Bandwidth to which the wall clock throttles its link; None for no throttle."""
     detail: InstanceOf[Detail] | None = None
-    """What a trace keeps, as a sweep or a search says it."""
+    """Content of the trace as a sweep or a search sets it; None for that of `trace_keep`."""
 
     def with_changes(self, **changes: Any) -> Config:
+        """Return a copy with these fields replaced, without checking them again."""
         return self.model_copy(update=changes)
 
     @property
     def ladder(self) -> Ladder | None:
+        """Precisions of the store, best first; None for the model's dtype."""
         return None if self.precision is None else parse_ladder(self.precision)
 
     def setting(self, geometry: Geometry) -> Setting:
-        """Return what an engine is made of, for this model; bytes are the emulated ones."""
+        """Return the engine's setting for this model; bytes are the emulated model's."""
         emulate = self.emulate
         charged = geometry if emulate is None else emulate.emulated_by(geometry)
         return Setting(
@@ -277,20 +279,20 @@ class Config(ModelArguments):
 
 @cache
 def host_keys() -> frozenset[str]:
-    """Return the arguments of lm-eval's `hf` model, from its source: importing it takes torch."""
+    """Return the arguments of lm-eval's `hf` model, from its source: importing it imports torch."""
     package = importlib.util.find_spec("lm_eval")
     assert package is not None and package.origin is not None, "lm-eval is not installed"
     source = (Path(package.origin).parent / "models" / "huggingface.py").read_text("utf-8")
     classes = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
     methods = {n.name: n for n in classes["HFLM"].body if isinstance(n, ast.FunctionDef)}
-    made = methods["__init__"].args
-    return frozenset(each.arg for each in (*made.args, *made.kwonlyargs)) - {"self"}
+    signature = methods["__init__"].args
+    return frozenset(arg.arg for arg in (*signature.args, *signature.kwonlyargs)) - {"self"}
 
 
 def split_arguments(
     given: Mapping[str, Any], host_keys: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide the arguments into ours and the host's; unknown keys name their nearest match."""
+    """Split the arguments into ours and the host's; ValueError for an unknown key."""
     host = {*host_keys, *FROM_PRETRAINED}
     ours: dict[str, Any] = {}
     theirs: dict[str, Any] = {}
@@ -315,34 +317,34 @@ def read_config(
 ) -> Config:
     """Check our arguments and fill in the defaults. Raises ValueError before any model is read.
 
-    lm-eval reads `prefetch=none` as Python's None: on an axis it is the name again. Elsewhere None
-    means that the key is not given.
+    lm-eval parses `prefetch=none` as None: on an axis this becomes the name `none` again, elsewhere
+    None means that the key is not given.
 
     Args:
         given: Our keys, and parameters of axes as `eviction.NAME`.
-        speculative: Whether a draft model drafts (`moecache-spec`): only then the keys of drafting
-            are taken.
-        replayed: Whether a trace is replayed: only then an algorithm may know the future.
+        speculative: Whether a draft model drafts (`moecache-spec`): only then are drafting keys
+            accepted.
+        replayed: Whether a trace is replayed: only then are offline algorithms allowed.
     """
-    named = {k: "none" if v is None and k in AXES else v for k, v in given.items()}
-    given = {k: v for k, v in named.items() if v is not None}
-    asked = check(ModelArguments, {k: v for k, v in given.items() if k in KEYS}, "model_args")
+    values = {k: "none" if v is None and k in AXES else v for k, v in given.items()}
+    given = {k: v for k, v in values.items() if v is not None}
+    args = check(ModelArguments, {k: v for k, v in given.items() if k in KEYS}, "model_args")
     overrides = {k: v for k, v in given.items() if k == "phases" or k.partition(".")[0] in AXES}
-    policy = load_policy(asked.policy, overrides)
+    policy = load_policy(args.policy, overrides)
     for algorithm in (getattr(policy, axis).algorithm for axis in AXES):
         if not replayed and getattr(algorithm, "is_offline", False):
             raise offline(algorithm)
-    capacity = capacity_text(asked.capacity)
+    capacity = capacity_text(args.capacity)
     check_capacity(capacity)
     check_cache_form(policy, is_per_layer(capacity))
-    ladder = () if asked.precision is None else parse_ladder(asked.precision)
+    ladder = () if args.precision is None else parse_ladder(args.precision)
     needs_draft = policy.prefetch.algorithm.needs_draft
-    draft = (asked.draft or DEFAULT_DRAFT) if speculative or needs_draft else None
-    for key, why, allowed in _conflicts(asked, given, policy, capacity, ladder, draft, speculative):
-        value = given.get(key, draft if key == "draft" else getattr(asked, key))
+    draft = (args.draft or DEFAULT_DRAFT) if speculative or needs_draft else None
+    for key, why, allowed in _conflicts(args, given, policy, capacity, ladder, draft, speculative):
+        value = given.get(key, draft if key == "draft" else getattr(args, key))
         raise ValueError(f"{key}={value!r} {why}. Allowed with it: {allowed}.")
     for key in ("store_dir", "encoded_dir"):
-        folder = getattr(asked, key)
+        folder = getattr(args, key)
         try:
             if folder is not None:
                 check_writable(Path(folder) / "kept")
@@ -350,15 +352,15 @@ def read_config(
             raise ValueError(
                 f"{key}={folder!r} cannot be written to: {error}. Allowed: a folder of yours."
             ) from error
-    wall = asked.clock == "wall"
-    bandwidth = None if asked.bandwidth is None else str(asked.bandwidth)
-    hardware = load_hardware(str(asked.hardware), None if wall else bandwidth)
+    wall = args.clock == "wall"
+    bandwidth = None if args.bandwidth is None else str(args.bandwidth)
+    hardware = load_hardware(str(args.hardware), None if wall else bandwidth)
     if policy.miss.algorithm.uses_host and not wall:
         check_host(hardware)
-    if asked.trace is not None:
-        if not asked.trace.strip():
-            raise ValueError(f"trace={asked.trace!r} names no folder. Allowed: one, or no trace=.")
-        prepare_folder(asked.trace)
+    if args.trace is not None:
+        if not args.trace.strip():
+            raise ValueError(f"trace={args.trace!r} names no folder. Allowed: one, or no trace=.")
+        prepare_folder(args.trace)
     resolved = {
         **dict.fromkeys((*AXES, "phases", "bandwidth")),
         "policy": policy,
@@ -366,12 +368,12 @@ def read_config(
         "precision": ":".join(ladder) or None,
         "hardware": hardware,
         "throttle_bytes_per_s": parse_bandwidth(bandwidth) if wall and bandwidth else None,
-        "emulate": None if asked.emulate is None else load_real_model(asked.emulate),
-        "warm": None if asked.warm is None else load_use(asked.warm),
+        "emulate": None if args.emulate is None else load_real_model(args.emulate),
+        "warm": None if args.warm is None else load_use(args.warm),
         "draft": draft,
-        "draft_tokens": (asked.draft_tokens or DEFAULT_DRAFT_TOKENS) if speculative else None,
+        "draft_tokens": (args.draft_tokens or DEFAULT_DRAFT_TOKENS) if speculative else None,
     }
-    return Config.model_construct(**{**dict(asked), **resolved})
+    return Config.model_construct(**{**dict(args), **resolved})
 
 
 def _conflicts(
@@ -383,7 +385,7 @@ def _conflicts(
     draft: str | None,
     speculative: bool,
 ) -> Iterator[tuple[str, str, str]]:
-    """Find settings that cannot stand together: a key, why its value does not fit, what would."""
+    """Yield conflicting settings: (key, why its value does not fit, allowed values)."""
     miss, needs_draft = policy.miss, policy.prefetch.algorithm.needs_draft
     wall = "does not go with clock='wall', "
     if asked.clock == "virtual":
@@ -412,7 +414,7 @@ def _conflicts(
                 "decided first"
             )
             yield "scoring", why, "miss=fetch, or clock=virtual"
-    # Where routing token after token inside a layer is not decoding the text.
+    # Settings under which scanning a text layer by layer differs from decoding it.
     if asked.scoring == "scan":
         if not (is_per_layer(capacity) or policy.per_layer):
             why = f"needs a cache per layer, but capacity={capacity!r} is one cache for all layers:"
@@ -462,7 +464,7 @@ def _conflicts(
 
 
 def help_text(width: int) -> str:
-    """Return the section that stands below lm-eval's own help."""
+    """Return the help on our keys, printed below lm-eval's own."""
     lines = ["keys of --model_args (--model moecache and moecache-spec), beside those of `hf`:", ""]
     for key, field in ModelArguments.model_fields.items():
         default = "" if field.default is None else f" (default: {field.default})"

@@ -1,7 +1,8 @@
-"""What lm-eval is asked for beside the model's arguments, and whole command lines of it.
+"""Checks of lm-eval's options beside the model's arguments, and of its whole command lines.
 
-A command line is checked before torch is imported (`check_command`); who calls `simple_evaluate`
-from Python learns of a generation option or a store of outputs at the first request.
+A command line is checked before torch is imported (`check_command`); from Python, where
+`simple_evaluate` is called, generation options and a store of outputs are checked at the first
+request.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lm_eval_moecache.records.numbers import check_typed, shown
 from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.inputs import Options
 
-# Of transformers' generation: what makes a draft, or changes the one that was asked for.
+# Generation options of transformers that make a draft, or change the requested one.
 _DRAFTING = (
     *("assistant_model", "assistant_tokenizer", "assistant_early_exit", "custom_generate"),
     *("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"),
@@ -44,34 +45,36 @@ _GREEDY: Mapping[str, tuple[Any, ...]] = {
     "typical_p": (None, 1),
     "penalty_alpha": (None, 0),
 }
-"""What each sampling option may be where decoding is greedy; 50 is transformers' own default."""
+"""Sampling option -> its values under greedy decoding; 50 is transformers' own default."""
 
 
 def check_command(words: Sequence[str]) -> None:
-    """Refuse what the words after `lm_eval` ask of our models in vain. Imports no torch.
+    """Check the words after `lm_eval` where they name our models. Imports no torch.
 
-    Everything is checked that can be without the model: keys and values of `--model_args`, the
-    policy, the options of the evaluation, the place of the results. Raises ArgumentsError.
+    Covers all that needs no model: keys and values of `--model_args`, the policy, the options of
+    the evaluation, the output path. Raises ArgumentsError.
     """
-    asked = options_of(words)
-    if asked.get("model") not in MODELS:
+    evaluation = options_of(words)
+    if evaluation.get("model") not in MODELS:
         return
     with as_arguments_error(None):
         for word in words:
             check_typed("" if word.startswith("-") else word)
-    speculative = asked["model"] == SPECULATIVE
-    given = asked.get("model_args") or {}
-    with as_arguments_error(given.get("pretrained", TINY)):
-        ours, _ = split_arguments(given, host_keys())
-        # What the cache starts with is read once, with the model: a trace may be large.
+    speculative = evaluation["model"] == SPECULATIVE
+    model_args = evaluation.get("model_args") or {}
+    with as_arguments_error(model_args.get("pretrained", TINY)):
+        ours, _ = split_arguments(model_args, host_keys())
+        # `warm` is read once, with the model: a trace may be large.
         read_config({k: v for k, v in ours.items() if k != "warm"}, speculative)
-    check_use_cache(asked.get("use_cache"))
-    options = {key: asked[key] for key in Options.model_fields if asked.get(key) is not None}
+    check_use_cache(evaluation.get("use_cache"))
+    options = {
+        key: evaluation[key] for key in Options.model_fields if evaluation.get(key) is not None
+    }
     with as_arguments_error(None):
         check(Options, options, "evaluation options")
-    if isinstance(asked.get("gen_kwargs"), Mapping):
-        check_generation(asked["gen_kwargs"], speculative)
-    output = str(asked.get("output_path") or "")
+    if isinstance(evaluation.get("gen_kwargs"), Mapping):
+        check_generation(evaluation["gen_kwargs"], speculative)
+    output = str(evaluation.get("output_path") or "")
     path = Path(output)
     try:
         if output:
@@ -86,8 +89,8 @@ def check_command(words: Sequence[str]) -> None:
 def check_lm_eval_command(words: Sequence[str]) -> None:
     """Refuse a command line of `lm_eval` that our models cannot run, before torch is imported.
 
-    lm-eval lists its tasks and imports torch before it asks for a model, which takes it ten seconds
-    and more: a misspelt key is told before. Ends the process in one line.
+    lm-eval lists its tasks and imports torch before it makes the model, which takes ten seconds or
+    more: a misspelt key is reported before that. Ends the process with a one-line message.
     """
     if is_lm_eval_command():
         with ending_lm_eval_in_one_line():
@@ -95,7 +98,7 @@ def check_lm_eval_command(words: Sequence[str]) -> None:
 
 
 def check_use_cache(asked: Any) -> None:
-    """Refuse lm-eval's store of outputs. Raises ArgumentsError."""
+    """Raise ArgumentsError if lm-eval's store of outputs is used."""
     if asked is not None:
         raise ArgumentsError(
             f"--use_cache={shown(asked)}: stored outputs come without the passes that made them, "
@@ -104,9 +107,9 @@ def check_use_cache(asked: Any) -> None:
 
 
 def check_generation(given: Mapping[str, Any], speculative: bool) -> None:
-    """Refuse options that make another draft than `draft=`, and sampling where drafts are verified.
+    """Refuse options that draft in another way than `draft=`, and sampling with drafts.
 
-    Raises ArgumentsError naming the option.
+    Drafts are verified greedily. Raises ArgumentsError naming the option.
     """
     for key in _DRAFTING:
         if given.get(key) is not None:
@@ -126,9 +129,10 @@ def check_generation(given: Mapping[str, Any], speculative: bool) -> None:
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return the options of `lm_eval run`, those of its --config file below; empty for others.
+    """Return the options of `lm_eval run`, which override those of its --config file.
 
-    lm-eval's own parser reads them, and what it cannot read ends the process as it would later.
+    Empty for other commands. lm-eval's own parser reads them, and ends the process on an error as
+    it would later.
     """
     from lm_eval._cli import HarnessCLI
     from lm_eval.utils import simple_parse_args_string
@@ -136,20 +140,20 @@ def options_of(words: Sequence[str]) -> dict[str, Any]:
     command = HarnessCLI()
     if words and words[0] not in command._subparsers.choices:
         words = ["run", *words]
-    found = vars(command._parser.parse_args(list(words)))
-    if found.get("command") != "run":
+    parsed = vars(command._parser.parse_args(list(words)))
+    if parsed.get("command") != "run":
         return {}
-    asked: dict[str, Any] = {}
-    if found.get("config"):
-        # What is wrong with the file, lm-eval will say.
+    options: dict[str, Any] = {}
+    if parsed.get("config"):
+        # lm-eval reports a faulty file itself.
         with suppress(ValueError, TypeError, OSError):
-            asked = dict(read_yaml(Path(found["config"]), found["config"]))
-    asked = {key: value for key, value in asked.items() if value is not None}
-    asked |= {key: value for key, value in found.items() if value or value == 0}
+            options = dict(read_yaml(Path(parsed["config"]), parsed["config"]))
+    options = {key: value for key, value in options.items() if value is not None}
+    options |= {key: value for key, value in parsed.items() if value or value == 0}
     for key in ("model_args", "gen_kwargs"):
-        if isinstance(asked.get(key), str):
-            asked[key] = simple_parse_args_string(asked[key])
-    limit = asked.get("limit")
+        if isinstance(options.get(key), str):
+            options[key] = simple_parse_args_string(options[key])
+    limit = options.get("limit")
     if isinstance(limit, float) and limit.is_integer():
-        asked["limit"] = int(limit)
-    return asked
+        options["limit"] = int(limit)
+    return options

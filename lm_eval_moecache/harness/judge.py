@@ -4,14 +4,15 @@
       class: !function lm_eval_moecache.harness.judge.JudgedTask
 
 adds `judged` (the share of documents whose answer the judge calls correct) and, where the task has
-an exact match, `judge_agreement` (how often both say the same). SpecMD section 5.1 has GPT-5 judge
-TruthfulQA and NaturalQuestions. Who judges is said on the command line:
+an exact match, `judge_agreement` (how often the two agree). SpecMD section 5.1 has GPT-5 judge
+TruthfulQA and NaturalQuestions. The command line names the judge:
 
     --metadata '{"judge_model": "Qwen/Qwen3-8B"}'                        a transformers model, here
     --metadata '{"judge_url": "http://localhost:8000/v1", "judge_model": "gpt-oss-120b"}'
 
-The second form speaks to any OpenAI-compatible endpoint, with the key of OPENAI_API_KEY. Verdicts
-are kept in `judge_cache` (JSON lines) by a digest of judge, prompt and answer: a rerun asks none.
+The second form calls any OpenAI-compatible endpoint, with the key of OPENAI_API_KEY. Verdicts are
+cached in `judge_cache` (JSON lines) by a digest of judge, prompt and answer: a rerun calls no
+judge.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _TIMEOUT_S = 120
 
 
 class Judge:
-    """Says whether an answer is correct, and remembers what it said."""
+    """Judges whether an answer is correct, and caches its verdicts on disk."""
 
     def __init__(self, model: str, url: str | None, cache: Path) -> None:
         self.name = f"{url or 'transformers'}:{model}"
@@ -54,22 +55,22 @@ class Judge:
         self._known: dict[str, float] = {}
         lines = self._cache.read_text().splitlines() if self._cache.is_file() else []
         for line in lines:
-            # The last line of a run that was killed is no JSON: it is asked again.
+            # A killed run may leave a torn last line: its verdict is asked for again.
             with suppress(ValueError, KeyError, TypeError):
                 entry = json.loads(line)
                 self._known[entry["key"]] = VERDICTS[entry["verdict"]]
         self._local: Any = None
 
     def verdict(self, question: str, references: str, answer: str) -> float:
-        """Return 1.0 for correct and 0.0 for incorrect. ValueError where the judge says neither."""
+        """Return 1.0 for correct and 0.0 for incorrect; ValueError for any other reply."""
         prompt = self._prompt.format(question=question, reference=references, answer=answer)
         key = hashlib.sha256(f"{self.name}\n{prompt}".encode()).hexdigest()
         if key not in self._known:
-            said = self._ask_endpoint(prompt) if self._url else self._ask_local(prompt)
-            self._known[key] = VERDICTS[said]
+            verdict = self._ask_endpoint(prompt) if self._url else self._ask_local(prompt)
+            self._known[key] = VERDICTS[verdict]
             self._cache.parent.mkdir(parents=True, exist_ok=True)
             with self._cache.open("a", encoding="utf-8") as file:
-                entry = {"key": key, "judge": self.name, "verdict": said}
+                entry = {"key": key, "judge": self.name, "verdict": verdict}
                 file.write(json.dumps(entry) + "\n")
         return self._known[key]
 
@@ -88,16 +89,16 @@ class Judge:
             )
         text = str(reply.json()["choices"][0]["message"]["content"])
         words = [word.strip(".!*\"'`:").upper() for word in text.split()]
-        # The last of the two words: some models reason before they say it.
-        for said in reversed(words):
-            if said in VERDICTS:
-                return said
+        # Take the last verdict in the reply: some models reason first.
+        for verdict in reversed(words):
+            if verdict in VERDICTS:
+                return verdict
         raise ValueError(
             f"judge_model={self._model!r} said neither {' nor '.join(VERDICTS)}: {text[:200]!r}."
         )
 
     def _ask_local(self, prompt: str) -> str:
-        """Return the word that the model finds likelier as the prompt's continuation."""
+        """Return the verdict that is the likelier continuation of the prompt."""
         import torch
 
         if self._local is None:
@@ -124,22 +125,22 @@ class Judge:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer, and what the task's first filter made of it, where lm-eval has responses."""
+    """A whole answer with the output of the task's first filter, in place of a response."""
 
     text: str
     filtered: Any
 
 
 class JudgedTask(SpeedTask):
-    """Any generating YAML task of lm-eval, with a judge's verdict beside its scores and speed.
+    """Any generative YAML task of lm-eval, with a judge's verdict beside its scores and speed.
 
-    The verdicts stand under a filter of their own, `judge`: the judge reads the whole answer.
+    The verdicts have a filter of their own, `judge`, because the judge reads the whole answer.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        given = {k: v for k, v in (self.config.metadata or {}).items() if k.startswith("judge_")}
-        for key in given:
+        settings = {k: v for k, v in (self.config.metadata or {}).items() if k.startswith("judge_")}
+        for key in settings:
             if key not in KEYS:
                 raise unknown("metadata", key, KEYS)
         if self.OUTPUT_TYPE != GENERATE:
@@ -147,14 +148,14 @@ class JudgedTask(SpeedTask):
                 f"task {self.config.task!r}: output_type={self.OUTPUT_TYPE!r} gives no text to "
                 "judge. Allowed with JudgedTask: generate_until."
             )
-        if not given.get("judge_model"):
+        if not settings.get("judge_model"):
             raise ValueError(
                 f"task {self.config.task!r} is judged by a model, and none is named. Give "
                 "--metadata '{\"judge_model\": NAME}' (a transformers model, or with judge_url one "
                 "of an OpenAI-compatible endpoint)."
             )
-        cache = Path(str(given.get("judge_cache", DEFAULT_CACHE)))
-        self._judge = Judge(str(given["judge_model"]), given.get("judge_url"), cache)
+        cache = Path(str(settings.get("judge_cache", DEFAULT_CACHE)))
+        self._judge = Judge(str(settings["judge_model"]), settings.get("judge_url"), cache)
         self._agrees = False
 
     def apply_filters(self) -> list[Instance] | None:

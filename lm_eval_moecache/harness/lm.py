@@ -1,5 +1,5 @@
 """The harness models: HFLM behind an expert cache, with its speed in the results (`moecache`), and
-the same under speculative decoding with a draft (`moecache-spec`)."""
+the same with a draft model for speculative decoding (`moecache-spec`)."""
 
 from __future__ import annotations
 
@@ -58,15 +58,14 @@ from lm_eval_moecache.trace.recorder import FULL, Detail, Recorder, identity, lo
 from lm_eval_moecache.trace.trace import NO_REQUEST
 
 RankFigures = tuple[list[RequestRecord], int]
-"""A rank's requests, and the most bytes that its cache held."""
+"""A rank's requests, and the peak bytes of its cache."""
 
 
 class MoECacheLM(HFLM):
     """A mixture-of-experts model of transformers, run inside an expert cache.
 
     Requests, prompts and scores are HFLM's own. Each evaluation starts with a cold cache and
-    reports its own requests only. Every error a setting can cause is raised before the weights are
-    loaded.
+    reports only its own requests. All errors in the setting are raised before the weights load.
 
     Args:
         pretrained: A hub id, a folder, `tiny`, or a loaded model (which is taken over until
@@ -96,8 +95,8 @@ class MoECacheLM(HFLM):
         self._model_name = model_name(pretrained)
         self.loader = ModelLoader(config, pretrained, theirs)
         super().__init__(pretrained=model_path(pretrained), **theirs)
-        # HFLM divides documents over GPUs of one host; here a process without a GPU, or on another
-        # host, is a rank like any other.
+        # HFLM splits documents over the GPUs of one host; here every process is a rank, even
+        # without a GPU or on another host.
         if (accelerator := getattr(self, "accelerator", None)) is not None:
             self._rank = int(accelerator.process_index)
             self._world_size = int(accelerator.num_processes)
@@ -110,6 +109,7 @@ class MoECacheLM(HFLM):
     def create_from_arg_string(
         cls, arg_string: str, additional_config: dict[str, Any] | None = None
     ) -> MoECacheLM:
+        """Make the model from the text of `--model_args`."""
         check_typed(arg_string)
         return cls.create_from_arg_obj(
             utils.simple_parse_args_string(arg_string), additional_config
@@ -119,9 +119,9 @@ class MoECacheLM(HFLM):
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> MoECacheLM:
-        """Make the model; what `--model_args` says goes before lm-eval's options of that name.
+        """Make the model; `--model_args` takes precedence over lm-eval's options.
 
-        lm-eval always passes `device` and `batch_size`, and ends in a TypeError where both are.
+        lm-eval always passes `device` and `batch_size`: given twice, they would be a TypeError.
         """
         options = {k: v for k, v in (additional_config or {}).items() if v is not None}
         with ending_lm_eval_in_one_line():
@@ -130,15 +130,15 @@ class MoECacheLM(HFLM):
     # --- loading ------------------------------------------------------------------------------
 
     def _get_accelerate_args(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        usual: dict[str, Any] = super()._get_accelerate_args(*args, **kwargs)
-        return {**usual, **self.loader.arguments(self.device)}
+        host_arguments: dict[str, Any] = super()._get_accelerate_args(*args, **kwargs)
+        return {**host_arguments, **self.loader.arguments(self.device)}
 
     def _create_model(self, *args: Any, **kwargs: Any) -> None:
         create_model = super()._create_model
-        asked = torch.device(self.loader.device or self.device)
-        if asked.type != torch.device(self.device).type:
-            # HFLM has a list of devices that it knows, and takes the CPU for all others.
-            self._device = asked
+        device = torch.device(self.loader.device or self.device)
+        if device.type != torch.device(self.device).type:
+            # HFLM has a fixed list of devices, and takes the CPU for all others.
+            self._device = device
 
         def create() -> Any:
             create_model(*args, **kwargs)
@@ -147,26 +147,29 @@ class MoECacheLM(HFLM):
         self.loader.load(create, self.device)
 
     def install(self, config: Config) -> None:
-        """Put the loaded model behind a new, cold cache with empty counts: a sweep's next run."""
+        """Put the loaded model behind a new, cold cache with empty counts, for a sweep's next run.
+
+        ValueError where `config` needs the model loaded anew.
+        """
         self.loader.check(config)
         if hasattr(self, "wrapped"):
             self.finish_trace()
             self.wrapped.unwrap()
-            # Freed first: the slots of two caches may not fit.
+            # Free it first: the slots of two caches may not fit.
             del self.wrapped, self.engine
         self._wrap(config)
 
     def reset(self) -> None:
-        """Start anew under the same setting: a cold cache and empty counts, as after loading."""
+        """Start over under the same setting: a cold cache and empty counts, as after loading."""
         self.install(self.moecache)
 
     def begin_evaluation(self) -> None:
-        """Reset where there have been requests: no evaluation's figures depend on an earlier."""
+        """Reset after earlier requests: no evaluation's metrics depend on a previous one."""
         if self.engine.ledger.requests or self.engine.ledger.passes:
             self.reset()
 
     def evaluated(self) -> list[RequestRecord]:
-        """Return the requests of this evaluation, those of all ranks on the first."""
+        """Return the requests of this evaluation; on the first rank, those of all ranks."""
         ranks = self._gathered or [self._own_figures()]
         return [record for requests, _ in ranks for record in requests]
 
@@ -193,18 +196,18 @@ class MoECacheLM(HFLM):
         self._last_served: list[int] = []
 
     def _find_draft(self, config: Config) -> DraftModel | None:
-        """Return the draft to use, as loaded before where it is the same model."""
+        """Return the draft to use, reusing the loaded one if it is the same model."""
         name, tokens = config.draft, config.draft_tokens or 1
         if name is None or name == PROMPT_LOOKUP:
             return None
         if self._draft is not None and self._draft.name == name:
             return self._draft.drafting(tokens)
-        # Freed first: two drafts may not fit.
+        # Free it first: two drafts may not fit.
         self._draft = None
         return make_draft(name, self.model, tokens, self.loader.experts_of())
 
     def _follow(self, draft: DraftModel, stage: DraftStage) -> ReadAlong | DraftHooks:
-        """Let the draft of `prefetch=draft` read before each pass; it drafts no tokens here."""
+        """Let the draft of `prefetch=draft` read along before each pass; it drafts no tokens."""
         read_along = ReadAlong(draft, self._moe_layers, self.engine)
         self.wrapped.reads_first = read_along.begin_pass
         return read_along
@@ -228,10 +231,10 @@ class MoECacheLM(HFLM):
 
     @contextmanager
     def _serving(self, records: list[RequestRecord], rows: list[int]) -> Iterator[None]:
-        """Attribute the passes of this block to these requests; `rows` has one for each row."""
+        """Attribute the passes of this block to `records`; `rows` holds each row's request."""
         if self.wrapped.recorder is not None:
             self.wrapped.recorder.row_requests = rows
-        # Windows of one text and its forwards are one request: only another one starts cold.
+        # All windows and forwards of a text are one request: only another request starts cold.
         served = [record.index for record in records]
         if self.moecache.cache_reset == "request" and served != self._last_served:
             self.engine.reset_cache()
@@ -246,11 +249,11 @@ class MoECacheLM(HFLM):
             self.wrapped.forget_batch()
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """As HFLM; each context carries its record through HFLM's sorting and batching."""
+        """As in HFLM; each context carries its record through HFLM's sorting and batching."""
         for request in requests:
             check_generation(request.args[1], self.is_speculative)
         records = self._records(requests)
-        # Copies: lm-eval lists one Instance several times where a task repeats its requests.
+        # Copies, because lm-eval lists one Instance several times where a task repeats requests.
         copies = [copy.copy(request) for request in requests]
         for request, record in zip(copies, records, strict=True):
             context, *rest = request.arguments
@@ -274,7 +277,7 @@ class MoECacheLM(HFLM):
             output = self._generate(context, *args, **kwargs)
         for record, row in zip(records, output[:, context.shape[1] :].tolist(), strict=True):
             record.output_tokens = self._count_output(row, kwargs["stop"])
-            # Passes after a row has ended served the others of its batch.
+            # Passes after a row's end served the other rows of its batch.
             del record.passes[record.output_tokens :]
         return output
 
@@ -282,10 +285,9 @@ class MoECacheLM(HFLM):
         return super()._model_generate(context, *args, **kwargs)
 
     def _count_output(self, row: list[int], stop: Sequence[str]) -> int:
-        """Count generated tokens up to and with the closing one or the end of a stop string.
+        """Count generated tokens up to and including the end token or the end of a stop string.
 
-        What follows is padding, or text that the row went on with while others of its batch had
-        not stopped yet.
+        Whatever follows is padding, or text generated while other rows of the batch went on.
         """
         ends = self.model.generation_config.eos_token_id
         stops = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id}
@@ -302,7 +304,7 @@ class MoECacheLM(HFLM):
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """As HFLM. Choices of one token that share a forward share its pass."""
+        """As in HFLM. One-token choices that share a forward share its pass."""
         self._scored = records = self._records(requests)
         outputs: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
         publish(requests, records)
@@ -311,7 +313,7 @@ class MoECacheLM(HFLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """As HFLM; the windows of one text are passes of one request."""
+        """As in HFLM; the windows of one text are passes of one request."""
         records = self._records(requests)
         self._scored = []
         for request, record in zip(requests, records, strict=True):
@@ -327,10 +329,9 @@ class MoECacheLM(HFLM):
         return outputs
 
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note which record waits for which input, then let HFLM sort and batch as it likes."""
+        """Note which record waits for which input, then let HFLM sort and batch."""
         records, self._scored = self._scored[: len(requests)], self._scored[len(requests) :]
-        # A rank with fewer windows of texts than others is given its first one again, which no
-        # request waits for.
+        # A rank with fewer windows than others gets its first one again, for no request.
         missing = len(requests) - len(records)
         records += [RequestRecord(NO_REQUEST, "", "padding") for _ in range(missing)]
         for record, (_, context, continuation) in zip(records, requests, strict=True):
@@ -347,7 +348,7 @@ class MoECacheLM(HFLM):
         lengths: list[int] = []
         rows: list[int] = []
         for row in inps.tolist():
-            # One forward answers every request with this input where HFLM groups them.
+            # With its logits cache, HFLM serves all requests with this input in one forward.
             waiting = self._waiting.get(fingerprint(row), [])
             taken = waiting if self.logits_cache else waiting[:1]
             served |= {record.index: record for record, _ in taken}
@@ -366,8 +367,8 @@ class MoECacheLM(HFLM):
         return self.engine.ledger.requests, self.engine.peak_cache_bytes
 
     def gather_object(self, obj: Any, dst: int = 0) -> Any:
-        """As HFLM. All ranks come by here with their scores: the figures of speed go along."""
-        # They are the whole ledger: sent once, and not with every task's scores.
+        """As in HFLM, but each rank also sends its speed figures along with its scores."""
+        # The figures are the whole ledger: sent once, and not with every task's scores.
         figures = self._own_figures() if self._has_unsent else None
         self._has_unsent = False
         pairs = super().gather_object((obj, figures), dst)
@@ -378,7 +379,7 @@ class MoECacheLM(HFLM):
         return [scores for scores, _ in pairs]
 
     def get_model_info(self) -> dict[str, Any]:
-        """Add `moecache` to the results' `config`; the first time, print the table of speed."""
+        """Add `moecache` to the results' `config`; print the speed table the first time."""
         info: dict[str, Any] = super().get_model_info()
         self.finish_trace()
         info["moecache"] = report = self.report()
@@ -402,19 +403,19 @@ class MoECacheLM(HFLM):
         return {**report, "ranks": len(ranks)} if len(ranks) > 1 else report
 
     def speed(self) -> list[dict[str, Any]]:
-        """Return the figures of the last evaluation, a flat row for each task and one for all.
+        """Return the metrics of the last evaluation: one flat row per task, and one for all.
 
-        `pandas.DataFrame(lm.speed())` is a table; percentiles stand in columns of their own
-        (`ttft_ms` is the mean, `ttft_ms_p90` a percentile).
+        `pandas.DataFrame(lm.speed())` is a table; percentiles have columns of their own (`ttft_ms`
+        is the mean, `ttft_ms_p90` a percentile).
         """
         return speed_rows(self.report())
 
 
 class MoECacheSpecLM(MoECacheLM):
-    """`moecache` whose generations are drafted: greedy, one request at a time.
+    """`moecache` with speculative decoding: greedy, one request at a time.
 
-    Takes the keys of `moecache`, `draft` and `draft_tokens`. The outputs are those of plain greedy
-    decoding, token for token, as long as the policy is lossless and no two logits tie in the
+    Takes the keys of `moecache`, `draft` and `draft_tokens`. The outputs equal those of plain
+    greedy decoding, token for token, as long as the policy is lossless and no two logits tie in the
     model's precision. Scoring requests run without the draft, as under `moecache`.
     """
 
@@ -431,23 +432,23 @@ class MoECacheSpecLM(MoECacheLM):
     def _generate(
         self, context: Tensor, *, stop: Sequence[str], max_length: int, **kwargs: Any
     ) -> Tensor:
-        """Generate greedily with the draft, and cut what was accepted after the stop string."""
+        """Generate greedily with the draft, and cut tokens accepted beyond the stop string."""
         tokens = self.moecache.draft_tokens
         assert tokens is not None
         criteria = stop_sequences_criteria(self.tokenizer, list(stop), context.shape[1], 1)
         for criterion in criteria:
-            # It looks at the last tokens only, and a verify pass adds several.
+            # The criterion checks only the last tokens, and a verify pass adds several.
             criterion.sequence_id_len += tokens
         if self._draft is None:
             kwargs["prompt_lookup_num_tokens"] = tokens
         else:
             kwargs["assistant_model"] = self._draft.model
             drafting = self._draft.model.generation_config
-            # Neither length nor confidence adapt: each draft has the tokens that were asked for.
+            # Turn off adaptive length and confidence: each draft has exactly `draft_tokens`.
             drafting.num_assistant_tokens = tokens
             drafting.num_assistant_tokens_schedule = "constant"
             drafting.assistant_confidence_threshold = 0.0
-        # Those of sampling have been checked: they say greedy.
+        # `check_generation` has made sure that the sampling options mean greedy decoding.
         for key in ("temperature", "do_sample", "top_p"):
             kwargs.pop(key, None)
         # As HFLM does around its own call.
@@ -471,7 +472,7 @@ class MoECacheSpecLM(MoECacheLM):
 
 
 class RecordedStr(str):
-    """A context that remembers the record of its request through HFLM's sorting and batching."""
+    """A context that carries its request's record through HFLM's sorting and batching."""
 
     record: RequestRecord
 
@@ -482,12 +483,12 @@ class RecordedStr(str):
 
 
 def fingerprint(tokens: list[int]) -> bytes:
-    """Identify an input whether or not it has been padded on the right with zeros."""
+    """Return a key of an input that does not depend on its right padding with zeros."""
     return np.trim_zeros(np.asarray(tokens, dtype=np.int64), "b").tobytes()
 
 
 def publish(requests: Sequence[Instance], records: Sequence[RequestRecord]) -> None:
-    """Put each request's figures where the tasks of `task_configs/` look for them."""
+    """Put each request's metrics on its Instance, where the tasks of `task_configs/` read them."""
     for request, record in zip(requests, records, strict=True):
         request.moecache = request_metrics(record)
 
@@ -496,10 +497,10 @@ def publish(requests: Sequence[Instance], records: Sequence[RequestRecord]) -> N
 
 
 def without_padding(requests: Sequence[Any]) -> int:
-    """Return how many of a rank's requests count.
+    """Return how many of a rank's requests are not padding.
 
-    One with fewer documents than others is given its last request again, so that all ranks run
-    equally often.
+    A rank with fewer documents than others gets its last request again, so that all ranks make
+    equally many calls.
     """
     if not requests:
         return 0
@@ -509,7 +510,7 @@ def without_padding(requests: Sequence[Any]) -> int:
 
 
 def merge(ranks: Sequence[RankFigures]) -> RankFigures:
-    """Join the ranks' requests, with passes numbered through, and the largest of their peaks."""
+    """Join the ranks' requests, with passes renumbered consecutively, and take the highest peak."""
     if len(ranks) == 1:
         return ranks[0]
     merged: list[RequestRecord] = []
@@ -523,13 +524,13 @@ def merge(ranks: Sequence[RankFigures]) -> RankFigures:
     return merged, max(peak for _, peak in ranks)
 
 
-# --- the recorder of a run that keeps a routing trace, and what it keeps ---
+# --- the recorder of a routing trace, and what the trace keeps ---
 
 
 def recorder_of(
     config: Config, engine: Engine, layers: Sequence[MoELayer], model: Any
 ) -> Recorder | None:
-    """Return what records the run into the folder of `trace=`, or None where nothing does."""
+    """Return the recorder into the folder of `trace=`, or None without one."""
     if config.trace is None:
         return None
     detail = detail_of(config)
@@ -552,39 +553,39 @@ def recorder_of(
 
 
 def detail_of(config: Config) -> Detail:
-    """Return what a run's trace keeps, by `trace_keep=`, unless a sweep has said it.
+    """Return what a run's trace keeps: the sweep's `config.detail`, else that of `trace_keep=`.
 
-    A lossy policy's prefetcher sees what the policy made of the routing, which no onlooker does: of
-    its run everything is kept.
+    A lossy policy's prefetcher sees the routing as the policy changed it, which no shadow
+    prefetcher does: such a run keeps everything.
     """
     if config.detail is not None:
         return config.detail
     if config.trace_keep == ROUTING:
         return Detail(weights=False, logits=False, predictions=False, criticals=())
-    own = config.policy.prefetch
+    prefetch = config.policy.prefetch
     if config.trace_keep == ALL or not config.policy.is_lossless:
-        # No column has what one that foresees saw of the text: a replay needs what it proposed.
-        mine = ((own, config.seed),) if own.algorithm.foresees else ()
-        return dataclasses.replace(FULL, onlookers=mine)
-    choices = [*_asking_gates(), *([own] if looks_on(own) else [])]
-    shown = {identity(choice, config.seed, ""): choice for choice in choices}
+        # No column holds the text that a `foresees` prefetcher read: a replay needs its proposals.
+        onlookers = ((prefetch, config.seed),) if prefetch.algorithm.foresees else ()
+        return dataclasses.replace(FULL, onlookers=onlookers)
+    choices = [*_asking_gates(), *([prefetch] if looks_on(prefetch) else [])]
+    unique = {identity(choice, config.seed, ""): choice for choice in choices}
     return Detail(
         logits=config.policy.eviction.algorithm.uses_logits,
         predictions=False,
-        onlookers=tuple((choice, config.seed) for choice in shown.values()),
-        criticals=(None, own.parameters.get("critical")),
+        onlookers=tuple((choice, config.seed) for choice in unique.values()),
+        criticals=(None, prefetch.parameters.get("critical")),
     )
 
 
 @cache
 def _asking_gates() -> tuple[Choice, ...]:
-    """Return the prefetchers of the compositions that ask the next layers' gates."""
-    found = []
+    """Return the compositions' prefetchers that apply the next layers' gates."""
+    choices = []
     for choice in (load_policy(name).prefetch for name in policy_names()):
         rule = choice.algorithm
         if looks_on(choice) and not (rule.uses_predictor or rule.foresees or rule.uses_logits):
-            found.append(choice)
-    return tuple(found)
+            choices.append(choice)
+    return tuple(choices)
 
 
 watch_evaluations(MoECacheLM)

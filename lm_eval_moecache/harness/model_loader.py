@@ -1,4 +1,4 @@
-"""What a model is loaded for, and how: experts encoded, in a tier, or where they always are."""
+"""Loads a model for a setting: experts quantised, in a memory tier, or left in the model."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from lm_eval_moecache.model.wall.loading import ExpertLoader, assemble
 from lm_eval_moecache.records.geometry import Geometry
 
 _DECISIVE = ("clock", "store", "store_dir", "precision")
-"""What decides how a model is loaded."""
+"""Keys that decide how a model is loaded."""
 
 
 class ModelLoader:
-    """Made of the setting that the model is loaded for; `check` says whether another one fits."""
+    """Loads the model for one setting; `check` accepts others that need no reload."""
 
     def __init__(self, config: Config, pretrained: Any, arguments: Mapping[str, Any]) -> None:
-        """`arguments` are HFLM's, with the device that `resolve_device` has found."""
+        """`arguments` are HFLM's, with the device from `resolve_device`."""
         self.device: str | None = arguments["device"]
         self._config = config
         bare = skeleton(pretrained, arguments)
@@ -45,7 +45,7 @@ class ModelLoader:
             folder = Path(config.encoded_dir)
             self._kept = EncodedExpertStore(folder, identity, dtype, self._codecs)
         self.stored: list[dict[str, Encoded]] = []
-        """Layer -> parameter name -> its levels, where the store has a precision of its own."""
+        """Layer -> parameter name -> its levels; empty unless `precision` quantises the experts."""
         self._experts: ExpertLoader | None = None
         if config.clock == "wall":
             files = weights_files(path, arguments)
@@ -54,7 +54,7 @@ class ModelLoader:
             )
 
     def check(self, config: Config) -> None:
-        """Raise ValueError where a setting needs the model loaded in another way."""
+        """Raise ValueError if a setting needs the model loaded in another way."""
         for key in _DECISIVE:
             loaded, wanted = getattr(self._config, key), getattr(config, key)
             if loaded != wanted:
@@ -64,11 +64,11 @@ class ModelLoader:
                 )
 
     def arguments(self, device: str) -> Mapping[str, Any]:
-        """Return what `from_pretrained` is given beside HFLM's own arguments."""
+        """Return arguments for `from_pretrained` beside HFLM's own."""
         return {} if self._experts is None else self._experts.arguments
 
     def load(self, create: Callable[[], Any], device: str) -> None:
-        """Let `create` load and return the model, and take its experts where they belong."""
+        """Let `create` load and return the model, and move its experts to their store."""
         if self._experts is not None:
             with self._experts.loading():
                 self._experts.take_experts(create(), torch.device(device))
@@ -81,9 +81,9 @@ class ModelLoader:
     def engine_for(
         self, model: Any, geometry: Geometry, setting: Setting, scans: bool
     ) -> tuple[Engine, Store | None]:
-        """Return the engine of a setting, and the store to run from where it is not the model.
+        """Return the engine of a setting and its store, None where experts run from the model.
 
-        `scans`: texts that are scored are scanned.
+        `scans`: scored texts are scanned (`scoring=scan`).
         """
         if self._experts is not None:
             return assemble(model, geometry, setting, self._experts)
@@ -94,11 +94,11 @@ class ModelLoader:
         return engine, LadderStore(self.stored, self._codecs, kernel, device_type)
 
     def experts_of(self) -> ExpertsOf | None:
-        """Return what reads the experts where they do not lie in the model; None where they do."""
+        """Return a reader for experts outside the model, or None where they are in the model."""
         return None if self._experts is None else self._experts.copy_of
 
     def measured(self, device: str) -> Mapping[str, Any] | None:
-        """Return what only the wall clock's report has: the machine, the store, the loading."""
+        """Return the wall clock's report on the machine and the loading; None if virtual."""
         if self._experts is None:
             return None
         return {"machine": name_of(torch.device(device)), "load": self._experts.figures}

@@ -1,8 +1,8 @@
-"""Everything that can be wrong with a run that needs the model to be known, before it is loaded.
+"""All checks of a run that depend on the model, made before its weights are loaded.
 
-The model is built without weights from its configuration, and asked. Four parts: the run as a whole
-(`check_arguments`), the arguments of lm-eval's `hf` model, a model that is already loaded, and a
-draft beside it.
+They run on the model built without weights from its configuration. Four parts: the run as a whole
+(`check_arguments`), the arguments of lm-eval's `hf` model, a model that is already loaded, and the
+draft.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from lm_eval_moecache.trace.use import placement
 logger = logging.getLogger(__name__)
 
 Bare = Callable[[Any, Mapping[str, Any]], Any]
-"""(what `pretrained=` is, the host's arguments) -> the model without weights."""
+"""(value of `pretrained=`, the host's arguments) -> the model without weights."""
 BACKENDS = ("default", "causal", "seq2seq")
 _LEAST = {"batch_size": 1, "max_batch_size": 1, "max_length": 2, "prefix_token_id": 0}
 _TYPES = ("dtype", "softmax_dtype", "mixed_precision_dtype")
@@ -74,16 +74,15 @@ def check_arguments(
 ) -> tuple[Config, dict[str, Any]]:
     """Return our checked setting and the host's arguments, with the device they resolve to.
 
-    Loads no weights, and raises every ValueError that a setting can cause, so that a sweep knows
-    before its first run: unknown or useless keys, values outside what is allowed (of HFLM's
-    arguments, too), a model without MoE layers that can be taken over, a capacity too small for one
-    expert, parameters out of an algorithm's range, weights that are not whole, another model's
-    draft.
+    Loads no weights, and raises every ValueError that a setting can cause, so that a sweep fails
+    before its first run: unknown or useless keys, values that are not allowed (HFLM's arguments
+    included), a model without supported MoE layers, a capacity too small for one expert, algorithm
+    parameters out of range, incomplete weights, another model's draft.
 
     Args:
         pretrained: A hub id, a folder, `tiny`, or a loaded model.
         arguments: All other arguments of `MoECacheLM`.
-        bare: Builds the model without weights: who checks many settings builds each model once.
+        bare: Builds the model without weights; a caller with many settings may cache it.
         speculative: Whether a draft model drafts (`moecache-spec`).
     """
     ours, theirs = split_arguments(arguments, host_keys())
@@ -122,12 +121,12 @@ def check_arguments(
 
 
 def _check_algorithms(config: Config, geometry: Geometry, layers: Sequence[MoELayer]) -> None:
-    """Refuse parameters out of range, and what the model's routers cannot do for a policy."""
-    # Built to be thrown away: their constructors check the parameters' ranges.
-    built = {axis: getattr(config.policy, axis).build(geometry, config.seed) for axis in AXES}
+    """Refuse parameters out of range, and policies that the model's routers cannot serve."""
+    # Built only so that the constructors check their parameters' ranges.
+    rules = {axis: getattr(config.policy, axis).build(geometry, config.seed) for axis in AXES}
     records_gates = config.trace is not None and config.trace_keep != ROUTING
-    asks_gates = built["routing"].depth or built["prefetch"].depth or records_gates
-    if built["prefetch"].needs_draft or (asks_gates and not built["prefetch"].uses_predictor):
+    asks_gates = rules["routing"].depth or rules["prefetch"].depth or records_gates
+    if rules["prefetch"].needs_draft or (asks_gates and not rules["prefetch"].uses_predictor):
         for gate in (layer.gate for layer in layers):
             if gate.missing:
                 raise ValueError(
@@ -136,12 +135,12 @@ def _check_algorithms(config: Config, geometry: Geometry, layers: Sequence[MoELa
                     "cannot be asked ahead of time. Allowed for this model: prefetch=none, and no "
                     "trace or trace_keep=routing."
                 )
-    if not (built["routing"].is_lossless and built["miss"].is_lossless):
+    if not (rules["routing"].is_lossless and rules["miss"].is_lossless):
         check_rules([layer.gate for layer in layers])
 
 
 def geometry_of(pretrained: str) -> Geometry:
-    """Return the sizes of a model, from its configuration alone."""
+    """Return a model's geometry from its configuration alone."""
     with as_arguments_error(pretrained):
         model = skeleton(pretrained, {})
     return describe(model, find_moe_layers(model), model_name(pretrained))
@@ -151,45 +150,44 @@ def geometry_of(pretrained: str) -> Geometry:
 
 
 BY_DEFAULT = ("cuda", "cuda:0")
-"""What lm-eval's command line and HFLM ask for where nobody has."""
+"""The default `device` of lm-eval's command line and HFLM."""
 
 
 def resolve_device(theirs: Mapping[str, Any]) -> str:
     """Return the device that the model goes to, given HFLM's arguments.
 
-    Where none is asked for it is the machine's accelerator, and else the CPU. lm-eval asks for
-    `cuda:0` by itself, so on a machine without CUDA that counts as none. Several processes of
-    `accelerate launch` get theirs from accelerate; of theirs the type is known here. Raises
-    ValueError for any other device that is not here: HFLM would take the CPU without a word.
+    The default is the machine's accelerator, else the CPU. lm-eval passes `cuda:0` by itself, so on
+    a machine without CUDA that counts as no choice. Under `accelerate launch` with several
+    processes accelerate assigns the devices, and only their type is returned. Raises ValueError for
+    any other device that is missing here: HFLM would silently take the CPU.
     """
-    best, here, asked = best_device(), devices(), theirs.get("device")
+    default, available, name = best_device(), devices(), theirs.get("device")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return "cpu" if parse_flag_from_env("ACCELERATE_USE_CPU") else best
-    if asked is None:
-        return best
+        return "cpu" if parse_flag_from_env("ACCELERATE_USE_CPU") else default
+    if name is None:
+        return default
     try:
-        device = str(torch.device(str(asked)))
+        device = str(torch.device(str(name)))
     except RuntimeError as error:
         raise ValueError(
-            f"device={asked!r} is not the name of a device. Allowed here: {', '.join(here)}."
+            f"device={name!r} is not the name of a device. Allowed here: {', '.join(available)}."
         ) from error
-    if device in here:
+    if device in available:
         return device
     if device in BY_DEFAULT:
-        level = logging.INFO if best == "cpu" else logging.WARNING
-        logger.log(level, "device=%r is not here; the run uses %s.", device, best)
-        return best
+        level = logging.INFO if default == "cpu" else logging.WARNING
+        logger.log(level, "device=%r is not here; the run uses %s.", device, default)
+        return default
     raise ValueError(
-        f"device={asked!r}: torch {torch.__version__} has no such device here. Allowed here: "
-        f"{', '.join(here)}."
+        f"device={name!r}: torch {torch.__version__} has no such device here. Allowed here: "
+        f"{', '.join(available)}."
     )
 
 
 def check_host_arguments(pretrained: object, config: Config, theirs: dict[str, Any]) -> None:
-    """Refuse what HFLM or transformers would fail on only later, naming key, value and choices.
+    """Refuse arguments on which HFLM or transformers would fail only later, naming the choices.
 
-    Counts that were given as text become numbers in `theirs`; `batch_size` without a value is not
-    given.
+    Counts given as text become numbers in `theirs`; a `batch_size` of None is removed.
     """
     if theirs.get("batch_size", 1) is None:
         del theirs["batch_size"]
@@ -215,8 +213,8 @@ def check_host_arguments(pretrained: object, config: Config, theirs: dict[str, A
             theirs[key] = read_count(key, theirs[key], least=least)
     for key in _TYPES:
         value = theirs.get(key)
-        found = getattr(torch, str(value).removeprefix("torch."), None)
-        is_type = isinstance(found, torch.dtype) and found.is_floating_point
+        dtype = getattr(torch, str(value).removeprefix("torch."), None)
+        is_type = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         if not (is_type or value is None or value == "auto" or isinstance(value, torch.dtype)):
             allowed = ("bfloat16", "float16", "float32", "float64", *(["auto"] * (key == "dtype")))
             raise unknown(key, value, allowed)
@@ -231,43 +229,43 @@ def check_host_arguments(pretrained: object, config: Config, theirs: dict[str, A
 
 
 def check_kernels(model: Any, theirs: Mapping[str, Any]) -> None:
-    """Refuse names of kernels that transformers does not have, or cannot run here.
+    """Refuse kernel names that transformers does not have, or cannot run here.
 
-    `model` is the one without weights, which transformers asks the same once it has loaded them.
+    `model` has no weights; transformers makes the same check once it has loaded them.
     """
-    asked = theirs.get("experts_implementation")
-    if asked is not None:
-        known = {"eager", *ALL_EXPERTS_FUNCTIONS.keys()} - {IMPLEMENTATION}
-        if asked not in known:
-            raise unknown("experts_implementation", asked, known)
+    experts_kernel = theirs.get("experts_implementation")
+    if experts_kernel is not None:
+        kernels = {"eager", *ALL_EXPERTS_FUNCTIONS.keys()} - {IMPLEMENTATION}
+        if experts_kernel not in kernels:
+            raise unknown("experts_implementation", experts_kernel, kernels)
         try:
-            model.get_correct_experts_implementation(asked)
+            model.get_correct_experts_implementation(experts_kernel)
         except (ValueError, ImportError) as error:
-            raise ValueError(f"experts_implementation={asked!r}: {error}") from error
+            raise ValueError(f"experts_implementation={experts_kernel!r}: {error}") from error
     attention = theirs.get("attn_implementation")
     # A name with a slash is a kernel on the hub.
     if isinstance(attention, str) and "/" not in attention:
-        known = {"eager", *ALL_ATTENTION_FUNCTIONS.keys()}
-        if attention not in known:
-            raise unknown("attn_implementation", attention, known)
+        kernels = {"eager", *ALL_ATTENTION_FUNCTIONS.keys()}
+        if attention not in kernels:
+            raise unknown("attn_implementation", attention, kernels)
 
 
 # --- a model that is already loaded ---
 
 
 def model_name(pretrained: str | nn.Module) -> str:
-    """Return what the results call the model: as it was asked for, or where it was loaded from."""
+    """Return the model's name in the results: as requested, or the path it was loaded from."""
     if isinstance(pretrained, str):
         return pretrained
     return str(getattr(pretrained, "name_or_path", "") or type(pretrained).__name__)
 
 
 def check_loaded(model: nn.Module, config: Config, theirs: Mapping[str, Any]) -> None:
-    """Raise ValueError for what could only be done while the model is loaded."""
-    given = [key for key in _OF_LOADING if theirs.get(key)]
-    if given:
+    """Raise ValueError for settings that take effect only while a model is being loaded."""
+    useless = [key for key in _OF_LOADING if theirs.get(key)]
+    if useless:
         raise ValueError(
-            f"{given[0]}={theirs[given[0]]!r} has no effect on a model that is already loaded. "
+            f"{useless[0]}={theirs[useless[0]]!r} has no effect on a model that is already loaded. "
             "Allowed with one: the arguments of the cache, tokenizer and batch_size."
         )
     if config.clock == "wall" or config.ladder is not None:
@@ -284,14 +282,14 @@ def check_loaded(model: nn.Module, config: Config, theirs: Mapping[str, Any]) ->
         )
 
 
-# --- a draft beside it ---
+# --- the draft ---
 
 
 def check_draft(draft: str, pretrained: Any, theirs: Mapping[str, Any], needs_layers: bool) -> None:
     """Refuse a draft that does not fit a model; ValueError names both values.
 
-    Any layers and sizes can draft; `prefetch=draft` needs the target's hidden size and number of
-    layers.
+    A draft may have any layers and sizes, except under `prefetch=draft`, which needs the target's
+    hidden size and number of layers.
     """
     if draft == PROMPT_LOOKUP:
         return
@@ -313,15 +311,15 @@ def check_draft(draft: str, pretrained: Any, theirs: Mapping[str, Any], needs_la
             f"draft={draft!r} is not a model that can be read: {reason} Allowed: a folder, a hub "
             f"id, {SELF}int4 or {PROMPT_LOOKUP}."
         ) from error
-    drafting, drafted = (m.config.get_text_config() for m in (model, target))
-    _check_vocabulary(draft, pretrained, drafting.vocab_size, drafted.vocab_size)
+    config, expected = (m.config.get_text_config() for m in (model, target))
+    _check_vocabulary(draft, pretrained, config.vocab_size, expected.vocab_size)
     blocks, _ = measure(model, draft)
     if needs_layers:
         for key, what in (("num_hidden_layers", "layers"), ("hidden_size", "hidden size")):
-            if getattr(drafting, key) != getattr(drafted, key):
+            if getattr(config, key) != getattr(expected, key):
                 raise ValueError(
-                    f"draft={draft!r} has {key}={getattr(drafting, key)} and the model "
-                    f"{getattr(drafted, key)}: prefetch='draft' hands the output of each draft "
+                    f"draft={draft!r} has {key}={getattr(config, key)} and the model "
+                    f"{getattr(expected, key)}: prefetch='draft' hands the output of each draft "
                     f"layer to the gate of the model's same layer, so the {what} must be equal. "
                     "Allowed: another prefetch with this draft, or another draft."
                 )
@@ -340,9 +338,9 @@ def _check_vocabulary(draft: str, pretrained: Any, size: int, target_size: int) 
     if size != target_size:
         problem = f"a vocabulary of {size} tokens and the model one of {target_size}"
     else:
-        # A draft may come without a tokenizer of its own.
-        own, target = _vocabulary(draft), _vocabulary(model_name(pretrained))
-        if own is not None and target is not None and own != target:
+        # A draft may have no tokenizer.
+        draft_ids, target_ids = _vocabulary(draft), _vocabulary(model_name(pretrained))
+        if draft_ids is not None and target_ids is not None and draft_ids != target_ids:
             problem = f"a tokenizer of {size} tokens that are not the model's"
     if problem:
         raise ValueError(
@@ -355,7 +353,7 @@ def _vocabulary(name: str) -> dict[str, int] | None:
     """Return token -> id of a model's tokenizer, or None where the model comes without one."""
     path = model_path(name)
     try:
-        # Without this file transformers makes up a tokenizer of hardly any tokens.
+        # Without this file transformers makes up a nearly empty tokenizer.
         cached_file(path, "tokenizer_config.json")
         return dict(transformers.AutoTokenizer.from_pretrained(path).get_vocab())
     except (OSError, ValueError):

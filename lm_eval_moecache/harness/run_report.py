@@ -1,7 +1,7 @@
-"""The report of one run: its full setting and its figures, `config.moecache` in a results JSON.
+"""The report of one run: its full setting and its metrics, `config.moecache` in a results JSON.
 
-Below: the warnings of settings that did nothing, and the table of speed that a run prints beside
-lm-eval's table of accuracy.
+Also the warnings about settings without effect, and the speed table that a run prints beside
+lm-eval's accuracy table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lm_eval_moecache.report.results import choice_name, metric_column
 from lm_eval_moecache.report.tables import padded
 
 _RARE = ("execute", "reads_per_expert", "attention")
-# The title of the table of speed names these settings where they are not at their defaults.
+# Settings that the title of the speed table names unless they have their default.
 _TITLED = ("scoring", "cache_reset", "link", *_RARE)
 _DEFAULTS = {
     "phases": "all",
@@ -40,7 +40,7 @@ def run_report(
 ) -> dict[str, Any]:
     """Return the setting, and the metrics of these requests, by task and in total.
 
-    `peak` is the most bytes a cache held; `measured` is there under the wall clock.
+    `peak` is the most bytes a cache held; `measured` is set under the wall clock only.
     """
     by_task: dict[str, list[RequestRecord]] = {}
     for request in requests:
@@ -56,7 +56,7 @@ def run_report(
         "scoring": config.scoring,
         "cache_reset": config.cache_reset,
         "link": config.link,
-        # What is charged and in which order experts run, where not as usual.
+        # Unusual costs and orders of execution.
         **{k: getattr(config, k) for k in _RARE if getattr(config, k) != _DEFAULTS[k]},
         **({} if setting.warm is None else {"warm": setting.warm.name}),
         "seed": config.seed,
@@ -74,7 +74,7 @@ def run_report(
 
 
 def speed_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a report's figures as flat rows: one for each task, and one named `all`."""
+    """Return a report's metrics as flat rows: one per task, and one named `all`."""
     setting = {
         "policy": report["policy"]["name"],
         "capacity": report["capacity"],
@@ -92,7 +92,7 @@ def speed_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _regime(engine: Engine, config: Config, requests: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Return the regime of the run; on the machine's own clock its speeds are not known."""
+    """Return the run's regime; empty under the wall clock, where device speeds are unknown."""
     if config.clock == "wall":
         return {}
     geometry = engine.geometry
@@ -103,32 +103,38 @@ def _regime(engine: Engine, config: Config, requests: Sequence[RequestRecord]) -
 
 
 def _draft(engine: Engine, config: Config) -> dict[str, Any]:
-    """Return what drafted, and the memory that it takes beside the cache (`moecache-spec`)."""
+    """Return the draft model and the memory that it takes beside the cache."""
     if config.draft is None:
         return {}
-    # A draft that only reads along drafts no token.
-    found: dict[str, Any] = {"name": config.draft, "tokens": config.draft_tokens or 0, "bytes": 0}
+    # Under `prefetch=draft` alone the draft only reads along and drafts no token.
+    fields: dict[str, Any] = {
+        "name": config.draft,
+        "tokens": config.draft_tokens or 0,
+        "bytes": 0,
+    }
     draft, stage = engine.setting.draft, engine.draft_stage
     if draft is not None and stage is not None:
-        found["bytes"] = draft.nbytes
-        found["precision"] = draft.geometry.precision[draft.level]
+        fields["bytes"] = draft.nbytes
+        fields["precision"] = draft.geometry.precision[draft.level]
         if stage.solution is not None:
-            found["cutoff"] = stage.solution
-    return {"draft": found}
+            fields["cutoff"] = stage.solution
+    return {"draft": fields}
 
 
-# --- settings that turned out to do nothing on the tasks of a run ---
+# --- settings that had no effect on the tasks of a run ---
 
 
 def settings_without_effect(
     by_task: Mapping[str, Sequence[RequestRecord]], config: Config, stage: DraftStage | None
 ) -> list[str]:
-    """Return a sentence for each setting that did nothing, naming the tasks where that depends."""
+    """Return one sentence per setting without effect, naming the tasks if it depends on them."""
     policy, levels = config.policy, config.ladder or ()
     solution = (stage and stage.solution) or {}
     requests = sorted(by_task.items())
-    undecoded = [t for t, own in requests if all(p.phase == PREFILL for r in own for p in r.passes)]
-    unscored = [t for t, own in requests if all(r.kind == GENERATE for r in own)]
+    undecoded = [
+        t for t, group in requests if all(p.phase == PREFILL for r in group for p in r.passes)
+    ]
+    unscored = [t for t, group in requests if all(r.kind == GENERATE for r in group)]
     warnings = []
     if config.seed and not policy.draws:
         warnings.append(
@@ -163,7 +169,7 @@ def settings_without_effect(
     return warnings
 
 
-# --- the table of speed ---
+# --- the speed table ---
 
 _COLUMNS = (
     *("requests", "ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate", "late_rate"),
@@ -172,9 +178,9 @@ _COLUMNS = (
 
 
 def speed_table(report: Mapping[str, Any]) -> str:
-    """Render `config.moecache` as a Markdown table, one row a task and one for all of them.
+    """Render `config.moecache` as a Markdown table, one row per task and one for all of them.
 
-    The title says under what; a line below warns of each setting that did nothing.
+    The title gives the setting; a line below warns of each setting without effect.
     """
     heads, cells = ["Task"], [[task] for task in (*report["tasks"], "**all**")]
     for name in _COLUMNS:
@@ -193,7 +199,7 @@ def speed_table(report: Mapping[str, Any]) -> str:
 
 
 def regime_line(regime: Mapping[str, Any]) -> str:
-    """Say in which regime a run was: two runs of different ones need not rank policies alike."""
+    """Return a sentence on the regime: runs in two regimes may rank policies differently."""
     ratio = regime["transfer_per_layer"]
     parts = [
         f"capacity {regime['capacity_cycles']:.2f} token cycles",
@@ -206,7 +212,7 @@ def regime_line(regime: Mapping[str, Any]) -> str:
 
 def _title(report: Mapping[str, Any]) -> str:
     policy, hardware = report["policy"], report["hardware"]
-    # None is a real link that nothing slows down.
+    # None is a real link that is not throttled.
     bytes_per_s = hardware["link_bytes_per_s"]
     link = "" if bytes_per_s is None else f" at {bytes_per_s / 1e9:g} GB/s"
     parts = [
@@ -224,7 +230,7 @@ def _title(report: Mapping[str, Any]) -> str:
         draft = report["draft"]
         parts.append(f"draft: {draft['name']}, {draft['tokens']} tokens, {draft['bytes']} bytes")
     settings = {**report, "phases": policy["phases"]}
-    # A report of before `link` was a setting has none.
+    # Reports older than the setting `link` lack it.
     parts += [
         f"{k}: {settings[k]}" for k, usual in _DEFAULTS.items() if settings.get(k, usual) != usual
     ]

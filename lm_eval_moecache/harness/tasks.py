@@ -1,19 +1,19 @@
-"""Speed figures of each request in lm-eval's own results, in two ways.
+"""Per-request speed metrics in lm-eval's own results, added in two ways.
 
-As per-sample metrics, which a group YAML turns on for a task, or for a whole group, by one line:
+First, as per-sample metrics, which one line of a group YAML turns on for a task or a whole group:
 
     - task: gsm8k
       class: !function lm_eval_moecache.harness.tasks.SpeedTask
 
-Names, prompts, filters and scores stay as they are. The figures stand under a filter of their own,
-`speed`, once however many filters a task has: they belong to the request, not to an answer
+Names, prompts, filters and scores do not change. The metrics have a filter of their own, `speed`,
+once per request however many filters a task has: they belong to the request, not to an answer
 extracted from it. In the files of `--log_samples` they are a second line per document.
 
-And after each evaluation of any task, by the one trick on lm-eval's insides: `evaluate`, through
-which `simple_evaluate` and the command line go, is wrapped once our models are imported; with any
-other model it is the plain function. lm-eval has no seam for the beginning of an evaluation, nor
-for figures that a model, and not a task, adds to the results. Who took `evaluate` from lm-eval
-before importing our models has to call `lm.reset()` between evaluations.
+Second, after each evaluation of any task, by our one patch of lm-eval's internals: importing our
+models wraps `evaluate`, through which `simple_evaluate` and the command line go; with any other
+model it is the plain function. lm-eval has no hook for the start of an evaluation, nor for metrics
+that a model rather than a task adds to the results. Code that took `evaluate` from lm-eval before
+importing our models must call `lm.reset()` between evaluations.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from lm_eval_moecache.report.metrics import request_metrics
 from lm_eval_moecache.report.results import SPEED_FILTER
 
 PROMPT_TOKENS = "prompt_tokens"
-"""Of a document: what its speed is read against, and no figure of speed itself."""
+"""Prompt length of a document: context for its speed, not a speed metric itself."""
 REQUEST_BYTES = "request_bytes_moved"
-"""Of a document: what a request of it moved over the link. No row of lm-eval's table has it."""
+"""Mean bytes that a document's requests moved over the link; no column of lm-eval's table."""
 
-#: Figure of a request -> whether more of it is better (the arrow in lm-eval's table). Means of
-#: rates over requests are not the task's rates, which are told under `tok_per_s`, `hit_rate` ...
+#: Metric of a request -> whether higher is better (the arrow in lm-eval's table). Means of rates
+#: over requests are not the task's rates, which are reported as `tok_per_s`, `hit_rate` ...
 HIGHER_IS_BETTER: Mapping[str, bool] = {
     "ttft_ms": False,
     "tpot_ms": False,
@@ -52,11 +52,11 @@ HIGHER_IS_BETTER: Mapping[str, bool] = {
 
 
 class Figures(dict[str, float]):
-    """The figures of one request, standing where lm-eval expects a filtered response."""
+    """The metrics of one request, in the place of a filtered response of lm-eval."""
 
 
 def mean_figures(requests: Iterable[Figures]) -> dict[str, float]:
-    """Mean per figure over the requests of one document that have it."""
+    """Return the mean of each metric over the requests of one document that have it."""
     values: dict[str, list[float]] = {}
     for figures in requests:
         for name, value in figures.items():
@@ -65,24 +65,24 @@ def mean_figures(requests: Iterable[Figures]) -> dict[str, float]:
 
 
 def document_figures(records: Iterable[RequestRecord]) -> dict[str, dict[int, dict[str, float]]]:
-    """Return task -> document -> the means of its requests' figures, and of their prompt's tokens.
+    """Return task -> document -> means over its requests: metrics, prompt tokens and bytes moved.
 
-    A request that a task repeats has the figures of its last time.
+    A request that a task repeats counts once, with the metrics of its last repeat.
     """
     last = {(r.task, r.document, r.place): r for r in records if r.document is not None}
-    found: dict[str, dict[int, dict[str, float]]] = {}
+    by_task: dict[str, dict[int, dict[str, float]]] = {}
     for (task, document), keys in groupby(sorted(last), key=itemgetter(0, 1)):
         requests = [last[key] for key in keys]
-        found.setdefault(task, {})[document] = {
+        by_task.setdefault(task, {})[document] = {
             **mean_figures(Figures(request_metrics(request)) for request in requests),
             PROMPT_TOKENS: mean([request.prompt_tokens for request in requests]),
             REQUEST_BYTES: mean([sum(p.bytes_moved for p in r.passes) for r in requests]),
         }
-    return found
+    return by_task
 
 
 def speed_row(documents: Iterable[Mapping[str, float]]) -> dict[str, Any]:
-    """Return a task's row of speed, by lm-eval's own arithmetic over documents."""
+    """Return a task's speed row: mean and standard error over documents, computed as in lm-eval."""
     documents = list(documents)
     row: dict[str, Any] = {}
     for name in HIGHER_IS_BETTER:
@@ -98,19 +98,19 @@ class SpeedTask(ConfigurableTask):
     """Any YAML task of lm-eval, with the speed of its requests beside its scores.
 
     Under a model that sets no `instance.moecache` (`--model hf`) it is the plain task. A document
-    without a figure (TPOT of a one-token answer) is left out of that metric's mean and count.
-    Not for tasks that lm-eval writes as Python classes: `class:` would replace theirs.
+    without a metric (TPOT of a one-token answer) is left out of that metric's mean and count. Not
+    for tasks that lm-eval writes as Python classes: `class:` would replace those.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        # lm-eval hands over the YAML item whole, and TaskConfig knows no `class`.
+        # lm-eval passes the whole YAML item, and TaskConfig has no field `class`.
         super().__init__(config={key: value for key, value in config.items() if key != "class"})
         self._measured: list[str] = []
 
     def apply_filters(self) -> list[Instance] | None:
-        """Run the task's own filters, then add the pseudo filter that carries the figures."""
+        """Run the task's own filters, then add the pseudo filter that carries the metrics."""
         unfiltered: list[Instance] | None = super().apply_filters()
-        # Empty under a model that measures nothing.
+        # Empty under other models, which measure nothing.
         figures = [Figures(getattr(each, "moecache", None) or {}) for each in self.instances]
         self._measured = [n for n in HIGHER_IS_BETTER if any(n in each for each in figures)]
         if self._measured:
@@ -126,23 +126,23 @@ class SpeedTask(ConfigurableTask):
         return scores
 
     def aggregation(self) -> dict[str, Any]:
-        """`mean` throughout: the only aggregation for which lm-eval has an exact standard error."""
+        """Aggregate by `mean`, the only aggregation with an exact standard error in lm-eval."""
         return {**super().aggregation(), **dict.fromkeys(self._measured, mean)}
 
     def higher_is_better(self) -> dict[str, Any]:
-        """The arrows, of the figures that were measured only."""
+        """Return the arrows of the task's metrics and of the measured speed metrics."""
         arrows = {name: HIGHER_IS_BETTER[name] for name in self._measured}
         return {**super().higher_is_better(), **arrows}
 
 
-# --- around each evaluation: it counts from zero, and its figures stand in lm-eval's results ---
+# --- around each evaluation: it counts from zero, and its metrics go into lm-eval's results ---
 
 SAMPLE_KEY = "speed"
-"""Of a line that `--log_samples` writes: its document's figures, and tokens of its prompt."""
+"""Key of a `--log_samples` line that holds `document_figures` of its document."""
 
 
 def watch_evaluations(model_class: type[Any]) -> None:
-    """Wrap lm-eval's `evaluate` for models of this class, once: it begins cold and adds figures."""
+    """Wrap lm-eval's `evaluate`, once: models of this class start cold and add their metrics."""
     plain = lm_eval.evaluator.evaluate
     if getattr(plain, "tells_moecache", False):
         return
@@ -165,23 +165,23 @@ def watch_evaluations(model_class: type[Any]) -> None:
 def add_figures(
     results: dict[str, Any], records: Sequence[RequestRecord], chosen: Mapping[str, Sequence[int]]
 ) -> None:
-    """Put each task's figures beside its scores, and each document's on its sample.
+    """Put each task's metrics beside its scores, and each document's on its sample.
 
-    What `SpeedTask` has put there already is left alone: the figures are the same. `chosen` are
-    lm-eval's `samples`: task -> documents, where not all of them were asked for.
+    Rows that `SpeedTask` has added are left alone: the metrics are the same. `chosen` is lm-eval's
+    `samples`: task -> documents, for tasks of which only some documents were requested.
     """
     for task, documents in document_figures(records).items():
         if task not in results["results"]:
             continue
         order = chosen.get(task)
-        figures = {d if order is None else order[d]: found for d, found in documents.items()}
+        figures = {d if order is None else order[d]: metrics for d, metrics in documents.items()}
         for sample in results.get("samples", {}).get(task, []):
             sample[SAMPLE_KEY] = figures.get(sample["doc_id"], {})
         row = results["results"][task]
         if not any(key.endswith(f",{SPEED_FILTER}") for key in row):
-            found = speed_row(figures.values())
-            row.update(found)
+            metrics = speed_row(figures.values())
+            row.update(metrics)
             arrows = results.setdefault("higher_is_better", {}).setdefault(task, {})
             arrows.update(
-                {n: up for n, up in HIGHER_IS_BETTER.items() if f"{n},{SPEED_FILTER}" in found}
+                {n: up for n, up in HIGHER_IS_BETTER.items() if f"{n},{SPEED_FILTER}" in metrics}
             )
