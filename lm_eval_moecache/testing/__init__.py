@@ -1,4 +1,4 @@
-"""Contract tests that any package runs on an algorithm of its own, in three lines:
+"""Contract tests that any package can run on its own algorithm, in three lines:
 
 from lm_eval_moecache.testing import EvictionContract
 

@@ -1,4 +1,4 @@
-"""What algorithms promise: what holds on every axis, and the contract of each.
+"""Contracts of algorithms: one shared by all axes, and one for each axis.
 
 Subclass the contract of an axis and name the algorithm; pytest does the rest. `parameters` are
 optional. `tests/algorithms/test_contracts.py` does so for every file in the package's four folders.
@@ -49,14 +49,14 @@ USE = re.compile(r"\b(recent|use[ds]?|unused|frequen)", re.IGNORECASE)
 
 
 def declared(event: Event, algorithm: Any) -> Event:
-    """Return the event with the fields that the algorithm declared, and no others.
+    """Return the event with only the fields that the algorithm declares.
 
-    A run may show more, because another axis asked: a rule that reads what it has not declared
-    would work beside one partner and fail beside the next.
+    A run may fill more fields because another axis needs them: a rule that reads an undeclared
+    field would work beside one partner and fail beside the next.
     """
     logits = getattr(algorithm, "uses_logits", False)
     weights = logits or getattr(algorithm, "uses_weights", False)
-    # In a pass of one token `keys` say it all to those that do not choose experts.
+    # In a one-token pass `keys` suffice for algorithms that do not choose experts.
     chooses = isinstance(algorithm, (RoutingAlgorithm, MissAlgorithm))
     if event.num_tokens == 1 and not (weights or chooses):
         event = event._replace(experts=UNSEEN_EXPERTS)
@@ -67,22 +67,26 @@ def declared(event: Event, algorithm: Any) -> Event:
 
 
 class Contract:
-    """What holds on every axis."""
+    """The tests shared by all axes."""
 
     axis: ClassVar[str]
+    """Axis of the algorithm: routing, prefetch, eviction or miss."""
     algorithm: ClassVar[type[Any]]
+    """Class under test."""
     parameters: ClassVar[dict[str, Any]] = {}
+    """Parameters that replace the class' defaults."""
 
     def make(self, seed: int = 0) -> Any:
-        given = profile_parameter(self.algorithm, GEOMETRY) | self.parameters
+        """Return a new instance, with a profile and the future where it needs them."""
+        parameters = profile_parameter(self.algorithm, GEOMETRY) | self.parameters
         geometry = laddered(GEOMETRY) if getattr(self.algorithm, "uses_ladder", 0) else GEOMETRY
-        made = self.algorithm(geometry, seed=seed, **given)
-        if getattr(made, "is_offline", False):
-            made.prepare(StreamFuture(GEOMETRY, PASSES))
-        return made
+        instance = self.algorithm(geometry, seed=seed, **parameters)
+        if getattr(instance, "is_offline", False):
+            instance.prepare(StreamFuture(GEOMETRY, PASSES))
+        return instance
 
     def policy(self) -> Policy:
-        """The on-demand policy with this algorithm, and what it insists to be paired with."""
+        """Return the on-demand policy with this algorithm and its mandatory partners."""
         defaults = {n: p.default for n, p in parameters_of(self.algorithm).items()}
         choice = Choice(
             axis=self.axis,
@@ -114,7 +118,7 @@ class Contract:
                 assert 0 <= record.unfaithful <= record.executed <= record.token_requests
 
     def test_the_seed_matters_only_where_it_says_so(self) -> None:
-        """`draws` decides whether a seed without effect is warned of."""
+        """`draws` decides whether a run warns of a seed without effect."""
         figures = [run(self.policy(), GEOMETRY, "60%", seed=seed).figures for seed in range(4)]
         assert any(other != figures[0] for other in figures[1:]) == self.algorithm.draws
 
@@ -128,15 +132,18 @@ class Contract:
 
 
 class RoutingContract(Contract):
+    """The tests of every routing algorithm."""
+
     axis = "routing"
 
     def selections(self, resident: set[int], seed: int = 0) -> list[Any]:
-        routing, found = self.make(seed), []
+        """Return (event, selection) for every event of the stream."""
+        routing, pairs = self.make(seed), []
         for events in PASSES:
             routing.on_pass(events[0].pass_index)
             for event in events:
-                found.append((event, routing.select(declared(fresh(event), routing), resident)))
-        return found
+                pairs.append((event, routing.select(declared(fresh(event), routing), resident)))
+        return pairs
 
     def test_a_selection_has_the_routers_shape_and_no_expert_twice(self) -> None:
         every = set(range(GEOMETRY.num_layers * GEOMETRY.num_experts))
@@ -163,21 +170,24 @@ class RoutingContract(Contract):
 
 
 class PrefetchContract(Contract):
+    """The tests of every prefetch algorithm."""
+
     axis = "prefetch"
 
     def proposals(self) -> list[tuple[Event, Sequence[int]]]:
-        prefetch, found = self.make(), []
+        """Return (event, proposed keys) for every event of the stream."""
+        prefetch, pairs = self.make(), []
         if isinstance(prefetch, DraftStagePrefetch):
             return [(e, prefetch.propose_draft(e.layer, e.logits[-1:])) for e in all_events(PASSES)]
         for events in PASSES:
             prefetch.on_pass(events[0].pass_index)
             if prefetch.foresees:
                 before = events[0]._replace(layer=PASS_START, keys=(), predicted=foreseen(events))
-                found.append((before, prefetch.propose(before)))
+                pairs.append((before, prefetch.propose(before)))
             for event in events:
-                shown = fresh(event, prefetch.depth, prefetch.uses_predictor)
-                found.append((event, prefetch.propose(declared(shown, prefetch))))
-        return found
+                event_copy = fresh(event, prefetch.depth, prefetch.uses_predictor)
+                pairs.append((event, prefetch.propose(declared(event_copy, prefetch))))
+        return pairs
 
     def test_proposals_are_keys_of_the_model_without_duplicates(self) -> None:
         for _, keys in self.proposals():
@@ -197,31 +207,38 @@ class PrefetchContract(Contract):
         assert first == again
 
     def test_many_steps_at_once_are_what_single_ones_would_propose(self) -> None:
-        """Replays and live runs that nothing waits for ask `propose_arrays` where there is one."""
-        # One decimal place, so that there are ties.
+        """Replays, and live runs that defer proposals, call `propose_arrays` where there is one."""
+        # One decimal place, to get ties.
         logits = np.random.default_rng(0).normal(0, 2, (40, GEOMETRY.num_experts)).round(1)
         logits = logits.astype(np.float32)
         base = GEOMETRY.num_experts
-        # Steps of one layer, as a replay asks, and of one layer after the other, as a live run.
+        # Steps of one layer, as in a replay, and of alternating layers, as in a live run.
         for layers in ([1] * 40, [0, 1] * 20):
             at_once, alone = self.make(), self.make()
-            found: list[list[int]] = []
+            proposals: list[list[int]] = []
             for chunk in (slice(24), slice(24, None)):
-                asked = at_once.propose_arrays(layers[chunk], logits[chunk])
-                if asked is None:
+                batch = at_once.propose_arrays(layers[chunk], logits[chunk])
+                if batch is None:
                     return
-                found += [own.tolist() for own in np.split(asked[0], asked[1].cumsum()[:-1])]
-            for step, (layer, row, keys) in enumerate(zip(layers, logits, found, strict=True)):
+                proposals += [
+                    step_keys.tolist() for step_keys in np.split(batch[0], batch[1].cumsum()[:-1])
+                ]
+            for step, (layer, row, keys) in enumerate(zip(layers, logits, proposals, strict=True)):
                 event = Event(step, 0, DECODE, 1, [base], predicted={layer: row[None]})
                 assert list(alone.propose(event)) == keys
 
 
 class MissContract(Contract):
+    """The tests of every miss algorithm."""
+
     axis = "miss"
 
     def resolutions(self, share: float, dropped: bool = False) -> list[Any]:
-        """Resolve every event of the stream with about this share of experts resident."""
-        miss, found = self.make(), []
+        """Return (event, residents, absent keys, resolution) of each event with a miss.
+
+        About `share` of the experts are resident; with `dropped`, each token's last is dropped.
+        """
+        miss, cases = self.make(), []
         rng = np.random.default_rng(1)
         for event in all_events(PASSES):
             if dropped:
@@ -237,9 +254,9 @@ class MissContract(Contract):
             }
             absent = [key for key in event.keys if key not in resident]
             if absent:
-                shown = declared(event, miss)
-                found.append((event, resident, absent, miss.resolve(shown, absent, resident)))
-        return found
+                visible = declared(event, miss)
+                cases.append((event, resident, absent, miss.resolve(visible, absent, resident)))
+        return cases
 
     def test_what_is_executed_is_resident_or_loaded(self) -> None:
         for share in (0.0, 0.3, 0.7):
@@ -248,7 +265,7 @@ class MissContract(Contract):
                     continue
                 loaded = {fetch.key: fetch.level for fetch in resolution.fetch}
                 assert set(loaded) <= set(event.keys) and len(loaded) == len(resolution.fetch)
-                # A resident comes again at a better level only, and only where that is asked for.
+                # A resident is loaded again only at a better level, and only with `upgrade`.
                 better = {k for k, level in loaded.items() if k in resident and level < resident[k]}
                 assert set(loaded) <= set(absent) | better
                 assert self.make().upgrade or not better
@@ -293,26 +310,26 @@ def _executed(event: Event, resolution: Any) -> Any:
 
 
 def play(eviction: EvictionAlgorithm, script: str) -> list[int]:
-    """Play a script and return who leaves, in order, with nothing pinned.
+    """Play a script and return the victims in order, with nothing pinned.
 
-    A script is a list of steps with commas between: `pass` (a new one begins), `load 1 9` (in this
-    order), `prefetch 3`, `want 3` (predicted, and resident already), `use 9 11` (one event, of keys
-    of one layer, the heaviest first), and `leave 1 3 9`, which says who is expected to leave: that
-    many do, and at the end, where it is the last step, all. A load's first use is the load's own
-    demand, unless a new pass has begun; a key that left may be loaded again (ghost lists). Keys are
+    A script is a comma-separated list of steps: `pass` (a new pass begins), `load 1 9` (in this
+    order), `prefetch 3`, `want 3` (predicted while resident), `use 9 11` (one event: keys of one
+    layer, heaviest first), and `leave 1 3 9`, the expected victims: that many keys are evicted, or
+    all of them where it is the last step. The first use after a load is the demand that loaded the
+    key, unless a new pass has begun; an evicted key may be loaded again (ghost lists). Keys are
     those of `GEOMETRY`: layer x 8 + expert.
     """
     eviction.capacity_bytes, eviction.num_slots = 800, 8
     eviction.on_pass(0)
     passes, num_resident = 0, 0
-    left: list[int] = []
+    victims: list[int] = []
 
     def evict(count: int) -> None:
         for _ in range(count):
             victim = eviction.victim(frozenset(), 0)
             assert victim is not None, "nobody leaves though nothing is pinned"
             eviction.on_evict(victim)
-            left.append(victim)
+            victims.append(victim)
 
     steps = _steps(script)
     for place, (word, keys) in enumerate(steps):
@@ -332,18 +349,18 @@ def play(eviction: EvictionAlgorithm, script: str) -> list[int]:
             assert word == "leave", f"{word!r} is no step of a script"
             evict(num_resident if place == len(steps) - 1 else len(keys))
             num_resident -= len(keys)
-    return left
+    return victims
 
 
 def expected(script: str) -> list[int]:
-    """Return what a script says of who leaves, in order."""
+    """Return the victims that a script expects, in order."""
     steps = _steps(script)
     assert steps[-1][0] == "leave", f"a script ends in `leave`, and not in {steps[-1][0]!r}"
     return [key for word, keys in steps if word == "leave" for key in keys]
 
 
 def without_use(script: str) -> str:
-    """Return a script less its uses."""
+    """Return a script without its `use` steps."""
     return ", ".join(step for step in script.split(", ") if not step.startswith("use"))
 
 
@@ -365,19 +382,19 @@ def _use(keys: Sequence[int], pass_index: int) -> Event:
 
 
 class Pool:
-    """The least that an eviction algorithm can live in: a set of keys of a fixed size."""
+    """The smallest cache that an eviction algorithm can run in: a key set of fixed size."""
 
     def __init__(self, eviction: EvictionAlgorithm, size: int, curious: bool = False) -> None:
         eviction.capacity_bytes, eviction.num_slots = size * 100, size
         self.eviction = eviction
         self.size = size
         self.curious = curious
-        """Whether it asks more often than it evicts."""
+        """Whether the pool also asks for victims that it does not evict."""
         self.keys: set[int] = set()
         self.victims: list[int] = []
 
     def serve(self, event: Event) -> None:
-        """Load an event's keys as the layer step does, then tell of their use."""
+        """Load an event's keys as the engine does, then report the event."""
         pinned = set(event.keys)
         for key in event.keys:
             if key in self.keys:
@@ -390,10 +407,12 @@ class Pool:
         self.eviction.on_event(event)
 
     def insert(self, key: int, prefetched: bool = False) -> None:
+        """Make a key resident and report its load."""
         self.keys.add(key)
         self.eviction.on_insert(key, prefetched)
 
     def evict(self, pinned: set[int], layer: int) -> None:
+        """Evict one victim, if any key is free; assert that asking twice gives the same one."""
         if self.curious:
             for others in (self.keys, set(sorted(self.keys)[::2]), set[int]()):
                 self.eviction.victim(pinned | others, layer)
@@ -409,6 +428,7 @@ class Pool:
         self.eviction.on_evict(victim)
 
     def serve_all(self) -> Pool:
+        """Serve the whole stream and return this pool."""
         for events in PASSES:
             self.eviction.on_pass(events[0].pass_index)
             for event in events:
@@ -417,16 +437,17 @@ class Pool:
 
 
 class EvictionContract(Contract):
-    """What every eviction algorithm promises.
+    """The tests of every eviction algorithm.
 
-    `scripts` say who leaves after what, in the words of `play`: scripts of your own are the only
-    way to test that the rule is the one its docstring tells.
+    `scripts` list expected victims in the language of `play`: only scripts of your own can test
+    that the rule does what its docstring says.
     """
 
     axis = "eviction"
     scripts: ClassVar[Sequence[str]] = ()
+    """Scripts of `play`, each ending in `leave`."""
     looks_at_use: ClassVar[bool | None] = None
-    """Whether use decides who leaves; None for what the docstring says."""
+    """Whether use decides the victim; None to infer it from the docstring."""
 
     def test_it_evicts_only_free_residents(self) -> None:
         for size in (1, 4, 9):
@@ -437,10 +458,10 @@ class EvictionContract(Contract):
         assert first == again
 
     def test_asking_changes_nothing_before_somebody_leaves(self) -> None:
-        """The cache may ask with other pins, and may find that it need not evict at all."""
+        """The cache may ask with other pins, and may then evict nothing."""
         for size in (1, 4, 9):
-            asked, left_alone = Pool(self.make(3), size, curious=True), Pool(self.make(3), size)
-            assert asked.serve_all().victims == left_alone.serve_all().victims
+            curious, incurious = Pool(self.make(3), size, curious=True), Pool(self.make(3), size)
+            assert curious.serve_all().victims == incurious.serve_all().victims
 
     def test_it_knows_its_capacity_before_its_first_call(self) -> None:
         engine = run(self.policy(), GEOMETRY, "6").engine
@@ -451,11 +472,11 @@ class EvictionContract(Contract):
 
     def test_who_leaves_is_as_scripted(self) -> None:
         for script in self.scripts:
-            left = play(self.make(), script)
-            assert left == expected(script), f"{script!r}, but who leaves is {left}"
+            victims = play(self.make(), script)
+            assert victims == expected(script), f"{script!r}, but who leaves is {victims}"
 
     def test_what_its_docstring_says_of_use_is_seen(self) -> None:
-        """A rule that speaks of use has a script in which a use decides who leaves."""
+        """A rule whose docstring speaks of use needs a script in which a use decides the victim."""
         looks = self.looks_at_use
         if looks is None:
             looks = USE.search(self.algorithm.__doc__ or "") is not None
@@ -504,7 +525,7 @@ CONTRACTS: dict[str, type[Contract]] = {
 
 
 def run_contract(case: type[Contract]) -> int:
-    """Run every test of a contract class outside pytest; return how many there are."""
+    """Run every test of a contract class outside pytest; return their number."""
     names = [name for name in dir(case) if name.startswith("test_")]
     for name in names:
         getattr(case(), name)()

@@ -1,6 +1,6 @@
-"""Routing that looks like a model's, without a model: topics, tokens, layers, gates, artifacts.
+"""Synthetic routing that resembles a model's: topics, tokens, layers, gates, artifacts.
 
-Letters: T tokens, L layers, E experts, K experts per token, D hidden size.
+Shapes: T tokens, L layers, E experts, K experts per token, D hidden size.
 """
 
 from __future__ import annotations
@@ -49,11 +49,13 @@ from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.future import Future
 
 DEPTH = 2
+"""Number of next layers that a stream's events predict."""
 Pass = Sequence[Event]
 Output = npt.NDArray[np.float64]
 
 
 def make_geometry(num_layers: int = 3, num_experts: int = 8, top_k: int = 3) -> Geometry:
+    """Return a small geometry with experts of 100 bytes and dense parts of 200."""
     return Geometry(
         model="stream",
         num_layers=num_layers,
@@ -65,13 +67,13 @@ def make_geometry(num_layers: int = 3, num_experts: int = 8, top_k: int = 3) -> 
 
 
 def laddered(geometry: Geometry) -> Geometry:
-    """Store each expert at two lower precisions as well."""
+    """Return the geometry with each expert also stored at two lower precisions."""
     levels = tuple((sizes[0], sizes[0] // 2, sizes[0] // 4) for sizes in geometry.expert_bytes)
     return dataclasses.replace(geometry, expert_bytes=levels, precision=("int8", "int4", "int2"))
 
 
 def make_hardware() -> Hardware:
-    """A link on which about two experts move while one layer runs."""
+    """Return a profile whose link moves about two experts while one layer runs."""
     return Hardware(
         name="stream",
         peak_flops=1e6,
@@ -89,7 +91,7 @@ def make_hardware() -> Hardware:
 def make_stream(
     geometry: Geometry, seed: int = 0, num_requests: int = 3, num_decodes: int = 3
 ) -> tuple[Pass, ...]:
-    """Requests of one prefill and some decode steps; the gates see what the next layers will."""
+    """Return requests of one prefill and some decode steps, with predictions by the next gates."""
     rng = np.random.default_rng(seed)
     hidden = 6
     gates_LED = rng.normal(size=(geometry.num_layers, geometry.num_experts, hidden))
@@ -102,12 +104,12 @@ def make_stream(
             events = []
             for layer in range(geometry.num_layers):
                 reach = range(layer, min(layer + DEPTH + 1, geometry.num_layers))
-                seen = [(state_TD @ gates_LED[at].T).astype(np.float32) for at in reach]
-                predicted = dict(zip(reach[1:], seen[1:], strict=True))
+                logits = [(state_TD @ gates_LED[at].T).astype(np.float32) for at in reach]
+                predicted = dict(zip(reach[1:], logits[1:], strict=True))
                 if layer == geometry.num_layers - 1 and phase == DECODE:
-                    # What only a trained predictor looks at: the next token's first layer.
+                    # Only a trained predictor reads this: the next token's first layer.
                     predicted[0] = (state_TD @ gates_LED[0].T).astype(np.float32)
-                events.append(make_event(geometry, len(passes), layer, seen[0], phase, predicted))
+                events.append(make_event(geometry, len(passes), layer, logits[0], phase, predicted))
                 state_TD = state_TD + 0.2 * rng.normal(size=state_TD.shape)
             passes.append(events)
     return tuple(passes)
@@ -121,7 +123,7 @@ def make_event(
     phase: str = DECODE,
     predicted: Mapping[int, Any] | None = None,
 ) -> Event:
-    """Build the event that a plain softmax-then-top-k router makes of [tokens, experts] logits."""
+    """Return the event of a plain softmax-then-top-k router for logits [T, E]."""
     logits_TE = np.asarray(logits, dtype=np.float32)
     experts_TK = np.argsort(-logits_TE, axis=-1, kind="stable")[:, : geometry.top_k]
     return Event(
@@ -138,9 +140,9 @@ def make_event(
 
 
 def fresh(event: Event, depth: int = DEPTH, wraps: bool = False) -> Event:
-    """Copy an event, as the layer step changes it, with predictions only as far as asked.
+    """Copy an event, because the engine changes it, with predictions up to `depth` layers ahead.
 
-    `wraps`: also what a trained predictor says of the next token.
+    `wraps`: also keep a trained predictor's prediction for the next token's first layer.
     """
     reach = range(0 if wraps else event.layer + 1, event.layer + depth + 1)
     predicted = {at: p for at, p in event.predicted.items() if at in reach}
@@ -148,15 +150,15 @@ def fresh(event: Event, depth: int = DEPTH, wraps: bool = False) -> Event:
 
 
 class StreamFuture(Future):
-    """What a replay would know of a stream."""
+    """The future of a stream, as a replay would have it."""
 
     def __init__(self, geometry: Geometry, passes: Sequence[Pass]) -> None:
         self._needs = [event.keys for events in passes for event in events]
         self.num_events = len(self._needs)
         self.times, self.start = array("q"), [0]
         for key in range(geometry.num_layers * geometry.num_experts):
-            when = [i for i, keys in enumerate(self._needs) if key in keys]
-            self.times.extend([*when, self.num_events])
+            needs = [i for i, keys in enumerate(self._needs) if key in keys]
+            self.times.extend([*needs, self.num_events])
             self.start.append(len(self.times))
         self.ranks = self.times
 
@@ -166,23 +168,25 @@ class StreamFuture(Future):
 
 @dataclass
 class Run:
-    """An engine after a stream, and what each token's executed experts weighed, [T, E] each."""
+    """An engine after a stream, and the executed experts' weights at each event [T, E]."""
 
     engine: Engine
     outputs: list[Output]
 
     @property
     def figures(self) -> list[object]:
-        """Everything that could move: the ledger to the last digit, and the weights."""
+        """Every observable outcome, for exact comparison: ledger, clock and weights."""
         records = [dataclasses.astuple(record) for record in self.engine.ledger.passes]
         return [*records, self.engine.clock.now, *[o.tolist() for o in self.outputs]]
 
     @property
     def misses(self) -> int:
+        """Misses over all passes, late arrivals included."""
         return sum(record.misses + record.late for record in self.engine.ledger.passes)
 
 
 def policy_of(overrides: Mapping[str, Any], base: str = "on_demand") -> Policy:
+    """Return the composition `base` with these keys replaced."""
     return load_policy(base, overrides)
 
 
@@ -191,7 +195,7 @@ def run(
 ) -> Run:
     """Serve a stream under a policy and check the conservation laws after every event.
 
-    The store has several levels where the policy is for that.
+    The store has several levels if the miss algorithm uses a ladder.
     """
     if policy.miss.algorithm.uses_ladder:
         geometry = laddered(geometry)
@@ -221,7 +225,7 @@ def run(
 
 
 def foreseen(events: Pass) -> dict[int, FloatArray]:
-    """Return nearly the logits that each layer of a pass will have: what its tokens tell."""
+    """Return layer -> noisy logits [T, E] of a pass, as if predicted from its tokens."""
     rng = np.random.default_rng(events[0].pass_index)
     return {
         event.layer: (event.logits + 0.5 * rng.normal(size=event.logits.shape)).astype(np.float32)
@@ -230,7 +234,7 @@ def foreseen(events: Pass) -> dict[int, FloatArray]:
 
 
 def draft(engine: Engine, events: Sequence[Event]) -> None:
-    """Draft one token, whose states are nearly those of the pass to come."""
+    """Draft one token, with noisy logits of the coming pass as predictions."""
     stage, rng = engine.begin_draft(), np.random.default_rng(events[0].pass_index)
     for event in events:
         stage.dense(event.layer, 1)
@@ -242,7 +246,7 @@ def draft(engine: Engine, events: Sequence[Event]) -> None:
 
 
 def weigh(event: Event, selection: Selection | None) -> Output:
-    """Weigh a selection expert by expert as a softmax-over-all router would: [tokens, experts]."""
+    """Return each expert's weight in a selection under a softmax-over-all router [T, E]."""
     chosen = selection or Selection(event.experts)
     scores = softmax(event.logits)
     output = np.zeros(scores.shape)
@@ -250,29 +254,30 @@ def weigh(event: Event, selection: Selection | None) -> Output:
         sources = experts if chosen.weigh_as is None else chosen.weigh_as[token].tolist()
         weights = [float(scores[token, source]) for source in sources]
         if chosen.weights is not None:
-            given = chosen.weights[token].tolist()
-            weights = [w if math.isnan(g) else g for w, g in zip(weights, given, strict=True)]
+            fixed = chosen.weights[token].tolist()
+            weights = [w if math.isnan(g) else g for w, g in zip(weights, fixed, strict=True)]
         keep = [True] * len(experts) if chosen.keep is None else chosen.keep[token].tolist()
-        kept = sum(w for w, k in zip(weights, keep, strict=True) if k)
-        factor = sum(weights) / kept if chosen.renormalize and kept else 1.0
+        kept_weight = sum(w for w, k in zip(weights, keep, strict=True) if k)
+        factor = sum(weights) / kept_weight if chosen.renormalize and kept_weight else 1.0
         for expert, weight, keeps in zip(experts, weights, keep, strict=True):
             output[token, expert] += weight * factor * keeps
     return output
 
 
 def all_events(passes: Sequence[Pass]) -> Iterator[Event]:
+    """Yield a copy of every event, in execution order."""
     for events in passes:
         yield from (fresh(event) for event in events)
 
 
-# --- artifacts for models that have none: what algorithms with a `profile` are tested with ---
+# --- artifacts for models that ship none, to test algorithms with a `profile` ---
 
 Made = tuple[dict[str, Any], dict[str, Any]]
 """An artifact's arrays and its `made_from`."""
 
 
 def buddies(geometry: Geometry, seed: int = 0) -> Made:
-    """Count the choices of random routers whose experts have favourite partners."""
+    """Count the choices of random routers with correlated experts."""
     rng = np.random.default_rng(seed)
     counts, top_logits = Coactivation(geometry), []
     for layer in range(geometry.num_layers):
@@ -296,26 +301,26 @@ def buddies(geometry: Geometry, seed: int = 0) -> Made:
 def predictor(geometry: Geometry, seed: int = 0, hidden: int = 6, loss: str = "kl") -> Made:
     """Draw the weights of a predictor.
 
-    Streams have their own predictions and see its cost only, so an odd seed and the second loss
-    give numbers twice as wide.
+    Streams bring their own predictions, so only its cost shows: an odd seed or another loss gives
+    float32 weights instead of float16.
     """
     rng = np.random.default_rng(seed)
-    wanted = shapes(geometry.num_layers, geometry.num_experts, hidden)
-    kind = np.float32 if seed % 2 or loss != "kl" else np.float16
-    arrays = {name: rng.normal(size=shape).astype(kind) for name, shape in wanted.items()}
+    shape_of = shapes(geometry.num_layers, geometry.num_experts, hidden)
+    dtype = np.float32 if seed % 2 or loss != "kl" else np.float16
+    arrays = {name: rng.normal(size=shape).astype(dtype) for name, shape in shape_of.items()}
     return arrays, {"loss": loss}
 
 
 def data_aware(geometry: Geometry, seed: int = 0, hidden: int = 6) -> Made:
-    """Draw the weights of a network that foresees passes; odd seeds give twice as wide numbers."""
+    """Draw the weights of a data-aware predictor; odd seeds give float32 instead of float16."""
     rng = np.random.default_rng(seed)
-    wanted = data_aware_shapes(geometry.num_layers, geometry.num_experts, hidden, 4)
-    kind = np.float32 if seed % 2 else np.float16
-    return {name: rng.normal(size=shape).astype(kind) for name, shape in wanted.items()}, {}
+    shape_of = data_aware_shapes(geometry.num_layers, geometry.num_experts, hidden, 4)
+    dtype = np.float32 if seed % 2 else np.float16
+    return {name: rng.normal(size=shape).astype(dtype) for name, shape in shape_of.items()}, {}
 
 
 def sensitivity(geometry: Geometry, seed: int = 0) -> Made:
-    """Draw how sensitive each layer is, with thresholds that even random routers get below."""
+    """Draw each layer's sensitivity, with thresholds that even random routers get below."""
     layers = np.random.default_rng(seed).uniform(0.2, 3, geometry.num_layers)
     return {LAYERS: layers, THRESHOLDS: np.linspace(0.01, 0.6, 101)}, {}
 
@@ -330,10 +335,12 @@ MAKERS: Mapping[str, Callable[..., Made]] = {
 
 @cache
 def artifact_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return this process' folder of artifacts, removed at exit."""
     return tempfile.TemporaryDirectory(prefix="moecache-artifacts-")
 
 
 def artifact_for(kind: str, geometry: Geometry, seed: int = 0, **given: Any) -> Artifact:
+    """Return an artifact of this kind that fits the geometry; `given` goes to its maker."""
     arrays, made_from = MAKERS[kind](geometry, seed, **given)
     return Artifact(
         kind=kind,
@@ -349,7 +356,7 @@ def artifact_for(kind: str, geometry: Geometry, seed: int = 0, **given: Any) -> 
 
 @cache
 def profile_for(kind: str, geometry: Geometry, seed: int = 0, **given: Any) -> str:
-    """Return the path of an artifact that fits this geometry."""
+    """Write an artifact that fits this geometry; return its path."""
     folder = Path(artifact_folder().name)
     path = folder / f"{kind}-{len(list(folder.iterdir()))}.safetensors"
     write_artifact(path, artifact_for(kind, geometry, seed, **given))
@@ -357,7 +364,7 @@ def profile_for(kind: str, geometry: Geometry, seed: int = 0, **given: Any) -> s
 
 
 def profile_parameter(algorithm: type[Any], geometry: Geometry, **given: Any) -> dict[str, Any]:
-    """Return `{"profile": path}` for an algorithm that wants one and has none shipped."""
+    """Return `{"profile": path}` for an algorithm that needs one and has none shipped."""
     kind = getattr(algorithm, "artifact_kind", None)
     if kind is None or geometry.model == "tiny":
         return {}
@@ -365,12 +372,12 @@ def profile_parameter(algorithm: type[Any], geometry: Geometry, **given: Any) ->
 
 
 def equip(policy: Policy, geometry: Geometry) -> Policy:
-    """Give every algorithm of a policy that wants a profile, and names none, one that fits."""
+    """Return the policy with a fitting profile for each algorithm that needs one and names none."""
     changes: dict[str, Any] = {}
     for axis in AXES:
         choice: Choice = getattr(policy, axis)
         if getattr(choice.algorithm, "artifact_kind", None) and not choice.parameters["profile"]:
             loss = {key: choice.parameters[key] for key in choice.parameters if key == "loss"}
-            given = profile_parameter(choice.algorithm, geometry, **loss)
-            changes[axis] = dataclasses.replace(choice, parameters={**choice.parameters, **given})
+            profile = profile_parameter(choice.algorithm, geometry, **loss)
+            changes[axis] = dataclasses.replace(choice, parameters={**choice.parameters, **profile})
     return dataclasses.replace(policy, **changes) if changes else policy
