@@ -1,12 +1,12 @@
-"""What a ranking rule may know of each expert, kept in tables, and the search for who leaves.
+"""The per-expert features that eviction rules rank by, and the search for the victim.
 
-Plain functions of tables of records, in the part of Python that numba compiles: a replay has them
+Plain functions on tables of records, in the subset of Python that numba compiles: a replay has them
 in its loop (`engine.core`), a live run calls `play` (`ranked.RankedEviction`). A table is a list of
 objects, or a numpy array of records with the same fields, on which the same functions run compiled
-(`records.jit`). Which rule it is, is an argument, so that all rules share what is compiled.
+(`records.jit`). The rule is an argument, so that all rules share the compiled code.
 
-Order numbers count loads, uses and wishes as they happen, so that of two the smaller is the older.
-A cache's turns are its events. A key is `layer * num_experts + expert`.
+Order numbers count loads, uses and wishes (proposals of keys) as they happen: smaller is older. A
+cache's turns are its events. A key is `layer * num_experts + expert`.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -23,71 +23,74 @@ from lm_eval_moecache.records.jit import Table, make_table
 
 @dataclass(slots=True)
 class Expert:
-    """What is known of one expert."""
+    """The features of one expert."""
 
     pinned: int = 0
-    """The mark of the last search that may not take it."""
+    """Mark of the last search in which the expert was pinned."""
     last_use: int = 0
-    """Order number of the last use, or of the load where that is later."""
+    """Order number of the last use or load, whichever is later."""
     uses: int = 0
-    """Events that needed it, resident or not."""
+    """Number of events that needed the expert, resident or not."""
     loaded: int = 0
     """Order number of the last load."""
     current: int = -2
-    """The pass in which it became current last: by a load, a use, or the first wish in a pass."""
+    """The last pass in which it became current: by a load, a use, or its first wish there."""
     wanted: int = 0
-    """Order number of when it did."""
+    """Order number at which it last became current."""
     next_use: int = 0
-    """Number of the next event that needs it (offline rules alone)."""
+    """Number of the next event that needs it (offline rules only)."""
     turn: int = 0
     """Its cache's turn at its last use or load."""
     served_tokens: int = 0
-    """Tokens that it served, of which `weight` has the sum."""
+    """Number of tokens summed in `weight`."""
     weight: float = 0.0
-    """Routing weights summed over these tokens; their logarithm where there is a `growth`."""
+    """Routing weights summed over these tokens; the sum's logarithm if there is a `growth`."""
     rate: float = 0.0
-    """Share of its layer's last tokens that needed it, and whether a prefetcher says that the
-    layer's coming turn will: of rules that forecast alone, as is all in `Forecast`."""
+    """Share of its layer's recent tokens that needed it; only for rules that forecast, as are
+    `foretold` and all of `Forecast`."""
     foretold: int = 0
+    """Whether a prefetcher predicts that the layer's next turn needs it."""
     resident: int = 0
     ahead: int = 0
     """Its place among the wishes for the next pass, 0 for none."""
     place: int = 0
-    """Its place among its layer's residents."""
+    """Its index among its layer's residents."""
     member: int = 0
-    """The resident that has the place of this expert's index."""
+    """Key of the layer's resident at this expert's index."""
 
 
 @dataclass(slots=True)
 class Layer:
-    """What is known of one layer."""
+    """The features of one layer. A cache's own fields are in the row of number `cache`."""
 
     index: int = 0
     held: int = 0
-    """Residents."""
+    """Number of residents."""
     cache: int = 0
+    """Number of the layer's cache."""
     unclear: int = 1
-    """Whether who leaves first has to be looked up again."""
+    """Whether `lowest` is stale."""
     lowest: int = -1
-    """Key of who leaves first, or -1 for nobody, with what is compared of it."""
+    """Key of the layer's first victim, or -1 for none; `first` and `second` are its rank."""
     first: float = 0.0
     second: float = 0.0
     turns: int = 0
-    """In the row of a cache, the events that it has seen."""
+    """In the row of a cache, the number of events it has seen."""
     foretold: int = 0
-    """Whether anybody is foretold for its coming turn."""
+    """Whether any expert is foretold for the layer's next turn."""
     oldest: int = -1
-    """Key of who LRU would let go."""
+    """Key of LRU's victim."""
     balance: float = 0.0
-    """In the row of a cache, the duels won less those lost, the latest counting most."""
+    """In the row of a cache, duels won minus duels lost, with decay."""
 
 
 @dataclass(slots=True)
 class Forecast:
-    """What a forecast is made of, by key, and how it does against LRU.
+    """The inputs of a key's forecast, and its duel with LRU.
 
-    Where they would let different experts go, the one needed first was wrong: a duel, of which a
-    key has one at a time. One that both leave in the same event is a draw.
+    Where forecast and LRU choose different victims, the two keys are in a duel: whoever chose the
+    key that is needed first loses. A key has one duel at a time; if one event needs both keys, the
+    duel is a draw.
     """
 
     fast: float = 0.0
@@ -97,51 +100,53 @@ class Forecast:
     fresh_fast: float = 0.0
     fresh_middle: float = 0.0
     fresh_slow: float = 0.0
-    """What the tokens of the event in progress add."""
+    """Contribution of the running event's tokens."""
     asked: int = 0
-    """The cache's turn, counted from 1, that needed it last."""
+    """The cache's turn, counted from 1, that last needed it."""
     rival: int = -1
-    """With whom it is in a duel."""
+    """Key of its opponent in a duel, or -1."""
     unwanted: int = 0
-    """Whether the forecast would have let it go, and not its rival."""
+    """Whether it, not its rival, was the forecast's victim."""
 
 
 @dataclass(slots=True)
 class Now:
-    """What is the same for all experts, and what of the rule is."""
+    """State shared by all experts, and the rule's settings."""
 
     num_layers: int
     num_experts: int
     pass_index: int = -1
     """The pass in progress."""
     layer: int = -1
-    """The layer being served, when somebody has to leave."""
+    """The layer being served, while a victim is sought."""
     turns: int = 0
-    """The events that the cache has seen from which somebody has to leave."""
+    """Turns of the cache in which a victim is sought."""
     served: int = -1
-    """The layer that the pass has served last, -1 for none."""
+    """The layer that the pass last served, -1 for none."""
     order: int = 1
     """The next order number."""
     wishes: int = 0
-    """How many residents are wanted for the next pass."""
+    """Number of residents wanted for the next pass."""
     ages: int = 0
     moves: int = 0
     growth: float = 0.0
-    """How much more a pass' weights count than those of the pass before, as a logarithm."""
+    """Logarithm of a pass' weight relative to the pass before."""
     forecasts: int = 0
     nearness: float = 0.0
+    """Turns that a whole cycle counts as."""
     keep: float = 0.0
-    """Turns that a whole cycle weighs, and what a duel weighs against the one after it."""
+    """Weight of a duel relative to the next one."""
     furthest: int = -1
     other: int = -1
-    """Whom forecast and LRU would let go, where they differ: a duel, once one of them is gone."""
+    """Victims of forecast and LRU where they differ: a duel begins once one of them is evicted."""
 
 
 Rank = Callable[[Expert, Layer, Now], tuple[float, float]]
-"""Returns what is compared, first number first; the lowest leaves, ties go to the smaller key.
+"""(resident, its layer, now) -> rank, compared as a pair; the lowest leaves, ties go to the smaller
+key.
 
-It is asked about a resident, its layer, and what is now. Within one layer the order may change only
-by what happens to its own residents, by a new pass, and by what its class says (`RankedEviction`).
+Within one layer the order may change only through calls about its own residents, a new pass, and as
+its class declares (`RankedEviction`: `ages`, `moves`).
 """
 
 
@@ -149,16 +154,16 @@ class Features(NamedTuple):
     """The tables of one cache, or of all of them."""
 
     experts: Table
-    """By key."""
+    """Indexed by key."""
     layers: Table
     now: Table
     """A single record."""
     forecasts: Table
-    """By key; a single record where the rule makes none."""
+    """Indexed by key; a single record for rules without forecasts."""
 
 
 def make_features(now: Now, per_layer: bool = False) -> Features:
-    """Return the features of one cache, or of one for each layer, that nothing happened to yet."""
+    """Return the initial features of one cache, or of one cache per layer."""
     layers, num_keys = make_table(Layer, now.num_layers), now.num_layers * now.num_experts
     for index, layer in enumerate(layers):
         layer.index, layer.cache = index, index if per_layer else 0
@@ -167,7 +172,7 @@ def make_features(now: Now, per_layer: bool = False) -> Features:
 
 
 def note_pass(f: Any, index: int) -> None:
-    """A pass begins: what is wanted for it is current, in the order of the wishes."""
+    """Begin a pass: the experts wanted for it become current, in the order of their wishes."""
     now = f.now[0]
     for home in range(now.num_layers):
         f.layers[home].unclear = 1
@@ -186,6 +191,7 @@ def note_pass(f: Any, index: int) -> None:
 
 
 def note_load(f: Any, key: int, home: int, prefetched: bool) -> None:
+    """Note that a key of layer `home` became resident."""
     now, layer, e = f.now[0], f.layers[home], f.experts[key]
     e.last_use = e.loaded = e.wanted = now.order
     now.order += 1
@@ -204,6 +210,7 @@ def note_load(f: Any, key: int, home: int, prefetched: bool) -> None:
 
 
 def note_eviction(f: Any, key: int, home: int) -> None:
+    """Note that a key of layer `home` was evicted."""
     now, layer, e = f.now[0], f.layers[home], f.experts[key]
     base = home * now.num_experts
     layer.held -= 1
@@ -219,7 +226,7 @@ def note_eviction(f: Any, key: int, home: int) -> None:
 
 
 def note_wish(f: Any, key: int, home: int) -> None:
-    """A prefetcher wants what is resident already."""
+    """Note that a prefetcher wants a resident key of layer `home`."""
     now, e = f.now[0], f.experts[key]
     if e.current != now.pass_index:
         e.current = now.pass_index
@@ -234,7 +241,7 @@ def note_wish(f: Any, key: int, home: int) -> None:
 
 
 def note_use(f: Any, key: int, turns: int) -> None:
-    """An event needed a key, and was executed; `note_turn` follows the last one.
+    """Note that an executed event needed a key; `note_turn` follows the event's last key.
 
     `turns` are those of the key's cache.
     """
@@ -250,7 +257,7 @@ def note_use(f: Any, key: int, turns: int) -> None:
 
 
 def note_turn(f: Any, layer: int, tokens: int) -> None:
-    """An event of some tokens is over."""
+    """End an event of a number of tokens."""
     now = f.now[0]
     if now.forecasts:
         forecast(f, layer, tokens)
@@ -263,10 +270,10 @@ def note_turn(f: Any, layer: int, tokens: int) -> None:
 
 
 def add_weight(f: Any, key: int, weight: float, tokens: int) -> None:
-    """Add what an event's tokens gave a key, before its `note_use`.
+    """Add the weight that an event's tokens gave a key, before its `note_use`.
 
-    With a growth, later weights count for more instead of earlier ones ageing: as logarithms, for
-    the factor outgrows a float.
+    With a `growth`, later weights grow instead of earlier ones decaying; in logarithms, because the
+    factor outgrows a float.
     """
     now, e = f.now[0], f.experts[key]
     if now.growth:
@@ -280,13 +287,13 @@ def add_weight(f: Any, key: int, weight: float, tokens: int) -> None:
 
 
 FAST, MIDDLE, SLOW = 0.6, 0.9, 0.98
-"""What a use counts against one a token later: the last two, ten and fifty tokens count."""
+"""Decay per token: windows of about two, ten and fifty tokens."""
 SLACK = 5.0
-"""Duels that a forecast may lose before LRU chooses: the first of a run say little."""
+"""Net duels that a forecast may lose before LRU takes over: the first of a run say little."""
 
 
 def note_served(f: Any, key: int, fast: float, middle: float, slow: float) -> None:
-    """Note what tokens of an event count for a key: each decay to the power of their ages."""
+    """Add an event's tokens to a key's rates: the sum of each decay to the power of token age."""
     g = f.forecasts[key]
     g.fresh_fast += fast
     g.fresh_middle += middle
@@ -294,9 +301,9 @@ def note_served(f: Any, key: int, fast: float, middle: float, slow: float) -> No
 
 
 def end_use(f: Any, key: int, home: int, tokens: int) -> None:
-    """For a forecast, after the `note_use` of all keys of an event and before its `note_turn`.
+    """For forecasts: end the key's duel and, for a single token, add it to the key's rates.
 
-    It ends the key's duel, and knows the age of a single token.
+    Called after the `note_use` of all keys of an event and before its `note_turn`.
     """
     if tokens == 1:
         note_served(f, key, 1.0, 1.0, 1.0)
@@ -309,7 +316,7 @@ def end_use(f: Any, key: int, home: int, tokens: int) -> None:
 
 
 def begin_duel(f: Any, key: int) -> None:
-    """Begin the duel that was announced, if its victim is the one that leaves."""
+    """Begin the pending duel if `key`, which is being evicted, is one of its two victims."""
     now = f.now[0]
     first, second = f.forecasts[now.furthest], f.forecasts[now.other]
     if key in (now.furthest, now.other) and first.rival < 0 and second.rival < 0:
@@ -319,7 +326,7 @@ def begin_duel(f: Any, key: int) -> None:
 
 
 def forecast(f: Any, layer: int, tokens: int) -> None:
-    """Let an event's tokens, each a turn of its own, count for the rates of its layer."""
+    """Update the rates of a layer by an event's tokens, one decay step per token."""
     fast, middle, slow = FAST, MIDDLE, SLOW
     for _ in range(tokens - 1):
         fast *= FAST
@@ -337,10 +344,10 @@ def forecast(f: Any, layer: int, tokens: int) -> None:
 
 
 def find_lowest(f: Any, rank: Rank, first: int, last: int, mark: int, layer: int) -> int:
-    """Return who leaves first of layers `first` to `last`, the latter left out; -1 for nobody.
+    """Return the victim's key among layers `first` to `last` - 1, or -1 for none.
 
-    Keys `pinned` with the mark may not leave; they are all of `layer`, or of one whose `unclear`
-    the caller has set.
+    Keys whose `pinned` equals `mark` are excluded; they must all be of `layer`, or of layers whose
+    `unclear` the caller has set.
     """
     now = f.now[0]
     now.layer, now.turns = layer, f.layers[f.layers[first].cache].turns
@@ -368,7 +375,7 @@ def find_lowest(f: Any, rank: Rank, first: int, last: int, mark: int, layer: int
 
 
 def look_up_lowest(f: Any, rank: Rank, index: int, mark: int) -> None:
-    """Look up who of a layer leaves first."""
+    """Recompute a layer's first victim, `lowest`, and LRU's, `oldest`."""
     now, home = f.now[0], f.layers[index]
     base = index * now.num_experts
     best, best_a, best_b, oldest = -1, 0.0, 0.0, -1
@@ -387,7 +394,7 @@ def look_up_lowest(f: Any, rank: Rank, index: int, mark: int) -> None:
 
 
 A_LOAD, A_PREFETCH, AN_EVICTION, A_WISH, A_USE, A_LESSER_USE, A_NEXT_USE, A_TURN, A_PASS = range(9)
-"""What a log tells, each with a key (or a layer, or a pass) and a value."""
+"""Kinds of log entries; each entry has a key (or a layer, or a pass) and a value."""
 
 
 def play(
@@ -400,7 +407,10 @@ def play(
     pins: Any,
     layer: int,
 ) -> int:
-    """Take in a log [what, key, value, what ...] and return who leaves, none of `pins`, or -1."""
+    """Process a log [kind, key, value, kind ...]; return the victim outside `pins`, or -1.
+
+    No victim is sought where `layer` is negative.
+    """
     f = Features(experts, layers, now, forecasts)
     num_layers, num_experts = now[0].num_layers, now[0].num_experts
     for i in range(0, len(log), 3):

@@ -31,7 +31,7 @@ PHASES = ("all", "decode")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One axis of a composition: the algorithm and every one of its parameters, in full."""
+    """One axis of a composition: the algorithm and all of its parameters, defaults included."""
 
     axis: str
     name: str
@@ -39,6 +39,7 @@ class Choice:
     parameters: Mapping[str, Any]
 
     def build(self, geometry: Geometry, seed: int) -> Any:
+        """Return an instance; ValueError names the axis and the algorithm."""
         try:
             built = self.algorithm(geometry, seed=seed, **self.parameters)
             return _naming_itself(built, self, geometry) if "." in self.name else built
@@ -47,19 +48,20 @@ class Choice:
         except Exception as error:
             if "." not in self.name:
                 raise
-            # A class of the user's own may raise anything.
+            # A user's class may raise anything.
             raise ValueError(
                 f"{self.axis}={self.name} ({source_of(self.algorithm)}): its constructor raised "
                 f"{type(error).__name__}: {error}"
             ) from error
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the choice as a policy's YAML spells it, with all parameters."""
         key = "name" if "." not in self.name else "class_path"
         return {key: self.name, **{unmangle(n): v for n, v in self.parameters.items()}}
 
 
 def _naming_itself(algorithm: Any, choice: Choice, geometry: Geometry) -> Any:
-    """Let every error from inside an outside algorithm say whose it is, and in which layer."""
+    """Make every error raised inside an outside algorithm name the algorithm and the layer."""
 
     def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
         words = list(signature(method).parameters)
@@ -95,14 +97,14 @@ class Policy:
     """A composition: a choice on each axis, and the phases in which lossy algorithms act."""
 
     name: str
-    """What runs: the composition's name, and the algorithms that replace its own."""
+    """The composition's name, followed by the algorithms that replace its own."""
     composition: str
     source: str
     phases: str
     per_layer: bool
-    """Whether each layer has a cache of its own, of equal size, whatever form the capacity has."""
+    """Whether each layer has its own cache, all of equal size, whatever form the capacity has."""
     placed: bool
-    """Whether it starts from experts placed by a profile of use (`warm=`)."""
+    """Whether it starts from experts placed by a use profile (`warm=`)."""
     routing: Choice
     prefetch: Choice
     eviction: Choice
@@ -110,14 +112,16 @@ class Policy:
 
     @property
     def is_lossless(self) -> bool:
+        """Whether routing and miss handling leave the model's results unchanged."""
         return bool(self.routing.algorithm.is_lossless and self.miss.algorithm.is_lossless)
 
     @property
     def draws(self) -> bool:
-        """Whether some choice depends on the seed."""
+        """Whether any algorithm depends on the seed."""
         return any(getattr(self, axis).algorithm.draws for axis in AXES)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the resolved composition, as it appears in a results JSON."""
         axes = {axis: getattr(self, axis).as_dict() for axis in AXES}
         named = {"name": self.name}
         if self.composition != self.name:
@@ -128,28 +132,29 @@ class Policy:
 
 
 def mangle(name: str) -> str:
-    """`lambda` is a parameter of the papers and a keyword of Python: `lambda_` there."""
+    """Return a parameter's Python name: the papers' `lambda` is a keyword, hence `lambda_`."""
     return "lambda_" if name == "lambda" else name
 
 
 def unmangle(name: str) -> str:
+    """Return a parameter's name as users write it, from its Python name."""
     return "lambda" if name == "lambda_" else name
 
 
 def policy_names() -> list[str]:
+    """Return the names of the shipped compositions, sorted."""
     return sorted(path.stem for path in policies_dir().glob("*.yaml"))
 
 
 def load_policy(
     given: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> Policy:
-    """Load a composition by name or path, or take one as a mapping, and replace what overrides say.
+    """Load a composition by name, path or mapping, and apply overrides.
 
     A mapping has the form of a policy's file. Overrides are `{"eviction": "lru", "eviction.order":
     "fifo", "phases": "decode"}`; a name with a dot is the path of a class. Replacing an algorithm
-    drops the parameters the composition gave to the old one, and is noted in the policy's name.
-    Raises ValueError for anything unknown, and for a parameter that the chosen algorithm does not
-    have.
+    drops the old one's parameters and shows in the policy's name. Raises ValueError for anything
+    unknown, and for a parameter that the chosen algorithm does not have.
     """
     data, where, stem = _read(given)
     composed = {axis: _as_mapping(axis, data.get(axis), where) for axis in AXES}
@@ -164,7 +169,7 @@ def load_policy(
         if choice.name != composed[axis].get("class_path", composed[axis].get("name"))
     ]
     composition = str(data.get("name", stem))
-    # Placement is for experts that stay where they are: another miss algorithm needs none.
+    # Placement is for experts that stay in place, which a replaced miss algorithm need not do.
     own_miss = choices["miss"].name == composed["miss"].get("name")
     policy = Policy(
         name=" + ".join([composition, *replaced]),
@@ -181,14 +186,14 @@ def load_policy(
                 "phases='decode' has no effect: every algorithm of this policy is lossless. "
                 "Leave it out, or choose a lossy routing or miss algorithm."
             )
-        # A composition made lossless by an override: its phases no longer mean anything.
+        # An override made the composition lossless, so its phases no longer matter.
         policy = replace(policy, phases="all")
     _check_pairs(choices, policy.is_lossless)
     return policy
 
 
 def check_cache_form(policy: Policy, per_layer: bool) -> None:
-    """Refuse an eviction between layers where each layer has its own cache (`n/layer`)."""
+    """Refuse an eviction that compares layers if each layer has its own cache (`n/layer`)."""
     eviction = policy.eviction
     if (per_layer or policy.per_layer) and eviction.algorithm.compares_layers:
         raise ValueError(
@@ -199,7 +204,7 @@ def check_cache_form(policy: Policy, per_layer: bool) -> None:
 
 
 def _read(given: str | Mapping[str, Any]) -> tuple[Mapping[str, Any], str, str]:
-    """Return a composition as its file has it, where it is from, and a name for it."""
+    """Return a composition's checked fields, its source for messages, and a default name."""
     from lm_eval_moecache.records.schemas import check
     from lm_eval_moecache.records.schemas.inputs import PolicyFile
 
@@ -221,7 +226,7 @@ def _read(given: str | Mapping[str, Any]) -> tuple[Mapping[str, Any], str, str]:
 
 
 def _check_pairs(choices: Mapping[str, Choice], is_lossless: bool) -> None:
-    """Refuse pairings that make no sense, by what the algorithms say of themselves."""
+    """Refuse pairings that the algorithms themselves exclude."""
     for axis, choice in choices.items():
         for other, allowed in choice.algorithm.pairs_with.items():
             name = choices[other].name
@@ -251,7 +256,7 @@ def _check_pairs(choices: Mapping[str, Choice], is_lossless: bool) -> None:
 def _override(
     composed: Mapping[str, Mapping[str, Any]], overrides: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return the axes with their algorithms replaced first, and then their parameters set."""
+    """Return the axes with overrides applied: first algorithms, then parameters."""
     merged = {axis: dict(mapping) for axis, mapping in composed.items()}
     for axis, value in overrides.items():
         if axis in merged:
@@ -284,7 +289,7 @@ def _choose(axis: str, given: Mapping[str, Any]) -> Choice:
         raise ValueError(
             f"{axis}.init_args={inner!r} must be a mapping of {axis}={name}'s parameters."
         )
-    # An override stands beside `init_args`, and goes before it.
+    # A parameter set by an override takes precedence over `init_args`.
     given = {**inner, **given}
     known = parameters_of(algorithm)
     for key in given:
@@ -306,7 +311,7 @@ def _choose(axis: str, given: Mapping[str, Any]) -> Choice:
 def _validated(
     axis: str, name: str, algorithm: type[Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Check types by the constructor's hints and fill in the defaults."""
+    """Check types against the constructor's hints and fill in the defaults."""
     known = parameters_of(algorithm)
     values = {n: given.get(n, p.default) for n, p in known.items()}
     for key, value in values.items():
@@ -316,12 +321,12 @@ def _validated(
             )
     if not given:
         return values
-    # Numbers that no algorithm means are refused: infinite, not a number, beyond every count.
+    # Refuse numbers that no algorithm can mean: infinite, NaN, beyond every count.
     for key, value in given.items():
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, (int, float)) and not isinstance(each, bool):
                 read_number(f"{axis}.{unmangle(key)}", each, least=-MOST_COUNT, most=MOST_COUNT)
-    # Imported where a parameter is to be checked: it is the slowest import of a replay.
+    # Imported only when there are parameters to check: it is the slowest import of a replay.
     from jsonargparse import ArgumentError, ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)

@@ -52,14 +52,14 @@ def _is_kept() -> bool:
 
 
 class RankedEviction(EvictionAlgorithm):
-    """An eviction that is a ranking of residents, which a compiled replay knows, too.
+    """An eviction that ranks residents, shared by the live run and the compiled replay.
 
-    A subclass names its `rank`, a plain function in the part of Python that numba compiles (see
-    `features.Rank`), or returns another one by its parameters. What it overrides beside that must
-    not change who leaves, or a replay would not be the live run's.
+    A subclass sets `rank`, a plain function in the subset of Python that numba compiles (see
+    `features.Rank`), or returns another one depending on its parameters. Whatever else it overrides
+    must not change the victims, or a replay would differ from the live run.
 
-    What happens is noted in a log, which is taken in where somebody has to leave. Once many had to,
-    that is one call of a compiled function. Cost: O(layers + residents of a layer) per victim.
+    Calls are logged, and the log is processed when a victim is needed; after many victims a
+    compiled function does so. Cost: O(layers + residents of a layer) per victim.
     """
 
     rank: Any
@@ -83,7 +83,7 @@ class RankedEviction(EvictionAlgorithm):
 
     @property
     def plain_rank(self) -> Rank:
-        """The function itself, whatever has been put around the algorithm's methods."""
+        """The rank function itself, without wrappers around the algorithm's methods."""
         found: Rank = unwrap(self.rank)
         return found
 
@@ -121,7 +121,7 @@ class RankedEviction(EvictionAlgorithm):
         return None if found < 0 else found
 
     def make_features(self, per_layer: bool = False) -> Features:
-        """Return what the rule knows before anything happened, of one cache or one per layer."""
+        """Return the rule's initial features, for one cache or one per layer."""
         now = Now(
             self.geometry.num_layers,
             self.geometry.num_experts,
@@ -135,9 +135,9 @@ class RankedEviction(EvictionAlgorithm):
         return make_features(now, per_layer)
 
     def _note(self, name: str, layer: int, experts: Any, *values: Any) -> None:
-        """Tell a function of features of each of these experts and its values, before `on_event`.
+        """Call the function `name` of `features` for each of these experts, before `on_event`.
 
-        A number for each expert of the layer, or more: what the event's tokens gave it.
+        Each of `values` [experts of the layer] holds what the event's tokens contributed.
         """
         self._take_in()
         is_plain = self._play is features.play
@@ -147,7 +147,7 @@ class RankedEviction(EvictionAlgorithm):
             function(self._features, base + expert, *(own[expert].item() for own in values))
 
     def _take_in(self, pins: Any = (), layer: int = _NOBODY) -> int:
-        """Bring the features up to date; return who leaves, or -1."""
+        """Process the log; return the victim's key, or -1 for none."""
         log: Any = self._log
         if self._features is None:
             self._features = self.make_features()
@@ -159,7 +159,7 @@ class RankedEviction(EvictionAlgorithm):
         return found
 
     def _compile(self) -> None:
-        """From now on, let compiled functions work on records."""
+        """Switch to compiled functions on records."""
         self._take_in()
         assert self._features is not None
         self._features = Features(*map(as_records, self._features))
@@ -167,5 +167,5 @@ class RankedEviction(EvictionAlgorithm):
 
 
 def compiled_rank(rank: Rank) -> Any:
-    """Return a rule's rank as compiled functions take it."""
+    """Return a rule's rank in the form that compiled functions take."""
     return compiled_function(rank, Expert, Layer, Now)

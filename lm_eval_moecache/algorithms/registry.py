@@ -1,4 +1,4 @@
-"""Finds algorithms: the folder of an axis is its registry, and nothing else lists them."""
+"""Finds algorithms: the folder of an axis is its registry; there is no other list."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BASES = {
     "miss": "MissAlgorithm",
 }
 AXES = tuple(BASES)
-# Given by the engine, not by the user.
+# Set by the engine, not by the user.
 _NOT_PARAMETERS = ("self", "geometry", "seed")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -39,6 +39,7 @@ def _modules_of(axis: str) -> tuple[str, ...]:
 
 
 def base_of(axis: str) -> type[Any]:
+    """Return the base class of an axis' algorithms."""
     module = importlib.import_module(f"lm_eval_moecache.algorithms.{axis}.base")
     base: type[Any] = getattr(module, BASES[axis])
     return base
@@ -66,10 +67,10 @@ def find_algorithm(axis: str, name: str) -> type[Any]:
 
 
 def import_class(axis: str, class_path: str) -> type[Any]:
-    """Import an outside algorithm; nothing but a subclass of the axis base is accepted.
+    """Import an outside algorithm; ValueError unless it is a concrete subclass of the axis base.
 
-    The current folder's modules are found, as with `python -m`: the installed commands have the
-    folder of the command in its place.
+    Modules of the current folder are found, as with `python -m`: installed commands have their own
+    folder on `sys.path` instead.
     """
     module_name, _, class_name = class_path.rpartition(".")
     if "" not in sys.path and (here := os.getcwd()) not in sys.path:
@@ -99,7 +100,7 @@ def import_class(axis: str, class_path: str) -> type[Any]:
 
 @lru_cache(maxsize=256)
 def _code_of(source: str) -> str:
-    """Return a module's code without its words."""
+    """Return a module's code without comments, docstrings and formatting."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
@@ -108,7 +109,7 @@ def _code_of(source: str) -> str:
 
 
 def source_digest(algorithm: type[Any]) -> str:
-    """Identify the code of an algorithm: its module and those of the classes it is made of.
+    """Return a digest of an algorithm's code: its module and those of its base classes.
 
     Comments, docstrings and formatting do not count, nor does the base of its axis.
     """
@@ -118,7 +119,7 @@ def source_digest(algorithm: type[Any]) -> str:
             continue
         try:
             source = inspect.getsource(sys.modules[part.__module__])
-        except (OSError, TypeError):  # of a notebook: its name is all there is
+        except (OSError, TypeError):  # defined in a notebook: only its name is available
             digest.update(part.__qualname__.encode())
             continue
         digest.update(_code_of(source).encode())
@@ -134,7 +135,7 @@ def source_of(algorithm: type[Any]) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return what went wrong and, where a file's own code did, where in it."""
+    """Return the error's type and message and, if a file's own code raised it, file and line."""
     place = ""
     trace = error.__traceback__
     while trace is not None:

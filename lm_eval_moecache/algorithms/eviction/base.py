@@ -13,7 +13,7 @@ from lm_eval_moecache.trace.future import Future
 
 
 class EvictionAlgorithm(ABC):
-    """Decides who leaves; the cache alone knows sizes, pins and residency.
+    """Chooses the victim; sizes, pins and residency are the cache's alone.
 
     The cache guarantees the order `on_insert` -> any number of `on_event` / `on_predicted` ->
     `on_evict` for each key, and `on_pass` before the first event of each pass. One instance
@@ -52,7 +52,7 @@ class EvictionAlgorithm(ABC):
         self.seed = seed
 
     def prepare(self, future: Future) -> None:
-        """Take the events to come, before the first of them: replays call it once."""
+        """Receive the future; replays call it once, before the first event."""
         return
 
     def on_pass(self, pass_index: int) -> None:
@@ -61,38 +61,38 @@ class EvictionAlgorithm(ABC):
 
     @abstractmethod
     def on_insert(self, key: int, prefetched: bool) -> None:
-        """Note that a key became resident; `prefetched` says that no event has asked for it."""
+        """Note that a key became resident; `prefetched` means that no event has needed it yet."""
 
     def on_event(self, event: Event) -> None:
         """Note the use of `event.keys`, in order of need, after the event was executed.
 
-        Keys that are not resident any more (an event larger than the cache) may be among them.
+        After an event larger than the cache, some of them are no longer resident.
         """
         return
 
     def on_executed(self, layer: int, keys: Sequence[int]) -> None:
-        """Note that these keys of the running event have been executed, and more are to come.
+        """Note that these keys of the running event have been executed, with more to come.
 
         Called between the waves of an event larger than the cache: from here on these keys may be
-        evicted. `on_event` follows for all of the event's keys. Most algorithms need not know.
+        evicted. `on_event` follows for all of the event's keys. Most algorithms can ignore it.
         """
         return
 
     def on_levels(self, event: Event, levels: Mapping[int, int]) -> None:
-        """As `on_event`, which it stands for where the store has several levels of precision.
+        """As `on_event`, and called instead of it if the store has several levels of precision.
 
-        `levels` has each of `event.keys` with the level at which it was executed, 0 the best.
+        `levels` maps each of `event.keys` to the level at which it was executed, 0 being the best.
         """
         self.on_event(event)
 
     def on_predicted(self, key: int) -> None:
-        """Note that a prefetcher wants a key that is resident already."""
+        """Note that a prefetcher wants a resident key."""
         return
 
     def on_all_predicted(self, keys: Sequence[int]) -> None:
-        """As `on_predicted` for each of these keys of one layer, the most wanted first.
+        """As `on_predicted` for each of these keys of one layer, most wanted first.
 
-        To be overridden only where that is faster.
+        Override it only for speed.
         """
         for key in keys:
             self.on_predicted(key)
@@ -102,25 +102,25 @@ class EvictionAlgorithm(ABC):
         """Forget a key: the cache has evicted it."""
 
     def on_miss(self, key: int) -> None:
-        """Note that room is about to be made for a key that is absent: what ghost lists ask.
+        """Note that room is about to be made for an absent key, as ghost lists need to know.
 
-        Called before each request for a `victim` on its behalf, so possibly several times.
+        Called before each call of `victim` on its behalf, so possibly several times.
         """
         return
 
     @abstractmethod
     def victim(self, pinned: Container[int], layer: int) -> int | None:
-        """Name the resident key to evict while `layer` is being served, or None.
+        """Return the resident key to evict while `layer` is being served, or None.
 
-        Never a pinned key; None only where every key it knows is pinned. State does not change
-        until `on_evict`.
+        Never a pinned key; None only if all resident keys are pinned. State does not change until
+        `on_evict`.
         """
 
 
 class RecencyRule(EvictionAlgorithm):
-    """Base of what engines make of LRU: the residents in order of use, and a `victim` of one's own.
+    """Base of the LRU variants: keeps the residents in order of use; a rule adds its `victim`.
 
-    The experts of an event count as used in order of need. O(1) a call.
+    The experts of an event count as used in order of need. O(1) per call.
     """
 
     def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
@@ -145,17 +145,17 @@ class RecencyRule(EvictionAlgorithm):
         self.order.pop(key, None)
 
     def oldest(self, pinned: Container[int]) -> int | None:
-        """Return the key that LRU would let go, or None where all are pinned."""
+        """Return LRU's victim, or None if all keys are pinned."""
         return next((key for key in self.order if key not in pinned), None)
 
 
 class HitRule(EvictionAlgorithm):
-    """Base of the textbook rules, which tell a hit from the use that loaded the expert.
+    """Base of the textbook rules, which distinguish a hit from the use that loaded the expert.
 
-    The engine reports every use, the one that a demand load was made for included (`on_event`
-    follows `on_insert`); textbook rules count hits only. What a prefetch or `warm=` brought is hit
-    by its first use. A rule implements `admit`, `hit`, `forget` and `victim`, and may remember in
-    `victim` what its choice implies for the others: `forget` of that key puts it into effect.
+    The engine reports every use, including the one that caused a demand load (`on_event` follows
+    `on_insert`); textbook rules count only hits. The first use of a key loaded by a prefetch or
+    `warm=` is a hit. A rule implements `admit`, `hit`, `forget` and `victim`; `victim` may record
+    the side effects of its choice, which take effect in `forget` of that key.
     """
 
     def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
@@ -188,17 +188,17 @@ class HitRule(EvictionAlgorithm):
 
     @abstractmethod
     def hit(self, key: int) -> None:
-        """Note a use of a key; it is not resident where its event was larger than the cache."""
+        """Note a hit on a key, which may have left again if its event was larger than the cache."""
 
     @abstractmethod
     def forget(self, key: int) -> None:
-        """Note that a key left, chosen by `victim` or not."""
+        """Note that a key was evicted, chosen by `victim` or not."""
 
 
 class GhostQueue:
-    """Keys that left, the oldest first, up to a size; one that is missed again is taken out.
+    """Evicted keys, oldest first, up to a size; a key that is missed again is removed.
 
-    `recall` may be told of a key several times before it is loaded. O(1) a call.
+    `recall` may be called several times for a key before it is loaded. O(1) per call.
     """
 
     def __init__(self) -> None:
@@ -206,13 +206,13 @@ class GhostQueue:
         self._recalled = -1
 
     def recall(self, key: int) -> None:
-        """Note that a key is about to be loaded: if it is here, it leaves and is remembered."""
+        """Note that a key is about to be loaded: if it is in the queue, remove and remember it."""
         if key in self._keys:
             del self._keys[key]
             self._recalled = key
 
     def admit(self, key: int) -> bool:
-        """Return whether a key that is loaded now was here."""
+        """Return whether a key that has just been loaded was in the queue."""
         self.recall(key)
         was_here, self._recalled = self._recalled == key, -1
         return was_here
@@ -224,10 +224,10 @@ class GhostQueue:
 
 
 class RankedKeys:
-    """Keys with a rank each, of which the lowest is asked for: a heap with lazy deletion.
+    """Keys by rank, with access to the lowest: a heap with lazy deletion.
 
-    Ties go to the smaller key. Cost: amortised O(log n) per call, beside the pinned keys that
-    `lowest` steps over.
+    Ties go to the smaller key. Cost: amortised O(log n) per call, plus the pinned keys that
+    `lowest` skips.
     """
 
     def __init__(self) -> None:
@@ -270,7 +270,7 @@ class RankedKeys:
 
 
 class LayerQueues:
-    """One queue of keys per layer, and which layers have any. Every call is O(1)."""
+    """One queue of keys per layer, with a mask of the non-empty ones. O(1) per call."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._num_experts = geometry.num_experts
@@ -279,7 +279,7 @@ class LayerQueues:
         """Bit l is set where layer l has keys."""
 
     def append(self, key: int) -> None:
-        """Put a key at the end of its layer's queue, from wherever it is."""
+        """Move a key to the end of its layer's queue, or append it."""
         layer = key // self._num_experts
         queue = self._queues[layer]
         queue.pop(key, None)
@@ -296,7 +296,7 @@ class LayerQueues:
         return key in self._queues[key // self._num_experts]
 
     def first(self, layer: int, pinned: Container[int]) -> int | None:
-        """Return the first key of a layer's queue, or None where every one is pinned."""
+        """Return the first key of a layer's queue that is not pinned, or None."""
         for key in self._queues[layer]:
             if key not in pinned:
                 return key

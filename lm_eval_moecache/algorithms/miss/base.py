@@ -1,4 +1,4 @@
-"""The miss axis: absent experts in, what to load and what to execute out."""
+"""The miss axis: from absent experts to fetches and the experts to execute."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lm_eval_moecache.records.selection import Selection
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """What to do about the absent experts of one event.
+    """The decision about the absent experts of one event.
 
-    `fetch` lists what is loaded, in the order it is asked of the link; `selection` replaces the
-    experts to execute, and is None where all of them are executed as asked.
+    `fetch` lists the loads in the order they are requested from the link; `selection` replaces the
+    experts to execute, and is None to execute the event's own.
     """
 
     fetch: Sequence[Fetch]
@@ -30,11 +30,11 @@ class Resolution:
 
 
 class MissAlgorithm(ABC):
-    """Decides for each absent expert whether it is loaded (and how well), replaced or dropped.
+    """Decides whether each absent expert is loaded (and at which level), replaced or dropped.
 
-    `Event.experts` are always there, heaviest first; what routing has dropped is DROPPED in them.
-    In an event of several tokens each token is judged alone, by what was resident when the event
-    began: an expert may be loaded for one token and replaced for another.
+    `Event.experts` are always filled, heaviest first; experts dropped by routing are DROPPED. Each
+    token is decided by itself, from the residents at the start of the event: an expert may be
+    loaded for one token and replaced for another.
     """
 
     source: ClassVar[str]
@@ -46,29 +46,30 @@ class MissAlgorithm(ABC):
     uses_logits: ClassVar[bool] = False
     """Whether `Event.weights` and `Event.logits` are needed."""
     uses_weights: ClassVar[bool] = False
-    """Whether `Event.weights` are needed and logits are not: such rules replay traces without."""
+    """Whether `Event.weights` are needed but not logits, so that traces without logits suffice."""
     cached_first: ClassVar[bool] = False
     """Whether the resident experts of an event are executed while the absent ones are loaded."""
     uses_host: ClassVar[bool] = False
-    """Whether it executes absent experts on the host, of which the hardware profile must know."""
+    """Whether it executes absent experts on the host; the hardware profile needs host figures."""
     host_rule: str = ""
     """How absent experts are divided between the host, which executes them, and the link, which
-    loads them: `always`, `first` or `balanced` (see `miss=host`); empty where all are loaded."""
+    loads them: `always`, `first` or `balanced` (see `miss=host`); empty if all are loaded."""
     uploads: int = 0
-    """How many of an event's absent experts, executed on the host, are loaded behind it."""
+    """How many of an event's host-executed experts are loaded after it."""
     uses_ladder: ClassVar[bool] = False
-    """Whether it loads at lower levels of the store's precision, of which there must be some."""
+    """Whether it loads at lower levels of precision, which the store must have."""
     upgrade: bool = False
-    """Whether it is asked also where nothing is absent, to better residents of a lower level."""
+    """Whether it is also called without absent experts, to upgrade residents of a lower level."""
     awaits_late: bool = False
-    """Whether what a prefetch has under way is waited for, and nothing decided about it."""
+    """Whether the engine waits for prefetches under way instead of asking about them."""
     artifact_kind: ClassVar[str | None] = None
     """The kind of artifact (`buddies`, `predictor`) that its parameter `profile` names, if any."""
     artifact: Artifact | None = None
-    """The artifact it was built with: the wrapped model checks that it is the model's own."""
+    """The artifact it was built with; the wrapped model checks that the two belong together."""
     pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Axis -> the only algorithms there that go with this one; `pairs_because` says why."""
+    """Axis -> the only algorithms there that this one can be combined with."""
     pairs_because: ClassVar[str] = ""
+    """Reason for `pairs_with`, quoted in error messages."""
 
     def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
         self.geometry = geometry
@@ -84,22 +85,22 @@ class MissAlgorithm(ABC):
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
     ) -> Resolution | None:
-        """Say what becomes of the `absent` keys (in order of need), or None to load them all.
+        """Return the decision about the `absent` keys (in order of need), or None to load them all.
 
-        Every absent key is either in `fetch` or no longer in the selection. Keys that a prefetch
-        has under way are absent, too, unless `awaits_late`: then the engine waits for those that
-        are still in the selection, and they are neither here nor resident. `resident` holds the
-        keys that are resident now, and their levels: one that is fetched at a better level is
-        loaded again. A selection returned has DROPPED where the event has it.
+        Every absent key is either in `fetch` or no longer in the selection. Prefetches under way
+        are absent, too, unless `awaits_late`: then they are in neither `absent` nor `resident`, and
+        the engine waits for those still in the selection. `resident` maps resident keys to their
+        levels: fetching one at a better level loads it again. A returned selection has DROPPED
+        wherever the event has it.
         """
 
     def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
-        """Choose the level of each key of a layer that is to be prefetched, most wanted first."""
+        """Return the level at which to prefetch each of a layer's keys, most wanted first."""
         return [0] * len(keys)
 
 
 Cost = Callable[[IntArray, IntArray], npt.NDArray[np.floating[Any]]]
-"""(tokens [n], the expert each of them misses [n]) -> what each substitute costs [n, experts]."""
+"""(tokens [n], the missing expert of each [n]) -> cost of each substitute [n, experts]."""
 Order = Literal["heaviest", "lightest"]
 
 
@@ -111,10 +112,10 @@ def level_fetches(
     geometry: Geometry,
     resident: Mapping[int, int],
 ) -> list[Fetch]:
-    """Return the fetches of these keys that some token needs and that are not resident well enough.
+    """Return fetches of the needed keys that are not resident at a sufficient level.
 
-    `levels` are what each [tokens, top_k] entry asks for, `live` whether it is executed. An expert
-    comes once, at the best level that a token asks for.
+    `levels` [tokens, top_k] are the required levels, `live` whether an entry is executed. An expert
+    is fetched once, at the best level that any token requires.
     """
     never = len(geometry.precision)
     best = np.full(geometry.num_experts, never)
@@ -127,7 +128,7 @@ def level_fetches(
 def weight_shares(event: Event) -> FloatArray:
     """Return each expert's share of its token's weight, [tokens, top_k]; 0 where dropped.
 
-    Of the router's weights as they are, renormalised by the family or not: a token's sum to 1.
+    A token's shares sum to 1, whether or not the model family renormalises its router's weights.
     """
     weights = np.where(event.experts != DROPPED, event.weights, 0)
     total = np.maximum(weights.sum(axis=-1, keepdims=True), 1e-20)
@@ -135,15 +136,15 @@ def weight_shares(event: Event) -> FloatArray:
 
 
 def keep_one(keep: BoolArray, shares: FloatArray) -> None:
-    """Keep the heaviest expert of each token that would have none, [tokens, top_k]."""
+    """Set `keep` [tokens, top_k] for the heaviest expert of each token that would have none."""
     nothing_left = ~(keep & (shares > 0)).any(axis=-1)
     keep[nothing_left, shares[nothing_left].argmax(axis=-1)] = True
 
 
 def weight_before(weights: FloatArray, live: BoolArray) -> FloatArray:
-    """Return the share of a token's weight that its heavier experts have, [tokens, top_k].
+    """Return the share of a token's weight on experts heavier than each, [tokens, top_k].
 
-    HOBBIT's unimportance of an expert: 0 for the heaviest. What is not `live` weighs nothing.
+    This is HOBBIT's unimportance: 0 for the heaviest. Entries that are not `live` weigh nothing.
     """
     weights = np.where(live, weights, 0)
     total = np.maximum(weights.sum(axis=-1, keepdims=True), 1e-20)
@@ -151,7 +152,7 @@ def weight_before(weights: FloatArray, live: BoolArray) -> FloatArray:
 
 
 def expected_choice(logits: FloatArray, top_k: int) -> tuple[IntArray, FloatArray]:
-    """Return the experts [tokens, top_k] that a predicted gate would choose, and their scores."""
+    """Return the experts [tokens, top_k] that predicted logits would choose, and their scores."""
     experts = np.argsort(-logits, axis=-1, kind="stable")[:, :top_k]
     return experts, np.take_along_axis(softmax(logits), experts, axis=-1)
 
@@ -159,9 +160,9 @@ def expected_choice(logits: FloatArray, top_k: int) -> tuple[IntArray, FloatArra
 def prefetch_at(
     keys: Sequence[int], experts: IntArray, levels: IntArray, geometry: Geometry
 ) -> list[int]:
-    """Return the level of each key: the best that an expected [tokens, top_k] entry asks for.
+    """Return each key's level: the best that any expected [tokens, top_k] entry requires.
 
-    What no token is expected to choose comes at the lowest.
+    Keys that no token is expected to choose get the lowest level.
     """
     best = np.full(geometry.num_experts, len(geometry.precision) - 1)
     np.minimum.at(best, experts, levels)
@@ -169,7 +170,7 @@ def prefetch_at(
 
 
 def absent_entries(experts: IntArray, is_resident: BoolArray) -> BoolArray:
-    """Mark the [tokens, top_k] entries whose expert is absent; `is_resident` is [experts]."""
+    """Return a mask [tokens, top_k] of absent experts; `is_resident` is [experts]."""
     return np.asarray((experts != DROPPED) & ~is_resident[experts])
 
 
@@ -195,11 +196,12 @@ def substitute(
 ) -> tuple[IntArray, BoolArray]:
     """Replace absent experts by resident ones: BuddyMoE algorithm 1 for any order of preference.
 
-    A token's `missing` experts [tokens, top_k] choose in turn, the heaviest (or lightest) first and
-    until `budget` [tokens] of them are replaced, the cheapest resident expert that the token has
-    not; infinity forbids, ties go to the smaller index. A substitute chosen before costs `reuse`
-    times as much (costs are negative where that is above 0), or is out. Returns [tokens, top_k]
-    experts and where one was sought.
+    Each of a token's `missing` experts [tokens, top_k] in turn, heaviest (or lightest) first, is
+    replaced by the cheapest resident expert that the token does not have yet, until `budget`
+    [tokens] replacements are made; infinite cost forbids, ties go to the smaller index. The cost of
+    a substitute used before is multiplied by `reuse` (costs are negative where `reuse` is above 0);
+    with `reuse` 0 it is excluded. Returns the experts [tokens, top_k] and a mask of the entries for
+    which a substitute was sought.
     """
     chosen: IntArray = experts.copy()
     free = np.broadcast_to(is_resident, (len(experts), len(is_resident))).copy()
@@ -226,7 +228,7 @@ def substitute(
 
 
 def check_budget(rho: int | None, top_k: int) -> int:
-    """Return how many experts of a token may be replaced in a layer: rho, or all without one."""
+    """Return how many of a token's experts may be replaced in a layer: rho, or all if None."""
     if rho is not None and not 1 <= rho < top_k:
         raise ValueError(
             f"miss.rho={rho} must be at least 1 and below the router's top_k={top_k}: give a "
@@ -247,10 +249,10 @@ def resolve_substitution(
     reuse: float = 0.0,
     order: Order = "heaviest",
 ) -> Resolution | None:
-    """Replace what can be, fetch or drop what finds nobody, and fetch what was not sought for.
+    """Replace absent experts; fetch or drop those without a substitute, fetch those over budget.
 
-    `weight` says whose weight a substitute has; `budget` [tokens] (no limit where not given),
-    `reuse` and `order` are those of `substitute`.
+    `weight` chooses a substitute's weight: its own or the missing expert's; `budget` [tokens] (no
+    limit by default), `reuse` and `order` are those of `substitute`.
     """
     if budget is None:
         budget = np.full(len(event.experts), event.experts.shape[1])

@@ -1,4 +1,4 @@
-"""The prefetch axis: what one event tells about the next ones."""
+"""The prefetch axis: from one event to keys for the next ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lm_eval_moecache.trace.future import Future
 
 
 class PrefetchAlgorithm(ABC):
-    """Proposes experts to load, most wanted first; the link decides when they come.
+    """Proposes experts to load, most wanted first; the link decides when they arrive.
 
-    A proposal for a layer at or before the running one is meant for the next pass. Keys that are
-    resident or on their way may be proposed: they are not moved, but the eviction algorithm hears.
+    A proposal for a layer at or before the running one is meant for the next pass. Resident keys
+    and keys on their way may be proposed: they are not moved, but the eviction algorithm is told.
     """
 
     source: ClassVar[str]
@@ -57,11 +57,11 @@ class PrefetchAlgorithm(ABC):
 
     @property
     def draft_stage(self) -> DraftStagePrefetch | None:
-        """What prefetches while a draft model drafts; None where it does nothing then."""
+        """The part that prefetches while a draft model drafts, or None."""
         return None
 
     def prepare(self, future: Future) -> None:
-        """Take the events to come, before the first of them: replays call it once."""
+        """Receive the future; replays call it once, before the first event."""
         return
 
     def on_pass(self, pass_index: int) -> None:
@@ -75,18 +75,17 @@ class PrefetchAlgorithm(ABC):
     def propose_arrays(
         self, layers: Sequence[int], logits: FloatArray
     ) -> tuple[IntArray, IntArray] | None:
-        """Return what `propose` would for each of some predictions of one token, or None.
+        """Return the proposals for n one-token predictions at once, or None if unsupported.
 
-        That is all keys, and how many are each row's. `logits` [n, experts] are predicted of
-        `layers` [n], one after the other. Only for algorithms that look at nothing else of an
-        event; a replay then asks for many steps of one layer at once, a live run for all layers of
-        a step.
+        Returns all keys, and the number of keys of each row [n]. Row i of `logits` [n, experts]
+        predicts layer `layers[i]`. Only for algorithms that read nothing else of an event: a replay
+        batches many steps of one layer, a live run all layers of a step.
         """
         return None
 
 
 class DraftStagePrefetch(PrefetchAlgorithm):
-    """Prefetches by what a draft model sees, while it drafts: only `moecache-spec` has one."""
+    """Prefetches from a draft model's states while it drafts."""
 
     needs_draft: ClassVar[bool] = True
     by_order: ClassVar[bool] = False
@@ -107,23 +106,23 @@ class DraftStagePrefetch(PrefetchAlgorithm):
 
     @abstractmethod
     def plan(self, cutoff: int) -> None:
-        """Take the cutoff that the profile allows, before the first draft: `auto` becomes it."""
+        """Set the cutoff that the profile allows, in place of `auto`, before the first draft."""
 
     @abstractmethod
     def propose_draft(self, layer: int, logits: FloatArray) -> Sequence[int]:
-        """Return the keys of a layer to prefetch, from its gate's [1, experts] on a draft."""
+        """Return a layer's keys to prefetch, from its gate's logits [1, experts] on a draft."""
 
     def propose(self, event: Event) -> Sequence[int]:
         return ()
 
 
 def most_likely(layer: int, logits: FloatArray, count: int) -> list[int]:
-    """Return the keys of each token's `count` likeliest experts, by `by_mass`.
+    """Return the keys of each token's `count` likeliest experts, in the order of `by_mass`.
 
     `logits` are [tokens, experts].
     """
     if len(logits) == 1:
-        # One token's experts go by its own order: no need for probabilities.
+        # A single token's order needs no probabilities.
         top = np.argsort(-logits[0], kind="stable")[:count]
         keys: list[int] = (top + layer * logits.shape[-1]).tolist()
         return keys
@@ -135,10 +134,10 @@ def most_likely(layer: int, logits: FloatArray, count: int) -> list[int]:
 
 
 def by_mass(layer: int, wanted: np.ndarray, scores: FloatArray) -> list[int]:
-    """Return the keys of the experts wanted by any token, the largest summed score first.
+    """Return the keys of the experts wanted by any token, largest summed score first.
 
-    `wanted` is a boolean [tokens, experts], `scores` are [tokens, experts]; ties go to the
-    smaller key.
+    `wanted` is boolean [tokens, experts], `scores` are [tokens, experts]; ties go to the smaller
+    key.
     """
     if len(scores) == 1:
         experts = wanted[0].nonzero()[0]
@@ -153,21 +152,21 @@ def by_mass(layer: int, wanted: np.ndarray, scores: FloatArray) -> list[int]:
 def best_of_rows(
     layers: Sequence[int], logits: FloatArray, count: int
 ) -> tuple[IntArray, IntArray]:
-    """Return `most_likely` of each token alone, in one array, and how many keys are each one's.
+    """Return `most_likely` of each single token in one array, and each token's number of keys.
 
-    A token's layer is in `layers` [tokens].
+    `layers` [tokens] holds each token's layer.
     """
     top = _top(-logits, count) + np.asarray(layers)[:, None] * logits.shape[-1]
     return top.ravel(), np.full(len(top), top.shape[1])
 
 
 def _top(ranks: FloatArray, count: int) -> IntArray:
-    """Return each row's `count` lowest places, the lowest first, of equal ones the first.
+    """Return the indices of each row's `count` lowest ranks, lowest first, ties by index.
 
-    Sorted as integers with the place in their lower half, which numpy does in vectors: several
-    times as fast as sorting places by their ranks.
+    Sorts 64-bit integers that hold rank and index: numpy vectorises this, which makes it several
+    times as fast as an argsort.
     """
-    bits = np.add(ranks, 0, dtype=np.float32).view(np.int32)  # which makes -0 and 0 alike
+    bits = np.add(ranks, 0, dtype=np.float32).view(np.int32)  # adding 0 turns -0 into 0
     bits ^= (bits >> 31) & np.int32(0x7FFFFFFF)
     places: IntArray = (bits.astype(np.int64) << 32) | np.arange(ranks.shape[-1])
     if 8 * count < ranks.shape[-1]:

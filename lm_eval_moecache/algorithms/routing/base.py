@@ -16,10 +16,10 @@ from lm_eval_moecache.records.selection import Selection
 
 
 class RoutingAlgorithm(ABC):
-    """Decides which experts each token is sent to, seeing what is resident.
+    """Decides which experts each token is sent to, given the residents.
 
-    The weights of a changed selection are not its business: they come from the router's
-    unmodified logits by the model family's own rule. `Event.experts` are always there.
+    It does not set weights: those of a changed selection come from the router's unmodified logits
+    by the model family's own rule. `Event.experts` are always filled.
     """
 
     source: ClassVar[str]
@@ -31,16 +31,17 @@ class RoutingAlgorithm(ABC):
     uses_logits: ClassVar[bool] = False
     """Whether `Event.logits` are needed."""
     uses_weights: ClassVar[bool] = False
-    """Whether `Event.weights` are needed: with no logits, such rules replay traces without."""
+    """Whether `Event.weights` are needed: without `uses_logits`, traces without logits suffice."""
     depth: int = 0
     """How many layers ahead `Event.predicted` must reach."""
     artifact_kind: ClassVar[str | None] = None
     """The kind of artifact (`buddies`, `predictor`) that its parameter `profile` names, if any."""
     artifact: Artifact | None = None
-    """The artifact it was built with: the wrapped model checks that it is the model's own."""
+    """The artifact it was built with; the wrapped model checks that the two belong together."""
     pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Axis -> the only algorithms there that go with this one; `pairs_because` says why."""
+    """Axis -> the only algorithms there that this one can be combined with."""
     pairs_because: ClassVar[str] = ""
+    """Reason for `pairs_with`, quoted in error messages."""
 
     def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
         self.geometry = geometry
@@ -61,9 +62,9 @@ class RoutingAlgorithm(ABC):
 def ranking(event: Event) -> IntArray:
     """Return every token's experts [tokens, experts] from best to worst: the papers' vector r.
 
-    The router's own choice comes first, in its order, then the others by falling logit, ties to
-    the smaller index. For most routers that is the order of the logits; where the router selects
-    by more than its logits (a correction bias, groups), its decision stands.
+    The router's own choice comes first, in its order, then the others by descending logit, ties to
+    the smaller index. For most routers this is the order of the logits; if the router selects by
+    more than its logits (a correction bias, groups), its decision stands.
     """
     top_k = event.experts.shape[-1]
     scores = event.logits.astype(np.float64)
@@ -73,26 +74,26 @@ def ranking(event: Event) -> IntArray:
 
 
 def is_by_logits(asked: Sequence[int], logits: Sequence[float]) -> bool:
-    """Whether a token's experts are those of the largest logits, the largest first."""
+    """Whether a token's experts are those of the largest logits, in descending order."""
     return [logits[expert] for expert in asked] == sorted(logits, reverse=True)[: len(asked)]
 
 
 def take_best(ranked: IntArray, cost: FloatArray | IntArray, count: int) -> IntArray:
     """Return the `count` cheapest experts of each token, in the order of their original ranks.
 
-    `ranked` and `cost` are [tokens, experts] by rank; among equals the better rank goes first.
+    `ranked` and `cost` are [tokens, experts] by rank; ties go to the better rank.
     """
     places = np.sort(np.argsort(cost, axis=-1, kind="stable")[:, :count], axis=-1)
     return np.take_along_axis(ranked, places, axis=-1)
 
 
 def unless_same(event: Event, experts: IntArray) -> Selection | None:
-    """Return the selection, or None where it is the router's own for every token."""
+    """Return the selection, or None if it is the router's own for every token."""
     return None if np.array_equal(experts, event.experts) else Selection(experts)
 
 
 def check_top_j(name: str, value: int, top_k: int) -> int:
-    """Refuse a number of always-kept experts outside 0 ... top_k - 1."""
+    """Return a number of always-kept experts; ValueError outside 0 ... top_k - 1."""
     if not 0 <= value < top_k:
         raise ValueError(
             f"routing.{name}={value} must be at least 0 and below the router's top_k={top_k}: "
