@@ -1,4 +1,4 @@
-"""Cache-prior: a fraction of the logit range is added to the experts that are resident."""
+"""Cache-prior: a fraction of the logit range is added to the logits of resident experts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class CachePrior(RoutingAlgorithm):
     Mixture of Cache-Conditional Experts section 3.3, equations 9 and 10; SpecMD equation 1 is
     top_j=0. Weights come from the unmodified logits. Delta_avg is the running average, per layer,
     of max(z) - min(z) over the tokens seen; the paper does not say whether the token being
-    routed counts: here it does, so that the first one has an estimate. SpecMD words Delta_avg as
+    routed counts: here it does, so that the first one has an estimate. SpecMD defines Delta_avg as
     "the historical average logit value", without the range: `delta=mean` takes that literally.
     `delta=token` is BigMoeOnEdge's range bias (#171): "the range is the token's own", no average.
-    Where a router selects by more than its logits, z is rearranged to its own ranking, so that
-    lambda near 0 is its own choice. Cost: O(E log E) per token.
+    If a router selects by more than its logits, z is rearranged to the router's ranking, so that a
+    lambda near 0 gives the router's own choice. Cost: O(E log E) per token.
 
     Parameters: lambda, 0 to 1 (0.5, Table 2); top_j, experts always kept (1: the paper fixes
     J > 0 without a figure); logit_range, the calibrated Delta_avg of appendix C in logits, one
@@ -88,9 +88,9 @@ class CachePrior(RoutingAlgorithm):
         resident: Container[int],
         prior: float,
     ) -> list[int]:
-        """Return what `select` does of one token, without its `ranking` of all experts.
+        """Return the selection for one token, as `select` would, without ranking all experts.
 
-        Beside the router's own choice, only resident experts can be among the best.
+        Apart from the router's own choice, only resident experts can be among the best.
         """
         base = layer * self.geometry.num_experts
         others = [e for e in range(len(logits)) if base + e in resident and e not in asked]
@@ -108,9 +108,9 @@ class CachePrior(RoutingAlgorithm):
         return [ranked[place] for place in sorted(places[: len(asked)])]
 
     def _prior(self, layer: int, logits: FloatArray, of_one: Sequence[float] | None = None) -> Any:
-        """Return lambda * Delta_avg, these tokens included; `of_one` are the only one's logits.
+        """Return lambda * Delta_avg, these tokens included; `of_one` holds a single token's logits.
 
-        With `delta=token` there is one for each token, [tokens, 1], unless there is one token.
+        With `delta=token` and several tokens, one value per token: [tokens, 1].
         """
         if self.delta == "token":
             if of_one is not None:

@@ -1,4 +1,4 @@
-"""Commit: the predicted experts are executed, whatever the router says."""
+"""Commit: the predicted experts are executed, whatever the router chooses."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from lm_eval_moecache.records.selection import Selection
 
 
 class Commit(RoutingAlgorithm):
-    """Executes the experts that were predicted at the layer before, without fallback.
+    """Executes the experts predicted at the previous layer, without fallback.
 
-    CommitMoE sections 4.1 to 4.3. A token's first layer is predicted at the last layer of the token
-    before; that of the first generated token is routed as usual, and so is all of prefill with
-    `phases=decode`, the paper's form. In a batch the first layer is routed as usual, too, when
-    a row has ended since (beams that change places are not followed). Predicted are logits: where
-    a router selects by more, that is left out.
+    CommitMoE sections 4.1 to 4.3. A token's first layer is predicted at the previous token's last
+    layer; that of the first generated token is routed as usual, and so is all of prefill with
+    `phases=decode`, the paper's form. In a batch the first layer is also routed as usual when a
+    row has ended since (beams that change places are not followed). The predictions are logits: if
+    a router selects by more than its logits, that part is ignored.
 
     `scores`: whose scores weigh the experts, by the family's rule. The router's "are only used by"
-    OWA (section 4.1), so the predictor's do by default; `router` is the other reading, and the
-    one for sigmoid routers, as a predictor's logits are right up to a constant only.
-    `weights=owa`: where trigger_min to trigger_max of a token's experts were predicted rightly,
+    OWA (section 4.1), so the default is the predictor's; `router` is the other reading, and the
+    one for sigmoid routers, as a predictor's logits are correct only up to a constant.
+    `weights=owa`: where trigger_min to trigger_max of a token's experts were predicted correctly,
     eq. 5 and 6 adjust the weights. `tokens=mispredicted` executes predictions only where at most
-    `most_right` were right, for the analysis of Table 1: it needs the router's choice. Cost:
+    `most_right` were correct, for the analysis of Table 1: it needs the router's choice. Cost:
     O(E log E) per token.
 
     Parameters: scores; weights; tokens; alpha1, alpha2 (1.0, "neutral"; the paper's range is 1.0 to
-    1.4); trigger_min, trigger_max (top_k - 2 and top_k - 1, which is what the paper's models have);
-    most_right (0, as in Table 1: of many experts a token seldom has none foretold).
+    1.4); trigger_min, trigger_max (top_k - 2 and top_k - 1, the paper's values for its models);
+    most_right (0, as in Table 1; with many experts per token, 0 correct predictions are rare).
     """
 
     source: ClassVar[str] = "CommitMoE sections 4.1 to 4.3, eq. 5 and 6"
@@ -112,7 +112,7 @@ class Commit(RoutingAlgorithm):
         return _heaviest_first(event, best, weights)
 
     def _weigh(self, event: Event, decided: FloatArray, best: IntArray) -> FloatArray | None:
-        """Return the weights [tokens, top_k], or None for the router's own by the family's rule."""
+        """Return the weights [tokens, top_k], or None for those of the router's logits."""
         if (self.scores, self.weights) == ("router", "plain"):
             return None
         plain = event.weigh(decided if self.scores == "predicted" else event.logits, best)
@@ -125,7 +125,7 @@ class Commit(RoutingAlgorithm):
         right = _right(best, event.experts)
         own = np.take_along_axis(true, best, axis=-1) * right
         total = true.sum(axis=-1, keepdims=True)
-        # A token of which nothing was right divides by nothing, and is not triggered.
+        # A token without a correct prediction is never triggered; this avoids its 0 / 0.
         kept = np.maximum(own.sum(axis=-1, keepdims=True), 1e-20)
         shared = np.where(right, own * (1 + (total - kept) / kept) * self.alpha1, plain)
         scaled = shared * total / np.maximum(shared.sum(axis=-1, keepdims=True), 1e-20)
@@ -135,7 +135,7 @@ class Commit(RoutingAlgorithm):
 
 
 def _heaviest_first(event: Event, best: IntArray, weights: FloatArray | None) -> Selection:
-    """Order the experts by what they weigh, as miss algorithms and caches expect them."""
+    """Sort the experts by weight, descending, as miss algorithms and caches expect them."""
     ruled = event.weigh(event.logits, best)
     weighed = ruled if weights is None else np.where(np.isnan(weights), ruled, weights)
     order = np.argsort(-weighed, axis=-1, kind="stable")
@@ -146,5 +146,5 @@ def _heaviest_first(event: Event, best: IntArray, weights: FloatArray | None) ->
 
 
 def _right(best: IntArray, experts: IntArray) -> BoolArray:
-    """Mark which predicted experts [tokens, top_k] the router chose as well."""
+    """Return a mask of the predicted experts [tokens, top_k] that the router chose as well."""
     return np.asarray((best[:, :, None] == experts[:, None, :]).any(axis=-1))

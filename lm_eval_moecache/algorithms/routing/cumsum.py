@@ -1,4 +1,4 @@
-"""Cumsum: max-rank whose M follows from the router's cumulative probability."""
+"""Cumsum: max-rank with M set by the router's cumulative probability."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lm_eval_moecache.records.selection import Selection
 
 
 class Cumsum(RoutingAlgorithm):
-    """Promotes the cached ones of the fewest best experts that sum to p, then the top J.
+    """Promotes the cached experts among the fewest top experts that sum to p, then the top J.
 
     Mixture of Cache-Conditional Experts section 3.2, equation 8 and algorithm 2. The
     probabilities are the softmax of the logits (equation 3) for every family. The sum is taken in

@@ -1,4 +1,4 @@
-"""Drop-rank: the sensitivity analysis that leaves out experts from a rank on."""
+"""Drop-rank: the sensitivity analysis that drops experts from a given rank on."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lm_eval_moecache.records.selection import Selection
 
 
 class DropRank(RoutingAlgorithm):
-    """Leaves out each token's experts of the given rank and all lighter ones, or that one alone.
+    """Drops each token's expert of the given rank and all lighter ones, or that one only.
 
     Mixture of Cache-Conditional Experts section 2.3, Figure 2 left: "completely removing experts
     ranked at or above a specified index" (`scope=from`). `scope=only` is the counterpart of
-    `swap_rank` at one rank. No weight is renormalised unless
-    asked (`renormalize`). Cost: O(1) per token.
+    `swap_rank` at one rank. Weights are renormalised only with `renormalize`.
+    Cost: O(1) per token.
 
-    Parameters: rank, from 1, the heaviest, to top_k (default 2, where all four models of the
-    figure begin to suffer).
+    Parameters: rank, from 1, the heaviest, to top_k (default 2, from which on all four models of
+    the figure suffer).
     """
 
     source: ClassVar[str] = "Cache-conditional experts section 2.3, Figure 2 (left)"

@@ -1,4 +1,4 @@
-"""Max-rank: cached experts among the M best go first."""
+"""Max-rank: cached experts among the top M go first."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class MaxRank(RoutingAlgorithm):
     """Promotes the cached experts of rank up to M, then the top J whether cached or not.
 
     Mixture of Cache-Conditional Experts section 3.1, equations 5-7 and algorithm 1. M counts
-    ranks from the best one, as the algorithm prints it; then M up to the router's top_k changes
-    nothing and is refused. (Section 4.2 sweeps "0, 1, ..., K", which by the algorithm would be
-    standard routing throughout, and so may mean ranks beyond K.) Cost: O(E log E) per token.
+    ranks from the best one, as printed in the algorithm, so an M up to the router's top_k changes
+    nothing and is refused. (Section 4.2 sweeps "0, 1, ..., K", which by the algorithm would all be
+    standard routing, and so may mean ranks beyond K.) Cost: O(E log E) per token.
 
     Parameters: M, ranks (default twice the router's top_k, at most all); J, experts always kept
     (1: the paper fixes J > 0 without a figure).

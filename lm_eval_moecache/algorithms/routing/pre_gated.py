@@ -22,12 +22,12 @@ from lm_eval_moecache.records.selection import Selection
 class PreGated(RoutingAlgorithm):
     """Selects each layer's experts by its gate applied to the previous layer's input.
 
-    Pre-gated MoE (Hwang et al. 2024), as CommitMoE section 1 tells it: "each layer's router
+    Pre-gated MoE (Hwang et al. 2024), as described in CommitMoE section 1: "each layer's router
     determine[s] the expert selection for the next layer". The original retrains the model for
-    it; here the gates are the model's own, which prices the idea without retraining. The first
-    layer is routed as usual, and the weights stay those of the layer's own logits. Only a
-    prefetcher that asks the same gates goes with it: `next_gate` loads exactly what was decided.
-    Where a router selects by more than its logits, that part is left out.
+    this; here the gates are the model's own, which measures the idea without retraining. The first
+    layer is routed as usual, and weights come from the layer's own logits. It can be combined only
+    with a prefetcher on the same gates: `next_gate` loads exactly the selected experts. If a router
+    selects by more than its logits, that part is ignored.
     Cost: O(E log E) per token.
     """
 

@@ -1,4 +1,4 @@
-"""Pruning: the lightest experts of every token are left out."""
+"""Pruning: the lightest experts of every token are dropped."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Pruning(RoutingAlgorithm):
     """Keeps the h heaviest experts of each token and discards the rest, cached or not.
 
     Mixture of Cache-Conditional Experts section 4.2: "experts ranked >= h (with 1 < h <= k) are
-    discarded", read with ranks from 0, so that h is how many are kept. The miss rate per token
-    stays normalised by k, as there. The paper does not say that the kept weights are renormalised:
-    `renormalize` does it, keeping each token's total weight. Cost: O(1) per token.
+    discarded", read with ranks from 0, so that h experts are kept. The miss rate per token stays
+    normalised by k, as in the paper. The paper does not say that the kept weights are
+    renormalised: `renormalize` does so, preserving each token's total weight. Cost: O(1) per token.
 
     Parameters: h, experts kept, 1 to top_k - 1 (default top_k - 1, the mildest; the paper sweeps).
     """

@@ -1,4 +1,4 @@
-"""Sensitivity gating: light experts are left out where the loss would hardly notice."""
+"""Sensitivity gating: light experts are dropped where the loss is insensitive to them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Sensitivity(RoutingAlgorithm):
     """Keeps as few of a token's heaviest experts as the layer's sensitivity allows.
 
     AdapMoE (Zhong et al., ICCAD 2024; arXiv 2408.10284): with top-2 gating the second expert is
-    left out where (1 - alpha)^2 S_l <= T, alpha being the first one's weight and S_l the
+    dropped if (1 - alpha)^2 S_l <= T, where alpha is the first expert's weight and S_l the
     second-order (Fisher) sensitivity of layer l; activations fall by 25% "without accuracy loss"
-    (its repository's README, from which this is written). For more than two experts 1 - alpha is
-    the share of all that are left out, so the lightest go first; the kept ones share the weight,
-    as one of two does in the paper. Cost: O(top_k) per token.
+    (its repository's README, on which this is based). For more than two experts 1 - alpha is the
+    weight share of all dropped experts, lightest first; the kept ones are renormalised, like the
+    one of two in the paper. Cost: O(top_k) per token.
 
     Parameters: profile, a file of `moecache profile sensitivity` (default: the one that ships for
-    the model); share of activations to leave out on the profile's text, above 0 and below 1
-    (0.25); threshold T in place of it.
+    the model); share of activations to drop on the profile's text, above 0 and below 1 (0.25);
+    threshold T in place of it.
     """
 
     source: ClassVar[str] = "Zhong et al. 2024 (AdapMoE), sensitivity-based gating"

@@ -1,4 +1,4 @@
-"""Skipping by mass: the heaviest experts are kept until they have enough of the weight."""
+"""Skipping by mass: keeps the heaviest experts up to a share of the weight."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lm_eval_moecache.records.selection import Selection
 class SkipMass(RoutingAlgorithm):
     """Keeps a token's heaviest experts until their share of its weight reaches p, cached or not.
 
-    colibri#704 (`TOPP`; #676 and the first engine have the same): sorted by weight, the one that
-    crosses p is the last that is kept, and "the dropped weight simply does not contribute".
-    Cost: O(k log k) a token.
+    colibri#704 (`TOPP`; the same in #676 and the first engine): sorted by weight, the expert that
+    crosses p is the last one kept, and "the dropped weight simply does not contribute".
+    Cost: O(k log k) per token.
 
-    Parameters: p, share of a token's weight, above 0 and below 1 (0.9: off where not given there);
-    renormalize, share the skipped weight among the kept ones (false).
+    Parameters: p, share of a token's weight, above 0 and below 1 (0.9; the source has it off by
+    default); renormalize, share the skipped weight among the kept ones (false).
     """
 
     source: ClassVar[str] = "colibri#704, #676 (TOPP)"

@@ -1,4 +1,4 @@
-"""Skipping by ratio: experts far lighter than the heaviest are left out."""
+"""Skipping by ratio: experts far lighter than the heaviest are dropped."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class SkipRatio(RoutingAlgorithm):
     """Keeps a token's k_min heaviest experts, and of the others those with p_i > t p_0.
 
     ik_llama.cpp#239 (smart expert reduction, `-ser k_min,t`), cached or not; t = 1 keeps k_min of
-    them. p are the router's weights, of whose ratios renormalising changes nothing. What becomes of
-    the skipped weight the source leaves to the model: families that renormalise do so over what is
-    kept (`renormalize`). Cost: O(k) a token.
+    them. p are the router's weights; renormalising does not change their ratios. The source leaves
+    the skipped weight to the model: families that renormalise do so over the kept experts
+    (`renormalize`). Cost: O(k) per token.
 
     Parameters: k_min, experts always kept, 1 to top_k - 1 (top_k - 1, the mildest); t, above 0 and
     at most 1 (1.0); renormalize (false).

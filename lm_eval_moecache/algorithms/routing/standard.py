@@ -11,7 +11,7 @@ from lm_eval_moecache.records.selection import Selection
 
 
 class Standard(RoutingAlgorithm):
-    """Leaves the router's selection and weights as they are."""
+    """Uses the router's selection and weights unchanged."""
 
     source: ClassVar[str] = "SpecMD section 3.1.1"
     is_lossless: ClassVar[bool] = True

@@ -16,9 +16,9 @@ from lm_eval_moecache.records.selection import Selection
 class SwapRank(RoutingAlgorithm):
     """Replaces each token's expert of one rank by a random expert that the token did not select.
 
-    Mixture of Cache-Conditional Experts section 2.3, Figure 2 right. The newcomer is drawn
+    Mixture of Cache-Conditional Experts section 2.3, Figure 2 right. The substitute is drawn
     uniformly and, as in equation 1, has its own weight from the unmodified logits, not that of
-    the one it replaces. Draws depend on the seed, the pass and the layer alone.
+    the expert it replaces. Draws depend only on the seed, the pass and the layer.
     Cost: O(E) per token.
 
     Parameters: rank, from 1, the heaviest, to top_k (default 1).
