@@ -1,4 +1,4 @@
-"""Data-aware prefetch: what a pass will need of all its layers, known from its tokens alone."""
+"""Data-aware prefetch: predicts all layers' experts of a pass from its tokens."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class DataAware(PrefetchAlgorithm):
     """Proposes each token's k likeliest experts of every layer before the pass begins.
 
     SiDA (Du et al., MLSys 2024): a network trained offline on a router's choices reads the tokens'
-    embeddings and makes a hash table of all layers' experts, by which they are loaded ahead. The
-    text could not be had; the network follows its abstract and its public repository: compression,
+    embeddings and builds a hash table of all layers' experts, from which they are loaded ahead. The
+    text was not available; the network follows its abstract and public repository: compression,
     two LSTM stages, sparse attention (sparsemax), a residual of the compressed embedding, heads for
     each MoE layer, trained by distillation of the router's largest logits.
-    Deviations: the network is causal, as ours decodes, where SiDA reads whole inputs of an encoder;
-    it runs before the pass and not beside the one before, as a decoded token is not known sooner;
-    and what is executed are the router's own choices, so that a wrong prediction costs a load where
-    SiDA, which leaves its routers away, loses accuracy (`routing=commit` prices that).
+    Deviations: the network is causal, because ours decodes, while SiDA reads whole inputs of an
+    encoder; it runs before the pass and not during the previous one, as a decoded token is not
+    known sooner; and the router's own choices are executed, so that a wrong prediction costs a load
+    where SiDA, which removes its routers, loses accuracy (`routing=commit` measures that).
     Cost: the network's weights and kernels, charged before the first layer.
 
     Parameters: profile, a file of `moecache profile data_aware` (default: the one that ships for
-    the model); overfetch, experts asked for per token and layer over top_k (1.0), rounded up.
+    the model); overfetch, experts proposed per token and layer over top_k (1.0), rounded up.
     """
 
     source: ClassVar[str] = "Du et al. 2024 (SiDA), by its abstract and public repository"

@@ -11,25 +11,25 @@ from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.geometry import Geometry
 
-# Section 3.2 takes one critical expert for Mixtral, whose 336 MB make errors dear, and the top-k
-# for Phi-3.5-MoE (150 MB) and DeepSeek-Lite (16 MB). It names no bound: this lies between.
+# Section 3.2 takes one critical expert for Mixtral, whose 336 MB make errors costly, and the top-k
+# for Phi-3.5-MoE (150 MB) and DeepSeek-Lite (16 MB). It gives no bound: this lies between.
 LARGE_EXPERT_BYTES = 240_000_000
 
 
 class DraftPrefetch(DraftStagePrefetch):
-    """Prefetches, while the draft model drafts, the critical experts of the pass to come.
+    """Prefetches the critical experts of the coming pass while the draft model drafts.
 
     SP-MoE sections 3.2 and 3.3 (Algorithms 1 and 2): each draft layer's attention output goes
     through the gate of the target's layer, and the `critical` experts with the largest scores
     are queued unless they are cached. Only the layers before `cutoff` are covered; `auto` takes
-    the most that the memory and the overlap of loading with drafting allow (core/cutoff.py).
-    With `trigger=worker` loading goes on continuously; with `vanilla` the draft waits after each
-    layer for what that layer asked for. With `io=batched` the experts of a layer move under one
-    latency. The paper's queue is first in, first out; here the earliest layer goes first, as all
-    prefetches on this link do, and what its event finds still queued is loaded on demand.
+    the most that memory and the overlap of loading with drafting allow (`engine.draft_stage`).
+    With `trigger=worker` loading runs continuously; with `vanilla` the draft waits after each layer
+    for that layer's requests. With `io=batched` the experts of a layer move under one latency. The
+    paper's queue is first in, first out; here the earliest layer goes first, like all prefetches on
+    this link, and experts still queued at their event are loaded on demand.
     Under `--model moecache` the draft reads each token before the model does and drafts nothing:
-    any trained draft as a predictor of experts, whose words are not asked. MTP heads would serve,
-    too, but transformers leaves them out when it loads a model.
+    any trained draft then serves as an expert predictor only. MTP heads would serve, too, but
+    transformers drops them when it loads a model.
 
     Parameters: cutoff, 0 to the number of MoE layers or auto; critical, experts per layer and
     token (default: the top-k, 1 where an expert is larger than 240 MB); io; trigger.

@@ -1,4 +1,4 @@
-"""Expert-map prefetch: the past pass whose gate probabilities ran the way this one's do."""
+"""Expert-map prefetch: follows the past pass with the most similar gate probabilities."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Map = npt.NDArray[np.float64]
 class ExpertMap(PrefetchAlgorithm):
     """Matches the pass's trajectory of gate probabilities with stored ones, and follows the best.
 
-    FineMoE (Yu et al., EuroSys 2026; arXiv 2502.05370 calls it fMoE), written from what its
-    abstract and public summaries say, as the text could not be had: an expert map holds one
-    iteration's gate distributions [layers, experts]; the stored map with the highest cosine on the
-    layers seen so far foretells the layer `distance` ahead; its likeliest experts are fetched until
-    their mass reaches 1 - cosine, never fewer than top_k, so a poor match fetches more. A full
-    store gives up the map most like the newcomer.
+    FineMoE (Yu et al., EuroSys 2026; arXiv 2502.05370 calls it fMoE), implemented from its abstract
+    and public summaries, as the text was not available: an expert map holds one iteration's gate
+    distributions [layers, experts]; the stored map with the highest cosine on the layers seen so
+    far predicts the layer `distance` ahead; its likeliest experts are fetched until their mass
+    reaches 1 - cosine, never fewer than top_k, so a poor match fetches more. A full store replaces
+    the map most similar to the new one.
     Deviations: the semantic search, which serves the first layers from the prompt's embedding, is
-    left out, since algorithms see gate scores only: those layers follow the map that this pass
-    matched. A pass of several tokens has the mean of their distributions.
+    left out, since algorithms see only gate scores: those layers follow the map that the previous
+    pass matched. A pass of several tokens has the mean of their distributions.
     Cost: O(maps x layers x E) per event; no gate.
 
     Parameters: maps, stored at most (256); distance, layers ahead (3, or all there are).
@@ -73,7 +73,7 @@ class ExpertMap(PrefetchAlgorithm):
         self._now[event.layer] = row
         if not self._num_past:
             return ()
-        # Only this layer has been added to the trajectory since the last event.
+        # Only this layer was added to the trajectory since the last event.
         past = self._past[: self._num_past, event.layer]
         self._inner[: self._num_past] += past @ row
         self._prefix[: self._num_past] += (past**2).sum(axis=1)
@@ -84,7 +84,7 @@ class ExpertMap(PrefetchAlgorithm):
         return self._likeliest(self._past[best, target], target, 1 - float(cosine[best]))
 
     def _likeliest(self, row: Map, layer: int, mass: float) -> list[int]:
-        # Rounded, so that equal shares tie whatever their last digits.
+        # Rounded, so that equal shares tie despite rounding errors.
         order = np.argsort(-np.round(row, 9), kind="stable")
         enough = int(np.searchsorted(np.cumsum(row[order]), mass)) + 1
         chosen = order[: max(self.geometry.top_k, min(enough, len(order)))]

@@ -17,9 +17,9 @@ class Frequency(PrefetchAlgorithm):
     """Proposes the experts that the next layers have activated most often in the whole run.
 
     The "historical activation frequencies" of BuddyMoE section 2.3 and the frequency-based
-    prediction that SP-MoE section 2.2 compares with; neither says over what the frequency is taken:
-    here over all tokens of the run, prefill included. Ties go to the smaller expert, and what was
-    never used is not proposed. After the last layer it goes on with the next pass's first.
+    prediction that SP-MoE section 2.2 compares with; neither defines the window: here all tokens of
+    the run, prefill included. Ties go to the smaller expert, and experts never used are not
+    proposed. After the last layer it continues with the first of the next pass.
     Cost: O(E log E) per layer ahead; no gate.
 
     Parameters: overfetch, a factor on top_k (1.0); lookahead, layers ahead (1).

@@ -1,4 +1,4 @@
-"""History prefetch: the past request whose expert activations look most like this one's."""
+"""History prefetch: follows the past request with the most similar expert activations."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Matrix = npt.NDArray[np.float64]
 
 
 class History(PrefetchAlgorithm):
-    """Matches the running request's activation matrix with past ones and proposes what they used.
+    """Matches the request's activation matrix with past ones and proposes the best match's experts.
 
-    MoE-Infinity (Xue et al. 2024), as SP-MoE section 5 and CommitMoE section 5.1 tell it:
+    MoE-Infinity (Xue et al. 2024), as described in SP-MoE section 5 and CommitMoE section 5.1:
     "request-level prefetching based on historical sequence-level expert activation patterns". A
     request, from one prefill to the next, is a matrix [layers, experts] of tokens served. The
-    past one with the highest cosine, averaged over the layers this request has reached, foretells
+    past one with the highest cosine, averaged over the layers this request has reached, predicts
     the layers ahead: each expert's share of its row, discounted by the distance (1 - d / layers).
-    The papers give no formula: cosine, discount and the rule that a full collection gives up the
-    member most like the newcomer are our readings. Cost: O(requests x E) per event; no gate.
+    The papers give no formula: the cosine, the discount and the rule that a full collection
+    replaces its most similar matrix are our readings. Cost: O(requests x E) per event; no gate.
 
     Parameters: requests, matrices kept (100); overfetch, a factor on top_k (1.0); lookahead,
-    layers ahead (default all that the pass still has; a number goes on into the next pass).
+    layers ahead (default: the rest of the pass; a number may reach into the next pass).
     """
 
     source: ClassVar[str] = "Xue et al. 2024 (MoE-Infinity), as in SP-MoE section 5"
@@ -68,7 +68,7 @@ class History(PrefetchAlgorithm):
         self._now[event.layer] += activations(event, self.geometry.num_experts)
         if not self._num_past:
             return ()
-        # Only this layer's row has changed since the last event.
+        # Only this layer's row changed since the last event.
         row = _unit(self._now[event.layer])
         past = self._past[: self._num_past]
         self._cosine[: self._num_past, event.layer] = past[:, event.layer] @ row
@@ -84,13 +84,13 @@ class History(PrefetchAlgorithm):
             row, discount = matrix[target], 1 - ahead / geometry.num_layers
             for expert in np.argsort(-row, kind="stable")[: self._share]:
                 if row[expert]:
-                    # Rounded, so that equal shares tie whatever their last digits.
+                    # Rounded, so that equal shares tie despite rounding errors.
                     share = round(discount * float(row[expert] / row.sum()), 9)
                     ranked.append((-share, geometry.key(target, int(expert))))
         return [key for _, key in sorted(ranked)]
 
     def _finish(self) -> None:
-        """Put the finished request's matrix into the collection and start a new one."""
+        """Store the finished request's matrix and start a new one."""
         if self._now.any():
             unit = _unit(self._now)
             place = self._num_past

@@ -1,4 +1,4 @@
-"""Importance prefetch: keeps each layer's most important experts coming, whoever is asked for."""
+"""Importance prefetch: keeps loading each layer's most important experts, requested or not."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lm_eval_moecache.records.importance import ImportanceScores
 class Importance(PrefetchAlgorithm):
     """Proposes the layer's own most important experts for its next turn, in the background.
 
-    SwapMoE (Kong et al. 2023), written from its abstract, as the text could not be had: a small
-    set of important "virtual experts" stays in memory for inference, while the mapping to the
+    SwapMoE (Kong et al. 2023), implemented from its abstract, as the text was not available: a
+    small set of important "virtual experts" stays in memory for inference, while the mapping to the
     actual experts is kept up to date seamlessly. Importance here is the decayed sum of the router's
-    unmodified gate scores, so that experts which routing passed over for being absent gain it too.
+    unmodified gate scores, so that experts skipped by routing because they are absent gain it, too.
     Cost: O(tokens x E) per event; no gate.
 
-    Parameters: experts, how many of a layer (default twice the router's top_k); decay per turn of
-    the layer, 0 (the last turn alone) to 1 (the whole run) (0.95).
+    Parameters: experts, number per layer (default twice the router's top_k); decay per turn of the
+    layer, from 0 (the last turn only) to 1 (the whole run) (0.95).
     """
 
     source: ClassVar[str] = "Kong et al. 2023 (SwapMoE), by its abstract"

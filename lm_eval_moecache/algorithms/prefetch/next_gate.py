@@ -16,12 +16,12 @@ class NextGate(PrefetchAlgorithm):
     """Applies the gates of the next `depth` layers to this layer's input and takes the top-k.
 
     SpecMD section 3.1.4 (top-k with overfetch); the idea is Eliseev & Mazur's. `overfetch`
-    multiplies the number of experts each token asks for (1.5 makes OLMoE's 8 into 12, rounded
-    up). In a pass of several tokens the union over the tokens is proposed, the experts with the
-    largest summed gate probability first: the papers give no order. Cost: one gate per layer
-    ahead, charged to the clock.
+    multiplies the number of experts per token (1.5 makes OLMoE's 8 into 12, rounded up). In a pass
+    of several tokens the union over the tokens is proposed, the experts with the largest summed
+    gate probability first: the papers give no order. Cost: one gate per layer ahead, charged to
+    the clock.
 
-    The transfers begin as soon as the gates have spoken; with `issue=after_layer` when this layer's
+    Transfers begin as soon as the gates have run; with `issue=after_layer` once this layer's
     experts are executed, so that only the next layer's attention hides them: AdapMoE, which "delays
     the actual prefetch until just before the next layer's experts are required" (SP-MoE section
     3.3). HOBBIT prefetches "multiple layers ahead" (SpecMD section 2), which is `depth`.
@@ -43,7 +43,7 @@ class NextGate(PrefetchAlgorithm):
             raise ValueError(f"prefetch.overfetch={overfetch} must be above 0.")
         if not depth >= 1:
             raise ValueError(f"prefetch.depth={depth} must be 1 or more.")
-        # A model of one MoE layer has no next one: nothing is ever predicted there.
+        # With a single MoE layer there is no next one, and nothing is ever predicted.
         if depth >= geometry.num_layers > 1:
             raise ValueError(
                 f"prefetch.depth={depth} reaches past the last of the {geometry.num_layers} MoE "

@@ -1,4 +1,4 @@
-"""A predictor of stated quality: what the next events will need, known in part."""
+"""Oracle prefetch: the next events' experts, foreseen with a given recall and precision."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lm_eval_moecache.trace.future import Future
 
 
 class Oracle(PrefetchAlgorithm):
-    """Proposes the experts of the next `horizon` events, the nearest first, as well as told to.
+    """Proposes the experts of the next `horizon` events, nearest first, with a given accuracy.
 
-    It knows the events to come, so only a replay can run it, and it predicts for free: with
-    `recall` and `precision` 1 what stays late is what the link cannot carry in time. Below 1 it
+    It knows the future, so only a replay can run it, and it predicts for free: with `recall` and
+    `precision` 1, experts are late only where the link cannot carry them in time. Below 1 it
     answers "how good must a predictor be": each expert that an event will need is foreseen with
-    probability `recall`, and so many of the layer's other experts stand between them, at random
-    places, that the expected share of right ones is `precision`. Which expert is overlooked is
-    drawn evenly (real gates rather overlook the light ones), once per event and seed: asked again
-    from a nearer layer, it says the same.
+    probability `recall`, and enough of the layer's other experts are inserted at random places that
+    the expected share of correct ones is `precision`. Missed experts are drawn uniformly (real
+    gates tend to miss the light ones), once per event and seed: a proposal from a nearer layer
+    misses the same ones.
 
     Parameters: horizon, events (layers) ahead, at most one pass; recall and precision, above 0
     and up to 1. Cost: O(horizon * top_k) per event.
@@ -51,7 +51,7 @@ class Oracle(PrefetchAlgorithm):
                 raise ValueError(f"prefetch.{name}={value} must lie above 0 and at most be 1.")
         self.horizon = horizon
         self._recall = recall
-        # Wrong ones for each right one.
+        # Wrong experts per correct one.
         self._wrong = 1 / precision - 1
 
     def prepare(self, future: Future) -> None:
@@ -64,7 +64,7 @@ class Oracle(PrefetchAlgorithm):
         for ahead in range(now + 1, now + 1 + self.horizon):
             needed = self._future.keys_of(ahead)
             keys += self._blurred(needed, ahead) if needed else needed
-        # Events of one pass lie in different layers, so their keys are different.
+        # The events are of different layers, so their keys are distinct.
         return keys
 
     def _blurred(self, needed: list[int], number: int) -> list[int]:
@@ -78,7 +78,7 @@ class Oracle(PrefetchAlgorithm):
         is_other = np.ones(num_experts, bool)
         is_other[np.subtract(needed, base)] = False
         others = np.flatnonzero(is_other) + base
-        # Rounded up as often as its fraction says: right on average.
+        # Stochastic rounding: exact on average.
         count = min(len(others), int(len(keys) * self._wrong + draw.random()))
         for key in draw.choice(others, count, replace=False).tolist():
             keys.insert(int(draw.integers(len(keys) + 1)), key)

@@ -1,4 +1,4 @@
-"""Predictor prefetch: trained networks say what the next layer's router will choose."""
+"""Predictor prefetch: trained networks predict the next layer's router."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lm_eval_moecache.records.predictor import load_predictor
 class Predictor(PrefetchAlgorithm):
     """Proposes each token's k likeliest experts of the next MoE layer by a trained predictor.
 
-    CommitMoE section 4.2: a linear layer on the router's input predicts the next layer of the same
-    token, two layers the first one of the next token. With `routing=standard` it is the paper's
-    +Prefetch (section 5.3): what was predicted wrongly is fetched on demand. With `routing=commit`
-    it loads what will be executed. With `loss=bce` it stands for ProMoE (Song et al. 2025), whose
-    own loss is in none of the papers here: the binary cross-entropy of the chosen experts is our
-    reading. The predictor acts in prefill, too (the union over the tokens), except from its last
-    layer to the next pass, as the first generated token's first layer is not predicted.
+    CommitMoE section 4.2: one linear layer on the router's input predicts the same token's next
+    layer, two linear layers the next token's first layer. With `routing=standard` it is the paper's
+    +Prefetch (section 5.3): mispredicted experts are fetched on demand. With `routing=commit` it
+    loads exactly the executed experts. With `loss=bce` it stands for ProMoE (Song et al. 2025),
+    whose own loss is in none of the papers here: the binary cross-entropy of the chosen experts is
+    our reading. The predictor acts in prefill, too (the union over the tokens), except from its
+    last layer to the next pass, as the first generated token's first layer is not predicted.
     Cost: the predictor's own weights and kernels, charged to the clock before the experts run.
 
     Parameters: profile, a file of `moecache profile predictor` (default: the one that ships for
-    the model); loss, with which it was trained (kl); overfetch, experts asked for per token over
+    the model); loss, with which it was trained (kl); overfetch, experts proposed per token over
     top_k (1.0), rounded up.
     """
 

@@ -23,16 +23,16 @@ class Score(PrefetchAlgorithm):
     """Proposes the next layer's experts whose gate score exceeds a percentile of the scores.
 
     SpecMD section 3.1.4 after Zhu et al. 2025: "all experts above a configurable percentile
-    threshold (the default is 80th percentile)" of the softmax scores. The paper does not say
-    over what the percentile is taken; that it adapts the number of experts to the distribution
-    rules out one token's experts alone (80% of 64 would always leave 13).
+    threshold (the default is 80th percentile)" of the softmax scores. The paper does not say which
+    scores; that the rule adapts the number of experts to the distribution excludes a single token's
+    scores (80% of 64 would always leave 13).
     `scope=history`: the percentile of all scores predicted so far for that layer;
     `scope=token`: of the one token's scores, a fixed share. Cost: one gate, charged to the clock.
 
-    The history is a histogram of bins of 1/4096, and the percentile is rounded down to a bin. That
-    is fine beside the usual scores, but coarse where most are tiny: with a router so sure of its
-    choice, or so many experts, that the percentile lies below 1/4096, the bar is 0 and every expert
-    is proposed. `scope=token` has no such limit.
+    The history is a histogram with bins of 1/4096, and the percentile is rounded down to a bin.
+    That is fine for usual scores, but coarse where most are tiny: with a router so certain, or so
+    many experts, that the percentile lies below 1/4096, the threshold is 0 and every expert is
+    proposed. `scope=token` has no such limit.
     """
 
     source: ClassVar[str] = "SpecMD section 3.1.4; Zhu et al. 2025"
@@ -85,20 +85,21 @@ class Score(PrefetchAlgorithm):
 
 
 class _History:
-    """Each layer's scores so far, counted in bins, and a pointer to the bin of their quantile.
+    """A histogram of each layer's scores so far, with a pointer to the bin of their quantile.
 
-    A new event moves the quantile a little, so stepping the pointer costs less than summing bins.
+    A new event moves the quantile only a little, so stepping the pointer is cheaper than summing
+    bins.
     """
 
     def __init__(self, share: float, num_layers: int) -> None:
         self.share = share
-        # The last bin counts the scores of exactly 1, which belong to the one before.
+        # The last bin counts scores of exactly 1, which belong to the bin before it.
         self.counts = np.zeros((num_layers, _BINS + 1), dtype=np.int64)
         self.places = np.zeros((num_layers, 3), dtype=np.int64)
         """How many scores there are, the pointer, and how many lie in bins before it."""
 
     def add(self, layer: int, scores: FloatArray) -> float:
-        """Take in an event's scores; return the first bin up to which the share of all lies."""
+        """Add an event's scores; return the lower edge of the quantile's bin."""
         bins = (scores.ravel() * _BINS).astype(np.int64)
         np.add.at(self.counts[layer], bins, 1)
         self.places[layer, 0] += bins.size
@@ -107,7 +108,7 @@ class _History:
 
 
 def step(counts: Any, place: Any, share: float) -> int:
-    """Move a layer's pointer to where the share of its scores lies; return it."""
+    """Move a layer's pointer to the bin of its scores' quantile `share`, and return it."""
     at, below, rank = int(place[1]), int(place[2]), share * place[0]
     while at < _BINS - 1 and below + counts[at] < rank:
         below += counts[at]
@@ -122,9 +123,9 @@ def step(counts: Any, place: Any, share: float) -> int:
 def take_rows(
     layers: Any, scores: Any, share: float, counts: Any, places: Any, keys: Any, found: Any
 ) -> None:
-    """Take in events of one token, one after the other; write who is above the bar, and how many.
+    """Add one-token events in turn; write the keys above each threshold and their numbers.
 
-    The heaviest first, of equal ones the first: what `_History.add` and `by_mass` say of each.
+    Heaviest first, ties to the smaller key: as `_History.add` and `by_mass` do for each event.
     """
     end, num_experts = 0, scores.shape[1]
     for row in range(len(layers)):
@@ -158,7 +159,7 @@ def _is_kept() -> bool:
 
 
 def _compiled(num_events: int) -> Callable[..., None] | None:
-    """Return `take_rows` compiled, where that pays."""
+    """Return the compiled `take_rows`, or None if compiling it would not pay off."""
     _events_seen[0] += num_events
     only_loads = _is_kept() and has_numba()
     if only_loads or (_events_seen[0] > _PLAIN_EVENTS and may_compile()):
