@@ -1,4 +1,4 @@
-"""ARC: recency against frequency, balanced by what left too early."""
+"""ARC: recency and frequency, balanced by the hits in two ghost lists."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lm_eval_moecache.records.geometry import Geometry
 class ARC(HitRule):
     """Evicts from a list of experts seen once or from one of those hit, whichever is above target.
 
-    Megiddo and Modha, FAST 2003. T1 holds experts loaded and not hit since, T2 those that were; B1
-    and B2 remember who left them. A load of an expert in B1 raises the target size p of T1, one of
-    an expert in B2 lowers it. Pinned experts are passed over; where one list has nobody to give,
-    the other one gives. Cost: O(1) per call, beside pinned keys.
+    Megiddo and Modha, FAST 2003. T1 holds experts loaded and not hit since, T2 those that were hit;
+    the ghost lists B1 and B2 hold the keys evicted from them. Loading an expert in B1 raises the
+    target size p of T1, loading one in B2 lowers it. Pinned experts are skipped; if one list has
+    no candidate, the other provides the victim. Cost: O(1) per call, beside pinned keys.
     """
 
     source: ClassVar[str] = "Megiddo and Modha, FAST 2003, figure 4; as libCacheSim's ARC"
@@ -48,7 +48,7 @@ class ARC(HitRule):
             del self._b2[key]
 
     def admit(self, key: int) -> None:
-        self.on_miss(key)  # where there was room, nobody has asked
+        self.on_miss(key)  # not called yet if there was room
         (self._t2 if self._was_in else self._t1)[key] = None
         self._incoming, self._was_in = -1, 0
 
@@ -65,7 +65,7 @@ class ARC(HitRule):
             self._b2[key] = None
         else:
             del self._t1[key]
-            # With T1 as large as the cache nothing is left to remember it by.
+            # With T1 as large as the cache, B1 has no room.
             if len(self._t1) + 1 < self.num_slots or self._was_in:
                 self._b1[key] = None
         while self._b1 and len(self._t1) + len(self._b1) >= self.num_slots and not self._was_in:

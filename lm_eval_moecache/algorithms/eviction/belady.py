@@ -1,4 +1,4 @@
-"""Belady's rule: whoever is needed last leaves first."""
+"""Belady's rule: the expert needed furthest in the future leaves first."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def furthest_use(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
 class Belady(RankedEviction):
     """Evicts, among what may be evicted, the expert whose next event is furthest away.
 
-    Belady 1966. It knows the events to come, so only a replay can run it. What the running event
-    has executed counts with its need after this event. Ties (the same event, or never) go to the
-    smaller key. Where the future counts no misses of prefill passes, a need there is as good as
-    never (`Future.ranks`).
+    Belady 1966. It knows the future, so only a replay can run it. Experts that the running event
+    has executed count with their next need after this event. Ties (the same event, or never) go to
+    the smaller key. If misses of prefill passes do not count, a need there is as good as never
+    (`Future.ranks`).
 
     Requests are counted once per event and key. On demand, with experts of one size and every
-    event within the cache, no eviction has fewer misses (which are the loads, then). An event
-    larger than the cache runs in waves whose last one stays resident, whatever the rule evicts:
-    there a rule that breaks ties by luck can have fewer, and the bound is
-    `engine.bound.fewest_misses`. Neither says anything about time, nor about prefetching.
+    event within the cache, no eviction has fewer misses (then equal to loads). An event larger than
+    the cache runs in waves whose last one stays resident, whatever the rule evicts: there a rule
+    that breaks ties by luck can have fewer, and the bound is `engine.bound.fewest_misses`. Neither
+    bounds time, nor anything under prefetching.
     Cost: O(log n) amortised per call, beside pinned keys.
     """
 
@@ -55,7 +55,7 @@ class Belady(RankedEviction):
         self._pass_by(event.keys, event.pass_index * self.geometry.num_layers + event.layer)
 
     def _pass_by(self, keys: Sequence[int], now: int) -> None:
-        """Let these keys count with their needs after event `now`."""
+        """Advance these keys to their first needs after event `now`."""
         times, cursors = self._times, self._cursor
         for key in keys:
             while times[cursors[key]] <= now:

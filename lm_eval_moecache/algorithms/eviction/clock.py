@@ -10,10 +10,10 @@ from lm_eval_moecache.records.geometry import Geometry
 
 
 class Clock(HitRule):
-    """Evicts the expert resident longest that was not hit since the hand last passed it.
+    """Evicts the longest-resident expert that was not hit since the hand last passed it.
 
-    Corbato 1968. One bit a resident, set by a hit; the hand clears it in passing, which gives that
-    expert another round. Pinned experts are passed over and keep their bit and place. Cost: O(1)
+    Corbato 1968. One bit per resident, set by a hit; the hand clears it in passing, which gives
+    that expert another round. Pinned experts are skipped and keep their bit and place. Cost: O(1)
     amortised per call, beside pinned keys.
     """
 
@@ -51,6 +51,6 @@ class Clock(HitRule):
                 self._passed = (key, passed)
                 return key
             passed.append(key)
-        # All were hit: the hand comes round to the first.
+        # All were hit: the hand returns to the first.
         self._passed = (passed[0] if passed else -1, passed)
         return passed[0] if passed else None

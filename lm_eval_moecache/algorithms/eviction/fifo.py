@@ -15,8 +15,7 @@ def oldest_load(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
 class FIFO(RankedEviction):
     """Evicts the expert that has been resident longest, used or not.
 
-    A prefetched expert counts from the moment it lands. Cost: O(1) per call, beside the pinned
-    keys it steps over.
+    A prefetched expert counts from its arrival. Cost: O(1) per call, beside pinned keys.
     """
 
     source: ClassVar[str] = "the textbook baseline; SpecMD section 4.2 uses its order in a queue"

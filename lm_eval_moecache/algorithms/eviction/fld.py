@@ -25,10 +25,10 @@ class FLD(RankedEviction):
     SpecMD appendix B after HOBBIT: "the distance between each cached expert's layer and the
     current inference layer, evicting experts from the farthest layers first". Read as the
     absolute difference (`distance=absolute`), earlier layers first among equals. As near layers
-    are kept because they "are more likely to be needed soon", `forward` counts how many
-    layers ahead the expert's next turn is, around the end of the pass: the layer just served is
-    then the furthest. Inside a layer the one longest unused goes first; the paper leaves it open.
-    Cost: O(1) per call, O(layers) where the furthest layers are pinned, beside pinned keys.
+    are kept because they "are more likely to be needed soon", `forward` counts how many layers
+    ahead the expert's next turn is, wrapping around at the end of the pass: the layer just served
+    is then the furthest. Within a layer the longest-unused expert goes first; the paper leaves this
+    open. Cost: O(1) per call, O(layers) where the furthest layers are pinned, beside pinned keys.
     """
 
     source: ClassVar[str] = "SpecMD appendix B (FLD); HOBBIT (Tang et al. 2024)"

@@ -1,4 +1,4 @@
-"""Frequency and layer: rarely used experts of layers that are far off leave first."""
+"""Frequency and layer: rarely used experts of distant layers leave first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lm_eval_moecache.records.geometry import Geometry
 
 
 def uses_by_nearness(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    # Times layers, to compare whole numbers: a quotient could tie by rounding.
+    # Multiplied by the number of layers, to compare integers: a quotient could tie by rounding.
     ahead = (home.index - now.layer) % now.num_layers
     return float(expert.uses * (now.num_layers - ahead)), 0.0
 
@@ -22,11 +22,11 @@ def uses_by_shallowness(expert: Expert, home: Layer, now: Now) -> tuple[float, f
 class FrequencyLayer(RankedEviction):
     """Evicts the expert with the lowest product of activation frequency and nearness of its layer.
 
-    EdgeMoE (Yi et al. 2023), of which BuddyMoE section 6 says that it improves upon LRU and LFU by
+    EdgeMoE (Yi et al. 2023), which according to BuddyMoE section 6 improves upon LRU and LFU by
     "a heuristic that considers both activation frequency and layer index". The formula is our
     reading: count x (1 - d / layers), where d is how many layers ahead the expert's next turn is,
-    around the end of the pass (`layer=forward`), or its layer index alone (`layer=index`, which
-    favours shallow layers). Counts are events over the whole run; experts never used leave
+    wrapping around at the end of the pass (`layer=forward`), or its layer index (`layer=index`,
+    which favours shallow layers). Counts are events over the whole run; experts never used leave
     first; ties go to the smaller key. Cost: O(log n) per use, O(layers + log n) per victim.
     """
 

@@ -26,16 +26,16 @@ def longest_wait(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
 class Hazard(RankedEviction):
     """Evicts the expert with the longest expected wait, and falls back to LRU while that is wrong.
 
-    An expert's hazard p is the chance that its layer's next turn needs it: the mean of three
-    decayed use rates (0.6, 0.9, 0.98 a turn), a prefill counting token by token. Its wait is
-    1 / (p + 0.02) turns and `nearness` x the share of a cycle until its layer comes. What is
-    predicted for a layer's coming turn is not waited for; the layer's others then wait a turn
+    An expert's hazard p is the probability that its layer's next turn needs it: the mean of three
+    decayed use rates (0.6, 0.9, 0.98 per turn), a prefill counting token by token. Its wait is
+    1 / (p + 0.02) turns plus `nearness` x the share of a cycle until its layer's turn. An expert
+    predicted for its layer's next turn has no such wait; the layer's others then wait one turn
     longer. No weights, no training, no parameters of the model.
 
-    Each eviction on which LRU disagrees is a duel: whose choice is needed first, was wrong. While
-    more than half of the last duels (`memory` of them, exponentially) went to LRU, LRU chooses.
+    Each eviction on which LRU disagrees is a duel, lost by the rule whose victim is needed first.
+    While LRU leads the last duels (an exponential window of `memory`) by more than 5, LRU chooses.
 
-    Parameters: nearness, turns a whole cycle weighs (default 2); memory, duels (default 200).
+    Parameters: nearness, turns that a whole cycle counts as (default 2); memory, duels (200).
     Cost: O(experts of a layer) per event, O(layers + residents of a layer) per victim;
     `results/real_routing` has the microseconds.
     """
@@ -56,7 +56,7 @@ class Hazard(RankedEviction):
 
     def on_event(self, event: Event) -> None:
         if event.num_tokens > 1:
-            # The last token first, as the compiled replay counts them.
+            # Last token first, the compiled replay's order.
             experts = event.experts[::-1]
             live = experts != DROPPED
             ages = np.repeat(np.arange(event.num_tokens)[:, np.newaxis], experts.shape[1], axis=1)

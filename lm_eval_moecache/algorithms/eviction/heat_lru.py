@@ -1,4 +1,4 @@
-"""LRU that protects what was used often."""
+"""LRU that protects frequently used experts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lm_eval_moecache.records.geometry import Geometry
 class HeatLRU(RecencyRule):
     """Evicts the least recently used of the experts used at most `protect_above` times.
 
-    Uses count while the expert is resident and begin anew when it is loaded again, as in the
-    source; the use that a load was made for is none. Where every resident is hotter, plain LRU
-    decides. Cost: O(residents) per victim, O(1) per use.
+    Uses count while the expert is resident and restart when it is loaded again, as in the source;
+    the use that caused the load does not count. If every resident is hotter, plain LRU decides.
+    Cost: O(residents) per victim, O(1) per use.
 
-    Parameters: protect_above, uses that an expert may have and still leave first (4).
+    Parameters: protect_above, the most uses of an unprotected expert (4).
     """
 
     source: ClassVar[str] = "TheTom/llama-cpp-turboquant#300 (heat-protected eviction)"

@@ -1,4 +1,4 @@
-"""Hot experts that only a clearly hotter one replaces."""
+"""Hysteresis: only a clearly hotter expert replaces a hot one."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lm_eval_moecache.records.geometry import Geometry
 
 
 class Hysteresis(EvictionAlgorithm):
-    """Keeps the experts that first filled the cache until another is hotter by a quarter and four.
+    """Keeps the experts that first filled the cache until another is hotter by a quarter plus four.
 
-    colibri's `tier_pick_swap`: heat counts uses, resident or not, and is halved from time to time;
-    a hot expert gives way to one with heat above h + h/4 + 4, so that few swaps go to and fro. The
-    source swaps in the background and streams the others through; here an expert that is loaded
-    takes a passing place, which is the first to leave, unless it has become hot by its use. The hot
-    ones leave only for want of passing places, the coldest first; ties go to the smaller key.
-    Cost: O(residents) where a passing expert is used or a hot one leaves, else O(1).
+    colibri's `tier_pick_swap`: heat counts uses, resident or not, and is halved periodically; a hot
+    expert of heat h is replaced by one with heat above h + h/4 + 4, which prevents thrashing. The
+    source swaps in the background and streams the others through; here a loaded expert is
+    transient, and leaves first unless its uses make it hot. Hot experts leave only if there is no
+    transient one, coldest first; ties go to the smaller key.
+    Cost: O(residents) where a transient expert is used or a hot one leaves, else O(1).
 
-    Parameters: half_life, passes between halvings (64: the source leaves it to its caller).
+    Parameters: half_life, passes between halvings (64; the source leaves it to its caller).
     """
 
     source: ClassVar[str] = "colibri c/tier.h (tier_pick_swap, tier_decay)"

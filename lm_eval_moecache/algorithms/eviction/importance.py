@@ -1,4 +1,4 @@
-"""Importance: the experts that the router thinks least of leave first."""
+"""Importance: the experts with the lowest decayed gate scores leave first."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lm_eval_moecache.records.importance import ImportanceScores
 class Importance(EvictionAlgorithm):
     """Evicts the expert with the least importance, the decayed sum of its gate scores.
 
-    SwapMoE (Kong et al. 2023), written from its abstract, as the text could not be had: the
-    important experts are kept. Importance is what `prefetch=importance` goes by, so that what it
-    brings stays; each layer's scores sum to its tokens, so layers compare. Ties go to the smaller
-    key. Cost: O(tokens x E + E log n) per event.
+    SwapMoE (Kong et al. 2023), implemented from its abstract, as the text was not available:
+    important experts are kept. The same importance drives `prefetch=importance`, so that the
+    experts it loads stay; each layer's scores sum to its number of tokens, so layers are
+    comparable. Ties go to the smaller key. Cost: O(tokens x E + E log n) per event.
 
     Args:
-        decay: Weight of a turn of the layer against the next one, 0 to 1.
+        decay: Weight of a turn of the layer relative to the next one, 0 to 1.
     """
 
     source: ClassVar[str] = "Kong et al. 2023 (SwapMoE), by its abstract"

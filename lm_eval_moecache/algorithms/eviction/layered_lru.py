@@ -1,4 +1,4 @@
-"""Layer-wise LRU: the layer that holds most experts gives up its least recently used one."""
+"""Layer-wise LRU: the layer with the most residents loses its least recently used expert."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def fullest_layer(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
 
 
 class LayeredLRU(RankedEviction):
-    """Keeps one LRU list per layer in a common pool; the longest list loses its oldest.
+    """Keeps one LRU list per layer in a common pool; the longest list loses its oldest expert.
 
-    Engines with one LRU list per layer (`n/layer` here) keep one layer's experts from pushing out
-    another's, but cannot lend a layer more room. As an eviction of a common pool it gives each
-    layer its equal share once the pool is full, whatever the order of the accesses: unlike LRU it
-    does not lose everything below a cycle. Where several layers hold most, the one whose next turn
-    is furthest gives. The rule is our reading of "layer-wise LRU"; no paper states a formula.
+    Engines with one LRU list per layer (`n/layer` here) keep one layer's experts from evicting
+    another's, but cannot lend a layer more room. As the eviction of a common pool it gives each
+    layer an equal share once the pool is full, whatever the order of accesses: unlike LRU it does
+    not lose everything below a cycle. Among equally long lists, that of the layer whose next turn
+    is furthest loses. The rule is our reading of "layer-wise LRU"; no paper states a formula.
     Cost: O(1) per use, O(layers) per victim, beside pinned keys.
     """
 

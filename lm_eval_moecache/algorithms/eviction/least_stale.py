@@ -10,7 +10,7 @@ from lm_eval_moecache.records.geometry import Geometry
 
 
 def protected_by_use(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    """Stale before current, left before those to come; then the one longest not wanted."""
+    """Stale before current, left layers before coming ones; then the key not wanted for longest."""
     cycle = 2 * now.num_layers
     turn = home.index if home.index <= now.layer else cycle - home.index
     return float(turn + cycle * (expert.current == now.pass_index)), float(expert.wanted)

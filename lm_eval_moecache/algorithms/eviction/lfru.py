@@ -15,12 +15,12 @@ def uses_by_age(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
 class LFRU(RankedEviction):
     """Evicts the expert with the fewest uses per event since its last one: count / age.
 
-    The name stands in engines' proposals for a cache that is neither LRU nor LFU (a vLLM pull
-    request; llama.cpp#21609), without a formula; this is our reading. `count` are the events that
-    needed the expert, over the whole run, and one for being loaded; `age` the events of the run
-    since its last use or, if none has used it, its load. Old favourites age away, which under LFU
-    they never do. Ties go to the one longest unused. Cost: O(1) per use; O(different counts) per
-    victim, beside pinned keys, as among equal counts the one longest unused is the lowest.
+    Engines' proposals use the name for a cache between LRU and LFU (a vLLM pull request;
+    llama.cpp#21609), without a formula; this is our reading. `count` is the number of events that
+    needed the expert, over the whole run, plus one for being loaded; `age` the number of events
+    since its last use or, if unused, its load. Old favourites fade, which under LFU they never do.
+    Ties go to the longest unused. Cost: O(1) per use; O(distinct counts) per victim, beside pinned
+    keys, as among equal counts the longest unused is the lowest.
     """
 
     source: ClassVar[str] = "LFRU of engines' proposals (vLLM, llama.cpp#21609); our reading"

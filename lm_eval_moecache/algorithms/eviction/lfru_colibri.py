@@ -1,4 +1,4 @@
-"""Least frequently, then recently, used: the LFRU that an engine publishes."""
+"""Least frequently, then recently, used: the LFRU published by an engine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class LFRUColibri(EvictionAlgorithm):
     """Evicts the expert with the smallest 256 x uses + max(0, 255 - age).
 
     colibri's `tier_lfru_score` (c/tier.h, c/bench_tier/policy_replay.py): uses are counted over the
-    whole run, the age is in accesses of single experts by all layers since the last use, and equal
-    scores go to the one resident longest. So recency only tells apart equal counts, and none older
-    than 255 accesses; `lfru` is our own reading of the name. What a prefetch brought ages from
-    then on. Cost: O(residents) per victim, O(1) per use.
+    whole run, age is the number of expert accesses, over all layers, since the last use, and ties
+    go to the longest resident. So recency only separates equal counts, up to an age of 255; `lfru`
+    is our own reading of the name. A prefetched expert ages from its load.
+    Cost: O(residents) per victim, O(1) per use.
     """
 
     source: ClassVar[str] = "colibri c/tier.h and c/bench_tier/policy_replay.py (LFRU)"
@@ -49,6 +49,6 @@ class LFRUColibri(EvictionAlgorithm):
         return min(free, key=self._score, default=None)
 
     def _score(self, key: int) -> int:
-        """The access that needs the room is on the clock already, as in the source."""
+        """Return the score; as in the source, the clock includes the access that needs the room."""
         age = self._clock + 1 - self._last[key]
         return 256 * self._uses[key] + max(0, 255 - age)

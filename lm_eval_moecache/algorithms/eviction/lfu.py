@@ -16,8 +16,8 @@ class LFU(RankedEviction):
     """Evicts the expert with the lowest access count over the entire inference history.
 
     SpecMD appendix B. An access is an event that needs the expert, however many tokens it serves;
-    the count outlives eviction, and a prefetch is no access. Ties go to the smaller key: the
-    paper names no second criterion. Cost: O(log n) per use and eviction, beside pinned keys.
+    the count survives eviction, and a prefetch is not an access. Ties go to the smaller key: the
+    paper gives no second criterion. Cost: O(log n) per use and eviction, beside pinned keys.
     """
 
     source: ClassVar[str] = "SpecMD appendix B; MoE-Infinity's cache (CommitMoE section 5.1)"

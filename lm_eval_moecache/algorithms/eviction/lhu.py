@@ -22,12 +22,12 @@ def fewest_uses(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
 
 
 class LHU(RankedEviction):
-    """Evicts the expert that was used least often at high precision.
+    """Evicts the expert used least often at high precision.
 
     SpecMD appendix B after HOBBIT: it "tracks high-precision expert usage frequency", as misses of
     such experts "incur significantly higher latency", and "must be combined with fetch cascade
     precision policies". A use is an event that executes the expert at the best level, however many
-    tokens it serves; the count outlives eviction, and uses at lower levels leave it alone. Ties go
+    tokens it serves; the count survives eviction, and uses at lower levels do not count. Ties go
     to the smaller key. Cost: O(log n) per use and eviction, beside pinned keys.
     """
 

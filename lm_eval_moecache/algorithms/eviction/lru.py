@@ -15,11 +15,11 @@ def oldest_use(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
 class LRU(RankedEviction):
     """Evicts the expert whose last use lies furthest back.
 
-    The experts of one event are equally recent; the one needed first, which in a decode step is
-    the one with the heaviest routing weight, leaves first. An expert that a prefetch brought
-    counts as used when it lands; one that is resident when it is predicted is not used by that:
-    SP-MoE section 4.4, where an expert found in the cache is put last again, is read as on its use.
-    Cost: O(1) per call, beside the pinned keys it steps over.
+    The experts of one event are equally recent; the one needed first, in a decode step the one with
+    the heaviest routing weight, leaves first. A prefetched expert counts as used on arrival;
+    predicting a resident expert is not a use: SP-MoE section 4.4, where an expert found in the
+    cache is put last again, is read as happening on its use.
+    Cost: O(1) per call, beside pinned keys.
     """
 
     source: ClassVar[str] = "Eliseev & Mazur 2023 (Mixtral offloading); SpecMD appendix B"

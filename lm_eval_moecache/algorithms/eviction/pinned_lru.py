@@ -10,11 +10,11 @@ from lm_eval_moecache.records.geometry import Geometry
 
 
 class PinnedLRU(RecencyRule):
-    """Keeps a share of the experts that first filled the cache, and the rest by least recent use.
+    """Keeps a share of the experts that first filled the cache, and the most recently used others.
 
-    With `warm=` the kept ones are the hottest of the profile: what engines do that pin hot experts
+    With `warm=` the kept experts are the hottest of the profile, as in engines that pin hot experts
     and cache the others. Without it they are the last of those that first filled the cache. Kept
-    ones leave only where every other resident is pinned by the running event.
+    experts leave only where all other residents are pinned by the running event.
     Cost: O(1) per call, beside pinned keys.
 
     Parameters: share of the cache that is kept, above 0 and below 1 (0.5).
@@ -46,7 +46,7 @@ class PinnedLRU(RecencyRule):
         self._kept.pop(key, None)
 
     def _to_keep(self, filling: dict[int, None]) -> list[int]:
-        """`warm` brings the hottest last."""
+        """Return the last keys to arrive, because `warm` loads the hottest last."""
         return list(filling)[max(0, len(filling) - int(self.num_slots * self._share)) :]
 
     def victim(self, pinned: Container[int], layer: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Random replacement: the baseline that knows nothing."""
+"""Random replacement: the uninformed baseline."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _STEP = 0x9E3779B97F4A7C15
 
 
 class Random(EvictionAlgorithm):
-    """Evicts a resident expert drawn uniformly from those that may leave.
+    """Evicts a resident expert drawn uniformly from those that are not pinned.
 
-    The draws depend on the seed and on how many have left, nothing else.
-    Cost: O(1) per draw, redrawn while a pinned key comes up, O(n) where most keys are pinned.
+    The draws depend only on the seed and the number of evictions.
+    Cost: O(1) per draw, redrawn for pinned keys, O(n) where most keys are pinned.
     """
 
     source: ClassVar[str] = "the usual uninformed baseline"
@@ -52,7 +52,7 @@ class Random(EvictionAlgorithm):
 
 
 def _mix(number: int) -> int:
-    """Return 64 random-looking bits of a number: the output function of SplitMix64."""
+    """Hash a number to 64 pseudo-random bits: the output function of SplitMix64."""
     number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _BITS
     number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _BITS
     return number ^ (number >> 31)

@@ -1,4 +1,4 @@
-"""S3-FIFO: three queues, no list that hits reorder."""
+"""S3-FIFO: three queues, none of which is reordered by hits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class S3FIFO(HitRule):
     """Evicts one-hit experts from a small FIFO early; the others live in a main FIFO with CLOCK.
 
     Yang et al., SOSP 2023. A new expert enters `small` (a tenth of the cache); at its end it moves
-    to `main` if it was hit `threshold` times, else it leaves and is remembered in a ghost queue as
-    long as nine tenths of the cache. Who is loaded while remembered enters `main` at once, where an
-    expert that was hit goes round again with its count (at most 3) reduced. As in libCacheSim, the
-    count starts anew in `main`, and until the cache has first been full an expert that finds
-    `small` full enters `main`. Pinned experts are passed over and keep place and count.
+    to `main` if it was hit `threshold` times, else it leaves and enters a ghost queue with the
+    length of nine tenths of the cache. An expert loaded while in the ghost queue enters `main`
+    directly, where an expert that was hit goes round again with its count (at most 3) reduced. As
+    in libCacheSim, the count restarts in `main`, and until the cache has first been full an expert
+    that finds `small` full enters `main`. Pinned experts are skipped and keep place and count.
     Cost: O(residents) per victim, else O(1).
 
     Parameters: small_share (0.1) and ghost_share (0.9) of the cache; threshold, hits (2).
@@ -87,7 +87,7 @@ class S3FIFO(HitRule):
     def _search(
         self, small: dict[int, int], main: dict[int, int], pinned: Container[int]
     ) -> int | None:
-        """Return who leaves; the queues are changed as far as the search has gone."""
+        """Return the victim; moves the keys that the search passes."""
         main_size = self.num_slots - self._small_size()
         if len(main) <= main_size:
             for key in [key for key in small if key not in pinned]:

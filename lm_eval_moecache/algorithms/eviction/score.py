@@ -1,4 +1,4 @@
-"""Score-based: the experts that the gate values least leave first."""
+"""Score-based: the experts with the lowest gate scores leave first."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Score(RankedEviction):
     """Evicts the expert with the lowest accumulated gate score.
 
     SpecMD appendix B after Zhu et al. 2025: "a running history of gate scores for each expert".
-    Each use adds the routing weights of the tokens served; the history outlives eviction. What it
-    is differs between readings: `history=sum` ("accumulated", section 2), `mean` per token
-    served, or `decayed`, a sum in which each pass counts `decay` times the one after it. An expert
-    never used has the lowest score; ties go to the smaller key. Cost: O(log n) per use.
+    Each use adds the routing weights of the tokens served; the history survives eviction. Readings
+    of it differ: `history=sum` ("accumulated", section 2), `mean` per token served, or `decayed`, a
+    sum in which each pass counts `decay` times the next one. An expert never used has the lowest
+    score; ties go to the smaller key. Cost: O(log n) per use.
 
-    Parameters: decay, per pass, between 0 and 1, for `decayed` alone (default 0.9 there).
+    Parameters: decay, per pass, between 0 and 1, only for `decayed` (default 0.9 there).
     """
 
     source: ClassVar[str] = "SpecMD appendix B (score-based); Zhu et al. 2025"

@@ -13,11 +13,11 @@ def deepest(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
 
 
 class ShallowFirst(RankedEviction):
-    """Favours shallow layers: evicts an expert of the deepest layer that has one.
+    """Favours shallow layers: evicts an expert of the deepest layer that has residents.
 
-    Fate (Fang et al. 2025), of which BuddyMoE section 6 says that it "uses cross-layer gate signals
-    to prefetch next-layer experts and a shallow-favoring cache". How much it favours them is not
-    said: read as strictly, and inside a layer the one longest unused leaves first.
+    Fate (Fang et al. 2025), which according to BuddyMoE section 6 "uses cross-layer gate signals
+    to prefetch next-layer experts and a shallow-favoring cache". The degree is not specified: read
+    as strict; within a layer the longest unused expert leaves first.
     Cost: O(1) per call, O(layers) where the deepest layers are pinned, beside pinned keys.
     """
 

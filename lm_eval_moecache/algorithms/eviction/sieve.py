@@ -10,12 +10,12 @@ from lm_eval_moecache.records.geometry import Geometry
 
 
 class Sieve(HitRule):
-    """Evicts the first expert that was not hit, the hand walking from old to new.
+    """Evicts the first expert that was not hit, the hand moving from old to new.
 
-    Zhang et al., NSDI 2024. As CLOCK, but an expert that is spared stays where it is in the order
-    of arrival: new ones stand behind the hand's start and are looked at next, so that what was
-    loaded for one use leaves soon. The hand starts anew at the oldest once it has met the newest.
-    Pinned experts are passed over and keep their bit. Cost: O(residents) per victim, else O(1).
+    Zhang et al., NSDI 2024. As CLOCK, but a spared expert keeps its place in the order of arrival:
+    the hand goes on to newer experts, so that those loaded for one use leave soon. It restarts at
+    the oldest after it has met the newest. Pinned experts are skipped and keep their bit.
+    Cost: O(residents) per victim, else O(1).
     """
 
     source: ClassVar[str] = "Zhang et al., NSDI 2024; as libCacheSim's Sieve"

@@ -12,10 +12,10 @@ from lm_eval_moecache.records.geometry import Geometry
 class SLRU(HitRule):
     """Evicts from the lowest of several LRU segments; a hit moves an expert one segment up.
 
-    Karedla et al. 1994 with two segments; libCacheSim's has four of equal size, which is the
-    default here. What a segment has no room for falls into the one below it. A new expert enters
-    the lowest segment that has room (as in libCacheSim, so that a cold cache fills whole). Pinned
-    experts are passed over. Cost: O(segments) per call, beside pinned keys.
+    Karedla et al. 1994 with two segments; libCacheSim's has four of equal size, the default here.
+    An expert that overflows a segment falls into the one below. A new expert enters the lowest
+    segment that has room (as in libCacheSim, so that a cold cache fills completely). Pinned experts
+    are skipped. Cost: O(segments) per call, beside pinned keys.
 
     Parameters: segments, at least 2 (4).
     """
@@ -45,7 +45,7 @@ class SLRU(HitRule):
                 return
 
     def _put(self, key: int, number: int) -> None:
-        """Enter a key as a segment's most recent; who has no room there falls."""
+        """Insert a key as a segment's most recent; overflowing keys fall to lower segments."""
         self._segments[number][key] = None
         while number and len(self._segments[number]) > self._size():
             falling = next(iter(self._segments[number]))

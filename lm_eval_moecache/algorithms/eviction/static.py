@@ -1,4 +1,4 @@
-"""Static placement: who came first stays."""
+"""Static placement: the experts that came first stay."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Static(EvictionAlgorithm):
 
     With `warm=` these are a profile's most used experts: the static placement of engines that pin
     the hot experts and stream the rest. Without it they are those that came first. Of the others
-    the one loaded longest ago leaves; where all are pinned, the first placed, which `warm` makes
-    the coldest. Cost: O(1) per call, beside pinned keys.
+    the one loaded first leaves; where all are pinned, the first one placed, which `warm` makes the
+    coldest. Cost: O(1) per call, beside pinned keys.
     """
 
     source: ClassVar[str] = "engines' static placement (thecodacus/llama.cpp#5, imp#2061)"

@@ -10,11 +10,11 @@ from lm_eval_moecache.records.event import Event
 
 
 class TailLRU(RecencyRule):
-    """Evicts the least recently used expert, each as recent as the last token that needed it.
+    """Evicts the least recently used expert, where recency is that of the last token to need it.
 
-    BigMoeOnEdge#22: every touch of a prompt's token promotes, where `lru` goes by the first one, so
-    that what the prompt's last tokens used is the most recent when decoding begins. In events of
-    one token it is `lru`. Cost: O(tokens x k) an event, O(1) beside pinned keys per victim.
+    BigMoeOnEdge#22: every use by a prompt's token promotes, while `lru` counts only the first, so
+    that the experts of the prompt's last tokens are the most recent when decoding begins. In events
+    of one token it is `lru`. Cost: O(tokens x k) per event, O(1) beside pinned keys per victim.
     """
 
     source: ClassVar[str] = "BigMoeOnEdge#22 (keep the prompt tail's experts hot)"

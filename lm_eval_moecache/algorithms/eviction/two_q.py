@@ -1,4 +1,4 @@
-"""2Q: a short queue for what is new, LRU for what came back."""
+"""2Q: a short FIFO for new experts, LRU for those that return."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class TwoQ(HitRule):
     """Evicts from a FIFO of first-time experts while that is above its share, else by LRU.
 
     Johnson and Shasha, VLDB 1994 (2Q full version). A new expert enters `A1in`, a FIFO that hits do
-    not reorder; who leaves it is remembered in `A1out`, and enters the LRU list `Am` when loaded
-    again. Pinned experts are passed over; where one list has nobody to give, the other one gives.
-    Cost: O(1) per call, beside pinned keys.
+    not reorder; keys evicted from it enter the ghost list `A1out`, and the LRU list `Am` when
+    loaded again. Pinned experts are skipped; if one list has no candidate, the other provides the
+    victim. Cost: O(1) per call, beside pinned keys.
 
     Parameters: in_share (0.25) and out_share (0.5), sizes of A1in and A1out as shares of the cache.
     """

@@ -1,4 +1,4 @@
-"""W-TinyLFU: a small window of new experts, whose leavers must be hotter than the main victim."""
+"""W-TinyLFU: experts leaving a small window must be hotter than the main cache's victim."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lm_eval_moecache.records.geometry import Geometry
 class WTinyLFU(HitRule):
     """Evicts the colder of two: the window's oldest, and the victim of the main LRU segments.
 
-    Einziger, Friedman and Manes, ACM ToS 2017. New experts enter a small LRU window. Who is pushed
-    out of it competes with the main cache's victim: the one asked for less often leaves, ties
-    against the newcomer. The main cache is a segmented LRU, four fifths of it protected. Requests
-    are counted exactly where the paper has a sketch, as keys are few, and halved every `period`
-    requests per slot, so that old heat fades. A demanded expert cannot be refused: it is admitted
-    to the window, and judged when it leaves. Pinned experts are passed over.
+    Einziger, Friedman and Manes, ACM ToS 2017. New experts enter a small LRU window. The expert
+    pushed out of it competes with the main cache's victim: the one requested less often leaves,
+    ties against the newcomer. The main cache is a segmented LRU, four fifths of it protected.
+    Requests are counted exactly where the paper has a sketch, as keys are few, and halved every
+    `period` requests per slot, so that old heat fades. A demanded expert cannot be refused: it is
+    admitted to the window, and compared when it leaves. Pinned experts are skipped.
     Cost: O(1) per call, beside pinned keys and the halving.
 
     Parameters: window_share of the cache (0.01, at least one slot); period, requests per slot (10).
@@ -60,7 +60,7 @@ class WTinyLFU(HitRule):
     def admit(self, key: int) -> None:
         self._count(key)
         self._window[key] = None
-        # Nobody has to leave yet: what the window has no room for goes on to the main cache.
+        # No eviction is needed yet: the window's overflow moves to the main cache.
         while len(self._window) > self._window_size():
             oldest = next(iter(self._window))
             del self._window[oldest]
