@@ -41,21 +41,21 @@ _RANKS = {
 
 
 class LeastStale(RankedEviction):
-    """Evicts stale experts before current ones; of the stale, those left of the running layer.
+    """Evicts stale experts before current ones; stale ones left of the running layer go first.
 
     SpecMD section 4.2: an expert is *current* once the pass in progress used it or a prefetch
-    selected it, and *stale* when its last use lies in an earlier pass; it is *left* where its
-    layer has been reached already. What a prefetch brings for the next pass stays current in it.
-    Public readings differ in whether stale experts of layers to come leave like the others
+    selected it, and *stale* if its last use lies in an earlier pass; it is *left* if its layer has
+    already been reached. An expert prefetched for the next pass stays current in it.
+    Public readings differ in whether stale experts of coming layers leave like the others
     ("within each queue, FIFO ordering based on layer position"). `protect=coming` follows figure 3
-    and appendix A.3 ("protecting experts needed for upcoming layers"): left ones go, the first
-    layer first; those to come only when no stale one is left, the furthest layer first. Current
-    ones follow by the same order. `protect=none` takes every stale expert in layer order, so the
-    layers after the running one lose theirs just before their turn.
+    and appendix A.3 ("protecting experts needed for upcoming layers"): stale experts on the left
+    go, the first layer first; those of coming layers only when no others are stale, the furthest
+    layer first. Current experts follow in the same order. `protect=none` takes all stale experts
+    in layer order, so the layers after the running one lose theirs just before their turn.
 
-    The order inside a layer is open, too: `order=last_use` takes the one longest unused,
-    `order=fifo` the one loaded first. Cost: O(1) per call, O(layers) where whole layers are
-    pinned, O(a layer's residents) per victim for fifo, beside pinned keys.
+    The order within a layer is open, too: `order=last_use` takes the longest unused expert,
+    `order=fifo` the first loaded. Cost: O(1) per call, O(layers) where whole layers are pinned,
+    O(a layer's residents) per victim for fifo, beside pinned keys.
     """
 
     source: ClassVar[str] = "SpecMD section 4.2, figure 3, appendix A.3"

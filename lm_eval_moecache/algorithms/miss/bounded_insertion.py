@@ -1,4 +1,4 @@
-"""Bounded insertion: the host executes what is absent, and a few of them are uploaded meanwhile."""
+"""Bounded insertion: the host executes absent experts, and a few of them are uploaded meanwhile."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lm_eval_moecache.records.geometry import Geometry
 
 
 class BoundedInsertion(MissAlgorithm):
-    """Executes absent experts on the host and brings at most `uploads` of an event into the cache.
+    """Executes absent experts on the host and loads at most `uploads` per event into the cache.
 
-    llama.cpp#27861 (`--moe-expert-cache-inserts`): hits run on the device, misses where they lie,
-    and nobody waits for an upload, which is there for the next step. The source does not say which
-    misses: here those needed first, which in a decode step are the heaviest. Uploads follow the
-    event's activations over the link in order; an expert that is needed before it is there is
-    waited for. Room is made as for any load. The results are those of `fetch`.
+    llama.cpp#27861 (`--moe-expert-cache-inserts`): hits run on the device, misses on the host, and
+    uploads are not waited for: they serve the next step. The source does not say which misses are
+    uploaded: here those needed first, in a decode step the heaviest. Uploads follow the event's
+    activations over the link, in order; an expert needed before it has arrived is waited for. Room
+    is made as for any load. The results are those of `fetch`.
 
     Needs a hardware profile with `host_flops` and `host_memory_bytes_per_s`, and clock=virtual.
-    Parameters: uploads, of a layer and pass, 1 or more (2, the setting of the source's figures).
+    Parameters: uploads, per layer and pass, 1 or more (2, the setting of the source's figures).
     """
 
     source: ClassVar[str] = "llama.cpp#27861 (--moe-expert-cache, --moe-expert-cache-inserts)"

@@ -1,4 +1,4 @@
-"""Buddy: an absent expert is replaced by a resident one that is often chosen together with it."""
+"""Buddy: an absent expert is replaced by a resident one that is often co-activated with it."""
 
 from __future__ import annotations
 
@@ -29,30 +29,31 @@ class Buddy(MissAlgorithm):
     """BuddyMoE section 3 and algorithm 1: three gates, then the best resident buddy on the list.
 
     1. Residency gate: nothing is replaced in an event whose share of absent experts reaches beta.
-    2. Token gate: nothing for a token with TAE <= tau, or with a margin between its two largest
-       renormalised probabilities of gamma or more. tau is the percentile of the profile's tokens
-       of each layer (the paper's 10 to 20), or absolute. An expert that routing dropped counts as
-       none.
+    2. Token gate: nothing is replaced for a token with TAE <= tau, or with a margin of gamma or
+       more between its two largest renormalised probabilities. tau is a percentile of the profile's
+       tokens of each layer (the paper's 10 to 20), or absolute. Experts dropped by routing do not
+       count.
     3. A token's absent experts, heaviest first and at most rho of them (the paper does not say
        which; `order=lightest` spares the ones that matter most), take the resident expert with
        the largest Psi (equation 3) among the first H of B(i; alpha), never one of the token's own.
 
-    An expert that finds no buddy is loaded, or dropped; where a gate or the budget stands against
-    replacing, it is always loaded. Readings: the paper's tables call the CFT alpha
-    "tau" (section 5.1). rho counts per token and layer. Algorithm 1 replaces indices, so the
-    substitute has the missing one's weight; `weight=own` gives it its own. A buddy that the token
-    was given already is out (algorithm 1) or, with `reuse` > 0, has its Psi multiplied by that
-    (section 3.1). The normalised logit of eta lies between 0 (the token's smallest) and 1. With
-    `partitions` devices, each holding as many consecutive experts, hop counts the devices between
-    missing and substitute. An expert that a prefetch has under way is not "GPU-resident" (algorithm
-    1), so it is replaced like a missed one; `late=await` waits for it instead, and the gates and
-    the budget are about missed ones alone. Cost: O(E) per absent expert of a token.
+    An expert without a buddy is loaded or dropped; if a gate or the budget prevents its
+    replacement, it is always loaded. Readings: the paper's tables call the CFT alpha "tau" (section
+    5.1). rho counts per token and layer. Algorithm 1 replaces indices, so the substitute has the
+    missing expert's weight; `weight=own` gives it its own. A buddy already given to the token is
+    excluded (algorithm 1) or, with `reuse` > 0, has its Psi multiplied by that (section 3.1). The
+    normalised logit of eta lies between 0 (the token's smallest) and 1. With `partitions` devices,
+    each holding equally many consecutive experts, hop counts the devices between missing expert and
+    substitute. An expert whose prefetch is under way is not "GPU-resident" (algorithm 1), so it is
+    replaced like a missed one; `late=await` waits for it instead, and the gates and the budget then
+    cover only missed experts. Cost: O(E) per absent expert of a token.
 
     Parameters: profile, file of `moecache profile buddies` (`tiny` has one); alpha (one number or
-    one a layer) and k_max, the profile's own where not given; H, all of the list; rho, no budget;
-    measure, what ranks buddies: counts, counts times weight, or how alike outputs are; tau_scale,
-    of tau; temperature, of the probabilities in TAE; kappa, what a hop takes off Psi; fallback, for
-    an expert without a buddy; late, whether what a prefetch has under way is replaced or awaited.
+    one per layer) and k_max, by default the profile's; H, by default the whole list; rho, by
+    default no budget; measure, what ranks buddies: counts, counts times weight, or similarity of
+    outputs; tau_scale, of tau; temperature, of the probabilities in TAE; kappa, the reduction of
+    Psi per hop; fallback, for an expert without a buddy; late, whether experts with a prefetch
+    under way are replaced or awaited.
     """
 
     source: ClassVar[str] = "BuddyMoE sections 3.1 to 3.3 and algorithm 1"
@@ -151,7 +152,7 @@ class Buddy(MissAlgorithm):
         )
 
     def tolerates(self, event: Event) -> BoolArray:
-        """Mark the tokens [tokens] that pass the gates of entropy and margin."""
+        """Return a mask [tokens] of those that pass the entropy and margin gates."""
         live = event.experts != DROPPED
         own = np.take_along_axis(event.logits, np.where(live, event.experts, 0), axis=-1)
         shares = top_k_shares(np.where(live, own, -np.inf), self.temperature)
@@ -160,7 +161,7 @@ class Buddy(MissAlgorithm):
         return np.asarray(is_open & (best[:, -1] - best[:, -2] < self.gamma))
 
     def _psi(self, event: Event, tokens: IntArray, missing: IntArray) -> Counts:
-        """Return equation 3 for n tokens and the expert each of them misses: [n, experts]."""
+        """Return Psi (equation 3) for n tokens and the missing expert of each: [n, experts]."""
         q: Counts = self.q[event.layer, missing]
         if self.eta:
             logits = event.logits[tokens].astype(np.float64)

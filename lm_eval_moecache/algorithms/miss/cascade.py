@@ -1,4 +1,4 @@
-"""Cascade: the precision of an absent expert falls as its unimportance passes thresholds."""
+"""Cascade: an absent expert's precision falls as its unimportance passes thresholds."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lm_eval_moecache.records.geometry import Geometry
 
 
 class Cascade(MissAlgorithm):
-    """Loads an absent expert the lower, the more of its token's weight heavier experts have.
+    """Loads an absent expert at a lower level the more of its token's weight is on heavier ones.
 
     HOBBIT (Tang et al. 2024), as in SpecMD sections 2 and 3.1.2: "dynamically loading
     lower-precision versions ... based on gating score thresholds". An expert's unimportance is
-    the share of the top-k weight that stands before it, 0 for the heaviest. Up to t1 it comes at
-    the best level, above t2 at the lowest; with more than three levels the others share what
-    lies between. The papers at hand give no thresholds: 0.6 and 0.9 are HOBBIT's for Mixtral.
-    What is prefetched gets the level of the predicted gate, or the best where none was asked. With
-    `upgrade` an important expert that is resident at a lower level is loaded again. Cost: O(k) a
-    token.
+    the share of the top-k weight on heavier experts, 0 for the heaviest. Up to t1 it is loaded at
+    the best level, above t2 at the lowest; with more than three levels the others share the range
+    in between. The papers at hand give no thresholds: 0.6 and 0.9 are HOBBIT's for Mixtral.
+    A prefetched expert gets the level that the predicted gate gives it, or the best without a
+    prediction. With `upgrade` an important expert that is resident at a lower level is loaded
+    again. Cost: O(k) per token.
 
     Parameters: t1 (0.6) and t2 (0.9; none with two levels), shares of a token's weight.
     """

@@ -1,4 +1,4 @@
-"""Degrade to zero: while decoding, light absent experts count as nothing."""
+"""Degrade to zero: while decoding, light absent experts are dropped."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lm_eval_moecache.records.selection import Selection
 
 
 class DegradeZero(MissAlgorithm):
-    """While decoding, leaves out absent experts whose share of the token's weight is below tau.
+    """While decoding, drops absent experts whose share of the token's weight is below tau.
 
-    colibri#906: at least one expert of a token is kept, the heaviest where all would go, and the
-    kept ones are renormalised. Prefills load everything. Cost: O(k) a token.
+    colibri#906: each token keeps at least one expert, the heaviest if all would go, and the kept
+    ones are renormalised. Prefills load everything. Cost: O(k) per token.
 
     Parameters: tau, share of the token's weight, above 0 and at most 1 (0.1: the source leaves it
     to the user).

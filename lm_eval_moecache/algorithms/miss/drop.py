@@ -1,4 +1,4 @@
-"""Drop: light experts that are absent are left out, heavy ones are loaded."""
+"""Drop: light absent experts are dropped, heavy ones are loaded."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lm_eval_moecache.records.selection import Selection
 
 
 class Drop(MissAlgorithm):
-    """Fetches a token's absent expert where it is among its h heaviest, and drops it otherwise.
+    """Fetches a token's absent expert if it is among the h heaviest, and drops it otherwise.
 
     SpecMD section 3.1.2: models are "resilient beyond rank 2", so it drops "only low-rank experts
-    and always fetch[es] high-rank ones" after Skliar et al., whose pruning of ranks >= h this is,
-    confined to the absent ones (ranks from 0, so h are safe). A dropped expert's weight is lost,
-    as nothing is said of renormalising; `renormalize` shares it among the kept ones.
+    and always fetch[es] high-rank ones" after Skliar et al.: their pruning of ranks >= h, limited
+    to absent experts (ranks from 0, so h are safe). A dropped expert's weight is lost, as
+    renormalising is not mentioned; `renormalize` shares it among the kept ones.
     Cost: O(1) per token and expert.
 
     Parameters: h, experts that are never dropped, 0 to top_k - 1 (2).

@@ -1,4 +1,4 @@
-"""Drop-cascade: an absent expert's precision falls with its importance, and the last are left."""
+"""Drop-cascade: an absent expert's precision falls with its importance; the last are dropped."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from lm_eval_moecache.records.selection import Selection
 
 
 class DropCascade(MissAlgorithm):
-    """Loads an absent expert the lower, the more weight stands before it, and drops the last.
+    """Loads absent experts at lower levels the more weight is on heavier ones; drops the last.
 
     "Drop Priority Cascade" of SpecMD section 5.4, which it does not describe; HOBBIT, whose
     unimportance (see `cascade`) and thresholds these are, "decides whether to fully load, skip, or
-    use lower-bitwidth versions" (cache-conditional experts, section 5). Up to t1 an
-    expert comes at the best level, above t2 it is dropped, and the lower levels share what lies
+    use lower-bitwidth versions" (cache-conditional experts, section 5). Up to t1 an expert is
+    loaded at the best level, above t2 it is dropped, and the lower levels share the range in
     between. A dropped expert's weight is lost; `renormalize` shares it among the kept ones.
-    Prefetches come as with `cascade`, none is dropped. Cost: O(k) a token.
+    Prefetches get the levels of `cascade`; none is dropped. Cost: O(k) per token.
 
     Parameters: t1 (0.6) and t2 (0.9), shares of a token's weight.
     """

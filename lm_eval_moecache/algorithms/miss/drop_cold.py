@@ -1,4 +1,4 @@
-"""Drop-cold: an absent expert that weighs less than its even share is left out."""
+"""Drop-cold: an absent expert with less than an even share of the weight is dropped."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lm_eval_moecache.records.selection import Selection
 
 
 class DropCold(MissAlgorithm):
-    """Leaves an absent expert out where its share of the token's weight is below F / top_k.
+    """Drops an absent expert if its share of the token's weight is below F / top_k.
 
     BigMoeOnEdge#94, whose replay of Qwen3-30B-A3B avoids 66% of the misses for 9.5% of the weight
     at F = 1, and 37% for 4.4% at 0.75. The heaviest expert has at least an even share, so one is
-    always executed. The kept ones share what the others had (`drop_renorm`, on by default there).
-    Cost: O(k) a token.
+    always executed. The kept ones share the dropped weight (`drop_renorm`, on by default there).
+    Cost: O(k) per token.
 
     Parameters: factor, F, above 0 and at most 1 (1.0); renormalize, whether the kept experts share
-    what the others had (true).
+    the dropped weight (true).
     """
 
     source: ClassVar[str] = "BigMoeOnEdge#94 (drop cold)"

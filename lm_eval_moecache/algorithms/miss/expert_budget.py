@@ -24,14 +24,14 @@ class ExpertBudget(MissAlgorithm):
 
     MoE-Spec (arXiv 2602.16052) and colibri#254 bound the union of experts that a verify pass of
     several drafts needs. Hits are kept even above the budget; misses are ranked by their weight
-    summed over the event's tokens, ties by key, and those beyond it are left out for all tokens. A
-    token may so lose all its experts, unless `rescue` keeps its heaviest one even beyond the budget
-    (colibri#565, after such a token had spoilt those that followed); `renormalize` gives the lost
-    weight to the kept ones, as there.
-    Prompts need most experts of a layer: with `phases=decode` they are left alone.
-    Cost: O(tokens x k) an event.
+    summed over the event's tokens, ties by key, and those beyond it are dropped for all tokens. A
+    token may thus lose all its experts, unless `rescue` keeps its heaviest one even beyond the
+    budget (colibri#565, after such a token had corrupted the following ones); `renormalize` gives
+    the lost weight to the kept ones, as there.
+    Prompts need most experts of a layer: `phases=decode` exempts them.
+    Cost: O(tokens x k) per event.
 
-    Parameters: budget, distinct experts of a layer (twice the router's top_k); renormalize (false);
+    Parameters: budget, distinct experts per layer (twice the router's top_k); renormalize (false);
     rescue (false).
     """
 

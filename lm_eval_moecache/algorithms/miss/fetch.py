@@ -1,4 +1,4 @@
-"""Fetch: wait for the expert."""
+"""Fetch: load absent experts and wait for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lm_eval_moecache.records.event import Event
 
 
 class FetchMiss(MissAlgorithm):
-    """Loads every absent expert at the best stored precision while the compute waits."""
+    """Loads every absent expert at the best stored precision while compute waits."""
 
     source: ClassVar[str] = "SpecMD section 3.1.2 (basic fetch)"
     is_lossless: ClassVar[bool] = True

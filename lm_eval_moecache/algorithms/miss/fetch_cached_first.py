@@ -1,4 +1,4 @@
-"""Fetch, with the resident experts executed while the absent ones are on their way."""
+"""Fetch, with the resident experts executed while the absent ones are being loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lm_eval_moecache.records.event import Event
 
 
 class FetchCachedFirst(MissAlgorithm):
-    """Loads every absent expert as `fetch` does, and executes the resident ones meanwhile.
+    """Loads every absent expert, as `fetch` does, and executes the resident ones meanwhile.
 
     SP-MoE section 4.3, after ProMoE and Klotski: "experts already cached in GPU memory are
     prioritized for immediate token processing, while the remaining experts [...] are loaded on

@@ -1,4 +1,4 @@
-"""Fetch-lowest: absent experts come at the lowest stored precision."""
+"""Fetch-lowest: absent experts are loaded at the lowest stored precision."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lm_eval_moecache.records.event import Event, Fetch
 class FetchLowest(MissAlgorithm):
     """Loads every absent expert at the lowest level of the ladder.
 
-    SpecMD section 3.1.2: it "fetches the lowest available precision to minimize latency". That is
-    said of misses: prefetches, for which nobody waits, come at the best level, so that a ladder
-    of two (int8:int4) uses both. An expert that is resident at any level is used as it is.
+    SpecMD section 3.1.2: it "fetches the lowest available precision to minimize latency". This
+    refers to misses: prefetches, which cause no stall, are loaded at the best level, so that a
+    ladder of two (int8:int4) uses both. A resident expert is used at whatever level it has.
     """
 
     source: ClassVar[str] = "SpecMD section 3.1.2 (fetch-lowest-bit)"

@@ -1,4 +1,4 @@
-"""Fetch-priority: a token's heavy experts come at the best precision, its light ones lower."""
+"""Fetch-priority: a token's heavy experts are loaded at the best precision, light ones lower."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from lm_eval_moecache.records.geometry import Geometry
 
 
 class FetchPriority(MissAlgorithm):
-    """Loads an absent expert the lower, the further down the token's ranking it stands.
+    """Loads absent experts at lower levels the lower they rank for their token.
 
     SpecMD section 5.4: it "selectively degrades low-importance experts (bottom 60th percentile)
-    during cache misses". Read as the ranks of one token: those whose weight is below the 60th
-    percentile of its top-k weights, the last ceil(0.6 (k - 1)) of them, so that the heaviest never
-    is; `h` names the number of heavy ones instead. The light ones are shared out over the lower
-    levels in order of rank ("fallback levels, int8, int4, int2", section 3.1.2). A prefetched
-    expert gets the level of its rank in the predicted gate, or else among the proposals, and the
-    lowest where it is beyond the predicted top-k: at full size it would arrive no better ranked
-    than a miss that is degraded. Section 3.1.2's other words, "always fetches highest precision"
-    with lower ones "under capacity constraints", name no constraint and are not followed. With
-    `upgrade` a heavy expert that is resident at a lower level is loaded again; otherwise it is
-    used as it is. Cost: O(1) per token and expert.
+    during cache misses". Read as the ranks of one token: the experts below the 60th percentile of
+    its top-k weights, the last ceil(0.6 (k - 1)) of them, so never the heaviest; `h` sets the
+    number of heavy ones instead. The light ones are spread over the lower levels in order of rank
+    ("fallback levels, int8, int4, int2", section 3.1.2). A prefetched expert gets the level of its
+    rank in the predicted gate or, without a prediction, among the proposals; beyond the predicted
+    top-k it gets the lowest level, as it ranks no better than a miss that is degraded. Section
+    3.1.2's other wording, "always fetches highest precision" with lower ones "under capacity
+    constraints", gives no constraint and is not followed. With `upgrade` a heavy expert that is
+    resident at a lower level is loaded again; otherwise it is used at that level.
+    Cost: O(1) per token and expert.
 
     Parameters: percentile, above 0 and at most 100 (60); h, from 1 to top_k - 1 (none).
     """

@@ -1,4 +1,4 @@
-"""Host: absent experts are executed where their weights lie."""
+"""Host: absent experts are executed on the host, where their weights are."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ HostRule = Literal["always", "first", "balanced"]
 
 
 class Host(MissAlgorithm):
-    """Executes absent experts on the host, always or where that ends sooner than loading them.
+    """Executes absent experts on the host, always or where that is faster than loading them.
 
     The activations go over the link and back, once for all experts of an event; the weights are
     read from the host's memory. The host is a second server beside the link: while both work, the
-    resident experts run on the device, and prefetches use the link's gaps. What the host executes
-    does not become resident. The results are those of `fetch`.
+    resident experts run on the device, and prefetches use the link's gaps. Experts executed on the
+    host do not become resident. The results are those of `fetch`.
 
     - `always`: every absent expert (llama.cpp's expert offload, ktransformers). The cache then
-      holds what `warm=` or a prefetcher brings.
-    - `first`: each absent expert for itself goes where it would end sooner: host, or transfer and
+      holds only experts loaded by `warm=` or a prefetcher.
+    - `first`: each absent expert goes where it alone would finish sooner: host, or transfer and
       device (Fiddler, Kamahori et al. 2024, its latency model).
-    - `balanced`: both work off the event together, the host from the experts of few tokens, the
-      link from those of many (HybriMoE, Zhong et al. 2025, intra-layer scheduling; its moving of
-      resident experts to an idle host is left out). Written from the abstracts.
+    - `balanced`: host and link share the event, the host starting with the experts of few tokens,
+      the link with those of many (HybriMoE, Zhong et al. 2025, intra-layer scheduling; its moving
+      of resident experts to an idle host is left out). Implemented from the abstracts.
 
     Needs a hardware profile with `host_flops` and `host_memory_bytes_per_s`.
     Parameters: rule, how an event's absent experts are divided between host and link (first).

@@ -19,10 +19,10 @@ from lm_eval_moecache.records.geometry import Geometry
 
 
 class SubstituteCached(MissAlgorithm):
-    """Replaces an absent expert of a share below tau by the resident expert with the highest gate.
+    """Replaces an absent expert with a share below tau by the resident one with the highest gate.
 
-    colibri#865; heavier absent experts are loaded. Residents that the token has already are no
-    substitutes. The source does not say whose weight counts: `weight=own` is the substitute's gate
+    colibri#865; heavier absent experts are loaded. Residents that the token already has are not
+    candidates. The source does not say which weight applies: `weight=own` is the substitute's gate
     score, `missing` the replaced expert's. Cost: O(E) per absent expert of a token.
 
     Parameters: tau, share of the token's weight, above 0 and at most 1 (0.1); weight.

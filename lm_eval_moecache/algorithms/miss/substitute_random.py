@@ -23,15 +23,15 @@ class SubstituteRandom(MissAlgorithm):
     """Replaces an absent expert by a random resident one that the token does not use already.
 
     The "random replacement" baseline of BuddyMoE, section 5.1 and Tables 2 to 4: "uniformly
-    selected GPU-resident experts", read as those of the layer, without a budget. Where none is
-    left, `fallback=fetch` loads the expert and `drop` leaves it out. With a budget rho it is the
-    control that tells the effect of the budget from that of the buddies. The substitute is
-    weighted by its own score; `weight=missing` gives it the other's, as replacing indices does (the
-    composition `buddy_random`). Draws depend on the seed, the pass and the layer alone.
+    selected GPU-resident experts", read as those of the layer, without a budget. If none is left,
+    `fallback=fetch` loads the expert and `drop` drops it. With a budget rho it is the control that
+    separates the effect of the budget from that of the buddies. The substitute is weighted by its
+    own score; `weight=missing` gives it the missing expert's, as replacing indices does (the
+    composition `buddy_random`). Draws depend only on the seed, the pass and the layer.
     Cost: O(E) per absent expert of a token.
 
-    Parameters: rho, replacements of a token in a layer, heaviest first (no limit); the rest is
-    loaded; late, whether an expert that a prefetch has under way is replaced as well or awaited.
+    Parameters: rho, replacements per token and layer, heaviest first (no limit), the rest is
+    loaded; late, whether an expert with a prefetch under way is replaced as well or awaited.
     """
 
     source: ClassVar[str] = "BuddyMoE Tables 2-4 (random)"

@@ -17,14 +17,14 @@ class SubstituteScore(MissAlgorithm):
     """Replaces an absent expert by the resident one whose softmax score for the token is closest.
 
     SpecMD sections 2 and 3.1.2 after Zhu et al. 2025: cached experts "whose scores fall within
-    tolerance thresholds". Neither gives a figure nor says what happens beyond the tolerance:
-    `fallback=fetch` loads the expert, `drop` leaves it out. `scale=absolute` compares the scores
+    tolerance thresholds". Neither gives a value nor says what happens beyond the tolerance:
+    `fallback=fetch` loads the expert, `drop` drops it. `scale=absolute` compares the scores
     themselves, `relative` the gap as a share of the missing expert's score. The substitute is
-    weighted by its own score (SpecMD appendix A.1); `weight=missing` gives it the other's.
+    weighted by its own score (SpecMD appendix A.1); `weight=missing` gives it the missing one's.
     Cost: O(E) per absent expert of a token.
 
-    Parameters: tolerance, in softmax score (0.1) or as a share of it; late, whether an expert that
-    a prefetch has under way is replaced as well or awaited.
+    Parameters: tolerance, in softmax score (0.1) or as a share of it; late, whether an expert with
+    a prefetch under way is replaced as well or awaited.
     """
 
     source: ClassVar[str] = "SpecMD section 3.1.2 (substitution); Zhu et al. 2025"
