@@ -294,14 +294,14 @@ def split_arguments(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the arguments into ours and the host's; ValueError for an unknown key."""
     host = {*host_keys, *FROM_PRETRAINED}
-    ours: dict[str, Any] = {}
-    theirs: dict[str, Any] = {}
+    own_args: dict[str, Any] = {}
+    host_args: dict[str, Any] = {}
     for key, value in given.items():
         axis, dot, _ = key.partition(".")
         if key in KEYS or (dot and axis in AXES):
-            ours[key] = value
+            own_args[key] = value
         elif key in host:
-            theirs[key] = value
+            host_args[key] = value
         else:
             allowed = {*KEYS, *host}
             raise ValueError(
@@ -309,7 +309,7 @@ def split_arguments(
                 f"{nearest(key, allowed)} Allowed: {', '.join(KEYS)}, an axis' parameter as "
                 "eviction.NAME, and the arguments of lm-eval's `hf` model."
             )
-    return ours, theirs
+    return own_args, host_args
 
 
 def read_config(

@@ -63,9 +63,9 @@ def check_command(words: Sequence[str]) -> None:
     speculative = evaluation["model"] == SPECULATIVE
     model_args = evaluation.get("model_args") or {}
     with as_arguments_error(model_args.get("pretrained", TINY)):
-        ours, _ = split_arguments(model_args, host_keys())
+        own_args, _ = split_arguments(model_args, host_keys())
         # `warm` is read once, with the model: a trace may be large.
-        read_config({k: v for k, v in ours.items() if k != "warm"}, speculative)
+        read_config({k: v for k, v in own_args.items() if k != "warm"}, speculative)
     check_use_cache(evaluation.get("use_cache"))
     options = {
         key: evaluation[key] for key in Options.model_fields if evaluation.get(key) is not None

@@ -91,10 +91,10 @@ class MoECacheLM(HFLM):
     def __init__(self, pretrained: Any = TINY, **arguments: Any) -> None:
         with as_arguments_error(pretrained):
             speculative = self.is_speculative
-            config, theirs = check_arguments(pretrained, arguments, speculative=speculative)
+            config, host_args = check_arguments(pretrained, arguments, speculative=speculative)
         self._model_name = model_name(pretrained)
-        self.loader = ModelLoader(config, pretrained, theirs)
-        super().__init__(pretrained=model_path(pretrained), **theirs)
+        self.loader = ModelLoader(config, pretrained, host_args)
+        super().__init__(pretrained=model_path(pretrained), **host_args)
         # HFLM splits documents over the GPUs of one host; here every process is a rank, even
         # without a GPU or on another host.
         if (accelerator := getattr(self, "accelerator", None)) is not None:
@@ -350,10 +350,10 @@ class MoECacheLM(HFLM):
         for row in inps.tolist():
             # With its logits cache, HFLM serves all requests with this input in one forward.
             waiting = self._waiting.get(fingerprint(row), [])
-            taken = waiting if self.logits_cache else waiting[:1]
-            served |= {record.index: record for record, _ in taken}
-            lengths.append(taken[0][1] if taken else len(row))
-            rows.append(taken[0][0].index if taken else NO_REQUEST)
+            entries = waiting if self.logits_cache else waiting[:1]
+            served |= {record.index: record for record, _ in entries}
+            lengths.append(entries[0][1] if entries else len(row))
+            rows.append(entries[0][0].index if entries else NO_REQUEST)
             if not self.logits_cache:
                 del waiting[:1]
         with self._serving(list(served.values()), rows):
@@ -374,8 +374,8 @@ class MoECacheLM(HFLM):
         pairs = super().gather_object((obj, figures), dst)
         if pairs is None:
             return None
-        if any(sent is not None for _, sent in pairs):
-            self._gathered = [sent or ([], 0) for _, sent in pairs]
+        if any(rank_figures is not None for _, rank_figures in pairs):
+            self._gathered = [rank_figures or ([], 0) for _, rank_figures in pairs]
         return [scores for scores, _ in pairs]
 
     def get_model_info(self) -> dict[str, Any]:

@@ -56,10 +56,10 @@ class ModelLoader:
     def check(self, config: Config) -> None:
         """Raise ValueError if a setting needs the model loaded in another way."""
         for key in _DECISIVE:
-            loaded, wanted = getattr(self._config, key), getattr(config, key)
-            if loaded != wanted:
+            loaded, required = getattr(self._config, key), getattr(config, key)
+            if loaded != required:
                 raise ValueError(
-                    f"{key}={wanted!r}: the model was loaded with {key}={loaded!r} and has to be "
+                    f"{key}={required!r}: the model was loaded with {key}={loaded!r} and has to be "
                     "loaded anew."
                 )
 

@@ -85,39 +85,39 @@ def check_arguments(
         bare: Builds the model without weights; a caller with many settings may cache it.
         speculative: Whether a draft model drafts (`moecache-spec`).
     """
-    ours, theirs = split_arguments(arguments, host_keys())
-    theirs["device"] = resolve_device(theirs)
+    own_args, host = split_arguments(arguments, host_keys())
+    host["device"] = resolve_device(host)
     if isinstance(pretrained, nn.Module):
-        theirs["device"] = str(pretrained.device)
-    config = read_config(ours, speculative)
-    check_host_arguments(pretrained, config, theirs)
+        host["device"] = str(pretrained.device)
+    config = read_config(own_args, speculative)
+    check_host_arguments(pretrained, config, host)
     if isinstance(pretrained, nn.Module):
-        check_loaded(pretrained, config, theirs)
-    model = bare(pretrained, theirs)
-    check_kernels(model, theirs)
+        check_loaded(pretrained, config, host)
+    model = bare(pretrained, host)
+    check_kernels(model, host)
     layers = find_moe_layers(model)
     if config.ladder is not None:
         for key in LOADS_OTHERWISE:
-            if theirs.get(key):
+            if host.get(key):
                 raise ValueError(
-                    f"{key}={theirs[key]!r} does not go with precision={config.precision!r}, which "
+                    f"{key}={host[key]!r} does not go with precision={config.precision!r}, which "
                     "encodes and places the experts itself. Allowed: one of the two."
                 )
-        codecs_of(config.ladder, str(theirs["device"]).partition(":")[0])
+        codecs_of(config.ladder, str(host["device"]).partition(":")[0])
     geometry = describe(model, layers, model_name(pretrained), config.ladder)
     capacity = parse_capacity(config.capacity, geometry, per_layer=config.policy.per_layer)
     warm = placement(config.policy, config.warm, geometry)
     if warm is not None:
         warm.check(geometry)
     if config.clock == "wall":
-        check_wall(model, geometry, capacity, theirs, config.store)
+        check_wall(model, geometry, capacity, host, config.store)
     _check_algorithms(config, geometry, layers)
     if isinstance(pretrained, str):
-        check_weights("pretrained", model_path(pretrained), theirs)
+        check_weights("pretrained", model_path(pretrained), host)
     if config.draft is not None:
         needs_layers = config.policy.prefetch.algorithm.needs_draft
-        check_draft(config.draft, pretrained, theirs, needs_layers)
-    return config, theirs
+        check_draft(config.draft, pretrained, host, needs_layers)
+    return config, host
 
 
 def _check_algorithms(config: Config, geometry: Geometry, layers: Sequence[MoELayer]) -> None:

@@ -232,6 +232,6 @@ def _title(report: Mapping[str, Any]) -> str:
     settings = {**report, "phases": policy["phases"]}
     # Reports older than the setting `link` lack it.
     parts += [
-        f"{k}: {settings[k]}" for k, usual in _DEFAULTS.items() if settings.get(k, usual) != usual
+        f"{k}: {settings[k]}" for k, value in _DEFAULTS.items() if settings.get(k, value) != value
     ]
     return ", ".join(parts)

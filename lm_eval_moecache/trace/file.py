@@ -87,17 +87,17 @@ def columns_of(name: str, schema: Any, header: Header, **large: bool) -> list[st
     proposed = [proposed_column(place) for place in range(len(header.proposals))]
     # One list per event or pass, in its first row.
     of_events = [*proposed, *(DRAFT_COLUMNS if header.draft is not None else ())]
-    known = COLUMNS | OPTIONAL_COLUMNS | dict.fromkeys(of_events, PROPOSED)
+    types = COLUMNS | OPTIONAL_COLUMNS | dict.fromkeys(of_events, PROPOSED)
     for column in (*COLUMNS, *of_events):
         if column not in schema.names:
             raise ValueError(f"trace {name} lacks the column {column!r}.")
     for column in schema.names:
-        if column not in known:
+        if column not in types:
             raise ValueError(f"trace {name}: column {column!r} is not part of the format.")
         kind = schema.field(column).type
         # Compare lists by value type: writers name the list's field differently.
-        if known[column] != (pa.list_(kind.value_type) if pa.types.is_list(kind) else kind):
-            raise ValueError(f"trace {name}: column {column!r} is {kind}, must be {known[column]}.")
+        if types[column] != (pa.list_(kind.value_type) if pa.types.is_list(kind) else kind):
+            raise ValueError(f"trace {name}: column {column!r} is {kind}, must be {types[column]}.")
     if "predicted" in schema.names and not header.predicted_depth:
         raise ValueError(
             f"trace {name}: column 'predicted' needs the metadata field predicted_depth."
@@ -266,9 +266,9 @@ def _drafted(
         lists.append(Lists(values, np.append(offsets[:-1][begins], len(values))))
     if num_ranks:
         ordered = np.sort(values.reshape(-1, header.ranked), axis=-1)
-        twice = (ordered[:, 1:] == ordered[:, :-1]).any(axis=-1)
+        duplicate = (ordered[:, 1:] == ordered[:, :-1]).any(axis=-1)
         rows.refuse_values(
-            np.repeat(twice, header.ranked), offsets, RANKED, "names an expert twice"
+            np.repeat(duplicate, header.ranked), offsets, RANKED, "names an expert twice"
         )
     tokens, experts, ranks = lists
     return dataclasses.replace(drafted, tokens=tokens, experts=experts, ranks=ranks)
@@ -293,14 +293,14 @@ class Kept:
 
 def kept_of(path: Path) -> Kept:
     """Return the part of a stream that belongs to finished requests. The last batch may be torn."""
-    num_batches = num_rows = seen = 0
+    num_batches = num_rows = rows_read = 0
     scans: list[list[int]] = []
     drafts: list[list[int]] = []
     with pa.ipc.open_stream(path) as reader:
         for number, (batch, marks) in enumerate(_whole_batches(reader), start=1):
-            seen += len(batch)
+            rows_read += len(batch)
             if marks is not None:
-                num_batches, num_rows = number, seen
+                num_batches, num_rows = number, rows_read
                 scans += json.loads(marks[SCANS_MARK])
                 drafts += json.loads(marks[DRAFTS_MARK])
         metadata = {**(reader.schema.metadata or {}), **write_settled(scans, drafts)}

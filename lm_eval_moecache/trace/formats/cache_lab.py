@@ -87,7 +87,7 @@ class CacheLab(JsonLines):
                 f"{what}: this format holds one request, and trace {trace.name} has "
                 f"{len(trace.requests)}. Allowed: --request NUMBER."
             )
-        names = {PHASES.index(ours): theirs for theirs, ours in cls.NAMES.items()}
+        names = {PHASES.index(phase): name for name, phase in cls.NAMES.items()}
         if not set(columns.phase.tolist()) <= set(names):
             raise ValueError(f"{what}: this format has no passes that verify drafts.")
         metadata = {

@@ -23,18 +23,18 @@ class Lattice(JsonLines):
 
     @classmethod
     def read(cls, path: Path, options: Options) -> Trace:
-        seen = Counter[tuple[int, int]]()
+        occurrences = Counter[tuple[int, int]]()
         steps: dict[tuple[int, int], dict[int, list[tuple[Any, Any]]]] = {}
         for number, record in objects(path):
             match record:
                 case {"layer_idx": int(layer), "token_idx": int(token), "selected_ids": [_, *_]}:
-                    text = seen[layer, token]
-                    seen[layer, token] += 1
+                    text = occurrences[layer, token]
+                    occurrences[layer, token] += 1
                     row = (record["selected_ids"], record.get("gate_weights"))
                     steps.setdefault((text, token), {})[layer] = [row]
                 case _:
-                    wanted = ", ".join(sorted(cls.fields))
-                    raise ValueError(f"trace {path.name}: line {number} must hold {wanted}.")
+                    fields = ", ".join(sorted(cls.fields))
+                    raise ValueError(f"trace {path.name}: line {number} must hold {fields}.")
         passes = [
             pass_of(layers, text, DECODE, token) for (text, token), layers in sorted(steps.items())
         ]
