@@ -111,7 +111,8 @@ def _code_of(source: str) -> str:
 def source_digest(algorithm: type[Any]) -> str:
     """Return a digest of an algorithm's code: its module and those of its base classes.
 
-    Comments, docstrings and formatting do not count, nor does the base of its axis.
+    Comments, formatting and the words of docstrings do not count, nor does the base of its axis; a
+    docstring where there was none does, and so do strings that document attributes.
     """
     digest = hashlib.sha256()
     for part in algorithm.__mro__:
