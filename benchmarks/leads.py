@@ -10,8 +10,7 @@ one document.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,69 +19,61 @@ from grid import RESULTS, arguments
 from lm_eval_moecache.report.results import Run, load_runs, selected
 from lm_eval_moecache.report.tables import rows_as_markdown
 
-Rows = list[dict[str, Any]]
-Found = tuple[str, Callable[[list[Run]], Rows]]
-"""A folder of results, and what is told of the runs there."""
-DRAFTED = "sp_moe/figure_13", "draft_tokens", (1, 2, 4, 8), "sp_moe"
-COMMITTED = "commitmoe/figure_5", "bandwidth", ("32GB/s", "16GB/s", "5GB/s"), "commitmoe_deepseek"
-DEPTH = {"policy": "mixtral_offloading", "capacity": "6/layer"}
+Where = Mapping[str, Any]
+Columns = Mapping[str, tuple[Where, Where, int]]
+"""Name -> the run, the one that it is compared with, and how many steps further that one is."""
 
 
-def lead(runs: list[Run], axis: str, values: tuple[Any, ...], policy: str, old: str) -> Rows:
-    """Return what a policy saves of the time of an older one, at each value of an axis."""
+def lead(policy: str, old: str, axis: str, *values: Any) -> Columns:
+    """What a policy saves of an older one's time, which counts as one step further."""
+    return {
+        f"at {value}": ({"policy": policy, axis: value}, {"policy": old, axis: value}, 1)
+        for value in values
+    }
 
-    def times(name: str) -> list[Mapping[str, float]]:
-        return [_times(runs, {"policy": name, axis: value}) for value in values]
+
+def slope(emulate: str) -> Columns:
+    """What a layer of depth costs on average, from one to three and from there to five."""
+    base = {"policy": "mixtral_offloading", "capacity": "6/layer", "emulate": emulate}
+    one, three, five = ({**base, "prefetch.depth": depth} for depth in (1, 3, 5))
+    return {"up_to": (three, one, -2), "beyond": (five, three, -2)}
+
+
+def rows_of(runs: list[Run], columns: Columns) -> list[dict[str, Any]]:
+    """Return a row a document: the share of its time per token that is saved for each step."""
+
+    def times(where: Where) -> Mapping[str, float]:
+        [run] = [run for run in runs if selected(run, where)]
+        found: Mapping[str, float] = run.speed["tiny_gsm8k"]["tpot_ms"]
+        return found
 
     rows: dict[str, dict[str, Any]] = {}
-    for value, new, base in zip(values, times(policy), times(old), strict=True):
-        for document in new:
+    for name, (where, other, steps) in columns.items():
+        base = times(other)
+        for document, time in times(where).items():
             row = rows.setdefault(document, {"document": int(document)})
-            row[f"at {value}"] = 1 - new[document] / base[document]
+            row[name] = (1 - time / base[document]) / steps
     return list(rows.values())
 
 
-def slope(runs: list[Run], emulate: str) -> Rows:
-    """Return what a layer of depth costs on average, from one to three and from there to five."""
-    where = DEPTH | {"emulate": emulate}
-    one, three, five = (_times(runs, {**where, "prefetch.depth": depth}) for depth in (1, 3, 5))
-    return [
-        {
-            "document": int(document),
-            "up_to": (three[document] / one[document] - 1) / 2,
-            "beyond": (five[document] / three[document] - 1) / 2,
-        }
-        for document in one
-    ]
-
-
-def _times(runs: list[Run], where: Mapping[str, Any]) -> Mapping[str, float]:
-    [run] = [run for run in runs if selected(run, where)]
-    times: Mapping[str, float] = run.speed["tiny_gsm8k"]["tpot_ms"]
-    return times
-
-
-def _lead(of: tuple[str, str, tuple[Any, ...], str], old: str) -> Found:
-    folder, axis, values, policy = of
-    return folder, partial(lead, axis=axis, values=values, policy=policy, old=old)
-
-
-FOUND: Mapping[str, Found] = {
-    "lead_adapmoe": _lead(DRAFTED, "adapmoe"),
-    "lead_lru": _lead(DRAFTED, "on_demand"),
-    "lead_on_demand": _lead(COMMITTED, "on_demand"),
-    "lead_prefetch": _lead(COMMITTED, "commitmoe_prefetch"),
-    "slope_large": ("sp_moe/figure_3", partial(slope, emulate="Mixtral-8x7B")),
-    "slope_small": ("sp_moe/figure_3", partial(slope, emulate="DeepSeek-V2-Lite")),
+DRAFTED = "draft_tokens", 1, 2, 4, 8
+LINKS = "bandwidth", "32GB/s", "16GB/s", "5GB/s"
+FOUND: Mapping[str, Columns] = {
+    "sp_moe/figure_13/lead_adapmoe": lead("sp_moe", "adapmoe", *DRAFTED),
+    "sp_moe/figure_13/lead_lru": lead("sp_moe", "on_demand", *DRAFTED),
+    "commitmoe/figure_5/lead_on_demand": lead("commitmoe_deepseek", "on_demand", *LINKS),
+    "commitmoe/figure_5/lead_prefetch": lead("commitmoe_deepseek", "commitmoe_prefetch", *LINKS),
+    "sp_moe/figure_3/slope_large": slope("Mixtral-8x7B"),
+    "sp_moe/figure_3/slope_small": slope("DeepSeek-V2-Lite"),
 }
-"""By the file's name."""
+"""By the file, beside the runs that it is of."""
 
 
 def main() -> None:
     root = arguments(__doc__, out=RESULTS).out
-    for name, (folder, rows_of) in FOUND.items():
-        rows = rows_of(load_runs(root / folder))
-        path: Path = root / folder / f"{name}.json"
+    for name, columns in FOUND.items():
+        path: Path = root / f"{name}.json"
+        rows = rows_of(load_runs(path.parent), columns)
         path.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
         path.with_suffix(".md").write_text(rows_as_markdown(rows))
 

@@ -52,9 +52,9 @@ def test_the_rows_of_a_real_trace_are_what_the_script_finds() -> None:
 
 @pytest.mark.parametrize("name", leads.FOUND)
 def test_leads_and_slopes_follow_from_the_runs_beside_them(name: str) -> None:
-    folder, rows_of = leads.FOUND[name]
-    rows = json.loads((RESULTS / folder / f"{name}.json").read_text())["rows"]
-    assert rows == rows_of(load_runs(RESULTS / folder))
+    file = RESULTS / f"{name}.json"
+    rows = json.loads(file.read_text())["rows"]
+    assert rows == leads.rows_of(load_runs(file.parent), leads.FOUND[name])
 
 
 @pytest.mark.parametrize("share", [5, 10, 25, 50])
