@@ -10,7 +10,12 @@ the others on disk, with the same memory: dense part, capacity and `--margin`. A
 other limit files are read again from the page cache for nothing. Where a contender cannot load
 within its grant that is said, and it is limited from its first answer on.
 
-    python benchmarks/real_size.py [--layers 4] [--capacity 50%] [--policy on_demand]
+    python benchmarks/real_size.py [--shape OLMoE-1B-7B] [--layers 4] [--capacity 50%]
+    python benchmarks/real_size.py --loads 5 --shape cpu [--cold]
+
+The second only loads, so often, whatever memory that takes: fresh processes in turn, from the
+moment their libraries are imported until the first answer could begin. `--cold` has the system
+forget the file's pages before each load. Ratios are of one round.
 
 Peak memory is what a process holds for itself (RssAnon), sampled. What an answer reads is what the
 disk had to deliver, whatever the page cache had. Ratios are medians of `--rounds` answers to the
@@ -37,8 +42,9 @@ import psutil
 import torch
 from grid import arguments, text_table
 from setup import SHAPES, forget_cached, load_whole, prompts, random_model, run, spread
-from vs_accelerate import offloaded, ours, skeleton_of
+from vs_accelerate import offloaded, ours
 
+from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.event import PREFILL
@@ -47,12 +53,11 @@ from lm_eval_moecache.records.sizes import parse_capacity
 GROUPS = Path("/sys/fs/cgroup")
 CONTENDERS = ("plain", "ram", "disk", "accelerate")
 ON_DISK = ("disk", "accelerate")
-SHAPE = {**SHAPES["olmoe"], "vocab_size": 50304, "pad_token_id": 1}
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def write_checkpoint(folder: str, layers: int) -> None:
-    model = random_model({**SHAPE, "num_hidden_layers": layers})
+def write_checkpoint(folder: str, shape: str, layers: int) -> None:
+    model = random_model({**SHAPES[shape], "num_hidden_layers": layers})
     model.save_pretrained(folder, max_shard_size="1GB")
 
 
@@ -133,7 +138,7 @@ class Sampled:
 
 def sizes(folder: str, capacity: str) -> tuple[int, int]:
     """Return the bytes of the capacity, and of all that is no expert."""
-    bare = skeleton_of(folder)
+    bare = skeleton(folder, {})
     geometry = describe(bare, find_moe_layers(bare), "x")
     whole = sum(p.numel() * p.element_size() for p in bare.parameters())
     near = parse_capacity(capacity, geometry).total_bytes
@@ -236,9 +241,10 @@ def start(name: str, options: argparse.Namespace) -> Contender:
 def report(contenders: list[Contender], options: argparse.Namespace) -> None:
     near, dense = sizes(options.folder, options.capacity)
     print(
-        f"OLMoE-1B-7B's shapes, {options.layers} layers, {options.policy} at {options.capacity}: "
-        f"{near / 1e9:.2f} GB of experts and {dense / 1e9:.2f} GB of the rest; {options.rounds} "
-        f"answers of {options.tokens} tokens to prompts of {options.prompt}, in turn"
+        f"{options.shape}'s shapes, {options.layers} layers, {options.policy} at "
+        f"{options.capacity}: {near / 1e9:.2f} GB of experts and {dense / 1e9:.2f} GB of the rest; "
+        f"{options.rounds} answers of {options.tokens} tokens to prompts of {options.prompt}, "
+        "in turn"
     )
     able, rows = {each.name: each for each in contenders if each.answers}, []
     for each in able.values():
@@ -276,25 +282,53 @@ def at_most(words: str, ratio: float, most: float) -> None:
     print(f"{words}: {ratio:.2f} (target at most {most}): {'met' if ratio <= most else 'missed'}")
 
 
+def load_s(name: str, options: argparse.Namespace) -> float:
+    start_s = time.perf_counter()
+    loaded(name, options)
+    return time.perf_counter() - start_s
+
+
+def load_in_turn(options: argparse.Namespace) -> None:
+    """Print what each way to load takes, and of what plain transformers takes in the same round."""
+    names = CONTENDERS[:3]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    nbytes = sum(file.stat().st_size for file in Path(options.folder).glob("*.safetensors"))
+    print(f"{options.shape}, {nbytes / 1e6:.0f} MB, {'cold' if options.cold else 'warm'} cache")
+    for name in names * options.loads:
+        if options.cold:
+            forget_cached(options.folder)
+        with SPAWN.Pool(1) as fresh:
+            seconds[name].append(fresh.apply(load_s, (name, options)))
+    for name, own in seconds.items():
+        ratios = [a / b for a, b in zip(own, seconds["plain"], strict=True)]
+        print(
+            f"{name}: median {statistics.median(own):.2f} s, of plain's "
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        )
+
+
 def main() -> None:
-    own = {"margin": 0.15, "only": ",".join(CONTENDERS), "folder": None}
-    asked = {"prompt": 64, "tokens": 16, "rounds": 5}
-    options = arguments(__doc__, layers=4, capacity="50%", policy="on_demand", **asked, **own)
-    with Limit():
-        pass  # says at once where none can be made
+    own = {"margin": 0.15, "only": ",".join(CONTENDERS), "folder": None, "loads": 0, "cold": False}
+    asked = {"capacity": "50%", "policy": "on_demand", "prompt": 64, "tokens": 16, "rounds": 5}
+    options = arguments(__doc__, shape="OLMoE-1B-7B", layers=4, **asked, **own)
+    if not options.loads:
+        with Limit():
+            pass  # says at once where none can be made
     with tempfile.TemporaryDirectory(prefix="real-size-") as folder:
         if options.folder is None:
             options.folder = folder
             # In a process of its own, whose memory goes with it.
-            writer = SPAWN.Process(target=write_checkpoint, args=(folder, options.layers))
+            what = folder, options.shape, options.layers
+            writer = SPAWN.Process(target=write_checkpoint, args=what)
             writer.start()
             writer.join()
+        if options.loads:
+            return load_in_turn(options)
         contenders = [start(name, options) for name in options.only.split(",")]
         forget_cached(options.folder)
         able = [each for each in contenders if "failed" not in each.figures]
-        texts = prompts(
-            options.rounds + 1, options.prompt, SHAPE["vocab_size"], torch.device("cpu")
-        )
+        words = SHAPES[options.shape]["vocab_size"]
+        texts = prompts(options.rounds + 1, options.prompt, words, torch.device("cpu"))
         for text in texts:
             for each in able:
                 each.ask(text[0].tolist())

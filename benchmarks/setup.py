@@ -3,7 +3,8 @@
 Shapes: `nano` is for tests of these scripts; `narrow` has OLMoE's layers, experts and top-k, with
 matrices too small to matter; `cpu` has experts of 3 MB and fits any machine; `olmoe2` and `olmoe4`
 are so many layers of OLMoE-1B-7B (0.8 GB each); `olmoe` (all) and `mixtral` (Mixtral-8x7B with half
-its layers) are for a GPU. Weights are random: nothing is downloaded.
+its layers) are for a GPU; `OLMoE-1B-7B` has that model's vocabulary, too. Weights are random:
+nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ COMMON = {"shape": "cpu", "device": "auto", "policy": "on_demand", "tokens": 16}
 """Options that most of the scripts have."""
 FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_experts", "num_experts_per_tok"),
+    *("num_experts", "num_experts_per_tok", "vocab_size"),
 )
 SHAPES: dict[str, dict[str, Any]] = {
     name: dict(zip(FIELDS, sizes, strict=True))
     for name, sizes in {
-        "nano": (64, 64, 3, 4, 8, 2),
-        "narrow": (64, 32, 16, 4, 64, 8),
-        "cpu": (512, 1024, 4, 8, 16, 4),
-        "olmoe2": (2048, 1024, 2, 16, 64, 8),
-        "olmoe4": (2048, 1024, 4, 16, 64, 8),
-        "olmoe": (2048, 1024, 16, 16, 64, 8),
-        "mixtral": (4096, 14336, 16, 32, 8, 2),
+        "nano": (64, 64, 3, 4, 8, 2, 4096),
+        "narrow": (64, 32, 16, 4, 64, 8, 4096),
+        "cpu": (512, 1024, 4, 8, 16, 4, 4096),
+        "olmoe2": (2048, 1024, 2, 16, 64, 8, 4096),
+        "olmoe4": (2048, 1024, 4, 16, 64, 8, 4096),
+        "olmoe": (2048, 1024, 16, 16, 64, 8, 4096),
+        "OLMoE-1B-7B": (2048, 1024, 16, 16, 64, 8, 50304),
+        "mixtral": (4096, 14336, 16, 32, 8, 2, 4096),
     }.items()
 }
 
@@ -51,7 +53,7 @@ def random_model(shape: str | Mapping[str, int]) -> Any:
     """Build a bf16 OLMoE-architecture model whose routing differs from token to token."""
     torch.manual_seed(0)
     fields = SHAPES[shape] if isinstance(shape, str) else shape
-    config = transformers.OlmoeConfig(**{"vocab_size": 4096, "pad_token_id": 0, **fields})
+    config = transformers.OlmoeConfig(**{"pad_token_id": 0, **fields})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for layer in find_moe_layers(model):
         torch.nn.init.normal_(next(layer.router.parameters()), std=0.5)

@@ -20,9 +20,9 @@ import torch
 from grid import arguments
 from setup import COMMON, device_of, prompts, random_model, run, spread, wall
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from lm_eval_moecache.model.checkpoint import weights_files
+from lm_eval_moecache.model.checkpoint import skeleton, weights_files
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall.loading import ExpertLoader
 from lm_eval_moecache.model.wrap import WrappedModel
@@ -30,22 +30,14 @@ from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.sizes import parse_capacity
 
 
-def skeleton_of(folder: str) -> Any:
-    """Return a model without weights, which takes no memory."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
-        )
-
-
 def offloaded(folder: str, capacity: str, device: torch.device, tier: str) -> Any:
     """Load the checkpoint with accelerate: whole layers of experts near, the others in the tier."""
-    skeleton = skeleton_of(folder)
-    layers = find_moe_layers(skeleton)
-    size = parse_capacity(capacity, describe(skeleton, layers, "x")).total_bytes
-    near = size // sum(p.numel() * p.element_size() for p in layers[0].experts.parameters())
-    far = {layer.path for layer in layers[near:]}
-    places = device_map(skeleton, far, str(device), tier)
+    bare = skeleton(folder, {})
+    layers = find_moe_layers(bare)
+    geometry = describe(bare, layers, "x")
+    layer_bytes = geometry.total_expert_bytes // geometry.num_layers
+    near = parse_capacity(capacity, geometry).total_bytes // layer_bytes
+    places = device_map(bare, {layer.path for layer in layers[near:]}, str(device), tier)
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, device_map=places, offload_folder=f"{folder}/offload"
     ).eval()
@@ -74,22 +66,9 @@ def device_map(model: nn.Module, far: set[str], device: str, tier: str) -> dict[
     return places
 
 
-def bytes_per_step(
-    theirs: Any, wrapped: WrappedModel, tier: str, first: int
-) -> tuple[float, float]:
-    """Return the bytes that a decode step brings near: whole layers, and what ours moved.
-
-    Of ours, the passes from `first` on count: those before have warmed the cache.
-    """
-    geometry, passes = wrapped.engine.geometry, wrapped.engine.ledger.passes[first:]
-    far = sum(place == tier for place in theirs.hf_device_map.values())
-    moved = mean(p.bytes_moved for p in passes if p.phase != PREFILL)
-    return far * geometry.expert_bytes[0][0] * geometry.num_experts, moved
-
-
 def ours(folder: str, policy: str, capacity: str, device: torch.device, store: str) -> WrappedModel:
     files = weights_files(folder, {})
-    loader = ExpertLoader(store, f"{folder}/store", skeleton_of(folder), files=files)
+    loader = ExpertLoader(store, f"{folder}/store", skeleton(folder, {}), files=files)
     with loader.loading():
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, **loader.arguments
@@ -117,7 +96,12 @@ def main() -> None:
             print(f"{options.shape} on {device}, {options.policy} at {options.capacity}, {tier}")
             print(f"accelerate: {spread([1e3 * a[1] for a, _ in pairs])} ms a token")
             print(f"moecache:   {spread([1e3 * m[1] for _, m in pairs])} ms a token")
-            whole, moved = bytes_per_step(theirs, wrapped, tier, 1 + options.tokens)
+            geometry, passes = wrapped.engine.geometry, wrapped.engine.ledger.passes
+            far = sum(place == tier for place in theirs.hf_device_map.values())
+            whole = far * geometry.total_expert_bytes // geometry.num_layers
+            # The first text warmed the cache.
+            warm = passes[1 + options.tokens :]
+            moved = mean(each.bytes_moved for each in warm if each.phase != PREFILL)
             print(
                 f"bytes brought near a step: {whole / 1e6:.1f} MB in whole layers, "
                 f"{moved / 1e6:.1f} MB by moecache: {whole / moved:.2f} times fewer"
