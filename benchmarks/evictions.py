@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import grid
-import numpy as np
 from grid import Run
 from pandas import DataFrame, Series
 
@@ -28,10 +27,10 @@ from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.engine.bound import fewest_misses
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.records.ledger import total
 from lm_eval_moecache.report.plots import legend, look, new_figure, save
 from lm_eval_moecache.report.tables import padded
 from lm_eval_moecache.trace.future import Future
-from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 
 CYCLES = (0.5, 1, 1.5, 2, 3, 4, 6, 8, 12)
@@ -56,7 +55,7 @@ def evictions(trace: Trace) -> list[str]:
 
 
 def cells(capacities: Sequence[float] = CYCLES) -> Iterator[tuple[Run, tuple[Trace, Future]]]:
-    for name, trace in grid.shipped_traces():
+    for name, trace in grid.shipped_traces().items():
         geometry = trace.geometry
         # A model whose experts are equally large.
         sizes = ((geometry.max_expert_bytes,),) * geometry.num_layers
@@ -77,7 +76,7 @@ def measure(cell: Run, meaning: tuple[Trace, Future]) -> Run:
     setting = slots_of(cell, trace)
     passes = replay(trace, setting, future=future).ledger.passes
     found: Run = {
-        "requests": sum(record.requests for record in passes),
+        "requests": total(passes).requests,
         "misses": [sum(record.misses for record in own) for own in grid.blocks(passes)],
     }
     if cell["eviction"] == BELADY:
@@ -95,10 +94,6 @@ def time_it(cell: Run, meaning: tuple[Trace, Future]) -> Run:
         requests = sum(record.requests for record in engine.ledger.passes)
         found.append(1e6 * (time.process_time() - start_s) / requests)
     return {"us_per_request": round(min(found), 2)}
-
-
-def place_of(run: Run) -> tuple[str, float]:
-    return run["cell"]["trace"], run["cell"]["cycles"]
 
 
 def rates_of(runs: Sequence[Run]) -> Series:
@@ -151,7 +146,7 @@ def _summary(gaps: DataFrame, costs: Series) -> list[list[Any]]:
     medians = gaps[enough].groupby("eviction").median()
     for name in medians[0].sort_values(ascending=False, kind="stable").index:
         own, below = (gaps[part].xs(name, level="eviction")[0] for part in (enough, ~enough))
-        low, high = np.percentile(medians.loc[name][1:], [2.5, 97.5])
+        low, high = grid.bounds(medians.loc[name].to_numpy())
         drawn = "" if name in (LRU, BELADY) else f"[{low:.0f}, {high:.0f}]"
         figures = [f"{own.median():.0f}", drawn, f"{own.min():.0f}", f"{below.median():.0f}"]
         traces = own.index.union(below.index).get_level_values("trace").nunique()
@@ -178,7 +173,7 @@ def draw(runs: Sequence[Run], file: Path) -> None:
                 own = values[trace].xs(name, level="eviction").sort_index()
                 [line] = axes.plot(own.index, own, **style)
             lines[name if name in named else "others"] = line
-        geometry = load_trace(str(grid.TRACES / f"{trace}.parquet")).geometry
+        geometry = grid.shipped_trace(trace).geometry
         every = geometry.num_experts / geometry.top_k
         above.set(title=f"{trace} (all experts: {every:.3g} cycles)", ylim=(0, 100))
         below.set(xlabel="capacity [token cycles]", ylim=(-60, 105))

@@ -6,7 +6,7 @@ import argparse
 import gzip
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,12 @@ def arguments(doc: str, *files: str, **defaults: Any) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def shipped_traces() -> Iterator[tuple[str, Trace]]:
-    for path in sorted(TRACES.glob("*.parquet")):
-        yield path.stem, load_trace(str(path))
+def shipped_trace(name: str) -> Trace:
+    return load_trace(str(TRACES / f"{name}.parquet"))
+
+
+def shipped_traces() -> dict[str, Trace]:
+    return {path.stem: shipped_trace(path.stem) for path in sorted(TRACES.glob("*.parquet"))}
 
 
 def decode_trace(
@@ -148,8 +151,13 @@ def draws(num_units: int) -> npt.NDArray[np.int64]:
 
 def interval(values: Floats, form: str = "{:.1f}") -> str:
     """Write a figure and the 95% interval of its draws, which follow it."""
-    low, high = np.nanpercentile(values[1:], [2.5, 97.5])
+    low, high = bounds(values)
     return f"{form.format(values[0])} [{form.format(low)}, {form.format(high)}]"
+
+
+def bounds(values: Floats) -> Floats:
+    """Return the ends of the 95% interval of a figure, whose draws follow it."""
+    return np.nanpercentile(values[1:], [2.5, 97.5])
 
 
 def text_table(

@@ -91,7 +91,7 @@ def render(rows: Sequence[Row]) -> str:
 
 def main() -> None:
     options = arguments(__doc__, out=RESULTS / "layer_sizes", tiny=None)
-    traces = dict(shipped_traces())
+    traces = shipped_traces()
     if options.tiny:
         traces["tiny"] = load_trace(options.tiny)
     rows = [row for name, trace in traces.items() for row in rows_of(name, trace)]

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from grid import RESULTS, Floats, Run, arguments, draws, fill, interval, sections
+from grid import RESULTS, Floats, Run, arguments, bounds, draws, fill, interval, sections
 
 from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
 from lm_eval_moecache.analysis.divergence import Reading, compare, read_window
@@ -175,8 +175,7 @@ def draw(runs: Sequence[Run], file: Path) -> None:
 
 
 def _bars(values: Floats) -> tuple[float, list[list[float]]]:
-    low, high = np.percentile(values[1:], [2.5, 97.5])
-    middle = float(values[0])
+    (low, high), middle = bounds(values), float(values[0])
     return middle, [[max(middle - low, 0)], [max(high - middle, 0)]]
 
 

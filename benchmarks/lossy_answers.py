@@ -20,7 +20,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from grid import RESULTS, TRACES, setting_of, text_table
+from grid import RESULTS, setting_of, shipped_trace, text_table
 
 from lm_eval_moecache.algorithms.miss.base import Resolution, absent_entries, weight_shares
 from lm_eval_moecache.algorithms.miss.drop_cold import DropCold
@@ -30,7 +30,6 @@ from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import total
 from lm_eval_moecache.report.plots import look, new_figure, save
 from lm_eval_moecache.report.results import load_runs
-from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 
 FOLDER = RESULTS / "lossy_answers"
@@ -120,7 +119,7 @@ def main() -> None:
     draw(rows(), FOLDER / "plots" / "price.svg")
     told = []
     for name, factor in product(("qwen3-30b-a3b", "gemma-4-26b-a4b"), (1.0, 0.75)):
-        trace = load_trace(str(TRACES / f"{name}.parquet"))
+        trace = shipped_trace(name)
         static = dropped(trace, f"{__name__}.Shadow", factor)
         replayed = dropped(trace, "drop_cold", factor)
         theirs = THEIRS.get((name, factor), "-")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from grid import TRACES, setting_of, text_table
+from grid import setting_of, shipped_trace, text_table
 from scipy import optimize
 
 from lm_eval_moecache.cli.plan import attention_s
@@ -24,7 +24,6 @@ from lm_eval_moecache.records.emulation import load_real_model, load_stored
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.ledger import total
 from lm_eval_moecache.trace.future import Future
-from lm_eval_moecache.trace.importers import load_trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +100,7 @@ def table(curve: Curve) -> str:
     hardware = load_hardware(curve.hardware)
     if curve.kernel_overhead_s is not None:
         hardware = replace(hardware, kernel_overhead_s=curve.kernel_overhead_s)
-    trace = load_trace(str(TRACES / f"{curve.trace}.parquet"))
+    trace = shipped_trace(curve.trace)
     future, charged, hits = Future(trace), model.emulated_by(trace.geometry), []
     for count in curve.per_layer:
         setting = setting_of(charged, f"{count}/layer", {"eviction": curve.eviction})

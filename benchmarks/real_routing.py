@@ -74,7 +74,7 @@ RATIOS = (0.02, 0.2, 1.0, 10.0)
 
 
 def cells() -> Iterator[tuple[Run, tuple[Trace, Future]]]:
-    for name, trace in shipped_traces():
+    for name, trace in shipped_traces().items():
         known = trace, Future(trace)
         yield from (({"trace": name, **cell}, known) for cell in cells_of(trace))
 
@@ -251,7 +251,7 @@ KEYS = ["trace", "machine", "capacity", "prefetch", "eviction"]
 
 def claim_cells(tiny: str | None = None) -> Iterator[tuple[Run, Any]]:
     """Yield each cell with its trace, its future and what it means for a policy."""
-    traces = dict(shipped_traces())
+    traces = shipped_traces()
     if tiny:
         traces["tiny"] = load_trace(tiny, predicted=True)
     for name, trace in traces.items():
@@ -307,27 +307,26 @@ AT = ["Trace", "Regime (transfer/layer)", "Capacity", "Prefetch"]
 
 def figures_of(runs: Sequence[Run]) -> DataFrame:
     """Return a row a run, of figures that are arrays: of the run first, then of each draw."""
-    cells, rows = frame(sorted(runs, key=lambda run: run["cell"]["trace"])), []
-    for units in cells.units.map(DataFrame):
-        sums = {name: draws(len(units)) @ own.to_numpy() for name, own in units.items()}
+    cells = frame(sorted(runs, key=lambda run: run["cell"]["trace"]))
+    units = cells.units.map(DataFrame)
+    sums = DataFrame(
+        [{name: draws(len(own)) @ column for name, column in own.items()} for own in units]
+    )
 
-        def rate(over: str, under: str, sums: dict[Any, Floats] = sums) -> Floats:
-            below = sums[under]
-            return np.divide(sums[over], below, out=np.zeros(len(below)), where=below > 0)
+    def rate(over: str, under: str, scale: float = 1.0) -> list[Floats]:
+        pairs = zip(sums[over], sums[under], strict=True)
+        return [scale * np.divide(a, b, out=np.zeros(len(b)), where=b > 0) for a, b in pairs]
 
-        rows.append(
-            {
-                **{f"{name}_sum": of for name, of in sums.items()},
-                "collisions": 100 * rate("collisions", "requests"),
-                "misses": 100 * rate("absent", "requests"),
-                "precision": rate("right", "proposed")[0],
-                "recall": rate("right", "predictable")[0],
-                "ms_per_token": 1000 * rate("decode_s", "decoded"),
-                "stall_ms": 1000 * rate("stall_s", "decoded"),
-                "num_prefills": np.count_nonzero(units.prefill_s),
-            }
-        )
-    return cells.join(DataFrame(rows)).set_index(KEYS)
+    found = cells.join(sums.add_suffix("_sum")).assign(
+        collisions=rate("collisions", "requests", 100),
+        misses=rate("absent", "requests", 100),
+        precision=rate("right", "proposed"),
+        recall=rate("right", "predictable"),
+        ms_per_token=rate("decode_s", "decoded", 1000),
+        stall_ms=rate("stall_s", "decoded", 1000),
+        num_prefills=[np.count_nonzero(own.prefill_s) for own in units],
+    )
+    return found.set_index(KEYS)
 
 
 def by_place(cells: DataFrame) -> Iterator[tuple[list[str], DataFrame]]:
@@ -401,7 +400,7 @@ def predictors(cells: DataFrame) -> str:
             continue
         run, base = own.iloc[0], cells.loc[(*key[:3], "top-k", "least_stale")]
         told = [f"{run.proposed_sum[0] / base.predictable_sum[0]:.2f}"]
-        told += [f"{run.precision:.3f}", f"{run.recall:.3f}"]
+        told += [f"{run.precision[0]:.3f}", f"{run.recall[0]:.3f}"]
         told += [f"{100 - run.misses[0]:.1f}", interval(base.misses - run.misses, "{:.2f}")]
         told += [f"{run.stall_ms[0]:.2f}", interval(run.stall_ms - base.stall_ms, "{:.2f}")]
         rows.append([*place, *told, interval(change(run.ms_per_token, base.ms_per_token))])

@@ -15,6 +15,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -30,9 +31,11 @@ from sklearn.metrics import adjusted_rand_score
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lm_eval_moecache.analysis.analyzed_model import watched
 from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.records.ledger import total
-from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR, documents
+from lm_eval_moecache.tiny import documents
 from lm_eval_moecache.trace.future import Future
 from tools.train_tiny.skills.generator import ASKED, held_out
 from tools.train_tiny.skills.problem import Problem
@@ -44,11 +47,10 @@ CYCLES = (0.8, 2.0, 4.0)
 EVICTIONS = {"LRU": "lru", "LFU": "lfu", "Belady": "belady"}
 NUM_CLUSTERS, RESTARTS = 8, 10
 WINDOW = 1024
-SHIPPED = {"tiny": MODEL_DIR, "tiny-draft": DRAFT_DIR}
 Rows = Iterator[tuple[str, str]]
 """What is measured, and what came out."""
-Swap = Callable[[int, Tensor, Tensor], Tensor]
-"""(layer, index_TK, weights_TK) -> the experts that tokens go to instead."""
+Swap = Callable[[int, list[int], list[float]], list[int]]
+"""(layer, a token's experts, their weights) -> the experts that it goes to instead."""
 
 
 class Routing(NamedTuple):
@@ -66,7 +68,7 @@ class Specimen:
 
     def __init__(self, folder: str) -> None:
         self.model = loaded(folder)
-        self.tokenizer = AutoTokenizer.from_pretrained(SHIPPED.get(folder, folder))
+        self.tokenizer = AutoTokenizer.from_pretrained(model_path(folder))
         modules = self.model.modules()
         self.blocks = [one for one in modules if hasattr(one, "gate") and hasattr(one, "experts")]
         self.num_experts = int(self.model.config.num_experts)
@@ -80,11 +82,11 @@ class Specimen:
     def read(self, ids: list[int]) -> Routing:
         inputs, logits = list[Tensor](), list[Tensor]()
 
-        def watch(_: nn.Module, given: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        def note(_: int, given: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
             inputs.append(given[0].reshape(-1, given[0].shape[-1]))
             logits.append(output[0])
 
-        with hooked(block.gate.register_forward_hook(watch) for block in self.blocks):
+        with watched([block.gate for block in self.blocks], note):
             self.model(input_ids=torch.tensor([ids]))
         best = torch.stack(logits, 1).softmax(-1).topk(self.top_k)
         return Routing(inputs, logits, best.indices.numpy(), best.values.numpy())
@@ -112,11 +114,10 @@ class Specimen:
         logits = self.model(input_ids=torch.tensor(ids)).logits[:, len(before) - 1 : -1]
         if len(texts) == 1:
             return bool((logits[0].argmax(-1) == torch.tensor(answers[0])).all())
-        scores = [
-            float(own[: len(answer)].log_softmax(-1).gather(1, torch.tensor(answer)[:, None]).sum())
-            for own, answer in zip(logits, answers, strict=True)
-        ]
-        return max(range(len(scores)), key=scores.__getitem__) == right
+        cost = partial(nn.functional.cross_entropy, reduction="sum")
+        tokens = zip(logits, map(torch.tensor, answers), strict=True)
+        nats = [float(cost(own[: len(answer)], answer)) for own, answer in tokens]
+        return nats.index(min(nats)) == right
 
     def accuracy(self, task: str, num_documents: int, swap: Swap | None = None) -> float:
         """Percent of right answers, as it is or with experts swapped."""
@@ -137,8 +138,7 @@ class Specimen:
 
 
 def loaded(folder: str) -> Any:
-    path = SHIPPED.get(folder, folder)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(model_path(folder), dtype=torch.float32).eval()
 
 
 @contextmanager
@@ -238,15 +238,16 @@ def of_routing(specimen: Specimen, texts: list[list[int]]) -> Rows:
 def swapped(specimen: Specimen, swap: Swap | None) -> Iterator[None]:
     """Within this, tokens go to the experts that `swap` says."""
 
-    def hook_of(layer: int) -> Callable[..., Any]:
-        def hook(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            hidden, index, weights = inputs
-            return hidden, swap(layer, index, weights), weights
+    def hook(layer: int, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, index, weights = inputs
+        tokens = zip(index.tolist(), weights.tolist(), strict=True)
+        rows = [swap(layer, experts, own) for experts, own in tokens]
+        return hidden, torch.tensor(rows, dtype=index.dtype), weights
 
-        return hook
-
-    blocks = enumerate(specimen.blocks if swap else [])
-    with hooked(b.experts.register_forward_pre_hook(hook_of(layer)) for layer, b in blocks):
+    experts = [block.experts for block in specimen.blocks] if swap else []
+    with hooked(
+        one.register_forward_pre_hook(partial(hook, layer)) for layer, one in enumerate(experts)
+    ):
         yield
 
 
@@ -259,18 +260,17 @@ def random_resident(specimen: Specimen, share: float) -> Swap:
     size = int(share * len(every))
     caches = [OrderedDict.fromkeys(rng.sample(every, size)) for _ in specimen.blocks]
 
-    def swap(layer: int, index: Tensor, _: Tensor) -> Tensor:
-        cache, rows = caches[layer], []
-        for experts in index.tolist():
-            spare = [one for one in cache if one not in experts]
-            rng.shuffle(spare)
-            rows.append([e if e in cache or not spare else spare.pop() for e in experts])
-            for expert in experts:
-                cache[expert] = None
-                cache.move_to_end(expert)
-            while len(cache) > size:
-                cache.popitem(last=False)
-        return torch.tensor(rows, dtype=index.dtype)
+    def swap(layer: int, experts: list[int], _: list[float]) -> list[int]:
+        cache = caches[layer]
+        spare = [one for one in cache if one not in experts]
+        rng.shuffle(spare)
+        instead = [e if e in cache or not spare else spare.pop() for e in experts]
+        for expert in experts:
+            cache[expert] = None
+            cache.move_to_end(expert)
+        while len(cache) > size:
+            cache.popitem(last=False)
+        return instead
 
     return swap
 
@@ -279,11 +279,10 @@ def last_rank(specimen: Specimen) -> Swap:
     """The expert of the smallest weight gives way to a random one that was not chosen."""
     rng = Random(0)
 
-    def swap(_: int, index: Tensor, weights: Tensor) -> Tensor:
-        rows = index.tolist()
-        for row, last in zip(rows, weights.argmin(-1).tolist(), strict=True):
-            row[last] = rng.choice([one for one in range(specimen.num_experts) if one not in row])
-        return torch.tensor(rows, dtype=index.dtype)
+    def swap(_: int, experts: list[int], weights: list[float]) -> list[int]:
+        others = [one for one in range(specimen.num_experts) if one not in experts]
+        experts[weights.index(min(weights))] = rng.choice(others)
+        return experts
 
     return swap
 
@@ -296,16 +295,14 @@ def cluster_swap(specimen: Specimen, share: float, *, inside: bool) -> Swap:
     """
     size, rng = specimen.cluster_size, Random(0)
 
-    def swap(_: int, index: Tensor, __: Tensor) -> Tensor:
-        rows = index.tolist()
-        for row in rows:
-            for slot, expert in enumerate(list(row)):
-                own = range(expert - expert % size, expert - expert % size + size)
-                near = [one for one in own if one not in row]
-                if near and rng.random() < share:
-                    others = [x for x in range(specimen.num_experts) if x not in (*row, *own)]
-                    row[slot] = rng.choice(near if inside else others)
-        return torch.tensor(rows, dtype=index.dtype)
+    def swap(_: int, experts: list[int], __: list[float]) -> list[int]:
+        for slot, expert in enumerate(list(experts)):
+            own = range(expert - expert % size, expert - expert % size + size)
+            near = [one for one in own if one not in experts]
+            if near and rng.random() < share:
+                far = [one for one in range(specimen.num_experts) if one not in (*experts, *own)]
+                experts[slot] = rng.choice(near if inside else far)
+        return experts
 
     return swap
 

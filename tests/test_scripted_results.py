@@ -13,11 +13,10 @@ import lossy_accuracy
 import policy_space
 import pytest
 import real_routing
-from grid import RESULTS, TRACES, load
+from grid import RESULTS, frame, load, shipped_trace
 
 from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.report.results import load_runs
-from lm_eval_moecache.trace.importers import load_trace
 
 ROWS = json.loads((RESULTS / "layer_sizes/layer_sizes.json").read_text())
 ROUTING = load(RESULTS / "real_routing/cells.json.gz")
@@ -45,7 +44,7 @@ def test_every_table_comes_from_its_cells_to_the_byte(name: str) -> None:
 
 
 def test_the_rows_of_a_real_trace_are_what_the_script_finds() -> None:
-    trace = load_trace(str(TRACES / "olmoe-1b-7b.parquet"))
+    trace = shipped_trace("olmoe-1b-7b")
     own = [row for row in ROWS if row["trace"] == "olmoe-1b-7b"]
     assert list(layer_sizes.rows_of("olmoe-1b-7b", trace)) == own
 
@@ -76,10 +75,10 @@ def test_every_eviction_has_its_cells_on_every_trace() -> None:
 
 
 def test_no_eviction_misses_less_than_the_bound_which_belady_is() -> None:
-    bounds = {evictions.place_of(run): run["bound"] for run in EVICTIONS if "bound" in run}
-    for run in EVICTIONS:
-        bound, missed = bounds[evictions.place_of(run)], sum(run["misses"])
-        assert missed == bound if run["cell"]["eviction"] == "belady" else missed >= bound
+    cells = frame(EVICTIONS)
+    missed, is_bound = cells.misses.map(sum), cells.eviction == "belady"
+    bounds = cells.groupby(["trace", "cycles"]).bound.transform("max")
+    assert (missed[is_bound] == bounds[is_bound]).all() and (missed >= bounds).all()
 
 
 def test_every_composition_has_its_cells_on_every_device_or_is_said_to_have_none() -> None:
