@@ -17,7 +17,7 @@ from typing import Any
 from grid import RESULTS, arguments, shipped_traces
 from pandas import DataFrame
 
-from lm_eval_moecache.profiling.layer_sizes import best_sizes, equal_sizes, miss_curves
+from lm_eval_moecache.profiling.layer_sizes import best_sizes, equal_sizes, miss_curves, miss_rate
 from lm_eval_moecache.report.tables import padded
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
@@ -60,15 +60,9 @@ def rows_of(name: str, trace: Trace) -> Iterator[Row]:
                 "measured_on": measured + 1,
                 "smallest": min(sizes),
                 "largest": max(sizes),
-                "equal": rate(halves[measured], equal),
-                "adapted": rate(halves[measured], sizes),
+                "equal": miss_rate(halves[measured], equal),
+                "adapted": miss_rate(halves[measured], sizes),
             }
-
-
-def rate(curves: Any, sizes: Sequence[int]) -> float:
-    most = curves.shape[1] - 1
-    missed = sum(int(c[min(size, most)]) for c, size in zip(curves, sizes, strict=True))
-    return missed / int(curves[:, 0].sum())
 
 
 def render(rows: Sequence[Row]) -> str:

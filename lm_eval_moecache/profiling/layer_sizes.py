@@ -37,15 +37,14 @@ def run(arguments: Namespace) -> int:
     curves = miss_curves(trace)
     sizes = best_sizes(curves, slots)
     equal = equal_sizes(len(curves), slots)
-    requests = int(curves[:, 0].sum())
     report = {
         LAYER_SIZES: sizes,
         "model": trace.geometry.model,
         "num_experts": trace.geometry.num_experts,
         "capacity": arguments.capacity,
         "trace": trace.name,
-        "miss_rate": _misses(curves, sizes) / requests,
-        "miss_rate_of_equal_sizes": _misses(curves, equal) / requests,
+        "miss_rate": miss_rate(curves, sizes),
+        "miss_rate_of_equal_sizes": miss_rate(curves, equal),
     }
     if arguments.out:
         write_whole(Path(arguments.out), json.dumps(report, indent=1) + "\n")
@@ -121,6 +120,8 @@ def equal_sizes(num_layers: int, slots: int) -> list[int]:
     return [slots // num_layers + (layer < slots % num_layers) for layer in range(num_layers)]
 
 
-def _misses(curves: Counts, sizes: Sequence[int]) -> int:
+def miss_rate(curves: Counts, sizes: Sequence[int]) -> float:
+    """Return misses / requests over all layers, with these cache sizes in experts."""
     largest = curves.shape[1] - 1
-    return sum(int(curve[min(size, largest)]) for curve, size in zip(curves, sizes, strict=True))
+    misses = sum(int(curve[min(size, largest)]) for curve, size in zip(curves, sizes, strict=True))
+    return misses / int(curves[:, 0].sum())
