@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 
 LOADING_IS_NO_HIT = "load 1 2 3, use 1, leave 1 2 3"
 """The use that an expert was loaded for does not protect it."""
+THREE_LAYERS = "load 0 1, use 0 1, load 8 9, use 8 9, load 16 17, use 16 17"
+"""A pass that uses two experts of each layer."""
 SCRIPTS: Mapping[str, Sequence[str]] = {
     "arc": [
         "load 1 2 3, use 1 2 3, use 1, leave 2 3 1",
@@ -38,7 +40,18 @@ SCRIPTS: Mapping[str, Sequence[str]] = {
     "frequency_layer": ["load 1 2, use 1, leave 2 1"],
     "hazard": ["load 1 2, use 1, leave 2 1", "load 1 2 3, use 3, use 1, want 2, leave 3 1 2"],
     "layered_lru": ["load 1 2 3 9, use 1, leave 2 3 1 9"],
-    "least_stale": ["load 1 2 3, use 1, use 2, pass, use 1, leave 3 2 1"],
+    "least_stale": [
+        "load 1 2 3, use 1, use 2, pass, use 1, leave 3 2 1",
+        # Stale and reached, then stale and to come, the furthest from its turn first, then current.
+        f"{THREE_LAYERS}, pass, load 2, use 0 2, leave 1 16 17 8 9 0 2",
+        # Current experts to come are the last to leave.
+        f"{THREE_LAYERS}, pass, use 0 1, prefetch 10 18, want 8, leave 16 17 9 0 1 18 10 8",
+        # The last layer foresees the next turn of the first: 3 is fetched, 1 is there already.
+        f"{THREE_LAYERS}, pass, use 0 1, use 8 9, use 16 17, prefetch 3, want 1, pass, "
+        "leave 0 16 17 8 9 3 1",
+        # It is for that pass alone.
+        f"{THREE_LAYERS}, pass, use 0, want 1, pass, pass, leave 0 1 16 17 8 9",
+    ],
     "lfru": ["load 1 2, use 1, leave 2 1"],
     "lfu": ["load 1 2 3, use 1, use 1, use 2, leave 3 2 1"],
     "lhu": ["load 1 2 3, use 1, use 1, use 2, leave 3 2 1"],
