@@ -20,32 +20,13 @@ from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Trace
 
 from . import traces
-from .traces import decode_trace, misses, setting_for
+from .traces import decode_trace, draw_trace, misses, setting_for
 
 EXPERTS = 5
 
 
 def mixed_trace(seed: int, passes: int = 5, sizes: Sequence[int] = (1, 1), top_k: int = 1) -> Trace:
-    """Requests of a prefill of 1 to 5 tokens and some decode steps, the first few experts liked."""
-    rng = np.random.default_rng(seed)
-    rows: list[tuple[int, int, int, int, int]] = []
-    experts: list[list[int]] = []
-    request, position = -1, 0
-    for index in range(passes):
-        begins = index == 0 or rng.random() < 0.4
-        request += begins
-        count = int(rng.integers(1, 6)) if begins else 1
-        position = 0 if begins else position
-        phase = PHASES.index("prefill" if begins else "decode")
-        for layer in range(len(sizes)):
-            for token in range(position, position + count):
-                rows.append((request, index, phase, token, layer))
-                experts.append((rng.random(EXPERTS) ** 2).argsort()[:top_k].tolist())
-        position += count
-    weights = np.full((len(experts), top_k), 1 / top_k, dtype=np.float32)
-    logits = rng.normal(size=(len(experts), EXPERTS)).astype(np.float16)
-    geometry = traces.geometry_of(sizes, EXPERTS, top_k)
-    return traces.from_rows(geometry, rows, experts, weights, logits=logits)
+    return draw_trace(seed, sizes, EXPERTS, top_k, passes)
 
 
 def what_waves_leave(
@@ -197,14 +178,6 @@ def test_the_future_lists_each_need_of_each_key() -> None:
     needs = [future.times[future.start[k] : future.start[k + 1]].tolist() for k in range(3)]
     assert needs == [[0, 1, 2, 3], [0, 2, 3], [1, 3]]
     assert future.keys_of(1) == [2, 0] and future.keys_of(3) == []
-
-
-@pytest.mark.parametrize("name", traces.ON_DEMAND_EVICTIONS)
-def test_nobody_beats_belady_where_events_fit(name: str) -> None:
-    for seed in range(6):
-        trace = mixed_trace(seed, passes=20)
-        for size in (5, 7):
-            assert misses(trace, "belady", size) <= misses(trace, name, size, seed=seed)
 
 
 def test_lru_misses_never_rise_with_capacity() -> None:

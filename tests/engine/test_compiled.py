@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -27,9 +26,9 @@ from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import fresh, make_geometry, make_hardware, make_stream
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
-from lm_eval_moecache.trace.trace import Drafted, Predicted, Trace, TracedRequest
+from lm_eval_moecache.trace.trace import Drafted, Trace
 from tests.engine import traces
-from tests.engine.traces import HARDWARE, setting_for
+from tests.engine.traces import HARDWARE, draw_trace, setting_for
 
 PLAIN = "lru fifo lfu belady lfru layered_lru shallow_first".split()
 RULES: dict[str, list[dict[str, Any]]] = {
@@ -53,44 +52,7 @@ PREFETCHERS: dict[str, list[dict[str, Any]]] = {
     "expert_map": [{}],
     "oracle": [{"horizon": 3}, {"horizon": 2, "recall": 0.7, "precision": 0.5}],
 }
-
-
-def draw_trace(seed: int, layers: int, experts: int, top_k: int) -> Trace:
-    """Some requests of a prefill and decode steps, with weights, logits and predictions."""
-    rng = np.random.default_rng(seed)
-    rows, scores, ahead, requests = [], [], [], []
-    favourites = rng.normal(0, 1, (layers, experts))
-    passes = 0
-    for request in range(3):
-        begin, token = passes, 0
-        for step in range(int(rng.integers(3, 9))):
-            count = int(rng.integers(1, 4)) if step == 0 else 1
-            for layer in range(layers):
-                for place in range(count):
-                    rows.append((request, passes, int(step > 0), token + place, layer))
-                    scores.append(favourites[layer] + rng.normal(0, 1, experts))
-                    ahead.append(min(layers - 1 - layer, 2) * experts)
-            passes, token = passes + 1, token + count
-        asked = {"task": "t", "kind": "generate_until", "prompt_tokens": 1, "output_tokens": 2}
-        requests.append(TracedRequest(**asked, passes=tuple(range(begin, passes))))
-    logits = np.asarray(scores, np.float16)
-    chosen = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
-    geometry = traces.geometry_of(rng.choice([1000, 1500], layers), experts, top_k)
-    dense = tuple(int(size) for size in rng.choice([300, 900], layers))
-    predicted = Predicted(
-        depth=2,
-        values=rng.normal(0, 1, sum(ahead)).astype(np.float16),
-        offsets=np.concatenate([[0], np.cumsum(ahead)]).astype(np.int64),
-    )
-    return traces.from_rows(
-        dataclasses.replace(geometry, dense_bytes=dense),
-        rows,
-        chosen,
-        np.take_along_axis(logits, chosen, 1).astype(np.float32),
-        requests=tuple(requests),
-        logits=logits,
-        predicted=predicted,
-    )
+LAYERS = (1000, 1500, 1000, 1500, 1500, 1000)
 
 
 def figures(engine: VirtualEngine) -> dict[str, Any]:
@@ -145,8 +107,10 @@ def test_five_hundred_random_traces_in_machine_code(machine_code: None) -> None:
 
 
 def check_a_random_trace(data: st.DataObject) -> None:
-    layers, experts = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 9))
-    trace = draw_trace(data.draw(st.integers(0, 999)), layers, experts, min(experts, 3))
+    sizes = data.draw(st.lists(st.sampled_from([1000, 1500]), min_size=1, max_size=5))
+    layers, experts = len(sizes), data.draw(st.integers(2, 9))
+    form = {"top_k": min(experts, 3), "last_alone": data.draw(st.booleans())}
+    trace = draw_trace(data.draw(st.integers(0, 999)), sizes, experts, **form)
     chosen = data.draw(st.sampled_from(overrides("eviction", RULES)))
     chosen |= data.draw(st.sampled_from(overrides("prefetch", PREFETCHERS)))
     try:
@@ -164,6 +128,8 @@ def check_a_random_trace(data: st.DataObject) -> None:
         kernel_overhead_s=data.draw(times),
         wait_overhead_s=data.draw(times),
         link_bytes_per_s=data.draw(st.sampled_from([1e6, 1e7, 1e9])),
+        # The arithmetic of a token counts.
+        peak_flops=data.draw(st.sampled_from([HARDWARE.peak_flops, 1e6])),
     )
     miss = data.draw(st.sampled_from(["fetch", "fetch_cached_first"]))
     counts = tuple(tuple(range(experts)) for _ in range(layers))
@@ -175,7 +141,8 @@ def check_a_random_trace(data: st.DataObject) -> None:
         link=data.draw(st.sampled_from(["priority", "fifo"])),
         warm=data.draw(st.sampled_from([None, UseProfile(model="", counts=counts)])),
     )
-    assert_equal(trace, setting, data.draw(st.sampled_from(["never", "request"])))
+    fast = assert_equal(trace, setting, data.draw(st.sampled_from(["never", "request"])))
+    assert sum(p.token_requests for p in fast.ledger.passes) == trace.columns.experts.size
 
 
 @pytest.fixture
@@ -190,7 +157,7 @@ def machine_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_compiled_by_numba(machine_code: None) -> None:
-    trace = draw_trace(7, 6, 16, 3)
+    trace = draw_trace(7, LAYERS, 16, 3)
     for policy, axes in (
         ("on_demand", {}),
         ("specmd", {}),
@@ -207,7 +174,7 @@ def test_compiled_by_numba(machine_code: None) -> None:
 def test_a_live_rule_that_is_compiled_in_between(
     machine_code: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trace = draw_trace(7, 6, 16, 3)
+    trace = draw_trace(7, LAYERS, 16, 3)
     for axes in ({"eviction": "least_stale"}, {"eviction": "score"}, {"eviction": "hazard"}):
         setting = setting_for(trace, "30%", {**axes, "prefetch": "next_gate"})
         monkeypatch.setattr(ranked, "_PLAIN_VICTIMS", 10**9)
@@ -253,42 +220,15 @@ def test_published_traces(name: str) -> None:
         assert_equal(trace, setting_for(trace, capacity, axes))
 
 
-@pytest.mark.parametrize("prefetch", ["none", "frequency", "next_gate"])
-def test_a_last_layer_that_runs_the_last_token_alone(prefetch: str) -> None:
-    whole = draw_trace(0, 4, 6, 2)
-    columns, last = whole.columns, whole.geometry.num_layers - 1
-    keep = columns.layer < last
-    keep[whole.row_bounds[1:][last :: last + 1] - 1] = True
-    assert not keep.all()
-    names = ("request", "pass_index", "phase", "token", "layer")
-    assert whole.predicted is not None
-    values, bounds = whole.predicted.values, whole.predicted.offsets
-    kept = [values[bounds[row] : bounds[row + 1]] for row in np.flatnonzero(keep)]
-    offsets = np.cumsum([0, *map(len, kept)])
-    trace = traces.from_rows(
-        whole.geometry,
-        np.stack([getattr(columns, name)[keep] for name in names], axis=1),
-        columns.experts[keep],
-        columns.weights[keep],
-        requests=whole.requests,
-        predicted=Predicted(depth=2, values=np.concatenate(kept), offsets=offsets),
-    )
-    # The arithmetic of a token counts.
-    slow = dataclasses.replace(HARDWARE, peak_flops=1e6)
-    fast = assert_equal(trace, setting_for(trace, "3", {"prefetch": prefetch}, hardware=slow))
-    uneven = fast.ledger.passes[0]
-    assert uneven.token_requests == (uneven.num_tokens * last + 1) * 2
-
-
 def test_what_became_of_drafts() -> None:
-    trace = draw_trace(7, 4, 6, 2)
+    trace = draw_trace(7)
     trace = dataclasses.replace(trace, drafted=Drafted(settled={2: (3, 1), 5: (2, 2)}))
     passes = assert_equal(trace, setting_for(trace, "50%")).ledger.passes
     assert [(p.index, p.drafted, p.accepted) for p in passes if p.drafted] == [(2, 3, 1), (5, 2, 2)]
 
 
 def test_what_is_not_compiled_says_why() -> None:
-    trace = draw_trace(7, 4, 6, 2)
+    trace = draw_trace(7)
 
     def reason(policy: str, **axes: str) -> str:
         return replay(trace, setting_for(trace, "50%", axes, policy)).uncompiled

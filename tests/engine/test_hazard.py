@@ -16,8 +16,8 @@ from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
-from tests.engine.test_compiled import draw_trace, figures
-from tests.engine.traces import decode_trace, misses, setting_for
+from tests.engine.test_compiled import figures
+from tests.engine.traces import decode_trace, draw_trace, misses, setting_for
 
 TRACES = Path(__file__).resolve().parents[2] / "traces"
 
@@ -140,7 +140,7 @@ def test_it_falls_back_to_lru_where_its_forecast_does_worse() -> None:
 @pytest.mark.parametrize("capacity", ["1", "7", "50%", "2/layer"])
 @pytest.mark.parametrize("memory", [1, 20])
 def test_it_is_its_slow_form(prefetch: str, capacity: str, memory: int) -> None:
-    trace = draw_trace(memory, 4, 6, 2)
+    trace = draw_trace(memory)
     parameters = {"prefetch": prefetch, "eviction.memory": memory, "eviction.nearness": memory / 10}
     for link in ("priority", "fifo"):
         assert_as_slow(trace, capacity, link, parameters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.header import Header
 from lm_eval_moecache.trace.recorder import TraceWriter
-from lm_eval_moecache.trace.trace import Columns, Trace, build_trace
+from lm_eval_moecache.trace.trace import Columns, Predicted, Trace, build_trace
 
 GEOMETRY = Geometry(
     model="generated",
@@ -106,24 +107,31 @@ def events(seed: int, num_requests: int = 3, num_decodes: int = 5) -> Iterator[t
             pass_index += 1
 
 
-def record(
-    folder: Path, run: Setting | None = None, seed: int = 0
-) -> tuple[Path, VirtualEngine | None]:
-    """Write the generated events to a trace and, with a setting, serve them as a live run does."""
-    header = Header(geometry=GEOMETRY, seed=seed, predicted_depth=1)
-    writer = TraceWriter(folder, "run", header)
-    engine = None if run is None else VirtualEngine(GEOMETRY, run)
-    position = 0
-    for event, request in events(seed):
+def begin(folder: Path, seed: int = 0) -> TraceWriter:
+    return TraceWriter(folder, "run", Header(geometry=GEOMETRY, seed=seed, predicted_depth=1))
+
+
+def requests(
+    writer: TraceWriter,
+    count: int = 3,
+    num_passes: int = 6,
+    seed: int = 0,
+    engine: VirtualEngine | None = None,
+) -> Iterator[int]:
+    """Record generated requests, and serve them as a live run does where there is an engine.
+
+    Yield the number of each when its last pass is recorded.
+    """
+    for event, request in events(seed, count, num_passes - 1):
+        place, is_last = event.pass_index % num_passes, event.layer == GEOMETRY.num_layers - 1
         if event.layer == 0:
-            position = 0 if event.phase == PREFILL else max(position, 3) + 1
-            tokens = np.arange(position, position + event.num_tokens)
+            tokens = (3 + place if place else 0) + np.arange(event.num_tokens)
             owners = np.full(event.num_tokens, request)
             writer.begin_pass(event.pass_index, event.phase, owners, tokens)
             if engine is not None:
-                if event.phase == PREFILL:
+                if not place:
                     served = engine.ledger.new_request("task", "generate_until", 4)
-                    served.output_tokens = 6
+                    served.output_tokens = num_passes
                     engine.ledger.serve([served])
                 engine.begin_pass(event.phase, event.num_tokens)
         predicted = list(event.predicted.values())
@@ -131,11 +139,71 @@ def record(
         if engine is not None:
             engine.enter(event.layer, event.num_tokens)
             engine.run(event)
-            if event.layer == GEOMETRY.num_layers - 1:
+            if is_last:
                 engine.end_pass()
+        if is_last and place == num_passes - 1:
+            yield request
+
+
+def record(
+    folder: Path, run: Setting | None = None, seed: int = 0
+) -> tuple[Path, VirtualEngine | None]:
+    """Write the generated events to a trace and, with a setting, serve them as a live run does."""
+    writer = begin(folder, seed)
+    engine = None if run is None else VirtualEngine(GEOMETRY, run)
+    assert [*requests(writer, seed=seed, engine=engine)] == [0, 1, 2]
     path = writer.close(None if engine is None else engine.ledger.requests)
     assert path is not None
     return path, engine
+
+
+def half_a_recording(folder: Path, *, keep_until: int) -> TraceWriter:
+    """Record requests and keep those before `keep_until`; the others are unfinished."""
+    writer = begin(folder)
+    for number in requests(writer):
+        if number < keep_until:
+            writer.keep()
+    return writer
+
+
+def draw_trace(
+    seed: int,
+    sizes: Sequence[int] = (1000, 1500, 1000, 1000),
+    num_experts: int = 6,
+    top_k: int = 2,
+    num_passes: int = 15,
+    last_alone: bool = False,
+) -> Trace:
+    """Draw requests of a prompt of 1 to 4 tokens and some decode steps, with all a trace can hold.
+
+    `sizes` are an expert's bytes in each layer. Some experts are liked more than others. With
+    `last_alone` the last layer serves a prompt's last token alone, as some models have it.
+    """
+    rng = np.random.default_rng(seed)
+    num_layers = len(sizes)
+    favourites = rng.normal(0, 1, (num_layers, num_experts))
+    rows: list[tuple[int, int, int, int, int]] = []
+    scores, ahead = [], [0]
+    request, token, count = -1, 0, 0
+    for index in range(num_passes):
+        begins = index == 0 or rng.random() < 0.3
+        request, token = request + begins, 0 if begins else token + count
+        count = int(rng.integers(1, 5)) if begins else 1
+        for layer in range(num_layers):
+            skipped = count - 1 if last_alone and layer == num_layers - 1 else 0
+            for place in range(skipped, count):
+                rows.append((request, index, int(not begins), token + place, layer))
+                scores.append(favourites[layer] + rng.normal(0, 1, num_experts))
+                ahead.append(min(num_layers - 1 - layer, 2) * num_experts)
+    logits = np.asarray(scores, np.float16)
+    chosen = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
+    offsets = np.cumsum(ahead)
+    values = rng.normal(0, 1, offsets[-1]).astype(np.float16)
+    dense = tuple(int(size) for size in rng.choice([300, 900], num_layers))
+    geometry = replace(geometry_of(sizes, num_experts, top_k), dense_bytes=dense)
+    weights = np.take_along_axis(logits, chosen, 1).astype(np.float32)
+    predicted = Predicted(depth=2, values=values, offsets=offsets)
+    return from_rows(geometry, rows, chosen, weights, logits=logits, predicted=predicted)
 
 
 def from_rows(

@@ -48,7 +48,6 @@ from tests.engine import traces
 from tests.records.test_artifact import make
 from tests.report.runs import record
 from tests.soak.corpus import BOARD, CLAIMS, EMULATED, HARDWARE, POLICY, SPACE, SWEEP, arrays_of
-from tests.trace.recording import half_a_recording
 from tests.trace.test_formats import FILES, FOLDER
 from tests.trace.test_trace import CSV, JSONL, ROUTED
 
@@ -129,7 +128,7 @@ def _use(folder: Path) -> Path:
 
 
 def _partial(folder: Path) -> Path:
-    half_a_recording(folder, keep_until=2)
+    traces.half_a_recording(folder, keep_until=2)
     [path] = folder.iterdir()
     return path
 

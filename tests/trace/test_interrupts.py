@@ -16,7 +16,7 @@ import pytest
 from lm_eval_moecache.trace import file, recorder
 from lm_eval_moecache.trace.file import read_trace
 from lm_eval_moecache.trace.recorder import TraceWriter
-from tests.trace.recording import requests, start
+from tests.engine.traces import begin, requests
 
 FILES = {str(recorder.__file__), str(file.__file__)}
 PASSES = 2
@@ -45,7 +45,7 @@ def at_each_line(act: Callable[[int], object]) -> Callable[[], None]:
 
 def record(folder: Path, told: list[int], made: list[TraceWriter]) -> None:
     """Record a few requests; `told` gets the number of each once it is kept."""
-    made.append(recording := start(folder))
+    made.append(recording := begin(folder))
     for request in requests(recording, REQUESTS, PASSES):
         recording.keep()
         told.append(request)

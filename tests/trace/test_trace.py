@@ -21,7 +21,6 @@ from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.recorder import TraceWriter, prepare_folder
 from lm_eval_moecache.trace.trace import Trace
 from tests.engine import traces
-from tests.trace.recording import half_a_recording
 
 FAST = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -98,7 +97,7 @@ def test_requests_are_told_from_the_rows_where_the_file_does_not_list_them(
 
 
 def test_what_a_killed_or_interrupted_recording_has_finished_is_a_trace(tmp_path: Path) -> None:
-    writer = half_a_recording(tmp_path, keep_until=2)
+    writer = traces.half_a_recording(tmp_path, keep_until=2)
     whole = read_trace(traces.record(tmp_path)[0])
     kept = load_trace(str(tmp_path / "run-000.parquet.partial"), logits=True)
     assert (kept.columns.experts == whole.columns.experts[: len(kept.columns.experts)]).all()
@@ -115,7 +114,7 @@ def test_a_stream_torn_anywhere_gives_whole_requests_or_is_refused(
     tmp_path_factory: pytest.TempPathFactory, share: float
 ) -> None:
     folder = tmp_path_factory.mktemp("torn")
-    recording = half_a_recording(folder, keep_until=2)
+    recording = traces.half_a_recording(folder, keep_until=2)
     [stream] = folder.iterdir()
     data = stream.read_bytes()
     stream.write_bytes(data[: int(len(data) * share)])
