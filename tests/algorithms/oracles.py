@@ -309,23 +309,6 @@ def substitute_score(
     return chosen
 
 
-def buddy_substitute(
-    S: Sequence[Sequence[int]], M: Sequence[bool], B: Sequence[Sequence[int]], H: int
-) -> list[list[int]]:
-    """BuddyMoE algorithm 1, line by line."""
-    changed = [list(row) for row in S]
-    for t, row in enumerate(changed):
-        U = set(row)
-        for k, e in enumerate(row):
-            if not M[e]:
-                for b in B[e][:H]:
-                    if M[b] and b not in U:
-                        changed[t][k] = b
-                        U.add(b)
-                        break
-    return changed
-
-
 def activating_entropy(logits: Sequence[float], temperature: float) -> float:
     """BuddyMoE equation 1 of one token's own experts."""
     mass = [math.exp((z - max(logits)) / temperature) for z in logits]

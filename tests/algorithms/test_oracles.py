@@ -223,18 +223,6 @@ def test_cache_prior_chooses_for_one_token_as_for_many(
             assert found.experts.dtype == expected.experts.dtype
 
 
-@pytest.mark.parametrize("name", ["cache_prior", "max_rank", "cumsum"])
-def test_a_cold_cache_and_a_full_one_leave_the_routers_choice(name: str) -> None:
-    @LIGHT
-    @given(LOGITS)
-    def unchanged(logits: list[float]) -> None:
-        own = set(oracles.rank(logits)[:3])
-        assert select(name, logits, set()) == own
-        assert select(name, logits, set(range(8))) == own
-
-    unchanged()
-
-
 @LIGHT
 @given(
     st.lists(LOGITS, min_size=1, max_size=3),
