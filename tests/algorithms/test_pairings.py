@@ -69,23 +69,24 @@ def test_every_other_pairing_is_refused_with_the_reason() -> None:
         assert "Allowed: " in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["fld", "shallow_first", "frequency_layer"])
-def test_an_eviction_between_layers_is_refused_for_a_cache_per_layer(name: str) -> None:
-    policy = policy_of({"eviction": name})
-    check_cache_form(policy, per_layer=False)
-    with pytest.raises(ValueError, match=f"eviction='{name}' chooses between layers"):
-        check_cache_form(policy, per_layer=True)
+BETWEEN_LAYERS = {"fld", "shallow_first", "frequency_layer", "layered_lru"}
 
 
 @pytest.mark.parametrize("name", algorithm_names("eviction"))
-def test_other_evictions_run_with_a_cache_per_layer(name: str) -> None:
-    partners = {
-        axis: names[-1] for axis, names in find_algorithm("eviction", name).pairs_with.items()
-    }
+def test_an_eviction_runs_with_a_cache_per_layer_unless_it_chooses_between_layers(
+    name: str,
+) -> None:
+    algorithm = find_algorithm("eviction", name)
+    partners = {axis: names[-1] for axis, names in algorithm.pairs_with.items()}
     policy = policy_of({"eviction": name, **partners})
-    if not policy.eviction.algorithm.compares_layers:
+    check_cache_form(policy, per_layer=False)
+    assert algorithm.compares_layers == (name in BETWEEN_LAYERS)
+    if not algorithm.compares_layers:
         check_cache_form(policy, per_layer=True)
         run(policy, GEOMETRY, "3/layer", **SMALL)
+        return
+    with pytest.raises(ValueError, match=f"eviction='{name}' chooses between layers"):
+        check_cache_form(policy, per_layer=True)
 
 
 def test_awaiting_late_experts_where_nothing_is_prefetched_is_refused() -> None:

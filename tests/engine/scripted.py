@@ -14,7 +14,7 @@ from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.engine import Setting, VirtualEngine
 from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
-from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.sizes import parse_capacity
@@ -132,12 +132,14 @@ def make_engine(
     capacity: object = 4,
     geometry: Geometry | None = None,
     hardware: Hardware | None = None,
+    draft: Draft | None = None,
 ) -> VirtualEngine:
     geometry = geometry or make_geometry()
     setting = Setting(
         policy=policy or ScriptedPolicy(),
         capacity=parse_capacity(capacity, geometry),
         hardware=hardware or make_hardware(),
+        draft=draft,
     )
     return VirtualEngine(geometry, setting)
 

@@ -16,18 +16,16 @@ from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.prefetch.draft import DraftPrefetch
 from lm_eval_moecache.engine.draft_stage import solve_cutoff
-from lm_eval_moecache.engine.engine import Setting, VirtualEngine
+from lm_eval_moecache.engine.engine import VirtualEngine
 from lm_eval_moecache.records.event import VERIFY, Event
 from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.ledger import PassRecord
-from lm_eval_moecache.records.sizes import parse_capacity
 from tests.engine.scripted import (
     Always,
     ScriptedPolicy,
     decode,
     make_engine,
     make_geometry,
-    make_hardware,
     prefetching,
 )
 
@@ -35,17 +33,10 @@ from tests.engine.scripted import (
 def make_drafting(
     policy: ScriptedPolicy | None = None, capacity: object = 12, **parameters: Any
 ) -> VirtualEngine:
-    geometry = make_geometry()
     if policy is None:
         prefetch = Always(lambda g: DraftPrefetch(g, **{"cutoff": 3, "critical": 2, **parameters}))
         policy = ScriptedPolicy(prefetch=prefetch)
-    setting = Setting(
-        policy=policy,
-        capacity=parse_capacity(capacity, geometry),
-        hardware=make_hardware(),
-        draft=Draft(geometry=geometry, nbytes=1000),
-    )
-    return VirtualEngine(geometry, setting)
+    return make_engine(policy, capacity, draft=Draft(geometry=make_geometry(), nbytes=1000))
 
 
 def one_hot(geometry: Geometry, *experts: int) -> Any:
@@ -144,16 +135,9 @@ def test_other_prefetchers_use_the_time_of_drafting_too() -> None:
 
 
 def test_a_draft_at_low_precision_reads_less_and_computes_the_same() -> None:
-    geometry = make_geometry()
     cheap = make_geometry(expert_bytes=((100, 25),) * 3, precision=("bf16", "int4"))
     for level, seconds in ((0, 4.0), (1, 2.5)):
-        setting = Setting(
-            policy=ScriptedPolicy(),
-            capacity=parse_capacity(12, geometry),
-            hardware=make_hardware(),
-            draft=Draft(geometry=cheap, level=level),
-        )
-        engine = VirtualEngine(geometry, setting)
+        engine = make_engine(capacity=12, draft=Draft(geometry=cheap, level=level))
         draft(engine, [], [], [])
         assert engine.clock.now == 3 * seconds
 

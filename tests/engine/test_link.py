@@ -14,7 +14,6 @@ from lm_eval_moecache.engine.engine import VirtualEngine
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE
 from lm_eval_moecache.engine.virtual.link import VirtualLink, arrivals
-from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.records.ledger import Counters, total
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Trace
@@ -194,15 +193,6 @@ def test_an_effective_rate_is_the_nominal_times_its_share(trace: Trace) -> None:
     assert replay_lanes(trace, link_efficiency=0.5) == replay_lanes(trace, **half)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("link_efficiency", 1.2), ("link_efficiency", 0.0), ("link_lanes", 0)]
-)
-def test_a_link_that_cannot_be_is_refused(field: str, value: float) -> None:
-    changes: dict[str, float] = {field: value}
-    with pytest.raises(ValueError, match=field):
-        replace(traces.HARDWARE, **changes)
-
-
 # --- link=fifo: in order of issue, nothing overtaken, nothing withdrawn ---
 
 
@@ -241,11 +231,6 @@ def test_wrong_prefetches_are_moved_under_fifo_and_withdrawn_under_priority() ->
     )
     assert fifo.link.bytes_moved > priority.link.bytes_moved
     assert fifo.clock.now > priority.clock.now
-
-
-def test_the_wall_clock_does_not_take_fifo() -> None:
-    with pytest.raises(ValueError, match="link='fifo' does not go with clock='wall'"):
-        read_config({"link": "fifo", "clock": "wall"})
 
 
 def test_without_prefetches_the_discipline_changes_nothing(trace: Trace) -> None:

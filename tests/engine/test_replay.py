@@ -253,21 +253,6 @@ def test_what_the_command_says_of_its_options(
     assert says.format(trace=path) in moecache("replay", path, *given)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--plot", "x.gif"], r"plot='x.gif'"),
-        (["--seed", "-1"], "seed='-1' must be"),
-        (["--eviction", "fld", "--capacity", "25%,4/layer"], "chooses between layers"),
-    ],
-)
-def test_what_the_command_cannot_do_is_said_in_one_line(
-    path: Path, moecache: Moecache, arguments: list[str], message: str
-) -> None:
-    error = moecache("replay", path, *arguments, code=2)
-    assert message in error and error.count("\n") == 1
-
-
 def test_a_replay_imports_neither_torch_nor_transformers_nor_lm_eval(path: Path) -> None:
     blocker = (
         "import sys, importlib.abc\n"

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm_eval_moecache.records.sizes import (
-    check_capacity,
     is_per_layer,
     parse_bandwidth,
     parse_bytes,
@@ -45,20 +44,6 @@ def test_what_is_no_size_is_named_with_its_key(text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("texts", "said"),
-    [
-        ("0GB/s 0.5B/s fast -1GB/s 5GB/h 5XB/s 9e999GB/s", "5GB/s"),
-        ("5 0 5.0 5e9 5/s", "has no unit.*'5GB/s'"),
-        ("40Gb/s 800Mb 1Gib/s 9kb/s", "reads as bits per second.*capital B"),
-    ],
-)
-def test_what_is_no_bandwidth_is_refused_as_it_was_typed(texts: str, said: str) -> None:
-    for text in texts.split():
-        with pytest.raises(ValueError, match=f"bandwidth='{text}'.*{said}"):
-            parse_bandwidth(text)
-
-
 @given(percent=st.integers(9, 100), slots=st.integers(1, 12))
 def test_a_share_is_of_all_expert_bytes_and_a_number_counts_experts(
     percent: int, slots: int
@@ -88,20 +73,6 @@ def test_a_whole_number_counts_experts_however_the_harness_writes_it(
 )
 def test_a_number_counts_experts_of_the_largest_layer(text: str, held: tuple[int, ...]) -> None:
     assert parse_capacity(text, UNEVEN).bytes_by_partition == held
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("-5%", "0%", "100.1%", "nan%", "inf%", "%", "5%%"),
-        *("0/layer", "-1/layer", "1.5/layer", "/layer", "x/layer", "5 layers"),
-        *("0", "-3", "0.2", "51.5", "0.0", "1e999", "9e999GB", "big", "", "None", "5GB/s"),
-    ],
-)
-def test_what_no_model_could_make_a_capacity_is_refused_without_one(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is not a capacity.*30/layer") as caught:
-        check_capacity(text)
-    assert f"capacity={text!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize(

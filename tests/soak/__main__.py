@@ -9,6 +9,7 @@ import time
 from itertools import count
 from pathlib import Path
 
+from tests.soak.corpus import table
 from tests.soak.judge import FAULTS, Tally, try_damaged, try_table
 from tests.soak.kinds import damages
 from tests.soak.shadow import Violation, run_case
@@ -23,7 +24,7 @@ def soak(seconds: float, seed: int) -> int:
     tally, events, cases, violations = Tally(), 0, 0, []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        try_table(folder, tally)
+        try_table(folder, tally, table())
         stream = damages(folder, seed)
         spent = {"events": 0.0, "files": time.monotonic() - begin}
         for number in count(seed):

@@ -6,6 +6,7 @@ them; `{models}` holds folders of models that cannot be built.
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import math
@@ -28,6 +29,7 @@ from lm_eval_moecache.algorithms.registry import (
 )
 from lm_eval_moecache.records.emulation import EMULATED_DIR
 from tests.engine import traces
+from tests.trace.test_formats import IDS
 from tests.trace.test_trace import CSV, JSONL, ROUTED
 
 
@@ -58,6 +60,15 @@ def arrays_of(**arrays: Any) -> bytes:
     file = io.BytesIO()
     np.savez(file, **arrays)
     return file.getvalue()
+
+
+def _response(broken: bytes = b"", **changes: Any) -> str:
+    """Return an answer of vLLM with the experts of its tokens, or with others of its fields."""
+    file = io.BytesIO()
+    np.save(file, IDS)
+    array = file.getvalue().replace(broken, b" ") if broken else file.getvalue()
+    own = {"routed_experts": base64.b64encode(array).decode()}
+    return json.dumps({"choices": [own], "usage": {"prompt_tokens": 3}, **changes})
 
 
 def _artifact(**header: Any) -> bytes:
@@ -91,6 +102,14 @@ claims:
   - {what: x, runs: results, metric: quiz, where: {policy: on_demand}, form: value, expect: {below: 1}}
   - {what: y, rows: {file: x.json, new: a, old: b, unit: layers}, expect: {above: 0, below: 2}}
 """
+USE = {
+    "format": 1,
+    "kind": "use",
+    "model": "m",
+    "num_layers": 2,
+    "num_experts": 2,
+    "counts": [[1, 2], [3, 4]],
+}
 EMULATED = (EMULATED_DIR / "OLMoE-1B-7B.yaml").read_text()
 SOUND = [("policy", POLICY), ("hardware", HARDWARE), ("sweep", SWEEP), ("space", SPACE), ("board", BOARD)]  # fmt: skip
 THOUSAND = f"[{', '.join(map(str, range(1000)))}]"
@@ -98,12 +117,15 @@ THOUSAND = f"[{', '.join(map(str, range(1000)))}]"
 PATHS = ("policy", "hardware", "trace", "trace_keep", "encoded_dir", "store_dir", "emulate", "warm")
 ARGUMENTS: list[tuple[str, Any, str]] = [
     ("capacity", "1_0%", "capacity='1_0%' is not a capacity"),
-    *(("capacity", value, "is not a capacity") for value in ("\u0661\u0662%", "\u0661/layer", "1e30", 1e30, math.inf, 10**400, True, -1, "0%", "101%", "", {}, "1e30GB")),
+    *(("capacity", value, "is not a capacity … 30/layer") for value in ("\u0661\u0662%", "\u0661/layer", "1e30", 1e30, math.inf, 10**400, True, -1, {}, "1e30GB")),
+    *(("capacity", text, f"capacity={text!r} is not a capacity … '5%' … 30/layer") for text in ("-5%", "0%", "101%", "100.1%", "nan%", "inf%", "%", "5%%", "0/layer", "-1/layer", "1.5/layer", "/layer", "x/layer", "5 layers")),
+    *(("capacity", text, f"capacity={text!r} is not a capacity … '5%' … 30/layer") for text in ("0", "-3", "0.2", "51.5", "0.0", "1e999", "9e999GB", "big", "", "None", "5GB/s")),
     ("capacity", "none.json", "there is no such file"),
     ("capacity", LONG + ".json", "capacity="),
-    ("bandwidth", "5Gb/s", "bits per second"),
+    *(("bandwidth", text, f"bandwidth={text!r} … reads as bits per second … capital B") for text in ("5Gb/s", "40Gb/s", "800Mb", "1Gib/s", "9kb/s")),
+    *(("bandwidth", text, f"bandwidth={text!r} has no unit … '5GB/s'") for text in ("5", "0", "5.0", "5e9", "5/s")),
+    *(("bandwidth", text, f"bandwidth={text!r} … 5GB/s") for text in ("0GB/s", "0.5B/s", "fast", "-1GB/s", "9e999GB/s")),
     *(("bandwidth", value, "bandwidth=") for value in ("infGB/s", "1e30GB/s", "1_0GB/s", -5, [])),
-    ("capacity", "-5%", "capacity='-5%' … '5%' … '30/layer'"),
     ("bandwidth", "5Gb/h", "bandwidth='5Gb/h' … KiB"),
     ("bandwidth", "5XB/s", "bandwidth='5XB/s' … GiB"),
     ("bandwidth", 5, "bandwidth='5' has no unit … '5GB/s'"),
@@ -183,6 +205,7 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"execute": "as_they_arrive", "precision": "int8:int4"}, "precision='int8:int4' has 2"),
     ({"attention": "context", "emulate": "OLMoE-1B-7B", "scoring": "scan", "policy": "on_demand", "capacity": "2/layer"}, "attention='context' … scoring=parallel"),
     ({**WALL, "miss": "host", "policy": "on_demand", "scoring": "scan", "capacity": "2/layer"}, "scoring='scan' does not go with miss='host'"),
+    ({**WALL, "link": "fifo"}, "link='fifo' does not go with clock='wall'"),
     ({**WALL, "hardware": "h200"}, "hardware='h200' … bandwidth"),
     ({**WALL, "store_dir": "x"}, "store_dir='x' … store=disk"),
     ({**WALL, "execute": "as_they_arrive"}, "execute='as_they … clock=virtual"),
@@ -273,6 +296,7 @@ FILES: list[tuple[str, str, str]] = [
     ("hardware", HARDWARE.replace("peak_flops: 1.0e+12\n", ""), "lacks 'peak_flops'"),
     ("hardware", HARDWARE.replace("peak_flops", "peak_flop"), "'peak_flop' is not known. Did you mean 'peak_flops'"),
     ("hardware", "just text", "hardware= … x.yaml"),
+    *(("hardware", HARDWARE + text + "\n", text.partition(":")[0]) for text in ("link_efficiency: 1.2", "link_efficiency: 0.0", "link_lanes: 0")),
     *(
         ("hardware", HARDWARE + f"{key}: {value}\n", f"{key}=")
         for key in ("host_flops", "host_memory_bytes_per_s", "layer_overhead_s", "pass_overhead_s", "wait_overhead_s")
@@ -310,6 +334,7 @@ FILES: list[tuple[str, str, str]] = [
     ("claims", "title: x\nabout: x\nclaims: []\n", "must not be empty"),
     *(("rows", text, "rows") for text in ('{"rows": []}', '{"rows": 7}', '{"rows": [7]}', '{"rows": [{"a": [1]}]}', '{"rows": [{"a": 1}, {"b": 1}]}')),
     *(("front", text, "front.json") for text in ('{"front": 7}', '{"front": []}', '{"front": [], "front": []}')),
+    *(("use", json.dumps({**USE, **change}), f"warm= … x.json … {words}") for change, words in (({"counts": [[1, 2], [3]]}, "must have num_layers=2 of num_experts=2"), ({"counts": [[1, -2], [3, 4]]}, "counts.0.1=-2 must be"), ({"kind": "uses"}, "kind"), ({"countz": []}, "countz"))),
     *(("use", text, "x.json") for text in ("[]", "{}", '{"format": 2}', "7", '{"counts": [[-1]]}')),
     *(("sizes", text, "x.json") for text in ("[]", "{}", "7", *(f'{{"experts_per_layer": {n}}}' for n in ("[]", "[0]", "[true]", "[1.5]", "7", "[1e30]")))),
     ("emulated", "", "must hold a mapping"),
@@ -346,6 +371,8 @@ FILES: list[tuple[str, str, str]] = [
     ("sweep", SWEEP + "figures: [{name: x, panels: []}]\n", "must not be empty"),
     ("sweep", SWEEP + "figures: [{name: ../x, panels: [{x: a, y: b}]}]\n", "figures.0.name"),
     ("sweep", SWEEP + "figures: [{name: x, panels: [{x: a, z: b}]}]\n", "field='z' is not known"),
+    *(("views", SWEEP + f"views: [{text}]\n", words) for text, words in (("{title: A, rows: polcy}", "'A': rows or columns: column 'polcy'"), ("{rows: policy, values: [mis_rate]}", "Did you mean 'miss_rate'"), ("{values: [tok_per_s], sort: ['toks:desc']}", "column 'toks'"), ("{where: {capacty: 5%}}", "Did you mean 'capacity'"))),
+    *(("views", SWEEP + f"figures: [{{name: f, {text}]}}]\n", words) for text, words in (("panels: [{x: seed, y: tiny_arcs}", "tiny_arcs"), ("group: polic, panels: [{x: a, y: b}", "polic"))),
     ("sweep", SWEEP + "name: ''\n", "name='' must not be empty"),
     ("sweep", SWEEP + f"name: {LONG}\n", "name="),
     ("sweep", SWEEP + "model: moecach\n", "Did you mean 'moecache'"),
@@ -368,6 +395,17 @@ FILES: list[tuple[str, str, str]] = [
     ("space", SPACE.replace("{standard: {}}", "{cache_prior: {lamda: [1]}}"), "Did you mean 'lambda'"),
     ("space", SPACE.replace("{standard: {}}", "{cache_prior: {lambda: []}}"), "routing.cache_prior.lambda=[]"),
     ("space", SPACE.replace("{standard: {}}", "{cache_prior: {top_j: {low: 0, high: topk}}}"), "top_k"),
+    ("vllm.json", _response(usage=None), "does not say how many of its 5 rows are the prompt's"),
+    ("vllm.json", _response(num_prompt_tokens=9), "5 rows of a prompt of 9 tokens"),
+    ("vllm.json", _response(num_prompt_tokens=-1), "num_prompt_tokens=-1 must be"),
+    ("vllm.json", '{"routed_experts": "!!"}', "is no base64 of an .npy"),
+    ("vllm.json", _response(broken=b"}"), "is no base64 of an .npy: … EOF in multi-line"),
+    ("vllm.json", '{"hello": 1}', "as none of the formats does"),
+    ("jsonl", '{"layer_idx": 0, "token_idx": 0, "selected_ids": [-1, 2]}', "token 0: experts is "),
+    ("colibri.txt", "0 0 0 1:0.5\n0 2 0 1:0.5\n", "line 2: row is 2, not 1"),
+    ("colibri.txt", "0 0 0 1:0.5\n0 1 0 1:0.0.5\n", "line 2 is not `call row layer id:gate"),
+    ("colibri.txt", "0 0 0 1:0.5 2:0.5\n1 0 0 1:0.5\n", "token 1: experts is [1], must hold 2"),
+    ("csv", "layer,expert\n0,1\n0,2\n0,3\n1,1\n1,2\n", "are not all multiples of the top-k"),
     ("board", BOARD + "colums: [x]\n", "Did you mean 'columns'"),
     ("board", BOARD + "where: 7\n", "where=7 must be"),
     ("board", BOARD + "where: {policy: []}\n", "where="),
@@ -417,6 +455,15 @@ ARRAYS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+FOREIGN: list[tuple[dict[str, str] | None, str]] = [
+    (None, "has no 'moecache' metadata"),
+    ({"format": "pt"}, "has no 'moecache' metadata"),
+    ({"moecache": "{"}, "metadata is not readable JSON"),
+    ({"moecache": '{"format": 2, "kind": "buddies"}'}, "lacks 'model', 'num_layers'"),
+]
+"""What others write into the metadata of safetensors files."""
+
+
 def _commands(section: str) -> list[tuple[list[str], str]]:
     """Return the commands of `commands.txt` below a line, each with the words of its refusal."""
     text = Path(__file__).with_name("commands.txt").read_text().partition(section)[2]
@@ -458,7 +505,9 @@ def table() -> Iterator[Bad]:
     whole = arrays_of(routed_experts=np.tile(ROUTED, (500, 1, 1)))
     for data in (b"", b"PK", b"\x93NUMPY", whole[:-30], whole[:90]):
         yield Bad("npz", data, "trace x.npz is no readable .npz")
-    yield Bad("artifact", _artifact(format=1), "format version 1")
+    foreign = [(save({"x": np.zeros(3)}, metadata=about), words) for about, words in FOREIGN]
+    yield from (Bad("artifact", data, words) for data, words in foreign)
+    yield Bad("artifact", _artifact(format=1), "format version 1; this release reads 2")
     yield Bad("artifact", _artifact(), "lacks 'digest'")
     yield Bad("artifact", _artifact(digest="0" * 64), "the checksum in its metadata is another")
     yield from (Bad("host", {key: value}, words) for key, value, words in HOST)

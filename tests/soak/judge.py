@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.tiny import MODEL_DIR
 from tests.engine import traces
 from tests.report.runs import leaderboard_of_four
-from tests.soak.corpus import Bad, table
+from tests.soak.corpus import Bad
 from tests.soak.kinds import KINDS, Damaged
 
 GUARD_S = 60
@@ -176,11 +176,11 @@ def places_in(folder: Path) -> dict[str, str]:
     return {name: str(path) for name, path in places.items()}
 
 
-def try_table(folder: Path, tally: Tally) -> None:
-    """Try every row of the table of bad inputs."""
+def try_table(folder: Path, tally: Tally, rows: Iterable[Bad]) -> None:
+    """Try rows of the table of bad inputs."""
     places = places_in(folder)
     with silent():
-        for bad in table():
+        for bad in rows:
             verdict, told = judge(bad, folder, places)
             left = [*Path(places["folder"]).iterdir()]
             verdict = LEFT if verdict == CLEAR and left else verdict

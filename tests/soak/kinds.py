@@ -36,6 +36,7 @@ from lm_eval_moecache.report.compare import Rules, compare
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.results import load_runs, setting
 from lm_eval_moecache.report.tables import as_json, as_markdown, distinct, leaderboard
+from lm_eval_moecache.sweep.run import check_report
 from lm_eval_moecache.sweep.spec import REPLAY, read_sweep
 from lm_eval_moecache.sweep.worker import check_trace_cell
 from lm_eval_moecache.testing.contracts import GEOMETRY
@@ -72,6 +73,12 @@ def _use_sweep(path: Path) -> object:
         else read_config(split_arguments(cell.arguments, ())[0])
         for cell in read_sweep(path).cells()[:20]
     ]
+
+
+def _use_views(path: Path) -> object:
+    """Look up the names in a sweep's tables and figures, for which lm-eval lists its tasks."""
+    sweep = read_sweep(path)
+    return check_report(sweep, sweep.cells())
 
 
 def _use_results(path: Path) -> object:
@@ -196,6 +203,7 @@ KINDS: dict[str, Kind] = {
     "policy": Kind("x.yaml", lambda path: load_policy(str(path)), POLICY, **CLOSED),
     "hardware": Kind("x.yaml", lambda path: load_hardware(str(path)), HARDWARE, **CLOSED),
     "sweep": Kind("sweep.yaml", _use_sweep, SWEEP, **CLOSED),
+    "views": Kind("sweep.yaml", _use_views, SWEEP, **CLOSED),
     "space": Kind("space.yaml", read_space, SPACE, **CLOSED),
     "board": Kind(
         "table.yaml", lambda path: check(Board, read_yaml(path, str(path)), str(path)), BOARD,

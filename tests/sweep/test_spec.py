@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -114,26 +113,6 @@ def test_editing_a_policy_file_makes_another_run(tmp_path: Path) -> None:
     before = hash_of(cell(policy=str(path), capacity="5%"))
     path.write_text(text.format("random"))
     assert hash_of(cell(policy=str(path), capacity="5%")) != before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"views": [{"title": "A", "rows": "polcy"}]}, "'A': rows or columns: column 'polcy'"),
-        ({"views": [{"rows": "policy", "values": ["mis_rate"]}]}, "Did you mean 'miss_rate'"),
-        ({"views": [{"values": ["tok_per_s"], "sort": ["toks:desc"]}]}, "column 'toks'"),
-        ({"views": [{"where": {"capacty": "5%"}}]}, "Did you mean 'capacity'"),
-        ({"figures": [{"name": "f", "panels": [{"x": "seed", "y": "tiny_arcs"}]}]}, "tiny_arcs"),
-        ({"figures": [{"name": "f", "group": "polic", "panels": [{"x": "a", "y": "b"}]}]}, "polic"),
-    ],
-)
-def test_views_and_figures_are_checked_before_the_first_run(
-    tmp_path: Path, fields: dict[str, Any], said: str
-) -> None:
-    found = sweep(tmp_path, tasks="tiny_arc", grid={"policy": ["lru"]}, **fields)
-    with pytest.raises(ValueError, match=re.escape(said)):
-        check_report(found, found.cells())
 
 
 def test_settings_metrics_and_tasks_of_a_view_are_known(tmp_path: Path) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -98,44 +96,6 @@ def test_a_folder_of_responses_is_one_trace_of_as_many_requests(tmp_path: Path) 
     trace = load_trace(str(tmp_path))
     assert [r.prompt_tokens for r in trace.requests] == [3, 3]
     assert [r.passes for r in trace.requests] == [(0, 1, 2), (3, 4, 5)]
-
-
-def response(broken: bytes = b"", **changes: Any) -> str:
-    buffer = io.BytesIO()
-    np.save(buffer, IDS)
-    array = buffer.getvalue().replace(broken, b" ") if broken else buffer.getvalue()
-    own = {"routed_experts": base64.b64encode(array).decode()}
-    return json.dumps({"choices": [own], "usage": {"prompt_tokens": 3}, **changes})
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("x.json", response(usage=None), "does not say how many of its 5 rows are the prompt's"),
-        ("x.json", response(num_prompt_tokens=9), "5 rows of a prompt of 9 tokens"),
-        ("x.json", response(num_prompt_tokens=-1), "num_prompt_tokens=-1 must be"),
-        ("x.json", '{"routed_experts": "!!"}', "is no base64 of an .npy"),
-        ("x.json", response(broken=b"}"), "is no base64 of an .npy: .*EOF in multi-line"),
-        ("x.json", '{"hello": 1}', "as none of the formats does"),
-        (
-            "x.jsonl",
-            '{"layer_idx": 0, "token_idx": 0, "selected_ids": [-1, 2]}',
-            "token 0: experts is ",
-        ),
-        ("x.txt", "0 0 0 1:0.5\n0 2 0 1:0.5\n", "line 2: row is 2, not 1"),
-        ("x.txt", "0 0 0 1:0.5\n0 1 0 1:0.0.5\n", "line 2 is not `call row layer id:gate"),
-        (
-            "x.txt",
-            "0 0 0 1:0.5 2:0.5\n1 0 0 1:0.5\n",
-            "token 1: experts is .1., must hold 2",
-        ),
-        ("x.csv", "layer,expert\n0,1\n0,2\n0,3\n1,1\n1,2\n", "are not all multiples of the top-k"),
-    ],
-)
-def test_what_does_not_fit_is_told(name: str, text: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=said):
-        load_trace(str(tmp_path / name))
 
 
 def test_the_top_k_of_sglang_is_told_from_enough_ids_or_asked_for(tmp_path: Path) -> None:

@@ -108,23 +108,6 @@ def test_what_a_killed_or_interrupted_recording_has_finished_is_a_trace(tmp_path
     assert writer.close() is None and writer.close_interrupted() is None
 
 
-@FAST
-@given(share=st.floats(0, 1))
-def test_a_stream_torn_anywhere_gives_whole_requests_or_is_refused(
-    tmp_path_factory: pytest.TempPathFactory, share: float
-) -> None:
-    folder = tmp_path_factory.mktemp("torn")
-    recording = traces.half_a_recording(folder, keep_until=2)
-    [stream] = folder.iterdir()
-    data = stream.read_bytes()
-    stream.write_bytes(data[: int(len(data) * share)])
-    try:
-        assert read_trace(stream).num_passes in (6, 12)
-    except ValueError as error:
-        assert re.search("is not a readable stream|holds no rows", str(error))
-    recording.close_interrupted()
-
-
 def test_a_trace_has_the_mode_of_any_other_file(tmp_path: Path) -> None:
     path, _ = traces.record(tmp_path)
     (tmp_path / "other").write_text("")
