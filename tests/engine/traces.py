@@ -151,7 +151,8 @@ def record(
     """Write the generated events to a trace and, with a setting, serve them as a live run does."""
     writer = begin(folder, seed)
     engine = None if run is None else VirtualEngine(GEOMETRY, run)
-    assert [*requests(writer, seed=seed, engine=engine)] == [0, 1, 2]
+    for _ in requests(writer, seed=seed, engine=engine):
+        continue
     path = writer.close(None if engine is None else engine.ledger.requests)
     assert path is not None
     return path, engine

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.report.replays import COMPUTE, HOST, LINK, PASSES, TRACKS, Timeline
 from lm_eval_moecache.trace.file import read_trace
+from tests.conftest import Moecache
 from tests.engine import traces
-
-Captured = pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("policy", ["on_demand", "specmd", "hybrimoe"])
@@ -50,9 +48,9 @@ def test_durations_and_bytes_add_up_to_the_runs_totals(
             assert after["ts"] >= before["ts"] + before["dur"] - 1e-6, (before, after)
 
 
-def test_the_command_writes_the_trace_event_format(tmp_path: Path, capsys: Captured) -> None:
+def test_the_command_writes_the_trace_event_format(tmp_path: Path, moecache: Moecache) -> None:
     path, out = traces.record(tmp_path)[0], tmp_path / "out.json"
-    assert main(["replay", str(path), "--timeline", str(out)]) == 0
+    moecache("replay", path, "--timeline", out)
     found: dict[str, Any] = json.loads(out.read_text())
     names = {e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"}
     assert names == set(TRACKS)
@@ -60,6 +58,5 @@ def test_the_command_writes_the_trace_event_format(tmp_path: Path, capsys: Captu
         assert {"name", "ph", "pid", "tid", "args"} <= set(event) and event["ph"] in "XM"
         if event["ph"] == "X":
             assert event["ts"] >= 0 and event["dur"] > 0
-    capsys.readouterr()
-    assert main(["replay", str(path), "--eviction=lru,lfu", "--timeline", str(out)]) == 2
-    assert "a timeline is of one replay" in capsys.readouterr().err
+    said = moecache("replay", path, "--eviction=lru,lfu", "--timeline", out, code=2)
+    assert "a timeline is of one replay" in said

@@ -29,6 +29,7 @@ from lm_eval_moecache.algorithms.registry import (
 )
 from lm_eval_moecache.records.emulation import EMULATED_DIR
 from tests.engine import traces
+from tests.records.test_files import LAUGHS
 from tests.trace.test_formats import IDS
 from tests.trace.test_trace import CSV, JSONL, ROUTED
 
@@ -79,9 +80,6 @@ def _artifact(**header: Any) -> bytes:
 
 
 LONG = "n" * 300
-LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
-)
 POLICY = "routing: standard\nprefetch: none\neviction: lru\nmiss: fetch\n"
 HARDWARE = (
     "name: x\npeak_flops: 1.0e+12\nmemory_bytes_per_s: 1.0e+11\nlink_bytes_per_s: 1.0e+9\n"
@@ -459,6 +457,7 @@ FOREIGN: list[tuple[dict[str, str] | None, str]] = [
     (None, "has no 'moecache' metadata"),
     ({"format": "pt"}, "has no 'moecache' metadata"),
     ({"moecache": "{"}, "metadata is not readable JSON"),
+    ({"moecache": '{"format": 3}'}, "format version 3; this release reads 2"),
     ({"moecache": '{"format": 2, "kind": "buddies"}'}, "lacks 'model', 'num_layers'"),
 ]
 """What others write into the metadata of safetensors files."""

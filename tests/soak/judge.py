@@ -193,7 +193,7 @@ def try_damaged(damaged: Damaged, folder: Path, tally: Tally) -> None:
     with silent():
         name = KINDS[damaged.kind].name
         verdict, told = read_bad(damaged.kind, damaged.data, folder, name)
-    if verdict == UNCLEAR and (damaged.kind == "sweep" or "=" in told):
+    if verdict == UNCLEAR and (damaged.kind in ("sweep", "views") or "=" in told):
         verdict = CLEAR  # names the field instead; a sweep's cells are named by who checks them
     if verdict == ACCEPTED and not damaged.must_be_refused:
         tally.still_sound += 1

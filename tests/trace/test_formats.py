@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.cli.trace import only_request
 from lm_eval_moecache.profiling.use import read_counts
 from lm_eval_moecache.records.emulation import load_real_model
@@ -20,6 +19,7 @@ from lm_eval_moecache.trace.formats.parquet import Parquet
 from lm_eval_moecache.trace.importers import find_format, load_trace, trace_formats
 from lm_eval_moecache.trace.trace import Trace, with_sizes
 from lm_eval_moecache.trace.use import use_of
+from tests.conftest import Moecache
 from tests.engine import traces
 
 FOLDER = Path(__file__).parent / "formats"
@@ -66,10 +66,12 @@ def test_every_format_has_a_file_here_and_a_line_in_the_documentation() -> None:
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
-def test_what_is_written_is_read_back_as_it_was(suffix: str, tmp_path: Path) -> None:
+def test_what_is_written_is_read_back_as_it_was(
+    suffix: str, tmp_path: Path, moecache: Moecache
+) -> None:
     trace = load_trace(str(FOLDER / "route_trace.csv"))
     out = tmp_path / f"out{suffix}"
-    assert main(["trace", "convert", str(FOLDER / "route_trace.csv"), str(out)]) == 0
+    moecache("trace", "convert", FOLDER / "route_trace.csv", out)
     again = load_trace(str(out))
     for column in ("request", "pass_index", "phase", "token", "layer", "experts", "weights"):
         np.testing.assert_array_equal(
@@ -111,16 +113,14 @@ def test_the_top_k_of_sglang_is_told_from_enough_ids_or_asked_for(tmp_path: Path
         load_trace(str(FOLDER / "sglang.json"))
 
 
-def test_show_says_what_a_trace_holds_and_cannot_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", "show", str(FOLDER / "lattice.jsonl"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_show_says_what_a_trace_holds_and_cannot_answer(moecache: Moecache) -> None:
+    found = moecache.json("trace", "show", FOLDER / "lattice.jsonl")
     assert (found["format"], found["passes"], found["cycle"]) == ("lattice", {"decode": 5}, 4)
     answers = {question: why is None for question, why in found["answers"].items()}
     assert answers["evictions by weight, misses answered by weight"]
     assert not answers["times, and capacities in bytes"]
     assert not answers["what a prompt costs the cache"]
-    assert main(["trace", "formats"]) == 0
-    listed = capsys.readouterr().out
+    listed = moecache("trace", "formats")
     assert all(name in listed for name in trace_formats())
 
 
@@ -148,15 +148,14 @@ class Plain(TraceFormat):
 
 
 def test_a_new_format_is_one_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moecache: Moecache
 ) -> None:
     (tmp_path / "plain.py").write_text(NEW_FORMAT)
     (tmp_path / "trace.txt").write_text("plain\n3 1\n2 0\n")
     monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
     trace_formats.cache_clear()
     try:
-        assert main(["trace", "formats"]) == 0
-        assert "One token a line" in capsys.readouterr().out
+        assert "One token a line" in moecache("trace", "formats")
         trace = load_trace(str(tmp_path / "trace.txt"))
         assert trace.columns.experts.tolist() == [[3, 1], [2, 0]]
     finally:
@@ -165,13 +164,13 @@ def test_a_new_format_is_one_file(
 
 
 @pytest.mark.parametrize("file", ["counts.coli_usage", "counts_sglang.csv", "counts_imatrix.gguf"])
-def test_counts_of_engines_become_a_profile(file: str, tmp_path: Path) -> None:
+def test_counts_of_engines_become_a_profile(file: str, tmp_path: Path, moecache: Moecache) -> None:
     profile = read_counts(str(FOLDER / file), "trace")
     assert profile is not None
     wanted = [[0, 3, 0, 2, 0, 2, 0, 0], [4, 0, 0, 0, 0, 0, 0, 3]]
     assert [list(layer) for layer in profile.counts] == wanted
     out = tmp_path / "use.json"
-    assert main(["profile", "use", str(FOLDER / file), "--out", str(out)]) == 0
+    moecache("profile", "use", FOLDER / file, "--out", out)
     assert json.loads(out.read_text())["counts"] == wanted
 
 

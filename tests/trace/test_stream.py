@@ -13,13 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
 from lm_eval_moecache.trace import file
 from lm_eval_moecache.trace.file import StreamedTrace, open_trace, read_trace
-from tests.conftest import Checkpoint
+from tests.conftest import Checkpoint, Moecache
 from tests.engine import traces
 from tests.harness import make_instance
 from tests.trace.test_trace import rewritten, without_digest
@@ -141,11 +140,9 @@ def test_a_pass_that_is_missing_between_parts_is_refused(
 
 
 def test_the_command_streams_what_needs_no_future(
-    recorded: Path, in_parts: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recorded: Path, in_parts: pytest.MonkeyPatch, moecache: Moecache
 ) -> None:
-    words = ["replay", str(recorded), "--policy=specmd", "--capacity=50%", "--json"]
-    assert main([*words, "--bound=false"]) == 0
-    streamed = capsys.readouterr().out
+    words = ("replay", recorded, "--policy=specmd", "--capacity=50%", "--json", "--bound=false")
+    streamed = moecache(*words)
     in_parts.setattr(file, "WHOLE_ROWS", 1 << 18)
-    assert main([*words, "--bound=false"]) == 0
-    assert capsys.readouterr().out == streamed
+    assert moecache(*words) == streamed
