@@ -370,7 +370,7 @@ FILES: list[tuple[str, str, str]] = [
     ("sweep", SWEEP + "figures: [{name: ../x, panels: [{x: a, y: b}]}]\n", "figures.0.name"),
     ("sweep", SWEEP + "figures: [{name: x, panels: [{x: a, z: b}]}]\n", "field='z' is not known"),
     *(("views", SWEEP + f"views: [{text}]\n", words) for text, words in (("{title: A, rows: polcy}", "'A': rows or columns: column 'polcy'"), ("{rows: policy, values: [mis_rate]}", "Did you mean 'miss_rate'"), ("{values: [tok_per_s], sort: ['toks:desc']}", "column 'toks'"), ("{where: {capacty: 5%}}", "Did you mean 'capacity'"))),
-    *(("views", SWEEP + f"figures: [{{name: f, {text}]}}]\n", words) for text, words in (("panels: [{x: seed, y: tiny_arcs}", "tiny_arcs"), ("group: polic, panels: [{x: a, y: b}", "polic"))),
+    *(("views", SWEEP + f"figures: [{{name: f, {text}]}}]\n", words) for text, words in (("panels: [{x: seed, y: tiny_arcs}", "column 'tiny_arcs'"), ("group: polic, panels: [{x: a, y: b}", "column 'polic'"))),
     ("sweep", SWEEP + "name: ''\n", "name='' must not be empty"),
     ("sweep", SWEEP + f"name: {LONG}\n", "name="),
     ("sweep", SWEEP + "model: moecach\n", "Did you mean 'moecache'"),

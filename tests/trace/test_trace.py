@@ -108,6 +108,17 @@ def test_what_a_killed_or_interrupted_recording_has_finished_is_a_trace(tmp_path
     assert writer.close() is None and writer.close_interrupted() is None
 
 
+def test_an_interrupt_leaves_a_stream_that_cannot_be_read_where_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = traces.half_a_recording(tmp_path, keep_until=2)
+    [stream] = tmp_path.iterdir()
+    stream.write_bytes(stream.read_bytes()[:9])
+    assert writer.close_interrupted() is None
+    assert f"{stream} keeps what was finished" in caplog.text
+    assert [*tmp_path.iterdir()] == [stream]
+
+
 def test_a_trace_has_the_mode_of_any_other_file(tmp_path: Path) -> None:
     path, _ = traces.record(tmp_path)
     (tmp_path / "other").write_text("")
