@@ -25,7 +25,9 @@ from lm_eval_moecache.records.ledger import COUNTED
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import fresh, make_geometry, make_hardware, make_stream
 from lm_eval_moecache.trace.future import Future
+from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Drafted, Trace
+from tests.engine import traces
 from tests.engine.traces import HARDWARE, draw_trace, setting_for
 
 PLAIN = "lru fifo lfu belady lfru layered_lru shallow_first".split()
@@ -207,6 +209,15 @@ def test_live_passes(machine_code: None, monkeypatch: pytest.MonkeyPatch) -> Non
                     engine.end_pass()
                 engine.check_integrity()
             assert ours.ledger.passes == plain.ledger.passes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen.route.csv", "trace_olmoe_299.jsonl"])
+def test_published_traces(name: str) -> None:
+    trace = load_trace(str(traces.published(name)))
+    for eviction, capacity in (("lru", "25%"), ("least_stale", "4"), ("belady", "8/layer")):
+        axes = {"eviction": eviction, "prefetch": "frequency"}
+        assert_equal(trace, setting_for(trace, capacity, axes))
 
 
 def test_what_became_of_drafts() -> None:
