@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -15,7 +16,9 @@ from lm_eval_moecache.engine.engine import Setting, VirtualEngine
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.store import implementation_of
+from lm_eval_moecache.model.precision.codecs import Codec, Encoded, encode, expert_matrices
+from lm_eval_moecache.model.precision.ladder import codecs_of
+from lm_eval_moecache.model.store import LadderStore, implementation_of
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import is_per_layer, parse_capacity
@@ -65,10 +68,20 @@ def make_engine(policy: str, capacity: str, geometry: Geometry, **changes: str) 
 
 
 def wrap_virtual(model: Any, policy: str, capacity: str, **changes: str) -> WrappedModel:
-    """Put a model behind a cache under the virtual clock."""
-    layers = find_moe_layers(model)
-    engine = make_engine(policy, capacity, describe(model, layers, "x"), **changes)
-    return WrappedModel(model, layers, engine)
+    """Put a model behind a cache under the virtual clock; with `precision`, its experts encoded."""
+    layers, ladder = find_moe_layers(model), read_config({"policy": policy, **changes}).ladder
+    engine = make_engine(policy, capacity, describe(model, layers, "x", ladder), **changes)
+    if ladder is None:
+        return WrappedModel(model, layers, engine)
+    codecs = codecs_of(ladder)
+    stored = [store_experts(layer.experts, codecs) for layer in layers]
+    store = LadderStore(stored, codecs, implementation_of(model), "cpu")
+    return WrappedModel(model, layers, engine, store)
+
+
+def store_experts(experts: Any, codecs: Sequence[Codec]) -> dict[str, Encoded]:
+    """Return a module's matrices, encoded; the module stays as it is."""
+    return {name: encode(experts, m, codecs) for name, m in expert_matrices(experts).items()}
 
 
 def logits_of(model: Any, wrapped: WrappedModel | None = None) -> list[torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import transformers
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.setting import check_host
 from lm_eval_moecache.engine.virtual.link import DENSE_KERNELS, EXPERT_KERNELS, VirtualClock
-from lm_eval_moecache.model.wall.loading import ExpertLoader
 from lm_eval_moecache.profiling import _measure
 from lm_eval_moecache.profiling._measure import (
     MOST_LAYERS,
@@ -29,6 +27,7 @@ from lm_eval_moecache.profiling._measure import (
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware, load_hardware, profile_names
 from tests.engine.scripted import make_hardware
+from tests.model.wall.models import loader_of
 from tests.models import random_model
 
 
@@ -139,17 +138,11 @@ def test_where_reading_takes_longer_than_the_whole_nothing_is_beside_it() -> Non
     assert profile.layer_overhead_s == 0.5
 
 
-def taken(model: Any) -> ExpertLoader:
-    loader = ExpertLoader("ram", None, model)
-    loader.take_experts(model, torch.device("cpu"))
-    return loader
-
-
 @pytest.mark.parametrize(("policy", "rate"), [("on_demand", None), ("specmd", 1e7)])
 def test_every_part_is_measured_and_says_how(policy: str, rate: float | None) -> None:
     model = random_model("olmoe")
     hooks = [len(m._forward_hooks) for m in model.modules()]
-    profile = measure_on_wall(NOBODYS, model, taken(model), policy, rate)
+    profile = measure_on_wall(NOBODYS, model, loader_of(model), policy, rate)
     replaced = {f.name for f in dataclasses.fields(profile)} - {"name", "source", "peak_flops"}
     replaced -= {"memory_bytes", "host_flops", "host_memory_bytes_per_s", "link_efficiency"}
     replaced -= {"link_lanes", "link_lane_bytes_per_s", "load_overhead_s_per_byte"}
@@ -167,7 +160,7 @@ def test_every_part_is_measured_and_says_how(policy: str, rate: float | None) ->
 def test_one_layer_says_nothing_of_layers() -> None:
     model = random_model("olmoe", num_hidden_layers=1)
     with pytest.raises(ValueError, match="one MoE layer"):
-        measure_on_wall(NOBODYS, model, taken(model), "on_demand")
+        measure_on_wall(NOBODYS, model, loader_of(model), "on_demand")
 
 
 def test_a_model_of_a_shape_has_its_first_layers_and_no_weights_of_it(tmp_path: Path) -> None:

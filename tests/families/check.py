@@ -18,7 +18,7 @@ from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.weighting import find_rule
 from lm_eval_moecache.trace.importers import load_trace
 from tests.families.configs import causal_types, save
-from tests.harness import make_instance
+from tests.harness import choices, generations
 
 HOST: dict[str, Any] = {"device": "cpu", "max_length": 48}
 EQUAL, RUNS, REFUSED, FAILED = "equal", "runs", "refused", "FAILED"
@@ -57,19 +57,10 @@ class Row:
 def answers(lm: Any, batch_sizes: Sequence[int]) -> list[Any]:
     """Ask for generations of unequal length, padded where the batch has several, and for scores."""
     found: list[Any] = []
-    asked = {"until": ["zz"], "max_gen_toks": 4}
     for batch_size in batch_sizes:
         lm.batch_size_per_gpu = batch_size
-        generations = [
-            make_instance("generate_until", "gen", i, prompt, asked)
-            for i, prompt in enumerate(("A", "Hello number", "x" * 30))
-        ]
-        choices = [
-            make_instance("loglikelihood", "choice", i, "Question 1:", choice)
-            for i, choice in enumerate(("A", " a long one"))
-        ]
-        found.append(lm.generate_until(generations, disable_tqdm=True))
-        found.append(lm.loglikelihood(choices, disable_tqdm=True))
+        found.append(lm.generate_until(generations(3), disable_tqdm=True))
+        found.append(lm.loglikelihood(choices()[1:3], disable_tqdm=True))
     return found
 
 

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lm_eval_moecache.engine.engine import VirtualEngine
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.precision.codecs import expert_matrices
-from lm_eval_moecache.model.precision.ladder import ALIASES, codec_names, codecs_of, parse_ladder
-from lm_eval_moecache.model.store import LadderStore, implementation_of
-from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.model.precision.ladder import ALIASES, codec_names, codecs_of
 from tests.conftest import Checkpoint
-from tests.harness import make_instance, refusal
-from tests.model.wall.models import assert_same, replaced, store_experts, wrap_wall
+from tests.harness import answers, choices, refusal
+from tests.model.wall.models import assert_same, replaced, wrap_wall
 from tests.model.wall.on_device import judged
 from tests.model.wall.races import Judge
 from tests.models import random_model
-from tests.test_equality import logits_of, make_setting
+from tests.test_equality import logits_of, store_experts, wrap_virtual
 
 WIDE = {"hidden_size": 64, "intermediate_size": 64}
 WIDTHS: dict[str, dict[str, int]] = {
@@ -33,19 +31,7 @@ WIDTHS: dict[str, dict[str, int]] = {
 }
 
 
-def wrap(model: Any, policy: str, capacity: str, **changes: Any) -> WrappedModel:
-    layers, ladder = find_moe_layers(model), parse_ladder(changes["precision"])
-    geometry, codecs = describe(model, layers, "x", ladder), codecs_of(ladder)
-    stored = [store_experts(layer.experts, codecs) for layer in layers]
-    store = LadderStore(stored, codecs, implementation_of(model), "cpu")
-    setting = make_setting(geometry, policy=policy, capacity=capacity, **changes)
-    return WrappedModel(model, layers, VirtualEngine(geometry, setting), store)
-
-
-def wrap_by(clock: str, model: Any, policy: str, precision: str, capacity: str) -> WrappedModel:
-    if clock == "virtual":
-        return wrap(model, policy, capacity, precision=precision)
-    return wrap_wall(model, policy, capacity, changes={"precision": precision}, longest_s=0.0002)
+WRAP = {"virtual": wrap_virtual, "wall": partial(wrap_wall, longest_s=0.0002)}
 
 
 @pytest.mark.parametrize("clock", ["virtual", "wall"])
@@ -54,7 +40,7 @@ def test_outputs_are_those_of_a_plain_model_with_decoded_weights(name: str, cloc
     model = random_model("olmoe", **WIDE)
     expected, plain = logits_of(replaced(model, name)), logits_of(model)
     for capacity in ("100%", "3"):
-        found = logits_of(model, wrap_by(clock, model, "on_demand", name, capacity))
+        found = logits_of(model, WRAP[clock](model, "on_demand", capacity, precision=name))
         assert_same(expected, found, f"{name} at {capacity}")
         is_lossless = torch.equal(found[0], plain[0])
         assert is_lossless == (name in ("bf16", "fp16", "fp32"))
@@ -66,7 +52,7 @@ def test_other_families_compute_from_decoded_weights_too(family: str, clock: str
     """GPT-OSS has its matrices transposed, and biases that no codec touches."""
     model = random_model(family, hidden_size=64, **WIDTHS[family])
     expected = logits_of(replaced(model, "int4"))
-    assert_same(expected, logits_of(model, wrap_by(clock, model, "specmd", "int4", "4")))
+    assert_same(expected, logits_of(model, WRAP[clock](model, "specmd", "4", precision="int4")))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
@@ -74,7 +60,7 @@ def test_every_kernel_runs_decoded_experts(implementation: str) -> None:
     model = random_model("olmoe", **WIDE)
     model.set_experts_implementation(implementation)
     expected = logits_of(replaced(model, "int8"))
-    found = logits_of(model, wrap(model, "on_demand", "4", precision="int8"))
+    found = logits_of(model, wrap_virtual(model, "on_demand", "4", precision="int8"))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -83,23 +69,13 @@ def test_each_expert_runs_at_the_level_at_which_the_cache_holds_it(miss: str) ->
     model, ladder = random_model("olmoe", **WIDE), "int8:int4:int2"
     judge = Judge(model)
     changes = {"precision": ladder, "miss": miss, "prefetch": "next_gate"}
-    wrapped = wrap(model, "on_demand", "30%", **changes)
+    wrapped = wrap_virtual(model, "on_demand", "30%", **changes)
     assert judged(judge, wrapped, ladder) >= ({0, 2} if miss == "fetch_lowest" else {0, 1, 2})
     passes = wrapped.engine.ledger.passes
     assert 0 < sum(p.low_precision for p in passes) < sum(p.executed for p in passes)
 
 
 # --- through the harness model ----------------------------------------------------------------
-
-PAIR = ("It is", " a")
-
-
-def outputs_of(lm: MoECacheLM) -> list[Any]:
-    asked: dict[str, Any] = {"until": ["\n\n"], "max_gen_toks": 4, "do_sample": False}
-    texts, pairs = ("One, two,", "Count the apples: 3"), (PAIR, ("A longer context", " with more"))
-    requests = [make_instance("generate_until", "task", i, t, asked) for i, t in enumerate(texts)]
-    scored = [make_instance("loglikelihood", "task", i, *pair) for i, pair in enumerate(pairs)]
-    return [*lm.generate_until(requests, True), *lm.loglikelihood(scored, True)]
 
 
 def load(folder: Path, **arguments: Any) -> MoECacheLM:
@@ -109,8 +85,8 @@ def load(folder: Path, **arguments: Any) -> MoECacheLM:
 
 def test_scan_scoring_does_not_see_what_was_generated_before(checkpoint: Checkpoint) -> None:
     lm = load(checkpoint("olmoe"), precision="int8:int4", scoring="scan", capacity="2/layer")
-    alone = lm.loglikelihood([make_instance("loglikelihood", "task", 0, *PAIR)], True)
-    assert alone[0] == outputs_of(lm)[2]
+    [alone] = lm.loglikelihood(choices()[:1], True)
+    assert answers(lm)[1][0] == alone
 
 
 @pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
@@ -126,17 +102,17 @@ def test_experts_are_encoded_while_they_are_loaded(checkpoint: Checkpoint, famil
             for ours, theirs in zip(stored[name], levels, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert lm.report()["model"]["precision"] == ("int8", "nf4/g64")
-    assert outputs_of(lm) == outputs_of(load(folder, precision="int8:int4", miss="fetch_priority"))
+    assert answers(lm) == answers(load(folder, precision="int8:int4", miss="fetch_priority"))
 
 
 def test_another_precision_needs_another_load_and_the_same_one_does_not(
     checkpoint: Checkpoint,
 ) -> None:
     lm = load(checkpoint("olmoe"), precision="int8:int4", miss="fetch_lowest", prefetch="next_gate")
-    first = outputs_of(lm), lm.engine.ledger.passes
+    first = answers(lm), lm.engine.ledger.passes
     same = {"precision": "int8:int4", "policy": "on_demand", "miss": "fetch_lowest"}
     lm.install(read_config({**same, "capacity": "30%", "prefetch": "next_gate"}))
-    assert (outputs_of(lm), lm.engine.ledger.passes) == first
+    assert (answers(lm), lm.engine.ledger.passes) == first
     for other in ("int4", None):
         told = f"precision={other!r}: the model was loaded with precision='int8:"
         with pytest.raises(ValueError, match=told):
@@ -148,7 +124,7 @@ def test_a_ladder_whose_lower_levels_are_never_used_is_warned_of(checkpoint: Che
     assert any("every expert at int8" in warning for warning in lm.report()["warnings"])
     alone = load(checkpoint("olmoe"), precision="int8")
     assert not alone.report()["warnings"]
-    assert outputs_of(lm) == outputs_of(alone)
+    assert answers(lm) == answers(alone)
     assert lm.engine.ledger.passes == alone.engine.ledger.passes
 
 

@@ -9,7 +9,8 @@ import torch
 from lm_eval.api.instance import Instance
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
 from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
 from lm_eval_moecache.tiny.documents import bbh, gsm8k
 from tests.harness import make_instance
@@ -25,9 +26,14 @@ def prompts(count: int) -> list[str]:
     return [texts[i // 2 + (i % 2) * count] for i in range(count)]
 
 
-def requests(count: int) -> list[Instance]:
-    texts = enumerate(prompts(count))
-    return [make_instance("generate_until", "gen", i, text, dict(STOP)) for i, text in texts]
+def requests(count: int, **changes: Any) -> list[Instance]:
+    texts, asked = enumerate(prompts(count)), {**STOP, **changes}
+    return [make_instance("generate_until", "gen", i, text, dict(asked)) for i, text in texts]
+
+
+def install(lm: MoECacheSpecLM, **ours: Any) -> None:
+    """Put a loaded model behind another cache, with another draft."""
+    lm.install(read_config({"policy": "sp_moe", "capacity": "25%", **ours}, speculative=True))
 
 
 def useless_draft(folder: Path) -> Path:

@@ -21,14 +21,9 @@ from lm_eval_moecache.report.metrics import inter_token_ms, request_metrics, tas
 from lm_eval_moecache.tiny import MODEL_DIR
 from tests.algorithms.test_parameters import alternatives, parameters_of
 from tests.harness import choices, make_instance, texts
-from tests.model.speculative.drafts import STOP, generated, prompts, requests
+from tests.model.speculative.drafts import STOP, generated, install, prompts, requests
 
 COUNT = 4
-
-
-def install(lm: MoECacheSpecLM, **ours: Any) -> MoECacheSpecLM:
-    lm.install(read_config({"policy": "sp_moe", "capacity": "25%", **ours}, speculative=True))
-    return lm
 
 
 @pytest.fixture(scope="module")

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import pytest
 
-from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheSpecLM
 from lm_eval_moecache.records.event import PREFILL
-from tests.harness import make_instance
-from tests.model.speculative.drafts import STOP, generated, prompts
+from tests.model.speculative import drafts
+from tests.model.speculative.drafts import generated, requests
 
-FEW = {**STOP, "max_gen_toks": 8}
-
-
-def asked(count: int) -> list[Any]:
-    texts = enumerate(prompts(count))
-    return [make_instance("generate_until", "gen", i, text, FEW) for i, text in texts]
+asked = partial(requests, max_gen_toks=8)
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +23,7 @@ def lm() -> Iterator[MoECacheSpecLM]:
     made.wrapped.unwrap()
 
 
-def install(lm: MoECacheSpecLM, **ours: Any) -> MoECacheSpecLM:
-    given = {"clock": "wall", "policy": "sp_moe", "capacity": "25%", **ours}
-    lm.install(read_config(given, speculative=True))
-    return lm
+install = partial(drafts.install, clock="wall")
 
 
 def test_prefetches_move_while_the_draft_drafts(lm: MoECacheSpecLM) -> None:

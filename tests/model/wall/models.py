@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +17,13 @@ from transformers import core_model_loading
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.precision.codecs import Codec, Encoded, encode, expert_matrices
-from lm_eval_moecache.model.precision.ladder import codecs_of
-from lm_eval_moecache.model.wall.loading import assemble
-from lm_eval_moecache.model.wall.pools import RamTier, expert_parameters, stored_parameters
+from lm_eval_moecache.model.precision.codecs import expert_matrices
+from lm_eval_moecache.model.precision.ladder import codecs_of, parse_ladder
+from lm_eval_moecache.model.wall.loading import ExpertLoader, assemble
+from lm_eval_moecache.model.wall.pools import RamTier, stored_parameters
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.ledger import PassRecord
-from tests.test_equality import make_setting
+from tests.test_equality import make_setting, store_experts
 
 
 def late(begin: Callable[..., object], longest_s: float, seed: int = 0) -> Callable[..., object]:
@@ -83,11 +82,6 @@ def on_disk(path: Path, folder: Path, **changes: Any) -> MoECacheLM:
     return MoECacheLM(pretrained=str(path), store_dir=str(folder), **HOST, **{**wall, **changes})
 
 
-def store_experts(experts: Any, codecs: Sequence[Codec]) -> dict[str, Encoded]:
-    """Return a module's matrices, encoded; the module stays as it is."""
-    return {name: encode(experts, m, codecs) for name, m in expert_matrices(experts).items()}
-
-
 def replaced(model: Any, precision: str) -> Any:
     """Copy a model and put into its experts what the codec makes of them."""
     other = copy.deepcopy(model)
@@ -101,31 +95,44 @@ def replaced(model: Any, precision: str) -> Any:
     return other
 
 
+def loader_of(model: Any, device: str = "cpu", precision: str | None = None) -> ExpertLoader:
+    """Take a model's experts out of it; all else goes to the device."""
+    codecs = None if precision is None else codecs_of(parse_ladder(precision))
+    loader = ExpertLoader("ram", None, model, codecs)
+    loader.take_experts(model, torch.device(device))
+    return loader
+
+
 def wrap_wall(
     model: Any,
     policy: str,
     capacity: str,
     *,
+    loader: ExpertLoader | None = None,
     throttle_bytes_per_s: float | None = None,
-    changes: dict[str, str] | None = None,
     longest_s: float = 0.0,
     seed: int = 0,
+    **changes: str,
 ) -> WrappedModel:
-    """Put a model on the CPU behind the wall clock; with `precision`, its experts encoded."""
-    given = {"policy": policy, "capacity": capacity, **(changes or {})}
+    """Put a model behind the wall clock; with `precision`, its experts encoded.
+
+    Without a loader the model stays on the CPU as it is, so that it can be wrapped again.
+    """
+    given = {"policy": policy, "capacity": capacity, **changes}
     layers, ladder = find_moe_layers(model), read_config(given).ladder
     geometry, codecs = describe(model, layers, "wall", ladder), codecs_of(ladder or ())
     setting = make_setting(geometry, **given)
     setting = replace(setting, throttle_bytes_per_s=throttle_bytes_per_s)
-    parameters = [expert_parameters(layer.experts) for layer in layers]
-    tiers = [RamTier(parameters)]
-    if codecs:
+    if loader is None:
+        loader = loader_of(model)
+    if codecs and not loader.codecs:
         stored = [(x.experts, store_experts(x.experts, codecs)) for x in layers]
-        tiers = [
+        loader.codecs = codecs
+        loader.tiers = [
             RamTier([stored_parameters(experts, own, level) for experts, own in stored])
             for level in range(len(codecs))
         ]
-    loader: Any = SimpleNamespace(codecs=codecs, parameters=parameters, tiers=tiers)
     engine, store = assemble(model, geometry, setting, loader)
-    store.pools.begin = late(store.pools.begin, longest_s, seed)  # type: ignore[method-assign]
+    if longest_s:
+        store.pools.begin = late(store.pools.begin, longest_s, seed)  # type: ignore[method-assign]
     return WrappedModel(model, layers, engine, store)

@@ -9,15 +9,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from lm_eval_moecache.harness.arguments import read_config
-from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.precision.ladder import codecs_of
-from lm_eval_moecache.model.wall.loading import ExpertLoader, assemble
+from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.wall.pools import DiskTier, tensors_in
 from lm_eval_moecache.model.wrap import WrappedModel
+from tests.model.wall.models import loader_of, wrap_wall
 from tests.model.wall.races import Judge, Recording
 from tests.models import random_model
-from tests.test_equality import make_setting
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64}
 
@@ -44,11 +41,8 @@ def plain_logits(device: str, tokens: int = 48, **sizes: int) -> list[torch.Tens
 
 def wrap(model: Any, device: str, policy: str, capacity: str, **changes: str) -> WrappedModel:
     """Bring a model on the CPU to the device, its experts behind the cache."""
-    config = read_config({"policy": policy, "capacity": capacity, **changes})
-    codecs = None if config.ladder is None else codecs_of(config.ladder)
-    loader = ExpertLoader("ram", None, model, codecs)
-    loader.take_experts(model, torch.device(device))
-    return wrapped_by(loader, model, policy, capacity, **changes)
+    loader = loader_of(model, device, changes.get("precision"))
+    return wrap_wall(model, policy, capacity, loader=loader, **changes)
 
 
 def wrap_files(model: Any, device: str, folder: Path, policy: str, capacity: str) -> WrappedModel:
@@ -59,20 +53,9 @@ def wrap_files(model: Any, device: str, folder: Path, policy: str, capacity: str
         tensors = dict(layer.experts.named_parameters())
         save_file({name: t.detach().contiguous() for name, t in tensors.items()}, file)
         rows.append({name: each.by_expert for name, each in tensors_in(file).items()})
-    loader = ExpertLoader("ram", None, model)
-    loader.take_experts(model, torch.device(device))
+    loader = loader_of(model, device)
     loader.tiers = [DiskTier(rows)]
-    return wrapped_by(loader, model, policy, capacity)
-
-
-def wrapped_by(
-    loader: ExpertLoader, model: Any, policy: str, capacity: str, **changes: str
-) -> WrappedModel:
-    given = {"policy": policy, "capacity": capacity, **changes}
-    layers = find_moe_layers(model)
-    geometry = describe(model, layers, "device", read_config(given).ladder)
-    engine, store = assemble(model, geometry, make_setting(geometry, **given), loader)
-    return WrappedModel(model, layers, engine, store)
+    return wrap_wall(model, policy, capacity, loader=loader)
 
 
 def assert_plain(

@@ -24,7 +24,7 @@ from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.trace.importers import load_trace
 from tests.conftest import Checkpoint
 from tests.harness import answers
-from tests.model.precision.test_live import WIDE, wrap
+from tests.model.precision.test_live import WIDE
 from tests.model.wall.models import HOST, assert_same, counts, wrap_wall
 from tests.models import FAMILIES, FAMILY_CASES, family_case, random_model
 from tests.test_equality import COMBINATIONS, LOSSLESS, logits_of, traces_left_on, wrap_virtual
@@ -103,13 +103,12 @@ def test_answers_and_counts_are_the_virtual_clocks_where_nothing_depends_on_time
     for changes in TIMELESS if family == "olmoe" else TIMELESS[:9]:
         given = {"policy": "on_demand", "capacity": "5/layer", **changes}
         policy, capacity = given.pop("policy"), given.pop("capacity")
-        wrap_by = wrap if "precision" in given else wrap_virtual
-        wrapped = wrap_by(model, policy, capacity, **given)
+        wrapped = wrap_virtual(model, policy, capacity, **given)
         expected, told = logits_of(model, wrapped), wrapped.engine.ledger.passes
         changed = sum(p.dropped + p.substituted + p.unfaithful + p.low_precision for p in told)
         assert (changed > 0) == (changes != TIMELESS[0])
         for seed in range(2):
-            wrapped = wrap_wall(model, policy, capacity, changes=given, seed=seed, longest_s=1e-4)
+            wrapped = wrap_wall(model, policy, capacity, seed=seed, longest_s=1e-4, **given)
             assert_same(expected, logits_of(model, wrapped), f"{changes}, {seed}")
             assert counts(wrapped.engine.ledger.passes) == counts(told)
 
@@ -144,7 +143,7 @@ def test_a_pass_that_is_interrupted_while_it_waits_does_no_harm_to_the_next(
     """As by Ctrl-C: what it demanded is still on its way into slots that another would drop."""
     model, wait = random_model("olmoe", **WIDE), WallEngine._wait
     changes = {"precision": LADDER, "miss": miss}
-    wrapped = wrap_wall(model, "on_demand", "3", changes=changes, longest_s=0.01)
+    wrapped = wrap_wall(model, "on_demand", "3", longest_s=0.01, **changes)
     for place in range(14):
         left = itertools.count(place, -1)
 
@@ -164,7 +163,7 @@ def test_a_pass_that_is_interrupted_while_it_waits_does_no_harm_to_the_next(
 def test_the_resident_run_before_what_is_missing_is_there() -> None:
     """A decode step whose second expert never comes: the first one has run all the same."""
     model = random_model("olmoe")
-    wrapped = wrap_wall(model, "on_demand", "40%", changes={"miss": "fetch_cached_first"})
+    wrapped = wrap_wall(model, "on_demand", "40%", miss="fetch_cached_first")
     engine = wrapped.engine
     engine.begin_pass(DECODE, 1)
     engine.run(Event(0, 0, DECODE, 1, [0, 1]))
@@ -271,8 +270,8 @@ def test_scanned_texts_are_answered_and_counted_as_under_the_virtual_clock(famil
     for capacity, changes in zip(("2/layer", "1/layer", "5/layer", "3/layer"), CASES, strict=True):
         expected, counted = told(model, capacity, changes)
         for seed in range(5):
-            options = {"changes": changes, "seed": seed, "longest_s": 0.0001}
-            wrapped = wrap_wall(model, "on_demand", capacity, **options)
+            late: dict[str, Any] = {"seed": seed, "longest_s": 0.0001}
+            wrapped = wrap_wall(model, "on_demand", capacity, **late, **changes)
             found = scanned(wrapped)
             wrapped.unwrap()
             assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), seed

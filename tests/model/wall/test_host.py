@@ -21,6 +21,7 @@ from tests.models import FAMILY_CASES, random_model
 from tests.test_equality import logits_of
 
 RULES = ("always", "first", "balanced")
+ALWAYS = {"miss": "host", "miss.rule": "always"}
 
 
 def engine_of(wrapped: WrappedModel) -> WallEngine:
@@ -45,8 +46,8 @@ def test_outputs_are_the_unwrapped_models_twenty_times_over(family: str) -> None
     for seed in range(20):
         changes = {"miss": "host", "miss.rule": RULES[seed % 3]}
         policy = ("on_demand", "specmd")[seed % 2]
-        late = {"changes": changes, "seed": seed, "longest_s": 0.0002}
-        wrapped = wrap_wall(model, policy, "40%", **late)
+        late: dict[str, Any] = {"seed": seed, "longest_s": 0.0002}
+        wrapped = wrap_wall(model, policy, "40%", **late, **changes)
         host = engine_of(wrapped).host
         assert host is not None
         if host.costs is not None:
@@ -70,7 +71,7 @@ def test_outputs_are_the_unwrapped_models_twenty_times_over(family: str) -> None
 
 def test_each_rule_divides_by_the_measured_times() -> None:
     """By hand: loading takes 10, the host 4 and 1 a token; tokens 1, 2, 9 and 3."""
-    wrapped = wrap_wall(random_model("olmoe"), "on_demand", "40%", changes={"miss": "host"})
+    wrapped = wrap_wall(random_model("olmoe"), "on_demand", "40%", miss="host")
     host = engine_of(wrapped).host
     assert host is not None and host.costs is not None
     measured = host.costs
@@ -121,7 +122,7 @@ def test_the_hosts_rows_are_added_to_those_of_a_kernel_on_the_pool() -> None:
 
 def test_an_error_on_the_host_ends_the_pass_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("olmoe")
-    wrapped = wrap_wall(model, "on_demand", "40%", changes={"miss": "host", "miss.rule": "always"})
+    wrapped = wrap_wall(model, "on_demand", "40%", **ALWAYS)
 
     def gone(self: Any, layer: int, expert: int) -> Any:
         raise OSError("the folder is gone")
@@ -136,7 +137,7 @@ def test_the_hosts_thread_ends_with_its_wrapper() -> None:
     """Also while somebody still holds the wrapper."""
     model = random_model("olmoe")
     before = set(threading.enumerate())
-    wrapped = wrap_wall(model, "on_demand", "40%", changes={"miss": "host", "miss.rule": "always"})
+    wrapped = wrap_wall(model, "on_demand", "40%", **ALWAYS)
     logits_of(model)
     begun = {thread.name.rstrip("_0") for thread in set(threading.enumerate()) - before}
     assert begun == {"moecache-host", "moecache-link"}
