@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from lm_eval_moecache.trace.importers import load_trace
 from tests.conftest import Checkpoint
 from tests.harness import answers
 from tests.model.precision.test_live import WIDE
-from tests.model.wall.models import HOST, assert_same, counts, wrap_wall
+from tests.model.wall.models import HOST, assert_same, counts, of_tokens, wrap_wall
 from tests.models import FAMILIES, FAMILY_CASES, family_case, random_model
 from tests.test_equality import COMBINATIONS, LOSSLESS, logits_of, traces_left_on, wrap_virtual
 
@@ -113,21 +112,28 @@ def test_answers_and_counts_are_the_virtual_clocks_where_nothing_depends_on_time
             assert counts(wrapped.engine.ledger.passes) == counts(told)
 
 
-def test_an_interrupted_pass_leaves_no_thread_and_the_model_answers_as_before() -> None:
+def interrupted(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_an_interrupted_pass_leaves_no_thread_and_the_model_answers_as_before(scan: bool) -> None:
+    """Of a scanned text the caches have decided: what did not move yet moves before the next."""
     model, others = random_model("olmoe"), set(threading.enumerate())
-    expected = logits_of(model)
-    wrapped = wrap_wall(model, "specmd", "25%", longest_s=0.002)
-
-    def interrupt(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    handle = find_moe_layers(model)[1].experts.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        logits_of(model)
-    handle.remove()
-    assert_same(expected, logits_of(model), "the same wrapper again")
+    policy, capacity = ("on_demand", "2/layer") if scan else ("specmd", "25%")
+    answer = scanned if scan else answered
+    wrapped = wrap_virtual(model, policy, capacity)
+    expected = answer(wrapped)
     wrapped.unwrap()
-    assert_same(expected, logits_of(model), "unwrapped")
+    wrapped = wrap_wall(model, policy, capacity, longest_s=0.002)
+    for layer in find_moe_layers(model)[:2]:
+        handle = layer.experts.register_forward_pre_hook(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            answer(wrapped)
+        handle.remove()
+        assert all(map(torch.equal, expected, answer(wrapped)))
+    wrapped.unwrap()
+    assert scan or all(map(torch.equal, expected, answered(wrapped))), "unwrapped"
     del wrapped
     gc.collect()
     left = set(threading.enumerate()) - others
@@ -145,17 +151,10 @@ def test_a_pass_that_is_interrupted_while_it_waits_does_no_harm_to_the_next(
     changes = {"precision": LADDER, "miss": miss}
     wrapped = wrap_wall(model, "on_demand", "3", longest_s=0.01, **changes)
     for place in range(14):
-        left = itertools.count(place, -1)
-
-        def interrupted(*args: Any, left: Iterator[int] = left) -> None:
-            if next(left) == 0:
-                raise KeyboardInterrupt
-            wait(*args)
-
-        monkeypatch.setattr(WallEngine, "_wait", interrupted)
+        left = itertools.chain([wait] * place, [interrupted], itertools.repeat(wait))
+        monkeypatch.setattr(WallEngine, "_wait", lambda *args, left=left: next(left)(*args))
         with pytest.raises(KeyboardInterrupt):
             logits_of(model)
-        monkeypatch.setattr(WallEngine, "_wait", wait)
         assert all(logits.isfinite().all() for logits in logits_of(model))
     wrapped.unwrap()
 
@@ -255,6 +254,10 @@ def scanned(wrapped: WrappedModel) -> list[torch.Tensor]:
     return found
 
 
+def answered(wrapped: WrappedModel) -> list[torch.Tensor]:
+    return of_tokens(logits_of(wrapped.model))
+
+
 def told(model: Any, capacity: str, changes: dict[str, str]) -> tuple[list[torch.Tensor], Any]:
     wrapped = wrap_virtual(model, "on_demand", capacity, **changes)
     found = scanned(wrapped)
@@ -293,25 +296,4 @@ def test_a_tokens_time_is_its_own_transfers_and_its_share_of_the_rest() -> None:
     text = passes[-19:]
     whole = sum(record.duration_s for record in text)
     assert whole < wrapped.engine.clock.now - text[0].start_s
-    wrapped.unwrap()
-
-
-def test_a_scan_that_breaks_off_does_not_harm_the_next() -> None:
-    """The caches have decided for the whole text: what did not move yet moves before the next."""
-    model = random_model("olmoe")
-    expected, _ = told(model, "2/layer", {})
-    wrapped = wrap_wall(model, "on_demand", "2/layer", longest_s=0.0002)
-
-    def interrupt(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    for place in range(2):
-        experts = find_moe_layers(model)[place].experts
-        handle = experts.register_forward_pre_hook(interrupt)
-        wrapped.scan_scoring = True
-        with pytest.raises(KeyboardInterrupt), torch.no_grad():
-            model(texts()[2], use_cache=False)
-        handle.remove()
-        found = scanned(wrapped)
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     wrapped.unwrap()

@@ -303,15 +303,3 @@ def test_transformers_loads_as_ever_afterwards(checkpoint: Checkpoint, tmp_path:
     with pytest.raises((ValueError, OSError)):
         on_disk(broken, tmp_path)
     assert PreTrainedModel._load_pretrained_model is usual
-
-
-def test_the_checkpoint_may_go_while_it_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "model"
-    random_model("olmoe").save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    lm = on_disk(path, tmp_path / "store", policy="on_demand", capacity="10%")
-    expected = answers(lm)
-    shutil.rmtree(path)
-    lm.reset()
-    assert answers(lm) == expected
-    lm.wrapped.unwrap()
