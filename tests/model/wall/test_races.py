@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,67 +55,52 @@ def test_each_family_has_a_part_and_all_that_meets_is_in_one() -> None:
 # What can go wrong: the waits and the pins that all of the above stands on, each taken away.
 
 
-def _executed_before_it_has_arrived(patch: pytest.MonkeyPatch) -> None:
-    def at_once(self: WallEngine, pending: Any) -> Iterator[Any]:
-        cache, link = self.caches[pending.event.layer], self.link
-        held = [key for key in pending.remaining if key in cache.slots]
-        pending.remaining = [key for key in pending.remaining if key not in cache.slots]
-        yield self._execute(pending, cache, held), False
-        while flying := {key for key in held if link.is_flying(key)}:
-            self._wait(flying)
-
-    patch.setattr(WallEngine, "_wave", at_once)
+def at_once(self: WallEngine, pending: Any) -> Iterator[Any]:
+    cache, link = self.caches[pending.event.layer], self.link
+    held = [key for key in pending.remaining if key in cache.slots]
+    pending.remaining = [key for key in pending.remaining if key not in cache.slots]
+    yield self._execute(pending, cache, held), False
+    while flying := {key for key in held if link.is_flying(key)}:
+        self._wait(flying)
 
 
-def _slots_given_away_while_their_event_needs_them(patch: pytest.MonkeyPatch) -> None:
-    demand = WallEngine._demand
-    patch.setattr(WallEngine, "_demand", lambda self, pending, pinned: demand(self, pending, {0}))
+def unpinned(self: WallEngine, pending: Any, _: Any, demand: Any = WallEngine._demand) -> Any:
+    return demand(self, pending, {0})
 
 
-def _arrived_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
-    begin = DeviceMover.begin
-
-    def soon(mover: DeviceMover, transfer: Any) -> None:
-        threading.Timer(0.0005, begin, (mover, transfer)).start()
-
-    patch.setattr(DeviceMover, "begin", soon)
+def soon(mover: DeviceMover, transfer: Any, begin: Any = DeviceMover.begin) -> None:
+    threading.Timer(0.0005, begin, (mover, transfer)).start()
 
 
-def _fenced_before_what_was_launched_last(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WallLink, "launched", lambda link: None)
+def unawaited(*args: Any, run: Any = SlotStore.on_host) -> Any:
+    return SimpleNamespace(future=run(*args), result=lambda: 0.0)
 
 
-def _without_the_wait_for_the_host(patch: pytest.MonkeyPatch) -> None:
-    class Unawaited:
-        def __init__(self, future: Any) -> None:
-            self.future = future
-
-        def result(self) -> float:
-            return 0.0
-
-    run = SlotStore.on_host
-    patch.setattr(SlotStore, "on_host", lambda *args: Unawaited(run(*args)))
+MUTATIONS: dict[str, tuple[Any, str, Any]] = {
+    "executed before it has arrived": (WallEngine, "_wave", at_once),
+    "slots given away while their event needs them": (WallEngine, "_demand", unpinned),
+    "arrived before it is copied": (DeviceMover, "begin", soon),
+    "fenced before what was launched last": (WallLink, "launched", lambda link: None),
+    "without the wait for the host": (SlotStore, "on_host", unawaited),
+}
 
 
-MUTATIONS = [
-    (_executed_before_it_has_arrived, "policy=on_demand"),
-    (_executed_before_it_has_arrived, "miss=fetch_priority"),
-    (_slots_given_away_while_their_event_needs_them, "policy=on_demand"),
-    (_arrived_before_it_is_copied, "prefetch=next_gate"),
-    (_fenced_before_what_was_launched_last, "policy=on_demand"),
-    (_without_the_wait_for_the_host, "host, prefetches"),
-]
-
-
-@pytest.mark.parametrize(("mutation", "way"), MUTATIONS, ids=lambda x: getattr(x, "__name__", x))
+@pytest.mark.parametrize(
+    ("mutation", "way"),
+    [
+        ("executed before it has arrived", "policy=on_demand"),
+        ("executed before it has arrived", "miss=fetch_priority"),
+        ("slots given away while their event needs them", "policy=on_demand"),
+        ("arrived before it is copied", "prefetch=next_gate"),
+        ("fenced before what was launched last", "policy=on_demand"),
+        ("without the wait for the host", "host, prefetches"),
+    ],
+)
 def test_a_race_that_is_there_is_found(
-    mutation: Callable[[pytest.MonkeyPatch], None],
-    way: str,
-    families: Callable[[str], Family],
-    monkeypatch: pytest.MonkeyPatch,
+    mutation: str, way: str, families: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (chosen,) = (each for each in ways() if each.name == way)
-    mutation(monkeypatch)
+    monkeypatch.setattr(*MUTATIONS[mutation])
     try:
         wrong = bool(compare(families("olmoe"), chosen, 8)[0])
     except AssertionError:
