@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import yaml
 from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
 
 STOP = {"until": ["\n\n"], "max_gen_toks": 6}
 
@@ -37,6 +41,45 @@ def texts() -> list[Instance]:
         make_instance("loglikelihood_rolling", "text", i, "some text " * (9 + 2 * i))
         for i in range(2)
     ]
+
+
+_TASKS = """
+generated: |
+  output_type: generate_until
+  doc_to_target: "{{choices[0]}}"
+  metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+  generation_kwargs: {until: [zz], max_gen_toks: 4}
+  filter_list:
+  - {name: strict, filter: [{function: take_first}]}
+  - {name: loose, filter: [{function: lowercase}, {function: take_first}]}
+chosen: |
+  output_type: multiple_choice
+  doc_to_choice: "{{choices}}"
+  doc_to_target: gold
+  metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+rolling: |
+  output_type: loglikelihood_rolling
+  doc_to_text: ""
+  doc_to_target: "{{text}}"
+  metric_list:
+  - {metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}
+"""
+
+
+def small_tasks(folder: Path, groups: Mapping[str, str]) -> TaskManager:
+    """Return three tasks on four local documents, each longer than the last, and these groups."""
+    data, source = folder / "docs.jsonl", {"dataset_path": "json", "test_split": "test"}
+    docs = [
+        {"text": f"page {i} " * (i + 1), "choices": ["yes", "no"], "gold": i % 2} for i in range(4)
+    ]
+    data.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    source |= {"dataset_kwargs": {"data_files": {"test": str(data)}}, "num_fewshot": 0}
+    for name, text in yaml.safe_load(_TASKS).items():
+        task = {"task": name, **source, "doc_to_text": "{{text}}", **yaml.safe_load(text)}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
+    for name, text in groups.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return TaskManager(include_path=str(folder), include_defaults=False)
 
 
 def answers(lm: Any) -> tuple[list[str], list[tuple[float, bool]], list[float]]:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,37 @@ from lm_eval_moecache.records.files import task_configs_dir
 from tests.conftest import Checkpoint
 
 
-def evaluate(model: str, arguments: str, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Run three documents through the command in `folder`; return what it prints and writes."""
+def evaluate(
+    arguments: str,
+    folder: Path,
+    *options: str,
+    model: str = "moecache",
+    launcher: Sequence[str] = (sys.executable,),
+    **environment: str,
+) -> tuple[str, dict[str, Any]]:
+    """Run documents through the command in `folder`; return what it prints and writes."""
     # `lm_eval run` where the start-up file is installed; else the way that needs none.
     starts = importlib.util.find_spec("lm_eval_moecache_startup")
     module = ("lm_eval", "run") if starts else ("lm_eval_moecache", "eval")
-    command = [sys.executable, "-m", *module, "--model", model, "--model_args", arguments]
-    command += ["--device", "cpu", "--tasks", "tiny_gsm8k", "--limit", "3"]
-    command += ["--include_path", str(task_configs_dir()), "--output_path", str(folder / "out")]
-    env = {**os.environ, "HF_HOME": str(folder / "home")}
-    result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    command = [*launcher, "-m", *module, "--model", model, "--model_args", arguments]
+    command += ["--device", "cpu", "--include_path", str(task_configs_dir()), *options]
+    folder.mkdir(exist_ok=True)
+    env = {**os.environ, "HF_HOME": str(folder / "home"), **environment}
+    result = subprocess.run(
+        [*command, "--output_path", "out"], cwd=folder, env=env, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     [path] = (folder / "out").rglob("results_*.json")
     return result.stdout, json.loads(path.read_text())
 
 
+THREE = ("--tasks", "tiny_gsm8k", "--limit", "3")
+
+
 @pytest.mark.slow
 def test_one_command_gives_accuracy_and_speed(checkpoint: Checkpoint, tmp_path: Path) -> None:
     arguments = f"pretrained={checkpoint('olmoe')},policy=specmd,capacity=25%,bandwidth=1GB/s"
-    printed, results = evaluate("moecache", arguments, tmp_path)
+    printed, results = evaluate(arguments, tmp_path, *THREE)
     assert "exact_match" in printed
     title = "moecache (specmd: standard + score + least_stale + fetch), capacity: 25%"
     assert title in printed and "|**all**" in printed

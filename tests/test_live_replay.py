@@ -52,7 +52,16 @@ def _cases() -> list[dict[str, str]]:
         eviction = load_policy(chosen["policy"], overrides).eviction.algorithm
         in_one = place % 2 or eviction.compares_layers
         cases.append({**chosen, "capacity": "20%" if in_one else "4/layer"})
-    return cases
+    return [
+        *cases,
+        {"policy": "specmd", "cache_reset": "request", "capacity": "40%"},
+        {"policy": "specmd", **REAL, "attention": "context"},
+        # Committed to before it is known: what is executed is what the predictor says.
+        {"policy": "commitmoe_no_owa", "capacity": "40%"},
+    ]
+
+
+REAL = {"capacity": "40%", "emulate": "Qwen3-30B-A3B", "hardware": "rtx-4090"}
 
 
 @pytest.fixture(scope="module")
@@ -90,28 +99,21 @@ def test_a_live_run_equals_the_replay_of_its_trace(
     lm: MoECacheLM, tmp_path: Path, chosen: dict[str, str]
 ) -> None:
     trace = _recorded(lm, tmp_path, {**chosen, **_given(lm, chosen), "seed": 5})
-    again = replay(trace, lm.engine.setting)
-    assert again.ledger.passes == lm.engine.ledger.passes
+    live, report = lm.engine.ledger.passes, lm.report()
+    again = replay(trace, lm.engine.setting, cache_reset=chosen.get("cache_reset", "never"))
+    assert again.ledger.passes == live
     totals = task_metrics(again.ledger.requests, again.peak_cache_bytes)
-    assert totals == lm.report()["totals"]
-
-
-def test_cache_reset_replays_exactly_too(lm: MoECacheLM, tmp_path: Path) -> None:
-    trace = _recorded(lm, tmp_path, {"cache_reset": "request", "capacity": "40%"})
-    again = replay(trace, lm.engine.setting, cache_reset="request")
-    assert again.ledger.passes == lm.engine.ledger.passes
-
-
-def test_attention_to_the_context_replays_exactly(lm: MoECacheLM, tmp_path: Path) -> None:
-    given = {"capacity": "40%", "emulate": "Qwen3-30B-A3B", "hardware": "rtx-4090"}
-    lm.install(read_config(given))
-    _run(lm)
-    flat = lm.engine.ledger.passes
-    trace = _recorded(lm, tmp_path, {**given, "attention": "context"})
-    live = lm.engine.ledger.passes
-    assert lm.report()["attention"] == "context"
-    assert sum(p.duration_s for p in live) > sum(p.duration_s for p in flat)
-    assert replay(trace, lm.engine.setting).ledger.passes == live
+    assert totals == report["totals"]
+    if "attention" in chosen:
+        assert report["attention"] == "context"
+        lm.install(read_config(REAL))
+        _run(lm)
+        flat = lm.engine.ledger.passes
+        assert sum(p.duration_s for p in live) > sum(p.duration_s for p in flat)
+    if chosen["policy"] == "commitmoe_no_owa":
+        decoded = [p for p in live if p.phase == "decode"]
+        assert sum(p.unfaithful for p in decoded) > 0 and sum(p.predicted for p in decoded) > 0
+        assert sum(p.unfaithful for p in live if p.phase == "prefill") == 0
 
 
 @pytest.mark.parametrize("cache_reset", ["never", "request"])
@@ -174,16 +176,6 @@ def test_a_closed_recording_takes_no_further_passes(lm: MoECacheLM, tmp_path: Pa
     with pytest.raises(ValueError, match="has been closed"):
         _run(lm)
     lm.install(read_config({"policy": "on_demand"}))
-
-
-def test_a_committed_run_replays_exactly_from_its_own_trace(lm: MoECacheLM, tmp_path: Path) -> None:
-    chosen = {"policy": "commitmoe_no_owa", "capacity": "40%"}
-    trace = _recorded(lm, tmp_path, {**chosen, **_given(lm, chosen)})
-    again = replay(trace, lm.engine.setting)
-    assert again.ledger.passes == lm.engine.ledger.passes
-    decoded = [p for p in again.ledger.passes if p.phase == "decode"]
-    assert sum(p.unfaithful for p in decoded) > 0 and sum(p.predicted for p in decoded) > 0
-    assert sum(p.unfaithful for p in again.ledger.passes if p.phase == "prefill") == 0
 
 
 def test_predictions_of_gates_and_of_a_predictor_are_not_taken_for_each_other(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +16,7 @@ from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.ledger import Ledger, PassRecord, RequestRecord
 from lm_eval_moecache.report.metrics import task_metrics
 from tests.harness import texts
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.test_end_to_end import evaluate
 
 
 def rank_of(*durations: float) -> list[RequestRecord]:
@@ -103,24 +99,15 @@ def test_a_forgotten_request_leaves_its_index_to_no_other() -> None:
     assert ledger.new_request("task", "generate_until").index == 3
 
 
-def evaluate(folder: Path, launcher: list[str], **environment: str) -> Any:
-    """Run 5 documents of four choices each and return the results JSON."""
-    command = "-m lm_eval_moecache.cli.main eval --tasks tiny_arc --limit 5 --device cpu"
-    arguments = ["--model_args", "policy=on_demand,capacity=25%,max_length=256"]
-    words = [*launcher, *command.split(), *arguments, "--output_path", str(folder)]
-    environment = {**os.environ, **environment}
-    result = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    (path,) = folder.rglob("results_*.json")
-    return json.loads(path.read_text())
-
-
 @pytest.mark.slow
 def test_two_ranks_give_the_scores_and_the_requests_of_one(tmp_path: Path) -> None:
     """What `accelerate launch` does with GPUs, with two processes on a CPU."""
-    one = evaluate(tmp_path / "one", [sys.executable])
+    given = "policy=on_demand,capacity=25%,max_length=256"
+    asked = ("--tasks", "tiny_arc", "--limit", "5")
+    _, one = evaluate(given, tmp_path / "one", *asked)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    two = evaluate(tmp_path / "two", launcher, ACCELERATE_USE_CPU="true")
+    ours = {"launcher": launcher, "ACCELERATE_USE_CPU": "true"}
+    _, two = evaluate(given, tmp_path / "two", *asked, **ours)
     assert two["results"]["tiny_arc"]["acc,none"] == one["results"]["tiny_arc"]["acc,none"]
     alone, both = (r["config"]["moecache"] for r in (one, two))
     assert both["ranks"] == 2 and "ranks" not in alone

@@ -23,70 +23,36 @@ from lm_eval_moecache.harness.judge import Judge
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.tasks import SpeedTask
 from lm_eval_moecache.records.files import task_configs_dir
-
-DOCS = [{"text": f"page {i}", "choices": ["yes", "no"], "gold": i % 2} for i in range(4)]
+from tests.harness import small_tasks
 
 SPEED = "!function lm_eval_moecache.harness.tasks.SpeedTask"
-
-TASKS = """
-plain_mc: |
-  task: plain_mc
-  output_type: multiple_choice
-  doc_to_choice: "{{choices}}"
-  doc_to_target: gold
-  metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
-plain_gen: |
-  task: plain_gen
-  output_type: generate_until
-  doc_to_target: "{{choices[0]}}"
-  metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
-  filter_list:
-  - {name: strict, filter: [{function: take_first}]}
-  - {name: loose, filter: [{function: lowercase}, {function: take_first}]}
-plain_rolling: |
-  task: plain_rolling
-  output_type: loglikelihood_rolling
-  metric_list:
-  - {metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}
-"""
 
 GROUPS = f"""
 speedy: |
   group: speedy
   task:
-  - task: plain_gen
+  - task: generated
     class: {SPEED}
   - group: inner
     class: {SPEED}
   aggregate_metric_list: [{{metric: ttft_ms}}, {{metric: e2el_ms}}]
 inner: |
   group: inner
-  task: [plain_mc, innermost]
+  task: [chosen, innermost]
 innermost: |
   group: innermost
-  task: [plain_rolling]
+  task: [rolling]
 plain: |
   group: plain
-  task: [plain_gen, inner]
+  task: [generated, inner]
   aggregate_metric_list: [{{metric: ttft_ms}}]
 """
 
 
 @pytest.fixture(scope="module")
 def manager(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
-    """Three tiny tasks on a local file, and groups that nest them two deep."""
-    folder = tmp_path_factory.mktemp("tasks")
-    data = folder / "docs.jsonl"
-    data.write_text("".join(json.dumps(doc) + "\n" for doc in DOCS))
-    for name, text in yaml.safe_load(TASKS).items():
-        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
-        shared = {**source, "test_split": "test", "doc_to_text": "{{text}}", "num_fewshot": 0}
-        if name == "plain_rolling":
-            shared |= {"doc_to_text": "", "doc_to_target": "{{text}}"}
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(shared) + text)
-    for name, text in yaml.safe_load(GROUPS).items():
-        (folder / f"{name}.yaml").write_text(text)
-    return TaskManager(include_path=str(folder), include_defaults=False)
+    """Small tasks, and groups that nest them two deep."""
+    return small_tasks(tmp_path_factory.mktemp("tasks"), yaml.safe_load(GROUPS))
 
 
 Measure = Callable[[Instance], dict[str, float] | None]
@@ -138,21 +104,21 @@ def speedy(manager: TaskManager) -> dict[str, Any]:
 def test_speed_stands_beside_the_score_with_a_standard_error(speedy: dict[str, Any]) -> None:
     results = speedy["results"]
     # Documents 0 to 3; the mean over two choices adds half a millisecond to each.
-    assert results["plain_gen"]["ttft_ms,speed"] == pytest.approx(15.0)
-    assert results["plain_mc"]["ttft_ms,speed"] == pytest.approx(15.5)
-    assert results["plain_rolling"]["ttft_ms,speed"] == pytest.approx(15.0)
+    assert results["generated"]["ttft_ms,speed"] == pytest.approx(15.0)
+    assert results["chosen"]["ttft_ms,speed"] == pytest.approx(15.5)
+    assert results["rolling"]["ttft_ms,speed"] == pytest.approx(15.0)
     # Sample standard deviation of 0, 10, 20, 30 over the square root of 4.
-    assert results["plain_gen"]["ttft_ms_stderr,speed"] == pytest.approx(12.9099445 / 2)
-    assert results["plain_mc"]["acc,none"] == pytest.approx(0.5)
+    assert results["generated"]["ttft_ms_stderr,speed"] == pytest.approx(12.9099445 / 2)
+    assert results["chosen"]["acc,none"] == pytest.approx(0.5)
 
 
 def test_speed_is_listed_once_and_what_nobody_measured_is_left_out(speedy: dict[str, Any]) -> None:
-    generated, chosen = (speedy["results"][f"plain_{kind}"] for kind in ("gen", "mc"))
+    generated, chosen = (speedy["results"][kind] for kind in ("generated", "chosen"))
     assert [key for key in generated if key.startswith("ttft_ms,")] == ["ttft_ms,speed"]
     scores = {key: value for key, value in generated.items() if key.startswith("exact_match,")}
     assert scores == {"exact_match,strict": 0.0, "exact_match,loose": 1.0}
     assert generated["tpot_ms,speed"] == 7.0
-    assert speedy["n-samples"]["plain_gen"]["effective"] == 4
+    assert speedy["n-samples"]["generated"]["effective"] == 4
     assert "tpot_ms,speed" not in chosen and "request_tok_per_s,speed" not in generated
 
 
@@ -172,7 +138,7 @@ def test_speed_leaves_the_plain_tasks_as_they_are(
 ) -> None:
     plain = evaluate(manager, lambda _: None, ["plain"])
     unmeasured = evaluate(manager, lambda _: None, ["speedy"])
-    for task in ("plain_gen", "plain_mc", "plain_rolling"):
+    for task in ("generated", "chosen", "rolling"):
         for part in ("results", "samples", "higher_is_better"):
             assert unmeasured[part][task] == plain[part][task]
         scores = {k: v for k, v in speedy["results"][task].items() if ",speed" not in k}
@@ -182,23 +148,23 @@ def test_speed_leaves_the_plain_tasks_as_they_are(
 def test_limit_and_logged_samples_carry_the_figures(manager: TaskManager) -> None:
     results = evaluate(manager, measure_by_document, ["speedy"], limit=2, log_samples=True)
 
-    samples = [s for s in results["samples"]["plain_mc"] if s["filter"] == "speed"]
+    samples = [s for s in results["samples"]["chosen"] if s["filter"] == "speed"]
 
     assert [sample["ttft_ms"] for sample in samples] == [0.5, 10.5]
     assert samples[0]["filtered_resps"][1]["ttft_ms"] == 1.0
     assert json.loads(json.dumps(samples[0]["filtered_resps"])) == samples[0]["filtered_resps"]
-    assert results["results"]["plain_mc"]["ttft_ms,speed"] == pytest.approx(5.5)
+    assert results["results"]["chosen"]["ttft_ms,speed"] == pytest.approx(5.5)
 
 
 def test_chosen_samples_repeats_and_predict_only_keep_working(manager: TaskManager) -> None:
-    chosen = {"plain_gen": [2], "plain_mc": [3], "plain_rolling": [1]}
-    results = evaluate(manager, measure_by_document, ["speedy"], samples=chosen)["results"]
-    assert results["plain_gen"].items() >= {"e2el_ms,speed": 5.0, "sample_len": 1}.items()
+    samples = {"generated": [2], "chosen": [3], "rolling": [1]}
+    results = evaluate(manager, measure_by_document, ["speedy"], samples=samples)["results"]
+    assert results["generated"].items() >= {"e2el_ms,speed": 5.0, "sample_len": 1}.items()
     results = evaluate(manager, measure_by_document, ["speedy"], predict_only=True)["results"]
-    assert results["plain_mc"]["ttft_ms,speed"] == pytest.approx(15.5)
-    spec = {**manager.task_index["plain_gen"].cfg, "class": SpeedTask, "repeats": 3}
-    task = manager.load([spec])["tasks"]["plain_gen"]
-    repeated = evaluate(manager, measure_by_document, [task])["results"]["plain_gen"]
+    assert results["chosen"]["ttft_ms,speed"] == pytest.approx(15.5)
+    spec = {**manager.task_index["generated"].cfg, "class": SpeedTask, "repeats": 3}
+    task = manager.load([spec])["tasks"]["generated"]
+    repeated = evaluate(manager, measure_by_document, [task])["results"]["generated"]
     assert repeated["ttft_ms,speed"] == pytest.approx(15.0)
 
 

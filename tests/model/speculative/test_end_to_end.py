@@ -11,7 +11,7 @@ from lm_eval_moecache.sweep.run import run_sweep
 from lm_eval_moecache.sweep.spec import read_sweep
 from tests.conftest import Checkpoint
 from tests.sweep.toy import records, write_sweep
-from tests.test_end_to_end import evaluate
+from tests.test_end_to_end import THREE, evaluate
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ def test_one_command_gives_accuracy_speed_and_acceptance(
 ) -> None:
     model = checkpoint("olmoe")
     arguments = f"pretrained={model},policy=sp_moe,capacity=25%,draft=self:int8,draft_tokens=2"
-    printed, results = evaluate("moecache-spec", arguments, tmp_path)
+    printed, results = evaluate(arguments, tmp_path, *THREE, model="moecache-spec")
     assert "draft: self:int8, 2 tokens" in printed
     report = results["config"]["moecache"]
     assert report["draft"]["cutoff"]["used"] <= 3
