@@ -10,39 +10,28 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-VOCAB = 300
-_COMMON: dict[str, Any] = {
-    **{"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "max_position_embeddings": 512},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1},
-}
-_DEEPSEEK: dict[str, Any] = {
-    **{"moe_intermediate_size": 16, "intermediate_size": 48, "first_k_dense_replace": 1},
-    **{"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3},
-    **{"n_group": 4, "topk_group": 3, "routed_scaling_factor": 1.5, "num_key_value_heads": 4},
-    **{"q_lora_rank": 16, "kv_lora_rank": 16},
-    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
-}
-_LOCAL = {"intermediate_size": 16, "num_local_experts": 8}
-_QWEN = {
-    **{"moe_intermediate_size": 16, "intermediate_size": 48},
-    **{"num_experts": 8, "num_experts_per_tok": 3},
+from tests.families.configs import small_config
+
+_NARROW: dict[str, Any] = {"intermediate_size": 16}
+_MIXTRAL = {**_NARROW, "num_experts_per_tok": 2, "sliding_window": None}
+_QWEN = {"moe_intermediate_size": 16, "intermediate_size": 48}
+_DEEPSEEK = {
+    **{**_QWEN, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
+    **{"n_group": 4, "topk_group": 3},
 }
 _ATTENTION = ["sliding_attention", "full_attention", "full_attention"]
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "olmoe": ("Olmoe", {"intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 3}),
-    "mixtral": ("Mixtral", {**_LOCAL, "num_experts_per_tok": 2}),
-    "qwen2_moe": ("Qwen2Moe", {**_QWEN, "shared_expert_intermediate_size": 24}),
-    "qwen3_moe": ("Qwen3Moe", {**_QWEN, "head_dim": 8, "norm_topk_prob": True}),
-    "phimoe": ("Phimoe", {**_LOCAL, "num_experts_per_tok": 2}),
-    "deepseek_v2": ("DeepseekV2", {**_DEEPSEEK, "topk_method": "group_limited_greedy"}),
-    "deepseek_v3": ("DeepseekV3", _DEEPSEEK),
-    "gpt_oss": (
-        "GptOss",
-        {**_LOCAL, "num_experts_per_tok": 3, "head_dim": 8, "layer_types": _ATTENTION},
-    ),
-    "granitemoe": ("GraniteMoe", {**_LOCAL, "num_experts_per_tok": 3}),
+FAMILIES: dict[str, dict[str, Any]] = {
+    "olmoe": _NARROW,
+    "mixtral": {**_MIXTRAL, "head_dim": None},
+    "qwen2_moe": {**_QWEN, "shared_expert_intermediate_size": 24},
+    "qwen3_moe": {**_QWEN, "head_dim": 8, "norm_topk_prob": True},
+    "phimoe": _MIXTRAL,
+    "deepseek_v2": {**_DEEPSEEK, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": {**_DEEPSEEK, "num_nextn_predict_layers": 1},
+    "gpt_oss": {**_NARROW, "layer_types": _ATTENTION, "sliding_window": 128},
+    "granitemoe": _NARROW,
 }
+"""What each router family has of its own, in models of three layers."""
 
 _TYPICAL = ("olmoe", "qwen2_moe", "gpt_oss")
 """Plain; with a shared expert; with biases, transposed matrices and top-k before softmax."""
@@ -58,9 +47,13 @@ FAMILY_CASES = [family_case(family) for family in FAMILIES]
 
 
 def config_of(family: str, **overrides: Any) -> Any:
-    name, settings = FAMILIES[family]
-    config_class = getattr(transformers, f"{name}Config")
-    return config_class(**{**_COMMON, **settings, **overrides})
+    return small_config(family, **{"num_hidden_layers": 3, **FAMILIES[family], **overrides})
+
+
+def sizes_of(family: str) -> dict[str, int]:
+    """Wide enough for every codec's groups."""
+    widths = [name for name in FAMILIES[family] if name.endswith("intermediate_size")]
+    return dict.fromkeys(["hidden_size", *widths], 64)
 
 
 def random_model(family: str, seed: int = 0, **overrides: Any) -> Any:

@@ -25,10 +25,15 @@ from lm_eval_moecache.profiling._measure import (
     profile_of,
 )
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.hardware import Hardware, load_hardware
+from lm_eval_moecache.records.hardware import Hardware, load_hardware, profile_names
 from tests.engine.scripted import make_hardware
 from tests.model.wall.models import loader_of
 from tests.models import random_model
+
+
+def test_no_figure_of_a_shipped_profile_has_an_empty_source() -> None:
+    for name in profile_names():
+        assert all(source.strip() for source in load_hardware(name).sources.values()), name
 
 
 @pytest.mark.parametrize("given", [(), ("--policy=specmd", "--bandwidth=50MB/s")], ids=str)

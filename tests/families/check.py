@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval.models.huggingface import HFLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.arguments import read_config
@@ -17,8 +18,9 @@ from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.weighting import find_rule
 from lm_eval_moecache.trace.importers import load_trace
-from tests.families.configs import causal_types, save
+from tests.families.configs import causal_types, small_model
 from tests.harness import choices, generations
+from tests.models import byte_tokenizer
 
 HOST: dict[str, Any] = {"device": "cpu", "max_length": 48}
 EQUAL, RUNS, REFUSED, FAILED = "equal", "runs", "refused", "FAILED"
@@ -52,6 +54,16 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         return {"verdict": self.verdict, **asdict(self)}
+
+
+def save(folder: Path, model_type: str) -> Path:
+    """Write a checkpoint that can be loaded; of a type without a causal model the configuration."""
+    if model_type in causal_types():
+        small_model(model_type).save_pretrained(folder)
+    else:
+        CONFIG_MAPPING[model_type]().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def answers(lm: Any, batch_sizes: Sequence[int]) -> list[Any]:

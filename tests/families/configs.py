@@ -18,8 +18,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from tests.models import byte_tokenizer
-
 _LAYERS = {"num_hidden_layers": 2, "first_k_dense_replace": 0, "num_dense_layers": 0}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = (
@@ -150,13 +148,3 @@ def small_model(model_type: str) -> Any:
                 first = torch.arange(len(buffer))[:, None]
                 buffer.copy_((first + torch.arange(buffer.shape[1])) % 8)
     return model.to(torch.bfloat16).eval()
-
-
-def save(folder: Path, model_type: str) -> Path:
-    """Write a checkpoint that can be loaded; of a type without a causal model the configuration."""
-    if model_type in causal_types():
-        small_model(model_type).save_pretrained(folder)
-    else:
-        CONFIG_MAPPING[model_type]().save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder

@@ -22,10 +22,10 @@ from lm_eval_moecache.model.precision.codecs import AsStored, Encoded, encode
 from lm_eval_moecache.model.precision.loading import EncodedExpertStore
 from tests.harness import answers
 from tests.model.wall.models import HOST, on_disk, read_experts
-from tests.models import save_model
+from tests.models import save_model, sizes_of
 
 LADDER = {"precision": "int8:nf4", "miss": "fetch_priority", "policy": "on_demand"}
-SIZES = {"hidden_size": 64, "intermediate_size": 64}
+SIZES = sizes_of("olmoe")
 
 
 @pytest.fixture

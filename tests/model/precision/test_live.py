@@ -20,17 +20,10 @@ from tests.harness import answers, choices, refusal
 from tests.model.wall.models import assert_same, replaced, wrap_wall
 from tests.model.wall.on_device import judged
 from tests.model.wall.races import Judge
-from tests.models import random_model
+from tests.models import random_model, sizes_of
 from tests.test_equality import logits_of, store_experts, wrap_virtual
 
-WIDE = {"hidden_size": 64, "intermediate_size": 64}
-WIDTHS: dict[str, dict[str, int]] = {
-    "gpt_oss": {"intermediate_size": 64},
-    "mixtral": {"intermediate_size": 64},
-    "deepseek_v3": {"moe_intermediate_size": 64},
-}
-
-
+WIDE = sizes_of("olmoe")
 WRAP = {"virtual": wrap_virtual, "wall": partial(wrap_wall, longest_s=0.0002)}
 
 
@@ -50,7 +43,7 @@ def test_outputs_are_those_of_a_plain_model_with_decoded_weights(name: str, cloc
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "deepseek_v3"])
 def test_other_families_compute_from_decoded_weights_too(family: str, clock: str) -> None:
     """GPT-OSS has its matrices transposed, and biases that no codec touches."""
-    model = random_model(family, hidden_size=64, **WIDTHS[family])
+    model = random_model(family, **sizes_of(family))
     expected = logits_of(replaced(model, "int4"))
     assert_same(expected, logits_of(model, WRAP[clock](model, "specmd", "4", precision="int4")))
 

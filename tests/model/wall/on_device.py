@@ -14,9 +14,9 @@ from lm_eval_moecache.model.wall.pools import DiskTier, tensors_in
 from lm_eval_moecache.model.wrap import WrappedModel
 from tests.model.wall.models import loader_of, wrap_wall
 from tests.model.wall.races import Judge, Recording
-from tests.models import random_model
+from tests.models import random_model, sizes_of
 
-SIZES = {"hidden_size": 64, "intermediate_size": 64}
+SIZES = sizes_of("olmoe")
 
 
 def logits(model: Any, decode_kernel: str | None = None, tokens: int = 48) -> list[torch.Tensor]:

@@ -47,7 +47,7 @@ from tests.artifacts import artifacts_of, use_profile
 from tests.harness import make_instance
 from tests.model.speculative.drafts import generated
 from tests.model.wall.models import replaced
-from tests.models import FAMILIES, save_model
+from tests.models import FAMILIES, save_model, sizes_of
 
 REPETITIONS = 20
 CAPACITIES = ("25%", "60%", "1", "40%")
@@ -428,13 +428,6 @@ class Judge:
 
 
 # --- a family ---------------------------------------------------------------------------------
-
-
-def sizes_of(family: str) -> dict[str, int]:
-    """Wide enough for every codec's groups."""
-    config = FAMILIES[family][1]
-    widths = [name for name in config if name.endswith("intermediate_size")]
-    return dict.fromkeys(["hidden_size", *widths], 64)
 
 
 def drive(lm: MoECacheLM) -> list[list[int]]:

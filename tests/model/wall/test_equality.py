@@ -23,9 +23,8 @@ from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.trace.importers import load_trace
 from tests.conftest import Checkpoint
 from tests.harness import answers
-from tests.model.precision.test_live import WIDE
 from tests.model.wall.models import HOST, assert_same, counts, of_tokens, wrap_wall
-from tests.models import FAMILIES, FAMILY_CASES, family_case, random_model
+from tests.models import FAMILIES, FAMILY_CASES, family_case, random_model, sizes_of
 from tests.test_equality import COMBINATIONS, LOSSLESS, logits_of, traces_left_on, wrap_virtual
 
 # A trained predictor needs an artifact of its model, which random models have none of.
@@ -86,19 +85,12 @@ TIMELESS: list[dict[str, str]] = [
 ]
 
 
-def wide(family: str) -> Any:
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64}
-    if family == "qwen2_moe":
-        sizes["shared_expert_intermediate_size"] = 64
-    return random_model(family, **sizes)
-
-
 @pytest.mark.parametrize("family", FAMILY_CASES)
 def test_answers_and_counts_are_the_virtual_clocks_where_nothing_depends_on_time(
     family: str,
 ) -> None:
     """Dropped experts keep their index with weight 0: slots have to pass over them."""
-    model = wide(family)
+    model = random_model(family, **sizes_of(family))
     for changes in TIMELESS if family == "olmoe" else TIMELESS[:9]:
         given = {"policy": "on_demand", "capacity": "5/layer", **changes}
         policy, capacity = given.pop("policy"), given.pop("capacity")
@@ -147,7 +139,7 @@ def test_a_pass_that_is_interrupted_while_it_waits_does_no_harm_to_the_next(
     miss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by Ctrl-C: what it demanded is still on its way into slots that another would drop."""
-    model, wait = random_model("olmoe", **WIDE), WallEngine._wait
+    model, wait = random_model("olmoe", **sizes_of("olmoe")), WallEngine._wait
     changes = {"precision": LADDER, "miss": miss}
     wrapped = wrap_wall(model, "on_demand", "3", longest_s=0.01, **changes)
     for place in range(14):

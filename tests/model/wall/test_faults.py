@@ -21,8 +21,8 @@ from lm_eval_moecache.engine.wall.link import TransferError
 from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
 from lm_eval_moecache.model.precision import loading
 from lm_eval_moecache.model.wall.pools import DeviceMover
-from tests.model.wall.races import Family, Way, generate, sizes_of
-from tests.models import save_model
+from tests.model.wall.races import Family, Way, generate
+from tests.models import save_model, sizes_of
 
 LIMIT_S = 120
 FLOAT = {"dtype": "float32"}
