@@ -1,4 +1,4 @@
-"""The small recorded trace that most replays here are of: its file, and what is read from it."""
+"""The small recorded trace that most replays here use: its file, and the trace read from it."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trace(path: Path) -> Trace:
-    """The trace of that file, logits and predictions included."""
+    """The trace in that file, with logits and predictions."""
     return load_trace(str(path), logits=True, predicted=True)

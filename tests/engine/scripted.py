@@ -1,4 +1,4 @@
-"""Scripted stand-ins for the algorithms, and a machine whose times can be added up by hand."""
+"""Scripted stand-ins for the algorithms, and a machine whose times add up by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Script = Mapping[tuple[int, int], Sequence[int]]
 
 
 class FixedPrefetch(PrefetchAlgorithm):
-    """Proposes what a script says for (pass, layer)."""
+    """Proposes a script's keys for (pass, layer)."""
 
     source: ClassVar[str] = "test"
 
@@ -37,7 +37,7 @@ class FixedPrefetch(PrefetchAlgorithm):
 
 
 class OldestFirst(EvictionAlgorithm):
-    """Evicts in the order of loading, and writes down what it was told."""
+    """Evicts in the order of loading, and logs the predictions of resident experts."""
 
     source: ClassVar[str] = "test"
 
@@ -73,7 +73,7 @@ class Always:
 
 @dataclass
 class ScriptedPolicy:
-    """`on_demand`, which evicts in the order of loading, unless an axis is said to be another."""
+    """`on_demand` with eviction in the order of loading, unless an axis is replaced."""
 
     phases: str = "all"
     routing: Always = field(default_factory=lambda: Always(find_algorithm("routing", "standard")))
@@ -89,10 +89,10 @@ def prefetching(script: Script) -> ScriptedPolicy:
 def make_geometry(
     num_layers: int = 3, num_experts: int = 4, top_k: int = 2, **changes: Any
 ) -> Geometry:
-    """Experts of 100 bytes, 200 bytes of dense weights a layer, unless `changes` say otherwise."""
-    usual = {"expert_bytes": ((100,),) * num_layers, "dense_bytes": (200,) * num_layers}
+    """Experts of 100 bytes and 200 bytes of dense weights a layer, but for `changes`."""
+    defaults = {"expert_bytes": ((100,),) * num_layers, "dense_bytes": (200,) * num_layers}
     sizes = {"num_layers": num_layers, "num_experts": num_experts, "top_k": top_k}
-    return Geometry(model="scripted", **{**sizes, **usual, **changes})
+    return Geometry(model="scripted", **{**sizes, **defaults, **changes})
 
 
 TWO_LEVELS = {"expert_bytes": ((100, 25),), "precision": ("bf16", "int4")}
@@ -100,7 +100,7 @@ TWO_LEVELS = {"expert_bytes": ((100, 25),), "precision": ("bf16", "int4")}
 
 
 class StillMover:
-    """A mover that moves nothing, in no time."""
+    """A mover that moves nothing and takes no time."""
 
     depth = 1
 
@@ -122,9 +122,9 @@ class StillMover:
 
 def make_hardware(**figures: float) -> Hardware:
     """Dense part of a layer 2 s, an expert 1 s, a transfer 1 + 4 = 5 s; nothing else costs."""
-    usual = {"peak_flops": HUGE, "memory_bytes_per_s": 100.0, "memory_bytes": HUGE}
-    usual |= {"link_bytes_per_s": 25.0, "link_latency_s": 1.0, "kernel_overhead_s": 0.0}
-    return Hardware(name="by-hand", **{**usual, **figures})
+    defaults = {"peak_flops": HUGE, "memory_bytes_per_s": 100.0, "memory_bytes": HUGE}
+    defaults |= {"link_bytes_per_s": 25.0, "link_latency_s": 1.0, "kernel_overhead_s": 0.0}
+    return Hardware(name="by-hand", **{**defaults, **figures})
 
 
 def make_engine(
@@ -145,12 +145,12 @@ def make_engine(
 
 
 def decode(engine: VirtualEngine, *keys_by_layer: Sequence[int], gates: int = 0) -> PassRecord:
-    """Run one pass of one token, layer after layer, and check the books after each."""
+    """Run a pass of one token, layer by layer, and check the accounts after each."""
     record = engine.begin_pass(DECODE, 1)
     for layer, keys in enumerate(keys_by_layer):
         engine.enter(layer, 1)
-        nothing = np.zeros((1, engine.geometry.num_experts), dtype=np.float32)
-        predicted = {layer + 1 + i: nothing for i in range(gates)}
+        scores = np.zeros((1, engine.geometry.num_experts), dtype=np.float32)
+        predicted = {layer + 1 + i: scores for i in range(gates)}
         engine.run(Event(record.index, layer, DECODE, 1, list(keys), predicted=predicted))
         engine.check_integrity()
     engine.end_pass()
@@ -166,7 +166,7 @@ def prefill_event(record: PassRecord, geometry: Geometry, layer: int, experts: A
 
 
 def prefill(engine: VirtualEngine, experts: Any, layer: int = 0) -> PassRecord:
-    """Run one layer of a prefill of these experts [tokens, top_k], and check the books."""
+    """Run one layer of a prefill of these experts [tokens, top_k], and check the accounts."""
     record = engine.begin_pass(PREFILL, len(experts))
     engine.enter(layer, len(experts))
     engine.run(prefill_event(record, engine.geometry, layer, experts))

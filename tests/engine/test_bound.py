@@ -1,4 +1,4 @@
-"""Belady and the bound on misses against exhaustive search, waves included, and every eviction."""
+"""Belady and the miss bound against exhaustive search, and every eviction against the bound."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def mixed_trace(seed: int, passes: int = 5, sizes: Sequence[int] = (1, 1), top_k
 def what_waves_leave(
     needs: tuple[int, ...], held: frozenset[int], slots: int
 ) -> Iterator[frozenset[int]]:
-    """Every set of keys that an event may leave in a cache of so many, by the engine's rules."""
-    own = frozenset(needs)
-    if len(own) <= slots:
-        others = sorted(held - own)
-        for kept in combinations(others, min(slots - len(own), len(others))):
-            yield own | frozenset(kept)
+    """Every set of keys that an event may leave in a cache of `slots`, by the engine's rules."""
+    needed = frozenset(needs)
+    if len(needed) <= slots:
+        others = sorted(held - needed)
+        for kept in combinations(others, min(slots - len(needed), len(others))):
+            yield needed | frozenset(kept)
         return
     order = [key for key in needs if key in held] + [key for key in needs if key not in held]
     start = (len(order) - 1) // slots * slots
@@ -48,9 +48,9 @@ def what_waves_leave(
 def what_refusing_leaves(
     needs: tuple[int, ...], held: frozenset[int], slots: int
 ) -> Iterator[frozenset[int]]:
-    """Every set of what was there and what came: anybody may be turned away."""
-    there = sorted(held.union(needs))
-    yield from map(frozenset, combinations(there, min(slots, len(there))))
+    """Every set of resident and requested keys: any of them may be turned away."""
+    candidates = sorted(held.union(needs))
+    yield from map(frozenset, combinations(candidates, min(slots, len(candidates))))
 
 
 def fewest_by_search(
@@ -60,7 +60,7 @@ def fewest_by_search(
     decode: bool = False,
     leave: object = what_waves_leave,
 ) -> int:
-    """Try every choice of victims, in the cache that these layers share."""
+    """Try every choice of victims in the cache that `layers` share."""
     num_layers, phases = trace.geometry.num_layers, trace.columns.phase[trace.row_bounds[:-1]]
     events = [
         (tuple(trace.keys[a:b].tolist()), not decode or PHASES[phases[event]] != PREFILL)
@@ -84,7 +84,7 @@ def fewest_by_search(
 def test_the_bound_is_below_the_exhaustive_optimum_and_is_it_where_events_fit(
     seed: int, decode: bool
 ) -> None:
-    """And so is Belady, to whom a prefill's misses are free where only decoding counts."""
+    """Belady is that optimum there too, with prefill misses free where only decoding counts."""
     trace = mixed_trace(seed, top_k=1 + seed % 2)
     largest = int(np.diff(trace.key_bounds).max())
     for slots in (2, 3, 4, 6):
@@ -104,13 +104,13 @@ def test_turning_away_is_the_optimum_of_a_cache_that_may_refuse(seed: int) -> No
     trace = mixed_trace(seed, top_k=1 + seed % 2)
     for slots in (2, 3, 5):
         run = setting_for(trace, slots)
-        found, requests = fewest_misses(trace, run, turns_away=True)
-        assert found == fewest_by_search(trace, slots, leave=what_refusing_leaves)
-        assert (found <= fewest_misses(trace, run)[0]) and requests == len(trace.keys)
+        bound, requests = fewest_misses(trace, run, turns_away=True)
+        assert bound == fewest_by_search(trace, slots, leave=what_refusing_leaves)
+        assert (bound <= fewest_misses(trace, run)[0]) and requests == len(trace.keys)
 
 
 def test_who_is_needed_once_is_turned_away_by_hand() -> None:
-    """Two slots, a b c a b d a b e: each of c, d and e costs a or b its place, or nothing."""
+    """Two slots, a b c a b d a b e: admitting c, d or e evicts a or b; turning it away is free."""
     trace = decode_trace([[[expert]] for expert in (0, 1, 2, 0, 1, 3, 0, 1, 4)], EXPERTS)
     run = setting_for(trace, "2")
     # a b, c for b, b for c, d for b, b for d, and e: seven. Turned away, a b c d e: five.
@@ -122,15 +122,15 @@ def test_who_is_needed_once_is_turned_away_by_hand() -> None:
 
 
 def test_what_waves_can_leave_is_what_the_engine_does() -> None:
-    """Random evictions reach the optimum of the search in the end, and never go below it."""
+    """The best of many random evictions reaches the search's optimum and never beats it."""
     trace = mixed_trace(3, passes=3)
     for slots in (2, 3):
-        drawn = [misses(trace, "random", slots, seed=seed) for seed in range(60)]
-        assert min(drawn) == fewest_by_search(trace, slots)
+        random_misses = [misses(trace, "random", slots, seed=seed) for seed in range(60)]
+        assert min(random_misses) == fewest_by_search(trace, slots)
 
 
 def naive_belady(trace: Trace, slots: int) -> int:
-    """Scan for the furthest next event among what may leave, wave by wave, in one cache."""
+    """Evict the evictable key whose next event is furthest, wave by wave, in one cache."""
     events = [trace.keys[a:b].tolist() for a, b in pairwise(trace.key_bounds)]
     held: set[int] = set()
     count = 0
@@ -159,7 +159,7 @@ def test_belady_scans_for_the_furthest_next_event_in_waves_too(seed: int) -> Non
 
 
 def test_the_usual_belady_is_no_bound_on_decode_misses() -> None:
-    """Why there are two: it keeps what the next prefill needs, and decoding pays."""
+    """Hence the second form: this one keeps the next prefill's experts, and decoding pays."""
     phases = ["prefill", "decode", "decode", "prefill", "decode"]
     trace = decode_trace([[[0]], [[1]], [[2]], [[0]], [[1]]], 3, phases)
     assert misses(trace, "belady", 2, decode=True) == 3
@@ -169,8 +169,8 @@ def test_the_usual_belady_is_no_bound_on_decode_misses() -> None:
 def test_belady_evicts_the_expert_needed_last_and_then_the_smaller_key() -> None:
     # 3 comes back first, then 1; 0 and 2 never do, so 0 leaves before 2.
     trace = decode_trace([[[0]], [[2]], [[3]], [[1]], [[4]], [[3]], [[1]]], 5)
-    found = {name: [misses(trace, name, slots) for slots in (4, 2)] for name in ("belady", "lru")}
-    assert found == {"belady": [5, 6], "lru": [5, 7]}
+    counts = {name: [misses(trace, name, slots) for slots in (4, 2)] for name in ("belady", "lru")}
+    assert counts == {"belady": [5, 6], "lru": [5, 7]}
 
 
 def test_the_future_lists_each_need_of_each_key() -> None:
@@ -182,8 +182,8 @@ def test_the_future_lists_each_need_of_each_key() -> None:
 
 def test_lru_misses_never_rise_with_capacity() -> None:
     for seed in range(12):
-        found = [misses(mixed_trace(seed, passes=20), "lru", size) for size in range(5, 11)]
-        assert found == sorted(found, reverse=True)
+        by_size = [misses(mixed_trace(seed, passes=20), "lru", size) for size in range(5, 11)]
+        assert by_size == sorted(by_size, reverse=True)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("fifo", [9, 10]), ("lru", [10, 8])])
@@ -213,11 +213,11 @@ def test_no_eviction_misses_less_than_the_bound(
     try:
         lru = setting_for(trace, form, warm=profile)
     except ValueError:
-        return  # Smaller than what one token needs.
+        return  # too small for one token
     for decode in (False, True):
         bound, _ = fewest_misses(trace, lru, cache_reset=cache_reset, free_prefill=decode)
         for name in traces.ON_DEMAND_EVICTIONS:
             if "/layer" in form and find_algorithm("eviction", name).compares_layers:
                 continue
-            how = {"decode": decode, "free_prefill": decode, "cache_reset": cache_reset}
-            assert bound <= misses(trace, name, form, warm=profile, **how), name
+            options = {"decode": decode, "free_prefill": decode, "cache_reset": cache_reset}
+            assert bound <= misses(trace, name, form, warm=profile, **options), name

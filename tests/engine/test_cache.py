@@ -1,4 +1,4 @@
-"""The cache's books, where no event shows them: sizes, lifetimes, peaks, and victims gone wrong."""
+"""The cache's accounting that no event shows: sizes, lifetimes, peaks, invalid victims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The virtual clock's roofline and attention, and the regime of a run: times worked by hand."""
+"""The virtual clock's roofline and attention, and the regime of a run: worked by hand."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def test_what_is_outside_the_layers_is_paid_once_a_pass() -> None:
 def test_to_have_waited_for_the_link_costs_more_than_the_wait() -> None:
     clock = VirtualClock(make_hardware(wait_overhead_s=0.5), make_geometry())
     assert (clock.await_link(3.0), clock.now) == (3.0, 3.5)
-    # What is there already is not waited for.
+    # An expert that is there already costs no wait.
     assert (clock.await_link(3.5), clock.now) == (0.0, 3.5)
-    # Nor does waiting for the past turn time back.
+    # Waiting for a past moment does not turn back time.
     assert (clock.wait_until(1.0), clock.now) == (0.0, 3.5)
 
 
@@ -124,7 +124,7 @@ def test_each_token_attends_as_far_as_its_window_and_a_cache_is_read_once() -> N
     # Read: 3 tokens of one layer and 2 of three, 10 bytes each.
     fast = replace(traces.HARDWARE, peak_flops=1e30, memory_bytes_per_s=90.0)
     assert attention_s(model, fast, PREFILL, np.arange(3)) == pytest.approx(1.0 / 4)
-    # Two sequences of a batch have two caches, in a prefill and in a decode pass alike.
+    # Two sequences of a batch have two caches, in prefill and decode passes alike.
     both = np.array([0, 1, 2, 0, 1, 2])
     assert attention_s(model, fast, PREFILL, both) == pytest.approx(2.0 / 4)
     assert attention_s(model, fast, DECODE, np.array([2, 3])) == pytest.approx((90 + 100) / 90 / 4)
@@ -133,33 +133,37 @@ def test_each_token_attends_as_far_as_its_window_and_a_cache_is_read_once() -> N
 def test_a_decoded_token_takes_what_plan_says() -> None:
     hardware = load_hardware("rtx-4090")
     for context in (1, 5000, 100_000):
-        found = attention_s(QWEN, hardware, DECODE, np.array([context - 1]))
-        assert found * QWEN.num_layers == pytest.approx(plan.attention_s(QWEN, hardware, context))
+        layer_s = attention_s(QWEN, hardware, DECODE, np.array([context - 1]))
+        assert layer_s * QWEN.num_layers == pytest.approx(plan.attention_s(QWEN, hardware, context))
 
 
 @pytest.mark.parametrize("policy", ["on_demand", "specmd"])
 def test_compiled_or_not_a_replay_is_charged_alike(trace: Trace, policy: str) -> None:
-    flat = replace(
+    without_attention = replace(
         traces.setting(policy, "25%"),
         capacity=parse_capacity("25%", QWEN.emulated_by(trace.geometry)),
         emulate=QWEN,
         hardware=load_hardware("rtx-4090"),
     )
-    setting = replace(flat, attention=CONTEXT)
-    fast, slow = (replay(trace, setting, compiled=each).ledger.passes for each in (True, False))
+    setting = replace(without_attention, attention=CONTEXT)
+    fast, slow = (
+        replay(trace, setting, compiled=is_compiled).ledger.passes for is_compiled in (True, False)
+    )
     assert fast == slow
-    usual = replay(trace, flat).ledger.passes
-    assert [p.misses for p in usual] == [p.misses for p in fast]
+    unattended = replay(trace, without_attention).ledger.passes
+    assert [p.misses for p in unattended] == [p.misses for p in fast]
     added = [
         p.duration_s - p.stall_s - (u.duration_s - u.stall_s)
-        for p, u in zip(fast, usual, strict=True)
+        for p, u in zip(fast, unattended, strict=True)
     ]
-    decoded = [s for s, p in zip(added, fast, strict=True) if p.phase == DECODE]
-    own = trace.row_bounds[:: trace.geometry.num_layers]
-    ends = trace.columns.token[own[:-1]][[p.phase == DECODE for p in fast]] + 1
+    decode_added = [s for s, p in zip(added, fast, strict=True) if p.phase == DECODE]
+    first_rows = trace.row_bounds[:: trace.geometry.num_layers]
+    ends = trace.columns.token[first_rows[:-1]][[p.phase == DECODE for p in fast]] + 1
     layers = trace.geometry.num_layers
     expected = [attention_s(QWEN, setting.hardware, DECODE, np.array([e - 1])) for e in ends]
-    assert decoded == pytest.approx([layers * each for each in expected], rel=1e-6)
+    assert decode_added == pytest.approx(
+        [layers * is_compiled for is_compiled in expected], rel=1e-6
+    )
     assert len({*ends.tolist()}) > 1
 
 
@@ -180,18 +184,18 @@ LINK_ONLY = make_hardware(
 @pytest.mark.parametrize("name", ["OLMoE-1B-7B", "Mixtral-8x7B", "gpt-oss-20b"])
 def test_an_on_demand_run_takes_the_emulated_bytes_over_the_link(trace: Trace, name: str) -> None:
     model = load_real_model(name)
-    charged = model.emulated_by(trace.geometry)
+    emulated = model.emulated_by(trace.geometry)
     setting = dataclasses.replace(
         traces.setting("on_demand", "30%"),
-        capacity=parse_capacity("30%", charged),
+        capacity=parse_capacity("30%", emulated),
         hardware=LINK_ONLY,
         emulate=model,
     )
     engine = replay(trace, setting)
-    counted = dataclasses.replace(setting, capacity=parse_capacity("7", charged))
+    seven_experts = dataclasses.replace(setting, capacity=parse_capacity("7", emulated))
     misses = sum(p.misses for p in engine.ledger.passes)
-    # 30% of 24 experts are seven of them; each is an emulated one on the link.
-    assert misses == sum(p.misses for p in replay(trace, counted).ledger.passes)
+    # 30% of 24 experts are seven; each takes an emulated expert's bytes over the link.
+    assert misses == sum(p.misses for p in replay(trace, seven_experts).ledger.passes)
     assert engine.clock.now == pytest.approx(misses * model.expert_bytes / 1e9, rel=1e-12)
 
 
@@ -203,7 +207,7 @@ def test_the_numbers_of_a_regime_by_hand() -> None:
     regime = regime_of(geometry, 6000, hardware)
     assert regime.cycles == 6000 / (2 * 2 * 1000)
     assert regime.transfer_s == pytest.approx(0.002 + 1000 / 1e5)
-    # Reading bounds it: (3000 + 5000) / 2 dense bytes and two experts, a microsecond a byte.
+    # Reading is the bound: (3000 + 5000) / 2 dense bytes and two experts, a microsecond a byte.
     assert regime.compute_s == pytest.approx(0.004 + 0.002)
     assert regime.launches_s == pytest.approx((DENSE_KERNELS + EXPERT_KERNELS) * 1e-5 + 0.003)
     assert regime.transfer_per_layer == pytest.approx(0.012 / (0.006 + regime.launches_s))
@@ -215,7 +219,7 @@ def test_the_numbers_of_a_regime_by_hand() -> None:
 
 
 def test_the_calibrated_profile_takes_the_papers_time_a_token() -> None:
-    """SpecMD Table 1: 1.91 tokens a second, whatever the profile's own link waits on top."""
+    """SpecMD Table 1: 1.91 tokens/s, whatever the profile's link adds in waits."""
     hardware = load_hardware("specmd-a100")
     olmoe = load_real_model("OLMoE-1B-7B").geometry()
     regime = regime_of(olmoe, olmoe.total_expert_bytes // 20, hardware)
@@ -238,5 +242,5 @@ def test_a_slow_host_is_what_bounds_a_run_that_computes_there(trace: Trace) -> N
         waits = decode_waits(engine.ledger.requests, trace.geometry.num_layers)
         assert waits is not None and waits.host_s > 0
         regime = regime_of(trace.geometry, 6000, hardware)
-        found = regime.as_dict(waits)
-        assert (found["bound"], found["layer_host_wait_s"]) == (bound, waits.host_s)
+        summary = regime.as_dict(waits)
+        assert (summary["bound"], summary["layer_host_wait_s"]) == (bound, waits.host_s)

@@ -56,7 +56,7 @@ LAYERS = (1000, 1500, 1000, 1500, 1500, 1000)
 
 
 def figures(engine: VirtualEngine) -> dict[str, Any]:
-    """All that a report is made of, and what the caches and the link hold at the end."""
+    """Everything a report is made from, and the final state of the caches and the link."""
     engine.check_integrity()
     return {
         "passes": [dataclasses.asdict(record) for record in engine.ledger.passes],
@@ -78,18 +78,18 @@ def assert_equal(trace: Trace, setting: Setting, cache_reset: str = "never") -> 
     slow = replay(trace, setting, future=future, cache_reset=cache_reset, compiled=False)
     fast = replay(trace, setting, future=future, cache_reset=cache_reset)
     assert fast.uncompiled == "" and slow.uncompiled
-    expected, found = figures(slow), figures(fast)
+    expected, actual = figures(slow), figures(fast)
     for name in expected:
-        assert found[name] == expected[name], name
+        assert actual[name] == expected[name], name
     return fast
 
 
 def overrides(axis: str, forms: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return what chooses each algorithm of an axis in each of its forms."""
+    """Return the overrides that choose each algorithm of an axis in each of its forms."""
     return [
-        {axis: name, **{f"{axis}.{key}": value for key, value in form.items()}}
-        for name, own in forms.items()
-        for form in own
+        {axis: name, **{f"{axis}.{key}": value for key, value in variant.items()}}
+        for name, variants in forms.items()
+        for variant in variants
     ]
 
 
@@ -128,7 +128,7 @@ def check_a_random_trace(data: st.DataObject) -> None:
         kernel_overhead_s=data.draw(times),
         wait_overhead_s=data.draw(times),
         link_bytes_per_s=data.draw(st.sampled_from([1e6, 1e7, 1e9])),
-        # The arithmetic of a token counts.
+        # The low figure makes the arithmetic of a token take time.
         peak_flops=data.draw(st.sampled_from([HARDWARE.peak_flops, 1e6])),
     )
     miss = data.draw(st.sampled_from(["fetch", "fetch_cached_first"]))
@@ -147,7 +147,7 @@ def check_a_random_trace(data: st.DataObject) -> None:
 
 @pytest.fixture
 def machine_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compile at once what is plain Python in the other tests (conftest)."""
+    """Compile at once the loop that runs as plain Python in the other tests (conftest)."""
     numba = pytest.importorskip("numba")
     monkeypatch.setattr(numba.config, "DISABLE_JIT", False)
     monkeypatch.setattr(compiled, "_PATIENCE_S", -1.0)
@@ -196,9 +196,12 @@ def test_live_passes(machine_code: None, monkeypatch: pytest.MonkeyPatch) -> Non
                 hardware=make_hardware(),
                 link=link,
             )
-            plain, ours = VirtualEngine(geometry, setting), compiled.live_engine(geometry, setting)
-            assert not ours.uncompiled
-            for engine in (plain, ours):
+            reference, compiled_engine = (
+                VirtualEngine(geometry, setting),
+                compiled.live_engine(geometry, setting),
+            )
+            assert not compiled_engine.uncompiled
+            for engine in (reference, compiled_engine):
                 for events in passes:
                     if events[0].phase == PREFILL:
                         engine.reset_cache()
@@ -208,7 +211,7 @@ def test_live_passes(machine_code: None, monkeypatch: pytest.MonkeyPatch) -> Non
                         engine.run(fresh(event, engine.depth))
                     engine.end_pass()
                 engine.check_integrity()
-            assert ours.ledger.passes == plain.ledger.passes
+            assert compiled_engine.ledger.passes == reference.ledger.passes
 
 
 @pytest.mark.slow
@@ -239,11 +242,11 @@ def test_what_is_not_compiled_says_why() -> None:
 
 
 def test_every_count_is_of_the_compiled_loop_or_of_what_never_runs_there() -> None:
-    """A count that the loop does not know would read 0 for lossless policies alone."""
+    """A count missing from the loop would read 0, and for lossless policies alone."""
     lossy = {"dropped", "unfaithful", "substituted", "low_precision", "avoided", "lost_weight"}
-    elsewhere = lossy | {"weighed_tokens", "host_executed", "host_s", "host_wait_s", "draft_s"}
-    of_the_trace = {"token_requests", "drafted", "accepted"}
+    uncompiled = lossy | {"weighed_tokens", "host_executed", "host_s", "host_wait_s", "draft_s"}
+    from_trace = {"token_requests", "drafted", "accepted"}
     counted = {field.name for field in dataclasses.fields(Count)}
-    assert not counted & (elsewhere | of_the_trace)
-    missing = set(COUNTED) - counted - elsewhere - of_the_trace
+    assert not counted & (uncompiled | from_trace)
+    missing = set(COUNTED) - counted - uncompiled - from_trace
     assert not missing, f"{missing}: count it in engine/core.py (and its Count), too"

@@ -1,4 +1,4 @@
-"""Drafting against hand calculations, and the cutoff solver by hand and against every depth.
+"""Drafting against hand calculations; the cutoff solver by hand and against every depth.
 
 The machine of `scripted.py`: a dense part takes 2 s, an expert 1 s, a transfer 1 s latency + 4 s;
 keys 0-3 lie in layer 0, 4-7 in layer 1, 8-11 in layer 2. The draft has the target's sizes.
@@ -46,7 +46,7 @@ def one_hot(geometry: Geometry, *experts: int) -> Any:
 
 
 def draft(engine: VirtualEngine, *experts_by_layer: Sequence[int]) -> None:
-    """Draft one token with two experts a layer; the gates foretell `experts_by_layer`."""
+    """Draft one token with two experts a layer; the gates predict `experts_by_layer`."""
     stage = engine.begin_draft()
     for layer, experts in enumerate(experts_by_layer):
         stage.dense(layer, 1)
@@ -69,11 +69,11 @@ def verify(engine: VirtualEngine, *keys_by_layer: Sequence[int], tokens: int = 1
 def test_drafting_is_time_of_the_pass_that_verifies_and_the_link_works_meanwhile() -> None:
     engine = make_drafting()
     draft(engine, [0, 1], [], [])
-    # Drafting: 3 layers of 2 + 2 = 4 s each: 0-12. Keys 0, 1 are asked for at 2 and move as one
-    # batch 2-7 and 7-11. Layers 1 and 2 foretell experts 0, 1 too (ties): 4 11-16, then demands.
+    # Drafting: 3 layers of 2 + 2 = 4 s each: 0-12. Keys 0, 1 are issued at 2 and move as one
+    # batch 2-7 and 7-11. Layers 1 and 2 predict experts 0, 1 too (ties): 4 11-16, then demands.
     record = verify(engine, [0, 1])
     assert (record.start_s, record.draft_s) == (0.0, 12.0)
-    # Verification: dense 12-14, both there: no wait; two experts 14-16.
+    # Verification: dense 12-14; both are resident: no stall; two experts 14-16.
     assert (record.end_s, record.stall_s, record.hits, record.prefetch_hits) == (16.0, 0.0, 2, 2)
 
 
@@ -100,9 +100,9 @@ def test_a_worker_hides_what_drafting_covers_and_the_rest_is_late() -> None:
     engine = make_drafting(cutoff=2, io="per_expert")
     draft(engine, [0, 1], [0, 1], [])
     record = verify(engine, [0], [4, 5])
-    # Keys 0, 1 move 2-7-12; key 4, asked for at 6, 12-17; drafting ends at 12; dense 12-14, expert
-    # 14-15, dense 15-17: key 4 has just landed; key 5, which could start at 17 itself, is withdrawn
-    # and demanded: 17-22; two experts 22-24.
+    # Keys 0, 1 move 2-7-12; key 4, issued at 6, 12-17; drafting ends at 12; dense 12-14, expert
+    # 14-15, dense 15-17: key 4 has just landed; key 5, due to start at 17, is withdrawn and
+    # demanded: 17-22; two experts 22-24.
     assert (record.draft_s, record.end_s, record.stall_s) == (12.0, 24.0, 5.0)
     assert (record.hits, record.late, record.misses) == (2, 1, 0)
 
@@ -130,7 +130,7 @@ def test_other_prefetchers_use_the_time_of_drafting_too() -> None:
         if drafts:
             draft(engine, [], [], [])
         record = verify(engine, [1])
-        # Without drafting the event is at 10, two seconds early.
+        # Without drafting the event comes at 10, two seconds before key 1.
         assert (record.late, record.hits, record.stall_s) == ((0, 1, 0.0) if drafts else (1, 0, 2))
 
 
@@ -145,12 +145,17 @@ def test_a_draft_at_low_precision_reads_less_and_computes_the_same() -> None:
 def test_the_solvers_inputs_and_answer_are_told() -> None:
     engine = make_drafting(cutoff="auto")
     assert engine.draft_stage is not None
-    told = engine.draft_stage.solution
-    assert told is not None
-    # A draft layer takes 4 s, its two experts 1 + 8 s: of 12 s of drafting one layer's loading.
-    assert (told["asked"], told["used"], told["by_time"], told["by_memory"]) == ("auto", 1, 1, 3)
-    assert (told["draft_layer_ms"], told["load_layer_ms"]) == (4000.0, [9000.0] * 3)
-    assert told["other_bytes"] == 600 + 1000
+    solution = engine.draft_stage.solution
+    assert solution is not None
+    # A draft layer takes 4 s, loading two experts 1 + 8 s: 12 s of drafting hide one layer's load.
+    assert (solution["asked"], solution["used"], solution["by_time"], solution["by_memory"]) == (
+        "auto",
+        1,
+        1,
+        3,
+    )
+    assert (solution["draft_layer_ms"], solution["load_layer_ms"]) == (4000.0, [9000.0] * 3)
+    assert solution["other_bytes"] == 600 + 1000
 
 
 def test_a_draft_stage_prefetcher_without_a_draft_is_refused() -> None:
@@ -162,8 +167,8 @@ def test_a_draft_stage_prefetcher_without_a_draft_is_refused() -> None:
 
 
 def solved(**given_: Any) -> tuple[int, int]:
-    """Solve for eight layers of 1 s; loading takes 1 s and 10 bytes a layer; nothing is short."""
-    usual: dict[str, Any] = {
+    """Solve for eight layers of 1 s, each 1 s and 10 bytes to load, with memory to spare."""
+    defaults: dict[str, Any] = {
         "draft_layers": 8,
         "draft_layer_s": 1.0,
         "load_layer_s": (1.0,) * 8,
@@ -172,13 +177,13 @@ def solved(**given_: Any) -> tuple[int, int]:
         "other_bytes": 0,
         "memory_bytes": 1e9,
     }
-    return solve_cutoff(**{**usual, **given_})
+    return solve_cutoff(**{**defaults, **given_})
 
 
 @pytest.mark.parametrize(
     ("given_", "by_time", "by_memory"),
     [
-        ({}, 8, 8),  # loading is hidden layer by layer: all of them
+        ({}, 8, 8),  # every layer hides one layer's load
         ({"load_layer_s": (2.0,) * 8}, 4, 8),  # 4 x 2 s in 8 s
         ({"load_layer_s": (3.0,) * 8}, 2, 8),  # 2 x 3 s; a third would end at 9 s
         ({"load_layer_s": (0.5,) * 4 + (4.0,) * 4}, 5, 8),  # 4 x 1 s of compute, then 4 s
@@ -202,7 +207,7 @@ def test_by_hand(given_: dict[str, Any], by_time: int, by_memory: int) -> None:
 def test_it_is_the_largest_depth_that_satisfies_both_constraints(
     loads: list[int], sizes: int, layers: int, capacity: int, other: int
 ) -> None:
-    found = solved(
+    depths = solved(
         draft_layers=layers,
         load_layer_s=tuple(map(float, loads)),
         prefetched_bytes=(sizes,) * len(loads),
@@ -210,14 +215,14 @@ def test_it_is_the_largest_depth_that_satisfies_both_constraints(
         other_bytes=other,
         memory_bytes=50,
     )
-    allowed = [
+    feasible = [
         depth
         for depth in range(len(loads) + 1)
         if sum(max(1, load) for load in loads[:depth]) <= layers
         and depth * sizes <= capacity
         and (depth == 0 or depth * sizes + other <= 50)
     ]
-    assert min(found) == max(allowed)
+    assert min(depths) == max(feasible)
 
 
 def test_equal_loading_and_computing_cover_every_layer_whatever_the_last_digits() -> None:

@@ -1,4 +1,4 @@
-"""Hazard against its slow form, and against LRU, which it is again where its forecast fails."""
+"""Hazard against its slow form, and against LRU, its fallback where the forecast fails."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ TRACES = Path(__file__).resolve().parents[2] / "traces"
 
 
 DECAYS = (0.6, 0.9, 0.98)
-"""Per turn of an expert's own layer: what the last two, ten and fifty tokens needed."""
+"""Per turn of an expert's own layer: averages over about the last two, ten and fifty tokens."""
 PRIOR = 0.02
 """Hazard of an expert that was never needed: no wait is forecast beyond fifty turns."""
 
 
 class SlowHazard(EvictionAlgorithm):
-    """Everything is looked up anew for each victim; a duel is a bet of one key against another."""
+    """Recomputes everything for each victim; a duel bets one key against another."""
 
     source: ClassVar[str] = "lm_eval_moecache.algorithms.eviction.hazard"
 
@@ -44,7 +44,7 @@ class SlowHazard(EvictionAlgorithm):
         self.foretold: set[int] = set()
         self.foretold_layers: set[int] = set()
         self.duels: list[tuple[int, int]] = []
-        """Whom the forecast would have let go, and whom LRU would."""
+        """The victim by the forecast and the victim by LRU."""
         self.offer: tuple[int, int] | None = None
         self.balance = 0.0
 
@@ -70,23 +70,25 @@ class SlowHazard(EvictionAlgorithm):
                 if not set(duel) <= set(event.keys):  # else it is a draw
                     self.balance = self.keep * self.balance + (1 if key == duel[1] else -1)
         num_experts = self.geometry.num_experts
-        own = range(event.layer * num_experts, (event.layer + 1) * num_experts)
+        layer_keys = range(event.layer * num_experts, (event.layer + 1) * num_experts)
         tokens = [event.keys]
         if event.num_tokens > 1:
-            tokens = [[own[e] for e in row if e != DROPPED] for row in event.experts.tolist()]
-        for key in own:
+            tokens = [
+                [layer_keys[e] for e in row if e != DROPPED] for row in event.experts.tolist()
+            ]
+        for key in layer_keys:
             for place, decay in enumerate(DECAYS):
-                for needed in tokens:
+                for token_keys in tokens:
                     self.rates[key][place] *= decay
-                    self.rates[key][place] += (1 - decay) * (key in needed)
-        self.foretold -= set(own)
+                    self.rates[key][place] += (1 - decay) * (key in token_keys)
+        self.foretold -= set(layer_keys)
         self.foretold_layers.discard(event.layer)
 
     def on_evict(self, key: int) -> None:
         self.residents.remove(key)
         self.foretold.discard(key)
-        betting = {each for duel in self.duels for each in duel}
-        if self.offer is not None and key in self.offer and not betting & {*self.offer}:
+        duelling = {duellist for duel in self.duels for duellist in duel}
+        if self.offer is not None and key in self.offer and not duelling & {*self.offer}:
             self.duels.append(self.offer)
         self.offer = None
 
@@ -107,20 +109,20 @@ class SlowHazard(EvictionAlgorithm):
 
 
 def test_favourites_stay_where_lru_loses_them() -> None:
-    """A cycle larger than the cache: LRU hits nothing, a forecast keeps what recurs most."""
+    """A cycle larger than the cache: LRU hits nothing, a forecast keeps the favourites."""
     rng = np.random.default_rng(0)
     skewed = [[rng.choice(16, 2, replace=False, p=SKEW) for _ in range(3)] for _ in range(200)]
     trace = decode_trace(np.array(skewed), 16)
-    lru, ours, bound = (misses(trace, name, 5) for name in ("lru", "hazard", "belady"))
-    assert bound < ours < lru
-    assert (lru - ours) / (lru - bound) > 0.25
+    lru, hazard, bound = (misses(trace, name, 5) for name in ("lru", "hazard", "belady"))
+    assert bound < hazard < lru
+    assert (lru - hazard) / (lru - bound) > 0.25
 
 
 SKEW = np.array([8.0] * 2 + [1.0] * 14) / 30
 
 
 def test_it_falls_back_to_lru_where_its_forecast_does_worse() -> None:
-    """Four experts for long, then pairs that come twice and never again: forecasts fail."""
+    """Four experts for a long time, then pairs that come twice and never again: forecasts fail."""
     rng = np.random.default_rng(0)
     experts: list[int] = []
     for _ in range(20):
@@ -129,11 +131,11 @@ def test_it_falls_back_to_lru_where_its_forecast_does_worse() -> None:
         for _ in range(6):
             experts += 2 * rng.choice(64, 2, replace=False).tolist()
     trace = decode_trace(np.array(experts)[:, None, None], 64)
-    lru, ours = misses(trace, "lru", 4), misses(trace, "hazard", 4)
-    # A memory of one duel never falls back.
+    lru, hazard = misses(trace, "lru", 4), misses(trace, "hazard", 4)
+    # With a memory of one duel it never falls back.
     forced = misses(trace, "hazard", 4, axes={"eviction.memory": 1})
     # 0.3 points of hit rate is the bar.
-    assert (ours - lru) / trace.num_passes <= 0.003 < (forced - lru) / trace.num_passes
+    assert (hazard - lru) / trace.num_passes <= 0.003 < (forced - lru) / trace.num_passes
 
 
 @pytest.mark.parametrize("prefetch", ["none", "next_gate", "frequency", "oracle"])
@@ -152,10 +154,10 @@ def test_it_is_its_slow_form_on_real_routing() -> None:
 
 
 def assert_as_slow(trace: Trace, capacity: str, link: str, parameters: Mapping[str, Any]) -> None:
-    found = []
+    runs = []
     for eviction in ("hazard", f"{__name__}.SlowHazard"):
         setting = setting_for(trace, capacity, {"eviction": eviction, **parameters}, link=link)
         engine = replay(trace, setting, future=Future(trace), cache_reset="request")
         assert bool(engine.uncompiled) == (eviction != "hazard")
-        found.append(figures(engine))
-    assert found[0] == found[1]
+        runs.append(figures(engine))
+    assert runs[0] == runs[1]

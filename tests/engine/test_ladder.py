@@ -30,7 +30,7 @@ LADDER = make_geometry(
 
 
 class Wanted(MissAlgorithm):
-    """Asks for key -> level as a script says, absent or not; prefetches come as `ahead` says."""
+    """Demands each key at its level of `levels`, absent or not; prefetches at those of `ahead`."""
 
     source: ClassVar[str] = "test"
     uses_ladder: ClassVar[bool] = True
@@ -84,7 +84,7 @@ def test_a_hit_at_a_lower_level_is_a_hit_of_that_level() -> None:
     levels = {0: 2, 1: 2}
     engine = make(levels)
     decode(engine, [0, 1])
-    levels |= {0: 2, 1: 1}  # expert 1 is asked for at a better level now
+    levels |= {0: 2, 1: 1}  # expert 1 is now demanded at a better level
     record = decode(engine, [0, 1])
     assert (record.requests, record.misses, record.hits, record.low_precision) == (2, 0, 2, 2)
     assert engine.pools[0].resident == {0: 2, 1: 1}
@@ -107,8 +107,8 @@ def test_a_prefetch_in_flight_at_a_lower_level_than_demanded_is_loaded_again() -
     prefetch = Always(lambda g: FixedPrefetch(g, script))
     engine = make({0: 0, 1: 0, 4: 0, 5: 0}, "300B", prefetch=prefetch, ahead={4: 2})
     record = decode(engine, [0, 1], [4, 5])
-    # dense 0-2, two transfers 2-12, experts 12-14, dense 14-16; key 4 at int2 moves 12-14 and
-    # is resident; but int8 is asked for: 5 s, and 5 s for key 5; 16-26, two experts.
+    # dense 0-2, two transfers 2-12, experts 12-14, dense 14-16; key 4 moves at int2 12-14 and
+    # is resident, but int8 is demanded: 5 s, and 5 s for key 5: 16-26; two experts.
     assert record.end_s == 28.0
     assert engine.pools[0].resident[4] == 0
     assert (record.bytes_moved, engine.pools[0].replaced) == (425, 1)
@@ -119,14 +119,14 @@ def test_a_prefetch_at_the_level_that_is_demanded_is_a_hit() -> None:
     levels = {0: 0, 1: 0, 4: 2, 5: 2}
     engine = make(levels, "300B", prefetch=prefetch, ahead={4: 2, 5: 2})
     record = decode(engine, [0, 1], [4, 5])
-    # The experts of layer 0 run 12-14, its keys move 12-14 and 14-16, when layer 1 begins.
+    # Layer 0's experts run 12-14; keys 4 and 5 move 12-14 and 14-16, when layer 1's event begins.
     assert (record.prefetch_hits, record.late, record.misses) == (2, 0, 2)
     assert (record.bytes_moved, record.low_precision) == (250, 2)
 
 
 def test_a_trace_header_keeps_the_ladder() -> None:
-    found = read_header("x", {HEADER_KEY: write_header(Header(geometry=LADDER, seed=0))})
-    assert found.geometry == LADDER
+    header = read_header("x", {HEADER_KEY: write_header(Header(geometry=LADDER, seed=0))})
+    assert header.geometry == LADDER
 
 
 def test_a_ladder_on_which_only_the_best_level_is_used_costs_nothing() -> None:

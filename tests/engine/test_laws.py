@@ -1,4 +1,4 @@
-"""A slow obvious oracle of the path without prefetch. Laws of all runs: tests/soak/shadow.py."""
+"""A slow, obvious oracle of the path without prefetch. Laws of all runs: tests/soak/shadow.py."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class Counted:
 
 
 def obvious(events: list[list[list[int]]], slots: int) -> list[Counted]:
-    """Serve passes of layers of keys from plain lists, oldest load first out; times of `scripted`.
+    """Serve passes (layers of keys) from plain lists, first in, first out; times of `scripted`.
 
     A dense part takes 2 s, an expert 1 s, a transfer 5 s.
     """
     resident: list[int] = []
     now = 0.0
-    found = []
+    counts = []
     for layers in events:
         count = Counted()
-        gone: list[int] = []
+        evicted: list[int] = []
         for keys in layers:
             now += 2
             count.hits += len([key for key in keys if key in resident])
             missing = [key for key in keys if key not in resident]
             count.misses += len(missing)
-            count.collisions += len([key for key in missing if key in gone])
+            count.collisions += len([key for key in missing if key in evicted])
             waiting = list(keys)
             for key in missing:
                 if len(resident) == slots:
@@ -47,14 +47,14 @@ def obvious(events: list[list[list[int]]], slots: int) -> list[Counted]:
                         waiting = [k for k in waiting if k not in ready]
                         free = list(resident)
                     resident.remove(free[0])
-                    gone.append(free[0])
+                    evicted.append(free[0])
                     count.evictions += 1
                 now += 5
                 resident.append(key)
             now += 1 * len(waiting)
         count.now = now
-        found.append(count)
-    return found
+        counts.append(count)
+    return counts
 
 
 keys_of_a_layer = st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True)
@@ -77,8 +77,8 @@ def test_without_prefetch_counts_and_times_are_those_of_the_obvious_way(
             engine.run(Event(record.index, layer, PREFILL, 1, list(keys)))
         engine.end_pass()
         engine.check_integrity()
-        found = Counted(
+        actual = Counted(
             record.hits, record.misses, record.collisions, record.evictions, record.end_s
         )
-        assert found == expected
+        assert actual == expected
     assert isinstance(engine.pools[0].eviction, OldestFirst)

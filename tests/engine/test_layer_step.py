@@ -41,7 +41,7 @@ def test_a_prefetch_in_flight_is_late_and_only_its_rest_is_awaited() -> None:
     engine = make_engine(prefetching({(0, 0): [4]}))
     record = decode(engine, [0, 1], [4])
     # dense 0-2; keys 0, 1 move 2-12; experts 12-14; key 4 moves 12-17 behind them.
-    # dense 14-16; key 4 is in flight: stall 16-17; expert 17-18.
+    # Next layer: dense 14-16; key 4 is in flight: stall 16-17; expert 17-18.
     assert (record.end_s, record.stall_s) == (18.0, 10.0 + 1.0)
     assert (record.requests, record.late, record.misses) == (3, 1, 2)
     assert record.prefetch_hits == 0
@@ -52,7 +52,7 @@ def test_a_prefetch_that_arrived_in_time_is_a_hit_counted_apart() -> None:
     engine = make_engine(prefetching({(1, 0): [4]}))
     decode(engine, [0])  # dense 0-2; key 0 moves 2-7; expert 7-8
     first = decode(engine, [0], [5])
-    # dense 8-10; hit; key 4 asked at 10 moves 10-15; expert 10-11; dense 11-13;
+    # dense 8-10; hit; key 4, issued at 10, moves 10-15; expert 10-11; dense 11-13;
     # key 5 moves 15-20 behind the transfer in flight; expert 20-21. Key 4 was not needed.
     assert (first.end_s, first.stall_s, first.misses, first.late) == (21.0, 7.0, 1, 0)
     second = decode(engine, [0], [4])
@@ -67,8 +67,8 @@ def test_a_queued_prefetch_that_is_demanded_is_late_and_moves_as_a_demand() -> N
     engine = make_engine(prefetching({(0, 0): [4, 5]}), capacity=8)
     record = decode(engine, [0], [6, 5])
     # dense 0-2; key 0 moves 2-7; expert 7-8; key 4 moves 7-12, key 5 waits in the queue.
-    # dense 8-10; event 6, 5: 6 is a miss, 5 is late. In flight 4 until 12, then 6 (asked first)
-    # 12-17, then 5 17-22: stall 12; experts 22-24.
+    # dense 8-10; event 6, 5: 6 is a miss, 5 is late. 4 is in flight until 12, then 6 (demanded
+    # first) 12-17, then 5 17-22: stall 12; experts 22-24.
     assert (record.end_s, record.stall_s) == (24.0, 5.0 + 12.0)
     assert (record.requests, record.late, record.misses) == (3, 1, 2)
     assert record.bytes_moved == 400
@@ -92,7 +92,7 @@ def test_prefetches_that_are_no_longer_of_use_are_cancelled_before_they_move() -
     engine = make_engine(prefetching({(0, 0): [4, 5, 6, 8]}), capacity=8)
     record = decode(engine, [0], [7])
     # dense 0-2; key 0 2-7; expert 7-8; key 4 moves 7-12. dense 8-10; key 7 12-17; expert 17-18.
-    # 5 and 6 were for the event that is over; 8 is for the next layer and starts at 17.
+    # 5 and 6 were for the past event; 8 is for the next layer and starts at 17.
     assert record.end_s == 18.0
     assert record.bytes_moved == 100 * 4
     assert engine.link.inflight == 8
@@ -108,7 +108,7 @@ def test_a_prefetch_evicts_when_it_starts_and_not_what_is_being_executed() -> No
     # Keys 0, 1 fill the cache and execute 12-14: key 4 finds no room until 14.
     assert (list(engine.pools[0].resident), engine.link.inflight) == ([0, 1], None)
     engine.enter(1, 1)
-    # During the dense part 14-16 key 4 starts at 14, and key 0, the oldest, leaves then.
+    # Key 4 starts at 14, with the dense part 14-16, and evicts key 0, the oldest.
     assert (list(engine.pools[0].resident), engine.link.inflight) == ([1], 4)
     engine.run(Event(0, 1, "decode", 1, [4]))
     engine.end_pass()
@@ -121,7 +121,7 @@ def test_a_prefetch_evicts_when_it_starts_and_not_what_is_being_executed() -> No
 def test_a_prefetch_for_an_earlier_layer_is_meant_for_the_next_pass() -> None:
     engine = make_engine(prefetching({(0, 1): [1]}), capacity=8)
     decode(engine, [0], [4])
-    # layer 0 as ever 0-8; layer 1: dense 8-10; key 4 10-15; expert 15-16; key 1 moves 15-20.
+    # layer 0 as before 0-8; layer 1: dense 8-10; key 4 10-15; expert 15-16; key 1 moves 15-20.
     record = decode(engine, [1])
     # dense 16-18; key 1 is late until 20; expert 20-21.
     assert (record.end_s, record.stall_s, record.late) == (21.0, 2.0, 1)
@@ -163,10 +163,10 @@ def test_every_wait_for_the_link_is_paid_for_and_the_link_goes_on_meanwhile() ->
     # Layer 1: dense until 10.5; key 4 after key 5: 12-17; expert 17.5-18.5.
     # Layer 2: dense until 20.5; key 8 moves until 25.5; expert 26-27.
     assert record.end_s == 27.0
-    # Half a second each time is none of the link's.
+    # The half second per wait is not stall.
     assert record.stall_s == 5.0 + 6.5 + 5.0
-    again = decode(engine, [0], [4], [8])
-    assert (again.hits, again.end_s - again.start_s) == (3, 9.0)
+    repeat = decode(engine, [0], [4], [8])
+    assert (repeat.hits, repeat.end_s - repeat.start_s) == (3, 9.0)
     # Waves pay for each of their waits: dense 0-2; 0 and 1 move 2-12; they run 12.5-14.5; 2 moves
     # 14.5-19.5 and runs 20-21.
     waves = make_engine(capacity=2, hardware=make_hardware(wait_overhead_s=0.5))
@@ -178,10 +178,10 @@ def test_a_cache_per_layer_keeps_layers_out_of_each_others_way() -> None:
     engine = make_engine(prefetching({(0, 0): [5]}), capacity="1/layer")
     first = decode(engine, [0], [4])
     # layer 0: dense 0-2; key 0 2-7; expert 7-8; key 5 moves 7-12 into the cache of layer 1.
-    # layer 1: dense 8-10; key 4 waits for 5, then pushes it out: 12-17; expert 17-18.
+    # layer 1: dense 8-10; key 4 waits for 5, then evicts it: 12-17; expert 17-18.
     assert (first.end_s, first.evictions, first.bytes_moved) == (18.0, 1, 300)
     second = decode(engine, [0], [4])
-    # Both are where they were: (2 + 1) s a layer.
+    # Both are still resident: (2 + 1) s a layer.
     assert (second.hits, second.end_s - second.start_s) == (2, 6.0)
     assert [list(pool.resident) for pool in engine.pools] == [[0], [4], []]
 
@@ -190,11 +190,11 @@ def test_the_predictor_costs_time_where_the_compute_does_not_wait_anyway() -> No
     hardware = make_hardware(kernel_overhead_s=0.125)
     engine = make_engine(prefetching({}), hardware=hardware)
     first = decode(engine, [0], gates=1)
-    # dense 2 + 30/8 = 5.75; key 0 moves 5.75-10.75, and the gate's 3/8 s pass meanwhile;
+    # dense 2 + 30/8 = 5.75; key 0 moves 5.75-10.75, which hides the gate's 3/8 s;
     # expert 1 + 15/8 = 2.875.
     assert (first.end_s, first.stall_s) == (13.625, 5.0)
     second = decode(engine, [0], gates=1)
-    # dense 5.75, gate 0.375, expert 2.875: the predictor is paid for, and is no stall.
+    # dense 5.75, gate 0.375, expert 2.875: the predictor takes time, which is not stall.
     assert (second.end_s - second.start_s, second.stall_s) == (9.0, 0.0)
 
 
@@ -229,7 +229,7 @@ def test_token_misses_count_each_tokens_absent_experts() -> None:
     engine = make_engine()
     decode(engine, [0, 1])
     record = prefill(engine, [[0, 1], [2, 0], [2, 3]])
-    # Unique: 0, 1 hit, 2, 3 miss. By token: 0, 1 and 2 absent experts of two each.
+    # Unique: 0, 1 hit, 2, 3 miss. The three tokens lack 0, 1 and 2 of their two experts.
     assert (record.requests, record.misses) == (4, 2)
     assert (record.token_requests, record.token_misses) == (6, 3)
 
@@ -250,7 +250,7 @@ def test_a_cold_start_empties_the_cache_and_lets_the_flight_land() -> None:
 
 
 def test_a_delayed_prefetch_is_hidden_by_the_next_layer_s_attention_alone() -> None:
-    """SP-MoE section 3.3, of AdapMoE: the prefetch begins when the layer that foretold it is over.
+    """SP-MoE section 3.3, on AdapMoE: the prefetch starts after the layer that predicted it.
 
     Four experts of layer 0 take 4 s, the dense part of layer 1 takes 2 s, a transfer 5 s.
     """
@@ -262,11 +262,11 @@ def test_a_delayed_prefetch_is_hidden_by_the_next_layer_s_attention_alone() -> N
         engine = make_engine(policy, capacity=12)
         # dense 0-2; four transfers 2-22; experts 22-26.
         assert decode(engine, [0, 1, 2, 3]).end_s == 26.0
-        # dense 26-28; experts 28-32 while 4 moves from 28 on, or not; dense 32-34; 4 is needed.
+        # dense 26-28; experts 28-32, and unless delayed 4 moves from 28; dense 32-34; 4 is needed.
         record = decode(engine, [0, 1, 2, 3], [4])
         assert (record.late, record.misses) == ((1, 0) if is_delayed else (0, 0))
         ends[is_delayed] = (record.end_s, record.stall_s)
-    # Landed at 33: expert 34-35. Begun at 32, there at 37: a wait of 3 s, expert 37-38.
+    # Arrived at 33: expert 34-35. Delayed, it moves 32-37: stall 3 s, expert 37-38.
     assert ends == {False: (35.0, 0.0), True: (38.0, 3.0)}
 
 
@@ -300,8 +300,8 @@ def test_a_split_event_launches_its_kernels_twice_and_predicts_before_it_runs() 
         decode(engine, [0])
         start_s = engine.clock.now
         ends.append(decode(engine, [0, 1], gates=1).end_s - start_s)
-    # Plainly: the load of 5 s hides the gate; then two experts. Cached first: the gate and one
-    # expert hide in it, and the other launches its kernels once more.
+    # `fetch`: the load of 5 s hides the gate; then two experts run. Cached first: it hides the gate
+    # and one expert, and the other launches its kernels once more.
     assert ends[0] - ends[1] == pytest.approx(1.0)
     assert GATE_KERNELS * 0.01 + 1.0 + EXPERT_KERNELS * 0.01 < 5.0
 
@@ -328,16 +328,16 @@ def test_it_counts_and_moves_as_fetch_does_and_is_never_slower(
 
 
 class Foreseeing(FixedPrefetch):
-    """Proposes what a script says for (pass, PASS_START); its network is 100 bytes, read in 1 s."""
+    """Proposes a script's keys at (pass, PASS_START); its network has 100 bytes, read in 1 s."""
 
     foresees: ClassVar[bool] = True
 
     def __init__(self, geometry: Geometry, script: Script) -> None:
         super().__init__(geometry, script)
         self.seen: list[tuple[int, int, int]] = []
-        made = artifact_for(DATA_AWARE, geometry)
+        artifact = artifact_for(DATA_AWARE, geometry)
         arrays = {"all": np.zeros(100, dtype=np.uint8)}
-        self.artifact = dataclasses.replace(made, arrays=arrays)
+        self.artifact = dataclasses.replace(artifact, arrays=arrays)
 
     def propose(self, event: Event) -> Sequence[int]:
         self.seen.append((event.pass_index, event.layer, event.num_tokens))
@@ -353,9 +353,9 @@ def foreseeing(script: Script) -> VirtualEngine:
 def test_a_pass_is_foreseen_before_its_first_layer() -> None:
     engine = foreseeing({(0, PASS_START): (1, 5)})
     record = decode(engine, [1], [5], [8])
-    # The tokens are read 0-1. Expert 1 moves 1-6, the first dense part runs 1-3 and waits 3 s;
-    # it runs 6-7, expert 5 moves 6-11, dense 7-9 waits 2 s, runs 11-12. Nobody foresaw expert 8:
-    # dense 12-14, transfer 14-19, run 19-20.
+    # The network reads the tokens 0-1. Expert 1 moves 1-6: dense 1-3, stall 3 s, expert 6-7.
+    # Expert 5 moves 6-11: dense 7-9, stall 2 s, expert 11-12. Expert 8 was not foreseen:
+    # dense 12-14, transfer 14-19, expert 19-20.
     assert (record.start_s, record.end_s) == (0.0, 20.0)
     assert (record.stall_s, record.late, record.misses) == (10.0, 2, 1)
     assert (record.predicted, record.predicted_right, record.predictable) == (2, 2, 2)
@@ -365,7 +365,9 @@ def test_it_is_asked_once_a_pass_and_moves_nothing_that_is_resident() -> None:
     engine = foreseeing({(1, PASS_START): (1,)})
     decode(engine, [1], [5], [8])
     record = decode(engine, [1], [5], [8])
-    # 1 s to read the tokens, three times dense and an expert.
+    # 1 s to read the tokens, then three times a dense part and an expert.
     assert (record.end_s - record.start_s, record.bytes_moved) == (10.0, 0)
-    asked = [seen for seen in engine.rules.prefetch.seen if seen[1] == PASS_START]  # type: ignore[attr-defined]
-    assert asked == [(0, PASS_START, 1), (1, PASS_START, 1)]
+    proposals_at_start = [
+        proposal for proposal in engine.rules.prefetch.seen if proposal[1] == PASS_START
+    ]  # type: ignore[attr-defined]
+    assert proposals_at_start == [(0, PASS_START, 1), (1, PASS_START, 1)]

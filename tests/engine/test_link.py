@@ -1,4 +1,4 @@
-"""The virtual link: one transfer at a time, lanes that share it, and fifo; by hand and as laws."""
+"""The virtual link: one transfer at a time, lanes that share it, and FIFO; by hand and by laws."""
 
 from __future__ import annotations
 
@@ -88,21 +88,21 @@ def test_whatever_comes_between_ends_a_batch(gap: str) -> None:
 
 
 def test_two_lanes_share_the_link_and_one_alone_gets_no_more_than_its_own() -> None:
-    found = arrivals((60, 30, 30), lanes=2, lane_rate=20, link_rate=30, latency_s=0.5)
-    # Half a second, then 15 each: the second is there after 2.5 and leaves 30 of the first, which
-    # has 20 for half a second (10) until the third moves too: 20 and 30 at 15 each.
-    assert found == pytest.approx([0.5 + 2 + 0.5 + 20 / 15, 2.5, 2.5 + 0.5 + 20 / 15 + 10 / 20])
+    times_s = arrivals((60, 30, 30), lanes=2, lane_rate=20, link_rate=30, latency_s=0.5)
+    # After 0.5 s both move at 15 bytes/s. The second arrives at 2.5 s with 30 bytes of the first
+    # left, which has 20 bytes/s for 0.5 s, the third's latency: 20 and 30 bytes left at 15 each.
+    assert times_s == pytest.approx([0.5 + 2 + 0.5 + 20 / 15, 2.5, 2.5 + 0.5 + 20 / 15 + 10 / 20])
 
 
 def test_two_reads_are_gate_and_up_together_then_down() -> None:
-    """Two lanes of 1 byte/s, two experts of 3 bytes: both have gate and up first, then down."""
-    own = {"link_lanes": 2, "link_lane_bytes_per_s": 1.0}
-    lanes = replace(traces.HARDWARE, link_bytes_per_s=2.0, link_latency_s=0.0, **own)
-    found = VirtualLink(lanes, reads_per_expert=2).batch([3, 3], 0.0)
-    assert found == [pytest.approx([2, 3]), pytest.approx([2, 3])]
-    # Three reads are alike: two lanes take the six of them in turn.
-    found = VirtualLink(lanes, reads_per_expert=3).batch([3, 3], 0.0)
-    assert found == [pytest.approx([1, 2, 3]), pytest.approx([1, 2, 3])]
+    """Two lanes of 1 byte/s, two experts of 3 bytes: gate and up of both, then down of both."""
+    lane_figures = {"link_lanes": 2, "link_lane_bytes_per_s": 1.0}
+    lanes = replace(traces.HARDWARE, link_bytes_per_s=2.0, link_latency_s=0.0, **lane_figures)
+    arrivals_s = VirtualLink(lanes, reads_per_expert=2).batch([3, 3], 0.0)
+    assert arrivals_s == [pytest.approx([2, 3]), pytest.approx([2, 3])]
+    # Three equal reads an expert: two lanes serve the six in turn.
+    arrivals_s = VirtualLink(lanes, reads_per_expert=3).batch([3, 3], 0.0)
+    assert arrivals_s == [pytest.approx([1, 2, 3]), pytest.approx([1, 2, 3])]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -113,39 +113,39 @@ def test_arrivals_are_those_of_small_steps(seed: int) -> None:
     lanes, lane_rate, link_rate, latency_s = 3, 10.0, 22.0, 0.05
     step_s, now = 1e-4, 0.0
     active: list[list[float]] = []
-    slow, waiting = [0.0] * 7, list(range(7))
+    stepped, waiting = [0.0] * 7, list(range(7))
     while waiting or active:
         while waiting and len(active) < lanes:
             request = waiting.pop(0)
             active.append([request, latency_s, sizes[request]])
-        moving = [each for each in active if each[1] <= 1e-9]
+        moving = [transfer for transfer in active if transfer[1] <= 1e-9]
         now += step_s
-        for each in active:
-            if each in moving:
-                each[2] -= min(lane_rate, link_rate / len(moving)) * step_s
+        for transfer in active:
+            if transfer in moving:
+                transfer[2] -= min(lane_rate, link_rate / len(moving)) * step_s
             else:
-                each[1] -= step_s
-        for each in [each for each in active if each[2] <= 0]:
-            slow[int(each[0])] = now
-            active.remove(each)
-    fast = arrivals(
+                transfer[1] -= step_s
+        for transfer in [transfer for transfer in active if transfer[2] <= 0]:
+            stepped[int(transfer[0])] = now
+            active.remove(transfer)
+    computed = arrivals(
         tuple(sizes), lanes=lanes, lane_rate=lane_rate, link_rate=link_rate, latency_s=latency_s
     )
-    assert fast == pytest.approx(slow, abs=0.003)
+    assert computed == pytest.approx(stepped, abs=0.003)
 
 
 def replay_lanes(
     trace: Trace, execute: str = "together", reads: int = 1, eviction: str = "lru", **link: float
 ) -> Counters:
     hardware = replace(traces.HARDWARE, **link)
-    forms = {"hardware": hardware, "execute": execute, "reads_per_expert": reads}
-    engine = replay(trace, traces.setting_for(trace, "12kB", {"eviction": eviction}, **forms))
-    found = total(engine.ledger.passes)
-    found.host_s = engine.ledger.passes[-1].end_s  # the end of the run
-    return found
+    options = {"hardware": hardware, "execute": execute, "reads_per_expert": reads}
+    engine = replay(trace, traces.setting_for(trace, "12kB", {"eviction": eviction}, **options))
+    counters = total(engine.ledger.passes)
+    counters.host_s = engine.ledger.passes[-1].end_s  # the end of the run
+    return counters
 
 
-# Two experts a token: what a lane gets is what the link has for four.
+# A lane gets a quarter of the link, so that four lanes use all of it. Two experts a token.
 ONE: dict[str, Any] = {"link_lane_bytes_per_s": 2.5e6}
 FOUR: dict[str, Any] = {**ONE, "link_lanes": 4}
 
@@ -153,7 +153,7 @@ FOUR: dict[str, Any] = {**ONE, "link_lanes": 4}
 def test_lanes_that_give_nothing_change_nothing_and_management_is_the_computes(
     trace: Trace,
 ) -> None:
-    """One lane in batches is one server: the counts and, but for rounding, the times."""
+    """One lane in batches is one server: equal counts and, up to rounding, equal times."""
     plain = replay_lanes(trace)
     for overhead_s in (1e-30, 1e-6):
         batched = replay_lanes(trace, load_overhead_s_per_byte=overhead_s)
@@ -172,7 +172,7 @@ def test_lanes_that_give_nothing_change_nothing_and_management_is_the_computes(
     ],
 )
 def test_lanes_show_a_rule_what_a_queue_shows_it(trace: Trace, eviction: str) -> None:
-    """Ghost lists and waves included: the link decides when, never what."""
+    """Ghost lists and waves included: the link decides when experts move, never which."""
     plain, fast = (replay_lanes(trace, eviction=eviction, **link) for link in ({}, FOUR))
     assert (fast.misses, fast.evictions) == (plain.misses, plain.evictions)
 
@@ -184,7 +184,7 @@ def test_lanes_and_the_order_of_execution_move_time_and_no_counts(trace: Trace) 
     assert slow.misses == fast.misses == arriving.misses
     assert slow.stall_s > fast.stall_s > 1.02 * arriving.stall_s > 0
     assert slow.host_s > fast.host_s > arriving.host_s
-    # An expert in two requests uses lanes that one alone leaves idle.
+    # Two reads an expert use lanes that one leaves idle.
     assert replay_lanes(trace, reads=2, **FOUR).stall_s < fast.stall_s
 
 
@@ -201,11 +201,11 @@ SECOND_EACH = make_hardware(
     **{"peak_flops": FREE, "memory_bytes_per_s": FREE, "layer_overhead_s": 0.5},
     **{"link_bytes_per_s": 1.0, "link_latency_s": 0.0},
 )
-"""An expert of one byte a second; nothing but its layers' overhead beside."""
+"""One second to move an expert of one byte; the only other cost is 0.5 s a layer."""
 
 
 def replay_steps(link: str, experts: list[list[list[int]]], **prefetch: object) -> VirtualEngine:
-    """Serve decode steps of experts [passes, layers, top_k] with everything fitting."""
+    """Serve decode steps of experts [passes, layers, top_k] from a cache that holds them all."""
     trace = decode_trace(np.array(experts), 8)
     overrides = {"prefetch": "oracle"} | {f"prefetch.{k}": v for k, v in prefetch.items()}
     setting = traces.setting_for(trace, "100%", overrides, hardware=SECOND_EACH, link=link)
@@ -215,10 +215,10 @@ def replay_steps(link: str, experts: list[list[list[int]]], **prefetch: object) 
 
 
 def test_a_demand_waits_behind_what_was_asked_for_before_it() -> None:
-    """Three layers of one expert, each foreseen two layers ahead; a second a transfer.
+    """Three layers of one expert, each predicted two layers ahead; a second a transfer.
 
-    At 0.5 s layer 0 demands its expert (there at 1.5 s) and asks for those of layers 1 and 2.
-    Half a second later layer 1 needs its own, which began at 1.5 s: it waits until 2.5 s.
+    At 0.5 s layer 0 demands its expert (arrives at 1.5 s) and prefetches those of layers 1 and 2.
+    Layer 1, at 2 s, needs its expert, whose transfer started at 1.5 s: it waits until 2.5 s.
     """
     for link in ("fifo", "priority"):
         assert replay_steps(link, [[[0], [1], [2]]], horizon=2).clock.now == pytest.approx(3.5)
@@ -235,8 +235,8 @@ def test_wrong_prefetches_are_moved_under_fifo_and_withdrawn_under_priority() ->
 
 def test_without_prefetches_the_discipline_changes_nothing(trace: Trace) -> None:
     plain = traces.setting("on_demand", "30%")
-    figures = [
-        [dataclasses.astuple(p) for p in replay(trace, each).ledger.passes]
-        for each in (plain, dataclasses.replace(plain, link="fifo"))
+    passes = [
+        [dataclasses.astuple(p) for p in replay(trace, setting).ledger.passes]
+        for setting in (plain, dataclasses.replace(plain, link="fifo"))
     ]
-    assert figures[0] == figures[1]
+    assert passes[0] == passes[1]

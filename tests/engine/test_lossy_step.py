@@ -1,4 +1,4 @@
-"""What the layer step does with changed selections: dropping, substituting, lower precision."""
+"""The layer step under changed selections: dropping, substituting, lower precision."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.engine.scripted import (
 
 
 class DropAbsent(MissAlgorithm):
-    """Loads nothing: absent experts are left out."""
+    """Loads nothing: drops absent experts."""
 
     source: ClassVar[str] = "test"
 
@@ -64,7 +64,7 @@ def test_dropped_assignments_are_no_misses_of_the_last_expert() -> None:
 def test_dropping_everything_absent_neither_moves_nor_waits() -> None:
     engine = make_engine(ScriptedPolicy(miss=Always(DropAbsent)))
     engine.pools[0].insert(0)
-    engine.link.transfer(100, -5.0)  # the transfer that belongs to it
+    engine.link.transfer(100, -5.0)  # its transfer
     record = engine.begin_pass(DECODE, 1)
     selection = run_layer(engine, 0, [[0, 1]])
     engine.end_pass()
@@ -83,7 +83,7 @@ def test_a_flight_that_nobody_waits_for_lands_no_earlier_than_its_time() -> None
     policy = ScriptedPolicy(miss=Always(DropAbsent), prefetch=Always(make_prefetch))
     engine = make_engine(policy)
     engine.begin_pass(DECODE, 1)
-    run_layer(engine, 0, [[0, 1]])  # dense 0-2; both dropped; key 8 starts on its way at 2 or after
+    run_layer(engine, 0, [[0, 1]])  # dense 0-2; both dropped; key 8 starts at 2 or later
     run_layer(engine, 1, [[0, 1]])  # dense 2-4; both dropped: key 8 is still in flight, until 7
     assert engine.link.inflight == 8
     assert 8 not in engine.pools[0].resident
@@ -114,12 +114,12 @@ def test_lossy_algorithms_of_a_decode_only_policy_stand_aside_in_prefill() -> No
 @pytest.mark.parametrize(
     ("late", "script", "end_s", "stall_s", "substituted", "resident"),
     [
-        # Key 4 is on its way until 29 and key 5 waits: 6 and 7 stand in at once, 27-29; what
-        # has begun to move still lands.
+        # Key 4 is in flight until 29 and key 5 is queued: 6 and 7 stand in at once, 27-29; the
+        # transfer in flight still lands.
         ("replace", [4, 5], 29.0, 0.0, 2, {0, 4, 6, 7}),
         # Key 4 lands at 29, key 5 follows as a demand until 34: 34-36.
         ("await", [4, 5], 36.0, 7.0, 0, {0, 4, 5, 6, 7}),
-        # Key 5 is on no way: it is replaced, and key 4 awaited: 29-31.
+        # Key 5 is not on its way: it is replaced, and key 4 awaited: 29-31.
         ("await", [4], 31.0, 2.0, 1, {0, 4, 6, 7}),
         ("replace", [4], 29.0, 0.0, 2, {0, 4, 6, 7}),
     ],
@@ -127,7 +127,7 @@ def test_lossy_algorithms_of_a_decode_only_policy_stand_aside_in_prefill() -> No
 def test_what_a_prefetch_has_under_way_is_replaced_or_awaited(
     late: str, script: list[int], end_s: float, stall_s: float, substituted: int, resident: set[int]
 ) -> None:
-    """BuddyMoE algorithm 1 asks what is resident; what it says of a prefetch under way is open."""
+    """BuddyMoE's algorithm 1 tests residency only; it leaves a prefetch in flight open."""
     random = find_algorithm("miss", "substitute_random")
     policy = ScriptedPolicy(
         prefetch=Always(lambda geometry: FixedPrefetch(geometry, {(1, 0): script})),
@@ -156,8 +156,8 @@ def test_lost_weight_and_avoided_misses_are_counted_where_a_lossy_rule_acts() ->
     plan = engine.run(prompt)
     engine.end_pass()
     assert (plan.weighed_tokens, plan.lost_weight, plan.avoided) == (0, 0.0, 0)
-    # Resident are 0, 1 and 2. Of the first token's weight 3 has a quarter, less than the even half,
-    # and no other token needs it; 4 has a half of the second's, and is loaded.
+    # 0, 1 and 2 are resident. Expert 3 has a quarter of the first token's weight, less than the
+    # even half, and no other token needs it; 4 has half of the second's, and is loaded.
     experts = np.array([[0, 3], [4, 1]])
     record = engine.begin_pass(DECODE, 2)
     engine.enter(0, 2)

@@ -1,4 +1,4 @@
-"""Replays: equal to the live run, equal to what others published, and without torch."""
+"""Replays: equal to the live run, to published figures, and free of torch."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_a_run_and_the_replay_of_its_own_trace_are_equal(
     setting = traces.setting("on_demand", capacity, 3, eviction=eviction, prefetch=prefetch)
     path, live = traces.record(tmp_path, setting, seed=3)
     assert live is not None
-    again = replay(load_trace(str(path), logits=True, predicted=True), setting)
-    assert again.ledger.passes == live.ledger.passes
-    assert metrics_of(again) == metrics_of(live)
-    assert again.clock.now == live.clock.now
+    replayed = replay(load_trace(str(path), logits=True, predicted=True), setting)
+    assert replayed.ledger.passes == live.ledger.passes
+    assert metrics_of(replayed) == metrics_of(live)
+    assert replayed.clock.now == live.clock.now
 
 
 @pytest.mark.parametrize("change", [{"routing": "swap_rank"}, {"miss": "substitute_random"}])
@@ -61,17 +61,19 @@ def test_an_eviction_sees_the_same_weights_whatever_others_look_at(
     trace: Trace, monkeypatch: pytest.MonkeyPatch, change: dict[str, str]
 ) -> None:
     run = traces.setting("on_demand", "25%", eviction="score", **change)
-    seen: list[list[Any]] = []
-    note = Score.on_event
+    seen_weights: list[list[Any]] = []
+    on_event = Score.on_event
     monkeypatch.setattr(
-        Score, "on_event", lambda s, e: (seen[-1].append(e.weights.tolist()), note(s, e))
+        Score,
+        "on_event",
+        lambda s, e: (seen_weights[-1].append(e.weights.tolist()), on_event(s, e)),
     )
     engines = []
-    for looks in (False, True):
-        monkeypatch.setattr(find_algorithm("prefetch", "none"), "uses_logits", looks)
-        seen.append([])
+    for uses_logits in (False, True):
+        monkeypatch.setattr(find_algorithm("prefetch", "none"), "uses_logits", uses_logits)
+        seen_weights.append([])
         engines.append(replay(trace, run))
-    assert seen[0] == seen[1]
+    assert seen_weights[0] == seen_weights[1]
     assert engines[0].ledger.passes == engines[1].ledger.passes
 
 
@@ -85,7 +87,7 @@ def test_a_prefetcher_that_a_trace_cannot_serve_is_refused(path: Path) -> None:
 
 
 def test_a_ladders_prefetches_have_the_levels_of_the_predictions(trace: Trace) -> None:
-    """Whose decode steps are proposed for ahead of their turn, where nobody else looks at them."""
+    """Decode steps' proposals are made ahead of time where no other algorithm needs them."""
     trace = replace(trace, geometry=laddered(trace.geometry))
     run = replace(traces.setting("hobbit", "20%"), capacity=parse_capacity("20%", trace.geometry))
     engine = replay(trace, run)
@@ -97,11 +99,14 @@ def test_a_ladders_prefetches_have_the_levels_of_the_predictions(trace: Trace) -
 
 def test_recorded_proposals_do_not_hide_predictions_from_a_routing(trace: Trace) -> None:
     run = traces.setting("pre_gated", "50%")
-    plain = replay(trace, run).ledger.passes
+    unproposed = replay(trace, run).ledger.passes
     events = trace.num_passes * trace.geometry.num_layers
-    nothing = Lists(np.empty(0, dtype=np.int32), np.zeros(events + 1, dtype=int))
-    named = identity(load_policy("pre_gated").prefetch, 0, "")
-    assert replay(replace(trace, proposed={named: nothing}), run).ledger.passes == plain
+    no_proposals = Lists(np.empty(0, dtype=np.int32), np.zeros(events + 1, dtype=int))
+    prefetch_id = identity(load_policy("pre_gated").prefetch, 0, "")
+    assert (
+        replay(replace(trace, proposed={prefetch_id: no_proposals}), run).ledger.passes
+        == unproposed
+    )
 
 
 def test_cache_reset_begins_every_request_cold(trace: Trace) -> None:
@@ -119,13 +124,13 @@ def test_cache_reset_leaves_the_cache_between_windows_and_where_a_row_of_a_batch
     setting = traces.setting("on_demand", "100%")
     first = trace.requests[0]
     assert first.passes == tuple(range(6))
-    # The windows of one text.
+    # One text in windows.
     windows = tuple(range(trace.num_passes))
-    one = replace(trace, requests=(first._replace(passes=windows),))
-    assert sum(one.starts_sequence(p) for p in windows) == 3
-    kept, reset = replay(one, setting), replay(one, setting, cache_reset="request")
+    windowed = replace(trace, requests=(first._replace(passes=windows),))
+    assert sum(windowed.starts_sequence(p) for p in windows) == 3
+    kept, reset = replay(windowed, setting), replay(windowed, setting, cache_reset="request")
     assert reset.ledger.passes == kept.ledger.passes
-    # A batch of which one row ends before the other.
+    # A batch with one row shorter than the other.
     ended = first._replace(passes=first.passes[:2])
     batched = replace(trace, requests=(first, ended, *trace.requests[1:]))
     alone, both = (replay(t, setting, cache_reset="request") for t in (trace, batched))
@@ -146,7 +151,7 @@ def test_the_oracle_leaves_no_misses_where_the_link_is_fast_enough(trace: Trace)
     free = replace(traces.HARDWARE, link_bytes_per_s=1e15, link_latency_s=0.0)
     fast_setting = Setting(policy=plain.policy, capacity=plain.capacity, hardware=free)
     fast = replay(trace, fast_setting, future=Future(trace))
-    # Nothing was known before the first event.
+    # No prediction precedes the first event.
     assert sum(p.late + p.misses for p in fast.ledger.passes[1:]) == 0
     assert metrics_of(fast)["prefetch_precision"] == 1.0
 
@@ -161,9 +166,9 @@ def hit_rates(trace: Trace, future: Future, eviction: str, capacity: str) -> dic
     [("qwen", 107715.0), pytest.param("gemma", 92362.0, marks=pytest.mark.slow)],
 )
 def test_a_published_curve_is_reproduced(model: str, demanded_mib: float) -> None:
-    """Eviction there follows the event, ours precedes each load; as LRU and Belady keep the
-    current event in both, the same experts are left. Belady agrees to the last digit printed;
-    LRU differs by the order within an event, which theirs does not say, in the second decimal.
+    """The published simulator evicts after an event, ours before each load. LRU and Belady keep the
+    current event in both, so the same experts remain. Belady agrees to the last digit printed;
+    LRU differs in the second decimal by the order within an event, which was not published.
     """
     trace = load_trace(str(traces.published(f"{model}.route.csv")))
     future = Future(trace)
@@ -171,13 +176,15 @@ def test_a_published_curve_is_reproduced(model: str, demanded_mib: float) -> Non
         rows = [row for row in csv.DictReader(file) if row["policy"] in ("lru", "belady")]
     assert len(rows) == 22
     for row in rows:
-        found = hit_rates(trace, future, row["policy"], f"{row['budget_mib']}MiB")
+        metrics = hit_rates(trace, future, row["policy"], f"{row['budget_mib']}MiB")
         tolerance = 0.05 if row["policy"] == "lru" else 0.001
-        assert found["hit_rate"] * 100 == pytest.approx(float(row["hit_pct_cum"]), abs=tolerance)
+        assert metrics["hit_rate"] * 100 == pytest.approx(float(row["hit_pct_cum"]), abs=tolerance)
         decode = float(row["hit_pct_decode"])
-        assert found["decode_hit_rate"] * 100 == pytest.approx(decode, abs=tolerance)
-        share = (found["bytes_moved"] / 2**20 - float(row["read_mib"])) / demanded_mib * 100
-        assert abs(share) <= tolerance
+        assert metrics["decode_hit_rate"] * 100 == pytest.approx(decode, abs=tolerance)
+        difference_percent = (
+            (metrics["bytes_moved"] / 2**20 - float(row["read_mib"])) / demanded_mib * 100
+        )
+        assert abs(difference_percent) <= tolerance
 
 
 @pytest.mark.parametrize(
@@ -187,12 +194,12 @@ def test_the_olmoe_figures_are_reproduced(capacity: str, lru: float, belady: flo
     trace = load_trace(str(traces.published("trace_olmoe_299.jsonl")))
     future = Future(trace)
     for eviction, expected in (("lru", lru), ("belady", belady)):
-        found = hit_rates(trace, future, eviction, capacity)
-        assert round(found["hit_rate"] * 100, 1) == expected
+        metrics = hit_rates(trace, future, eviction, capacity)
+        assert round(metrics["hit_rate"] * 100, 1) == expected
 
 
 def test_what_the_olmoe_trace_would_hit_if_experts_were_turned_away() -> None:
-    """Published beside the 32.0% of Belady at 51 slots: what was just used may be dropped."""
+    """Published beside Belady's 32.0% at 51 slots: an expert may be dropped right after use."""
     trace = load_trace(str(traces.published("trace_olmoe_299.jsonl")))
     setting = traces.setting_for(trace, "51")
     missed, requests = fewest_misses(trace, setting, turns_away=True)
@@ -230,8 +237,8 @@ def test_the_command_prints_a_table_and_draws_the_line_of_the_bound(
 ) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "sweep.svg"
-    shown = moecache("replay", path, "--capacity", "25%,50%", "--plot", plot)
-    assert "|Fewest|Decode miss|" in shown
+    printed = moecache("replay", path, "--capacity", "25%,50%", "--plot", plot)
+    assert "|Fewest|Decode miss|" in printed
     assert "<svg" in plot.read_text()
 
 
@@ -242,15 +249,15 @@ def test_the_command_prints_a_table_and_draws_the_line_of_the_bound(
         (["--warm", "{trace}"], "warmed by: {trace.name}"),
         (["--policy", "specmd", "--link", "fifo"], "|Fewest|Decode miss|"),
         (["--routing=pruning", "--routing.h=1", "--json"], '"open_loop": true'),
-        # Predictions are read for a routing that looks ahead.
+        # A routing that looks ahead has the predictions read.
         (["--routing=pre_gated", "--prefetch=none", "--json"], '"routing_fidelity": 0.'),
     ],
 )
 def test_what_the_command_says_of_its_options(
     path: Path, moecache: Moecache, options: list[str], says: str
 ) -> None:
-    given = [option.format(trace=path) for option in options]
-    assert says.format(trace=path) in moecache("replay", path, *given)
+    arguments = [option.format(trace=path) for option in options]
+    assert says.format(trace=path) in moecache("replay", path, *arguments)
 
 
 def test_a_replay_imports_neither_torch_nor_transformers_nor_lm_eval(path: Path) -> None:
@@ -264,6 +271,6 @@ def test_a_replay_imports_neither_torch_nor_transformers_nor_lm_eval(path: Path)
         "from lm_eval_moecache.cli.main import main\n"
         f"raise SystemExit(main(['replay', {str(path)!r}, '--policy', 'specmd', '--json']))\n"
     )
-    done = subprocess.run([sys.executable, "-c", blocker], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["runs"][0]["policy"] == "specmd"
+    process = subprocess.run([sys.executable, "-c", blocker], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["runs"][0]["policy"] == "specmd"

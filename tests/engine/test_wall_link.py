@@ -1,4 +1,4 @@
-"""The real link: its worker serves in order, and prefetches are issued before the next visit."""
+"""The real link: its worker's order of service, and how many prefetches a visit issues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.engine.scripted import OldestFirst, StillMover, make_geometry
 
 
 class Copies(StillMover):
-    """A mover that writes down what it was given, and waits at a gate before each copy."""
+    """A mover that logs the keys of its transfers and waits at a gate before each copy."""
 
     def __init__(self, depth: int = 1) -> None:
         self.depth = depth
@@ -50,7 +50,7 @@ def copies() -> Iterator[Copies]:
 
 
 def held(copies: Copies, worker: Worker) -> Transfer:
-    """Let a first transfer stand at the gate, so that the queues behind it can be looked at."""
+    """Hold a first transfer at the gate, so that others queue behind it."""
     copies.gate.clear()
     copies.begun.clear()
     first = Transfer(99, 0, 1)
@@ -102,7 +102,7 @@ def test_a_throttled_link_takes_the_asked_time_and_counts_it_as_busy(copies: Cop
     wait_for(worker, 10)
     seconds = time.perf_counter() - start
     assert 0.1 <= seconds < 0.2
-    # A few percent are the timers' of a busy machine.
+    # Timers on a busy machine are off by a few percent.
     assert 0.08 < worker.busy_s <= seconds
     worker.close()
 
@@ -138,17 +138,17 @@ def test_a_link_that_is_dropped_leaves_no_thread(copies: Copies) -> None:
     before = threads()
     link = WallLink(copies, None)
     assert len(threads()) == len(before) + 1
-    gone = weakref.ref(link)
+    reference = weakref.ref(link)
     del link
     gc.collect()
-    assert gone() is None and threads() == before
+    assert reference() is None and threads() == before
 
 
 # --- how many prefetches are issued at a visit ---
 
 
 class ScriptedLink(Link):
-    """One transfer after another, each of the same time, on a clock that the test sets."""
+    """Transfers of equal duration, one after another, on a clock set by the test."""
 
     num_issued = 0
     active = True
@@ -187,7 +187,7 @@ class AtBest:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, to be set."""
+    """The current time, for tests to set."""
     times = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: times[0])
     return times
@@ -207,11 +207,11 @@ def make(transfer_s: float) -> tuple[Traffic, ScriptedLink]:
         (6.0, 4.0, 0.0, 0.0, False, [4]),  # at 0; the next would at 6, after the visit at 4
         (1.5, 4.0, 0.0, 0.0, False, [4, 5, 6]),  # at 0, 1.5 and 3
         (2.0, 4.0, 0.0, 0.0, False, [4, 5, 6]),  # at 0, 2 and, together with the visit, 4
-        # Time in which the compute waits is none between visits.
+        # The compute's own waiting does not count into the gap between visits.
         (2.0, 1.0, 50.0, 0.0, False, [4]),
-        # A busy link is given nothing more before its turn comes ...
+        # Nothing is issued to a link that stays busy past the next visit ...
         (6.0, 4.0, 0.0, 4.5, False, []),
-        # ... but while the compute waits for it, the next visit begins right after.
+        # ... but where the compute waits for the link, the next visit follows that wait at once.
         (6.0, 4.0, 0.0, 4.5, True, [4]),
     ],
 )
@@ -225,7 +225,7 @@ def test_those_are_issued_that_begin_before_the_next_visit(
     begin: list[int],
 ) -> None:
     traffic, link = make(transfer_s)
-    # How long after `executed` the next visit comes.
+    # The time from `executed` to the next visit.
     traffic.drain(set(), 0, "executed")
     now[0] += gap_s + stood_still_s
     traffic.stood_still(stood_still_s)
@@ -256,27 +256,27 @@ def test_a_link_foretells_its_end_by_the_rate_of_what_it_moved(copies: Copies) -
     copies.gate.clear()
     assert link.free_s(3.0) == 3.0
     link.demand(Transfer(0, 0, 100))
-    assert link.free_s(3.0) == math.inf  # nothing is known of its rate
+    assert link.free_s(3.0) == math.inf  # its rate is still unknown
     copies.gate.set()
     link.wait_for([0])
     copies.gate.clear()
-    # It had the link from its beginning to its end, which the last arrival was.
+    # It had the link to itself from start to end; its end is the last arrival.
     took_s, ended_s = link.busy_s, link._ended_s
     assert took_s > 0
     link.demand(Transfer(1, 1, 100))
     link.demand(Transfer(2, 2, 300))
     begun_s = min(transfer.submitted_s for transfer in link._flying.values())
-    # Both moments are far larger than what lies between.
+    # Differences, as both moments are far larger than the time between them.
     assert link.free_s(begun_s) - max(begun_s, ended_s) == pytest.approx(4 * took_s)
     late_s = time.perf_counter() + 1000
-    assert link.free_s(late_s) == late_s  # overdue: at any moment
+    assert link.free_s(late_s) == late_s  # overdue: expected at any moment
     copies.gate.set()
     link.wait_for([1, 2], 2)
     link.close()
 
 
 def test_how_long_demands_moved_leaves_out_what_was_no_moving(copies: Copies) -> None:
-    """Three experts of 100 bytes at 10,000 bytes/s, whenever the worker got round to them."""
+    """Three experts of 100 bytes at 10,000 bytes/s, however late the worker starts on them."""
     link = WallLink(copies, 1e4)
     begun_s = time.perf_counter()
     for key in range(3):
@@ -290,10 +290,10 @@ def test_how_long_demands_moved_leaves_out_what_was_no_moving(copies: Copies) ->
 def test_a_link_that_begins_late_says_by_how_much(
     monkeypatch: pytest.MonkeyPatch, rate: float | None, lag_s: float
 ) -> None:
-    """Demanded at 8 s, begun at 8.75 s, there at 9 s: 100 bytes.
+    """100 bytes, demanded at 8 s, started at 8.75 s, arrived at 9 s.
 
-    A link slowed down to 100 bytes/s would have taken until then anyway, and at 200 bytes/s half
-    of it.
+    A link throttled to 100 bytes/s would have needed that whole second anyway, and one at
+    200 bytes/s half of it.
     """
     worker = Worker(Copies(), rate)
     transfer = Transfer(0, 0, 100, submitted_s=8.0)

@@ -1,4 +1,4 @@
-"""Conservation laws and counts of the layer step when the link is a thread with its own time."""
+"""Conservation laws and counts of the layer step when the link is a thread."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def wall_engine(
 
 
 def execute(engine: WallEngine, slots: Slots, layer: int) -> Any:
-    """Return an executor that looks whether each expert lies where the cache says."""
+    """Return an executor that checks that each expert is in the slot its cache names."""
     seen: list[int] = []
 
     def run(keys: Sequence[int], is_all: bool) -> None:
@@ -86,7 +86,7 @@ def execute(engine: WallEngine, slots: Slots, layer: int) -> Any:
 
 
 def finish(engine: WallEngine, run: Any) -> bool:
-    """Take all waves of an event; return whether there were any."""
+    """Run all waves of an event; return whether there were any."""
     waves = 0
     for keys, is_all in engine.waves():
         run(keys, is_all)
@@ -115,10 +115,10 @@ def serve(
 def events(num_layers: int, num_experts: int, top_k: int) -> Any:
     """Passes -> layers -> distinct experts, as keys."""
     layer = st.lists(st.integers(0, num_experts - 1), min_size=1, max_size=top_k, unique=True)
-    one = st.tuples(*[layer] * num_layers).map(
+    pass_keys = st.tuples(*[layer] * num_layers).map(
         lambda ls: [[i * num_experts + e for e in experts] for i, experts in enumerate(ls)]
     )
-    return st.lists(one, min_size=1, max_size=6)
+    return st.lists(pass_keys, min_size=1, max_size=6)
 
 
 @settings(max_examples=40, deadline=None)
@@ -128,12 +128,12 @@ def test_without_prefetching_every_count_is_the_virtual_clocks(
 ) -> None:
     wall, slots = wall_engine(ScriptedPolicy(), capacity)
     virtual = make_engine(capacity=capacity)
-    found = serve(wall, slots, passes)
+    wall_records = serve(wall, slots, passes)
     wall.close()
-    for ours, keys in zip(found, passes, strict=True):
-        theirs = decode(virtual, *keys)
+    for wall_record, keys in zip(wall_records, passes, strict=True):
+        virtual_record = decode(virtual, *keys)
         for name in ("requests", "misses", "late", "collisions", "bytes_moved", "evictions"):
-            assert getattr(ours, name) == getattr(theirs, name), name
+            assert getattr(wall_record, name) == getattr(virtual_record, name), name
     assert isinstance(wall.pools[0], SlottedCache)
     assert wall.pools[0].resident.keys() == virtual.pools[0].resident.keys()
 
@@ -163,7 +163,7 @@ def test_laws_hold_with_prefetches_and_transfers_that_come_late(
     engine.reset_cache()
     assert not engine.pools[0].resident and not engine.pools[0].arriving
     assert not engine.link.active
-    # What landed during the reset is counted to the next pass, where the books are checked again.
+    # Arrivals during the reset count towards the next pass, which checks the accounts again.
     serve(engine, slots, passes, phase)
     engine.close()
 
@@ -188,7 +188,7 @@ def test_layers_of_different_sizes_cannot_share_slots() -> None:
 
 
 class Gated(Slots):
-    """Moves nothing before it is told to."""
+    """Moves nothing until `open` is set."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -206,7 +206,7 @@ def gated_pass(
 ) -> tuple[PassRecord, list[int]]:
     """Run a pass whose prefetch of key 4 waits at the gate, opened before or after layer 1's event.
 
-    Return its record and what it executed.
+    Return its record and the keys it executed.
     """
     engine, slots = wall_engine(policy, 12, mover=Gated)
     assert isinstance(slots, Gated)
@@ -241,8 +241,8 @@ def arrive(engine: WallEngine, slots: Gated) -> None:
 def test_a_prefetch_that_arrives_while_the_router_is_read_is_a_hit(in_time: bool) -> None:
     policy = prefetching({(1, 0): [4]})
     record, _ = gated_pass(policy, arrive if in_time else None, after=True)
-    found = (record.prefetch_hits, record.late, record.misses)
-    assert found == ((1, 0, 0) if in_time else (0, 1, 0))
+    counts = (record.prefetch_hits, record.late, record.misses)
+    assert counts == ((1, 0, 0) if in_time else (0, 1, 0))
 
 
 @pytest.mark.parametrize("late", ["replace", "await"])
@@ -250,14 +250,14 @@ def test_a_late_expert_is_replaced_or_awaited(late: str) -> None:
     random = find_algorithm("miss", "substitute_random")
     policy = prefetching({(1, 0): [4]})
     policy.miss = Always(lambda geometry: random(geometry, late=late))
-    # Where it is replaced, nothing waits for the gate, which is still closed.
+    # Under `replace` nothing waits for the gate, which is still closed.
     record, executed = gated_pass(policy, after=late == "await")
     assert executed == ([0, 5, 8] if late == "replace" else [0, 4, 8])
     assert (record.late, record.misses, record.substituted) == (1, 0, late == "replace")
 
 
 def test_nothing_is_compiled_while_a_run_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compilation would stand in its time; the same rule is compiled in a virtual run."""
+    """Compiling would add to the measured time; a virtual run compiles the same rule."""
     monkeypatch.setattr(ranked, "_PLAIN_VICTIMS", 0)
     monkeypatch.setattr(ranked, "_is_kept", lambda: False)
     monkeypatch.setattr(jit, "has_numba", lambda: True)

@@ -1,4 +1,4 @@
-"""Caches that are warm before the first request: who is in them, what it costs, what it spares."""
+"""Caches warmed before the first request: which experts they hold, at what cost, saving what."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.conftest import Moecache
 
 from . import traces
 
-# Layer 1's experts weigh 1500 bytes, those of the others 1000.
+# Experts take 1500 bytes in layer 1 and 1000 in the others.
 COUNTS = ((0, 9, 2, 0, 0, 0, 0, 0), (0, 0, 0, 9, 0, 0, 0, 1), (7, 0, 0, 0, 0, 0, 0, 0))
 PROFILE = UseProfile(model="", counts=COUNTS)
 
@@ -38,7 +38,7 @@ def warmed(capacity: str, profile: UseProfile | None = PROFILE, **axes: Any) -> 
 @pytest.mark.parametrize(
     ("capacity", "held"),
     [
-        # By use: 1 and 11 (9 each, ties by key), 16 (7), 2 (2), 15 (1); the others never.
+        # By use: 1 and 11 (9 each, ties by key), 16 (7), 2 (2), 15 (1); the others are unused.
         ("1500B", {1}),
         ("2000B", {1, 16}),  # 11 is passed over: its 1500 bytes do not fit beside 1
         ("2500B", {1, 11}),
@@ -82,32 +82,32 @@ def test_every_eviction_copes_and_the_books_balance(
 ) -> None:
     profile = use_of(trace)
     future = Future(trace) if find_algorithm("eviction", name).is_offline else None
-    first = []
-    for each in (None, profile):
-        setting = warmed("40%", each, eviction=name)
+    first_passes = []
+    for warm_profile in (None, profile):
+        setting = warmed("40%", warm_profile, eviction=name)
         engine = replay(trace, setting, future=future, cache_reset=cache_reset)
         engine.check_integrity()
-        # Everybody who was asked for was resident or came over the link.
+        # Every requested expert was resident or came over the link.
         assert engine.link.transfers == sum(p.misses for p in engine.ledger.passes)
-        first.append(engine.ledger.passes[0])
-    cold, warm = first
+        first_passes.append(engine.ledger.passes[0])
+    cold, warm = first_passes
     assert warm.misses < cold.misses and warm.end_s < cold.end_s
 
 
 def test_a_reset_goes_back_to_the_warm_state(trace: Trace) -> None:
     setting = warmed("30%", use_of(trace))
-    first = dict(VirtualEngine(traces.GEOMETRY, setting).pools[0].resident)
+    placed = dict(VirtualEngine(traces.GEOMETRY, setting).pools[0].resident)
     engine = replay(trace, setting)
-    assert engine.pools[0].resident != first
+    assert engine.pools[0].resident != placed
     evictions = sum(p.evictions for p in engine.ledger.passes)
     engine.reset_cache()
-    assert engine.pools[0].resident == first
+    assert engine.pools[0].resident == placed
     engine.check_integrity()
     assert sum(p.evictions for p in engine.ledger.passes) == evictions
 
 
 def test_the_host_computes_what_the_profile_left_out(trace: Trace) -> None:
-    """ktransformers' placement: without a profile its cache stays empty."""
+    """KTransformers places experts by profile: without one its cache stays empty."""
     profile = use_of(trace)
     setting = dataclasses.replace(traces.setting("ktransformers", "50%"), warm=profile)
     cold = replay(trace, dataclasses.replace(setting, warm=None))
@@ -133,12 +133,12 @@ def test_a_models_name_is_the_profile_that_ships_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = load_use("tiny")
-    assert found.model == "tiny" and len(found.counts) == 8 and len(found.counts[0]) == 64
-    for other in ("tinny", "elsewhere/tiny"):
-        with pytest.raises(ValueError, match=f"^warm='{other}'"):
-            load_use(other)
-    # A file of that name comes first, and is no trace by its ending.
+    profile = load_use("tiny")
+    assert profile.model == "tiny" and len(profile.counts) == 8 and len(profile.counts[0]) == 64
+    for wrong_name in ("tinny", "elsewhere/tiny"):
+        with pytest.raises(ValueError, match=f"^warm='{wrong_name}'"):
+            load_use(wrong_name)
+    # A file of that name takes precedence, and its suffix is not a trace's.
     shutil.copy(traces.record(tmp_path)[0], "tiny")
     with pytest.raises(ValueError, match=r"^warm='tiny'"):
         load_use("tiny")

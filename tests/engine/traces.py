@@ -1,4 +1,4 @@
-"""Small routing traces for tests: generated rows, and the files made of them."""
+"""Small routing traces for tests: generated rows, and trace files of them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ ON_DEMAND_EVICTIONS = [
     for name in algorithm_names("eviction")
     if "fetch" in find_algorithm("eviction", name).pairs_with.get("miss", ["fetch"])
 ]
-"""The evictions that go with `miss=fetch`."""
+"""The evictions that pair with `miss=fetch`."""
 
 
 def events(seed: int, num_requests: int = 3, num_decodes: int = 5) -> Iterator[tuple[Event, int]]:
@@ -118,9 +118,9 @@ def requests(
     seed: int = 0,
     engine: VirtualEngine | None = None,
 ) -> Iterator[int]:
-    """Record generated requests, and serve them as a live run does where there is an engine.
+    """Record generated requests and, given an engine, serve them as a live run does.
 
-    Yield the number of each when its last pass is recorded.
+    Yield each request's number once its last pass is recorded.
     """
     for event, request in events(seed, count, num_passes - 1):
         place, is_last = event.pass_index % num_passes, event.layer == GEOMETRY.num_layers - 1
@@ -159,7 +159,7 @@ def record(
 
 
 def half_a_recording(folder: Path, *, keep_until: int) -> TraceWriter:
-    """Record requests and keep those before `keep_until`; the others are unfinished."""
+    """Record requests and keep those numbered below `keep_until`; the others stay unfinished."""
     writer = begin(folder)
     for number in requests(writer):
         if number < keep_until:
@@ -175,10 +175,10 @@ def draw_trace(
     num_passes: int = 15,
     last_alone: bool = False,
 ) -> Trace:
-    """Draw requests of a prompt of 1 to 4 tokens and some decode steps, with all a trace can hold.
+    """Draw requests of a 1 to 4 token prompt and some decode steps, with every field of a trace.
 
-    `sizes` are an expert's bytes in each layer. Some experts are liked more than others. With
-    `last_alone` the last layer serves a prompt's last token alone, as some models have it.
+    `sizes` are an expert's bytes in each layer. Some experts are more popular than others. With
+    `last_alone` the last layer serves only a prompt's last token, as in some models.
     """
     rng = np.random.default_rng(seed)
     num_layers = len(sizes)
@@ -214,7 +214,7 @@ def from_rows(
     weights: Any = None,
     **more: Any,
 ) -> Trace:
-    """Make a trace of rows of request, pass, phase, token and layer, with their experts."""
+    """Make a trace from rows of (request, pass, phase, token, layer) and their experts."""
     table = np.ascontiguousarray(np.asarray(rows, dtype=np.int32).T)
     names = ("request", "pass_index", "phase", "token", "layer")
     columns = Columns(
@@ -226,7 +226,7 @@ def from_rows(
 
 
 def geometry_of(sizes: Sequence[int], num_experts: int, top_k: int) -> Geometry:
-    """Return a geometry by the bytes of an expert in each layer; nothing else has a size."""
+    """Return a geometry with an expert's bytes in each layer, and no dense weights."""
     return Geometry(
         model="generated",
         num_layers=len(sizes),
@@ -238,9 +238,9 @@ def geometry_of(sizes: Sequence[int], num_experts: int, top_k: int) -> Geometry:
 
 
 def decode_trace(experts: Any, num_experts: int, phases: Sequence[str] = ()) -> Trace:
-    """Make a trace of single tokens and of equally large experts from ids [passes, layers, top_k].
+    """Make a trace of single tokens from expert ids [passes, layers, top_k], experts of one size.
 
-    Every pass is a decode step unless `phases` say otherwise.
+    Every pass is a decode step unless `phases` are given.
     """
     num_passes, num_layers, top_k = np.shape(experts)
     kinds = [PHASES.index(phase) for phase in phases or [DECODE] * num_passes]
@@ -269,7 +269,7 @@ def misses(
 
 
 def published(name: str) -> Path:
-    """Return a published trace; the test is skipped where they do not lie beside the checkout."""
+    """Return a published trace; skip the test where the shared data is not available."""
     folder = os.environ.get("MOECACHE_SHARED_DATA")
     if folder is None:
         pytest.skip("MOECACHE_SHARED_DATA is not set: the published traces are not here")
