@@ -1,7 +1,7 @@
-"""Slow, obvious versions of every algorithm, written from the papers' words and not from our code.
+"""Slow, obvious versions of every algorithm, written from the papers and not from our code.
 
-Evictions read the whole log of what happened to a cache and recompute who would leave; routing
-and miss handling go token by token through Python lists.
+Evictions recompute the victim from a cache's whole log; routing and miss handling go token by
+token through Python lists.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lm_eval_moecache.records.geometry import Geometry
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing that happened: `pass`, `insert`, `evict`, `use` (by an event) or `wish`."""
+    """One log entry: `pass`, `insert`, `evict`, `use` (by an event) or `wish` (predicted)."""
 
     what: str
     key: int = -1
@@ -27,14 +27,14 @@ class Entry:
     level: int = 0
     prefetched: bool = False
     event: int = -1
-    """Number of the event that used it."""
+    """Number of the event that used the key."""
     places: tuple[int, ...] = (0,)
-    """Where it stands in the event's [tokens, top_k], read row by row."""
+    """Its positions in the event's [tokens, top_k], in row-major order."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What an oracle sees when somebody has to leave."""
+    """The state that an oracle sees when a victim is needed."""
 
     log: Sequence[Entry]
     resident: Collection[int]
@@ -53,7 +53,7 @@ class Scene:
         return sum(e.what == "use" and e.key == key for e in self.log)
 
     def last(self, key: int, *what: str) -> int:
-        """When one of these last happened to the key."""
+        """Index of the key's last log entry of one of these kinds."""
         i = len(self.log) - 1
         while self.log[i].key != key or self.log[i].what not in what:
             i -= 1
@@ -61,7 +61,7 @@ class Scene:
 
 
 Oracle = Callable[..., Sequence[float]]
-"""(scene, key, parameters) -> the key's place in the order of leaving, smallest first."""
+"""(scene, key, parameters) -> the key's rank in the order of eviction, smallest first."""
 
 
 def lru(scene: Scene, key: int) -> Sequence[float]:
@@ -124,7 +124,7 @@ def least_stale(
     layer, served = scene.layer_of(key), -1
     for i, entry in enumerate(scene.log):
         if entry.what == "pass":
-            # A wish for a layer that was over already is one for this pass.
+            # A wish made after its layer's turn counts for this pass.
             current, touched = wished >= 0, max(touched, wished)
             wished = served = -1
         served = scene.layer_of(entry.key) if entry.what == "use" else served
@@ -133,11 +133,11 @@ def least_stale(
         if entry.what == "insert":
             loaded, wished = i, -1
         if entry.what != "wish" or not current:
-            # A wish protects a stale expert; one that is current already is not moved by it.
+            # A wish protects a stale expert, and does not refresh a current one.
             touched, current = i, True
         if (entry.what == "wish" or entry.prefetched) and layer <= served:
             wished = i
-    # Left ones from the first layer on, those to come from the last layer back.
+    # Past layers leave from the first onwards, layers to come from the last backwards.
     to_come = protect == "coming" and layer > scene.layer
     place = (1, -layer) if to_come else (0, layer)
     return (current, *place, loaded if order == "fifo" else touched)
@@ -156,14 +156,14 @@ def lfru(scene: Scene, key: int) -> Sequence[float]:
         if entry.what == "use" and entry.event != seen:
             now, seen = now + 1, entry.event
         if entry.key == key and entry.what in ("use", "insert"):
-            # An event's own number is the one before it is over.
+            # An event counts itself only once it is over.
             last = now - 1 if entry.what == "use" else now
     rank = (scene.uses(key) + 1) / (now + 1 - last)
     return (rank, *lru(scene, key))
 
 
 def static(scene: Scene, key: int) -> Sequence[float]:
-    """Who came while nobody had to leave stays; the cache of the test is as full as `resident`."""
+    """Keys inserted before the first eviction stay; the test's cache holds `len(resident)`."""
     arrivals = [i for i, e in enumerate(scene.log) if e.what == "insert"]
     came = scene.last(key, "insert")
     return (came <= arrivals[len(scene.resident) - 1], came)
@@ -171,20 +171,20 @@ def static(scene: Scene, key: int) -> Sequence[float]:
 
 def heat_lru(scene: Scene, key: int, protect_above: int = 4) -> Sequence[float]:
     def heat(k: int) -> int:
-        """Uses since it came, less the one it was loaded for: of the first event, in its pass."""
-        came = scene.last(k, "insert")
-        since = scene.log[came + 1 :]
+        """Uses since insertion, less the one it was loaded for: the first, if in the same pass."""
+        arrival = scene.last(k, "insert")
+        since = scene.log[arrival + 1 :]
         hits = sum(e.what == "use" and e.key == k for e in since)
         this_pass = next((i for i, e in enumerate(since) if e.what == "pass"), len(since))
-        own = any(e.what == "use" and e.key == k for e in since[:this_pass])
-        return hits - (own and not scene.log[came].prefetched)
+        used_on_arrival = any(e.what == "use" and e.key == k for e in since[:this_pass])
+        return hits - (used_on_arrival and not scene.log[arrival].prefetched)
 
     cool = any(heat(k) <= protect_above for k in scene.free)
     return (cool and heat(key) > protect_above, scene.last(key, "insert", "use"))
 
 
 def tail_lru(scene: Scene, key: int) -> Sequence[float]:
-    """Uses of one event stand in order of its last token, then of that token's experts."""
+    """Uses in one event rank by the last token, then by that token's order of experts."""
     at = scene.last(key, "insert", "use")
     entry = scene.log[at]
     if entry.what == "insert":
@@ -194,14 +194,14 @@ def tail_lru(scene: Scene, key: int) -> Sequence[float]:
 
 
 def lfru_colibri(scene: Scene, key: int) -> Sequence[float]:
-    """colibri's score: 256 for each use, and up to 255 for a recent one, in accesses."""
+    """colibri's score: 256 for each use, plus up to 255 for recency, counted in accesses."""
     at, came = scene.last(key, "insert", "use"), scene.last(key, "insert")
     age = 1 + sum(e.what == "use" for e in scene.log[at + 1 :])
     return (256 * scene.uses(key) + max(0, 255 - age), came)
 
 
 def hysteresis(scene: Scene, key: int, half_life: int = 64) -> Sequence[float]:
-    """Who is hot is replayed: the log says who came, was used and left (by coming again)."""
+    """Replay the log's inserts, uses and evictions to find which keys are hot."""
     heat: dict[int, int] = {}
     hot: list[int] = []
     passing: list[int] = []
@@ -213,7 +213,7 @@ def hysteresis(scene: Scene, key: int, half_life: int = 64) -> Sequence[float]:
                 heat = {k: h // 2 for k, h in heat.items()}
         elif entry.what == "evict":
             full = True
-            hot, passing = ([k for k in held if k != entry.key] for held in (hot, passing))
+            hot, passing = ([k for k in members if k != entry.key] for members in (hot, passing))
         elif entry.what == "insert":
             (passing if full else hot).append(entry.key)
         elif entry.what == "use":
@@ -310,7 +310,7 @@ def substitute_score(
 
 
 def activating_entropy(logits: Sequence[float], temperature: float) -> float:
-    """BuddyMoE equation 1 of one token's own experts."""
+    """BuddyMoE equation 1 over one token's selected experts."""
     mass = [math.exp((z - max(logits)) / temperature) for z in logits]
     shares = [m / sum(mass) for m in mass]
     return -sum(p * math.log(p) for p in shares if p) / math.log(len(shares))
@@ -341,22 +341,22 @@ def buddy_token(
     order: str = "heaviest",
 ) -> list[int]:
     """One token that passed the gates: sections 3.1 and 3.3 with equation 3."""
-    chosen, given = list(own), list[int]()
+    chosen, substitutes = list(own), list[int]()
     low, high = min(logits), max(logits)
     places = list(enumerate(own))
     for place, missing in places if order == "heaviest" else places[::-1]:
-        if missing in resident or len(given) == rho:
+        if missing in resident or len(substitutes) == rho:
             continue
-        worth = {}
+        scores = {}
         for j in lists[missing]:
-            if j not in resident or j in own or (j in given and not reuse):
+            if j not in resident or j in own or (j in substitutes and not reuse):
                 continue
             logit = (logits[j] - low) / max(high - low, 1e-9)
             psi = q[missing][j] * (1 + eta * logit) * hop_factor(missing, j)
-            worth[j] = psi * reuse ** given.count(j)
-        if worth:
-            chosen[place] = min(worth, key=lambda j: (-worth[j], j))
-            given.append(chosen[place])
+            scores[j] = psi * reuse ** substitutes.count(j)
+        if scores:
+            chosen[place] = min(scores, key=lambda j: (-scores[j], j))
+            substitutes.append(chosen[place])
     return chosen
 
 

@@ -1,9 +1,9 @@
-"""Who leaves after what, by hand: one line or more for each eviction rule (see `testing.play`)."""
+"""Eviction orders by hand: one script or more for each eviction rule (see `testing.play`)."""
 
 from collections.abc import Mapping, Sequence
 
 LOADING_IS_NO_HIT = "load 1 2 3, use 1, leave 1 2 3"
-"""The use that an expert was loaded for does not protect it."""
+"""The use for which an expert was loaded does not protect it."""
 THREE_LAYERS = "load 0 1, use 0 1, load 8 9, use 8 9, load 16 17, use 16 17"
 """A pass that uses two experts of each layer."""
 SCRIPTS: Mapping[str, Sequence[str]] = {
@@ -42,14 +42,14 @@ SCRIPTS: Mapping[str, Sequence[str]] = {
     "layered_lru": ["load 1 2 3 9, use 1, leave 2 3 1 9"],
     "least_stale": [
         "load 1 2 3, use 1, use 2, pass, use 1, leave 3 2 1",
-        # Stale and reached, then stale and to come, the furthest from its turn first, then current.
+        # Stale up to this layer, then stale of layers to come (furthest first), then current.
         f"{THREE_LAYERS}, pass, load 2, use 0 2, leave 1 16 17 8 9 0 2",
-        # Current experts to come are the last to leave.
+        # Current experts of layers to come leave last.
         f"{THREE_LAYERS}, pass, use 0 1, prefetch 10 18, want 8, leave 16 17 9 0 1 18 10 8",
-        # The last layer foresees the next turn of the first: 3 is fetched, 1 is there already.
+        # The last layer predicts the first layer's next turn: 3 is prefetched, 1 is resident.
         f"{THREE_LAYERS}, pass, use 0 1, use 8 9, use 16 17, prefetch 3, want 1, pass, "
         "leave 0 16 17 8 9 3 1",
-        # It is for that pass alone.
+        # The prediction holds for that pass alone.
         f"{THREE_LAYERS}, pass, use 0, want 1, pass, pass, leave 0 1 16 17 8 9",
     ],
     "lfru": ["load 1 2, use 1, leave 2 1"],
@@ -65,4 +65,4 @@ UNSCRIPTED = {
     "belady": "it goes by the future alone",
 }
 USE_DOES_NOT_COUNT = {"fifo", "static"}
-"""Their docstrings speak of use to say so."""
+"""Rules that ignore use, though their docstrings mention it."""

@@ -1,4 +1,4 @@
-"""BuddyMoE: its equations by hand, and algorithm 1 and its gates against plain loops."""
+"""BuddyMoE: its equations by hand, algorithm 1 and its gates against plain loops."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def profile(tmp_path: Path) -> str:
 
 
 def write(folder: Path, arrays: dict[str, Any], **changes: Any) -> str:
-    """Write a profile with these arrays in the place of a sound one's."""
-    made, path = artifact_for(BUDDIES, GEOMETRY), folder / "m.safetensors"
-    changed = dataclasses.replace(made, **changes, arrays={**made.arrays, **arrays})
+    """Write a valid profile with these arrays replaced."""
+    artifact, path = artifact_for(BUDDIES, GEOMETRY), folder / "m.safetensors"
+    changed = dataclasses.replace(artifact, **changes, arrays={**artifact.arrays, **arrays})
     write_artifact(path, changed)
     return str(path)
 
 
 def make(profile: str | None, geometry: Geometry = GEOMETRY, /, **parameters: Any) -> Any:
-    """Build it with open gates: the entropy of no token is 0 or less."""
+    """Build it with open gates: every token's entropy is above 0."""
     open_gates = {"tau": 0.0, "tau_scale": "absolute", "profile": profile}
     return find_algorithm("miss", "buddy")(geometry, **{**open_gates, **parameters})
 
@@ -135,15 +135,15 @@ def test_equations_5_and_6_take_the_shortest_prefix_that_covers_alpha() -> None:
 def test_equation_3_weighs_global_similarity_by_the_tokens_logits_and_the_hops(
     profile: str,
 ) -> None:
-    # Expert 0 is absent, 3 and 4 are resident and not the token's: q is 0.4 and 0.1.
+    # Expert 0 is absent; 3 and 4 are resident and not selected by the token: q is 0.4 and 0.1.
     assert resolve(make(profile), {1, 2, 3, 4}).selection.experts.tolist() == [[3, 1, 2]]
     # The logits of 3 and 4, scaled to 0..1, are 0 and 2.5 / 3: 0.1 (1 + 5 eta / 6) > 0.4 from 3.6.
     text = [3.0, 2.9, 2.8, 0.0, 2.5]
     for eta, expected in ((3.5, 3), (3.7, 4)):
         selection = resolve(make(profile, eta=eta), {1, 2, 3, 4}, text).selection
         assert selection.experts.tolist() == [[expected, 1, 2]]
-    # Two devices hold 0, 1, 2 and 3, 4. Expert 4, absent, likes all alike: without a penalty the
-    # smaller index goes first, with one the neighbour.
+    # Two devices hold 0, 1, 2 and 3, 4. Expert 4, absent, has equal shares for all: without a
+    # penalty the smaller index goes first, with one the neighbour.
     text = [0.5, 0.4, 2.0, 0.3, 3.0]
     for topology, expected in (({}, 1), ({"kappa": 0.1, "partitions": 2}, 3)):
         selection = resolve(make(profile, **topology), {0, 1, 2, 3}, text).selection
@@ -155,11 +155,11 @@ def test_equation_3_weighs_global_similarity_by_the_tokens_logits_and_the_hops(
 
 def test_a_token_of_low_entropy_is_left_alone(profile: str) -> None:
     diffuse, peaked = [1.0, 1.0, 1.0, 0.0, 0.0], [9.0, 1.0, 0.9, 0.0, 0.0]
-    found = resolve(make(profile, tau=0.5), {1, 2, 3}, diffuse, peaked)
-    assert found.selection.experts.tolist() == [[3, 1, 2], [0, 1, 2]]
-    # The sensitive token needs expert 0 after all, and gets it though misses are dropped.
+    fetched = resolve(make(profile, tau=0.5), {1, 2, 3}, diffuse, peaked)
+    assert fetched.selection.experts.tolist() == [[3, 1, 2], [0, 1, 2]]
+    # The sensitive token keeps its expert 0, which is fetched even where misses are dropped.
     dropped = resolve(make(profile, tau=0.5, fallback="drop"), {1, 2, 3}, diffuse, peaked)
-    assert [fetch.key for fetch in found.fetch] == [fetch.key for fetch in dropped.fetch] == [0]
+    assert [fetch.key for fetch in fetched.fetch] == [fetch.key for fetch in dropped.fetch] == [0]
     assert dropped.selection.keep is None
 
 
@@ -251,29 +251,29 @@ def test_algorithm_1_gates_scores_and_budget_agree_with_plain_loops(
     kappa, temperature = given["kappa"], given["temperature"]
     partitions = {0.0: 1, 0.3: 2, 0.4: 4}[kappa]
     handler = wide(**given, partitions=partitions)
-    # The tests by hand are of layer 0.
+    # Layer 1, as the tests by hand use layer 0.
     event = make_event(WIDE, 0, 1, texts)
-    made = artifact_for(BUDDIES, WIDE)
-    q = conditional(made.arrays[PAIRS][1], 1.0).tolist()
+    artifact = artifact_for(BUDDIES, WIDE)
+    q = conditional(artifact.arrays[PAIRS][1], 1.0).tolist()
     lists = [oracles.buddy_list(row, given["alpha"], 16)[: given["H"]] for row in q]
 
     def hop_factor(i: int, j: int) -> float:
         return 1 - kappa * abs(i * partitions // 8 - j * partitions // 8)
 
     bypass = not {k % 8 for k in event.keys} & resident
-    found = answer(handler, event, resident).tolist()
-    for text, own, changed in zip(texts, event.experts.tolist(), found, strict=True):
-        mine = [text[e] for e in own]
-        shares = sorted(math.exp((z - max(mine)) / temperature) for z in mine)
+    answers = answer(handler, event, resident).tolist()
+    for text, selected, changed in zip(texts, event.experts.tolist(), answers, strict=True):
+        selected_logits = [text[e] for e in selected]
+        shares = sorted(math.exp((z - max(selected_logits)) / temperature) for z in selected_logits)
         margin = (shares[-1] - shares[-2]) / sum(shares)
-        entropy = oracles.activating_entropy(mine, temperature)
+        entropy = oracles.activating_entropy(selected_logits, temperature)
         if abs(entropy - given["tau"]) < 1e-5 or abs(margin - given["gamma"]) < 1e-5:
             continue
-        expected = own
+        expected = selected
         if not bypass and entropy > given["tau"] and margin < given["gamma"]:
-            chosen = {name: given[name] for name in ("eta", "reuse", "order")}
-            chosen |= {"rho": given["rho"] or 3, "hop_factor": hop_factor}
-            expected = oracles.buddy_token(text, own, resident, lists, q, **chosen)
+            options = {name: given[name] for name in ("eta", "reuse", "order")}
+            options |= {"rho": given["rho"] or 3, "hop_factor": hop_factor}
+            expected = oracles.buddy_token(text, selected, resident, lists, q, **options)
         assert changed == expected
 
 
@@ -285,11 +285,11 @@ def test_counting_agrees_with_going_through_the_tokens() -> None:
     event = make_event(WIDE, 0, 1, logits)
     counts.add(1, event.experts, logits, weight)
     active, pairs, weighted = np.zeros(8), np.zeros((8, 8)), np.zeros((8, 8))
-    for token, own in enumerate(event.experts.tolist()):
-        mass = {e: math.exp(logits[token, e]) for e in own}
-        for i in own:
+    for token, selected in enumerate(event.experts.tolist()):
+        mass = {e: math.exp(logits[token, e]) for e in selected}
+        for i in selected:
             active[i] += weight[token]
-            for j in own:
+            for j in selected:
                 if i != j:
                     pairs[i, j] += weight[token]
                     share = min(mass[i], mass[j]) / sum(mass.values())
@@ -305,7 +305,7 @@ def test_what_routing_dropped_is_neither_replaced_nor_counted(profile: str) -> N
     event = event._replace(experts=np.array([[0, 1, DROPPED]]))
     event = event._replace(keys=[0, 1])
     resolution = make(profile, tau=0.99).resolve(event, [0], {1, 2, 4})
-    # Expert 2 is free now that the token lost it; two equal shares are fully diffuse.
+    # Expert 2 is free again, as routing dropped it; two equal shares are fully diffuse.
     assert resolution.selection.experts.tolist() == [[2, 1, DROPPED]]
 
 

@@ -27,27 +27,27 @@ def commit(**parameters: Any) -> Any:
 
 
 def chosen(routing: Any, predicted: Any, logits: Any, phase: str = DECODE) -> Selection | None:
-    """Predict layer 1 at layer 0, then ask for layer 1."""
+    """Predict layer 1 at layer 0, then route layer 1."""
     tokens = np.atleast_2d(np.asarray(logits, dtype=np.float32))
     guess = np.atleast_2d(np.asarray(predicted, dtype=np.float32))
     first = make_event(GEOMETRY, 3, 0, np.zeros_like(tokens), phase, {1: guess})
     routing.select(first, ())
-    found: Selection | None = routing.select(make_event(GEOMETRY, 3, 1, tokens, phase), ())
-    return found
+    selection: Selection | None = routing.select(make_event(GEOMETRY, 3, 1, tokens, phase), ())
+    return selection
 
 
 def logits_of(shares: list[float]) -> list[float]:
     return np.log(shares).tolist()
 
 
-# The router gives experts 0, 1, 2, 3 these shares; 4 and 5 share the rest.
+# The router's shares: its top-4 are experts 0, 1, 2 and 3.
 TRUE = [0.4, 0.2, 0.15, 0.1, 0.09, 0.06]
-# The predictor names 0, 1, 4 and 5: two are right.
+# The predictor's shares: its top-4 are 0, 1, 4 and 5, of which two are right.
 GUESS = [0.3, 0.25, 0.02, 0.03, 0.22, 0.18]
 
 
 def test_owa_by_hand() -> None:
-    """Eq. 5: the missed 0.25 goes to the right ones (0.6) by 1 + 0.25 / 0.6; eq. 6 rescales."""
+    """Eq. 5 scales the right ones (0.6) by 1 + 0.25 / 0.6 for the missed 0.25; eq. 6 rescales."""
     selection = chosen(
         commit(weights="owa", alpha1=1.2, alpha2=1.1), *map(logits_of, (GUESS, TRUE))
     )
@@ -80,17 +80,19 @@ def test_without_owa_the_predictors_scores_weigh_or_the_routers() -> None:
     plain = chosen(commit(), *map(logits_of, (GUESS, TRUE)))
     assert plain is not None
     np.testing.assert_allclose(plain.weights, [[0.3, 0.25, 0.22, 0.18]], rtol=1e-5)
-    own = chosen(commit(scores="router"), *map(logits_of, (GUESS, TRUE)))
-    assert own is not None and own.weights is None, "the family's rule on the router's logits"
+    by_router = chosen(commit(scores="router"), *map(logits_of, (GUESS, TRUE)))
+    assert by_router is not None and by_router.weights is None, (
+        "the family's rule on the router's logits"
+    )
     adjusted = chosen(commit(scores="router", weights="owa"), *map(logits_of, (GUESS, TRUE)))
     assert adjusted is not None and adjusted.weights is not None
-    # Right ones 0.85 together, wrong ones 0.09 and 0.06, all scaled to 0.85.
+    # The right ones sum to 0.85, the wrong ones are 0.09 and 0.06; all are scaled to 0.85.
     np.testing.assert_allclose(adjusted.weights[0, 2:], [0.09 * 0.85, 0.06 * 0.85], rtol=1e-5)
 
 
 @pytest.mark.parametrize(("right", "triggered"), [(0, False), (1, False), (2, True), (3, True)])
 def test_owa_acts_on_predictions_that_are_right_in_part(right: int, triggered: bool) -> None:
-    """Qwen1.5-MoE, section 5.2: 4 experts, triggered by 2 to 3 right ones."""
+    """Section 5.2, Qwen1.5-MoE: top-4, triggered by 2 or 3 right ones."""
     shares = np.array([8, 7, 6, 5, 1, 1, 1, 1]) / 30
     geometry = make_geometry(num_layers=2, num_experts=8, top_k=4)
     routing = find_algorithm("routing", "commit")(geometry, weights="owa", alpha1=1.3)
@@ -109,9 +111,9 @@ def test_the_papers_values_are_compositions() -> None:
         "commitmoe_mixtral": (2, 1.2, 1.06, 1, 1),
     }
     for name, (top_k, *values) in expected.items():
-        given = load_policy(name).routing.parameters
+        parameters = load_policy(name).routing.parameters
         names = ("alpha1", "alpha2", "trigger_min", "trigger_max")
-        assert [given[n] for n in names] == values
+        assert [parameters[n] for n in names] == values
         geometry = make_geometry(num_experts=16, top_k=top_k)
         neutral = find_algorithm("routing", "commit")(geometry, weights="owa")
         assert [neutral.trigger_min, neutral.trigger_max] == values[2:], "the default range"
@@ -155,7 +157,7 @@ def test_the_first_layer_of_the_first_generated_token_is_the_routers() -> None:
         event = make_event(GEOMETRY, pass_index, layer, [range(6)], phase, predicted)
         return routing.select(event, ()) is not None
 
-    # A prefill's last layer predicts nothing (core/predictor.py), a decode step's does.
+    # A prefill's last layer predicts nothing, a decode step's does.
     assert [ask(0, 0, PREFILL), ask(0, 1, PREFILL, wraps=False)] == [False, True]
     assert [ask(1, 0, DECODE), ask(1, 1, DECODE)] == [False, True]
     assert [ask(2, 0, DECODE), ask(2, 1, DECODE)] == [True, True]
@@ -205,8 +207,8 @@ def test_a_lossy_miss_keeps_the_weights_of_what_it_leaves() -> None:
     first = Selection(np.array([[0, 1, 2]]), weights=np.array([[0.5, 0.3, 0.2]], np.float32))
     swapped = Selection(np.array([[0, 4, 2]])).after(first)
     np.testing.assert_allclose(swapped.weights, [[0.5, np.nan, 0.2]])
-    taken = Selection(np.array([[0, 4, 2]]), weigh_as=np.array([[0, 1, 2]])).after(first)
-    np.testing.assert_allclose(taken.weights, [[0.5, 0.3, 0.2]])
+    inherited = Selection(np.array([[0, 4, 2]]), weigh_as=np.array([[0, 1, 2]])).after(first)
+    np.testing.assert_allclose(inherited.weights, [[0.5, 0.3, 0.2]])
     joined = Selection.join(np.array([[0, 1, 2], [3, 4, 5]]), [first, None])
     assert joined is not None and joined.weights is not None
     np.testing.assert_allclose(joined.weights, [[0.5, 0.3, 0.2], [np.nan] * 3])

@@ -1,4 +1,4 @@
-"""The YAML files in policies/: that each of them is told, and runs."""
+"""The YAML files in policies/: each is documented and runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_composition_runs(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mixture_cache", "cumsum", "max_rank"])
 def test_cache_conditional_compositions_are_the_papers(name: str) -> None:
-    """They act while decoding only, with a cache per layer, whatever form the capacity has."""
+    """They act only while decoding, with a cache per layer, whatever the capacity's form."""
     policy, geometry = load_policy(name), make_geometry(num_layers=3, num_experts=8)
     assert policy.phases == "decode"
     size = geometry.expert_bytes[0][0]
@@ -67,5 +67,5 @@ def test_pre_gated_prefetches_what_it_decided_and_adapmoe_one_expert_a_layer_and
     assert all(p.predicted_right == p.predicted == p.predictable for p in passes)
     assert sum(p.predicted for p in passes) > 50
     passes = run(load_policy("adapmoe"), make_geometry(), "100%").engine.ledger.passes
-    # Two of three layers have one before them.
+    # Two of the three layers have a layer before them.
     assert {p.predicted for p in passes if p.phase == "decode"} == {2}

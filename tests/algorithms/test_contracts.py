@@ -1,4 +1,4 @@
-"""Every file in the four folders keeps its axis' contract; a new file is found by itself."""
+"""Every file in the four folders keeps its axis' contract; new files are discovered."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def contract_cases() -> dict[str, type[Contract]]:
         for name in algorithm_names(axis):
             title = f"Test_{axis}_{name}"
             algorithm = find_algorithm(axis, name)
-            own: dict[str, Any] = {"algorithm": algorithm}
+            attributes: dict[str, Any] = {"algorithm": algorithm}
             if axis == "eviction":
-                own["scripts"] = SCRIPTS.get(name, ())
+                attributes["scripts"] = SCRIPTS.get(name, ())
                 if name in USE_DOES_NOT_COUNT:
-                    own["looks_at_use"] = False
-            cases[title] = type(title, (CONTRACTS[axis],), own)
+                    attributes["looks_at_use"] = False
+            cases[title] = type(title, (CONTRACTS[axis],), attributes)
     return cases
 
 
@@ -90,7 +90,7 @@ def test_every_eviction_has_a_script_or_a_reason() -> None:
 
 @pytest.mark.parametrize("axis", ["routing", "prefetch", "miss"])
 def test_every_other_rule_has_a_case_of_its_own(axis: str) -> None:
-    """Beside what is run for every file: a case worked by hand, or an oracle."""
+    """Besides the tests run for every file: a case worked by hand, or an oracle."""
     generic = {"test_contracts.py", "test_parameters.py"}
     files = [p for p in Path(__file__).parents[1].rglob("test_*.py") if p.name not in generic]
     tests = "\n".join(path.read_text(encoding="utf-8") for path in files)
@@ -100,17 +100,17 @@ def test_every_other_rule_has_a_case_of_its_own(axis: str) -> None:
 
 
 class Forgetful(FIFO):
-    """Evicts what was least recently used, it says."""
+    """Evicts the least recently used, or so it claims."""
 
 
 class NoisyLRU(LRU):
-    """Evicts the least recently used, and takes a question for an answer."""
+    """Evicts the least recently used, and counts being asked as a use."""
 
     def victim(self, pinned: Container[int], layer: int) -> int | None:
-        found = super().victim(pinned, layer)
-        if found is not None:
-            self._log.extend((A_USE, found, 0))
-        return found
+        key = super().victim(pinned, layer)
+        if key is not None:
+            self._log.extend((A_USE, key, 0))
+        return key
 
 
 def test_the_contract_finds_a_rule_that_forgets_use_and_one_that_changes_when_asked() -> None:
@@ -150,12 +150,12 @@ class Failing(LRU):
 def test_an_error_inside_an_outside_algorithm_names_it_and_its_layer(tmp_path: Path) -> None:
     geometry = make_geometry()
     policy = load_policy("on_demand", {"eviction": f"{__name__}.Failing"})
-    made = policy.eviction.build(geometry, 0)
-    where = rf"eviction={__name__}\.Failing \(.*test_contracts\.py\): "
-    with pytest.raises(AlgorithmError, match=where + r"Failing\.victim at layer 1 raised"):
-        made.victim(set(), 1)
+    eviction = policy.eviction.build(geometry, 0)
+    prefix = rf"eviction={__name__}\.Failing \(.*test_contracts\.py\): "
+    with pytest.raises(AlgorithmError, match=prefix + r"Failing\.victim at layer 1 raised"):
+        eviction.victim(set(), 1)
     with pytest.raises(AlgorithmError, match=r"Failing\.on_event at layer 2 raised KeyError: 3"):
-        made.on_event(Event(0, 2, DECODE, 1, []))
+        eviction.on_event(Event(0, 2, DECODE, 1, []))
 
 
 def test_no_result_depends_on_the_hash_seed() -> None:
@@ -172,13 +172,13 @@ def test_no_result_depends_on_the_hash_seed() -> None:
     printed = set()
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(root)}
-        command, how = [sys.executable, "-c", script], {"capture_output": True, "check": True}
-        printed.add(subprocess.run(command, env=environment, cwd=root, **how).stdout)
+        command, options = [sys.executable, "-c", script], {"capture_output": True, "check": True}
+        printed.add(subprocess.run(command, env=environment, cwd=root, **options).stdout)
     assert len(printed) == 1
 
 
 class Peeking(Drop):
-    """Drops by logits that it has not asked for."""
+    """Drops by logits that it has not declared."""
 
     def resolve(self, event: Event, absent: Any, resident: Any) -> Any:
         assert event.logits[0] is not None

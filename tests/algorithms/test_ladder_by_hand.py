@@ -1,4 +1,4 @@
-"""The miss algorithms of a ladder of precisions: worked by hand, and against slow versions."""
+"""Miss algorithms on a ladder of precisions: worked by hand, and against slow versions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.testing.streams import laddered, make_event, make_geometry
 
 GEOMETRY = laddered(make_geometry(num_layers=2, num_experts=6, top_k=4))
-# Softmax scores of the first four, as shares of their sum: 0.5, 0.25, 0.15, 0.1.
+# The first four's softmax scores, as shares of their sum: 0.5, 0.25, 0.15, 0.1.
 LOGITS = np.log([0.4, 0.2, 0.12, 0.08, 0.01, 0.005]).tolist()
 SIZES = {"expert_bytes": ((100, 50),), "precision": ("int8", "int4")}
 TWO = dataclasses.replace(make_geometry(num_layers=1, num_experts=6, top_k=4), **SIZES)
@@ -41,12 +41,14 @@ def test_fetch_lowest_loads_what_is_absent_at_the_lowest_and_prefetches_at_the_b
 
 
 def test_fetch_priority_degrades_the_bottom_60th_percentile_of_a_tokens_ranks() -> None:
-    """Of four, the last ceil(0.6 x 3) = 2: rank 2 at int4, rank 3 at int2."""
+    """The last ceil(0.6 x 3) = 2 of four ranks: rank 2 at int4, rank 3 at int2."""
     event = make_event(GEOMETRY, 0, 0, [LOGITS])
-    asked = make("fetch_priority").resolve(event, [0, 1, 2, 3], {})
-    assert levels(asked) == {0: 0, 1: 0, 2: 1, 3: 2}
-    two = make("fetch_priority", TWO, h=1).resolve(make_event(TWO, 0, 0, [LOGITS]), [0, 1, 3], {})
-    assert levels(two) == {0: 0, 1: 1, 3: 1}
+    resolution = make("fetch_priority").resolve(event, [0, 1, 2, 3], {})
+    assert levels(resolution) == {0: 0, 1: 0, 2: 1, 3: 2}
+    two_levels = make("fetch_priority", TWO, h=1).resolve(
+        make_event(TWO, 0, 0, [LOGITS]), [0, 1, 3], {}
+    )
+    assert levels(two_levels) == {0: 0, 1: 1, 3: 1}
     weights = np.array([0.5, 0.25, 0.15, 0.1])
     assert (weights < np.percentile(weights, 60)).tolist() == [False, False, True, True]
 
@@ -54,17 +56,17 @@ def test_fetch_priority_degrades_the_bottom_60th_percentile_of_a_tokens_ranks() 
 def test_fetch_priority_prefetches_by_the_rank_in_the_predicted_gate() -> None:
     event = make_event(GEOMETRY, 0, 0, [LOGITS], predicted={1: [LOGITS[::-1]]})
     miss = make("fetch_priority")
-    # Layer 1 is expected to choose 5, 4, 3, 2 in that order; 0 is not expected at all.
+    # The prediction for layer 1 is 5, 4, 3, 2 in that order, without 0.
     assert miss.prefetch_levels(event, 1, [8, 11, 9, 6]) == [2, 0, 1, 2]
-    # Without a prediction the order of the proposals stands for the ranks.
+    # Without a prediction, the order of the proposals serves as ranks.
     assert miss.prefetch_levels(event, 0, [3, 1, 2, 0, 5]) == [0, 0, 1, 2, 2]
 
 
 def test_cascade_goes_by_the_weight_that_stands_before_an_expert() -> None:
-    """Before them stand 0, 0.5, 0.75 and 0.9 of the weight; up to t1 int8, above t2 int2."""
+    """The experts before each hold 0, 0.5, 0.75, 0.9 of the weight; int8 to t1, int2 above t2."""
     event = make_event(GEOMETRY, 0, 0, [LOGITS])
-    found = levels(make("cascade", t1=0.6, t2=0.8).resolve(event, [0, 1, 2, 3], {}))
-    assert found == {0: 0, 1: 0, 2: 1, 3: 2}
+    fetched_levels = levels(make("cascade", t1=0.6, t2=0.8).resolve(event, [0, 1, 2, 3], {}))
+    assert fetched_levels == {0: 0, 1: 0, 2: 1, 3: 2}
     assert levels(make("cascade", t1=0.45, t2=0.95).resolve(event, [1, 3], {})) == {1: 1, 3: 1}
     two = make_event(TWO, 0, 0, [LOGITS])
     assert levels(make("cascade", TWO).resolve(two, [0, 1, 2, 3], {})) == {0: 0, 1: 0, 2: 1, 3: 1}
@@ -73,9 +75,9 @@ def test_cascade_goes_by_the_weight_that_stands_before_an_expert() -> None:
 def test_cascade_leaves_dropped_experts_out_of_the_weight() -> None:
     event = make_event(GEOMETRY, 0, 0, [LOGITS])
     event = event._replace(experts=np.array([[DROPPED, 1, 2, 3]]))
-    # Of 0.25, 0.15 and 0.1 before them: 0, 0.5 and 0.8.
-    found = levels(make("cascade", t1=0.6, t2=0.9).resolve(event, [1, 2, 3], {}))
-    assert found == {1: 0, 2: 0, 3: 1}
+    # Of 0.25 + 0.15 + 0.1, the experts before each hold 0, 0.5 and 0.8.
+    fetched_levels = levels(make("cascade", t1=0.6, t2=0.9).resolve(event, [1, 2, 3], {}))
+    assert fetched_levels == {1: 0, 2: 0, 3: 1}
 
 
 def test_cascade_prefetches_by_the_predicted_gate_or_at_the_best() -> None:
@@ -86,7 +88,7 @@ def test_cascade_prefetches_by_the_predicted_gate_or_at_the_best() -> None:
 
 
 def test_drop_cascade_drops_what_is_absent_beyond_the_last_threshold() -> None:
-    """On three levels the steps are 0.45, 0.575 and 0.7: 0.5 comes at int4, 0.75 is dropped."""
+    """Thresholds on three levels: 0.45, 0.575, 0.7. At 0.5 an expert is int4, at 0.75 dropped."""
     event = make_event(GEOMETRY, 0, 0, [LOGITS])
     miss = make("drop_cascade", t1=0.45, t2=0.7)
     resolution = miss.resolve(event, [0, 1, 2], {3: 2})
@@ -119,7 +121,7 @@ def test_what_makes_no_sense_is_refused(
 
 
 def wishes(name: str, event: Event, token: int, t1: float, t2: float, h: int) -> dict[int, int]:
-    """Expert -> the level that one token asks for; 3 stands for dropping."""
+    """Expert -> the level that one token demands; 3 means dropping."""
     experts = event.experts[token].tolist()
     scores = softmax(event.logits)[token].tolist()
     total = sum(scores[e] for e in experts)
@@ -172,5 +174,5 @@ def test_ladder_algorithms_agree_with_their_slow_versions(
                 expected[expert] = min(level, expected.get(expert, 9))
     resolution = make(name, **parameters).resolve(event, absent, resident)
     assert levels(resolution) == expected
-    found = keep | True if resolution.selection is None else resolution.selection.keep
-    assert found.tolist() == keep.tolist()
+    resolved_keep = keep | True if resolution.selection is None else resolution.selection.keep
+    assert resolved_keep.tolist() == keep.tolist()

@@ -1,6 +1,6 @@
-"""The textbook rules against libCacheSim's own counts, which nobody here wrote.
+"""The textbook rules against libCacheSim, an independent implementation.
 
-On plain traces, of one layer and one expert an event, where a replay and a request mean the same.
+The traces have one layer and one expert an event, so that an event is one request.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ THEIRS: Mapping[str, str] = {
     "slru": "SLRU",
     "two_q": "TwoQ",
 }
-"""Ours -> theirs. Its LFU forgets the count of who leaves, and its W-TinyLFU counts in a sketch."""
+"""Our name -> libCacheSim's. Its LFU forgets evicted keys' counts; its W-TinyLFU uses a sketch."""
 
 
 def plain_trace(num_experts: int, length: int, seed: int) -> IntArray:
-    """Draw requests of uneven popularity, whose favourites change five times."""
+    """Draw requests of uneven popularity; the favourites differ in each fifth."""
     rng = np.random.default_rng(seed)
     shares = 1 / np.arange(1, num_experts + 1) ** 0.9
     drawn = rng.choice(num_experts, length, p=shares / shares.sum())
@@ -48,6 +48,8 @@ def test_a_textbook_rule_misses_as_often_as_libcachesims(
 ) -> None:
     libcachesim = pytest.importorskip("libcachesim", reason="no wheel of it for this platform")
     trace = plain_trace(num_experts, 4000, seed=size)
-    own = misses(decode_trace(trace[:, np.newaxis, np.newaxis], num_experts), name, size)
-    theirs = their_misses(libcachesim, THEIRS[name], trace, size)
-    assert own == theirs, f"{name} misses {own} times, libCacheSim's {THEIRS[name]} {theirs}"
+    our_count = misses(decode_trace(trace[:, np.newaxis, np.newaxis], num_experts), name, size)
+    their_count = their_misses(libcachesim, THEIRS[name], trace, size)
+    assert our_count == their_count, (
+        f"{name} misses {our_count} times, libCacheSim's {THEIRS[name]} {their_count}"
+    )

@@ -51,7 +51,7 @@ def serve(engine: VirtualEngine, event: Event) -> tuple[PassRecord, Selection | 
 
 def test_substitute_score_takes_the_closest_near_expert_within_the_tolerance() -> None:
     event = make_event(GEOMETRY, 0, 0, [LOGITS])
-    # Expert 2 (absent) is closest to 3; 1 is at home; 4 and 5 are resident as well.
+    # Expert 2 (absent) is closest to 3; 1 is selected already; 4 and 5 are resident as well.
     resolution = make("substitute_score").resolve(event, [2], {0, 1, 3, 4, 5})
     assert resolution.selection.experts.tolist() == [[0, 1, 3]]
     assert list(resolution.fetch) == []
@@ -63,7 +63,7 @@ def test_what_finds_no_substitute_is_fetched_or_dropped() -> None:
     event = make_event(GEOMETRY, 0, 0, [LOGITS])
     resident = {3}
     fetched = make("substitute_score").resolve(event, [0, 1, 2], resident)
-    # The heaviest chooses first: 0 finds nothing within 0.1, 1 is 0.14 from 3, 2 is 0.007.
+    # The heaviest goes first: 0 has nothing within 0.1, 1 is 0.14 from 3, 2 is 0.007 from it.
     assert fetched.selection.experts.tolist() == [[0, 1, 3]]
     assert [fetch.key for fetch in fetched.fetch] == [0, 1]
     dropped = make("substitute_score", fallback="drop").resolve(event, [0, 1, 2], resident)
@@ -112,7 +112,7 @@ def test_substitutes_are_counted_and_what_they_weigh_reaches_the_eviction() -> N
     plan = engine.run(event)
     engine.end_pass()
     selection = plan.selection
-    # Expert 3 is absent; 2 is 0.007 away and at hand.
+    # Expert 3 is absent; 2 is 0.007 away and resident.
     assert selection is not None
     assert selection.experts.tolist() == [[0, 1, 2]]
     assert (record.misses, record.substituted, record.unfaithful) == (1, 1, 1)
@@ -130,7 +130,7 @@ def test_drop_cold_leaves_out_what_has_less_than_its_even_share() -> None:
     assert resolution.selection.keep.tolist() == [[True, False, False]]
     assert resolution.selection.renormalize, "as the source does unless it is told not to"
     assert make("drop_cold").resolve(event, [0], {1, 2}) is None
-    # Half of an even share is 1/6: only the last is below.
+    # Half of an even share is 1/6: only expert 2 is below.
     half = make("drop_cold", factor=0.5).resolve(event, [1, 2], {0})
     assert [fetch.key for fetch in half.fetch] == [1]
 
@@ -140,9 +140,9 @@ def test_degrade_zero_keeps_one_expert_and_leaves_prompts_alone() -> None:
     light = make("degrade_zero", tau=0.1).resolve(event, [0, 2], {1})
     assert light.selection.keep.tolist() == [[True, True, False]]
     assert light.selection.renormalize
-    everything = make("degrade_zero", tau=1.0).resolve(event, [0, 1, 2], set())
-    assert everything.selection.keep.tolist() == [[True, False, False]]
-    assert [fetch.key for fetch in everything.fetch] == [0]
+    all_light = make("degrade_zero", tau=1.0).resolve(event, [0, 1, 2], set())
+    assert all_light.selection.keep.tolist() == [[True, False, False]]
+    assert [fetch.key for fetch in all_light.fetch] == [0]
     prompt = make_event(GEOMETRY, 0, 0, [LOGITS], phase="prefill")
     assert make("degrade_zero", tau=1.0).resolve(prompt, [0, 1, 2], set()) is None
 
@@ -158,9 +158,9 @@ def test_expert_budget_keeps_hits_and_the_heaviest_misses_of_all_tokens() -> Non
 
 
 def test_expert_budget_may_rescue_a_tokens_heaviest_expert() -> None:
-    """The case of colibri#560: two tokens of different experts, and room for the heavier one."""
+    """The case of colibri#560: two tokens with different experts, and a budget of one."""
     event = make_event(GEOMETRY, 0, 0, [LOGITS, [0.0, 0.0, 0.0, 3.0, 2.5, 2.0]])
-    # Shares of the first are 0.665, 0.245, 0.090, of the second 0.506, 0.307, 0.186.
+    # Shares of the first token are 0.665, 0.245, 0.090, of the second 0.506, 0.307, 0.186.
     absent = [0, 1, 2, 3, 4, 5]
     emptied = make("expert_budget", budget=1).resolve(event, absent, {})
     assert emptied.selection.keep.tolist() == [[True, False, False], [False] * 3]

@@ -38,7 +38,7 @@ STEP = st.one_of(
 )
 READINGS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in oracles.EVICTIONS),
-    # Every reading of a paper's words, each alone.
+    # Every reading of a paper, each alone.
     *(
         (name, {key: value})
         for name in oracles.EVICTIONS
@@ -55,7 +55,7 @@ LIGHT = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 class Witness:
-    """A small cache that asks the algorithm and the oracle, and compares."""
+    """A small cache that compares the algorithm's victims with the oracle's."""
 
     def __init__(self, name: str, parameters: dict[str, Any], size: int) -> None:
         self.eviction = find_algorithm("eviction", name)(GEOMETRY, **parameters)
@@ -84,15 +84,15 @@ class Witness:
         for key in event.keys:
             if key not in self.resident:
                 self.load(key, set(event.keys), layer)
-        # Any levels will do: here those that the weights' numbers make up.
+        # Any levels will do: these are derived from the weights.
         levels = {k: weights[k % len(weights)] % 3 for k in event.keys}
         self.eviction.on_levels(event, levels)
         for key in event.keys:
-            mine = event.experts == key % GEOMETRY.num_experts
-            served = tuple(event.weights[mine].tolist())
-            places = tuple(mine.ravel().nonzero()[0].tolist())
-            used = Entry("use", key, served, levels[key], event=self.num_events, places=places)
-            self.log.append(used)
+            assigned = event.experts == key % GEOMETRY.num_experts
+            served = tuple(event.weights[assigned].tolist())
+            places = tuple(assigned.ravel().nonzero()[0].tolist())
+            use = Entry("use", key, served, levels[key], event=self.num_events, places=places)
+            self.log.append(use)
         self.num_events += 1
 
     def event(self, layer: int, tokens: list[list[int]], weights: list[int]) -> Event:
@@ -108,13 +108,13 @@ class Witness:
             expected = min(order, key=lambda k: order[k]) if order else None
             if not prefetched:
                 self.eviction.on_miss(key)
-            got = self.eviction.victim(pinned, layer)
-            assert got == expected, f"{got} leaves, but by {order} it is {expected}'s turn"
-            if got is None:
+            victim = self.eviction.victim(pinned, layer)
+            assert victim == expected, f"{victim} leaves, but by {order} it is {expected}'s turn"
+            if victim is None:
                 return
-            self.resident.remove(got)
-            self.log.append(Entry("evict", got))
-            self.eviction.on_evict(got)
+            self.resident.remove(victim)
+            self.log.append(Entry("evict", victim))
+            self.eviction.on_evict(victim)
         self.resident.add(key)
         self.log.append(Entry("insert", key, prefetched=prefetched))
         self.eviction.on_insert(key, prefetched)
@@ -133,9 +133,9 @@ def test_an_eviction_agrees_with_its_oracle_key_by_key(
 
 
 def test_every_online_deterministic_eviction_has_an_oracle() -> None:
-    """The textbook rules have one that nobody here wrote (`test_libcachesim.py`)."""
-    # Random is tested by its distribution, Belady and importance in their own files;
-    # and so is hazard; of the others, the scripts.
+    """The textbook rules have an independent one (`test_libcachesim.py`)."""
+    # Random is tested by its distribution; Belady, importance and hazard in their own files; the
+    # others by their scripts.
     has_none = {"random", "belady", "importance", "hazard", "w_tinylfu", "pinned_lru"}
     online = {n for n in algorithm_names("eviction") if n not in has_none | THEIRS.keys()}
     missing = online - oracles.EVICTIONS.keys()
@@ -187,7 +187,7 @@ def test_cache_prior_agrees_with_equations_9_and_10(
         assert set(experts[0].tolist()) == expected
 
 
-# Few values, so that there are ties; and some between them.
+# A few fixed values, so that ties are common, and any others between them.
 FINE_LOGITS = st.lists(
     st.one_of(st.sampled_from([-1.5, 0.0, 0.25, 2.0]), st.floats(-20, 20, width=16)),
     min_size=10,
@@ -211,16 +211,16 @@ def test_cache_prior_chooses_for_one_token_as_for_many(
     for step, logits in enumerate(texts):
         event = make_event(geometry, step, 1, [logits])
         if is_unusual:
-            # A router that chose by more than its logits.
+            # The choice of a router that selects by more than its logits.
             event = event._replace(experts=np.array([[7, 1, 4]]), keys=[17, 11, 14])
-        found = quick.select(event, resident)
+        selection = quick.select(event, resident)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cache_prior, "is_by_logits", lambda *_: False)
             expected = slow.select(event, resident)
-        assert (found is None) == (expected is None)
-        if found is not None and expected is not None:
-            assert found.experts.tolist() == expected.experts.tolist()
-            assert found.experts.dtype == expected.experts.dtype
+        assert (selection is None) == (expected is None)
+        if selection is not None and expected is not None:
+            assert selection.experts.tolist() == expected.experts.tolist()
+            assert selection.experts.dtype == expected.experts.dtype
 
 
 @LIGHT
@@ -240,13 +240,15 @@ def test_substitute_score_agrees_token_by_token(
     resolution = handler.resolve(fresh(event), absent, resident)
     experts = event.experts if resolution is None else resolution.selection.experts
     scores = softmax(np.array(texts, dtype=np.float32))
-    for token, own in enumerate(event.experts.tolist()):
+    for token, original in enumerate(event.experts.tolist()):
         row = [np.float32(s) for s in scores[token]]
-        expected = oracles.substitute_score(row, own, resident, np.float32(tolerance), relative)
+        expected = oracles.substitute_score(
+            row, original, resident, np.float32(tolerance), relative
+        )
         assert experts[token].tolist() == expected
     if resolution is not None:
-        left = {e for row in experts.tolist() for e in row} - resident
-        assert {fetch.key for fetch in resolution.fetch} == left
+        fetched_experts = {e for row in experts.tolist() for e in row} - resident
+        assert {fetch.key for fetch in resolution.fetch} == fetched_experts
 
 
 @LIGHT
@@ -290,10 +292,10 @@ def test_random_replacements_are_uniform_over_what_is_allowed(axis_name: str) ->
 def test_frequency_prefetch_agrees_with_counting(seed: int) -> None:
     geometry = make_geometry()
     algorithm = find_algorithm("prefetch", "frequency")(geometry, overfetch=1.4, lookahead=2)
-    seen: list[Event] = []
+    past_events: list[Event] = []
     for event in (e for p in make_stream(geometry, seed=seed) for e in p):
-        seen.append(event)
-        counts = oracles.activation_matrix(geometry, seen)
+        past_events.append(event)
+        counts = oracles.activation_matrix(geometry, past_events)
         expected = []
         for ahead in (1, 2):
             layer = (event.layer + ahead) % 3
@@ -328,11 +330,11 @@ def test_history_prefetch_follows_the_most_similar_request(seed: int, kept: int)
 
 
 def foretold(match: Any, layer: int) -> list[int]:
-    """Each later layer's three largest shares, less the further away, largest first."""
-    found = []
+    """Each later layer's three largest shares, discounted by distance, largest first."""
+    ranked = []
     for target in range(layer + 1, 3):
         best = sorted(range(8), key=lambda e: (-match[target, e], e))[:3]
         share = match[target] / match[target].sum()
         discount = 1 - (target - layer) / 3
-        found += [(-round(discount * share[e], 9), target * 8 + e) for e in best if share[e]]
-    return [key for _, key in sorted(found)]
+        ranked += [(-round(discount * share[e], 9), target * 8 + e) for e in best if share[e]]
+    return [key for _, key in sorted(ranked)]

@@ -18,7 +18,7 @@ Pairing = tuple[str, ...]
 
 
 def is_sensible(pairing: Pairing) -> bool:
-    """What should run, said once more and differently."""
+    """Whether a pairing should run: the rules restated independently."""
     routing, prefetch, eviction, miss = pairing
     if routing == "pre_gated" and prefetch not in ("none", "next_gate"):
         return False
@@ -36,9 +36,9 @@ ALL = list(product(*(algorithm_names(axis) for axis in AXES)))
 
 @cache
 def covering(sensible: bool) -> list[Pairing]:
-    """Choose pairings in which every two algorithms that meet at all meet at least once.
+    """Choose pairings that cover every possible pair of two algorithms at least once.
 
-    All of them are some fifty thousand; faults of a pairing are nearly always of two of its axes.
+    There are some fifty thousand in all, and faults nearly always involve two axes only.
     """
     seen: set[tuple[tuple[int, str], ...]] = set()
     chosen = []

@@ -20,7 +20,7 @@ from lm_eval_moecache.testing.streams import make_geometry, policy_of, profile_f
 
 GEOMETRY = make_geometry(num_layers=3, num_experts=8, top_k=3)
 NUMBERS = (1, 2, 4, 5, 6, 0.01, 0.05, 0.3, 0.5, 0.9, 1.5, 2.0, 3.0, 50.0, 95.0)
-# Values that no rule would find; a new parameter needs an entry only if the test says so.
+# Values that `alternatives` cannot find; add an entry for a new parameter only if the test fails.
 EXTRA: dict[tuple[str, str, str], tuple[Any, ...]] = {
     # Above the router's top-k.
     ("routing", "max_rank", "M"): (5, 7),
@@ -37,7 +37,7 @@ EXTRA: dict[tuple[str, str, str], tuple[Any, ...]] = {
         )
     },
 }
-# Settings without which a parameter has no effect, or its other value is refused.
+# Settings without which a parameter has no effect, or its other values are refused.
 BESIDE: dict[tuple[str, str, str], dict[str, Any]] = {
     ("miss", "buddy", "tau_scale"): {"miss.tau": 0.5},
     ("miss", "expert_budget", "renormalize"): {"miss.budget": 2},
@@ -49,7 +49,7 @@ BESIDE: dict[tuple[str, str, str], dict[str, Any]] = {
         for name in ("buddy", "substitute_random", "substitute_score")
     },
 }
-# Short streams have fewer duels than any memory forgets: tests/engine/test_hazard.py moves it.
+# Short streams have too few duels for any memory to matter: tests/engine/test_hazard.py varies it.
 ELSEWHERE = {("eviction", "hazard", "memory")}
 CASES = [
     (axis, name, parameter)
@@ -75,11 +75,11 @@ def alternatives(parameter: inspect.Parameter) -> list[Any]:
 
 
 def companions(axis: str, name: str, parameter: str) -> Iterator[dict[str, Any]]:
-    """Nothing, then each reading or switch beside which the parameter may have its effect."""
+    """The required settings, then each reading or switch that may let the parameter act."""
     yield BESIDE.get((axis, name, parameter), {})
-    for other, found in parameters_of(find_algorithm(axis, name)).items():
-        if other != parameter and get_origin(found.annotation) is Literal:
-            yield from ({f"{axis}.{other}": value} for value in alternatives(found))
+    for other, other_parameter in parameters_of(find_algorithm(axis, name)).items():
+        if other != parameter and get_origin(other_parameter.annotation) is Literal:
+            yield from ({f"{axis}.{other}": value} for value in alternatives(other_parameter))
 
 
 def contexts(axis: str, name: str) -> Iterator[tuple[dict[str, Any], str]]:
@@ -98,18 +98,18 @@ def figures(choice: dict[str, Any], capacity: str) -> list[object]:
 def moves(axis: str, name: str, parameter: str) -> bool:
     """Look for a value of the parameter that changes a figure."""
     key = f"{axis}.{unmangle(parameter)}"
-    found = parameters_of(find_algorithm(axis, name))[parameter]
-    values = [*EXTRA.get((axis, name, parameter), ()), *alternatives(found)]
+    signature = parameters_of(find_algorithm(axis, name))[parameter]
+    values = [*EXTRA.get((axis, name, parameter), ()), *alternatives(signature)]
     for partners, capacity in contexts(axis, name):
         for companion in companions(axis, name, parameter):
-            usual = {axis: name, **partners, **companion}
+            overrides = {axis: name, **partners, **companion}
             try:
-                before = figures(usual, capacity)
+                before = figures(overrides, capacity)
             except ValueError:
                 continue
             for value in values:
                 try:
-                    if figures({**usual, key: value}, capacity) != before:
+                    if figures({**overrides, key: value}, capacity) != before:
                         return True
                 except ValueError:
                     continue
@@ -130,7 +130,7 @@ def test_phases_move_the_figures_of_a_lossy_policy() -> None:
 
 BUDDY = {"profile": profile_for(BUDDIES, GEOMETRY), "tau": 0.0, "tau_scale": "absolute"}
 OWA, FEW = {"weights": "owa"}, {"tokens": "mispredicted"}
-# Of a model of three layers with eight experts, of which a token takes three.
+# For a model of three layers with eight experts each, top-3.
 OUT_OF_RANGE: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
     ("miss", "buddy"): [
         ({"rho": 3}, r"miss\.rho=3 must be at least 1 and below the router's top_k=3"),
@@ -190,7 +190,7 @@ OUT_OF_RANGE: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
 
 @pytest.mark.parametrize(("axis", "name"), OUT_OF_RANGE)
 def test_a_parameter_that_changes_nothing_or_too_much_is_refused(axis: str, name: str) -> None:
-    usual: dict[str, Any] = BUDDY if name == "buddy" else {}
+    defaults: dict[str, Any] = BUDDY if name == "buddy" else {}
     for parameters, words in OUT_OF_RANGE[axis, name]:
         with pytest.raises(ValueError, match=words):
-            find_algorithm(axis, name)(GEOMETRY, **{**usual, **parameters})
+            find_algorithm(axis, name)(GEOMETRY, **{**defaults, **parameters})

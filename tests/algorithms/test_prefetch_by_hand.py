@@ -26,7 +26,7 @@ event = partial(make_event, GEOMETRY)
 
 
 class SlowMaps:
-    """Every map kept as a matrix, every cosine from nothing, nothing ever thrown out."""
+    """Keeps every map as a matrix, computes every cosine anew and evicts nothing."""
 
     def __init__(self, distance: int) -> None:
         self.distance, self.past = distance, list[np.ndarray]()
@@ -34,9 +34,14 @@ class SlowMaps:
     def propose(self, now: np.ndarray, layer: int) -> list[int]:
         if not self.past:
             return []
-        seen = now[: layer + 1].ravel()
+        reached = now[: layer + 1].ravel()
         cosines = [
-            float(seen @ (p := old[: layer + 1].ravel()) / np.linalg.norm(seen) / np.linalg.norm(p))
+            float(
+                reached
+                @ (p := old[: layer + 1].ravel())
+                / np.linalg.norm(reached)
+                / np.linalg.norm(p)
+            )
             for old in self.past
         ]
         best = int(np.argmax(cosines))
@@ -64,9 +69,9 @@ def test_expert_maps_propose_what_the_slow_search_does(distance: int, seed: int)
             spread = 3.0 if layer % 2 == 0 else 0.3
             logits = (rng.normal(size=(1 + index % 3, EXPERTS)) * spread).astype(np.float32)
             now[layer] = softmax(logits).astype(np.float64).mean(axis=0)
-            found = fast.propose(event(index, layer, logits))
-            assert list(found) == slow.propose(now, layer)
-            proposals += len(found)
+            proposal = fast.propose(event(index, layer, logits))
+            assert list(proposal) == slow.propose(now, layer)
+            proposals += len(proposal)
         slow.past.append(now)
     assert proposals > 24 * LAYERS * TOP_K, "no poor match ever fetched more than top_k"
 
@@ -94,10 +99,10 @@ def test_importance_is_the_decayed_sum_of_gate_scores() -> None:
     # Expert 0 has 0.93 after one turn, then 0.465 + 0.16 = 0.625 against 0.005 + 0.78 = 0.785.
     assert list(prefetch.propose(event(0, 2, strong))) == [2 * EXPERTS]
     assert list(prefetch.propose(event(1, 2, weak))) == [2 * EXPERTS + 1]
-    # With all of the past kept it is 1.09 against 0.79.
-    keeps = find_algorithm("prefetch", "importance")(GEOMETRY, experts=1, decay=1.0)
-    keeps.propose(event(0, 2, strong))
-    assert list(keeps.propose(event(1, 2, weak))) == [2 * EXPERTS]
+    # Without decay it is 1.09 against 0.79.
+    undecayed = find_algorithm("prefetch", "importance")(GEOMETRY, experts=1, decay=1.0)
+    undecayed.propose(event(0, 2, strong))
+    assert list(undecayed.propose(event(1, 2, weak))) == [2 * EXPERTS]
 
 
 # --- importance as an eviction ---
@@ -119,7 +124,7 @@ def test_the_least_important_leaves_and_layers_compare() -> None:
     # 0.1, 0.2, 0.3, 0.5, 0.6: keys 2, 5, 1, 0, 4.
     assert [rule.victim(set(), 0), rule.victim({2}, 0), rule.victim({2, 5}, 0)] == [2, 5, 1]
     rule.on_event(scored(1, 0, [0.1, 0.1, 0.7, 0.1]))
-    # Layer 0: 0.35, 0.25, 0.75; layer 1 as it was.
+    # Layer 0: 0.35, 0.25, 0.75; layer 1 is unchanged.
     assert [rule.victim(set(), 0), rule.victim({5}, 0), rule.victim({5, 1}, 0)] == [5, 1, 0]
 
 
@@ -132,7 +137,7 @@ def test_an_expert_is_as_important_when_it_comes_back() -> None:
 
 
 def test_what_swapmoe_prefetches_stays() -> None:
-    """With an eviction by uses every prefetched expert left before its turn: it has no use yet."""
+    """LFU evicts prefetched experts before their turn, as they have no uses yet."""
     geometry = make_geometry(num_layers=3, num_experts=16, top_k=2)
 
     def hits(eviction: str) -> int:
@@ -143,7 +148,7 @@ def test_what_swapmoe_prefetches_stays() -> None:
     assert hits("importance") > hits("lfu")
 
 
-# --- the running percentile of score, against sorting every score seen ---
+# --- the running percentile of score, against sorting all scores so far ---
 
 
 TWO_LAYERS = geometry_of((1, 1), 16, 2)
@@ -192,11 +197,11 @@ def test_many_steps_at_once_move_the_bar_as_single_ones_do(
     rng = np.random.default_rng(8)
     at_once, alone = (Score(TWO_LAYERS, percentile=percentile) for _ in range(2))
     for size in (1, 2, 30, 7, 60, 5):
-        # A chunk of another spread moves the percentile beyond the bins that are looked at first.
+        # A chunk of another spread moves the percentile beyond the bins searched first.
         logits = rng.normal(0, rng.choice([0.1, 1, 40]), (size, 16)).astype(np.float32)
-        told = at_once.propose_arrays([1] * size, logits)
-        assert told is not None
-        keys, counts = told
+        proposals = at_once.propose_arrays([1] * size, logits)
+        assert proposals is not None
+        keys, counts = proposals
         rows = np.split(keys, counts.cumsum()[:-1])
         one_by_one = [alone.propose(single(row[None])) for row in logits]
         assert [row.tolist() for row in rows] == one_by_one
@@ -218,7 +223,7 @@ EVENTS = [
 
 
 def foretold(seed: int = 0, **parameters: Any) -> list[list[int]]:
-    """What is proposed at each event, in order."""
+    """The proposals at each event, in order."""
     oracle = find_algorithm("prefetch", "oracle")(WIDE, seed=seed, **parameters)
     oracle.prepare(StreamFuture(WIDE, [EVENTS]))
     return [list(oracle.propose(event)) for event in EVENTS]
@@ -233,14 +238,14 @@ def test_by_default_it_names_exactly_what_the_next_event_needs() -> None:
     ("recall", "precision"), [(0.75, 1.0), (1.0, 0.5), (0.85, 0.85), (0.95, 0.6), (0.3, 0.2)]
 )
 def test_recall_and_precision_are_what_was_asked_for(recall: float, precision: float) -> None:
-    told = foretold(recall=recall, precision=precision)[:-1]
-    right = sum(len(set(t) & set(e.keys)) for t, e in zip(told, EVENTS[1:], strict=True))
+    proposals = foretold(recall=recall, precision=precision)[:-1]
+    right = sum(len(set(t) & set(e.keys)) for t, e in zip(proposals, EVENTS[1:], strict=True))
     needed = sum(len(event.keys) for event in EVENTS[1:])
     # Four deviations of a binomial: a wrong formula is further off.
     tolerance = 4 * np.sqrt(recall * (1 - recall) / needed)
     assert abs(right / needed - recall) <= tolerance
-    assert right / sum(map(len, told)) == pytest.approx(precision, abs=0.02)
-    for proposed, event in zip(told, EVENTS[1:], strict=True):
+    assert right / sum(map(len, proposals)) == pytest.approx(precision, abs=0.02)
+    for proposed, event in zip(proposals, EVENTS[1:], strict=True):
         assert len(set(proposed)) == len(proposed)
         assert {key // 32 for key in proposed} <= {event.layer}
 
@@ -253,15 +258,15 @@ def test_asked_from_further_away_it_says_the_same() -> None:
 
 
 def test_another_seed_overlooks_others_and_right_ones_keep_their_order() -> None:
-    one, same, other = (foretold(seed=s, recall=0.7, precision=0.7) for s in (1, 1, 2))
-    assert one == same != other
-    for proposed, event in zip(one, EVENTS[1:], strict=False):
+    first, same, another = (foretold(seed=s, recall=0.7, precision=0.7) for s in (1, 1, 2))
+    assert first == same != another
+    for proposed, event in zip(first, EVENTS[1:], strict=False):
         right = [key for key in proposed if key in event.keys]
         assert right == [key for key in event.keys if key in proposed]
 
 
 def test_wrong_ones_stand_at_every_place() -> None:
-    """Were they always last, a link that is short of time would never carry them."""
+    """If they always came last, a saturated link would never carry them."""
     places = np.zeros(6)
     for proposed, event in zip(foretold(precision=0.67), EVENTS[1:], strict=False):
         for place, key in enumerate(proposed[:6]):

@@ -25,7 +25,7 @@ def make(name: str, num_experts: int, top_k: int, **parameters: Any) -> Any:
 
 
 def select(routing: Any, *logits: list[float], cached: set[int], layer: int = 0) -> Any:
-    """Return the experts per token (for one token, its own), or None where nothing changed."""
+    """Return the experts of each token (or of the only one), or None where nothing changed."""
     event = make_event(routing.geometry, 0, layer, logits)
     resident = {routing.geometry.key(layer, expert) for expert in cached}
     selection: Selection | None = routing.select(event, resident)
@@ -105,7 +105,7 @@ def test_cache_prior_averages_the_range_over_tokens_and_for_each_layer() -> None
     select(routing, FOUR, cached=set())
     # Ranges 4 and 8: 0.5 * 6 = 3 brings the cached 1.5 to 4.5 < 5.
     assert select(routing, wide, cached={2}) is None
-    # Layer 1 has seen nothing yet: there the token counts alone, 1.5 + 4 > 5.
+    # Layer 1 has no history yet: there this token's range counts alone, 1.5 + 4 > 5.
     assert select(routing, wide, cached={2}, layer=1) == [0, 2]
     together = make("cache_prior", 4, 2)
     # One prefill of ranges 4 and 8: both tokens are boosted by 3.
@@ -124,14 +124,14 @@ def test_specmd_equation_1_is_cache_prior_without_top_j() -> None:
     logits = [4.0, 3.0, 2.0, 0.0]
     # z' = z + 0.5 * 4 * 1_C with C = {2, 3}: 4, 3, 4, 2.
     assert select(make("cache_prior", 4, 2, top_j=0), logits, cached={2, 3}) == [0, 2]
-    # Its words, literally, average the logits: 0.5 * 2.25 brings 2 to 3.125 > 3.
+    # Read literally, the paper averages the logits: 0.5 * 2.25 brings 2 to 3.125 > 3.
     mean = make("cache_prior", 4, 2, top_j=0, delta="mean")
     assert select(mean, logits, cached={2}) == [0, 2]
     assert select(make("cache_prior", 4, 2, top_j=0, delta="mean"), FOUR, cached={2}) is None
 
 
 def test_a_router_that_selects_by_more_than_its_logits_is_taken_at_its_word() -> None:
-    """DeepSeek-V3 adds a bias before its top-k: here it chose 3 and 0."""
+    """DeepSeek-V3 adds a bias before its top-k: here that selects 3 and 0."""
     routing = make("cache_prior", 4, 2, lambda_=0.01)
     event = make_event(routing.geometry, 0, 0, [FOUR])
     event = event._replace(experts=np.array([[3, 0]]))
@@ -150,13 +150,13 @@ def test_the_range_bias_goes_by_each_tokens_own_range() -> None:
     assert select(routing, narrow, cached={2}) == [0, 2]
     assert select(routing, FOUR, narrow, cached={2}) == [[0, 2], [0, 2]]
     assert select(routing, narrow, cached={3}) is None
-    # The average of both, 2.2, would bring the narrow one's last to 1.1.
+    # The average range, 2.2, would raise the narrow token's last logit to 1.1.
     average = make("cache_prior", 4, 2, lambda_=0.5, top_j=0)
     assert select(average, FOUR, narrow, cached={3}) == [[0, 1], [0, 3]]
 
 
 def weighed(routing: Any, *weights: list[float]) -> Any:
-    """Return what a routing keeps of tokens with these weights."""
+    """Return the keep mask of a routing for tokens with these weights."""
     row = np.array(weights, dtype=np.float32)
     experts = np.tile(np.arange(row.shape[1]), (len(row), 1))
     event = Event(0, 0, DECODE, len(row), list(range(row.shape[1])), experts, row)
@@ -166,18 +166,18 @@ def weighed(routing: Any, *weights: list[float]) -> Any:
 
 def test_skip_ratio_keeps_k_min_and_what_is_heavy_enough_beside_the_first() -> None:
     routing = make("skip_ratio", 8, 4, k_min=2, t=0.5)
-    # Half of 0.5 is 0.25: the second has it, but is kept as one of two, and nobody else is above.
+    # Half of 0.5 is 0.25: no other weight exceeds it; the second is kept as one of k_min = 2.
     assert weighed(routing, [0.5, 0.25, 0.25, 0.0]) == [[True, True, False, False]]
     assert weighed(routing, [0.5, 0.1, 0.09, 0.05]) == [[True, True, False, False]]
     assert weighed(routing, [0.3, 0.3, 0.2, 0.2]) is None
-    # t = 1 is k_min experts, whatever they weigh; a router's order need not be that of weights.
+    # t = 1 keeps k_min experts, whatever their weights; a router need not order by weight.
     strict = make("skip_ratio", 8, 4, k_min=1)
     assert weighed(strict, [0.2, 0.3, 0.3, 0.2]) == [[False, True, False, False]]
 
 
 def test_skip_mass_keeps_the_expert_that_crosses_p_and_none_after_it() -> None:
     routing = make("skip_mass", 8, 4, p=0.7)
-    # Of weights that sum to 0.8, 0.7 is 0.56: 0.4 is not enough, 0.6 is.
+    # The weights sum to 0.8, of which p = 0.7 is 0.56: 0.4 is not enough, 0.6 is.
     assert weighed(routing, [0.4, 0.2, 0.1, 0.1]) == [[True, True, False, False]]
     assert weighed(routing, [0.1, 0.1, 0.4, 0.2]) == [[False, False, True, True]]
     assert weighed(routing, [0.75, 0.1, 0.1, 0.05], [0.25] * 4) == [
@@ -221,7 +221,7 @@ def test_pre_gated_routes_by_what_the_layer_before_foretold() -> None:
     for _ in range(2):
         routing.on_pass(0)
         assert routing.select(first, set()) is None
-        # The heavier by the layer's own logits comes first.
+        # The heavier expert by the layer's own logits comes first.
         assert routing.select(second, set()).experts.tolist() == [[2, 3]]
     routing.on_pass(1)
     assert routing.select(second, set()) is None, "nothing of an earlier pass is left"

@@ -63,24 +63,24 @@ def test_committing_runs_in_every_family_by_its_own_rule(tmp_path: Path) -> None
     for family in FAMILIES:
         model = random_model(family)
         plain, layers = logits_of(model), find_moe_layers(model)
-        drawn = artifact_for(PREDICTOR, describe(model, layers, "random"), hidden=32)
+        artifact = artifact_for(PREDICTOR, describe(model, layers, "random"), hidden=32)
         path = str(tmp_path / f"{family}.safetensors")
-        write_artifact(path, dataclasses.replace(drawn, router_digest=router_digest(layers)))
-        found = []
+        write_artifact(path, dataclasses.replace(artifact, router_digest=router_digest(layers)))
+        outputs = []
         for rule in ({}, {"routing.weights": "owa"}, {"routing.scores": "router"}):
-            chosen = {"routing": "commit", "prefetch": "predictor", "prefetch.profile": path}
-            wrapped = wrap(model, chosen | rule)
-            found.append(logits_of(model))
+            overrides = {"routing": "commit", "prefetch": "predictor", "prefetch.profile": path}
+            wrapped = wrap(model, overrides | rule)
+            outputs.append(logits_of(model))
             wrapped.engine.check_integrity()
             wrapped.unwrap()
-        assert all(torch.isfinite(logits).all() for logits in found), family
-        assert not any(torch.equal(found[0], other) for other in (*found[1:], plain)), family
+        assert all(torch.isfinite(logits).all() for logits in outputs), family
+        assert not any(torch.equal(outputs[0], other) for other in (*outputs[1:], plain)), family
         assert torch.equal(logits_of(model), plain), family
 
 
 @pytest.fixture(scope="module")
 def routed() -> Any:
-    """A model whose misses are dropped, and what its first router says of four tokens."""
+    """A model that drops its misses, and its first router's output for four tokens."""
     model = random_model("olmoe")
     torch.manual_seed(0)
     with torch.no_grad():
@@ -89,7 +89,7 @@ def routed() -> Any:
 
 
 def changed_by(routed: Any, *given: Any, **more: Any) -> Any:
-    """Change the router's output as the hook does, whose event holds what the router chose."""
+    """Change the router's output as the hook does, with the router's choice in the event."""
     wrapped, output = routed
     experts = output[2].numpy()
     event = Event(0, 0, "decode", len(experts), [], experts=experts)
@@ -98,10 +98,10 @@ def changed_by(routed: Any, *given: Any, **more: Any) -> Any:
 
 def test_an_algorithms_own_weights_reach_the_router_and_nan_leaves_the_rule(routed: Any) -> None:
     _, weights, experts = routed[1]
-    own = np.full(experts.shape, np.nan, dtype=np.float32)
-    own[1] = [0.5, 0.25, 0.125]
-    own[2, 1] = 0.75
-    changed = changed_by(routed, experts.numpy().copy(), weights=own)
+    own_weights = np.full(experts.shape, np.nan, dtype=np.float32)
+    own_weights[1] = [0.5, 0.25, 0.125]
+    own_weights[2, 1] = 0.75
+    changed = changed_by(routed, experts.numpy().copy(), weights=own_weights)
     assert torch.equal(changed[1][0], weights[0]) and torch.equal(changed[1][3], weights[3])
     assert changed[1][1].tolist() == [0.5, 0.25, 0.125]
     assert float(changed[1][2, 1]) == 0.75
@@ -134,9 +134,9 @@ def test_dropped_weight_is_lost_or_shared_and_a_substitute_may_take_the_missing_
     torch.testing.assert_close(shared.sum(-1), weights.sum(-1), rtol=0.02, atol=0.002)
     swapped = chosen.copy()
     swapped[:, 0] = [next(e for e in range(8) if e not in row) for row in chosen.tolist()]
-    taken = changed_by(routed, swapped, weigh_as=chosen)
-    assert taken[2].tolist() == swapped.tolist()
-    torch.testing.assert_close(taken[1].float(), weights, rtol=0.02, atol=0.001)
+    inherited = changed_by(routed, swapped, weigh_as=chosen)
+    assert inherited[2].tolist() == swapped.tolist()
+    torch.testing.assert_close(inherited[1].float(), weights, rtol=0.02, atol=0.001)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -150,15 +150,15 @@ def test_one_tokens_changed_output_is_that_of_many(
         output = layer.router(hidden.to(layer.gate.dtype))
     choice, rule = layer.gate.read(output), find_rule(layer.gate)
     assert rule is not None
-    own = choice.experts.numpy()
-    others = [e for e in range(layer.gate.num_experts) if e not in own.tolist()[0]]
-    replaced = own.astype(np.int64)
+    original = choice.experts.numpy()
+    others = [e for e in range(layer.gate.num_experts) if e not in original.tolist()[0]]
+    replaced = original.astype(np.int64)
     replaced[0, 1] = others[0]
-    for experts in (replaced, own[:, ::-1].astype(np.int64)):
+    for experts in (replaced, original[:, ::-1].astype(np.int64)):
         selection = Selection(experts)
-        quick = changed_output(output, choice, selection, rule, None, own)
+        quick = changed_output(output, choice, selection, rule, None, original)
         with monkeypatch.context() as patch:
             patch.setattr("lm_eval_moecache.model.weighting._is_plain", lambda _: False)
-            slow = changed_output(output, choice, selection, rule, None, own)
+            slow = changed_output(output, choice, selection, rule, None, original)
         assert all(torch.equal(a, b) for a, b in zip(quick[:3], slow[:3], strict=True))
         assert [t.dtype for t in quick[:3]] == [t.dtype for t in slow[:3]]
