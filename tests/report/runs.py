@@ -1,4 +1,4 @@
-"""Results JSONs as a sweep writes them, made up: no model, no harness."""
+"""Made-up results JSONs, as a sweep writes them: no model, no harness."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def record(
 
 def write(folder: Path, *records: Mapping[str, Any]) -> Path:
     (folder / "runs").mkdir(parents=True, exist_ok=True)
-    for each in records:
-        (folder / "runs" / f"{each['run_id']}.json").write_text(json.dumps(each))
+    for run in records:
+        (folder / "runs" / f"{run['run_id']}.json").write_text(json.dumps(run))
     return folder
 
 

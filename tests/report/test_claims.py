@@ -30,7 +30,7 @@ from tests.report.runs import leaderboard_of_four, record
 DOCS = 40
 
 
-# --- figures of samples whose answer is known ---
+# --- estimates from samples with a known answer ---
 
 
 def samples(kind: Any, new: Any, old: Any, **more: Any) -> Samples:
@@ -42,26 +42,26 @@ def test_a_ratio_of_times_has_an_interval_around_it_and_a_test_on_either_side() 
     random = np.random.default_rng(1)
     old = random.uniform(50, 150, DOCS)
     new = old * 0.9 + random.normal(0, 1, DOCS)
-    shown = estimate(samples("figures", new, old), "ratio")
-    assert shown.low < 0.9 < shown.high and shown.high - shown.low < 0.02
-    assert shown.p_below(1) < 0.001 < 0.99 < shown.p_above(1)
-    assert 0.02 < shown.p_below(0.9) < 0.98
+    speedup = estimate(samples("figures", new, old), "ratio")
+    assert speedup.low < 0.9 < speedup.high and speedup.high - speedup.low < 0.02
+    assert speedup.p_below(1) < 0.001 < 0.99 < speedup.p_above(1)
+    assert 0.02 < speedup.p_below(0.9) < 0.98
 
 
 def test_perplexities_are_told_by_token_from_log_likelihoods() -> None:
     tokens = np.full(10, 100.0)
     old = -np.linspace(400, 500, 10)
     lost = np.log(1.02) * tokens
-    shown = estimate(samples("texts", old - lost, old, tokens=tokens), "ratio")
-    assert shown.figure == pytest.approx(1.02) and shown.low == pytest.approx(1.02)
-    assert shown.p_above(1.01) == pytest.approx(0.5**10)
-    assert shown.p_above(1.03) == 1.0
+    increase = estimate(samples("texts", old - lost, old, tokens=tokens), "ratio")
+    assert increase.figure == pytest.approx(1.02) and increase.low == pytest.approx(1.02)
+    assert increase.p_above(1.01) == pytest.approx(0.5**10)
+    assert increase.p_above(1.03) == 1.0
 
 
 def test_traces_are_too_few_for_a_test_and_have_to_agree() -> None:
-    shown = estimate(samples("traces", [1.0, 2.0, 3.0], [2.0, 3.0, 2.9]), "ratio")
-    assert (shown.low, shown.high) == pytest.approx((0.5, 3 / 2.9))
-    assert (shown.p_below(1), shown.p_below(1.1), shown.p_above(0.4)) == (1.0, 0.0, 0.0)
+    ratio = estimate(samples("traces", [1.0, 2.0, 3.0], [2.0, 3.0, 2.9]), "ratio")
+    assert (ratio.low, ratio.high) == pytest.approx((0.5, 3 / 2.9))
+    assert (ratio.p_below(1), ratio.p_below(1.1), ratio.p_above(0.4)) == (1.0, 0.0, 0.0)
 
 
 # --- verdicts on two runs over the same documents ---
@@ -69,7 +69,7 @@ def test_traces_are_too_few_for_a_test_and_have_to_agree() -> None:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Under `a` two runs: `new` is a tenth faster and loses 1 answer of 40."""
+    """A folder `a` with two runs: `new` is a tenth faster and loses 1 answer of 40."""
     (tmp_path / "a/runs").mkdir(parents=True)
     for name, factor in (("base", 1.0), ("new", 0.9)):
         run = record(name, policy="on_demand")
@@ -90,8 +90,8 @@ def write(place: Path, *parts: dict[str, Any], **more: Any) -> Path:
 
 
 def answered(place: Path, *parts: dict[str, Any], **more: Any) -> Verdict:
-    [found] = answer(read_claims(write(place, *parts, **more)), place)
-    return found
+    [verdict] = answer(read_claims(write(place, *parts, **more)), place)
+    return verdict
 
 
 FASTER = {
@@ -108,7 +108,7 @@ TOO_FAST = {**FASTER, "what": "y", "expect": {"below": 0.8}}
         ([FASTER], HOLDS),
         ([{**FASTER, "expect": {"above": 1}}], FAILS),
         ([{**FASTER, "expect": {"above": 0.95, "below": 1.05}}], FAILS),
-        # One answer of forty: neither shown to be lost nor to be kept.
+        # One answer lost of forty: too few to show either a loss or none.
         ([{**ANSWERS, "expect": {"below": 0}}], OPEN),
         ([{**ANSWERS, "expect": {"above": -0.01}}], OPEN),
         ([{**ANSWERS, "expect": {"above": -0.05}}], OPEN),
@@ -120,21 +120,21 @@ TOO_FAST = {**FASTER, "what": "y", "expect": {"below": 0.8}}
 def test_verdicts_follow_from_interval_and_test(
     place: Path, parts: list[dict[str, Any]], verdict: str
 ) -> None:
-    found = answered(place, *parts)
-    assert found.verdict == verdict
-    assert (verdict == IN_PART) == bool(found.told)
+    claim_verdict = answered(place, *parts)
+    assert claim_verdict.verdict == verdict
+    assert (verdict == IN_PART) == bool(claim_verdict.told)
 
 
 def test_runs_that_are_equal_in_every_document_differ_in_nothing(place: Path) -> None:
-    found = answered(place, {**FASTER, "versus": {"run": "new"}})
-    assert found.verdict == FAILS and "equal in all 40" in found.answers[0].estimate.by
+    verdict = answered(place, {**FASTER, "versus": {"run": "new"}})
+    assert verdict.verdict == FAILS and "equal in all 40" in verdict.answers[0].estimate.by
 
 
 def test_a_claim_without_runs_says_why(place: Path) -> None:
     claims = read_claims(write(place, untestable="no such machine"))
-    [found] = answer(claims, place)
-    assert (found.verdict, found.told) == (OPEN, "no such machine")
-    assert "No figures: no such machine." in page(claims, [found])
+    [verdict] = answer(claims, place)
+    assert (verdict.verdict, verdict.told) == (OPEN, "no such machine")
+    assert "No figures: no such machine." in page(claims, [verdict])
     with pytest.raises(ValueError, match="say why it is `untestable`"):
         read_claims(write(place))
 
@@ -148,41 +148,49 @@ def test_holm_corrects_over_the_parts_of_a_claim(place: Path) -> None:
 def test_every_answer_is_corrected_over_all_parts_of_all_claims_as_well(place: Path) -> None:
     path = write(place, {**ANSWERS, "what": "y", "expect": {"above": -0.15}})
     data = yaml.safe_load(path.read_text())
-    [one] = data["claims"]
-    many = [{**one, "id": f"Y{n}", "parts": [FASTER, {**FASTER, "aside": True}]} for n in range(5)]
-    path.write_text(yaml.safe_dump({**data, "claims": [one, *many]}))
+    [claim] = data["claims"]
+    repeated = [
+        {**claim, "id": f"Y{n}", "parts": [FASTER, {**FASTER, "aside": True}]} for n in range(5)
+    ]
+    path.write_text(yaml.safe_dump({**data, "claims": [claim, *repeated]}))
     claims = read_claims(path)
-    found, *others = answer(claims, place)
-    [told] = found.answers
-    # One answer lost of forty, at most 15% claimed: alone it holds, and among six it is the last.
+    verdict, *others = answer(claims, place)
+    [verdict_answer] = verdict.answers
+    # One answer lost of forty, at most 15% claimed: it holds alone, and ranks last among six.
     lost = 0.85**40 + 40 * 0.15 * 0.85**39
-    assert (told.verdict, told.p) == (HOLDS, pytest.approx(lost))
-    assert (told.p_of_all, told.least_p) == (pytest.approx(lost), pytest.approx(0.85**40))
+    assert (verdict_answer.verdict, verdict_answer.p) == (HOLDS, pytest.approx(lost))
+    assert (verdict_answer.p_of_all, verdict_answer.least_p) == (
+        pytest.approx(lost),
+        pytest.approx(0.85**40),
+    )
     for other in others:
-        counted, beside = other.answers
-        assert counted.p_of_all == pytest.approx(6 * counted.p) and beside.p_of_all is None
+        counted, aside_answer = other.answers
+        assert counted.p_of_all == pytest.approx(6 * counted.p) and aside_answer.p_of_all is None
         assert counted.least_p == pytest.approx(1 / 20_001)
-    text = page(claims, [found, *others])
+    text = page(claims, [verdict, *others])
     assert "Tests answer 6 of 6 parts; 6 of these answers survive correction" in text
 
 
 def test_what_half_of_the_documents_showed_is_tested_on_the_other(place: Path) -> None:
     halves = [{**FASTER, "documents": half} for half in ("even", "odd")]
-    found = answered(place, FASTER, *halves)
-    whole, even, odd = (each.estimate.samples for each in found.answers)
+    verdict = answered(place, FASTER, *halves)
+    whole, even, odd = (part_answer.estimate.samples for part_answer in verdict.answers)
     assert list(even.new) == list(whole.new[::2]) and list(odd.old) == list(whole.old[1::2])
-    assert found.answers[2].estimate.by == "sign flips over 20 odd documents"
+    assert verdict.answers[2].estimate.by == "sign flips over 20 odd documents"
 
 
 def test_the_first_screen_tells_the_papers_figure_and_ours_in_words(place: Path) -> None:
-    said = {"paper": "12% less", "ours": "{0:loss} less, {0:inverse} times, {0}"}
-    claims = read_claims(write(place, FASTER, **said))
+    texts = {"paper": "12% less", "ours": "{0:loss} less, {0:inverse} times, {0}"}
+    claims = read_claims(write(place, FASTER, **texts))
     row = "| 12% less | 10% (10 to 10) less, 1.11 (1.11 to 1.11) times, 0.9 (0.9 to 0.9) |"
     assert row in page(claims, answer(claims, place))
     assert "| x: 0.9 (" in page(claims, [answered(place, FASTER)])
-    for wrong, why in (("{1}", "allowed: {0} to {0}"), ("{0:lost}", "Did you mean '{:loss}'")):
-        with pytest.raises(ValueError, match=re.escape(why)):
-            page(claims, [answered(place, FASTER, ours=wrong)])
+    for template, message in (
+        ("{1}", "allowed: {0} to {0}"),
+        ("{0:lost}", "Did you mean '{:loss}'"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            page(claims, [answered(place, FASTER, ours=template)])
 
 
 def test_the_command_writes_the_page_and_says_what_is_wrong(
@@ -203,16 +211,16 @@ def test_the_command_writes_the_page_and_says_what_is_wrong(
     text = (place / "CLAIMS.md").read_text()
     assert "**holds**" in text and "| first token | 0.9000 | 0.9000 to 0.9000 |" in text
     assert "| *on traces* | 0.5500 | 0.5000 to 0.6000 |" in text
-    [told] = json.loads(moecache("claims", path, "--json"))["claims"]
-    assert told["verdict"] == HOLDS and told["parts"][0]["figure"] == pytest.approx(0.9)
-    for part, why in (
+    [claim] = json.loads(moecache("claims", path, "--json"))["claims"]
+    assert claim["verdict"] == HOLDS and claim["parts"][0]["figure"] == pytest.approx(0.9)
+    for part, message in (
         ({**FASTER, "where": {"run": "?"}}, "claim X1, 'x': {'run': '?'} picks 0 runs: none."),
         ({"what": "x", "expect": {"below": 1}}, "one of `runs`, `rows` and `cells`"),
     ):
-        assert why in moecache("claims", write(place, part), code=2)
+        assert message in moecache("claims", write(place, part), code=2)
 
 
-# --- what can be asked of runs, rows and cells, and what cannot be answered ---
+# --- claims over runs, rows and cells, and those that cannot be answered ---
 
 ROWS: list[dict[str, Any]] = [{"layer": n, "a": 1.0 + n, "b": 2.0 + n, "none": 0} for n in range(8)]
 CELLS = [
@@ -280,14 +288,19 @@ def test_what_cannot_be_answered_is_refused(
 
 def test_whole_runs_are_told_and_never_tested(folder: Path, moecache: Moecache) -> None:
     part = {**RUN, "whole": True, "aside": True, "metric": "hit_rate", "expect": {"above": 0}}
-    [told] = json.loads(moecache("claims", asked(folder, part), "--json"))["claims"][0]["parts"]
-    assert told["low"] == told["figure"] == told["high"] and told["p"] is told["least_p"] is None
-    said = moecache("claims", asked(folder, {**part, "aside": False}), code=2)
-    assert "of `whole` runs must have `runs` and be `aside`" in said
+    [part_answer] = json.loads(moecache("claims", asked(folder, part), "--json"))["claims"][0][
+        "parts"
+    ]
+    assert (
+        part_answer["low"] == part_answer["figure"] == part_answer["high"]
+        and part_answer["p"] is part_answer["least_p"] is None
+    )
+    message = moecache("claims", asked(folder, {**part, "aside": False}), code=2)
+    assert "of `whole` runs must have `runs` and be `aside`" in message
 
 
 def test_json_of_a_figure_without_end_is_json(folder: Path, moecache: Moecache) -> None:
-    """A bootstrap may draw only zeros to compare with: an interval without end is none in JSON."""
+    """A bootstrap may draw only zeros as baseline: in JSON an infinite bound is null."""
     rows = [{**row, "b": float(row["layer"] == 0)} for row in ROWS]
     (folder / "rows.json").write_text(json.dumps({"rows": rows}))
     text = moecache("claims", asked(folder, of_rows()), "--json")

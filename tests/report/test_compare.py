@@ -1,4 +1,4 @@
-"""The regression gate: what passes, what fails, and what it says."""
+"""The regression gate: what passes, what fails, and how both are reported."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ ANSWERS = (1.0,) * 9 + (0.0,)
 
 
 def lost(count: int) -> tuple[float, ...]:
-    """Ten answers of which so many more are wrong than in `ANSWERS`."""
+    """`ANSWERS` with `count` more answers wrong."""
     return (1.0,) * (9 - count) + (0.0,) * (1 + count)
 
 
 @pytest.fixture
 def gate(tmp_path: Path, capsys: Captured) -> Gate:
-    """Compare a run with its change under test; return the exit code and what was said."""
+    """Compare an old and a new run; return the exit code and the printed text."""
 
     def run(new: dict[str, Any], *options: str, **old: Any) -> tuple[int, str]:
-        for name, given in (("old", old), ("new", new)):
-            given = {"answers": ANSWERS, **given}
-            more = {key: given.pop(key) for key in ("environment",) if key in given}
-            write(tmp_path / name, record("a", **given) | more)
+        for name, figures in (("old", old), ("new", new)):
+            figures = {"answers": ANSWERS, **figures}
+            more = {key: figures.pop(key) for key in ("environment",) if key in figures}
+            write(tmp_path / name, record("a", **figures) | more)
         code = main(["compare", str(tmp_path / "old"), str(tmp_path / "new"), *options])
-        said = capsys.readouterr()
-        return code, said.out + said.err
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
 
     return run
 
 
 def test_a_rerun_passes(gate: Gate) -> None:
-    code, said = gate({})
-    assert code == 0 and said.splitlines()[-1] == "pass: 4 figures: 4 same"
+    code, printed = gate({})
+    assert code == 0 and printed.splitlines()[-1] == "pass: 4 figures: 4 same"
 
 
 def test_lower_accuracy_fails_naming_task_metric_and_test(gate: Gate) -> None:
-    code, said = gate({"answers": lost(7)})
+    code, printed = gate({"answers": lost(7)})
     assert code == 1
-    assert "worse    quiz acc,none: 0.9 -> 0.2" in said
-    assert "McNemar: 7 lost, 0 won of 10 documents, p 0.0078, corrected 0.0078" in said
-    assert "1 scores are tested; the chance that chance alone fails" in said
-    assert "at most 1% (Holm, Tarone)" in said
+    assert "worse    quiz acc,none: 0.9 -> 0.2" in printed
+    assert "McNemar: 7 lost, 0 won of 10 documents, p 0.0078, corrected 0.0078" in printed
+    assert "1 scores are tested; the chance that chance alone fails" in printed
+    assert "at most 1% (Holm, Tarone)" in printed
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_chance_does_passes_and_alpha_decides(
 
 
 def test_tests_are_corrected_for_their_number(tmp_path: Path, capsys: Captured) -> None:
-    """Seven lost answers are news in one task, but not in one of two (and of all together)."""
+    """Seven lost answers are significant in a single task, not in one of two (and their sum)."""
     new, lower = record("a", answers=ANSWERS, tasks=("quiz", "exam")), record("a", answers=lost(7))
     for key in ("results", "scores"):
         new[key]["quiz"] = lower[key]["quiz"]
@@ -79,16 +79,16 @@ def test_tests_are_corrected_for_their_number(tmp_path: Path, capsys: Captured) 
 
 def test_small_losses_in_every_task_are_one_loss(gate: Gate) -> None:
     tasks = tuple(f"quiz{i}" for i in range(5))
-    code, said = gate({"answers": lost(2), "tasks": tasks}, tasks=tasks)
-    [worse] = [line for line in said.splitlines() if line.startswith("worse")]
+    code, printed = gate({"answers": lost(2), "tasks": tasks}, tasks=tasks)
+    [worse] = [line for line in printed.splitlines() if line.startswith("worse")]
     assert code == 1 and worse.startswith("worse    (all) accuracy: 0.9 -> 0.7 ")
     assert "10 lost, 0 won of 50 documents" in worse
 
 
 def test_tests_on_too_few_documents_are_named(gate: Gate) -> None:
-    code, said = gate({"answers": (0.0,) * 4}, answers=(1.0,) * 4)
+    code, printed = gate({"answers": (0.0,) * 4}, answers=(1.0,) * 4)
     assert code == 0
-    assert "1 of them have too few documents to ever fail: quiz acc,none" in said
+    assert "1 of them have too few documents to ever fail: quiz acc,none" in printed
 
 
 MACHINE = {
@@ -102,9 +102,9 @@ def test_on_the_baselines_machine_figures_repeat_to_the_digit(gate: Gate) -> Non
         later = {"answers": lost(1), "environment": new, **figures}
         return gate(later, *options, environment=MACHINE, **figures)
 
-    code, said = judged(MACHINE)
-    assert code == 1 and "allowed 0, exactly" in said
-    assert "1 runs were made on the baseline's machine" in said
+    code, printed = judged(MACHINE)
+    assert code == 1 and "allowed 0, exactly" in printed
+    assert "1 runs were made on the baseline's machine" in printed
     assert judged(MACHINE, "--same_machine=no")[0] == 0
     assert judged(MACHINE, "--floor=20%")[0] == 0
     for part, change in (
@@ -116,7 +116,7 @@ def test_on_the_baselines_machine_figures_repeat_to_the_digit(gate: Gate) -> Non
         other = MACHINE | {part: {**MACHINE[part], **change}}
         assert judged(other)[0] == ("cores" in change)
         assert judged(other, "--same_machine=yes")[0] == 1
-    # A measured clock never repeats, and a lossy policy depends on it.
+    # Measured times never repeat, and lossy policies depend on them.
     assert judged(MACHINE, clock="wall")[0] == 0
 
 
@@ -133,9 +133,9 @@ def test_on_the_baselines_machine_figures_repeat_to_the_digit(gate: Gate) -> Non
 def test_a_higher_miss_rate_fails_and_passes_by_tolerance(
     gate: Gate, miss_rate: float, option: str, code: int
 ) -> None:
-    found, said = gate({"miss_rate": miss_rate}, option)
-    assert found == code
-    assert (f"worse    quiz miss_rate: 0.25 -> {miss_rate}" in said) == bool(code)
+    exit_code, printed = gate({"miss_rate": miss_rate}, option)
+    assert exit_code == code
+    assert (f"worse    quiz miss_rate: 0.25 -> {miss_rate}" in printed) == bool(code)
 
 
 def test_the_wall_clock_has_a_tolerance_of_its_own(gate: Gate) -> None:
@@ -146,35 +146,35 @@ def test_the_wall_clock_has_a_tolerance_of_its_own(gate: Gate) -> None:
 def test_a_missing_task_or_run_fails_by_name_and_a_new_one_passes(
     gate: Gate, tmp_path: Path
 ) -> None:
-    code, said = gate({"tasks": ("quiz",)}, tasks=("quiz", "exam"))
-    assert code == 1 and "missing  exam" in said
+    code, printed = gate({"tasks": ("quiz",)}, tasks=("quiz", "exam"))
+    assert code == 1 and "missing  exam" in printed
     assert gate({"tasks": ("quiz", "exam")})[0] == 0
     write(tmp_path / "old", record("b", capacity="50%"))
-    code, said = gate({})
-    assert code == 1 and "capacity=50%" in said
+    code, printed = gate({})
+    assert code == 1 and "capacity=50%" in printed
 
 
 def test_unusable_input_exits_with_2(gate: Gate, tmp_path: Path) -> None:
     for option in ("--metrics=mis_rate", "--tolerance=much", "--floor=nan"):
         assert gate({}, option)[0] == 2
     write(tmp_path / "old", record("b", capacity="50%"))
-    code, said = gate({"capacity": "7%"})
-    assert code == 2 and "no configuration in common" in said
+    code, printed = gate({"capacity": "7%"})
+    assert code == 2 and "no configuration in common" in printed
     write(tmp_path / "new", record("b"))
-    code, said = gate({})
-    assert code == 2 and "two runs" in said
+    code, printed = gate({})
+    assert code == 2 and "two runs" in printed
     assert main(["compare", str(tmp_path / "old"), str(tmp_path / "nothing")]) == 2
     with pytest.raises(ValueError, match="every score of every task is compared as it is"):
         Rules(metrics=("tiny_arc:acc_norm",))
 
 
 def test_two_single_runs_are_compared_whatever_their_arguments(gate: Gate) -> None:
-    code, said = gate({"capacity": "7%", "miss_rate": 0.5, "seed": "1"})
+    code, printed = gate({"capacity": "7%", "miss_rate": 0.5, "seed": "1"})
     assert code == 1
-    assert "argument differs: capacity: 25% -> 7%" in said
-    assert "argument differs: seed: (not given) -> 1" in said
-    assert "policy" not in said.partition("worse")[0]
-    assert "worse    quiz miss_rate: 0.25 -> 0.5" in said
+    assert "argument differs: capacity: 25% -> 7%" in printed
+    assert "argument differs: seed: (not given) -> 1" in printed
+    assert "policy" not in printed.partition("worse")[0]
+    assert "worse    quiz miss_rate: 0.25 -> 0.5" in printed
 
 
 def in_config(key: str, *sides: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
@@ -202,11 +202,11 @@ def test_runs_of_different_identity_are_refused_by_the_keys_that_differ(
     tmp_path: Path, capsys: Captured, key: str, old: dict[str, Any], new: dict[str, Any]
 ) -> None:
     for name, change, speed in (("old", old, 2914.0), ("new", new, 1007.0)):
-        made = record("a", answers=ANSWERS, tok_per_s=speed)
+        base = record("a", answers=ANSWERS, tok_per_s=speed)
         changed = change.get("config", {})
-        moecache = {**made["config"]["moecache"], **changed.get("moecache", {})}
-        config = {**made["config"], **changed, "moecache": moecache}
-        write(tmp_path / name, {**made, **change, "config": config})
+        moecache = {**base["config"]["moecache"], **changed.get("moecache", {})}
+        config = {**base["config"], **changed, "moecache": moecache}
+        write(tmp_path / name, {**base, **change, "config": config})
     places = [str(tmp_path / "old"), str(tmp_path / "new")]
     assert main(["compare", *places]) == 2
     assert f"different identity on quiz: {key} (" in capsys.readouterr().err
@@ -220,11 +220,11 @@ def test_every_metric_that_tables_know_is_compared(
     tmp_path: Path, capsys: Captured, metric: str
 ) -> None:
     for place, value in (("old", 100.0), ("new", 150.0)):
-        made = record("a", answers=ANSWERS)
+        run = record("a", answers=ANSWERS)
         name, _, percentile = metric.partition("@")[0].partition(".")
-        figures = made["config"]["moecache"]["tasks"]["quiz"]
+        figures = run["config"]["moecache"]["tasks"]["quiz"]
         figures[name] = {percentile: value} if percentile else value
-        write(tmp_path / place, made)
+        write(tmp_path / place, run)
     places = [str(tmp_path / "old"), str(tmp_path / "new"), f"--metrics={metric}"]
     direction = metric_column(metric).higher_is_better
     assert main(["compare", *places]) == (direction is not True)
@@ -235,14 +235,14 @@ def test_every_metric_that_tables_know_is_compared(
 
 
 def test_machine_readable_and_markdown_forms(gate: Gate) -> None:
-    code, said = gate({"miss_rate": 0.5}, "--format=json")
-    data = json.loads(said)
+    code, printed = gate({"miss_rate": 0.5}, "--format=json")
+    data = json.loads(printed)
     assert code == 1 and data["verdict"] == "regression"
     [worse] = [row for row in data["rows"] if row["verdict"] == "worse"]
     assert (worse["task"], worse["metric"], worse["change"]) == ("quiz", "miss_rate", 0.25)
-    code, said = gate({"miss_rate": 0.5}, "--format=md")
-    assert said.startswith("### moecache: REGRESSION: 4 figures: 3 same, 1 worse")
-    assert "| **worse** | `moecache,capacity=25%,policy=specmd` | quiz | miss_rate |" in said
+    code, printed = gate({"miss_rate": 0.5}, "--format=md")
+    assert printed.startswith("### moecache: REGRESSION: 4 figures: 3 same, 1 worse")
+    assert "| **worse** | `moecache,capacity=25%,policy=specmd` | quiz | miss_rate |" in printed
 
 
 def score(metric: str, value: float, stderr: float | None = None) -> Score:
@@ -254,12 +254,12 @@ def test_perplexity_is_judged_by_its_log_likelihoods() -> None:
     before, after = score("word_perplexity", math.exp(2)), score("word_perplexity", math.exp(2.1))
     words = (10.0, 20.0, 30.0, 40.0, 50.0)
     old = {str(i): [-2.0 * w, w] for i, w in enumerate(words)}
-    # Every document loses the same per word: of 32 patterns of signs, this is the worst.
+    # Every document loses the same per word: the most extreme of 32 patterns of signs.
     new = {str(i): [-2.1 * w, w] for i, w in enumerate(words)}
     test = score_test(before, after, old, new)
     assert test is not None
     assert (test.p, test.least_p, test.least_possible) == (1 / 32, 1 / 32, 1 / 32)
-    # +1, -5, +1, +1, +1 is a sum of -1: 16 patterns have +5, and one with -5 comes as high.
+    # +1, -5, +1, +1, +1 sum to -1: the 16 patterns with +5 reach that, and one with -5.
     losses = (1, -5, 1, 1, 1)
     mixed = {str(i): [-2.0 * w - d, w] for i, (w, d) in enumerate(zip(words, losses, strict=True))}
     test = score_test(before, after, old, mixed)

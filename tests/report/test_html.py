@@ -69,11 +69,11 @@ def test_a_click_on_a_heading_sorts_best_first_and_then_the_other_way(page: Any)
 
 def test_results_are_in_view_and_the_front_comes_first(page: Any) -> None:
     assert shown(page)[0] == "specmd 50%"
-    heads = page.find_elements("css selector", "#leaderboard th")
-    names = [each.text for each in heads]
+    headings = page.find_elements("css selector", "#leaderboard th")
+    names = [heading.text for heading in headings]
     assert names[:6] == ["Run", "Pareto", "quiz acc", "tok/s", "TTFT ms", "Miss"]
-    for each in heads:
-        assert each.rect["x"] + each.rect["width"] <= 1280
+    for heading in headings:
+        assert heading.rect["x"] + heading.rect["width"] <= 1280
     text = page.find_element("css selector", ".about").text
     assert "Runs 4" in text and "Hardware a100-5GBps" in text and "Date" in text
 
@@ -94,7 +94,7 @@ def test_search_choice_and_front_narrow_the_rows_together(page: Any) -> None:
     assert shown(page) == ["specmd 50%"]
     assert page.find_element("id", "count").text == "1 of 4 runs"
     search.clear()
-    # The driver's `clear` fires `change`, a user's keys `input`; the page hears both.
+    # The driver's `clear` fires `change`, a user's keys `input`; the page listens to both.
     assert shown(page) == ["specmd 50%"]
     page.find_element("css selector", "#front-only input").click()
     page.find_element("xpath", "//label[starts-with(., 'Capacity')]//option[.='5%']").click()

@@ -55,7 +55,7 @@ def three_passes() -> list[PassRecord]:
 @pytest.mark.parametrize(
     ("request_", "figures"),
     [
-        # First token after 4 s, end to end 8 s, (8 - 4) / (3 - 1) = 2 s a further token, 3 / 8.
+        # First token after 4 s, end to end 8 s, (8 - 4) / (3 - 1) = 2 s/token, 3 tokens in 8 s.
         (
             generation(three_passes(), 3),
             {"ttft_ms": 4000, "e2el_ms": 8000, "tpot_ms": 2000, "request_tok_per_s": 0.375},
@@ -65,13 +65,13 @@ def three_passes() -> list[PassRecord]:
             generation(three_passes()[:1], 1),
             {"ttft_ms": 4000, "e2el_ms": 4000, "request_tok_per_s": 0.25},
         ),
-        # A scoring request has its pass as first token; windows of one text add up.
+        # A scoring request's TTFT is its pass; the windows of one text add up.
         (scoring(three_passes()[:1]), {"ttft_ms": 4000, "e2el_ms": 4000}),
         (
             scoring([make_pass(0, PREFILL, 0.0, 2.0), make_pass(1, PREFILL, 2.0, 5.0)]),
             {"ttft_ms": 5000, "e2el_ms": 5000},
         ),
-        # No passes, no figures; where everything is resident and compute free, no rate.
+        # No passes, no figures; no time (all resident, free compute), no rate.
         (generation([], 0), {}),
         (generation([make_pass(0, PREFILL, 3.0, 3.0)], 1), {"ttft_ms": 0, "e2el_ms": 0}),
     ],
@@ -97,10 +97,10 @@ def test_inter_token_latencies_are_pooled_over_tokens_not_requests() -> None:
 
 
 def test_a_summary_is_mean_standard_error_and_percentiles_between_requests() -> None:
-    found = summary("x", [4.0, 1.0, 3.0, 2.0, 5.0])["x"]
+    statistics = summary("x", [4.0, 1.0, 3.0, 2.0, 5.0])["x"]
     # Sorted 1..5: rank 0.9 x 4 = 3.6 -> 4.6; rank 0.99 x 4 = 3.96 -> 4.96.
     percentiles = {"p50": 3.0, "p90": 4.6, "p99": 4.96}
-    assert found == pytest.approx({"mean": 3.0, "stderr": (2.5 / 5) ** 0.5, **percentiles})
+    assert statistics == pytest.approx({"mean": 3.0, "stderr": (2.5 / 5) ** 0.5, **percentiles})
     assert summary("x", []) == {} and summary("x", [1.0])["x"]["stderr"] is None
 
 
@@ -156,7 +156,7 @@ def test_a_pass_that_requests_share_is_counted_once_in_order_of_execution() -> N
                 **{"bytes_per_token": 1.0, "expert_lifetime_tokens": 2.5},
             },
         ),
-        # 8 of 10 assignments were executed, 4 of them the router's own.
+        # 8 of 10 assignments were executed, 4 of them the router's choices.
         (
             [
                 make_pass(
@@ -174,18 +174,18 @@ def test_a_pass_that_requests_share_is_counted_once_in_order_of_execution() -> N
     ids=["rates", "predictions", "time and traffic", "changed work"],
 )
 def test_a_caches_figures(passes: list[PassRecord], figures: dict[str, float]) -> None:
-    found = cache_metrics(passes)
-    assert {name: found[name] for name in figures} == pytest.approx(figures)
+    metrics = cache_metrics(passes)
+    assert {name: metrics[name] for name in figures} == pytest.approx(figures)
 
 
 def test_rates_of_nothing_are_none_and_never_zero() -> None:
     assert set(rates([]).values()) == {None}
-    found = cache_metrics([make_pass(0, PREFILL, 0.0, 0.0, num_tokens=0)])
-    rated = "hit_rate decode_hit_rate token_miss_rate prefetch_precision prefetch_recall"
-    rated += " link_utilization bytes_per_token stall_ms_per_token expert_lifetime_tokens"
-    rated += " routing_fidelity dropped_share"
-    assert {found[name] for name in rated.split()} == {None}
-    assert (found["prefetch_hits"], found["bytes_moved"], found["evictions"]) == (0, 0, 0)
+    metrics = cache_metrics([make_pass(0, PREFILL, 0.0, 0.0, num_tokens=0)])
+    rate_names = "hit_rate decode_hit_rate token_miss_rate prefetch_precision prefetch_recall"
+    rate_names += " link_utilization bytes_per_token stall_ms_per_token expert_lifetime_tokens"
+    rate_names += " routing_fidelity dropped_share"
+    assert {metrics[name] for name in rate_names.split()} == {None}
+    assert (metrics["prefetch_hits"], metrics["bytes_moved"], metrics["evictions"]) == (0, 0, 0)
 
 
 def test_the_ledger_attributes_passes_to_the_open_requests_only() -> None:
@@ -195,10 +195,10 @@ def test_the_ledger_attributes_passes_to_the_open_requests_only() -> None:
     ledger.serve([first, second])
     shared = ledger.begin_pass(PREFILL, 4, 0.0)
     ledger.serve([second])
-    own = ledger.begin_pass(PREFILL, 2, 1.0)
+    unshared = ledger.begin_pass(PREFILL, 2, 1.0)
     ledger.serve([])
     ledger.begin_pass(PREFILL, 1, 2.0)
-    assert (first.passes, second.passes) == ([shared], [shared, own])
+    assert (first.passes, second.passes) == ([shared], [shared, unshared])
     assert [p.index for p in ledger.passes] == [0, 1, 2]
     assert [r.index for r in ledger.requests] == [0, 1]
 
@@ -216,14 +216,14 @@ def test_the_miss_rates_standard_error_is_that_of_a_ratio_over_requests() -> Non
 
 def test_throughput_has_vllms_names() -> None:
     task = task_metrics([generation(three_passes(), 3)], 0)
-    # One request, 5 tokens read and 3 given, in 8 s.
+    # One request with 5 input and 3 output tokens, in 8 s.
     assert task["request_throughput"] == 1 / 8
     assert task["output_throughput"] == task["tok_per_s"] == 3 / 8
     assert task["total_token_throughput"] == 8 / 8
 
 
 def test_what_a_prefill_costs_is_told_by_the_passes_right_after_it() -> None:
-    """Eight early passes of 4 requests, half of them missed; two later ones with one miss in 8."""
+    """Eight early passes of 4 requests each, half missed; two later passes with 1 miss in 8."""
     early = [make_pass(1 + i, DECODE, i, i + 1, requests=4, misses=2) for i in range(8)]
     later = [
         make_pass(9, DECODE, 9, 10, requests=4, misses=1),
@@ -233,7 +233,7 @@ def test_what_a_prefill_costs_is_told_by_the_passes_right_after_it() -> None:
     figures = task_metrics([generation([prefill, *early, *later], 11)], 0)
     assert figures["early_decode_miss_rate"] == 16 / 32
     assert figures["steady_decode_miss_rate"] == 1 / 8
-    # A trace that begins after its prompt, and a request that ends early, say nothing of it.
+    # A trace without its prompt, or a request too short for later passes, has no such rates.
     assert "early_decode_miss_rate" not in task_metrics([generation([*early, *later], 10)], 0)
     assert "early_decode_miss_rate" not in task_metrics([generation([prefill, *early], 9)], 0)
 
@@ -248,7 +248,7 @@ def test_a_pass_that_is_early_for_one_request_is_not_steady_for_another() -> Non
     assert figures["steady_decode_miss_rate"] == 0.0
 
 
-# --- a new column is described in one place, from which everything else finds it ---
+# --- a new column is defined in one place ---
 
 
 def test_a_new_column_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,9 +260,9 @@ def test_a_new_column_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     share = per("evictions", "requests")
     metric = Metric("Evicted/req", 3, False, "evictions [per request]", share, True)
     monkeypatch.setitem(METRICS, "evictions_per_request", metric)  # type: ignore[arg-type]
-    found = cache_metrics(passes)
-    assert found["evictions_per_request"] == found["decode_evictions_per_request"] == 3 / 8
-    assert found["prefill_evictions_per_request"] is None
+    metrics = cache_metrics(passes)
+    assert metrics["evictions_per_request"] == metrics["decode_evictions_per_request"] == 3 / 8
+    assert metrics["prefill_evictions_per_request"] is None
     column = metric_column("decode_evictions_per_request")
     assert column is not None
     assert (column.heading, column.decimals) == ("Decode evicted/req", 3)
@@ -283,13 +283,15 @@ def test_counters_add_and_subtract_field_by_field() -> None:
 
 
 def test_every_count_is_made_something_of() -> None:
-    """A count that no metric reads is a column that nobody sees."""
-    # `draft_metrics` and `host_metrics`, where there is a draft or a host at work.
+    """Every count moves some metric; one that moves none would never be seen."""
+    # `draft_metrics` and `host_metrics` read these, where a draft or the host is at work.
     drafting, host = {"draft_s", "drafted", "accepted"}, {"host_executed", "host_s", "host_wait_s"}
     for name in sorted(set(COUNTED) - drafting - host):
         others = dict.fromkeys(("requests", "token_requests", "evictions", "predicted"), 4)
         others |= {"predictable": 4, "predicted_right": 2, "misses": 1, "token_misses": 1}
         others |= {"lifetime_tokens": 1, "unfaithful": 1, "weighed_tokens": 4, "lost_weight": 1}
-        more = others | {name: others.get(name, 0) + 1}
-        before, after = (cache_metrics([make_pass(0, DECODE, 0, 1, **c)]) for c in (others, more))
+        incremented = others | {name: others.get(name, 0) + 1}
+        before, after = (
+            cache_metrics([make_pass(0, DECODE, 0, 1, **c)]) for c in (others, incremented)
+        )
         assert before != after, name

@@ -1,4 +1,4 @@
-"""Plots are written for the figures there are, and repeat to the byte."""
+"""Plots are written for the figures that runs have, and are reproducible to the byte."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_every_plot_and_a_sweep_files_own_are_written_twice_the_same(
 ) -> None:
     folder = leaderboard_of_four(tmp_path / "four")
     panels = [{"x": "capacity", "y": "miss_rate"}, {"x": "tok_per_s", "y": "quiz"}]
-    mine = {"name": "mine", "group": "policy", "line": True, "panels": panels}
-    for names, figures in ((NAMES, None), (["mine"], [mine])):
+    figure = {"name": "mine", "group": "policy", "line": True, "panels": panels}
+    for names, figures in ((NAMES, None), (["mine"], [figure])):
         if figures:
             (folder / "sweep.yaml").write_text(json.dumps({"tasks": "quiz", "figures": figures}))
         one, two = tmp_path / names[0] / "one", tmp_path / names[0] / "two"
@@ -55,8 +55,8 @@ def test_what_cannot_be_drawn_is_refused_and_runs_are_chosen_by_settings(
     moecache("plot", folder, f"--output={tmp_path}", "--where=policy=specmd")
     panels = "[{x: capacity, y: miss_rate}]"
     (folder / "sweep.yaml").write_text(f"tasks: quiz\nfigures: [{{name: x, panels: {panels}}}]\n")
-    said = moecache("plot", folder, "--group=policy", code=2)
-    assert "--group='policy' has no effect on the `figures`" in said
+    refusal = moecache("plot", folder, "--group=policy", code=2)
+    assert "--group='policy' has no effect on the `figures`" in refusal
     moecache("plot", write(tmp_path / "one", record("a")), code=2)
 
 
@@ -64,19 +64,19 @@ def test_without_matplotlib_the_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moecache: Moecache
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    said = moecache("plot", leaderboard_of_four(tmp_path), code=2)
-    assert "lm-eval-moecache[plots]" in said
+    message = moecache("plot", leaderboard_of_four(tmp_path), code=2)
+    assert "lm-eval-moecache[plots]" in message
 
 
 def grid(folder: Path, prefetches: tuple[str, ...] = ("next_gate", "none", "score")) -> Path:
-    """Seven evictions under each prefetcher at two capacities: as the eviction experiment."""
-    made = []
+    """Seven evictions under each prefetcher at two capacities, like the eviction experiment."""
+    runs = []
     for prefetch, i, (j, capacity) in product(prefetches, range(7), enumerate(("5%", "25%"))):
-        chosen = {"prefetch": prefetch, "eviction": f"rule{i}"}
-        each = record(f"{prefetch}{i}{j}", capacity=capacity, tok_per_s=100.0 * i + j, **chosen)
-        each["config"]["moecache"]["policy"] |= {k: {"name": v} for k, v in chosen.items()}
-        made.append(each)
-    return write(folder, *made)
+        settings = {"prefetch": prefetch, "eviction": f"rule{i}"}
+        run = record(f"{prefetch}{i}{j}", capacity=capacity, tok_per_s=100.0 * i + j, **settings)
+        run["config"]["moecache"]["policy"] |= {k: {"name": v} for k, v in settings.items()}
+        runs.append(run)
+    return write(folder, *runs)
 
 
 def test_what_varies_becomes_panels_and_series_and_nothing_is_averaged(tmp_path: Path) -> None:
@@ -88,17 +88,17 @@ def test_what_varies_becomes_panels_and_series_and_nothing_is_averaged(tmp_path:
         assert all(len(members) == 2 for members in panel.series.values())
     x, y = (plots.axis_of(runs, runs, name) for name in ("capacity_bytes", "tok_per_s"))
     figure = plots.draw_tradeoff(runs, x, y, "policy", is_curve=True)
-    drawn = [line for place in figure.axes for line in place.lines]
+    drawn = [line for axes in figure.axes for line in axes.lines]
     assert sorted(y for line in drawn for y in line.get_ydata()) == sorted(
         100.0 * i + j for i in range(7) for j in range(2) for _ in range(3)
     )
-    for place in figure.axes:
-        looks = [(line.get_color(), line.get_marker()) for line in place.lines]
+    for axes in figure.axes:
+        looks = [(line.get_color(), line.get_marker()) for line in axes.lines]
         assert len(set(looks)) == len(looks) == 7
         assert {color for color, _ in looks} <= set(COLOURS)
-        assert {line.get_linestyle() for line in place.lines} == {"None"}, "two points: no course"
-        assert place.get_xlabel().startswith("capacity of the cache [MB]")
-        assert place.get_ylabel().startswith("output tokens per second")
+        assert {line.get_linestyle() for line in axes.lines} == {"None"}, "two points: no course"
+        assert axes.get_xlabel().startswith("capacity of the cache [MB]")
+        assert axes.get_ylabel().startswith("output tokens per second")
     assert figure._suptitle.get_text() == "Output tokens per second against capacity of the cache"
 
 
@@ -116,31 +116,31 @@ def test_axes_of_accuracy_end_at_one_and_the_front_is_ringed(tmp_path: Path) -> 
     runs = load_runs(leaderboard_of_four(tmp_path))
     x, y = (plots.axis_of(runs, runs, name) for name in ("tok_per_s", "accuracy"))
     figure = plots.draw_tradeoff(runs, x, y, "policy", is_curve=False)
-    [place] = figure.axes
-    low, high = place.get_ylim()
+    [axes] = figure.axes
+    low, high = axes.get_ylim()
     assert (low < 0.25, high) == (True, 1)
-    [front] = [line for line in place.lines if line.get_label() == "Pareto front"]
-    # No test over four documents tells answers apart, so that only the fastest stays.
+    [front] = [line for line in axes.lines if line.get_label() == "Pareto front"]
+    # No test over four documents separates their answers, so only the fastest is on the front.
     assert list(front.get_xdata()) == [200.0]
 
 
 def test_a_perplexity_of_words_is_drawn_against_the_lowest(tmp_path: Path) -> None:
-    made = []
+    records = []
     for name, value in (("a", 16_000.0), ("b", 16_160.0)):
-        each = record(name, policy=name)
-        each["results"]["quiz"] = {"word_perplexity,none": value}
-        each["higher_is_better"] = {"quiz": {"word_perplexity": False}}
-        made.append(each)
-    runs = load_runs(write(tmp_path, *made))
+        results = record(name, policy=name)
+        results["results"]["quiz"] = {"word_perplexity,none": value}
+        results["higher_is_better"] = {"quiz": {"word_perplexity": False}}
+        records.append(results)
+    runs = load_runs(write(tmp_path, *records))
     axis = plots.axis_of(runs, runs, "quiz")
     assert [axis.at(run) for run in runs] == [(1.0, 0.0), (pytest.approx(1.01), 0.0)]
     assert "of the lowest, 16000" in axis.label and not axis.log
 
 
 def test_a_line_joins_runs_of_one_identity_only(tmp_path: Path) -> None:
-    one, four = record("a"), record("b", capacity="50%")
-    four["config"]["batch_size"] = 4
-    runs = load_runs(write(tmp_path, one, four))
+    batch_of_1, batch_of_4 = record("a"), record("b", capacity="50%")
+    batch_of_4["config"]["batch_size"] = 4
+    runs = load_runs(write(tmp_path, batch_of_1, batch_of_4))
     panels = [{"x": "capacity", "y": "tok_per_s"}]
     figure = Figure.model_validate({"name": "x", "line": True, "panels": panels})
     with pytest.raises(ValueError, match="would join runs that differ in batch_size"):

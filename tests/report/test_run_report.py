@@ -1,4 +1,4 @@
-"""What stands in the report of a run: the table of speed, warnings, and the published schema."""
+"""The report of a run: its speed table, its warnings and the published schema."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_title_names_the_link_and_the_settings_that_are_not_the_default() ->
     assert title.endswith("phases: decode, scoring: scan, cache_reset: request")
 
 
-# --- a setting that did nothing on a task is said, and only then ---
+# --- a setting without effect on a task is warned of, and no other ---
 
 
 def served(kind: str, *phases: str) -> list[RequestRecord]:
@@ -116,9 +116,9 @@ def test_what_did_nothing_is_said_with_its_tasks(
 def test_settings_that_did_something_are_not_warned_of() -> None:
     assert warnings_of(TASKS) == []
     assert warnings_of({"gsm8k": TASKS["gsm8k"]}, **LOSSY) == []
-    # scan reads a text as if it were decoded.
-    text = {"text": served("loglikelihood_rolling", DECODE, DECODE)}
-    for tasks in (text, {}):
+    # scan routes a text as if it were decoded.
+    text_task = {"text": served("loglikelihood_rolling", DECODE, DECODE)}
+    for tasks in (text_task, {}):
         assert warnings_of(tasks, **LOSSY, **SCAN) == []
 
 

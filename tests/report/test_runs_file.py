@@ -1,4 +1,4 @@
-"""Runs in one packed file: equal records, equal bytes, and every command reads both forms."""
+"""Runs in one packed file: records and bytes are preserved, and every command reads both forms."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ TREES = st.recursive(
     st.dictionaries(st.text(min_size=1), st.dictionaries(st.text(), TREES), min_size=1, max_size=3)
 )
 def test_any_record_comes_back_equal(records: dict[str, dict[str, object]]) -> None:
-    made = [{**tree, "run_id": name} for name, tree in sorted(records.items())]
+    runs = [{**tree, "run_id": name} for name, tree in sorted(records.items())]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / PACKED
-        write_packed(path, made)
-        assert read_packed(path) == made
+        write_packed(path, runs)
+        assert read_packed(path) == runs
 
 
 def test_tables_and_comparisons_are_the_same_from_both_forms(
@@ -72,7 +72,7 @@ def test_a_sweep_goes_on_in_a_packed_folder(tmp_path: Path) -> None:
     with only_sweep(folder):
         assert {record["run_id"] for record in finished(folder).values()} == before
         assert not (folder / PACKED).exists()
-    # A run made anew is the newer one.
+    # A run made again replaces the packed one.
     pack(folder)
     write(folder, record("a", tok_per_s=1.0), record("e"))
     assert pack(folder) == 5
@@ -91,35 +91,35 @@ def test_what_is_broken_is_named_and_nothing_is_lost(tmp_path: Path, moecache: M
     pack(folder)
     data = (folder / PACKED).read_bytes()
     no_run = gzip.compress(json.dumps({"x": 1}).encode())
-    for broken, said in (
+    for broken, message in (
         (data[: len(data) // 2], "is not readable: "),
         (no_run, "line 1 is no run"),
     ):
         (folder / PACKED).write_bytes(broken)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             load_runs(folder / PACKED)
     moecache("pack", tmp_path / "runs", code=2)
 
 
 @pytest.mark.parametrize("fault", ["two of one id", "a broken file", "a folder", "another run"])
 def test_unpacking_never_loses_a_run(tmp_path: Path, fault: str, moecache: Moecache) -> None:
-    place, twice = tmp_path / "runs" / "a.json", fault == "two of one id"
-    write_packed(tmp_path / PACKED, [record("a"), record("b"), *[record("a")] * twice])
+    place, is_twice = tmp_path / "runs" / "a.json", fault == "two of one id"
+    write_packed(tmp_path / PACKED, [record("a"), record("b"), *[record("a")] * is_twice])
     if fault == "a folder":
         place.mkdir(parents=True)
-    elif not twice:
+    elif not is_twice:
         write(tmp_path, record("a"))
         place.write_text("{" if fault == "a broken file" else json.dumps(record("z")))
 
     def files() -> dict[Path, object]:
         return {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
 
-    for options in (["--undo"], []) if twice else (["--undo"],):
+    for options in (["--undo"], []) if is_twice else (["--undo"],):
         if not options:
             write(tmp_path, record("c"))
         before = files()
-        said = moecache("pack", tmp_path, *options, code=2)
-        assert "a.json" in said or "'a'" in said
+        message = moecache("pack", tmp_path, *options, code=2)
+        assert "a.json" in message or "'a'" in message
         assert before.items() <= files().items()
 
 
@@ -130,8 +130,8 @@ def test_what_somebody_else_packed_writes_nowhere_else(
     folder = tmp_path / "a" / "b"
     write_packed(folder / PACKED, [record("fine"), {**record("x"), "run_id": run_id}])
     before = sorted(tmp_path.rglob("*"))
-    said = moecache("pack", folder, "--undo", code=2)
-    assert f"run_id={run_id!r} is no name of a file" in said
+    message = moecache("pack", folder, "--undo", code=2)
+    assert f"run_id={run_id!r} is no name of a file" in message
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -27,21 +27,21 @@ stats = pytest.importorskip("scipy.stats")
 
 
 def slow_sign_flip(losses: list[float]) -> float:
-    """Look at every pattern of signs, in exact arithmetic."""
-    whole = [round(x * 1024) for x in losses]
+    """Enumerate every pattern of signs, in exact arithmetic."""
+    integers = [round(x * 1024) for x in losses]
     sums = [
-        sum(s * x for s, x in zip(signs, whole, strict=True))
-        for signs in itertools.product((-1, 1), repeat=len(whole))
+        sum(s * x for s, x in zip(signs, integers, strict=True))
+        for signs in itertools.product((-1, 1), repeat=len(integers))
     ]
-    return sum(s >= sum(whole) for s in sums) / len(sums)
+    return sum(s >= sum(integers) for s in sums) / len(sums)
 
 
 @settings(deadline=None)
 @given(st.integers(0, 60), st.integers(0, 60))
 def test_the_sign_test_is_the_binomial_test(better: int, worse: int) -> None:
     changed = better + worse
-    found = stats.binomtest(worse, changed, 0.5, alternative="greater") if changed else None
-    assert sign_test(better, worse) == pytest.approx(found.pvalue if found else 1.0, rel=1e-9)
+    binomial = stats.binomtest(worse, changed, 0.5, alternative="greater") if changed else None
+    assert sign_test(better, worse) == pytest.approx(binomial.pvalue if binomial else 1.0, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_holm_is_the_step_down_rule(p_values: list[float]) -> None:
 
 
 def test_tarones_rule_by_hand() -> None:
-    # Two can reach 0.05 / 2; the third not even 0.05, so that it takes no part.
+    # Two can reach 0.05 / 2; the third cannot even reach 0.05 and is left out.
     assert tarone([1 / 64, 0.02, 0.5], 0.05) == [True, True, False]
-    # One alone could be tested at 0.05, but the second then could, too, and at 0.025 only one.
+    # At 0.05 both could be tested, which halves the level to 0.025, and there only one can.
     assert tarone([1 / 64, 0.04], 0.05) == [True, False]
     assert tarone([1.0, 0.5], 0.05) == [False, False]
     assert tarone([], 0.05) == []
@@ -102,14 +102,14 @@ def test_tarones_rule_by_hand() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=3))
 def test_tarone_and_holm_keep_the_error_rate_exactly(changed: list[int]) -> None:
-    """Over every outcome of fair coins: the chance of any rejection is at most alpha."""
+    """Over all outcomes of fair coins the chance of any rejection is at most alpha."""
     alpha = 0.05
-    able = tarone([0.5**n for n in changed], alpha)
-    chosen = [n for n, one in zip(changed, able, strict=True) if one]
+    testable = tarone([0.5**n for n in changed], alpha)
+    tested = [n for n, is_testable in zip(changed, testable, strict=True) if is_testable]
     chance = 0.0
-    for lost in itertools.product(*(range(n + 1) for n in chosen)):
-        weight = math.prod(math.comb(n, k) / 2**n for n, k in zip(chosen, lost, strict=True))
-        p_values = [sign_test(n - k, k) for n, k in zip(chosen, lost, strict=True)]
+    for lost in itertools.product(*(range(n + 1) for n in tested)):
+        weight = math.prod(math.comb(n, k) / 2**n for n, k in zip(tested, lost, strict=True))
+        p_values = [sign_test(n - k, k) for n, k in zip(tested, lost, strict=True)]
         if any(p <= alpha for p in holm(p_values)):
             chance += weight
     assert chance <= alpha + 1e-12
@@ -121,7 +121,7 @@ def test_the_normal_test_is_scipys() -> None:
 
 
 def test_no_change_in_forty_answers_leaves_five_points_open() -> None:
-    """0.95 to the power of 40: so often nothing is lost of 40 where each twentieth answer is."""
+    """With a 5% loss rate, 40 answers lose none with probability 0.95 ** 40."""
     assert margin_test(0, 0, 40, -0.05, 1) == pytest.approx(0.95**40)
     low, high = answers_interval(0, 0, 40)
     assert -low == high == pytest.approx(1 - 0.025 ** (1 / 40))
@@ -141,7 +141,7 @@ def test_at_no_margin_the_test_and_the_interval_are_mcnemars() -> None:
 def test_the_margin_test_keeps_its_level_whatever_changes_both_ways(
     margin: float, sign: float
 ) -> None:
-    """Over every outcome of 12 answers whose difference is the margin: at most 5% are called."""
+    """Over all outcomes of 12 answers that differ by the margin, it rejects at most 5%."""
     count = 12
     for both in (0.0, 0.1, 0.25, 0.4):
         shares = [both + max(margin, 0), both + max(-margin, 0)]

@@ -1,4 +1,4 @@
-"""Leaderboards and views: what they show, mark and sort, and that they repeat themselves."""
+"""Leaderboards and views: what they show, mark and sort, reproducibly."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_same_runs_give_the_same_bytes_wherever_they_lie(tmp_path: Path, tab
     second = tmp_path / "elsewhere" / "second"
     shutil.copytree(first, second)
     for path in sorted((second / "runs").iterdir(), reverse=True):
-        # Another order on the disk, another date: neither is part of a table.
+        # A table depends neither on the order on disk nor on the date.
         data = json.loads(path.read_text()) | {"environment": {"date": "today", "seconds": 9}}
         path.unlink()
         path.write_text(json.dumps(data, indent=3))
@@ -91,8 +91,8 @@ def test_columns_and_order_can_be_chosen(tmp_path: Path, table: Table) -> None:
     columns = "policy,capacity,quiz:acc,decode_miss_rate,ttft_ms.p99,tok_per_s@quiz"
     text = table(folder, "--format=csv", f"--columns={columns}", "--sort=capacity,tok_per_s")
     rows = list(csv.DictReader(io.StringIO(text)))
-    found = [(r["capacity"], r["tok_per_s@quiz"]) for r in rows]
-    assert found == [("5%", "90"), ("5%", "80"), ("50%", "200"), ("50%", "120")]
+    speeds = [(r["capacity"], r["tok_per_s@quiz"]) for r in rows]
+    assert speeds == [("5%", "90"), ("5%", "80"), ("50%", "200"), ("50%", "120")]
     assert (rows[0]["ttft_ms.p99"], rows[0]["quiz:acc_stderr"]) == ("4.0", "0.25")
     text = table(folder, "--format=csv", "--columns=tok_per_s", "--sort=tok_per_s:asc")
     assert text.split() == ["tok_per_s", "80", "90", "120", "200"]
@@ -114,9 +114,9 @@ def test_a_folder_without_runs_is_an_error(tmp_path: Path, table: Table) -> None
 def test_what_varies_becomes_a_column_and_the_mean_of_tasks_is_shown(
     tmp_path: Path, table: Table
 ) -> None:
-    made = {"a": "5GB/s", "b": "9GB/s"}
+    bandwidths = {"a": "5GB/s", "b": "9GB/s"}
     tasks = ("quiz", "exam")
-    write(tmp_path, *(record(name, tasks=tasks, bandwidth=b) for name, b in made.items()))
+    write(tmp_path, *(record(name, tasks=tasks, bandwidth=b) for name, b in bandwidths.items()))
     head = table(tmp_path).splitlines()[0]
     assert "| Bandwidth | Accuracy | quiz acc | exam acc |" in head
 
@@ -160,13 +160,13 @@ def test_a_group_with_a_score_stands_for_its_tasks(tmp_path: Path) -> None:
 
 
 def many(name: str, right: int, tok_per_s: float, **more: Any) -> dict[str, Any]:
-    """Build a run of 40 documents of which the first are right."""
+    """Build a run of 40 documents, the first `right` of them answered correctly."""
     answers = [1.0] * right + [0.0] * (40 - right)
     return record(name, policy=name, answers=answers, tok_per_s=tok_per_s, **more)
 
 
 def test_marks_follow_the_test_and_not_the_digit(tmp_path: Path, table: Table) -> None:
-    """Three documents of 40 (p 0.125) make neither the best accuracy nor a place on the front."""
+    """Three documents of 40 (p 0.125) earn neither the best accuracy nor a place on the front."""
 
     def marked() -> dict[str, list[str]]:
         lines = table(tmp_path, "--columns=policy,accuracy,tok_per_s,pareto").splitlines()[2:]
@@ -174,11 +174,11 @@ def test_marks_follow_the_test_and_not_the_digit(tmp_path: Path, table: Table) -
         return {row[0]: [cell.strip() for cell in row[1:]] for row in rows if len(row) > 2}
 
     write(tmp_path, many("a", 26, 60), many("pre_gated", 29, 50), many("broken", 8, 300))
-    found = marked()
-    assert found["pre_gated"][0].startswith("**0.725") and found["a"][0].startswith("**0.650")
-    assert found["broken"][0].startswith("0.200")
-    assert [found[name][2] for name in ("a", "pre_gated", "broken")] == ["*", "", "*"]
-    # A third between the two, told from neither: then nothing is best.
+    cells = marked()
+    assert cells["pre_gated"][0].startswith("**0.725") and cells["a"][0].startswith("**0.650")
+    assert cells["broken"][0].startswith("0.200")
+    assert [cells[name][2] for name in ("a", "pre_gated", "broken")] == ["*", "", "*"]
+    # A third between two, distinguishable from neither: then none is best.
     write(tmp_path, many("between", 26, 10), many("near", 25, 20), many("low", 22, 30))
     assert not any(row[0].startswith("**") for row in marked().values())
 
@@ -186,11 +186,11 @@ def test_marks_follow_the_test_and_not_the_digit(tmp_path: Path, table: Table) -
 def test_runs_of_different_identity_are_told_apart_and_not_ranked(
     tmp_path: Path, table: Table
 ) -> None:
-    one, four = many("specmd", 26, 1007), many("specmd", 26, 2914)
-    four |= {"run_id": "four"}
-    # As `lm_eval run --batch_size 4` has it: not among the model's arguments.
-    one["config"]["batch_size"], four["config"]["batch_size"] = 1, 4
-    out = table(write(tmp_path, one, four))
+    batch_of_1, batch_of_4 = many("specmd", 26, 1007), many("specmd", 26, 2914)
+    batch_of_4 |= {"run_id": "four"}
+    # `lm_eval run --batch_size 4` does not record it among the model's arguments.
+    batch_of_1["config"]["batch_size"], batch_of_4["config"]["batch_size"] = 1, 4
+    out = table(write(tmp_path, batch_of_1, batch_of_4))
     assert "| Policy | Capacity | Batch size |" in out
     assert "**2914.0**" not in out and "| * |" not in out
     assert "rows of different batch_size are not compared" in out
@@ -224,11 +224,11 @@ def test_markdown_cells_stay_cells(tmp_path: Path, table: Table) -> None:
 
 
 def test_percentiles_and_standard_errors_of_speed(tmp_path: Path, table: Table) -> None:
-    made = record("a")
-    figures = made["config"]["moecache"]["totals"]
+    run = record("a")
+    figures = run["config"]["moecache"]["totals"]
     figures["ttft_ms"] = {**figures["ttft_ms"], "stderr": 0.125}
     figures["miss_rate_stderr"] = 0.0125
-    out = table(write(tmp_path, made), "--columns=ttft_ms,ttft_ms.*,miss_rate")
+    out = table(write(tmp_path, run), "--columns=ttft_ms,ttft_ms.*,miss_rate")
     assert "| TTFT ms | TTFT ms mean | TTFT ms p50 | TTFT ms p90 | TTFT ms p99 | Miss |" in out
     row = "| 2.000 ±0.125 | 2.000 ±0.125 | 1.500 | 3.000 | 4.000 | 0.2500 ±0.0125 |"
     assert row in out
@@ -241,38 +241,49 @@ def test_changes_are_percent_of_the_baseline_at_the_same_place(
     tmp_path: Path, table: Table
 ) -> None:
     leaderboard_of_four(tmp_path)
-    to = {"relative_to": {"policy": "on_demand"}}
-    two = ["capacity", "policy"]
+    relative = {"relative_to": {"policy": "on_demand"}}
+    keys = ["capacity", "policy"]
     sweep_file(
         tmp_path,
         views=[
-            {"title": "A", "rows": "capacity", "columns": "policy", "values": "tok_per_s", **to},
-            {"title": "B", "rows": two, "values": ["miss_rate"], "sort": two, **to},
+            {
+                "title": "A",
+                "rows": "capacity",
+                "columns": "policy",
+                "values": "tok_per_s",
+                **relative,
+            },
+            {"title": "B", "rows": keys, "values": ["miss_rate"], "sort": keys, **relative},
         ],
     )
     out = table(tmp_path)
-    # 90 of 80 and 200 of 120 tokens per second; the baseline has no change of its own.
+    # 90 against 80 and 200 against 120 tokens/s; the baseline itself has no change.
     assert "| 5% | 80.0 | 90.0 | 12.5 |\n| 50% | 120.0 | 200.0 | 66.7 |" in out
     assert "tok/s change % at specmd" in out
     assert "tok/s change % at on_demand" not in out
     assert "| 5% | specmd | 0.5000 | -16.7 |" in out
     assert "| 5% | on_demand | 0.6000 |  |" in out
     # A baseline must be a row or a column.
-    sweep_file(tmp_path, views=[{"rows": "capacity", "values": ["miss_rate"], **to}])
+    sweep_file(tmp_path, views=[{"rows": "capacity", "values": ["miss_rate"], **relative}])
     assert "views: relative_to='policy'" in table(tmp_path, code=2)
 
 
 def pickable(folder: Path, loss: float, **rule: object) -> Path:
-    """At each capacity a baseline of accuracy 1 and two others with fewer misses at a price."""
-    made = {"on_demand": (10, 0.5), "b": (9, 0.3), "c": (6, 0.1)}
-    for capacity, (name, (right, missed)) in product(("5%", "50%"), made.items()):
+    """At each capacity a baseline of accuracy 1 and others with fewer misses and lower accuracy."""
+    figures = {"on_demand": (10, 0.5), "b": (9, 0.3), "c": (6, 0.1)}
+    for capacity, (name, (right, missed)) in product(("5%", "50%"), figures.items()):
         if (capacity, name) != ("50%", "b"):
             answers = (1,) * right + (0,) * (10 - right)
-            kept = {"policy": name, "capacity": capacity, "answers": answers, "miss_rate": missed}
-            write(folder, record(f"{name}{capacity}", **kept))
-    whole = {"best": "miss_rate", "score": "quiz", "loss": loss}
-    whole |= {"relative_to": {"policy": "on_demand"}, **rule}
-    view = {"title": "P", "rows": "capacity", "values": ["policy", "miss_rate"], "pick": whole}
+            settings = {
+                "policy": name,
+                "capacity": capacity,
+                "answers": answers,
+                "miss_rate": missed,
+            }
+            write(folder, record(f"{name}{capacity}", **settings))
+    pick = {"best": "miss_rate", "score": "quiz", "loss": loss}
+    pick |= {"relative_to": {"policy": "on_demand"}, **rule}
+    view = {"title": "P", "rows": "capacity", "values": ["policy", "miss_rate"], "pick": pick}
     return sweep_file(folder, views=[{**view, "sort": ["capacity"]}])
 
 

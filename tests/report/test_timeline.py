@@ -1,4 +1,4 @@
-"""A replay's timeline: the Trace Event format, and nothing of the run is missing in it."""
+"""A replay's timeline: in the Trace Event format, and with every part of the run."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_durations_and_bytes_add_up_to_the_runs_totals(
     spans = [e for e in timeline.as_dict(engine)["traceEvents"] if e["ph"] == "X"]
 
     def total(track: str, name: str | None = None, what: str = "dur") -> float:
-        own = [e for e in spans if e["cat"] == track and name in (None, e["name"])]
-        return sum(e["dur"] if what == "dur" else e["args"].get(what, 0) for e in own)
+        track_spans = [e for e in spans if e["cat"] == track and name in (None, e["name"])]
+        return sum(e["dur"] if what == "dur" else e["args"].get(what, 0) for e in track_spans)
 
     passes = engine.ledger.passes
     assert total(COMPUTE) == pytest.approx(engine.clock.now * 1e6)
@@ -43,20 +43,20 @@ def test_durations_and_bytes_add_up_to_the_runs_totals(
     assert total(HOST) == pytest.approx(sum(p.host_s for p in passes) * 1e6)
     assert (total(HOST) > 0) == (policy in ("hybrimoe",))
     for track in (COMPUTE, LINK, HOST):
-        own = sorted((e for e in spans if e["cat"] == track), key=lambda e: e["ts"])
-        for before, after in pairwise(own):
+        track_spans = sorted((e for e in spans if e["cat"] == track), key=lambda e: e["ts"])
+        for before, after in pairwise(track_spans):
             assert after["ts"] >= before["ts"] + before["dur"] - 1e-6, (before, after)
 
 
 def test_the_command_writes_the_trace_event_format(tmp_path: Path, moecache: Moecache) -> None:
     path, out = traces.record(tmp_path)[0], tmp_path / "out.json"
     moecache("replay", path, "--timeline", out)
-    found: dict[str, Any] = json.loads(out.read_text())
-    names = {e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"}
+    timeline: dict[str, Any] = json.loads(out.read_text())
+    names = {e["args"]["name"] for e in timeline["traceEvents"] if e["name"] == "thread_name"}
     assert names == set(TRACKS)
-    for event in found["traceEvents"]:
+    for event in timeline["traceEvents"]:
         assert {"name", "ph", "pid", "tid", "args"} <= set(event) and event["ph"] in "XM"
         if event["ph"] == "X":
             assert event["ts"] >= 0 and event["dur"] > 0
-    said = moecache("replay", path, "--eviction=lru,lfu", "--timeline", out, code=2)
-    assert "a timeline is of one replay" in said
+    message = moecache("replay", path, "--eviction=lru,lfu", "--timeline", out, code=2)
+    assert "a timeline is of one replay" in message
