@@ -1,7 +1,7 @@
-"""The long forms of the tests: soak and kills, each a command of its own."""
+"""The long-running tests, soak and kills, each its own command."""
 
 import os
 
-# Before the hub's library is imported: names of models that do not exist are among the bad inputs,
-# and without a network it would try each of them for minutes.
+# Set before the hub's library is imported: the bad inputs contain names of models that do not
+# exist, and without a network it would retry each for minutes.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

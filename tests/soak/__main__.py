@@ -15,11 +15,11 @@ from tests.soak.kinds import damages
 from tests.soak.shadow import Violation, run_case
 
 SHARE_OF_EVENTS = 0.8
-"""Of the time; the rest is for damaged files, after every row of the table was tried once."""
+"""Share of the time; the rest is for damaged files, once every row of the table was tried."""
 
 
 def soak(seconds: float, seed: int) -> int:
-    """Run, print what was tried, and return the exit code."""
+    """Run, print the counts and problems, and return the exit code."""
     begin = time.monotonic()
     tally, events, cases, violations = Tally(), 0, 0, []
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,4 +1,4 @@
-"""Bad inputs in one table: what is given, and words that the refusal must have.
+"""Bad inputs in one table: each input, and the words that its refusal must contain.
 
 To add one, add a row, or a line of `commands.txt`. `…` in the words stands for anything between
 them; `{models}` holds folders of models that cannot be built.
@@ -43,7 +43,7 @@ class Bad(NamedTuple):
 
 
 def _trace(**header: Any) -> bytes:
-    """Return a recorded trace with other values in its header, or with a column twice."""
+    """Return a recorded trace with changed header fields or, without any, a duplicate column."""
     with tempfile.TemporaryDirectory() as folder:
         path, _ = traces.record(Path(folder))
         table = pq.read_table(path)
@@ -57,14 +57,14 @@ def _trace(**header: Any) -> bytes:
 
 
 def arrays_of(**arrays: Any) -> bytes:
-    """Return an engine's `.npz` of these arrays."""
+    """Return these arrays as an engine's `.npz`."""
     file = io.BytesIO()
     np.savez(file, **arrays)
     return file.getvalue()
 
 
 def _response(broken: bytes = b"", **changes: Any) -> str:
-    """Return an answer of vLLM with the experts of its tokens, or with others of its fields."""
+    """Return a vLLM response with its tokens' experts, broken or with changed fields."""
     file = io.BytesIO()
     np.save(file, IDS)
     array = file.getvalue().replace(broken, b" ") if broken else file.getvalue()
@@ -73,7 +73,7 @@ def _response(broken: bytes = b"", **changes: Any) -> str:
 
 
 def _artifact(**header: Any) -> bytes:
-    """Return an artifact as another release wrote it."""
+    """Return an artifact with a header as another release would write it."""
     told = {"format": 2, "kind": "buddies", "model": "x", "num_layers": 2, "num_experts": 4}
     told |= {"top_k": 2, "router_digest": "ab", "made_from": {}, "versions": {}} | header
     return save({"lists": np.arange(3)}, metadata={"moecache": json.dumps(told)})
@@ -213,7 +213,7 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({**WALL, "bandwidth": "5"}, "bandwidth='5' … no unit"),
     ({**WALL, "store": "disk", "store_dir": "/dev/null/x"}, "store_dir='/dev/null/x' cannot be written to"),
 ]  # fmt: skip
-"""Arguments that do not go together."""
+"""Incompatible arguments."""
 DRAFTED: list[tuple[str, Any, str]] = [
     ("draft_tokens", 0, "draft_tokens=0 … 1 or more"),
     ("draft_tokens", "two", "draft_tokens='two' … whole number"),
@@ -242,7 +242,7 @@ HOST: list[tuple[str, Any, str]] = [
     ("pretrained", "{models}/binary", "pytorch_model.bin is cut short, damaged"),
     ("pretrained", "tinyy", "pretrained='tinyy' cannot be read"),
 ]  # fmt: skip
-"""Arguments of HFLM, which would fail there after the weights are loaded."""
+"""Bad HFLM arguments, on which it would fail only after loading the weights."""
 UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"prefetch": "score", "prefetch.percentile": 101}, "percentile=101 … between 0 and 100"),
     ({"prefetch": "next_gate", "prefetch.overfetch": 0}, "prefetch.overfetch=0 … above 0"),
@@ -253,7 +253,7 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"capacity": "50000B", "dtype": "float32"}, "'50000B' … one expert of 73728 bytes"),
     ({"capacity": "65/layer"}, "capacity='65/layer' … more than the 64 experts"),
 ]  # fmt: skip
-"""What does not fit the shipped model: checked before its weights are loaded."""
+"""Settings that do not fit the shipped model: checked before its weights are loaded."""
 ON_WALL: list[tuple[str, Any, str]] = [
     ("parallelize", True, "parallelize=True … accelerate launch"),
     ("load_in_8bit", True, "load_in_8bit"),
@@ -415,7 +415,7 @@ HEADERS: list[tuple[str, Any]] = [
     *(("version", 2), ("num_layers", "3"), ("top_k", 9), ("seed", None), ("predicted_depth", 3)),
     *(("expert_bytes", [1000]), ("expert_bytes", [1000, -1, 1000]), ("precision", "fp3")),
 ]
-"""Fields of a trace's metadata that do not fit, and are named."""
+"""Invalid fields of a trace's metadata, which the refusal names."""
 OF_OTHERS: list[tuple[str, str, str, str]] = [
     ("csv", "route_trace v1", "route_trace v2", "line 1"),
     ("csv", "0,1,2,0,0,0,0.6", "0,1,2,0,0,9,0.6", "line 12: experts is [9, 2]"),
@@ -432,7 +432,7 @@ OF_OTHERS: list[tuple[str, str, str, str]] = [
     ("jsonl", '{"tok": 2', '{"tok" 2', "line 2 is not readable JSON"),
     ("jsonl", JSONL, "", "holds no rows"),
 ]
-"""Traces in the formats of others: what is put in the place of what, and the refusal's words."""
+"""Traces in foreign formats: kind, a text, its replacement, and words of the refusal."""
 ARRAYS: list[tuple[dict[str, Any], str]] = [
     ({"routed": ROUTED}, "no array 'routed_experts' [tokens, layers, top_k]"),
     ({"routed_experts": ROUTED[0]}, "routed_experts is uint8 of shape [2, 2]"),
@@ -460,18 +460,18 @@ FOREIGN: list[tuple[dict[str, str] | None, str]] = [
     ({"moecache": '{"format": 3}'}, "format version 3; this release reads 2"),
     ({"moecache": '{"format": 2, "kind": "buddies"}'}, "lacks 'model', 'num_layers'"),
 ]
-"""What others write into the metadata of safetensors files."""
+"""Foreign metadata of safetensors files, with words of the refusal."""
 
 
 def _commands(section: str) -> list[tuple[list[str], str]]:
-    """Return the commands of `commands.txt` below a line, each with the words of its refusal."""
+    """Return the commands of a section of `commands.txt`, each with words of its refusal."""
     text = Path(__file__).with_name("commands.txt").read_text().partition(section)[2]
     rows = [line.partition(" => ") for line in text.partition("\n# ")[0].splitlines()[1:] if line]
     return [(shlex.split(given.replace("{long}", LONG)), words) for given, _, words in rows]
 
 
 LIGHT = _commands("# Before torch is imported")
-"""Commands that are refused before torch is imported, which takes seconds."""
+"""Commands refused before torch is imported, as the import takes seconds."""
 COMMANDS = [*LIGHT, *_commands("# After it")]
 NASTY: tuple[Any, ...] = (
     *(math.inf, -math.inf, math.nan, 10**400, 1e30, -(10**12), {}, {"a": 1}, [[]]),
@@ -479,7 +479,7 @@ NASTY: tuple[Any, ...] = (
 
 
 def parameters() -> Iterator[Bad]:
-    """Every numeric parameter of every algorithm, with every number that none of them means."""
+    """Yield every numeric parameter of every algorithm with each value that none accepts."""
     for axis in AXES:
         for name in algorithm_names(axis):
             for key, parameter in parameters_of(find_algorithm(axis, name)).items():

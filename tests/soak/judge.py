@@ -1,4 +1,4 @@
-"""Gives bad inputs and damaged files to readers and commands, in this process, under a guard."""
+"""Feeds bad inputs and damaged files to readers and commands, in-process, under a time guard."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAULTS = (TRACEBACK, HANG, UNCLEAR, ACCEPTED, LEFT)
 
 
 class HangError(BaseException):
-    """The time guard has gone off. No reader may catch it."""
+    """The time guard went off. No reader may catch it."""
 
 
 @contextlib.contextmanager
@@ -52,12 +52,12 @@ def guarded(seconds: float = GUARD_S) -> Iterator[None]:
 
 @dataclass
 class Tally:
-    """What became of the inputs tried; `problems` tells of those that are none."""
+    """The outcomes of the inputs tried; `problems` lists every outcome but a clear refusal."""
 
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     still_sound: int = 0
-    """Damaged files that are none, as what was changed may be changed."""
+    """Damaged files that are still valid, as the changed part may vary."""
 
     def note(self, verdict: str, told: str) -> None:
         self.counts[verdict] += 1
@@ -70,12 +70,12 @@ class Tally:
 
 
 def says(text: str, words: str) -> bool:
-    """Whether a refusal has these words; `…` stands for anything between them."""
+    """Whether a refusal has these words; `…` stands for any text between them."""
     return all(part in text for part in words.split(" … "))
 
 
 def judged(act: Callable[[], object], words: str) -> tuple[str, str]:
-    """Return what became of an input that has to be refused, and what was said."""
+    """Return the outcome and the message for an input that has to be refused."""
     try:
         with guarded():
             act()
@@ -93,18 +93,18 @@ def command(argv: list[str], words: str) -> tuple[str, str]:
     """Run a command that has to end with exit code 2 and a message."""
 
     def act() -> None:
-        said = io.StringIO()
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        stderr = io.StringIO()
+        with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
             try:
                 code: object = main(argv)
             except SystemExit as error:
                 code = error.code
-        text = said.getvalue()
+        text = stderr.getvalue()
         if code != 0:
             raise (ValueError if code == 2 and "Traceback" not in text else Exception)(text)
 
-    verdict, told = judged(act, words)
-    return verdict, f"{argv}: {told}"
+    verdict, message = judged(act, words)
+    return verdict, f"{argv}: {message}"
 
 
 def judge(bad: Bad, folder: Path, places: dict[str, str]) -> tuple[str, str]:
@@ -123,17 +123,17 @@ def judge(bad: Bad, folder: Path, places: dict[str, str]) -> tuple[str, str]:
 
 
 def read_bad(kind: str, data: str | bytes, folder: Path, words: str) -> tuple[str, str]:
-    """Let the reader of this kind read a file with these contents."""
+    """Give a file with these contents to the reader of this kind."""
     path = folder / KINDS[kind].name
     path.write_bytes(data if isinstance(data, bytes) else data.encode())
     return judged(lambda: KINDS[kind].read(path), words)
 
 
 def refused_model(given: dict[str, Any]) -> None:
-    """Check arguments as both ways into a run do; AssertionError where these say something else."""
+    """Check arguments on both ways into a run; AssertionError where their messages differ."""
     from lm_eval_moecache.harness.lm import MoECacheLM
 
-    def told(act: Callable[[], object]) -> str:
+    def refusal(act: Callable[[], object]) -> str:
         try:
             act()
         except ValueError as error:
@@ -141,14 +141,14 @@ def refused_model(given: dict[str, Any]) -> None:
         return ""
 
     cell = Cell(model="moecache", model_args=given, tasks=("tiny_arc",))
-    alone, in_sweep = told(lambda: MoECacheLM(**given)), told(lambda: check_cell(cell))
+    alone, in_sweep = refusal(lambda: MoECacheLM(**given)), refusal(lambda: check_cell(cell))
     assert alone == in_sweep, f"alone: {alone!r}, in a sweep: {in_sweep!r}"
     raise ValueError(alone)
 
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Keep warnings of files that are left out off the screen."""
+    """Silence the warnings about skipped files."""
     logging.disable(logging.CRITICAL)
     try:
         yield
@@ -157,7 +157,7 @@ def silent() -> Iterator[None]:
 
 
 def places_in(folder: Path) -> dict[str, str]:
-    """Make the sound files that commands are given."""
+    """Make the sound files that commands need."""
     places = {name: folder / name for name in ("traces", "folder", "special", "models")}
     for place in (*places.values(), folder / "results"):
         place.mkdir()
@@ -181,21 +181,21 @@ def try_table(folder: Path, tally: Tally, rows: Iterable[Bad]) -> None:
     places = places_in(folder)
     with silent():
         for bad in rows:
-            verdict, told = judge(bad, folder, places)
-            left = [*Path(places["folder"]).iterdir()]
-            verdict = LEFT if verdict == CLEAR and left else verdict
-            given = f"{bad.kind}: {str(bad.given)[:160]}"
-            tally.note(verdict, f"{given}: wanted {bad.words!r}: {told}, left {left}")
+            verdict, message = judge(bad, folder, places)
+            leftovers = [*Path(places["folder"]).iterdir()]
+            verdict = LEFT if verdict == CLEAR and leftovers else verdict
+            label = f"{bad.kind}: {str(bad.given)[:160]}"
+            tally.note(verdict, f"{label}: wanted {bad.words!r}: {message}, left {leftovers}")
 
 
 def try_damaged(damaged: Damaged, folder: Path, tally: Tally) -> None:
-    """Read a damaged file. One that is still sound may be read; the others name their file."""
+    """Read a damaged file: a still valid one may be accepted, a refusal names the file."""
     with silent():
         name = KINDS[damaged.kind].name
-        verdict, told = read_bad(damaged.kind, damaged.data, folder, name)
-    if verdict == UNCLEAR and (damaged.kind in ("sweep", "views") or "=" in told):
-        verdict = CLEAR  # names the field instead; a sweep's cells are named by who checks them
+        verdict, message = read_bad(damaged.kind, damaged.data, folder, name)
+    if verdict == UNCLEAR and (damaged.kind in ("sweep", "views") or "=" in message):
+        verdict = CLEAR  # the message names the field, or for a sweep the cell, instead
     if verdict == ACCEPTED and not damaged.must_be_refused:
         tally.still_sound += 1
     else:
-        tally.note(verdict, f"{damaged.kind} {damaged.how}: {told}")
+        tally.note(verdict, f"{damaged.kind} {damaged.how}: {message}")

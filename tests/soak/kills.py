@@ -34,7 +34,7 @@ from lm_eval_moecache.trace.file import SUFFIX, read_trace
 
 LONGEST_S = 600
 LONGEST_LEFT_S = 20
-"""In which workers notice that they are alone."""
+"""Time for workers to notice that their parent is gone."""
 WARM = multiprocessing.get_context("forkserver")
 WARM.set_forkserver_preload(
     [
@@ -45,7 +45,7 @@ WARM.set_forkserver_preload(
 
 
 class Fault(AssertionError):
-    """What a kill must not do."""
+    """A kill lost, doubled or left something."""
 
 
 def require(holds: bool, what: object) -> None:
@@ -54,7 +54,7 @@ def require(holds: bool, what: object) -> None:
 
 
 class Ended(NamedTuple):
-    """A command that was ended, or has ended: its exit code, what it said, and how long it took."""
+    """A command after its end or kill: exit code, printed text and duration."""
 
     code: int
     out: str
@@ -64,40 +64,40 @@ class Ended(NamedTuple):
 
 
 def play(argv: Sequence[str], folder: str, out: str, err: str) -> None:
-    """Be the command, as an entry point is, in this forked process."""
+    """Run the command in this forked process, as its entry point does."""
     os.setpgrp()
     os.chdir(folder)
-    # The second tells that this group is there and may be killed.
+    # The second file signals that the group exists and may be killed.
     for descriptor, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     try:
         code: Any = main(argv)
     except SystemExit as ended:
         code = ended.code or 0
-    # What Python does at a process' end, and multiprocessing leaves out.
+    # Python runs these at exit, which multiprocessing skips.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)
 
 
 def processes_of(group: int) -> list[int]:
-    """Return the processes of a group that still run (Linux)."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*/stat"):
+    """Return the live processes of a group (Linux)."""
+    processes = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, _, its_group = place.read_text().rpartition(")")[2].split()[:3]
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
         except OSError:
             continue
         if state != "Z" and int(its_group) == group:
-            found.append(int(place.parent.name))
-    return found
+            processes.append(int(stat.parent.name))
+    return processes
 
 
 class Command:
-    """One command in a folder of its own, and what has to be true after a kill and after a rerun.
+    """One command in its own folder, and the conditions after a kill and after a rerun.
 
-    `reference` is the folder of an undisturbed run, `seconds` what the fastest took so far,
-    `resumes` is of the line that an interrupt ends with.
+    `reference` is the folder of an undisturbed run, `seconds` the fastest duration so far,
+    `resumes` a part of the line that an interrupted command ends with.
     """
 
     name: str
@@ -106,23 +106,23 @@ class Command:
     seconds: float
 
     def argv(self, folder: Path) -> list[str]:
-        """Return the command, after what it needs is written."""
+        """Write the files that the command needs, and return its arguments."""
         raise NotImplementedError
 
     def check_killed(self, folder: Path, ended: Ended) -> Any:
-        """Raise Fault where something is lost; return what the rerun has to keep."""
+        """Raise Fault if something is lost; return the finished work that the rerun must keep."""
         raise NotImplementedError
 
     def check_rerun(self, folder: Path, ended: Ended, kept: Any) -> None:
-        """Raise Fault where something is lost or doubled once the command ran to its end."""
+        """Raise Fault if something is lost or doubled after the rerun."""
         raise NotImplementedError
 
     def start(self, folder: Path, kill_after_s: float | None, number: int = 0) -> Ended:
-        """Run the command, and send it a signal after this time if it still runs then."""
+        """Run the command, and send it a signal after this time if it is still running."""
         folder.mkdir(exist_ok=True)
         out, err = (folder.with_name(f"{folder.name}.{name}") for name in ("out", "err"))
-        for said in (out, err):
-            said.unlink(missing_ok=True)
+        for path in (out, err):
+            path.unlink(missing_ok=True)
         child = WARM.Process(target=play, args=(self.argv(folder), str(folder), str(out), str(err)))
         child.start()
         while not err.exists():
@@ -139,14 +139,14 @@ class Command:
         while (left := processes_of(child.pid)) and time.monotonic() < end + LONGEST_LEFT_S:
             time.sleep(0.02)
         require(not left, f"processes left after {LONGEST_LEFT_S} s: {left}")
-        told = out.read_text(errors="replace"), err.read_text(errors="replace")
-        return Ended(child.exitcode or 0, *told, was_killed, end - begin)
+        texts = out.read_text(errors="replace"), err.read_text(errors="replace")
+        return Ended(child.exitcode or 0, *texts, was_killed, end - begin)
 
     def kill(self, folder: Path, moment: float, number: int) -> bool:
-        """Kill it at a share of its time and run it again; False where it was over before."""
+        """Kill it at a share of its time and run it again; False if it had already ended."""
         ended = self.start(folder, moment * self.seconds, number)
         if not ended.was_killed or ended.code == 0:
-            # Slower before, on a machine that others use: no moment is to lie behind its end.
+            # Earlier runs were slower, on a shared machine: keep later moments before the end.
             self.seconds = min(self.seconds, ended.seconds)
             return False
         if number == signal.SIGINT:
@@ -154,28 +154,28 @@ class Command:
             require(ended.code == 130, f"exit {ended.code}: {ended.err[-2000:]}")
             require(len(lines) == 1 and self.resumes in lines[0], ended.err[-2000:])
             require("Traceback" not in ended.err, ended.err[-3000:])
-        kept = self.check_killed(folder, ended)
-        again = self.start(folder, None)
-        require(again.code == 0, again.err[-2000:])
-        self.check_rerun(folder, again, kept)
+        finished = self.check_killed(folder, ended)
+        rerun = self.start(folder, None)
+        require(rerun.code == 0, rerun.err[-2000:])
+        self.check_rerun(folder, rerun, finished)
         return True
 
 
 def scores_of(folder: Path) -> Any:
-    """Return the scores of the one results file of lm-eval; figures of speed are apart."""
+    """Return the scores in lm-eval's only results file, without the speed figures."""
     [path] = folder.rglob("results_*.json")
     rows = json.loads(path.read_text())["results"].items()
     return [(task, {k: v for k, v in row.items() if k.startswith("acc")}) for task, row in rows]
 
 
 def routed(path: Path) -> Sequence[Any]:
-    """Return the experts of each row of each event of a trace."""
+    """Return the experts of a trace as one array per event."""
     trace = read_trace(path)
     return np.split(np.asarray(trace.columns.experts), trace.row_bounds[1:-1])
 
 
 class Eval(Command):
-    """A run through lm-eval, on the modelled clock with a trace or on the machine's own."""
+    """A run through lm-eval, on the virtual clock with a trace or on the wall clock."""
 
     resumes = "begins anew"
 
@@ -189,7 +189,7 @@ class Eval(Command):
         ).split()
 
     def check_killed(self, folder: Path, ended: Ended) -> Any:
-        """Every request that the progress bar has told finished is in the recording."""
+        """A recording exists once the progress bar has counted a request as finished."""
         shown = [int(n) for n in re.findall(r"loglikelihood requests:.*?(\d+)/\d+", ended.err)]
         if "trace=" not in self.extra or not shown or not shown[-1]:
             return 0  # an interrupt before the first request is finished leaves no file
@@ -198,7 +198,7 @@ class Eval(Command):
         return shown[-1]
 
     def check_rerun(self, folder: Path, ended: Ended, kept: Any) -> None:
-        # What was killed while it wrote its last file may have finished that.
+        # A run killed while writing its last file may have finished it.
         results = sorted(folder.rglob("results_*.json"))
         for older in results[:-1]:
             older.unlink()
@@ -210,7 +210,7 @@ class Eval(Command):
             return
         [whole] = (self.reference / "traces").iterdir()
         expected, traces = routed(whole), sorted((folder / "traces").glob("[!.]*"))
-        # The stream of a killed run, unless its trace was there already or nothing was finished.
+        # Keep a killed run's stream, unless its trace exists or no request was finished.
         traces = [
             path
             for path in traces
@@ -218,21 +218,23 @@ class Eval(Command):
         ]
         require(all(path.suffix in (".parquet", SUFFIX) for path in traces), f"litter: {traces}")
         for path in traces:
-            found = routed(path)
-            same = all(np.array_equal(a, b) for a, b in zip(found, expected, strict=False))
-            require(same and len(found) <= len(expected), f"{path.name} is not what was routed")
+            experts = routed(path)
+            same = all(np.array_equal(a, b) for a, b in zip(experts, expected, strict=False))
+            require(same and len(experts) <= len(expected), f"{path.name} is not what was routed")
         require(len(routed(traces[-1])) == len(expected), f"{traces[-1].name} is not whole")
         if kept:
             require(len(traces) == 2, f"recordings: {traces}, where {kept} were finished")
-            # Choices of one token share a pass.
-            each = sorted(sorted(request.passes) for request in read_trace(whole).requests)
-            needed = len({number for passes in each[:kept] for number in passes})
+            # One-token choices share a pass.
+            request_passes = sorted(
+                sorted(request.passes) for request in read_trace(whole).requests
+            )
+            needed = len({number for passes in request_passes[:kept] for number in passes})
             passes = read_trace(traces[0]).num_passes
             require(passes >= needed, f"{passes} of {needed} passes of {kept} requests kept")
 
 
 class Kept(Command):
-    """A command that keeps finished runs as records, and goes on with the others."""
+    """A command that keeps finished runs as records and resumes with the others."""
 
     out: str
 
@@ -255,7 +257,7 @@ class Kept(Command):
         self.check_whole(runs, kept, json.loads(ended.out))
 
     def check_whole(self, runs: dict[str, bytes], kept: dict[str, bytes], told: Any) -> None:
-        """Compare what is there at the end with the undisturbed run, and with what was told."""
+        """Compare the final runs with the undisturbed ones and with the printed JSON."""
         raise NotImplementedError
 
 
@@ -282,7 +284,7 @@ class Sweep(Kept):
 
 
 class Tune(Kept):
-    """On a small random model: two dozen runs take as long as two of the shipped one."""
+    """A search on a small random model, whose two dozen runs take as long as two of `tiny`."""
 
     name, resumes, out = "tune", "goes on with the search", "found"
 
@@ -293,7 +295,7 @@ class Tune(Kept):
         (folder / "space.yaml").write_text(yaml.safe_dump(space))
         model = folder.parent / "model"
         if not model.exists():
-            # Imported late: only this command needs torch here.
+            # Imported late, as only this command needs torch.
             from tests.models import save_model
 
             save_model(model, "olmoe")
@@ -305,17 +307,20 @@ class Tune(Kept):
 
     def check_whole(self, runs: dict[str, bytes], kept: dict[str, bytes], told: Any) -> None:
         [whole] = self.reference.rglob("front.json")
-        shipped, found = (
-            {each["name"]: (each["accuracy"], each["speed"]) for each in front["shipped"]}
+        expected, shipped = (
+            {
+                composition["name"]: (composition["accuracy"], composition["speed"])
+                for composition in front["shipped"]
+            }
             for front in (json.loads(whole.read_text()), told)
         )
-        require(len(told["shipped"]) == len(found), "a composition is there twice")
-        require(found == shipped, "other figures of the compositions than undisturbed")
+        require(len(told["shipped"]) == len(shipped), "a composition is there twice")
+        require(shipped == expected, "other figures of the compositions than undisturbed")
         require(told["trials"].get("running", 0) == 0, f"open trials: {told['trials']}")
 
 
 def kills(times: int, seed: int, only: str = "") -> int:
-    """Kill each command this often by each signal, print a table, return the exit code."""
+    """Kill each command `times` times by each signal, print a table, return the exit code."""
     faults, chance = 0, random.Random(seed)
     traced = Eval("traced run", "policy=specmd,hardware=h200,trace=traces", limit=6)
     on_wall = "policy=on_demand,clock=wall,store=disk,store_dir=store"
@@ -331,10 +336,10 @@ def kills(times: int, seed: int, only: str = "") -> int:
             command.seconds = whole.seconds
             for number in (signal.SIGKILL, signal.SIGINT):
                 killed = wrong = 0
-                for each in range(3 * times):
+                for attempt in range(3 * times):
                     moment = chance.random()
                     try:
-                        killed += command.kill(place / f"{number.name}-{each}", moment, number)
+                        killed += command.kill(place / f"{number.name}-{attempt}", moment, number)
                     except Fault as fault:
                         killed, wrong = killed + 1, wrong + 1
                         print(f"{command.name}, {number.name} at {moment:.3f}: {fault}")

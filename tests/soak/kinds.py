@@ -1,4 +1,4 @@
-"""Kinds of files that are read: what reads each, what a sound one is, and how one is damaged."""
+"""The kinds of input files: the reader of each, a valid example, and ways to damage it."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ OBJECTIVE = Objective(
 )
 
 
-# --- what reads a file ---
+# --- readers ---
 
 
 def _use_sweep(path: Path) -> object:
-    """Read the settings of every cell, as is done before the first run."""
+    """Read the settings of every cell, as a sweep does before its first run."""
     return [
         check_trace_cell(cell)
         if cell.model == REPLAY
@@ -76,13 +76,13 @@ def _use_sweep(path: Path) -> object:
 
 
 def _use_views(path: Path) -> object:
-    """Look up the names in a sweep's tables and figures, for which lm-eval lists its tasks."""
+    """Check the names in a sweep's tables and figures, for which lm-eval lists its tasks."""
     sweep = read_sweep(path)
     return check_report(sweep, sweep.cells())
 
 
 def _use_results(path: Path) -> object:
-    """Do with a results file what commands do with one that they can read."""
+    """Use a results file as the commands do."""
     runs = load_runs(path)
     tables = [leaderboard(runs), leaderboard(runs, columns=["run", "eviction", "miss_rate"])]
     names = [setting(run, name).raw for run in runs for name in ("policy", "hardware", "limit")]
@@ -91,15 +91,15 @@ def _use_results(path: Path) -> object:
 
 
 def _use_claims(path: Path) -> object:
-    """Read the claims, and answer those whose runs are there."""
-    found = report_claims.read_claims(path)
+    """Read the claims and answer those whose runs exist."""
+    claims = report_claims.read_claims(path)
     with contextlib.suppress(ValueError):
-        return page(found, report_claims.answer(found, path.parent))
+        return page(claims, report_claims.answer(claims, path.parent))
     return None
 
 
 def _use_table(path: Path) -> object:
-    """Remake the table beside an analysis' or a search's JSON."""
+    """Remake the table beside the JSON of an analysis or a search."""
     path.with_suffix(".md").touch()
     try:
         return other_table(path)
@@ -148,21 +148,21 @@ def _journal(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file: the name it is given, what reads it, and a sound one."""
+    """A kind of file: its name, its reader, and a sound example."""
 
     name: str
     read: Callable[[Path], object]
     sound: Any
-    """Its text or bytes, what its YAML or JSON holds, or what makes one in a folder."""
+    """Its text or bytes, the content of its YAML or JSON, or a function that writes it."""
     form: str = ""
-    """`yaml`, `json` or `gz` (of JSON) where values in its structure can be damaged."""
+    """`yaml`, `json` or `gz` (of JSON) where values inside can be damaged."""
     is_closed: bool = False
-    """Every field is known: one that is not is an error."""
+    """Unknown fields are errors."""
     is_checked: bool = False
-    """It has a checksum: whichever byte it is, it is seen."""
+    """It has a checksum, so that any changed byte is detected."""
 
     def bytes_in(self, folder: Path) -> bytes:
-        """Return a sound file of this kind; `folder` is its own."""
+        """Return the bytes of a sound file of this kind, which may write to `folder`."""
         if callable(self.sound):
             return bytes(self.sound(folder).read_bytes())
         if isinstance(self.sound, str):
@@ -175,7 +175,7 @@ class Kind:
         return json.loads(gzip.decompress(data) if self.form == "gz" else data)
 
     def dumped(self, data: Any, more: str = "") -> bytes:
-        """Write a structure, and a field's text behind its last."""
+        """Serialise a structure, with the text of one more field appended."""
         if self.form == "yaml":
             return (yaml.safe_dump(data, sort_keys=False) + more.replace('"', "")).encode()
         text = json.dumps(data)
@@ -239,7 +239,7 @@ KINDS: dict[str, Kind] = {
     "journal": Kind(
         "study.journal", lambda path: open_study(path.parent, OBJECTIVE, 0), _journal
     ),
-    # Small traces in the formats of others; SGLang's has to be told its top-k.
+    # Small traces in foreign formats, without SGLang's, whose reader must be given its top-k.
     **{
         path.name: Kind(path.name, _use_trace, path.read_bytes())
         for path in FOLDER.iterdir()
@@ -258,7 +258,7 @@ WRONG: tuple[Any, ...] = (
 
 
 class Damaged(NamedTuple):
-    """A damaged file: its kind, what was done to it, its bytes, and whether it must be refused."""
+    """A damaged file: its kind, the damage, its bytes, and whether it must be refused."""
 
     kind: str
     how: str
@@ -267,7 +267,7 @@ class Damaged(NamedTuple):
 
 
 def damage(name: str, sound: bytes, rng: np.random.Generator) -> Damaged:
-    """Do one thing to a sound file."""
+    """Damage a sound file in one way."""
     kind = KINDS[name]
     if kind.form and rng.random() < 0.6:
         return _structure(name, sound, rng)
@@ -276,8 +276,8 @@ def damage(name: str, sound: bytes, rng: np.random.Generator) -> Damaged:
         case 0:
             flipped = bytearray(sound)
             places = rng.integers(0, len(sound), rng.integers(1, 9)).tolist()
-            for each in places:
-                flipped[each] ^= int(rng.integers(1, 256))
+            for position in places:
+                flipped[position] ^= int(rng.integers(1, 256))
             how, data = f"flipped {sorted(places)}", bytes(flipped)
         case 1:
             how, data = f"cut at {place}", sound[:place]
@@ -287,7 +287,7 @@ def damage(name: str, sound: bytes, rng: np.random.Generator) -> Damaged:
         case _:
             how = f"without {length} bytes at {place}"
             data = sound[:place] + sound[place + length :]
-    # A trace says at its end that it is whole.
+    # A trace is marked complete at its end.
     must_be_refused = kind.is_checked or (name == "trace" and how.startswith("cut"))
     return Damaged(name, how, data, must_be_refused and data != sound)
 
@@ -320,12 +320,12 @@ def _places(data: Any, path: str = "") -> Iterator[tuple[Any, Any, str]]:
 
 
 def damages(folder: Path, seed: int) -> Iterator[Damaged]:
-    """Yield damaged files of every kind, without end."""
+    """Yield damaged files of every kind, endlessly."""
     files = []
     for name, kind in sorted(KINDS.items()):
-        own = folder / f"of {name}"
-        own.mkdir()
-        files.append((name, kind.bytes_in(own)))
+        scratch = folder / f"of {name}"
+        scratch.mkdir()
+        files.append((name, kind.bytes_in(scratch)))
     rng = np.random.default_rng(seed)
     for number in count():
         yield damage(*files[number % len(files)], rng)

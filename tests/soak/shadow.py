@@ -1,8 +1,8 @@
-"""An outside checker of the engine: random models, ladders, algorithms and links, watched from the
-seams that anybody may use, and believed in nothing.
+"""An independent checker of the engine on random models, ladders, algorithms and links, which
+observes it through public seams only and trusts none of its numbers.
 
-Shares no code with the engine's cache, link or clock: it keeps its own residents from what the
-eviction algorithm is told, its own bytes and seconds, and compares after every event.
+Shares no code with the engine's cache, link or clock: it tracks residents from the calls to the
+eviction algorithm, computes bytes and seconds itself, and compares after every event.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PASSES = 240
 
 
 class Violation(AssertionError):
-    """Something the engine did that cannot be right."""
+    """The engine did something that cannot be right."""
 
 
 def must(holds: object, text: str) -> None:
@@ -43,17 +43,17 @@ def must(holds: object, text: str) -> None:
 
 @dataclass
 class Watch:
-    """Stands between one pool and its eviction algorithm, and writes down what it is told."""
+    """Wraps the eviction algorithm of one pool, logging and checking every call to it."""
 
     inner: Any
     resident: dict[int, int] = field(default_factory=dict)
-    """Key -> number of the event in which it came."""
+    """Key -> number of the event in which it was inserted."""
     used: dict[int, int] = field(default_factory=dict)
     inserted: list[int] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
-    """Keys that were resident at some time of the event in progress."""
+    """Keys that were resident at some time during the current event."""
     serving: Container[int] = ()
-    """Keys of the event in progress, which leave last where all of it is loaded as it is."""
+    """Keys of the current event, which leave last where all are loaded unchanged."""
     number: int = 0
     order: str = ""
 
@@ -116,7 +116,7 @@ class RandomPrefetch(PrefetchAlgorithm):
 
 
 class RandomLevels(MissAlgorithm):
-    """Demands random levels of absent and of resident experts."""
+    """Demands absent and resident experts at random levels."""
 
     source = "test"
     uses_ladder = upgrade = True
@@ -138,7 +138,7 @@ class RandomLevels(MissAlgorithm):
 
 @dataclass
 class Case:
-    """One random run: everything about it follows from its seed."""
+    """One random run, determined by its seed."""
 
     seed: int
     rng: np.random.Generator
@@ -155,7 +155,7 @@ class Case:
 
 
 def draw(seed: int) -> Case:
-    """Draw a case; algorithms that do not go together, or need an artifact, are drawn again."""
+    """Draw a case; redraw incompatible algorithms and those that need an artifact."""
     rng = np.random.default_rng(seed)
     while True:
         try:
@@ -183,12 +183,12 @@ def _drawn(seed: int, rng: np.random.Generator) -> Case:
         dense_bytes=tuple(int(n) for n in rng.integers(0, 5000, num_layers)),
         precision=("int8", "int4", "int2")[:num_levels],
     )
-    chosen = {axis: str(rng.choice(names)) for axis, names in _online().items()}
+    overrides = {axis: str(rng.choice(names)) for axis, names in _online().items()}
     kind = rng.random()
-    if kind < 0.5:  # the exact books are kept where nothing is guessed and nothing lost
-        chosen |= {"routing": "standard", "prefetch": "none", "miss": "fetch"}
+    if kind < 0.5:  # accounts are exact without prefetching and lossy algorithms
+        overrides |= {"routing": "standard", "prefetch": "none", "miss": "fetch"}
     if rng.random() < 0.3:
-        chosen["phases"] = "decode"
+        overrides["phases"] = "decode"
     hardware = Hardware(
         name="drawn",
         peak_flops=float(10 ** rng.uniform(3, 15)),
@@ -203,13 +203,13 @@ def _drawn(seed: int, rng: np.random.Generator) -> Case:
     forms = [f"{rng.integers(1, 120)}%", f"{rng.integers(1, num_experts + 1)}/layer"]
     forms += [str(rng.integers(1, num_layers * num_experts + 1)), f"{rng.integers(64, 50000)}B"]
     capacity = str(rng.choice(forms))
-    policy = load_policy("on_demand", chosen)
+    policy = load_policy("on_demand", overrides)
     return Case(seed, rng, geometry, policy, capacity, hardware, is_wild=kind < 0.2)
 
 
 @cache
 def _online() -> dict[str, list[str]]:
-    """Return the algorithms that can run without a future, a draft or an artifact of training."""
+    """Return the algorithms that run without a future or a draft."""
 
     def runs(axis: str, name: str) -> bool:
         kind = find_algorithm(axis, name)
@@ -219,7 +219,7 @@ def _online() -> dict[str, list[str]]:
 
 
 class Shadow:
-    """Drives one case and checks it; `events` counts what has been served."""
+    """Drives one case and checks it; `events` counts the events served."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -333,24 +333,24 @@ class Shadow:
         self, event: Event, record: Any, counts: Any, watch: Watch, pool: Any, before: int,
         resident: set[int],
     ) -> None:  # fmt: skip
-        """Where nothing is guessed and nothing lost, every number is known beforehand."""
+        """Check every number, all of which are known without prefetching and lossy algorithms."""
         wanted = set(event.keys)
-        there = len(wanted & resident)
-        asked, hits, misses, late, stall_s = counts
-        must(record.requests - asked == len(wanted), "requests are not the event's experts")
-        must(record.hits - hits == there, f"hits are not the {there} that were there")
-        must(record.misses - misses == len(wanted) - there, "misses are not those that were not")
+        num_hits = len(wanted & resident)
+        requests, hits, misses, late, stall_s = counts
+        must(record.requests - requests == len(wanted), "requests are not the event's experts")
+        must(record.hits - hits == num_hits, f"hits are not the {num_hits} that were there")
+        must(record.misses - misses == len(wanted) - num_hits, "misses are not those that were not")
         must(record.late == late, "late without prefetching")
         must(sorted(watch.inserted) == sorted(wanted - resident), "loads are not the misses")
         size = self._size(event.keys[0], 0)
-        moved = (len(wanted) - there) * size
+        moved = (len(wanted) - num_hits) * size
         must(self.engine.link.bytes_moved - before == moved, "bytes are not those of the misses")
         hardware = self.case.hardware
-        each = hardware.link_latency_s + size / hardware.link_bytes_per_s
-        waited = (len(wanted) - there) * each
-        found = record.stall_s - stall_s
-        must(math.isclose(found, waited, rel_tol=1e-6, abs_tol=1e-9 * self.engine.clock.now),
-             f"waited {found} s for transfers of {waited} s")  # fmt: skip
+        transfer_s = hardware.link_latency_s + size / hardware.link_bytes_per_s
+        waited = (len(wanted) - num_hits) * transfer_s
+        added_s = record.stall_s - stall_s
+        must(math.isclose(added_s, waited, rel_tol=1e-6, abs_tol=1e-9 * self.engine.clock.now),
+             f"waited {added_s} s for transfers of {waited} s")  # fmt: skip
 
     def _executed(self, event: Event, choice: Any) -> set[int]:
         base = event.layer * self.case.geometry.num_experts
@@ -362,8 +362,8 @@ class Shadow:
         keep = np.asarray(keep) & (experts >= 0)
         must(experts.shape == (event.num_tokens, self.case.geometry.top_k), "a selection's shape")
         must((experts[keep] < self.case.geometry.num_experts).all(), "an expert that is none")
-        for row, kept in zip(experts, keep, strict=True):
-            chosen = row[kept].tolist()
+        for row, kept_row in zip(experts, keep, strict=True):
+            chosen = row[kept_row].tolist()
             must(len(set(chosen)) == len(chosen), f"one expert twice for a token: {chosen}")
         return {base + int(e) for e in experts[keep]}
 

@@ -1,4 +1,4 @@
-"""A short, seeded dose of the soak; `make soak SECONDS=600` goes on for as long as one likes."""
+"""A short, seeded soak; `make soak SECONDS=600` runs for any given time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_engine_keeps_the_books_of_an_outside_checker(seed: int) -> None:
 def test_every_row_of_the_table_is_refused_in_words(
     tmp_path: Path, is_slow: bool, at_least: int
 ) -> None:
-    """The slow ones are those that import lm-eval or look at a model."""
+    """The slow rows import lm-eval or read a model."""
     tally, slow = Tally(), ("host", "command", "views")
     rows = [bad for bad in table() if (bad.kind in slow) == is_slow]
     try_table(tmp_path, tally, rows)
@@ -38,9 +38,9 @@ def test_every_row_of_the_table_is_refused_in_words(
 
 
 def test_what_needs_no_model_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
-    """Which takes seconds, or minutes where the machine is busy."""
+    """Importing torch takes seconds, or minutes on a busy machine."""
     places = places_in(tmp_path)
-    commands = [[word.format(**places) for word in given] for given, _ in LIGHT]
+    commands = [[word.format(**places) for word in rows] for rows, _ in LIGHT]
     code = (
         "import contextlib, io, json, sys\n"
         "sys.modules['torch'] = None\n"
@@ -54,9 +54,9 @@ def test_what_needs_no_model_is_refused_before_torch_is_imported(tmp_path: Path)
         "    assert argv[0] != 'replay' or text.count('\\n') == 1, (argv, text)\n"
     )
     words = [expected for _, expected in LIGHT]
-    given = json.dumps(list(zip(commands, words, strict=True)))
-    done = subprocess.run([sys.executable, "-c", code, given], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    rows = json.dumps(list(zip(commands, words, strict=True)))
+    process = subprocess.run([sys.executable, "-c", code, rows], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
 
 
 def test_damaged_files_are_refused_in_words_or_still_sound(tmp_path: Path) -> None:
@@ -68,19 +68,19 @@ def test_damaged_files_are_refused_in_words_or_still_sound(tmp_path: Path) -> No
 
 
 def plain_case() -> int:
-    """Return the first seed whose case has exact books, and fifo or not as it comes."""
+    """Return the first seed whose case has exact accounts, FIFO or not."""
     return next(s for s in range(100) if Shadow(draw(s)).is_plain)
 
 
 def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the checker is worth: each of these is one line of the engine gone wrong."""
+    """Test the checker itself: each fault is one wrong line in the engine."""
     seed = plain_case()
     run_case(seed)
-    real = Engine.end_pass
+    end_pass = Engine.end_pass
 
     def forgetful(self: Engine) -> None:
         record = self.record
-        real(self)
+        end_pass(self)
         assert record is not None
         record.bytes_moved += 1
 
@@ -91,37 +91,37 @@ def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "reset_cache", lambda self: None)
         with pytest.raises(Violation, match="a reset cache holds experts"):
-            for each in range(10):
-                run_case(each)
+            for other_seed in range(10):
+                run_case(other_seed)
     with monkeypatch.context() as patch:
         patch.setattr(FIFO, "victim", lambda self, pinned, layer: None)
         with pytest.raises(Violation, match="eviction=fifo"):
-            for each in range(200):
-                run_case(each)
+            for other_seed in range(200):
+                run_case(other_seed)
 
 
 def test_the_kills_ask_for_a_recording_once_a_request_was_finished(tmp_path: Path) -> None:
     traced = Eval("traced", "trace=traces", limit=1)
-    told = "Running loglikelihood requests:   0%|     | {}/4 [00:00<?, ?it/s]"
-    ended = Ended(130, "", told.format(0), True, 1.0)
+    progress = "Running loglikelihood requests:   0%|     | {}/4 [00:00<?, ?it/s]"
+    ended = Ended(130, "", progress.format(0), True, 1.0)
     assert traced.check_killed(tmp_path, ended) == 0
     with pytest.raises(Fault, match="1 requests were finished and no recording is there"):
-        traced.check_killed(tmp_path, ended._replace(err=told.format(1)))
+        traced.check_killed(tmp_path, ended._replace(err=progress.format(1)))
 
 
 def test_the_kills_see_what_is_lost_doubled_or_left(tmp_path: Path) -> None:
-    """The kills themselves take minutes: `make kills`."""
+    """`make kills` runs the kills themselves, which take minutes."""
     sweep, runs = Sweep(), tmp_path / Sweep.out / "runs"
     runs.mkdir(parents=True)
     (runs / "a.json").write_text('{"configuration_hash": "1"}')
     ended = Ended(0, "{}", "", True, 1.0)
-    kept = sweep.check_killed(tmp_path, ended)
+    kept_runs = sweep.check_killed(tmp_path, ended)
     (runs / "b.json").write_text('{"configuration_hash": "1"}')
     with pytest.raises(Fault, match="twice"):
         sweep.check_killed(tmp_path, ended)
     (runs / ".b.json.1.part").touch()
     with pytest.raises(Fault, match="litter"):
-        sweep.check_rerun(tmp_path, ended, kept)
+        sweep.check_rerun(tmp_path, ended, kept_runs)
     (runs / "a.json").unlink()
     with pytest.raises(Fault, match="lost or ran again"):
-        sweep.check_rerun(tmp_path, ended, kept)
+        sweep.check_rerun(tmp_path, ended, kept_runs)
