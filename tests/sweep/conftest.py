@@ -1,4 +1,4 @@
-"""The base of a sweep of the random checkpoint, and processes that share nothing between tests."""
+"""The base of sweeps of the random checkpoint, and isolation of loaded models between tests."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def base(checkpoint: Checkpoint) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def fresh_process() -> Iterator[None]:
-    """What one test has loaded must not serve the next."""
+    """Drop the models loaded by one test before the next."""
     yield
     worker._loaded.clear()

@@ -1,4 +1,4 @@
-"""Workers end with the process that has started them: at Ctrl-C at once, and when it is killed."""
+"""Workers end with their parent process: at once on Ctrl-C, and when it is killed."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if __name__ == "__main__":
 
 
 def work(number: int, folder: str) -> None:
-    """Show a bar and say that it has begun, then take longer than any test waits."""
+    """Show a progress bar and leave a start marker, then outlast any test."""
     tqdm(range(1), file=io.StringIO()).close()
     (Path(folder) / f"{number}-{os.getpid()}").touch()
     time.sleep(60)
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
-    """Start two workers in a process group of their own, and wait until both are at work."""
+    """Start two workers in their own process group, and wait until both are working."""
     (folder / "begun").mkdir()
     script = folder / "script.py"
     script.write_text(SCRIPT.format(num=NUM_TASKS))
@@ -76,9 +76,9 @@ def test_workers_end_with_their_parent_and_nothing_else_begins(tmp_path: Path, h
     if how != "kill":
         assert (process.returncode, out) == (130, "interrupted\n"), err
         assert "Traceback" not in err and "leaked" not in err
-    begun = {int(path.name.split("-")[1]) for path in (tmp_path / "begun").iterdir()}
-    assert len(begun) == 2
+    workers = {int(path.name.split("-")[1]) for path in (tmp_path / "begun").iterdir()}
+    assert len(workers) == 2
     deadline = time.monotonic() + 20
-    while any(map(alive, begun)) and time.monotonic() < deadline:
+    while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(map(alive, begun))
+    assert not any(map(alive, workers))

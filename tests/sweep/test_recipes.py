@@ -1,4 +1,4 @@
-"""The papers' tables and figures: all can be read, fit a model, and one is remade."""
+"""The papers' tables and figures: all are readable and fit a model, and one is reproduced."""
 
 from __future__ import annotations
 
@@ -55,11 +55,14 @@ def test_another_model_gets_its_own_sizes_links_and_tasks(checkpoint: Checkpoint
 
 
 def test_an_analysis_has_options_of_the_shipped_model_alone(checkpoint: Checkpoint) -> None:
-    drafts = [
+    analyses = [
         fit("sp_moe/figure_2", model, None).analyze
         for model in ("tiny", str(checkpoint("mixtral")))
     ]
-    assert [own is not None and own.options.get("draft") for own in drafts] == ["tiny-draft", None]
+    assert [analysis is not None and analysis.options.get("draft") for analysis in analyses] == [
+        "tiny-draft",
+        None,
+    ]
 
 
 def test_a_limit_that_is_asked_for_holds_for_every_cell(tmp_path: Path) -> None:
@@ -78,18 +81,20 @@ def test_a_figure_is_remade_with_the_papers_numbers_beside_ours(
     for name in ("sweep.yaml", "table.md", "table.csv", "plots/figure.svg", "paper.md"):
         assert (folder / name).stat().st_size, name
     runs = load_runs(folder / "runs")
-    found: dict[str, Any] = {
+    rates: dict[str, Any] = {
         run.moecache["policy"]["eviction"]["name"]: run.moecache["totals"]["collision_miss_rate"]
         for run in runs
         if not str(run.label).startswith("knows the future")
     }
     where = {"policy": "specmd", "eviction": "lru"}
-    ours = ReproducedValue(metric="collision_miss_rate", where=where)
-    assert our_value(ours, runs) == found["lru"]
+    lru_value = ReproducedValue(metric="collision_miss_rate", where=where)
+    assert our_value(lru_value, runs) == rates["lru"]
     against = {"versus": {"eviction": "score"}, "form": "difference"}
-    other = ReproducedValue.model_validate({**ours.model_dump(exclude_unset=True), **against})
-    assert our_value(other, runs) == found["lru"] - found["score"]
+    difference = ReproducedValue.model_validate(
+        {**lru_value.model_dump(exclude_unset=True), **against}
+    )
+    assert our_value(difference, runs) == rates["lru"] - rates["score"]
     text = (folder / "paper.md").read_text()
-    assert "0.045 to 0.126" in text and f"{found['lru']:.4g}" in text
+    assert "0.045 to 0.126" in text and f"{rates['lru']:.4g}" in text
     with pytest.raises(ValueError, match="picks 4 runs"):
         our_value(ReproducedValue(metric="miss_rate", where={"policy": "specmd"}), runs)

@@ -1,4 +1,4 @@
-"""Sweeps that run the model once: records equal to those of live runs, and what is not shared."""
+"""Sweeps that run the model once: records equal live ones, and unshareable cells run alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lossless_policies(with_predictor: bool) -> list[str]:
         for policy in policies
         if policy.is_lossless
         and not policy.prefetch.algorithm.needs_draft
-        # Those need `warm=`, and warmed cells have a test of their own.
+        # Placed policies need `warm=`, and warmed cells have their own test.
         and not policy.placed
         and bool(policy.prefetch.algorithm.artifact_kind) is with_predictor
     ]
@@ -46,7 +46,7 @@ ORDERS = {"execute": ["together", "as_they_arrive"], "reads_per_expert": [1, 3]}
 BATCHED = {"policy": ["on_demand", "specmd", "moe_infinity"], "cache_reset": ["never", "request"]}
 SCANNED = {"policy": ["on_demand"], "eviction": ["lru", "lfu", "score"]}
 SCANNED |= {"capacity": ["3/layer", "5/layer"], "cache_reset": ["never", "request"]}
-# On the shipped model, whose predictors ship with it.
+# For the shipped model, as its predictors ship with it.
 PREDICTORS = {"policy": [*lossless_policies(with_predictor=True), "specmd", "on_demand"]}
 SHIPPED = {"tasks": ["tiny_mmlu", "tiny_gsm8k"], "include_path": [], "limit": 1}
 DRAFTED = {"model": "moecache-spec", **PAIR, "limit": 2}
@@ -74,7 +74,7 @@ slow = pytest.mark.slow
         pytest.param({"scoring": "scan"}, SCANNED, PAIR, 1, 3, id="scan", marks=slow),
         pytest.param({"pretrained": "tiny"}, PREDICTORS, SHIPPED, 1, 3, id="own", marks=slow),
         pytest.param({**SELF, "draft_tokens": 2}, DRAFTS, DRAFTED, 1, 3, id="drafted", marks=slow),
-        # Another draft, or another length, is another run.
+        # Each draft and each draft length needs its own run.
         pytest.param(SELF, OTHERS, {**DRAFTED, "limit": 1}, 6, 6, id="drafts"),
     ],
 )
@@ -87,9 +87,9 @@ def test_cells_that_share_a_run_are_those_of_live_runs_to_the_byte(
     runs: int,
     distinct: int,
 ) -> None:
-    found, _ = both_ways(tmp_path, base={**base, **given}, grid=grid, **fields)
-    assert made_by(found) == ["replay_of"] * (len(found) - runs) + ["run"] * runs
-    totals = {str(record["config"]["moecache"]["totals"]) for record in found.values()}
+    shared, _ = both_ways(tmp_path, base={**base, **given}, grid=grid, **fields)
+    assert made_by(shared) == ["replay_of"] * (len(shared) - runs) + ["run"] * runs
+    totals = {str(record["config"]["moecache"]["totals"]) for record in shared.values()}
     assert len(totals) >= distinct
 
 
@@ -100,13 +100,13 @@ def test_lossless_compositions_are_those_that_papers_name() -> None:
 
 def test_bounds_of_drafted_cells_are_replayed(tmp_path: Path, base: dict[str, Any]) -> None:
     plain, grid = {**base, **SELF, "policy": "on_demand"}, {"eviction": ["lru", "lfu"]}
-    given = {**DRAFTED, "tasks": ["toy_answer"], "bounds": ["belady", "oracle"]}
-    found = records(swept(tmp_path / "x", base=plain, grid=grid, **given).parent)
-    totals = {r["label"] or r["run_id"]: r["config"]["moecache"]["totals"] for r in found.values()}
+    fields = {**DRAFTED, "tasks": ["toy_answer"], "bounds": ["belady", "oracle"]}
+    runs = records(swept(tmp_path / "x", base=plain, grid=grid, **fields).parent)
+    totals = {r["label"] or r["run_id"]: r["config"]["moecache"]["totals"] for r in runs.values()}
     fewest = totals.pop("knows the future: belady")["miss_rate"]
-    assert len(totals) == 3 and all(each["draft_acceptance"] > 0 for each in totals.values())
+    assert len(totals) == 3 and all(metrics["draft_acceptance"] > 0 for metrics in totals.values())
     del totals["knows the future: oracle"]
-    assert all(fewest <= each["miss_rate"] for each in totals.values())
+    assert all(fewest <= metrics["miss_rate"] for metrics in totals.values())
 
 
 def test_warmed_cells_share_the_run_of_the_cold_one(tmp_path: Path, base: dict[str, Any]) -> None:
@@ -116,9 +116,9 @@ def test_warmed_cells_share_the_run_of_the_cold_one(tmp_path: Path, base: dict[s
     profile = tmp_path / "use.json"
     write_use(profile, UseProfile(model="", counts=counts))
     grid = {"warm": [None, str(profile)], "cache_reset": ["never", "request"]}
-    found, _ = both_ways(tmp_path, base={**base, "policy": "on_demand"}, grid=grid, limit=2)
-    assert made_by(found) == ["replay_of"] * 3 + ["run"]
-    reports = [record["config"]["moecache"] for record in found.values()]
+    shared, _ = both_ways(tmp_path, base={**base, "policy": "on_demand"}, grid=grid, limit=2)
+    assert made_by(shared) == ["replay_of"] * 3 + ["run"]
+    reports = [record["config"]["moecache"] for record in shared.values()]
     assert sorted("warm" in report for report in reports) == [False, False, True, True]
     moved = {("warm" in r, r["cache_reset"]): r["totals"]["bytes_moved"] for r in reports}
     assert moved[True, "never"] < moved[False, "never"]
@@ -151,7 +151,7 @@ def test_a_trace_serves_later_cells_until_it_lacks_something_or_the_model_has_ch
         return report["by_model"], report["by_replay"]
 
     assert by_model_and_replay(capacity=["25%", "50%", "75%"]) == (0, 1)
-    # A prefetcher that was not there to look on needs a run of its own.
+    # A prefetcher whose proposals were not recorded needs its own run.
     assert by_model_and_replay(policy=["on_demand", "specmd"]) == (1, 2)
     assert before < set(records(path.parent))
     weights = next(Path(base["pretrained"]).glob("*.safetensors"))
@@ -168,27 +168,27 @@ def test_a_dry_run_counts_runs_and_replays(
 ) -> None:
     grid = {"capacity": ["25%", "50%", "75%"], "miss": ["fetch", "drop"]}
     path = write_sweep(tmp_path / "x", base=base, grid=grid)
-    found = moecache.json("sweep", str(path), "--dry-run")
-    assert (found["model_runs"], found["replays"]) == (4, 2)
+    estimate = moecache.json("sweep", str(path), "--dry-run")
+    assert (estimate["model_runs"], estimate["replays"]) == (4, 2)
     assert moecache.json("sweep", str(path), "--dry-run", "--live")["model_runs"] == 6
     assert main(["sweep", str(path)]) == 0
     write_sweep(tmp_path / "x", base=base, grid={**grid, "capacity": ["25%", "60%", "70%"]})
-    said = moecache("sweep", str(path), "--dry-run")
-    assert "2 runs of the model" in said and "2 replays" in said and "about" in said
+    printed = moecache("sweep", str(path), "--dry-run")
+    assert "2 runs of the model" in printed and "2 replays" in printed and "about" in printed
 
 
 def test_bounds_stand_beside_the_cells_of_a_sweep(tmp_path: Path, base: dict[str, Any]) -> None:
     grid = {"eviction": ["lru", "fifo"], "capacity": ["50%", "75%"], "miss": ["fetch", "drop"]}
-    given = {**base, "policy": "on_demand"}
-    path = swept(tmp_path / "x", base=given, grid=grid, bounds=["belady", "oracle"])
-    found = list(records(path.parent).values())
+    fields = {**base, "policy": "on_demand"}
+    path = swept(tmp_path / "x", base=fields, grid=grid, bounds=["belady", "oracle"])
+    runs = list(records(path.parent).values())
     bounds = {
         (r["label"], r["config"]["moecache"]["capacity"]): r["config"]["moecache"]["totals"]
-        for r in found
+        for r in runs
         if r["label"]
     }
-    assert len(found) == 12 and len(bounds) == 4
-    for record in found:
+    assert len(runs) == 12 and len(bounds) == 4
+    for record in runs:
         report = record["config"]["moecache"]
         if record["label"] or report["policy"]["miss"]["name"] == "drop":
             continue
@@ -196,7 +196,7 @@ def test_bounds_stand_beside_the_cells_of_a_sweep(tmp_path: Path, base: dict[str
         assert belady["miss_rate"] < report["totals"]["miss_rate"]
         oracle = bounds["knows the future: oracle", report["capacity"]]
         assert oracle["prefetch_precision"] == 1.0
-    # Their traces gone, bounds alone still need a run: of a cell that is finished.
+    # Without traces, missing bounds still need a run, that of a finished cell.
     for trace in (path.parent / "traces").iterdir():
         trace.unlink()
     for run in (path.parent / "runs").glob("*belady*"):
@@ -209,7 +209,7 @@ def test_bounds_stand_beside_the_cells_of_a_sweep(tmp_path: Path, base: dict[str
 def test_a_kill_at_any_step_leaves_a_trace_that_is_whole_or_made_again(
     tmp_path: Path, base: dict[str, Any], lost: str, moecache: Moecache
 ) -> None:
-    """What a kill leaves: after the trace, after the results beside it, or while recording."""
+    """A kill may hit after the trace, after the results beside it, or while recording."""
     grid = {"capacity": ["25%", "50%", "75%"]}
     path = swept(tmp_path / "x", base=base, grid=grid)
     expected = figures(path.parent)

@@ -1,4 +1,4 @@
-"""What a sweep file may say, the cells it stands for, and what makes a finished run unfinished."""
+"""Sweep files, the cells they describe, and changes that make a finished run unfinished."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ def sweep(folder: Path, **fields: Any) -> SweepFile:
 
 
 def hash_of(cell: Cell) -> str:
-    ours = {k: v for k, v in cell.arguments.items() if k != "device"}
-    return plan(cell, read_config(ours), {}).configuration_hash
+    arguments = {k: v for k, v in cell.arguments.items() if k != "device"}
+    return plan(cell, read_config(arguments), {}).configuration_hash
 
 
 def test_grid_is_every_combination_with_the_last_key_fastest(tmp_path: Path) -> None:
     grid = {"policy": ["specmd", "on_demand"], "capacity": ["5%", "10%"]}
     cells = sweep(tmp_path, base={"hardware": "a100-5GBps"}, grid=grid).cells()
-    found = [(c.model_args["policy"], c.model_args["capacity"]) for c in cells]
-    assert found == list(itertools.product(*grid.values()))
+    combinations = [(c.model_args["policy"], c.model_args["capacity"]) for c in cells]
+    assert combinations == list(itertools.product(*grid.values()))
     assert {c.model_args["hardware"] for c in cells} == {"a100-5GBps"}
     # Tasks and limits can be axes, too.
     cells = sweep(tmp_path, grid={"tasks": ["toy", ["toy", "other"]], "limit": [1, 2]}).cells()
-    found = [(c.tasks, c.options["limit"]) for c in cells]
-    assert found == list(itertools.product([("toy",), ("toy", "other")], [1, 2]))
+    combinations = [(c.tasks, c.options["limit"]) for c in cells]
+    assert combinations == list(itertools.product([("toy",), ("toy", "other")], [1, 2]))
 
 
 def test_runs_are_crossed_with_the_grid_and_carry_their_labels(tmp_path: Path) -> None:
     runs = [{"label": "plain"}, {"label": "dropping", "miss": "drop", "limit": 3}]
     cells = sweep(tmp_path, runs=runs, grid={"capacity": ["5%", "10%"]}, limit=9).cells()
-    found = [(c.label, c.options["limit"]) for c in cells]
-    assert found == [("plain", 9), ("plain", 9), ("dropping", 3), ("dropping", 3)]
+    labels = [(c.label, c.options["limit"]) for c in cells]
+    assert labels == [("plain", 9), ("plain", 9), ("dropping", 3), ("dropping", 3)]
     assert "label" not in cells[0].model_args
 
 
 def test_several_grids_follow_each_other_and_excluded_cells_are_left_out(tmp_path: Path) -> None:
     grid = [{"policy": ["a", "b"], "capacity": ["5%", "10%"]}, {"policy": "c"}]
     cells = sweep(tmp_path, grid=grid, exclude=[{"policy": "b", "capacity": "10%"}]).cells()
-    found = [tuple(c.model_args.values()) for c in cells]
-    assert found == [("a", "5%"), ("a", "10%"), ("b", "5%"), ("c",)]
+    values = [tuple(c.model_args.values()) for c in cells]
+    assert values == [("a", "5%"), ("a", "10%"), ("b", "5%"), ("c",)]
 
 
 def cell(**model_args: Any) -> Cell:
@@ -72,16 +72,16 @@ def cell(**model_args: Any) -> Cell:
 def test_a_run_has_a_name_and_is_the_same_with_a_written_default_and_another_with_a_change() -> (
     None
 ):
-    usual = {"policy": "specmd", "capacity": "5%"}
-    plain = hash_of(cell(**usual))
-    assert hash_of(cell(**usual, clock="virtual", seed=0)) == plain
+    arguments = {"policy": "specmd", "capacity": "5%"}
+    plain = hash_of(cell(**arguments))
+    assert hash_of(cell(**arguments, clock="virtual", seed=0)) == plain
     for name in ("a100-5GBps", "a100-5gbps"):
-        assert hash_of(cell(**usual, hardware=name)) == plain
+        assert hash_of(cell(**arguments, hardware=name)) == plain
     name = slug(cell(policy="specmd", capacity="5%"))
     assert name == "specmd_5pct_toy", "readable and safe in a file system"
     assert "/" not in slug(cell(policy="../mine.yaml", capacity="3/layer"))
     for change in ({"capacity": "6%"}, {"seed": 1}, {"eviction": "lru"}):
-        assert hash_of(cell(**{**usual, **change})) != plain
+        assert hash_of(cell(**{**arguments, **change})) != plain
 
 
 def test_a_cell_is_named_by_what_it_emulates_and_by_its_link() -> None:
@@ -89,7 +89,8 @@ def test_a_cell_is_named_by_what_it_emulates_and_by_its_link() -> None:
     assert "emulate" not in plain and "link" not in plain
     settings = ({"emulate": "OLMoE-1B-7B"}, {"emulate": "Mixtral-8x7B"}, {"link": "fifo"})
     texts = {
-        json.dumps(resolve(read_config(each)), sort_keys=True, default=str) for each in settings
+        json.dumps(resolve(read_config(arguments)), sort_keys=True, default=str)
+        for arguments in settings
     }
     assert len(texts) == 3
     emulated = resolve(read_config({"emulate": "OLMoE-1B-7B"}))["emulate"]
@@ -97,11 +98,11 @@ def test_a_cell_is_named_by_what_it_emulates_and_by_its_link() -> None:
 
 
 def test_cells_of_earlier_releases_keep_their_names_and_so_their_runs() -> None:
-    """Of those that called the default profile so, and that had no figures of the host."""
+    """Releases with the default profile's former name, and without host figures."""
     assert resolve(read_config({}))["hardware"]["name"] == "a100-5gbps"
     hardware = resolve(read_config({"hardware": "phone-12gb"}))["hardware"]
-    later = {"pass_overhead_s", "wait_overhead_s", "host_flops", "host_memory_bytes_per_s"}
-    assert not {"layer_overhead_s", *later} & set(hardware)
+    later_fields = {"pass_overhead_s", "wait_overhead_s", "host_flops", "host_memory_bytes_per_s"}
+    assert not {"layer_overhead_s", *later_fields} & set(hardware)
     slow = resolve(read_config({"hardware": "specmd-a100"}))["hardware"]
     assert slow["layer_overhead_s"] == 0.03
 
@@ -119,8 +120,8 @@ def test_settings_metrics_and_tasks_of_a_view_are_known(tmp_path: Path) -> None:
     view = {"rows": ["policy", "batch_size", "eviction.protect"], "columns": "capacity"}
     view |= {"values": ["tok_per_s", "ttft_ms.*", "decode_miss_rate@tiny_arc", "tiny_arc:acc_norm"]}
     grid = {"policy": ["on_demand"], "eviction.protect": [1]}
-    found = sweep(tmp_path, tasks="tiny_arc", grid=grid, views=[view])
-    check_report(found, found.cells())
+    spec = sweep(tmp_path, tasks="tiny_arc", grid=grid, views=[view])
+    check_report(spec, spec.cells())
 
 
 CODE = '''"""A module."""
@@ -154,9 +155,9 @@ def test_an_edited_class_of_a_user_makes_its_run_unfinished(
     write_record(tmp_path, {**record("a"), **head(before, "e")})
 
     def is_finished() -> bool:
-        again = planned("edited_eviction.Mine")
-        assert again.run_id == before.run_id  # the new run takes the place of the old
-        return again.configuration_hash in unedited(finished(tmp_path), [again])
+        current = planned("edited_eviction.Mine")
+        assert current.run_id == before.run_id  # the new run replaces the old
+        return current.configuration_hash in unedited(finished(tmp_path), [current])
 
     assert is_finished()
     rewrite(module, CODE.replace("a comment", "other words").replace("An evic", "My evic"))
@@ -169,15 +170,15 @@ def test_another_shipped_model_makes_its_runs_unfinished_and_a_record_without_so
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = planned("lru")
-    own = head(before, "e")
-    write_record(tmp_path, {**record("a"), **own})
+    header = head(before, "e")
+    write_record(tmp_path, {**record("a"), **header})
     assert unedited(finished(tmp_path), [before])
     monkeypatch.setattr(identity, "_shipped_weights", lambda: "others")
     assert unedited(finished(tmp_path), [planned("lru")]) == {}
-    write_record(tmp_path, {**record("a"), **{k: v for k, v in own.items() if k != "sources"}})
+    write_record(tmp_path, {**record("a"), **{k: v for k, v in header.items() if k != "sources"}})
     assert unedited(finished(tmp_path), [planned("lru")])
 
 
 def test_every_algorithm_has_a_digest_of_its_own() -> None:
-    found = {source_digest(find_algorithm(a, n)) for a in AXES for n in algorithm_names(a)}
-    assert len(found) == sum(len(algorithm_names(axis)) for axis in AXES)
+    digests = {source_digest(find_algorithm(a, n)) for a in AXES for n in algorithm_names(a)}
+    assert len(digests) == sum(len(algorithm_names(axis)) for axis in AXES)

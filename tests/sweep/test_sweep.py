@@ -1,4 +1,4 @@
-"""Sweeps of a very small model, and over traces: what they write, resume, refuse and report."""
+"""Sweeps of a tiny random model and over traces: records, resumption, refusals and reports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(path: Path, *options: str) -> int:
 
 
 def written(path: Path) -> dict[Path, int]:
-    """Return when each finished run was written."""
+    """Return the modification time of each finished run."""
     return {p: p.stat().st_mtime_ns for p in (path.parent / "runs").glob("*.json")}
 
 
@@ -41,20 +41,20 @@ def test_a_sweep_writes_every_cell_and_a_second_one_runs_none(
     path = write_sweep(tmp_path / "one", base=base, grid=GRID)
     report = moecache.json("sweep", path)
     assert (len(report["done"]), report["skipped"], report["failed"]) == (4, [], [])
-    found = records(path.parent)
-    assert {r["run_id"] for r in found.values()} == set(report["done"])
-    for record in found.values():
+    runs = records(path.parent)
+    assert {r["run_id"] for r in runs.values()} == set(report["done"])
+    for record in runs.values():
         report, scores = record["config"]["moecache"], record["scores"]["toy_choice"]
         assert report["tasks"]["toy_choice"]["requests"] == 12
         assert set(scores["acc,none"]) == {"0", "1", "2", "3"}
         moved = 3 * sum(scores["request_bytes_moved,speed"].values())
         assert moved == pytest.approx(report["totals"]["bytes_moved"], rel=1e-5)
-        told = {"date", "seconds", "machine", "versions", "revision", "made_by"}
-        assert told == set(record["environment"])
+        environment_fields = {"date", "seconds", "machine", "versions", "revision", "made_by"}
+        assert environment_fields == set(record["environment"])
         assert "samples" not in record
     before = written(path)
-    again = moecache.json("sweep", path)
-    assert (len(again["skipped"]), again["done"]) == (4, [])
+    rerun = moecache.json("sweep", path)
+    assert (len(rerun["skipped"]), rerun["done"]) == (4, [])
     assert before == written(path)
 
 
@@ -74,8 +74,8 @@ def test_every_cell_is_checked_before_the_first_run(
     fields: Any, words: list[str], tmp_path: Path, base: dict[str, Any], moecache: Moecache
 ) -> None:
     path = write_sweep(tmp_path / "bad", base=base, **fields)
-    said = moecache("sweep", path, code=2)
-    assert all(word in said for word in words)
+    message = moecache("sweep", path, code=2)
+    assert all(word in message for word in words)
     assert not (path.parent / "runs").exists()
 
 
@@ -89,21 +89,21 @@ def test_a_failed_run_is_reported_and_retried_and_fails_its_replays(
 ) -> None:
     path = write_sweep(tmp_path / "frail", base=base, grid={"capacity": ["25%", "50%", "75%"]})
     monkeypatch.setattr(worker, "evaluate", frail("25%"))
-    # Live, the other cells run by themselves; else they are replayed from the first.
+    # Live, the other cells run independently; else they are replayed from the first.
     options = ["--live"] if live else []
     assert run(path, *options) == 1
-    told = capsys.readouterr().out
-    assert "the disk is full" in told
-    assert ("the same command tries another one" in told) is not live
+    printed = capsys.readouterr().out
+    assert "the disk is full" in printed
+    assert ("the same command tries another one" in printed) is not live
     assert len(records(path.parent)) == (2 if live else 0)
     [trace] = (path.parent / "failed").glob("*.txt")
     assert "RuntimeError" in trace.read_text()
     if live:
         monkeypatch.undo()
-    # Replayed, another cell is tried, which does not fail.
+    # Where cells share a run, the second attempt runs another cell, which does not fail.
     assert run(path, *options) == 0
-    how = ["run"] * 3 if live else ["replay_of", "replay_of", "run"]
-    assert made_by(records(path.parent)) == how
+    origins = ["run"] * 3 if live else ["replay_of", "replay_of", "run"]
+    assert made_by(records(path.parent)) == origins
     assert not (path.parent / "failed").exists()
     assert not list((path.parent / "traces").glob(".*"))
 
@@ -131,7 +131,7 @@ def test_a_second_sweep_in_the_same_folder_is_refused(
 
 
 def _sweep_in_child(path: Path) -> None:
-    # Replays are over before a kill could strike.
+    # Live, as replays end before a kill could hit them.
     run_sweep(read_sweep(path), path.parent, live=True)
 
 
@@ -140,10 +140,10 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
     tmp_path: Path, base: dict[str, Any]
 ) -> None:
     capacities = ["15%", "20%", "25%", "30%", "40%", "50%", "60%", "75%"]
-    # Three times as many runs as there are kills, so that there is something left to kill.
+    # Three times as many runs as kills, so that every kill finds runs left.
     grid = {"capacity": capacities, "policy": ["on_demand", "specmd", "fate", "pruning"]}
     path = write_sweep(tmp_path / "killed", base=base, grid=grid, limit=1)
-    # The server imports lm-eval and torch once; the sweeps that are killed start in no time.
+    # The server imports lm-eval and torch once, so that the killed sweeps start at once.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lm_eval_moecache.sweep.run", "lm_eval_moecache.harness.lm"])
     chance = random.Random(0)
@@ -151,7 +151,7 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
     for _ in range(10):
         child = context.Process(target=_sweep_in_child, args=(path,))
         child.start()
-        # From anywhere in the start to some runs later, whatever the speed of the machine.
+        # Kill between the start and a few runs later, whatever the speed of the machine.
         deadline = time.monotonic() + 60
         target = len(written(path)) + chance.choice((0, 1, 1))
         while time.monotonic() < deadline and child.is_alive() and len(written(path)) < target:
@@ -161,7 +161,7 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
         child.join()
         num_killed += child.exitcode == -signal.SIGKILL
         counts.append(len(records(path.parent)))
-    # Were most of them over before the kill, this would test nothing.
+    # If most sweeps ended before their kill, this would test nothing.
     assert num_killed >= 8
     assert counts == sorted(counts)
     before = written(path)
@@ -179,8 +179,8 @@ def test_a_missing_extra_is_named(
     extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moecache: Moecache
 ) -> None:
     monkeypatch.setitem(sys.modules, extra, None)
-    said = moecache("sweep", write_sweep(tmp_path / "extra"), f"--executor={extra}", code=2)
-    assert f"lm-eval-moecache[{extra}]" in said
+    message = moecache("sweep", write_sweep(tmp_path / "extra"), f"--executor={extra}", code=2)
+    assert f"lm-eval-moecache[{extra}]" in message
 
 
 @pytest.mark.slow
@@ -191,15 +191,15 @@ def test_a_missing_extra_is_named(
 def test_other_executors_give_the_same_figures(
     tmp_path: Path, base: dict[str, Any], executor: str, options: dict[str, Any]
 ) -> None:
-    given = {"base": base, "grid": {"capacity": ["25%", "50%"]}, "name": "x"}
-    how = {"executor": executor, "executor_options": options}
-    far = swept(tmp_path / "far", **given, **how)
-    near = swept(tmp_path / "near", **given)
+    fields = {"base": base, "grid": {"capacity": ["25%", "50%"]}, "name": "x"}
+    execution = {"executor": executor, "executor_options": options}
+    far = swept(tmp_path / "far", **fields, **execution)
+    near = swept(tmp_path / "near", **fields)
     assert figures(far.parent) == figures(near.parent)
 
 
 def test_a_dry_run_reads_runs_that_are_packed(tmp_path: Path, moecache: Moecache) -> None:
-    """Nothing is unpacked for it: an estimate writes nothing."""
+    """It unpacks nothing: an estimate writes no files."""
     baseline = Path(__file__).parents[2] / "results" / "baseline"
     for name in ("sweep.yaml", "runs.jsonl.gz"):
         shutil.copy(baseline / name, tmp_path)
@@ -213,8 +213,8 @@ TRACE = Path(__file__).parents[2] / "traces" / "olmoe-1b-7b.parquet"
 def write_over_traces(folder: Path, **fields: Any) -> Path:
     folder.mkdir(exist_ok=True)
     path = folder / "sweep.yaml"
-    given = {"traces": [str(TRACE)], "base": {"policy": "on_demand", "capacity": "25%"}}
-    path.write_text(yaml.safe_dump({**given, **fields}))
+    defaults = {"traces": [str(TRACE)], "base": {"policy": "on_demand", "capacity": "25%"}}
+    path.write_text(yaml.safe_dump({**defaults, **fields}))
     return path
 
 
@@ -231,21 +231,21 @@ def test_cells_are_the_replays_of_moecache_replay(tmp_path: Path, moecache: Moec
     for run in runs:
         if run.label is None:
             assert run.moecache["totals"] == replayed[run.moecache["policy"]["eviction"]["name"]]
-    again = run_sweep(read_sweep(path), path.parent)
-    assert (len(again["done"]), len(again["skipped"])) == (0, 3)
+    rerun = run_sweep(read_sweep(path), path.parent)
+    assert (len(rerun["done"]), len(rerun["skipped"])) == (0, 3)
     assert "belady" in moecache("table", path.parent)
 
 
 @pytest.mark.slow
 def test_processes_write_what_one_does(tmp_path: Path) -> None:
-    found = []
+    runs_by_jobs = []
     for jobs in (1, 2):
         grid = {"eviction": ["lru", "belady", "arc"], "capacity": ["10%", "8/layer"]}
         path = write_over_traces(tmp_path / str(jobs), name="same", grid=grid, jobs=jobs)
         assert len(run_sweep(read_sweep(path), path.parent)["done"]) == 6
         runs = load_runs(path.parent)
-        found.append({run.run_id: (run.moecache, run.model_args, run.label) for run in runs})
-    assert found[0] == found[1]
+        runs_by_jobs.append({run.run_id: (run.moecache, run.model_args, run.label) for run in runs})
+    assert runs_by_jobs[0] == runs_by_jobs[1]
 
 
 def test_another_content_of_a_trace_is_another_configuration(tmp_path: Path) -> None:

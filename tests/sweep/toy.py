@@ -71,7 +71,7 @@ def write_tasks(folder: Path) -> Path:
 
 
 def write_sweep(folder: Path, **fields: Any) -> Path:
-    """Write `folder/sweep.yaml` over the toy tasks, which lie beside the folder."""
+    """Write `folder/sweep.yaml` for the toy tasks, which are stored beside the folder."""
     tasks = folder.parent / "tasks"
     if not tasks.is_dir():
         write_tasks(tasks)
@@ -84,35 +84,35 @@ def write_sweep(folder: Path, **fields: Any) -> Path:
 
 def records(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the finished runs by configuration hash."""
-    found = [json.loads(path.read_text()) for path in sorted((folder / "runs").glob("*.json"))]
-    by_hash = {record["configuration_hash"]: record for record in found}
-    assert len(by_hash) == len(found), "one configuration was written twice"
+    runs = [json.loads(path.read_text()) for path in sorted((folder / "runs").glob("*.json"))]
+    by_hash = {record["configuration_hash"]: record for record in runs}
+    assert len(by_hash) == len(runs), "one configuration was written twice"
     return by_hash
 
 
 def figures(folder: Path) -> dict[str, dict[str, Any]]:
-    """The same without what a rerun need not repeat."""
+    """Return the finished runs without their environment, which may differ in a rerun."""
     return {key: {**record, "environment": None} for key, record in records(folder).items()}
 
 
 def swept(folder: Path, *options: str, **fields: Any) -> Path:
-    """Run a sweep over the toy tasks, and return its file."""
+    """Run a sweep over the toy tasks, and return its YAML file."""
     path = write_sweep(folder, **fields)
     assert main(["sweep", str(path), *options]) == 0
     return path
 
 
 def both_ways(folder: Path, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run a sweep sharing its runs, and live; assert that records are equal to the byte."""
-    found, expected = (
+    """Run a sweep with shared runs and live; assert that the records are equal to the byte."""
+    shared, live = (
         records(swept(folder / name, *options, name="x", **fields).parent)
         for name, options in (("shared", ()), ("live", ("--live",)))
     )
-    assert found.keys() == expected.keys()
-    for key, record in expected.items():
-        texts = [json.dumps({**r, "environment": None}) for r in (found[key], record)]
+    assert shared.keys() == live.keys()
+    for key, record in live.items():
+        texts = [json.dumps({**r, "environment": None}) for r in (shared[key], record)]
         assert texts[0] == texts[1], record["run_id"]
-    return found, expected
+    return shared, live
 
 
 def made_by(found: dict[str, Any]) -> list[str]:
@@ -120,7 +120,7 @@ def made_by(found: dict[str, Any]) -> list[str]:
 
 
 def frail(capacity: str) -> Any:
-    """Return what evaluates a cell, and fails at this capacity."""
+    """Return an `evaluate` that fails at this capacity."""
     real = worker.evaluate
 
     def evaluate(cell: Any, lm: Any) -> dict[str, Any]:
