@@ -1,4 +1,4 @@
-"""Every format: a small file made by hand from its documentation, read, shown, written back."""
+"""Every format: a small handmade file after its documentation, read, shown and written back."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_a_file_is_told_by_its_content_and_read_with_all_it_has(file: str) -> No
     columns, geometry = trace.columns, trace.geometry
     assert (geometry.num_layers, geometry.num_experts, geometry.top_k) == (2, 8, 2)
     for row, experts in enumerate(columns.experts.tolist()):
-        wanted = IDS[columns.token[row], columns.layer[row]].tolist()
-        assert experts == (sorted(wanted) if file == "megatron.jsonl" else wanted)
+        expected = IDS[columns.token[row], columns.layer[row]].tolist()
+        assert experts == (sorted(expected) if file == "megatron.jsonl" else expected)
     assert len(columns.layer) == 10
     phases = columns.phase[trace.row_bounds[:-1][::2]].tolist()
     prefill, decode = PHASES.index("prefill"), PHASES.index("decode")
@@ -72,13 +72,13 @@ def test_what_is_written_is_read_back_as_it_was(
     trace = load_trace(str(FOLDER / "route_trace.csv"))
     out = tmp_path / f"out{suffix}"
     moecache("trace", "convert", FOLDER / "route_trace.csv", out)
-    again = load_trace(str(out))
+    converted = load_trace(str(out))
     for column in ("request", "pass_index", "phase", "token", "layer", "experts", "weights"):
         np.testing.assert_array_equal(
-            getattr(again.columns, column), getattr(trace.columns, column), err_msg=column
+            getattr(converted.columns, column), getattr(trace.columns, column), err_msg=column
         )
     if suffix != ".jsonl":
-        assert again.geometry.expert_bytes == trace.geometry.expert_bytes == ((1000,), (2000,))
+        assert converted.geometry.expert_bytes == trace.geometry.expert_bytes == ((1000,), (2000,))
 
 
 def test_a_format_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
@@ -114,9 +114,9 @@ def test_the_top_k_of_sglang_is_told_from_enough_ids_or_asked_for(tmp_path: Path
 
 
 def test_show_says_what_a_trace_holds_and_cannot_answer(moecache: Moecache) -> None:
-    found = moecache.json("trace", "show", FOLDER / "lattice.jsonl")
-    assert (found["format"], found["passes"], found["cycle"]) == ("lattice", {"decode": 5}, 4)
-    answers = {question: why is None for question, why in found["answers"].items()}
+    summary = moecache.json("trace", "show", FOLDER / "lattice.jsonl")
+    assert (summary["format"], summary["passes"], summary["cycle"]) == ("lattice", {"decode": 5}, 4)
+    answers = {question: why is None for question, why in summary["answers"].items()}
     assert answers["evictions by weight, misses answered by weight"]
     assert not answers["times, and capacities in bytes"]
     assert not answers["what a prompt costs the cache"]
@@ -167,11 +167,11 @@ def test_a_new_format_is_one_file(
 def test_counts_of_engines_become_a_profile(file: str, tmp_path: Path, moecache: Moecache) -> None:
     profile = read_counts(str(FOLDER / file), "trace")
     assert profile is not None
-    wanted = [[0, 3, 0, 2, 0, 2, 0, 0], [4, 0, 0, 0, 0, 0, 0, 3]]
-    assert [list(layer) for layer in profile.counts] == wanted
+    counts = [[0, 3, 0, 2, 0, 2, 0, 0], [4, 0, 0, 0, 0, 0, 0, 3]]
+    assert [list(layer) for layer in profile.counts] == counts
     out = tmp_path / "use.json"
     moecache("profile", "use", FOLDER / file, "--out", out)
-    assert json.loads(out.read_text())["counts"] == wanted
+    assert json.loads(out.read_text())["counts"] == counts
 
 
 def test_counts_of_sglangs_recorder_become_a_profile(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_counts_of_sglangs_recorder_become_a_profile(tmp_path: Path) -> None:
     assert use_of(load_trace(str(FOLDER / "colibri.txt"))).num_layers == 2
 
 
-# --- shipped traces: whole, of the published figures, and written without loss ---
+# --- shipped traces: complete, routing as published, and written without loss ---
 
 
 SHIPPED = Path(__file__).resolve().parents[2] / "traces"
@@ -202,8 +202,8 @@ def test_a_trace_without_sizes_is_given_those_of_a_model(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="says no sizes"):
         Parquet.write(trace, tmp_path / "bare.parquet")
     sized = with_sizes(trace, load_real_model("OLMoE-1B-7B"))
-    again = written(sized, tmp_path / "sized.parquet")
-    assert again.geometry.expert_bytes == ((12_582_912,),) * 2 and again.has_sizes
+    reread = written(sized, tmp_path / "sized.parquet")
+    assert reread.geometry.expert_bytes == ((12_582_912,),) * 2 and reread.has_sizes
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,8 @@ def test_the_shipped_traces_are_whole(
     name: str, layers: int, experts: int, top_k: int, passes: int
 ) -> None:
     trace = load_trace(str(SHIPPED / f"{name}.parquet"))
-    found = trace.geometry
-    assert (found.num_layers, found.num_experts, found.top_k) == (layers, experts, top_k)
+    geometry = trace.geometry
+    assert (geometry.num_layers, geometry.num_experts, geometry.top_k) == (layers, experts, top_k)
     assert trace.num_passes == passes and trace.has_sizes
 
 
@@ -235,7 +235,7 @@ def test_a_shipped_trace_routes_as_the_published_one(file: str, name: str) -> No
 
 def test_a_trace_written_again_is_the_same_and_takes_no_more_bytes(tmp_path: Path) -> None:
     shipped, copy = SHIPPED / "olmoe-1b-7b.parquet", tmp_path / "copy.parquet"
-    trace, again = load_trace(str(shipped)), written(load_trace(str(shipped)), copy)
-    np.testing.assert_array_equal(again.columns.weights, trace.columns.weights)
-    np.testing.assert_array_equal(again.keys, trace.keys)
+    trace, reread = load_trace(str(shipped)), written(load_trace(str(shipped)), copy)
+    np.testing.assert_array_equal(reread.columns.weights, trace.columns.weights)
+    np.testing.assert_array_equal(reread.keys, trace.keys)
     assert copy.stat().st_size < 1.02 * shipped.stat().st_size

@@ -1,4 +1,4 @@
-"""What was told finished is kept, whichever line of the recording an interrupt or a kill meets."""
+"""Finished requests are kept, whichever line of the recorder an interrupt or a kill hits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ FILES = {str(recorder.__file__), str(file.__file__)}
 PASSES = 2
 REQUESTS = 3
 START, STEP = 0, 4
-"""Of the lines that are tried: all of them take a minute."""
+"""First line tried and stride: trying every line takes a minute."""
 
 
 def at_each_line(act: Callable[[int], object]) -> Callable[[], None]:
-    """Call `act(number)` before each line of the writer that runs; return what ends that."""
+    """Call `act(number)` before each executed line of the writer; return a stop function."""
     number = -1
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -44,7 +44,7 @@ def at_each_line(act: Callable[[int], object]) -> Callable[[], None]:
 
 
 def record(folder: Path, told: list[int], made: list[TraceWriter]) -> None:
-    """Record a few requests; `told` gets the number of each once it is kept."""
+    """Record a few requests; append the writer to `made`, and each kept request to `told`."""
     made.append(recording := begin(folder))
     for request in requests(recording, REQUESTS, PASSES):
         recording.keep()
@@ -52,14 +52,14 @@ def record(folder: Path, told: list[int], made: list[TraceWriter]) -> None:
 
 
 def passes_in(folder: Path) -> int:
-    """Return how many passes are kept of the one recording of a folder, which has nothing else.
+    """Return the number of passes kept of a folder's only recording, and check for other files.
 
-    Killed or interrupted when all was done but to remove it, a stream lies beside its trace.
+    A stream remains beside its trace if the kill or interrupt came just before its removal.
     """
-    found = sorted(folder.iterdir())
-    assert all(path.name.startswith("run-000.parquet") for path in found), found
+    recordings = sorted(folder.iterdir())
+    assert all(path.name.startswith("run-000.parquet") for path in recordings), recordings
     try:
-        return max((read_trace(path).num_passes for path in found), default=0)
+        return max((read_trace(path).num_passes for path in recordings), default=0)
     except ValueError as error:
         assert re.search("is not a readable stream|holds no rows", str(error))
         return 0
@@ -68,13 +68,13 @@ def passes_in(folder: Path) -> int:
 def test_an_interrupt_at_any_line_keeps_every_request_that_was_told_finished(
     tmp_path: Path,
 ) -> None:
-    """Up to the recording's end, `close` included, behind which the process' end comes."""
+    """Up to the end of the recording, `close` included; then the process ends."""
     done, at = False, START
     while not done:
         folder = tmp_path / str(at)
         folder.mkdir()
-        told: list[int] = []
-        made: list[TraceWriter] = []
+        finished: list[int] = []
+        writers: list[TraceWriter] = []
 
         def interrupt(number: int, at: int = at) -> None:
             if number == at:
@@ -82,17 +82,19 @@ def test_an_interrupt_at_any_line_keeps_every_request_that_was_told_finished(
 
         stop = at_each_line(interrupt)
         try:
-            record(folder, told, made)
-            made[0].close()
+            record(folder, finished, writers)
+            writers[0].close()
             done = True
         except KeyboardInterrupt:
             stop()
-            for each in made:
-                each.close_interrupted()
+            for writer in writers:
+                writer.close_interrupted()
         finally:
             stop()
-        if made:
-            assert passes_in(folder) in (PASSES * len(told), PASSES * len(told) + PASSES), at
+        if writers:
+            assert passes_in(folder) in (PASSES * len(finished), PASSES * len(finished) + PASSES), (
+                at
+            )
         at += STEP
     assert at > 200
 
@@ -100,50 +102,50 @@ def test_an_interrupt_at_any_line_keeps_every_request_that_was_told_finished(
 def test_a_kill_at_any_line_keeps_every_request_that_was_told_finished(tmp_path: Path) -> None:
     folder, copy = tmp_path / "recorded", tmp_path / "killed"
     folder.mkdir()
-    told: list[int] = []
-    made: list[TraceWriter] = []
-    seen = set()
+    finished: list[int] = []
+    writers: list[TraceWriter] = []
+    seen_counts = set()
 
     def kill(number: int) -> None:
-        """Look at the disk as a killed process leaves it."""
+        """Check the files as a killed process would leave them."""
         if number % STEP:
             return
         sys.settrace(None)
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.writing"))
         passes = passes_in(copy)
-        assert passes in (PASSES * len(told), PASSES * len(told) + PASSES), number
-        seen.add(passes)
+        assert passes in (PASSES * len(finished), PASSES * len(finished) + PASSES), number
+        seen_counts.add(passes)
         shutil.rmtree(copy)
         sys.settrace(tracing)
 
     stop = at_each_line(kill)
     tracing = sys.gettrace()
     try:
-        record(folder, told, made)
-        made[0].close()
+        record(folder, finished, writers)
+        writers[0].close()
     finally:
         stop()
-    assert seen == {PASSES * count for count in range(REQUESTS + 1)}
+    assert seen_counts == {PASSES * count for count in range(REQUESTS + 1)}
 
 
 def test_a_full_disk_ends_the_recording_and_keeps_what_was_finished(tmp_path: Path) -> None:
     (tmp_path / "all").mkdir()
-    made: list[TraceWriter] = []
+    writers: list[TraceWriter] = []
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    record(tmp_path / "all", [], made)
+    record(tmp_path / "all", [], writers)
     [stream] = (tmp_path / "all").iterdir()
     used = stream.stat().st_size
-    made.pop().close()
+    writers.pop().close()
     for room in range(used - 1, used // 3, -100):
         folder = tmp_path / str(room)
         folder.mkdir()
-        told: list[int] = []
+        finished: list[int] = []
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
         try:
             with pytest.raises(ValueError, match="File too large"):
-                record(folder, told, made)
+                record(folder, finished, writers)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         [stream] = folder.iterdir()
-        if told:
-            assert read_trace(stream).num_passes == PASSES * len(told)
+        if finished:
+            assert read_trace(stream).num_passes == PASSES * len(finished)

@@ -1,4 +1,4 @@
-"""A replay that reads a trace part after part gives what one of the whole trace gives."""
+"""A replay that streams a trace in parts equals a replay of the whole trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.trace.test_trace import rewritten, without_digest
 
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Stream every trace, some rows at a time."""
+    """Stream every trace, a few rows at a time."""
     monkeypatch.setattr(file, "WHOLE_ROWS", 0)
     monkeypatch.setattr(file, "PART_ROWS", 17)
     return monkeypatch
@@ -67,24 +67,24 @@ def test_a_streamed_replay_equals_that_of_the_whole(
     setting = traces.setting(policy, "50%")
     opened = open_trace(recorded, predicted=True)
     assert isinstance(opened, StreamedTrace)
-    told: list[int] = []
-    found = replay(opened, setting, cache_reset=cache_reset, on_progress=told.append)
+    progress: list[int] = []
+    streamed = replay(opened, setting, cache_reset=cache_reset, on_progress=progress.append)
     whole = read_trace(recorded, predicted=True)
     expected = replay(whole, setting, cache_reset=cache_reset)
-    assert found.ledger.passes == expected.ledger.passes
-    assert found.ledger.requests == expected.ledger.requests
-    assert sum(told) == whole.num_passes
+    assert streamed.ledger.passes == expected.ledger.passes
+    assert streamed.ledger.requests == expected.ledger.requests
+    assert sum(progress) == whole.num_passes
 
 
 def asked(lm: MoECacheLM, path: Path, config: Any) -> Path:
     lm.install(config)
-    wanted = {"until": ["@@"], "max_gen_toks": 6, "do_sample": False}
+    generation = {"until": ["@@"], "max_gen_toks": 6, "do_sample": False}
     for number, text in enumerate(["One, two, one, two,", "Count: 3", "A longer text to read"]):
-        lm.generate_until([make_instance("generate_until", "gen", number, text, wanted)], True)
+        lm.generate_until([make_instance("generate_until", "gen", number, text, generation)], True)
         lm.loglikelihood([make_instance("loglikelihood", "score", number, text, " a b")], True)
-    found = lm.finish_trace()
-    assert found is not None
-    return found
+    trace_path = lm.finish_trace()
+    assert trace_path is not None
+    return trace_path
 
 
 SCAN = {"policy": "on_demand", "scoring": "scan", "capacity": "4/layer"}
@@ -111,11 +111,11 @@ def test_drafts_and_proposals_are_streamed(
     path = asked(lm, tmp_path, read_config({**DRAFT, "trace": str(tmp_path)}, speculative=True))
     for policy in ("sp_moe", "specmd", "mixtral_offloading"):
         setting = read_config({**DRAFT, "policy": policy}, speculative=True).setting(lm.geometry)
-        found, whole = (
+        streamed, whole = (
             replay(t, setting).ledger.passes for t in (open_trace(path), read_trace(path))
         )
-        assert found == whole
-        assert sum(p.drafted for p in found) > 0 and sum(p.predicted for p in found) > 0
+        assert streamed == whole
+        assert sum(p.drafted for p in streamed) > 0 and sum(p.predicted for p in streamed) > 0
 
 
 def test_damage_in_a_later_part_is_named_by_its_row_in_the_file(

@@ -1,4 +1,4 @@
-"""The trace format: what is written is read back, and what does not fit is refused by name."""
+"""The trace format: traces survive a round trip, and invalid ones are refused by field."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rewritten(good: Path, **columns: Any) -> pa.Table:
 
 
 def without_digest(table: pa.Table) -> pa.Table:
-    """Return the table as another writer would describe it."""
+    """Return the table with metadata as from another writer, without a digest."""
     header = json.loads(table.schema.metadata[b"moecache"])
     del header["digest"]
     metadata = {**table.schema.metadata, b"moecache": json.dumps(header).encode()}
@@ -63,12 +63,12 @@ def test_a_written_trace_has_the_columns_types_and_metadata_of_the_format(good: 
     schema = pq.read_schema(good)
     assert schema.names == [*COLUMNS, "logits", "predicted"]
     for name, kind in COLUMNS.items():
-        found = schema.field(name).type
-        assert str(getattr(found, "value_type", found)) == str(getattr(kind, "value_type", kind))
+        dtype = schema.field(name).type
+        assert str(getattr(dtype, "value_type", dtype)) == str(getattr(kind, "value_type", kind))
     header = json.loads(schema.metadata[b"moecache"])
     assert header["version"] == 1 and header["expert_bytes"] == [1000, 1500, 1000]
-    wanted = "model num_layers num_experts top_k dense_bytes precision seed".split()
-    assert header.keys() >= set(wanted)
+    fields = "model num_layers num_experts top_k dense_bytes precision seed".split()
+    assert header.keys() >= set(fields)
 
 
 def test_a_trace_is_read_back_as_it_was_recorded(good: Path) -> None:
@@ -91,19 +91,19 @@ def test_requests_are_told_from_the_rows_where_the_file_does_not_list_them(
     table = without_digest(pq.read_table(good))
     plain = table.replace_schema_metadata({b"moecache": table.schema.metadata[b"moecache"]})
     requests = read(plain, tmp_path).requests
-    told = [(r.kind, r.prompt_tokens, r.output_tokens) for r in requests]
-    assert told == [("generate_until", 4, 6)] * 3
+    lengths = [(r.kind, r.prompt_tokens, r.output_tokens) for r in requests]
+    assert lengths == [("generate_until", 4, 6)] * 3
     assert requests[1].passes == tuple(range(6, 12))
 
 
 def test_what_a_killed_or_interrupted_recording_has_finished_is_a_trace(tmp_path: Path) -> None:
     writer = traces.half_a_recording(tmp_path, keep_until=2)
     whole = read_trace(traces.record(tmp_path)[0])
-    kept = load_trace(str(tmp_path / "run-000.parquet.partial"), logits=True)
-    assert (kept.columns.experts == whole.columns.experts[: len(kept.columns.experts)]).all()
+    partial = load_trace(str(tmp_path / "run-000.parquet.partial"), logits=True)
+    assert (partial.columns.experts == whole.columns.experts[: len(partial.columns.experts)]).all()
     path = writer.close_interrupted()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run-000.parquet", "run-001.parquet"]
-    for trace in (kept, read_trace(path)):
+    for trace in (partial, read_trace(path)):
         assert [r.passes for r in trace.requests] == [tuple(range(6)), tuple(range(6, 12))]
     assert writer.close() is None and writer.close_interrupted() is None
 
@@ -252,12 +252,12 @@ def test_a_flipped_bit_of_the_footer_is_refused_or_changes_nothing(
 
 def test_recordings_into_one_folder_at_once_keep_apart(tmp_path: Path) -> None:
     with multiprocessing.get_context("fork").Pool(4) as pool:
-        made = [path for path, _ in pool.map(traces.record, [tmp_path] * 32)]
-    assert len(set(made)) == len(list(tmp_path.iterdir())) == 32
-    assert {read_trace(path).num_passes for path in made} == {18}
+        paths = [path for path, _ in pool.map(traces.record, [tmp_path] * 32)]
+    assert len(set(paths)) == len(list(tmp_path.iterdir())) == 32
+    assert {read_trace(path).num_passes for path in paths} == {18}
 
 
-# --- the formats of others --------------------------------------------------------------------
+# --- foreign formats --------------------------------------------------------------------------
 
 CSV = """# route_trace v1
 # model=/somewhere/tiny-model.gguf arch=x n_layer=2 n_expert=4 n_expert_used=2
@@ -291,7 +291,7 @@ ROUTED = np.array([[[0, 3], [1, 2]], [[1, 3], [0, 2]]], dtype=np.uint8)
 
 
 def test_what_a_format_does_not_say_is_counted_or_given(tmp_path: Path) -> None:
-    """The number of experts and their sizes, in arrays and in lines of ids alike."""
+    """The number of experts and their sizes, for arrays and lines of ids alike."""
     path, lines = tmp_path / "t.npz", tmp_path / "t.jsonl"
     np.savez_compressed(path, routed_experts=ROUTED, other=np.zeros(3))
     lines.write_text(JSONL)
