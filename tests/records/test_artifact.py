@@ -1,4 +1,4 @@
-"""Artifact files: read as written, and refused with the reason where they do not fit."""
+"""Artifact files: read back as written, and refused with the reason where they do not fit."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_a_file_reads_as_it_was_written(file: Path) -> None:
 
 
 def test_the_same_artifact_gives_the_same_bytes(file: Path, tmp_path: Path) -> None:
-    again = make(arrays=dict(reversed(make().arrays.items())))
-    write_artifact(tmp_path / "again.safetensors", again)
+    reordered = make(arrays=dict(reversed(make().arrays.items())))
+    write_artifact(tmp_path / "again.safetensors", reordered)
     assert (tmp_path / "again.safetensors").read_bytes() == file.read_bytes()
 
 
@@ -96,8 +96,8 @@ def test_another_models_counts_are_refused(file: Path, name: str) -> None:
     assert load_artifact("buddies", str(file), GEOMETRY, KEY).arrays
     counts = {"num_layers": 2, "num_experts": 4, "top_k": 2}
     other = make_geometry(**{**counts, name: counts[name] + 1})
-    said = rf"'some/model' with {name}={counts[name]}, but 'stream' has {name}="
-    with pytest.raises(ValueError, match=said):
+    message = rf"'some/model' with {name}={counts[name]}, but 'stream' has {name}="
+    with pytest.raises(ValueError, match=message):
         load_artifact("buddies", str(file), other, KEY)
 
 

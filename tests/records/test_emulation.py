@@ -1,4 +1,4 @@
-"""Real sizes: against the published totals, and against arithmetic by hand."""
+"""Real models' sizes against published totals and against arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ PUBLISHED = {
     "DeepSeek-V4-Flash": (284, 0.5),
     "gpt-oss-20b": (20.9, 0.05),
     "gpt-oss-120b": (116.8, 0.05),
-    # Without their image encoders, of 0.6 and 0.9 billion.
+    # Without their image encoders of 0.6 and 0.9 billion weights.
     "Gemma-4-26B-A4B": (25.2, 0.3),
     "Llama-4-Scout": (107.8, 0.3),
     "MiniMax-M2": (229, 1),
 }
-"""Billions of weights by the models' cards, and how far a rounded figure may be off."""
+"""Billions of weights by the model cards, and the tolerance for their rounding."""
 
 
 GROUP = {"weights": {"num_bits": 4, "group_size": 32}}
@@ -88,19 +88,19 @@ def test_a_layer_is_charged_as_the_real_one_and_counts_stay() -> None:
 
 
 def test_encoded_experts_keep_their_bits_a_weight() -> None:
-    """1,000 weights in 530 bytes at best are 4.24 bits each, whatever they are charged as."""
+    """1,000 weights in 530 bytes at best are 4.24 bits each, whichever model is emulated."""
     sizes = {"expert_bytes": ((530, 265),) * 3, "compute_bytes": (2000,) * 3}
-    own = replace(GEOMETRY, precision=("int4", "int2"), **sizes)
+    encoded = replace(GEOMETRY, precision=("int4", "int2"), **sizes)
     model = load_real_model("OLMoE-1B-7B")
-    charged = model.emulated_by(own)
+    charged = model.emulated_by(encoded)
     best = round(3 * 2048 * 1024 * 4.24 / 8)
     assert charged.expert_bytes == ((best, round(best / 2)),) * 3
     assert charged.compute_bytes == (3 * 2048 * 1024 * 2,) * 3
     assert model.emulated_by(charged) == charged
-    # Published at 4.25 bits, but asked for at these.
-    oss = load_real_model("gpt-oss-20b").emulated_by(own)
+    # Published at 4.25 bits a weight, but charged at the 4.24 of this geometry.
+    oss = load_real_model("gpt-oss-20b").emulated_by(encoded)
     assert oss.expert_bytes[0][0] == round(3 * 2880**2 * 4.24 / 8)
-    at_dtype = replace(own, precision=("bf16", "int4"), expert_bytes=((2000, 530),) * 3)
+    at_dtype = replace(encoded, precision=("bf16", "int4"), expert_bytes=((2000, 530),) * 3)
     full = model.expert_bytes
     assert model.emulated_by(at_dtype).expert_bytes[0] == (full, round(full * 0.265))
 
@@ -113,9 +113,9 @@ def test_a_folder_and_a_yaml_are_read_like_the_shipped_ones(tmp_path: Path) -> N
     (tmp_path / "mine.yaml").write_text(json.dumps(config))
     shipped = load_real_model("OLMoE-1B-7B")
     for name in (str(folder), str(tmp_path / "mine.yaml")):
-        found = load_real_model(name)
-        assert found.num_weights == shipped.num_weights
-        assert found.kv_bytes_per_token == shipped.kv_bytes_per_token
+        model = load_real_model(name)
+        assert model.num_weights == shipped.num_weights
+        assert model.kv_bytes_per_token == shipped.kv_bytes_per_token
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_checkpoint_is_sized_by_its_quantization(
 
 def test_windows_and_linear_attention_end_the_growth_of_a_kv_cache() -> None:
     gemma, qwen = load_real_model("Gemma-4-26B-A4B"), load_real_model("Qwen3.5-35B-A3B")
-    # 25 layers of 8 heads of 256 see 1,024 tokens; 5 layers of 2 heads of 512 see all.
+    # 25 layers of 8 heads of 256 attend to 1,024 tokens; 5 layers of 2 heads of 512 to all.
     window, whole = 2 * 8 * 256 * 2, 2 * 2 * 512 * 2
     assert gemma.kv_bytes(4096) == 25 * window * 1024 + 5 * whole * 4096
     # 10 layers of 2 heads of 256; 30 states of 32 heads of 128 x 128 in float32.

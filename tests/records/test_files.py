@@ -1,4 +1,4 @@
-"""The one YAML loader, the one JSON loader and the one reader of numbers: what they refuse."""
+"""The package's only YAML loader, JSON loader and number readers, and their refusals."""
 
 from __future__ import annotations
 
@@ -123,25 +123,32 @@ def test_bounds_are_kept_and_told(number: int) -> None:
 
 
 def test_every_yaml_and_json_file_goes_through_these_readers() -> None:
-    """One loader: nobody else may call yaml's or json's own on what a user gave."""
+    """All user input goes through these loaders; no other module calls yaml or json on it."""
     allowed = {
         "records/files.py",
-        # A second look at text that has been parsed, and lines that are checked one by one.
+        # Text that was parsed before, and lines that are checked one by one.
         *("records/artifact.py", "trace/importers.py", "model/wall/pools.py"),
-        # What ships with the package, and what says whether a checkpoint is an adapter's.
+        # Files shipped with the package, and the test whether a checkpoint is an adapter.
         *("tiny/documents.py", "model/checkpoint.py"),
         "profiling/use.py",
-        # What a run has written for itself, in a folder of its own.
+        # Files that a run wrote for its own use, in its own folder.
         *("model/predictor/training.py", "profiling/_texts.py", "trace/file.py"),
         *("sweep/worker.py", "sweep/sharing.py", "harness/judge.py"),
     }
-    words = ("yaml.safe_load(", "yaml.load(", "json.load(", "json.loads(", "torch.load(", "pickle.")
-    found = {
+    calls = (
+        "yaml.safe_load(",
+        "yaml.load(",
+        "json.load(",
+        "json.loads(",
+        "torch.load(",
+        "pickle.",
+    )
+    callers = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
-        if any(word in path.read_text() for word in words)
+        if any(call in path.read_text() for call in calls)
     }
-    assert found - allowed - {"tiny/train.py"} == set()
+    assert callers - allowed - {"tiny/train.py"} == set()
 
 
 def test_the_overview_needs_no_heavy_import() -> None:
@@ -149,8 +156,8 @@ def test_the_overview_needs_no_heavy_import() -> None:
         "import sys\nfrom lm_eval_moecache.cli.main import main\nmain(['--help'])\n"
         "sys.exit(bool({'torch', 'pydantic', 'lm_eval'} & set(sys.modules)))"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent
     )
-    assert done.returncode == 0, done.stderr
-    assert "sweep" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert "sweep" in process.stdout

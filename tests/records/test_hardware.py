@@ -1,4 +1,4 @@
-"""Hardware profiles: found by name or path, checked field by field."""
+"""Hardware profiles: loaded by name or path, checked field by field."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def write(folder: Path, **changes: object) -> str:
 def test_every_shipped_profile_loads_and_says_where_each_figure_comes_from(name: str) -> None:
     hardware = load_hardware(name)
     assert hardware.name == name
-    given = {f.name for f in fields(Hardware) if getattr(hardware, f.name) != f.default}
-    figures = given - {"name", "source"}
+    changed_fields = {f.name for f in fields(Hardware) if getattr(hardware, f.name) != f.default}
+    figures = changed_fields - {"name", "source"}
     assert isinstance(hardware.source, dict)
     assert set(hardware.source) == figures
 
@@ -47,7 +47,9 @@ def test_every_shipped_profile_loads_and_says_where_each_figure_comes_from(name:
 def test_names_know_no_case_and_the_former_one_is_an_alias(name: str) -> None:
     assert load_hardware(name) == load_hardware(DEFAULT_PROFILE)
     assert load_hardware(name).name == "a100-5GBps"
-    assert [each for each in profile_names() if each.lower() == "a100-5gbps"] == ["a100-5GBps"]
+    assert [profile for profile in profile_names() if profile.lower() == "a100-5gbps"] == [
+        "a100-5GBps"
+    ]
 
 
 def test_a_path_is_read_and_numbers_written_as_text_are_numbers(tmp_path: Path) -> None:

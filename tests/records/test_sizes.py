@@ -52,9 +52,9 @@ def test_a_share_is_of_all_expert_bytes_and_a_number_counts_experts(
     for text in (slots, str(slots)):
         assert parse_capacity(text, GEOMETRY).bytes_by_partition == (slots * 100,)
     if slots <= 4:
-        each = parse_capacity(f"{slots}/layer", GEOMETRY)
-        assert each.bytes_by_partition == (slots * 100,) * 3
-        assert (each.per_layer, each.total_bytes) == (True, slots * 300)
+        capacity = parse_capacity(f"{slots}/layer", GEOMETRY)
+        assert capacity.bytes_by_partition == (slots * 100,) * 3
+        assert (capacity.per_layer, capacity.total_bytes) == (True, slots * 300)
 
 
 @pytest.mark.parametrize(
