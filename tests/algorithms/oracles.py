@@ -151,10 +151,10 @@ def layered_lru(scene: Scene, key: int) -> Sequence[float]:
 
 def lfru(scene: Scene, key: int) -> Sequence[float]:
     now = last = 1
-    seen = -1
+    last_event = -1
     for entry in scene.log:
-        if entry.what == "use" and entry.event != seen:
-            now, seen = now + 1, entry.event
+        if entry.what == "use" and entry.event != last_event:
+            now, last_event = now + 1, entry.event
         if entry.key == key and entry.what in ("use", "insert"):
             # An event counts itself only once it is over.
             last = now - 1 if entry.what == "use" else now
@@ -407,8 +407,11 @@ def output_weights(
     correct = [e for e in pred if e in true]
     if len(correct) not in trigger:
         return {e: g_pred[e] for e in pred}
-    missed = sum(g_true[j] for j in true if j not in pred)
-    kept = sum(g_true[e] for e in correct)
-    first = {e: g_true[e] * (1 + missed / kept) * alpha1 if e in true else g_pred[e] for e in pred}
+    missed_mass = sum(g_true[j] for j in true if j not in pred)
+    correct_mass = sum(g_true[e] for e in correct)
+    first = {
+        e: g_true[e] * (1 + missed_mass / correct_mass) * alpha1 if e in true else g_pred[e]
+        for e in pred
+    }
     scale = sum(g_true[j] for j in true) / sum(first.values())
     return {e: weight * scale * alpha2 for e, weight in first.items()}

@@ -217,8 +217,8 @@ def answer(handler: Any, event: Event, resident: set[int]) -> Any:
     resolution = handler.resolve(fresh(event), absent, resident)
     if resolution is None or resolution.selection is None:
         return event.experts
-    wanted = {base + e for row in resolution.selection.experts.tolist() for e in row} - resident
-    assert {fetch.key for fetch in resolution.fetch} == wanted
+    fetches = {base + e for row in resolution.selection.experts.tolist() for e in row} - resident
+    assert {fetch.key for fetch in resolution.fetch} == fetches
     return resolution.selection.experts
 
 

@@ -125,17 +125,17 @@ def wishes(name: str, event: Event, token: int, t1: float, t2: float, h: int) ->
     experts = event.experts[token].tolist()
     scores = softmax(event.logits)[token].tolist()
     total = sum(scores[e] for e in experts)
-    wanted = {}
+    demands = {}
     for rank, expert in enumerate(experts):
         before = sum(scores[e] for e in experts[:rank]) / total
         light = rank - h
         if name == "fetch_priority":
-            wanted[expert] = 0 if light < 0 else 1 + math.floor(light * 2 / (len(experts) - h))
+            demands[expert] = 0 if light < 0 else 1 + math.floor(light * 2 / (len(experts) - h))
         elif name == "cascade":
-            wanted[expert] = (before > t1) + (before > t2)
+            demands[expert] = (before > t1) + (before > t2)
         else:
-            wanted[expert] = (before > t1) + (before > (t1 + t2) / 2) + (before > t2)
-    return wanted
+            demands[expert] = (before > t1) + (before > (t1 + t2) / 2) + (before > t2)
+    return demands
 
 
 NUMBER = st.floats(-3, 3).map(lambda x: round(x, 2))

@@ -171,7 +171,7 @@ def test_expert_budget_may_rescue_a_tokens_heaviest_expert() -> None:
 
 def test_substitute_cached_takes_the_resident_with_the_highest_gate_for_a_light_expert() -> None:
     event = make_event(GEOMETRY, 0, 0, [LOGITS])
-    # Expert 0 is heavy and loaded; of 3, 4 and 5 the third has the highest gate score.
+    # Expert 0 is heavy and loaded; of 3, 4 and 5 expert 3 has the highest gate score.
     resolution = make("substitute_cached", tau=0.1).resolve(event, [0, 2], {1, 3, 4, 5})
     assert [fetch.key for fetch in resolution.fetch] == [0]
     assert resolution.selection.experts.tolist() == [[0, 1, 3]]

@@ -247,8 +247,8 @@ def test_substitute_score_agrees_token_by_token(
         )
         assert experts[token].tolist() == expected
     if resolution is not None:
-        fetched_experts = {e for row in experts.tolist() for e in row} - resident
-        assert {fetch.key for fetch in resolution.fetch} == fetched_experts
+        expected_fetches = {e for row in experts.tolist() for e in row} - resident
+        assert {fetch.key for fetch in resolution.fetch} == expected_fetches
 
 
 @LIGHT
@@ -268,8 +268,8 @@ def test_drop_loses_exactly_the_light_absent_experts(
         return
     assert resolution.selection.keep.tolist() == expected
     np.testing.assert_array_equal(resolution.selection.experts, event.experts)
-    wanted = {e for row in event.experts[:, :h].tolist() for e in row} - resident
-    assert {fetch.key for fetch in resolution.fetch} == wanted
+    expected_fetches = {e for row in event.experts[:, :h].tolist() for e in row} - resident
+    assert {fetch.key for fetch in resolution.fetch} == expected_fetches
 
 
 @pytest.mark.parametrize("axis_name", ["swap_rank", "substitute_random"])

@@ -40,15 +40,15 @@ def covering(sensible: bool) -> list[Pairing]:
 
     There are some fifty thousand in all, and faults nearly always involve two axes only.
     """
-    seen: set[tuple[tuple[int, str], ...]] = set()
-    chosen = []
+    covered: set[tuple[tuple[int, str], ...]] = set()
+    cover = []
     pairings = [pairing for pairing in ALL if is_sensible(pairing) == sensible]
     for pairing in random.Random(0).sample(pairings, len(pairings)):
         meetings = set(combinations(enumerate(pairing), 2))
-        if meetings - seen:
-            seen |= meetings
-            chosen.append(pairing)
-    return chosen
+        if meetings - covered:
+            covered |= meetings
+            cover.append(pairing)
+    return cover
 
 
 @pytest.mark.parametrize("routing", algorithm_names("routing"))

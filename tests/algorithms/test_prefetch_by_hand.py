@@ -34,25 +34,20 @@ class SlowMaps:
     def propose(self, now: np.ndarray, layer: int) -> list[int]:
         if not self.past:
             return []
-        reached = now[: layer + 1].ravel()
+        rows = now[: layer + 1].ravel()
         cosines = [
-            float(
-                reached
-                @ (p := old[: layer + 1].ravel())
-                / np.linalg.norm(reached)
-                / np.linalg.norm(p)
-            )
+            float(rows @ (p := old[: layer + 1].ravel()) / np.linalg.norm(rows) / np.linalg.norm(p))
             for old in self.past
         ]
         best = int(np.argmax(cosines))
         target = (layer + self.distance) % LAYERS
-        row, chosen, mass = self.past[best][target], list[int](), 0.0
+        row, proposal, mass = self.past[best][target], list[int](), 0.0
         for expert in sorted(range(EXPERTS), key=lambda e: (-round(row[e], 9), e)):
-            if len(chosen) >= TOP_K and mass >= 1 - cosines[best]:
+            if len(proposal) >= TOP_K and mass >= 1 - cosines[best]:
                 break
-            chosen.append(target * EXPERTS + expert)
+            proposal.append(target * EXPERTS + expert)
             mass += row[expert]
-        return chosen
+        return proposal
 
 
 @pytest.mark.parametrize("distance", [1, 3, 4])
@@ -169,16 +164,16 @@ def test_the_bar_is_the_bin_of_the_percentile_of_all_scores(
 ) -> None:
     rng = np.random.default_rng(7)
     algorithm = Score(TWO_LAYERS, percentile=percentile)
-    seen: list[float] = []
+    bins: list[float] = []
     for step in range(200):
-        # The spread changes on the way, so that the percentile moves far, up and down.
+        # The spread changes every 50 steps, so that the percentile moves far, up and down.
         scale = spread if step // 50 % 2 else 0.5
         logits = rng.normal(0, scale, (1 + 3 * (step % 5 == 0), 16)).astype(np.float32)
         scores = np.exp(logits - logits.max(axis=-1, keepdims=True))
         scores /= scores.sum(axis=-1, keepdims=True)
-        seen = sorted([*seen, *np.minimum(np.floor(scores * 4096), 4095).ravel().tolist()])
-        rank = int(np.ceil(percentile / 100 * len(seen)))
-        bar = 0 if rank == 0 else seen[rank - 1] / 4096
+        bins = sorted([*bins, *np.minimum(np.floor(scores * 4096), 4095).ravel().tolist()])
+        rank = int(np.ceil(percentile / 100 * len(bins)))
+        bar = 0 if rank == 0 else bins[rank - 1] / 4096
         assert proposed(algorithm, logits) == set(np.flatnonzero((scores > bar).any(0)).tolist())
 
 
@@ -258,8 +253,8 @@ def test_asked_from_further_away_it_says_the_same() -> None:
 
 
 def test_another_seed_overlooks_others_and_right_ones_keep_their_order() -> None:
-    first, same, another = (foretold(seed=s, recall=0.7, precision=0.7) for s in (1, 1, 2))
-    assert first == same != another
+    first, repeat, another = (foretold(seed=s, recall=0.7, precision=0.7) for s in (1, 1, 2))
+    assert first == repeat != another
     for proposed, event in zip(first, EVENTS[1:], strict=False):
         right = [key for key in proposed if key in event.keys]
         assert right == [key for key in event.keys if key in proposed]

@@ -36,13 +36,13 @@ def what_waves_leave(
     needed = frozenset(needs)
     if len(needed) <= slots:
         others = sorted(held - needed)
-        for kept in combinations(others, min(slots - len(needed), len(others))):
-            yield needed | frozenset(kept)
+        for survivors in combinations(others, min(slots - len(needed), len(others))):
+            yield needed | frozenset(survivors)
         return
     order = [key for key in needs if key in held] + [key for key in needs if key not in held]
     start = (len(order) - 1) // slots * slots
-    for kept in combinations(order[start - slots : start], slots - len(order[start:])):
-        yield frozenset(order[start:]) | frozenset(kept)
+    for survivors in combinations(order[start - slots : start], slots - len(order[start:])):
+        yield frozenset(order[start:]) | frozenset(survivors)
 
 
 def what_refusing_leaves(
@@ -74,7 +74,7 @@ def fewest_by_search(
             return 0
         needs, counts = events[event]
         cost = len(set(needs) - held) if counts else 0
-        return cost + min(best(event + 1, left) for left in leave(needs, held, slots))
+        return cost + min(best(event + 1, contents) for contents in leave(needs, held, slots))
 
     return best(0, frozenset())
 
@@ -130,7 +130,7 @@ def test_what_waves_can_leave_is_what_the_engine_does() -> None:
 
 
 def naive_belady(trace: Trace, slots: int) -> int:
-    """Evict the evictable key whose next event is furthest, wave by wave, in one cache."""
+    """Scan for the unpinned key whose next event is furthest, wave by wave, in one cache."""
     events = [trace.keys[a:b].tolist() for a, b in pairwise(trace.key_bounds)]
     held: set[int] = set()
     count = 0

@@ -111,10 +111,10 @@ def check_a_random_trace(data: st.DataObject) -> None:
     layers, experts = len(sizes), data.draw(st.integers(2, 9))
     form = {"top_k": min(experts, 3), "last_alone": data.draw(st.booleans())}
     trace = draw_trace(data.draw(st.integers(0, 999)), sizes, experts, **form)
-    chosen = data.draw(st.sampled_from(overrides("eviction", RULES)))
-    chosen |= data.draw(st.sampled_from(overrides("prefetch", PREFETCHERS)))
+    axes = data.draw(st.sampled_from(overrides("eviction", RULES)))
+    axes |= data.draw(st.sampled_from(overrides("prefetch", PREFETCHERS)))
     try:
-        policy = load_policy("on_demand", chosen)
+        policy = load_policy("on_demand", axes)
         policy.prefetch.build(trace.geometry, 0)
     except ValueError:
         assume(False)  # looks further ahead than there are layers
@@ -136,7 +136,7 @@ def check_a_random_trace(data: st.DataObject) -> None:
     setting = setting_for(
         trace,
         capacity,
-        {**chosen, "miss": miss},
+        {**axes, "miss": miss},
         hardware=hardware,
         link=data.draw(st.sampled_from(["priority", "fifo"])),
         warm=data.draw(st.sampled_from([None, UseProfile(model="", counts=counts)])),

@@ -146,8 +146,8 @@ def test_a_timeline_of_a_real_machine_to_the_nanosecond() -> None:
 
 def test_an_expert_of_many_tokens_is_read_once_and_multiplied_often() -> None:
     engine = machine("balanced", 5.0)
-    seen: list[list[int]] = []
-    engine.on_wave = lambda keys: seen.append(sorted(keys))
+    waves: list[list[int]] = []
+    engine.on_wave = lambda keys: waves.append(sorted(keys))
     record = engine.begin_pass(DECODE, 3)
     engine.enter(0, 3)
     experts = np.array([[2, 3, 0, 1]] * 3)
@@ -155,7 +155,7 @@ def test_an_expert_of_many_tokens_is_read_once_and_multiplied_often() -> None:
     engine.end_pass()
     # The host reads the weights once: 5 s, as for one token.
     assert (record.host_s, record.host_executed) == (5.0, 3)
-    assert sorted(key for keys in seen for key in keys) == [0, 1, 2, 3]
+    assert sorted(key for keys in waves for key in keys) == [0, 1, 2, 3]
 
 
 def test_a_profile_without_a_host_is_refused() -> None:

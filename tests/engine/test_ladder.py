@@ -45,8 +45,8 @@ class Wanted(MissAlgorithm):
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
     ) -> Resolution | None:
-        wanted = [(key, self.levels.get(key, 0)) for key in event.keys]
-        return Resolution([Fetch(k, level) for k, level in wanted if level < resident.get(k, 9)])
+        demands = [(key, self.levels.get(key, 0)) for key in event.keys]
+        return Resolution([Fetch(k, level) for k, level in demands if level < resident.get(k, 9)])
 
     def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
         return [self.ahead.get(key, 0) for key in keys]

@@ -56,7 +56,7 @@ def test_a_prefetch_that_arrived_in_time_is_a_hit_counted_apart() -> None:
     # key 5 moves 15-20 behind the transfer in flight; expert 20-21. Key 4 was not needed.
     assert (first.end_s, first.stall_s, first.misses, first.late) == (21.0, 7.0, 1, 0)
     second = decode(engine, [0], [4])
-    # dense 21-23; expert 23-24; dense 24-26; key 4 is there; expert 26-27.
+    # dense 21-23; expert 23-24; dense 24-26; key 4 is resident; expert 26-27.
     assert (second.end_s, second.stall_s) == (27.0, 0.0)
     assert (second.requests, second.hits, second.prefetch_hits) == (2, 2, 1)
     third = decode(engine, [0], [4])
@@ -204,7 +204,7 @@ def test_a_prefetch_starts_only_when_its_prediction_is_ready() -> None:
     decode(engine, [0])  # ends at 13.625, as above
     record = decode(engine, [0], [4], gates=1)
     # dense until 19.375; gate until 19.75; key 4 moves 19.75-24.75; expert until 22.625;
-    # dense until 28.375: key 4 is there; gate until 28.75; expert until 31.625.
+    # dense until 28.375: key 4 is resident; gate until 28.75; expert until 31.625.
     assert (record.end_s, record.stall_s) == (31.625, 0.0)
     assert record.prefetch_hits == 1
 

@@ -87,7 +87,7 @@ def test_a_prefetcher_that_a_trace_cannot_serve_is_refused(path: Path) -> None:
 
 
 def test_a_ladders_prefetches_have_the_levels_of_the_predictions(trace: Trace) -> None:
-    """Decode steps' proposals are made ahead of time where no other algorithm needs them."""
+    """Decode steps are proposed for ahead of time where nothing else reads their predictions."""
     trace = replace(trace, geometry=laddered(trace.geometry))
     run = replace(traces.setting("hobbit", "20%"), capacity=parse_capacity("20%", trace.geometry))
     engine = replay(trace, run)
@@ -111,11 +111,16 @@ def test_recorded_proposals_do_not_hide_predictions_from_a_routing(trace: Trace)
 
 def test_cache_reset_begins_every_request_cold(trace: Trace) -> None:
     setting = traces.setting("on_demand", "100%")
-    kept, reset = replay(trace, setting), replay(trace, setting, cache_reset="request")
-    first = kept.ledger.passes[:6]
-    assert [p.misses for p in reset.ledger.passes[:6]] == [p.misses for p in first]
-    later = [sum(p.misses for p in e.ledger.requests[1].passes) for e in (kept, reset)]
-    assert later[1] > later[0]
+    without_reset, with_reset = (
+        replay(trace, setting),
+        replay(trace, setting, cache_reset="request"),
+    )
+    first = without_reset.ledger.passes[:6]
+    assert [p.misses for p in with_reset.ledger.passes[:6]] == [p.misses for p in first]
+    second_request_misses = [
+        sum(p.misses for p in e.ledger.requests[1].passes) for e in (without_reset, with_reset)
+    ]
+    assert second_request_misses[1] > second_request_misses[0]
 
 
 def test_cache_reset_leaves_the_cache_between_windows_and_where_a_row_of_a_batch_ends(
@@ -128,8 +133,11 @@ def test_cache_reset_leaves_the_cache_between_windows_and_where_a_row_of_a_batch
     windows = tuple(range(trace.num_passes))
     windowed = replace(trace, requests=(first._replace(passes=windows),))
     assert sum(windowed.starts_sequence(p) for p in windows) == 3
-    kept, reset = replay(windowed, setting), replay(windowed, setting, cache_reset="request")
-    assert reset.ledger.passes == kept.ledger.passes
+    without_reset, with_reset = (
+        replay(windowed, setting),
+        replay(windowed, setting, cache_reset="request"),
+    )
+    assert with_reset.ledger.passes == without_reset.ledger.passes
     # A batch with one row shorter than the other.
     ended = first._replace(passes=first.passes[:2])
     batched = replace(trace, requests=(first, ended, *trace.requests[1:]))
@@ -217,11 +225,11 @@ def test_closeness_is_0_for_lru_and_1_for_belady() -> None:
 def test_the_command_prints_one_run_per_trace_and_capacity(
     tmp_path: Path, path: Path, moecache: Moecache
 ) -> None:
-    other = traces.record(tmp_path, seed=1)[0]
+    other_path = traces.record(tmp_path, seed=1)[0]
     options = ("--capacity", "25%,50%", "--eviction", "least_stale", "--eviction.order=fifo")
-    runs = json.loads(moecache("replay", path, other, *options, "--json"))["runs"]
+    runs = json.loads(moecache("replay", path, other_path, *options, "--json"))["runs"]
     assert [(r["trace"], r["capacity"]) for r in runs] == [
-        (str(t), c) for t in (path, other) for c in ("25%", "50%")
+        (str(t), c) for t in (path, other_path) for c in ("25%", "50%")
     ]
     for run in runs:
         assert run["eviction"] == "least_stale"
@@ -249,7 +257,7 @@ def test_the_command_prints_a_table_and_draws_the_line_of_the_bound(
         (["--warm", "{trace}"], "warmed by: {trace.name}"),
         (["--policy", "specmd", "--link", "fifo"], "|Fewest|Decode miss|"),
         (["--routing=pruning", "--routing.h=1", "--json"], '"open_loop": true'),
-        # A routing that looks ahead has the predictions read.
+        # Predictions are read for a routing that looks ahead.
         (["--routing=pre_gated", "--prefetch=none", "--json"], '"routing_fidelity": 0.'),
     ],
 )

@@ -67,21 +67,21 @@ def wall_engine(
 
 def execute(engine: WallEngine, slots: Slots, layer: int) -> Any:
     """Return an executor that checks that each expert is in the slot its cache names."""
-    seen: list[int] = []
+    executed: list[int] = []
 
     def run(keys: Sequence[int], is_all: bool) -> None:
         places = [engine.caches[layer].slots[key] for key in keys]
         if engine.setting.capacity.per_layer:
-            seen.extend(keys)
+            executed.extend(keys)
             return
         slots.executing = set(places)
         assert [slots.slots[place] for place in places] == list(keys)
         time.sleep(0)
         assert [slots.slots[place] for place in places] == list(keys)
         slots.executing = set()
-        seen.extend(keys)
+        executed.extend(keys)
 
-    run.seen = seen  # type: ignore[attr-defined]
+    run.seen = executed  # type: ignore[attr-defined]
     return run
 
 

@@ -145,10 +145,12 @@ def test_a_models_name_is_the_profile_that_ships_with_it(
 
 
 def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
-    other = UseProfile(model="Other-7B", counts=COUNTS, name="use.json")
+    other_profile = UseProfile(model="Other-7B", counts=COUNTS, name="use.json")
     with pytest.raises(ValueError, match="is of the model 'Other-7B', and this is 'generated'"):
-        VirtualEngine(traces.GEOMETRY, warmed("50%", other))
-    VirtualEngine(traces.GEOMETRY, warmed("50%", dataclasses.replace(other, model="Generated")))
+        VirtualEngine(traces.GEOMETRY, warmed("50%", other_profile))
+    VirtualEngine(
+        traces.GEOMETRY, warmed("50%", dataclasses.replace(other_profile, model="Generated"))
+    )
     small = UseProfile(model="generated", counts=((1, 2),), name="use.json")
     with pytest.raises(ValueError, match=r"counts 1 layers of 2 experts, .* has 3 of 8"):
         VirtualEngine(traces.GEOMETRY, warmed("50%", small))

@@ -197,14 +197,14 @@ def draw_trace(
                 scores.append(favourites[layer] + rng.normal(0, 1, num_experts))
                 ahead.append(min(num_layers - 1 - layer, 2) * num_experts)
     logits = np.asarray(scores, np.float16)
-    chosen = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
+    experts = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
     offsets = np.cumsum(ahead)
     values = rng.normal(0, 1, offsets[-1]).astype(np.float16)
     dense = tuple(int(size) for size in rng.choice([300, 900], num_layers))
     geometry = replace(geometry_of(sizes, num_experts, top_k), dense_bytes=dense)
-    weights = np.take_along_axis(logits, chosen, 1).astype(np.float32)
+    weights = np.take_along_axis(logits, experts, 1).astype(np.float32)
     predicted = Predicted(depth=2, values=values, offsets=offsets)
-    return from_rows(geometry, rows, chosen, weights, logits=logits, predicted=predicted)
+    return from_rows(geometry, rows, experts, weights, logits=logits, predicted=predicted)
 
 
 def from_rows(

@@ -95,10 +95,10 @@ def test_a_file_that_is_cut_gone_or_of_another_kind_is_refused(file: Path) -> No
 def test_another_models_counts_are_refused(file: Path, name: str) -> None:
     assert load_artifact("buddies", str(file), GEOMETRY, KEY).arrays
     counts = {"num_layers": 2, "num_experts": 4, "top_k": 2}
-    other = make_geometry(**{**counts, name: counts[name] + 1})
+    other_geometry = make_geometry(**{**counts, name: counts[name] + 1})
     message = rf"'some/model' with {name}={counts[name]}, but 'stream' has {name}="
     with pytest.raises(ValueError, match=message):
-        load_artifact("buddies", str(file), other, KEY)
+        load_artifact("buddies", str(file), other_geometry, KEY)
 
 
 def test_without_a_path_the_shipped_one_is_taken_or_the_error_says_how_to_make_one(

@@ -60,14 +60,14 @@ def test_a_path_is_read_and_numbers_written_as_text_are_numbers(tmp_path: Path) 
 def test_bandwidth_replaces_the_link_and_nothing_else_and_says_so(tmp_path: Path) -> None:
     profile, faster = load_hardware("a100-5GBps"), load_hardware("a100-5GBps", "32GB/s")
     assert faster.link_bytes_per_s == 32e9
-    same = {f.name for f in fields(Hardware)} - {"link_bytes_per_s", "source"}
-    assert all(getattr(profile, name) == getattr(faster, name) for name in same)
+    same_fields = {f.name for f in fields(Hardware)} - {"link_bytes_per_s", "source"}
+    assert all(getattr(profile, name) == getattr(faster, name) for name in same_fields)
     assert "bandwidth=32GB/s" in faster.source["link_bytes_per_s"]
     assert {**faster.source, "link_bytes_per_s": ""} == {**profile.source, "link_bytes_per_s": ""}
     for text in ("a datasheet", ""):
-        mine = load_hardware(write(tmp_path, source=text), "32GB/s")
-        assert "bandwidth=32GB/s" in mine.source["link_bytes_per_s"]
-        assert mine.source.get("profile", "") == text
+        hardware = load_hardware(write(tmp_path, source=text), "32GB/s")
+        assert "bandwidth=32GB/s" in hardware.source["link_bytes_per_s"]
+        assert hardware.source.get("profile", "") == text
 
 
 def test_infinitely_fast_compute_is_a_profile_too(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def write(folder: Path, *records: Mapping[str, Any]) -> Path:
 
 
 def leaderboard_of_four(folder: Path) -> Path:
-    """Two policies at two capacities; b and d are on the front, a and c are not."""
+    """Two policies at two capacities; by figures b and d are on the front, by the test d alone."""
     return write(
         folder,
         record("a", policy="on_demand", capacity="5%", tok_per_s=80, miss_rate=0.6),

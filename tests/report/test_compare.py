@@ -33,8 +33,8 @@ def gate(tmp_path: Path, capsys: Captured) -> Gate:
     def run(new: dict[str, Any], *options: str, **old: Any) -> tuple[int, str]:
         for name, figures in (("old", old), ("new", new)):
             figures = {"answers": ANSWERS, **figures}
-            more = {key: figures.pop(key) for key in ("environment",) if key in figures}
-            write(tmp_path / name, record("a", **figures) | more)
+            extra_fields = {key: figures.pop(key) for key in ("environment",) if key in figures}
+            write(tmp_path / name, record("a", **figures) | extra_fields)
         code = main(["compare", str(tmp_path / "old"), str(tmp_path / "new"), *options])
         captured = capsys.readouterr()
         return code, captured.out + captured.err
@@ -99,8 +99,8 @@ MACHINE = {
 
 def test_on_the_baselines_machine_figures_repeat_to_the_digit(gate: Gate) -> None:
     def judged(new: dict[str, Any], *options: str, **figures: Any) -> tuple[int, str]:
-        later = {"answers": lost(1), "environment": new, **figures}
-        return gate(later, *options, environment=MACHINE, **figures)
+        new_fields = {"answers": lost(1), "environment": new, **figures}
+        return gate(new_fields, *options, environment=MACHINE, **figures)
 
     code, printed = judged(MACHINE)
     assert code == 1 and "allowed 0, exactly" in printed

@@ -32,13 +32,13 @@ def test_every_plot_and_a_sweep_files_own_are_written_twice_the_same(
     for names, figures in ((NAMES, None), (["mine"], [figure])):
         if figures:
             (folder / "sweep.yaml").write_text(json.dumps({"tasks": "quiz", "figures": figures}))
-        one, two = tmp_path / names[0] / "one", tmp_path / names[0] / "two"
-        for output in (one, two):
+        first, second = tmp_path / names[0] / "one", tmp_path / names[0] / "two"
+        for output in (first, second):
             moecache("plot", folder, f"--output={output}")
-        written = sorted(path.name for path in one.iterdir())
+        written = sorted(path.name for path in first.iterdir())
         assert written == sorted(f"{name}.{form}" for name in names for form in ("png", "svg"))
-        assert all((one / name).read_bytes() == (two / name).read_bytes() for name in written)
-    text = (one / "mine.svg").read_text()
+        assert all((first / name).read_bytes() == (second / name).read_bytes() for name in written)
+    text = (first / "mine.svg").read_text()
     assert "on_demand" in text and "(less is better)" in text
 
 
@@ -88,8 +88,8 @@ def test_what_varies_becomes_panels_and_series_and_nothing_is_averaged(tmp_path:
         assert all(len(members) == 2 for members in panel.series.values())
     x, y = (plots.axis_of(runs, runs, name) for name in ("capacity_bytes", "tok_per_s"))
     figure = plots.draw_tradeoff(runs, x, y, "policy", is_curve=True)
-    drawn = [line for axes in figure.axes for line in axes.lines]
-    assert sorted(y for line in drawn for y in line.get_ydata()) == sorted(
+    lines = [line for axes in figure.axes for line in axes.lines]
+    assert sorted(y for line in lines for y in line.get_ydata()) == sorted(
         100.0 * i + j for i in range(7) for j in range(2) for _ in range(3)
     )
     for axes in figure.axes:
@@ -169,7 +169,7 @@ def test_a_label_never_breaks_a_plot_and_is_never_hidden(tmp_path: Path, label: 
     axes.plot([0, 1], [0, 1], label=plain(label))
     axes.set_title(plain(label))
     axes.legend()
-    _, shown = axes.get_legend_handles_labels()
+    _, labels = axes.get_legend_handles_labels()
     save(figure, tmp_path / "label.svg")
-    assert len(shown) == 1
+    assert len(labels) == 1
     assert label.strip("_") in (tmp_path / "label.svg").read_text().replace("\\$", "$")

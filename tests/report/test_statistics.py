@@ -141,7 +141,7 @@ def test_at_no_margin_the_test_and_the_interval_are_mcnemars() -> None:
 def test_the_margin_test_keeps_its_level_whatever_changes_both_ways(
     margin: float, sign: float
 ) -> None:
-    """Over all outcomes of 12 answers that differ by the margin, it rejects at most 5%."""
+    """At a true difference of exactly the margin, 12 answers are called at most 5% of the time."""
     count = 12
     for both in (0.0, 0.1, 0.25, 0.4):
         shares = [both + max(margin, 0), both + max(-margin, 0)]

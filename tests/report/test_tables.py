@@ -55,10 +55,10 @@ def test_rows_that_a_board_keeps_apart_are_not_ranked_together(
     tmp_path: Path, table: Table
 ) -> None:
     folder = leaderboard_of_four(tmp_path)
-    shown = "columns: [capacity, policy, tok_per_s, pareto]\nsort: [capacity, tok_per_s]\n"
+    board = "columns: [capacity, policy, tok_per_s, pareto]\nsort: [capacity, tok_per_s]\n"
     marked = []
     for by in ("", "by: [capacity]\n"):
-        (folder / "table.yaml").write_text(shown + by)
+        (folder / "table.yaml").write_text(board + by)
         text = table(folder)
         marked.append([line for line in text.splitlines() if "**" in line])
         assert ("rows of different capacity are not compared" in text) is bool(by)

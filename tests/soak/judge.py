@@ -194,7 +194,7 @@ def try_damaged(damaged: Damaged, folder: Path, tally: Tally) -> None:
         name = KINDS[damaged.kind].name
         verdict, message = read_bad(damaged.kind, damaged.data, folder, name)
     if verdict == UNCLEAR and (damaged.kind in ("sweep", "views") or "=" in message):
-        verdict = CLEAR  # the message names the field, or for a sweep the cell, instead
+        verdict = CLEAR  # it names the field instead; callers of the reader name a sweep's cells
     if verdict == ACCEPTED and not damaged.must_be_refused:
         tally.still_sound += 1
     else:

@@ -136,9 +136,9 @@ class Command:
         child.join(LONGEST_S)
         end = time.monotonic()
         require(child.exitcode is not None, f"it still runs {LONGEST_S} s later")
-        while (left := processes_of(child.pid)) and time.monotonic() < end + LONGEST_LEFT_S:
+        while (survivors := processes_of(child.pid)) and time.monotonic() < end + LONGEST_LEFT_S:
             time.sleep(0.02)
-        require(not left, f"processes left after {LONGEST_LEFT_S} s: {left}")
+        require(not survivors, f"processes left after {LONGEST_LEFT_S} s: {survivors}")
         texts = out.read_text(errors="replace"), err.read_text(errors="replace")
         return Ended(child.exitcode or 0, *texts, was_killed, end - begin)
 
@@ -190,12 +190,12 @@ class Eval(Command):
 
     def check_killed(self, folder: Path, ended: Ended) -> Any:
         """A recording exists once the progress bar has counted a request as finished."""
-        shown = [int(n) for n in re.findall(r"loglikelihood requests:.*?(\d+)/\d+", ended.err)]
-        if "trace=" not in self.extra or not shown or not shown[-1]:
+        progress = [int(n) for n in re.findall(r"loglikelihood requests:.*?(\d+)/\d+", ended.err)]
+        if "trace=" not in self.extra or not progress or not progress[-1]:
             return 0  # an interrupt before the first request is finished leaves no file
         is_there = any((folder / "traces").glob("*"))
-        require(is_there, f"{shown[-1]} requests were finished and no recording is there")
-        return shown[-1]
+        require(is_there, f"{progress[-1]} requests were finished and no recording is there")
+        return progress[-1]
 
     def check_rerun(self, folder: Path, ended: Ended, kept: Any) -> None:
         # A run killed while writing its last file may have finished it.
@@ -208,8 +208,8 @@ class Eval(Command):
         require(not litter, f"litter: {litter}")
         if "trace=" not in self.extra:
             return
-        [whole] = (self.reference / "traces").iterdir()
-        expected, traces = routed(whole), sorted((folder / "traces").glob("[!.]*"))
+        [reference] = (self.reference / "traces").iterdir()
+        expected, traces = routed(reference), sorted((folder / "traces").glob("[!.]*"))
         # Keep a killed run's stream, unless its trace exists or no request was finished.
         traces = [
             path
@@ -219,14 +219,16 @@ class Eval(Command):
         require(all(path.suffix in (".parquet", SUFFIX) for path in traces), f"litter: {traces}")
         for path in traces:
             experts = routed(path)
-            same = all(np.array_equal(a, b) for a, b in zip(experts, expected, strict=False))
-            require(same and len(experts) <= len(expected), f"{path.name} is not what was routed")
+            is_same = all(np.array_equal(a, b) for a, b in zip(experts, expected, strict=False))
+            require(
+                is_same and len(experts) <= len(expected), f"{path.name} is not what was routed"
+            )
         require(len(routed(traces[-1])) == len(expected), f"{traces[-1].name} is not whole")
         if kept:
             require(len(traces) == 2, f"recordings: {traces}, where {kept} were finished")
             # One-token choices share a pass.
             request_passes = sorted(
-                sorted(request.passes) for request in read_trace(whole).requests
+                sorted(request.passes) for request in read_trace(reference).requests
             )
             needed = len({number for passes in request_passes[:kept] for number in passes})
             passes = read_trace(traces[0]).num_passes
@@ -331,9 +333,9 @@ def kills(times: int, seed: int, only: str = "") -> int:
             place = Path(scratch) / command.name.replace(" ", "-").replace(",", "")
             place.mkdir()
             command.reference = place / "whole"
-            whole = command.start(command.reference, None)
-            require(whole.code == 0, whole.err[-2000:])
-            command.seconds = whole.seconds
+            reference = command.start(command.reference, None)
+            require(reference.code == 0, reference.err[-2000:])
+            command.seconds = reference.seconds
             for number in (signal.SIGKILL, signal.SIGINT):
                 killed = wrong = 0
                 for attempt in range(3 * times):

@@ -162,7 +162,7 @@ class Kind:
     """It has a checksum, so that any changed byte is detected."""
 
     def bytes_in(self, folder: Path) -> bytes:
-        """Return the bytes of a sound file of this kind, which may write to `folder`."""
+        """Return the bytes of a sound file of this kind, written to `folder` if need be."""
         if callable(self.sound):
             return bytes(self.sound(folder).read_bytes())
         if isinstance(self.sound, str):

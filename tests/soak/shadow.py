@@ -128,8 +128,8 @@ class RandomLevels(MissAlgorithm):
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
     ) -> Resolution | None:
-        wanted = zip(event.keys, self.prefetch_levels(event, 0, event.keys), strict=True)
-        return Resolution([Fetch(k, level) for k, level in wanted if level < resident.get(k, 9)])
+        demands = zip(event.keys, self.prefetch_levels(event, 0, event.keys), strict=True)
+        return Resolution([Fetch(k, level) for k, level in demands if level < resident.get(k, 9)])
 
     def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
         levels: list[int] = self._rng.integers(0, len(self.geometry.precision), len(keys)).tolist()
@@ -255,7 +255,7 @@ class Shadow:
 
     def run(self, passes: int = PASSES) -> int:
         """Serve the passes of a case; return the number of events. Raises Violation."""
-        rng, unseen = self.case.rng, 0
+        rng, unrecorded = self.case.rng, 0
         for index in range(passes):
             if index % 6:
                 self._pass(DECODE, int(rng.choice([1, 1, 1, 1, 2, 5])))
@@ -264,12 +264,12 @@ class Shadow:
             if rng.random() < 0.03:
                 before = self._evictions()
                 self.engine.reset_cache()
-                unseen += self._evictions() - before
+                unrecorded += self._evictions() - before
                 must(not any(w.resident for w in self.watches), "a reset cache holds experts")
         records, link = self.engine.ledger.passes, self.engine.link
         must(sum(r.link_busy_s for r in records) <= link.busy_until * (1 + 1e-9), "a busier link")
-        seen = sum(r.evictions for r in records)
-        must(seen + unseen == self._evictions(), "evictions are not the pools'")
+        recorded = sum(r.evictions for r in records)
+        must(recorded + unrecorded == self._evictions(), "evictions are not the pools'")
         return self.events
 
     def _evictions(self) -> int:
@@ -334,20 +334,20 @@ class Shadow:
         resident: set[int],
     ) -> None:  # fmt: skip
         """Check every number, all of which are known without prefetching and lossy algorithms."""
-        wanted = set(event.keys)
-        num_hits = len(wanted & resident)
+        needed = set(event.keys)
+        num_hits = len(needed & resident)
         requests, hits, misses, late, stall_s = counts
-        must(record.requests - requests == len(wanted), "requests are not the event's experts")
+        must(record.requests - requests == len(needed), "requests are not the event's experts")
         must(record.hits - hits == num_hits, f"hits are not the {num_hits} that were there")
-        must(record.misses - misses == len(wanted) - num_hits, "misses are not those that were not")
+        must(record.misses - misses == len(needed) - num_hits, "misses are not those that were not")
         must(record.late == late, "late without prefetching")
-        must(sorted(watch.inserted) == sorted(wanted - resident), "loads are not the misses")
+        must(sorted(watch.inserted) == sorted(needed - resident), "loads are not the misses")
         size = self._size(event.keys[0], 0)
-        moved = (len(wanted) - num_hits) * size
+        moved = (len(needed) - num_hits) * size
         must(self.engine.link.bytes_moved - before == moved, "bytes are not those of the misses")
         hardware = self.case.hardware
         transfer_s = hardware.link_latency_s + size / hardware.link_bytes_per_s
-        waited = (len(wanted) - num_hits) * transfer_s
+        waited = (len(needed) - num_hits) * transfer_s
         added_s = record.stall_s - stall_s
         must(math.isclose(added_s, waited, rel_tol=1e-6, abs_tol=1e-9 * self.engine.clock.now),
              f"waited {added_s} s for transfers of {waited} s")  # fmt: skip
@@ -388,8 +388,8 @@ class Shadow:
             must(pool.resident.keys() == watch.resident.keys(), "the residents are not those told")
             levels = [*pool.resident.items(), *pool.arriving.items()]
             must(pool.unused_prefetches <= watch.resident.keys(), "an unused prefetch is not there")
-            held = sum(self._size(key, level) for key, level in levels)
-            must(held <= limit, f"{held} bytes in a cache of {limit}")
+            held_bytes = sum(self._size(key, level) for key, level in levels)
+            must(held_bytes <= limit, f"{held_bytes} bytes in a cache of {limit}")
             must(pool.peak_bytes <= limit, f"once {pool.peak_bytes} bytes in a cache of {limit}")
         self.engine.check_integrity()
 

@@ -1,4 +1,4 @@
-"""Every format: a small handmade file after its documentation, read, shown and written back."""
+"""Every format: a small file handmade from its documentation, read, shown and written back."""
 
 from __future__ import annotations
 

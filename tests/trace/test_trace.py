@@ -295,9 +295,11 @@ def test_what_a_format_does_not_say_is_counted_or_given(tmp_path: Path) -> None:
     path, lines = tmp_path / "t.npz", tmp_path / "t.jsonl"
     np.savez_compressed(path, routed_experts=ROUTED, other=np.zeros(3))
     lines.write_text(JSONL)
-    trace, same = load_trace(str(path)), load_trace(str(lines))
+    trace, trace_of_lines = load_trace(str(path)), load_trace(str(lines))
     assert (trace.num_passes, trace.has_sizes, trace.geometry.num_experts) == (2, False, 4)
-    assert trace.geometry == same.geometry and np.array_equal(trace.keys, same.keys)
+    assert trace.geometry == trace_of_lines.geometry and np.array_equal(
+        trace.keys, trace_of_lines.keys
+    )
     np.savez(path, routed_experts=ROUTED, num_experts=np.array(64))
     sized = load_trace(str(path), expert_bytes=12)
     assert sized.has_sizes and sized.geometry.expert_bytes == ((12,), (12,))
