@@ -367,7 +367,5 @@ def test_it_is_asked_once_a_pass_and_moves_nothing_that_is_resident() -> None:
     record = decode(engine, [1], [5], [8])
     # 1 s to read the tokens, then three times a dense part and an expert.
     assert (record.end_s - record.start_s, record.bytes_moved) == (10.0, 0)
-    proposals_at_start = [
-        proposal for proposal in engine.rules.prefetch.seen if proposal[1] == PASS_START
-    ]  # type: ignore[attr-defined]
-    assert proposals_at_start == [(0, PASS_START, 1), (1, PASS_START, 1)]
+    calls = [call for call in engine.rules.prefetch.seen if call[1] == PASS_START]  # type: ignore[attr-defined]
+    assert calls == [(0, PASS_START, 1), (1, PASS_START, 1)]

@@ -1,4 +1,4 @@
-"""Conservation laws and counts of the layer step when the link is a thread."""
+"""Conservation laws and counts of the layer step when the link is a thread in real time."""
 
 from __future__ import annotations
 
