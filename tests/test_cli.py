@@ -235,7 +235,7 @@ def test_what_a_file_gets_wrong_is_said_in_its_first_line(
 
 def test_help_says_what_the_default_policy_is_and_why(moecache: Moecache) -> None:
     text = " ".join(moecache("replay", "--help").split())
-    assert "The policy is `on_demand` unless another is chosen" in text
+    assert "The default policy is `on_demand`, not `specmd`" in text
     assert "needs predictions" in text
 
 
