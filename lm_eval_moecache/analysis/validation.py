@@ -125,35 +125,37 @@ def foretell(trace: Trace, setting: Setting) -> Series:
     return Series({**columns, READ: read, HIT: share[decoded]})
 
 
-def same_tokens(ours: Series, measured: Series, tokens: slice) -> tuple[Series, Series]:
+def same_tokens(predicted: Series, measured: Series, tokens: slice) -> tuple[Series, Series]:
     """Return these tokens of both; ValueError where they differ in length or none is left."""
-    if len(ours) != len(measured):
+    if len(predicted) != len(measured):
         raise ValueError(
-            f"the trace has {len(ours)} decoded tokens and the measured table {len(measured)} rows:"
-            " they are not of one run. Allowed: a table with one row a decoded token, in order."
+            f"the trace has {len(predicted)} decoded tokens and the measured table "
+            f"{len(measured)} rows: they are not of one run. Allowed: a table with one row a "
+            "decoded token, in order."
         )
     part = measured.part(tokens)
     if not len(part):
         raise ValueError(f"tokens={tokens.start}:{tokens.stop} is none of {len(measured)} tokens.")
-    return ours.part(tokens), part
+    return predicted.part(tokens), part
 
 
-def compare(ours: Series, measured: Series) -> dict[str, float | int | None]:
-    """Return how close the clock comes: ratios are ours / measured, None where nothing is measured.
+def compare(predicted: Series, measured: Series) -> dict[str, float | int | None]:
+    """Return how close the clock comes.
 
-    The median error is of |ours - measured| / measured over the tokens measured above 0. Hit rates
-    are shares, from the run's start to its last token.
+    Ratios are predicted / measured, None where nothing is measured. The median error is of
+    |predicted - measured| / measured over the tokens measured above 0. Hit rates are shares, from
+    the run's start to its last token.
     """
-    shared = [name for name in measured.columns if name in ours.columns]
-    pairs = {name: (ours.columns[name], measured.columns[name]) for name in shared}
+    shared = [name for name in measured.columns if name in predicted.columns]
+    pairs = {name: (predicted.columns[name], measured.columns[name]) for name in shared}
 
     def nearness(name: str) -> tuple[float | None, float | None]:
         if name not in pairs or not pairs[name][1].sum() > 0:
             return None, None
-        predicted, observed = pairs[name]
-        positive = observed > 0
-        errors = np.abs(predicted[positive] - observed[positive]) / observed[positive]
-        return float(predicted.sum() / observed.sum()), float(np.median(errors))
+        clock, device = pairs[name]
+        positive = device > 0
+        errors = np.abs(clock[positive] - device[positive]) / device[positive]
+        return float(clock.sum() / device.sum()), float(np.median(errors))
 
     varies = READ in pairs and len(measured) > 1 and all(side.std() for side in pairs[READ])
     has_cache = HIT in pairs and pairs[HIT][1][-1] >= 0
@@ -172,15 +174,17 @@ def compare(ours: Series, measured: Series) -> dict[str, float | int | None]:
     }
 
 
-def plot(ours: Series, measured: Series, path: Path) -> None:
-    """Draw each measured column over the tokens, and ours beside it."""
+def plot(predicted: Series, measured: Series, path: Path) -> None:
+    """Draw each measured column over the tokens, and the predicted one beside it."""
     labels = {WALL: "wall (ms)", STALL: "stall (ms)", READ: "bytes read", HIT: "hits (%)"}
-    columns = [name for name in labels if name in measured.columns and name in ours.columns]
+    columns = [name for name in labels if name in measured.columns and name in predicted.columns]
     size = (7, 2.2 * len(columns))
     figure, axes = pyplot().subplots(len(columns), 1, figsize=size, squeeze=False, sharex=True)
     for name, axis in zip(columns, axes.flat, strict=True):
         axis.plot(measured.columns[name], color="#0072B2", linewidth=1.2, label="measured")
-        axis.plot(ours.columns[name], color="#D55E00", linewidth=1.2, linestyle="--", label="clock")
+        axis.plot(
+            predicted.columns[name], color="#D55E00", linewidth=1.2, linestyle="--", label="clock"
+        )
         axis.set_ylabel(labels[name])
     axes.flat[0].legend(loc="upper right", frameon=False)
     axes.flat[-1].set_xlabel("decoded token")
@@ -188,26 +192,26 @@ def plot(ours: Series, measured: Series, path: Path) -> None:
     figure.savefig(path)
 
 
-def as_text(found: Mapping[str, Any], measured: Series) -> str:
+def as_text(comparison: Mapping[str, Any], measured: Series) -> str:
     """Return the comparison in lines that a reader can act on."""
-    lines = [f"{found['tokens']} decoded tokens, the clock / the device:"]
+    lines = [f"{comparison['tokens']} decoded tokens, the clock / the device:"]
     for name, key in (("bytes read", "bytes"), ("stall", "stall"), ("wall", "wall")):
-        ratio, error = found[f"{key}_ratio"], found.get(f"{key}_median_error")
+        ratio, error = comparison[f"{key}_ratio"], comparison.get(f"{key}_median_error")
         if ratio is None:
             text = "not measured"
         elif error is None:
-            correlation = found["bytes_correlation"]
+            correlation = comparison["bytes_correlation"]
             text = f"{ratio:.3f} of the total, correlation "
             text += "-" if correlation is None else f"{correlation:.4f}"
         else:
             text = f"{ratio:.3f} of the total, median error of a token {100 * error:.1f}%"
         lines.append(f"  {name:11s} {text}")
-    if found["hit_rate_difference"] is not None:
-        lines.append(f"  hit rate    {100 * found['hit_rate_difference']:+.2f} points")
+    if comparison["hit_rate_difference"] is not None:
+        lines.append(f"  hit rate    {100 * comparison['hit_rate_difference']:+.2f} points")
     wall = measured.columns.get(WALL)
     if wall is not None and (slow := int(np.sum(wall > OUTLIER * np.median(wall)))):
         lines.append(
-            f"{slow} of {found['tokens']} tokens took more than {OUTLIER:g} times the median wall: "
-            "the device's own reasons, counted and not modelled."
+            f"{slow} of {comparison['tokens']} tokens took more than {OUTLIER:g} times the median "
+            "wall: the device's own reasons, counted and not modelled."
         )
     return "\n".join([*lines, ""])

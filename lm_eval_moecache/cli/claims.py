@@ -37,7 +37,7 @@ def run(arguments: Namespace) -> int:
     return print_result(False, None, text)
 
 
-def _told(found: Verdict) -> dict[str, object]:
+def _told(verdict: Verdict) -> dict[str, object]:
     parts = [
         {
             "what": answer.part.what,
@@ -45,6 +45,11 @@ def _told(found: Verdict) -> dict[str, object]:
             "p": None if answer.part.cells or answer.part.whole else answer.p,
             **{key: getattr(answer, key) for key in ("least_p", "p_of_all", "verdict")},
         }
-        for answer in found.answers
+        for answer in verdict.answers
     ]
-    return {"id": found.claim.id, "verdict": found.verdict, "told": found.told, "parts": parts}
+    return {
+        "id": verdict.claim.id,
+        "verdict": verdict.verdict,
+        "told": verdict.told,
+        "parts": parts,
+    }

@@ -166,9 +166,9 @@ def make_parser(prog: str, description: str | None, epilog: str | None = None) -
     return parser
 
 
-def print_result(as_json: bool, found: Any, text: str) -> int:
+def print_result(as_json: bool, result: Any, text: str) -> int:
     """Print a command's result as JSON or as text; return exit code 0."""
-    sys.stdout.write(json.dumps(found, indent=2) + "\n" if as_json else text)
+    sys.stdout.write(json.dumps(result, indent=2) + "\n" if as_json else text)
     return 0
 
 

@@ -352,11 +352,11 @@ def _gb(nbytes: float) -> str:
     return two_digits(nbytes / 1e9)
 
 
-def _verdict(found: dict[str, Any], hardware: Hardware) -> str:
-    room, rows, ms = found["fit"], found["rows"], found["ttft_ms"]
+def _verdict(report: dict[str, Any], hardware: Hardware) -> str:
+    room, rows, ms = report["fit"], report["rows"], report["ttft_ms"]
     ttft = f"{two_digits(ms / 1000)} s" if ms >= 1000 else f"{two_digits(ms)} ms"
-    ttft_text = f"the first token of a {found['prompt']:,}-token prompt after {ttft}"
-    name = f"{found['model']} ({found['precision']})"
+    ttft_text = f"the first token of a {report['prompt']:,}-token prompt after {ttft}"
+    name = f"{report['model']} ({report['precision']})"
     if room["whole"]:
         speed = two_digits(rows[0]["tok_per_s"])
         return f"{name} fits on {hardware.name}, no cache needed: about {speed} tok/s, {ttft_text}."
@@ -372,16 +372,16 @@ def _verdict(found: dict[str, Any], hardware: Hardware) -> str:
     )
     if best["tok_per_s"] > 1.05 * lru["tok_per_s"]:
         text += f"; {_BUILDABLE[best['policy']]}, {two_digits(best['tok_per_s'])} tok/s"
-    if found["fits_at"]:
-        text += f". All of it fits at --precision {found['fits_at']}"
+    if report["fits_at"]:
+        text += f". All of it fits at --precision {report['fits_at']}"
     return f"{text}."
 
 
-def _text(model: RealModel, hardware: Hardware, found: dict[str, Any], width: int) -> str:
-    room, is_whole = found["fit"], found["fit"]["whole"]
+def _text(model: RealModel, hardware: Hardware, report: dict[str, Any], width: int) -> str:
+    room, is_whole = report["fit"], report["fit"]["whole"]
     memory = (
         f"Memory: {_gb(room['memory'])} GB = dense weights {_gb(room['dense'])} + KV cache of "
-        f"{found['context']:,} tokens {_gb(room['kv_cache'])} + experts {_gb(room['experts'])} of "
+        f"{report['context']:,} tokens {_gb(room['kv_cache'])} + experts {_gb(room['experts'])} of "
         f"{_gb(room['all_experts'])}; activations not included."
     )
     notes = [f"Stored weights: {model.stored.name}. Sizes: {model.source}."]
@@ -393,12 +393,12 @@ def _text(model: RealModel, hardware: Hardware, found: dict[str, Any], width: in
             link += f"{100 * hardware.link_efficiency:.0f}%)"
         memory += f" The other {_gb(room['all_experts'] - room['experts'])} GB of experts lie "
         memory += f"behind a link of {link}."
-        table = [*_table(found["rows"]), ""]
+        table = [*_table(report["rows"]), ""]
         for word, means in _WORDS.items():
             table += textwrap.wrap(f"{word:9s} {means}", width, subsequent_indent=" " * 10)
         table.append("")
         notes.append(
-            f"Misses are those of a routing of {found['routing']}, replayed from an empty cache; "
+            f"Misses are those of a routing of {report['routing']}, replayed from an empty cache; "
             f"its layers are charged as {model.name}'s."
         )
     if assumed := [key for key, text in hardware.sources.items() if "assumed" in text]:
@@ -409,7 +409,7 @@ def _text(model: RealModel, hardware: Hardware, found: dict[str, Any], width: in
             "Current engines use less of the link than batched copies do: by published figures a "
             "third to a half of such speeds (docs/how_true.md). --bandwidth 8GB/s shows that end."
         )
-    intro = [*textwrap.wrap(found["verdict"], width), "", *textwrap.wrap(memory, width), ""]
+    intro = [*textwrap.wrap(report["verdict"], width), "", *textwrap.wrap(memory, width), ""]
     note_lines = [line for note in notes for line in textwrap.wrap(note, width)]
     return "\n".join([*intro, *table, *note_lines, ""])
 

@@ -136,14 +136,14 @@ def explain(name: str, axes: Sequence[str] = AXES) -> dict[str, Any]:
     return {"composition": composition, "algorithms": algorithms}
 
 
-def _explain(axis: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _explain(axis: str, name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     algorithm = find_algorithm(axis, name)
     doc = inspect.getdoc(algorithm) or ""
     parameters = [
         {
             "name": parameter["name"],
             "default": parameter["default"],
-            "value": given.get(parameter["name"]),
+            "value": overrides.get(parameter["name"]),
             "type": parameter["type"],
             "meaning": meaning_of(parameter["name"], doc),
         }
@@ -167,7 +167,7 @@ def meaning_of(parameter: str, doc: str) -> str:
     return ""
 
 
-def _explained(found: Mapping[str, Any], width: int) -> str:
+def _explained(explanation: Mapping[str, Any], width: int) -> str:
     """Return the explanation for a terminal of this many columns."""
 
     def filled(text: str, indent: int) -> list[str]:
@@ -175,10 +175,10 @@ def _explained(found: Mapping[str, Any], width: int) -> str:
         return [textwrap.fill(text, width, initial_indent=lead, subsequent_indent=lead), ""]
 
     lines = []
-    if (composition := found["composition"]) is not None:
+    if (composition := explanation["composition"]) is not None:
         lines += [textwrap.fill(f"policy={composition['name']}: {composition['source']}", width)]
         lines += [f"phases={composition['phases']}", ""]
-    for algorithm in found["algorithms"]:
+    for algorithm in explanation["algorithms"]:
         axis = algorithm["axis"]
         head = f"{axis}={algorithm['name']}   ({algorithm['source']})"
         lines += [textwrap.fill(head, width, subsequent_indent="  "), ""]

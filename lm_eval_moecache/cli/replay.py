@@ -88,14 +88,14 @@ def _configs(arguments: Namespace, parameters: Mapping[str, Any]) -> list[Config
 
 
 def _rows(
-    files: Sequence[str], configs: Sequence[Config], how: Mapping[str, Any], jobs: int
+    files: Sequence[str], configs: Sequence[Config], options: Mapping[str, Any], jobs: int
 ) -> list[Row]:
     """Replay here, or in worker processes that read a trace once for each part of its configs."""
     indices, is_quiet = range(len(configs)), not sys.stderr.isatty()
     jobs = min(jobs, len(files) * len(configs))
     if jobs == 1:
         show = {"show_progress": not is_quiet}
-        return [row for file in files for row in run_cells(file, configs, **how, **show)]
+        return [row for file in files for row in run_cells(file, configs, **options, **show)]
     # Configurations of one capacity share their bounds: keep them together where jobs allow it.
     sizes = dict.fromkeys(config.capacity for config in configs)
     slices = -(-jobs // (len(files) * len(sizes)))
@@ -104,7 +104,7 @@ def _rows(
     work = [(file, part) for file in files for part in config_slices if part]
     rows: dict[tuple[str, int], Row] = {}
     with local_pool(jobs) as pool:
-        futures = submit(pool, _run_part, work, configs, how)
+        futures = submit(pool, _run_part, work, configs, options)
         progress = tqdm(as_completed(futures), total=len(work), unit="part", disable=is_quiet)
         for future in progress:
             file, part = futures[future]
@@ -113,21 +113,21 @@ def _rows(
 
 
 def _run_part(
-    part: tuple[str, Sequence[int]], configs: Sequence[Config], how: Mapping[str, Any]
+    part: tuple[str, Sequence[int]], configs: Sequence[Config], options: Mapping[str, Any]
 ) -> list[Row]:
     file, indices = part
-    return run_cells(file, [configs[i] for i in indices], **how)
+    return run_cells(file, [configs[i] for i in indices], **options)
 
 
 def _write_timeline(
-    files: Sequence[str], configs: Sequence[Config], how: Mapping[str, Any], path: str
+    files: Sequence[str], configs: Sequence[Config], options: Mapping[str, Any], path: str
 ) -> None:
     """Write the timeline of a single replay. Raises ValueError where there are several."""
     if len(files) != 1 or len(configs) != 1:
         raise ValueError(
             "timeline: a timeline is of one replay. Give one trace, policy, capacity and hardware."
         )
-    timeline, replays = Timeline(), Replays(files[0], configs, how["expert_bytes"], bound=False)
+    timeline, replays = Timeline(), Replays(files[0], configs, options["expert_bytes"], bound=False)
     engine = replays.replay(replays.setting(configs[0]), on_engine=timeline.watch)
     write_whole(Path(path), json.dumps(timeline.as_dict(engine)))
 

@@ -106,31 +106,33 @@ def paper_page(name: str, recipe: Recipe, runs: list[Run]) -> str:
     return "\n".join([*head, "", as_markdown([table])])
 
 
-def _source(ours: ReproducedValue) -> str:
+def _source(reproduced: ReproducedValue) -> str:
     place, other = (
         ", ".join(f"{key}={value}" for key, value in (where or {}).items())
-        for where in (ours.where, ours.versus)
+        for where in (reproduced.where, reproduced.versus)
     )
-    metric = f"{ours.metric} at {place}" if place else ours.metric
-    return metric if ours.form == "value" else f"{ours.form} of {metric} against {other}"
+    metric = f"{reproduced.metric} at {place}" if place else reproduced.metric
+    return (
+        metric if reproduced.form == "value" else f"{reproduced.form} of {metric} against {other}"
+    )
 
 
-def our_value(ours: ReproducedValue, runs: Sequence[Run]) -> float | None:
+def our_value(reproduced: ReproducedValue, runs: Sequence[Run]) -> float | None:
     """Return our figure, or None where a run or its figure is missing.
 
     Raises ValueError where the settings pick several runs, a fault of the recipe.
     """
-    value = _value(ours.metric, ours.where, runs)
-    if ours.form == "value":
+    value = _value(reproduced.metric, reproduced.where, runs)
+    if reproduced.form == "value":
         return value
-    reference = _value(ours.metric, {**ours.where, **(ours.versus or {})}, runs)
+    reference = _value(reproduced.metric, {**reproduced.where, **(reproduced.versus or {})}, runs)
     if value is None or reference is None:
         return None
-    if ours.form == "difference":
+    if reproduced.form == "difference":
         return value - reference
     if not reference:
         return None
-    return value / reference if ours.form == "ratio" else 1 - value / reference
+    return value / reference if reproduced.form == "ratio" else 1 - value / reference
 
 
 def _value(metric: str, where: Mapping[str, Any], runs: Sequence[Run]) -> float | None:

@@ -326,10 +326,10 @@ class CompiledEngine(VirtualEngine):
         self._events.append(event)
         return Plan(event, (), (), event)
 
-    def serve(self, told: TokenPass) -> None:
-        self._told = told
-        if told.proposed is None and self.rules.prefetch.is_active:
-            self._events = told.events()
+    def serve(self, token_pass: TokenPass) -> None:
+        self._told = token_pass
+        if token_pass.proposed is None and self.rules.prefetch.is_active:
+            self._events = token_pass.events()
 
     def end_pass(self) -> None:
         assert self._is_open, "end_pass without begin_pass"

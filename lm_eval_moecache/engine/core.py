@@ -379,13 +379,16 @@ def await_what_is_under_way(
 
 
 def take(
-    s: State, p: Piece, start: int, stop: int, tokens: int, mark: int, found: bool
+    s: State, p: Piece, start: int, stop: int, tokens: int, mark: int, at_lookup: bool
 ) -> tuple[int, int]:
-    """Mark resident keys (or those `found` so at lookup) as executed; count keys, assignments."""
+    """Mark resident keys as executed; count keys and assignments.
+
+    `at_lookup`: those that were resident when they were looked up, instead of now.
+    """
     num_keys = num_served = 0
     for i in range(start, stop):
         slot = s.slots[p.keys[i]]
-        ready = slot.absent != mark if found else s.experts[p.keys[i]].resident != 0
+        ready = slot.absent != mark if at_lookup else s.experts[p.keys[i]].resident != 0
         if ready and slot.done != mark:
             slot.done = mark
             num_keys += 1

@@ -199,21 +199,21 @@ def changed(event: Event, selection: Selection, num_experts: int) -> Event:
     return event._replace(keys=keys, experts=experts, weights=weights)
 
 
-def _lost_weight(asked: Event, selection: Selection) -> float:
+def _lost_weight(event: Event, selection: Selection) -> float:
     """Return the weight shares (1 per token) of chosen experts that are not executed, summed."""
     executed_experts = selection.experts
     if selection.keep is not None:
         executed_experts = np.where(selection.keep, executed_experts, DROPPED)
-    executed = (asked.experts[:, :, None] == executed_experts[:, None, :]).any(axis=-1)
-    return float(weight_shares(asked)[~executed].sum(dtype=np.float64))
+    executed = (event.experts[:, :, None] == executed_experts[:, None, :]).any(axis=-1)
+    return float(weight_shares(event)[~executed].sum(dtype=np.float64))
 
 
-def _judge(asked: IntArray, selection: Selection) -> tuple[int, int]:
+def _judge(chosen: IntArray, selection: Selection) -> tuple[int, int]:
     """Count a selection's dropped entries, and executed ones that the router did not choose."""
-    if len(asked) == 1 and selection.keep is None:
-        router_experts = asked.tolist()[0]
+    if len(chosen) == 1 and selection.keep is None:
+        router_experts = chosen.tolist()[0]
         return 0, sum([expert not in router_experts for expert in selection.experts.tolist()[0]])
-    faithful = (selection.experts[:, :, None] == asked[:, None, :]).any(axis=-1)
+    faithful = (selection.experts[:, :, None] == chosen[:, None, :]).any(axis=-1)
     dropped = 0
     if selection.keep is not None:
         dropped = int((~selection.keep).sum())

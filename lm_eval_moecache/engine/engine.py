@@ -308,14 +308,14 @@ class Engine(ABC):
             self.on_event(plan.looked_up)
         return plan
 
-    def serve(self, told: TokenPass) -> None:
+    def serve(self, token_pass: TokenPass) -> None:
         """Serve the deferred events of a pass of one token."""
         prefetches = self.prefetches
-        if told.proposed is not None:
-            keys, bounds = (array.tolist() for array in told.proposed)
+        if token_pass.proposed is not None:
+            keys, bounds = (array.tolist() for array in token_pass.proposed)
             prefetches.answers = (keys[start:stop] for start, stop in pairwise(bounds))
         try:
-            for event in told.events():
+            for event in token_pass.events():
                 self.enter(event.layer, event.num_tokens)
                 self.run(event)
         finally:

@@ -290,13 +290,13 @@ def host_keys() -> frozenset[str]:
 
 
 def split_arguments(
-    given: Mapping[str, Any], host_keys: Iterable[str]
+    arguments: Mapping[str, Any], host_keys: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the arguments into ours and the host's; ValueError for an unknown key."""
     host = {*host_keys, *FROM_PRETRAINED}
     own_args: dict[str, Any] = {}
     host_args: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in arguments.items():
         axis, dot, _ = key.partition(".")
         if key in KEYS or (dot and axis in AXES):
             own_args[key] = value

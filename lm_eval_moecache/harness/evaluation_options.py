@@ -97,34 +97,34 @@ def check_lm_eval_command(words: Sequence[str]) -> None:
             check_command(words)
 
 
-def check_use_cache(asked: Any) -> None:
+def check_use_cache(use_cache: Any) -> None:
     """Raise ArgumentsError if lm-eval's store of outputs is used."""
-    if asked is not None:
+    if use_cache is not None:
         raise ArgumentsError(
-            f"--use_cache={shown(asked)}: stored outputs come without the passes that made them, "
-            "so speed could not be measured. Leave --use_cache out with --model moecache."
+            f"--use_cache={shown(use_cache)}: stored outputs come without the passes that made "
+            "them, so speed could not be measured. Leave --use_cache out with --model moecache."
         )
 
 
-def check_generation(given: Mapping[str, Any], speculative: bool) -> None:
+def check_generation(gen_kwargs: Mapping[str, Any], speculative: bool) -> None:
     """Refuse options that draft in another way than `draft=`, and sampling with drafts.
 
     Drafts are verified greedily. Raises ArgumentsError naming the option.
     """
     for key in _DRAFTING:
-        if given.get(key) is not None:
+        if gen_kwargs.get(key) is not None:
             raise ArgumentsError(
-                f"gen_kwargs: {key}={shown(given[key])} would change what drafts. Allowed: "
+                f"gen_kwargs: {key}={shown(gen_kwargs[key])} would change what drafts. Allowed: "
                 "--model moecache-spec with draft and draft_tokens."
             )
     if not speculative:
         return
     for key, allowed in _GREEDY.items():
-        if key in given and given[key] not in allowed:
+        if key in gen_kwargs and gen_kwargs[key] not in allowed:
             raise ArgumentsError(
-                f"gen_kwargs: {key}={shown(given[key])} with --model moecache-spec, which accepts "
-                "drafts greedily. Allowed: do_sample=False, num_beams=1, temperature=0; or --model "
-                "moecache."
+                f"gen_kwargs: {key}={shown(gen_kwargs[key])} with --model moecache-spec, which "
+                "accepts drafts greedily. Allowed: do_sample=False, num_beams=1, temperature=0; or "
+                "--model moecache."
             )
 
 

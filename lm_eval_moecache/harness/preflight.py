@@ -153,7 +153,7 @@ BY_DEFAULT = ("cuda", "cuda:0")
 """The default `device` of lm-eval's command line and HFLM."""
 
 
-def resolve_device(theirs: Mapping[str, Any]) -> str:
+def resolve_device(host_args: Mapping[str, Any]) -> str:
     """Return the device that the model goes to, given HFLM's arguments.
 
     The default is the machine's accelerator, else the CPU. lm-eval passes `cuda:0` by itself, so on
@@ -161,7 +161,7 @@ def resolve_device(theirs: Mapping[str, Any]) -> str:
     processes accelerate assigns the devices, and only their type is returned. Raises ValueError for
     any other device that is missing here: HFLM would silently take the CPU.
     """
-    default, available, name = best_device(), devices(), theirs.get("device")
+    default, available, name = best_device(), devices(), host_args.get("device")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return "cpu" if parse_flag_from_env("ACCELERATE_USE_CPU") else default
     if name is None:
@@ -184,16 +184,16 @@ def resolve_device(theirs: Mapping[str, Any]) -> str:
     )
 
 
-def check_host_arguments(pretrained: object, config: Config, theirs: dict[str, Any]) -> None:
+def check_host_arguments(pretrained: object, config: Config, host_args: dict[str, Any]) -> None:
     """Refuse arguments on which HFLM or transformers would fail only later, naming the choices.
 
-    Counts given as text become numbers in `theirs`; a `batch_size` of None is removed.
+    Counts given as text become numbers in `host_args`; a `batch_size` of None is removed.
     """
-    if theirs.get("batch_size", 1) is None:
-        del theirs["batch_size"]
+    if host_args.get("batch_size", 1) is None:
+        del host_args["batch_size"]
     if isinstance(pretrained, str):
         check_place("pretrained", pretrained)
-    batch_size = str(theirs.get("batch_size", 1))
+    batch_size = str(host_args.get("batch_size", 1))
     if batch_size.startswith("auto"):
         raise ValueError(
             "batch_size='auto' would make the figures depend on free memory. "
@@ -209,31 +209,31 @@ def check_host_arguments(pretrained: object, config: Config, theirs: dict[str, A
                 f"batch_size={batch_size} does not go with {what} at a time. Allowed: 1."
             )
     for key, least in _LEAST.items():
-        if theirs.get(key) is not None:
-            theirs[key] = read_count(key, theirs[key], least=least)
+        if host_args.get(key) is not None:
+            host_args[key] = read_count(key, host_args[key], least=least)
     for key in _TYPES:
-        value = theirs.get(key)
+        value = host_args.get(key)
         dtype = getattr(torch, str(value).removeprefix("torch."), None)
         is_type = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         if not (is_type or value is None or value == "auto" or isinstance(value, torch.dtype)):
             allowed = ("bfloat16", "float16", "float32", "float64", *(["auto"] * (key == "dtype")))
             raise unknown(key, value, allowed)
     for key in _SWITCHES:
-        if not isinstance(theirs.get(key), bool | None):
-            raise ValueError(f"{key}={shown(theirs[key])} must be true or false.")
-    if theirs.get("backend") is not None and theirs["backend"] not in BACKENDS:
-        raise unknown("backend", theirs["backend"], BACKENDS)
+        if not isinstance(host_args.get(key), bool | None):
+            raise ValueError(f"{key}={shown(host_args[key])} must be true or false.")
+    if host_args.get("backend") is not None and host_args["backend"] not in BACKENDS:
+        raise unknown("backend", host_args["backend"], BACKENDS)
     for key in ("tokenizer", "peft", "delta"):
-        if isinstance(theirs.get(key), str):
-            check_place(key, theirs[key])
+        if isinstance(host_args.get(key), str):
+            check_place(key, host_args[key])
 
 
-def check_kernels(model: Any, theirs: Mapping[str, Any]) -> None:
+def check_kernels(model: Any, host_args: Mapping[str, Any]) -> None:
     """Refuse kernel names that transformers does not have, or cannot run here.
 
     `model` has no weights; transformers makes the same check once it has loaded them.
     """
-    experts_kernel = theirs.get("experts_implementation")
+    experts_kernel = host_args.get("experts_implementation")
     if experts_kernel is not None:
         kernels = {"eager", *ALL_EXPERTS_FUNCTIONS.keys()} - {IMPLEMENTATION}
         if experts_kernel not in kernels:
@@ -242,7 +242,7 @@ def check_kernels(model: Any, theirs: Mapping[str, Any]) -> None:
             model.get_correct_experts_implementation(experts_kernel)
         except (ValueError, ImportError) as error:
             raise ValueError(f"experts_implementation={experts_kernel!r}: {error}") from error
-    attention = theirs.get("attn_implementation")
+    attention = host_args.get("attn_implementation")
     # A name with a slash is a kernel on the hub.
     if isinstance(attention, str) and "/" not in attention:
         kernels = {"eager", *ALL_ATTENTION_FUNCTIONS.keys()}
@@ -260,13 +260,13 @@ def model_name(pretrained: str | nn.Module) -> str:
     return str(getattr(pretrained, "name_or_path", "") or type(pretrained).__name__)
 
 
-def check_loaded(model: nn.Module, config: Config, theirs: Mapping[str, Any]) -> None:
+def check_loaded(model: nn.Module, config: Config, host_args: Mapping[str, Any]) -> None:
     """Raise ValueError for settings that take effect only while a model is being loaded."""
-    useless = [key for key in _OF_LOADING if theirs.get(key)]
+    useless = [key for key in _OF_LOADING if host_args.get(key)]
     if useless:
         raise ValueError(
-            f"{useless[0]}={theirs[useless[0]]!r} has no effect on a model that is already loaded. "
-            "Allowed with one: the arguments of the cache, tokenizer and batch_size."
+            f"{useless[0]}={host_args[useless[0]]!r} has no effect on a model that is already "
+            "loaded. Allowed with one: the arguments of the cache, tokenizer and batch_size."
         )
     if config.clock == "wall" or config.ladder is not None:
         key = "clock" if config.clock == "wall" else "precision"
@@ -285,7 +285,9 @@ def check_loaded(model: nn.Module, config: Config, theirs: Mapping[str, Any]) ->
 # --- the draft ---
 
 
-def check_draft(draft: str, pretrained: Any, theirs: Mapping[str, Any], needs_layers: bool) -> None:
+def check_draft(
+    draft: str, pretrained: Any, host_args: Mapping[str, Any], needs_layers: bool
+) -> None:
     """Refuse a draft that does not fit a model; ValueError names both values.
 
     A draft may have any layers and sizes, except under `prefetch=draft`, which needs the target's
@@ -293,9 +295,9 @@ def check_draft(draft: str, pretrained: Any, theirs: Mapping[str, Any], needs_la
     """
     if draft == PROMPT_LOOKUP:
         return
-    target = skeleton(pretrained, theirs)
+    target = skeleton(pretrained, host_args)
     if draft.startswith(SELF):
-        device = str(theirs.get("device", "cpu")).partition(":")[0]
+        device = str(host_args.get("device", "cpu")).partition(":")[0]
         try:
             codecs = codecs_of((draft.removeprefix(SELF),), device)
             for layer in find_moe_layers(target):

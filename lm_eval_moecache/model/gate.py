@@ -192,17 +192,17 @@ class Gate:
         router, block = (_drawn(module, self.num_experts) for module in (self.router, shell))
         return Gate(router, block, self.hidden_size, self.num_experts)
 
-    def _call(self, hidden: Tensor, given: dict[str, Tensor]) -> Any:
+    def _call(self, hidden: Tensor, inputs: dict[str, Tensor]) -> Any:
         """Call the router, with a batch dimension in front where it needs one."""
         if hidden.dim() != 2:
-            return self.router.forward(hidden, **given)
+            return self.router.forward(hidden, **inputs)
         if self._rank != 3:
             try:
-                return self.router.forward(hidden, **given)
+                return self.router.forward(hidden, **inputs)
             except (ValueError, IndexError, RuntimeError, TypeError):
                 if self._rank == 2:
                     raise
-        output = self.router.forward(hidden[None], **given)
+        output = self.router.forward(hidden[None], **inputs)
         self._rank = 3
         return tuple(part.reshape(-1, part.shape[-1]) for part in output[:3])
 

@@ -226,6 +226,6 @@ def artifact_of(
     )
 
 
-def say(found: Mapping[str, Any], lines: Sequence[str], as_json: bool) -> None:
-    """Print `found` as JSON, or `lines`."""
-    sys.stdout.write((json.dumps(found, indent=2) if as_json else "\n".join(lines)) + "\n")
+def say(report: Mapping[str, Any], lines: Sequence[str], as_json: bool) -> None:
+    """Print `report` as JSON, or `lines`."""
+    sys.stdout.write((json.dumps(report, indent=2) if as_json else "\n".join(lines)) + "\n")

@@ -404,15 +404,15 @@ def _is_tested(part: Part) -> bool:
     return part.cells is None and not part.whole
 
 
-def _chances(found: Estimate, expect: Bounds) -> tuple[float, float]:
+def _chances(estimate: Estimate, expect: Bounds) -> tuple[float, float]:
     """Return the chances of this figure if the truth lay outside the bounds, and inside them."""
     inside, outside = [], []
     if expect.above is not None:
-        inside.append(found.p_above(expect.above))
-        outside.append(found.p_below(expect.above))
+        inside.append(estimate.p_above(expect.above))
+        outside.append(estimate.p_below(expect.above))
     if expect.below is not None:
-        inside.append(found.p_below(expect.below))
-        outside.append(found.p_above(expect.below))
+        inside.append(estimate.p_below(expect.below))
+        outside.append(estimate.p_above(expect.below))
     return max(inside), min(1.0, min(outside) * len(outside))
 
 
@@ -427,28 +427,28 @@ def _corrected(chances: Chances, places: Sequence[int]) -> Chances:
 
 def _answer(
     part: Part,
-    found: Estimate,
+    estimate: Estimate,
     chances: tuple[float, float],
     of_all: tuple[float, float],
     alpha: float,
 ) -> Answer:
     above = -math.inf if part.expect.above is None else part.expect.above
     below = math.inf if part.expect.below is None else part.expect.below
-    if found.nothing_changed and not above < found.figure < below:
-        return Answer(part=part, estimate=found, p=1.0, verdict=FAILS)
+    if estimate.nothing_changed and not above < estimate.figure < below:
+        return Answer(part=part, estimate=estimate, p=1.0, verdict=FAILS)
     inside, outside = chances
     verdict, p, p_of_all = OPEN, min(inside, outside), None
-    if inside <= alpha and above < found.low and found.high < below:
+    if inside <= alpha and above < estimate.low and estimate.high < below:
         verdict, p, p_of_all = HOLDS, inside, of_all[0]
-    elif outside <= alpha and (found.high < above or found.low > below):
+    elif outside <= alpha and (estimate.high < above or estimate.low > below):
         verdict, p, p_of_all = FAILS, outside, of_all[1]
     bounds = [bound for bound in (part.expect.above, part.expect.below) if bound is not None]
     return Answer(
         part=part,
-        estimate=found,
+        estimate=estimate,
         p=p,
         verdict=verdict,
-        least_p=max(map(found.least_p, bounds)) if _is_tested(part) else None,
+        least_p=max(map(estimate.least_p, bounds)) if _is_tested(part) else None,
         p_of_all=p_of_all if _counts(part) else None,
     )
 
@@ -542,8 +542,8 @@ def page(claims: Claims, verdicts: Sequence[Verdict]) -> str:
 class _Told:
     """Formats a figure with its interval for the templates of `Claim.ours`."""
 
-    def __init__(self, found: Estimate) -> None:
-        self._found = found
+    def __init__(self, estimate: Estimate) -> None:
+        self._found = estimate
 
     def __format__(self, spec: str) -> str:
         estimate = self._found
@@ -566,21 +566,21 @@ def _rough(value: float) -> str:
     return f"{value:.3g}" if 0.001 <= abs(value) < 1000 else f"{value:.0f}"
 
 
-def _ours(found: Verdict) -> str:
-    claim = found.claim
+def _ours(verdict: Verdict) -> str:
+    claim = verdict.claim
     if not claim.ours:
-        headline = found.answers[:1]
+        headline = verdict.answers[:1]
         return "".join(f"{answer.part.what}: {_Told(answer.estimate)}" for answer in headline)
     try:
-        return claim.ours.format(*(_Told(answer.estimate) for answer in found.answers))
+        return claim.ours.format(*(_Told(answer.estimate) for answer in verdict.answers))
     except (IndexError, KeyError, AttributeError):
-        allowed = f"allowed: {{0}} to {{{len(found.answers) - 1}}}"
+        allowed = f"allowed: {{0}} to {{{len(verdict.answers) - 1}}}"
         why = f"claim {claim.id}: ours={claim.ours!r} names a part that is not there"
         raise ValueError(f"{why}; {allowed}.") from None
 
 
-def _row(found: Answer) -> str:
-    part, estimate, expect = found.part, found.estimate, found.part.expect
+def _row(answer: Answer) -> str:
+    part, estimate, expect = answer.part, answer.estimate, answer.part.expect
     style = "*" if part.aside else ""
     figure, low, high = (
         f"{value:.4f}" if abs(value) < 10 else f"{value:.4g}"
@@ -599,10 +599,10 @@ def _row(found: Answer) -> str:
     else:
         path = part.rows.file if part.rows is not None else str(part.cells)
         source = f"[{Path(path).parent}]({path})"
-    p = None if found.least_p is None or estimate.nothing_changed else found.p
-    chances = map(_chance, (p, found.least_p, found.p_of_all))
+    p = None if answer.least_p is None or estimate.nothing_changed else answer.p
+    chances = map(_chance, (p, answer.least_p, answer.p_of_all))
     cells = [f"{style}{part.what}{style}", figure, f"{low} to {high}", f"{measured} {claimed}"]
-    return line([*cells, *chances, estimate.by, found.verdict, source])
+    return line([*cells, *chances, estimate.by, answer.verdict, source])
 
 
 def _chance(p: float | None) -> str:

@@ -645,9 +645,9 @@ def choice_name(choice: Mapping[str, Any]) -> str:
     return str(choice.get("name", choice.get("class_path")))
 
 
-def is_setting(name: str, given: Iterable[str]) -> bool:
-    """Whether `name` is a setting of every run, or one of the arguments `given`."""
-    return name in (*SETTINGS, *REPORTED, *KEYS, *given)
+def is_setting(name: str, arguments: Iterable[str]) -> bool:
+    """Whether `name` is a setting of every run, or one of `arguments`."""
+    return name in (*SETTINGS, *REPORTED, *KEYS, *arguments)
 
 
 def unknown_column(name: str, allowed: Sequence[str]) -> ValueError:

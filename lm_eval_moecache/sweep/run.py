@@ -196,11 +196,11 @@ def check_cells(cells: Sequence[Cell]) -> list[ResolvedCell]:
     problems: dict[str, list[str]] = {}
     skeletons: dict[str, Any] = {}
 
-    def bare(pretrained: Any, theirs: Mapping[str, Any]) -> Any:
+    def bare(pretrained: Any, host_args: Mapping[str, Any]) -> Any:
         """Build each model without weights once: it takes longer than all other checks."""
-        key = json.dumps([pretrained, theirs], sort_keys=True, default=repr)
+        key = json.dumps([pretrained, host_args], sort_keys=True, default=repr)
         if key not in skeletons:
-            skeletons[key] = skeleton(pretrained, theirs)
+            skeletons[key] = skeleton(pretrained, host_args)
         return skeletons[key]
 
     for cell in cells:

@@ -95,12 +95,12 @@ class SweepFile(SweepFields):
         files = [file for name in self.traces for file in sorted(glob.glob(name)) or [name]]
         return list(dict.fromkeys(files))
 
-    def _cell(self, given: dict[str, Any]) -> Cell:
-        values = {"limit": self.limit, "num_fewshot": self.num_fewshot, **given}
-        model = str(given.get("model", self.model))
+    def _cell(self, settings: dict[str, Any]) -> Cell:
+        values = {"limit": self.limit, "num_fewshot": self.num_fewshot, **settings}
+        model = str(settings.get("model", self.model))
         if model not in MODELS:
             raise unknown("model", model, MODELS)
-        tasks = _names("tasks", given.get("tasks", self.tasks))
+        tasks = _names("tasks", settings.get("tasks", self.tasks))
         if not tasks:
             raise ValueError(f"sweep {self.name!r} names no tasks: a list of lm-eval task names.")
         # Checked here: lm-eval would raise only after loading the model.
@@ -108,27 +108,27 @@ class SweepFile(SweepFields):
         checked = check(Options, options, "evaluation options")
         return Cell(
             model=model,
-            model_args={k: v for k, v in given.items() if k not in _RUN_KEYS},
+            model_args={k: v for k, v in settings.items() if k not in _RUN_KEYS},
             tasks=tasks,
             options=checked.model_dump(exclude_unset=True),
             include_path=tuple(self.include_path),
-            label=_label(given),
+            label=_label(settings),
         )
 
-    def _replay_cell(self, trace: str, given: dict[str, Any]) -> Cell:
+    def _replay_cell(self, trace: str, settings: dict[str, Any]) -> Cell:
         for key in ("model", "tasks", *OPTIONS):
-            if key in given:
+            if key in settings:
                 raise ValueError(
-                    f"sweep {self.name!r}: {key}={given[key]!r} has no meaning in a sweep over "
+                    f"sweep {self.name!r}: {key}={settings[key]!r} has no meaning in a sweep over "
                     "`traces`, where no model runs. Allowed: label, and what `moecache replay` "
                     "takes."
                 )
-        args = {"trace": trace, **{k: v for k, v in given.items() if k != "label"}}
-        return Cell(model=REPLAY, model_args=args, label=_label(given))
+        args = {"trace": trace, **{k: v for k, v in settings.items() if k != "label"}}
+        return Cell(model=REPLAY, model_args=args, label=_label(settings))
 
 
-def _label(given: Mapping[str, Any]) -> str | None:
-    return None if given.get("label") is None else str(given["label"])
+def _label(settings: Mapping[str, Any]) -> str | None:
+    return None if settings.get("label") is None else str(settings["label"])
 
 
 def read_sweep(path: Path) -> SweepFile:

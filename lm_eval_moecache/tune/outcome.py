@@ -106,35 +106,36 @@ def read_outcome(study: Any, floor: float) -> dict[str, Any]:
     return outcome_of(study.user_attrs["question"], floor, entries, left_out, counts)
 
 
-def confirmation_text(name: str, found: Mapping[str, Any] | None) -> str:
+def confirmation_text(name: str, confirmation: Mapping[str, Any] | None) -> str:
     """Return one sentence on the confirmation."""
-    if found is None:
+    if confirmation is None:
         return "Not confirmed: the search has seen all documents. Give --limit to keep some."
-    count = sum(found["documents"].values())
-    verdict = "within" if found["within_budget"] else "beyond"
+    count = sum(confirmation["documents"].values())
+    verdict = "within" if confirmation["within_budget"] else "beyond"
     return (
-        f"On {count} other documents {name} loses {found['points_lost']:.2f} points (accuracy "
-        f"{found['accuracy']:.3f} against {found['reference_accuracy']:.3f}), {verdict} the "
-        f"budget, at {found['speed']:.1f} against {found['reference_speed']:.1f}."
+        f"On {count} other documents {name} loses {confirmation['points_lost']:.2f} points "
+        f"(accuracy {confirmation['accuracy']:.3f} against "
+        f"{confirmation['reference_accuracy']:.3f}), {verdict} the budget, "
+        f"at {confirmation['speed']:.1f} against {confirmation['reference_speed']:.1f}."
     )
 
 
-def front_table(found: Mapping[str, Any]) -> str:
+def front_table(report: Mapping[str, Any]) -> str:
     """Return front, shipped compositions and verdict of an outcome as Markdown."""
-    metric = found["question"]["metric"]
+    metric = report["question"]["metric"]
     if metric not in METRICS:
         raise unknown("question.metric", metric, METRICS)
     heading, decimals, *_ = METRICS[metric]
     speed = Column(metric, heading, decimals, None, True)
-    shipped = sorted(found["shipped"], key=lambda e: -sign_of(metric) * e["speed"])
+    shipped = sorted(report["shipped"], key=lambda e: -sign_of(metric) * e["speed"])
     tables = [
-        _table("Pareto front", found["front"], speed),
+        _table("Pareto front", report["front"], speed),
         _table("Shipped compositions", shipped, speed),
     ]
-    lines = [as_markdown(tables), found["verdict"]]
-    if found["best"] is not None and "confirmation" in found:
-        lines.append(confirmation_text(found["best"]["name"], found["confirmation"]))
-    lines += [f"Left out: {name}: {reason}" for name, reason in found["left_out"].items()]
+    lines = [as_markdown(tables), report["verdict"]]
+    if report["best"] is not None and "confirmation" in report:
+        lines.append(confirmation_text(report["best"]["name"], report["confirmation"]))
+    lines += [f"Left out: {name}: {reason}" for name, reason in report["left_out"].items()]
     return "\n".join(lines) + "\n"
 
 

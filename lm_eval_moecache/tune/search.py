@@ -311,14 +311,14 @@ class Search:
         self._fail(name, None, f"{timeout} was over; the same command goes on with it")
         return True
 
-    def _enter(self, planned: ResolvedCell, trial: Any, found: Figures) -> None:
+    def _enter(self, planned: ResolvedCell, trial: Any, measured: Figures) -> None:
         name, policy = str(planned.cell.label), planned.config.policy.as_dict()
-        figures, excess = dataclasses.asdict(found), self.floor - found.accuracy
+        figures, excess = dataclasses.asdict(measured), self.floor - measured.accuracy
         attributes = {"policy": policy, "figures": figures, "excess": excess}
         complete = import_optuna().trial.TrialState.COMPLETE
-        self._close(name, trial, complete, attributes, [found.accuracy, found.speed])
-        source = "replayed" if found.measured_by == BY_REPLAY else "run"
-        message = f"{name}: accuracy {found.accuracy:.3f}, speed {found.speed:.1f} ({source})"
+        self._close(name, trial, complete, attributes, [measured.accuracy, measured.speed])
+        source = "replayed" if measured.measured_by == BY_REPLAY else "run"
+        message = f"{name}: accuracy {measured.accuracy:.3f}, speed {measured.speed:.1f} ({source})"
         self.say(message if trial is None else f"{message}: {composition_text(policy)}")
 
     def _fail(self, name: str, trial: Any, reason: str) -> None:

@@ -59,18 +59,18 @@ class VLLM(TraceFormat):
 
     @classmethod
     def _passes(
-        cls, what: str, told: Mapping[str, Any], routed: Any, request: int
+        cls, what: str, response: Mapping[str, Any], routed: Any, request: int
     ) -> Iterator[Pass]:
         if routed is None:
             raise ValueError(f"{what} has no {ROUTED!r}: was it asked for?")
         rows = cls._array(f"{what}: {ROUTED}", routed)
-        start = whole(what, told.get("routed_experts_prompt_start"), "routed_experts_prompt_start")
-        start = start or 0
-        if told.get("prompt_routed_experts") is not None:
-            prompt = cls._array(f"{what}: prompt_routed_experts", told["prompt_routed_experts"])
+        key = "routed_experts_prompt_start"
+        start = whole(what, response.get(key), key) or 0
+        if response.get("prompt_routed_experts") is not None:
+            prompt = cls._array(f"{what}: prompt_routed_experts", response["prompt_routed_experts"])
             return generation(prompt, rows, request, start)
-        ids, length = told.get("prompt_token_ids"), told.get("num_prompt_tokens")
-        length = (told.get("usage") or {}).get("prompt_tokens") if length is None else length
+        ids, length = response.get("prompt_token_ids"), response.get("num_prompt_tokens")
+        length = (response.get("usage") or {}).get("prompt_tokens") if length is None else length
         length = len(ids) if length is None and isinstance(ids, list) else length
         if length is None:
             raise ValueError(
