@@ -25,7 +25,7 @@ __all__ = ["artifacts_of", "predictor_of", "profile_for", "use_profile"]
 
 @cache
 def use_profile(num_layers: int, num_experts: int) -> str:
-    """Return the path of a profile of use in which later experts are the hotter ones."""
+    """Return the path of a use profile in which experts get hotter with their index."""
     path = Path(artifact_folder().name) / f"use-{num_layers}-{num_experts}.json"
     counts = tuple(tuple(range(num_experts)) for _ in range(num_layers))
     write_use(path, UseProfile(model="", counts=counts))
@@ -33,36 +33,36 @@ def use_profile(num_layers: int, num_experts: int) -> str:
 
 
 def predictor_of(model: Any, policy: Policy) -> dict[str, str]:
-    """Give a policy that needs a trained predictor one that belongs to this very model."""
+    """Return arguments with a predictor of this very model for each algorithm that needs one."""
     return artifacts_of(model, policy, (PREDICTOR, DATA_AWARE))
 
 
 def artifacts_of(
     model: Any, policy: Policy, kinds: Container[str] = tuple(MAKERS)
 ) -> dict[str, str]:
-    """Give a policy's algorithms that need artifacts some that belong to this very model."""
+    """Return arguments with artifacts of this very model for the algorithms that need them."""
     layers = find_moe_layers(model)
-    geometry, found = describe(model, layers, "any"), {}
+    geometry, arguments = describe(model, layers, "any"), {}
     for axis in AXES:
         choice: Choice = getattr(policy, axis)
         kind = getattr(choice.algorithm, "artifact_kind", None)
         if kind is None or kind not in kinds:
             continue
-        drawn: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if kind == DATA_AWARE:
-            drawn["hidden"] = model.get_input_embeddings().weight.shape[-1]
+            options["hidden"] = model.get_input_embeddings().weight.shape[-1]
         elif kind == PREDICTOR:
-            drawn["hidden"] = next(layers[0].router.parameters()).shape[-1]
+            options["hidden"] = next(layers[0].router.parameters()).shape[-1]
             if "loss" in choice.parameters:
-                drawn["loss"] = choice.parameters["loss"]
+                options["loss"] = choice.parameters["loss"]
         digest = router_digest(layers)
-        # Random routers of two families may be alike, and differ in how many experts they take.
-        name = f"{kind}-{digest}-{geometry.top_k}-{drawn.get('loss', '')}.safetensors"
+        # Random routers of two families may have equal weights and differ in top-k.
+        name = f"{kind}-{digest}-{geometry.top_k}-{options.get('loss', '')}.safetensors"
         path = Path(artifact_folder().name) / name
         if not path.exists():
-            made = artifact_for(kind, geometry, **drawn)
-            write_artifact(path, dataclasses.replace(made, router_digest=digest))
-        found[f"{axis}.profile"] = str(path)
+            artifact = artifact_for(kind, geometry, **options)
+            write_artifact(path, dataclasses.replace(artifact, router_digest=digest))
+        arguments[f"{axis}.profile"] = str(path)
     if policy.placed:
-        found["warm"] = use_profile(geometry.num_layers, geometry.num_experts)
-    return found
+        arguments["warm"] = use_profile(geometry.num_layers, geometry.num_experts)
+    return arguments

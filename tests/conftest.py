@@ -15,9 +15,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Models of a few kilobytes: a second thread only waits, and for long on a busy machine.
+# On models of a few kilobytes a second thread only waits, and for long on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# What numba would compile, for ten seconds a rule, runs as the plain Python that it is.
+# Rules run as plain Python: numba would compile each for ten seconds.
 os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 
 Checkpoint = Callable[[str], Path]
@@ -25,7 +25,7 @@ Checkpoint = Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """Return a function from a family of `tests/models.py` to a folder with a random model."""
+    """Return a function that maps a family of `tests/models.py` to a folder of a random model."""
     root = tmp_path_factory.mktemp("checkpoints")
 
     def build(family: str) -> Path:
@@ -45,20 +45,20 @@ class Moecache:
         self._capsys = capsys
 
     def __call__(self, *words: object, code: int = 0) -> str:
-        """Return what a command prints, or what it says of itself where it has to fail."""
+        """Return a command's stdout, or its stderr where `code` is that of a failure."""
         from lm_eval_moecache.cli.main import main
 
         self._capsys.readouterr()
         try:
-            found: Any = main([str(word) for word in words])
+            exit_code: Any = main([str(word) for word in words])
         except SystemExit as ended:
-            found = ended.code
-        shown = self._capsys.readouterr()
-        assert found == code, shown.err
-        return shown.err if code else shown.out
+            exit_code = ended.code
+        captured = self._capsys.readouterr()
+        assert exit_code == code, captured.err
+        return captured.err if code else captured.out
 
     def json(self, *words: object) -> Any:
-        """Return what a command prints with `--json`."""
+        """Return the JSON that a command prints with `--json`."""
         return json.loads(self(*words, *(["--json"] if "--json" not in words else [])))
 
 

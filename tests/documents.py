@@ -2,8 +2,8 @@
 
 A command line is a line of a fenced block without a language, a code span in the text that begins
 with one of our tools and goes on after the subcommand (`moecache eval` alone is a name), or a
-comment of an example that begins so. `...` stands for what a reader fills in: such a span is no
-whole command. Of words in capitals only those of `STAND_INS` are filled in.
+comment of an example that begins so. `...` is for the reader to complete: such a line is no whole
+command. Of words in capitals only those of `STAND_INS` are filled in.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 
 TOOLS = ("moecache", "lm_eval")
 INSTALLERS = ("make", "pip", "pre-commit", "git", "cd")
-"""They install, from the network and into an environment: found here, and not run."""
-# What makes a long command short: of an option that is given twice, the last one holds.
+"""They install from the network into an environment: their lines are found and not run."""
+# Options that shorten a long command: of an option given twice, the last holds.
 SHORTER = {
     "lm_eval run": "--limit 1",
     "moecache eval": "--limit 1",
@@ -41,7 +41,7 @@ STAND_INS = {
     **{"BASELINE": "results/baseline", "NEW": "results/baseline", "FOLDER": "task_configs"},
     "TRACE": str(Path(__file__).resolve().parent.parent / "traces/olmoe-1b-7b.parquet"),
 }
-# What lies on the hub, which a test does not reach, and what stands in its place.
+# Models and tasks on the hub, which tests cannot reach: `shortened` puts local ones in their place.
 _HUB = re.compile(r"(?<=pretrained=)[\w.-]+/[\w.-]+")
 _HUB_TASKS = re.compile(r"(?<=--tasks )(?!tiny_|moecache_offline)\S+")
 _PRELOADED = ("lm_eval.evaluator", "lm_eval._cli", "lm_eval_moecache.harness.lm")
@@ -52,8 +52,8 @@ def commands_of(document: Path) -> list[str]:
     text = document.read_text()
     if document.suffix == ".md":
         return list(_of_markdown(text))
-    found = re.findall(r"^# ((?:moecache|lm_eval) .*?)(?: {2,}.*)?$", text, re.MULTILINE)
-    return [command.strip() for command in found]
+    comments = re.findall(r"^# ((?:moecache|lm_eval) .*?)(?: {2,}.*)?$", text, re.MULTILINE)
+    return [command.strip() for command in comments]
 
 
 def _of_markdown(text: str) -> Iterator[str]:
@@ -73,23 +73,23 @@ def _of_markdown(text: str) -> Iterator[str]:
 
 
 def shortened(command: str) -> list[str]:
-    """Return the words to run: on what there is without a network, and not for long."""
-    given = _HUB_TASKS.sub("tiny_arc", _HUB.sub("tiny", command))
-    if given != command and "--include_path" not in given:
-        given += " --include_path task_configs"
+    """Return a command's words, changed so that it runs briefly and without a network."""
+    offline = _HUB_TASKS.sub("tiny_arc", _HUB.sub("tiny", command))
+    if offline != command and "--include_path" not in offline:
+        offline += " --include_path task_configs"
     extra = next((more for start, more in SHORTER.items() if command.startswith(start)), "")
-    return [STAND_INS.get(word, word) for word in shlex.split(f"{given} {extra}")]
+    return [STAND_INS.get(word, word) for word in shlex.split(f"{offline} {extra}")]
 
 
 class Runner:
-    """Runs commands, each in a process of its own that has the heavy imports done already."""
+    """Runs each command in a process of its own, forked after the heavy imports."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*_PRELOADED])
 
     def run(self, words: list[str], folder: Path) -> tuple[int, str]:
-        """Return the exit code and everything that was printed."""
+        """Return the exit code and all output."""
         log = folder / ".log"
         process = self._context.Process(target=_run, args=(words, str(folder), str(log)))
         process.start()

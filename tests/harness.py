@@ -67,7 +67,7 @@ rolling: |
 
 
 def small_tasks(folder: Path, groups: Mapping[str, str]) -> TaskManager:
-    """Return three tasks on four local documents, each longer than the last, and these groups."""
+    """Return three tasks on four local documents of growing length, and `groups`."""
     data, source = folder / "docs.jsonl", {"dataset_path": "json", "test_split": "test"}
     docs = [
         {"text": f"page {i} " * (i + 1), "choices": ["yes", "no"], "gold": i % 2} for i in range(4)
@@ -83,7 +83,7 @@ def small_tasks(folder: Path, groups: Mapping[str, str]) -> TaskManager:
 
 
 def answers(lm: Any) -> tuple[list[str], list[tuple[float, bool]], list[float]]:
-    """Ask everything of one model."""
+    """Return a model's answers to requests of every kind."""
     return (
         lm.generate_until(generations(), disable_tqdm=True),
         lm.loglikelihood(choices(), disable_tqdm=True),
@@ -93,7 +93,7 @@ def answers(lm: Any) -> tuple[list[str], list[tuple[float, bool]], list[float]]:
 
 @contextmanager
 def unloaded() -> Iterator[None]:
-    """Let the loading of weights, of the model or of its draft, fail the test."""
+    """Fail the test if the model's or its draft's weights are loaded."""
     from lm_eval.models.huggingface import HFLM
 
     from lm_eval_moecache.harness import lm
@@ -108,7 +108,7 @@ def unloaded() -> Iterator[None]:
 
 
 def refusal(kind: Any = None, **arguments: Any) -> str:
-    """Return the message of the ValueError that a model's arguments cause before it is loaded."""
+    """Return the message of the ValueError that a model's arguments raise before it is loaded."""
     from lm_eval_moecache.harness.lm import MoECacheLM
 
     with unloaded(), pytest.raises(ValueError) as caught:
@@ -117,7 +117,7 @@ def refusal(kind: Any = None, **arguments: Any) -> str:
 
 
 def assert_loads(kind: Any = None, **arguments: Any) -> None:
-    """Check that a model's arguments are taken: the loading of its weights begins."""
+    """Check that a model's arguments are accepted: it begins to load its weights."""
     with pytest.raises(AssertionError, match="the weights were loaded"):
         refusal(kind, **arguments)
 

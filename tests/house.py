@@ -22,7 +22,7 @@ MODULES = {
 }
 
 # The floors of the house, from the bottom up: a folder imports only folders that stand before it.
-# tiny/ is the shipped model and its documents, which everybody may open.
+# tiny/ is the shipped model and its documents, which any folder may open.
 ORDER = (
     *("records", "tiny", "trace", "algorithms", "engine", "testing", "model", "report"),
     *("harness", "sweep", "tune", "analysis", "profiling", "cli"),
@@ -39,7 +39,7 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def nodes_of(module: str) -> Iterator[ast.AST]:
-    """Walk a module, leaving out what only the type checker sees."""
+    """Walk a module without its `if TYPE_CHECKING` blocks."""
     waiting: list[ast.AST] = [tree_of(module)]
     while waiting:
         node = waiting.pop()
@@ -51,15 +51,15 @@ def nodes_of(module: str) -> Iterator[ast.AST]:
 @cache
 def imports_of(module: str) -> frozenset[str]:
     """Return the full dotted names that a module imports, `from a import b` as both a and a.b."""
-    found = set()
+    names = set()
     for node in nodes_of(module):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} imports relatively"
             assert node.module
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return frozenset(found)
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(names)
 
 
 def own_imports_of(module: str) -> set[str]:
@@ -70,11 +70,11 @@ def own_imports_of(module: str) -> set[str]:
 
 def imports() -> dict[str, set[str]]:
     """Return folder -> the folders that it imports."""
-    found: dict[str, set[str]] = {folder: set() for folder in ORDER}
+    graph: dict[str, set[str]] = {folder: set() for folder in ORDER}
     for module in MODULES:
         names = {name.partition(".")[0] for name in own_imports_of(module)}
-        found.get(module.partition(".")[0], set()).update(names & found.keys())
-    return {folder: names - {folder} for folder, names in found.items()}
+        graph.get(module.partition(".")[0], set()).update(names & graph.keys())
+    return {folder: names - {folder} for folder, names in graph.items()}
 
 
 def floors() -> list[list[str]]:
@@ -86,9 +86,9 @@ def floors() -> list[list[str]]:
 
 
 def picture() -> str:
-    """Draw the floors from the top down, and beside each folder what it imports.
+    """Draw the floors from the top down, each folder with its imports.
 
-    What a folder imports through another that it imports is left out.
+    Imports that another import implies are left out (the transitive reduction).
     """
     below, lines = imports(), []
 

@@ -31,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_NARROW, "layer_types": _ATTENTION, "sliding_window": 128},
     "granitemoe": _NARROW,
 }
-"""What each router family has of its own, in models of three layers."""
+"""Each router family's own sizes and options, in models of three layers."""
 
 _TYPICAL = ("olmoe", "qwen2_moe", "gpt_oss")
 """Plain; with a shared expert; with biases, transposed matrices and top-k before softmax."""
@@ -51,7 +51,7 @@ def config_of(family: str, **overrides: Any) -> Any:
 
 
 def sizes_of(family: str) -> dict[str, int]:
-    """Wide enough for every codec's groups."""
+    """Sizes wide enough for every codec's groups."""
     widths = [name for name in FAMILIES[family] if name.endswith("intermediate_size")]
     return dict.fromkeys(["hidden_size", *widths], 64)
 

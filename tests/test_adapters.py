@@ -1,4 +1,4 @@
-"""Weighting rules: the router's own weights again, and hand-worked ones for other experts."""
+"""Weighting rules give the router's own weights, and hand-worked ones for other experts."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def test_the_rule_found_gives_the_routers_own_weights_for_its_own_selection(fami
     for layer in find_moe_layers(random_model(family)):
         torch.manual_seed(5)
         rule = find_rule(layer.gate)
-        drawn = torch.rand(1)
-        assert torch.equal(drawn, torch.rand(1, generator=torch.Generator().manual_seed(5)))
+        sample = torch.rand(1)
+        assert torch.equal(sample, torch.rand(1, generator=torch.Generator().manual_seed(5)))
         assert isinstance(rule, RULES[family])
         # routed_scaling_factor of tests/models.py
         assert rule.scale == (1.5 if family.startswith("deepseek") else 1)
         hidden = torch.randn(64, 32, generator=torch.Generator().manual_seed(9)).bfloat16()
         with torch.no_grad():
             logits, weights, experts = layer.router(hidden)[:3]
-        found = rule(logits, experts.long(), weights.dtype)
-        assert found.dtype == weights.dtype
-        torch.testing.assert_close(found.float(), weights.float(), rtol=0.02, atol=1e-3)
+        rule_weights = rule(logits, experts.long(), weights.dtype)
+        assert rule_weights.dtype == weights.dtype
+        torch.testing.assert_close(rule_weights.float(), weights.float(), rtol=0.02, atol=1e-3)
 
 
 class Squared(WeightingRule):
@@ -108,8 +108,8 @@ def test_sparse_mixer_weighs_each_among_those_close_to_it() -> None:
     # First expert 2 (2.0): 1.9 is at (0.1 / 2) = 0.05, near; 1.0 at 0.5, far. Softmax of 2.0, 1.9.
     # Then expert 0 (1.0) with 2 taken: 1.9 is above it (negative, near), 0.5 at 0.5, far: softmax
     # of 1.0 and 1.9.
-    found = rule(logits, torch.tensor([[2, 0]]), torch.float32)[0].tolist()
-    assert found == pytest.approx(
+    weights = rule(logits, torch.tensor([[2, 0]]), torch.float32)[0].tolist()
+    assert weights == pytest.approx(
         [
             math.exp(2.0) / (math.exp(2.0) + math.exp(1.9)),
             math.exp(1.0) / (math.exp(1.0) + math.exp(1.9)),

@@ -56,8 +56,8 @@ def test_the_command_writes_table_and_pictures(
 ) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     out, model = tmp_path / "out", f"--pretrained={checkpoint('olmoe')}"
-    given = [model, f"--text={tmp_path / 'text.txt'}", f"--max_tokens={tokens}", *options]
-    rows = moecache.json("analyze", analysis, *given, "--out", out)["rows"]
+    arguments = [model, f"--text={tmp_path / 'text.txt'}", f"--max_tokens={tokens}", *options]
+    rows = moecache.json("analyze", analysis, *arguments, "--out", out)["rows"]
     assert [row[column[0]] for row in rows] == column[1]
     assert all(0 <= row.get("agreement", 0) <= 1 for row in rows)
     names = {path.name for path in out.iterdir() if path.stem == analysis}
@@ -77,12 +77,12 @@ def test_the_rows_say_how_uneven_pairs_are_and_whether_buddies_do_the_same() -> 
     assert row["mean_list_size"] == 1.0
     assert row["similarity_of_pairs"] == pytest.approx((0.5 + 0.2 + 0.1) / 3)
     assert row["similarity_of_buddies"] == pytest.approx((0.5 + 0.5 + 0.2) / 3)
-    q, theirs = [0.75, 0.25, 1, 0, 1, 0], [0.5, 0.2, 0.5, 0.1, 0.2, 0.1]
-    assert row["correlation"] == pytest.approx(np.corrcoef(q, theirs)[0, 1], rel=1e-5)
+    q, similarities = [0.75, 0.25, 1, 0, 1, 0], [0.5, 0.2, 0.5, 0.1, 0.2, 0.1]
+    assert row["correlation"] == pytest.approx(np.corrcoef(q, similarities)[0, 1], rel=1e-5)
 
 
 def reading(shares: list[list[float]], experts: list[list[list[int]]]) -> Reading:
-    """Three tokens of text, two words known; the last token's routes predict nothing."""
+    """A text of three tokens, a vocabulary of two; the last token's routes predict nothing."""
     return Reading(
         tokens_T=torch.tensor([0, 1, 0]),
         logits_TV=torch.tensor(shares).log(),
@@ -93,17 +93,17 @@ def reading(shares: list[list[float]], experts: list[list[list[int]]]) -> Readin
 def test_two_readings_are_compared_by_hand() -> None:
     plain = reading([[0.5, 0.5], [0.25, 0.75]], [[[0, 1]] * 3, [[2, 3]] * 3])
     other = reading([[0.25, 0.75], [0.5, 0.5]], [[[1, 0]] * 3, [[2, 0], [0, 1], [0, 1]]])
-    found = compare(plain, other)
-    assert found.tokens == 2
+    window = compare(plain, other)
+    assert window.tokens == 2
     # The text goes on with word 1 (0.75), then with word 0 (0.5).
-    assert found.loss == pytest.approx(-math.log(0.75) - math.log(0.5))
+    assert window.loss == pytest.approx(-math.log(0.75) - math.log(0.5))
     first = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
     second = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)
-    assert found.kl == pytest.approx(first + second)
-    # Both first words are the unmodified model's 0 against 1; where two are level, 0 comes first.
-    assert found.same_top == 0
-    # Of token 0 all in one layer and half in the other, of token 1 all and none.
-    assert found.routes == pytest.approx((1 + 0.5) / 2 + (1 + 0) / 2)
+    assert window.kl == pytest.approx(first + second)
+    # The top words are 0 against 1, then 1 against 0: of two equal shares, 0's comes first.
+    assert window.same_top == 0
+    # Token 0 keeps all experts in one layer and half in the other, token 1 all and none.
+    assert window.routes == pytest.approx((1 + 0.5) / 2 + (1 + 0) / 2)
 
 
 def test_figures_divide_by_all_tokens_and_the_error_is_over_windows() -> None:
@@ -111,12 +111,12 @@ def test_figures_divide_by_all_tokens_and_the_error_is_over_windows() -> None:
         Window(tokens=1, loss=1.0, kl=0.3, same_top=1, routes=1.0),
         Window(tokens=3, loss=3.0, kl=0.1, same_top=2, routes=1.5),
     ]
-    found = figures(windows)
-    assert found["tokens"] == 4 and found["perplexity"] == pytest.approx(math.e)
-    assert found["kl"] == pytest.approx(0.1) and found["top1_agreement"] == 0.75
-    assert found["route_agreement"] == pytest.approx(2.5 / 4)
+    row = figures(windows)
+    assert row["tokens"] == 4 and row["perplexity"] == pytest.approx(math.e)
+    assert row["kl"] == pytest.approx(0.1) and row["top1_agreement"] == 0.75
+    assert row["route_agreement"] == pytest.approx(2.5 / 4)
     # Residuals 0.3 - 0.1 x 1 and 0.1 - 0.1 x 3, each 0.2; two windows.
-    assert found["kl_stderr"] == pytest.approx(math.sqrt(0.08 * 2) / 4)
+    assert row["kl_stderr"] == pytest.approx(math.sqrt(0.08 * 2) / 4)
     assert figures(windows[:1])["kl_stderr"] is None
 
 
@@ -144,7 +144,7 @@ def test_a_forced_expert_takes_its_rank_unless_the_token_has_it_already() -> Non
 
 
 def test_one_tokens_search_is_the_least_loss_of_all_trials(checkpoint: Checkpoint) -> None:
-    """With one token to predict, no other token's change is in its loss."""
+    """With one token to predict, the loss depends on that token's experts alone."""
     analyzed = AnalyzedModel(str(checkpoint("olmoe")), ["ab"], 2)
     analyzed.windows = [window[:2] for window in analyzed.windows[:1]]
     [window], rank = analyzed.windows, 2
@@ -168,14 +168,16 @@ def tried_by_hand(analyzed: AnalyzedModel, window: Any, layer: int, rank: int) -
                 return None
             place = experts[0].tolist().index(scores[0].argsort(descending=True)[rank - 1])
             experts[0, place] = tried
-            own = torch.softmax(scores.float(), -1).gather(-1, experts)[0]
-            weights[0] = own / own.sum() if module.norm_topk_prob else own
+            probabilities = torch.softmax(scores.float(), -1).gather(-1, experts)[0]
+            weights[0] = (
+                probabilities / probabilities.sum() if module.norm_topk_prob else probabilities
+            )
             return scores, weights, experts
 
         handle = analyzed.layers[layer].router.register_forward_hook(swap)
         losses.append(float(analyzed.losses(window)[0]))
         handle.remove()
-    # One that was chosen has changed nothing.
+    # A trial of an expert that was chosen anyway leaves the loss as it was.
     plain = float(analyzed.losses(window)[0])
     return [loss for loss in losses if loss != plain]
 
@@ -184,20 +186,20 @@ def test_predictability_gives_figure_2_and_table_1_of_what_tasks_generate(
     tmp_path: Path, moecache: Moecache
 ) -> None:
     words = ["analyze", "predictability", "--tasks", "tiny_bbh", "--limit", "4", "--json"]
-    found = moecache.json(*words, "--out", str(tmp_path))
-    assert [row["right"] for row in found["certainty"]] == list(range(9))
-    tokens = sum(row["tokens"] for row in found["certainty"])
-    assert tokens == sum(row["tokens"] for row in found["layers"]) > 0
-    assert sum(row["share"] for row in found["certainty"]) == pytest.approx(1.0)
-    for row in found["layers"]:
+    tables = moecache.json(*words, "--out", str(tmp_path))
+    assert [row["right"] for row in tables["certainty"]] == list(range(9))
+    tokens = sum(row["tokens"] for row in tables["certainty"])
+    assert tokens == sum(row["tokens"] for row in tables["layers"]) > 0
+    assert sum(row["share"] for row in tables["certainty"]) == pytest.approx(1.0)
+    for row in tables["layers"]:
         assert 0.6 < row["predictor"] <= 1.0
-    for row in found["correlations"]:
-        # With so few tokens one side may not vary, which has no correlation.
+    for row in tables["correlations"]:
+        # With so few tokens one side may be constant: no correlation.
         assert row["set_by_gap"] is None or -1 <= row["set_by_gap"] <= 1
-    assert any(row["set_by_certainty"] is not None for row in found["correlations"])
-    assert [row["prompt"] for row in found["documents"]] == [0, 1, 2, 3]
-    assert sum(row["tokens"] for row in found["documents"]) == tokens
-    (table,) = found["replacement"]
+    assert any(row["set_by_certainty"] is not None for row in tables["correlations"])
+    assert [row["prompt"] for row in tables["documents"]] == [0, 1, 2, 3]
+    assert sum(row["tokens"] for row in tables["documents"]) == tokens
+    (table,) = tables["replacement"]
     assert table["task"] == "tiny_bbh" and table["metric"].startswith("exact_match")
     assert table["original"] == table["replaced"] == 1.0
     for name in ("certainty.json", "layers.md", "replacement.md", "predictability.svg"):
@@ -247,8 +249,8 @@ def test_entropy_of_a_sure_and_of_an_even_choice() -> None:
 
 def test_the_model_as_its_own_draft_is_always_right(analyzed: AnalyzedModel) -> None:
     for row in drafted(analyzed, "tiny")["drafting"]:
-        # But for ties of two gate logits in bfloat16, which the router and the sort break
-        # differently; among 64 experts they are not rare.
+        # Not 1: the router and the sort break ties of bfloat16 gate logits differently, and
+        # among 64 experts ties are not rare.
         assert min(row["draft_top1"], row["draft_topk"]) > 0.98
         assert row["cosine"] == pytest.approx(1.0, abs=1e-2)
         assert row["draft_entropy"] == row["router_entropy"]

@@ -1,4 +1,4 @@
-"""The `moecache` command: what it lists, its options, and what it answers to a slip of the pen."""
+"""The `moecache` command: its lists, its options, and its answers to typing errors."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ NAMES = (*policy_names(), *(name for axis in AXES for name in algorithm_names(ax
 def test_policies_as_json_has_the_form_of_the_design(
     axes: tuple[str, ...], moecache: Moecache
 ) -> None:
-    chosen = [] if axes == AXES else ["--axis", *axes]
-    listing = moecache.json("policies", *chosen)
+    option = [] if axes == AXES else ["--axis", *axes]
+    listing = moecache.json("policies", *option)
     assert Path(listing["task_configs"]).is_dir()
     assert [c["name"] for c in listing["compositions"]] == policy_names()
     for composition in listing["compositions"]:
         assert all(composition[axis]["name"] in algorithm_names(axis) for axis in AXES)
     assert tuple(listing["algorithms"]) == axes
-    for axis, found in listing["algorithms"].items():
-        assert [algorithm["name"] for algorithm in found] == algorithm_names(axis)
-        assert all("parameters" in each and each["source"] for each in found)
+    for axis, algorithms in listing["algorithms"].items():
+        assert [algorithm["name"] for algorithm in algorithms] == algorithm_names(axis)
+        assert all("parameters" in entry and entry["source"] for entry in algorithms)
 
 
 def test_policies_as_text_names_everything_with_defaults_and_sources(moecache: Moecache) -> None:
@@ -61,8 +61,8 @@ def test_options_may_be_given_in_a_file(moecache: Moecache, tmp_path: Path) -> N
 @pytest.mark.parametrize("axis", AXES)
 def test_every_parameter_of_every_algorithm_is_explained(axis: str, moecache: Moecache) -> None:
     for name in algorithm_names(axis):
-        found = moecache.json("policies", name, "--axis", axis)
-        for parameter in found["algorithms"][0]["parameters"]:
+        listing = moecache.json("policies", name, "--axis", axis)
+        for parameter in listing["algorithms"][0]["parameters"]:
             assert len(parameter["meaning"].split()) > 2, (name, parameter["name"])
             assert parameter["type"]
 
@@ -102,10 +102,10 @@ def test_completion_knows_every_command_and_its_options(
         assert word in script, word
     if shell == "bash":
         (tmp_path / "complete.sh").write_text(script)
-        ask = 'COMP_WORDS=(moecache re); COMP_CWORD=1; _shtab_moecache; echo "${COMPREPLY[@]}"'
-        command = ["bash", "-c", f"source {tmp_path / 'complete.sh'}; {ask}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert "replay" in done.stdout.split()
+        query = 'COMP_WORDS=(moecache re); COMP_CWORD=1; _shtab_moecache; echo "${COMPREPLY[@]}"'
+        command = ["bash", "-c", f"source {tmp_path / 'complete.sh'}; {query}"]
+        completion = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert "replay" in completion.stdout.split()
 
 
 def test_eval_help_names_our_keys_below_lm_evals_options(moecache: Moecache) -> None:
@@ -140,8 +140,8 @@ def test_eval_adds_what_neither_the_arguments_nor_their_file_name(
     path = tmp_path / "run.yaml"
     path.write_text(file)
     words = arguments.replace("FILE", str(path)).split()
-    ours = {"include_path": str(task_configs_dir()), "model": "moecache"}
-    added = [(f"--{key}", value) for key, value in ours.items() if key not in named]
+    defaults = {"include_path": str(task_configs_dir()), "model": "moecache"}
+    added = [(f"--{key}", value) for key, value in defaults.items() if key not in named]
     assert completed(words) == [*words, *(word for pair in added for word in pair)]
 
 
@@ -155,7 +155,7 @@ def test_the_models_are_imported_from_the_package_and_torch_only_then() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# --- options of `moecache replay`, also from files: the command line goes first -------------------
+# --- options of `moecache replay`, also from files, which the command line overrides --------------
 
 NAMED = "eviction: least_stale\neviction.order: fifo\n"
 MAPPED = "eviction: {name: least_stale, order: fifo}\n"
@@ -163,7 +163,7 @@ MAPPED = "eviction: {name: least_stale, order: fifo}\n"
 
 @dataclass
 class Replay:
-    """Replays a small trace by options of a file, or by words."""
+    """Replays a small trace, with options of a file or of the command line."""
 
     trace: Path
     moecache: Moecache
@@ -190,10 +190,10 @@ def replay(trace: Path, moecache: Moecache) -> Replay:
     [
         (NAMED, [], "eviction", {"name": "least_stale", "order": "fifo"}),
         (MAPPED, [], "eviction", {"name": "least_stale", "order": "fifo"}),
-        # Parameters alone go to the algorithm of the policy.
+        # Parameters alone go to the policy's own algorithm.
         ("policy: specmd\nprefetch.percentile: 0.001\n", [], "prefetch", {"percentile": 0.001}),
         ("policy: specmd\nprefetch: {percentile: 0.001}\n", [], "prefetch", {"percentile": 0.001}),
-        # The command line goes before.
+        # The command line overrides the file.
         (NAMED, ["--eviction.order=last_use"], "eviction", {"order": "last_use"}),
         (NAMED, ["--eviction", "lru"], "eviction", {"name": "lru"}),
         (NAMED, ["--eviction=least_stale"], "eviction", {"order": "last_use"}),
@@ -202,17 +202,17 @@ def replay(trace: Path, moecache: Moecache) -> Replay:
 def test_a_file_may_give_an_algorithm_its_parameters(
     text: str, words: list[str], axis: str, expected: dict[str, Any], replay: Replay
 ) -> None:
-    found = replay.by_file(text + "capacity: 25%\n", *words, "--capacity=50%")
-    assert found["composition"][axis].items() >= expected.items()
-    assert found["capacity"] == "50%"
+    run = replay.by_file(text + "capacity: 25%\n", *words, "--capacity=50%")
+    assert run["composition"][axis].items() >= expected.items()
+    assert run["capacity"] == "50%"
 
 
 def test_values_of_a_file_need_no_quotes_and_may_name_the_traces(replay: Replay) -> None:
-    found = replay.by_file("capacity: [5, 50%]\nseed: 1\nbound: false\nplot: null\n")
-    assert found["capacity"] == "5" and found["bound_miss_rate"] is None
+    report = replay.by_file("capacity: [5, 50%]\nseed: 1\nbound: false\nplot: null\n")
+    assert report["capacity"] == "5" and report["bound_miss_rate"] is None
     file = replay.options(f"traces: [{replay.trace}]\njson: true\n")
-    found = json.loads(replay.moecache("replay", f"--config={file}"))
-    assert found["runs"][0]["trace"] == str(replay.trace)
+    report = json.loads(replay.moecache("replay", f"--config={file}"))
+    assert report["runs"][0]["trace"] == str(replay.trace)
 
 
 @pytest.mark.parametrize(
@@ -243,23 +243,23 @@ def test_lists_are_every_combination_in_the_order_given_by_any_number_of_process
     replay: Replay,
 ) -> None:
     lists = ["--eviction", "lfu,belady", "--capacity=50%,25%", "--bandwidth", "1GB/s,5GB/s"]
-    several = replay(*lists)
-    assert several == replay(*lists, "--jobs=2")
-    shown = [(r["eviction"], r["link_bytes_per_s"], r["capacity"]) for r in several]
-    assert shown == list(product(("lfu", "belady"), (1e9, 5e9), ("50%", "25%")))
-    alone = replay("--eviction=lfu", "--capacity=25%", "--bandwidth=5GB/s")
-    assert alone == [several[3]]
-    assert all(r["metrics"]["miss_rate"] >= r["bound_miss_rate"] for r in several)
+    runs = replay(*lists)
+    assert runs == replay(*lists, "--jobs=2")
+    settings = [(r["eviction"], r["link_bytes_per_s"], r["capacity"]) for r in runs]
+    assert settings == list(product(("lfu", "belady"), (1e9, 5e9), ("50%", "25%")))
+    single_run = replay("--eviction=lfu", "--capacity=25%", "--bandwidth=5GB/s")
+    assert single_run == [runs[3]]
+    assert all(r["metrics"]["miss_rate"] >= r["bound_miss_rate"] for r in runs)
 
 
 def test_an_order_of_execution_moves_time_and_not_what_is_missed(replay: Replay) -> None:
     words = ("--hardware=oneplus-15r", "--bound=false", "--reads_per_expert=2")
     orders = ("--execute=together", "--execute=as_they_arrive")
-    usual, arriving = (replay(*words, order)[0]["metrics"] for order in orders)
-    assert all(usual[key] == arriving[key] for key in ("miss_rate", "bytes_moved"))
-    assert all(usual[key] != arriving[key] for key in ("tok_per_s", "stall_ms_per_token"))
-    told = replay.moecache("replay", replay.trace, "--reads_per_expert=65", code=2)
-    assert "at most 64" in told
+    together, on_arrival = (replay(*words, order)[0]["metrics"] for order in orders)
+    assert all(together[key] == on_arrival[key] for key in ("miss_rate", "bytes_moved"))
+    assert all(together[key] != on_arrival[key] for key in ("tok_per_s", "stall_ms_per_token"))
+    error = replay.moecache("replay", replay.trace, "--reads_per_expert=65", code=2)
+    assert "at most 64" in error
 
 
 def test_lists_go_with_any_axis_and_with_a_class_of_the_current_folder(
@@ -272,16 +272,16 @@ def test_lists_go_with_any_axis_and_with_a_class_of_the_current_folder(
     )
     mine = "of_this_folder.Mine"
     axes = ("--prefetch=none,oracle", "--eviction", f"lru,{mine}")
-    found = replay("--policy", "on_demand,specmd", *axes)
+    runs = replay("--policy", "on_demand,specmd", *axes)
     specmd = product(("none", "oracle"), ("lru", mine))
-    assert {r["policy"] for r in found} == {
+    assert {r["policy"] for r in runs} == {
         "on_demand",
         f"on_demand + eviction={mine}",
         "on_demand + prefetch=oracle",
         f"on_demand + prefetch=oracle + eviction={mine}",
         *(f"specmd + prefetch={p} + eviction={e}" for p, e in specmd),
     }
-    rates = {r["policy"]: r["metrics"]["miss_rate"] for r in found}
+    rates = {r["policy"]: r["metrics"]["miss_rate"] for r in runs}
     assert rates["on_demand"] == rates[f"on_demand + eviction={mine}"]
 
 
@@ -325,23 +325,23 @@ def test_what_a_parameter_means_is_not_cut_at_an_abbreviation() -> None:
 
 
 def test_bounds_stand_beside_the_rate_they_bound(replay: Replay) -> None:
-    found = replay.by_file("capacity: 25%\nprefetch: none\n")
+    run = replay.by_file("capacity: 25%\nprefetch: none\n")
     for phase in ("", "decode_"):
-        rate = found["metrics"][f"{phase}miss_rate"]
-        assert found[f"bound_{phase}miss_rate"] <= found[f"lru_{phase}miss_rate"] == rate
-    shown = replay.moecache("replay", replay.trace, "--capacity=25%", "--all")
-    rows = [line for line in shown.splitlines() if line.startswith("|")]
+        rate = run["metrics"][f"{phase}miss_rate"]
+        assert run[f"bound_{phase}miss_rate"] <= run[f"lru_{phase}miss_rate"] == rate
+    table = replay.moecache("replay", replay.trace, "--capacity=25%", "--all")
+    rows = [line for line in table.splitlines() if line.startswith("|")]
     heads, cells = ([c.strip() for c in row.strip("|").split("|")] for row in (rows[0], rows[2]))
-    place = heads.index("Decode miss")
-    assert heads[place : place + 3] == ["Decode miss", "LRU decode", "Fewest decode"]
-    assert float(cells[place + 2]) == pytest.approx(found["bound_decode_miss_rate"], abs=1e-4)
+    column = heads.index("Decode miss")
+    assert heads[column : column + 3] == ["Decode miss", "LRU decode", "Fewest decode"]
+    assert float(cells[column + 2]) == pytest.approx(run["bound_decode_miss_rate"], abs=1e-4)
 
 
 def test_a_prefetcher_that_proposes_nothing_is_named(tmp_path: Path, replay: Replay) -> None:
     steps = [[[0, 1], [1, 2]], [[2, 1], [0, 2]]]
     rows = [json.dumps({"tok": i, "layers": step}) + "\n" for i, step in enumerate(steps)]
     (tmp_path / "one.jsonl").write_text("".join(rows))
-    said = replay.moecache("replay", tmp_path / "one.jsonl", "--prefetch=history", "--capacity=2")
-    assert "Warning: prefetch=history did nothing: it learns from earlier requests, and" in said
-    found = replay.by_file("prefetch: history\n")
-    assert found["warnings"] == [] and found["metrics"]["prefetch_precision"] is not None
+    text = replay.moecache("replay", tmp_path / "one.jsonl", "--prefetch=history", "--capacity=2")
+    assert "Warning: prefetch=history did nothing: it learns from earlier requests, and" in text
+    run = replay.by_file("prefetch: history\n")
+    assert run["warnings"] == [] and run["metrics"]["prefetch_precision"] is not None

@@ -1,4 +1,4 @@
-"""Every bad input is refused before the weights are loaded, and it says what to do instead."""
+"""Bad input is refused before the weights are loaded, with advice on what to do instead."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_a_name_with_a_dot_is_a_class_path_on_any_axis() -> None:
 
 
 def test_a_policy_may_be_a_mapping_of_the_form_of_its_file() -> None:
-    given = {"name": "mine", **GOOD_POLICY, "eviction": {"class_path": SIZED, "size": 3}}
-    policy = read_config({"policy": given}).policy
+    mapping = {"name": "mine", **GOOD_POLICY, "eviction": {"class_path": SIZED, "size": 3}}
+    policy = read_config({"policy": mapping}).policy
     assert policy.name == "mine"
     assert policy.eviction.parameters == {"size": 3, "slack": 0}
     assert read_config({"policy": GOOD_POLICY}).policy.name == "custom"
@@ -149,16 +149,16 @@ def test_an_outside_algorithm_given_wrongly_is_refused(
 
 
 def test_none_as_the_harness_reads_it_is_the_name_of_no_prefetching() -> None:
-    given = simple_parse_args_string("policy=specmd,prefetch=none")
-    assert given["prefetch"] is None
-    assert read_config(given).policy.prefetch.name == "none"
+    model_args = simple_parse_args_string("policy=specmd,prefetch=none")
+    assert model_args["prefetch"] is None
+    assert read_config(model_args).policy.prefetch.name == "none"
 
 
 def test_none_for_another_key_or_a_parameter_is_not_given() -> None:
     for key in set(KEYS) - set(AXES):
         assert read_config({key: None}) == read_config({}), key
-    given = {"policy": "on_demand", "eviction": "least_stale"}
-    assert read_config({**given, "eviction.order": None}) == read_config(given)
+    model_args = {"policy": "on_demand", "eviction": "least_stale"}
+    assert read_config({**model_args, "eviction.order": None}) == read_config(model_args)
 
 
 def test_an_override_goes_before_init_args_and_drops_what_another_algorithm_had(
@@ -167,10 +167,10 @@ def test_an_override_goes_before_init_args_and_drops_what_another_algorithm_had(
     path = sized(tmp_path, init_args={"size": 3})
     policy = load_policy(path, {"eviction.size": 4, "eviction.slack": 2})
     assert policy.as_dict()["eviction"] == {"class_path": SIZED, "size": 4, "slack": 2}
-    found = load_policy("specmd", {"prefetch": "next_gate", "prefetch.depth": 2}).as_dict()
+    composition = load_policy("specmd", {"prefetch": "next_gate", "prefetch.depth": 2}).as_dict()
     assert "percentile" in load_policy("specmd").as_dict()["prefetch"]
-    assert found["prefetch"].items() >= {"name": "next_gate", "depth": 2}.items()
-    assert "percentile" not in found["prefetch"]
+    assert composition["prefetch"].items() >= {"name": "next_gate", "depth": 2}.items()
+    assert "percentile" not in composition["prefetch"]
     overrides = {"eviction.order": "fifo", "eviction": "least_stale"}
     reverse = dict(reversed(overrides.items()))
     assert load_policy("on_demand", overrides) == load_policy("on_demand", reverse)
@@ -185,10 +185,15 @@ def test_defaults_are_those_of_the_design() -> None:
 
 
 def test_arguments_are_divided_between_us_and_the_host() -> None:
-    given = {"policy": "specmd", "eviction.order": "fifo", "dtype": "float32", "device_map": "x"}
-    ours, theirs = split_arguments(given, ["dtype", "batch_size"])
-    assert ours == {"policy": "specmd", "eviction.order": "fifo"}
-    assert theirs == {"dtype": "float32", "device_map": "x"}
+    model_args = {
+        "policy": "specmd",
+        "eviction.order": "fifo",
+        "dtype": "float32",
+        "device_map": "x",
+    }
+    cache_args, host_args = split_arguments(model_args, ["dtype", "batch_size"])
+    assert cache_args == {"policy": "specmd", "eviction.order": "fifo"}
+    assert host_args == {"dtype": "float32", "device_map": "x"}
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -198,7 +203,7 @@ TASK = ("--tasks", "tiny_arc", "--include_path", str(task_configs_dir()))
 
 
 def test_a_command_line_is_refused_with_and_without_run_and_by_its_file(tmp_path: Path) -> None:
-    """What else is refused before torch is imported: `tests/soak/commands.txt`."""
+    """For other refusals before torch is imported see `tests/soak/commands.txt`."""
     bad = [*TASK, "--use_cache", "stored"]
     (tmp_path / "run.yaml").write_text("model: moecache\n")
     model, file = ["--model", "moecache"], ["--config", str(tmp_path / "run.yaml")]
@@ -225,16 +230,16 @@ def test_lm_eval_ends_in_our_message_alone_and_without_torch(tmp_path: Path) -> 
     )
     command = [sys.executable, "-c", code, "run", "--model", "moecache", *TASK]
     paths = os.pathsep.join([str(ROOT / "startup"), str(ROOT)])
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--model_args", "polic=specmd"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": paths},
     )
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    last = done.stderr.strip().split("\n")[-1]
+    assert process.returncode == 1 and "Traceback" not in process.stderr
+    last = process.stderr.strip().split("\n")[-1]
     assert last.startswith("moecache: model_args: the key 'polic'")
-    assert done.stdout.strip() == "False"
+    assert process.stdout.strip() == "False"
 
 
 def test_only_lm_evals_command_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,10 +308,10 @@ def test_model_args_may_name_the_device_and_the_batch_size(checkpoint: Any) -> N
 
 
 def has(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
-    """Let torch have so many devices of a kind."""
+    """Make torch report `count` devices of `kind`."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
-    found = torch.device(kind) if count else None
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
+    device = torch.device(kind) if count else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
 
 
@@ -317,24 +322,24 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_an_accelerator_lm_evals_own_default_is_the_cpu_and_others_are_refused() -> None:
-    for asked in (None, "cuda", "cuda:0", "cpu"):
-        assert resolve_device({"device": asked}) == "cpu"
-    for asked in ("cuda:1", "mps", "mps:0", "xpu", "privateuseone", "gpu"):
-        why = "is not the name of a device" if asked == "gpu" else ".*no such device"
-        with pytest.raises(ValueError, match=f"device='{asked}'.*{why}.*Allowed here: cpu"):
-            resolve_device({"device": asked})
+    for device in (None, "cuda", "cuda:0", "cpu"):
+        assert resolve_device({"device": device}) == "cpu"
+    for device in ("cuda:1", "mps", "mps:0", "xpu", "privateuseone", "gpu"):
+        why = "is not the name of a device" if device == "gpu" else ".*no such device"
+        with pytest.raises(ValueError, match=f"device='{device}'.*{why}.*Allowed here: cpu"):
+            resolve_device({"device": device})
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps", "privateuseone"])
 def test_of_two_devices_the_one_that_is_asked_for_is_taken(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    # An out-of-tree device has the name that a test of this process may have registered it under.
+    # An earlier test of this process may have renamed the out-of-tree device.
     kind = torch.device(kind).type
     has(monkeypatch, kind, 2)
     assert resolve_device({"device": None}) == kind
-    for asked in ("cpu", kind, f"{kind}:1"):
-        assert resolve_device({"device": asked}) == asked
+    for device in ("cpu", kind, f"{kind}:1"):
+        assert resolve_device({"device": device}) == device
     with pytest.raises(ValueError, match=f"Allowed here: cpu, {kind}, {kind}:0, {kind}:1."):
         resolve_device({"device": f"{kind}:2"})
 
@@ -345,7 +350,7 @@ def test_lm_evals_own_default_is_the_accelerator_that_is_here(
     has(monkeypatch, "xpu", 1)
     assert resolve_device({"device": "cuda:0"}) == "xpu"
     assert "device='cuda:0' is not here; the run uses xpu" in caplog.text
-    # Of several processes the type is known.
+    # With several processes only the type is resolved.
     has(monkeypatch, "cuda", 2)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert resolve_device({"device": "cuda:0"}) == "cuda"
@@ -354,26 +359,26 @@ def test_lm_evals_own_default_is_the_accelerator_that_is_here(
 
 
 def test_one_module_knows_a_vendor() -> None:
-    """Devices are torch's generic interface; what CUDA alone has is in `model/device.py`."""
+    """Devices go through torch's generic interface; CUDA-only code is in `model/device.py`."""
     root = Path(lm_eval_moecache.__file__).parent
     vendor = re.compile(
         r"torch\.(cuda|xpu|mps|npu)|is_cuda|cudart|(type|device) [!=]= .cuda|_on_cuda"
     )
-    found = [
+    lines = [
         f"{path.relative_to(root.parent)}: {line.strip()}"
         for folder in (root, root.parent / "benchmarks")
         for path in sorted(folder.rglob("*.py"))
         for line in path.read_text().splitlines()
         if vendor.search(line) and path != root / "model" / "device.py"
     ]
-    assert not found
+    assert not lines
 
 
 @pytest.mark.parametrize("given", [{"device": "cuda:0"}, {}], ids=str)
 def test_a_precision_and_a_draft_are_checked_for_the_device_of_the_run(given: Any) -> None:
-    for found in ({"precision": "int8", **given}, given):
-        _, theirs = check_arguments("tiny", found, speculative=found is given)
-        assert theirs["device"] == "cpu"
+    for model_args in ({"precision": "int8", **given}, given):
+        _, host_args = check_arguments("tiny", model_args, speculative=model_args is given)
+        assert host_args["device"] == "cpu"
 
 
 def test_a_cell_is_the_same_on_a_machine_with_another_device(
@@ -385,7 +390,7 @@ def test_a_cell_is_the_same_on_a_machine_with_another_device(
         )
         return check_cell(cell).configuration_hash
 
-    here, asked = identity(), identity(device="cpu")
+    default, on_cpu = identity(), identity(device="cpu")
     has(monkeypatch, "cuda", 1)
-    assert identity() == here != asked
-    assert identity(device="cpu") == asked
+    assert identity() == default != on_cpu
+    assert identity(device="cpu") == on_cpu

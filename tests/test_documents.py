@@ -1,8 +1,8 @@
-"""Every command line that a document prints works as printed, and what the documents show is true.
+"""Every command line in a document works as printed, and every table and count there is true.
 
-Without CUDA and without a network: long ones are made short by an option at their end
-(`documents.SHORTER`); models and tasks of the hub are replaced by the shipped ones. A new command
-in a document is run without further ado.
+Commands run without CUDA or a network: options at their end shorten long ones
+(`documents.SHORTER`), and the shipped model and tasks replace those of the hub. A new command in a
+document is picked up by itself.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ COMMANDS = {path: commands_of(path) for path in DOCUMENTS}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of what commands name; its sweeps take one document a task."""
+    """A copy of the files that commands name; its sweep runs one document per task."""
     for name in ("examples", "results", "task_configs", "traces"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    # As in a folder where somebody has written his own.
+    # As if a user had written an eviction here.
     shutil.copy(ROOT / "examples/my_eviction.py", tmp_path)
     path = tmp_path / "examples/sweep.yaml"
     sweep = yaml.safe_load(path.read_text())
@@ -66,16 +66,16 @@ def of(path: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("document", [p for p in DOCUMENTS if COMMANDS[p]], ids=of)
 def test_every_command_of_a_document_works(document: Path, folder: Path) -> None:
-    failed, runner = [], Runner()
+    failures, runner = [], Runner()
     earlier = DOCUMENTS[: DOCUMENTS.index(document)]
-    done = {command for path in earlier for command in COMMANDS[path]}
+    already_run = {command for path in earlier for command in COMMANDS[path]}
     for command in COMMANDS[document]:
-        if command.split()[0] in INSTALLERS or command in done:
+        if command.split()[0] in INSTALLERS or command in already_run:
             continue
-        code, said = runner.run(shortened(command), folder)
+        code, log = runner.run(shortened(command), folder)
         if code:
-            failed.append(f"{command}\n  exit code {code}: {said.strip()[-600:]}")
-    assert failed == []
+            failures.append(f"{command}\n  exit code {code}: {log.strip()[-600:]}")
+    assert failures == []
 
 
 def test_the_documents_have_commands_and_the_finder_finds_them(tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def test_the_readme_counts_model_types_and_parameters_as_they_are() -> None:
     runs, refused = re.findall(r"(\d+) runs, (\d+) refused", families)[0]
     types = f"Of the {int(runs) + int(refused)} model types of transformers with routed experts"
     assert f"{types} {runs} run" in words
-    trained = json.loads((MODEL_DIR / "training.json").read_text())
-    assert f"{trained['num_parameters'] / 1e6:.1f} million parameters" in words
+    training = json.loads((MODEL_DIR / "training.json").read_text())
+    assert f"{training['num_parameters'] / 1e6:.1f} million parameters" in words
 
 
 def test_what_the_readme_shows_of_plan_is_what_it_prints(
@@ -167,8 +167,8 @@ STEPS: list[dict[str, Any]] = WORKFLOW["jobs"]["compare"]["steps"]
 
 def test_every_cell_of_the_example_sweep_can_start_and_actions_are_pinned_by_hash() -> None:
     assert len(check_cells(read_sweep(ROOT / "examples/sweep.yaml").cells())) == 6
-    used = [step["uses"] for step in STEPS if "uses" in step]
-    assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action) for action in used)
+    actions = [step["uses"] for step in STEPS if "uses" in step]
+    assert actions and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action) for action in actions)
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_the_workflows_commands_pass_on_a_rerun_and_fail_on_a_lost_run(
     path = write_sweep(tmp_path / "results/baseline", base=base, grid=grid)
     assert main(["sweep", str(path)]) == 0
     summary = tmp_path / "summary.md"
-    # `moecache` as pip would have put it there.
+    # `moecache` as pip would install it.
     tool = tmp_path / "bin/moecache"
     tool.parent.mkdir()
     tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m lm_eval_moecache.cli.main "$@"\n')
@@ -209,7 +209,7 @@ NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
 def test_the_notebook_runs_and_its_replays_say_what_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Its shell commands are those of this environment.
+    # The notebook's shell commands come from this environment.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     saved, run = (nbformat.read(NOTEBOOK, as_version=4) for _ in range(2))
     place = {"metadata": {"path": str(tmp_path)}}
@@ -217,31 +217,31 @@ def test_the_notebook_runs_and_its_replays_say_what_was_saved(
     assert len(figures(run)) == len(figures(saved)) >= 7
     of_traces = [text for text in figures(run) if "qwen3-30b" in text or "hazard " in text]
     assert len(of_traces) >= 2
-    # Those of the live run may differ by a near tie of the router on another CPU.
+    # On another CPU a near tie in the router may change the live run's outputs.
     assert set(of_traces) <= set(figures(saved))
 
 
 def figures(notebook: Any) -> list[str]:
-    """Return what the cells print and show."""
-    found = []
+    """Return the cells' text outputs, stderr left out."""
+    texts = []
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             text = output.get("text") or output.get("data", {}).get("text/plain", "")
             if output.get("name") != "stderr":
-                found.append(str(text))
-    return found
+                texts.append(str(text))
+    return texts
 
 
 def test_the_table_of_the_wall_clock_is_whole_and_its_empty_cells_have_reasons() -> None:
     cells = wall_table()
-    found = {(cell.key, cell.value) for cell in cells}
-    # `capacity` is in every cell; `clock` is what the table is about.
-    assert {key for key, _ in found} == set(KEYS) - {"capacity", "clock"}
+    entries = {(cell.key, cell.value) for cell in cells}
+    # `capacity` is in every cell; `clock` is the table's subject.
+    assert {key for key, _ in entries} == set(KEYS) - {"capacity", "clock"}
     expected = {(axis, name) for axis in AXES for name in algorithm_names(axis)}
     expected |= {("policy", name) for name in policy_names()}
     expected |= {("precision", name) for name in codec_names()}
     expected |= {(k, v) for k, values in CHOICES.items() for v in values if k != "clock"}
-    assert expected <= found and len(found) == len(cells)
+    assert expected <= entries and len(entries) == len(cells)
     for cell in filter(lambda cell: cell.reason, cells):
         assert cell.key in cell.reason or "clock='wall'" in cell.reason, cell
         assert "llowed" in cell.reason or "moecache replay" in cell.reason, cell

@@ -25,20 +25,20 @@ def evaluate(
     launcher: Sequence[str] = (sys.executable,),
     **environment: str,
 ) -> tuple[str, dict[str, Any]]:
-    """Run documents through the command in `folder`; return what it prints and writes."""
-    # `lm_eval run` where the start-up file is installed; else the way that needs none.
-    starts = importlib.util.find_spec("lm_eval_moecache_startup")
-    module = ("lm_eval", "run") if starts else ("lm_eval_moecache", "eval")
+    """Run documents through the command in `folder`; return its stdout and its results JSON."""
+    # `lm_eval run` where the start-up file is installed; else our command, which needs none.
+    startup_file = importlib.util.find_spec("lm_eval_moecache_startup")
+    module = ("lm_eval", "run") if startup_file else ("lm_eval_moecache", "eval")
     command = [*launcher, "-m", *module, "--model", model, "--model_args", arguments]
     command += ["--device", "cpu", "--include_path", str(task_configs_dir()), *options]
     folder.mkdir(exist_ok=True)
     env = {**os.environ, "HF_HOME": str(folder / "home"), **environment}
-    result = subprocess.run(
+    process = subprocess.run(
         [*command, "--output_path", "out"], cwd=folder, env=env, capture_output=True, text=True
     )
-    assert result.returncode == 0, result.stderr[-3000:]
+    assert process.returncode == 0, process.stderr[-3000:]
     [path] = (folder / "out").rglob("results_*.json")
-    return result.stdout, json.loads(path.read_text())
+    return process.stdout, json.loads(path.read_text())
 
 
 THREE = ("--tasks", "tiny_gsm8k", "--limit", "3")
@@ -52,12 +52,12 @@ def test_one_command_gives_accuracy_and_speed(checkpoint: Checkpoint, tmp_path: 
     title = "moecache (specmd: standard + score + least_stale + fetch), capacity: 25%"
     assert title in printed and "|**all**" in printed
     assert "exact_match,strict-match" in results["results"]["tiny_gsm8k"]
-    ours = results["config"]["moecache"]
-    assert (ours["policy"]["name"], ours["capacity"]) == ("specmd", "25%")
-    assert ours["hardware"]["link_bytes_per_s"] == 1e9
-    assert list(ours["tasks"]) == ["tiny_gsm8k"]
-    task = ours["tasks"]["tiny_gsm8k"]
-    assert task == ours["totals"]
+    report = results["config"]["moecache"]
+    assert (report["policy"]["name"], report["capacity"]) == ("specmd", "25%")
+    assert report["hardware"]["link_bytes_per_s"] == 1e9
+    assert list(report["tasks"]) == ["tiny_gsm8k"]
+    task = report["tasks"]["tiny_gsm8k"]
+    assert task == report["totals"]
     assert task["requests"] == 3
     assert task["ttft_ms"]["mean"] > 0 and task["tok_per_s"] > 0
     assert 0 <= task["miss_rate"] <= 1

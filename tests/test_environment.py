@@ -1,4 +1,4 @@
-"""What the machine does to a command (Ctrl-C, a full disk, a folder that may not be written)."""
+"""Commands on a machine in trouble: Ctrl-C, a full disk, a read-only folder."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def mounted(folder: Path, options: str) -> bool:
 
 @pytest.fixture(params=["full", "read-only"])
 def bad_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A real file system with results in it on which nothing more can be written."""
+    """A real file system, full or read-only, that holds results."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if not mounted(folder, "size=1m"):
@@ -144,13 +144,13 @@ def test_a_folder_that_cannot_be_written_is_told_in_one_line_and_left_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
     moecache: Moecache,
 ) -> None:
-    """Also told before any model runs, or this test would take hours."""
-    index = TaskManager.__init__
-    # lm-eval's own 10,000 tasks take it seconds.
-    monkeypatch.setattr(TaskManager, "__init__", partialmethod(index, include_defaults=False))
+    """The error comes before any model runs, or this test would take hours."""
+    init = TaskManager.__init__
+    # Indexing lm-eval's own 10,000 tasks takes seconds.
+    monkeypatch.setattr(TaskManager, "__init__", partialmethod(init, include_defaults=False))
     before = {p: p.read_bytes() for p in bad_folder.rglob("*") if p.is_file()}
-    said = moecache(*(word.format(bad_folder) for word in command), code=2)
-    [line] = said.strip().splitlines()[-1:]
+    stderr = moecache(*(word.format(bad_folder) for word in command), code=2)
+    [line] = stderr.strip().splitlines()[-1:]
     assert str(bad_folder) in line
     assert re.search("No space left|has 0 bytes free|Read-only file system", line)
     assert {p: p.read_bytes() for p in bad_folder.rglob("*") if p.is_file()} == before
@@ -185,9 +185,9 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_word() -> None:
         read, write = os.pipe()
         os.close(read)
         words = [sys.executable, "-m", "lm_eval_moecache", *command]
-        done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, cwd=ROOT)
+        process = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, cwd=ROOT)
         os.close(write)
-        assert (done.returncode, done.stderr) == (141, b"")
+        assert (process.returncode, process.stderr) == (141, b"")
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_names_it(
@@ -217,8 +217,8 @@ def test_a_run_whose_result_cannot_be_written_is_an_outcome_and_not_the_end_of_t
     cell = SimpleNamespace(model="moecache")
     planned: Any = SimpleNamespace(cell=cell, run_id="x", shared=None, replayed=False)
     outcome = worker.run_cell(planned, str(tmp_path), "e")
-    told = "its result cannot be written: runs/x.json: No space left on device"
-    assert outcome.run_id == "x" and told in str(outcome.error)
+    message = "its result cannot be written: runs/x.json: No space left on device"
+    assert outcome.run_id == "x" and message in str(outcome.error)
 
 
 def test_what_dead_runs_have_left_half_written_is_removed_before_and_after(tmp_path: Path) -> None:
@@ -233,6 +233,6 @@ def test_what_dead_runs_have_left_half_written_is_removed_before_and_after(tmp_p
 
 
 def test_no_number_of_ours_is_nan_in_json(tmp_path: Path) -> None:
-    made = record("a", tok_per_s=float("nan"), miss_rate=float("inf"))
-    text = write_record(tmp_path, made).read_text()
+    run = record("a", tok_per_s=float("nan"), miss_rate=float("inf"))
+    text = write_record(tmp_path, run).read_text()
     assert "NaN" not in text and "Infinity" not in text

@@ -28,7 +28,7 @@ from tests.conftest import Checkpoint
 from tests.harness import answers
 from tests.models import FAMILIES, FAMILY_CASES, family_case, random_model
 
-# Those that need a draft are compared in tests/speculative.
+# Compositions that need a draft are compared in tests/model/speculative.
 LOSSLESS = [
     name
     for name in policy_names()
@@ -41,13 +41,13 @@ assert {"on_demand", "mixtral_offloading", "specmd"} <= set(LOSSLESS)
 
 
 def _goes_together(policy: str, capacity: str) -> bool:
-    """Evictions between layers are refused with a cache per layer; one expert is none a layer."""
-    composed = load_policy(policy)
+    """Cross-layer evictions refuse per-layer caches, which one expert in total does not fill."""
+    composition = load_policy(policy)
     try:
-        check_cache_form(composed, is_per_layer(capacity))
+        check_cache_form(composition, is_per_layer(capacity))
     except ValueError:
         return False
-    return not (composed.per_layer and capacity == "1")
+    return not (composition.per_layer and capacity == "1")
 
 
 COMBINATIONS = [pair for pair in product(LOSSLESS, CAPACITIES) if _goes_together(*pair)]
@@ -55,7 +55,7 @@ LM_ARGUMENTS: dict[str, Any] = {"device": "cpu", "max_length": 48}
 
 
 def make_setting(geometry: Geometry, **given: str) -> Setting:
-    """Return what an engine is made of, where a policy takes either form of capacity."""
+    """Return an engine's setting, for a policy that takes either form of capacity."""
     config = read_config(given)
     size = parse_capacity(config.capacity, geometry)
     return Setting(policy=config.policy, capacity=size, hardware=config.hardware)
@@ -80,12 +80,12 @@ def wrap_virtual(model: Any, policy: str, capacity: str, **changes: str) -> Wrap
 
 
 def store_experts(experts: Any, codecs: Sequence[Codec]) -> dict[str, Encoded]:
-    """Return a module's matrices, encoded; the module stays as it is."""
+    """Return a module's matrices, encoded; the module is left unchanged."""
     return {name: encode(experts, m, codecs) for name, m in expert_matrices(experts).items()}
 
 
 def logits_of(model: Any, wrapped: WrappedModel | None = None) -> list[torch.Tensor]:
-    """A text, a left-padded batch, and three decode steps of it; `wrapped` ends with them."""
+    """Logits of a text, a left-padded batch and its three decode steps; unwraps `wrapped`."""
     generator = torch.Generator().manual_seed(1)
     single = torch.randint(2, 300, (1, 17), generator=generator)
     batch = torch.randint(2, 300, (3, 9), generator=generator)
@@ -93,20 +93,20 @@ def logits_of(model: Any, wrapped: WrappedModel | None = None) -> list[torch.Ten
     mask[1, :4] = 0
     batch[1, :4] = 0
     with torch.no_grad():
-        found = [model(single).logits]
+        logits = [model(single).logits]
         output = model(batch, attention_mask=mask, use_cache=True)
-        found.append(output.logits)
+        logits.append(output.logits)
         for _ in range(3):
             step = output.logits[:, -1:].argmax(-1)
             mask = torch.cat([mask, torch.ones_like(step)], -1)
             output = model(
                 step, attention_mask=mask, past_key_values=output.past_key_values, use_cache=True
             )
-            found.append(output.logits)
+            logits.append(output.logits)
     if wrapped is not None:
         wrapped.engine.check_integrity()
         wrapped.unwrap()
-    return found
+    return logits
 
 
 def traces_left_on(model: Any) -> dict[str, Any]:
@@ -134,11 +134,11 @@ def test_logits_are_identical_under_every_lossless_composition_and_capacity(
     model = random_model(family).to(dtype)
     expected, before = logits_of(model), traces_left_on(model)
     for policy, capacity in COMBINATIONS:
-        given = predictor_of(model, load_policy(policy))
-        wrapped = wrap_virtual(model, policy, capacity, **given)
+        artifacts = predictor_of(model, load_policy(policy))
+        wrapped = wrap_virtual(model, policy, capacity, **artifacts)
         engine = wrapped.engine
-        found = logits_of(model, wrapped)
-        same = [torch.equal(a, b) for a, b in zip(expected, found, strict=True)]
+        logits = logits_of(model, wrapped)
+        same = [torch.equal(a, b) for a, b in zip(expected, logits, strict=True)]
         assert all(same), f"{policy} at {capacity}: {same}"
         # The cache was at work: it missed, and served all tokens but the four of padding.
         assert sum(p.misses for p in engine.ledger.passes) > 0
@@ -167,8 +167,8 @@ def test_another_experts_kernel_is_kept_and_put_back(implementation: str) -> Non
     model.set_experts_implementation(implementation)
     expected, before = logits_of(model), traces_left_on(model)
     wrapped = wrap_virtual(model, "specmd", "1")
-    found = logits_of(model, wrapped)
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    logits = logits_of(model, wrapped)
+    assert all(torch.equal(a, b) for a, b in zip(expected, logits, strict=True))
     assert traces_left_on(model) == before
 
 
@@ -183,16 +183,16 @@ def test_outputs_of_the_shipped_model_are_identical_to_those_of_the_hf_model() -
     expected = hf_answers(str(MODEL_DIR), 1, "bfloat16")
     lm: MoECacheLM | None = None
     for policy, capacity in COMBINATIONS:
-        ours = {"policy": policy, "capacity": capacity}
+        arguments = {"policy": policy, "capacity": capacity}
         if lm is None:
-            lm = MoECacheLM(**LM_ARGUMENTS, batch_size=1, dtype="bfloat16", **ours)
+            lm = MoECacheLM(**LM_ARGUMENTS, batch_size=1, dtype="bfloat16", **arguments)
         else:
-            lm.install(read_config(ours))
+            lm.install(read_config(arguments))
         assert answers(lm) == expected, f"{policy} at {capacity}"
         lm.engine.check_integrity()
 
 
-# Each family takes its own seventh of the compositions and capacities; together they take all.
+# Each family takes a seventh of the compositions and capacities; together they cover all.
 @pytest.mark.parametrize("batch_size", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILY_CASES)
 def test_answers_are_identical_to_those_of_the_hf_model(
@@ -205,9 +205,9 @@ def test_answers_are_identical_to_those_of_the_hf_model(
     host = {**LM_ARGUMENTS, "batch_size": batch_size, "dtype": dtype}
     lm = MoECacheLM(pretrained=path, policy="on_demand", **host)
     for policy, capacity in share:
-        given = predictor_of(lm.model, load_policy(policy))
-        lm.install(read_config({"policy": policy, "capacity": capacity, **given}))
-        found = answers(lm)
+        artifacts = predictor_of(lm.model, load_policy(policy))
+        lm.install(read_config({"policy": policy, "capacity": capacity, **artifacts}))
+        wrapped_answers = answers(lm)
         lm.engine.check_integrity()
-        assert found == expected, f"{policy} at {capacity}"
+        assert wrapped_answers == expected, f"{policy} at {capacity}"
         assert lm.report()["totals"]["requests"] == 12

@@ -1,4 +1,4 @@
-"""The command for owners of a GPU: what it reads from its scripts, and that all of it runs."""
+"""`gpu_check`: it reads and judges the figures of its scripts, and every check runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_figures_are_read_and_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert "| decode / transformers at 100% | 0.99 | at least 1.0 | missed |" in table
     assert "| decode / accelerate at 25% | 3.1 | at least 3.0 | met |" in table
     assert "| bytes a step, accelerate / ours | 6.8 |  |  |" in table
-    # Of several figures all have to be within.
+    # Of several figures all must lie within the bounds.
     assert "| TPOT virtual / wall | 0.5, 1 | 0.85 to 1.15 | missed |" in table
     assert "no figure is a device's" in table
     assert "- link leaves out a link: copies are within host memory" in table
@@ -69,14 +69,14 @@ def test_all_of_it_runs_with_the_store_of_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "found"
     command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--device", "cpu", "--quick"]
     command += ["--shape", "nano", "--limit_s", "900", "--out", str(out)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-3000:]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout[-3000:]
     report = json.loads((out / "check.json").read_text())
     assert list(report["checks"]) == ["tests", *gpu_check.CHECKS, "runs"]
     assert all(check["passed"] for check in report["checks"].values())
-    shown = subprocess.run(
+    listing = subprocess.run(
         [sys.executable, "-m", "lm_eval_moecache", "table", str(out / "runs")],
         capture_output=True,
         text=True,
     )
-    assert shown.returncode == 0 and "tiny_gsm8k" in shown.stdout
+    assert listing.returncode == 0 and "tiny_gsm8k" in listing.stdout

@@ -68,34 +68,36 @@ def test_the_solver_finds_the_best_of_all_divisions(rows: list[list[int]], slots
         with pytest.raises(ValueError, match="at least one"):
             best_sizes(curves, slots)
         return
-    every = itertools.product(range(1, 5), repeat=len(curves))
-    possible = [sizes for sizes in every if sum(sizes) <= slots]
+    divisions = itertools.product(range(1, 5), repeat=len(curves))
+    possible = [sizes for sizes in divisions if sum(sizes) <= slots]
     sizes = best_sizes(curves, slots)
     assert sum(sizes) <= slots and min(sizes) >= 1
-    costs = [sum(curves[layer, n] for layer, n in enumerate(each)) for each in [sizes, *possible]]
+    costs = [
+        sum(curves[layer, n] for layer, n in enumerate(division)) for division in [sizes, *possible]
+    ]
     assert costs[0] == min(costs[1:])
 
 
 @pytest.mark.parametrize("sizes", [(8, 8, 8), (2, 6, 5), (3, 2, 4), (7, 8, 2)])
 def test_the_curves_are_what_a_replay_with_lru_misses(sizes: tuple[int, ...]) -> None:
-    """Where each event fits its layer's cache: here every pass has one token of two experts."""
+    """Exact where every event fits its layer's cache: here a pass is one token of two experts."""
     rng, num_passes = np.random.default_rng(5), 60
     layer = np.tile(np.arange(3, dtype=np.int32), num_passes)
     passes = np.repeat(np.arange(num_passes, dtype=np.int32), 3)
     experts = np.array([rng.permutation(8)[:2] for _ in layer], dtype=np.int32)
-    one = {"request": np.zeros_like(layer), "phase": np.ones_like(layer)}
-    columns = Columns(**one, pass_index=passes, token=passes, layer=layer, experts=experts)
+    constants = {"request": np.zeros_like(layer), "phase": np.ones_like(layer)}
+    columns = Columns(**constants, pass_index=passes, token=passes, layer=layer, experts=experts)
     trace = build_trace("drawn", traces.GEOMETRY, columns)
     engine = replay(trace, traces.setting("on_demand", spell(list(sizes))))
-    counted = sum(record.misses for record in engine.ledger.passes)
+    misses = sum(record.misses for record in engine.ledger.passes)
     curves = miss_curves(trace)
-    assert sum(int(curves[place, size]) for place, size in enumerate(sizes)) == counted
+    assert sum(int(curves[index, size]) for index, size in enumerate(sizes)) == misses
 
 
 def test_profile_layer_sizes_writes_what_capacity_takes(
     tmp_path: Path, trace: Path, moecache: Moecache
 ) -> None:
     out = tmp_path / "sizes.json"
-    found = moecache.json("profile", "layer_sizes", trace, "--capacity", "12", "--out", out)
-    assert parse_capacity(str(out), traces.GEOMETRY).text == spell(found[LAYER_SIZES])
-    assert found["miss_rate"] <= found["miss_rate_of_equal_sizes"]
+    report = moecache.json("profile", "layer_sizes", trace, "--capacity", "12", "--out", out)
+    assert parse_capacity(str(out), traces.GEOMETRY).text == spell(report[LAYER_SIZES])
+    assert report["miss_rate"] <= report["miss_rate_of_equal_sizes"]

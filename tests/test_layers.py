@@ -1,4 +1,4 @@
-"""Who may import whom: the flow of the design, visible in the imports and in the guide."""
+"""Which module may import which: the flow of the design, in the imports and in the guide."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ MAY_IMPORT = {
     "lm_eval": ("tiny.", *HARNESS_AND_ABOVE),
 }
 TORCH_FREE = ("records.", "trace.", "algorithms.", "engine.", "report.")
-# The future of a replay is a record, too: the offline algorithms are given it.
+# A replay's future is a record, too: offline algorithms take it.
 ALGORITHM_MAY_IMPORT = ("records.", "trace.future")
-# What rules that rank residents are written in.
+# The vocabulary of rules that rank residents.
 RANKINGS = ("algorithms.features", "algorithms.ranked")
 
 
@@ -68,19 +68,21 @@ def test_a_folder_imports_only_folders_before_it() -> None:
 
 
 def test_algorithms_are_leaves_and_their_bases_see_the_records_only() -> None:
-    """They see the records and their base (or shared helpers of their own axis), nothing else."""
+    """They import records, the ranking vocabulary and their axis's base, nothing else."""
     for module in algorithms():
         allowed = (*ALGORITHM_MAY_IMPORT, *RANKINGS, f"{module.rpartition('.')[0]}.base")
         assert [n for n in own_imports_of(module) if not matches(n, allowed)] == [], module
     for axis in AXES:
-        own = own_imports_of(f"algorithms.{axis}.base")
-        assert [name for name in own if not matches(name, ALGORITHM_MAY_IMPORT)] == [], axis
+        base_imports = own_imports_of(f"algorithms.{axis}.base")
+        assert [name for name in base_imports if not matches(name, ALGORITHM_MAY_IMPORT)] == [], (
+            axis
+        )
 
 
 def test_nobody_imports_an_algorithm_by_name() -> None:
     by_name = set(algorithms())
-    found = {module: sorted(own_imports_of(module) & by_name) for module in MODULES}
-    assert {module: names for module, names in found.items() if names} == {}
+    imports_by_module = {module: sorted(own_imports_of(module) & by_name) for module in MODULES}
+    assert {module: names for module, names in imports_by_module.items() if names} == {}
 
 
 def test_there_are_no_cycles() -> None:
@@ -100,7 +102,7 @@ BEFORE_A_FILE_IS_READ = ("records.", "trace.", "algorithms.", "engine.")
     ("folders", "and_module", "heavy"),
     [
         (TORCH_FREE, "harness.arguments", {*MAY_IMPORT, "datasets", "jsonargparse"}),
-        # Its import takes a tenth of a second, which a replay's start and `--help` should not.
+        # Its import takes a tenth of a second, too long for a replay's start and `--help`.
         (BEFORE_A_FILE_IS_READ, "cli.main", {"pydantic"}),
     ],
     ids=["torch", "pydantic"],
@@ -108,8 +110,8 @@ BEFORE_A_FILE_IS_READ = ("records.", "trace.", "algorithms.", "engine.")
 def test_the_core_and_every_algorithm_start_without_heavy_libraries(
     folders: tuple[str, ...], and_module: str, heavy: set[str]
 ) -> None:
-    waits = ("records.schemas",) if heavy == {"pydantic"} else ()
-    modules = [m for m in MODULES if m.startswith(folders) and not m.startswith(waits)]
+    exempt = ("records.schemas",) if heavy == {"pydantic"} else ()
+    modules = [m for m in MODULES if m.startswith(folders) and not m.startswith(exempt)]
     names = [f"{NAME}.{m}".removesuffix(".") for m in (*modules, and_module)]
     script = (
         "import importlib, sys\n"
@@ -117,8 +119,8 @@ def test_the_core_and_every_algorithm_start_without_heavy_libraries(
         f"print(sorted({heavy!r} & set(sys.modules)))\n"
     )
     command = [sys.executable, "-c", script]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
-    assert (result.stdout, result.returncode) == ("[]\n", 0), result.stderr
+    process = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert (process.stdout, process.returncode) == ("[]\n", 0), process.stderr
 
 
 def test_the_picture_in_the_guide_is_the_codes_own() -> None:

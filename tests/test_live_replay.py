@@ -28,7 +28,7 @@ from tests.harness import make_instance
 
 
 def _lossless() -> list[dict[str, str]]:
-    """Every lossless composition, and every eviction and prefetch algorithm beside plain ones."""
+    """Every lossless composition, and every eviction and prefetch algorithm in `on_demand`."""
     policies = [load_policy(name) for name in policy_names()]
     settings = [
         {"policy": policy.name}
@@ -37,26 +37,29 @@ def _lossless() -> list[dict[str, str]]:
     ]
     for axis in ("eviction", "prefetch"):
         for name in algorithm_names(axis):
-            found = find_algorithm(axis, name)
-            goes_with_fetch = "fetch" in found.pairs_with.get("miss", ["fetch"])
-            if not (found.is_offline or getattr(found, "needs_draft", False)) and goes_with_fetch:
+            algorithm = find_algorithm(axis, name)
+            goes_with_fetch = "fetch" in algorithm.pairs_with.get("miss", ["fetch"])
+            if (
+                not (algorithm.is_offline or getattr(algorithm, "needs_draft", False))
+                and goes_with_fetch
+            ):
                 settings.append({"policy": "on_demand", axis: name})
     return settings
 
 
 def _cases() -> list[dict[str, str]]:
-    """Those settings, in one cache and per layer by turns (unless the eviction compares layers)."""
+    """The lossless settings, by turns in one cache and per layer (where the eviction allows it)."""
     cases = []
-    for place, chosen in enumerate(_lossless()):
-        overrides = {key: value for key, value in chosen.items() if key != "policy"}
-        eviction = load_policy(chosen["policy"], overrides).eviction.algorithm
-        in_one = place % 2 or eviction.compares_layers
-        cases.append({**chosen, "capacity": "20%" if in_one else "4/layer"})
+    for index, setting in enumerate(_lossless()):
+        overrides = {key: value for key, value in setting.items() if key != "policy"}
+        eviction = load_policy(setting["policy"], overrides).eviction.algorithm
+        one_cache = index % 2 or eviction.compares_layers
+        cases.append({**setting, "capacity": "20%" if one_cache else "4/layer"})
     return [
         *cases,
         {"policy": "specmd", "cache_reset": "request", "capacity": "40%"},
         {"policy": "specmd", **REAL, "attention": "context"},
-        # Committed to before it is known: what is executed is what the predictor says.
+        # Commits before routing is known: the predicted experts are executed.
         {"policy": "commitmoe_no_owa", "capacity": "40%"},
     ]
 
@@ -70,15 +73,17 @@ def lm(checkpoint: Checkpoint) -> MoECacheLM:
 
 
 def _run(lm: MoECacheLM) -> None:
-    asked: dict[str, Any] = {"until": ["\n\n"], "max_gen_toks": 4, "do_sample": False}
+    gen_kwargs: dict[str, Any] = {"until": ["\n\n"], "max_gen_toks": 4, "do_sample": False}
     prompts = enumerate(["One, two,", "Count the apples: 3"])
-    lm.generate_until([make_instance("generate_until", "t", i, p, asked) for i, p in prompts], True)
+    lm.generate_until(
+        [make_instance("generate_until", "t", i, p, gen_kwargs) for i, p in prompts], True
+    )
     pairs = enumerate([("It is", " a"), ("It is", " b"), ("A longer context", " with more")])
     lm.loglikelihood([make_instance("loglikelihood", "t", i, *pair) for i, pair in pairs], True)
 
 
 def _recorded(lm: MoECacheLM, folder: Path, given: dict[str, Any]) -> Trace:
-    """Run behind this cache, and read the trace of it."""
+    """Run behind the cache of these arguments and read the recorded trace."""
     lm.install(read_config({**given, "trace": str(folder)}))
     _run(lm)
     return load_trace(str(lm.finish_trace()), logits=True, predicted=True)
@@ -100,9 +105,9 @@ def test_a_live_run_equals_the_replay_of_its_trace(
 ) -> None:
     trace = _recorded(lm, tmp_path, {**chosen, **_given(lm, chosen), "seed": 5})
     live, report = lm.engine.ledger.passes, lm.report()
-    again = replay(trace, lm.engine.setting, cache_reset=chosen.get("cache_reset", "never"))
-    assert again.ledger.passes == live
-    totals = task_metrics(again.ledger.requests, again.peak_cache_bytes)
+    replayed = replay(trace, lm.engine.setting, cache_reset=chosen.get("cache_reset", "never"))
+    assert replayed.ledger.passes == live
+    totals = task_metrics(replayed.ledger.requests, replayed.peak_cache_bytes)
     assert totals == report["totals"]
     if "attention" in chosen:
         assert report["attention"] == "context"
@@ -118,15 +123,15 @@ def test_a_live_run_equals_the_replay_of_its_trace(
 
 @pytest.mark.parametrize("cache_reset", ["never", "request"])
 def test_a_warmed_run_equals_its_replay(lm: MoECacheLM, tmp_path: Path, cache_reset: str) -> None:
-    given = {"policy": "on_demand", "cache_reset": cache_reset, "capacity": "40%"}
-    _recorded(lm, tmp_path / "cold", given)
+    config = {"policy": "on_demand", "cache_reset": cache_reset, "capacity": "40%"}
+    _recorded(lm, tmp_path / "cold", config)
     cold, (profile,) = lm.engine.ledger.passes, (tmp_path / "cold").iterdir()
-    trace = _recorded(lm, tmp_path / "warm", {**given, "warm": str(profile)})
+    trace = _recorded(lm, tmp_path / "warm", {**config, "warm": str(profile)})
     live = lm.engine.ledger.passes
     assert live[0].misses < cold[0].misses
     assert lm.report()["warm"] == profile.name
-    again = replay(trace, lm.engine.setting, cache_reset=cache_reset)
-    assert again.ledger.passes == live
+    replayed = replay(trace, lm.engine.setting, cache_reset=cache_reset)
+    assert replayed.ledger.passes == live
     lm.engine.check_integrity()
 
 
@@ -150,23 +155,23 @@ def test_the_windows_of_one_text_replay_as_one_request(
     monkeypatch.setattr(lm, "_max_length", 24)
     text = "One text of three windows, counted in bytes: 1, 2, 3, 4, 5."
     texts = enumerate([text, "A short one.", "A" * 70])
-    asked = [make_instance("loglikelihood_rolling", "task", i, text) for i, text in texts]
-    lm.loglikelihood_rolling(asked, True)
+    requests = [make_instance("loglikelihood_rolling", "task", i, text) for i, text in texts]
+    lm.loglikelihood_rolling(requests, True)
     _run(lm)
     assert max(len(request.passes) for request in lm.engine.ledger.requests[:3]) > 1
     trace = load_trace(str(lm.finish_trace()), predicted=True)
-    again = replay(trace, lm.engine.setting, cache_reset="request")
-    assert _counts(again) == _counts(lm.engine)
-    assert scoring == "scan" or again.ledger.passes == lm.engine.ledger.passes
+    replayed = replay(trace, lm.engine.setting, cache_reset="request")
+    assert _counts(replayed) == _counts(lm.engine)
+    assert scoring == "scan" or replayed.ledger.passes == lm.engine.ledger.passes
 
 
 def test_a_scanned_text_is_recorded_as_decode_passes(lm: MoECacheLM, tmp_path: Path) -> None:
-    given = {"policy": "on_demand", "scoring": "scan", "capacity": "4/layer"}
-    again = replay(_recorded(lm, tmp_path, given), lm.engine.setting)
-    assert _counts(again) == _counts(lm.engine)
-    # Layers go first in the scan and tokens in the replay: the same sums in another order.
-    found, live = ([p.duration_s for p in e.ledger.passes] for e in (again, lm.engine))
-    assert found == pytest.approx(live)
+    config = {"policy": "on_demand", "scoring": "scan", "capacity": "4/layer"}
+    replayed = replay(_recorded(lm, tmp_path, config), lm.engine.setting)
+    assert _counts(replayed) == _counts(lm.engine)
+    # The scan goes layer by layer, the replay token by token: the same sums in another order.
+    replayed_s, live_s = ([p.duration_s for p in e.ledger.passes] for e in (replayed, lm.engine))
+    assert replayed_s == pytest.approx(live_s)
 
 
 def test_a_closed_recording_takes_no_further_passes(lm: MoECacheLM, tmp_path: Path) -> None:
@@ -184,17 +189,20 @@ def test_predictions_of_gates_and_of_a_predictor_are_not_taken_for_each_other(
     chosen = {"policy": "commitmoe_prefetch", "capacity": "40%"}
     (shared,) = _given(lm, chosen).values()
     # A copy: it is overwritten below.
-    given = {**chosen, "prefetch.profile": str(shutil.copy(shared, tmp_path / "own"))}
+    predictor_config = {**chosen, "prefetch.profile": str(shutil.copy(shared, tmp_path / "own"))}
     settings, traces = [], []
-    for each in (given, {"policy": "on_demand", "prefetch": "next_gate", "capacity": "40%"}):
-        traces.append(_recorded(lm, tmp_path, {**each, "trace_keep": "all"}))
+    for config in (
+        predictor_config,
+        {"policy": "on_demand", "prefetch": "next_gate", "capacity": "40%"},
+    ):
+        traces.append(_recorded(lm, tmp_path, {**config, "trace_keep": "all"}))
         settings.append(lm.engine.setting)
     with pytest.raises(ValueError, match="predictions are of the model's own gates and not of the"):
         replay(traces[1], settings[0])
     with pytest.raises(ValueError, match=r"of the predictor .* and not of the model's own gates"):
         replay(traces[0], settings[1])
     other = artifact_for(PREDICTOR, lm.geometry, seed=2, hidden=32)
-    write_artifact(given["prefetch.profile"], other)
+    write_artifact(predictor_config["prefetch.profile"], other)
     with pytest.raises(ValueError, match=r"of the predictor .* and not of the predictor"):
         replay(traces[0], settings[0])
 
@@ -202,16 +210,16 @@ def test_predictions_of_gates_and_of_a_predictor_are_not_taken_for_each_other(
 def test_a_predictor_of_other_routers_is_refused_once_they_are_known(
     lm: MoECacheLM, tmp_path: Path
 ) -> None:
-    chosen = {"policy": "commitmoe_prefetch"}
+    config = {"policy": "commitmoe_prefetch"}
     path = str(tmp_path / "other.safetensors")
     write_artifact(path, artifact_for(PREDICTOR, lm.geometry, hidden=32))
     with pytest.raises(ValueError, match=r"router weights .* are not those of"):
-        lm.install(read_config({**chosen, "prefetch.profile": path}))
+        lm.install(read_config({**config, "prefetch.profile": path}))
     narrow = artifact_for(PREDICTOR, lm.geometry, hidden=16)
     digest = router_digest(find_moe_layers(lm.model))
     write_artifact(path, dataclasses.replace(narrow, router_digest=digest))
     with pytest.raises(ValueError, match="hidden states of 16 numbers, but the routers of"):
-        lm.install(read_config({**chosen, "prefetch.profile": path}))
+        lm.install(read_config({**config, "prefetch.profile": path}))
     lm.install(read_config({"policy": "on_demand"}))
 
 
@@ -231,19 +239,21 @@ def test_a_predictor_that_does_not_fit_is_refused_before_the_weights_are_loaded(
     if damage == "layers":
         sizes = {"expert_bytes": ((1,),) * 4, "dense_bytes": (1,) * 4}
         geometry = dataclasses.replace(geometry, num_layers=4, **sizes)
-    made = artifact_for(PREDICTOR, geometry, hidden=32, loss="bce" if damage == "loss" else "kl")
+    artifact = artifact_for(
+        PREDICTOR, geometry, hidden=32, loss="bce" if damage == "loss" else "kl"
+    )
     if damage == "zero":
-        made.arrays["2.1.weight"][2] = 0
-    write_artifact(path, made)
-    given = {} if damage == "none" else {"prefetch.profile": str(path)}
+        artifact.arrays["2.1.weight"][2] = 0
+    write_artifact(path, artifact)
+    profile = {} if damage == "none" else {"prefetch.profile": str(path)}
     with pytest.raises(ValueError, match=message):
-        check_arguments(geometry.model, {"policy": "commitmoe_prefetch", **given})
+        check_arguments(geometry.model, {"policy": "commitmoe_prefetch", **profile})
 
 
 def test_what_a_trace_keeps_is_exact_and_what_it_lacks_is_said(
     lm: MoECacheLM, tmp_path: Path
 ) -> None:
-    """One plain run serves every composition whose prefetcher asks the gates, and says no else."""
+    """One plain run's trace serves every composition that prefetches by gates; others refuse it."""
     traces = {
         keep: _recorded(lm, tmp_path / keep, {"policy": "on_demand", "trace_keep": keep})
         for keep in KEPT
@@ -251,11 +261,11 @@ def test_what_a_trace_keeps_is_exact_and_what_it_lacks_is_said(
     for policy in ("specmd", "mixtral_offloading", "fate", "moe_infinity", "on_demand"):
         lm.install(read_config({"policy": policy, "capacity": "20%"}))
         _run(lm)
-        again = replay(traces["lossless"], lm.engine.setting)
-        assert again.ledger.passes == lm.engine.ledger.passes
+        replayed = replay(traces["lossless"], lm.engine.setting)
+        assert replayed.ledger.passes == lm.engine.ledger.passes
     plain, weighed, far, lossy = (
-        read_config({"policy": "on_demand", "capacity": "20%", **own}).setting(lm.geometry)
-        for own in (
+        read_config({"policy": "on_demand", "capacity": "20%", **overrides}).setting(lm.geometry)
+        for overrides in (
             {"eviction": "lfu"},
             {"eviction": "score"},
             {"prefetch": "next_gate", "prefetch.depth": 2},
@@ -275,7 +285,7 @@ def test_what_a_trace_keeps_is_exact_and_what_it_lacks_is_said(
 
 
 def test_a_lossy_runs_trace_keeps_everything(lm: MoECacheLM, tmp_path: Path) -> None:
-    """What its prefetcher saw is not what the model routed, so that no proposals serve."""
+    """Its prefetcher saw changed routing, so that proposals recorded there serve no other run."""
     trace = _recorded(lm, tmp_path, {"policy": "specmd_2", "capacity": "40%"})
     assert trace.logits is not None and trace.predicted is not None
     assert not trace.proposed

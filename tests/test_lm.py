@@ -1,4 +1,4 @@
-"""The harness model on a random checkpoint: whose passes are whose, and how they are counted."""
+"""The harness model on a random checkpoint: which passes a request gets, and their counts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_generation_has_a_pass_for_each_token_the_prompt_being_the_first(lm: M
 def test_a_request_that_a_task_repeats_is_measured_each_time(lm: MoECacheLM) -> None:
     install(lm)
     (request,) = generations(1)
-    lm.generate_until([request] * 3, disable_tqdm=True)  # lm-eval lists `repeats` so
+    lm.generate_until([request] * 3, disable_tqdm=True)  # how lm-eval lists `repeats`
     records = lm.engine.ledger.requests
     assert [len(r.passes) for r in records] == [r.output_tokens for r in records]
     assert len({id(p) for r in records for p in r.passes}) == len(lm.engine.ledger.passes)
@@ -140,8 +140,8 @@ def test_report_is_plain_json_and_speed_a_flat_table_of_it(lm: MoECacheLM) -> No
     assert report["policy"]["name"] == "specmd"
     assert report["policy"]["eviction"]["name"] == "least_stale"
     assert totals["requests"] == 8
-    moved = sum(task["bytes_moved"] for task in report["tasks"].values())
-    assert totals["bytes_moved"] == moved == lm.engine.link.bytes_moved
+    bytes_moved = sum(task["bytes_moved"] for task in report["tasks"].values())
+    assert totals["bytes_moved"] == bytes_moved == lm.engine.link.bytes_moved
     assert totals["peak_cache_bytes"] <= report["capacity_bytes"]
     table = pandas.DataFrame(lm.speed()).set_index("task")
     assert list(table.index) == ["choice", "gen", "all"]
@@ -163,7 +163,7 @@ def test_stored_answers_are_refused(lm: MoECacheLM) -> None:
 def test_the_report_says_where_the_model_ran_and_the_table_is_printed_once(
     checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """lm-eval asks for cuda:0 by itself, also where there is none."""
+    """lm-eval asks for cuda:0 by default, even where there is none."""
     options = {"device": "cuda:0", "batch_size": 1}
     lm = MoECacheLM.create_from_arg_string(f"pretrained={checkpoint('olmoe')}", options)
     assert lm.get_model_info()["moecache"]["device"] == str(lm.model.device)
@@ -187,10 +187,10 @@ def test_a_loaded_model_runs_as_the_same_model_by_name(
 ) -> None:
     model, tokenizer = loaded
     settings: dict[str, Any] = {"policy": "specmd", "max_length": 48}
-    ours = MoECacheLM(pretrained=model, tokenizer=tokenizer, **settings)
-    named = MoECacheLM(pretrained=str(checkpoint("olmoe")), device="cpu", **settings)
-    assert answers(ours) == answers(named)
-    assert ours.report() == named.report()
+    preloaded = MoECacheLM(pretrained=model, tokenizer=tokenizer, **settings)
+    by_name = MoECacheLM(pretrained=str(checkpoint("olmoe")), device="cpu", **settings)
+    assert answers(preloaded) == answers(by_name)
+    assert preloaded.report() == by_name.report()
 
 
 def test_the_model_is_in_one_cache_at_a_time_and_given_back_as_it_was(loaded: Loaded) -> None:
@@ -244,8 +244,8 @@ def evaluate(lm: Any, manager: TaskManager, *tasks: str, **options: Any) -> dict
 
 
 def figures(lm: Any, manager: TaskManager, *tasks: str) -> dict[str, Any]:
-    found: dict[str, Any] = evaluate(lm, manager, *tasks)["config"]["moecache"]
-    return found
+    report: dict[str, Any] = evaluate(lm, manager, *tasks)["config"]["moecache"]
+    return report
 
 
 def test_each_evaluation_reports_its_own_requests_as_a_model_of_its_own_would(
@@ -256,7 +256,7 @@ def test_each_evaluation_reports_its_own_requests_as_a_model_of_its_own_would(
     assert (list(first["tasks"]), list(second["tasks"])) == (["generated"], ["chosen"])
     assert first["totals"]["requests"] == 4
     assert figures(lm, manager, "generated") == first
-    # One that failed half way leaves nothing.
+    # An evaluation that fails half way leaves nothing.
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(lm, "loglikelihood", lambda *_: 1 / 0)
         evaluate(lm, manager, "generated", "chosen")
@@ -299,8 +299,8 @@ def test_figures_of_any_task_stand_beside_its_scores_and_on_its_samples(
     install(lm)
     results = evaluate(lm, manager, "generated", "chosen")
     requests = lm.engine.ledger.requests
-    asked = [r for r in requests if r.task == "generated"]
-    ttft_ms = [request_metrics(r)["ttft_ms"] for r in asked]
+    generated = [r for r in requests if r.task == "generated"]
+    ttft_ms = [request_metrics(r)["ttft_ms"] for r in generated]
     row = results["results"]["generated"]
     assert row["ttft_ms,speed"] == pytest.approx(sum(ttft_ms) / 4)
     assert row["ttft_ms_stderr,speed"] > 0
@@ -308,13 +308,15 @@ def test_figures_of_any_task_stand_beside_its_scores_and_on_its_samples(
     assert results["higher_is_better"]["generated"]["request_miss_rate"] is False
     samples = [s for s in results["samples"]["generated"] if s["filter"] == "strict"]
     assert [s["speed"]["ttft_ms"] for s in samples] == ttft_ms
-    # What a latency is read against is no figure of its own in the table of results.
-    assert [s["speed"]["prompt_tokens"] for s in samples] == [r.prompt_tokens for r in asked]
-    assert 0 < asked[0].prompt_tokens < asked[3].prompt_tokens
+    # Latencies are read against the prompt's length, which is no metric in the results table.
+    assert [s["speed"]["prompt_tokens"] for s in samples] == [r.prompt_tokens for r in generated]
+    assert 0 < generated[0].prompt_tokens < generated[3].prompt_tokens
     assert "prompt_tokens,speed" not in row
     # Two choices of a document are one figure: their mean.
-    both = [request_metrics(r)["e2el_ms"] for r in requests if r.task == "chosen"]
-    assert results["samples"]["chosen"][0]["speed"]["e2el_ms"] == pytest.approx(sum(both[:2]) / 2)
+    e2el_ms = [request_metrics(r)["e2el_ms"] for r in requests if r.task == "chosen"]
+    assert results["samples"]["chosen"][0]["speed"]["e2el_ms"] == pytest.approx(
+        sum(e2el_ms[:2]) / 2
+    )
 
 
 def test_figures_are_those_of_the_documents_that_were_asked_for(
@@ -324,6 +326,8 @@ def test_figures_are_those_of_the_documents_that_were_asked_for(
     results = evaluate(lm, manager, "generated", samples={"generated": [3, 1]})
     by_length = sorted(lm.engine.ledger.requests, key=lambda r: r.prompt_tokens)
     short, long = (request_metrics(r)["ttft_ms"] for r in by_length)
-    # By the text: lm-eval misnumbers documents that were not asked for in order.
-    found = {s["doc"]["text"][:6]: s["speed"]["ttft_ms"] for s in results["samples"]["generated"]}
-    assert found == {"page 3": long, "page 1": short}
+    # Keyed by text: lm-eval misnumbers documents that are requested out of order.
+    ttft_by_text = {
+        s["doc"]["text"][:6]: s["speed"]["ttft_ms"] for s in results["samples"]["generated"]
+    }
+    assert ttft_by_text == {"page 3": long, "page 1": short}

@@ -52,17 +52,17 @@ def test_its_json_agrees_with_itself_and_a_drive_is_slower_than_the_host(
     assert ram["ttft_ms"] > ram["ttft_loads_ms"] > 0
     # A drive has no host compute.
     assert disk["link_bytes_per_s"] == 5.6e9 and disk["ttft_ms"] > ram["ttft_ms"]
-    ours, theirs = ({row["policy"] for row in found["rows"]} for found in (ram, disk))
-    assert ours - theirs == {"host"}
+    ram_policies, disk_policies = ({row["policy"] for row in plan["rows"]} for plan in (ram, disk))
+    assert ram_policies - disk_policies == {"host"}
 
 
 def test_what_fits_needs_no_cache_and_is_as_fast_as_its_reads_and_launches(
     moecache: Moecache,
 ) -> None:
     context = ["--context", "1024", "--hardware", "rtx-4090-24gb"]
-    found = moecache.json("plan", "OLMoE-1B-7B", "--precision", "int4", *context)
-    assert found["fit"]["whole"] and "no cache needed" in found["verdict"]
-    (row,) = found["rows"]
+    plan = moecache.json("plan", "OLMoE-1B-7B", "--precision", "int4", *context)
+    assert plan["fit"]["whole"] and "no cache needed" in plan["verdict"]
+    (row,) = plan["rows"]
     card, model = load_hardware("rtx-4090-24gb"), load_real_model("OLMoE-1B-7B")
     experts = 16 * 8 * round(3 * 2048 * 1024 * 4.5 / 8)
     dense = 16 * (4 * 2048**2 + 2048 * 64) * 4.5 / 8 + 2 * 50304 * 2048

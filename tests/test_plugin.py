@@ -83,9 +83,9 @@ class Environment:
         )
 
     def report(self, before: str = "") -> dict[str, Any]:
-        result = self.run("-W", "error::UserWarning", "-c", before + REPORT)
-        assert result.stderr == ""
-        report: dict[str, Any] = json.loads(result.stdout)
+        process = self.run("-W", "error::UserWarning", "-c", before + REPORT)
+        assert process.stderr == ""
+        report: dict[str, Any] = json.loads(process.stdout)
         return report
 
 
@@ -93,18 +93,18 @@ def make_environment(root: Path, *install: str) -> Environment:
     """Install into a new environment, with no network.
 
     A path line makes this interpreter's packages importable without running their .pth files, so
-    that the copy of our package that runs these tests has no say in what they find.
+    that the copy of our package that runs these tests cannot register models there.
     """
     venv.create(root, with_pip=False, symlinks=True)
     environment = Environment(root)
     borrowed = sysconfig.get_path("purelib")
     (environment.site_packages / "zz_borrowed.pth").write_text(f"{borrowed}\n")
     pip = [sys.executable, "-m", "pip", "--python", environment.python, "install", "--quiet"]
-    alone = ["--no-deps", "--no-build-isolation", "--ignore-installed", "--no-index"]
-    result = subprocess.run(
-        [*pip, *alone, *install], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    isolation = ["--no-deps", "--no-build-isolation", "--ignore-installed", "--no-index"]
+    process = subprocess.run(
+        [*pip, *isolation, *install], stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
-    assert result.returncode == 0, result.stderr
+    assert process.returncode == 0, process.stderr
     return environment
 
 
@@ -151,9 +151,9 @@ def test_in_an_installed_environment(name: str, installed: Environment) -> None:
 
 def test_unknown_model_is_answered_with_our_name_among_the_known(installed: Environment) -> None:
     script = "from lm_eval.api.registry import get_model; get_model('moecach')"
-    result = installed.run("-c", script, check=False)
-    assert result.returncode == 1
-    assert " hf," in result.stderr and "moecache" in result.stderr
+    process = installed.run("-c", script, check=False)
+    assert process.returncode == 1
+    assert " hf," in process.stderr and "moecache" in process.stderr
 
 
 def test_lm_eval_lists_our_models_without_torch_with_the_hook_or_without_and_never_twice(
@@ -179,7 +179,7 @@ def test_startup_files_are_installed_and_agree(installed: Environment) -> None:
 
 
 def test_startup_costs_little(installed: Environment) -> None:
-    """The bound is loose for busy machines; measured, it is about 0.3 ms."""
+    """The bound is loose for busy machines; the measured cost is about 0.3 ms."""
     hook = installed.site_packages / "lm_eval_moecache.pth"
     hidden = hook.with_suffix(".hidden")
     seconds: dict[str, list[float]] = {"with": [], "without": []}
@@ -240,11 +240,11 @@ def run_with(folder: Path, then: str = "pass", *options: str) -> subprocess.Comp
 def test_any_part_of_the_start_up_files_is_silent(tmp_path: Path, kept: tuple[str, ...]) -> None:
     for name in kept:
         shutil.copy(STARTUP / name, tmp_path)
-    done = run_with(
+    process = run_with(
         tmp_path, "print(any(type(f).__name__ == 'ModelsFinder' for f in sys.meta_path))"
     )
-    assert (done.stderr, done.returncode) == ("", 0)
-    assert done.stdout == f"{kept == FILES}\n"
+    assert (process.stderr, process.returncode) == ("", 0)
+    assert process.stdout == f"{kept == FILES}\n"
 
 
 def test_a_failing_registration_breaks_nothing_even_where_warnings_are_errors(

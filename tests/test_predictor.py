@@ -74,8 +74,8 @@ def command(
     prompts.write_text("\n".join(PROMPTS))
     sizes = ["--prompts_per_batch", "2"] if kind == "predictor" else ["--width", "8"]
     sizes += ["--tokens", "4", "--max_epochs", "3", "--data", str(prompts)]
-    given = ["profile", kind, "--pretrained", model, "--out", str(folder / out)]
-    return [*given, *sizes, *options]
+    words = ["profile", kind, "--pretrained", model, "--out", str(folder / out)]
+    return [*words, *sizes, *options]
 
 
 def test_the_command_reports_repeats_itself_and_resumes(
@@ -87,22 +87,22 @@ def test_the_command_reports_repeats_itself_and_resumes(
     assert sum(row["tokens"] for row in report["certainty"]) > 0
     assert not (tmp_path / "a.work").exists(), "what is not needed any more goes"
 
-    done = making.train
-    trained: list[int] = []
+    original_train = making.train
+    trained_layers: list[int] = []
 
     def interrupted(*args: Any, layer: int, **kwargs: Any) -> Any:
         if layer == 1:
             raise KeyboardInterrupt
-        trained.append(layer)
-        return done(*args, layer=layer, **kwargs)
+        trained_layers.append(layer)
+        return original_train(*args, layer=layer, **kwargs)
 
     monkeypatch.setattr(making, "train", interrupted)
     assert main(command(model, tmp_path, "b.safetensors")) == 130
     shards = list(tmp_path.glob("b.work/recorded-*/*.safetensors"))
-    before = [shard.stat().st_mtime_ns for shard in shards]
-    monkeypatch.setattr(making, "train", done)
+    mtimes = [shard.stat().st_mtime_ns for shard in shards]
+    monkeypatch.setattr(making, "train", original_train)
     assert main(command(model, tmp_path, "b.safetensors")) == 0
-    assert trained == [0] and len(before) == 3
+    assert trained_layers == [0] and len(mtimes) == 3
     a, b = ((tmp_path / f"{name}.safetensors").read_bytes() for name in "ab")
     assert a == b
 
@@ -121,29 +121,29 @@ def test_another_loss_uses_the_same_recordings(model: str, tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def captured(model: str) -> tuple[Any, Any, RouterCapture, list[torch.Tensor]]:
-    """A model, its layers, and what was seen while it answered two prompts with what it said."""
+    """A model, its layers, the capture of its answers to two prompts, and their token ids."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(model).eval()
-    layers, asked = find_moe_layers(loaded), {"max_new_tokens": 5, "do_sample": False}
-    with torch.no_grad(), RouterCapture(loaded, layers) as seen:
+    layers, options = find_moe_layers(loaded), {"max_new_tokens": 5, "do_sample": False}
+    with torch.no_grad(), RouterCapture(loaded, layers) as capture:
         outputs = [
-            loaded.generate(torch.tensor([ids]), min_new_tokens=5, **asked)
+            loaded.generate(torch.tensor([ids]), min_new_tokens=5, **options)
             for ids in ([5, 6, 7], [9, 6])
         ]
-    return loaded, layers, seen, outputs
+    return loaded, layers, capture, outputs
 
 
 def test_recorded_are_the_passes_over_generated_tokens(captured: Any) -> None:
-    """Row t of a prompt is the pass that read its generated token t, and the next row the next."""
-    loaded, layers, seen, (output, _) = captured
-    assert seen.prompts == [0] * 4 + [1] * 4
-    kept: list[Any] = []
-    handle = layers[1].router.register_forward_hook(lambda m, a, o: kept.append((a[0], o[0])))
+    """Row t of a prompt is the pass that read its generated token t."""
+    loaded, layers, capture, (output, _) = captured
+    assert capture.prompts == [0] * 4 + [1] * 4
+    full_pass: list[Any] = []
+    handle = layers[1].router.register_forward_hook(lambda m, a, o: full_pass.append((a[0], o[0])))
     with torch.no_grad():
         loaded(output[:, :-1])
     handle.remove()
-    for rows, expected in zip((seen.hidden[1], seen.logits[1]), kept[0], strict=True):
-        found = torch.cat(rows[:4]).float()
-        torch.testing.assert_close(found, expected[3:].float(), rtol=0.05, atol=0.05)
+    for rows, expected in zip((capture.hidden[1], capture.logits[1]), full_pass[0], strict=True):
+        recorded = torch.cat(rows[:4]).float()
+        torch.testing.assert_close(recorded, expected[3:].float(), rtol=0.05, atol=0.05)
 
 
 def samples_of(folder: Path, hidden: Any, logits: Any, prompts: Sequence[int]) -> Samples:
@@ -162,7 +162,7 @@ def test_pairs_join_neighbouring_layers_and_neighbouring_tokens(tmp_path: Path) 
     np.testing.assert_array_equal(across.inputs_ND, hidden[1][[0, 1, 3]])
     np.testing.assert_array_equal(across.targets_NE, logits[0][[1, 2, 4]])
     assert across.prompts_N.tolist() == [0, 0, 1]
-    # A batch whose answers ended at once is passed over.
+    # A batch whose answers ended at once is skipped.
     good, empty = tmp_path / "a.safetensors", tmp_path / "empty.safetensors"
     write_shard(empty, hidden[:, :0, :1], hidden[:, :0, :1], np.array([], np.int64))
     assert Samples([empty, good]).pairs(0, 2).inputs_ND.shape == (5, 3)
@@ -188,38 +188,40 @@ def test_training_learns_a_linear_router(loss: str, stages: int) -> None:
     targets = (inputs.astype(np.float64) @ gate).astype(np.float16)
     pairs = Pairs(inputs, targets, np.arange(1200))
     recipe = Recipe(loss=loss, learning_rate=0.01, max_epochs=12)
-    seen, held_out = pairs.where(np.arange(1200) < 1000), pairs.where(np.arange(1200) >= 1000)
-    again, found = (
-        train(seen, held_out, stages=stages, num_chosen=2, recipe=recipe, layer=0)[0]
+    training, held_out = pairs.where(np.arange(1200) < 1000), pairs.where(np.arange(1200) >= 1000)
+    repeated, weights = (
+        train(training, held_out, stages=stages, num_chosen=2, recipe=recipe, layer=0)[0]
         for _ in range(2)
     )
-    values = by_hand(found, 0, stages, held_out.inputs_ND.astype(np.float32))
+    values = by_hand(weights, 0, stages, held_out.inputs_ND.astype(np.float32))
     assert shared(values, held_out.targets_NE, 2).mean() > 0.9 * 2
-    assert all((found[name] == array).all() for name, array in again.items())
+    assert all((weights[name] == array).all() for name, array in repeated.items())
 
 
 def shared(scores: Any, others: Any, count: int) -> np.ndarray:
-    """Count by row the experts that are among the best ones by either."""
-    best = [torch.as_tensor(each).float().topk(count).indices.tolist() for each in (scores, others)]
-    return np.array([len({*ours} & {*theirs}) for ours, theirs in zip(*best, strict=True)])
+    """Count per row the experts among the top `count` of both."""
+    best = [
+        torch.as_tensor(values).float().topk(count).indices.tolist() for values in (scores, others)
+    ]
+    return np.array([len({*row} & {*other}) for row, other in zip(*best, strict=True)])
 
 
 def by_hand(arrays: Any, layer: int, stages: int, values: np.ndarray) -> np.ndarray:
     """A predictor of one or two linear stages, with a ReLU between them."""
-    for place in range(stages):
-        weight, bias = (arrays[f"{layer}.{place}.{what}"] for what in ("weight", "bias"))
-        values = (np.maximum(values, 0) if place else values) @ weight.T + bias
+    for stage in range(stages):
+        weight, bias = (arrays[f"{layer}.{stage}.{name}"] for name in ("weight", "bias"))
+        values = (np.maximum(values, 0) if stage else values) @ weight.T + bias
     return values
 
 
 def test_the_loss_is_equation_4_by_hand() -> None:
-    """One sample, no training: KL of (0.7, 0.2, 0.1) from what an untrained network says."""
+    """One sample, no training: KL of (0.7, 0.2, 0.1) from an untrained network's prediction."""
     inputs = np.ones((2, 1), np.float16)
     targets = np.log(np.array([[0.7, 0.2, 0.1]] * 2)).astype(np.float16)
     pairs = Pairs(inputs, targets, np.arange(2))
     recipe = Recipe(learning_rate=1e-12, max_epochs=1)
-    found, best = train(pairs, pairs, stages=1, num_chosen=1, recipe=recipe, layer=3)
-    weight, bias = (found[f"3.0.{what}"].astype(np.float64) for what in ("weight", "bias"))
+    arrays, best = train(pairs, pairs, stages=1, num_chosen=1, recipe=recipe, layer=3)
+    weight, bias = (arrays[f"3.0.{name}"].astype(np.float64) for name in ("weight", "bias"))
     logits = weight[:, 0] + bias
     predicted = np.exp(logits) / np.exp(logits).sum()
     true = np.exp(targets[0].astype(np.float64))
@@ -248,31 +250,33 @@ def test_certainty_is_the_divergence_from_uniform() -> None:
 
 
 def test_judging_counts_each_predictor_on_held_out_prompts(captured: Any, tmp_path: Path) -> None:
-    _, layers, seen, _ = captured
-    seen.write(tmp_path / "a.safetensors")
+    _, layers, capture, _ = captured
+    capture.write(tmp_path / "a.safetensors")
     samples = Samples([tmp_path / "a.safetensors"])
     geometry = make_geometry(num_layers=3, num_experts=8, top_k=3)
     network = PredictorNetwork(artifact_for(PREDICTOR, geometry, hidden=32))
-    judged = judge(
+    judgements = judge(
         samples, network, layers, num_chosen=3, known=np.array([0]), held_out=np.array([1])
     )
-    rows = layer_rows(judged, 3)
+    rows = layer_rows(judgements, 3)
     assert [(row["layer"], row["target"], row["tokens"]) for row in rows] == [
         (0, 1, 4), (1, 2, 4), (2, 0, 3)
     ]  # fmt: skip
     first = samples.pairs(0, 3)
-    held = first.where(first.prompts_N == 1)
-    inputs = torch.from_numpy(held.inputs_ND)
+    held_pairs = first.where(first.prompts_N == 1)
+    inputs = torch.from_numpy(held_pairs.inputs_ND)
     gate = layers[1].router.forward(inputs.bfloat16())[0].detach()
-    assert rows[0]["next_gate"] == pytest.approx(shared(gate, held.targets_NE, 3).mean() / 3)
-    ordered = np.sort(held.targets_NE.astype(np.float32), axis=-1)[:, ::-1]
-    np.testing.assert_allclose(judged[0].gap, ordered[:, 2] - ordered[:, 3])
-    counted = shared(network(0, inputs), held.targets_NE, 3)
-    assert rows[0]["predictor"] == pytest.approx(counted.mean() / 3)
-    (row, *_) = correlation_rows(judged)
-    expected = np.corrcoef(counted, judged[0].gap)[0, 1] if np.ptp(counted) else None
+    assert rows[0]["next_gate"] == pytest.approx(shared(gate, held_pairs.targets_NE, 3).mean() / 3)
+    ordered = np.sort(held_pairs.targets_NE.astype(np.float32), axis=-1)[:, ::-1]
+    np.testing.assert_allclose(judgements[0].gap, ordered[:, 2] - ordered[:, 3])
+    counts = shared(network(0, inputs), held_pairs.targets_NE, 3)
+    assert rows[0]["predictor"] == pytest.approx(counts.mean() / 3)
+    (row, *_) = correlation_rows(judgements)
+    expected = np.corrcoef(counts, judgements[0].gap)[0, 1] if np.ptp(counts) else None
     assert row["set_by_gap"] == (None if expected is None else pytest.approx(expected))
-    assert sum(row["tokens"] for row in certainty_rows(judged, 3)) == sum(r["tokens"] for r in rows)
+    assert sum(row["tokens"] for row in certainty_rows(judgements, 3)) == sum(
+        r["tokens"] for r in rows
+    )
 
 
 def test_the_network_is_relu_between_two_linear_stages() -> None:
@@ -314,13 +318,13 @@ def test_prompts_come_from_lines_or_from_json(tmp_path: Path) -> None:
 
 
 def test_what_ships_for_tiny_was_made_by_the_command_and_beats_every_baseline() -> None:
-    """On held-out prompts in every layer, for both losses."""
+    """On held-out prompts in every layer, for both losses and for SiDA's network."""
     for name, loss in (("predictor", "kl"), ("predictor_bce", "bce"), (DATA_AWARE, None)):
         kind = PREDICTOR if loss else DATA_AWARE
-        found = read_artifact(ARTIFACT_DIR / "tiny" / f"{name}.safetensors", kind, "profile")
-        assert found.made_from.get("loss") == loss
-        rows = found.made_from["layers"]
-        assert len(rows) == found.num_layers == 8
+        artifact = read_artifact(ARTIFACT_DIR / "tiny" / f"{name}.safetensors", kind, "profile")
+        assert artifact.made_from.get("loss") == loss
+        rows = artifact.made_from["layers"]
+        assert len(rows) == artifact.num_layers == 8
         for row in rows:
             assert row[kind] > max(row.get("next_gate", 0), row["frequency"]), row
 
@@ -331,16 +335,16 @@ GEOMETRY = make_geometry(num_layers=3, num_experts=8)
 @given(st.lists(st.floats(-4, 4), min_size=1, max_size=7))
 def test_sparsemax_is_the_nearest_point_of_the_simplex(scores: list[float]) -> None:
     row = torch.tensor(scores, dtype=torch.float64)
-    found = sparsemax(row)
-    assert float(found.min()) >= 0 and abs(float(found.sum()) - 1) < 1e-9
-    own = float(((found - row) ** 2).sum())
+    point = sparsemax(row)
+    assert float(point.min()) >= 0 and abs(float(point.sum()) - 1) < 1e-9
+    distance = float(((point - row) ** 2).sum())
     for index in range(len(scores)):
-        # Any step towards a corner leads away from it.
+        # Any step towards a corner leads away from `row`.
         corner = torch.zeros_like(row)
         corner[index] = 1
         for step in (1e-3, 0.1, 1.0):
-            other = found + step * (corner - found)
-            assert float(((other - row) ** 2).sum()) >= own - 1e-9
+            other = point + step * (corner - point)
+            assert float(((other - row) ** 2).sum()) >= distance - 1e-9
 
 
 def slow_logits(artifact: Artifact, embedded: np.ndarray) -> np.ndarray:
@@ -348,8 +352,8 @@ def slow_logits(artifact: Artifact, embedded: np.ndarray) -> np.ndarray:
     a = {name: array.astype(np.float64) for name, array in artifact.arrays.items()}
     width = len(a["compress.bias"])
     states = [(np.zeros(width), np.zeros(width)) for _ in range(NUM_LSTMS)]
-    read: list[np.ndarray] = []
-    found = []
+    states_so_far: list[np.ndarray] = []
+    logits = []
 
     def sigmoid(values: np.ndarray) -> np.ndarray:
         return np.asarray(1 / (1 + np.exp(-values)))
@@ -364,12 +368,12 @@ def slow_logits(artifact: Artifact, embedded: np.ndarray) -> np.ndarray:
             c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
             values = sigmoid(o) * np.tanh(c)
             states[stage] = (values, c)
-        read.append(values)
-        scores = torch.tensor(np.stack(read) @ values / width**0.5)
-        context = sparsemax(scores).numpy() @ np.stack(read)
+        states_so_far.append(values)
+        scores = torch.tensor(np.stack(states_so_far) @ values / width**0.5)
+        context = sparsemax(scores).numpy() @ np.stack(states_so_far)
         residual = np.maximum(a["residual.weight"] @ compressed + a["residual.bias"], 0)
-        found.append(a["heads.weight"] @ (context + residual) + a["heads.bias"])
-    return np.stack(found).reshape(len(embedded), artifact.num_layers, artifact.num_experts)
+        logits.append(a["heads.weight"] @ (context + residual) + a["heads.bias"])
+    return np.stack(logits).reshape(len(embedded), artifact.num_layers, artifact.num_experts)
 
 
 @pytest.fixture(scope="module")
@@ -383,7 +387,7 @@ def drawn() -> tuple[Artifact, nn.Embedding]:
 def test_pass_by_pass_it_says_of_each_rows_text_what_its_oracle_does(
     drawn: tuple[Artifact, nn.Embedding], seed: int
 ) -> None:
-    """Whatever the padding, the drafts that a cache loses again, and which rows have ended."""
+    """Under any padding, with drafts cropped from the KV cache and rows that have ended."""
     artifact, embedding = drawn
     rng, foresight, past = np.random.default_rng(seed), Foresight(artifact, embedding), 0
     texts: list[list[int | None]] = [[] for _ in range(rng.integers(1, 3))]
@@ -391,16 +395,18 @@ def test_pass_by_pass_it_says_of_each_rows_text_what_its_oracle_does(
         past -= int(rng.integers(0, past + 1)) if rng.random() < 0.2 else 0
         ids = rng.integers(0, 20, (len(texts), rng.integers(1, 4)))
         valid, expected = rng.random(ids.shape) < 0.8, []
-        found = foresight.begin_pass(torch.from_numpy(ids), past, valid.reshape(-1))
+        logits_by_layer = foresight.begin_pass(torch.from_numpy(ids), past, valid.reshape(-1))
         for text, row, real in zip(texts, ids.tolist(), valid.tolist(), strict=True):
-            text[past:] = [each if own else None for each, own in zip(row, real, strict=True)]
-            known = torch.tensor([each for each in text if each is not None], dtype=torch.int64)
+            text[past:] = [
+                token if is_real else None for token, is_real in zip(row, real, strict=True)
+            ]
+            known = torch.tensor([token for token in text if token is not None], dtype=torch.int64)
             if any(real):
                 expected += [
                     *slow_logits(artifact, embedding(known).detach().numpy())[-sum(real) :]
                 ]
-        told = np.stack([found[layer] for layer in range(3)], axis=1)
-        np.testing.assert_allclose(told, np.reshape(expected, (-1, 3, 8)), atol=1e-4)
+        logits = np.stack([logits_by_layer[layer] for layer in range(3)], axis=1)
+        np.testing.assert_allclose(logits, np.reshape(expected, (-1, 3, 8)), atol=1e-4)
         past += ids.shape[1]
 
 
@@ -416,9 +422,9 @@ def test_the_command_makes_the_same_network_twice_and_it_runs(
 ) -> None:
     words = command(model, tmp_path, "made.safetensors", kind="data_aware")
     assert [row["layer"] for row in moecache.json(*words)["layers"]] == [0, 1, 2]
-    made = (tmp_path / "made.safetensors").read_bytes()
+    artifact_bytes = (tmp_path / "made.safetensors").read_bytes()
     moecache(*words)
-    assert (tmp_path / "made.safetensors").read_bytes() == made
+    assert (tmp_path / "made.safetensors").read_bytes() == artifact_bytes
     profile = {"prefetch.profile": str(tmp_path / "made.safetensors")}
     lm = MoECacheLM(pretrained=model, device="cpu", policy="sida", capacity="20%", **profile)
     _run(lm)
@@ -426,8 +432,8 @@ def test_the_command_makes_the_same_network_twice_and_it_runs(
 
 
 def test_a_trace_of_another_policy_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"pretrained": str(checkpoint("olmoe")), "device": "cpu"}
-    lm = MoECacheLM(**given, policy="on_demand", capacity="20%", trace=str(tmp_path))
+    arguments: dict[str, Any] = {"pretrained": str(checkpoint("olmoe")), "device": "cpu"}
+    lm = MoECacheLM(**arguments, policy="on_demand", capacity="20%", trace=str(tmp_path))
     _run(lm)
     lm.wrapped.recorder.writer.close(lm.engine.ledger.requests)  # type: ignore[union-attr]
     [path] = tmp_path.glob("*.parquet")

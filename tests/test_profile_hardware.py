@@ -1,4 +1,4 @@
-"""Hardware profiles: every figure has a source, and decoding is charged what it was measured."""
+"""Hardware profiles: every figure has a source, and decoding is charged its measured time."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_a_measured_profile_has_a_source_for_each_figure_and_can_be_loaded(
     fields = (f for f in dataclasses.fields(Hardware) if f.name not in ("name", "source"))
     figures = {f.name for f in fields if getattr(profile, f.name) != f.default}
     assert profile.name == "here"
-    # A cost that was measured and found to be nothing has its source, too.
+    # A cost measured as zero has its source, too.
     assert isinstance(profile.source, dict)
     assert figures <= profile.source.keys() and (given or figures == profile.source.keys())
-    # With them it can serve `miss=host`, which a profile without them refuses.
+    # With these two a profile serves `miss=host`, which it refuses without them.
     assert {"host_flops", "host_memory_bytes_per_s"} <= figures
     check_host(profile)
     assert profile.memory_bytes_per_s > 1e6
@@ -67,10 +67,10 @@ def test_a_host_is_measured_as_fast_as_it_works(monkeypatch: pytest.MonkeyPatch)
     times = iter([2e-3, 1e-3])
     monkeypatch.setattr(_measure, "typical_s", lambda work, device: (work(), next(times))[1])
     monkeypatch.setattr(_measure, "_matmul_s", lambda *_: 1e-3)
-    found = _measure._measure_host(16 * 2**20, 64)
-    assert found["host_flops"][0] == pytest.approx(2 * 64**3 / 1e-3)
-    read, source = found["host_memory_bytes_per_s"]
-    assert read == pytest.approx(16 * 2**20 / 2e-3)
+    figures = _measure._measure_host(16 * 2**20, 64)
+    assert figures["host_flops"][0] == pytest.approx(2 * 64**3 / 1e-3)
+    rate, source = figures["host_memory_bytes_per_s"]
+    assert rate == pytest.approx(16 * 2**20 / 2e-3)
     assert "with 4 float32 matrices" in source
 
 
@@ -103,8 +103,8 @@ CALM = Step(20.0, (5.0, 7.0), (0.5, 0.5, 0.2), (0.0, 0.0))
 
 
 def test_a_step_is_taken_apart_by_hand() -> None:
-    # What layer 0 demanded moved for 8 s: 18 - 8 = 10 s, 5 more than when calm.
-    # Layer 1 demanded nothing in the first step; in the second 3 s of it, and took 3 s longer.
+    # Layer 0's demands moved for 8 s: 18 - 8 = 10 s, 5 more than when calm.
+    # Layer 1 demanded nothing in the first step; in the second 3 s: 13 - 3 = 10 s, 3 more.
     waited = Step(40.0, (18.0, 9.0), (9.0, 9.0, 9.0), (8.0, 0.0))
     again = Step(40.0, (5.0, 13.0), (9.0, 9.0, 9.0), (0.0, 3.0))
     parts = parts_of([CALM], [waited, again])

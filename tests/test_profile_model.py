@@ -1,4 +1,4 @@
-"""What `moecache profile` learns of a model: buddies, sensitivities, the range of its logits."""
+"""`moecache profile` of a model: its buddies, its sensitivities, the range of its logits."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def test_it_writes_a_profile_of_this_model_that_the_policy_runs_with(
     model, out = str(checkpoint("olmoe")), str(tmp_path / "mine.safetensors")
     assert profile("--pretrained", model, "--data", text, "--k_max=3", "--out", out, "--json") == 0
     printed = json.loads(capsys.readouterr().out)
-    made = read_artifact(out, BUDDIES, "out")
-    assert printed["tokens"] == made.made_from["tokens"] > 100
-    assert made.made_from["data"] == ["some.txt"]
+    artifact = read_artifact(out, BUDDIES, "out")
+    assert printed["tokens"] == artifact.made_from["tokens"] > 100
+    assert artifact.made_from["data"] == ["some.txt"]
     assert max(row["longest"] for row in printed["layers"]) <= 3
     # Each token activates top_k experts in every layer, and pairs each with the others.
-    tokens, top_k = printed["tokens"], made.top_k
-    np.testing.assert_allclose(made.arrays["activations"].sum(axis=-1), tokens * top_k)
-    pairs = made.arrays[PAIRS].sum(axis=(1, 2))
+    tokens, top_k = printed["tokens"], artifact.top_k
+    np.testing.assert_allclose(artifact.arrays["activations"].sum(axis=-1), tokens * top_k)
+    pairs = artifact.arrays[PAIRS].sum(axis=(1, 2))
     np.testing.assert_allclose(pairs, tokens * top_k * (top_k - 1))
     options: dict[str, Any] = {"policy": "buddymoe", "miss.rho": 2, "capacity": "50%"}
     lm = MoECacheLM(model, **options, **{"miss.profile": out}, batch_size=1)
@@ -80,9 +80,9 @@ def test_without_a_profile_the_error_says_how_to_make_one(checkpoint: Checkpoint
 def test_a_profile_of_another_model_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     # Other layer counts before the weights are read, other weights of the same counts after.
     shipped = str(ARTIFACT_DIR / "tiny" / "buddies.safetensors")
-    given: dict[str, Any] = {"policy": "buddymoe", "miss.rho": 2, "miss.profile": shipped}
+    options: dict[str, Any] = {"policy": "buddymoe", "miss.rho": 2, "miss.profile": shipped}
     with pytest.raises(ValueError, match=r"made from 'tiny' with num_layers=8, but .* has"):
-        MoECacheLM(str(checkpoint("olmoe")), **given)
+        MoECacheLM(str(checkpoint("olmoe")), **options)
     model = AutoModelForCausalLM.from_pretrained(str(MODEL_DIR))
     with torch.no_grad():
         find_moe_layers(model)[3].router.weight.mul_(1.1)
@@ -90,7 +90,7 @@ def test_a_profile_of_another_model_is_refused(checkpoint: Checkpoint, tmp_path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(MODEL_DIR) / name, tmp_path)
     with pytest.raises(ValueError, match=r"made from 'tiny', whose router weights.*are not those"):
-        MoECacheLM(str(tmp_path), **given)
+        MoECacheLM(str(tmp_path), **options)
 
 
 def test_the_shipped_profile_is_of_tiny_and_made_from_training_documents() -> None:
@@ -99,10 +99,10 @@ def test_the_shipped_profile_is_of_tiny_and_made_from_training_documents() -> No
     assert shipped.router_digest == router_digest(find_moe_layers(model))
     assert shipped.made_from["tasks"] == ["moecache_offline"] and not shipped.made_from["data"]
     BuddyProfile(shipped)
-    tested = {row["question"] for row in arc()["test"]}
+    test_questions = {row["question"] for row in arc()["test"]}
     examples = task_examples(["tiny_arc"], 50)
     assert len(examples) == 50 and examples[0].answer.startswith(" ")
-    assert not tested & {e.prompt.split("Question: ")[1].split("\n")[0] for e in examples}
+    assert not test_questions & {e.prompt.split("Question: ")[1].split("\n")[0] for e in examples}
 
 
 def test_warm_up_tokens_count_for_less() -> None:
@@ -115,12 +115,12 @@ def test_warm_up_tokens_count_for_less() -> None:
 
 def test_output_similarity_is_the_mean_cosine_of_what_two_experts_give() -> None:
     analyzed = AnalyzedModel("tiny", [TEXT], 40)
-    found = observe(analyzed, 5)
-    similarity = found.similarity()
+    observation = observe(analyzed, 5)
+    similarity = observation.similarity()
     np.testing.assert_allclose(np.diagonal(similarity, axis1=1, axis2=2), 1.0, atol=1e-2)
     np.testing.assert_allclose(similarity, similarity.transpose(0, 2, 1), atol=1e-6)
     # Two experts of layer 2, computed from their weights.
-    hidden = found.hidden[2].float()
+    hidden = observation.hidden[2].float()
     experts = analyzed.layers[2].experts
     outputs = []
     for expert in (3, 8):
@@ -133,7 +133,7 @@ def test_output_similarity_is_the_mean_cosine_of_what_two_experts_give() -> None
 
 
 def fake_manager(include_path: Sequence[str], defaults: bool) -> Any:
-    """lm-eval's index without its 10,000 tasks, and one task that has test documents only."""
+    """lm-eval's index without its 10,000 tasks: two that have only the documents they test on."""
     no, yes = (lambda: False), (lambda: True)
     task = SimpleNamespace(has_training_docs=no, has_validation_docs=yes, has_test_docs=no)
     index = {"tiny_arc": task, "only_test": task}
@@ -195,7 +195,7 @@ def analyzed() -> AnalyzedModel:
 
 
 def test_the_slope_is_that_of_the_loss(analyzed: AnalyzedModel) -> None:
-    """One token's output is moved a little along its change: the loss must follow the gradient."""
+    """One token's output moves a little along its change: the loss must follow the gradient."""
     analyzed.model.float()
     fisher, layer, token, step = Fisher(analyzed), 3, 7, 1e-3
 
@@ -211,9 +211,9 @@ def test_the_slope_is_that_of_the_loss(analyzed: AnalyzedModel) -> None:
     (slopes,) = torch.autograd.grad(plain, [output])
 
     def moved(shift: float) -> float:
-        by = torch.zeros_like(output)
-        by[token] = shift * change[token].to(output.dtype)
-        return float(loss(lambda module, args, output: output + by).detach())
+        delta = torch.zeros_like(output)
+        delta[token] = shift * change[token].to(output.dtype)
+        return float(loss(lambda module, args, output: output + delta).detach())
 
     slope = float(slopes[token].double() @ change[token])
     assert slope == pytest.approx((moved(step) - moved(-step)) / (2 * step), rel=0.05, abs=1e-3)
@@ -225,14 +225,16 @@ def test_a_quarter_of_the_activations_lies_below_its_threshold(analyzed: Analyze
     assert (fisher.sensitivity > 0).all()
     thresholds = fisher.thresholds()
     assert np.isfinite(thresholds).all() and (np.diff(thresholds) >= 0).all()
-    found = np.concatenate(
+    activation_rises = np.concatenate(
         [
-            rises(np.concatenate(kept), value).ravel()
-            for kept, value in zip(fisher._weights, fisher.sensitivity, strict=True)
+            rises(np.concatenate(weights), value).ravel()
+            for weights, value in zip(fisher._weights, fisher.sensitivity, strict=True)
         ]
     )
     for share in (10, 25, 50):
-        assert np.mean(found <= thresholds[share]) == pytest.approx(share / 100, abs=0.02)
+        assert np.mean(activation_rises <= thresholds[share]) == pytest.approx(
+            share / 100, abs=0.02
+        )
 
 
 def test_profile_sensitivity_writes_what_the_routing_takes(
@@ -240,8 +242,8 @@ def test_profile_sensitivity_writes_what_the_routing_takes(
 ) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "s.safetensors"
     text.write_text(APPLES)
-    found = moecache.json("profile", "sensitivity", "--data", text, "--out", out)
-    assert len(found["sensitivity"]) == 8
+    report = moecache.json("profile", "sensitivity", "--data", text, "--out", out)
+    assert len(report["sensitivity"]) == 8
     arrays = read_artifact(out, SENSITIVITY, "profile").arrays
     assert arrays[LAYERS].shape == (8,) and arrays[THRESHOLDS].shape == (101,)
 
@@ -253,8 +255,8 @@ def test_logit_range_is_the_mean_of_max_less_min_as_the_routing_takes_it(
     file.write_text("some text " * 60)
     command = ["profile", "logit_range", f"--pretrained={model}", f"--data={file}"]
     printed = json.loads(moecache(*command, "--max_tokens=600", f"--out={out}"))
-    kept = json.loads(out.read_text())["logit_range"]
-    assert printed == pytest.approx(kept, abs=1e-4)
+    ranges = json.loads(out.read_text())["logit_range"]
+    assert printed == pytest.approx(ranges, abs=1e-4)
     analyzed = AnalyzedModel(model, [file.read_text()], 600)
     assert len(analyzed.windows) == 2
     with torch.no_grad():
@@ -262,7 +264,7 @@ def test_logit_range_is_the_mean_of_max_less_min_as_the_routing_takes_it(
             analyzed.model(window[None], output_router_logits=True).router_logits
             for window in analyzed.windows
         ]
-    for layer, value in enumerate(kept):
+    for layer, value in enumerate(ranges):
         logits = torch.cat([logits[layer] for logits in outputs]).float()
         expected = (logits.max(-1).values - logits.min(-1).values).mean()
         assert value == pytest.approx(float(expected), rel=1e-4)

@@ -41,27 +41,27 @@ def test_passes_of_different_ranks_are_not_taken_for_one() -> None:
 def test_requests_that_only_fill_up_a_rank_do_not_count(
     names: str, repeats: int, count: int
 ) -> None:
-    each = {name: SimpleNamespace(repeats=repeats) for name in set(names)}
-    assert without_padding([each[name] for name in names]) == count
+    requests = {name: SimpleNamespace(repeats=repeats) for name in set(names)}
+    assert without_padding([requests[name] for name in names]) == count
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_windows_that_only_fill_up_a_rank_do_not_count(
     batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other rank has 4 windows more: HFLM runs the first one here 4 times again."""
+    """The other rank has 4 more windows: HFLM repeats this rank's first window 4 times."""
     lm = MoECacheLM(device="cpu", max_length=48, batch_size=batch_size, policy="on_demand")
-    alone = lm.loglikelihood_rolling(texts(), disable_tqdm=True)
-    before = [(r.prompt_tokens, len(r.passes)) for r in lm.engine.ledger.requests]
+    expected = lm.loglikelihood_rolling(texts(), disable_tqdm=True)
+    counts = [(r.prompt_tokens, len(r.passes)) for r in lm.engine.ledger.requests]
     lm.install(lm.moecache)
     monkeypatch.setattr(lm, "_world_size", 2)
     monkeypatch.setattr(lm, "all_gather", lambda mine: torch.stack([mine, mine + 4]))
-    assert lm.loglikelihood_rolling(texts(), disable_tqdm=True) == alone
+    assert lm.loglikelihood_rolling(texts(), disable_tqdm=True) == expected
     requests = lm.engine.ledger.requests
-    assert [r.prompt_tokens for r in requests] == [tokens for tokens, _ in before]
+    assert [r.prompt_tokens for r in requests] == [tokens for tokens, _ in counts]
     served = {p.index for r in requests for p in r.passes}
     if batch_size == 1:
-        assert [len(r.passes) for r in requests] == [passes for _, passes in before]
+        assert [len(r.passes) for r in requests] == [passes for _, passes in counts]
         assert len(lm.engine.ledger.passes) == len(served) + 4
     lm.wrapped.unwrap()
 
@@ -101,16 +101,16 @@ def test_a_forgotten_request_leaves_its_index_to_no_other() -> None:
 
 @pytest.mark.slow
 def test_two_ranks_give_the_scores_and_the_requests_of_one(tmp_path: Path) -> None:
-    """What `accelerate launch` does with GPUs, with two processes on a CPU."""
-    given = "policy=on_demand,capacity=25%,max_length=256"
-    asked = ("--tasks", "tiny_arc", "--limit", "5")
-    _, one = evaluate(given, tmp_path / "one", *asked)
+    """`accelerate launch` does the same on GPUs; here two processes share a CPU."""
+    model_args = "policy=on_demand,capacity=25%,max_length=256"
+    options = ("--tasks", "tiny_arc", "--limit", "5")
+    _, one = evaluate(model_args, tmp_path / "one", *options)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    ours = {"launcher": launcher, "ACCELERATE_USE_CPU": "true"}
-    _, two = evaluate(given, tmp_path / "two", *asked, **ours)
+    launch = {"launcher": launcher, "ACCELERATE_USE_CPU": "true"}
+    _, two = evaluate(model_args, tmp_path / "two", *options, **launch)
     assert two["results"]["tiny_arc"]["acc,none"] == one["results"]["tiny_arc"]["acc,none"]
-    alone, both = (r["config"]["moecache"] for r in (one, two))
-    assert both["ranks"] == 2 and "ranks" not in alone
+    one_rank, two_ranks = (r["config"]["moecache"] for r in (one, two))
+    assert two_ranks["ranks"] == 2 and "ranks" not in one_rank
     for name in ("requests", "token_miss_rate"):
-        assert both["totals"][name] == pytest.approx(alone["totals"][name], abs=0.05), name
-    assert both["totals"]["requests"] == 20
+        assert two_ranks["totals"][name] == pytest.approx(one_rank["totals"][name], abs=0.05), name
+    assert two_ranks["totals"]["requests"] == 20

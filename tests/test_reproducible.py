@@ -28,15 +28,15 @@ for policy in ({"policy": "specmd"}, {"policy": "on_demand", "eviction": "random
 @pytest.mark.slow
 def test_reports_do_not_depend_on_the_process_or_its_hash_seed(checkpoint: Checkpoint) -> None:
     command = [sys.executable, "-c", SCRIPT, str(checkpoint("olmoe"))]
-    told = []
+    reports = []
     for seed in ("1", "4242"):
         env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(REPOSITORY)}
-        printed = subprocess.run(
+        process = subprocess.run(
             command, cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, text=True
         )
-        told.append([line for line in printed.stdout.split("\n") if line.startswith("[")])
-    assert len(told[0]) == 2 and told[0] == told[1]
-    for line in told[0]:
+        reports.append([line for line in process.stdout.split("\n") if line.startswith("[")])
+    assert len(reports[0]) == 2 and reports[0] == reports[1]
+    for line in reports[0]:
         totals = json.loads(line)[1]["totals"]
         assert totals["evictions"] > 0
         assert totals["hit_rate"] == pytest.approx(1 - totals["miss_rate"])

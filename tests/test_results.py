@@ -1,4 +1,4 @@
-"""What `results/` shows is what its JSONs hold, and its index lists what is there."""
+"""The pages of `results/` follow from its JSONs, and its index lists every folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lm_eval_moecache.sweep.spec import fit
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 INDEX = (RESULTS / "README.md").read_text()
-# A recipe alone has no results to tell of yet.
+# A folder with a recipe alone has no results yet.
 FOUND = [path for pattern in ("*/*.json", f"*/{PACKED}") for path in RESULTS.rglob(pattern)]
 FOLDERS = sorted({RESULTS / path.relative_to(RESULTS).parts[0] for path in FOUND})
 BOARDS = board_folders(RESULTS)
@@ -53,9 +53,9 @@ def test_runs_lie_packed_and_no_search_is_kept() -> None:
 
 
 def test_analyses_and_searches_are_told_as_their_jsons_say() -> None:
-    found = other_tables(RESULTS)
-    assert found
-    for path, text in found.items():
+    tables = other_tables(RESULTS)
+    assert tables
+    for path, text in tables.items():
         assert path.read_text() == text, path
     boards = {folder / "table.md" for folder in BOARDS}
     # Each of these has a script and a test of its own.
@@ -63,8 +63,8 @@ def test_analyses_and_searches_are_told_as_their_jsons_say() -> None:
     scripted |= {RESULTS / "real_routing/claims.md", RESULTS / "CLAIMS.md"}
     # The times of gpu_check are one machine's.
     scripted |= {RESULTS / "first_run/table.md", RESULTS / "wall_clock/gpu_check_cpu.md"}
-    generated = {*found, *boards, *PAPERS, *scripted}
-    # A table that nothing regenerates could say anything.
+    generated = {*tables, *boards, *PAPERS, *scripted}
+    # Nothing would check a table that nothing regenerates.
     others = {p for p in RESULTS.rglob("*.md") if p.name not in WRITTEN_BY_HAND} - generated
     assert others == set()
 
@@ -95,13 +95,13 @@ def test_the_claims_page_is_what_the_command_writes() -> None:
     verdicts = answer(claims, RESULTS)
     written = (RESULTS / "CLAIMS.md").read_text()
     assert page(claims, verdicts) == written, "run: moecache claims results/claims.yaml --write"
-    for found in verdicts:
-        assert found.verdict in (*VERDICTS, IN_PART)
+    for verdict in verdicts:
+        assert verdict.verdict in (*VERDICTS, IN_PART)
         assert all(
-            each.estimate.low <= each.estimate.figure <= each.estimate.high
-            for each in found.answers
+            part.estimate.low <= part.estimate.figure <= part.estimate.high
+            for part in verdict.answers
         )
-        assert found.claim.why.strip(), found.claim.id
+        assert verdict.claim.why.strip(), verdict.claim.id
 
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda p: str(p.parent.relative_to(RESULTS)))
@@ -115,14 +115,14 @@ def test_the_papers_numbers_stand_beside_those_of_the_runs(path: Path) -> None:
 
 
 def test_misses_of_pruning_are_told_by_the_papers_denominator() -> None:
-    """The cache-conditional paper divides misses by k, of however few experts are executed."""
+    """The cache-conditional paper divides misses by k, however few experts are executed."""
     [run] = [run for run in load_runs(RESULTS / PRUNED) if run.model_args.get("routing.h") == 4]
     figures = run.moecache["totals"]
     # A token executes four of its eight experts; those left out were no misses.
     assert figures["token_miss_rate"] == pytest.approx(figures["miss_rate"] * 4 / 8)
 
 
-# --- the leaderboard: each setting once, and what is handed in keeps to its protocol ---
+# --- the leaderboard: each setting once, and submissions keep to its protocol ---
 
 BOARD: dict[str, Any] = yaml.safe_load((RESULTS / "table.yaml").read_text())
 SUBMITTED = sorted((RESULTS / "submissions").glob("*.json"))
@@ -131,7 +131,7 @@ SUBMITTED = sorted((RESULTS / "submissions").glob("*.json"))
 def check_submission(run: Run, protocol: Mapping[str, Any]) -> None:
     """Check that a run may stand on a leaderboard whose `where` is `protocol`.
 
-    It has these settings, and each task has the scores of its documents, to which its own add up.
+    It has the protocol's settings, and each task's scores are the means of its documents' scores.
     """
     for key, wanted in protocol.items():
         assert selected(run, {key: wanted}), f"the protocol has {key}={wanted!r}"

@@ -1,4 +1,4 @@
-"""Speed figures in lm-eval's own table, the task groups that ask for them, and a judge beside."""
+"""Speed figures in lm-eval's own table, the task groups that request them, and the judge."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_every_member_of_a_shipped_group_carries_speed(path: Path, shipped: Task
     config = yaml.safe_load(text)
     assert config["group"] in shipped.all_groups
     for item in config["task"]:
-        if isinstance(item, str):  # one of our own, which carries it itself
+        if isinstance(item, str):  # a task or group of ours, which carries speed itself
             assert item.startswith("moecache_")
             assert item in shipped.all_tasks
         else:
@@ -227,7 +227,7 @@ def test_shipped_group_runs_on_real_data(
 
 
 class Endpoint(BaseHTTPRequestHandler):
-    """Finds an answer correct that ends in the reference's last word, as `####` answers do."""
+    """Grades an answer correct if it ends in the reference's last word, as `####` answers do."""
 
     asked: list[dict[str, Any]]
     reply: str | None
@@ -239,9 +239,9 @@ class Endpoint(BaseHTTPRequestHandler):
         _, _, graded = prompt.partition("Reference answers: ")
         reference, _, answer = graded.partition("\nAnswer to grade: ")
         words = answer.partition("\n\nThe answer is correct")[0].split()
-        right = words[-1:] == reference.split()[-1:]
-        said = "CORRECT." if right else "It is **INCORRECT**"
-        reply = {"content": said if self.reply is None else self.reply}
+        is_correct = words[-1:] == reference.split()[-1:]
+        verdict = "CORRECT." if is_correct else "It is **INCORRECT**"
+        reply = {"content": verdict if self.reply is None else self.reply}
         text = json.dumps({"choices": [{"message": reply}]})
         self.send_response(500 if self.reply == "broken" else 200)
         self.end_headers()
@@ -270,8 +270,8 @@ def manager_of(metadata: dict[str, str]) -> TaskManager:
 def run(metadata: dict[str, str]) -> dict[str, Any]:
     lm = MoECacheLM(policy="on_demand", capacity="50%")
     options = {"task_manager": manager_of(metadata), "limit": 3, "bootstrap_iters": 0}
-    found = lm_eval.simple_evaluate(lm, tasks=["moecache_judged"], **options)
-    return dict(found["results"]["tiny_gsm8k"])
+    results = lm_eval.simple_evaluate(lm, tasks=["moecache_judged"], **options)
+    return dict(results["results"]["tiny_gsm8k"])
 
 
 def test_an_endpoint_judges_and_its_agreement_with_exact_match_is_reported(
@@ -283,8 +283,8 @@ def test_an_endpoint_judges_and_its_agreement_with_exact_match_is_reported(
     assert scores["judged,judge"] == scores["exact_match,strict-match"]
     assert scores["judge_agreement,judge"] == 1.0
     assert "request_tok_per_s,speed" in scores
-    asked = [(one["path"], one["model"]) for one in handler.asked]
-    assert asked == [("/v1/chat/completions", "some-model")] * 3
+    targets = [(request["path"], request["model"]) for request in handler.asked]
+    assert targets == [("/v1/chat/completions", "some-model")] * 3
     assert handler.asked[0]["temperature"] == 0
     # The judge reads the whole answer, not what a filter extracts from it.
     assert "####" in handler.asked[0]["messages"][0]["content"].split("Answer to grade:")[1]
@@ -296,9 +296,9 @@ def test_a_verdict_is_asked_for_once(endpoint: tuple[str, type[Endpoint]], tmp_p
     assert Judge("m", url, cache).verdict("2 + 3?", "5", "It is 5") == 1.0
     assert Judge("m", url, cache).verdict("2 + 3?", "5", "It is 6") == 0.0
     with cache.open("a") as file:
-        file.write('{"key": "cut o')  # what a killed run leaves
-    again = Judge("m", url, cache)
-    assert again.verdict("2 + 3?", "5", "It is 5") == 1.0
+        file.write('{"key": "cut o')  # left by a killed run
+    reopened = Judge("m", url, cache)
+    assert reopened.verdict("2 + 3?", "5", "It is 5") == 1.0
     assert len(handler.asked) == 2
     assert Judge("other", url, cache).verdict("2 + 3?", "5", "It is 5") == 1.0
     assert len(handler.asked) == 3, "another judge has verdicts of its own"

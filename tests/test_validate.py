@@ -1,4 +1,4 @@
-"""`moecache validate`, `profile hardware --from`: by hand, on the clock's own, on a phone."""
+"""`moecache validate` and `profile hardware --from`: by hand, on the clock itself, on a phone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def profile(folder: Path, name: str = "device", **changes: object) -> Path:
 
 
 def measured_by(trace: Path, hardware: Hardware, reads: int = 2) -> Series:
-    """What a device would measure that is as the clock says."""
+    """Measurements of a device that matches the clock exactly."""
     run = load_trace(str(trace))
     return foretell(run, setting_of(run, hardware, ENGINE, reads))
 
@@ -50,9 +50,9 @@ def write(path: Path, columns: dict[str, Any], comment: str = "") -> Path:
 
 
 def validated(moecache: Moecache, *options: object) -> dict[str, Any]:
-    how = ("--capacity", CAPACITY, "--execute", "as_they_arrive", "--reads_per_expert", "2")
-    found: dict[str, Any] = moecache.json("validate", *options, *how)
-    return found
+    settings = ("--capacity", CAPACITY, "--execute", "as_they_arrive", "--reads_per_expert", "2")
+    comparison: dict[str, Any] = moecache.json("validate", *options, *settings)
+    return comparison
 
 
 def test_a_device_that_is_as_the_clock_says_is_met_in_everything(
@@ -61,24 +61,24 @@ def test_a_device_that_is_as_the_clock_says_is_met_in_everything(
     device = profile(tmp_path, link_lanes=2, link_lane_bytes_per_s=4e6)
     measured = dict(measured_by(trace, load_hardware(str(device))).columns)
     table = write(tmp_path / "measured.csv", measured, "# a comment\n")
-    found = validated(moecache, trace, table, "--hardware", device)
-    assert list(found) == list(EXACT)
-    assert found == pytest.approx(EXACT, abs=1e-9)
+    comparison = validated(moecache, trace, table, "--hardware", device)
+    assert list(comparison) == list(EXACT)
+    assert comparison == pytest.approx(EXACT, abs=1e-9)
 
 
 def test_ratios_and_errors_are_ours_to_theirs_under_other_names(
     tmp_path: Path, trace: Path, moecache: Moecache
 ) -> None:
     device = profile(tmp_path)
-    ours = measured_by(trace, load_hardware(str(device))).columns
-    slower = {"total": 2 * ours["wall_ms"], "hits": ours["cache_hit_pct"] - 5}
+    foretold = measured_by(trace, load_hardware(str(device))).columns
+    slower = {"total": 2 * foretold["wall_ms"], "hits": foretold["cache_hit_pct"] - 5}
     table = write(tmp_path / "measured.csv", slower)
     names = ["--columns", "{wall_ms: total, cache_hit_pct: hits}"]
-    found = validated(moecache, trace, table, "--hardware", device, *names)
-    assert found["wall_ratio"] == pytest.approx(0.5)
-    assert found["wall_median_error"] == pytest.approx(0.5)
-    assert found["hit_rate_difference"] == pytest.approx(0.05)
-    assert found["bytes_ratio"] is None and found["stall_ratio"] is None
+    comparison = validated(moecache, trace, table, "--hardware", device, *names)
+    assert comparison["wall_ratio"] == pytest.approx(0.5)
+    assert comparison["wall_median_error"] == pytest.approx(0.5)
+    assert comparison["hit_rate_difference"] == pytest.approx(0.05)
+    assert comparison["bytes_ratio"] is None and comparison["stall_ratio"] is None
     part = validated(moecache, trace, table, "--hardware", device, *names, "--tokens", "5:8")
     assert part["tokens"] == 3
 
@@ -101,8 +101,8 @@ def test_tables_that_do_not_fit_are_refused(
     table = tmp_path / "measured.csv"
     if columns is not None:
         write(table, columns)
-    given = ["--hardware", profile(tmp_path), "--capacity", CAPACITY]
-    assert said in moecache("validate", trace, table, *given, *options, code=2)
+    settings = ["--hardware", profile(tmp_path), "--capacity", CAPACITY]
+    assert said in moecache("validate", trace, table, *settings, *options, code=2)
 
 
 def test_a_fit_finds_the_figures_that_made_the_measurements(
@@ -111,7 +111,7 @@ def test_a_fit_finds_the_figures_that_made_the_measurements(
     link = {"link_lanes": 2, "link_bytes_per_s": 1e8}
     true = profile(tmp_path, **link, link_lane_bytes_per_s=3e6, memory_bytes_per_s=2e7)
     columns = dict(measured_by(trace, load_hardware(str(true))).columns)
-    # Management is measured on its own: one unit in so many bytes.
+    # Management has a column of its own, fitted per byte read.
     columns["mgmt_ms"] = columns["read_bytes"] * 1e-30
     table = write(tmp_path / "measured.csv", columns)
     start = profile(tmp_path, "start", **link, link_lane_bytes_per_s=5e6)
@@ -119,16 +119,16 @@ def test_a_fit_finds_the_figures_that_made_the_measurements(
     command = ["profile", "hardware", "--out", out, "--from", trace, table, "--base", start]
     command += ["--capacity", CAPACITY, "--execute", "as_they_arrive", "--reads", "2"]
     command += ["--fit", "link_lane_bytes_per_s,memory_bytes_per_s,link_bytes_per_s", "--json"]
-    found = moecache.json(*list(map(str, command)))
+    report = moecache.json(*list(map(str, command)))
     fitted = load_hardware(str(out))
     assert fitted.link_lane_bytes_per_s == pytest.approx(3e6, rel=0.01)
     assert fitted.memory_bytes_per_s == pytest.approx(2e7, rel=0.02)
-    low, high = found["intervals"]["link_lane_bytes_per_s"]
+    low, high = report["intervals"]["link_lane_bytes_per_s"]
     assert low <= 3e6 * 1.001 and high >= 3e6 * 0.999
-    # Two lanes of 3 MB/s never feel a link of 100.
-    assert found["says_nothing_of"] == ["link_bytes_per_s"]
+    # Two lanes of 3 MB/s never saturate a link of 100 MB/s.
+    assert report["says_nothing_of"] == ["link_bytes_per_s"]
     assert fitted.sources["link_lane_bytes_per_s"].startswith("fitted on 1 runs")
-    (run,) = found["runs"].values()
+    (run,) = report["runs"].values()
     assert run["stall_median_error"] < 0.01
 
 
@@ -140,10 +140,10 @@ def test_the_shipped_phone_profile_foretells_the_phone(
     table = trace.parent.parent / "phone" / f"{name}.per_token.csv"
     command = ["validate", str(trace), str(table), "--hardware", "oneplus-15r", "--json"]
     command += ["--capacity", "4000MiB", "--execute", "as_they_arrive"]
-    found = moecache.json(*command, "--reads_per_expert", reads)
-    assert found["bytes_ratio"] == pytest.approx(1, abs=0.01)
-    assert found["bytes_correlation"] >= 0.999
-    assert abs(found["hit_rate_difference"]) < 0.001
-    assert found["stall_median_error"] <= 0.08
-    assert found["stall_ratio"] == pytest.approx(1, abs=0.06)
-    assert found["wall_median_error"] <= 0.09
+    comparison = moecache.json(*command, "--reads_per_expert", reads)
+    assert comparison["bytes_ratio"] == pytest.approx(1, abs=0.01)
+    assert comparison["bytes_correlation"] >= 0.999
+    assert abs(comparison["hit_rate_difference"]) < 0.001
+    assert comparison["stall_median_error"] <= 0.08
+    assert comparison["stall_ratio"] == pytest.approx(1, abs=0.06)
+    assert comparison["wall_median_error"] <= 0.09
