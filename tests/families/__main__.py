@@ -50,7 +50,7 @@ def table(rows: Sequence[Row]) -> str:
     lines += ["", "## Reasons", ""]
     lines += [f"- `{row.model_type}`: {' '.join(r.split())}" for row in rows for r in row.reasons]
     lines += ["", "## Weighting rules", ""]
-    lines += [f"- `{each.__name__}`: {' '.join(str(each.__doc__).split())}" for each in RULES]
+    lines += [f"- `{rule.__name__}`: {' '.join(str(rule.__doc__).split())}" for rule in RULES]
     return "\n".join([*lines, ""])
 
 

@@ -1,4 +1,4 @@
-"""Checks one model type from end to end, and says what came of it."""
+"""Checks one model type end to end and fills its row of the table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BATCH_SIZES = (1, 4)
 
 @dataclass
 class Row:
-    """What one model type does; a cell is one of the words above, or `-` where none applies."""
+    """One model type's results: a cell is one of the words above, or `-` where none applies."""
 
     model_type: str
     virtual: str = "-"
@@ -57,7 +57,7 @@ class Row:
 
 
 def save(folder: Path, model_type: str) -> Path:
-    """Write a checkpoint that can be loaded; of a type without a causal model the configuration."""
+    """Write a loadable checkpoint, or for a type without a causal model its configuration."""
     if model_type in causal_types():
         small_model(model_type).save_pretrained(folder)
     else:
@@ -67,13 +67,13 @@ def save(folder: Path, model_type: str) -> Path:
 
 
 def answers(lm: Any, batch_sizes: Sequence[int]) -> list[Any]:
-    """Ask for generations of unequal length, padded where the batch has several, and for scores."""
-    found: list[Any] = []
+    """Return generations of unequal length, padded where a batch has several, and scores."""
+    outputs: list[Any] = []
     for batch_size in batch_sizes:
         lm.batch_size_per_gpu = batch_size
-        found.append(lm.generate_until(generations(3), disable_tqdm=True))
-        found.append(lm.loglikelihood(choices()[1:3], disable_tqdm=True))
-    return found
+        outputs.append(lm.generate_until(generations(3), disable_tqdm=True))
+        outputs.append(lm.loglikelihood(choices()[1:3], disable_tqdm=True))
+    return outputs
 
 
 class Checked:
@@ -101,9 +101,9 @@ class Checked:
 
     def judge(self, lm: MoECacheLM, ours: Mapping[str, str]) -> str:
         """Compare a lossless setting's answers with those of the plain model."""
-        found = answers(lm, BATCH_SIZES)
+        outputs = answers(lm, BATCH_SIZES)
         lm.engine.check_integrity()
-        if found == self.plain:
+        if outputs == self.plain:
             return EQUAL
         self.row.reasons.append(f"{dict(ours)}: answers differ")
         return FAILED
@@ -117,46 +117,46 @@ class Checked:
         row.prefetching = row.trace = row.lossy = REFUSED
         if not self.is_refused(PREFETCHING):
             row.prefetching, row.trace = self.replayed(lm)
-        if not any(self.is_refused(ours) for ours in LOSSY):
+        if not any(self.is_refused(setting) for setting in LOSSY):
             row.lossy = self.lossy(lm)
         lm.wrapped.unwrap()
 
     def replayed(self, lm: MoECacheLM) -> tuple[str, str]:
         """Run the default policy and replay its trace."""
         lm.install(read_config({**PREFETCHING, "trace": str(self.folder / "traces")}))
-        same = self.judge(lm, PREFETCHING)
+        verdict = self.judge(lm, PREFETCHING)
         trace = load_trace(str(lm.finish_trace()), logits=True, predicted=True)
-        again = replay(trace, lm.engine.setting)
-        return same, EQUAL if again.ledger.passes == lm.engine.ledger.passes else FAILED
+        engine = replay(trace, lm.engine.setting)
+        return verdict, EQUAL if engine.ledger.passes == lm.engine.ledger.passes else FAILED
 
     def lossy(self, lm: MoECacheLM) -> str:
         """Run lossy algorithms: they change something, and leave the model as it was."""
-        for ours in LOSSY:
-            lm.install(read_config(ours))
+        for setting in LOSSY:
+            lm.install(read_config(setting))
             answers(lm, [4])
             passes = lm.engine.ledger.passes
-            assert sum(p.unfaithful + p.dropped for p in passes) > 0, f"{ours} changed nothing"
+            assert sum(p.unfaithful + p.dropped for p in passes) > 0, f"{setting} changed nothing"
         lm.install(read_config(ON_DEMAND))
         return RUNS if answers(lm, BATCH_SIZES) == self.plain else FAILED
 
     def under_wall_clock(self, **store: str) -> str:
-        ours = {**ON_DEMAND, "clock": "wall", **store}
-        if self.is_refused(ours):
+        setting = {**ON_DEMAND, "clock": "wall", **store}
+        if self.is_refused(setting):
             return REFUSED
-        lm = self.load(ours)
-        found = self.judge(lm, ours)
+        lm = self.load(setting)
+        verdict = self.judge(lm, setting)
         lm.wrapped.unwrap()
-        return found
+        return verdict
 
 
 def check(model_type: str) -> Row:
-    """Check a model type on random weights; nothing is raised, whatever goes wrong."""
+    """Check a model type on random weights; failures go into its row, and none is raised."""
     row = Row(model_type)
     with tempfile.TemporaryDirectory() as folder:
         try:
             _fill(row, Checked(row, Path(folder)))
         except Exception as error:
-            # Whatever a model's code raises belongs into the table.
+            # Any error of a model's code belongs in the table.
             row.reasons.append(f"{type(error).__name__}: {error}")
             row.virtual = FAILED
     return row

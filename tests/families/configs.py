@@ -1,7 +1,7 @@
 """Random two-layer models of every transformers model type with the experts interface.
 
-Which types there are is read from the installed transformers; a type that is new there is tried
-with the common sizes, and gets an entry below where these do not fit it.
+The types are read from the installed transformers; a new type is tried with the common sizes, and
+gets an entry below where these do not fit it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _COMMON: dict[str, Any] = {
     "n_shared_experts": 1,
     "n_group": 2,
     "topk_group": 2,
-    # Computed from the number of layers where nothing is said.
+    # Where unset, computed from the number of layers.
     "layer_types": None,
     "mlp_layer_types": None,
     "mlp_only_layers": [],
@@ -99,23 +99,23 @@ _PARTS = {"adapter_out_dim": 32}
 
 @cache
 def _modules() -> frozenset[str]:
-    """Return the modules of transformers with a modeling file that has the decorator."""
+    """Return the transformers modules whose modeling file has the experts decorator."""
     root = Path(transformers.__file__).parent / "models"
     files = root.glob("*/modeling_*.py")
     return frozenset(f.parent.name for f in files if "@use_experts_impl" in f.read_text())
 
 
 def causal_types() -> list[str]:
-    """Return the model types with experts that transformers has a causal language model for."""
+    """Return the model types with experts and a causal language model."""
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return sorted(t for t in names if model_type_to_module_name(t) in _modules())
 
 
 def other_types() -> list[str]:
-    """Return those that it has only another model for, without encoders of sound and sight."""
-    found = (t for t in MODEL_MAPPING_NAMES if model_type_to_module_name(t) in _modules())
+    """Return those with experts and no causal model, except vision and audio encoders."""
+    types = (t for t in MODEL_MAPPING_NAMES if model_type_to_module_name(t) in _modules())
     encoders = ("_vision", "_audio")
-    return sorted({t for t in found if not t.endswith(encoders)} - set(causal_types()))
+    return sorted({t for t in types if not t.endswith(encoders)} - set(causal_types()))
 
 
 def small_config(model_type: str, **changes: Any) -> Any:
@@ -144,7 +144,7 @@ def small_model(model_type: str) -> Any:
                 parameter.normal_(0, 0.25)
         for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):
-                # Which experts a token goes to, where its number says so: all different.
+                # A token's experts, where a table gives them by token id: all different.
                 first = torch.arange(len(buffer))[:, None]
                 buffer.copy_((first + torch.arange(buffer.shape[1])) % 8)
     return model.to(torch.bfloat16).eval()

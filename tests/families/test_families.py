@@ -1,4 +1,4 @@
-"""A sample of the table of model families, and that the table in the documents is whole."""
+"""A sample of the model families, and the committed table of them: it has every type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.families.__main__ import DOCS, table
 from tests.families.check import EQUAL, FAILED, REFUSED, RUNS, Row, check
 from tests.families.configs import causal_types, other_types
 
-# A bias from the block; probabilities and scales; a class for skipping; the token decides.
+# A bias from the block; probabilities and scales; a class for skipping; experts by token id.
 SAMPLE = {
     "minimax_m2": (EQUAL, RUNS),
     "gemma4_text": (EQUAL, RUNS),
