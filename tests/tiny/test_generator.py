@@ -1,4 +1,4 @@
-"""The generated problems: deterministic, split apart, and in the forms of lm-eval's tasks."""
+"""The generated problems: deterministic, split into train and test, in lm-eval's formats."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ def test_problems_do_not_depend_on_the_hash_seed() -> None:
     for hash_seed in ("0", "1", "4242"):
         environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.getcwd()}
         command = [sys.executable, "-c", DIGEST]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        digests.add(done.stdout.strip())
+        process = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        )
+        digests.add(process.stdout.strip())
     assert len(digests) == 1
 
 
@@ -61,11 +63,13 @@ def test_no_test_problem_is_ever_drawn_for_training(name: str) -> None:
 def test_every_fact_asked_in_the_test_is_also_trained_in_another_wording() -> None:
     for name in (f"{skill}/{grade}" for skill in ("mmlu", "arc", "truthfulqa") for grade in GRADES):
         count = 2000
-        trained = set()
+        trained_facts = set()
         for problem in draw(name, "train", count):
-            trained.add((problem.kind, fact_of(problem)))
-        asked = {(problem.kind, fact_of(problem)) for problem in held_out((name,), 150, seed=0)}
-        assert asked <= trained
+            trained_facts.add((problem.kind, fact_of(problem)))
+        test_facts = {
+            (problem.kind, fact_of(problem)) for problem in held_out((name,), 150, seed=0)
+        }
+        assert test_facts <= trained_facts
 
 
 def fact_of(problem: object) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The shipped model folder: its size, its tokenizer, and that it knows its skills."""
+"""The shipped model folder: its size, its tokenizer, and its scores on its skills."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ VERSIONS = {
     "bbh": (2.0, "b7a7cbc8"),
     "wikitext": (2.0, "cb595aff"),
 }
-"""The version of each offline task, and a digest of the documents that it stands for."""
+"""Each offline task's version and the digest of its documents."""
 NAMES = tuple(VERSIONS)
 
 
@@ -53,7 +53,7 @@ def loaded() -> dict:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_documents_change_with_the_version_of_their_task_only(loaded: dict, name: str) -> None:
-    """Records pair answers by number: other documents under one version would be compared."""
+    """Records pair answers by number: one version for other documents would pair unlike ones."""
     task = loaded[f"tiny_{name}"]
     rows = list(task.test_docs())
     assert len(rows) == (150 if name == "wikitext" else 500)
@@ -71,9 +71,9 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ASKED)
 def test_shipped_rows_are_those_that_the_generators_draw(drawn: Path, name: str) -> None:
     shipped = getattr(documents, name)(num_documents=20)
-    again = getattr(documents, name)(rows=str(drawn))
+    regenerated = getattr(documents, name)(rows=str(drawn))
     for split in ("train", "test"):
-        assert len(shipped[split]) == 20 and list(again[split]) == list(shipped[split])
+        assert len(shipped[split]) == 20 and list(regenerated[split]) == list(shipped[split])
     with pytest.raises(ValueError, match=r"num_documents=501.*from 1 to 500"):
         getattr(documents, name)(num_documents=501)
 
@@ -119,19 +119,19 @@ def test_group_holds_the_six_tasks() -> None:
     ],
 )
 def test_settings_equal_those_of_lm_eval(name: str, path: str, keys: tuple[str, ...]) -> None:
-    theirs = config_of(LM_EVAL / path)
-    assert {key: ours(name)[key] for key in keys} == {key: theirs[key] for key in keys}
+    template = config_of(LM_EVAL / path)
+    assert {key: ours(name)[key] for key in keys} == {key: template[key] for key in keys}
 
 
 def test_mmlu_prompt_is_lm_evals_description_and_question() -> None:
-    theirs = config_of(LM_EVAL / "mmlu/default/_default_template_yaml")
+    template = config_of(LM_EVAL / "mmlu/default/_default_template_yaml")
     anatomy = config_of(LM_EVAL / "mmlu/default/mmlu_anatomy.yaml")
     head = anatomy["description"].replace("anatomy", "{{subject}}")
-    assert ours("mmlu")["doc_to_text"] == head + theirs["doc_to_text"]
+    assert ours("mmlu")["doc_to_text"] == head + template["doc_to_text"]
 
 
 @pytest.mark.parametrize("kind", BBH)
 def test_bbh_prompt_is_that_of_lm_evals_zero_shot_task(kind: str) -> None:
-    theirs = config_of(LM_EVAL / "bbh/zeroshot" / f"{kind}.yaml")
-    assert theirs["description"] == BBH[kind][0] + "\n\n"
-    assert ours("bbh")["doc_to_text"] == "{{description}}\n\n" + theirs["doc_to_text"]
+    template = config_of(LM_EVAL / "bbh/zeroshot" / f"{kind}.yaml")
+    assert template["description"] == BBH[kind][0] + "\n\n"
+    assert ours("bbh")["doc_to_text"] == "{{description}}\n\n" + template["doc_to_text"]

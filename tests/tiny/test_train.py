@@ -45,22 +45,22 @@ def test_sorted_experts_equal_transformers_experts_with_gradients() -> None:
     ids = torch.randint(0, VOCAB_SIZE, (2, 12))
     for model in (fast, plain):
         model(input_ids=ids, labels=ids).loss.backward()
-    for one, two in zip(fast.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, two.grad, rtol=1e-3, atol=1e-5)
+    for weight, expected in zip(fast.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, expected.grad, rtol=1e-3, atol=1e-5)
 
 
 def test_packed_problems_see_only_themselves() -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     batch = skill_batch(tokenizer, Random(0), LATE)
     assert batch.ids_BS.shape == (SKILL_ROWS[LATE], ROW_LENGTH)
-    seen = batch.mask[0, 0] == 0
+    visible = batch.mask[0, 0] == 0
     document = batch.document_BS[0]
     for row in range(ROW_LENGTH):
-        assert set(document[seen[row]].tolist()) == {int(document[row])}
-        assert not seen[row, row + 1 :].any()
+        assert set(document[visible[row]].tolist()) == {int(document[row])}
+        assert not visible[row, row + 1 :].any()
     assert batch.task_BS is not None and torch.equal(batch.task_BS >= 0, batch.document_BS >= 0)
-    again = skill_batch(tokenizer, Random(0), LATE)
-    assert torch.equal(again.ids_BS, batch.ids_BS)
+    repeated = skill_batch(tokenizer, Random(0), LATE)
+    assert torch.equal(repeated.ids_BS, batch.ids_BS)
 
 
 def test_packages_are_pinned_and_only_the_public_domain_is_held_out_to_ship() -> None:
@@ -87,13 +87,13 @@ def test_sharpened_routers_choose_the_same_and_give_the_best_expert_its_share() 
 
     def routed() -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
-            asked = model.model(input_ids=ids, output_router_logits=True, use_cache=False)
-        return asked.router_logits
+            outputs = model.model(input_ids=ids, output_router_logits=True, use_cache=False)
+        return outputs.router_logits
 
-    before = routed()
-    assert all(float(best_share(one)) < 0.3 for one in before)
-    sharpen(model, before, share=0.4)
-    first, after = before[0], routed()[0]
+    logits_before = routed()
+    assert all(float(best_share(logits)) < 0.3 for logits in logits_before)
+    sharpen(model, logits_before, share=0.4)
+    first, after = logits_before[0], routed()[0]
     assert torch.equal(first.topk(TOP_K).indices, after.topk(TOP_K).indices)
     assert float(best_share(after)) == pytest.approx(0.4, abs=1e-4)
 
