@@ -44,7 +44,7 @@ COMPOSITIONS = ["on_demand", "mixtral_offloading", "mixture_cache"]
 
 @pytest.fixture(autouse=True)
 def toy_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The toy tasks stand where the package's own do; three compositions are enough."""
+    """Put toy tasks in place of the package's own, and offer three compositions alone."""
     folder = write_tasks(tmp_path / "tasks")
     evaluation._task_manager.cache_clear()
     monkeypatch.setattr(evaluation, "task_configs_dir", lambda: folder)
@@ -63,45 +63,47 @@ def command(tmp_path: Path, checkpoint: Checkpoint) -> list[str]:
 
 
 def asked(checkpoint: Checkpoint) -> Objective:
-    given = {"pretrained": str(checkpoint("olmoe")), "model_args": {"device": "cpu"}}
-    more = {"tasks": ("toy_answer",), "limit": None, "hardware": "a100-5GBps"}
-    return dataclasses.replace(OBJECTIVE, **given, **more, metric="tok_per_s")
+    model = {"pretrained": str(checkpoint("olmoe")), "model_args": {"device": "cpu"}}
+    task = {"tasks": ("toy_answer",), "limit": None, "hardware": "a100-5GBps"}
+    return dataclasses.replace(OBJECTIVE, **model, **task, metric="tok_per_s")
 
 
 def test_a_search_measures_shipped_and_drawn_policies_and_writes_the_best(
     tmp_path: Path, command: list[str], moecache: Moecache
 ) -> None:
-    found = moecache.json(*command, "--trials=16", "--slack=0.05")
-    by_name = {e["name"]: e for e in found["shipped"]}
+    report = moecache.json(*command, "--trials=16", "--slack=0.05")
+    by_name = {e["name"]: e for e in report["shipped"]}
     assert sorted(by_name) == sorted(COMPOSITIONS)
     assert by_name["on_demand"]["measured_by"] == BY_REPLAY
     assert by_name["mixture_cache"]["measured_by"] == BY_MODEL
-    assert sum(found["trials"].values()) == 16
-    assert found["trials"]["pruned"] > 0
+    assert sum(report["trials"].values()) == 16
+    assert report["trials"]["pruned"] > 0
     folder = tmp_path / "found"
     best = load_policy(str(folder / "best.yaml")).as_dict()
-    assert best["routing"] == found["best"]["policy"]["routing"]
-    assert best["miss"] == found["best"]["policy"]["miss"]
-    assert found["best"]["speed"] == max(e["speed"] for e in found["front"] if e["within_budget"])
-    # Every figure that a run gave is in the folder, and can be tabled.
+    assert best["routing"] == report["best"]["policy"]["routing"]
+    assert best["miss"] == report["best"]["policy"]["miss"]
+    assert report["best"]["speed"] == max(e["speed"] for e in report["front"] if e["within_budget"])
+    # The run behind every measured figure is in the folder, ready for tables.
     speeds = {run.moecache["totals"]["tok_per_s"] for run in load_runs(folder / "runs")}
-    assert {e["speed"] for e in found["front"] if e["measured_by"] == BY_MODEL} <= speeds
-    assert found["verdict"] in (folder / "front.md").read_text()
-    assert json.loads((folder / "front.json").read_text()) == found
+    assert {e["speed"] for e in report["front"] if e["measured_by"] == BY_MODEL} <= speeds
+    assert report["verdict"] in (folder / "front.md").read_text()
+    assert json.loads((folder / "front.json").read_text()) == report
 
 
 def test_the_best_is_confirmed_on_documents_that_the_search_has_not_seen(
     tmp_path: Path, command: list[str], moecache: Moecache
 ) -> None:
-    found = moecache.json(*command, "--trials=0", "--limit=1")
-    told = found["confirmation"]
-    assert told["documents"] == {"toy_answer": 1}
-    assert told["points_lost"] == 100 * (told["reference_accuracy"] - told["accuracy"])
+    report = moecache.json(*command, "--trials=0", "--limit=1")
+    confirmation = report["confirmation"]
+    assert confirmation["documents"] == {"toy_answer": 1}
+    assert confirmation["points_lost"] == 100 * (
+        confirmation["reference_accuracy"] - confirmation["accuracy"]
+    )
     runs = load_runs(tmp_path / "found" / "runs")
-    own = {run.label: run for run in runs if str(run.label).endswith("other documents")}
-    assert len(own) == 2
-    for run in own.values():
-        # Document 0 was searched.
+    confirming_runs = {run.label: run for run in runs if str(run.label).endswith("other documents")}
+    assert len(confirming_runs) == 2
+    for run in confirming_runs.values():
+        # The search saw document 0.
         assert list(run.samples["toy_answer"]["exact_match,none"]) == ["1"]
     assert "On 1 other documents" in (tmp_path / "found" / "front.md").read_text()
     assert (
@@ -115,22 +117,22 @@ def test_a_resumed_search_repeats_no_composition_and_draws_something_else(
 ) -> None:
     first = moecache.json(*command, "--trials=3")
     folder = tmp_path / "found"
-    before = {p: p.stat().st_mtime_ns for p in (folder / "runs").glob("*.json")}
-    # What a kill in the middle of a trial leaves behind.
-    left = open_study(folder, asked(checkpoint), 0).ask()
+    mtimes = {p: p.stat().st_mtime_ns for p in (folder / "runs").glob("*.json")}
+    # A trial that was killed half way.
+    killed_trial = open_study(folder, asked(checkpoint), 0).ask()
     second = moecache.json(*command, "--trials=3")
     assert [e["name"] for e in second["shipped"]] == [e["name"] for e in first["shipped"]]
     assert sum(second["trials"].values()) == 7
     assert second["trials"]["fail"] == 1
-    assert all(p.stat().st_mtime_ns == at for p, at in before.items())
+    assert all(p.stat().st_mtime_ns == mtime for p, mtime in mtimes.items())
     study = open_study(folder, asked(checkpoint), 0)
-    drawn = [t.params for t in study.get_trials() if t.params and t.number != left.number]
-    assert drawn[:3] != drawn[3:]
+    params = [t.params for t in study.get_trials() if t.params and t.number != killed_trial.number]
+    assert params[:3] != params[3:]
 
 
 @pytest.mark.parametrize("torn", ["{", '{"op_code":4,"worker_id"', '{"op_code":4}'])
 def test_a_journal_whose_last_write_was_cut_short_goes_on(tmp_path: Path, torn: str) -> None:
-    """By a kill, or a full disk: the next line was written behind it, and all was lost."""
+    """A kill or a full disk cuts it, and a line appended to the torn one would lose the journal."""
     study = open_study(tmp_path, OBJECTIVE, 0)
     study.tell(study.ask(), [0.5, 1.0])
     journal = tmp_path / JOURNAL
@@ -138,9 +140,9 @@ def test_a_journal_whose_last_write_was_cut_short_goes_on(tmp_path: Path, torn: 
         file.write(torn)
     (tmp_path / f"{JOURNAL}.lock").symlink_to(journal)
     for number in (1, 2):
-        again = open_study(tmp_path, OBJECTIVE, 0)
-        assert len(again.get_trials()) == number
-        again.tell(again.ask(), [0.25, 1.0])
+        resumed = open_study(tmp_path, OBJECTIVE, 0)
+        assert len(resumed.get_trials()) == number
+        resumed.tell(resumed.ask(), [0.25, 1.0])
 
 
 def test_a_folder_that_holds_another_question_is_refused(
@@ -172,9 +174,9 @@ def test_a_composition_that_cannot_run_here_is_listed_with_its_reason(
     command: list[str], monkeypatch: pytest.MonkeyPatch, moecache: Moecache
 ) -> None:
     monkeypatch.setattr(search, "policy_names", lambda: ["fate", "on_demand"])
-    found = moecache.json(*command, "--trials=0", "--capacity=2/layer")
-    assert "chooses between layers" in found["left_out"]["fate"]
-    assert [e["name"] for e in found["shipped"]] == ["on_demand"]
+    report = moecache.json(*command, "--trials=0", "--capacity=2/layer")
+    assert "chooses between layers" in report["left_out"]["fate"]
+    assert [e["name"] for e in report["shipped"]] == ["on_demand"]
 
 
 def test_a_lossless_composition_that_no_replay_can_tell_of_is_run(
@@ -188,11 +190,11 @@ def test_a_lossless_composition_that_no_replay_can_tell_of_is_run(
         return replay(self, policy)
 
     monkeypatch.setattr(CandidateRunner, "replay", lacking)
-    found = moecache.json(*command, "--trials=0")
-    measured = {e["name"]: e["measured_by"] for e in found["shipped"]}
+    report = moecache.json(*command, "--trials=0")
+    measured = {e["name"]: e["measured_by"] for e in report["shipped"]}
     assert measured["mixtral_offloading"] == BY_MODEL
     assert measured["on_demand"] == BY_REPLAY
-    assert found["left_out"] == {}
+    assert report["left_out"] == {}
 
 
 @pytest.mark.parametrize(
@@ -211,22 +213,22 @@ def test_a_task_without_the_metric_is_refused_before_anything_runs(
     command: list[str],
     moecache: Moecache,
 ) -> None:
-    told = moecache(*command, *options, code=2)
-    assert all(word in told for word in words), told
+    message = moecache(*command, *options, code=2)
+    assert all(word in message for word in words), message
     assert not (tmp_path / "found").exists()
 
 
 def test_no_shipped_composition_begins_when_the_time_is_up(
     command: list[str], moecache: Moecache
 ) -> None:
-    found = moecache.json(*command, "--timeout=0.000001")
-    assert [e["name"] for e in found["shipped"]] == ["on_demand"]
-    assert sorted(found["left_out"]) == ["mixtral_offloading", "mixture_cache"]
-    assert all("--timeout=1e-06 was over" in why for why in found["left_out"].values())
-    assert found["trials"] == {}
-    again = moecache.json(*command, "--trials=0")
-    assert sorted(e["name"] for e in again["shipped"]) == sorted(COMPOSITIONS)
-    assert again["left_out"] == {}
+    report = moecache.json(*command, "--timeout=0.000001")
+    assert [e["name"] for e in report["shipped"]] == ["on_demand"]
+    assert sorted(report["left_out"]) == ["mixtral_offloading", "mixture_cache"]
+    assert all("--timeout=1e-06 was over" in why for why in report["left_out"].values())
+    assert report["trials"] == {}
+    resumed = moecache.json(*command, "--trials=0")
+    assert sorted(e["name"] for e in resumed["shipped"]) == sorted(COMPOSITIONS)
+    assert resumed["left_out"] == {}
 
 
 def test_a_missing_optuna_is_named(
@@ -240,8 +242,8 @@ GEOMETRY = make_geometry(num_layers=2, num_experts=8, top_k=2)
 
 
 def write_space(folder: Path, **axes: Any) -> Path:
-    usual = {"routing": "standard", "prefetch": "none", "eviction": "lru", "miss": "fetch"}
-    plain = {axis: {name: {}} for axis, name in usual.items()}
+    defaults = {"routing": "standard", "prefetch": "none", "eviction": "lru", "miss": "fetch"}
+    plain = {axis: {name: {}} for axis, name in defaults.items()}
     path = folder / "space.yaml"
     path.write_text(yaml.safe_dump({**plain, **axes}))
     return path
@@ -278,8 +280,12 @@ def test_a_space_draws_whole_numbers_for_whole_ones_and_knows_sizes_and_depths(
     assert isinstance(overrides["routing.top_j"], int)
     assert isinstance(overrides["routing.lambda"], float)
     assert overrides["routing"] == "cache_prior"
-    found = [space.max_depth, Space({"prefetch": {}}).max_depth]
-    assert [*found, Space({"prefetch": {"next_gate": {"depth": [1, 3, 2]}}}).max_depth] == [4, 1, 3]
+    max_depths = [space.max_depth, Space({"prefetch": {}}).max_depth]
+    assert [*max_depths, Space({"prefetch": {"next_gate": {"depth": [1, 3, 2]}}}).max_depth] == [
+        4,
+        1,
+        3,
+    ]
 
 
 QUESTION = {**dataclasses.asdict(OBJECTIVE), "tasks": ["quiz"], "limit": None}
@@ -317,7 +323,7 @@ EQUAL = [entry("a", 0.9, 5.0), entry("b", 0.9, 5.0, SHIPPED), entry("c", 0.9, 4.
             "trial 7 (tok_per_s 130.0, accuracy 0.890) is faster than every shipped composition "
             "that meets the budget: specmd (100.0).",
         ),
-        # A latency is better where it is lower.
+        # For a latency, lower is better.
         (
             "tpot_ms",
             [SPECMD, SEVEN],
@@ -337,12 +343,12 @@ EQUAL = [entry("a", 0.9, 5.0), entry("b", 0.9, 5.0, SHIPPED), entry("c", 0.9, 4.
 def test_the_best_the_front_and_what_is_said_of_them(
     metric: str, entries: list[Any], best: str | None, front: list[str], said: str
 ) -> None:
-    found = outcome(*entries, metric=metric)
-    assert (found["best"] and found["best"]["name"]) == best
-    assert [e["name"] for e in found["front"]] == front
-    assert said in found["verdict"]
-    text = front_table(found)
-    assert found["verdict"] in text and "Left out: commitmoe: needs a predictor" in text
+    report = outcome(*entries, metric=metric)
+    assert (report["best"] and report["best"]["name"]) == best
+    assert [e["name"] for e in report["front"]] == front
+    assert said in report["verdict"]
+    text = front_table(report)
+    assert report["verdict"] in text and "Left out: commitmoe: needs a predictor" in text
     table, _, shipped = text.partition("## Shipped compositions")
     for name, kind in ((e["name"], e["kind"]) for e in entries):
         assert (f"| {name} |" in table, f"| {name} |" in shipped) == (
@@ -352,10 +358,10 @@ def test_the_best_the_front_and_what_is_said_of_them(
 
 
 def test_the_best_policys_file_is_that_policy(tmp_path: Path) -> None:
-    chosen = entry("trial 7", 0.9, 130.0, **{"miss": "drop", "miss.h": 1, "prefetch": "next_gate"})
+    best = entry("trial 7", 0.9, 130.0, **{"miss": "drop", "miss.h": 1, "prefetch": "next_gate"})
     path = tmp_path / "best.yaml"
-    path.write_text(policy_yaml(chosen, QUESTION))
+    path.write_text(policy_yaml(best, QUESTION))
     loaded = load_policy(str(path)).as_dict()
     for part in ("phases", "routing", "prefetch", "eviction", "miss"):
-        assert loaded[part] == chosen["policy"][part]
+        assert loaded[part] == best["policy"][part]
     assert yaml.safe_load(path.read_text())["name"] == "tuned"
