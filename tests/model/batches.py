@@ -1,4 +1,4 @@
-"""Batches with little in them: few rows, much padding, rows that end while others go on."""
+"""Sparse batches: few rows, much padding, rows that end while others go on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAD, END = 0, 1
 class Batch:
     """Prompts of these lengths, padded on the left, and the tokens that follow, row by row.
 
-    A row ends where it is given END: from then on it is fed padding, and nobody reads it.
+    A row ends at END: from then on it is fed padding, and its outputs are ignored.
     """
 
     lengths: Sequence[int]
@@ -29,7 +29,7 @@ class Batch:
     ended: list[bool] = field(init=False)
 
     def logits(self, model: Any, wrapped: WrappedModel | None = None) -> list[Tensor]:
-        """Return what a model answers at every place that is no padding."""
+        """Return a model's logits at every position that is not padding."""
         rows, width = len(self.lengths), max(self.lengths)
         generator = torch.Generator().manual_seed(self.seed)
         tokens = torch.randint(2, 300, (rows, width), generator=generator)
@@ -41,28 +41,28 @@ class Batch:
             wrapped.ended = FinishedSequences([END])
         with torch.no_grad():
             output = model(tokens, attention_mask=mask, use_cache=True)
-            found = [output.logits[i, width - n :] for i, n in enumerate(self.lengths)]
+            logits = [output.logits[i, width - n :] for i, n in enumerate(self.lengths)]
             self.ended = [False] * rows
             for step in self.steps:
-                fed = [PAD if self.ended[i] else step[i] for i in range(rows)]
+                inputs = [PAD if self.ended[i] else step[i] for i in range(rows)]
                 self.ended = [self.ended[i] or step[i] == END for i in range(rows)]
                 if all(self.ended):
                     break
                 mask = torch.cat([mask, torch.ones(rows, 1, dtype=mask.dtype)], -1)
                 output = model(
-                    torch.tensor(fed)[:, None],
+                    torch.tensor(inputs)[:, None],
                     attention_mask=mask,
                     past_key_values=output.past_key_values,
                     use_cache=True,
                 )
-                found += [output.logits[i] for i in range(rows) if not self.ended[i]]
-        return found
+                logits += [output.logits[i] for i in range(rows) if not self.ended[i]]
+        return logits
 
     def count(self) -> list[int]:
-        """Return how many tokens of each pass somebody waits for."""
+        """Return each pass's number of tokens, those of padding and of ended rows left out."""
         counts, ended = [sum(self.lengths)], [False] * len(self.lengths)
         for step in self.steps:
-            ended = [was or token == END for was, token in zip(ended, step, strict=True)]
+            ended = [finished or token == END for finished, token in zip(ended, step, strict=True)]
             if all(ended):
                 break
             counts.append(ended.count(False))
@@ -72,15 +72,15 @@ class Batch:
 def assert_exact(
     model: Any, batch: Batch, clock: str, capacity: str, policy: str = "on_demand"
 ) -> None:
-    """Check that a wrapped model answers a batch bit for bit, and counts whom it serves."""
+    """Check that a wrapped model's logits are equal bit for bit, and the tokens it counts."""
     expected = batch.logits(model)
     wrap = wrap_wall if clock == "wall" else wrap_virtual
     wrapped = wrap(model, policy, capacity)
     try:
-        found = batch.logits(model, wrapped)
+        logits = batch.logits(model, wrapped)
         wrapped.engine.check_integrity()
     finally:
         wrapped.unwrap()
-    same = [torch.equal(a, b) for a, b in zip(expected, found, strict=True)]
+    same = [torch.equal(a, b) for a, b in zip(expected, logits, strict=True)]
     assert all(same), f"{clock}, {capacity}, {batch}: {same}"
     assert [p.num_tokens for p in wrapped.engine.ledger.passes] == batch.count()

@@ -33,7 +33,7 @@ def batches(draw: st.DrawFn) -> Batch:
 @settings(max_examples=25, deadline=None)
 @given(
     batch=batches(),
-    # The gate of GPT-OSS rounds by place; mixtral's products of few rows by their number.
+    # GPT-OSS's gate rounds by position, mixtral's products of few rows by the number of rows.
     family=st.sampled_from(["gpt_oss", "mixtral"]),
     clock=st.sampled_from(["wall", "wall", "virtual"]),
     capacity=st.sampled_from(["1", "25%", "100%"]),
@@ -47,7 +47,7 @@ def test_any_batch_is_answered_bit_for_bit(
 @pytest.mark.parametrize("clock", ["virtual", "wall"])
 @pytest.mark.parametrize("family", FAMILY_CASES)
 def test_a_row_that_chose_the_padding_token_keeps_its_experts(family: str, clock: str) -> None:
-    """Only a row that was given an end token has ended; what it is fed then is padding."""
+    """Only a row that got an end token has ended; its inputs from then on are padding."""
     steps = [[PAD, 7, END], [9, PAD, 5], [PAD, PAD, 5], [8, END, 5]]
     batch = Batch([5, 3, 4], steps)
     assert_exact(model_of(family, torch.bfloat16), batch, clock, "25%")
@@ -57,7 +57,7 @@ def test_a_row_that_chose_the_padding_token_keeps_its_experts(family: str, clock
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "olmoe"])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 9])
 def test_parts_of_a_call_add_up_to_the_kernels_own_result(family: str, rows: int) -> None:
-    """Whatever the parts, also one for each expert: float32, in which places and numbers count."""
+    """In parts of any size, down to one expert: float32 rounds by position and number of rows."""
     module: Any = find_moe_layers(model_of(family, torch.float32))[0].experts
     generator = torch.Generator().manual_seed(rows)
     hidden = torch.randn(rows, 32, generator=generator)

@@ -1,4 +1,4 @@
-"""One object asks a router: its arguments, its device, the number of its logits, whose it is."""
+"""`Gate` calls a router: its arguments, its device, its number of logits, the model it is of."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = {"device": "cpu"}
 
 
 def offloaded(model: Any, folder: Path) -> Any:
-    """Leave a model's layers on disk between calls, as `device_map` does where memory ends."""
+    """Keep a model's layers on disk between calls, as `device_map` does when memory runs out."""
     places = {name: "cpu" for name, _ in model.named_children() if name != "model"}
     for name, _ in model.model.named_children():
         places[f"model.{name}"] = "disk" if name == "layers" else "cpu"
@@ -52,8 +52,8 @@ def test_a_model_that_accelerate_offloads_runs_under_any_policy(
     assert all(p.is_meta for layer in layers for p in layer.router.parameters())
     assert router_digest(layers) == digest
     wrapped = wrap_virtual(model, policy, "25%")
-    found = logits_of(model)
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    logits = logits_of(model)
+    assert all(torch.equal(a, b) for a, b in zip(expected, logits, strict=True))
     assert [p.misses for p in wrapped.engine.ledger.passes] == counts
     wrapped.unwrap()
 
@@ -73,20 +73,20 @@ def test_a_scale_of_each_expert_is_found_without_weights_too() -> None:
     rule = find_rule(find_moe_layers(model)[0].gate.stand_in())
     assert isinstance(rule, SoftmaxChosenScaled)
     scale, logits = torch.tensor([1.0, 2.0, 3.0]), torch.log(torch.tensor([[1.0, 1.0, 2.0]]))
-    found = SoftmaxChosenScaled(scale)(logits, torch.tensor([[2, 1]]), torch.float32)
-    torch.testing.assert_close(found, torch.tensor([[2.0, 2 / 3]]))
+    weights = SoftmaxChosenScaled(scale)(logits, torch.tensor([[2, 1]]), torch.float32)
+    torch.testing.assert_close(weights, torch.tensor([[2.0, 2 / 3]]))
 
 
 def choice_of(family: str) -> tuple[Any, Any, Any]:
-    """Return a family's first gate, a hidden state of five tokens, and what they choose."""
+    """Return a family's first gate, the hidden states of five tokens, and its choice for them."""
     gate = find_moe_layers(small_model(family))[0].gate
     hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     return gate, hidden, gate.ask(hidden)
 
 
 def test_a_routers_bias_comes_from_the_block_around_it() -> None:
-    gate, hidden, before = choice_of("afmoe")
-    assert before.experts.shape == (5, 3)
+    gate, hidden, choice = choice_of("afmoe")
+    assert choice.experts.shape == (5, 3)
     with torch.no_grad():
         gate._block.expert_bias[6] = 100.0
     assert (gate.ask(hidden).experts == 6).any(-1).all()
@@ -115,7 +115,7 @@ def test_experts_of_a_quantiser_are_refused_before_loading(
     method: str, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     byte_tokenizer().save_pretrained(tmp_path)
-    # What the quantiser asks: as on a machine with its kernels.
+    # The quantiser's own check passes, as on a machine with its kernels.
     monkeypatch.setattr(kind, "validate_environment", lambda *args, **kwargs: None)
     for dequantize in (False, True):
         settings = {"quant_method": method, "dequantize": dequantize}

@@ -1,4 +1,4 @@
-"""Equality on other machines, as far as one can stand in for them: instruction sets, threads.
+"""Equality on other machines, as far as this one can stand in: instruction sets, threads.
 
 `python -m tests.model.test_machines` checks it bit for bit in a process of its own.
 """
@@ -40,7 +40,7 @@ def test_logits_are_identical_with_one_thread_and_two(name: str) -> None:
         timeout=300,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    # The variables were read: what torch runs with is what was asked for.
+    # torch has read the variables: it runs with the instruction set asked for.
     expected = {"scalar": "DEFAULT", "avx2": "AVX2"}.get(name)
     assert expected in (None, run.stdout.split()[-1])
 

@@ -1,4 +1,4 @@
-"""Events that wait for the end of their pass are those of a pass served layer by layer."""
+"""Events deferred to the end of their pass equal those of a pass served layer by layer."""
 
 from __future__ import annotations
 
@@ -64,25 +64,27 @@ def test_waiting_for_the_end_of_the_pass_changes_no_count(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = random_model(family)
-    waiting = [ledger(model, *policy) for policy in POLICIES]
+    deferred = [ledger(model, *policy) for policy in POLICIES]
     monkeypatch.setattr(compiled, "is_compiled", lambda: True)
     monkeypatch.setattr(PassLoop, "compile", lambda self: None)  # as plain Python
-    assert [ledger(model, *policy, is_compiled=True) for policy in POLICIES] == waiting
+    assert [ledger(model, *policy, is_compiled=True) for policy in POLICIES] == deferred
     monkeypatch.setattr(Engine, "can_defer", False)
 
     def never(*_: Any) -> None:
         raise AssertionError("an event waited")
 
     monkeypatch.setattr(WrappedModel, "_token_pass", never)
-    assert [ledger(model, *policy) for policy in POLICIES] == waiting
-    assert [ledger(model, *policy, is_compiled=True) for policy in POLICIES] == waiting
+    assert [ledger(model, *policy) for policy in POLICIES] == deferred
+    assert [ledger(model, *policy, is_compiled=True) for policy in POLICIES] == deferred
 
 
 def test_what_changes_outputs_does_not_wait() -> None:
     model = random_model("olmoe")
     geometry = describe(model, find_moe_layers(model), "x")
-    waits = {name: make_engine(name, "40%", geometry).can_defer for name in ("fiddler", "specmd")}
-    assert waits == {"fiddler": True, "specmd": True}
+    can_defer = {
+        name: make_engine(name, "40%", geometry).can_defer for name in ("fiddler", "specmd")
+    }
+    assert can_defer == {"fiddler": True, "specmd": True}
     for name in ("mixture_cache", "importance_scheduling", "pre_gated"):
         assert not make_engine(name, "40%", geometry).can_defer
 
@@ -108,7 +110,7 @@ def test_a_pass_that_breaks_off_leaves_no_event_behind(monkeypatch: pytest.Monke
 
 
 BENT = ("gemma4_text", "zaya", "deepseek_v4")
-"""Families whose logits are no product of the hidden state."""
+"""Families whose logits are not one matrix product of the hidden state."""
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *BENT])
@@ -120,9 +122,9 @@ def test_a_prediction_is_the_routers_own_logits_bit_for_bit(family: str) -> None
     for _ in range(20):
         hidden = torch.randn(1, gate.hidden_size, generator=generator).to(gate.dtype)
         with torch.no_grad():
-            found = gate.predict(hidden)
+            prediction = gate.predict(hidden)
         logits = gate.ask(hidden).logits
-        assert gate.by_token or torch.equal(found.reshape(logits.shape), logits)
+        assert gate.by_token or torch.equal(prediction.reshape(logits.shape), logits)
     assert bool(gate._linear_in) == (family not in (*BENT, "granitemoe"))
 
 
@@ -147,13 +149,13 @@ def test_logits_that_are_bounded_or_bent_are_no_product() -> None:
 
 @pytest.mark.parametrize("valid", [None, np.array([True, False, True])])
 def test_what_a_device_tells_arrives_exactly(valid: Any) -> None:
-    """Whole numbers included, and tensors that differ in rows."""
+    """Integers included, and tensors that differ in rows."""
     experts = torch.tensor([[[5, 16_777_215], [0, 1], [2, 3]]])
     tensors = [experts, torch.rand(3, 2), torch.rand(3, 7).to(torch.float16).float()]
     tensors += [torch.arange(8).reshape(4, 2)] if valid is None else []
     with scripted("compute_late") as device:
-        given, waits = [t.to(NAME) for t in tensors], device.waits
-        found = copy_to_host(given, valid)
-    assert device.waits - waits == 1
-    for ours, plain in zip(found, copy_to_host(tensors, valid), strict=True):
-        assert np.array_equal(ours, plain)
+        on_device, waits_before = [t.to(NAME) for t in tensors], device.waits
+        copies = copy_to_host(on_device, valid)
+    assert device.waits - waits_before == 1
+    for copied, expected in zip(copies, copy_to_host(tensors, valid), strict=True):
+        assert np.array_equal(copied, expected)

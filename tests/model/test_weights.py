@@ -1,4 +1,4 @@
-"""Weights that are not whole are refused before they are loaded, by the file's name."""
+"""Damaged or incomplete weights are refused before loading, with the file's name."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def sharded(folder: Path) -> Path:
     """The same checkpoint in two files and an index."""
     tensors = load_file(folder / NAME)
     (folder / NAME).unlink()
-    places: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate([sorted(tensors)[::2], sorted(tensors)[1::2]], start=1):
         file = f"model-0000{number}-of-00002.safetensors"
         save_file({name: tensors[name] for name in names}, folder / file, {"format": "pt"})
-        places |= dict.fromkeys(names, file)
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        weight_map |= dict.fromkeys(names, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
 
 
@@ -48,9 +48,9 @@ def test_a_file_that_is_cut_short_is_named(folder: Path, left: int) -> None:
     data = (folder / NAME).read_bytes()
     (folder / NAME).write_bytes(data[:left])
     refused(folder, NAME, f"({len(data[:left])} bytes)", "cut short or damaged")
-    # A header that is damaged, at one byte.
-    place = {0: 0, 4: 7, 500: 9, -1: 60}[left]
-    (folder / NAME).write_bytes(data[:place] + bytes([data[place] ^ 0xFF]) + data[place + 1 :])
+    # A header damaged in one byte.
+    offset = {0: 0, 4: 7, 500: 9, -1: 60}[left]
+    (folder / NAME).write_bytes(data[:offset] + bytes([data[offset] ^ 0xFF]) + data[offset + 1 :])
     refused(folder, NAME, "cut short or damaged")
 
 
