@@ -72,7 +72,7 @@ class Batch:
 def assert_exact(
     model: Any, batch: Batch, clock: str, capacity: str, policy: str = "on_demand"
 ) -> None:
-    """Check that a wrapped model's logits are equal bit for bit, and the tokens it counts."""
+    """Check a wrapped model's logits bit for bit, and the tokens that it counts."""
     expected = batch.logits(model)
     wrap = wrap_wall if clock == "wall" else wrap_virtual
     wrapped = wrap(model, policy, capacity)

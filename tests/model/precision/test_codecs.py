@@ -1,6 +1,6 @@
-"""Every codec: what it stores and gives back, by many threads and in pieces, and what it refuses.
+"""Every codec: its codes and decoded weights, by many threads and in pieces, and its refusals.
 
-The libraries themselves, given one whole matrix, are the oracles of the codes and the weights."""
+The oracles of codes and weights are the libraries themselves, on one whole matrix."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def normal(shape: tuple[int, ...] = SHAPE, seed: int = 0) -> torch.Tensor:
 
 def error(level: str, matrix: torch.Tensor) -> float:
     """Return the root mean square error as a share of the weights' spread."""
-    found = codec(level)
-    decoded = found.decode(found.encode(matrix), matrix.shape, matrix.dtype)
+    coder = codec(level)
+    decoded = coder.decode(coder.encode(matrix), matrix.shape, matrix.dtype)
     return float((decoded.float() - matrix.float()).pow(2).mean().sqrt() / matrix.float().std())
 
 
@@ -63,18 +63,18 @@ def error(level: str, matrix: torch.Tensor) -> float:
 def test_layout_tells_what_encode_returns_and_decoding_what_was_asked_for(
     name: str, shape: tuple[int, int]
 ) -> None:
-    found = codec(name)
+    coder = codec(name)
     if shape == (7, 13) and "hqq" in ALIASES.get(name, name):
         pytest.skip("its groups do not divide this")
     if shape == SHAPE:
-        bits = found.nbytes(SHAPE) * 8 / (SHAPE[0] * SHAPE[1])
+        bits = coder.nbytes(SHAPE) * 8 / (SHAPE[0] * SHAPE[1])
         assert bits == pytest.approx(BITS[ALIASES.get(name, name)])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        tensors = found.encode(normal(shape).to(dtype))
-        assert tuple((tuple(t.shape), t.dtype) for t in tensors) == found.layout(shape)
+        tensors = coder.encode(normal(shape).to(dtype))
+        assert tuple((tuple(t.shape), t.dtype) for t in tensors) == coder.layout(shape)
         assert all(tensor.is_contiguous() for tensor in tensors)
-        assert sum(tensor.nbytes for tensor in tensors) == found.nbytes(shape)
-        decoded = found.decode(tensors, shape, dtype)
+        assert sum(tensor.nbytes for tensor in tensors) == coder.nbytes(shape)
+        decoded = coder.decode(tensors, shape, dtype)
         assert (decoded.shape, decoded.dtype) == (shape, dtype)
 
 
@@ -147,10 +147,10 @@ def test_hqq_encodes_on_the_cpu_whatever_the_device(name: str) -> None:
     """On CUDA it would optimise in half precision: the codes would differ by device."""
     matrix = torch.randn(64, 64)
     with scripted("drawn"):
-        found = codec(name).encode(matrix.to(NAME))
-        assert {part.device.type for part in found} == {NAME}
-        own = [part.cpu() for part in found]
-    assert all(map(torch.equal, own, codec(name).encode(matrix)))
+        encoded = codec(name).encode(matrix.to(NAME))
+        assert {part.device.type for part in encoded} == {NAME}
+        on_cpu = [part.cpu() for part in encoded]
+    assert all(map(torch.equal, on_cpu, codec(name).encode(matrix)))
     assert codec(name).encodes_on == "cpu"
 
 
@@ -178,16 +178,16 @@ KINDS = ("normal", "heavy", "few", "equal", "zero")
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Three threads: torch's number is the suite's again afterwards."""
-    before = torch.get_num_threads()
+    """Three threads for torch; the suite's number is restored afterwards."""
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces that do not divide the rows: at most 960 weights."""
+    """Pieces of at most 960 weights, which do not divide the rows."""
 
     def small(count: int, width: int, most: int = 0) -> list[slice]:
         return pieces(count, width, most=960)
@@ -210,9 +210,9 @@ def by_library(found: HalfQuadratic, matrix: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", HQQ)
 def test_hqq_in_pieces_gives_the_librarys_codes(name: str, kind: str, small_pieces: None) -> None:
-    found = cast(HalfQuadratic, codec(name))
-    expected = by_library(found, drawn(kind))
-    assert all(map(torch.equal, found.encode(drawn(kind)), expected))
+    coder = cast(HalfQuadratic, codec(name))
+    expected = by_library(coder, drawn(kind))
+    assert all(map(torch.equal, coder.encode(drawn(kind)), expected))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -232,16 +232,16 @@ def test_weights_are_decoded_to_the_librarys_bits(
 ) -> None:
     from bitsandbytes.functional import int8_vectorwise_dequant
 
-    found, shape = codec(name), (97, 64) if name == "int8" else WHOLE
-    tensors = found.encode(drawn(kind, shape))
-    if isinstance(found, HalfQuadratic):
-        meta = {"nbits": found.bits, "group_size": found.group_size, "axis": 1, "shape": shape}
-        meta |= {"packing": Quantizer.bit_to_packing[found.bits], "view_as_float": False}
+    coder, shape = codec(name), (97, 64) if name == "int8" else WHOLE
+    tensors = coder.encode(drawn(kind, shape))
+    if isinstance(coder, HalfQuadratic):
+        meta = {"nbits": coder.bits, "group_size": coder.group_size, "axis": 1, "shape": shape}
+        meta |= {"packing": Quantizer.bit_to_packing[coder.bits], "view_as_float": False}
         meta |= {"compute_dtype": torch.float32, "scale": tensors[1].float()}
         expected = Quantizer.dequantize(tensors[0], {**meta, "zero": tensors[2].float()}).to(dtype)
     else:
         expected = int8_vectorwise_dequant(*tensors).to(dtype)
-    assert torch.equal(found.decode(tensors, shape, dtype), expected)
+    assert torch.equal(coder.decode(tensors, shape, dtype), expected)
 
 
 def experts_of(kinds: tuple[str, ...] = KINDS) -> tuple[nn.Module, Tensor]:
@@ -258,27 +258,27 @@ def test_a_layer_by_three_threads_is_each_expert_by_itself(
     module, stacked = experts_of()
     if transposed:
         module.is_transposed, stacked = True, stacked.transpose(1, 2).contiguous()  # type: ignore[assignment]
-    found, noted = codec(name), list[None]()
-    ((*together,),) = encode(module, stacked, [found], lambda: noted.append(None))
+    coder, ticks = codec(name), list[None]()
+    ((*threaded,),) = encode(module, stacked, [coder], lambda: ticks.append(None))
     torch.set_num_threads(1)
-    alone = [found.encode(m.t() if transposed else m) for m in stacked]
-    for whole, parts in zip(together, zip(*alone, strict=True), strict=True):
+    one_by_one = [coder.encode(m.t() if transposed else m) for m in stacked]
+    for whole, parts in zip(threaded, zip(*one_by_one, strict=True), strict=True):
         assert torch.equal(whole, torch.stack(parts))
-    assert len(noted) == len(KINDS)
+    assert len(ticks) == len(KINDS)
 
 
 def test_threads_work_side_by_side_on_one_core_each_and_torch_keeps_its_number(
     threads: None,
 ) -> None:
     meeting = threading.Barrier(3, timeout=30)
-    found: list[int] = []
+    thread_counts: list[int] = []
 
     def task() -> None:
-        meeting.wait()  # All three are here at a time, or this fails.
-        found.append(torch.get_num_threads())
+        meeting.wait()  # Fails unless all three are here at a time.
+        thread_counts.append(torch.get_num_threads())
 
     assert len(list(side_by_side([task] * 6, 3))) == 6
-    assert found == [1] * 6 and torch.get_num_threads() == 3
+    assert thread_counts == [1] * 6 and torch.get_num_threads() == 3
     after: list[int] = []
     later = threading.Thread(target=lambda: after.append(torch.get_num_threads()))
     later.start()

@@ -1,6 +1,6 @@
-"""Experts that are encoded or converted are made once: kept by what they are made of, and whole.
+"""Encoded or converted experts are made once, keyed by what they are made of, and kept whole.
 
-For `encoded_dir`, and for `store=disk` where the checkpoint has them otherwise.
+For `encoded_dir`, and for `store=disk` where the checkpoint has them in another form.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ SIZES = sizes_of("olmoe")
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The matrices that are encoded from here on."""
-    done: list[str] = []
+    """The ladder of each matrix that is encoded from here on."""
+    ladders: list[str] = []
 
     def noted(module: Any, stacked: Any, codecs: Any, *given: Any) -> Any:
-        done.append(":".join(codec.name for codec in codecs))
+        ladders.append(":".join(codec.name for codec in codecs))
         return encode(module, stacked, codecs, *given)
 
     monkeypatch.setattr(loading, "encode", noted)
-    return done
+    return ladders
 
 
 def load(path: Path, folder: Path, **given: Any) -> MoECacheLM:
-    usual = {"device": "cpu", "max_length": 48, "capacity": "30%", **LADDER}
-    return MoECacheLM(pretrained=str(path), encoded_dir=str(folder), **{**usual, **given})
+    defaults = {"device": "cpu", "max_length": 48, "capacity": "30%", **LADDER}
+    return MoECacheLM(pretrained=str(path), encoded_dir=str(folder), **{**defaults, **given})
 
 
 @pytest.mark.slow
@@ -74,17 +74,17 @@ def test_what_was_made_of_something_else_is_not_used(
     path, folder = save_model(tmp_path / "model", "olmoe", **SIZES), tmp_path / "kept"
     load(path, folder)
     encoded.clear()
-    given: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if change == "weights":
         shard = path / "model.safetensors"
         os.utime(shard, ns=(1, shard.stat().st_mtime_ns + 10**9))
     elif change == "dtype":
-        given["dtype"] = "float32"
+        changes["dtype"] = "float32"
     elif change == "version":
         monkeypatch.setattr(loading, "version", lambda library: "99.0")
     else:
-        given["precision"] = "int8:nf4/g128"
-    load(path, folder, **given)
+        changes["precision"] = "int8:nf4/g128"
+    load(path, folder, **changes)
     assert len(encoded) == 6
 
 
@@ -138,8 +138,8 @@ stored = partial(on_disk, policy="on_demand", capacity="30%")
 
 
 def files(folder: Path) -> dict[Path, int]:
-    found = folder.rglob("*.safetensors")
-    return {path.relative_to(folder): path.stat().st_mtime_ns for path in found}
+    paths = folder.rglob("*.safetensors")
+    return {path.relative_to(folder): path.stat().st_mtime_ns for path in paths}
 
 
 @pytest.mark.parametrize("given", [CONVERTED, ENCODED], ids=["converted", "encoded"])
@@ -154,9 +154,9 @@ def test_a_second_load_reads_and_writes_no_experts(
     assert read and len(written) == 3 * (1 if given is CONVERTED else 2)
     read.clear()
     lm.wrapped.unwrap()
-    again = stored(path, folder, **given)
-    assert answers(again) == first and read == [] and files(folder) == written
-    again.wrapped.unwrap()
+    reloaded = stored(path, folder, **given)
+    assert answers(reloaded) == first and read == [] and files(folder) == written
+    reloaded.wrapped.unwrap()
     if given is CONVERTED:
         assert first == answers(HFLM(pretrained=str(path), dtype="float32", **HOST))
 
@@ -184,23 +184,23 @@ def make(folder: Path, **given: Any) -> EncodedExpertStore:
 
 def test_one_makes_the_files_and_others_wait_for_it(tmp_path: Path) -> None:
     tensors: dict[str, Encoded] = {"w": [(torch.ones(2, 3),)]}
-    begun, found = threading.Event(), list[bool]()
+    begun, whole_flags = threading.Event(), list[bool]()
 
     def other() -> None:
         begun.set()
         with make(tmp_path).claimed(1) as is_whole:
-            found.append(is_whole)
+            whole_flags.append(is_whole)
 
-    own = make(tmp_path)
-    with own.claimed(1) as is_whole:
+    maker = make(tmp_path)
+    with maker.claimed(1) as is_whole:
         assert not is_whole
         waiting = [threading.Thread(target=other) for _ in range(3)]
         for thread in waiting:
             thread.start()
         assert begun.wait(30)
         waiting[0].join(0.2)
-        assert found == [] and all(thread.is_alive() for thread in waiting)
-        own.place(0, own.write(tensors))
+        assert whole_flags == [] and all(thread.is_alive() for thread in waiting)
+        maker.place(0, maker.write(tensors))
     for thread in waiting:
         thread.join(30)
-    assert found == [True] * 3
+    assert whole_flags == [True] * 3

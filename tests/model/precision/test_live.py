@@ -1,4 +1,4 @@
-"""A model whose experts are stored at low precision computes what its decoded weights say."""
+"""A model with experts stored at low precision computes with exactly their decoded weights."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_outputs_are_those_of_a_plain_model_with_decoded_weights(name: str, cloc
     model = random_model("olmoe", **WIDE)
     expected, plain = logits_of(replaced(model, name)), logits_of(model)
     for capacity in ("100%", "3"):
-        found = logits_of(model, WRAP[clock](model, "on_demand", capacity, precision=name))
-        assert_same(expected, found, f"{name} at {capacity}")
-        is_lossless = torch.equal(found[0], plain[0])
+        logits = logits_of(model, WRAP[clock](model, "on_demand", capacity, precision=name))
+        assert_same(expected, logits, f"{name} at {capacity}")
+        is_lossless = torch.equal(logits[0], plain[0])
         assert is_lossless == (name in ("bf16", "fp16", "fp32"))
 
 
@@ -53,8 +53,8 @@ def test_every_kernel_runs_decoded_experts(implementation: str) -> None:
     model = random_model("olmoe", **WIDE)
     model.set_experts_implementation(implementation)
     expected = logits_of(replaced(model, "int8"))
-    found = logits_of(model, wrap_virtual(model, "on_demand", "4", precision="int8"))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    logits = logits_of(model, wrap_virtual(model, "on_demand", "4", precision="int8"))
+    assert all(torch.equal(a, b) for a, b in zip(logits, expected, strict=True))
 
 
 @pytest.mark.parametrize("miss", ["fetch_lowest", "fetch_priority", "cascade", "drop_cascade"])
@@ -72,14 +72,14 @@ def test_each_expert_runs_at_the_level_at_which_the_cache_holds_it(miss: str) ->
 
 
 def load(folder: Path, **arguments: Any) -> MoECacheLM:
-    usual = {"device": "cpu", "capacity": "30%", "policy": "on_demand", "max_length": 48}
-    return MoECacheLM(pretrained=str(folder), **{**usual, **arguments})
+    defaults = {"device": "cpu", "capacity": "30%", "policy": "on_demand", "max_length": 48}
+    return MoECacheLM(pretrained=str(folder), **{**defaults, **arguments})
 
 
 def test_scan_scoring_does_not_see_what_was_generated_before(checkpoint: Checkpoint) -> None:
     lm = load(checkpoint("olmoe"), precision="int8:int4", scoring="scan", capacity="2/layer")
-    [alone] = lm.loglikelihood(choices()[:1], True)
-    assert answers(lm)[1][0] == alone
+    [expected] = lm.loglikelihood(choices()[:1], True)
+    assert answers(lm)[1][0] == expected
 
 
 @pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
@@ -87,13 +87,13 @@ def test_experts_are_encoded_while_they_are_loaded(checkpoint: Checkpoint, famil
     folder = checkpoint(family)
     lm = load(folder, precision="int8:nf4/g64", miss="fetch_priority")
     plain = load(folder)
-    for loaded, stored, layer in zip(
+    for shapes, stored, layer in zip(
         lm._moe_layers, lm.loader.stored, find_moe_layers(plain.model), strict=True
     ):
-        assert all(m.stride() == (0, 0, 0) for m in expert_matrices(loaded.experts).values())
+        assert all(m.stride() == (0, 0, 0) for m in expert_matrices(shapes.experts).values())
         for name, levels in store_experts(layer.experts, codecs_of(("int8", "nf4"))).items():
-            for ours, theirs in zip(stored[name], levels, strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            for encoded, expected in zip(stored[name], levels, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(encoded, expected, strict=True))
     assert lm.report()["model"]["precision"] == ("int8", "nf4/g64")
     assert answers(lm) == answers(load(folder, precision="int8:int4", miss="fetch_priority"))
 
@@ -107,18 +107,18 @@ def test_another_precision_needs_another_load_and_the_same_one_does_not(
     lm.install(read_config({**same, "capacity": "30%", "prefetch": "next_gate"}))
     assert (answers(lm), lm.engine.ledger.passes) == first
     for other in ("int4", None):
-        told = f"precision={other!r}: the model was loaded with precision='int8:"
-        with pytest.raises(ValueError, match=told):
+        message = f"precision={other!r}: the model was loaded with precision='int8:"
+        with pytest.raises(ValueError, match=message):
             lm.install(read_config({"precision": other}))
 
 
 def test_a_ladder_whose_lower_levels_are_never_used_is_warned_of(checkpoint: Checkpoint) -> None:
     lm = load(checkpoint("olmoe"), precision="int8:int4")
     assert any("every expert at int8" in warning for warning in lm.report()["warnings"])
-    alone = load(checkpoint("olmoe"), precision="int8")
-    assert not alone.report()["warnings"]
-    assert answers(lm) == answers(alone)
-    assert lm.engine.ledger.passes == alone.engine.ledger.passes
+    one_level = load(checkpoint("olmoe"), precision="int8")
+    assert not one_level.report()["warnings"]
+    assert answers(lm) == answers(one_level)
+    assert lm.engine.ledger.passes == one_level.engine.ledger.passes
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_a_ladder_whose_lower_levels_are_never_used_is_warned_of(checkpoint: Che
 def test_what_cannot_be_is_refused_before_the_model_is_loaded(
     checkpoint: Checkpoint, arguments: dict[str, Any], message: str
 ) -> None:
-    given = {"pretrained": str(checkpoint("olmoe")), "policy": "on_demand", "capacity": "30%"}
-    assert re.search(message, refusal(**{**given, **arguments}))
+    defaults = {"pretrained": str(checkpoint("olmoe")), "policy": "on_demand", "capacity": "30%"}
+    assert re.search(message, refusal(**{**defaults, **arguments}))
 
 
 def test_a_draft_made_of_the_targets_own_weights_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Drafts of every quality for `tiny`, and runs whose tokens are kept."""
+"""Drafts of every quality for `tiny`, and runs that return their tokens."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def prompts(count: int) -> list[str]:
 
 
 def requests(count: int, **changes: Any) -> list[Instance]:
-    texts, asked = enumerate(prompts(count)), {**STOP, **changes}
-    return [make_instance("generate_until", "gen", i, text, dict(asked)) for i, text in texts]
+    texts, gen_kwargs = enumerate(prompts(count)), {**STOP, **changes}
+    return [make_instance("generate_until", "gen", i, text, dict(gen_kwargs)) for i, text in texts]
 
 
 def install(lm: MoECacheSpecLM, **ours: Any) -> None:
@@ -37,7 +37,7 @@ def install(lm: MoECacheSpecLM, **ours: Any) -> None:
 
 
 def useless_draft(folder: Path) -> Path:
-    """The architecture and the tokenizer of `tiny` with weights that were never trained."""
+    """The architecture and the tokenizer of `tiny` with untrained weights."""
     torch.manual_seed(0)
     config = AutoModelForCausalLM.from_pretrained(str(MODEL_DIR)).config
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -55,7 +55,7 @@ def narrow_draft(folder: Path) -> Path:
 
 
 def generated(lm: MoECacheLM, asked: list[Instance]) -> list[list[int]]:
-    """Return the tokens of each answer, up to and with the closing one."""
+    """Return the tokens of each answer, the closing one included."""
     rows: dict[int, list[int]] = {}
     inner = lm._generate
 

@@ -116,8 +116,8 @@ def test_a_draft_without_blocks_that_can_be_told_is_refused(tmp_path: Path) -> N
 
 
 def test_a_replay_of_a_plain_run_has_no_draft(trace: Path, moecache: Moecache) -> None:
-    said = moecache("replay", trace, "--policy", "sp_moe", code=2)
-    says(said, "prefetch='draft'", "a live run with draft=", "a replay of such a run")
+    message = moecache("replay", trace, "--policy", "sp_moe", code=2)
+    says(message, "prefetch='draft'", "a live run with draft=", "a replay of such a run")
 
 
 def test_a_dense_draft_is_one_expert_a_layer() -> None:
@@ -128,5 +128,5 @@ def test_a_dense_draft_is_one_expert_a_layer() -> None:
     assert [block.decoder_layer for block in blocks] == [0, 1, 2]
     assert geometry.expert_bytes == ((3 * 32 * 48 * 4,),) * 3
     total = sum(p.numel() * 4 for p in model.parameters())
-    counted = sum(geometry.dense_bytes) + geometry.total_expert_bytes
-    assert counted == total - 300 * 32 * 4  # of the embedding a pass reads single rows
+    measured = sum(geometry.dense_bytes) + geometry.total_expert_bytes
+    assert measured == total - 300 * 32 * 4  # a pass reads single rows of the embedding

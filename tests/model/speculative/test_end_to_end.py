@@ -20,8 +20,8 @@ def test_one_command_gives_accuracy_speed_and_acceptance(
 ) -> None:
     model = checkpoint("olmoe")
     arguments = f"pretrained={model},policy=sp_moe,capacity=25%,draft=self:int8,draft_tokens=2"
-    printed, results = evaluate(arguments, tmp_path, *THREE, model="moecache-spec")
-    assert "draft: self:int8, 2 tokens" in printed
+    stdout, results = evaluate(arguments, tmp_path, *THREE, model="moecache-spec")
+    assert "draft: self:int8, 2 tokens" in stdout
     report = results["config"]["moecache"]
     assert report["draft"]["cutoff"]["used"] <= 3
     assert 0 <= report["tasks"]["tiny_gsm8k"]["draft_acceptance"] <= 1
@@ -39,8 +39,8 @@ def test_a_sweep_runs_both_models_and_names_drafts_that_do_not_fit(
     report = run_sweep(read_sweep(path), path.parent)
     worker._loaded.clear()
     assert (len(report["done"]), report["failed"]) == (3, [])
-    found = [record["config"]["moecache"] for record in records(path.parent).values()]
-    drafts = sorted(r["draft"]["tokens"] for r in found if "draft" in r)
+    reports = [record["config"]["moecache"] for record in records(path.parent).values()]
+    drafts = sorted(r["draft"]["tokens"] for r in reports if "draft" in r)
     assert drafts == [1, 4]
     for record in records(path.parent).values():
         (score,) = record["scores"].values()

@@ -1,4 +1,4 @@
-"""Speculative decoding: the tokens of plain greedy decoding, and whose time is whose."""
+"""Speculative decoding: the tokens of plain greedy decoding, and the time of each pass."""
 
 from __future__ import annotations
 
@@ -63,44 +63,46 @@ def test_a_stop_string_inside_accepted_drafts_ends_the_answer_there(
 ) -> None:
     # Any piece of an answer can be the stop string, wherever a verify pass begins and ends.
     row = expected[0]
-    for place in range(1, min(9, len(row) - 1)):
-        stop = plain.tok_decode([row[place]])
-        asked = {"until": [stop], "max_gen_toks": 32}
-        instance = [make_instance("generate_until", "gen", 0, prompts(1)[0], asked)]
+    for position in range(1, min(9, len(row) - 1)):
+        stop = plain.tok_decode([row[position]])
+        gen_kwargs = {"until": [stop], "max_gen_toks": 32}
+        instance = [make_instance("generate_until", "gen", 0, prompts(1)[0], gen_kwargs)]
         plain.install(plain.moecache)
         install(spec, draft="tiny", draft_tokens=8)
         assert generated(spec, instance) == generated(plain, instance)
-        found, told = spec.engine.ledger.requests[0], plain.engine.ledger.requests[0]
-        assert found.output_tokens == told.output_tokens
+        drafted, greedy = spec.engine.ledger.requests[0], plain.engine.ledger.requests[0]
+        assert drafted.output_tokens == greedy.output_tokens
 
 
 def test_scoring_runs_without_the_draft(spec: MoECacheSpecLM, plain: MoECacheLM) -> None:
     plain.install(read_config({"policy": "on_demand"}))
     install(spec, policy="on_demand", draft="tiny", draft_tokens=4)
-    for kind, asked in (("loglikelihood", choices()), ("loglikelihood_rolling", texts())):
-        assert getattr(spec, kind)(asked, True) == getattr(plain, kind)(asked, True)
+    for kind, instances in (("loglikelihood", choices()), ("loglikelihood_rolling", texts())):
+        assert getattr(spec, kind)(instances, True) == getattr(plain, kind)(instances, True)
     assert spec.engine.ledger.passes == plain.engine.ledger.passes
     assert "draft_acceptance" not in spec.report()["totals"]
 
 
 def test_in_bfloat16_every_divergence_is_a_tie_of_two_logits() -> None:
-    """The first token that differs has, in both runs' arithmetic, a rival within rounding."""
-    asked = requests(COUNT)
+    """In both runs' arithmetic, the first token that differs has a rival within rounding."""
+    instances = requests(COUNT)
     plain = MoECacheLM(pretrained="tiny", device="cpu", policy="on_demand")
-    expected = generated(plain, asked)
+    expected = generated(plain, instances)
     spec = MoECacheSpecLM(
         pretrained="tiny", device="cpu", policy="on_demand", draft="tiny", draft_tokens=4
     )
-    found = generated(spec, asked)
+    rows = generated(spec, instances)
     model = AutoModelForCausalLM.from_pretrained(str(MODEL_DIR), dtype=torch.bfloat16).eval()
-    for text, row, told in zip(prompts(COUNT), found, expected, strict=True):
-        if row == told:
+    for text, row, greedy_row in zip(prompts(COUNT), rows, expected, strict=True):
+        if row == greedy_row:
             continue
-        same = next(i for i, (a, b) in enumerate(zip(row, told, strict=False)) if a != b)
-        context = plain.tok_encode(text) + told[:same]
+        divergence = next(
+            i for i, (a, b) in enumerate(zip(row, greedy_row, strict=False)) if a != b
+        )
+        context = plain.tok_encode(text) + greedy_row[:divergence]
         with torch.no_grad():
             logits = model(torch.tensor([context])).logits[0, -1].float()
-        rivals = logits[[row[same], told[same]]]
+        rivals = logits[[row[divergence], greedy_row[divergence]]]
         # Two of bfloat16's steps at this magnitude: one for each of the two roundings.
         step = 2 * 2.0 ** (torch.floor(torch.log2(rivals.abs().max())) - 7)
         assert rivals.max() >= logits.max() - step
@@ -108,7 +110,7 @@ def test_in_bfloat16_every_divergence_is_a_tie_of_two_logits() -> None:
 
 
 def test_each_pass_is_the_models_own_and_their_times_add_up(spec: MoECacheSpecLM) -> None:
-    """The first one is a prefill, and each other gives what it has accepted and one more."""
+    """The first is a prefill; each later one yields its accepted drafts and one more token."""
     install(spec, draft="tiny", draft_tokens=4)
     spec.generate_until(requests(3), disable_tqdm=True)
     ledger = spec.engine.ledger
@@ -125,10 +127,10 @@ def test_each_pass_is_the_models_own_and_their_times_add_up(spec: MoECacheSpecLM
         assert all(p.num_tokens == p.drafted + 1 for p in rest)
         assert all(p.phase == (VERIFY if p.drafted else DECODE) for p in rest)
         assert all(0 < p.draft_s < p.duration_s for p in rest if p.drafted)
-        assert all(p.drafted == 4 for p in rest[:-2])  # exact, but for the end of the answer
-        given = sum(p.output_tokens for p in record.passes)
+        assert all(p.drafted == 4 for p in rest[:-2])  # fewer at the end of the answer
+        num_tokens = sum(p.output_tokens for p in record.passes)
         assert record.output_tokens is not None
-        assert record.output_tokens <= given < record.output_tokens + 5
+        assert record.output_tokens <= num_tokens < record.output_tokens + 5
 
 
 def _pass(index: int, phase: str, start: float, end: float, **more: Any) -> PassRecord:
@@ -178,10 +180,10 @@ def test_the_report_tells_the_draft_its_memory_and_the_solvers_answer(
 
 def test_drafting_from_the_prompt_takes_no_time(spec: MoECacheSpecLM) -> None:
     install(spec, draft="prompt_lookup", policy="on_demand", draft_tokens=3)
-    # A text that repeats itself is where it finds anything.
+    # Prompt lookup drafts only from text that repeats itself.
     text = prompts(1)[0]
-    asked = [make_instance("generate_until", "gen", 0, f"{text} {text}", STOP)]
-    spec.generate_until(asked, disable_tqdm=True)
+    instances = [make_instance("generate_until", "gen", 0, f"{text} {text}", STOP)]
+    spec.generate_until(instances, disable_tqdm=True)
     passes = spec.engine.ledger.passes
     assert sum(p.drafted for p in passes) > 0
     assert sum(p.draft_s for p in passes) == 0
@@ -191,19 +193,19 @@ def test_drafting_from_the_prompt_takes_no_time(spec: MoECacheSpecLM) -> None:
 def test_sampling_is_refused_by_name_and_value(spec: MoECacheSpecLM) -> None:
     install(spec, draft="tiny")
     for wrong in ({"do_sample": True}, {"temperature": 0.7}, {"num_beams": 2}):
-        asked = [make_instance("generate_until", "gen", 0, "Hello", {**STOP, **wrong})]
+        instances = [make_instance("generate_until", "gen", 0, "Hello", {**STOP, **wrong})]
         (key, value), *_ = wrong.items()
         with pytest.raises(ValueError, match=f"{key}={value!r}.*Allowed: do_sample=False"):
-            spec.generate_until(asked, disable_tqdm=True)
+            spec.generate_until(instances, disable_tqdm=True)
 
 
 def test_nothing_is_left_on_the_models_after_a_run(spec: MoECacheSpecLM) -> None:
     install(spec, draft="tiny")
     assert spec._draft is not None
-    kept = spec._draft.model
+    draft_model = spec._draft.model
     install(spec, draft="tiny", draft_tokens=2)
-    assert spec._draft.model is kept, "the same draft was loaded again"
-    hooks = [h for m in kept.modules() for h in (*m._forward_hooks, *m._forward_pre_hooks)]
+    assert spec._draft.model is draft_model, "the same draft was loaded again"
+    hooks = [h for m in draft_model.modules() for h in (*m._forward_hooks, *m._forward_pre_hooks)]
     assert len(hooks) == 2 * len(spec._draft.blocks)
     assert "_get_candidate_generator" not in vars(spec.model)
 
@@ -218,21 +220,23 @@ def _passes(spec: MoECacheSpecLM, **ours: Any) -> list[PassRecord]:
 def test_each_parameter_of_drafting_moves_some_figure_on_tiny(
     spec: MoECacheSpecLM, useless: Path
 ) -> None:
-    usual = _passes(spec)
-    assert usual == _passes(spec)
+    baseline = _passes(spec)
+    assert baseline == _passes(spec)
     for name, parameter in parameters_of(DraftPrefetch).items():
         others = ({f"prefetch.{name}": other} for other in alternatives(parameter))
-        assert any(_passes(spec, **other) != usual for other in others), name
-    assert _passes(spec, draft_tokens=3) != usual
-    assert _passes(spec, draft=str(useless)) != usual
+        assert any(_passes(spec, **other) != baseline for other in others), name
+    assert _passes(spec, draft_tokens=3) != baseline
+    assert _passes(spec, draft=str(useless)) != baseline
 
 
 def test_a_draft_of_the_models_own_weights_shares_all_but_its_experts(spec: MoECacheSpecLM) -> None:
     install(spec, draft="self:int4", draft_tokens=3)
     assert spec._draft is not None
-    own, target = (dict(m.named_parameters()) for m in (spec._draft.model, spec.model))
-    for name, parameter in own.items():
-        is_shared = parameter.data_ptr() == target[name].data_ptr()
+    draft_weights, target_weights = (
+        dict(m.named_parameters()) for m in (spec._draft.model, spec.model)
+    )
+    for name, parameter in draft_weights.items():
+        is_shared = parameter.data_ptr() == target_weights[name].data_ptr()
         assert is_shared == ("experts" not in name), name
     draft = spec.report()["draft"]
     # 4 bits a weight and a float32 for every 64: 4.5 bits; 512 experts of 3 x 128 x 48 weights.
@@ -244,12 +248,12 @@ def test_a_draft_of_the_models_own_weights_shares_all_but_its_experts(spec: MoEC
 
 def test_less_precision_is_less_memory_and_further_from_the_model(spec: MoECacheSpecLM) -> None:
     tokens = torch.tensor([spec.tok_encode(prompts(1)[0])])
-    found = []
+    sizes_and_errors = []
     for precision in ("int8", "int4", "int2"):
         install(spec, draft=f"self:{precision}")
         assert spec._draft is not None
         with torch.no_grad():
-            apart = spec._draft.model(tokens).logits - spec.model(tokens).logits
-        found.append((spec._draft.cost.nbytes, -float(apart.norm())))
-    assert found == sorted(found, reverse=True)
-    assert found[0][1] < 0, "the draft computes with the model's own weights"
+            difference = spec._draft.model(tokens).logits - spec.model(tokens).logits
+        sizes_and_errors.append((spec._draft.cost.nbytes, -float(difference.norm())))
+    assert sizes_and_errors == sorted(sizes_and_errors, reverse=True)
+    assert sizes_and_errors[0][1] < 0, "the draft computes with the model's own weights"

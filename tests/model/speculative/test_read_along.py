@@ -1,4 +1,4 @@
-"""`prefetch=draft` without speculation: a draft reads along, and the answers stay as they are."""
+"""`prefetch=draft` without speculation: a draft reads along, and the answers do not change."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ def test_its_own_weights_at_full_precision_foretell_every_expert_of_the_first_la
     lm.generate_until(requests(1), disable_tqdm=True)
     decoded = [record for record in lm.engine.ledger.passes if record.phase == DECODE]
     assert all(record.predicted == record.predictable == 8 for record in decoded)
-    # The draft reads the prompt with the first token in one go, and bf16 shows it now and then.
+    # The draft reads the prompt and the first token in one pass, which bf16 shows now and then.
     right = sum(record.predicted_right for record in decoded)
     assert right >= 0.97 * 8 * len(decoded)
 
 
 def test_a_live_run_equals_the_replay_of_its_trace(lm: MoECacheLM, tmp_path: Path) -> None:
-    given = {**GIVEN, "draft": "self:int4"}
-    install(lm, **given, trace=str(tmp_path))
+    setting = {**GIVEN, "draft": "self:int4"}
+    install(lm, **setting, trace=str(tmp_path))
     lm.generate_until(requests(1), disable_tqdm=True)
     live, path = task_metrics(lm.engine.ledger.requests, 0), lm.finish_trace()
     trace = load_trace(str(path))
-    engine = replay(trace, read_config(given).setting(trace.geometry))
+    engine = replay(trace, read_config(setting).setting(trace.geometry))
     assert task_metrics(engine.ledger.requests, 0) == live
 
 

@@ -43,7 +43,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 class ByValue(DraftPrefetch):
-    """Looks at more than the order of what is foretold."""
+    """Reads more of a prediction than its order."""
 
     by_order: ClassVar[bool] = False
 
@@ -57,13 +57,13 @@ def lm(checkpoint: Callable[[str], Path]) -> MoECacheSpecLM:
 
 
 def run(lm: MoECacheSpecLM, **ours: Any) -> None:
-    """Draft, and score texts in between, which is done without."""
-    given = {"draft": "self:int8", "capacity": "40%", **ours}
-    lm.install(read_config(given, speculative=True))
-    asked = {"until": ["@@"], "max_gen_toks": 9, "do_sample": False}
+    """Generate with drafts, and score texts in between, which uses none."""
+    setting = {"draft": "self:int8", "capacity": "40%", **ours}
+    lm.install(read_config(setting, speculative=True))
+    gen_kwargs = {"until": ["@@"], "max_gen_toks": 9, "do_sample": False}
     texts = ["One, two, one, two,", "Count the apples: 3"]
     for number, text in enumerate(texts):
-        lm.generate_until([make_instance("generate_until", "gen", number, text, asked)], True)
+        lm.generate_until([make_instance("generate_until", "gen", number, text, gen_kwargs)], True)
         lm.loglikelihood([make_instance("loglikelihood", "score", number, text, " a")], True)
 
 
@@ -86,13 +86,13 @@ def test_a_drafted_run_equals_the_replay_of_its_trace(
     run(lm, **chosen, trace=str(tmp_path))
     trace, live = recorded(lm), lm.engine
     assert sum(p.drafted for p in live.ledger.passes) > 0
-    again = replay(
+    replayed = replay(
         trace,
         dataclasses.replace(live.setting, draft=None),
         cache_reset=chosen.get("cache_reset", "never"),
     )
-    assert_same(again, live)
-    stages = [engine.draft_stage for engine in (again, live)]
+    assert_same(replayed, live)
+    stages = [engine.draft_stage for engine in (replayed, live)]
     assert [s and s.solution for s in stages] == [stages[1] and stages[1].solution] * 2
 
 
@@ -100,17 +100,17 @@ def test_a_trace_holds_the_runs_draft_and_the_command_replays_it(
     lm: MoECacheSpecLM, tmp_path: Path, moecache: Moecache
 ) -> None:
     run(lm, policy="sp_moe")
-    alone = lm.engine.ledger.passes
+    unrecorded = lm.engine.ledger.passes
     run(lm, policy="sp_moe", trace=str(tmp_path))
-    # The gates are asked about layers that nobody wants foretold, which takes no time.
-    assert lm.engine.ledger.passes == alone
+    # Recording also predicts layers that the policy does not use, which takes no time.
+    assert lm.engine.ledger.passes == unrecorded
     path = lm.finish_trace()
-    found, own = load_trace(str(path), predicted=True).drafted, lm.engine.setting.draft
-    assert found.draft == own and isinstance(own, Draft)
-    # As many as the model takes: what SP-MoE's prefetcher looks at unless it is told otherwise.
-    assert (own.targets, found.ranked) == ((0, 1, 2), 3)
-    # The draft reads the prompt once, and then a token at a time.
-    assert found.tokens is not None and int(np.max(found.tokens.values)) > 1
+    recording, draft = load_trace(str(path), predicted=True).drafted, lm.engine.setting.draft
+    assert recording.draft == draft and isinstance(draft, Draft)
+    # As many as the model's top-k: what SP-MoE's prefetcher looks at by default.
+    assert (draft.targets, recording.ranked) == ((0, 1, 2), 3)
+    # The draft reads the prompt once, then one token at a time.
+    assert recording.tokens is not None and int(np.max(recording.tokens.values)) > 1
     words = ["--policy=sp_moe,on_demand", "--capacity=40%", "--json"]
     drafted, plain = moecache.json("replay", str(path), *words)["runs"]
     assert drafted["metrics"] == json.loads(json.dumps(lm.report()["totals"]))
@@ -137,22 +137,22 @@ FORESEEING = [
 def test_any_drafting_policy_replays_from_anothers_trace(
     spec: MoECacheSpecLM, tmp_path: Path, draft: str, policies: list[dict[str, Any]]
 ) -> None:
-    """On the shipped model. No gate of it can read the states of a draft that is narrower."""
-    given = {
+    """On the shipped model, whose gates cannot read the hidden states of a narrower draft."""
+    drafting = {
         "draft": str(narrow_draft(tmp_path / draft)) if draft == "narrow" else draft,
         "draft_tokens": 2,
         "bandwidth": "200MB/s",
     }
     keep = {"trace": str(tmp_path / "traces"), "trace_keep": "all"}
-    recording = {**given, "policy": "on_demand", **keep}
+    recording = {**drafting, "policy": "on_demand", **keep}
     spec.install(read_config(recording, speculative=True))
     spec.generate_until(requests(1), disable_tqdm=True)
     trace = recorded(spec)
     assert bool(trace.drafted.foretold) == (draft != "narrow")
-    for own in policies:
-        spec.install(read_config({**given, "policy": "sp_moe", **own}, speculative=True))
+    for changes in policies:
+        spec.install(read_config({**drafting, "policy": "sp_moe", **changes}, speculative=True))
         spec.generate_until(requests(1), disable_tqdm=True)
-        assert sum(p.predicted for p in spec.engine.ledger.passes) > 0 or not own
+        assert sum(p.predicted for p in spec.engine.ledger.passes) > 0 or not changes
         assert_same(replay(trace, spec.engine.setting), spec.engine)
 
 
@@ -160,22 +160,22 @@ def test_what_a_trace_does_not_keep_is_refused_by_name(lm: MoECacheSpecLM, tmp_p
     few = Detail(weights=False, logits=False, predictions=False, criticals=(2,))
     config = read_config({"policy": "on_demand", "trace": str(tmp_path)}, speculative=True)
     lm.install(config.with_changes(detail=few))
-    run_on = {"until": ["@@"], "max_gen_toks": 4, "do_sample": False}
-    lm.generate_until([make_instance("generate_until", "gen", 0, "One,", run_on)], True)
+    gen_kwargs = {"until": ["@@"], "max_gen_toks": 4, "do_sample": False}
+    lm.generate_until([make_instance("generate_until", "gen", 0, "One,", gen_kwargs)], True)
     trace = recorded(lm)
     assert trace.drafted.ranked == 2
     path = f"{ByValue.__module__}.{ByValue.__qualname__}"
-    for chosen, told in (
+    for changes, message in (
         ({"prefetch.critical": 3}, "each prediction has 2 experts and not the critical=3"),
         ({"prefetch": path}, "more of a prediction than its order"),
     ):
-        policy = read_config({"policy": "sp_moe", **chosen}, speculative=True).policy
+        policy = read_config({"policy": "sp_moe", **changes}, speculative=True).policy
         setting = dataclasses.replace(lm.engine.setting, policy=policy)
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             replay(trace, setting)
-    own = lm.engine.setting.draft
-    assert own is not None
-    without = dataclasses.replace(own, targets=())
+    draft = lm.engine.setting.draft
+    assert draft is not None
+    without = dataclasses.replace(draft, targets=())
     unseen = dataclasses.replace(trace.drafted, draft=without)
     fits = read_config({"policy": "sp_moe", "prefetch.critical": 2}, speculative=True).policy
     with pytest.raises(ValueError, match="the drafts' predictions were not recorded"):
@@ -189,24 +189,30 @@ def test_a_killed_recording_keeps_its_drafts(lm: MoECacheSpecLM, tmp_path: Path)
     run(lm, policy="sp_moe", trace=str(tmp_path))
     live = lm.engine
     (partial,) = tmp_path.glob("*.partial")
-    kept = read_trace(partial)
-    assert kept.drafted.settled == {
+    trace = read_trace(partial)
+    assert trace.drafted.settled == {
         p.index: (p.drafted, p.accepted) for p in live.ledger.passes if p.drafted
     }
-    assert replay(kept, live.setting).ledger.passes == live.ledger.passes
-    told = [r.output_tokens for r in kept.requests if r.kind == "generate_until"]
-    known = [r.output_tokens or 0 for r in live.ledger.requests if r.kind == "generate_until"]
+    assert replay(trace, live.setting).ledger.passes == live.ledger.passes
+    trace_tokens = [r.output_tokens for r in trace.requests if r.kind == "generate_until"]
+    live_tokens = [r.output_tokens or 0 for r in live.ledger.requests if r.kind == "generate_until"]
     # A last pass may accept more than the answer has room for.
-    assert all(0 <= ours - own <= 1 for ours, own in zip(told, known, strict=True) if ours)
+    assert all(
+        0 <= in_trace - in_run <= 1
+        for in_trace, in_run in zip(trace_tokens, live_tokens, strict=True)
+        if in_trace
+    )
 
 
 def damaged(path: Path, column: str, change: Callable[[list[Any]], list[Any]]) -> Path:
     """Write a trace again with one column changed."""
     table = pq.read_table(path)
-    at = table.column_names.index(column)
+    index = table.column_names.index(column)
     kind = table.schema.field(column).type
     values = pa.array(change(table[column].to_pylist()), kind)
-    pq.write_table(table.set_column(at, pa.field(column, kind), values), path.with_suffix(".bad"))
+    pq.write_table(
+        table.set_column(index, pa.field(column, kind), values), path.with_suffix(".bad")
+    )
     return path.with_suffix(".bad")
 
 

@@ -1,4 +1,4 @@
-"""A draft that really works, on the wall clock; `wall/test_races.py` has its tokens."""
+"""A draft at work on the wall clock; `wall/test_races.py` checks its tokens."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ asked = partial(requests, max_gen_toks=8)
 
 @pytest.fixture(scope="module")
 def lm() -> Iterator[MoECacheSpecLM]:
-    loaded = {"device": "cpu", "dtype": "float32", "clock": "wall"}
-    made = MoECacheSpecLM(pretrained="tiny", draft="tiny", policy="sp_moe", **loaded)
-    yield made
-    made.wrapped.unwrap()
+    options = {"device": "cpu", "dtype": "float32", "clock": "wall"}
+    spec_lm = MoECacheSpecLM(pretrained="tiny", draft="tiny", policy="sp_moe", **options)
+    yield spec_lm
+    spec_lm.wrapped.unwrap()
 
 
 install = partial(drafts.install, clock="wall")
 
 
 def test_prefetches_move_while_the_draft_drafts(lm: MoECacheSpecLM) -> None:
-    """With all of a pass foretold and nothing else loaded, its experts are there before it."""
+    """Where a whole pass is predicted and nothing else loads, its experts arrive before it."""
     install(lm, draft="tiny", draft_tokens=1, capacity="100%", **{"prefetch.cutoff": 8})
     lm.generate_until(asked(1), disable_tqdm=True)
     later = [p for p in lm.engine.ledger.passes if p.phase != PREFILL]
     assert sum(p.prefetch_hits for p in later) > 0
-    # The draft is the model: what it foretells is right but for one layer's change of input.
+    # The draft is the model itself: its predictions err only by one layer's change of input.
     right = sum(p.predicted_right for p in later) / sum(p.predicted for p in later)
     assert right > 0.5
 
@@ -66,8 +66,8 @@ def test_a_draft_of_the_targets_weights_is_the_virtual_clocks(lm: MoECacheSpecLM
     """Its experts are read from the store, not from the model, and rounded the same."""
     install(lm, draft="self:int2", draft_tokens=2, policy="on_demand")
     generated(lm, asked(2))
-    ours = [(p.drafted, p.accepted) for p in lm.engine.ledger.passes]
-    given = {"draft": "self:int2", "draft_tokens": 2, "policy": "on_demand"}
-    virtual = MoECacheSpecLM(pretrained="tiny", device="cpu", dtype="float32", **given)
+    expected = [(p.drafted, p.accepted) for p in lm.engine.ledger.passes]
+    options = {"draft": "self:int2", "draft_tokens": 2, "policy": "on_demand"}
+    virtual = MoECacheSpecLM(pretrained="tiny", device="cpu", dtype="float32", **options)
     generated(virtual, asked(2))
-    assert [(p.drafted, p.accepted) for p in virtual.engine.ledger.passes] == ours
+    assert [(p.drafted, p.accepted) for p in virtual.engine.ledger.passes] == expected

@@ -1,4 +1,4 @@
-"""Models behind the wall clock, and movers that are late or break."""
+"""Models behind the wall clock, and movers that are late."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.test_equality import make_setting, store_experts
 
 def late(begin: Callable[..., object], longest_s: float, seed: int = 0) -> Callable[..., object]:
     """Delay each transfer at random, before its copy or after it."""
-    drawn = random.Random(seed)
+    rng = random.Random(seed)
 
     def begin_late(*transfer: Any) -> object:
-        time.sleep(drawn.random() * longest_s * drawn.randint(0, 1))
+        time.sleep(rng.random() * longest_s * rng.randint(0, 1))
         token = begin(*transfer)
-        time.sleep(drawn.random() * longest_s * drawn.randint(0, 1))
+        time.sleep(rng.random() * longest_s * rng.randint(0, 1))
         return token
 
     return begin_late
@@ -63,17 +63,17 @@ def assert_same(expected: list[torch.Tensor], found: list[torch.Tensor], what: s
 
 
 def read_experts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the experts' matrices that transformers reads from here on."""
-    found: list[str] = []
+    """Return a list that collects the expert matrices which transformers reads from here on."""
+    matrices: list[str] = []
     add = core_model_loading.WeightTransform.add_tensor
 
     def noted(self: Any, target: str, key: str, *given: Any) -> None:
         if "experts" in target and "shared" not in target and "bias" not in target:
-            found.append(target)
+            matrices.append(target)
         add(self, target, key, *given)
 
     monkeypatch.setattr(core_model_loading.WeightTransform, "add_tensor", noted)
-    return found
+    return matrices
 
 
 def on_disk(path: Path, folder: Path, **changes: Any) -> MoECacheLM:
@@ -83,7 +83,7 @@ def on_disk(path: Path, folder: Path, **changes: Any) -> MoECacheLM:
 
 
 def replaced(model: Any, precision: str) -> Any:
-    """Copy a model and put into its experts what the codec makes of them."""
+    """Copy a model, its experts' weights encoded and decoded by a codec."""
     other = copy.deepcopy(model)
     (codec,) = codecs_of((precision,))
     for layer in find_moe_layers(other):
@@ -116,12 +116,12 @@ def wrap_wall(
 ) -> WrappedModel:
     """Put a model behind the wall clock; with `precision`, its experts encoded.
 
-    Without a loader the model stays on the CPU as it is, so that it can be wrapped again.
+    Without a loader the model stays on the CPU unchanged, so that it can be wrapped again.
     """
-    given = {"policy": policy, "capacity": capacity, **changes}
-    layers, ladder = find_moe_layers(model), read_config(given).ladder
+    arguments = {"policy": policy, "capacity": capacity, **changes}
+    layers, ladder = find_moe_layers(model), read_config(arguments).ladder
     geometry, codecs = describe(model, layers, "wall", ladder), codecs_of(ladder or ())
-    setting = make_setting(geometry, **given)
+    setting = make_setting(geometry, **arguments)
     setting = replace(setting, throttle_bytes_per_s=throttle_bytes_per_s)
     if loader is None:
         loader = loader_of(model)
@@ -129,7 +129,7 @@ def wrap_wall(
         stored = [(x.experts, store_experts(x.experts, codecs)) for x in layers]
         loader.codecs = codecs
         loader.tiers = [
-            RamTier([stored_parameters(experts, own, level) for experts, own in stored])
+            RamTier([stored_parameters(experts, encoded, level) for experts, encoded in stored])
             for level in range(len(codecs))
         ]
     engine, store = assemble(model, geometry, setting, loader)

@@ -20,18 +20,18 @@ SIZES = sizes_of("olmoe")
 
 
 def logits(model: Any, decode_kernel: str | None = None, tokens: int = 48) -> list[torch.Tensor]:
-    """A prefill and three decode steps; generation changes to another kernel for the steps."""
+    """A prefill and three decode steps, for which generation changes to another kernel."""
     prompt = torch.arange(2, 2 + tokens, device=model.device)[None]
     with torch.no_grad():
         output = model(prompt, use_cache=True)
-        found = [output.logits]
+        logits_by_pass = [output.logits]
         if decode_kernel is not None and model.device.type != "cpu":
             model.set_experts_implementation(decode_kernel)
         for _ in range(3):
             token = output.logits[:, -1:].argmax(-1)
             output = model(token, past_key_values=output.past_key_values, use_cache=True)
-            found.append(output.logits)
-    return found
+            logits_by_pass.append(output.logits)
+    return logits_by_pass
 
 
 def plain_logits(device: str, tokens: int = 48, **sizes: int) -> list[torch.Tensor]:
@@ -52,7 +52,7 @@ def wrap_files(model: Any, device: str, folder: Path, policy: str, capacity: str
         file = folder / f"{index}.safetensors"
         tensors = dict(layer.experts.named_parameters())
         save_file({name: t.detach().contiguous() for name, t in tensors.items()}, file)
-        rows.append({name: each.by_expert for name, each in tensors_in(file).items()})
+        rows.append({name: stored.by_expert for name, stored in tensors_in(file).items()})
     loader = loader_of(model, device)
     loader.tiers = [DiskTier(rows)]
     return wrap_wall(model, policy, capacity, loader=loader)
@@ -71,8 +71,8 @@ def assert_exact(
     wrapped: WrappedModel, expected: list[torch.Tensor], repetitions: int, tokens: int = 48
 ) -> None:
     for repetition in range(repetitions):
-        found = logits(wrapped.model, tokens=tokens)
-        same = [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+        outputs = logits(wrapped.model, tokens=tokens)
+        same = [torch.equal(a, b) for a, b in zip(outputs, expected, strict=True)]
         assert all(same), f"repetition {repetition}: {same}"
         wrapped.engine.check_integrity()
     wrapped.unwrap()
@@ -81,9 +81,9 @@ def assert_exact(
 def assert_levels_exact(
     device: str, precision: str, capacity: str, repetitions: int, tokens: int = 48, **changes: str
 ) -> None:
-    """Run a ladder, and have a plain model with the same experts at the same levels judge it."""
+    """Run a ladder, judged by a plain model with the same experts at the same levels."""
     model = random_model("olmoe", **SIZES)
-    # One kernel for all passes: what a plan mixes is judged pass by pass.
+    # One kernel for all passes, since plans of mixed levels are judged pass by pass.
     model.set_experts_implementation("batched_mm")
     judge, changes = Judge(model), {"miss": "fetch_priority", "precision": precision, **changes}
     wrapped = wrap(model, device, "on_demand", capacity, **changes)
@@ -95,16 +95,16 @@ def assert_levels_exact(
 
 
 def judged(judge: Judge, wrapped: WrappedModel, precision: str, tokens: int = 48) -> set[int]:
-    """Have a judge compute some passes again; return the levels that were executed."""
+    """Have a judge recompute some passes; return the levels that were executed."""
     model: Any = wrapped.model
     lm: Any = SimpleNamespace(model=model, engine=wrapped.engine, wrapped=wrapped)
     recording = Recording(lm)
     logits(model, tokens=tokens)
     recording.close()
-    again = judge.logits(recording.passes, precision, lossless=False, device=str(model.device))
-    for each, theirs in zip(recording.passes, again, strict=True):
-        assert each.logits is not None
-        assert torch.equal(each.logits, theirs), "levels: not equal"
+    recomputed = judge.logits(recording.passes, precision, lossless=False, device=str(model.device))
+    for record, expected in zip(recording.passes, recomputed, strict=True):
+        assert record.logits is not None
+        assert torch.equal(record.logits, expected), "levels: not equal"
     wrapped.engine.check_integrity()
-    plans = [own for each in recording.passes for own in each.levels if own]
-    return {level for own in plans for level in own.values()}
+    plans = [plan for record in recording.passes for plan in record.levels if plan]
+    return {level for plan in plans for level in plan.values()}

@@ -1,13 +1,12 @@
-"""Every way of the wall clock under injected races, judged by a model that has no cache at all.
+"""Every way of the wall clock under injected races, judged by a model without a cache.
 
-What moves is late at random, what decides waits at random, and a slot holds no number from the
-moment a transfer begins to write it. Each pass of the model is written down: what it was given,
-what its routers chose in the end, at which level each expert was executed, and what came out. A
-plain transformers model then computes the passes again, one after another: with its own choices
-where the policy is lossless, else with those that were written down, each expert at the level that
-the plan says. Its logits have to be the same, bit for bit.
+Transfers and decisions are delayed at random, and a slot holds poison from the moment a transfer
+begins to write it. Each pass of the model is recorded: its inputs, its routers' final choices, the
+level at which each expert was executed, and its logits. A plain transformers model then recomputes
+the passes one after another: with its own choices where the policy is lossless, else with the
+recorded ones, each expert at the level of the plan. Its logits must be equal, bit for bit.
 
-`python -m tests.model.wall.races` runs every way with every family, which `make races` does.
+`python -m tests.model.wall.races` runs every way with every family, as `make races` does.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ from tests.models import FAMILIES, save_model, sizes_of
 
 REPETITIONS = 20
 CAPACITIES = ("25%", "60%", "1", "40%")
-"""Taken in turn: waves, room for what is foreseen, and one expert at a time."""
+"""Taken in turn: waves, room for prefetches, and one expert at a time."""
 OTHERS = 9
-"""Ways of the table that are told by one value and go with the suite."""
+"""How many ways of the table, each set by one value, run with the suite."""
 LONGEST_S = 0.0004
 FOLDERS = ("trace", "store_dir", "encoded_dir", "warm")
 SMALL: dict[str, Callable[[int], Any]] = {
@@ -62,7 +61,7 @@ SMALL: dict[str, Callable[[int], Any]] = {
     "routing.trigger_min": lambda top_k: 1,
     "routing.trigger_max": lambda top_k: top_k - 1,
 }
-"""What compositions say for routers of more experts, for one of `top_k`."""
+"""Parameters that compositions set for routers of a larger top-k, fitted to `top_k`."""
 KERNEL = "experts_implementation"
 AHEAD = {"prefetch": "next_gate"}
 LEVELS = {"precision": LADDER, "miss": "fetch_priority"}
@@ -95,7 +94,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
         **{"prefetch": "draft", "prefetch.cutoff": 2, "draft": "self:int4", "store": "disk"}
     },
 }
-"""What is told by no single value: ways that meet. Folders are filled in."""
+"""Combinations, which no single value sets. Folders are filled in."""
 SP_MOE = {"policy": "sp_moe", "prefetch.cutoff": 2}
 DRAFTING: dict[str, dict[str, Any]] = {
     "drafting in batches": {**SP_MOE, "draft_tokens": 2},
@@ -106,7 +105,7 @@ DRAFTING: dict[str, dict[str, Any]] = {
     "drafting, levels": {**LEVELS, "draft": "tiny", "policy": "sp_moe"},
     "drafting, dropping": {**SP_MOE, "miss": "drop"},
 }
-"""The same of `moecache-spec`."""
+"""Combinations for `moecache-spec`."""
 
 
 @dataclass(frozen=True)
@@ -120,42 +119,42 @@ class Way:
 
 @cache
 def ways() -> tuple[Way, ...]:
-    """All that runs on the wall clock by the table of a run's own checks, and what meets."""
-    found = [Way(name, given, False) for name, given in TOGETHER.items()]
-    found += [Way(name, given, True) for name, given in DRAFTING.items()]
-    found += [Way(*each) for each in settings_that_run("")]
-    # Of values that come to the same setting, as defaults do, the first.
-    return tuple({_setting_of(way): way for way in reversed(found)}.values())[::-1]
+    """Return the combinations, and every setting that passes a run's checks for the wall clock."""
+    candidates = [Way(name, changes, False) for name, changes in TOGETHER.items()]
+    candidates += [Way(name, changes, True) for name, changes in DRAFTING.items()]
+    candidates += [Way(*setting) for setting in settings_that_run("")]
+    # The first of the values that resolve to one setting, as defaults do.
+    return tuple({_setting_of(way): way for way in reversed(candidates)}.values())[::-1]
 
 
 def share_of(family: str) -> list[Way]:
-    """Return the ways that the suite goes with a family: of what meets all, of the others some.
+    """Return a family's share of the suite's ways: all combinations and `OTHERS` of the rest.
 
-    Dealt out in turn, so that a new family and a new way have a part by themselves; every way with
-    every family is what `make races` runs.
+    They are dealt out in turn, so that a new family or way gets a share by itself; `make races`
+    runs every way with every family.
     """
     known = TOGETHER.keys() | DRAFTING.keys()
-    meet = [way for way in ways() if way.name in known]
+    combinations = [way for way in ways() if way.name in known]
     others = [way for way in ways() if way.name not in known]
-    dealt = meet + random.Random(0).sample(others, OTHERS)
+    dealt = combinations + random.Random(0).sample(others, OTHERS)
     return dealt[list(FAMILIES).index(family) :: len(FAMILIES)]
 
 
 def _setting_of(way: Way) -> str:
-    given = {"clock": "wall", "policy": "on_demand", **way.given}
-    if not any(given.get(key) == "" for key in FOLDERS) and KERNEL not in given:
-        given = dict(read_config(given, way.speculative))
-    return repr((given, way.speculative))
+    setting = {"clock": "wall", "policy": "on_demand", **way.given}
+    if not any(setting.get(key) == "" for key in FOLDERS) and KERNEL not in setting:
+        setting = dict(read_config(setting, way.speculative))
+    return repr((setting, way.speculative))
 
 
 # --- races ------------------------------------------------------------------------------------
 
 
 class Device:
-    """A device's way of working on a CPU: what is launched runs later, in order, in its thread.
+    """A device imitated on a CPU: launched calls run later, in order, in its thread.
 
-    Products read their slots when they run, not when they are launched, and a fence is there once
-    all that was launched before it has run.
+    Products read their slots when they run, not when they are launched, and a fence is reached
+    once everything launched before it has run.
     """
 
     def __init__(self, races: Races) -> None:
@@ -189,7 +188,7 @@ class Device:
 
 
 class Launched:
-    """Stands for a call whose products are launched on a device; all else is the call's own."""
+    """Proxy of a call that launches its products on a device; all else is the call's own."""
 
     def __init__(self, call: GroupedCall, device: Device) -> None:
         self._call, self._device = call, device
@@ -209,15 +208,15 @@ class Launched:
 
 
 class Races:
-    """Delays, drawn anew for each repetition, and slots that are poison until they are written."""
+    """Delays, drawn anew for each repetition, and slots that are poisoned until written."""
 
     def __init__(self) -> None:
         self.drawn = random.Random(0)
         self.device: Device | None = None
-        """What executes, where it is not the caller."""
+        """Executes the products; None where the caller does."""
 
     def begin(self, repetition: int) -> None:
-        """Draw other delays than before, and change between a CPU's and a device's way."""
+        """Draw new delays, and alternate between a CPU and an imitated device."""
         self.drawn = random.Random(repetition)
         self.end()
         self.device = Device(self) if repetition % 2 else None
@@ -233,18 +232,18 @@ class Races:
 
     @contextmanager
     def injected(self) -> Iterator[None]:
-        changed: list[tuple[Any, str, Callable[..., Any]]] = [
+        patches: list[tuple[Any, str, Callable[..., Any]]] = [
             (owner, name, self._late(getattr(owner, name)))
             for owner, name in (
                 *((WallEngine, name) for name in ("enter", "run", "_execute")),
                 *((SlotPools, "stored"), (LadderPools, "stored")),
             )
         ]
-        changed.append((DeviceMover, "begin", self._poisoned(DeviceMover.begin)))
-        changed.append((DeviceMover, "fence", lambda mover: self.device and self.device.fence()))
-        changed.append((WorkInGroups, "__init__", self._launching(WorkInGroups.__init__)))
+        patches.append((DeviceMover, "begin", self._poisoned(DeviceMover.begin)))
+        patches.append((DeviceMover, "fence", lambda mover: self.device and self.device.fence()))
+        patches.append((WorkInGroups, "__init__", self._launching(WorkInGroups.__init__)))
         with ExitStack() as stack:
-            for owner, name, function in changed:
+            for owner, name, function in patches:
                 stack.enter_context(mock.patch.object(owner, name, function))
             stack.callback(self.end)
             yield
@@ -261,7 +260,7 @@ class Races:
             if isinstance(transfer.after, threading.Event):
                 assert transfer.after.wait(60)
             for tensor in mover.target_of(transfer).values():
-                # No number in any float type, and no code that stands for the right one.
+                # NaN in every float type, and a wrong code in every codec.
                 tensor.view(torch.uint8).fill_(255)
             self.pause()
             token = begin(mover, transfer)
@@ -279,7 +278,7 @@ class Races:
         return init
 
 
-# --- what is written down ---------------------------------------------------------------------
+# --- the recording ----------------------------------------------------------------------------
 
 
 @dataclass
@@ -288,9 +287,9 @@ class Pass:
 
     inputs: dict[str, Any]
     past: int
-    """Tokens that came before; -1 where nothing is kept."""
+    """Tokens in the KV cache before this pass; -1 where none is kept."""
     routers: list[Any] = field(default_factory=list)
-    """Layer -> what its router gave in the end."""
+    """Layer -> its router's final output."""
     levels: list[Mapping[int, int] | None] = field(default_factory=list)
     """Layer -> key -> level, where there are several."""
     logits: Tensor | None = None
@@ -301,13 +300,13 @@ class Pass:
         return self.tokens(self.logits)
 
     def tokens(self, logits: Tensor) -> Tensor:
-        """Leave out padding: nobody waits for it, and it needs no experts."""
+        """Leave out padding, which needs no experts."""
         mask, length = self.inputs.get("attention_mask"), logits.shape[1]
         return logits if mask is None else logits[mask[:, -length:].bool()]
 
 
 class Recording:
-    """Writes down the passes of a wrapped model; its hooks come after the wrapper's."""
+    """Records the passes of a wrapped model; its hooks run after the wrapper's."""
 
     def __init__(self, lm: MoECacheLM) -> None:
         self.passes: list[Pass] = []
@@ -333,13 +332,13 @@ class Recording:
             handle.remove()
 
     def _begin(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        given = dict(kwargs)
-        past = given.pop("past_key_values", None)
-        kept = given.get("use_cache", True)
+        inputs = dict(kwargs)
+        past = inputs.pop("past_key_values", None)
+        uses_cache = inputs.get("use_cache", True)
         if args:
-            given["input_ids"] = args[0]
+            inputs["input_ids"] = args[0]
         length = past.get_seq_length() if past is not None else 0
-        self.passes.append(Pass(given, length if kept else -1))
+        self.passes.append(Pass(inputs, length if uses_cache else -1))
 
     def _end(self, model: Any, args: Any, output: Any) -> None:
         self.passes[-1].logits = output.logits.clone()
@@ -352,7 +351,7 @@ class Recording:
 
 
 class Judge:
-    """Plain transformers models of one checkpoint, which compute recorded passes again."""
+    """Plain transformers models of one checkpoint, which recompute recorded passes."""
 
     def __init__(self, model: Path | torch.nn.Module) -> None:
         """`model` is a checkpoint, or a loaded model, of which a copy is taken."""
@@ -364,23 +363,23 @@ class Judge:
     def logits(
         self, passes: Sequence[Pass], precision: str | None, lossless: bool, device: str = "cpu"
     ) -> list[Tensor]:
-        """Compute passes again; `lossless`: by this model's own choices, at the best level."""
+        """Recompute passes; where `lossless`, with this model's own choices at the best level."""
         levels = [model.to(device) for model in self._models(precision)]
-        # The levels stay as they are: what a plan mixes is put together in a model of its own.
+        # The levels' models stay unchanged: plans that mix levels are assembled in a copy.
         model = levels[0] if lossless or len(levels) == 1 else copy.deepcopy(levels[0])
         handles, now = [], [passes[0]]
         if not lossless:
             handles = self._planned(model, levels, now)
-        found, past = [], None
+        logits, past = [], None
         try:
             for now[0] in passes:
                 with torch.no_grad():
-                    given, past = self._past(now[0], past)
-                    found.append(model(**given).logits)
+                    inputs, past = self._past(now[0], past)
+                    logits.append(model(**inputs).logits)
         finally:
             for handle in handles:
                 handle.remove()
-        return found
+        return logits
 
     def _models(self, precision: str | None) -> list[Any]:
         if precision is None:
@@ -398,22 +397,22 @@ class Judge:
         if each.past == 0:
             past = DynamicCache(config=self.plain.config)
         else:
-            # What a verify pass found wrong is gone.
+            # Drop the tokens that a verify pass rejected.
             over = past.get_seq_length() - each.past
             if over:
                 past.crop(-over)
         return {**each.inputs, "past_key_values": past}, past
 
     def _planned(self, model: Any, levels: Sequence[Any], now: Sequence[Pass]) -> list[Any]:
-        """Have the routers say what was written down, and each expert lie at its level."""
+        """Make the routers return the recorded choices, and load each expert at its level."""
         handles = []
         stacked = [[expert_parameters(x.experts) for x in find_moe_layers(m)] for m in levels]
         for index, layer in enumerate(find_moe_layers(model)):
 
-            def said(router: Any, args: Any, output: Any, index: int = index) -> Any:
+            def recorded_choice(router: Any, args: Any, output: Any, index: int = index) -> Any:
                 return now[0].routers[index]
 
-            def lie(experts: Any, args: Any, index: int = index) -> None:
+            def load_levels(experts: Any, args: Any, index: int = index) -> None:
                 plan = now[0].levels[index] if now[0].levels else None
                 first = index * experts.num_experts
                 for name, parameter in expert_parameters(experts).items():
@@ -421,9 +420,9 @@ class Judge:
                         level = 0 if plan is None else plan.get(first + expert, 0)
                         parameter[expert].copy_(stacked[level][index][name][expert])
 
-            handles.append(layer.router.register_forward_hook(said))
+            handles.append(layer.router.register_forward_hook(recorded_choice))
             if len(levels) > 1:
-                handles.append(layer.experts.register_forward_pre_hook(lie))
+                handles.append(layer.experts.register_forward_pre_hook(load_levels))
         return handles
 
 
@@ -445,11 +444,11 @@ def drive(lm: MoECacheLM) -> list[list[int]]:
                 model(text, use_cache=False)
             return []
         output = model(single[:, :7], use_cache=True)
-        for place in (7, 8):
+        for position in (7, 8):
             past = output.past_key_values
-            output = model(single[:, place : place + 1], past_key_values=past, use_cache=True)
+            output = model(single[:, position : position + 1], past_key_values=past, use_cache=True)
         if lm.moecache.draft is not None and not lm.is_speculative:
-            # A draft that reads along reads one text at a time.
+            # A draft that reads along follows one text at a time.
             return []
         output = model(batch[:, :5], attention_mask=mask[:, :5], use_cache=True)
         past = output.past_key_values
@@ -458,13 +457,13 @@ def drive(lm: MoECacheLM) -> list[list[int]]:
 
 
 def generate(lm: MoECacheLM) -> list[list[int]]:
-    """One short answer; returns its tokens."""
-    asked = {"until": ["\n\n"], "max_gen_toks": 5}
-    return generated(lm, [make_instance("generate_until", "gen", 0, "Hello number", asked)])
+    """Generate one short answer and return its tokens."""
+    gen_kwargs = {"until": ["\n\n"], "max_gen_toks": 5}
+    return generated(lm, [make_instance("generate_until", "gen", 0, "Hello number", gen_kwargs)])
 
 
 class Family:
-    """One family's checkpoint, its judge, and the models that have been loaded of it."""
+    """One family's checkpoint, its judge, and the models loaded from it."""
 
     def __init__(self, family: str, root: Path) -> None:
         self.name, self._root = family, root / family
@@ -478,30 +477,30 @@ class Family:
 
     def arguments(self, way: Way) -> dict[str, Any]:
         """Return a way's setting with folders, a draft and artifacts of this family."""
-        given = {"policy": "on_demand", **way.given}
+        arguments = {"policy": "on_demand", **way.given}
         for key in FOLDERS:
-            if key in given:
-                given[key] = str(self._root / key)
+            if key in arguments:
+                arguments[key] = str(self._root / key)
         geometry = describe(self.judge.plain, find_moe_layers(self.judge.plain), self.name)
-        if "warm" in given:
-            given["warm"] = use_profile(geometry.num_layers, geometry.num_experts)
-        if given.get("draft") == "tiny":
-            given["draft"] = str(self._root / "draft")
+        if "warm" in arguments:
+            arguments["warm"] = use_profile(geometry.num_layers, geometry.num_experts)
+        if arguments.get("draft") == "tiny":
+            arguments["draft"] = str(self._root / "draft")
             save_model(self._root / "draft", self.name, seed=1, **sizes_of(self.name))
-        policy, top_k = config_of(way, given).policy, geometry.top_k
+        policy, top_k = config_of(way, arguments).policy, geometry.top_k
         for key, fitting in SMALL.items():
             axis, _, name = key.partition(".")
             if (getattr(policy, axis).parameters.get(name) or 0) > fitting(top_k):
-                given[key] = fitting(top_k)
-        return {**given, **artifacts_of(self.judge.plain, policy)}
+                arguments[key] = fitting(top_k)
+        return {**arguments, **artifacts_of(self.judge.plain, policy)}
 
     def lm(self, way: Way, given: Mapping[str, Any]) -> MoECacheLM:
         """Return a loaded model for a way. Raises ValueError where a run would be refused."""
         kind = MoECacheSpecLM if way.speculative else MoECacheLM
-        ours = {name: value for name, value in given.items() if name != KERNEL}
-        host: dict[str, Any] = {"device": "cpu", "max_length": 64, "clock": "wall", **ours}
-        loaded = ("precision", "store", "store_dir", "encoded_dir")
-        key = (kind, *(given.get(name) for name in loaded))
+        arguments = {name: value for name, value in given.items() if name != KERNEL}
+        host: dict[str, Any] = {"device": "cpu", "max_length": 64, "clock": "wall", **arguments}
+        load_keys = ("precision", "store", "store_dir", "encoded_dir")
+        key = (kind, *(given.get(name) for name in load_keys))
         if key in self._lms:
             lm = self._lms[key]
             check_arguments(str(self.folder), host, speculative=way.speculative)
@@ -517,32 +516,32 @@ class Family:
             lm.wrapped.unwrap()
 
     def forget(self) -> None:
-        """Load anew what comes next."""
+        """Drop the loaded models, so that the next one is loaded anew."""
         self.close()
         self._lms.clear()
         self._current = None
 
 
 def missing(way: Way, counts: Mapping[str, int]) -> list[str]:
-    """Return what a way's repetitions never did, so that they would show nothing."""
-    given = {key: value for key, value in way.given.items() if key not in FOLDERS}
-    policy = config_of(way, {"policy": "on_demand", **given}).policy
+    """Return the effects that a way's repetitions lack, without which they prove nothing."""
+    setting = {key: value for key, value in way.given.items() if key not in FOLDERS}
+    policy = config_of(way, {"policy": "on_demand", **setting}).policy
     needed = {
         "a miss": counts["misses"],
         "a prefetch": counts["late"] + counts["prefetch_hits"]
         or not policy.prefetch.algorithm.is_active,
         "a draft": counts["drafted"]
         or not way.speculative
-        or given.get("draft") == "prompt_lookup",
+        or setting.get("draft") == "prompt_lookup",
         "a part of the host's": counts["host_executed"] or policy.miss.name != "host",
         "a change": policy.is_lossless
         or any(counts[name] for name in ("low_precision", "dropped", "unfaithful")),
     }
-    return [what for what, took_place in needed.items() if not took_place]
+    return [effect for effect, took_place in needed.items() if not took_place]
 
 
 class Refused(ValueError):
-    """A run would be refused this way with this family, before anything is loaded."""
+    """A run of this family would refuse this way before anything is loaded."""
 
 
 COUNTED = (
@@ -554,34 +553,34 @@ COUNTED = (
 def compare(
     family: Family, way: Way, repetitions: int = REPETITIONS
 ) -> tuple[list[int], Counter[str]]:
-    """Go a way again and again under races, and have each pass judged. Raises Refused.
+    """Run a way repeatedly under races and judge each pass. Raises Refused.
 
-    Returns the repetitions in which a pass gave other logits than the judge's, and sums over all
-    passes: whether what was to be raced for took place.
+    Returns the repetitions in which a pass gave other logits than the judge's, and counts summed
+    over all passes, which show whether the raced effects took place.
     """
     try:
-        given = family.arguments(way)
-        lm = family.lm(way, given)
+        arguments = family.arguments(way)
+        lm = family.lm(way, arguments)
     except ValueError as error:
         raise Refused(str(error)) from error
     wrong, counts = list[int](), Counter[str]()
-    races, kernel = Races(), given.get(KERNEL, "grouped_mm")
+    races, kernel = Races(), arguments.get(KERNEL, "grouped_mm")
     family.judge.plain.set_experts_implementation(kernel)
-    known: dict[bytes, list[Tensor]] = {}
+    judged: dict[bytes, list[Tensor]] = {}
     tokens: list[list[int]] = []
     with races.injected(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for repetition in range(repetitions):
             races.begin(repetition)
             capacity = CAPACITIES[repetition // 2 % len(CAPACITIES)]
-            config = config_of(way, {"capacity": capacity, **given})
+            config = config_of(way, {"capacity": capacity, **arguments})
             lm.wrapped.unwrap()
             lm.model.set_experts_implementation(kernel)
             lm.install(config)
             assert lm.wrapped._store.kernel == kernel
             recording = Recording(lm)
             try:
-                answered = generate(lm) if way.speculative else drive(lm)
+                answers = generate(lm) if way.speculative else drive(lm)
             finally:
                 recording.close()
             lm.engine.check_integrity()
@@ -591,32 +590,34 @@ def compare(
                 counts.update({name: getattr(record, name) for name in COUNTED})
             lossless = config.policy.is_lossless
             plan = b"" if lossless and not way.speculative else _fingerprint(recording.passes)
-            if plan not in known:
-                precision = given.get("precision")
-                known[plan] = family.judge.logits(recording.passes, precision, lossless)
-            tokens = tokens or answered
-            changed = lossless and answered != tokens
-            pairs = zip(recording.passes, known[plan], strict=True)
-            if changed or not all(torch.equal(p.answer, p.tokens(theirs)) for p, theirs in pairs):
+            if plan not in judged:
+                precision = arguments.get("precision")
+                judged[plan] = family.judge.logits(recording.passes, precision, lossless)
+            tokens = tokens or answers
+            changed = lossless and answers != tokens
+            pairs = zip(recording.passes, judged[plan], strict=True)
+            if changed or not all(
+                torch.equal(p.answer, p.tokens(expected)) for p, expected in pairs
+            ):
                 wrong.append(repetition)
     return wrong, counts
 
 
 def config_of(way: Way, given: Mapping[str, Any]) -> Config:
-    """Read a setting, without what is transformers' own."""
-    ours = {key: value for key, value in given.items() if key != KERNEL}
-    return read_config({"clock": "wall", **ours}, way.speculative)
+    """Read a setting, transformers' own key left out."""
+    setting = {key: value for key, value in given.items() if key != KERNEL}
+    return read_config({"clock": "wall", **setting}, way.speculative)
 
 
 def _fingerprint(passes: Sequence[Pass]) -> bytes:
-    """Name all that the judge is told: two repetitions with the same plans are computed once."""
-    said: list[Any] = []
-    for each in passes:
-        said.append([each.past, each.inputs["input_ids"].tolist()])
-        said.append([None if level is None else sorted(level.items()) for level in each.levels])
-        for router in each.routers:
-            said += [part.tolist() for part in router if isinstance(part, Tensor)]
-    return repr(said).encode()
+    """Return a key of all that the judge reads: repetitions of equal plans are computed once."""
+    parts: list[Any] = []
+    for record in passes:
+        parts.append([record.past, record.inputs["input_ids"].tolist()])
+        parts.append([None if level is None else sorted(level.items()) for level in record.levels])
+        for router in record.routers:
+            parts += [part.tolist() for part in router if isinstance(part, Tensor)]
+    return repr(parts).encode()
 
 
 def main(families: Sequence[str]) -> int:
@@ -625,23 +626,23 @@ def main(families: Sequence[str]) -> int:
     print(f"{REPETITIONS} race-injected repetitions each of {', '.join(families)}")
     print("equal: all passes, bit for bit, as a model without a cache computes them\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        made = {name: Family(name, Path(folder)) for name in families}
+        family_of = {name: Family(name, Path(folder)) for name in families}
         for way in ways():
             words, counts = [], Counter[str]()
-            for name, family in made.items():
+            for name, family in family_of.items():
                 try:
-                    wrong, own = compare(family, way)
+                    wrong, way_counts = compare(family, way)
                 except Refused as error:
                     words.append(f"{name} refused: {error}")
                     continue
-                never = missing(way, own)
-                counts.update({**own, "equal": not wrong and not never})
-                if wrong or never:
+                absent = missing(way, way_counts)
+                counts.update({**way_counts, "equal": not wrong and not absent})
+                if wrong or absent:
                     total += 1
-                    words.append(f"{name} WRONG in {wrong}, without {never}")
-            took = ", ".join(f"{n} {k}" for k, n in counts.items() if n)
-            print(f"{way.name:32} {took}", *words, sep="\n    ", flush=True)
-        for family in made.values():
+                    words.append(f"{name} WRONG in {wrong}, without {absent}")
+            summary = ", ".join(f"{n} {k}" for k, n in counts.items() if n)
+            print(f"{way.name:32} {summary}", *words, sep="\n    ", flush=True)
+        for family in family_of.values():
             family.close()
     print(f"\n{total} wrong")
     return total

@@ -1,17 +1,17 @@
-"""An accelerator for every machine: memory of its own, and streams that run when a script says.
+"""An accelerator for every machine: memory of its own, and streams that a script schedules.
 
-It is a backend of torch in Python (`PrivateUse1`, named `scripted`), whose tensors hold a CPU's
-numbers out of reach: whatever brings them to the host goes through `_to_copy` or `item`, which wait
-for the stream. A launched call is put on its thread's stream and executed later:
+It is a torch backend in Python (`PrivateUse1`, named `scripted`) whose tensors keep CPU tensors out
+of reach: whatever brings their numbers to the host goes through `_to_copy` or `item`, which wait
+for the stream. A launched call is queued on its thread's stream and executed later:
 
-- `compute_late`: copies as soon as their fences allow, kernels not before somebody waits for them:
-  what is written before its readers are done shows.
-- `copies_late`: kernels at once, copies not before somebody waits: what is read before it has
-  arrived, and a staging buffer that is filled too early, shows.
-- `drawn`: streams run some of their calls at a time, by a seed.
+- `compute_late`: copies run as soon as their fences allow, kernels only when waited for: exposes
+  writes before the readers are done.
+- `copies_late`: kernels run at once, copies only when waited for: exposes reads before arrival, and
+  staging buffers filled too early.
+- `drawn`: streams run a few of their calls at a time, drawn by a seed.
 
-Memory that was never written holds no number. Calls that a device would refuse, or that would be
-slow or a race there without a sign, raise `Misuse`.
+Float memory holds NaN until it is written. Calls that a device would refuse, or that would silently
+be slow or a race there, raise `Misuse`.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Event:
 
 
 class Stream:
-    """Calls in order, executed when the script says."""
+    """Calls in order, executed as the script schedules them."""
 
     def __init__(self, device: Any = None, name: str = "copies") -> None:
         self.name = name
         self.calls: deque[Callable[[], object] | Event] = deque()
         self.free: dict[int, list[Any]] = {}
-        """Bytes -> memory that was taken on this stream and is free again."""
+        """Size in bytes -> storages that were taken on this stream and are free again."""
         if device is not None:
             DEVICE.streams.append(self)
 
@@ -91,7 +91,7 @@ class Stream:
             self.run_until(None)
 
     def run_until(self, event: Event | None) -> None:
-        """Run until an event is reached, or all; other streams as far as this one waits for."""
+        """Run until an event is reached, or all; run other streams as far as this one waits."""
         while self.calls and not (event is not None and event.reached):
             head = self.calls[0]
             if isinstance(head, Event) and not head.reached:
@@ -109,7 +109,7 @@ class Stream:
 
 
 class Device:
-    """What there is one of: the streams, the script, which thread is on which stream."""
+    """The device's one state: its streams, the script, each thread's stream."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -124,7 +124,7 @@ class Device:
         self.owners = dict[int, Stream]()
         self.waits = 0
         self.pending = 0
-        """How many calls were launched while what they depend on was still to come."""
+        """How many waits were launched for events that were not reached yet."""
 
     @property
     def stream(self) -> Stream:
@@ -137,22 +137,24 @@ class Device:
         with self.lock:
             self.pending += isinstance(call, Event) and not call.reached
             stream.calls.append(call)
-            every = [self.compute, *self.streams]
+            all_streams = [self.compute, *self.streams]
             if self.script == "drawn":
                 for _ in range(self.drawn.randrange(4)):
-                    chosen = self.drawn.choice(every)
-                    if chosen.can_step():
-                        chosen.step()
+                    picked = self.drawn.choice(all_streams)
+                    if picked.can_step():
+                        picked.step()
                 return
-            early = [s for s in every if (s is self.compute) == (self.script == "copies_late")]
+            early = [
+                s for s in all_streams if (s is self.compute) == (self.script == "copies_late")
+            ]
             while ready := [s for s in early if s.can_step()]:
-                for each in ready:
-                    each.step()
+                for runnable in ready:
+                    runnable.step()
 
     def wait(self) -> None:
-        """Have the host wait for this thread's stream.
+        """Make the host wait for this thread's stream.
 
-        Some copies come without `_dispatch` and its lock, as torch.tensor's. Two threads that step
+        Some copies bypass `_dispatch` and its lock, as torch.tensor's do. Two threads that step
         one stream would begin a call before the one it reads from has ended.
         """
         with self.lock:
@@ -165,48 +167,48 @@ class Device:
         stream = self.stream
         free = stream.free.get(inner.untyped_storage().nbytes())
         if free:
-            # As it was left: whoever reads it late still can, until it is written.
+            # Not cleared: a late reader still sees the old numbers, until they are overwritten.
             inner = torch.empty(0, dtype=dtype).set_(free.pop(), 0, size, stride)
         else:
             _poison(inner)
-        place = inner.untyped_storage().data_ptr()
-        self.owners[place] = stream
-        made = DeviceTensor(inner)
+        address = inner.untyped_storage().data_ptr()
+        self.owners[address] = stream
+        tensor = DeviceTensor(inner)
         if stream is not self.compute:
-            weakref.finalize(made, self._free, stream, inner.untyped_storage())
-        return made
+            weakref.finalize(tensor, self._free, stream, inner.untyped_storage())
+        return tensor
 
     def _free(self, stream: Stream, storage: Any) -> None:
-        """Give memory back, as torch does: at once, to the stream that took it.
+        """Return memory as torch does: at once, to the stream that took it.
 
-        Views of it are not followed: slots are dropped whole.
+        Views are not tracked: slots are dropped whole.
         """
         if stream in self.streams:
             stream.free.setdefault(storage.nbytes(), []).append(storage)
 
     def lock_memory(self, shape: Any, dtype: torch.dtype) -> Tensor:
-        made = torch.empty(shape, dtype=dtype)
-        self.locked[made.untyped_storage().data_ptr()] = made
-        return made
+        memory = torch.empty(shape, dtype=dtype)
+        self.locked[memory.untyped_storage().data_ptr()] = memory
+        return memory
 
     def is_locked(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self.locked
 
 
 def _poison(inner: Tensor) -> None:
-    """Fill memory with bytes that are no number in any float type."""
+    """Fill memory with bytes that are NaN in every float type, or 1 elsewhere."""
     whole = torch.empty(0, dtype=torch.uint8).set_(inner.untyped_storage())
     whole.fill_(255 if inner.is_floating_point() else 1)
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor of the device; `inner` are its numbers, which nobody but the device looks at."""
+    """A tensor of the device; `inner` holds its numbers, which only the device reads."""
 
     inner: Tensor
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> DeviceTensor:
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             inner.size(),
             strides=inner.stride(),
@@ -214,8 +216,8 @@ class DeviceTensor(torch.Tensor):
             dtype=inner.dtype,
             device=torch.device(NAME, 0),
         )
-        made.inner = inner
-        return made
+        tensor.inner = inner
+        return tensor
 
     def __repr__(self, **_: Any) -> str:
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
@@ -251,24 +253,24 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(value, Tensor) and not isinstance(value, DeviceTensor) and value.dim():
             raise Misuse(f"{name}: a tensor of the CPU among the device's")
     kwargs.pop("device", None), kwargs.pop("pin_memory", None)
-    given, named = tree_map(_inner, args), tree_map(_inner, kwargs)
-    if name == "histc":  # A CPU's counts no whole numbers.
-        return _launch(_count, given, named)
+    inner_args, inner_kwargs = tree_map(_inner, args), tree_map(_inner, kwargs)
+    if name == "histc":  # The CPU's does not count integers.
+        return _launch(_count, inner_args, inner_kwargs)
     results = func._schema.returns
     if results and all(r.alias_info and not r.alias_info.is_write for r in results):
-        return tree_map(_wrapped, func(*given, **named))  # a view: nothing is computed
-    looks = any(isinstance(v, DeviceTensor) and v.dtype == torch.bool for v in flat)
-    if name in _WAITING or name.startswith("_unique") or (looks and name.startswith("index")):
+        return tree_map(_wrapped, func(*inner_args, **inner_kwargs))  # a view: nothing is computed
+    has_mask = any(isinstance(v, DeviceTensor) and v.dtype == torch.bool for v in flat)
+    if name in _WAITING or name.startswith("_unique") or (has_mask and name.startswith("index")):
         DEVICE.wait()
-        return tree_map(_wrapped, func(*given, **named))
+        return tree_map(_wrapped, func(*inner_args, **inner_kwargs))
     if name == _LOOK:
         DEVICE.wait()
-        return func(*given)
+        return func(*inner_args)
     written = [a for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
     if written:
-        DEVICE.launch(DEVICE.stream, functools.partial(func, *given, **named))
+        DEVICE.launch(DEVICE.stream, functools.partial(func, *inner_args, **inner_kwargs))
         return _first_written(func, args, kwargs, written)
-    return _launch(func, given, named)
+    return _launch(func, inner_args, inner_kwargs)
 
 
 def _count(values: Tensor, *given: Any, **named: Any) -> Tensor:
@@ -276,13 +278,13 @@ def _count(values: Tensor, *given: Any, **named: Any) -> Tensor:
 
 
 def _first_written(func: Any, args: Any, kwargs: Any, written: Any) -> Any:
-    places = {a.name: i for i, a in enumerate(func._schema.arguments)}
-    found = [kwargs[a.name] if a.name in kwargs else args[places[a.name]] for a in written]
-    return found[0] if len(found) == 1 else tuple(found)
+    positions = {a.name: i for i, a in enumerate(func._schema.arguments)}
+    targets = [kwargs[a.name] if a.name in kwargs else args[positions[a.name]] for a in written]
+    return targets[0] if len(targets) == 1 else tuple(targets)
 
 
 _SHAPES: dict[tuple[Any, ...], Any] = {}
-"""A call's results on the meta device, which takes longer to ask than to compute."""
+"""A call's results on the meta device, cached: the query takes longer than the call."""
 
 
 def _shape(value: Any) -> Any:
@@ -296,7 +298,7 @@ def _key(value: Any) -> Any:
 
 
 def _launch(func: Any, args: Any, kwargs: Any) -> Any:
-    """Put a call on the stream whose results have their shapes already."""
+    """Queue a call on the stream; its results are allocated at once."""
     key = (func, _key(args), _key(sorted(kwargs.items())))
     if key not in _SHAPES:
         try:
@@ -305,17 +307,19 @@ def _launch(func: Any, args: Any, kwargs: Any) -> Any:
             DEVICE.wait()
             return tree_map(_wrapped, func(*args, **kwargs))
     shapes = _SHAPES[key]
-    whole = (shapes,) if isinstance(shapes, Tensor) else shapes
-    made = [DEVICE.empty(m.size(), m.stride(), m.dtype) for m in whole]
+    templates = (shapes,) if isinstance(shapes, Tensor) else shapes
+    results = [DEVICE.empty(m.size(), m.stride(), m.dtype) for m in templates]
 
     def run() -> None:
         with torch.no_grad():
-            found = func(*args, **kwargs)
-        for target, value in zip(made, (found,) if len(whole) == 1 else found, strict=True):
+            computed = func(*args, **kwargs)
+        for target, value in zip(
+            results, (computed,) if len(templates) == 1 else computed, strict=True
+        ):
             target.inner.copy_(value)
 
     DEVICE.launch(DEVICE.stream, run)
-    return made[0] if isinstance(shapes, Tensor) else type(shapes)(made)
+    return results[0] if isinstance(shapes, Tensor) else type(shapes)(results)
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -351,7 +355,7 @@ def _to_copy(source: Tensor, **given: Any) -> Any:
 
 
 KEPT: set[int] = set()
-"""Memory that is there as long as the streams are: pools of slots."""
+"""Memory that lives as long as the streams: pools of slots."""
 DEVICE = Device()
 
 
@@ -360,7 +364,7 @@ DEVICE = Device()
 
 @functools.cache
 def _register() -> bool:
-    """Make the backend known to torch, switched off; False for a torch that cannot have one."""
+    """Register the backend with torch, switched off; False where torch cannot have one."""
     try:
         from torch.utils import backend_registration as registration
 
@@ -408,7 +412,7 @@ def _register() -> bool:
 
 @contextmanager
 def scripted(script: str, seed: int = 0) -> Iterator[Device]:
-    """Let this machine have the device for the time of a block. Skips where torch cannot."""
+    """Give this machine the device within a block. Skips where torch cannot have one."""
     if not _register():
         pytest.skip("this torch has no backends in Python")
     from lm_eval_moecache.model import device

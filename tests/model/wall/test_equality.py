@@ -1,4 +1,4 @@
-"""Lossless means identical under the wall clock, too; the rest does as under the virtual one."""
+"""Lossless means identical under the wall clock, too; the rest does as the virtual clock does."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.model.wall.models import HOST, assert_same, counts, of_tokens, wrap_w
 from tests.models import FAMILIES, FAMILY_CASES, family_case, random_model, sizes_of
 from tests.test_equality import COMBINATIONS, LOSSLESS, logits_of, traces_left_on, wrap_virtual
 
-# A trained predictor needs an artifact of its model, which random models have none of.
+# A trained predictor needs an artifact of its model, and random models have none.
 TRAINED = [name for name in LOSSLESS if load_policy(name).prefetch.algorithm.artifact_kind]
 PAIRS = [pair for pair in COMBINATIONS if pair[0] not in TRAINED]
 
 
-# Each family takes its own third of the compositions and capacities; together they take all.
+# Each family takes a third of the compositions and capacities; together they cover all.
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [*(family_case(f, torch.bfloat16) for f in FAMILIES), ("olmoe", torch.float32)],
@@ -42,19 +42,19 @@ def test_logits_are_identical_whatever_the_policy_and_the_capacity(
     family: str, dtype: torch.dtype
 ) -> None:
     model = random_model(family).to(dtype)
-    expected, before = logits_of(model), traces_left_on(model)
+    expected, state = logits_of(model), traces_left_on(model)
     share = PAIRS[list(FAMILIES).index(family) % 3 :: 3]
     for policy, capacity in share:
         wrapped = wrap_wall(model, policy, capacity, longest_s=0.0005)
         assert_same(expected, logits_of(model, wrapped), f"{policy} at {capacity}")
         assert sum(p.misses for p in wrapped.engine.ledger.passes) > 0
-        assert traces_left_on(model) == before
+        assert traces_left_on(model) == state
 
 
 def test_a_whole_layer_in_slots_runs_as_one_grouped_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A prefill that finds every expert resident costs what it costs transformers."""
+    """A prefill with every expert resident costs what it costs transformers."""
     model = random_model("olmoe")
     prompt = torch.arange(2, 34)[None]
     with torch.no_grad():
@@ -62,9 +62,9 @@ def test_a_whole_layer_in_slots_runs_as_one_grouped_product(
         wrapped = wrap_wall(model, "on_demand", "100%")
         model(prompt)
         monkeypatch.setattr(store, "GroupedCall", None)
-        found = model(prompt).logits
+        logits = model(prompt).logits
     wrapped.unwrap()
-    assert torch.equal(found, expected)
+    assert torch.equal(logits, expected)
 
 
 LADDER = "int8:int4:int2"
@@ -92,16 +92,18 @@ def test_answers_and_counts_are_the_virtual_clocks_where_nothing_depends_on_time
     """Dropped experts keep their index with weight 0: slots have to pass over them."""
     model = random_model(family, **sizes_of(family))
     for changes in TIMELESS if family == "olmoe" else TIMELESS[:9]:
-        given = {"policy": "on_demand", "capacity": "5/layer", **changes}
-        policy, capacity = given.pop("policy"), given.pop("capacity")
-        wrapped = wrap_virtual(model, policy, capacity, **given)
-        expected, told = logits_of(model, wrapped), wrapped.engine.ledger.passes
-        changed = sum(p.dropped + p.substituted + p.unfaithful + p.low_precision for p in told)
+        setting = {"policy": "on_demand", "capacity": "5/layer", **changes}
+        policy, capacity = setting.pop("policy"), setting.pop("capacity")
+        wrapped = wrap_virtual(model, policy, capacity, **setting)
+        expected, expected_passes = logits_of(model, wrapped), wrapped.engine.ledger.passes
+        changed = sum(
+            p.dropped + p.substituted + p.unfaithful + p.low_precision for p in expected_passes
+        )
         assert (changed > 0) == (changes != TIMELESS[0])
         for seed in range(2):
-            wrapped = wrap_wall(model, policy, capacity, seed=seed, longest_s=1e-4, **given)
+            wrapped = wrap_wall(model, policy, capacity, seed=seed, longest_s=1e-4, **setting)
             assert_same(expected, logits_of(model, wrapped), f"{changes}, {seed}")
-            assert counts(wrapped.engine.ledger.passes) == counts(told)
+            assert counts(wrapped.engine.ledger.passes) == counts(expected_passes)
 
 
 def interrupted(*args: Any) -> None:
@@ -110,8 +112,8 @@ def interrupted(*args: Any) -> None:
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_an_interrupted_pass_leaves_no_thread_and_the_model_answers_as_before(scan: bool) -> None:
-    """Of a scanned text the caches have decided: what did not move yet moves before the next."""
-    model, others = random_model("olmoe"), set(threading.enumerate())
+    """A scan's caches have decided already: pending transfers move before the next text."""
+    model, threads_before = random_model("olmoe"), set(threading.enumerate())
     policy, capacity = ("on_demand", "2/layer") if scan else ("specmd", "25%")
     answer = scanned if scan else answered
     wrapped = wrap_virtual(model, policy, capacity)
@@ -128,8 +130,8 @@ def test_an_interrupted_pass_leaves_no_thread_and_the_model_answers_as_before(sc
     assert scan or all(map(torch.equal, expected, answered(wrapped))), "unwrapped"
     del wrapped
     gc.collect()
-    left = set(threading.enumerate()) - others
-    assert not [thread for thread in left if thread.name == "moecache-link"]
+    new_threads = set(threading.enumerate()) - threads_before
+    assert not [thread for thread in new_threads if thread.name == "moecache-link"]
 
 
 @pytest.mark.parametrize(
@@ -138,12 +140,12 @@ def test_an_interrupted_pass_leaves_no_thread_and_the_model_answers_as_before(sc
 def test_a_pass_that_is_interrupted_while_it_waits_does_no_harm_to_the_next(
     miss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by Ctrl-C: what it demanded is still on its way into slots that another would drop."""
+    """As by Ctrl-C: its demands are still on their way into slots that the next would drop."""
     model, wait = random_model("olmoe", **sizes_of("olmoe")), WallEngine._wait
     changes = {"precision": LADDER, "miss": miss}
     wrapped = wrap_wall(model, "on_demand", "3", longest_s=0.01, **changes)
-    for place in range(14):
-        left = itertools.chain([wait] * place, [interrupted], itertools.repeat(wait))
+    for num_waits in range(14):
+        left = itertools.chain([wait] * num_waits, [interrupted], itertools.repeat(wait))
         monkeypatch.setattr(WallEngine, "_wait", lambda *args, left=left: next(left)(*args))
         with pytest.raises(KeyboardInterrupt):
             logits_of(model)
@@ -152,7 +154,7 @@ def test_a_pass_that_is_interrupted_while_it_waits_does_no_harm_to_the_next(
 
 
 def test_the_resident_run_before_what_is_missing_is_there() -> None:
-    """A decode step whose second expert never comes: the first one has run all the same."""
+    """A decode step runs its resident experts in a wave of their own, before the missing one."""
     model = random_model("olmoe")
     wrapped = wrap_wall(model, "on_demand", "40%", miss="fetch_cached_first")
     engine = wrapped.engine
@@ -168,19 +170,19 @@ def test_the_resident_run_before_what_is_missing_is_there() -> None:
 def test_a_trace_holds_the_virtual_clocks_routing_and_replays_to_the_runs_counts(
     policy: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    path, given = str(checkpoint("olmoe")), {"capacity": "40%", "policy": policy}
+    path, setting = str(checkpoint("olmoe")), {"capacity": "40%", "policy": policy}
     traces = []
     for clock in ("virtual", "wall"):
-        lm = MoECacheLM(path, clock=clock, trace=str(tmp_path / clock), **given, **HOST)
+        lm = MoECacheLM(path, clock=clock, trace=str(tmp_path / clock), **setting, **HOST)
         answers(lm)
         traces.append(lm.finish_trace())
         lm.wrapped.unwrap()
-    told, real = (pyarrow.parquet.read_table(trace) for trace in traces)
-    assert real.num_rows > 0 and real.equals(told)
+    virtual_rows, wall_rows = (pyarrow.parquet.read_table(trace) for trace in traces)
+    assert wall_rows.num_rows > 0 and wall_rows.equals(virtual_rows)
     if policy == "on_demand":
-        # What prefetches come in time is the machine's; a lossy policy's replay is open-loop.
-        again = replay(load_trace(str(traces[1])), lm.engine.setting)
-        assert counts(lm.engine.ledger.passes) == counts(again.ledger.passes)
+        # Which prefetches arrive in time depends on the machine; lossy replays are open-loop.
+        replayed = replay(load_trace(str(traces[1])), lm.engine.setting)
+        assert counts(lm.engine.ledger.passes) == counts(replayed.ledger.passes)
 
 
 @pytest.fixture(scope="module")
@@ -206,21 +208,21 @@ def trace(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> s
 def test_a_warmed_run_is_counted_and_answered_as_under_the_virtual_clock(
     changes: dict[str, str], checkpoint: Checkpoint, trace: str
 ) -> None:
-    """By real transfers before the first request, which no pass counts."""
-    given = {"policy": "on_demand", "warm": trace, "capacity": "40%", **changes}
-    path, found = str(checkpoint("olmoe")), []
+    """The cache is warmed by real transfers before the first request, which no pass counts."""
+    setting = {"policy": "on_demand", "warm": trace, "capacity": "40%", **changes}
+    path, runs = str(checkpoint("olmoe")), []
     for clock in ("virtual", "wall"):
-        lm = MoECacheLM(path, clock=clock, **given, **HOST)
+        lm = MoECacheLM(path, clock=clock, **setting, **HOST)
         assert lm.engine.link.bytes_moved == 0 and lm.engine.pools[0].resident
-        found.append((answers(lm), counts(lm.engine.ledger.passes)))
+        runs.append((answers(lm), counts(lm.engine.ledger.passes)))
         lm.engine.check_integrity()
         lm.wrapped.unwrap()
-    # What the host executes, by how fast it is, is this machine's.
-    assert found[0][0] == found[1][0]
-    assert found[0] == found[1] or "miss" in changes
+    # How much the host executes depends on this machine's speed.
+    assert runs[0][0] == runs[1][0]
+    assert runs[0] == runs[1] or "miss" in changes
     if changes.get("capacity") == "100%":
-        # All that the trace asked for is there: nothing is loaded again.
-        assert sum(passes[1] for passes in found[1][1]) == 0
+        # All experts of the trace are resident: nothing is loaded again.
+        assert sum(passes[1] for passes in runs[1][1]) == 0
 
 
 CASES: list[dict[str, str]] = [
@@ -237,13 +239,13 @@ def texts() -> list[torch.Tensor]:
 
 
 def scanned(wrapped: WrappedModel) -> list[torch.Tensor]:
-    found = []
+    logits = []
     for text in texts():
         wrapped.scan_scoring = True
         with torch.no_grad():
-            found.append(wrapped.model(text, use_cache=False).logits)
+            logits.append(wrapped.model(text, use_cache=False).logits)
         wrapped.engine.check_integrity()
-    return found
+    return logits
 
 
 def answered(wrapped: WrappedModel) -> list[torch.Tensor]:
@@ -252,9 +254,9 @@ def answered(wrapped: WrappedModel) -> list[torch.Tensor]:
 
 def told(model: Any, capacity: str, changes: dict[str, str]) -> tuple[list[torch.Tensor], Any]:
     wrapped = wrap_virtual(model, "on_demand", capacity, **changes)
-    found = scanned(wrapped)
+    logits = scanned(wrapped)
     wrapped.unwrap()
-    return found, counts(wrapped.engine.ledger.passes)
+    return logits, counts(wrapped.engine.ledger.passes)
 
 
 @pytest.mark.parametrize("family", FAMILY_CASES)
@@ -263,14 +265,14 @@ def test_scanned_texts_are_answered_and_counted_as_under_the_virtual_clock(famil
     model = random_model(family)
     # At one expert a layer a token's experts come in waves.
     for capacity, changes in zip(("2/layer", "1/layer", "5/layer", "3/layer"), CASES, strict=True):
-        expected, counted = told(model, capacity, changes)
+        expected, expected_counts = told(model, capacity, changes)
         for seed in range(5):
-            late: dict[str, Any] = {"seed": seed, "longest_s": 0.0001}
-            wrapped = wrap_wall(model, "on_demand", capacity, **late, **changes)
-            found = scanned(wrapped)
+            delays: dict[str, Any] = {"seed": seed, "longest_s": 0.0001}
+            wrapped = wrap_wall(model, "on_demand", capacity, **delays, **changes)
+            logits = scanned(wrapped)
             wrapped.unwrap()
-            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), seed
-            assert counts(wrapped.engine.ledger.passes) == counted
+            assert all(torch.equal(a, b) for a, b in zip(expected, logits, strict=True)), seed
+            assert counts(wrapped.engine.ledger.passes) == expected_counts
 
 
 def test_a_tokens_time_is_its_own_transfers_and_its_share_of_the_rest() -> None:
@@ -281,7 +283,7 @@ def test_a_tokens_time_is_its_own_transfers_and_its_share_of_the_rest() -> None:
     passes = wrapped.engine.ledger.passes
     size = wrapped.engine.geometry.expert_bytes[0][0]
     for record in passes:
-        # The link is busy from when its thread has woken up, which a loaded machine lets wait.
+        # The link is busy only once its thread has woken up, which a loaded machine delays.
         assert 0 < record.link_busy_s <= record.duration_s
         assert record.stall_s <= record.duration_s
         assert record.duration_s >= record.misses * size / 1e6 * 0.99

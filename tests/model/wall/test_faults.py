@@ -39,13 +39,13 @@ WRITTEN = ("spec", "encoded_dir")
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """No thread and no process of ours outlives a run, whatever became of it."""
-    before = set(threading.enumerate())
+    """No thread and no process of ours outlives a run, however it ended."""
+    threads_before = set(threading.enumerate())
     yield
     gc.collect()
     end_s = time.monotonic() + LIMIT_S
-    for thread in set(threading.enumerate()) - before:
-        # A pool's threads end when it is collected, and need a moment for it.
+    for thread in set(threading.enumerate()) - threads_before:
+        # A pool's threads end a moment after it is collected.
         if thread.name.startswith("moecache"):
             thread.join(max(0.0, end_s - time.monotonic()))
             assert not thread.is_alive(), thread.name
@@ -54,27 +54,27 @@ def nothing_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """A profile to warm by, and a checkpoint that nobody harms."""
+    """A profile to warm from, and a checkpoint that no test damages."""
     return Family("olmoe", tmp_path_factory.mktemp("faults"))
 
 
 def within_the_limit(work: Callable[[], Any]) -> Any:
-    """Run in a thread of its own, which must end: with what it returns, or with what it raises."""
-    ended: list[Any] = []
+    """Run in a thread that must end within LIMIT_S; return its value or raise its error."""
+    outcome: list[Any] = []
 
     def run() -> None:
         try:
-            ended.append(work())
+            outcome.append(work())
         except BaseException as error:
-            ended.append(error)
+            outcome.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(LIMIT_S)
     assert not thread.is_alive(), "it hangs"
-    if isinstance(ended[0], BaseException):
-        raise ended[0]
-    return ended[0]
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
 
 
 def load(way: Way, shared: Family, folder: Path, **more: Any) -> MoECacheLM:
@@ -82,15 +82,15 @@ def load(way: Way, shared: Family, folder: Path, **more: Any) -> MoECacheLM:
     path = folder / "model"
     if not path.is_dir():
         save_model(path, "olmoe", **sizes_of("olmoe"))
-    given: dict[str, Any] = {"policy": "on_demand", "capacity": "25%", **way.given}
-    if "warm" in given:
-        given["warm"] = shared.arguments(Way("", {"warm": ""}, False))["warm"]
-    if "encoded_dir" in given:
-        given["encoded_dir"] = str(folder / "encoded")
+    arguments: dict[str, Any] = {"policy": "on_demand", "capacity": "25%", **way.given}
+    if "warm" in arguments:
+        arguments["warm"] = shared.arguments(Way("", {"warm": ""}, False))["warm"]
+    if "encoded_dir" in arguments:
+        arguments["encoded_dir"] = str(folder / "encoded")
     on_disk = {"store": "disk", "store_dir": str(folder / "store"), "clock": "wall"}
-    given |= {"device": "cpu", "max_length": 64, **on_disk, **more}
+    arguments |= {"device": "cpu", "max_length": 64, **on_disk, **more}
     kind = MoECacheSpecLM if way.speculative else MoECacheLM
-    lm: MoECacheLM = within_the_limit(lambda: kind(str(path), **given))
+    lm: MoECacheLM = within_the_limit(lambda: kind(str(path), **arguments))
     return lm
 
 
@@ -112,7 +112,7 @@ def test_a_workers_exception_ends_the_run_with_its_words(
 
     way = WAYS[name]
     if name == "host":
-        # Where the host executes all that is absent, only prefetches move.
+        # Where the host executes all absent experts, only prefetches move.
         way = Way(name, {"miss": "host", "prefetch": "next_gate"}, False)
     monkeypatch.setattr(DeviceMover, "begin", broken)
     with pytest.raises(TransferError, match="moving experts failed: OSError: the cable is out"):
@@ -120,8 +120,8 @@ def test_a_workers_exception_ends_the_run_with_its_words(
 
 
 def cut_open_files(*folders: Path) -> int:
-    """Cut what this process has open there, also if it has no name any more; return how many."""
-    cut = 0
+    """Truncate this process's open files there, unlinked ones included; return how many."""
+    count = 0
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             file = Path(os.readlink(link))
@@ -129,8 +129,8 @@ def cut_open_files(*folders: Path) -> int:
             if is_ours and ".safetensors" in file.name:
                 with link.open("r+b") as opened:
                     opened.truncate(3000)
-                cut += 1
-    return cut
+                count += 1
+    return count
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -155,7 +155,7 @@ def test_folders_that_are_removed_under_a_run_do_no_harm_and_a_cut_file_is_named
 def test_a_disk_that_is_full_or_a_folder_that_is_removed_while_it_is_written_is_said(
     name: str, fault: str, shared: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Removed as by somebody who cleans up: before what was written has its layer's name."""
+    """The folder is removed, as by a clean-up, before the files written get their layer's name."""
     write, written = loading.write_whole, itertools.count()
 
     def failing(path: Path, data: bytes) -> None:
@@ -172,5 +172,5 @@ def test_a_disk_that_is_full_or_a_folder_that_is_removed_while_it_is_written_is_
     with pytest.raises(ValueError, match=words) as caught:
         load(WAYS[name], shared, tmp_path)
     assert not list(tmp_path.glob("*/*/layer-*"))
-    told = str(caught.value)
-    assert fault == "No such file" or ("are written to" in told and str(tmp_path) in told)
+    message = str(caught.value)
+    assert fault == "No such file" or ("are written to" in message and str(tmp_path) in message)

@@ -1,4 +1,4 @@
-"""`miss=host` on the wall clock: a thread that executes where experts are stored, the same bits."""
+"""`miss=host` on the wall clock: a thread executes experts where they are stored, bit for bit."""
 
 from __future__ import annotations
 
@@ -31,42 +31,42 @@ def engine_of(wrapped: WrappedModel) -> WallEngine:
 
 
 def costs(host_fixed_s: float, host_each_s: float, load_s: float) -> HostCosts:
-    """A device that takes no time, and no way to it."""
-    nothing = dict.fromkeys(("device_fixed_s", "device_each_s", "way_s"), 0.0)
-    given = {"host_fixed_s": host_fixed_s, "host_each_s": host_each_s, "load_s": load_s}
-    return HostCosts(**given, **nothing)
+    """Costs of a host beside a device that takes no time, and neither does the way to it."""
+    free = dict.fromkeys(("device_fixed_s", "device_each_s", "way_s"), 0.0)
+    host = {"host_fixed_s": host_fixed_s, "host_each_s": host_each_s, "load_s": load_s}
+    return HostCosts(**host, **free)
 
 
 @pytest.mark.parametrize("family", FAMILY_CASES)
 def test_outputs_are_the_unwrapped_models_twenty_times_over(family: str) -> None:
-    """On a CPU, where host and device are the same arithmetic: under every rule and prefetches."""
+    """On a CPU, where host and device compute alike: every rule, with and without prefetches."""
     model = random_model(family)
     expected = logits_of(model)
-    executed = loaded = 0
+    host_executed = bytes_moved = 0
     for seed in range(20):
         changes = {"miss": "host", "miss.rule": RULES[seed % 3]}
         policy = ("on_demand", "specmd")[seed % 2]
-        late: dict[str, Any] = {"seed": seed, "longest_s": 0.0002}
-        wrapped = wrap_wall(model, policy, "40%", **late, **changes)
+        delays: dict[str, Any] = {"seed": seed, "longest_s": 0.0002}
+        wrapped = wrap_wall(model, policy, "40%", **delays, **changes)
         host = engine_of(wrapped).host
         assert host is not None
         if host.costs is not None:
             # A host about as fast as the link, so that both get their share.
             host.costs = costs(1e-4, 2e-5, 1.5e-4)
-        found = logits_of(model)
+        logits = logits_of(model)
         wrapped.engine.check_integrity()
         passes = wrapped.engine.ledger.passes
         wrapped.unwrap()
-        assert_same(expected, found, f"{changes}, {policy}, {seed}")
-        executed += sum(p.host_executed for p in passes)
-        loaded += sum(p.bytes_moved for p in passes)
+        assert_same(expected, logits, f"{changes}, {policy}, {seed}")
+        host_executed += sum(p.host_executed for p in passes)
+        bytes_moved += sum(p.bytes_moved for p in passes)
         assert all(0 <= p.host_wait_s <= p.duration_s for p in passes)
         assert all((p.host_s > 0) == (p.host_executed > 0) for p in passes)
         if changes["miss.rule"] == "always" and policy == "on_demand":
-            # Nothing becomes resident: every choice is the host's, padding's apart.
+            # Nothing becomes resident: the host executes every choice except padding's.
             assert [p.host_executed for p in passes] == [p.token_requests for p in passes]
             assert not any(p.bytes_moved for p in passes)
-    assert executed > 0 and loaded > 0
+    assert host_executed > 0 and bytes_moved > 0
 
 
 def test_each_rule_divides_by_the_measured_times() -> None:
@@ -96,7 +96,7 @@ def test_each_rule_divides_by_the_measured_times() -> None:
 
 
 def test_the_hosts_rows_are_added_to_those_of_a_kernel_on_the_pool() -> None:
-    """The way of a device, on the CPU: what the host gives comes back in the tokens' order."""
+    """A device's path, taken on the CPU: the host's rows come back in the tokens' order."""
     model = random_model("olmoe")
     module: Any = find_moe_layers(model)[0].experts
     wrapped = wrap_wall(model, "on_demand", "100%")
@@ -110,13 +110,13 @@ def test_the_hosts_rows_are_added_to_those_of_a_kernel_on_the_pool() -> None:
         for expert in range(8):
             slots = {name: pool[expert] for name, pool in pools.of_layer(0).items()}
             pools.tier_of(0).fill(0, expert, slots)
-        every = GroupedCall(module, hidden, index, weights, 8)
-        every.run([(e, e) for e in range(8)], pools.elsewhere(module, 0, list(range(8))))
+        whole_call = GroupedCall(module, hidden, index, weights, 8)
+        whole_call.run([(e, e) for e in range(8)], pools.elsewhere(module, 0, list(range(8))))
         work = WorkOnPool(store, 0, module, hidden, index, weights)
         call = work.host_call([1, 4])
         call.run([(1, 0), (4, 1)], pools.elsewhere(module, 0, [1, 4]))
         work.execute({e: e for e in (0, 2, 3, 5, 6, 7)}, False)
-        assert torch.allclose(work.result().float(), every.result().float(), atol=2e-2)
+        assert torch.allclose(work.result().float(), whole_call.result().float(), atol=2e-2)
     wrapped.unwrap()
 
 
@@ -136,11 +136,11 @@ def test_an_error_on_the_host_ends_the_pass_with_it(monkeypatch: pytest.MonkeyPa
 def test_the_hosts_thread_ends_with_its_wrapper() -> None:
     """Also while somebody still holds the wrapper."""
     model = random_model("olmoe")
-    before = set(threading.enumerate())
+    threads_before = set(threading.enumerate())
     wrapped = wrap_wall(model, "on_demand", "40%", **ALWAYS)
     logits_of(model)
-    begun = {thread.name.rstrip("_0") for thread in set(threading.enumerate()) - before}
+    begun = {thread.name.rstrip("_0") for thread in set(threading.enumerate()) - threads_before}
     assert begun == {"moecache-host", "moecache-link"}
     wrapped.unwrap()
     wrapped.unwrap()
-    assert not set(threading.enumerate()) - before
+    assert not set(threading.enumerate()) - threads_before

@@ -50,7 +50,7 @@ def test_answers_are_those_of_the_hf_model(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And experts that lie in the checkpoint as they are executed are read from there."""
+    """Experts that the checkpoint stores as they are executed are read in place."""
     path = checkpoint(family)
     dtype = "float32" if family in ("mixtral", "gpt_oss") else "bfloat16"
     expected = answers(HFLM(pretrained=str(path), dtype=dtype, **HOST))
@@ -84,11 +84,11 @@ def test_the_slots_of_a_cache_are_freed_before_the_next_one_is_built(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: weakref.WeakSet[SlotPools] = weakref.WeakSet()
-    found: list[int] = []
+    alive_counts: list[int] = []
 
     class Counted(SlotPools):
         def __init__(self, *args: Any) -> None:
-            found.append(len(alive))
+            alive_counts.append(len(alive))
             super().__init__(*args)
             alive.add(self)
 
@@ -101,16 +101,16 @@ def test_the_slots_of_a_cache_are_freed_before_the_next_one_is_built(
         lm.install(refused)
     lm.install(read_config(WALL))
     answers(lm)
-    assert found == [0] * len(found) and len(found) >= 3
+    assert alive_counts == [0] * len(alive_counts) and len(alive_counts) >= 3
     lm.wrapped.unwrap()
 
 
 def test_what_memory_cannot_hold_is_refused_before_the_weights_are_loaded(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device the capacity; on the host what it locks, and on a CPU slots and the rest, too."""
-    path, given = str(checkpoint("olmoe")), {"clock": "wall", "policy": "on_demand"}
-    on_device = {**given, "device": "cuda:0"}
+    """A device holds the capacity; the host what it locks, on a CPU slots and the model, too."""
+    path, setting = str(checkpoint("olmoe")), {"clock": "wall", "policy": "on_demand"}
+    on_device = {**setting, "device": "cuda:0"}
 
     def refused(words: str, arguments: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=words):
@@ -120,17 +120,17 @@ def test_what_memory_cannot_hold_is_refused_before_the_weights_are_loaded(
     monkeypatch.setattr(loading, "total_memory", lambda device: 60_000)
     whole = {"capacity": "100%"}
     refused(r"capacity: \d+ bytes of experts.*60000 bytes of cuda", {**on_device, **whole})
-    check_arguments(path, {**given, **whole, "device": "cpu"})
+    check_arguments(path, {**setting, **whole, "device": "cpu"})
     monkeypatch.setattr(loading, "total_memory", lambda device: 2**40)
     monkeypatch.setattr(loading, "available_host_bytes", lambda: 60_000)
     refused(r"store='ram': \d+ bytes.*has 60000 bytes.*store=disk", on_device)
     check_arguments(path, {**on_device, "store": "disk"})
     experts = r"store='ram': \d+ bytes of experts and \d+ bytes of slots and \d+ bytes of the model"
-    refused(experts, {**given, "device": "cpu"})
+    refused(experts, {**setting, "device": "cpu"})
     slots = r"store='disk': \d+ bytes of slots and .* has 60000 bytes.*a smaller capacity"
-    refused(slots, {**given, "device": "cpu", "store": "disk"})
+    refused(slots, {**setting, "device": "cpu", "store": "disk"})
     monkeypatch.setattr(loading, "available_host_bytes", lambda: None)
-    check_arguments(path, {**given, "device": "cpu"})
+    check_arguments(path, {**setting, "device": "cpu"})
 
 
 def test_shapes_stay_behind_and_take_no_memory(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def script(begin: str, path: Path, folder: Path, end: str = "", dtype: str = "au
 def test_a_run_that_is_killed_leaves_nothing_that_a_later_one_would_trust(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    """Killed while it writes: no run reads what it wrote, and the next one removes it."""
+    """Killed while it writes: no run reads its files, and the next one removes them."""
     path = checkpoint("olmoe")
     text = (
         "import time\n"
@@ -196,9 +196,9 @@ def test_a_run_that_is_killed_leaves_nothing_that_a_later_one_would_trust(
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    left = list(tmp_path.glob("*/pending-*.safetensors"))
-    assert len(left) == 3
-    for file in left:
+    leftovers = list(tmp_path.glob("*/pending-*.safetensors"))
+    assert len(leftovers) == 3
+    for file in leftovers:
         file.write_bytes(b"\0" * file.stat().st_size)
     expected = answers(HFLM(pretrained=str(path), dtype="float32", **HOST))
     lm = on_disk(path, tmp_path, dtype="float32")
@@ -224,14 +224,14 @@ def test_a_model_larger_than_the_memory_granted_runs_to_the_end(tmp_path: Path) 
         f"mapped = {(path / 'model.safetensors').stat().st_size}\n"
         "resource.setrlimit(resource.RLIMIT_DATA, (held + mapped + 200 * 2**20,) * 2)\n"
     )
-    result = script(grant, path, tmp_path, "print(len(answers(lm)[0]), 'answers')\n")
-    assert result.stdout.endswith("4 answers\n"), result.stderr[-2000:]
+    process = script(grant, path, tmp_path, "print(len(answers(lm)[0]), 'answers')\n")
+    assert process.stdout.endswith("4 answers\n"), process.stderr[-2000:]
     in_memory = grant + (
         f"try:\n    MoECacheLM({str(path)!r}, device='cpu', clock='wall', capacity='5%')\n"
         "except ValueError as error:\n    print(error)\n    raise SystemExit\n"
     )
-    result = script(in_memory, path, tmp_path)
-    assert "store='ram': the model cannot be loaded" in result.stdout, result.stderr[-2000:]
+    process = script(in_memory, path, tmp_path)
+    assert "store='ram': the model cannot be loaded" in process.stdout, process.stderr[-2000:]
 
 
 def places(path: Path, **given: Any) -> Any:
@@ -253,11 +253,11 @@ def test_parts_of_an_expert_may_lie_in_several_files(tmp_path: Path) -> None:
 def test_neighbours_are_read_as_one(tmp_path: Path) -> None:
     parts = {f"{e}.{name}": torch.full((2, 3), float(e)) for e in range(2) for name in "ab"}
     save_file({**parts, "0.c": torch.zeros(1)}, tmp_path / "x.safetensors")
-    found = tensors_in(tmp_path / "x.safetensors")
-    spans = [joined([found[f"{e}.a"], found[f"{e}.b"]]) for e in range(2)]
-    # 0.a and 0.b are neighbours in the file, and 1.a and 1.b, but for what lies between.
-    assert [len(each) for each in spans] == [1, 1]
-    assert len(joined([found["0.b"], found["0.a"]])) == 2
+    tensors = tensors_in(tmp_path / "x.safetensors")
+    spans = [joined([tensors[f"{e}.a"], tensors[f"{e}.b"]]) for e in range(2)]
+    # The file has 0.a, 0.b, 0.c, 1.a, 1.b: an expert's a and b are neighbours.
+    assert [len(expert_spans) for expert_spans in spans] == [1, 1]
+    assert len(joined([tensors["0.b"], tensors["0.a"]])) == 2
     target = torch.empty(4, 3)
     DiskTier([{"w": spans}]).fill(0, 1, {"w": target})
     assert torch.equal(target, torch.ones(4, 3))
@@ -272,7 +272,7 @@ def test_what_would_have_to_be_converted_is_not_read_in_place(tmp_path: Path) ->
     assert find_in_place(bare, []) is None
     bare.config.quantization_config = {"quant_method": "fp8"}
     assert find_in_place(bare, files) is None
-    # What lacks an expert is left to transformers: it says so, or fills it, as ever.
+    # A checkpoint that lacks an expert is left to transformers, which reports or fills it as ever.
     whole = load_file(path / "model.safetensors")
     for missing in ("experts.1.up_proj", "layers.2.mlp.experts.7.down_proj"):
         tensors = {name: tensor for name, tensor in whole.items() if missing not in name}
@@ -293,13 +293,13 @@ def test_a_release_that_loads_in_another_way_converts(
 
 
 def test_transformers_loads_as_ever_afterwards(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    usual = PreTrainedModel._load_pretrained_model
+    original = PreTrainedModel._load_pretrained_model
     lm = on_disk(checkpoint("olmoe"), tmp_path)
-    assert PreTrainedModel._load_pretrained_model is usual
+    assert PreTrainedModel._load_pretrained_model is original
     lm.wrapped.unwrap()
     broken = tmp_path / "broken"
     shutil.copytree(checkpoint("olmoe"), broken)
     (broken / "config.json").write_text("{}")
     with pytest.raises((ValueError, OSError)):
         on_disk(broken, tmp_path)
-    assert PreTrainedModel._load_pretrained_model is usual
+    assert PreTrainedModel._load_pretrained_model is original

@@ -1,4 +1,4 @@
-"""Files are read while they are open, and what memory a process takes is said as it is."""
+"""Files are read while they are open, and the memory figures of a process are true."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def test_a_file_that_ends_before_is_named_and_is_closed_with_its_tier(tmp_path: 
 
     def is_open() -> bool:
         folder = Path("/proc/self/fd")
-        return any(os.path.realpath(folder / each) == str(path) for each in os.listdir(folder))
+        return any(
+            os.path.realpath(folder / descriptor) == str(path) for descriptor in os.listdir(folder)
+        )
 
     tier = DiskTier([{"w": [[(str(path), 0, 4)], [(str(path), MB - 2, 4)]]}])
     tier.fill(0, 0, {"w": torch.empty(1)})
@@ -41,29 +43,29 @@ def test_a_file_that_ends_before_is_named_and_is_closed_with_its_tier(tmp_path: 
 def test_what_is_taken_or_shared_counts_and_pages_of_a_mapped_file_do_not(tmp_path: Path) -> None:
     file = tmp_path / "x"
     file.write_bytes(os.urandom(64 * MB))
-    before = own_bytes()
+    at_start = own_bytes()
     with file.open("rb") as opened:
         mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         assert sum(mapped[:: mmap.PAGESIZE]) > 0
         with_map = own_bytes()
-        # New pages from the system: an allocator may hand out what it kept, which counts already.
-        own = mmap.mmap(-1, 64 * MB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        own.write(mapped[:])
-        with_own = own_bytes()
-        assert before is not None and with_map is not None and with_own is not None
-        assert with_map - before < 8 * MB
+        # New pages from the system: an allocator may reuse pages, which count already.
+        private = mmap.mmap(-1, 64 * MB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        private.write(mapped[:])
+        with_private = own_bytes()
+        assert at_start is not None and with_map is not None and with_private is not None
+        assert with_map - at_start < 8 * MB
         shared = mmap.mmap(-1, 64 * MB)
         shared.write(mapped[:])
         with_shared = own_bytes()
     assert with_shared is not None
-    assert 56 * MB < with_own - with_map < 140 * MB
-    assert with_shared - with_own > 56 * MB
-    for each in (own, shared, mapped):
-        each.close()
+    assert 56 * MB < with_private - with_map < 140 * MB
+    assert with_shared - with_private > 56 * MB
+    for mapping in (private, shared, mapped):
+        mapping.close()
 
 
 def test_the_peak_is_of_the_block_and_not_of_what_was_before_or_after() -> None:
-    """The system's own figure (ru_maxrss) is of the whole life of a process."""
+    """The system's own figure (ru_maxrss) covers the whole life of a process."""
     text = (
         "import os, time\n"
         "from lm_eval_moecache.model.device import own_bytes, watched\n"
@@ -80,15 +82,17 @@ def test_the_peak_is_of_the_block_and_not_of_what_was_before_or_after() -> None:
         "    time.sleep(0.1)\n"
         "print((peak[0] - start) >> 20)\n"
     )
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
-    assert 45 <= int(done.stdout) < 130
+    process = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, check=True
+    )
+    assert 45 <= int(process.stdout) < 130
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_control_groups_limit_is_room_too(
     version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the group or of one above it, less what is used; cached files make way."""
+    """The limit of the group or of one above it, less its use; cached files make way."""
     proc, groups = tmp_path / "proc", tmp_path / "groups"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")

@@ -45,7 +45,7 @@ def device() -> Iterator[None]:
         with scripted("drawn"):
             yield
         return
-    # A typing error must not pass as a device that was tested.
+    # A mistyped name must not pass as a tested device.
     assert str(torch.device(DEVICE)) in devices(), f"{DEVICE!r} is not one of {devices()}"
     yield
 
@@ -82,7 +82,7 @@ def test_more_slots_than_one_grouped_product_takes() -> None:
 
 @pytest.mark.parametrize("capacity", ["25%", "2/layer"])
 def test_experts_are_staged_from_files(tmp_path: Path, capacity: str) -> None:
-    """Read into pinned buffers, which come round."""
+    """Files are read into pinned buffers, which take turns."""
     expected = plain_logits(DEVICE)
     wrapped = wrap_files(random_model("olmoe", **SIZES), DEVICE, tmp_path, "specmd", capacity)
     assert_exact(wrapped, expected, 5)
@@ -90,7 +90,7 @@ def test_experts_are_staged_from_files(tmp_path: Path, capacity: str) -> None:
 
 def test_dropping_ends_with_finite_answers() -> None:
     wrapped = wrap(random_model("olmoe", **SIZES), DEVICE, "on_demand", "30%", miss="drop")
-    assert all(found.isfinite().all() for found in logits(wrapped.model))
+    assert all(output.isfinite().all() for output in logits(wrapped.model))
     wrapped.engine.check_integrity()
     wrapped.unwrap()
 
@@ -99,6 +99,6 @@ def test_the_host_computes_what_the_device_would_up_to_rounding() -> None:
     expected = plain_logits(DEVICE)
     changes = {"miss": "host", "miss.rule": "always"}
     wrapped = wrap(random_model("olmoe", **SIZES), DEVICE, "on_demand", "30%", **changes)
-    found = logits(wrapped.model)
+    outputs = logits(wrapped.model)
     wrapped.unwrap()
-    assert torch.allclose(found[0].float(), expected[0].float(), atol=0.05, rtol=0.05)
+    assert torch.allclose(outputs[0].float(), expected[0].float(), atol=0.05, rtol=0.05)

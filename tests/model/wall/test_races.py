@@ -22,18 +22,18 @@ SHARES = [(family, way.name) for family in FAMILIES for way in share_of(family)]
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Family]]:
-    root, made = tmp_path_factory.mktemp("races"), dict[str, Family]()
-    before = set(threading.enumerate())
+    root, loaded = tmp_path_factory.mktemp("races"), dict[str, Family]()
+    threads_before = set(threading.enumerate())
 
     def family(name: str) -> Family:
-        if name not in made:
-            made[name] = Family(name, root)
-        return made[name]
+        if name not in loaded:
+            loaded[name] = Family(name, root)
+        return loaded[name]
 
     yield family
-    for each in made.values():
-        each.close()
-    begun = {t.name for t in set(threading.enumerate()) - before}
+    for member in loaded.values():
+        member.close()
+    begun = {t.name for t in set(threading.enumerate()) - threads_before}
     assert not begun & {"moecache-link", "fake-device"}
 
 
@@ -41,10 +41,10 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
 def test_every_pass_is_a_plain_models_twenty_times_over(
     family: str, way: str, families: Callable[[str], Family]
 ) -> None:
-    (chosen,) = (each for each in ways() if each.name == way)
-    wrong, counts = compare(families(family), chosen)
+    (setting,) = (candidate for candidate in ways() if candidate.name == way)
+    wrong, counts = compare(families(family), setting)
     assert not wrong
-    assert not missing(chosen, counts)
+    assert not missing(setting, counts)
 
 
 def test_each_family_has_a_part_and_all_that_meets_is_in_one() -> None:
@@ -52,7 +52,7 @@ def test_each_family_has_a_part_and_all_that_meets_is_in_one() -> None:
     assert {way for _, way in SHARES} >= races.TOGETHER.keys() | races.DRAFTING.keys()
 
 
-# What can go wrong: the waits and the pins that all of the above stands on, each taken away.
+# Mutations: each takes away a wait or a pin that all of the above relies on.
 
 
 def at_once(self: WallEngine, pending: Any) -> Iterator[Any]:
@@ -99,14 +99,14 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
 def test_a_race_that_is_there_is_found(
     mutation: str, way: str, families: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (chosen,) = (each for each in ways() if each.name == way)
+    (setting,) = (candidate for candidate in ways() if candidate.name == way)
     monkeypatch.setattr(*MUTATIONS[mutation])
     try:
-        wrong = bool(compare(families("olmoe"), chosen, 8)[0])
+        wrong = bool(compare(families("olmoe"), setting, 8)[0])
     except AssertionError:
-        # The books noticed first.
+        # An integrity check failed first.
         wrong = True
     finally:
-        # Whatever it left of the model behind it.
+        # The race may have damaged the models.
         families("olmoe").forget()
     assert wrong

@@ -1,6 +1,6 @@
-"""What a device must not be asked, shown on scripted streams; windows; what can be locked.
+"""Hazards of a device, shown on scripted streams; windows of slots; locked memory.
 
-Each hazard of the path to a device is a mutation here, taken to the script that shows it.
+Each hazard of the path to a device is a mutation here, run under the script that exposes it.
 """
 
 from __future__ import annotations
@@ -83,17 +83,17 @@ def test_a_cache_that_is_filled_anew_waits_for_what_a_pass_left_behind() -> None
     with scripted("compute_late"):
         expected = plain_logits(NAME, TOKENS)
         wrapped = wrap(random_model("olmoe", **SIZES), NAME, "on_demand", "25%")
-        found = logits(wrapped.model, tokens=TOKENS)
+        outputs = logits(wrapped.model, tokens=TOKENS)
         engine = wrapped.engine
         assert isinstance(engine, WallEngine)
         engine.settle()
         engine.fill()
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
         wrapped.unwrap()
 
 
 def test_a_device_without_streams_copies_in_its_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What MPS gets: blocking copies from one queue, which everything goes through in order."""
+    """As on MPS: blocking copies, and one queue that everything goes through in order."""
     monkeypatch.setattr(pools, "copy_stream", lambda device: None)
     assert not slots("drawn", policy="specmd").streams
 
@@ -105,26 +105,28 @@ def test_a_device_whose_events_tell_no_time_is_timed_by_the_host() -> None:
 
 
 def test_a_copy_is_timed_by_the_device() -> None:
-    """Busy is what moved: 0.25 ms by the device's own events, not the wait for the fence."""
+    """Busy time is the transfer's: 0.25 ms by the device's own events, no wait for the fence."""
 
     geometry = make_geometry(num_layers=1, num_experts=2, top_k=1)
     with scripted("compute_late"):
         rows = [{"w": torch.ones(2, 3)}]
         tier = RamTier(rows)
         tier.pin()
-        given = rows, geometry, parse_capacity("100%", geometry), tier, torch.device(NAME)
-        one = SlotPools(*given)
-        fence = one.fence()
-        assert one.finish(one.begin(Transfer(1, 0, 12, after=fence))) == pytest.approx(0.25e-3)
-        worker = Worker(one)
+        arguments = rows, geometry, parse_capacity("100%", geometry), tier, torch.device(NAME)
+        slot_pools = SlotPools(*arguments)
+        fence = slot_pools.fence()
+        assert slot_pools.finish(
+            slot_pools.begin(Transfer(1, 0, 12, after=fence))
+        ) == pytest.approx(0.25e-3)
+        worker = Worker(slot_pools)
         worker.put(Transfer(1, 0, 12, after=fence), demanded=True)
         worker.wait_for({1})
         worker.close()
         assert worker.busy_s <= 0.25e-3 + 1e-9
-        assert one.target_of(Transfer(1, 0, 12))["w"].tolist() == [1, 1, 1]
+        assert slot_pools.target_of(Transfer(1, 0, 12))["w"].tolist() == [1, 1, 1]
 
 
-# --- what can go wrong, each done ---------------------------------------------------------------
+# --- hazards ------------------------------------------------------------------------------------
 
 
 def on_the_copies_stream(self: DeviceMover) -> object:
@@ -140,8 +142,8 @@ def without_a_turn(self: DeviceMover, *args: Any, stage: Any = DeviceMover._stag
 
 
 def on_this_threads_stream(self: LadderPools, shapes: Any) -> Any:
-    made = shapes.items()
-    return {name: torch.empty(s, dtype=kind, device=self._device) for name, (s, kind) in made}
+    layouts = shapes.items()
+    return {name: torch.empty(s, dtype=kind, device=self._device) for name, (s, kind) in layouts}
 
 
 HAZARDS: dict[str, tuple[Any, str, Any]] = {
@@ -183,11 +185,11 @@ def test_a_hazard_that_is_there_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(*HAZARDS[hazard])
-    with pytest.raises((AssertionError, TransferError)) as found:
+    with pytest.raises((AssertionError, TransferError)) as caught:
         run(script, tmp_path)
-    told = f"{found.value} {found.value.__cause__}"
-    is_misuse = isinstance(found.value.__cause__ or found.value, Misuse)
-    assert is_misuse or "repetition" in told or "equal" in told, told
+    message = f"{caught.value} {caught.value.__cause__}"
+    is_misuse = isinstance(caught.value.__cause__ or caught.value, Misuse)
+    assert is_misuse or "repetition" in message or "equal" in message, message
 
 
 def test_more_slots_than_a_grouped_product_takes_are_served_by_windows(
@@ -199,8 +201,8 @@ def test_more_slots_than_a_grouped_product_takes_are_served_by_windows(
     expected = logits_of(model)
     wrapped = wrap_wall(model, "on_demand", "60%")
     monkeypatch.setattr(wrapped._store, "on_cpu", False)
-    found = logits_of(model, wrapped)
-    pairs = zip(expected, found, strict=True)
+    logits = logits_of(model, wrapped)
+    pairs = zip(expected, logits, strict=True)
     assert all(torch.allclose(a[0], b[0], atol=1e-4, rtol=1e-3) for a, b in pairs)
 
 
@@ -235,12 +237,12 @@ def test_locked_memory_has_the_size_of_what_lies_there(monkeypatch: pytest.Monke
     monkeypatch.setattr(device, "accelerator", lambda: "cuda")
     monkeypatch.setattr(pools, "can_lock", lambda: True)
     source = torch.randn(3, 700)
-    copied = device.locked_copy(source)
-    assert torch.equal(copied, source) and copied.data_ptr() != source.data_ptr()
+    copy = device.locked_copy(source)
+    assert torch.equal(copy, source) and copy.data_ptr() != source.data_ptr()
     assert list(registered.values()) == [3 * 700 * 4]
     # A page that two tensors share could not be locked for both.
     assert all(place % mmap.PAGESIZE == 0 for place in registered)
-    del copied
+    del copy
     assert not registered
     tier = RamTier([{"w": torch.randn(2, 5)}, {"w": torch.randn(2, 9)}])
     tier.pin()

@@ -1,6 +1,6 @@
-"""On a device a layer waits for the host once: the waits of scripted streams are counted.
+"""The host waits for a device once a layer: the waits for scripted streams are counted.
 
-Those of transformers' own code, for the masks of a batch or an empty cache, are not ours.
+Those in transformers' own code, for the masks of a batch or an empty cache, are not ours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.model.wall.races import FOLDERS, KERNEL, Family, config_of, ways
 from tests.model.wall.scripted import NAME, Device, scripted
 from tests.models import random_model, sizes_of
 
-# Its routers do not sort what they choose.
+# Its routers do not sort their choices.
 FAMILY = "deepseek_v3"
 LADDER = "hqq8:hqq4:hqq2"
 CASES: list[tuple[str, dict[str, str], int]] = [
@@ -38,34 +38,34 @@ CASES: list[tuple[str, dict[str, str], int]] = [
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """The places of this package that have waited for the device's stream."""
-    found, wait = Counter[str](), Device.wait
+    """How often each file of this package has waited for the device's stream."""
+    counts, wait = Counter[str](), Device.wait
 
     def noted(device: Device) -> None:
         frames = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
         file = next(f for f in frames if "/torch/" not in f and "/tests/" not in f)
-        # What foresees a pass reads its tokens, once.
-        found[file] += "lm_eval_moecache" in file and not file.endswith("/network.py")
+        # A predictor that foresees a whole pass reads its tokens, once.
+        counts[file] += "lm_eval_moecache" in file and not file.endswith("/network.py")
         wait(device)
 
     monkeypatch.setattr(Device, "wait", noted)
     with scripted("copies_late"):
-        yield found
+        yield counts
 
 
 def check(wrapped: WrappedModel, waits: Counter[str], most: int) -> None:
-    """Count a prefill and a step of one text, and of a batch with padding."""
+    """Count the waits of a prefill and a step, of one text and of a batch with padding."""
     text = torch.randint(2, 300, (2, 9), generator=torch.Generator().manual_seed(1)).to(NAME)
     mask = torch.ones(2, 10, dtype=torch.int64)
     mask[1, :3] = 0
     layers, past = len(wrapped._layers), None
     for rows, count in ((1, 9), (1, 9), (1, 1), (2, 9), (2, 1)):
-        masked = {"attention_mask": mask[:, : 10 - (count == 9)].to(NAME)} if rows == 2 else {}
-        kept = {"past_key_values": past} if count == 1 else {}
+        mask_args = {"attention_mask": mask[:, : 10 - (count == 9)].to(NAME)} if rows == 2 else {}
+        cache_args = {"past_key_values": past} if count == 1 else {}
         waits.clear()
         with torch.no_grad():
-            output = wrapped.model(text[:rows, -count:], use_cache=True, **kept, **masked)
-        # Where a batch has padding is looked up once a pass, and a gate finds out once what it is.
+            output = wrapped.model(text[:rows, -count:], use_cache=True, **cache_args, **mask_args)
+        # A pass looks up a batch's padding once; the first pass, which probes the gates, is exempt.
         waited = waits.total() - (rows == 2)
         assert past is None or layers <= waited <= most * layers, waits
         past = output.past_key_values
@@ -84,16 +84,16 @@ def test_a_layer_waits_once(
 
 @pytest.mark.slow
 def test_every_way_waits_once_a_layer(tmp_path: Path, waits: Counter[str]) -> None:
-    """Of all that runs on the wall clock: an algorithm that is added is asked here as well.
+    """Covers every way of the wall clock, and so every algorithm that is added.
 
-    Left out are drafts, whose layers are looked at one by one, scans, what foresees by an LSTM
-    (which the streams do not have), and what stores encoded experts or evicts in other ways, which
-    the device does not see.
+    Left out are drafts, whose layers are looked at one by one, scans, traces, predictors with an
+    LSTM (which the streams do not have), and other evictions and codecs, which the device does
+    not see.
     """
-    family, seen, loaded = Family(FAMILY, tmp_path), 0, dict[str | None, Any]()
+    family, num_ways, loaded = Family(FAMILY, tmp_path), 0, dict[str | None, Any]()
     for way in ways():
-        given = family.arguments(way)
-        config = config_of(way, {"capacity": "40%", **given})
+        arguments = family.arguments(way)
+        config = config_of(way, {"capacity": "40%", **arguments})
         is_alike = way.name.startswith(("eviction=", "precision="))
         is_other = config.draft or config.scoring == "scan" or config.trace
         if is_alike or is_other or config.policy.prefetch.algorithm.foresees:
@@ -103,12 +103,14 @@ def test_every_way_waits_once_a_layer(tmp_path: Path, waits: Counter[str]) -> No
             model = random_model(FAMILY, **sizes_of(FAMILY))
             loaded[precision] = model, loader_of(model, NAME, precision)
         model, loader = loaded[precision]
-        model.set_experts_implementation(given.get(KERNEL, "grouped_mm"))
-        ours = {k: v for k, v in given.items() if k not in (KERNEL, "store", *FOLDERS[1:3])}
-        ours |= {"precision": precision} if precision else {}
-        ours = {"policy": "on_demand", "capacity": "40%", **ours}
-        wrapped = wrap_wall(model, ours.pop("policy"), ours.pop("capacity"), loader=loader, **ours)
+        model.set_experts_implementation(arguments.get(KERNEL, "grouped_mm"))
+        setting = {k: v for k, v in arguments.items() if k not in (KERNEL, "store", *FOLDERS[1:3])}
+        setting |= {"precision": precision} if precision else {}
+        setting = {"policy": "on_demand", "capacity": "40%", **setting}
+        wrapped = wrap_wall(
+            model, setting.pop("policy"), setting.pop("capacity"), loader=loader, **setting
+        )
         check(wrapped, waits, 1 + (config.policy.miss.name == "host"))
-        seen += 1
+        num_ways += 1
     family.close()
-    assert seen > 60
+    assert num_ways > 60
