@@ -65,7 +65,7 @@ def imports_of(module: str) -> frozenset[str]:
 def own_imports_of(module: str) -> set[str]:
     """Return the modules of this package that a module imports."""
     names = (name.partition(f"{NAME}.") for name in imports_of(module))
-    return {name for before, _, name in names if not before and name in MODULES}
+    return {name for prefix, _, name in names if not prefix and name in MODULES}
 
 
 def imports() -> dict[str, set[str]]:
@@ -97,10 +97,10 @@ def picture() -> str:
 
     width = max(len(folder) for folder in ORDER)
     for number, folders in reversed(list(enumerate(floors()))):
-        for place, folder in enumerate(folders):
+        for column, folder in enumerate(folders):
             through = set[str]().union(*(reach(name) for name in below[folder]))
             direct = [name for name in ORDER if name in below[folder] - through]
-            floor = f"{number}" if place == 0 else " "
+            floor = f"{number}" if column == 0 else " "
             arrow = f" --> {', '.join(direct)}" if direct else ""
             lines.append(f"{floor:>2} [ {folder:{width}} ]{arrow}")
     return "\n".join(lines)

@@ -222,8 +222,8 @@ def test_shares_by_hand() -> None:
     experts = np.array([[2, 0], [1, 3], [0, 1]])
     scores = np.array([[0.1, 0.2, 0.9, 0.3], [0.8, 0.7, 0.0, 0.1], [0.2, 0.5, 0.9, 0.1]])
     # Guesses: [2, 3], [0, 1], [2, 1]: first right once of 3; of the six experts 2, 1 and 1.
-    first, every = drafting._shares(experts, scores, 2)
-    assert (first.mean(), every.mean()) == (pytest.approx(1 / 3), pytest.approx(3 / 6))
+    top_1, top_k = drafting._shares(experts, scores, 2)
+    assert (top_1.mean(), top_k.mean()) == (pytest.approx(1 / 3), pytest.approx(3 / 6))
 
 
 def test_frequency_knows_the_tokens_before_only() -> None:
@@ -233,13 +233,13 @@ def test_frequency_knows_the_tokens_before_only() -> None:
 
 def test_neighbours_are_counted_inside_a_text() -> None:
     chosen = np.array([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]], dtype=bool)
-    one, two, three = drafting._neighbours([chosen, chosen[:1]])
-    assert (one["activated"], one["common"], one["any_common"]) == (0.5, 1.0, 1.0)
-    assert two == {
+    single, pair, triple = drafting._neighbours([chosen, chosen[:1]])
+    assert (single["activated"], single["common"], single["any_common"]) == (0.5, 1.0, 1.0)
+    assert pair == {
         **{"tokens": 2, "activated": 0.75, "if_independent": 0.75},
         **{"common": 0.5, "any_common": 1.0},
     }
-    assert (three["activated"], three["if_independent"], three["any_common"]) == (1, 0.875, 0)
+    assert (triple["activated"], triple["if_independent"], triple["any_common"]) == (1, 0.875, 0)
 
 
 def test_entropy_of_a_sure_and_of_an_even_choice() -> None:

@@ -149,8 +149,8 @@ def test_what_the_readme_shows_of_plan_is_what_it_prints(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     (command,) = re.findall(r"^moecache (plan .*)$", README, re.MULTILINE)
-    shown = README.split("```text\n")[1].partition("\n```")[0]
-    assert moecache(*command.split()).startswith(shown)
+    page = README.split("```text\n")[1].partition("\n```")[0]
+    assert moecache(*command.split()).startswith(page)
 
 
 def test_the_readmes_first_commands_are_targets_of_the_makefile() -> None:
@@ -188,14 +188,14 @@ def test_the_workflows_commands_pass_on_a_rerun_and_fail_on_a_lost_run(
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GITHUB_STEP_SUMMARY": str(summary)}
     environment["PATH"] = f"{tool.parent}:{os.environ['PATH']}"
     scripts = [step.get("run", "") for step in STEPS]
-    (again,) = (script for script in scripts if "moecache sweep" in script)
+    (rerun,) = (script for script in scripts if "moecache sweep" in script)
     (compare,) = (script for script in scripts if "moecache compare" in script)
 
     def bash(script: str) -> int:
         command = ["bash", "-e", "-c", script]
         return subprocess.run(command, cwd=tmp_path, env=environment).returncode
 
-    assert bash(again) == bash(compare) == 0
+    assert bash(rerun) == bash(compare) == 0
     assert summary.read_text().startswith("### moecache: pass")
     next((tmp_path / "output/new/runs").glob("*.json")).unlink()
     assert bash(compare) == 1
@@ -212,8 +212,8 @@ def test_the_notebook_runs_and_its_replays_say_what_was_saved(
     # The notebook's shell commands come from this environment.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     saved, run = (nbformat.read(NOTEBOOK, as_version=4) for _ in range(2))
-    place = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(run, timeout=600, kernel_name="python3", resources=place).execute()
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(run, timeout=600, kernel_name="python3", resources=resources).execute()
     assert len(figures(run)) == len(figures(saved)) >= 7
     of_traces = [text for text in figures(run) if "qwen3-30b" in text or "hazard " in text]
     assert len(of_traces) >= 2

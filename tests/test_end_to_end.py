@@ -47,10 +47,10 @@ THREE = ("--tasks", "tiny_gsm8k", "--limit", "3")
 @pytest.mark.slow
 def test_one_command_gives_accuracy_and_speed(checkpoint: Checkpoint, tmp_path: Path) -> None:
     arguments = f"pretrained={checkpoint('olmoe')},policy=specmd,capacity=25%,bandwidth=1GB/s"
-    printed, results = evaluate(arguments, tmp_path, *THREE)
-    assert "exact_match" in printed
+    stdout, results = evaluate(arguments, tmp_path, *THREE)
+    assert "exact_match" in stdout
     title = "moecache (specmd: standard + score + least_stale + fetch), capacity: 25%"
-    assert title in printed and "|**all**" in printed
+    assert title in stdout and "|**all**" in stdout
     assert "exact_match,strict-match" in results["results"]["tiny_gsm8k"]
     report = results["config"]["moecache"]
     assert (report["policy"]["name"], report["capacity"]) == ("specmd", "25%")

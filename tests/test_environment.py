@@ -148,12 +148,12 @@ def test_a_folder_that_cannot_be_written_is_told_in_one_line_and_left_as_it_was(
     init = TaskManager.__init__
     # Indexing lm-eval's own 10,000 tasks takes seconds.
     monkeypatch.setattr(TaskManager, "__init__", partialmethod(init, include_defaults=False))
-    before = {p: p.read_bytes() for p in bad_folder.rglob("*") if p.is_file()}
+    files_before = {p: p.read_bytes() for p in bad_folder.rglob("*") if p.is_file()}
     stderr = moecache(*(word.format(bad_folder) for word in command), code=2)
     [line] = stderr.strip().splitlines()[-1:]
     assert str(bad_folder) in line
     assert re.search("No space left|has 0 bytes free|Read-only file system", line)
-    assert {p: p.read_bytes() for p in bad_folder.rglob("*") if p.is_file()} == before
+    assert {p: p.read_bytes() for p in bad_folder.rglob("*") if p.is_file()} == files_before
 
 
 def test_an_interrupt_is_exit_130_and_a_line_on_how_to_go_on(
@@ -223,13 +223,13 @@ def test_a_run_whose_result_cannot_be_written_is_an_outcome_and_not_the_end_of_t
 
 def test_what_dead_runs_have_left_half_written_is_removed_before_and_after(tmp_path: Path) -> None:
     (tmp_path / RUNS).mkdir()
-    before = tmp_path / RUNS / ".x.json.123.part"
-    before.write_text("{")
+    old_part = tmp_path / RUNS / ".x.json.123.part"
+    old_part.write_text("{")
     with only_sweep(tmp_path):
-        assert not before.exists()
-        after = tmp_path / RUNS / ".y.json.124.part"
-        after.write_text("{")
-    assert not after.exists()
+        assert not old_part.exists()
+        new_part = tmp_path / RUNS / ".y.json.124.part"
+        new_part.write_text("{")
+    assert not new_part.exists()
 
 
 def test_no_number_of_ours_is_nan_in_json(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ assert {"on_demand", "mixtral_offloading", "specmd"} <= set(LOSSLESS)
 
 
 def _goes_together(policy: str, capacity: str) -> bool:
-    """Cross-layer evictions refuse per-layer caches, which one expert in total does not fill."""
+    """Cross-layer evictions refuse per-layer caches, and those need an expert for each layer."""
     composition = load_policy(policy)
     try:
         check_cache_form(composition, is_per_layer(capacity))
@@ -132,7 +132,7 @@ def test_logits_are_identical_under_every_lossless_composition_and_capacity(
     family: str, dtype: torch.dtype
 ) -> None:
     model = random_model(family).to(dtype)
-    expected, before = logits_of(model), traces_left_on(model)
+    expected, state = logits_of(model), traces_left_on(model)
     for policy, capacity in COMBINATIONS:
         artifacts = predictor_of(model, load_policy(policy))
         wrapped = wrap_virtual(model, policy, capacity, **artifacts)
@@ -143,18 +143,18 @@ def test_logits_are_identical_under_every_lossless_composition_and_capacity(
         # The cache was at work: it missed, and served all tokens but the four of padding.
         assert sum(p.misses for p in engine.ledger.passes) > 0
         assert [p.num_tokens for p in engine.ledger.passes] == [17, 27 - 4, 3, 3, 3]
-        assert traces_left_on(model) == before
+        assert traces_left_on(model) == state
 
 
 @pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
 def test_unwrapping_twice_is_safe_and_the_model_still_answers_alike(family: str) -> None:
     model = random_model(family)
-    expected, before = logits_of(model), traces_left_on(model)
+    expected, state = logits_of(model), traces_left_on(model)
     wrapped = wrap_virtual(model, "specmd", "1")
-    assert traces_left_on(model) != before
+    assert traces_left_on(model) != state
     wrapped.unwrap()
     wrapped.unwrap()
-    assert traces_left_on(model) == before
+    assert traces_left_on(model) == state
     assert all(torch.equal(a, b) for a, b in zip(expected, logits_of(model), strict=True))
     model.set_experts_implementation("batched_mm")
     wrapped.unwrap()
@@ -165,11 +165,11 @@ def test_unwrapping_twice_is_safe_and_the_model_still_answers_alike(family: str)
 def test_another_experts_kernel_is_kept_and_put_back(implementation: str) -> None:
     model = random_model("qwen3_moe")
     model.set_experts_implementation(implementation)
-    expected, before = logits_of(model), traces_left_on(model)
+    expected, state = logits_of(model), traces_left_on(model)
     wrapped = wrap_virtual(model, "specmd", "1")
     logits = logits_of(model, wrapped)
     assert all(torch.equal(a, b) for a, b in zip(expected, logits, strict=True))
-    assert traces_left_on(model) == before
+    assert traces_left_on(model) == state
 
 
 @functools.cache

@@ -186,10 +186,10 @@ def test_a_closed_recording_takes_no_further_passes(lm: MoECacheLM, tmp_path: Pa
 def test_predictions_of_gates_and_of_a_predictor_are_not_taken_for_each_other(
     lm: MoECacheLM, tmp_path: Path
 ) -> None:
-    chosen = {"policy": "commitmoe_prefetch", "capacity": "40%"}
-    (shared,) = _given(lm, chosen).values()
+    policy = {"policy": "commitmoe_prefetch", "capacity": "40%"}
+    (shared,) = _given(lm, policy).values()
     # A copy: it is overwritten below.
-    predictor_config = {**chosen, "prefetch.profile": str(shutil.copy(shared, tmp_path / "own"))}
+    predictor_config = {**policy, "prefetch.profile": str(shutil.copy(shared, tmp_path / "own"))}
     settings, traces = [], []
     for config in (
         predictor_config,

@@ -197,12 +197,12 @@ def test_the_model_is_in_one_cache_at_a_time_and_given_back_as_it_was(loaded: Lo
     model, tokenizer = loaded
     tokens = torch.arange(12)[None]
     with torch.no_grad():
-        before = model(tokens).logits
+        expected = model(tokens).logits
         lm = MoECacheLM(pretrained=model, tokenizer=tokenizer, policy="on_demand")
         with pytest.raises(ValueError, match="is inside an expert cache already"):
             MoECacheLM(pretrained=model, tokenizer=tokenizer)
         lm.wrapped.unwrap()
-        assert torch.equal(model(tokens).logits, before)
+        assert torch.equal(model(tokens).logits, expected)
     assert model.get_experts_implementation() != "moecache"
 
 

@@ -159,8 +159,8 @@ def test_unknown_model_is_answered_with_our_name_among_the_known(installed: Envi
 def test_lm_eval_lists_our_models_without_torch_with_the_hook_or_without_and_never_twice(
     installed: Environment,
 ) -> None:
-    for before in ("", WITHOUT_HOOK):
-        report = installed.report(before)
+    for prelude in ("", WITHOUT_HOOK):
+        report = installed.report(prelude)
         assert report["models"]["moecache"] == "lm_eval_moecache.harness.lm:MoECacheLM"
         assert report["models"]["hf"] == "lm_eval.models.huggingface:HFLM"
         assert report["torch"] is False

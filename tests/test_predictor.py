@@ -122,24 +122,24 @@ def test_another_loss_uses_the_same_recordings(model: str, tmp_path: Path) -> No
 @pytest.fixture(scope="module")
 def captured(model: str) -> tuple[Any, Any, RouterCapture, list[torch.Tensor]]:
     """A model, its layers, the capture of its answers to two prompts, and their token ids."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model).eval()
-    layers, options = find_moe_layers(loaded), {"max_new_tokens": 5, "do_sample": False}
-    with torch.no_grad(), RouterCapture(loaded, layers) as capture:
+    network: Any = AutoModelForCausalLM.from_pretrained(model).eval()
+    layers, options = find_moe_layers(network), {"max_new_tokens": 5, "do_sample": False}
+    with torch.no_grad(), RouterCapture(network, layers) as capture:
         outputs = [
-            loaded.generate(torch.tensor([ids]), min_new_tokens=5, **options)
+            network.generate(torch.tensor([ids]), min_new_tokens=5, **options)
             for ids in ([5, 6, 7], [9, 6])
         ]
-    return loaded, layers, capture, outputs
+    return network, layers, capture, outputs
 
 
 def test_recorded_are_the_passes_over_generated_tokens(captured: Any) -> None:
     """Row t of a prompt is the pass that read its generated token t."""
-    loaded, layers, capture, (output, _) = captured
+    network, layers, capture, (output, _) = captured
     assert capture.prompts == [0] * 4 + [1] * 4
     full_pass: list[Any] = []
     handle = layers[1].router.register_forward_hook(lambda m, a, o: full_pass.append((a[0], o[0])))
     with torch.no_grad():
-        loaded(output[:, :-1])
+        network(output[:, :-1])
     handle.remove()
     for rows, expected in zip((capture.hidden[1], capture.logits[1]), full_pass[0], strict=True):
         recorded = torch.cat(rows[:4]).float()
@@ -172,12 +172,12 @@ def test_pairs_join_neighbouring_layers_and_neighbouring_tokens(tmp_path: Path) 
 
 def test_no_prompt_is_on_both_sides_of_the_split(tmp_path: Path) -> None:
     zeros = np.zeros((1, 60, 2), np.float16)
-    samples, again = (
+    samples, same_samples = (
         samples_of(tmp_path, zeros, zeros, np.repeat(np.arange(20), 3).tolist()) for _ in range(2)
     )
-    known, held_out = samples.split(42)
-    assert (len(known), len(held_out)) == (16, 4) and not set(known) & set(held_out)
-    assert held_out.tolist() == again.split(42)[1].tolist() != samples.split(43)[1].tolist()
+    training, held_out = samples.split(42)
+    assert (len(training), len(held_out)) == (16, 4) and not set(training) & set(held_out)
+    assert held_out.tolist() == same_samples.split(42)[1].tolist() != samples.split(43)[1].tolist()
 
 
 @pytest.mark.parametrize(("loss", "stages"), [("kl", 1), ("kl", 2), ("bce", 1)])
@@ -292,10 +292,14 @@ def test_the_network_is_relu_between_two_linear_stages() -> None:
 
 def test_a_predictor_costs_its_own_weights_bytes_and_kernels() -> None:
     geometry, hardware = make_geometry(), make_hardware()
-    linear, _, two = costs(artifact_for(PREDICTOR, geometry, hidden=4))
+    linear, _, mlp = costs(artifact_for(PREDICTOR, geometry, hidden=4))
     assert (linear.num_weights, linear.num_bytes, linear.num_kernels) == (40, 80, 3)
     weights = 4 * 8 + 8 + 8 * 8 + 8
-    assert (two.num_weights, two.num_bytes, two.num_kernels) == (weights, 2 * weights, 5)
+    assert (mlp.num_weights, mlp.num_bytes, mlp.num_kernels) == (
+        weights,
+        2 * weights,
+        5,
+    )
     clock = VirtualClock(hardware, geometry)
     assert clock.network(linear, 1) == pytest.approx(80 / 400.0 + 3 * 0.001)
     many = 10**6
@@ -400,10 +404,10 @@ def test_pass_by_pass_it_says_of_each_rows_text_what_its_oracle_does(
             text[past:] = [
                 token if is_real else None for token, is_real in zip(row, real, strict=True)
             ]
-            known = torch.tensor([token for token in text if token is not None], dtype=torch.int64)
+            tokens = torch.tensor([token for token in text if token is not None], dtype=torch.int64)
             if any(real):
                 expected += [
-                    *slow_logits(artifact, embedding(known).detach().numpy())[-sum(real) :]
+                    *slow_logits(artifact, embedding(tokens).detach().numpy())[-sum(real) :]
                 ]
         logits = np.stack([logits_by_layer[layer] for layer in range(3)], axis=1)
         np.testing.assert_allclose(logits, np.reshape(expected, (-1, 3, 8)), atol=1e-4)

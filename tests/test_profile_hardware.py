@@ -53,7 +53,7 @@ def test_a_measured_profile_has_a_source_for_each_figure_and_can_be_loaded(
     # A cost measured as zero has its source, too.
     assert isinstance(profile.source, dict)
     assert figures <= profile.source.keys() and (given or figures == profile.source.keys())
-    # With these two a profile serves `miss=host`, which it refuses without them.
+    # `miss=host` needs these two: a profile without them is refused.
     assert {"host_flops", "host_memory_bytes_per_s"} <= figures
     check_host(profile)
     assert profile.memory_bytes_per_s > 1e6
@@ -105,9 +105,9 @@ CALM = Step(20.0, (5.0, 7.0), (0.5, 0.5, 0.2), (0.0, 0.0))
 def test_a_step_is_taken_apart_by_hand() -> None:
     # Layer 0's demands moved for 8 s: 18 - 8 = 10 s, 5 more than when calm.
     # Layer 1 demanded nothing in the first step; in the second 3 s: 13 - 3 = 10 s, 3 more.
-    waited = Step(40.0, (18.0, 9.0), (9.0, 9.0, 9.0), (8.0, 0.0))
-    again = Step(40.0, (5.0, 13.0), (9.0, 9.0, 9.0), (0.0, 3.0))
-    parts = parts_of([CALM], [waited, again])
+    first = Step(40.0, (18.0, 9.0), (9.0, 9.0, 9.0), (8.0, 0.0))
+    second = Step(40.0, (5.0, 13.0), (9.0, 9.0, 9.0), (0.0, 3.0))
+    parts = parts_of([CALM], [first, second])
     assert parts.layer_s == 6.0
     assert parts.bookkeeping_s == pytest.approx(0.4)
     assert parts.outside_s == 20.0 - 3 * 6.0

@@ -57,13 +57,13 @@ def test_it_writes_a_profile_of_this_model_that_the_policy_runs_with(
 ) -> None:
     model, out = str(checkpoint("olmoe")), str(tmp_path / "mine.safetensors")
     assert profile("--pretrained", model, "--data", text, "--k_max=3", "--out", out, "--json") == 0
-    printed = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     artifact = read_artifact(out, BUDDIES, "out")
-    assert printed["tokens"] == artifact.made_from["tokens"] > 100
+    assert report["tokens"] == artifact.made_from["tokens"] > 100
     assert artifact.made_from["data"] == ["some.txt"]
-    assert max(row["longest"] for row in printed["layers"]) <= 3
+    assert max(row["longest"] for row in report["layers"]) <= 3
     # Each token activates top_k experts in every layer, and pairs each with the others.
-    tokens, top_k = printed["tokens"], artifact.top_k
+    tokens, top_k = report["tokens"], artifact.top_k
     np.testing.assert_allclose(artifact.arrays["activations"].sum(axis=-1), tokens * top_k)
     pairs = artifact.arrays[PAIRS].sum(axis=(1, 2))
     np.testing.assert_allclose(pairs, tokens * top_k * (top_k - 1))
@@ -254,9 +254,9 @@ def test_logit_range_is_the_mean_of_max_less_min_as_the_routing_takes_it(
     file, out, model = tmp_path / "a.txt", tmp_path / "range.json", str(checkpoint("olmoe"))
     file.write_text("some text " * 60)
     command = ["profile", "logit_range", f"--pretrained={model}", f"--data={file}"]
-    printed = json.loads(moecache(*command, "--max_tokens=600", f"--out={out}"))
+    report = json.loads(moecache(*command, "--max_tokens=600", f"--out={out}"))
     ranges = json.loads(out.read_text())["logit_range"]
-    assert printed == pytest.approx(ranges, abs=1e-4)
+    assert report == pytest.approx(ranges, abs=1e-4)
     analyzed = AnalyzedModel(model, [file.read_text()], 600)
     assert len(analyzed.windows) == 2
     with torch.no_grad():

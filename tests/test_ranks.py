@@ -104,12 +104,12 @@ def test_two_ranks_give_the_scores_and_the_requests_of_one(tmp_path: Path) -> No
     """`accelerate launch` does the same on GPUs; here two processes share a CPU."""
     model_args = "policy=on_demand,capacity=25%,max_length=256"
     options = ("--tasks", "tiny_arc", "--limit", "5")
-    _, one = evaluate(model_args, tmp_path / "one", *options)
+    _, single = evaluate(model_args, tmp_path / "one", *options)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     launch = {"launcher": launcher, "ACCELERATE_USE_CPU": "true"}
-    _, two = evaluate(model_args, tmp_path / "two", *options, **launch)
-    assert two["results"]["tiny_arc"]["acc,none"] == one["results"]["tiny_arc"]["acc,none"]
-    one_rank, two_ranks = (r["config"]["moecache"] for r in (one, two))
+    _, parallel = evaluate(model_args, tmp_path / "two", *options, **launch)
+    assert parallel["results"]["tiny_arc"]["acc,none"] == single["results"]["tiny_arc"]["acc,none"]
+    one_rank, two_ranks = (r["config"]["moecache"] for r in (single, parallel))
     assert two_ranks["ranks"] == 2 and "ranks" not in one_rank
     for name in ("requests", "token_miss_rate"):
         assert two_ranks["totals"][name] == pytest.approx(one_rank["totals"][name], abs=0.05), name

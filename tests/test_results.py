@@ -162,8 +162,8 @@ def test_a_record_of_a_sweep_may_be_handed_in(demo: list[Run]) -> None:
 
 
 def test_each_setting_stands_once(demo: list[Run]) -> None:
-    again = [dataclasses.replace(run, run_id=f"{run.run_id}-again", label="x") for run in demo]
-    assert distinct([*demo, *again]) == demo
+    repeats = [dataclasses.replace(run, run_id=f"{run.run_id}-again", label="x") for run in demo]
+    assert distinct([*demo, *repeats]) == demo
     placed = dict(demo[0].moecache) | {"policy": demo[0].moecache["policy"] | {"placement": "use"}}
     other = dataclasses.replace(demo[0], moecache=placed)
     assert distinct([*demo, other]) == [*demo, other], "where it starts is part of a policy"

@@ -67,7 +67,7 @@ def test_sizes_win_on_their_own_half_and_on_the_other_only_where_little_fits(sha
 
 
 def test_every_eviction_has_its_cells_on_every_trace() -> None:
-    """Those that the trace can show, at every capacity below all experts."""
+    """Every eviction that the trace can serve, at every capacity below all experts."""
     cells = [cell for cell, _ in evictions.cells()]
     committed = [json.dumps(run["cell"], sort_keys=True) for run in EVICTIONS]
     assert sorted(committed) == sorted(json.dumps(cell, sort_keys=True) for cell in cells)

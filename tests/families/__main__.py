@@ -55,11 +55,11 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def merged(rows: Sequence[Row]) -> list[Row]:
-    """Put rows in the place of those that the table has for their types."""
+    """Return the table's rows with these in place of those of their types."""
     path, fresh = DOCS / "families.json", {row.model_type: row for row in rows}
-    kept = json.loads(path.read_text()) if path.exists() else []
-    known = {data.pop("model_type"): data for data in kept}
-    for model_type, data in known.items():
+    committed = json.loads(path.read_text()) if path.exists() else []
+    row_of = {data.pop("model_type"): data for data in committed}
+    for model_type, data in row_of.items():
         data.pop("verdict")
         fresh.setdefault(model_type, Row(model_type, **data))
     return [fresh[name] for name in (*causal_types(), *other_types()) if name in fresh]

@@ -121,13 +121,13 @@ def other_types() -> list[str]:
 def small_config(model_type: str, **changes: Any) -> Any:
     """Return the configuration of a random model of this type."""
     kind = CONFIG_MAPPING[model_type]
-    known = kind().to_dict()
-    if "text_config" in known:
-        text = small_config(known["text_config"]["model_type"], **_OWN.get(model_type, {}))
+    fields = kind().to_dict()
+    if "text_config" in fields:
+        text = small_config(fields["text_config"]["model_type"], **_OWN.get(model_type, {}))
         ends = {name: _COMMON[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
         parts = {key: _PARTS for key in ("vision_config", "audio_config") if model_type in _ADAPTED}
         return kind(text_config=text.to_dict(), **parts, **ends, **changes)
-    sizes = {name: value for name, value in _COMMON.items() if name in known}
+    sizes = {name: value for name, value in _COMMON.items() if name in fields}
     sizes |= {**_OWN.get(model_type, {}), **changes}
     return kind(**{name: value for name, value in sizes.items() if value is not ...})
 

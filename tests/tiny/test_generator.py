@@ -88,13 +88,13 @@ def test_walks_agree_with_a_second_reading(name: str) -> None:
 
 
 def second_reading_of_walk(text: str) -> bool:
-    place, ahead = 0j, 1j
+    position, heading = 0j, 1j
     turns = {"right": -1j, "left": 1j, "around": -1}
     ways = {"forward": 1j, "backward": -1j, "right": 1, "left": -1}
     for turn, number, way in re.findall(r"Turn (\w+)\.|Take (\d+) steps?(?: (\w+))?\.", text):
-        ahead *= turns.get(turn, 1)
-        place += int(number or 0) * (ways[way] if way else ahead)
-    return place == 0
+        heading *= turns.get(turn, 1)
+        position += int(number or 0) * (ways[way] if way else heading)
+    return position == 0
 
 
 def test_test_sets_hold_no_problem_twice() -> None:

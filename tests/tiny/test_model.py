@@ -80,11 +80,11 @@ def test_answers_are_well_above_chance(model: torch.nn.Module, task: str) -> Non
 def test_every_expert_of_every_layer_is_used(model: torch.nn.Module) -> None:
     problems = held_out(tuple(MAKERS), 48, seed=2)
     texts = [*(f"{p.prompt} {p.target}" for p in problems), *wikitext()["test"]["page"][:4]]
-    used = torch.zeros(8, 64, dtype=torch.bool)
+    is_used = torch.zeros(8, 64, dtype=torch.bool)
     for text in texts:
         ids = TOKENIZER(text, return_tensors="pt").input_ids
         with torch.no_grad():
             logits = model(input_ids=ids, output_router_logits=True).router_logits
         for layer, layer_logits in enumerate(logits):
-            used[layer, layer_logits.topk(8).indices.flatten()] = True
-    assert bool(used.all())
+            is_used[layer, layer_logits.topk(8).indices.flatten()] = True
+    assert bool(is_used.all())

@@ -44,7 +44,7 @@ COMPOSITIONS = ["on_demand", "mixtral_offloading", "mixture_cache"]
 
 @pytest.fixture(autouse=True)
 def toy_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Put toy tasks in place of the package's own, and offer three compositions alone."""
+    """Put toy tasks in place of the package's own, and offer only three compositions."""
     folder = write_tasks(tmp_path / "tasks")
     evaluation._task_manager.cache_clear()
     monkeypatch.setattr(evaluation, "task_configs_dir", lambda: folder)
@@ -252,7 +252,7 @@ def write_space(folder: Path, **axes: Any) -> Path:
 def test_the_shipped_space_names_algorithms_that_exist_and_draws_policies() -> None:
     space = read_space(DEFAULT_SPACE).fit(GEOMETRY)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    drawn = set()
+    pairs = set()
     for _ in range(60):
         overrides = space.suggest(study.ask())
         try:
@@ -260,12 +260,12 @@ def test_the_shipped_space_names_algorithms_that_exist_and_draws_policies() -> N
         except ValueError as error:
             assert "does not go with" in str(error)
             continue
-        drawn.add((policy.routing.name, policy.miss.name))
+        pairs.add((policy.routing.name, policy.miss.name))
         for key, value in overrides.items():
             axis, _, parameter = key.partition(".")
             if parameter:
                 assert getattr(policy, axis).as_dict()[parameter] == value
-    assert len(drawn) > 6
+    assert len(pairs) > 6
 
 
 def test_a_space_draws_whole_numbers_for_whole_ones_and_knows_sizes_and_depths(
@@ -361,7 +361,7 @@ def test_the_best_policys_file_is_that_policy(tmp_path: Path) -> None:
     best = entry("trial 7", 0.9, 130.0, **{"miss": "drop", "miss.h": 1, "prefetch": "next_gate"})
     path = tmp_path / "best.yaml"
     path.write_text(policy_yaml(best, QUESTION))
-    loaded = load_policy(str(path)).as_dict()
+    policy = load_policy(str(path)).as_dict()
     for part in ("phases", "routing", "prefetch", "eviction", "miss"):
-        assert loaded[part] == best["policy"][part]
+        assert policy[part] == best["policy"][part]
     assert yaml.safe_load(path.read_text())["name"] == "tuned"
