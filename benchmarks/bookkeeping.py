@@ -54,7 +54,7 @@ class Hooks:
 
 def microseconds(model: Any, clock: str, policy: str, capacity: str, tokens: int) -> list[float]:
     """Return the mean per layer and decode step, of each of a few runs."""
-    found = []
+    means = []
     for _ in range(5):
         if clock == "wall":
             wrapped = wall(model, take(model, torch.device("cpu")), policy, capacity)
@@ -64,24 +64,24 @@ def microseconds(model: Any, clock: str, policy: str, capacity: str, tokens: int
         run(model, torch.arange(2, 18)[None], tokens)
         wrapped.unwrap()
         hooks.handle.remove()
-        found.append(1e6 * mean(hooks.seconds[1:]) / SHAPE["num_hidden_layers"])
-    return found
+        means.append(1e6 * mean(hooks.seconds[1:]) / SHAPE["num_hidden_layers"])
+    return means
 
 
 def main() -> None:
-    own = {"policies": ",".join(TARGETS_US), "clock": ("virtual", "wall")}
-    options = arguments(__doc__, capacity="25%", tokens=64, **own)
+    defaults = {"policies": ",".join(TARGETS_US), "clock": ("virtual", "wall")}
+    options = arguments(__doc__, capacity="25%", tokens=64, **defaults)
     torch.set_num_threads(1)
     # As in a run of some hundred tokens: the victims of ranking rules are found by compiled code.
     ranked._PLAIN_VICTIMS = 1
     model = random_model(SHAPE)
     print(f"{options.clock} clock at {options.capacity}; CPU microseconds per layer and step")
     for policy in options.policies.split(","):
-        found = microseconds(model, options.clock, policy, options.capacity, options.tokens)
-        target, judged = TARGETS_US.get(policy), ""
+        costs_us = microseconds(model, options.clock, policy, options.capacity, options.tokens)
+        target, verdict = TARGETS_US.get(policy), ""
         if target is not None:
-            judged = f", target {target}: {'met' if min(found) <= target else 'missed'}"
-        print(f"{policy}: median {median(found):.0f} (best {min(found):.0f}){judged}")
+            verdict = f", target {target}: {'met' if min(costs_us) <= target else 'missed'}"
+        print(f"{policy}: median {median(costs_us):.0f} (best {min(costs_us):.0f}){verdict}")
 
 
 if __name__ == "__main__":

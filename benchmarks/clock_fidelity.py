@@ -32,8 +32,8 @@ BAR = 0.15
 def overheads(hardware: Hardware) -> str:
     """Tell what was calibrated beside the link, in microseconds."""
     names = ("kernel", "layer", "pass", "wait")
-    told = [f"{name} {1e6 * getattr(hardware, name + '_overhead_s'):.1f}" for name in names]
-    return f"{', '.join(told)} us, memory {hardware.memory_bytes_per_s / 1e9:.2f} GB/s"
+    figures = [f"{name} {1e6 * getattr(hardware, name + '_overhead_s'):.1f}" for name in names]
+    return f"{', '.join(figures)} us, memory {hardware.memory_bytes_per_s / 1e9:.2f} GB/s"
 
 
 def speed(passes: list[PassRecord], tokens: int) -> tuple[float, float]:
@@ -69,10 +69,12 @@ def measured(
     rate = parse_bandwidth(options.bandwidth)
     words = model.config.vocab_size
     texts = prompts(options.rounds + 1, options.prompt, words, model.device)
-    told = passes_of(virtual(model, policy, capacity, hardware), texts, options.tokens)
+    predicted = passes_of(virtual(model, policy, capacity, hardware), texts, options.tokens)
     real = passes_of(wall(moved, loader, policy, capacity, rate), texts, options.tokens)
-    misses = [sum(p.misses + p.late for p in passes) for passes in (told, real)]
-    return Cell(speed(told, options.tokens), speed(real, options.tokens), (misses[0], misses[1]))
+    misses = [sum(p.misses + p.late for p in passes) for passes in (predicted, real)]
+    return Cell(
+        speed(predicted, options.tokens), speed(real, options.tokens), (misses[0], misses[1])
+    )
 
 
 def row_of(cells: list[Cell], met: dict[str, int]) -> str:
@@ -81,18 +83,18 @@ def row_of(cells: list[Cell], met: dict[str, int]) -> str:
     for place, name in enumerate(met):
         ratios = [cell.told[place] / cell.real[place] for cell in cells]
         middle = sorted(range(len(cells)), key=ratios.__getitem__)[len(cells) // 2]
-        told, real = (1e3 * times[place] for times in cells[middle][:2])
+        predicted_ms, measured_ms = (1e3 * times[place] for times in cells[middle][:2])
         holds = abs(ratios[middle] - 1) <= BAR
         met[name] += holds
-        row.append(f"{name} {told:.1f} / {real:.1f} = {ratios[middle]:.3f}")
+        row.append(f"{name} {predicted_ms:.1f} / {measured_ms:.1f} = {ratios[middle]:.3f}")
         row.append(f"({min(ratios):.2f} to {max(ratios):.2f}) {'met' if holds else 'MISSED'};")
     return " ".join(row)
 
 
 def main() -> None:
-    of_cells = {"policies": "on_demand,mixtral_offloading,specmd", "capacities": "25%,50%,75%"}
-    asked = {"bandwidth": "0.5GB/s", "prompt": 32, "tokens": 12, "rounds": 3, "sweeps": 3}
-    options = arguments(__doc__, shape="cpu", device="auto", **of_cells, **asked)
+    axes = {"policies": "on_demand,mixtral_offloading,specmd", "capacities": "25%,50%,75%"}
+    settings = {"bandwidth": "0.5GB/s", "prompt": 32, "tokens": 12, "rounds": 3, "sweeps": 3}
+    options = arguments(__doc__, shape="cpu", device="auto", **axes, **settings)
     device = device_of(options.device)
     machine = measure("calibrated", str(device), "bfloat16", 2**28, 2048)
     print(dataclasses.replace(machine, source=""))
@@ -110,9 +112,9 @@ def main() -> None:
                 cells.setdefault(f"{policy} at {capacity}", []).append(cell)
     print(f"{options.shape} on {device}, link {options.bandwidth}; milliseconds, virtual / wall")
     met = {"TTFT": 0, "TPOT": 0}
-    for name, own in cells.items():
-        misses = [sum(each) for each in zip(*(cell.misses for cell in own), strict=True)]
-        print(f"{name}: {row_of(own, met)} misses and late {misses[0]} / {misses[1]}")
+    for name, sweeps in cells.items():
+        misses = [sum(counts) for counts in zip(*(cell.misses for cell in sweeps), strict=True)]
+        print(f"{name}: {row_of(sweeps, met)} misses and late {misses[0]} / {misses[1]}")
     for name, count in met.items():
         print(f"{name} within {BAR:.0%}: {count} of {len(cells)} cells")
 

@@ -32,9 +32,9 @@ CAPACITY = "17.5%"
 
 def shares(trace: Path, prefetch: str, eviction: str) -> list[float]:
     """Return by layer the share of requests that were evicted earlier in the same pass."""
-    given = {"policy": "specmd", "prefetch": prefetch, "eviction": eviction, "capacity": CAPACITY}
-    given |= {"hardware": "specmd-a100", "emulate": "OLMoE-1B-7B"}
-    config = read_config(given, replayed=True).with_changes(seed=None)
+    keys = {"policy": "specmd", "prefetch": prefetch, "eviction": eviction, "capacity": CAPACITY}
+    keys |= {"hardware": "specmd-a100", "emulate": "OLMoE-1B-7B"}
+    config = read_config(keys, replayed=True).with_changes(seed=None)
     replays = Replays(str(trace), [config], None, bound=False)
     counts = np.zeros((2, replays.trace.geometry.num_layers))
 
@@ -77,7 +77,7 @@ def main() -> None:
         for prefetch, eviction in product(PREFETCHERS, EVICTIONS)
     }
     layers = zip(*columns.values(), strict=True)
-    rows = [{"layer": n, **dict(zip(columns, own, strict=True))} for n, own in enumerate(layers)]
+    rows = [{"layer": n, **dict(zip(columns, row, strict=True))} for n, row in enumerate(layers)]
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "layers.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     draw(rows, options.out / "layers")

@@ -60,10 +60,10 @@ def cells(capacities: Sequence[float] = CYCLES) -> Iterator[tuple[Run, tuple[Tra
         # A model whose experts are equally large.
         sizes = ((geometry.max_expert_bytes,),) * geometry.num_layers
         trace = replace(trace, geometry=replace(geometry, expert_bytes=sizes))
-        known = trace, Future(trace)
+        inputs = trace, Future(trace)
         for cycles, eviction in product(capacities, evictions(trace)):
             if cycles * geometry.top_k < geometry.num_experts:
-                yield {"trace": name, "cycles": cycles, "eviction": eviction}, known
+                yield {"trace": name, "cycles": cycles, "eviction": eviction}, inputs
 
 
 def slots_of(cell: Run, trace: Trace) -> Setting:
@@ -75,25 +75,25 @@ def measure(cell: Run, meaning: tuple[Trace, Future]) -> Run:
     trace, future = meaning
     setting = slots_of(cell, trace)
     passes = replay(trace, setting, future=future).ledger.passes
-    found: Run = {
+    counts: Run = {
         "requests": total(passes).requests,
-        "misses": [sum(record.misses for record in own) for own in grid.blocks(passes)],
+        "misses": [sum(record.misses for record in block) for block in grid.blocks(passes)],
     }
     if cell["eviction"] == BELADY:
-        found["bound"] = fewest_misses(trace, setting)[0]
-    return found
+        counts["bound"] = fewest_misses(trace, setting)[0]
+    return counts
 
 
 def time_it(cell: Run, meaning: tuple[Trace, Future]) -> Run:
     """Return the lesser of two replays' time: the first may compile."""
     trace, future = meaning
-    setting, found = slots_of(cell, trace), []
+    setting, costs_us = slots_of(cell, trace), []
     for _ in range(2):
         start_s = time.process_time()
         engine = replay(trace, setting, future=future)
         requests = sum(record.requests for record in engine.ledger.passes)
-        found.append(1e6 * (time.process_time() - start_s) / requests)
-    return {"us_per_request": round(min(found), 2)}
+        costs_us.append(1e6 * (time.process_time() - start_s) / requests)
+    return {"us_per_request": round(min(costs_us), 2)}
 
 
 def rates_of(runs: Sequence[Run]) -> Series:
@@ -105,21 +105,23 @@ def rates_of(runs: Sequence[Run]) -> Series:
 def gaps_of(runs: Sequence[Run]) -> DataFrame:
     """Return the percent of the gap that each rule closes: as it is first, then of each draw."""
     cells = grid.frame(runs).set_index(PLACE)
-    misses = DataFrame([grid.draws(len(own)) @ own for own in cells.misses], index=cells.index)
+    misses = DataFrame(
+        [grid.draws(len(counts)) @ counts for counts in cells.misses], index=cells.index
+    )
     places = misses.index.droplevel("eviction")
     lru, least = (
         misses.xs(name, level="eviction").loc[places].set_axis(misses.index)
         for name in (LRU, BELADY)
     )
-    far = lru[0] - least[0] >= LEAST_GAP * cells.requests
-    return (100 * (lru - misses) / (lru - least))[far]
+    is_wide = lru[0] - least[0] >= LEAST_GAP * cells.requests
+    return (100 * (lru - misses) / (lru - least))[is_wide]
 
 
 def render(runs: Sequence[Run], costs: Sequence[Run]) -> str:
     """Rules by the median gap closed from two cycles on; below, LRU keeps next to nothing."""
     gaps, rates = gaps_of(runs), rates_of(runs)
-    told = _summary(gaps, grid.frame(costs).groupby("eviction").us_per_request.median())
-    names = [row[0].strip("`") for row in told]
+    summary = _summary(gaps, grid.frame(costs).groupby("eviction").us_per_request.median())
+    names = [row[0].strip("`") for row in summary]
     heads = ["Eviction", "median", "95%", "worst", f"median below {ENOUGH} cycles"]
     places = rates.unstack("eviction").sort_index().index
 
@@ -134,7 +136,7 @@ def render(runs: Sequence[Run], costs: Sequence[Run]) -> str:
     share = f"Percent of the gap between LRU and Belady closed, from {ENOUGH} cycles on"
     return grid.sections(
         {
-            share: padded([*heads, "traces", "us/request"], told),
+            share: padded([*heads, "traces", "us/request"], summary),
             "The same by trace and cycles": by_place(gaps[0], others, "{:.0f}"),
             "Misses in percent of requests, by trace and cycles": by_place(rates, names, "{:.1f}"),
         }
@@ -145,11 +147,11 @@ def _summary(gaps: DataFrame, costs: Series) -> list[list[Any]]:
     enough, rows = gaps.index.get_level_values("cycles") >= ENOUGH, []
     medians = gaps[enough].groupby("eviction").median()
     for name in medians[0].sort_values(ascending=False, kind="stable").index:
-        own, below = (gaps[part].xs(name, level="eviction")[0] for part in (enough, ~enough))
+        above, below = (gaps[part].xs(name, level="eviction")[0] for part in (enough, ~enough))
         low, high = grid.bounds(medians.loc[name].to_numpy())
-        drawn = "" if name in (LRU, BELADY) else f"[{low:.0f}, {high:.0f}]"
-        figures = [f"{own.median():.0f}", drawn, f"{own.min():.0f}", f"{below.median():.0f}"]
-        traces = own.index.union(below.index).get_level_values("trace").nunique()
+        spread = "" if name in (LRU, BELADY) else f"[{low:.0f}, {high:.0f}]"
+        figures = [f"{above.median():.0f}", spread, f"{above.min():.0f}", f"{below.median():.0f}"]
+        traces = above.index.union(below.index).get_level_values("trace").nunique()
         rows.append([f"`{name}`", *figures, traces, f"{costs[name]:.1f}"])
     return rows
 
@@ -170,12 +172,12 @@ def draw(runs: Sequence[Run], file: Path) -> None:
                 continue
             style = named.get(name, {"color": "0.8", "linewidth": 1})
             for axes, values in ((below, gaps), (above, rates)):
-                own = values[trace].xs(name, level="eviction").sort_index()
-                [line] = axes.plot(own.index, own, **style)
+                curve = values[trace].xs(name, level="eviction").sort_index()
+                [line] = axes.plot(curve.index, curve, **style)
             lines[name if name in named else "others"] = line
         geometry = grid.shipped_trace(trace).geometry
-        every = geometry.num_experts / geometry.top_k
-        above.set(title=f"{trace} (all experts: {every:.3g} cycles)", ylim=(0, 100))
+        all_cycles = geometry.num_experts / geometry.top_k
+        above.set(title=f"{trace} (all experts: {all_cycles:.3g} cycles)", ylim=(0, 100))
         below.set(xlabel="capacity [token cycles]", ylim=(-60, 105))
         for axes in (above, below):
             axes.set_xscale("log", base=2)

@@ -113,10 +113,10 @@ def rates(options: argparse.Namespace, documents: int) -> list[int]:
     for _ in range(options.reruns):
         base = [resized(run, documents, options.accuracy, random) for run in loaded]
         new = [rerun(run, random) for run in base]
-        judged = compare(base, new, rules)
-        figures = len(judged.rows)
+        comparison = compare(base, new, rules)
+        figures = len(comparison.rows)
         tasks = [t for t in base[0].tasks if (s := base[0].score(t)) and s.higher_is_better]
-        hits = [judged.is_regression]
+        hits = [comparison.is_regression]
         for chosen in (tasks, tasks[:1]):
             planted = [worse(new[0], chosen, options.points, random), *new[1:]]
             hits.append(compare(base, planted, rules).is_regression)

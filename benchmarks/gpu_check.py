@@ -71,28 +71,28 @@ def commands_of(name: str, device: str, shape: str, quick: bool, runs: Path) -> 
         tests = "-m pytest -q -p no:cacheprovider -m gpu tests/model/wall/test_on_device.py"
         return [tests.split()]
     if name == "runs":
-        given = f"pretrained=tiny,policy=on_demand,capacity=25%,device={device}"
+        options = f"pretrained=tiny,policy=on_demand,capacity=25%,device={device}"
         command = f"-m lm_eval_moecache eval --model moecache --limit {1 if quick else 10}"
-        command += f" --tasks tiny_gsm8k --log_samples --model_args {given}"
+        command += f" --tasks tiny_gsm8k --log_samples --model_args {options}"
         return [
             [*f"{command},clock={clock} --output_path".split(), str(runs / clock)]
             for clock in ("virtual", "wall")
         ]
     script, usual, once = CHECKS[name]
-    given = f"--device {device} --shape {shape} {usual} {once if quick else ''}"
-    return [[str(ROOT / "benchmarks" / script), *given.split()]]
+    options = f"--device {device} --shape {shape} {usual} {once if quick else ''}"
+    return [[str(ROOT / "benchmarks" / script), *options.split()]]
 
 
 def _run(arguments: list[str], device: str, limit_s: float) -> tuple[int, str]:
     """Return a command's exit code and all that it said. A CPU's tests are on scripted streams."""
     name = "scripted" if device == "cpu" else device
-    given: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": ROOT}
-    given |= {"env": {**os.environ, "MOECACHE_TEST_DEVICE": name}, "text": True}
+    keywords: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": ROOT}
+    keywords |= {"env": {**os.environ, "MOECACHE_TEST_DEVICE": name}, "text": True}
     try:
-        done = subprocess.run([sys.executable, *arguments], timeout=limit_s, **given)
+        process = subprocess.run([sys.executable, *arguments], timeout=limit_s, **keywords)
     except subprocess.TimeoutExpired as error:
         return 124, f"{error.stdout or ''}\nstopped after {limit_s:.0f} s"
-    return done.returncode, done.stdout
+    return process.returncode, process.stdout
 
 
 def run_check(
@@ -101,23 +101,26 @@ def run_check(
     """Run one check and read its figures."""
     start = time.perf_counter()
     codes, outputs = zip(
-        *(_run(each, device, limit_s) for each in commands_of(name, device, shape, quick, runs)),
+        *(
+            _run(command, device, limit_s)
+            for command in commands_of(name, device, shape, quick, runs)
+        ),
         strict=True,
     )
-    code, output, said = next(filter(None, codes), 0), "".join(outputs), ""
-    found = {
+    code, output, summary = next(filter(None, codes), 0), "".join(outputs), ""
+    figures = {
         words: [float(x) for x in re.findall(pattern, output)]
         for words, (check, pattern, _) in FIGURES.items()
         if check == name
     }
     if name == "tests":
         lines = output.strip().splitlines() or [""]
-        said = "; ".join([*(x for x in lines if x.startswith(("FAILED", "ERROR"))), lines[-1]])
+        summary = "; ".join([*(x for x in lines if x.startswith(("FAILED", "ERROR"))), lines[-1]])
     elif name == "runs":
-        said = f"moecache table {runs}"
-    passed = not any(codes) and all(found.values())
+        summary = f"moecache table {runs}"
+    passed = not any(codes) and all(figures.values())
     result = {"code": code, "output": output, "seconds": time.perf_counter() - start}
-    return {**result, "found": found, "said": said, "passed": passed}
+    return {**result, "found": figures, "said": summary, "passed": passed}
 
 
 def check(
@@ -146,21 +149,21 @@ def table(report: Mapping[str, Any]) -> str:
         state = "passed" if result["passed"] else f"failed: exit {result['code']}"
         lines.append(f"| {name} | {state} {result['said']} | | {result['seconds']:.0f} s |")
         for words, values in result["found"].items():
-            shown = ", ".join(f"{value:.3g}" for value in values) or "not said"
+            text = ", ".join(f"{value:.3g}" for value in values) or "not said"
             bound, met = "", ""
             if (target := FIGURES[words][2]) is not None:
                 least, most = target
                 bound = f"at least {least}" if most == inf else f"{least} to {most}"
-                right = bool(values) and all(least <= value <= most for value in values)
-                met = "met" if right else "missed"
-            lines.append(f"| {words} | {shown} | {bound} | {met} |")
+                within = bool(values) and all(least <= value <= most for value in values)
+                met = "met" if within else "missed"
+            lines.append(f"| {words} | {text} | {bound} | {met} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    every = {"checks": ",".join(("tests", *CHECKS, "runs")), "quick": False}
+    defaults = {"checks": ",".join(("tests", *CHECKS, "runs")), "quick": False}
     options = arguments(
-        __doc__, device="auto", shape=None, limit_s=240.0, out=Path("gpu_check"), **every
+        __doc__, device="auto", shape=None, limit_s=240.0, out=Path("gpu_check"), **defaults
     )
     device = best_device() if options.device == "auto" else options.device
     if str(torch.device(device)) not in devices():

@@ -102,8 +102,8 @@ def setting_of(
     geometry: Geometry, capacity: str, overrides: Mapping[str, Any] | None = None, **more: str
 ) -> Setting:
     """Return the setting of a replay from the keys of `moecache replay`; on demand if not said."""
-    given = {"policy": "on_demand", "capacity": capacity, **(overrides or {}), **more}
-    return read_config(given, replayed=True).setting(geometry)
+    keys = {"policy": "on_demand", "capacity": capacity, **(overrides or {}), **more}
+    return read_config(keys, replayed=True).setting(geometry)
 
 
 def load(file: Path) -> list[Run]:
@@ -145,7 +145,7 @@ def _save(file: Path, runs: list[Run]) -> None:
 def draws(num_units: int) -> npt.NDArray[np.int64]:
     """Return how often each unit is in a sample: each once, then in each of 2000 draws."""
     drawn = np.random.default_rng(0).integers(0, num_units, (2000, num_units))
-    counts = [np.bincount(own, minlength=num_units) for own in drawn]
+    counts = [np.bincount(sample, minlength=num_units) for sample in drawn]
     return np.vstack([np.ones(num_units, dtype=np.int64), *counts])
 
 

@@ -45,9 +45,9 @@ def half_curves(trace: Trace) -> list[Any]:
 def rows_of(name: str, trace: Trace) -> Iterator[Row]:
     halves = half_curves(trace)
     geometry = trace.geometry
-    every = geometry.num_layers * geometry.num_experts
+    num_keys = geometry.num_layers * geometry.num_experts
     for share in SHARES:
-        slots = every * share // 100
+        slots = num_keys * share // 100
         if slots < geometry.num_layers:
             continue
         equal = equal_sizes(geometry.num_layers, slots)
@@ -72,14 +72,14 @@ def render(rows: Sequence[Row]) -> str:
         *("Solved on one half, measured on the other", "Smallest to largest layer"),
     ]
     cells = []
-    for (name, share), own in DataFrame(rows).groupby(["trace", "share"], sort=False):
-        points, is_same = 100 * (own.adapted - own.equal), own.solved_on == own.measured_on
-        told = [
+    for (name, share), runs in DataFrame(rows).groupby(["trace", "share"], sort=False):
+        points, is_same = 100 * (runs.adapted - runs.equal), runs.solved_on == runs.measured_on
+        changes = [
             f"{part.mean():+.2f} ({', '.join(map('{:+.2f}'.format, part))})"
             for part in (points[is_same], points[~is_same])
         ]
-        sizes = f"{own.smallest.min()} to {own.largest.max()}"
-        cells.append([name, f"{share}%", f"{own.equal.mean():.1%}", *told, sizes])
+        sizes = f"{runs.smallest.min()} to {runs.largest.max()}"
+        cells.append([name, f"{share}%", f"{runs.equal.mean():.1%}", *changes, sizes])
     return padded(headers, cells)
 
 

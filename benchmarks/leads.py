@@ -44,12 +44,12 @@ def rows_of(runs: list[Run], columns: Columns) -> list[dict[str, Any]]:
 
     def times(where: Where) -> Mapping[str, float]:
         [run] = [run for run in runs if selected(run, where)]
-        found: Mapping[str, float] = run.speed["tiny_gsm8k"]["tpot_ms"]
-        return found
+        tpot_ms: Mapping[str, float] = run.speed["tiny_gsm8k"]["tpot_ms"]
+        return tpot_ms
 
     rows: dict[str, dict[str, Any]] = {}
-    for name, (where, other, steps) in columns.items():
-        base = times(other)
+    for name, (where, baseline, steps) in columns.items():
+        base = times(baseline)
         for document, time in times(where).items():
             row = rows.setdefault(document, {"document": int(document)})
             row[name] = (1 - time / base[document]) / steps

@@ -68,18 +68,18 @@ class Outstanding:
 def achieved(wrapped: Any, texts: list[torch.Tensor], tokens: int) -> tuple[list[float], float]:
     """Return bytes per second of demands for each text, and the share of time some were awaited."""
     rates, waited, decoded = [], 0.0, 0.0
-    seen = Outstanding(wrapped.engine)
+    outstanding = Outstanding(wrapped.engine)
     for prompt in texts:
-        seen.nbytes, seen.seconds = 0, 0.0
+        outstanding.nbytes, outstanding.seconds = 0, 0.0
         decoded += tokens * run(wrapped.model, prompt, tokens)[1]
-        waited += seen.seconds
-        rates.append(seen.nbytes / seen.seconds)
+        waited += outstanding.seconds
+        rates.append(outstanding.nbytes / outstanding.seconds)
     return rates, waited / decoded
 
 
 def main() -> None:
-    own = {"capacity": "15%", "bandwidth": "1GB/s", "rounds": 7}
-    options = arguments(__doc__, **COMMON | own)
+    defaults = {"capacity": "15%", "bandwidth": "1GB/s", "rounds": 7}
+    options = arguments(__doc__, **COMMON | defaults)
     device = device_of(options.device)
     model = random_model(options.shape)
     loader = take(model, device)
@@ -93,7 +93,7 @@ def main() -> None:
         rates, waiting = achieved(wrapped, texts, options.tokens)
         wrapped.unwrap()
         bound = [throttle] * len(copies) if throttle is not None else copies
-        shares = [mine / top for mine, top in zip(rates, bound, strict=True)]
+        shares = [measured / limit for measured, limit in zip(rates, bound, strict=True)]
         print(f"link {name}: one large copy {spread([r / 1e9 for r in copies])} GB/s")
         print(
             f"link {name}: in a run {spread([r / 1e9 for r in rates])} GB/s, awaited {waiting:.0%}"

@@ -57,13 +57,13 @@ class Questions:
 
     def __init__(self) -> None:
         [task] = leaf_tasks(["tiny_mmlu"]).values()
-        asked = list(islice(task.test_docs(), DOCUMENTS))
+        rows = list(islice(task.test_docs(), DOCUMENTS))
         self.analyzed = AnalyzedModel("tiny", ["-"], 1)
         tokenizer = self.analyzed.tokenizer
-        self.golds = [row["answer"] for row in asked]
+        self.golds = [row["answer"] for row in rows]
         # lm-eval scores the letters behind the prompt; what comes after a letter is not asked for.
         self.windows = [
-            torch.tensor(tokenizer(task.doc_to_text(row) + " A").input_ids) for row in asked
+            torch.tensor(tokenizer(task.doc_to_text(row) + " A").input_ids) for row in rows
         ]
         self.letters = [tokenizer(f"Answer: {letter}").input_ids[-1] for letter in "ABCD"]
         self.plain = [read_window(self.analyzed, window) for window in self.windows]
@@ -74,25 +74,25 @@ class Questions:
 
     def under(self, overrides: Mapping[str, Any], documents: int) -> Run:
         """Read the first questions under a rule; sums by document."""
-        found: dict[str, list[float]] = {}
+        columns: dict[str, list[float]] = {}
         with self.analyzed.under(overrides, capacity=f"{SLOTS}/layer", scan=True) as engine:
             for document, before in enumerate(self.plain[:documents]):
-                first = len(engine.ledger.passes)
+                first_pass = len(engine.ledger.passes)
                 after = read_window(self.analyzed, before.tokens_T)
-                window, counted = compare(before, after), total(engine.ledger.passes[first:])
+                window, counts = compare(before, after), total(engine.ledger.passes[first_pass:])
                 row = {
                     "tokens": window.tokens,
                     "kl": round(window.kl, 6),
                     "same_top": window.same_top,
                     "routes": round(window.routes, 4),
                     "right": self.right(document, after),
-                    "loads": counted.bytes_moved // self.analyzed.geometry.max_expert_bytes,
-                    "lost": round(counted.lost_weight, 4),
-                    "weighed": counted.weighed_tokens,
+                    "loads": counts.bytes_moved // self.analyzed.geometry.max_expert_bytes,
+                    "lost": round(counts.lost_weight, 4),
+                    "weighed": counts.weighed_tokens,
                 }
                 for key, value in row.items():
-                    found.setdefault(key, []).append(value)
-        return found
+                    columns.setdefault(key, []).append(value)
+        return columns
 
 
 def measure(cell: Run, asked: Questions) -> Run:
@@ -117,8 +117,8 @@ def figures(run: Run, base: Run) -> dict[str, Floats]:
     """Return each figure: of all documents first, then of each draw of documents."""
 
     def sums(values: Sequence[float]) -> Floats:
-        found: Floats = draws(DOCUMENTS) @ np.asarray(values, dtype=np.float64)
-        return found
+        totals: Floats = draws(DOCUMENTS) @ np.asarray(values, dtype=np.float64)
+        return totals
 
     tokens = sums(run["tokens"])
     return {
@@ -134,11 +134,11 @@ def figures(run: Run, base: Run) -> dict[str, Floats]:
 def render(runs: Sequence[Run]) -> str:
     base, rows = runs[0], []
     for run in runs[1:]:
-        own = figures(run, base)
-        lost, same_top, routes = (f"{own[k][0]:.1f}" for k in ("lost", "same_top", "routes"))
-        told = [interval(own["saved"], "{:.0f}"), lost, f"{100 * np.mean(run['right']):.1f}"]
-        told += [interval(own["points"], "{:+.1f}"), interval(own["kl"], "{:.3f}")]
-        rows.append([f"`{run['cell']['rule']}`", parameter_of(run), *told, same_top, routes])
+        measures = figures(run, base)
+        lost, same_top, routes = (f"{measures[k][0]:.1f}" for k in ("lost", "same_top", "routes"))
+        fields = [interval(measures["saved"], "{:.0f}"), lost, f"{100 * np.mean(run['right']):.1f}"]
+        fields += [interval(measures["points"], "{:+.1f}"), interval(measures["kl"], "{:.3f}")]
+        rows.append([f"`{run['cell']['rule']}`", parameter_of(run), *fields, same_top, routes])
     headers = ["Rule", "setting", "loads saved %", "weight lost %", "accuracy %", "points"]
     headers += ["KL, nats a token", "same likeliest token %", "same routes %"]
     plain = 100 * np.mean(base["right"])
@@ -155,10 +155,10 @@ def draw(runs: Sequence[Run], file: Path) -> None:
     figure, panels = new_figure(columns=2)
     series = {}
     for index, run in enumerate(runs[1:]):
-        own = figures(run, runs[0])
+        measures = figures(run, runs[0])
         name = f"{run['cell']['rule']} {parameter_of(run)}"
         for axes, key in zip(panels, ("points", "kl"), strict=True):
-            (x, x_errors), (y, y_errors) = _bars(own["saved"]), _bars(own[key])
+            (x, x_errors), (y, y_errors) = _bars(measures["saved"]), _bars(measures[key])
             series[name] = axes.errorbar(
                 x, y, xerr=x_errors, yerr=y_errors, capsize=2, linestyle="", **look(index)
             )

@@ -58,11 +58,11 @@ class Shadow(DropCold):
         self, event: Event, absent: Sequence[int], resident: Container[int]
     ) -> Resolution | None:
         is_resident = resident_mask(event.layer, self.geometry.num_experts, resident)
-        gone, shares = absent_entries(event.experts, is_resident), weight_shares(event)
-        cold = gone & (shares < self.factor / self.geometry.top_k)
-        self.missed += int(gone.sum())
-        self.cold += int(cold.sum())
-        self.lost += float(shares[cold].sum())
+        is_absent, shares = absent_entries(event.experts, is_resident), weight_shares(event)
+        is_cold = is_absent & (shares < self.factor / self.geometry.top_k)
+        self.missed += int(is_absent.sum())
+        self.cold += int(is_cold.sum())
+        self.lost += float(shares[is_cold].sum())
         return None
 
 
@@ -70,27 +70,27 @@ def dropped(trace: Trace, miss: str, factor: float) -> list[str]:
     """Return misses avoided and weight lost, and the miss rate of decoding."""
     chosen = {"miss": miss, "miss.factor": factor, "eviction": "tail_lru", "phases": "decode"}
     engine = replay(trace, setting_of(trace.geometry, "4000MiB", chosen))
-    passes, found = total(p for p in engine.ledger.passes if p.phase == DECODE), engine.rules.miss
-    if isinstance(found, Shadow):
+    passes, rule = total(p for p in engine.ledger.passes if p.phase == DECODE), engine.rules.miss
+    if isinstance(rule, Shadow):
         tokens = passes.token_requests / trace.geometry.top_k
-        avoided, lost = found.cold / found.missed, found.lost / tokens
+        avoided, lost = rule.cold / rule.missed, rule.lost / tokens
     else:
         avoided, lost = passes.avoided / passes.misses, passes.lost_weight / passes.weighed_tokens
     return [f"{avoided:.1%} / {lost:.1%}", f"{passes.misses / passes.requests:.1%}"]
 
 
 def rows() -> list[Row]:
-    found = []
+    points = []
     for run in load_runs(FOLDER / "routing"):
-        given, totals = run.model_args, run.moecache["totals"]
-        axis = next(axis for axis in ("miss", "routing", "eviction") if axis in given)
-        swept = [k for k in given if k.startswith(f"{axis}.") and k not in FIXED]
-        row = {"place": (Path(given["trace"]).stem, given["capacity"]), "rule": given[axis]}
-        row["setting"] = str(given[swept[0]]) if swept else ""
-        found.append({**row, "bytes": totals["bytes_moved"], "lost": totals["lost_weight_share"]})
-    base = {row["place"]: row["bytes"] for row in found if row["rule"] == "lru"}
-    others = [row for row in found if row["rule"] != "lru"]
-    return [{**row, "saved": 1 - row["bytes"] / base[row["place"]]} for row in others]
+        keys, totals = run.model_args, run.moecache["totals"]
+        axis = next(axis for axis in ("miss", "routing", "eviction") if axis in keys)
+        swept = [k for k in keys if k.startswith(f"{axis}.") and k not in FIXED]
+        row = {"place": (Path(keys["trace"]).stem, keys["capacity"]), "rule": keys[axis]}
+        row["setting"] = str(keys[swept[0]]) if swept else ""
+        points.append({**row, "bytes": totals["bytes_moved"], "lost": totals["lost_weight_share"]})
+    base = {row["place"]: row["bytes"] for row in points if row["rule"] == "lru"}
+    lossy = [row for row in points if row["rule"] != "lru"]
+    return [{**row, "saved": 1 - row["bytes"] / base[row["place"]]} for row in lossy]
 
 
 def draw(found: list[Row], file: Path) -> None:
@@ -100,14 +100,14 @@ def draw(found: list[Row], file: Path) -> None:
     names = sorted({row["rule"] for row in found})
     for axes, (trace, capacity) in zip(panels, places, strict=True):
         for index, name in enumerate(names):
-            own = [r for r in found if (r["place"], r["rule"]) == ((trace, capacity), name)]
-            points = sorted((100 * r["saved"], 100 * r["lost"], r["setting"]) for r in own)
+            matching = [r for r in found if (r["place"], r["rule"]) == ((trace, capacity), name)]
+            points = sorted((100 * r["saved"], 100 * r["lost"], r["setting"]) for r in matching)
             axes.plot(
                 [x for x, _, _ in points], [y for _, y, _ in points], **look(index), label=name
             )
-            on = [(x, y) for x, y, setting in points if (name, setting) in SHIPPED]
+            enabled = [(x, y) for x, y, setting in points if (name, setting) in SHIPPED]
             ring = {"markersize": 13, "fillstyle": "none", "color": "black"}
-            axes.plot([x for x, _ in on], [y for _, y in on], "o", **ring)
+            axes.plot([x for x, _ in enabled], [y for _, y in enabled], "o", **ring)
         axes.set(title=f"{trace}, {capacity} of all experts", xlim=(-5, 100), ylim=(0, 60))
         axes.set(xlabel="loads saved [%]", ylabel="routing weight lost [%]")
     panels[0].legend(fontsize="small")
@@ -117,15 +117,15 @@ def draw(found: list[Row], file: Path) -> None:
 
 def main() -> None:
     draw(rows(), FOLDER / "plots" / "price.svg")
-    told = []
+    table = []
     for name, factor in product(("qwen3-30b-a3b", "gemma-4-26b-a4b"), (1.0, 0.75)):
         trace = shipped_trace(name)
         static = dropped(trace, f"{__name__}.Shadow", factor)
         replayed = dropped(trace, "drop_cold", factor)
-        theirs = THEIRS.get((name, factor), "-")
-        told.append([name, f"{factor:g}", theirs, static[0], replayed[0], static[1], replayed[1]])
+        claim = THEIRS.get((name, factor), "-")
+        table.append([name, f"{factor:g}", claim, static[0], replayed[0], static[1], replayed[1]])
     headers = ["trace", "F", "reported", "static", "replayed", "misses, static", "replayed"]
-    print(text_table(headers, told))
+    print(text_table(headers, table))
 
 
 if __name__ == "__main__":

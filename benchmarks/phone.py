@@ -67,15 +67,15 @@ class SerialRun:
 
 
 def serial_runs(traces: Path, measured: Path) -> list[SerialRun]:
-    found = []
+    runs = []
     for model, reads in READS.items():
         geometry = load_trace(str(traces / f"{model}.route.csv")).geometry
         for file in sorted(measured.glob(f"0712_{model}_*.csv")):
             if not file.stem.endswith("_ov"):
                 lanes = 2 if file.stem.endswith("_l2") else 4
                 name, series = file.stem.removeprefix("0712_"), read_measured(file, {})
-                found.append(SerialRun(name, geometry, series, lanes, reads))
-    return found
+                runs.append(SerialRun(name, geometry, series, lanes, reads))
+    return runs
 
 
 def fit_serial(runs: Sequence[SerialRun], base: Hardware) -> Hardware:
@@ -100,9 +100,9 @@ def main() -> None:
     rates = ", ".join(f"{name} {getattr(of_qwen, name) / 1e9:.2f}e9" for name in FITTED)
     rows = []
     for run in runs:
-        theirs, ours, fitted = run.tok_per_s(), run.foretold(base), run.foretold(of_qwen)
-        figures = f"{ours:.2f}", f"{ours / theirs:.3f}", f"{fitted:.2f}", f"{fitted / theirs:.3f}"
-        rows.append([run.name, f"{theirs:.2f}", *figures])
+        real, stock, fitted = run.tok_per_s(), run.foretold(base), run.foretold(of_qwen)
+        figures = f"{stock:.2f}", f"{stock / real:.3f}", f"{fitted:.2f}", f"{fitted / real:.3f}"
+        rows.append([run.name, f"{real:.2f}", *figures])
     headers = ["serial run", "theirs, tok/s", "shipped", "/ theirs", "fitted on Qwen's", "/ theirs"]
     print(f"Fitted on Qwen's serial runs: {rates}.\n\n{text_table(headers, rows, others='--:')}")
 

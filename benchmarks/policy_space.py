@@ -85,20 +85,20 @@ def record(folder: Path) -> dict[str, Trace]:
         for choice in (load_policy(name).prefetch for name in policy_names())
         if (rule := choice.algorithm).is_active and not (rule.needs_draft or rule.is_offline)
     }
-    wanted: tuple[tuple[str, dict[str, str], Detail], ...] = (
+    recordings: tuple[tuple[str, dict[str, str], Detail], ...] = (
         ("plain", {"policy": BASE}, Detail(onlookers=tuple(shadows.values()))),
         ("predictor", {"policy": "commitmoe_prefetch"}, Detail()),
         ("ladder", {"policy": BASE, "precision": LADDER}, Detail()),
     )
     traces = {}
-    for name, given, detail in wanted:
-        own = folder / name
-        if not any(own.glob("*.parquet")):
-            own.mkdir(parents=True, exist_ok=True)
-            lm = MoECacheLM(pretrained="tiny", capacity="50%", **given)
-            lm.install(lm.moecache.with_changes(trace=str(own), detail=detail))
+    for name, model_args, detail in recordings:
+        out = folder / name
+        if not any(out.glob("*.parquet")):
+            out.mkdir(parents=True, exist_ok=True)
+            lm = MoECacheLM(pretrained="tiny", capacity="50%", **model_args)
+            lm.install(lm.moecache.with_changes(trace=str(out), detail=detail))
             evaluate(TASKS, lm)
-        [path] = own.glob("*.parquet")
+        [path] = out.glob("*.parquet")
         traces[name] = load_trace(str(path), logits=True, predicted=True)
     return traces
 
@@ -172,19 +172,21 @@ def render_space(runs: Sequence[Run]) -> str:
         *("Policy", *(f"{c} tok/s" for c in CAPACITIES), *(f"{c} miss" for c in CAPACITIES)),
         *("Router's own at 25%", "Left out at 25%"),
     ]
-    for (hardware, model), at in cells.groupby(["hardware", "emulate"], sort=False):
+    for (hardware, model), group in cells.groupby(["hardware", "emulate"], sort=False):
         rows = []
         for policy in gains.index:
-            own = at[at.policy == policy].set_index("capacity").loc[list(CAPACITIES)]
-            if own.tok_per_s.isna().all():
-                rows.append([policy, own.refused.iloc[0], *[""] * 9])
+            curve = group[group.policy == policy].set_index("capacity").loc[list(CAPACITIES)]
+            if curve.tok_per_s.isna().all():
+                rows.append([policy, curve.refused.iloc[0], *[""] * 9])
                 continue
-            over = gains.loc[policy, hardware][own.index]
-            speeds = [f"{x:.1f} (x{gain:.2f})" for x, gain in zip(own.tok_per_s, over, strict=True)]
-            misses, quarter = [f"{100 * rate:.0f}%" for rate in own.miss_rate], own.loc["25%"]
+            ratios = gains.loc[policy, hardware][curve.index]
+            speeds = [
+                f"{x:.1f} (x{gain:.2f})" for x, gain in zip(curve.tok_per_s, ratios, strict=True)
+            ]
+            misses, quarter = [f"{100 * rate:.0f}%" for rate in curve.miss_rate], curve.loc["25%"]
             lossy = [f"{100 * quarter[key]:.0f}%" for key in ("routing_fidelity", "dropped_share")]
             rows.append([policy, *speeds, *misses, *(lossy if quarter.open_loop else ["", ""])])
-        base = at[at.policy == BASE]
+        base = group[group.policy == BASE]
         sizes = zip(base.capacity, base.cycles, strict=True)
         cycles = ", ".join(f"{capacity} = {count:.2f}" for capacity, count in sizes)
         parts[f"{hardware}, {model}"] = f"Cycles: {cycles}.\n\n{padded(headers, rows)}"
@@ -230,9 +232,9 @@ def speeds_of(runs: Sequence[Run]) -> DataFrame:
 
 def winners(runs: Sequence[Run], suffix: str = "") -> tuple[DataFrame, DataFrame]:
     """Return the fastest lossless answers and their gains over fetching, hosts by links."""
-    own = speeds_of(runs)[[LOSSLESS[0], *(name + suffix for name in LOSSLESS[1:])]]
-    best = own.idxmax(axis=1).str.removesuffix(suffix)
-    return best.unstack("link_gb"), (own.max(axis=1) / own["fetch"]).unstack("link_gb")
+    speeds = speeds_of(runs)[[LOSSLESS[0], *(name + suffix for name in LOSSLESS[1:])]]
+    best = speeds.idxmax(axis=1).str.removesuffix(suffix)
+    return best.unstack("link_gb"), (speeds.max(axis=1) / speeds["fetch"]).unstack("link_gb")
 
 
 def render_answers(runs: Sequence[Run]) -> str:
@@ -240,14 +242,14 @@ def render_answers(runs: Sequence[Run]) -> str:
     for title, suffix in (("From an empty cache", ""), ("With the most used placed", PLACED)):
         names, gains = winners(runs, suffix)
         rows = [
-            [f"{host:g}", *(f"{name} (x{gains.loc[host, link]:.2f})" for link, name in own.items())]
-            for host, own in names.iterrows()
+            [f"{host:g}", *(f"{name} (x{gains.loc[host, link]:.2f})" for link, name in row.items())]
+            for host, row in names.iterrows()
         ]
         headers = ["Host \\ link GB/s", *(f"{link:g}" for link in names)]
         parts[f"Fastest lossless answer, gain over fetch: {title}"] = padded(headers, rows)
     speeds = speeds_of(runs).xs(HOST_GB, level="host_gb")
     headers = [f"tok/s (host {HOST_GB} GB/s)", *(f"{link:g} GB/s" for link in speeds.index)]
-    rows = [[answer, *(f"{speed:.1f}" for speed in own)] for answer, own in speeds.items()]
+    rows = [[answer, *(f"{speed:.1f}" for speed in row)] for answer, row in speeds.items()]
     return sections(parts | {"All answers": padded(headers, rows)})
 
 
@@ -261,15 +263,17 @@ def draw_answers(runs: Sequence[Run], costs: Mapping[str, str], folder: Path) ->
         places = names.map(LOSSLESS.index)
         axes.imshow(places, cmap="Pastel1", vmin=0, vmax=8, aspect="auto", origin="lower")
         texts = names.map(lambda name: name.removeprefix("host, ")) + gains.map("\nx{:.2f}".format)
-        links, hosts = ([f"{rate:g}" for rate in of] for of in (names.columns, names.index))
+        links, hosts = ([f"{rate:g}" for rate in values] for values in (names.columns, names.index))
         write_cells(axes, texts, links, hosts)
         axes.set(xlabel="link [GB/s]", ylabel="host memory [GB/s]")
         axes.set_title(f"fastest at equal outputs, {title}")
     axes = panels[2]
     speeds = speeds_of(runs).xs(HOST_GB, level="host_gb")
-    for place, (answer, own) in enumerate(speeds.items()):
+    for place, (answer, curve) in enumerate(speeds.items()):
         dashes = "--" if answer.endswith(PLACED) else "-" if answer in LOSSLESS else ":"
-        axes.plot(own.index, own, dashes, label=f"{answer}{costs.get(answer, '')}", **look(place))
+        axes.plot(
+            curve.index, curve, dashes, label=f"{answer}{costs.get(answer, '')}", **look(place)
+        )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set(xlabel="link [GB/s]", ylabel=f"tok/s, host {HOST_GB} GB/s")

@@ -105,10 +105,10 @@ def table(curve: Curve) -> str:
     for count in curve.per_layer:
         setting = setting_of(charged, f"{count}/layer", {"eviction": curve.eviction})
         setting = replace(setting, hardware=hardware, seed=trace.seed, emulate=model)
-        counted = total(p for p in replay(trace, setting, future=future).ledger.passes if p.index)
-        hits.append(1 - counted.misses / counted.requests)
-    theirs, measured = (np.array(x, dtype=float) for x in (curve.hits, curve.tok_per_s))
-    misses = model.num_layers * model.top_k * np.nan_to_num(1 - theirs)
+        counts = total(p for p in replay(trace, setting, future=future).ledger.passes if p.index)
+        hits.append(1 - counts.misses / counts.requests)
+    published_hits, measured = (np.array(x, dtype=float) for x in (curve.hits, curve.tok_per_s))
+    misses = model.num_layers * model.top_k * np.nan_to_num(1 - published_hits)
     regime = regime_of(model.geometry(), 1, hardware)
     rest_s = model.num_layers * (regime.compute_s + regime.launches_s)
     rest_s += attention_s(model, hardware, 256)
@@ -129,11 +129,11 @@ def table(curve: Curve) -> str:
         fitted = f" Fitted: the link, {rate / 1e9:.2g} GB/s (nominal {nominal_rate:.3g})."
     rows, ours, unfitted = [], speeds(rate), speeds(hardware.link_rate)
     for i, count in enumerate(curve.per_layer):
-        of_hits = "-" if np.isnan(theirs[i]) else f"{theirs[i]:.1%}"
-        own = f"{hits[i]:.1%}" if misses[i] else "-"
-        told = [f"{measured[i]:.1f}", f"{ours[i]:.1f}", f"{ours[i] / measured[i]:.2f}"]
-        told = [*told, f"{unfitted[i]:.1f}"] if measured[i] > 0 else ["-"] * 4
-        rows.append([str(count), of_hits, own, *told])
+        hits_cell = "-" if np.isnan(published_hits[i]) else f"{published_hits[i]:.1%}"
+        replayed_hits = f"{hits[i]:.1%}" if misses[i] else "-"
+        speed_cells = [f"{measured[i]:.1f}", f"{ours[i]:.1f}", f"{ours[i] / measured[i]:.2f}"]
+        speed_cells = [*speed_cells, f"{unfitted[i]:.1f}"] if measured[i] > 0 else ["-"] * 4
+        rows.append([str(count), hits_cell, replayed_hits, *speed_cells])
     note = f" ({curve.note})" if curve.note else ""
     head = f"**{curve.source}**: {curve.model} {curve.precision} on `{curve.hardware}`."
     headers = ["experts a layer", "hits theirs", "ours", "tok/s theirs", "ours", "ours / theirs"]

@@ -75,15 +75,15 @@ RATIOS = (0.02, 0.2, 1.0, 10.0)
 
 def cells() -> Iterator[tuple[Run, tuple[Trace, Future]]]:
     for name, trace in shipped_traces().items():
-        known = trace, Future(trace)
-        yield from (({"trace": name, **cell}, known) for cell in cells_of(trace))
+        inputs = trace, Future(trace)
+        yield from (({"trace": name, **cell}, inputs) for cell in cells_of(trace))
 
 
 def cells_of(trace: Trace) -> Iterator[Run]:
     geometry = trace.geometry
-    cycle, every = geometry.num_layers * geometry.top_k, geometry.num_layers * geometry.num_experts
-    sizes = {f"{c:g} cycles": round(c * cycle) for c in CYCLES if c * cycle <= every}
-    sizes |= {f"{share}%": every * share // 100 for share in SHARES}
+    cycle, count = geometry.num_layers * geometry.top_k, geometry.num_layers * geometry.num_experts
+    sizes = {f"{c:g} cycles": round(c * cycle) for c in CYCLES if c * cycle <= count}
+    sizes |= {f"{share}%": count * share // 100 for share in SHARES}
     for capacity, experts in sizes.items():
         for eviction in EVICTIONS:
             yield {"capacity": capacity, "experts": experts, "eviction": eviction, "ratio": 1.0}
@@ -140,8 +140,8 @@ def link_of(trace: Trace, ratio: float) -> Hardware:
 def render(runs: Sequence[Run]) -> str:
     cells = frame(runs)
     foreseen, two = cells.recall.notna(), cells.capacity == "2 cycles"
-    at = cells.trace + cells.cycles.map(" {:.2f} cycles".format)
-    told = at + cells.recall.map(" {:g}".format) + cells.precision.map("/{:g}".format)
+    rows = cells.trace + cells.cycles.map(" {:.2f} cycles".format)
+    settings = rows + cells.recall.map(" {:g}".format) + cells.precision.map("/{:g}".format)
     misses, collisions = 100 * cells.miss_rate, 100 * cells.collision_miss_rate
     rates = misses.map("{:.1f}".format) + collisions.map(" / {:.2f}".format)
     speeds = cells.tpot_ms.map("{:.2f}".format) + misses.map(" ({:.0f}%)".format)
@@ -152,12 +152,12 @@ def render(runs: Sequence[Run]) -> str:
             "Closed of the gap between LRU and Belady, percent, on demand": closed(
                 cells[~foreseen & cells.capacity.str.endswith("%")]
             ),
-            "On demand: misses / collisions, percent of requests": by_eviction(plain, at, rates),
+            "On demand: misses / collisions, percent of requests": by_eviction(plain, rows, rates),
             "With predictors (recall/precision), transfer / layer 0.02: the same": by_eviction(
-                cells[foreseen & (cells.ratio == 0.02)], told, rates
+                cells[foreseen & (cells.ratio == 0.02)], settings, rates
             ),
             of_two: by_eviction(
-                cells[foreseen & two], told + cells.ratio.map(" x{:g}".format), speeds
+                cells[foreseen & two], settings + cells.ratio.map(" x{:g}".format), speeds
             ),
         }
     )
@@ -171,8 +171,8 @@ def closed(cells: DataFrame) -> str:
     gaps = 100 * (rates.loc["lru"] - rates) / (rates.loc["lru"] - rates.loc["belady"])
     rows = []
     for eviction in cells.eviction.unique():
-        own = [*gaps.loc[eviction], gaps.loc[eviction].median()]
-        rows.append([eviction, *(f"{gap:.0f}" for gap in own), f"{costs[eviction]:.1f}"])
+        percents = [*gaps.loc[eviction], gaps.loc[eviction].median()]
+        rows.append([eviction, *(f"{gap:.0f}" for gap in percents), f"{costs[eviction]:.1f}"])
     headers = ["Eviction", *(" ".join(place) for place in places), "median", "us/request"]
     return padded(headers, sorted(rows, key=lambda row: -float(row[-2])))
 
@@ -210,9 +210,9 @@ def lines(
     figure, panels = new_figure(len(traces))
     for axes, (trace, at) in zip(panels, traces, strict=True):
         for eviction in evictions:
-            own = at[at.eviction == eviction].sort_values([x, y])
+            curve = at[at.eviction == eviction].sort_values([x, y])
             style = "--" if eviction == "belady" else "-"
-            axes.plot(own[x], own[y], style, marker=".", label=eviction)
+            axes.plot(curve[x], curve[y], style, marker=".", label=eviction)
         axes.set_title(trace)
         axes.set_xscale("log", base=labels[2])
         axes.set(xlabel=labels[0], ylabel=labels[1])
@@ -263,15 +263,15 @@ def claim_cells(tiny: str | None = None) -> Iterator[tuple[Run, Any]]:
         for machine, share, (prefetchers, evictions) in product(MACHINES, shares, grids):
             for prefetch, eviction in product(prefetchers, evictions):
                 cell = {"trace": name, "machine": machine, "capacity": share}
-                known = trace, future, {**prefetchers[prefetch], **evictions[eviction]}
-                yield {**cell, "prefetch": prefetch, "eviction": eviction}, known
+                inputs = trace, future, {**prefetchers[prefetch], **evictions[eviction]}
+                yield {**cell, "prefetch": prefetch, "eviction": eviction}, inputs
 
 
 def measure_claim(cell: Run, known: tuple[Trace, Future, dict[str, Any]]) -> Run:
     trace, future, overrides = known
     is_tiny, charged = cell["trace"] == "tiny", trace.geometry
-    given = {"hardware": MACHINES[cell["machine"]], **({"emulate": CHARGED} if is_tiny else {})}
-    setting = setting_of(trace.geometry, cell["capacity"], overrides, **given)
+    keys = {"hardware": MACHINES[cell["machine"]], **({"emulate": CHARGED} if is_tiny else {})}
+    setting = setting_of(trace.geometry, cell["capacity"], overrides, **keys)
     if setting.emulate is not None:
         charged = setting.emulate.emulated_by(trace.geometry)
     ledger = replay(trace, setting, future=future).ledger
@@ -286,18 +286,18 @@ def measure_claim(cell: Run, known: tuple[Trace, Future, dict[str, Any]]) -> Run
 
 def sums(passes: Sequence[PassRecord]) -> dict[str, float]:
     """Add up what the claims are about."""
-    counted = total(passes)
-    decoded = [record for record in passes if record.phase == DECODE]
+    counts = total(passes)
+    steps = [record for record in passes if record.phase == DECODE]
     return {
-        "requests": counted.requests,
-        "absent": counted.misses + counted.late,
-        "collisions": counted.collisions,
-        "proposed": counted.predicted,
-        "right": counted.predicted_right,
-        "predictable": counted.predictable,
-        "stall_s": round(sum(record.stall_s for record in decoded), 9),
-        "decode_s": round(sum(record.duration_s for record in decoded), 9),
-        "decoded": len(decoded),
+        "requests": counts.requests,
+        "absent": counts.misses + counts.late,
+        "collisions": counts.collisions,
+        "proposed": counts.predicted,
+        "right": counts.predicted_right,
+        "predictable": counts.predictable,
+        "stall_s": round(sum(record.stall_s for record in steps), 9),
+        "decode_s": round(sum(record.duration_s for record in steps), 9),
+        "decoded": len(steps),
         "prefill_s": round(sum(r.duration_s for r in passes if r.phase == PREFILL), 9),
     }
 
@@ -310,31 +310,31 @@ def figures_of(runs: Sequence[Run]) -> DataFrame:
     cells = frame(sorted(runs, key=lambda run: run["cell"]["trace"]))
     units = cells.units.map(DataFrame)
     sums = DataFrame(
-        [{name: draws(len(own)) @ column for name, column in own.items()} for own in units]
+        [{name: draws(len(unit)) @ column for name, column in unit.items()} for unit in units]
     )
 
     def rate(over: str, under: str, scale: float = 1.0) -> list[Floats]:
         pairs = zip(sums[over], sums[under], strict=True)
         return [scale * np.divide(a, b, out=np.zeros(len(b)), where=b > 0) for a, b in pairs]
 
-    found = cells.join(sums.add_suffix("_sum")).assign(
+    figures = cells.join(sums.add_suffix("_sum")).assign(
         collisions=rate("collisions", "requests", 100),
         misses=rate("absent", "requests", 100),
         precision=rate("right", "proposed"),
         recall=rate("right", "predictable"),
         ms_per_token=rate("decode_s", "decoded", 1000),
         stall_ms=rate("stall_s", "decoded", 1000),
-        num_prefills=[np.count_nonzero(own.prefill_s) for own in units],
+        num_prefills=[np.count_nonzero(unit.prefill_s) for unit in units],
     )
-    return found.set_index(KEYS)
+    return figures.set_index(KEYS)
 
 
 def by_place(cells: DataFrame) -> Iterator[tuple[list[str], DataFrame]]:
     """Yield each place as tables name it, and its runs by eviction."""
-    for (trace, machine, capacity, prefetch), own in cells.groupby(KEYS[:-1], sort=False):
-        regime = f"{machine} ({own.transfer_per_layer.iloc[0]:.2g})"
-        size = f"{capacity} = {own.cycles.iloc[0]:.2g} cycles"
-        yield [trace, regime, size, prefetch], own.droplevel(KEYS[:-1])
+    for (trace, machine, capacity, prefetch), runs in cells.groupby(KEYS[:-1], sort=False):
+        regime = f"{machine} ({runs.transfer_per_layer.iloc[0]:.2g})"
+        size = f"{capacity} = {runs.cycles.iloc[0]:.2g} cycles"
+        yield [trace, regime, size, prefetch], runs.droplevel(KEYS[:-1])
 
 
 def change(new: Floats, old: Floats) -> Floats:
@@ -345,15 +345,15 @@ def change(new: Floats, old: Floats) -> Floats:
 def collisions(cells: DataFrame) -> str:
     """S1: how many times fewer collisions, and what becomes of the misses."""
     rows = []
-    for place, own in by_place(cells):
-        lru, stale, other = (own.loc[name] for name in ("lru", "least_stale", "least_stale none"))
+    for place, runs in by_place(cells):
+        lru, stale, plain = (runs.loc[name] for name in ("lru", "least_stale", "least_stale none"))
         factor = "all" if lru.collisions[0] > 0 else "-"
         if stale.collisions[0] > 0:
             least = stale.collisions[0] / stale.collisions_sum[0]
             factor = interval(lru.collisions / np.maximum(stale.collisions, least))
-        shares = [f"{run.collisions[0]:.2f}" for run in (lru, stale, other)]
+        shares = [f"{run.collisions[0]:.2f}" for run in (lru, stale, plain)]
         points = [stale.collisions - lru.collisions, stale.misses - lru.misses]
-        rows.append([*place, *shares, factor, *(interval(each, "{:.2f}") for each in points)])
+        rows.append([*place, *shares, factor, *(interval(gap, "{:.2f}") for gap in points)])
     headers = ["LRU %", "Least-Stale %", "protect=none %", "times fewer"]
     return padded([*AT, *headers, "collisions, points", "misses, points"], rows)
 
@@ -362,17 +362,17 @@ def swapped(cells: DataFrame, figure: str) -> str:
     """S2: percent of change where Least-Stale takes the place of an eviction."""
     names = cells.index.unique("eviction")
     evictions, rows = sorted({*names} - LEFT_OUT - {"least_stale"}), []
-    for place, own in by_place(cells):
-        stale = own.loc["least_stale", figure]
+    for place, runs in by_place(cells):
+        stale = runs.loc["least_stale", figure]
         if stale[0] == 0:
             continue
         for eviction in evictions:
             text = ""
-            if eviction in own.index:
-                percent = change(stale, own.loc[eviction, figure])
+            if eviction in runs.index:
+                percent = change(stale, runs.loc[eviction, figure])
                 # One prefill alone has no interval.
-                alone = figure == "prefill_s_sum" and own.num_prefills[eviction] < 2
-                text = f"{percent[0]:.1f}" if alone else interval(percent)
+                is_single = figure == "prefill_s_sum" and runs.num_prefills[eviction] < 2
+                text = f"{percent[0]:.1f}" if is_single else interval(percent)
             place.append(text)
         rows.append(place)
     return padded([*AT, *evictions], rows)
@@ -381,13 +381,13 @@ def swapped(cells: DataFrame, figure: str) -> str:
 def of_scores(cells: DataFrame) -> str:
     """S3: collisions / misses of every eviction on the shipped model."""
     evictions, rows = sorted(cells.index.unique("eviction")), []
-    for place, own in by_place(cells):
-        shares = own.collisions.str[0][evictions].sort_values(ascending=False, kind="stable")
+    for place, runs in by_place(cells):
+        shares = runs.collisions.str[0][evictions].sort_values(ascending=False, kind="stable")
         is_score = shares.index.str.startswith("score")
-        scores, rival = shares.index[is_score], own.collisions[shares.index[~is_score][0]]
-        gaps = [interval(own.collisions[e] - rival, "{:.2f}") for e in (scores[-1], scores[0])]
-        told = [f"{shares[e]:.2f} / {own.misses[e][0]:.1f}" for e in evictions]
-        rows.append([*place, shares.index[0], *gaps, *told])
+        scores, rival = shares.index[is_score], runs.collisions[shares.index[~is_score][0]]
+        gaps = [interval(runs.collisions[e] - rival, "{:.2f}") for e in (scores[-1], scores[0])]
+        rates = [f"{shares[e]:.2f} / {runs.misses[e][0]:.1f}" for e in evictions]
+        rows.append([*place, shares.index[0], *gaps, *rates])
     headers = ["worst", "least score - worst other, points", "most score - worst other, points"]
     return padded([*AT, *headers, *evictions], rows)
 
@@ -395,24 +395,24 @@ def of_scores(cells: DataFrame) -> str:
 def predictors(cells: DataFrame) -> str:
     """S4: what predictors propose, and what comes of it, under Least-Stale."""
     stale, rows = cells.xs("least_stale", level="eviction", drop_level=False), []
-    for (place, own), key in zip(by_place(stale), stale.index, strict=True):
+    for (place, runs), key in zip(by_place(stale), stale.index, strict=True):
         if place[-1] in NONE:
             continue
-        run, base = own.iloc[0], cells.loc[(*key[:3], "top-k", "least_stale")]
-        told = [f"{run.proposed_sum[0] / base.predictable_sum[0]:.2f}"]
-        told += [f"{run.precision[0]:.3f}", f"{run.recall[0]:.3f}"]
-        told += [f"{100 - run.misses[0]:.1f}", interval(base.misses - run.misses, "{:.2f}")]
-        told += [f"{run.stall_ms[0]:.2f}", interval(run.stall_ms - base.stall_ms, "{:.2f}")]
-        rows.append([*place, *told, interval(change(run.ms_per_token, base.ms_per_token))])
+        run, base = runs.iloc[0], cells.loc[(*key[:3], "top-k", "least_stale")]
+        texts = [f"{run.proposed_sum[0] / base.predictable_sum[0]:.2f}"]
+        texts += [f"{run.precision[0]:.3f}", f"{run.recall[0]:.3f}"]
+        texts += [f"{100 - run.misses[0]:.1f}", interval(base.misses - run.misses, "{:.2f}")]
+        texts += [f"{run.stall_ms[0]:.2f}", interval(run.stall_ms - base.stall_ms, "{:.2f}")]
+        rows.append([*place, *texts, interval(change(run.ms_per_token, base.ms_per_token))])
     headers = ["proposed / needed", "precision", "recall", "hits %", "hits, points"]
     return padded([*AT, *headers, "stall ms/token", "stall, ms", "ms/token, %"], rows)
 
 
 def winners(cells: DataFrame) -> str:
     """S8: the fastest at each capacity, and whether one is the fastest at all of them."""
-    kept, rows = cells[~cells.index.isin(LEFT_OUT, level="eviction")], []
-    for place, own in kept.ms_per_token.groupby(level=["trace", "machine"], sort=False):
-        times = own.droplevel(["trace", "machine"]).unstack("capacity").sort_index()
+    published, rows = cells[~cells.index.isin(LEFT_OUT, level="eviction")], []
+    for place, group in published.ms_per_token.groupby(level=["trace", "machine"], sort=False):
+        times = group.droplevel(["trace", "machine"]).unstack("capacity").sort_index()
         shares = [share for share in CLAIMED_SHARES if share in times]
         means = times.map(lambda values: values[0])
         best = means[shares].idxmin()
@@ -428,8 +428,8 @@ def winners(cells: DataFrame) -> str:
             f"{' + '.join(best[s])} {means[s].min():.1f} ms" if s in best else ""
             for s in CLAIMED_SHARES
         ]
-        alike = f"{spearmanr(means[shares[0]], means[shares[2]]).statistic:.2f}"
-        rows.append([*place, *fastest, " + ".join(steady), interval(behind[steady]), alike])
+        correlation = f"{spearmanr(means[shares[0]], means[shares[2]]).statistic:.2f}"
+        rows.append([*place, *fastest, " + ".join(steady), interval(behind[steady]), correlation])
     headers = ["Trace", "Regime", *CLAIMED_SHARES, "least behind", "at worst behind by %"]
     return padded([*headers, "rank correlation 1% and 25%"], rows)
 

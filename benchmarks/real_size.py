@@ -91,15 +91,15 @@ class Limit:
 
 def _limits_of(pid: int) -> list[Path]:
     """Return the files that would limit a process, in groups below this process' own."""
-    found = []
+    files = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         group = Path(path.lstrip("/"), f"moecache-{pid}")
         if controllers == "":
-            found.append(GROUPS / group / "memory.max")
+            files.append(GROUPS / group / "memory.max")
         elif "memory" in controllers.split(","):
-            found.append(GROUPS / "memory" / group / "memory.limit_in_bytes")
-    return found
+            files.append(GROUPS / "memory" / group / "memory.limit_in_bytes")
+    return files
 
 
 def remove_group_of(pid: int) -> None:
@@ -140,9 +140,9 @@ def sizes(folder: str, capacity: str) -> tuple[int, int]:
     """Return the bytes of the capacity, and of all that is no expert."""
     bare = skeleton(folder, {})
     geometry = describe(bare, find_moe_layers(bare), "x")
-    whole = sum(p.numel() * p.element_size() for p in bare.parameters())
+    total_bytes = sum(p.numel() * p.element_size() for p in bare.parameters())
     near = parse_capacity(capacity, geometry).total_bytes
-    return near, whole - geometry.total_expert_bytes
+    return near, total_bytes - geometry.total_expert_bytes
 
 
 def loaded(name: str, options: argparse.Namespace) -> tuple[Any, WrappedModel | None]:
@@ -178,15 +178,15 @@ def contend(talk: Connection, name: str, early: bool, options: argparse.Namespac
             first_s, step_s = run(model, torch.tensor([prompt]), options.tokens)
             read = bytes_read() - before
             talk.send({"prefill": len(prompt) / first_s, "decode": 1 / step_s, "read": read})
-        found: dict[str, Any] = {"peak": sampled.so_far()}
+        summary: dict[str, Any] = {"peak": sampled.so_far()}
         if wrapped is not None:
             passes = wrapped.engine.ledger.passes
-            _, second, *others = (i for i, each in enumerate(passes) if each.phase == PREFILL)
-            moved = sum(each.bytes_moved for each in passes[second:])
+            _, second, *later = (i for i, record in enumerate(passes) if record.phase == PREFILL)
+            moved = sum(record.bytes_moved for record in passes[second:])
             # The mean of an answer, the first left out.
-            found["moved"] = moved / (1 + len(others))
+            summary["moved"] = moved / (1 + len(later))
             wrapped.unwrap()
-        talk.send(found)
+        talk.send(summary)
 
 
 @dataclass
@@ -246,35 +246,43 @@ def report(contenders: list[Contender], options: argparse.Namespace) -> None:
         f"{options.rounds} answers of {options.tokens} tokens to prompts of {options.prompt}, "
         "in turn"
     )
-    able, rows = {each.name: each for each in contenders if each.answers}, []
-    for each in able.values():
-        own = each.figures
-        memory = [f"{own[key] / 1e9:.2f}" for key in ("load_peak", "peak")]
-        speed = [f"{each.median('prefill'):.1f}", f"{each.median('decode'):.2f}"]
-        moved = f"{own['moved'] / 1e6:.0f}" if "moved" in own else ""
-        limited = ["control group" if each.name in ON_DISK else "nothing", f"{own['load_s']:.1f}"]
-        read = f"{each.median('read') / 1e6:.0f}"
-        rows.append([each.name, *limited, *memory, *speed, moved, read])
+    answering, rows = (
+        {contender.name: contender for contender in contenders if contender.answers},
+        [],
+    )
+    for contender in answering.values():
+        figures = contender.figures
+        memory = [f"{figures[key] / 1e9:.2f}" for key in ("load_peak", "peak")]
+        speed = [f"{contender.median('prefill'):.1f}", f"{contender.median('decode'):.2f}"]
+        moved = f"{figures['moved'] / 1e6:.0f}" if "moved" in figures else ""
+        limited = [
+            "control group" if contender.name in ON_DISK else "nothing",
+            f"{figures['load_s']:.1f}",
+        ]
+        read = f"{contender.median('read') / 1e6:.0f}"
+        rows.append([contender.name, *limited, *memory, *speed, moved, read])
     heads = "limited by, load s, load peak GB, peak GB, prefill tok/s, decode tok/s, "
     heads += "MB moved an answer, MB read from disk an answer"
     print(text_table(["contender", *heads.split(", ")], rows))
-    for each in contenders:
-        for note in each.notes:
-            print(f"{each.name}: {note}")
-    if {"disk", "accelerate"} <= able.keys():
-        both = able["disk"].answers[1:], able["accelerate"].answers[1:]
+    for contender in contenders:
+        for note in contender.notes:
+            print(f"{contender.name}: {note}")
+    if {"disk", "accelerate"} <= answering.keys():
+        pairs = answering["disk"].answers[1:], answering["accelerate"].answers[1:]
         for figure in ("decode", "prefill"):
-            ratios = [ours[figure] / theirs[figure] for ours, theirs in zip(*both, strict=True)]
+            ratios = [
+                disk[figure] / accelerate[figure] for disk, accelerate in zip(*pairs, strict=True)
+            ]
             target, met = "", statistics.median(ratios) >= 3
             if figure == "decode":
                 target = f" (target at least 3.0): {'met' if met else 'missed'}"
             print(f"{figure} of store=disk / accelerate's disk offload: {spread(ratios)}{target}")
-    for name in ("ram", "disk") if "plain" in able else ():
-        if name in able:
-            ratio = able[name].figures["load_s"] / able["plain"].figures["load_s"]
+    for name in ("ram", "disk") if "plain" in answering else ():
+        if name in answering:
+            ratio = answering[name].figures["load_s"] / answering["plain"].figures["load_s"]
             at_most(f"load time of store={name} / plain", ratio, 1.3)
-    if "disk" in able:
-        ratio = able["disk"].figures["peak"] / (near + dense)
+    if "disk" in answering:
+        ratio = answering["disk"].figures["peak"] / (near + dense)
         at_most("peak memory of store=disk / capacity and dense part", ratio, 1.15)
 
 
@@ -299,18 +307,24 @@ def load_in_turn(options: argparse.Namespace) -> None:
             forget_cached(options.folder)
         with SPAWN.Pool(1) as fresh:
             seconds[name].append(fresh.apply(load_s, (name, options)))
-    for name, own in seconds.items():
-        ratios = [a / b for a, b in zip(own, seconds["plain"], strict=True)]
+    for name, times_s in seconds.items():
+        ratios = [a / b for a, b in zip(times_s, seconds["plain"], strict=True)]
         print(
-            f"{name}: median {statistics.median(own):.2f} s, of plain's "
+            f"{name}: median {statistics.median(times_s):.2f} s, of plain's "
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         )
 
 
 def main() -> None:
-    own = {"margin": 0.15, "only": ",".join(CONTENDERS), "folder": None, "loads": 0, "cold": False}
-    asked = {"capacity": "50%", "policy": "on_demand", "prompt": 64, "tokens": 16, "rounds": 5}
-    options = arguments(__doc__, shape="OLMoE-1B-7B", layers=4, **asked, **own)
+    defaults = {
+        "margin": 0.15,
+        "only": ",".join(CONTENDERS),
+        "folder": None,
+        "loads": 0,
+        "cold": False,
+    }
+    settings = {"capacity": "50%", "policy": "on_demand", "prompt": 64, "tokens": 16, "rounds": 5}
+    options = arguments(__doc__, shape="OLMoE-1B-7B", layers=4, **settings, **defaults)
     if not options.loads:
         with Limit():
             pass  # says at once where none can be made
@@ -318,22 +332,22 @@ def main() -> None:
         if options.folder is None:
             options.folder = folder
             # In a process of its own, whose memory goes with it.
-            what = folder, options.shape, options.layers
-            writer = SPAWN.Process(target=write_checkpoint, args=what)
+            checkpoint = folder, options.shape, options.layers
+            writer = SPAWN.Process(target=write_checkpoint, args=checkpoint)
             writer.start()
             writer.join()
         if options.loads:
             return load_in_turn(options)
         contenders = [start(name, options) for name in options.only.split(",")]
         forget_cached(options.folder)
-        able = [each for each in contenders if "failed" not in each.figures]
+        ready = [contender for contender in contenders if "failed" not in contender.figures]
         words = SHAPES[options.shape]["vocab_size"]
         texts = prompts(options.rounds + 1, options.prompt, words, torch.device("cpu"))
         for text in texts:
-            for each in able:
-                each.ask(text[0].tolist())
-        for each in able:
-            each.end()
+            for contender in ready:
+                contender.ask(text[0].tolist())
+        for contender in ready:
+            contender.end()
         report(contenders, options)
 
 

@@ -113,16 +113,16 @@ def rows_of(num_requests: int, num_experts: int, rounds: int) -> Iterator[list[s
     if libcachesim is not None:
         theirs["libCacheSim LRU, bulk"] = partial(bulk, trace, slots)
         theirs["libCacheSim LRU, a call each"] = partial(one_by_one, trace, slots)
-    every, bars = theirs | ours, {name: str(bar) for name, *_, bar in CASES}
-    found = [{name: of() for name, of in every.items()} for _ in range(rounds)]
-    rates = {name: [each[name][0] / 1e6 for each in found] for name in every}
-    for name, own in rates.items():
-        ratio = f"{median(own) / median(next(iter(rates.values()))):.2f}" if theirs else ""
-        reason = found[0][name][1]
+    runners, bars = theirs | ours, {name: str(bar) for name, *_, bar in CASES}
+    timings = [{name: runner() for name, runner in runners.items()} for _ in range(rounds)]
+    rates = {name: [timing[name][0] / 1e6 for timing in timings] for name in runners}
+    for name, speeds in rates.items():
+        ratio = f"{median(speeds) / median(next(iter(rates.values()))):.2f}" if theirs else ""
+        reason = timings[0][name][1]
         compiled = "C" if name in theirs else f"no: {reason}" if reason else "yes"
-        spread = f"{min(own):.2f} to {max(own):.2f}"
+        spread = f"{min(speeds):.2f} to {max(speeds):.2f}"
         shape = f"{num_requests:,}", str(num_experts)
-        yield [*shape, name, f"{median(own):.2f}", spread, ratio, bars.get(name, ""), compiled]
+        yield [*shape, name, f"{median(speeds):.2f}", spread, ratio, bars.get(name, ""), compiled]
 
 
 def main() -> None:
@@ -130,8 +130,8 @@ def main() -> None:
     # Not what compiling takes, once after an installation: enough is replayed first.
     warm_up = make_trace(2_000_000, 64)
     measure(warm_up, Future(warm_up), "on_demand", {})
-    given = (map(int, text.split(",")) for text in (options.requests, options.experts))
-    rows = [row for shape in product(*given) for row in rows_of(*shape, options.rounds)]
+    axes = (map(int, text.split(",")) for text in (options.requests, options.experts))
+    rows = [row for shape in product(*axes) for row in rows_of(*shape, options.rounds)]
     heads = ["requests", "experts", "case", "M/s", "range", "of bulk", "bar", "compiled"]
     text = padded(heads, rows)
     print(text)

@@ -70,7 +70,9 @@ class Specimen:
         self.model = loaded(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(model_path(folder))
         modules = self.model.modules()
-        self.blocks = [one for one in modules if hasattr(one, "gate") and hasattr(one, "experts")]
+        self.blocks = [
+            module for module in modules if hasattr(module, "gate") and hasattr(module, "experts")
+        ]
         self.num_experts = int(self.model.config.num_experts)
         self.top_k = int(self.model.config.num_experts_per_tok)
         self.cluster_size = self.num_experts // NUM_CLUSTERS
@@ -82,8 +84,8 @@ class Specimen:
     def read(self, ids: list[int]) -> Routing:
         inputs, logits = list[Tensor](), list[Tensor]()
 
-        def note(_: int, given: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-            inputs.append(given[0].reshape(-1, given[0].shape[-1]))
+        def note(_: int, args: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+            inputs.append(args[0].reshape(-1, args[0].shape[-1]))
             logits.append(output[0])
 
         with watched([block.gate for block in self.blocks], note):
@@ -116,7 +118,7 @@ class Specimen:
             return bool((logits[0].argmax(-1) == torch.tensor(answers[0])).all())
         cost = partial(nn.functional.cross_entropy, reduction="sum")
         tokens = zip(logits, map(torch.tensor, answers), strict=True)
-        nats = [float(cost(own[: len(answer)], answer)) for own, answer in tokens]
+        nats = [float(cost(scores[: len(answer)], answer)) for scores, answer in tokens]
         return nats.index(min(nats)) == right
 
     def accuracy(self, task: str, num_documents: int, swap: Swap | None = None) -> float:
@@ -155,26 +157,26 @@ def hooked(handles: Iterator[Any]) -> Iterator[None]:
 def hit_share(routings: list[Routing], num_experts: int, cycles: float, eviction: str) -> float:
     """Percent of requests that hit, each text from an empty cache of so many tokens' experts."""
     hits = requests = 0
-    for one in routings:
-        trace = decode_trace(one.chosen_TLK, one.weights_TLK, num_experts)
-        capacity = str(int(cycles * math.prod(one.chosen_TLK.shape[1:])))
+    for routing in routings:
+        trace = decode_trace(routing.chosen_TLK, routing.weights_TLK, num_experts)
+        capacity = str(int(cycles * math.prod(routing.chosen_TLK.shape[1:])))
         setting = setting_of(trace.geometry, capacity, {"eviction": eviction})
-        counted = total(replay(trace, setting, future=Future(trace)).ledger.passes)
-        hits, requests = hits + counted.hits, requests + counted.requests
+        counts = total(replay(trace, setting, future=Future(trace)).ledger.passes)
+        hits, requests = hits + counts.hits, requests + counts.requests
     return 100 * hits / requests
 
 
 def one_stream(routings: list[Routing]) -> Routing:
     """Join texts into one, so that the cache is kept between them."""
-    chosen, weights = (np.concatenate([one[part] for one in routings]) for part in (2, 3))
+    chosen, weights = (np.concatenate([routing[part] for routing in routings]) for part in (2, 3))
     return Routing([], [], chosen, weights)
 
 
 def entropy(routing: Routing, num_experts: int) -> float:
     """Of the use of experts, mean of the layers; 1 is even."""
     layers = routing.chosen_TLK.swapaxes(0, 1)
-    found = [scipy.stats.entropy(np.bincount(layer.ravel())) for layer in layers]
-    return float(np.mean(found)) / math.log(num_experts)
+    entropies = [scipy.stats.entropy(np.bincount(layer.ravel())) for layer in layers]
+    return float(np.mean(entropies)) / math.log(num_experts)
 
 
 def next_gate_recall(specimen: Specimen, text: Routing) -> list[float]:
@@ -183,8 +185,8 @@ def next_gate_recall(specimen: Specimen, text: Routing) -> list[float]:
     for layer, block in enumerate(specimen.blocks[1:], start=1):
         guess_TE = text.inputs_LTD[layer - 1] @ block.gate.weight.t()
         guessed, real = (x.topk(specimen.top_k).indices for x in (guess_TE, text.logits_LTE[layer]))
-        found = (guessed[:, :, None] == real[:, None, :]).any(1).float().mean()
-        recalls.append(100 * float(found))
+        recall = (guessed[:, :, None] == real[:, None, :]).any(1).float().mean()
+        recalls.append(100 * float(recall))
     return recalls
 
 
@@ -205,21 +207,21 @@ def chosen_cosine(specimen: Specimen, text: Routing) -> list[float]:
 
 
 def of_routing(specimen: Specimen, texts: list[list[int]]) -> Rows:
-    read, num_experts = [specimen.read(ids) for ids in texts], specimen.num_experts
+    routings, num_experts = [specimen.read(ids) for ids in texts], specimen.num_experts
     for (name, eviction), cycles in product(EVICTIONS.items(), CYCLES):
-        share = hit_share(read, num_experts, cycles, eviction)
+        share = hit_share(routings, num_experts, cycles, eviction)
         yield f"{name} hits at {cycles:g} cycles, %", shown(share)
-    even = mean(entropy(one, num_experts) for one in read)
-    yield "entropy of expert use in a text (of 1)", shown(even)
-    _, _, chosen, weights = one_stream(read)
+    evenness = mean(entropy(one, num_experts) for one in routings)
+    yield "entropy of expert use in a text (of 1)", shown(evenness)
+    _, _, chosen, weights = one_stream(routings)
     unused = sum(num_experts - len(np.unique(layer)) for layer in chosen.swapaxes(0, 1))
     yield "experts never used", str(unused)
     best = 100 * float((weights.max(-1) / weights.sum(-1)).mean())
     yield "best expert's share of the weight, %", shown(best)
     yield "tokens replayed", str(len(weights))
-    recalls = zip(*(next_gate_recall(specimen, one) for one in read), strict=True)
+    recalls = zip(*(next_gate_recall(specimen, one) for one in routings), strict=True)
     yield "next-gate recall by layer, %", spread(map(mean, recalls))
-    cosines = zip(*(chosen_cosine(specimen, one) for one in read[:4]), strict=True)
+    cosines = zip(*(chosen_cosine(specimen, one) for one in routings[:4]), strict=True)
     by_layer = [mean(layer) for layer in cosines]
     yield "cosine of co-chosen experts by layer", spread(by_layer)
     yield "layers with a cosine of at least 0.2", str(sum(one >= 0.2 for one in by_layer))
@@ -227,8 +229,8 @@ def of_routing(specimen: Specimen, texts: list[list[int]]) -> Rows:
         prompts = [one.prompt for one in held_out(makers, NUM_PROMPTS, seed=0)]
         stream = [one_stream([specimen.read(specimen.ids(prompt)) for prompt in prompts])]
         rates = [hit_share(stream, num_experts, 2.0, eviction) for eviction in ("lru", "lfu")]
-        told = ", ".join(f"{rate:.1f}" for rate in rates)
-        yield f"tiny_{task} prompts, hits at 2 cycles, %: LRU, LFU", told
+        text = ", ".join(f"{rate:.1f}" for rate in rates)
+        yield f"tiny_{task} prompts, hits at 2 cycles, %: LRU, LFU", text
 
 
 # --- swaps: what another expert in an expert's place costs ---
@@ -241,12 +243,13 @@ def swapped(specimen: Specimen, swap: Swap | None) -> Iterator[None]:
     def hook(layer: int, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, index, weights = inputs
         tokens = zip(index.tolist(), weights.tolist(), strict=True)
-        rows = [swap(layer, experts, own) for experts, own in tokens]
+        rows = [swap(layer, experts, token_weights) for experts, token_weights in tokens]
         return hidden, torch.tensor(rows, dtype=index.dtype), weights
 
     experts = [block.experts for block in specimen.blocks] if swap else []
     with hooked(
-        one.register_forward_pre_hook(partial(hook, layer)) for layer, one in enumerate(experts)
+        module.register_forward_pre_hook(partial(hook, layer))
+        for layer, module in enumerate(experts)
     ):
         yield
 
@@ -256,13 +259,13 @@ def random_resident(specimen: Specimen, share: float) -> Swap:
 
     The missing expert is loaded after the token, as if fetched in the background.
     """
-    rng, every = Random(0), range(specimen.num_experts)
-    size = int(share * len(every))
-    caches = [OrderedDict.fromkeys(rng.sample(every, size)) for _ in specimen.blocks]
+    rng, all_experts = Random(0), range(specimen.num_experts)
+    size = int(share * len(all_experts))
+    caches = [OrderedDict.fromkeys(rng.sample(all_experts, size)) for _ in specimen.blocks]
 
     def swap(layer: int, experts: list[int], _: list[float]) -> list[int]:
         cache = caches[layer]
-        spare = [one for one in cache if one not in experts]
+        spare = [resident for resident in cache if resident not in experts]
         rng.shuffle(spare)
         instead = [e if e in cache or not spare else spare.pop() for e in experts]
         for expert in experts:
@@ -280,7 +283,7 @@ def last_rank(specimen: Specimen) -> Swap:
     rng = Random(0)
 
     def swap(_: int, experts: list[int], weights: list[float]) -> list[int]:
-        others = [one for one in range(specimen.num_experts) if one not in experts]
+        others = [expert for expert in range(specimen.num_experts) if expert not in experts]
         experts[weights.index(min(weights))] = rng.choice(others)
         return experts
 
@@ -297,10 +300,10 @@ def cluster_swap(specimen: Specimen, share: float, *, inside: bool) -> Swap:
 
     def swap(_: int, experts: list[int], __: list[float]) -> list[int]:
         for slot, expert in enumerate(list(experts)):
-            own = range(expert - expert % size, expert - expert % size + size)
-            near = [one for one in own if one not in experts]
+            cluster = range(expert - expert % size, expert - expert % size + size)
+            near = [e for e in cluster if e not in experts]
             if near and rng.random() < share:
-                far = [one for one in range(specimen.num_experts) if one not in (*experts, *own)]
+                far = [e for e in range(specimen.num_experts) if e not in (*experts, *cluster)]
                 experts[slot] = rng.choice(near if inside else far)
         return experts
 
@@ -312,9 +315,9 @@ def clusters_found(specimen: Specimen, texts: list[list[int]]) -> list[float]:
 
     Clusters are of the leading eigenvectors of the normalised co-activation (Ng et al. 2002).
     """
-    truth, found = np.arange(specimen.num_experts) // specimen.cluster_size, []
-    read = one_stream([specimen.read(ids) for ids in texts])
-    for chosen_TK in read.chosen_TLK.swapaxes(0, 1):
+    truth, scores = np.arange(specimen.num_experts) // specimen.cluster_size, []
+    stream = one_stream([specimen.read(ids) for ids in texts])
+    for chosen_TK in stream.chosen_TLK.swapaxes(0, 1):
         used_TE = np.zeros((len(chosen_TK), specimen.num_experts))
         np.put_along_axis(used_TE, chosen_TK, 1.0, 1)
         counts_EE = used_TE.T @ used_TE
@@ -325,8 +328,8 @@ def clusters_found(specimen: Specimen, texts: list[list[int]]) -> list[float]:
         rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
         fits = [kmeans2(rows, NUM_CLUSTERS, minit="++", seed=seed) for seed in range(RESTARTS)]
         _, labels = min(fits, key=lambda fit: ((rows - fit[0][fit[1]]) ** 2).sum())
-        found.append(adjusted_rand_score(truth, labels))
-    return found
+        scores.append(adjusted_rand_score(truth, labels))
+    return scores
 
 
 def of_clusters(specimen: Specimen, texts: list[list[int]]) -> Rows:
@@ -336,15 +339,15 @@ def of_clusters(specimen: Specimen, texts: list[list[int]]) -> Rows:
     for share in (0.5, 1.0):
         swaps = (cluster_swap(specimen, share, inside=inside) for inside in (True, False))
         added = [specimen.text_loss(texts, swap) - plain for swap in swaps]
-        told = f"{added[0]:.3f}, {added[1]:.3f} (ratio {added[0] / added[1]:.2f})"
-        yield f"nats of text lost, {share:.0%} swapped: inside, across", told
+        losses = f"{added[0]:.3f}, {added[1]:.3f} (ratio {added[0] / added[1]:.2f})"
+        yield f"nats of text lost, {share:.0%} swapped: inside, across", losses
     count, lost = NUM_CLUSTER_SWAPPED, np.zeros(2)
     for task in ASKED:
         swaps = (cluster_swap(specimen, 1.0, inside=inside) for inside in (True, False))
         right = specimen.accuracy(task, count)
         lost += [(right - specimen.accuracy(task, count, swap)) / len(ASKED) for swap in swaps]
-    told = f"{lost[0]:.1f}, {lost[1]:.1f} (ratio {lost[0] / lost[1]:.2f})"
-    yield "points of answers lost, all swapped: inside, across", told
+    losses = f"{lost[0]:.1f}, {lost[1]:.1f} (ratio {lost[0] / lost[1]:.2f})"
+    yield "points of answers lost, all swapped: inside, across", losses
 
 
 # --- the draft, skills and text ---
@@ -360,11 +363,11 @@ def of_draft(specimen: Specimen, draft: Any, texts: list[list[int]]) -> Rows:
     model, by_text = specimen.model, []
     if draft.config.num_hidden_layers == model.config.num_hidden_layers:
         for ids in texts:
-            ours, theirs = (
-                one(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states[1:]
-                for one in (model, draft)
+            model_states, draft_states = (
+                network(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states[1:]
+                for network in (model, draft)
             )
-            pairs = zip(ours, theirs, strict=True)
+            pairs = zip(model_states, draft_states, strict=True)
             by_text.append([float(torch.cosine_similarity(a, b, -1).mean()) for a, b in pairs])
         layers = map(mean, zip(*by_text, strict=True))
         yield "draft's hidden states, cosine by layer", spread(layers)
@@ -379,9 +382,9 @@ def of_draft(specimen: Specimen, draft: Any, texts: list[list[int]]) -> Rows:
                 do_sample=False,
                 pad_token_id=specimen.tokenizer.pad_token_id,
             )
-            said = draft(input_ids=written).logits[0, :-1].argmax(-1)[prompt.shape[1] - 1 :]
-            same += int((said == written[0, prompt.shape[1] :]).sum())
-            tokens += len(said)
+            proposed = draft(input_ids=written).logits[0, :-1].argmax(-1)[prompt.shape[1] - 1 :]
+            same += int((proposed == written[0, prompt.shape[1] :]).sum())
+            tokens += len(proposed)
         yield f"tiny_{task}, draft's tokens accepted", f"{same / tokens:.2f}"
 
 
@@ -393,8 +396,8 @@ def of_skills(specimen: Specimen, num_documents: int) -> Rows:
         swaps = random_resident(specimen, 0.25), last_rank(specimen)
         plain = specimen.accuracy(task, NUM_SWAPPED)
         lost = [plain - specimen.accuracy(task, NUM_SWAPPED, swap) for swap in swaps]
-        told = ", ".join(f"{points:.0f}" for points in lost)
-        yield f"tiny_{task}, points lost: random at 25%, last rank", told
+        losses = ", ".join(f"{points:.0f}" for points in lost)
+        yield f"tiny_{task}, points lost: random at 25%, last rank", losses
 
 
 def measures(folder: str, draft: str | None, more: Path | None, num_documents: int) -> Rows:
@@ -403,17 +406,17 @@ def measures(folder: str, draft: str | None, more: Path | None, num_documents: i
     texts = starts[:NUM_TEXTS]
     yield from of_routing(specimen, texts)
     plain, experts = specimen.text_loss(starts), [block.experts for block in specimen.blocks]
-    with hooked(one.register_forward_hook(lambda *given: 0 * given[2]) for one in experts):
-        lost = specimen.text_loss(starts) - plain
-    yield "nats of text lost without the routed experts", f"{lost:.3f}"
+    with hooked(module.register_forward_hook(lambda *call: 0 * call[2]) for module in experts):
+        loss = specimen.text_loss(starts) - plain
+    yield "nats of text lost without the routed experts", f"{loss:.3f}"
     if hasattr(specimen.model.config, "shared_expert_intermediate_size"):
         yield from of_clusters(specimen, texts)
     if draft:
         yield from of_draft(specimen, loaded(draft), texts)
     yield "held-out text, bits per byte", f"{specimen.bits_per_byte(pages):.3f}"
     if more:
-        read = [json.loads(line)["page"] for line in more.read_text("utf-8").splitlines()]
-        yield f"{more.name}, bits per byte", f"{specimen.bits_per_byte(read):.3f}"
+        more_pages = [json.loads(line)["page"] for line in more.read_text("utf-8").splitlines()]
+        yield f"{more.name}, bits per byte", f"{specimen.bits_per_byte(more_pages):.3f}"
     yield from of_skills(specimen, num_documents)
 
 
@@ -434,13 +437,16 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=500)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    drafts, found = dict(one.split("=", 1) for one in options.draft), dict[str, dict[str, str]]()
+    drafts, table = dict(pair.split("=", 1) for pair in options.draft), dict[str, dict[str, str]]()
     names = [item.partition("=")[::2] for item in options.model or ["new=tiny"]]
     for name, folder in names:
-        for measure, told in measures(folder, drafts.get(name), options.pages, options.documents):
-            found.setdefault(measure, {})[name] = told
-            sys.stderr.write(f"{name}: {measure}: {told}\n")
-    rows = ([measure, *(own.get(name, "-") for name, _ in names)] for measure, own in found.items())
+        for measure, value in measures(folder, drafts.get(name), options.pages, options.documents):
+            table.setdefault(measure, {})[name] = value
+            sys.stderr.write(f"{name}: {measure}: {value}\n")
+    rows = (
+        [measure, *(values.get(name, "-") for name, _ in names)]
+        for measure, values in table.items()
+    )
     print(text_table(["measure", *(name for name, _ in names)], rows))
 
 

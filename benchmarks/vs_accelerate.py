@@ -57,8 +57,11 @@ def device_map(model: nn.Module, far: set[str], device: str, tier: str) -> dict[
         elif not any(path.startswith(inside) for path in far):
             places[prefix] = device
         else:
-            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-            places.update({inside + name: device for name, _ in own})
+            tensors = (
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            )
+            places.update({inside + name: device for name, _ in tensors})
             for name, child in module.named_children():
                 walk(inside + name, child)
 
@@ -78,18 +81,18 @@ def ours(folder: str, policy: str, capacity: str, device: torch.device, store: s
 
 
 def main() -> None:
-    own = {"policy": "specmd", "capacity": "25%", "prompt": 32, "rounds": 7}
-    options = arguments(__doc__, **COMMON | own)
+    defaults = {"policy": "specmd", "capacity": "25%", "prompt": 32, "rounds": 7}
+    options = arguments(__doc__, **COMMON | defaults)
     device = device_of(options.device)
     with tempfile.TemporaryDirectory() as folder:
         random_model(options.shape).save_pretrained(folder)
         for tier in ("cpu", "disk") if device.type != "cpu" else ("disk",):
-            theirs = offloaded(folder, options.capacity, device, tier)
+            model = offloaded(folder, options.capacity, device, tier)
             store = "ram" if tier == "cpu" else "disk"
             wrapped = ours(folder, options.policy, options.capacity, device, store)
-            texts = prompts(options.rounds + 1, options.prompt, theirs.config.vocab_size, device)
+            texts = prompts(options.rounds + 1, options.prompt, model.config.vocab_size, device)
             pairs = [
-                (run(theirs, text, options.tokens), run(wrapped.model, text, options.tokens))
+                (run(model, text, options.tokens), run(wrapped.model, text, options.tokens))
                 for text in texts
             ][1:]
             wrapped.unwrap()
@@ -97,20 +100,20 @@ def main() -> None:
             print(f"accelerate: {spread([1e3 * a[1] for a, _ in pairs])} ms a token")
             print(f"moecache:   {spread([1e3 * m[1] for _, m in pairs])} ms a token")
             geometry, passes = wrapped.engine.geometry, wrapped.engine.ledger.passes
-            far = sum(place == tier for place in theirs.hf_device_map.values())
-            whole = far * geometry.total_expert_bytes // geometry.num_layers
+            num_far = sum(place == tier for place in model.hf_device_map.values())
+            far_bytes = num_far * geometry.total_expert_bytes // geometry.num_layers
             # The first text warmed the cache.
             warm = passes[1 + options.tokens :]
-            moved = mean(each.bytes_moved for each in warm if each.phase != PREFILL)
+            moved = mean(record.bytes_moved for record in warm if record.phase != PREFILL)
             print(
-                f"bytes brought near a step: {whole / 1e6:.1f} MB in whole layers, "
-                f"{moved / 1e6:.1f} MB by moecache: {whole / moved:.2f} times fewer"
+                f"bytes brought near a step: {far_bytes / 1e6:.1f} MB in whole layers, "
+                f"{moved / 1e6:.1f} MB by moecache: {far_bytes / moved:.2f} times fewer"
             )
             for phase, i in (("prefill", 0), ("decode", 1)):
                 ratios = spread([a[i] / m[i] for a, m in pairs])
                 print(f"speed of moecache / accelerate, {phase}: {ratios}")
             # Freed first: the next tier's models have the same size.
-            del theirs, wrapped
+            del model, wrapped
 
 
 if __name__ == "__main__":

@@ -25,21 +25,21 @@ def model_of(options: argparse.Namespace) -> Any:
 
 
 def main() -> None:
-    own = {"pretrained": None, "clock": ("wall", "virtual"), "prompt": 128, "rounds": 21}
-    options = arguments(__doc__, **COMMON | own)
+    defaults = {"pretrained": None, "clock": ("wall", "virtual"), "prompt": 128, "rounds": 21}
+    options = arguments(__doc__, **COMMON | defaults)
     device = device_of(options.device)
-    plain, ours = model_of(options).to(device), model_of(options)
+    plain, cached = model_of(options).to(device), model_of(options)
     if options.clock == "wall":
-        wrapped = wall(ours, take(ours, device), options.policy, "100%")
+        wrapped = wall(cached, take(cached, device), options.policy, "100%")
     else:
-        wrapped = virtual(ours.to(device), options.policy, "100%")
+        wrapped = virtual(cached.to(device), options.policy, "100%")
     texts = prompts(options.rounds + 4, options.prompt, plain.config.vocab_size, device)
     for prompt in texts[-4:]:
         run(plain, prompt, options.tokens)
-        run(ours, prompt, options.tokens)
+        run(cached, prompt, options.tokens)
     pairs = []
     for index, prompt in enumerate(texts[: options.rounds]):
-        order = (plain, ours) if index % 2 == 0 else (ours, plain)
+        order = (plain, cached) if index % 2 == 0 else (cached, plain)
         times = [run(model, prompt, options.tokens) for model in order]
         pairs.append(times if order[0] is plain else times[::-1])
     wrapped.unwrap()
@@ -50,7 +50,7 @@ def main() -> None:
     print(f"plain: prefill of {options.prompt} tokens {spread([1e3 * p[0] for p, _ in pairs])} ms")
     print(f"plain: decode {spread([1e3 * p[1] for p, _ in pairs])} ms a token")
     for phase, place in (("prefill: ", 0), ("decode:  ", 1)):
-        ratios = [theirs[place] / mine[place] for theirs, mine in pairs]
+        ratios = [plain_s[place] / our_s[place] for plain_s, our_s in pairs]
         print(f"speed of moecache / plain, {phase}{spread(ratios)}")
 
 
