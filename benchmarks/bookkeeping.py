@@ -1,8 +1,8 @@
-"""What the cache costs the processor: microseconds per MoE layer and decode step, by policy.
+"""CPU cost of the cache: microseconds per MoE layer and decode step, by policy.
 
 A random model of OLMoE's layers, experts and top-k (16, 64, 8) with matrices too small to matter.
-The CPU time of the thread that decodes, inside the router hooks and inside those around the pass,
-which other jobs on the machine change little.
+Measures the decoding thread's CPU time inside the router hooks and the hooks around the pass, which
+other jobs on the machine hardly affect.
 
     python benchmarks/bookkeeping.py [--policies on_demand,specmd] [--clock virtual]
 """
@@ -27,11 +27,11 @@ TARGETS_US = {"on_demand": 12, "specmd": 40, "mixture_cache": 50}
 
 
 class Hooks:
-    """Adds up this thread's CPU time in the hooks of a wrapped model, pass by pass."""
+    """Sums this thread's CPU time in the hooks of a wrapped model, pass by pass."""
 
     def __init__(self, wrapped: WrappedModel) -> None:
         self.seconds: list[float] = []
-        """Of each pass."""
+        """Per pass."""
         model = wrapped.model
         routers = [layer.router._forward_hooks for layer in find_moe_layers(model)]
         for hooks in (model._forward_pre_hooks, model._forward_hooks, *routers):
@@ -53,7 +53,7 @@ class Hooks:
 
 
 def microseconds(model: Any, clock: str, policy: str, capacity: str, tokens: int) -> list[float]:
-    """Return the mean per layer and decode step, of each of a few runs."""
+    """Return the mean per layer and decode step for each of a few runs."""
     means = []
     for _ in range(5):
         if clock == "wall":
@@ -72,7 +72,7 @@ def main() -> None:
     defaults = {"policies": ",".join(TARGETS_US), "clock": ("virtual", "wall")}
     options = arguments(__doc__, capacity="25%", tokens=64, **defaults)
     torch.set_num_threads(1)
-    # As in a run of some hundred tokens: the victims of ranking rules are found by compiled code.
+    # As in a run of a few hundred tokens: compiled code selects the victims of ranking rules.
     ranked._PLAIN_VICTIMS = 1
     model = random_model(SHAPE)
     print(f"{options.clock} clock at {options.capacity}; CPU microseconds per layer and step")

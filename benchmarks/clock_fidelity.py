@@ -1,10 +1,10 @@
-"""Does the virtual clock tell the truth? Its prediction from a calibrated profile against the wall.
+"""Is the virtual clock accurate? Compares its predictions from a calibrated profile with the wall.
 
-The machine is measured first (`moecache profile hardware`), and for each policy what decoding a
-model of this shape takes on the wall clock beside reading and moving (its option `--pretrained`),
-with the link slowed down to `--bandwidth` and at none of the capacities asked for. Then the same
-texts run under both clocks, for three compositions at three capacities. All of that `--sweeps`
-times over, since machines change their speed; of each cell, the sweep whose ratio is the median.
+First measures the machine (`moecache profile hardware`) and, for each policy, what decoding a model
+of this shape costs on the wall clock beyond reading and moving bytes (its option `--pretrained`),
+with the link throttled to `--bandwidth` and at none of the tested capacities. Then runs the same
+texts under both clocks, for three compositions at three capacities. All of this is repeated
+`--sweeps` times, since machines change speed; each cell reports the sweep with the median ratio.
 
     python benchmarks/clock_fidelity.py [--shape cpu|olmoe|mixtral] [--device auto]
 """
@@ -26,18 +26,18 @@ from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.sizes import parse_bandwidth
 
 BAR = 0.15
-"""How far the prediction may be off."""
+"""Largest relative error of a prediction."""
 
 
 def overheads(hardware: Hardware) -> str:
-    """Tell what was calibrated beside the link, in microseconds."""
+    """Format the calibrated overheads, in microseconds, and the memory rate."""
     names = ("kernel", "layer", "pass", "wait")
     figures = [f"{name} {1e6 * getattr(hardware, name + '_overhead_s'):.1f}" for name in names]
     return f"{', '.join(figures)} us, memory {hardware.memory_bytes_per_s / 1e9:.2f} GB/s"
 
 
 def speed(passes: list[PassRecord], tokens: int) -> tuple[float, float]:
-    """Return the medians over the requests of TTFT and TPOT, in seconds."""
+    """Return the median TTFT and TPOT over the requests, in seconds."""
     first = [p.duration_s for p in passes if p.phase == PREFILL]
     steps = [p.duration_s for p in passes if p.phase != PREFILL]
     requests = [steps[i : i + tokens] for i in range(0, len(steps), tokens)]
@@ -45,7 +45,7 @@ def speed(passes: list[PassRecord], tokens: int) -> tuple[float, float]:
 
 
 def passes_of(wrapped: Any, texts: list[torch.Tensor], tokens: int) -> list[PassRecord]:
-    """Run the texts, and return the passes of all but the first."""
+    """Run the texts and return the passes of all but the first."""
     for prompt in texts:
         run(wrapped.model, prompt, tokens)
     wrapped.unwrap()
@@ -54,7 +54,7 @@ def passes_of(wrapped: Any, texts: list[torch.Tensor], tokens: int) -> list[Pass
 
 
 class Cell(NamedTuple):
-    """A composition at a capacity: seconds as they were told and as they were, and misses."""
+    """A composition at a capacity: TTFT and TPOT as predicted and measured, in seconds; misses."""
 
     told: tuple[float, float]
     real: tuple[float, float]
@@ -78,7 +78,7 @@ def measured(
 
 
 def row_of(cells: list[Cell], met: dict[str, int]) -> str:
-    """Tell a row of the table, and count what is within the bar."""
+    """Format a row of the table and count the figures within the bar."""
     row = []
     for place, name in enumerate(met):
         ratios = [cell.told[place] / cell.real[place] for cell in cells]

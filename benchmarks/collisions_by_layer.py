@@ -1,12 +1,12 @@
 """Counts collision misses by layer under four evictions (SpecMD, Figures 5 and 9).
 
 Usage: python benchmarks/collisions_by_layer.py TRACE [--out results/specmd/figure_5]. Writes
-`layers.json`, which results/claims.yaml reads, and `layers.svg`. The trace is of
+`layers.json`, which results/claims.yaml reads, and `layers.svg`. The trace is recorded by
 
     moecache eval --model moecache --tasks tiny_gsm8k --limit 8
         --model_args pretrained=tiny,policy=specmd,precision=int4,trace=DIR,trace_keep=all
 
-and is replayed on SpecMD's machine with OLMoE's sizes at 1.4 cycles of 4-bit experts, its 5%.
+and replayed on SpecMD's machine with OLMoE's sizes at 1.4 cycles of 4-bit experts, its 5%.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CAPACITY = "17.5%"
 
 
 def shares(trace: Path, prefetch: str, eviction: str) -> list[float]:
-    """Return by layer the share of requests that were evicted earlier in the same pass."""
+    """Return, by layer, the share of requests for experts evicted earlier in the same pass."""
     keys = {"policy": "specmd", "prefetch": prefetch, "eviction": eviction, "capacity": CAPACITY}
     keys |= {"hardware": "specmd-a100", "emulate": "OLMoE-1B-7B"}
     config = read_config(keys, replayed=True).with_changes(seed=None)
@@ -63,7 +63,7 @@ def draw(rows: Sequence[dict[str, float]], path: Path) -> None:
         for index, eviction in enumerate(EVICTIONS):
             y = [100 * row[f"{prefetch}_{eviction}"] for row in rows]
             [lines[eviction]] = axes.plot([row["layer"] for row in rows], y, **look(index))
-        # Score-based eviction is beyond the others by so much that nothing else would be seen.
+        # Score-based eviction is so far above the others that a linear axis would flatten them.
         axes.set(title=title, xlabel="layer", yscale="symlog", ylim=(0, 100))
         axes.set_ylabel("collision misses [% of requests]")
     legend(figure, lines)

@@ -1,13 +1,14 @@
 """Every eviction on every shipped trace, on demand, by cycles: results/evictions.
 
-Usage: python benchmarks/evictions.py [--out results/evictions]. About five minutes of one core.
-Writes `cells.json.gz`, `costs.json.gz` (what is there already is kept), `table.md` and the plot.
+Usage: python benchmarks/evictions.py [--out results/evictions]. About five minutes on one core.
+Writes `cells.json.gz`, `costs.json.gz` (cells already there are kept), `table.md` and the plot.
 
-A capacity of one cycle is what one token needs on its way through the model (layers x top-k), in
-slots: each expert counts as one, whatever its layer's bytes, as in caches of equal slots. So every
-event fits, and Belady's rule is the bound itself: the gap is between LRU and it. Intervals are of
-draws of blocks of sixteen passes of a trace, the same draws for all rules. Microseconds are the
-CPU time of the whole replay over its requests at two cycles, the lesser of two, of one machine.
+A capacity of one cycle is the number of experts one token needs in all layers (layers x top-k).
+Every expert takes one slot, whatever its layer's bytes, as in caches of equal slots. Every event
+therefore fits, and Belady's rule attains the lower bound; gaps are measured from LRU to it.
+Intervals are bootstrapped over blocks of sixteen passes of a trace, with the same draws for all
+rules. Microseconds are the CPU time of the whole replay per request at two cycles, the lesser of
+two replays on one machine.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from lm_eval_moecache.trace.trace import Trace
 
 CYCLES = (0.5, 1, 1.5, 2, 3, 4, 6, 8, 12)
 LEAST_GAP = 0.02
-"""Of requests: where LRU and Belady differ by less, a share of it would be a share of nothing."""
+"""Of requests: if LRU and Belady differ by less, a share of the gap means nothing."""
 ENOUGH = 2
-"""Cycles from which on LRU keeps enough to be the yardstick: a token before the last one's."""
+"""Cycles from which LRU is a fair baseline: it keeps the experts of the last two tokens."""
 DRAWN = ("hazard", "lfru", "lfu", "w_tinylfu", "arc", "s3_fifo")
 LRU, BELADY = "lru", "belady"
 PLACE = ["trace", "cycles", "eviction"]
 
 
 def evictions(trace: Trace) -> list[str]:
-    """Return the rules that see what the trace has: no logits, no scores without weights."""
+    """Return the rules whose inputs the trace has: no logits, and weights only if recorded."""
     has_none = trace.columns.weights is None
 
     def is_blind(rule: Any) -> bool:
@@ -57,7 +58,7 @@ def evictions(trace: Trace) -> list[str]:
 def cells(capacities: Sequence[float] = CYCLES) -> Iterator[tuple[Run, tuple[Trace, Future]]]:
     for name, trace in grid.shipped_traces().items():
         geometry = trace.geometry
-        # A model whose experts are equally large.
+        # As if all experts were equally large.
         sizes = ((geometry.max_expert_bytes,),) * geometry.num_layers
         trace = replace(trace, geometry=replace(geometry, expert_bytes=sizes))
         inputs = trace, Future(trace)
@@ -85,7 +86,7 @@ def measure(cell: Run, meaning: tuple[Trace, Future]) -> Run:
 
 
 def time_it(cell: Run, meaning: tuple[Trace, Future]) -> Run:
-    """Return the lesser of two replays' time: the first may compile."""
+    """Return the shorter of two replays' times; the first may compile."""
     trace, future = meaning
     setting, costs_us = slots_of(cell, trace), []
     for _ in range(2):
@@ -103,7 +104,7 @@ def rates_of(runs: Sequence[Run]) -> Series:
 
 
 def gaps_of(runs: Sequence[Run]) -> DataFrame:
-    """Return the percent of the gap that each rule closes: as it is first, then of each draw."""
+    """Return the percent of the gap that each rule closes: the estimate, then one column a draw."""
     cells = grid.frame(runs).set_index(PLACE)
     misses = DataFrame(
         [grid.draws(len(counts)) @ counts for counts in cells.misses], index=cells.index
@@ -118,7 +119,7 @@ def gaps_of(runs: Sequence[Run]) -> DataFrame:
 
 
 def render(runs: Sequence[Run], costs: Sequence[Run]) -> str:
-    """Rules by the median gap closed from two cycles on; below, LRU keeps next to nothing."""
+    """Rank rules by the median gap closed from two cycles on; below, LRU keeps next to nothing."""
     gaps, rates = gaps_of(runs), rates_of(runs)
     summary = _summary(gaps, grid.frame(costs).groupby("eviction").us_per_request.median())
     names = [row[0].strip("`") for row in summary]
@@ -157,7 +158,7 @@ def _summary(gaps: DataFrame, costs: Series) -> list[list[Any]]:
 
 
 def draw(runs: Sequence[Run], file: Path) -> None:
-    """A column a trace: misses above, gap closed below; grey are the rules not named."""
+    """One column per trace: misses above, gap closed below; rules without a name are grey."""
     rates, gaps = rates_of(runs), gaps_of(runs)[0]
     names, traces = gaps.index.unique("eviction"), sorted(gaps.index.unique("trace"))
     figure, panels = new_figure(2, len(traces))

@@ -1,16 +1,16 @@
-"""How often the regression gate alarms without reason, and how often it finds a planted loss.
+"""How often the regression gate raises a false alarm, and how often it detects a planted loss.
 
-Takes the runs of a folder as the baseline and makes reruns of them "on another CPU": near ties
-fall the other way, log-likelihoods and figures of speed move a little. How much was measured by
-rerunning `results/baseline` with ATEN_CPU_CAPABILITY=default, avx2 and avx512: no answer of 432
-changed, a document's log-likelihood moved by 0.3% to 1.0% (standard deviation), a figure of
-speed by 0.02% to 0.5%; the upper ends are taken here, and one changed answer in 200.
+Takes the runs of a folder as the baseline and simulates reruns "on another CPU": near-ties fall the
+other way, log-likelihoods and speeds shift a little. The shifts were measured by rerunning
+`results/baseline` with ATEN_CPU_CAPABILITY=default, avx2 and avx512: none of 432 answers changed, a
+document's log-likelihood moved by 0.3% to 1.0% (standard deviation) and a speed by 0.02% to 0.5%.
+The upper ends are used here, with one changed answer in 200.
 
     python benchmarks/gate.py --documents 0 8 25 50 100 200 500
 
-Prints, per number of documents in each task (0: as many as the runs have): alarms in 100 such
-reruns, and in how many of 100 reruns a loss of two points was found that was planted in all tasks
-of the longest run, and in one task alone.
+Prints, per number of documents in each task (0: as many as the runs have), the false alarms in 100
+such reruns, and in how many of 100 reruns a loss of two points was detected, planted in all tasks
+of the longest run and in one task alone.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ FLIPS, LOG_LIKELIHOOD, SPEED = 0.005, 0.01, 0.005
 
 
 def resized(run: Run, documents: int, accuracy: float, random: np.random.Generator) -> Run:
-    """Return the run with this many documents a task, and this accuracy in each of them.
+    """Return the run with this many documents and this accuracy in each task.
 
-    With 0 it keeps its number of documents.
+    0 keeps its number of documents.
     """
     samples: dict[str, dict[str, dict[str, Any]]] = {}
     for task, metrics in run.samples.items():
@@ -48,7 +48,7 @@ def resized(run: Run, documents: int, accuracy: float, random: np.random.Generat
 
 
 def scored(run: Run, samples: Any) -> Run:
-    """Return the run with these samples, and the scores that follow from them."""
+    """Return the run with these samples and the scores that follow from them."""
     results = {task: dict(figures) for task, figures in run.results.items()}
     for task, metrics in samples.items():
         for key, docs in metrics.items():
@@ -62,7 +62,7 @@ def scored(run: Run, samples: Any) -> Run:
 
 
 def rerun(run: Run, random: np.random.Generator) -> Run:
-    """Return the run as another CPU makes it: a near tie is right or wrong by a coin on each."""
+    """Return the run as another CPU would make it: each CPU decides a near-tie at random."""
     samples: dict[str, dict[str, dict[str, Any]]] = {}
     for task, metrics in run.samples.items():
         for metric, docs in metrics.items():
@@ -71,7 +71,7 @@ def rerun(run: Run, random: np.random.Generator) -> Run:
                 if isinstance(value, list):
                     new[doc] = [value[0] * (1 + random.normal(0, LOG_LIKELIHOOD)), value[1]]
             changed = [d for d, v in new.items() if not isinstance(v, list)]
-            # As many turn right as wrong, whatever the accuracy: both lie as near to the tie.
+            # As many turn right as wrong, whatever the accuracy: both are equally near the tie.
             for answer in (0, 1):
                 able = [d for d in changed if docs[d] == answer]
                 count = min(len(able), random.binomial(len(changed), FLIPS / 2))
@@ -92,7 +92,7 @@ def _other_speed(run: Run, random: np.random.Generator) -> dict[str, Any]:
 
 
 def worse(run: Run, tasks: Sequence[str], points: float, random: np.random.Generator) -> Run:
-    """Return the run with so many points of right answers turned wrong in these tasks."""
+    """Return the run with right answers worth `points` turned wrong in each of these tasks."""
     samples = {task: dict(metrics) for task, metrics in run.samples.items()}
     for task in tasks:
         for key, docs in samples[task].items():
@@ -104,10 +104,10 @@ def worse(run: Run, tasks: Sequence[str], points: float, random: np.random.Gener
 
 
 def rates(options: argparse.Namespace, documents: int) -> list[int]:
-    """Return the number of figures, false alarms, losses found in all tasks, and in one task."""
+    """Return the numbers of figures, false alarms, and losses found in all tasks and in one."""
     random, rules = np.random.default_rng(options.seed), Rules(alpha=options.alpha)
     loaded = load_runs(options.baseline)
-    # A mistake in one policy: the run with the most documents, the others stay as they are.
+    # The mistake is in one policy, that of the run with the most documents; the others keep theirs.
     loaded.sort(key=lambda run: -max(len(d) for m in run.samples.values() for d in m.values()))
     alarms, figures = np.zeros(3, dtype=int), 0
     for _ in range(options.reruns):

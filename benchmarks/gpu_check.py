@@ -1,16 +1,16 @@
-"""One command for owners of an accelerator: does the wall clock do there what it says, how fast?
+"""One command for owners of an accelerator: is the wall clock correct there, and how fast is it?
 
     python benchmarks/gpu_check.py [--device cuda] [--shape olmoe4] [--out gpu_check]
 
-In under ten minutes on one device and without network, on a random model that it makes: the tests
-marked `gpu` (equality bit for bit under random delays, slots, fences, pinned copies, codecs);
-use of the link against one large pinned copy; prefill and decode against plain transformers at 100%
-capacity (the overhead), and against accelerate's offloading to host memory at 25% (real size); the
-virtual clock's prediction against the wall. Then the shipped model answers a few questions under
-both clocks: what those runs leave in `gpu_check/runs` is read by `moecache table gpu_check/runs`.
+Takes under ten minutes on one device, without network, with a random model: the tests marked `gpu`
+(bit-for-bit equality under random delays, slots, fences, pinned copies, codecs); link use against
+one large pinned copy; prefill and decode against plain transformers at 100% capacity (the overhead)
+and against accelerate's offloading to host memory at 25% (real size); the virtual clock's
+prediction against the wall. Then the shipped model answers a few questions under both clocks;
+`moecache table gpu_check/runs` reads those runs.
 
-Any accelerator that torch has will do. On a CPU it says what it leaves out, and runs the rest with
-the store of a CPU, to show that the script itself works: its figures say nothing of a device.
+Any accelerator that torch supports will do. On a CPU the script lists the checks it leaves out and
+runs the rest with a CPU's store, which shows that the script works; its figures apply to no device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NEEDS_A_DEVICE = {
     "link": "a link: copies are within host memory",
     "vs_accelerate": "offloading to host memory (the disk tier alone)",
 }
-"""What a CPU leaves out of each check."""
+"""The part of each check that a CPU leaves out."""
 ONCE = "--rounds 1 --tokens 2 --prompt 8"
 CHECKS: Mapping[str, tuple[str, str, str]] = {
     "link": ("link.py", "--rounds 5", "--rounds 1 --tokens 2"),
@@ -46,7 +46,7 @@ CHECKS: Mapping[str, tuple[str, str, str]] = {
     "vs_accelerate": ("vs_accelerate.py", "--rounds 3 --policy on_demand", ONCE),
     "clock": ("clock_fidelity.py", "--sweeps 1", f"{ONCE} --policies on_demand --capacities 25%"),
 }
-"""Name -> script, its arguments, and those with which it is tried in a minute."""
+"""Name -> script, its arguments, and those of a trial that takes a minute."""
 MEDIAN, RATIO = r" +median ([\d.]+)", r"[\d.]+ / [\d.]+ = ([\d.]+)"
 FIGURES: Mapping[str, tuple[str, str, tuple[float, float] | None]] = {
     "link, share of one large copy": ("link", f"as it is: share .*{MEDIAN}", (0.9, inf)),
@@ -59,14 +59,14 @@ FIGURES: Mapping[str, tuple[str, str, tuple[float, float] | None]] = {
     "TTFT virtual / wall": ("clock", f"TTFT {RATIO}", (0.85, 1.15)),
     "TPOT virtual / wall": ("clock", f"TPOT {RATIO}", (0.85, 1.15)),
 }
-"""Words -> the check whose output has it, where it stands, and the least and the most.
+"""Label -> the check that prints the figure, its pattern, and the lower and upper target.
 
-Of several figures, all have to be within.
+If the pattern matches several times, all figures must meet the target.
 """
 
 
 def commands_of(name: str, device: str, shape: str, quick: bool, runs: Path) -> list[list[str]]:
-    """Return the commands of one check, which this Python runs."""
+    """Return the commands of one check, to be run by this Python."""
     if name == "tests":
         tests = "-m pytest -q -p no:cacheprovider -m gpu tests/model/wall/test_on_device.py"
         return [tests.split()]
@@ -84,7 +84,7 @@ def commands_of(name: str, device: str, shape: str, quick: bool, runs: Path) -> 
 
 
 def _run(arguments: list[str], device: str, limit_s: float) -> tuple[int, str]:
-    """Return a command's exit code and all that it said. A CPU's tests are on scripted streams."""
+    """Return a command's exit code and its output. On a CPU, tests use scripted streams."""
     name = "scripted" if device == "cpu" else device
     keywords: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": ROOT}
     keywords |= {"env": {**os.environ, "MOECACHE_TEST_DEVICE": name}, "text": True}
@@ -126,7 +126,7 @@ def run_check(
 def check(
     device: str, shape: str, checks: Sequence[str], limit_s: float, quick: bool, folder: Path
 ) -> dict[str, Any]:
-    """Run all checks, one after another; return what they found."""
+    """Run all checks, one after another, and return the report."""
     results = {}
     for name in checks:
         results[name] = run_check(name, device, shape, limit_s, quick, folder / "runs")
@@ -138,7 +138,7 @@ def check(
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """Return a Markdown table of what was found, with the targets."""
+    """Return a Markdown table of the figures and their targets."""
     lines = [f"{report['device']}, torch {report['torch']}, model {report['shape']}", ""]
     if not report["on_a_gpu"]:
         lines[0] += " (no accelerator: the store of a CPU, and no figure is a device's)"

@@ -1,4 +1,4 @@
-"""What the scripts share: their options, settings and traces, cells that are kept, and tables."""
+"""Shared by the scripts: options, settings, traces, cells kept on disk, and tables."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ TRACES = Path(__file__).resolve().parents[1] / "traces"
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 Floats = npt.NDArray[np.float64]
 Run = dict[str, Any]
-"""What was measured, with the setting under `cell`."""
+"""The measurements, with their setting under `cell`."""
 
 
 def arguments(doc: str, *files: str, **defaults: Any) -> argparse.Namespace:
-    """Read the command line: `files` by place, and an option for each default, of its type.
+    """Read the command line: positional `files`, and an option of each default's type.
 
-    A tuple is what is allowed, the default first; a list takes several values.
+    A tuple lists the allowed values, the default first; a list takes several values.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -70,7 +70,7 @@ def decode_trace(
     dense_bytes: int = 1,
     predicted: Predicted | None = None,
 ) -> Trace:
-    """Return a trace of one token after another, each layer's best expert first."""
+    """Return a trace of single-token decode passes, each layer's best expert first."""
     num_tokens, num_layers, top_k = experts_TLK.shape
     passes = np.repeat(np.arange(num_tokens, dtype=np.int32), num_layers)
     geometry = Geometry(
@@ -94,14 +94,14 @@ def decode_trace(
 
 
 def blocks(passes: Sequence[PassRecord]) -> list[Sequence[PassRecord]]:
-    """Divide the passes of one text into what the intervals draw: sixteen in a row."""
+    """Divide the passes of one text into the units that intervals draw: sixteen in a row."""
     return [passes[start : start + 16] for start in range(0, len(passes), 16)]
 
 
 def setting_of(
     geometry: Geometry, capacity: str, overrides: Mapping[str, Any] | None = None, **more: str
 ) -> Setting:
-    """Return the setting of a replay from the keys of `moecache replay`; on demand if not said."""
+    """Return a replay's setting from the keys of `moecache replay`; the default is on demand."""
     keys = {"policy": "on_demand", "capacity": capacity, **(overrides or {}), **more}
     return read_config(keys, replayed=True).setting(geometry)
 
@@ -117,7 +117,7 @@ def fill(
     *,
     save_each: int = 20,
 ) -> list[Run]:
-    """Measure the cells that the file lacks, each with what it means, and return all."""
+    """Measure the cells, each with its inputs, that the file lacks, and return all."""
     runs = load(file)
     known = {json.dumps(run["cell"], sort_keys=True) for run in runs}
     for cell, meaning in cells:
@@ -131,7 +131,7 @@ def fill(
 
 
 def frame(runs: Iterable[Run]) -> DataFrame:
-    """Return a row a run: its settings and what was measured."""
+    """Return one row per run: its setting and its measurements."""
     return DataFrame([{**run["cell"], **run} for run in runs])
 
 
@@ -143,27 +143,27 @@ def _save(file: Path, runs: list[Run]) -> None:
 
 @cache
 def draws(num_units: int) -> npt.NDArray[np.int64]:
-    """Return how often each unit is in a sample: each once, then in each of 2000 draws."""
+    """Return each unit's count per sample: the original (all 1) first, then 2000 draws."""
     drawn = np.random.default_rng(0).integers(0, num_units, (2000, num_units))
     counts = [np.bincount(sample, minlength=num_units) for sample in drawn]
     return np.vstack([np.ones(num_units, dtype=np.int64), *counts])
 
 
 def interval(values: Floats, form: str = "{:.1f}") -> str:
-    """Write a figure and the 95% interval of its draws, which follow it."""
+    """Format a figure and the 95% interval of its draws; `values` has the figure first."""
     low, high = bounds(values)
     return f"{form.format(values[0])} [{form.format(low)}, {form.format(high)}]"
 
 
 def bounds(values: Floats) -> Floats:
-    """Return the ends of the 95% interval of a figure, whose draws follow it."""
+    """Return the ends of the 95% interval over `values[1:]`, the draws of `values[0]`."""
     return np.nanpercentile(values[1:], [2.5, 97.5])
 
 
 def text_table(
     headers: Sequence[str], rows: Iterable[Sequence[str]], first: str = "---", others: str = "---"
 ) -> str:
-    """Return a Markdown table of cells as they are written, with how columns are aligned."""
+    """Return a Markdown table without padding; `first` and `others` align its columns."""
     lines = [headers, [first, *[others] * (len(headers) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

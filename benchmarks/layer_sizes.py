@@ -1,9 +1,9 @@
-"""AdapMoE's cache sizes by layer against equal ones, on text they were not solved on.
+"""AdapMoE's cache sizes by layer against equal sizes, on held-out text.
 
-Usage: python benchmarks/layer_sizes.py [--tiny TRACE.parquet]. Under a minute of one core. Writes
-`layer_sizes.json` and `table.md` of results/layer_sizes. Each trace is cut in two: sizes are solved
-for on one half and measured on the other, both ways, and on the half that they were solved on.
-Misses are LRU's with a cache per layer, empty at the start of each half.
+Usage: python benchmarks/layer_sizes.py [--tiny TRACE.parquet]. Under a minute on one core. Writes
+`layer_sizes.json` and `table.md` of results/layer_sizes. Each trace is cut in two: sizes are
+optimised on one half and evaluated on the other, in both directions, and on the half they were
+optimised on. Misses are LRU's with a cache per layer, empty at the start of each half.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Row = dict[str, Any]
 def half_curves(trace: Trace) -> list[Any]:
     """Return each half's misses by layer and size: [layers, experts + 1] each.
 
-    Halves are of passes; a prefill that all of a trace begins with is left out, as one event that
-    asks for nearly everything says little of sizes.
+    Passes are halved. The prefill of a trace with one request is left out: an event that requests
+    nearly every expert carries little information about sizes.
     """
     layers, curves = trace.geometry.num_layers, []
     first = 1 if trace.num_passes > 1 and trace.requests and len(trace.requests) == 1 else 0
@@ -66,7 +66,7 @@ def rows_of(name: str, trace: Trace) -> Iterator[Row]:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """One line a trace and capacity: misses of equal sizes, and the change in points."""
+    """One row per trace and capacity: misses of equal sizes, and the change in points."""
     headers = [
         *("Trace", "Capacity", "Equal sizes miss", "Solved and measured on the same half"),
         *("Solved on one half, measured on the other", "Smallest to largest layer"),

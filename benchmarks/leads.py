@@ -1,10 +1,10 @@
-"""Derives per document what a claim says of a lead or a slope, for `moecache claims` to test.
+"""Derives leads and slopes per document, for `moecache claims` to test.
 
 Usage: python benchmarks/leads.py [--out results]. Reads the runs of the folders named below and
-writes `lead_OVER.json` (the share of its time that a policy saves over another, at each value of an
-axis) and `slope_WHAT.json` (what each further step costs up to a point of an axis, and beyond it),
-each with its Markdown. Whether a lead narrows, or a curve bends, is a difference of two columns of
-one document.
+writes `lead_OVER.json` (the share of time that a policy saves over another, at each value of an
+axis) and `slope_WHAT.json` (the cost of each further step up to a point of an axis, and beyond it),
+each with its Markdown. A lead that narrows, or a curve that bends, is a difference between two
+columns of one document.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lm_eval_moecache.report.tables import rows_as_markdown
 
 Where = Mapping[str, Any]
 Columns = Mapping[str, tuple[Where, Where, int]]
-"""Name -> the run, the one that it is compared with, and how many steps further that one is."""
+"""Name -> the run, the run it is compared with, and how many steps further that run is."""
 
 
 def lead(policy: str, old: str, axis: str, *values: Any) -> Columns:
-    """What a policy saves of an older one's time, which counts as one step further."""
+    """The share of an old policy's time that a policy saves; the old one is one step further."""
     return {
         f"at {value}": ({"policy": policy, axis: value}, {"policy": old, axis: value}, 1)
         for value in values
@@ -33,14 +33,14 @@ def lead(policy: str, old: str, axis: str, *values: Any) -> Columns:
 
 
 def slope(emulate: str) -> Columns:
-    """What a layer of depth costs on average, from one to three and from there to five."""
+    """The average cost of a layer of depth, from one to three layers and from three to five."""
     base = {"policy": "mixtral_offloading", "capacity": "6/layer", "emulate": emulate}
     one, three, five = ({**base, "prefetch.depth": depth} for depth in (1, 3, 5))
     return {"up_to": (three, one, -2), "beyond": (five, three, -2)}
 
 
 def rows_of(runs: list[Run], columns: Columns) -> list[dict[str, Any]]:
-    """Return a row a document: the share of its time per token that is saved for each step."""
+    """Return one row per document: the share of its time per token saved for each step."""
 
     def times(where: Where) -> Mapping[str, float]:
         [run] = [run for run in runs if selected(run, where)]
@@ -66,7 +66,7 @@ FOUND: Mapping[str, Columns] = {
     "sp_moe/figure_3/slope_large": slope("Mixtral-8x7B"),
     "sp_moe/figure_3/slope_small": slope("DeepSeek-V2-Lite"),
 }
-"""By the file, beside the runs that it is of."""
+"""By file, written beside its runs."""
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """How much of the link the wall clock uses while the link is the bottleneck.
 
-A model decodes on demand with a small cache. Bytes of its decode steps' demands, over the time in
-which one is outstanding: from the first one that is asked for until the model may go on with the
-last, with all waking and handing over in between. What there is to use is a large copy from host
-memory (pinned, to a device) that nothing of ours takes part in, or the rate of `--bandwidth`.
+A model decodes on demand with a small cache. The rate is the bytes that its decode steps demand
+over the time in which a demand is outstanding: from the first request until the model continues
+with the last expert, including thread wake-up and handover. It is compared with one large copy from
+host memory (pinned, to a device) outside our code, or with the rate of `--bandwidth`.
 
     python benchmarks/link.py [--shape cpu|olmoe|mixtral] [--device auto] [--bandwidth 1GB/s]
 """
@@ -27,7 +27,7 @@ COPY_BYTES = 2**28
 
 
 def copy_bandwidth(device: torch.device, rounds: int) -> list[float]:
-    """Return bytes per second of a large copy from host memory, round after round."""
+    """Return the rate of a large copy from host memory in each round, in bytes per second."""
     source = torch.ones(COPY_BYTES, dtype=torch.uint8)
     if device.type != "cpu":
         source = locked_copy(source)
@@ -42,7 +42,7 @@ def copy_bandwidth(device: torch.device, rounds: int) -> list[float]:
 
 
 class Outstanding:
-    """Counts the bytes that decode steps demand, and the seconds in which some are not there."""
+    """Counts the bytes that decode steps demand and the seconds with a demand outstanding."""
 
     def __init__(self, engine: Engine) -> None:
         self.nbytes, self.seconds = 0, 0.0
@@ -66,7 +66,7 @@ class Outstanding:
 
 
 def achieved(wrapped: Any, texts: list[torch.Tensor], tokens: int) -> tuple[list[float], float]:
-    """Return bytes per second of demands for each text, and the share of time some were awaited."""
+    """Return each text's demand rate in bytes per second, and the share of time spent waiting."""
     rates, waited, decoded = [], 0.0, 0.0
     outstanding = Outstanding(wrapped.engine)
     for prompt in texts:

@@ -1,13 +1,12 @@
 """Lossy answers at matched traffic on the shipped model: results/lossy_answers/accuracy.
 
 Usage: python benchmarks/lossy_accuracy.py [--out results/lossy_answers/accuracy]. About ten
-minutes of one core. Writes `cells.json.gz` (cells that are there already are kept), `table.md` and
-the plot.
+minutes on one core. Writes `cells.json.gz` (cells already there are kept), `table.md` and the plot.
 
-200 letter questions (`tiny_mmlu`, as lm-eval puts them), caches of two cycles (16 of 64 experts a
-layer), LRU, nothing predicted. A question is routed token after token as if decoded, so that a rule
-acts on all of it. Each rule has one parameter that trades loads for loss; it is bisected on the
-first ten questions until so large a share of the loads is saved, and all are read with that.
+200 letter questions (`tiny_mmlu`, with lm-eval's prompts), caches of two cycles (16 of 64 experts a
+layer), LRU, no prefetch. A question is routed token by token as if decoded, so that a rule acts on
+all of it. Each rule has one parameter that trades loads for loss. It is bisected on the first ten
+questions until it saves a third of the loads, and that value is used for all questions.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ SLOTS = 16
 SAVED = 1 / 3
 """The share of the loads to save."""
 FETCH = "fetch"
-# Rule -> what is fixed, the parameter, and its range from nothing saved to most saved.
+# Rule -> fixed settings, the swept parameter, and its range from no saving to the largest.
 RULES: Mapping[str, tuple[Mapping[str, Any], str, tuple[float, float]]] = {
     "drop_cold": ({"miss": "drop_cold"}, "miss.factor", (0.0, 2.0)),
     "skip_mass": ({"routing": "skip_mass"}, "routing.p", (1.0, 0.3)),
@@ -53,7 +52,7 @@ RULES: Mapping[str, tuple[Mapping[str, Any], str, tuple[float, float]]] = {
 
 
 class Questions:
-    """The shipped model, 200 questions, and how it reads them when nothing is changed."""
+    """The shipped model, 200 questions, and its unmodified readings of them."""
 
     def __init__(self) -> None:
         [task] = leaf_tasks(["tiny_mmlu"]).values()
@@ -61,7 +60,7 @@ class Questions:
         self.analyzed = AnalyzedModel("tiny", ["-"], 1)
         tokenizer = self.analyzed.tokenizer
         self.golds = [row["answer"] for row in rows]
-        # lm-eval scores the letters behind the prompt; what comes after a letter is not asked for.
+        # lm-eval scores the letter after the prompt; no text after the letter matters.
         self.windows = [
             torch.tensor(tokenizer(task.doc_to_text(row) + " A").input_ids) for row in rows
         ]
@@ -69,11 +68,11 @@ class Questions:
         self.plain = [read_window(self.analyzed, window) for window in self.windows]
 
     def right(self, document: int, reading: Reading) -> int:
-        """Return 1 where the likeliest of the four letters is the right one."""
+        """Return 1 if the likeliest of the four letters is the right one, else 0."""
         return int(reading.logits_TV[-1, self.letters].argmax() == self.golds[document])
 
     def under(self, overrides: Mapping[str, Any], documents: int) -> Run:
-        """Read the first questions under a rule; sums by document."""
+        """Read the first `documents` questions under a rule; return columns of sums by question."""
         columns: dict[str, list[float]] = {}
         with self.analyzed.under(overrides, capacity=f"{SLOTS}/layer", scan=True) as engine:
             for document, before in enumerate(self.plain[:documents]):
@@ -114,7 +113,7 @@ def cells(asked: Questions) -> list[tuple[Run, Questions]]:
 
 
 def figures(run: Run, base: Run) -> dict[str, Floats]:
-    """Return each figure: of all documents first, then of each draw of documents."""
+    """Return each figure: first over all documents, then over each draw of documents."""
 
     def sums(values: Sequence[float]) -> Floats:
         totals: Floats = draws(DOCUMENTS) @ np.asarray(values, dtype=np.float64)
@@ -151,7 +150,7 @@ def parameter_of(run: Run) -> str:
 
 
 def draw(runs: Sequence[Run], file: Path) -> None:
-    """Accuracy and divergence over loads saved, with intervals both ways."""
+    """Plot accuracy and divergence over loads saved, with intervals on both axes."""
     figure, panels = new_figure(columns=2)
     series = {}
     for index, run in enumerate(runs[1:]):

@@ -1,16 +1,16 @@
-"""Prints and draws what results/lossy_answers says of real routing, from runs and replays.
+"""Prints the table and draws the plot of results/lossy_answers on real routing.
 
-Usage: python benchmarks/lossy_answers.py, less than a minute of one core, after
+Usage: python benchmarks/lossy_answers.py, less than a minute on one core, after
 `moecache sweep results/lossy_answers/routing/sweep.yaml`.
 
-The picture: loads saved are bytes that did not move, against loading everything with the same
-cache; weight lost is the routing weight of what was dropped or replaced, over the decoded tokens.
+The plot: loads saved are the bytes not moved, relative to loading everything with the same cache;
+weight lost is the routing weight of dropped or replaced experts over the decoded tokens.
 
-The table: what drop_cold avoids and loses, beside its authors' figures. BigMoeOnEdge
-(docs/expert-dropping.md) took the residency that its engine had recorded while it loaded
-everything, and counted which misses of decoding lie below F / top-k: `static` does the same in the
-cache of a replay that loads everything. `replayed` leaves them out, so that the cache goes on
-without them. The recorded residencies are those of 4000 MiB (80.3 and 81.9% hits in their curves).
+The table: misses avoided and weight lost by drop_cold, beside its authors' figures. BigMoeOnEdge
+(docs/expert-dropping.md) recorded the residency of its engine while it loaded everything and
+counted the decode misses below F / top-k; `static` does the same in the cache of a replay that
+loads everything. `replayed` drops them, so the cache never loads them. The recorded residencies are
+those of 4000 MiB (80.3 and 81.9% hits in their curves).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lm_eval_moecache.trace.trace import Trace
 
 FOLDER = RESULTS / "lossy_answers"
 SHIPPED = {("drop_cold", "0.75"): "BigMoeOnEdge's app"}
-"""Settings that an engine ships switched on; all others are off unless asked for."""
+"""Settings that an engine enables by default; all others are off unless requested."""
 FIXED = ("miss.rescue", "routing.k_min")
 """Parameters that are the same in all runs of a rule."""
 THEIRS = {
@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 
 class Shadow(DropCold):
-    """Notes what it would leave out, and loads it all the same."""
+    """Counts the experts that drop_cold would drop, but loads them."""
 
     def __init__(self, geometry: Geometry, *, seed: int = 0, factor: float = 1.0) -> None:
         super().__init__(geometry, seed=seed, factor=factor)
@@ -67,7 +67,7 @@ class Shadow(DropCold):
 
 
 def dropped(trace: Trace, miss: str, factor: float) -> list[str]:
-    """Return misses avoided and weight lost, and the miss rate of decoding."""
+    """Return misses avoided / weight lost, and the miss rate, all while decoding."""
     chosen = {"miss": miss, "miss.factor": factor, "eviction": "tail_lru", "phases": "decode"}
     engine = replay(trace, setting_of(trace.geometry, "4000MiB", chosen))
     passes, rule = total(p for p in engine.ledger.passes if p.phase == DECODE), engine.rules.miss
@@ -94,7 +94,7 @@ def rows() -> list[Row]:
 
 
 def draw(found: list[Row], file: Path) -> None:
-    """One panel a trace and capacity: a curve for each rule, a ring for what ships switched on."""
+    """One panel per trace and capacity: a curve per rule, rings for settings on by default."""
     places = sorted({row["place"] for row in found})
     figure, panels = new_figure(len(places) // 2, 2)
     names = sorted({row["rule"] for row in found})

@@ -1,12 +1,12 @@
-"""Hold the clock against a phone's serial runs, of which no routing is known: docs/how_true.md.
+"""Compares the clock with a phone's serial runs, whose routing is unknown: docs/how_true.md.
 
     python benchmarks/phone.py TRACES MEASURED
 
-TRACES holds `qwen.route.csv` and `gemma.route.csv`, MEASURED what one OnePlus 15R measured
+TRACES holds `qwen.route.csv` and `gemma.route.csv`, MEASURED the measurements of one OnePlus 15R
 (`docs/bench-data` of Helldez/BigMoeOnEdge): `0712_<model>_<setting>.csv` are the serial runs.
 
-Each token's bytes are known and not where they were missed: its loads are spread evenly over the
-layers. Runs whose routing is known are `moecache validate`'s.
+Each token's bytes are known but not the layers that missed, so its loads are spread evenly over the
+layers. `moecache validate` handles runs whose routing is known.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FITTED = ("link_bytes_per_s", "memory_bytes_per_s")
 
 @dataclass(frozen=True, slots=True)
 class SerialRun:
-    """A run without a routing: reads first, then computes."""
+    """A run of unknown routing that reads first, then computes."""
 
     name: str
     geometry: Geometry
@@ -45,7 +45,7 @@ class SerialRun:
         return 1e3 * len(self.series) / float(self.series.columns[WALL].sum())
 
     def foretold(self, hardware: Hardware) -> float:
-        """Return the tokens a second that a profile foretells from each token's bytes."""
+        """Return the tokens per second that a profile predicts from each token's bytes."""
         has_cache = bool(self.series.columns[HIT][-1] >= 0)
         # Without a cache nothing is committed or released.
         managed = {} if has_cache else {"load_overhead_s_per_byte": 0.0}
@@ -79,7 +79,7 @@ def serial_runs(traces: Path, measured: Path) -> list[SerialRun]:
 
 
 def fit_serial(runs: Sequence[SerialRun], base: Hardware) -> Hardware:
-    """Return a profile whose link and memory come nearest to the speeds of these runs."""
+    """Return the profile whose link and memory rates best fit the speeds of these runs."""
 
     def profile(logs: np.ndarray) -> Hardware:
         return with_figures(base, dict(zip(FITTED, map(float, np.exp(logs)), strict=True)))

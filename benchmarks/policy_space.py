@@ -1,10 +1,10 @@
 """Replays every shipped composition, and every answer to a miss, on recorded runs of `tiny`.
 
-Usage: python benchmarks/policy_space.py [--traces DIR]. A few minutes of one core. Writes
+Usage: python benchmarks/policy_space.py [--traces DIR]. A few minutes on one core. Writes
 `cells.json.gz`, `table.md` and the plot of results/policy_space and results/miss_answers; cells
-that are there are kept, and runs that are recorded in DIR are not recorded again.
+already there are kept, and runs already recorded in DIR are not recorded again.
 
-Lossy compositions are replayed open loop: each is given the text that the unmodified model wrote.
+Lossy compositions are replayed open loop, on the text that the unmodified model wrote.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DEVICES = {
     "rtx-4090": "DeepSeek-V2-Lite",
     "phone-12gb": "Qwen1.5-MoE-A2.7B",
 }
-"""Device -> the model whose layers `tiny`'s are charged as."""
+"""Device -> the model that `tiny`'s layers are charged as."""
 CAPACITIES = ("5%", "10%", "25%", "50%")
 FIGURES = (
     *("tok_per_s", "hit_rate", "miss_rate", "decode_miss_rate", "collision_miss_rate"),
@@ -56,7 +56,7 @@ FIGURES = (
 )
 BASE = "on_demand"
 PLACED = ", placed"
-"""Answers with it begin with the most used experts near: what a host computes never comes near."""
+"""Suffix of answers that start with the most used experts resident; host compute loads none."""
 LOSSLESS = ("fetch", "host, always", "host, first", "host, balanced")
 ANSWERS: dict[str, dict[str, Any]] = {
     "fetch": {"miss": "fetch"},
@@ -73,13 +73,13 @@ ANSWERS: dict[str, dict[str, Any]] = {
 LINKS_GB = (1, 2, 4, 8, 16, 32, 64)
 HOSTS_GB = (12.5, 25, 50, 100, 200, 400)
 HOST_FLOP_PER_BYTE = 20
-"""A host's arithmetic beside its memory, as the shipped profiles' processors have it (10 to 23)."""
+"""A host's FLOP per byte of memory bandwidth; the shipped profiles' processors have 10 to 23."""
 HOST_GB = 100
-"""Where all answers are drawn over the link."""
+"""Host memory bandwidth at which all answers are plotted over the link."""
 
 
 def record(folder: Path) -> dict[str, Trace]:
-    """Run the tasks, where that is not recorded yet, and load all that replays have to see."""
+    """Run the tasks unless they are recorded already, and load all that replays read."""
     shadows = {
         str(choice.as_dict()): (choice, 0)
         for choice in (load_policy(name).prefetch for name in policy_names())
@@ -130,7 +130,7 @@ def measure_policy(traces: Mapping[str, Trace], cell: Run, _: None) -> Run:
 
 
 def measure_answer(traces: Mapping[str, Trace], cell: Run, _: None) -> Run:
-    """Measure one answer under LRU without prefetch, so that what is absent is the same for all."""
+    """Measure one answer under LRU without prefetch, so that all answers face the same misses."""
     trace, answer = traces["ladder"], ANSWERS[cell["answer"]]
     setting = setting_of(trace.geometry, "25%", answer, policy=BASE, emulate="Qwen3-30B-A3B")
     machine = replace(
@@ -159,7 +159,7 @@ def measure(trace: Trace, setting: Setting) -> Run:
 
 
 def gains_of(runs: Sequence[Run]) -> DataFrame:
-    """Return speeds over `on_demand`'s: policies, the best first, by device and capacity."""
+    """Return speeds relative to `on_demand`: policies, best first, by device and capacity."""
     speeds = frame(runs).pivot(index="policy", columns=["hardware", "capacity"], values="tok_per_s")
     gains = speeds / speeds.loc[BASE]
     means = np.log(gains).mean(axis=1).fillna(-math.inf)
@@ -194,7 +194,7 @@ def render_space(runs: Sequence[Run]) -> str:
 
 
 def draw_space(runs: Sequence[Run], folder: Path) -> None:
-    """One map a device: speed over on_demand's, by policy and capacity."""
+    """One map per device: speed relative to on_demand, by policy and capacity."""
     gains = gains_of(runs).dropna(how="all")
     lossy = {run["cell"]["policy"] for run in runs if run.get("open_loop")}
     labels = [f"{policy} *" if policy in lossy else policy for policy in gains.index]
@@ -214,7 +214,7 @@ def draw_space(runs: Sequence[Run], folder: Path) -> None:
 
 
 def write_cells(axes: Any, texts: Any, columns: Any, rows: Any, is_dark: Any = None) -> None:
-    """Name the cells of an image, and write into each; where it is dark, in white."""
+    """Label the rows and columns of an image and write a text into each cell, white on dark."""
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
     axes.grid(False)
@@ -224,14 +224,14 @@ def write_cells(axes: Any, texts: Any, columns: Any, rows: Any, is_dark: Any = N
 
 
 def speeds_of(runs: Sequence[Run]) -> DataFrame:
-    """Return tok/s by link and host, a column an answer; what uses no host is the same for each."""
+    """Return tok/s by link and host, one column per answer; hostless answers repeat over hosts."""
     cells = frame(runs)
     speeds = cells.pivot(index=["link_gb", "host_gb"], columns="answer", values="tok_per_s")
     return speeds[cells.answer.unique()].groupby(level="link_gb").ffill()
 
 
 def winners(runs: Sequence[Run], suffix: str = "") -> tuple[DataFrame, DataFrame]:
-    """Return the fastest lossless answers and their gains over fetching, hosts by links."""
+    """Return the fastest lossless answers and their gains over fetching, by host and link."""
     speeds = speeds_of(runs)[[LOSSLESS[0], *(name + suffix for name in LOSSLESS[1:])]]
     best = speeds.idxmax(axis=1).str.removesuffix(suffix)
     return best.unstack("link_gb"), (speeds.max(axis=1) / speeds["fetch"]).unstack("link_gb")
@@ -254,7 +254,7 @@ def render_answers(runs: Sequence[Run]) -> str:
 
 
 def draw_answers(runs: Sequence[Run], costs: Mapping[str, str], folder: Path) -> None:
-    """The one picture: who wins over link and host, and every answer with what it costs."""
+    """Plot the winners over link and host, and every answer's speed with its cost in perplexity."""
     figure, panels = new_figure(1, 3)
     figure.set_size_inches(17, 5)
     titles = {"": "from an empty cache", PLACED: "most used experts placed"}
@@ -283,7 +283,7 @@ def draw_answers(runs: Sequence[Run], costs: Mapping[str, str], folder: Path) ->
 
 
 def perplexity_costs(folder: Path) -> dict[str, str]:
-    """Return what each lossy answer costs, from the runs of accuracy/."""
+    """Return the perplexity cost of each lossy answer, from the runs of accuracy/."""
     words: dict[str, float] = {}
     for run in load_runs(folder):
         miss = run.moecache["policy"]["miss"]

@@ -1,11 +1,11 @@
-"""Hold the clock against curves that others published: theirs / ours, one fitted figure a curve.
+"""Compares the clock with published curves, with one fitted figure per curve.
 
     python benchmarks/published_curves.py
 
-Each curve is of an engine with an LRU cache at several sizes. Cache and clock are held apart: hits
-are those of a shipped trace (another text, and six experts a token where the model has eight);
-speeds are the clock's at the published hits. The one figure that is fitted is the rate of the
-link, where speeds were published: what an engine makes of its link no data sheet says.
+Each curve is of one engine at several cache sizes. Cache and clock are tested separately: hits are
+those of a shipped trace (another text, and six experts a token where the model has eight); speeds
+are the clock's at the published hits. Only the link's rate is fitted, where speeds were published,
+because no data sheet states how much of its link an engine uses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lm_eval_moecache.trace.future import Future
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """What somebody measured, at so many experts a layer in the cache."""
+    """Published measurements over the number of cached experts per layer."""
 
     source: str
     model: str
@@ -41,7 +41,7 @@ class Curve:
     eviction: str = "lru"
     note: str = ""
     kernel_overhead_s: float | None = None
-    """Where the measured path launches otherwise than the profile's."""
+    """Overrides the profile where the measured path launches its kernels differently."""
 
 
 CURVES = (
@@ -51,7 +51,7 @@ CURVES = (
         precision="q4_k_m",
         hardware="rtx-5090",
         trace="qwen3-30b-a3b",
-        # Its slots hold projections, three an expert: 24, 73, 146 and 244 slots a layer.
+        # Its slots hold projections, three per expert: 24, 73, 146 and 244 slots a layer.
         per_layer=(8, 24, 48, 81),
         hits=(0.366, 0.741, 0.894, 0.962),
         tok_per_s=(10.51, 20.99, 30.51, 51.86),

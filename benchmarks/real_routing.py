@@ -1,23 +1,23 @@
 """Replays real routing over evictions, predictors, capacities and links: results/real_routing.
 
 Usage: python benchmarks/real_routing.py [--tiny TRACE] [--out results/real_routing]. A few minutes
-of one core. Writes `cells.json.gz` with `table.md` and the plots, and `claims.json.gz` with
-`claims.md`, which has what S1, S2, S3, S4 and S8 of SpecMD ask for; cells that are there are kept.
+on one core. Writes `cells.json.gz` with `table.md` and the plots, and `claims.json.gz` with
+`claims.md`, the evidence on SpecMD's claims S1, S2, S3, S4 and S8; cells already there are kept.
 
-In the first table capacity is in token cycles (layers x top-k), the link in transfers: an expert
-takes `ratio` times as long to move as a layer's decode step takes without waiting. Dense sizes and
-kernels are those of the trace's model on `a100-5GBps`; transfers have no latency of their own.
+In the first table capacity is in token cycles (layers x top-k) and the link's speed is a ratio: one
+expert's transfer takes `ratio` times as long as a layer's decode step without waiting. Dense sizes
+and kernels are those of the trace's model on `a100-5GBps`; transfers have no latency.
 
-The traces have neither weights nor gates: predictors are oracles of stated recall and precision,
-and score eviction is left out. What needs both is asked of the shipped model, charged as
-OLMoE-1B-7B. Its trace (3 MB) is made by
+The traces have no gates, and OLMoE's has no routing weights: predictors are oracles of stated
+recall and precision, and score eviction is left out. Claims that need gates or routing weights run
+on the shipped model, charged as OLMoE-1B-7B. Its trace (3 MB) is recorded by
 
     moecache eval --model moecache --tasks tiny_gsm8k,tiny_bbh --limit 20
         --model_args pretrained=tiny,policy=specmd,capacity=25%,trace=DIR,trace_keep=all
 
-A cell of the claims is kept as sums over units: sixteen passes of a trace, or one request of the
-shipped model's. Figures are ratios of sums over a run; the 95% intervals are percentiles over 2000
-draws of its units, the same draws for the cells that are compared.
+A cell of the claims holds sums over units: sixteen passes of a trace, or one request of the shipped
+model. Figures are ratios of sums over a run; the 95% intervals are percentiles over 2000 draws of
+its units, with the same draws for compared cells.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ EVICTIONS: dict[str, dict[str, Any]] = {
 FEW = ("lru", "least_stale", "least_stale none", "hazard")
 DRAWN = ("lru", "lfu", "layered_lru", "least_stale", "fld forward", "hazard", "belady")
 SHARES = (5, 10, 25, 50)
-"""Percent of all experts: where the published figures and the bars of `hazard` are."""
+"""Percent of all experts, as in the published figures and the targets for `hazard`."""
 CYCLES = (0.5, 1, 2, 4, 8)
 RATIOS = (0.02, 0.2, 1.0, 10.0)
 
@@ -87,8 +87,8 @@ def cells_of(trace: Trace) -> Iterator[Run]:
     for capacity, experts in sizes.items():
         for eviction in EVICTIONS:
             yield {"capacity": capacity, "experts": experts, "eviction": eviction, "ratio": 1.0}
-    # The recall of a gate's top-k is its precision, too. The last proposes half as many again:
-    # more of what is needed, and more that is not.
+    # A gate's top-k has equal recall and precision. The last predictor proposes half as many
+    # again: higher recall, lower precision.
     qualities = [((q, q), (0.5, 2), RATIOS[:1]) for q in (0.75, 0.85, 0.95)]
     qualities += [((0.85, 0.85), (2,), RATIOS[1:]), ((0.95, 0.63), (2,), RATIOS)]
     for eviction in FEW:
@@ -105,7 +105,7 @@ def measure(cell: Run, known: tuple[Trace, Future]) -> Run:
     geometry, oracle = trace.geometry, {k: cell[k] for k in ("recall", "precision") if k in cell}
     overrides = {**EVICTIONS[cell["eviction"]], "prefetch": "oracle" if oracle else "none"}
     overrides |= {f"prefetch.{name}": value for name, value in oracle.items()}
-    # A share is of bytes; a number counts experts as large as the largest layer's.
+    # A share is of all bytes; a number counts experts of the largest layer's size.
     text = cell["capacity"] if cell["capacity"].endswith("%") else str(cell["experts"])
     hardware = link_of(trace, cell["ratio"])
     setting = replace(setting_of(geometry, text, overrides), hardware=hardware)
@@ -121,7 +121,7 @@ def measure(cell: Run, known: tuple[Trace, Future]) -> Run:
         "cycles": regime.cycles,
         "layer_s": regime.compute_s + regime.launches_s,
         "prefetch_hit_rate": metrics["prefetch_hits"] / requests,
-        # A trace of decoded tokens alone has none.
+        # None without a prefill.
         "ttft_ms": metrics["ttft_ms"]["mean"] if "ttft_ms" in metrics else None,
         "tpot_ms": metrics["tpot_ms"]["mean"],
         "us_per_request": round(1e6 * cpu_s / requests, 2),
@@ -129,7 +129,7 @@ def measure(cell: Run, known: tuple[Trace, Future]) -> Run:
 
 
 def link_of(trace: Trace, ratio: float) -> Hardware:
-    """Return the machine on which one expert moves in `ratio` layers' time."""
+    """Return the machine on which one expert's transfer takes as long as `ratio` layers."""
     base = replace(load_hardware("a100-5GBps"), link_latency_s=0.0)
     regime = regime_of(trace.geometry, trace.geometry.total_expert_bytes, base)
     layer_s = regime.compute_s + regime.launches_s
@@ -164,7 +164,7 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def closed(cells: DataFrame) -> str:
-    """Share of the gap between LRU and Belady that each eviction closes, in percent."""
+    """Table of the percentage of the gap between LRU and Belady that each eviction closes."""
     rates = cells.pivot(index="eviction", columns=["trace", "capacity"], values="miss_rate")
     places = [(trace, f"{share}%") for trace in sorted(cells.trace.unique()) for share in SHARES]
     rates, costs = rates[places], cells.groupby("eviction").us_per_request.median()
@@ -178,7 +178,7 @@ def closed(cells: DataFrame) -> str:
 
 
 def by_eviction(cells: DataFrame, at: Series, texts: Series) -> str:
-    """A row for what is told of `at`, a column an eviction, a text of each cell."""
+    """Table of `texts` with one row per value of `at` and one column per eviction."""
     wide = cells.assign(at=at, text=texts).pivot(index="at", columns="eviction", values="text")
     wide = wide.loc[at[cells.index].unique(), cells.eviction.unique()].fillna("")
     return padded(["", *wide.columns], wide.reset_index().to_numpy().tolist())
@@ -205,7 +205,7 @@ def lines(
     labels: tuple[str, str, int],
     file: Path,
 ) -> None:
-    """One panel a trace, one line an eviction; `labels` are the axes' and the base of x."""
+    """One panel per trace, one line per eviction; `labels` are the axes' and the log base of x."""
     traces = cells.groupby("trace")
     figure, panels = new_figure(len(traces))
     for axes, (trace, at) in zip(panels, traces, strict=True):
@@ -224,9 +224,9 @@ def lines(
 
 
 MACHINES = {"inside": "specmd-a100", "outside": "a100-5GBps"}
-"""SpecMD's own stack of 30 ms a layer, and one that is as fast as its kernels."""
+"""SpecMD's own stack of 30 ms a layer, and a stack as fast as its kernels."""
 CHARGED = "OLMoE-1B-7B"
-"""What the shipped model is charged as."""
+"""The model that the shipped one is charged as."""
 CLAIMED_SHARES = ("1%", "5%", "25%", "50%")
 OTHERS = ("lru", "lfu", "fld", "shallow_first", "frequency_layer", "least_stale", "hazard")
 CLAIMED = {name: EVICTIONS[name] for name in (*OTHERS, "least_stale none")}
@@ -236,7 +236,7 @@ SCORES = {
 }
 NONE = {"none": {"prefetch": "none"}}
 ORACLES: dict[str, dict[str, Any]] = {
-    # The recall of a gate's top-k is its precision, too; half as many again find more and less.
+    # A gate's top-k has equal recall and precision; half as many again trade one for the other.
     "top-k": {"prefetch": "oracle", "prefetch.recall": 0.85, "prefetch.precision": 0.85},
     "score": {"prefetch": "oracle", "prefetch.recall": 0.95, "prefetch.precision": 0.63},
 }
@@ -245,12 +245,12 @@ WIDER: dict[str, dict[str, Any]] = {
     f"top-k x{over:g}": {"prefetch": "next_gate", "prefetch.overfetch": over} for over in (1.5, 2)
 } | {f"score p{p}": {"prefetch": "score", "prefetch.percentile": p} for p in (70, 75, 85, 90)}
 LEFT_OUT = {"least_stale none", "hazard"}
-"""Not the papers' compositions: not among those that S2 and S8 are about."""
+"""Not the papers' evictions, so outside claims S2 and S8."""
 KEYS = ["trace", "machine", "capacity", "prefetch", "eviction"]
 
 
 def claim_cells(tiny: str | None = None) -> Iterator[tuple[Run, Any]]:
-    """Yield each cell with its trace, its future and what it means for a policy."""
+    """Yield each cell with its trace, its future and its policy overrides."""
     traces = shipped_traces()
     if tiny:
         traces["tiny"] = load_trace(tiny, predicted=True)
@@ -285,7 +285,7 @@ def measure_claim(cell: Run, known: tuple[Trace, Future, dict[str, Any]]) -> Run
 
 
 def sums(passes: Sequence[PassRecord]) -> dict[str, float]:
-    """Add up what the claims are about."""
+    """Sum the quantities that the claims concern."""
     counts = total(passes)
     steps = [record for record in passes if record.phase == DECODE]
     return {
@@ -306,7 +306,7 @@ AT = ["Trace", "Regime (transfer/layer)", "Capacity", "Prefetch"]
 
 
 def figures_of(runs: Sequence[Run]) -> DataFrame:
-    """Return a row a run, of figures that are arrays: of the run first, then of each draw."""
+    """Return one row per run of figures, each an array: of the run first, then of each draw."""
     cells = frame(sorted(runs, key=lambda run: run["cell"]["trace"]))
     units = cells.units.map(DataFrame)
     sums = DataFrame(
@@ -330,7 +330,7 @@ def figures_of(runs: Sequence[Run]) -> DataFrame:
 
 
 def by_place(cells: DataFrame) -> Iterator[tuple[list[str], DataFrame]]:
-    """Yield each place as tables name it, and its runs by eviction."""
+    """Yield each place, as labelled in the tables, with its runs by eviction."""
     for (trace, machine, capacity, prefetch), runs in cells.groupby(KEYS[:-1], sort=False):
         regime = f"{machine} ({runs.transfer_per_layer.iloc[0]:.2g})"
         size = f"{capacity} = {runs.cycles.iloc[0]:.2g} cycles"
@@ -338,12 +338,12 @@ def by_place(cells: DataFrame) -> Iterator[tuple[list[str], DataFrame]]:
 
 
 def change(new: Floats, old: Floats) -> Floats:
-    """Return by how many percent the new figure is above the old."""
+    """Return the change from the old figure to the new, in percent."""
     return 100 * (np.divide(new, old, out=np.ones_like(new), where=old > 0) - 1)
 
 
 def collisions(cells: DataFrame) -> str:
-    """S1: how many times fewer collisions, and what becomes of the misses."""
+    """S1: how many times fewer collisions, and the change in misses."""
     rows = []
     for place, runs in by_place(cells):
         lru, stale, plain = (runs.loc[name] for name in ("lru", "least_stale", "least_stale none"))
@@ -359,7 +359,7 @@ def collisions(cells: DataFrame) -> str:
 
 
 def swapped(cells: DataFrame, figure: str) -> str:
-    """S2: percent of change where Least-Stale takes the place of an eviction."""
+    """S2: percent of change when Least-Stale replaces another eviction."""
     names = cells.index.unique("eviction")
     evictions, rows = sorted({*names} - LEFT_OUT - {"least_stale"}), []
     for place, runs in by_place(cells):
@@ -370,7 +370,7 @@ def swapped(cells: DataFrame, figure: str) -> str:
             text = ""
             if eviction in runs.index:
                 percent = change(stale, runs.loc[eviction, figure])
-                # One prefill alone has no interval.
+                # A single prefill has no interval.
                 is_single = figure == "prefill_s_sum" and runs.num_prefills[eviction] < 2
                 text = f"{percent[0]:.1f}" if is_single else interval(percent)
             place.append(text)
@@ -393,7 +393,7 @@ def of_scores(cells: DataFrame) -> str:
 
 
 def predictors(cells: DataFrame) -> str:
-    """S4: what predictors propose, and what comes of it, under Least-Stale."""
+    """S4: what predictors propose and its effect, under Least-Stale."""
     stale, rows = cells.xs("least_stale", level="eviction", drop_level=False), []
     for (place, runs), key in zip(by_place(stale), stale.index, strict=True):
         if place[-1] in NONE:
@@ -409,7 +409,7 @@ def predictors(cells: DataFrame) -> str:
 
 
 def winners(cells: DataFrame) -> str:
-    """S8: the fastest at each capacity, and whether one is the fastest at all of them."""
+    """S8: the fastest policy at each capacity, and whether one is fastest at all of them."""
     published, rows = cells[~cells.index.isin(LEFT_OUT, level="eviction")], []
     for place, group in published.ms_per_token.groupby(level=["trace", "machine"], sort=False):
         times = group.droplevel(["trace", "machine"]).unstack("capacity").sort_index()
@@ -436,7 +436,7 @@ def winners(cells: DataFrame) -> str:
 
 def render_claims(runs: Sequence[Run]) -> str:
     cells = figures_of(runs)
-    # What was run with all evictions: no prefetch, and one of each kind.
+    # Prefetchers that ran with all evictions: none, and one of each kind.
     usual = cells[cells.index.isin([*NONE, *ORACLES], level="prefetch")]
     tiny = usual.xs("tiny", level="trace", drop_level=False)
     return sections(

@@ -1,25 +1,25 @@
-"""OLMoE-1B-7B's own layers side by side: plain transformers, ours, and accelerate's disk offload.
+"""Layers of OLMoE-1B-7B's size: plain transformers, ours, and accelerate's disk offload.
 
 Writes a checkpoint of OLMoE-1B-7B's shapes with random weights and `--layers` of its 16 layers
-(0.8 GB each), as transformers saves it. Then each contender loads it in a process of its own, from
-a cold page cache, and all answer the same prompts in turn: plain transformers and `store=ram` (all
-experts in host memory, `--capacity` of them in slots besides) with all the memory they want;
-`store=disk`, and accelerate with whole layers of experts near, as many as the capacity holds, and
-the others on disk, with the same memory: dense part, capacity and `--margin`. A control group
-(v1 or v2) enforces it, cached files counted, for which the right to make one is needed: by any
-other limit files are read again from the page cache for nothing. Where a contender cannot load
-within its grant that is said, and it is limited from its first answer on.
+(0.8 GB each), as transformers saves it. Each contender loads it in its own process from a cold page
+cache, and all answer the same prompts in turn. Plain transformers and `store=ram` (all experts in
+host memory, and `--capacity` of them in slots as well) have unlimited memory. `store=disk`, and
+accelerate with as many whole layers of experts resident as the capacity holds and the others on
+disk, share one limit: dense part, capacity and `--margin`. A control group (v1 or v2; creating one
+needs permission) enforces it and counts cached files; under any other limit, files would be read
+again from the page cache for free. A contender that cannot load within its grant is reported, and
+limited from its first answer on.
 
     python benchmarks/real_size.py [--shape OLMoE-1B-7B] [--layers 4] [--capacity 50%]
     python benchmarks/real_size.py --loads 5 --shape cpu [--cold]
 
-The second only loads, so often, whatever memory that takes: fresh processes in turn, from the
-moment their libraries are imported until the first answer could begin. `--cold` has the system
-forget the file's pages before each load. Ratios are of one round.
+The second command only loads, `--loads` times and without a memory limit: fresh processes in turn,
+timed from the import of their libraries until the first answer could begin. `--cold` drops the
+file's pages from the page cache before each load. Ratios are within one round.
 
-Peak memory is what a process holds for itself (RssAnon), sampled. What an answer reads is what the
-disk had to deliver, whatever the page cache had. Ratios are medians of `--rounds` answers to the
-same prompts, the first one left out.
+Peak memory is a process's private memory (RssAnon), sampled. Bytes read by an answer are those that
+the disk delivered, not the page cache. Ratios are medians of `--rounds` answers to the same
+prompts, after one that is left out.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def write_checkpoint(folder: str, shape: str, layers: int) -> None:
 
 
 class Limit:
-    """Puts this process into a control group of its own until the block is over."""
+    """Puts this process into its own control group until the end of the block."""
 
     def __enter__(self) -> Limit:
         for file in _limits_of(os.getpid()):
@@ -78,9 +78,9 @@ class Limit:
         raise SystemExit("no control group that limits memory can be made here")
 
     def grant(self, nbytes: int) -> None:
-        """Allow so many bytes beyond what is held now.
+        """Allow `nbytes` beyond the memory held now.
 
-        Raises OSError where more is held and cannot be taken back.
+        Raises OSError if more is held and cannot be reclaimed.
         """
         self._file.write_text(str(held() + nbytes))
 
@@ -90,7 +90,7 @@ class Limit:
 
 
 def _limits_of(pid: int) -> list[Path]:
-    """Return the files that would limit a process, in groups below this process' own."""
+    """Return the limit files of a process's group, one level below this process's own group."""
     files = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -103,25 +103,25 @@ def _limits_of(pid: int) -> list[Path]:
 
 
 def remove_group_of(pid: int) -> None:
-    """Remove the group of a process that was killed and could not."""
+    """Remove the group of a killed process, which could not do so itself."""
     for file in _limits_of(pid):
         if file.parent.exists():
             file.parent.rmdir()
 
 
 def held() -> int:
-    """Return the bytes that this process holds for itself (RssAnon), without maps of files."""
+    """Return this process's private memory in bytes (RssAnon), without mapped files."""
     memory = psutil.Process().memory_info()
     return int(memory.rss - memory.shared)
 
 
 def bytes_read() -> int:
-    """Return what this process had read from the disk so far: not what the page cache had."""
+    """Return the bytes that this process has read from the disk, not from the page cache."""
     return int(psutil.Process().io_counters().read_bytes)
 
 
 class Sampled:
-    """The largest RssAnon beyond what the libraries took, looked at every few milliseconds."""
+    """Peak RssAnon beyond the libraries' own, sampled every few milliseconds."""
 
     def __init__(self) -> None:
         self._base = self._peak = held()
@@ -137,7 +137,7 @@ class Sampled:
 
 
 def sizes(folder: str, capacity: str) -> tuple[int, int]:
-    """Return the bytes of the capacity, and of all that is no expert."""
+    """Return the bytes of the capacity and of all non-expert weights."""
     bare = skeleton(folder, {})
     geometry = describe(bare, find_moe_layers(bare), "x")
     total_bytes = sum(p.numel() * p.element_size() for p in bare.parameters())
@@ -146,7 +146,7 @@ def sizes(folder: str, capacity: str) -> tuple[int, int]:
 
 
 def loaded(name: str, options: argparse.Namespace) -> tuple[Any, WrappedModel | None]:
-    """Load as one contender does."""
+    """Load the model as the contender `name` does."""
     cpu, folder = torch.device("cpu"), options.folder
     if name == "plain":
         return load_whole(folder), None
@@ -157,7 +157,7 @@ def loaded(name: str, options: argparse.Namespace) -> tuple[Any, WrappedModel | 
 
 
 def contend(talk: Connection, name: str, early: bool, options: argparse.Namespace) -> None:
-    """Load, limited from the start (`early`) or from then on, and answer until told to end."""
+    """Load, limited from the start (`early`) or once loaded, and answer until None arrives."""
     near, dense = sizes(options.folder, options.capacity)
     grant = int((near + dense) * (1 + options.margin))
     with Limit() if name in ON_DISK else nullcontext() as limit:
@@ -183,7 +183,7 @@ def contend(talk: Connection, name: str, early: bool, options: argparse.Namespac
             passes = wrapped.engine.ledger.passes
             _, second, *later = (i for i, record in enumerate(passes) if record.phase == PREFILL)
             moved = sum(record.bytes_moved for record in passes[second:])
-            # The mean of an answer, the first left out.
+            # Mean per answer, without the first.
             summary["moved"] = moved / (1 + len(later))
             wrapped.unwrap()
         talk.send(summary)
@@ -191,7 +191,7 @@ def contend(talk: Connection, name: str, early: bool, options: argparse.Namespac
 
 @dataclass
 class Contender:
-    """A process that has loaded, or the reason why it has not."""
+    """A process that has loaded the model, or the reason why it could not."""
 
     name: str
     process: Any
@@ -214,11 +214,11 @@ class Contender:
 
 
 def start(name: str, options: argparse.Namespace) -> Contender:
-    """Load a contender from a cold page cache, within its grant if it can."""
+    """Load a contender from a cold page cache, within its grant if possible."""
     notes: list[str] = []
     for early in (True, False) if name in ON_DISK else (True,):
         if name == "accelerate":
-            # What a killed attempt wrote would be found again, cached on another group's account.
+            # Files of a killed attempt would be reused, with their cache charged to another group.
             shutil.rmtree(Path(options.folder) / "offload", ignore_errors=True)
         forget_cached(options.folder)
         here, there = SPAWN.Pipe()
@@ -297,7 +297,7 @@ def load_s(name: str, options: argparse.Namespace) -> float:
 
 
 def load_in_turn(options: argparse.Namespace) -> None:
-    """Print what each way to load takes, and of what plain transformers takes in the same round."""
+    """Print each loader's time and its ratio to plain transformers in the same round."""
     names = CONTENDERS[:3]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     nbytes = sum(file.stat().st_size for file in Path(options.folder).glob("*.safetensors"))
@@ -331,7 +331,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="real-size-") as folder:
         if options.folder is None:
             options.folder = folder
-            # In a process of its own, whose memory goes with it.
+            # In its own process, which frees the memory when it ends.
             checkpoint = folder, options.shape, options.layers
             writer = SPAWN.Process(target=write_checkpoint, args=checkpoint)
             writer.start()

@@ -50,7 +50,7 @@ CASES: tuple[tuple[str, str, dict[str, str], int], ...] = (
 
 
 def make_trace(num_requests: int, num_experts: int) -> Trace:
-    """Draw a decode trace; predictions are the drawn scores with noise."""
+    """Draw a random decode trace; its predictions are the drawn scores with noise."""
     rng = np.random.default_rng(0)
     num_tokens = num_requests // (NUM_LAYERS * TOP_K)
     favourites = rng.normal(0, 1.5, (NUM_LAYERS, num_experts)).astype(np.float32)
@@ -94,7 +94,7 @@ def bulk(trace: Trace, slots: int) -> tuple[float, str]:
 
 
 def one_by_one(trace: Trace, slots: int) -> tuple[float, str]:
-    """Return requests per second of libCacheSim's LRU, asked from Python for each."""
+    """Return requests per second of libCacheSim's LRU, called from Python for each request."""
     keys = trace.keys[:200_000].tolist()
     requests = [libcachesim.Request(obj_id=key + 1, obj_size=1) for key in keys]
     cache = libcachesim.LRU(cache_size=slots)
@@ -105,7 +105,7 @@ def one_by_one(trace: Trace, slots: int) -> tuple[float, str]:
 
 
 def rows_of(num_requests: int, num_experts: int, rounds: int) -> Iterator[list[str]]:
-    """Measure all cases on one trace, in turn; yield the rows of the table."""
+    """Measure all cases on one trace in turn and yield the rows of the table."""
     trace = make_trace(num_requests, num_experts)
     future, slots = Future(trace), NUM_LAYERS * num_experts // 4
     ours = {name: partial(measure, trace, future, *case) for name, *case, _ in CASES}
@@ -127,7 +127,7 @@ def rows_of(num_requests: int, num_experts: int, rounds: int) -> Iterator[list[s
 
 def main() -> None:
     options = arguments(__doc__, requests="100000,1000000", experts="64,512", rounds=5, out=None)
-    # Not what compiling takes, once after an installation: enough is replayed first.
+    # Warm-up: compiling happens once per installation and is not measured.
     warm_up = make_trace(2_000_000, 64)
     measure(warm_up, Future(warm_up), "on_demand", {})
     axes = (map(int, text.split(",")) for text in (options.requests, options.experts))

@@ -1,10 +1,10 @@
-"""What the wall clock's benchmarks share: random models of a size that matters, and timed runs.
+"""Shared by the wall clock's benchmarks: random models of realistic size, and timed runs.
 
-Shapes: `nano` is for tests of these scripts; `narrow` has OLMoE's layers, experts and top-k, with
+Shapes: `nano` is for tests of these scripts; `narrow` has OLMoE's layers, experts and top-k with
 matrices too small to matter; `cpu` has experts of 3 MB and fits any machine; `olmoe2` and `olmoe4`
-are so many layers of OLMoE-1B-7B (0.8 GB each); `olmoe` (all) and `mixtral` (Mixtral-8x7B with half
-its layers) are for a GPU; `OLMoE-1B-7B` has that model's vocabulary, too. Weights are random:
-nothing is downloaded.
+are two and four layers of OLMoE-1B-7B (0.8 GB each); `olmoe` (all layers) and `mixtral`
+(Mixtral-8x7B with half its layers) are for a GPU; `OLMoE-1B-7B` also has that model's vocabulary.
+Weights are random, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.hardware import Hardware
 
 COMMON = {"shape": "cpu", "device": "auto", "policy": "on_demand", "tokens": 16}
-"""Options that most of the scripts have."""
+"""Options shared by most scripts."""
 FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_experts", "num_experts_per_tok", "vocab_size"),
@@ -61,7 +61,7 @@ def random_model(shape: str | Mapping[str, int]) -> Any:
 
 
 def load_whole(folder: str) -> Any:
-    """Load a checkpoint as transformers does, and touch every page: a mapped file is not loaded."""
+    """Load a checkpoint with transformers and touch every page: a mapped file is not loaded."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
@@ -69,7 +69,7 @@ def load_whole(folder: str) -> Any:
 
 
 def forget_cached(folder: Path | str) -> None:
-    """Let the page cache drop the files of a folder, so that everybody begins with a cold one."""
+    """Drop a folder's files from the page cache, so that every contender starts cold."""
     for path in Path(folder).rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -82,7 +82,7 @@ def device_of(name: str) -> torch.device:
 
 
 def take(model: Any, device: torch.device) -> ExpertLoader:
-    """Bring a model's experts into a tier of host memory, and the rest to the device."""
+    """Move a model's experts into a host memory tier and the rest to the device."""
     loader = ExpertLoader("ram", None, model)
     loader.take_experts(model, device)
     return loader
@@ -115,9 +115,9 @@ def prompts(count: int, length: int, vocabulary: int, device: torch.device) -> l
 
 
 def run(model: Any, prompt: torch.Tensor, tokens: int) -> tuple[float, float]:
-    """Return the seconds of a prefill, and of one of the greedy decode steps that follow.
+    """Return the seconds of a prefill and the mean seconds of the greedy decode steps after it.
 
-    The steps run with the kernel that `generate` changes to for them on a device.
+    The steps run with the kernel to which `generate` switches for decoding on a device.
     """
     with torch.no_grad():
         synchronize(prompt.device)

@@ -1,9 +1,9 @@
-"""Prints how much the shipped model is like real ones: routing, redundancy, swaps, skills, text.
+"""Prints how closely a model resembles real ones: routing, redundancy, swaps, skills, text.
 
 Usage: python benchmarks/specimen.py --model new=tiny --model old=FOLDER --draft new=tiny-draft
 
-Cluster c of E / C experts is c * E / C and those after it, as tools/train_tiny/clusters.py orders
-them. Shapes: T tokens, L layers, E experts, K top-k, D hidden.
+Cluster c has the E / C experts from c * E / C on, as tools/train_tiny/clusters.py orders them.
+Shapes: T tokens, L layers, E experts, K top-k, D hidden.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ EVICTIONS = {"LRU": "lru", "LFU": "lfu", "Belady": "belady"}
 NUM_CLUSTERS, RESTARTS = 8, 10
 WINDOW = 1024
 Rows = Iterator[tuple[str, str]]
-"""What is measured, and what came out."""
+"""(measure, value) pairs."""
 Swap = Callable[[int, list[int], list[float]], list[int]]
-"""(layer, a token's experts, their weights) -> the experts that it goes to instead."""
+"""(layer, a token's experts, their weights) -> the experts that replace them."""
 
 
 class Routing(NamedTuple):
-    """One text as it was read, best expert first."""
+    """The routing of one text, each token's best expert first."""
 
     inputs_LTD: list[Tensor]
-    """Of the routers."""
+    """Inputs of the routers."""
     logits_LTE: list[Tensor]
     chosen_TLK: np.ndarray
     weights_TLK: np.ndarray
 
 
 class Specimen:
-    """A model, and its answers one problem at a time, so that a cache sees them in order."""
+    """A model that answers one problem at a time, so that a cache sees them in order."""
 
     def __init__(self, folder: str) -> None:
         self.model = loaded(folder)
@@ -101,7 +101,7 @@ class Specimen:
 
     @torch.no_grad()
     def is_right(self, problem: Problem) -> bool:
-        """As the harness scores it: the likeliest option, or the text that is written."""
+        """Score a problem as lm-eval does: by its likeliest option, or by the generated text."""
         row: Any = problem.row
         texts, right = [problem.target], 0
         if "mc1_targets" in row:
@@ -122,13 +122,13 @@ class Specimen:
         return nats.index(min(nats)) == right
 
     def accuracy(self, task: str, num_documents: int, swap: Swap | None = None) -> float:
-        """Percent of right answers, as it is or with experts swapped."""
+        """Percentage of right answers, unmodified or with experts swapped."""
         with swapped(self, swap):
             return 100 * mean(map(self.is_right, held_out(ASKED[task], num_documents, seed=0)))
 
     @torch.no_grad()
     def bits_per_byte(self, pages: list[str]) -> float:
-        """Each page in windows, of which only the tokens not seen before count."""
+        """Read each page in windows that predict every token exactly once."""
         total_nats = 0.0
         for page in pages:
             ids = [self.tokenizer.eos_token_id, *self.ids(page)]
@@ -155,7 +155,7 @@ def hooked(handles: Iterator[Any]) -> Iterator[None]:
 
 
 def hit_share(routings: list[Routing], num_experts: int, cycles: float, eviction: str) -> float:
-    """Percent of requests that hit, each text from an empty cache of so many tokens' experts."""
+    """Percentage of hits, each text from an empty cache of `cycles` tokens' experts."""
     hits = requests = 0
     for routing in routings:
         trace = decode_trace(routing.chosen_TLK, routing.weights_TLK, num_experts)
@@ -167,20 +167,20 @@ def hit_share(routings: list[Routing], num_experts: int, cycles: float, eviction
 
 
 def one_stream(routings: list[Routing]) -> Routing:
-    """Join texts into one, so that the cache is kept between them."""
+    """Join texts into one, so that the cache persists between them."""
     chosen, weights = (np.concatenate([routing[part] for routing in routings]) for part in (2, 3))
     return Routing([], [], chosen, weights)
 
 
 def entropy(routing: Routing, num_experts: int) -> float:
-    """Of the use of experts, mean of the layers; 1 is even."""
+    """Normalised entropy of expert use, mean over layers; 1 is uniform."""
     layers = routing.chosen_TLK.swapaxes(0, 1)
     entropies = [scipy.stats.entropy(np.bincount(layer.ravel())) for layer in layers]
     return float(np.mean(entropies)) / math.log(num_experts)
 
 
 def next_gate_recall(specimen: Specimen, text: Routing) -> list[float]:
-    """Share of a layer's experts that its router finds in the input of the layer before, in %."""
+    """Percentage of a layer's experts that its router finds from the previous layer's input."""
     recalls = []
     for layer, block in enumerate(specimen.blocks[1:], start=1):
         guess_TE = text.inputs_LTD[layer - 1] @ block.gate.weight.t()
@@ -192,7 +192,7 @@ def next_gate_recall(specimen: Specimen, text: Routing) -> list[float]:
 
 @torch.no_grad()
 def chosen_cosine(specimen: Specimen, text: Routing) -> list[float]:
-    """Mean cosine of the outputs of experts chosen together for a token, by layer."""
+    """Mean cosine between the outputs of a token's chosen experts, by layer."""
     top_k, means = specimen.top_k, list[float]()
     for block, x_TD, logits_TE in zip(specimen.blocks, *text[:2], strict=True):
         gate_up, down = block.experts.gate_up_proj.float(), block.experts.down_proj.float()
@@ -233,12 +233,12 @@ def of_routing(specimen: Specimen, texts: list[list[int]]) -> Rows:
         yield f"tiny_{task} prompts, hits at 2 cycles, %: LRU, LFU", text
 
 
-# --- swaps: what another expert in an expert's place costs ---
+# --- swaps: the cost of replacing an expert by another ---
 
 
 @contextmanager
 def swapped(specimen: Specimen, swap: Swap | None) -> Iterator[None]:
-    """Within this, tokens go to the experts that `swap` says."""
+    """Route tokens to the experts that `swap` returns."""
 
     def hook(layer: int, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, index, weights = inputs
@@ -279,7 +279,7 @@ def random_resident(specimen: Specimen, share: float) -> Swap:
 
 
 def last_rank(specimen: Specimen) -> Swap:
-    """The expert of the smallest weight gives way to a random one that was not chosen."""
+    """Replace the expert of the smallest weight by a random one that was not chosen."""
     rng = Random(0)
 
     def swap(_: int, experts: list[int], weights: list[float]) -> list[int]:
@@ -291,10 +291,10 @@ def last_rank(specimen: Specimen) -> Swap:
 
 
 def cluster_swap(specimen: Specimen, share: float, *, inside: bool) -> Swap:
-    """A share of the chosen experts gives way to one not chosen, of its cluster or of another.
+    """Replace a share of the chosen experts by unchosen ones, inside or outside their cluster.
 
-    Only experts whose cluster has one to spare are swapped, in both directions, so that the two
-    swaps change the same assignments.
+    In both cases only experts whose cluster has an unchosen one are swapped, so that both swaps
+    change the same assignments.
     """
     size, rng = specimen.cluster_size, Random(0)
 
@@ -311,9 +311,10 @@ def cluster_swap(specimen: Specimen, share: float, *, inside: bool) -> Swap:
 
 
 def clusters_found(specimen: Specimen, texts: list[list[int]]) -> list[float]:
-    """Adjusted Rand index of the co-activation's clusters against the true ones, by layer.
+    """Adjusted Rand index of co-activation clusters against the true ones, by layer.
 
-    Clusters are of the leading eigenvectors of the normalised co-activation (Ng et al. 2002).
+    Spectral clustering: k-means on the leading eigenvectors of the normalised co-activation (Ng et
+    al. 2002).
     """
     truth, scores = np.arange(specimen.num_experts) // specimen.cluster_size, []
     stream = one_stream([specimen.read(ids) for ids in texts])
@@ -333,7 +334,7 @@ def clusters_found(specimen: Specimen, texts: list[list[int]]) -> list[float]:
 
 
 def of_clusters(specimen: Specimen, texts: list[list[int]]) -> Rows:
-    """Whether co-activation finds the clusters, and what swaps inside and across them cost."""
+    """Whether co-activation finds the clusters, and the cost of swaps inside and across them."""
     yield "co-activation's clusters, adjusted Rand", spread(clusters_found(specimen, texts))
     plain = specimen.text_loss(texts)
     for share in (0.5, 1.0):
@@ -355,10 +356,10 @@ def of_clusters(specimen: Specimen, texts: list[list[int]]) -> Rows:
 
 @torch.no_grad()
 def of_draft(specimen: Specimen, draft: Any, texts: list[list[int]]) -> Rows:
-    """Whether the draft's hidden states are the model's, and the share of its tokens that are.
+    """Similarity of the draft's hidden states to the model's, and the share of tokens accepted.
 
-    Tokens are the model's greedy ones, up to MOST_DRAFTED_TOKENS after each prompt, its end token
-    included; the draft is given the same text.
+    Tokens are the model's greedy ones, up to MOST_DRAFTED_TOKENS after each prompt, including its
+    end token; the draft reads the same text.
     """
     model, by_text = specimen.model, []
     if draft.config.num_hidden_layers == model.config.num_hidden_layers:
@@ -389,7 +390,7 @@ def of_draft(specimen: Specimen, draft: Any, texts: list[list[int]]) -> Rows:
 
 
 def of_skills(specimen: Specimen, num_documents: int) -> Rows:
-    """Accuracy of each task, and what the two swaps take from it, in points."""
+    """Accuracy of each task, and its loss under the two swaps, in points."""
     for task in ASKED:
         yield f"tiny_{task}, %", f"{specimen.accuracy(task, num_documents):.1f}"
     for task in ASKED:

@@ -1,11 +1,11 @@
-"""Decode against accelerate's offloading, with the same bytes of experts near.
+"""Decode against accelerate's offloading, with the same bytes of experts resident.
 
-Accelerate keeps whole MoE layers near, as many as the capacity holds, and brings the others near
-when they are called: from files (`disk`), and on a GPU from host memory (`cpu`). Ours caches
-experts under the policy, from the same kind of place. On a CPU, what accelerate brings near is a
-map of the file: where the page cache holds it, nothing is copied, and times say little about a
-device. The bytes that a step has to bring near do: on a GPU accelerate copies whole layers, and
-has one more than the capacity near while it computes that one.
+Accelerate keeps as many whole MoE layers resident as the capacity holds and loads the others when
+they are called: from files (`disk`), and on a GPU from host memory (`cpu`). Ours caches experts
+under the policy, from the same tier. On a CPU accelerate loads nothing but maps the file: where the
+page cache holds it, nothing is copied, and times say little about a device. The bytes that a step
+loads do: on a GPU accelerate copies whole layers, and while it computes one of them holds one more
+than the capacity.
 
     python benchmarks/vs_accelerate.py [--shape cpu|olmoe|mixtral] [--device auto] [--capacity 25%]
 """
@@ -31,7 +31,7 @@ from lm_eval_moecache.records.sizes import parse_capacity
 
 
 def offloaded(folder: str, capacity: str, device: torch.device, tier: str) -> Any:
-    """Load the checkpoint with accelerate: whole layers of experts near, the others in the tier."""
+    """Load the checkpoint with accelerate: whole layers resident, the others in the tier."""
     bare = skeleton(folder, {})
     layers = find_moe_layers(bare)
     geometry = describe(bare, layers, "x")
@@ -44,9 +44,9 @@ def offloaded(folder: str, capacity: str, device: torch.device, tier: str) -> An
 
 
 def device_map(model: nn.Module, far: set[str], device: str, tier: str) -> dict[str, str]:
-    """Return a place for every part of a model: the tier for these modules, the device for others.
+    """Map every part of a model to a place: the tier for the modules `far`, the device for others.
 
-    Accelerate puts all that lies under a name in one place: parts that hold experts are divided.
+    Accelerate puts everything under a name in one place, so parents of `far` modules are split up.
     """
     places: dict[str, str] = {}
 
@@ -112,7 +112,7 @@ def main() -> None:
             for phase, i in (("prefill", 0), ("decode", 1)):
                 ratios = spread([a[i] / m[i] for a, m in pairs])
                 print(f"speed of moecache / accelerate, {phase}: {ratios}")
-            # Freed first: the next tier's models have the same size.
+            # Freed now: the next tier's models are as large.
             del model, wrapped
 
 

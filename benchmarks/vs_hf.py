@@ -1,7 +1,7 @@
-"""Our clocks at 100% capacity against plain transformers: what slots, hooks and bookkeeping cost.
+"""Our clocks at 100% capacity against plain transformers: the cost of slots, hooks, bookkeeping.
 
-One model, plain and wrapped in turn, each of them first in every second pair; medians of the paired
-ratios (plain seconds / ours). What the bookkeeping alone costs: bookkeeping.py.
+One model, plain and wrapped in turn, alternating which runs first; medians of the paired ratios
+(plain seconds / ours). bookkeeping.py measures the bookkeeping alone.
 
     python benchmarks/vs_hf.py [--shape cpu|olmoe2|olmoe|mixtral] [--device auto] [--clock wall]
     python benchmarks/vs_hf.py --pretrained FOLDER
