@@ -1,1 +1,1 @@
-"""Trains the shipped model `tiny` and its draft; stands outside the wheel."""
+"""Trains the shipped model `tiny` and its draft; not part of the wheel."""

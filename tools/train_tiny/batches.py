@@ -1,4 +1,4 @@
-"""What one optimizer step reads, a pure function of the seed and the step number."""
+"""The batches of one optimizer step, a pure function of the seed and the step number."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tools.train_tiny.skills.generator import problems
 from tools.train_tiny.skills.problem import Problem
 from tools.train_tiny.text import Text
 
-# From this step on the mixture leaves the facts, which are known by then, for what takes steps of
-# thought, and reads more problems and less English.
+# From this step on the mixture turns from facts, which are known by then, to problems of several
+# steps, with more problems and less English.
 LATE = 1411
-# From this step on webs of lies are known and word problems get their time.
+# From this step on webs of lies are known, and word problems take their share.
 FINAL = 1699
-# From this step on English and problems are balanced each on its own (train.py).
+# From this step on English and problems are balanced separately (train.py).
 LAST = 1779
-# How many of the drawn problems are of a maker; the harder or rarer grades come last.
+# Relative frequency of each maker, by grade; the harder or rarer grades come last.
 EARLY_SHARES = {
     "gsm8k": (5, 4, 3),
     "mmlu": (9, 5, 3),
@@ -64,7 +64,7 @@ MAKER_SHARES = {
     LATE: {"pages": 1} | _by_maker(LATE_SHARES),
     FINAL: {"pages": 1} | _by_maker(FINAL_SHARES),
 }
-# Weight of one target token by skill, 1 where not named: long answers would otherwise drown the
+# Loss weight of a target token by skill, 1 by default: long answers would otherwise drown the
 # one-token ones. The end token counts little, and the prompt only in some problems.
 TARGET_WEIGHTS = {
     0: {"gsm8k": 0.3, "pages": 0.1, "letters": 0.2, "bbh": 1.5},
@@ -85,8 +85,8 @@ Entry = TypeVar("Entry")
 class Batch:
     """B rows of S tokens. `weights` is the loss weight of predicting each token.
 
-    `document` numbers the problems of a packed row, which see only themselves; -1 is padding.
-    `task` is what each problem is of, as a number.
+    `document_BS` numbers the problems of a packed row, which attend only to themselves; -1 is
+    padding. `task_BS` is each problem's task as a number.
     """
 
     ids_BS: Tensor
@@ -96,12 +96,14 @@ class Batch:
 
     @property
     def mask(self) -> Tensor | None:
-        """(B, 1, S, S) to add to the attention scores; None for whole rows."""
+        """(B, 1, S, S), added to the attention scores; None if rows are not packed."""
         if self.document_BS is None:
             return None
-        same = self.document_BS[:, None, :, None] == self.document_BS[:, None, None, :]
-        seen = same & torch.ones(same.shape[-2:], dtype=torch.bool).tril()
-        return torch.zeros(same.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+        same_document = self.document_BS[:, None, :, None] == self.document_BS[:, None, None, :]
+        visible = same_document & torch.ones(same_document.shape[-2:], dtype=torch.bool).tril()
+        return torch.zeros(same_document.shape).masked_fill(
+            ~visible, torch.finfo(torch.float32).min
+        )
 
 
 def task_of(maker: str) -> str:
@@ -110,7 +112,7 @@ def task_of(maker: str) -> str:
 
 
 def _at(table: dict[int, Entry], step: int) -> Entry:
-    """The entry in force at a step."""
+    """The table's entry in force at a step."""
     return table[max(start for start in table if start <= step)]
 
 
@@ -126,7 +128,7 @@ def _weighted(
 
 
 def skill_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, step: int) -> Batch:
-    """Problems packed into rows one after another; one that no longer fits opens the next row."""
+    """Pack problems into rows in order; a problem that no longer fits opens the next row."""
     pad_id = int(tokenizer.convert_tokens_to_ids(str(tokenizer.pad_token)))
     num_rows, shares = _at(SKILL_ROWS, step), _at(MAKER_SHARES, step)
     ids = torch.full((num_rows, ROW_LENGTH), pad_id)
@@ -137,17 +139,17 @@ def skill_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, step: int) -> B
     row = start = number = 0
     while True:
         name = rng.choices(list(shares), list(shares.values()))[0]
-        one, weight = _weighted(tokenizer, next(streams[name]), rng, step)
-        if len(one) > ROW_LENGTH:
+        tokens, weight = _weighted(tokenizer, next(streams[name]), rng, step)
+        if len(tokens) > ROW_LENGTH:
             continue
-        if start + len(one) > ROW_LENGTH:
+        if start + len(tokens) > ROW_LENGTH:
             row, start = row + 1, 0
         if row == num_rows:
             return Batch(ids_BS=ids, weights_BS=weights, document_BS=document, task_BS=task)
-        place = slice(start, start + len(one))
-        ids[row, place], weights[row, place] = torch.tensor(one), torch.tensor(weight)
+        place = slice(start, start + len(tokens))
+        ids[row, place], weights[row, place] = torch.tensor(tokens), torch.tensor(weight)
         document[row, place], task[row, place] = number, tasks.index(task_of(name))
-        start, number = start + len(one), number + 1
+        start, number = start + len(tokens), number + 1
 
 
 def text_batch(text: Text, rng: Random, step: int) -> Batch:
@@ -160,6 +162,6 @@ def text_batch(text: Text, rng: Random, step: int) -> Batch:
 def step_batches(
     tokenizer: PreTrainedTokenizerFast, text: Text, *, seed: int, step: int
 ) -> tuple[Batch, Batch]:
-    """The English and the skills of one step."""
+    """The batches of English and of skills for one step."""
     rng = Random(f"batch/{seed}/{step}")
     return text_batch(text, rng, step), skill_batch(tokenizer, rng, step)

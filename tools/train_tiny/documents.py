@@ -1,4 +1,4 @@
-"""Draws the rows of the offline tasks and the training prompts that the package ships.
+"""Draws the shipped rows of the offline tasks and the shipped training prompts.
 
 `python -m tools.train_tiny.documents --out lm_eval_moecache/tiny/rows` writes the shipped ones.
 """
@@ -18,22 +18,22 @@ from tools.train_tiny.skills.generator import ASKED, MOST_DRAWS, distinct, probl
 
 NUM_DOCUMENTS, NUM_PROMPTS = 500, 1000
 PROMPTS_SEED = 42
-"""That of the predictors that were trained on them."""
+"""Seed of the prompts on which the shipped predictors were trained."""
 KINDS = tuple(dict.fromkeys(name for names in ASKED.values() for name in names))
 
 
 def training_prompts(count: int, seed: int) -> list[dict[str, str]]:
-    """Return up to `count` different prompts of each kind; some kinds have fewer."""
-    found = []
+    """Return up to `count` distinct prompts of each kind; some kinds have fewer."""
+    prompts = []
     for kind in KINDS:
-        different = dict[str, None]()
-        drawn = problems(kind, "train", Random(f"prompts/{kind}/{seed}"))
-        for problem in islice(drawn, MOST_DRAWS * count):
-            different.setdefault(problem.prompt)
-            if len(different) == count:
+        unique = dict[str, None]()
+        stream = problems(kind, "train", Random(f"prompts/{kind}/{seed}"))
+        for problem in islice(stream, MOST_DRAWS * count):
+            unique.setdefault(problem.prompt)
+            if len(unique) == count:
                 break
-        found += [{"kind": kind, "prompt": prompt} for prompt in different]
-    return found
+        prompts += [{"kind": kind, "prompt": prompt} for prompt in unique]
+    return prompts
 
 
 def _lines(rows: Iterable[Mapping[str, object]]) -> bytes:

@@ -1,8 +1,8 @@
-"""Trains `tiny-draft`: dense, as many layers and as wide as the model, apart from it.
+"""Trains `tiny-draft`, a separate dense model with as many layers as `tiny` and its width.
 
-`python -m tools.train_tiny.draft --out DIR` starts from version 2's attention and the mean
-of its experts, as the model does (clusters.py), and goes its own way from there: its hidden states
-resemble the model's, so the model's routers can read them, and are not the same.
+`python -m tools.train_tiny.draft --out DIR` starts from version 2's attention and the mean of its
+experts, like version 3 (clusters.py), and then trains independently: its hidden states resemble the
+model's, so that the model's routers can read them, but are not equal.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tools.train_tiny.tokenizer import MAX_LENGTH, VOCAB_SIZE
 from tools.train_tiny.train import Plan, Training, start
 
 NEVER = 1_000_000_000
-# The batches of version 2's middle, which have fewer word problems and more facts than its last:
-# of those the draft would foretell nearly all words of a solution and too few answers.
+# Batches from the middle of version 2's training, with fewer word problems and more facts than its
+# last: on those the draft would predict nearly all words of a solution and too few answers.
 FIRST_STEP = 720
 INTERMEDIATE = 96
-# Share of each matrix that is drawn anew; with none, the draft's hidden states are the model's.
+# Share of noise mixed into each matrix; without it the draft's hidden states equal the model's.
 NOISE = 0.5
 
 

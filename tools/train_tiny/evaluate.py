@@ -1,4 +1,4 @@
-"""Accuracy of a model on test-split problems, by the answer it would write greedily."""
+"""Accuracy of a model on test-split problems by exact match of its greedy answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EVAL_BATCH = 50
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> tuple[list[int], list[int]]:
-    """Prompt ids and target ids, split where lm-eval splits context and continuation."""
+    """Return prompt ids and target ids, split where lm-eval splits context and continuation."""
     end = [int(tokenizer.convert_tokens_to_ids(str(tokenizer.eos_token)))]
     if not problem.prompt:
         return end, [*tokenizer(problem.target).input_ids, *end]
@@ -23,10 +23,10 @@ def encode(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> tuple[list[i
 def share_exact(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, chosen: list[Problem]
 ) -> float:
-    """Share of problems whose whole target is the greedy continuation, end token included.
+    """Return the share of problems whose greedy continuation is the target, end token included.
 
-    One forward pass with the target in place decides that: if each target token is the most
-    likely one after its predecessors, greedy decoding writes exactly the target.
+    One teacher-forced forward pass suffices: if each target token is the likeliest after its
+    predecessors, greedy decoding writes exactly the target.
     """
     num_right = 0
     encoded = sorted(
@@ -35,12 +35,12 @@ def share_exact(
     for start in range(0, len(encoded), EVAL_BATCH):
         group = encoded[start : start + EVAL_BATCH]
         longest = sum(map(len, group[-1]))
-        ids, asked = torch.zeros(2, len(group), longest, dtype=torch.long)
+        ids, is_target = torch.zeros(2, len(group), longest, dtype=torch.long)
         for row, (prompt, target) in enumerate(group):
-            both = prompt + target
-            ids[row, : len(both)] = torch.tensor(both)
-            asked[row, len(prompt) : len(both)] = 1
+            sequence = prompt + target
+            ids[row, : len(sequence)] = torch.tensor(sequence)
+            is_target[row, len(prompt) : len(sequence)] = 1
         best = model(input_ids=ids).logits[:, :-1].argmax(-1)
-        wrong = (best != ids[:, 1:]) & (asked[:, 1:] > 0)
+        wrong = (best != ids[:, 1:]) & (is_target[:, 1:] > 0)
         num_right += int((~wrong.any(1)).sum())
     return num_right / len(chosen)

@@ -1,8 +1,8 @@
-"""Muon: momentum whose update is orthogonalised, for all weight matrices of a stack at once.
+"""Muon: momentum with orthogonalised updates, for all weight matrices of a stack at once.
 
 Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), with the update scaled to the size
 of an AdamW update as in Liu et al. 2025 (arXiv 2502.16982, section 2.2). It needs far fewer tokens
-here than AdamW, and tokens are what two CPU cores are short of.
+than AdamW here, and two CPU cores process few.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(stack: Tensor) -> Tensor:
-    """Newton-Schulz on each matrix of a stack (number, rows, columns)."""
+    """Newton-Schulz iteration on each matrix of a stack (number, rows, columns)."""
     wide = stack if stack.shape[-2] <= stack.shape[-1] else stack.mT
     x: Tensor = wide / (wide.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     a, b, c = COEFFICIENTS
@@ -28,7 +28,7 @@ def orthogonalise(stack: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """For parameters of two dimensions, or three where the first one counts matrices."""
+    """For parameters of two dimensions, or three if the first indexes matrices."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The OLMoE network of `tiny` and an experts pass that is quick to train on a CPU.
+"""The OLMoE network of `tiny` and an experts forward pass that trains fast on a CPU.
 
 Shapes: T tokens, E experts, K top-k, D hidden, I intermediate.
 """
@@ -22,7 +22,7 @@ NUM_EXPERTS, TOP_K = 64, 8
 
 
 def build_config(*, num_experts: int, top_k: int, pad_id: int, end_id: int) -> OlmoeConfig:
-    """The shipped shape; one expert makes it the dense model that is upcycled."""
+    """The shipped shape; with one expert, the dense model that is upcycled."""
     return OlmoeConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -42,7 +42,7 @@ def build_config(*, num_experts: int, top_k: int, pad_id: int, end_id: int) -> O
 
 @cache
 def load_kernel() -> None:
-    """Compiled once for this machine, in torch's own cache of extensions."""
+    """Compile the kernel once for this machine, in torch's own cache of extensions."""
     load(
         "train_tiny_experts",
         [str(Path(__file__).with_name("experts.cpp"))],
@@ -54,8 +54,8 @@ def load_kernel() -> None:
 class SortedExperts(torch.autograd.Function):
     """Gated experts over rows sorted by expert, in C++ (experts.cpp).
 
-    Written by hand because autograd's indexing of the stacked weights fills and adds a full-size
-    gradient for each expert, which costs more here than the matrix products.
+    Written by hand because autograd's indexing of the stacked weights allocates and adds a
+    full-size gradient for each expert, which costs more here than the matrix products.
     """
 
     @staticmethod
@@ -73,7 +73,7 @@ class SortedExperts(torch.autograd.Function):
 
 
 def sorted_experts(experts: Any, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Same result as transformers' eager experts, for its experts interface."""
+    """Equals transformers' eager experts; for its experts interface."""
     if experts.num_experts == 1:
         gate_TI, up_TI = (x_TD @ experts.gate_up_proj[0].t()).chunk(2, -1)
         dense: Tensor = (nn.functional.silu(gate_TI) * up_TI) @ experts.down_proj[0].t()
@@ -98,7 +98,7 @@ def build_model(config: OlmoeConfig) -> OlmoeForCausalLM:
 
 
 def balance_loss(router_logits: list[Tensor], top_k: int) -> Tensor:
-    """Switch's load-balance loss over all tokens of a step, averaged over layers; 1 is even.
+    """Switch's load-balance loss over all tokens of a step, averaged over layers; 1 is uniform.
 
     Over the whole batch, not per sequence, so that experts may specialise by topic.
     """
@@ -113,7 +113,7 @@ def balance_loss(router_logits: list[Tensor], top_k: int) -> Tensor:
 
 
 def sharpness(router_logits: list[Tensor], top_k: int) -> Tensor:
-    """Mean sum of squares of a token's weights, from 1 / top_k (even) to 1 (one expert alone)."""
+    """Mean sum of squares of a token's weights, from 1 / top_k (uniform) to 1 (a single expert)."""
     sums = list[Tensor]()
     for logits_TE in router_logits:
         weights_TK = nn.functional.softmax(logits_TE.topk(top_k, dim=-1).values, dim=-1)

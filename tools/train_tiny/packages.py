@@ -1,4 +1,4 @@
-"""The Debian packages the English text comes from: versions, checksums and licences."""
+"""The Debian packages with the English text: versions, checksums and licences."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """One package of Debian 12; `weight` is its part of the English text the model reads.
+    """One package of Debian 12; `weight` is its relative share of the English training text.
 
-    `test_percent` of its documents are held out. Only text in the public domain may be shipped.
+    `test_percent` of its documents are held out. Only public-domain text may be shipped.
     """
 
     name: str
@@ -110,12 +110,12 @@ PACKAGES = (
 
 
 def fetch(package: Package, folder: Path) -> Path:
-    """The package's file, downloaded if it is not there; refused if its checksum differs."""
+    """Return the package's file, downloaded if missing; ValueError if its checksum differs."""
     folder.mkdir(parents=True, exist_ok=True)
     pattern = f"{package.name}_{package.version.replace(':', '%3a')}_*.deb"
     if not list(folder.glob(pattern)):
-        wanted = f"{package.name}={package.version}"
-        subprocess.run(["apt-get", "download", "-q", wanted], cwd=folder, check=True)
+        requirement = f"{package.name}={package.version}"
+        subprocess.run(["apt-get", "download", "-q", requirement], cwd=folder, check=True)
     file = next(iter(sorted(folder.glob(pattern))))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if digest != package.sha256:
@@ -124,7 +124,7 @@ def fetch(package: Package, folder: Path) -> Path:
 
 
 def read_members(file: Path, prefix: str) -> dict[str, bytes]:
-    """Contents of the files under a path of a .deb, which is an `ar` of tar archives."""
+    """Return the contents of the files under a path of a .deb, an `ar` archive of tar archives."""
     raw = file.read_bytes()
     place = 8
     while place < len(raw):

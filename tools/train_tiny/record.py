@@ -1,4 +1,4 @@
-"""What a training run leaves: the bf16 model folder, `training.json` and the loss curve."""
+"""Output of a training run: the bf16 model folder, `training.json` and the loss curve."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Row = tuple[int, float, float, float, float]
 
 @dataclass(slots=True, kw_only=True)
 class Curve:
-    """Losses and the share of the full rate, one row a step from the first to the last."""
+    """Losses and the share of the full learning rate, one row per step."""
 
     rows: list[Row] = field(default_factory=list)
 
@@ -50,7 +50,7 @@ class Curve:
 
 
 def _command() -> str:
-    """The command as typed, with the folders left out: they are no part of the result."""
+    """Return the command as typed, without its folders, which do not affect the weights."""
     arguments = sys.argv[1:]
     for option in ("--out", "--cache", "--run"):
         if option in arguments:
@@ -66,7 +66,7 @@ def write_folder(
     curve: Curve,
     facts: Mapping[str, object],
 ) -> None:
-    """Rounds to bf16, scores that model, and puts each finished file in place at once."""
+    """Round to bf16, score the rounded model, and move each file into place once finished."""
     model.to(torch.bfloat16).eval()
     if hasattr(model.config, "num_experts"):
         model.set_experts_implementation("eager")

@@ -1,4 +1,4 @@
-"""Windows of real English: each package one stream of tokens, documents apart by the end token."""
+"""Windows of real English: one token stream per package, documents separated by the end token."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tools.train_tiny.corpus import read_documents
 from tools.train_tiny.packages import PACKAGES
 from tools.train_tiny.tokenizer import END
 
-# More than a run reads of any package.
+# More than a run reads from any package.
 MOST_CHARS = 12_000_000
 
 
 def encode_package(index: int, tokenizer: PreTrainedTokenizerFast, cache: Path) -> np.ndarray:
-    """Training documents of a package in an order of the seed, up to MOST_CHARS."""
+    """Tokenise a package's training documents in a fixed random order, up to MOST_CHARS."""
     documents = read_documents(PACKAGES[index], cache)["train"]
     Random(f"documents/{index}").shuffle(documents)
     end, size, chosen = int(tokenizer.convert_tokens_to_ids(END)), 0, list[str]()
@@ -27,13 +27,13 @@ def encode_package(index: int, tokenizer: PreTrainedTokenizerFast, cache: Path) 
         chosen.append(documents.pop())
         size += len(chosen[-1])
     ids = list[int]()
-    for one in tokenizer(chosen).input_ids:
-        ids += [*one, end]
+    for document_ids in tokenizer(chosen).input_ids:
+        ids += [*document_ids, end]
     return np.array(ids, dtype=np.int16)
 
 
 class Text:
-    """Streams of all packages, encoded once and kept beside the run."""
+    """Token streams of all packages, encoded once and stored beside the run."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, cache: Path, kept: Path) -> None:
         self.streams = list[np.ndarray]()
@@ -46,7 +46,7 @@ class Text:
         self.weights = [package.weight for package in PACKAGES]
 
     def rows(self, rng: Random, count: int, length: int) -> Tensor:
-        """`count` windows of `length` tokens; each lies in one package."""
+        """Draw `count` windows of `length` tokens, each from one package."""
         chosen = list[np.ndarray]()
         for stream in rng.choices(self.streams, self.weights, k=count):
             start = rng.randrange(len(stream) - length)

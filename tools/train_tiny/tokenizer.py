@@ -1,4 +1,4 @@
-"""The byte-level BPE of `tiny`: digits stand alone, and any text round-trips."""
+"""The byte-level BPE of `tiny`: every digit is a token, and any text round-trips."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ END = "<|endoftext|>"
 PAD = "<|pad|>"
 VOCAB_SIZE = 4096
 MAX_LENGTH = 4096
-# Boilerplate that heads every prompt of a kind is one token each, which halves some prompts.
+# The boilerplate of each kind of prompt is one token, which halves some prompts.
 PHRASES = (
     *(description for description, _ in BBH.values()),
     RETURN_QUESTION,
@@ -30,7 +30,7 @@ CHARS_PER_WEIGHT = 80_000
 
 
 def training_texts(seed: int, cache: Path) -> Iterator[str]:
-    """Training-split text only: problems of each maker, documents of each package."""
+    """Yield training-split text only: problems of each maker, documents of each package."""
     for name in MAKERS | AUXILIARY:
         stream = problems(name, "train", Random(f"tokenizer/{name}/{seed}"))
         for _ in range(NUM_TEXTS_PER_MAKER):
@@ -42,10 +42,10 @@ def training_texts(seed: int, cache: Path) -> Iterator[str]:
     for package in PACKAGES:
         documents = read_documents(package, cache)["train"]
         Random(f"tokenizer/{package.name}/{seed}").shuffle(documents)
-        left = package.weight * CHARS_PER_WEIGHT
-        while left > 0 and documents:
+        budget = package.weight * CHARS_PER_WEIGHT
+        while budget > 0 and documents:
             text = documents.pop()
-            left -= len(text)
+            budget -= len(text)
             yield text
 
 

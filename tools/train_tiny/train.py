@@ -1,10 +1,10 @@
-"""Trains `tiny` from nothing: tokenizer, dense model, experts, and the record of how.
+"""Trains `tiny` from scratch: tokenizer, dense model, experts, and the record of the run.
 
 `python -m tools.train_tiny.train --out DIR` writes `DIR/model`, which AutoModelForCausalLM and
 AutoTokenizer load. A dense stage comes first; its MLP is then copied into the experts (upcycle.py).
-A run that was stopped (`touch DIR/stop`) goes on from its last checkpoint and ends with the same
-weights. The rate is constant after the warm-up of each stage and falls linearly at the end, so the
-number of steps can be settled while it runs.
+A stopped run (`touch DIR/stop`) resumes from its last checkpoint and ends with the same weights.
+The learning rate is constant after the warm-up of each stage and falls linearly at the end, so the
+number of steps can be chosen while the run is under way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHECKPOINT = "checkpoint.pt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What decides the weights, besides the code."""
+    """Everything besides the code that determines the weights."""
 
     seed: int = 0
     dense_steps: int = 1000
@@ -56,33 +56,33 @@ class Plan:
     clip: float = 1.0
 
     def balance_at(self, step: int) -> float:
-        """Weak while the experts find their topics."""
+        """Weight of the balance loss: low while the experts find their topics."""
         if step >= LATE:
             return self.late_balance_weight
         early = step - self.dense_steps < self.early_balance_steps
         return self.early_balance_weight if early else self.balance_weight
 
     def pull_at(self, step: int) -> float:
-        """Of the experts towards their mean; in the end it does not fall with the rate."""
+        """Pull of the experts towards their mean; from LAST on it does not fall with the rate."""
         return self.last_pull if step >= LAST else self.late_pull * self.rate_at(step)
 
     def rate_at(self, step: int) -> float:
-        """Share of the full rate: up at the start of each stage, down at the end."""
+        """Share of the full learning rate: rises at the start of each stage, falls at the end."""
         since = step - self.dense_steps if step >= self.dense_steps else step
         return min(1.0, (since + 1) / self.warmup, (self.steps - step) / self.decay_steps)
 
 
 def micro_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Weighted mean of token losses, and the router logits of the real tokens if it has any."""
-    asked = {"output_router_logits": True} if hasattr(model.config, "num_experts") else {}
-    out = model.model(input_ids=batch.ids_BS, attention_mask=batch.mask, use_cache=False, **asked)
+    """Return the weighted mean token loss and the unpadded tokens' router logits, if any."""
+    flags = {"output_router_logits": True} if hasattr(model.config, "num_experts") else {}
+    out = model.model(input_ids=batch.ids_BS, attention_mask=batch.mask, use_cache=False, **flags)
     scored_BS = batch.weights_BS[:, 1:] > 0
     logits = model.lm_head(out.last_hidden_state[:, :-1][scored_BS])
     losses = torch.nn.functional.cross_entropy(
         logits, batch.ids_BS[:, 1:][scored_BS], reduction="none"
     )
     weights = batch.weights_BS[:, 1:][scored_BS]
-    router_logits = out.router_logits if asked else ()
+    router_logits = out.router_logits if flags else ()
     if batch.document_BS is not None:
         real_T = (batch.document_BS >= 0).reshape(-1)
         router_logits = tuple(logits_TE[real_T] for logits_TE in router_logits)
@@ -95,8 +95,8 @@ def optimizers_of(model: PreTrainedModel, plan: Plan) -> list[torch.optim.Optimi
     matrices = list[torch.nn.Parameter]()
     vectors = list[torch.nn.Parameter]()
     for name, weight in model.named_parameters():
-        inner = "experts" in name or "_proj" in name
-        (vectors if weight.dim() == 1 else stacks if inner else matrices).append(weight)
+        is_stacked = "experts" in name or "_proj" in name
+        (vectors if weight.dim() == 1 else stacks if is_stacked else matrices).append(weight)
     groups: list[dict[str, object]] = [
         {"params": matrices},
         {"params": vectors, "weight_decay": 0.0},
@@ -109,9 +109,9 @@ def optimizers_of(model: PreTrainedModel, plan: Plan) -> list[torch.optim.Optimi
 
 @torch.no_grad()
 def pull_together(model: PreTrainedModel, share: float) -> None:
-    """Moves the experts of a layer towards their mean, or they drift apart for good.
+    """Move the experts of a layer towards their mean, or they drift apart for good.
 
-    A weight decay towards what they share instead of towards 0.
+    Weight decay towards their mean instead of 0.
     """
     for name, weight in model.named_parameters():
         if "experts" in name:
@@ -119,7 +119,7 @@ def pull_together(model: PreTrainedModel, share: float) -> None:
 
 
 class Training:
-    """A run: model, optimizers and how far they are. `about` goes into its training.json."""
+    """A run: model, optimizers and progress. `about` goes into its training.json."""
 
     about: ClassVar[dict[str, str]] = {"draft": "../draft"}
 
@@ -159,7 +159,7 @@ class Training:
         self.curve.rows = [tuple(row) for row in state["curve"]]
 
     def before_step(self) -> None:
-        """Turns the dense model into experts when its stage is over."""
+        """Upcycle the dense model into experts when its stage is over."""
         if self.step == self.plan.dense_steps:
             self._use(upcycle(self.model, self.plan.seed))
 
@@ -177,7 +177,7 @@ class Training:
         self.step += 1
 
     def _update(self, batches: tuple[Batch, Batch]) -> tuple[float, float, float]:
-        """One optimizer step; the losses of English and skills, and of the balance."""
+        """Take one optimizer step; return the losses of English, skills and balance."""
         (text, logits), (skills, more) = (micro_loss(self.model, batch) for batch in batches)
         loss, balance = text + self.plan.skill_weight * skills, torch.tensor(1.0)
         if self.step >= self.plan.dense_steps:
@@ -195,21 +195,21 @@ class Training:
     def _routing_losses(
         self, text: tuple[Tensor, ...], skills: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Balance over the whole batch, late over English and problems each, and sharpness.
+        """Return the balance over the batch, from LAST on by English and problems, and sharpness.
 
-        Balanced together, experts divide the two among them, and one text uses few of them.
+        Balanced together, the experts split between the two, and one text uses few of them.
         """
         top_k = int(self.model.config.num_experts_per_tok)
         if self.step < LAST:
-            both = [torch.cat(pair) for pair in zip(text, skills, strict=True)]
-            return balance_loss(both, top_k), torch.tensor(0.0)
+            all_logits = [torch.cat(pair) for pair in zip(text, skills, strict=True)]
+            return balance_loss(all_logits, top_k), torch.tensor(0.0)
         parts = (list(text), list(skills))
         balance = torch.stack([balance_loss(part, top_k) for part in parts]).mean()
         sharp = torch.stack([sharpness(part, top_k) for part in parts]).mean()
         return balance, self.plan.sharpness_weight * sharp
 
     def state(self) -> dict[str, object]:
-        """What a run that was stopped goes on from."""
+        """State from which a stopped run resumes."""
         return {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -237,7 +237,7 @@ class Training:
 
 
 def run(training: Training, save_every: int) -> None:
-    """To the end of the plan, or to the file `stop`."""
+    """Train to the end of the plan, or until the file `stop` appears."""
     plan, out = training.plan, training.out
     while training.step < plan.steps:
         training.advance()
@@ -255,7 +255,7 @@ def run(training: Training, save_every: int) -> None:
 
 
 def start(kind: type[Training], preset: Plan, description: str | None) -> None:
-    """Reads the command line, whose defaults are `preset`, and runs."""
+    """Read the command line, with defaults from `preset`, and run."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=description)

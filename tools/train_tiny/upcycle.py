@@ -1,7 +1,7 @@
-"""From the dense model to experts: copies of its MLP, a part of each drawn anew.
+"""Upcycles the dense model: experts are copies of its MLP with some neurons reinitialised.
 
-After Nakamura et al. 2025 ("Drop-Upcycling", arXiv 2502.19261): copies alone would stay alike, new
-experts alone would share nothing, and real upcycled models have both.
+After Nakamura et al. 2025 ("Drop-Upcycling", arXiv 2502.19261): pure copies would stay alike, new
+experts would share nothing, and the experts of real upcycled models do both.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ DRAWN_SHARE = 0.5
 
 
 def upcycle(dense: OlmoeForCausalLM, seed: int) -> OlmoeForCausalLM:
-    """Every expert keeps a random half of the dense neurons and draws the others.
+    """Return a model whose experts each keep a random half of the dense neurons.
 
-    The router's weights of a token sum to 1, so full copies would be the dense model exactly.
+    The others are reinitialised. A token's router weights sum to 1, so full copies would equal the
+    dense model exactly.
     """
     config = dense.config
     torch.manual_seed(seed + 1)
@@ -39,9 +40,9 @@ def upcycle(dense: OlmoeForCausalLM, seed: int) -> OlmoeForCausalLM:
         parts = (dense.state_dict()[prefix + name] for name in ("gate_up_proj", "down_proj"))
         gate_up, down = (part[0] for part in parts)
         for expert in range(NUM_EXPERTS):
-            drawn = torch.randperm(config.intermediate_size)
-            drawn = drawn[: int(DRAWN_SHARE * len(drawn))]
-            new_gate_up, new_down = redraw(gate_up, down, drawn)
+            neurons = torch.randperm(config.intermediate_size)
+            neurons = neurons[: int(DRAWN_SHARE * len(neurons))]
+            new_gate_up, new_down = redraw(gate_up, down, neurons)
             state[prefix + "gate_up_proj"][expert].copy_(new_gate_up)
             state[prefix + "down_proj"][expert].copy_(new_down)
     model.load_state_dict(state)
@@ -49,7 +50,7 @@ def upcycle(dense: OlmoeForCausalLM, seed: int) -> OlmoeForCausalLM:
 
 
 def redraw(gate_up: Tensor, down: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """The MLP with the neurons `drawn` replaced by random ones of the same spread."""
+    """Return the MLP with the neurons `drawn` replaced by random ones of equal deviation."""
     gate_up, down = gate_up.clone(), down.clone()
     width = down.shape[1]
     for rows in (drawn, drawn + width):

@@ -1,12 +1,12 @@
 """Trains version 3 of `tiny` from version 2: clusters, a shared expert, unnormalised weights.
 
 `python -m tools.train_tiny.version3 --out DIR` reads version 2's shipped folder, makes the new
-model from it (clusters.py) and goes on with its mixture from its last step. A run that was stopped
-(`touch DIR/stop`) goes on from its last checkpoint, with the same weights in the end.
+model from it (clusters.py) and continues its training mixture from its last step. A stopped run
+(`touch DIR/stop`) resumes from its last checkpoint and ends with the same weights.
 
-Besides version 2's losses there is one for locality: a token's router shall stay with the experts
-of the token before. Its weight is steered so that an LRU cache of two cycles hits as often as in
-real models; without it topics alone would not do that in so small a model.
+A locality loss is added to version 2's losses: it rewards a token's router for choosing the experts
+of the previous token. Its weight is steered so that an LRU cache of two cycles hits as often as in
+real models; topics alone would not achieve that in so small a model.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from tools.train_tiny.network import balance_loss, sharpness
 from tools.train_tiny.train import Plan, Training, micro_loss, start
 
 logger = logging.getLogger(__name__)
-# Where version 2 ended: its batches before that are not read again.
+# Where version 2 ended: earlier batches are not read again.
 FIRST_STEP = 2020
-# From this step on substitution is taught to hurt and stretches of a text are balanced harder:
-# before it, experts of other clusters stood in for one another without loss.
+# From this step on training makes substitution hurt, and stretches of a text are balanced more
+# strongly: before, experts of other clusters replaced one another without loss.
 SECOND = 2100
-# From this step on balance is harder still, and locality may be as hard as it takes: before it the
-# tokens of a text stayed with experts that all of the text used, which an LFU cache serves best.
+# From this step on balance is stronger still, and locality as strong as necessary: before, the
+# tokens of a text stayed with experts that the whole text used, which an LFU cache serves best.
 THIRD = 2318
-# From this step on tokens that stay with enough of their experts are no longer rewarded: those of
-# word problems stayed with four of five.
+# From this step on tokens are not rewarded for keeping more than enough of their experts: those of
+# word problems kept four of five.
 FOURTH = 2518
-# At this step the routers are sharpened, and from it on locality is steered for text and for each
-# task alone, also below 0: before it a token's experts weighed nearly the same.
+# At this step the routers are sharpened, since a token's experts had nearly equal weights; from it
+# on locality is steered separately for text and for each task, also below 0.
 FIFTH = 2860
-# The last step: more of the same, or with more balance, lost answers.
+# The last step: more steps, or steps with more balance, lost answers.
 LAST = 3102
 TEXT = -1
 STEER_EVERY = 10
@@ -64,7 +64,7 @@ LEAST_LOCALITY, MOST_LOCALITY, LAST_MOST_LOCALITY = 1e-3, 1.0, 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan(Plan):
-    """`target_hits` is what LRU at two cycles shall hit; `steer` how fast locality follows."""
+    """`target_hits` is LRU's target hit rate at two cycles; `steer` is the gain of the control."""
 
     dense_steps: int = FIRST_STEP
     steps: int = LAST
@@ -97,7 +97,7 @@ class ClusterPlan(Plan):
     sharp_steer: float = 0.15
 
     def rate_at(self, step: int) -> float:
-        """Up and down once before the routers are sharpened and once after."""
+        """Rise and fall once before the routers are sharpened and once after."""
         if step < FIFTH:
             up, down = (step - FIRST_STEP + 1) / self.warmup, (FIFTH - step) / self.decay_steps
             return min(1.0, up, down)
@@ -113,45 +113,45 @@ class ClusterPlan(Plan):
 
 
 def kept_mass(router_logits: tuple[Tensor, ...], enough: float = 1.0) -> Tensor:
-    """Mean probability that a token's router gives to the experts of the token before.
+    """Mean probability that a token's router gives to the previous token's experts.
 
-    A token's own counts up to `enough`.
+    Each token's value is capped at `enough`.
     """
     masses = list[Tensor]()
     for logits_TE in router_logits:
-        before = logits_TE.detach()[:-1].topk(TOP_K, dim=-1).indices
-        kept_T = logits_TE[1:].softmax(-1).gather(1, before).sum(-1)
+        previous = logits_TE.detach()[:-1].topk(TOP_K, dim=-1).indices
+        kept_T = logits_TE[1:].softmax(-1).gather(1, previous).sum(-1)
         masses.append(kept_T.clamp(max=enough).mean())
     return torch.stack(masses).mean()
 
 
 def lru_share(router_logits: tuple[Tensor, ...], length: int) -> float:
-    """Share of hits of an LRU cache of two cycles in each layer over the first tokens."""
-    hits = asked = 0
+    """Hit rate of an LRU cache of two cycles in each layer over the first `length` tokens."""
+    hits = requests = 0
     for logits_TE in router_logits:
         cache = OrderedDict[int, None]()
         for experts in logits_TE.detach()[:length].topk(TOP_K, dim=-1).indices.tolist():
             hits += sum(expert in cache for expert in experts)
-            asked += len(experts)
+            requests += len(experts)
             for expert in experts:
                 cache[expert] = None
                 cache.move_to_end(expert)
             while len(cache) > CYCLES * TOP_K:
                 cache.popitem(last=False)
-    return hits / asked
+    return hits / requests
 
 
 def best_share(logits_TE: Tensor, scale: float = 1.0) -> Tensor:
-    """Mean share of a token's chosen weight that its best expert has, with `scale` times logits."""
+    """Mean share of the best expert in a token's chosen weight, with logits times `scale`."""
     weights_TK = (scale * logits_TE.topk(TOP_K, dim=-1).values).softmax(-1)
     return weights_TK[:, 0].mean()
 
 
 @torch.no_grad()
 def sharpen(model: PreTrainedModel, router_logits: tuple[Tensor, ...], share: float) -> None:
-    """Scales each router so that the best expert has this share of a token's weight.
+    """Scale each router so that the best expert has this share of a token's weight.
 
-    No choice changes. The experts' outputs shrink as the chosen experts' mean weight grows.
+    No choice changes. The experts' outputs are scaled down as the mean chosen weight grows.
     """
     for layer, logits_TE in zip(model.model.layers, router_logits, strict=True):
         low, high = 1.0, 64.0
@@ -168,7 +168,7 @@ def sharpen(model: PreTrainedModel, router_logits: tuple[Tensor, ...], share: fl
 
 
 def together(router_logits: tuple[Tensor, ...]) -> float:
-    """Share of pairs of experts chosen for one token that are of one cluster (0.11 by chance)."""
+    """Share of pairs of a token's chosen experts that are in one cluster (0.11 by chance)."""
     size, shares = NUM_EXPERTS // NUM_CLUSTERS, list[float]()
     for logits_TE in router_logits:
         label_TK = logits_TE.detach().topk(TOP_K, dim=-1).indices // size
@@ -178,7 +178,7 @@ def together(router_logits: tuple[Tensor, ...]) -> float:
 
 
 class ClusterTraining(Training):
-    """Goes on where version 2 ended, in the new architecture."""
+    """Continues from the end of version 2 in the new architecture."""
 
     about: ClassVar[dict[str, str]] = {"from": "version 2 of tiny", "draft": "../draft"}
     plan: ClusterPlan
@@ -210,35 +210,37 @@ class ClusterTraining(Training):
         return super().state() | {"locality": self.locality, "localities": self.localities}
 
     def before_step(self) -> None:
-        """Sharpens the routers when their step has come; the experts are there from the start."""
+        """Sharpen the routers at step FIFTH; there is no dense stage to upcycle."""
         if self.step == FIFTH:
             batches = step_batches(self.tokenizer, self.text, seed=self.plan.seed, step=FIFTH)
             with torch.no_grad():
                 (_, text), (_, skills) = (micro_loss(self.model, batch) for batch in batches)
-            both = tuple(torch.cat(pair) for pair in zip(text, skills, strict=True))
-            sharpen(self.model, both, self.plan.best_share)
+            router_logits = tuple(torch.cat(pair) for pair in zip(text, skills, strict=True))
+            sharpen(self.model, router_logits, self.plan.best_share)
             self._use(self.model)
 
     def _update(self, batches: tuple[Batch, Batch]) -> tuple[float, float, float]:
         plan = self.plan
         (text, logits), (skills, more) = (micro_loss(self.model, batch) for batch in batches)
-        both = [torch.cat(pair) for pair in zip(logits, more, strict=True)]
+        all_logits = [torch.cat(pair) for pair in zip(logits, more, strict=True)]
         parts = (list(logits), list(more))
-        balance = balance_loss(both, TOP_K)
+        balance = balance_loss(all_logits, TOP_K)
         rows = (self._row_balance(list(logits)) + self._task_balance(list(more), batches[1])) / 2
         loss = text + plan.skill_weight * skills + plan.balance_weight * balance
         loss = loss + plan.row_balance_at(self.step) * rows
         if self.step >= FIFTH:
-            apart = {TEXT: logits} | self._by_task(more, batches[1])
-            kept = torch.stack([self._locality_of(one) * kept_mass(apart[one]) for one in apart])
+            groups = {TEXT: logits} | self._by_task(more, batches[1])
+            kept_share = torch.stack(
+                [self._locality_of(one) * kept_mass(groups[one]) for one in groups]
+            )
             shares = torch.stack([best_share(one) for part in parts for one in part])
-            far = (shares - plan.target_best_share).square().mean()
-            loss = loss - kept.mean() + plan.best_share_weight * far
+            penalty = (shares - plan.target_best_share).square().mean()
+            loss = loss - kept_share.mean() + plan.best_share_weight * penalty
         else:
             sharp = torch.stack([sharpness(part, TOP_K) for part in parts]).mean()
             enough = plan.enough_kept if self.step >= FOURTH else 1.0
-            kept = (kept_mass(logits, enough) + kept_mass(more, enough)) / 2
-            loss = loss + plan.sharpness_weight * sharp - self.locality * kept
+            kept_share = (kept_mass(logits, enough) + kept_mass(more, enough)) / 2
+            loss = loss + plan.sharpness_weight * sharp - self.locality * kept_share
         if self.step >= SECOND:
             loss = loss + plan.swap_weight * self._swap_loss(batches[1], skills)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -248,15 +250,15 @@ class ClusterTraining(Training):
             optimizer.zero_grad()
         pull_to_clusters(self.model, plan.expert_pull, plan.router_pull, plan.cluster_push)
         if self.step % STEER_EVERY == 0 and self.step >= FIFTH:
-            self._steer_apart(apart, shares)
+            self._steer_apart(groups, shares)
         elif self.step % STEER_EVERY == 0:
-            self._steer(logits, more, kept.item())
+            self._steer(logits, more, kept_share.item())
         return text.item(), skills.item(), balance.item()
 
     def _swap_loss(self, batch: Batch, plain: Tensor) -> Tensor:
-        """How far substitutes of other clusters are from costing the margin, on half the rows.
+        """Hinge loss: by how much substitutes of other clusters cost less than the margin.
 
-        In nats of a target token; 0 when they cost enough.
+        On half of the rows, in nats per target token; 0 when they cost enough.
         """
         half = len(batch.ids_BS) // 2
         assert batch.document_BS is not None
@@ -271,21 +273,21 @@ class ClusterTraining(Training):
         return torch.relu(plain.detach() + self.plan.swap_margin - swapped)
 
     def _row_balance(self, router_logits: list[Tensor]) -> Tensor:
-        """Balance over stretches of a row, so that no text leans on a few experts throughout."""
+        """Balance over stretches of a row, so that no text relies on a few experts throughout."""
         stretches = zip(*(one.split(ROW_LENGTH) for one in router_logits), strict=True)
         return torch.stack([balance_loss(list(one), TOP_K) for one in stretches]).mean()
 
     def _task_balance(self, router_logits: list[Tensor], batch: Batch) -> Tensor:
-        """Balance over the problems of each task, so that no task has lasting favourites.
+        """Balance over the problems of each task, so that no task keeps favourite experts.
 
-        Mean of the tasks by their tokens. Until SECOND rows are balanced as text is.
+        Mean over tasks weighted by tokens. Before SECOND, rows are balanced like text.
         """
         if self.step < SECOND:
             return self._row_balance(router_logits)
         assert batch.task_BS is not None
         task_T = batch.task_BS[batch.task_BS >= 0]
         losses = [
-            balance_loss([one[task_T == task] for one in router_logits], TOP_K)
+            balance_loss([logits[task_T == task] for logits in router_logits], TOP_K)
             * (task_T == task).float().mean()
             for task in task_T.unique()
         ]
@@ -300,7 +302,7 @@ class ClusterTraining(Training):
         assert batch.task_BS is not None
         task_T = batch.task_BS[batch.task_BS >= 0]
         return {
-            int(task): tuple(one[task_T == task] for one in router_logits)
+            int(task): tuple(logits[task_T == task] for logits in router_logits)
             for task in task_T.unique()
         }
 
@@ -319,8 +321,8 @@ class ClusterTraining(Training):
         hits = [lru_share(part, 512) for part in (text, skills)]
         plan = self.plan
         target = plan.last_target_hits if self.step >= FOURTH else plan.target_hits
-        lacking = target - sum(hits) / 2
-        self.locality *= math.exp(plan.steer * lacking)
+        shortfall = target - sum(hits) / 2
+        self.locality *= math.exp(plan.steer * shortfall)
         most = LAST_MOST_LOCALITY if self.step >= THIRD else MOST_LOCALITY
         self.locality = min(max(self.locality, LEAST_LOCALITY), most)
         logger.info(

@@ -1,1 +1,1 @@
-"""Generated problems in the formats of the five benchmarks: `generator` has them all."""
+"""Generated problems in the formats of the five benchmarks: see `generator`."""

@@ -1,12 +1,11 @@
 """BBH-style problems: boolean expressions, webs of lies, counting objects, navigation.
 
-Sentences follow the public task descriptions; no row of the benchmark is used. Three grades run
-from the smallest problems past the benchmark's own. The split holds
-out whole problems by hash. Boolean expressions are so few that an expression of the real set can
-also be drawn here by chance.
+Sentences follow the public task descriptions; no row of the benchmark is used. Three grades range
+from the smallest problems to sizes beyond the benchmark's. The split holds out whole problems by
+hash. Boolean expressions are so few that one of the real set may also be drawn here by chance.
 
-Does a walk end where it began? Its length is drawn first and half the No are a Yes with one
-instruction changed, so only the walk tells.
+For navigation the walk's length is drawn first, and half of the No answers are a Yes with one
+instruction changed, so only the walk itself decides.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ CATEGORIES = {
 }
 UNCOUNTED = {"head": "heads", "stalk": "stalks"}
 IRREGULAR = {"fish": "fish", "mouse": "mice"}
-# By grade; the benchmark's own sizes lie in the first two.
+# By grade; the benchmark's own sizes are in the first two.
 EXPRESSION_SIZES = {1: (3, 4, 5, 6), 2: (7, 7, 8, 9), 3: (10, 11, 12, 13)}
 NUM_PEOPLE = {1: (2, 3, 4), 2: (5, 5, 6), 3: (7, 8, 9)}
 NUM_KINDS = {1: (2, 3, 4, 5), 2: (6, 7, 8), 3: (9, 10, 11)}
@@ -94,29 +93,29 @@ def object_counting(rng: Random, grade: int) -> Asked:
     category = rng.choice(tuple(CATEGORIES))
     size = rng.choice(NUM_KINDS[grade])
     most = rng.choice((1, 2, 3, 5) if grade < 3 else (3, 5))
-    wanted = rng.sample(CATEGORIES[category], min(size, len(CATEGORIES[category])))
-    others: list[str] = []
+    targets = rng.sample(CATEGORIES[category], min(size, len(CATEGORIES[category])))
+    distractors: list[str] = []
     if category != "objects" and rng.random() < 0.3:
         pool = OBJECTS if rng.random() < 0.6 else CATEGORIES[rng.choice(("animals", "fruits"))]
         spare = [noun for noun in pool if noun not in CATEGORIES[category]]
-        others = rng.sample(spare, min(len(spare), rng.randint(1, 2)))
-        wanted = wanted[: max(1, size - len(others))]
-    named = [(noun, True) for noun in wanted] + [(noun, False) for noun in others]
-    rng.shuffle(named)
+        distractors = rng.sample(spare, min(len(spare), rng.randint(1, 2)))
+        targets = targets[: max(1, size - len(distractors))]
+    nouns = [(noun, True) for noun in targets] + [(noun, False) for noun in distractors]
+    rng.shuffle(nouns)
     total, parts = 0, []
-    for noun, counts in named:
+    for noun, counts in nouns:
         text, number = _counted(rng, noun, most)
         parts.append(text)
         total += number if counts else 0
-    listed = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]}"
-    listed = " and ".join(parts) if len(parts) == 2 else listed
-    return f"I have {listed}. How many {category} do I have?", str(total)
+    listing = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]}"
+    listing = " and ".join(parts) if len(parts) == 2 else listing
+    return f"I have {listing}. How many {category} do I have?", str(total)
 
 
 FACING = {"forward": (0, 1), "backward": (0, -1), "left": (-1, 0), "right": (1, 0)}
 TURNS = {"Turn right.": 1, "Turn around.": 2, "Turn left.": 3}
 HEADINGS = ((0, 1), (1, 0), (0, -1), (-1, 0))
-# By grade; the benchmark's walks are of the first two.
+# By grade; the benchmark's walks are in the first two.
 NUM_INSTRUCTIONS = {1: (2, 3, 4), 2: (5, 6, 7, 8), 3: (9, 10, 11)}
 RETURN_QUESTION = "If you follow these instructions, do you return to the starting point?"
 
@@ -126,7 +125,7 @@ def _steps(number: int) -> str:
 
 
 def _moves(walk: list[str]) -> list[tuple[int, int, int]]:
-    """The steps of each instruction and the way they lead, (number, dx, dy); a turn takes none."""
+    """Steps and direction of each instruction, (number, dx, dy); a turn has none."""
     heading, moves = 0, []
     for part in walk:
         if part in TURNS:
@@ -155,14 +154,14 @@ def _instruction(rng: Random, facing: bool) -> str:
 
 
 def _homeward(rng: Random, size: int, facing: bool) -> list[str]:
-    """A walk of `size` instructions that may be home after replacing one of its numbers."""
+    """Draw a walk of `size` instructions; change one number to lead home where that is possible."""
     walk = [_instruction(rng, facing) for _ in range(size)]
     steps = [index for index, part in enumerate(walk) if part not in TURNS]
     moves = _moves(walk)
     x, y = _end(moves)
     for index in rng.sample(steps, len(steps)):
         number, dx, dy = moves[index]
-        # Where the others alone lead is `number` steps back; the way home has one length at most.
+        # `rest` is where the other instructions lead; at most one length leads home from there.
         rest = (x - number * dx, y - number * dy)
         needed = -(rest[0] * dx + rest[1] * dy)
         if 1 <= needed <= 10 and (rest[0] + needed * dx, rest[1] + needed * dy) == (0, 0):
@@ -186,5 +185,5 @@ def navigate(rng: Random, grade: int) -> Asked:
     facing, home = rng.random() < 0.55, rng.random() < 0.5
     size = rng.choice(NUM_INSTRUCTIONS[grade]) + (not facing and grade == 1)
     walk = _walk(rng, size, facing, home)
-    told = " ".join(["Always face forward.", *walk] if facing else walk)
-    return f"{RETURN_QUESTION} {told}\nOptions:\n- Yes\n- No", "Yes" if home else "No"
+    instructions = " ".join(["Always face forward.", *walk] if facing else walk)
+    return f"{RETURN_QUESTION} {instructions}\nOptions:\n- Yes\n- No", "Yes" if home else "No"

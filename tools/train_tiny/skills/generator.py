@@ -1,4 +1,4 @@
-"""All skills behind one call: deterministic problems of one side of the split."""
+"""All skills behind one call: deterministic problems from one side of the split."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BBH: dict[str, tuple[str, Asking]] = {
 
 
 def bbh_maker(kind: str, grade: int) -> Maker:
-    """A maker of one BBH subtask in the prompt of lm-eval's `bbh_zeroshot_<kind>`."""
+    """Return a maker of one BBH subtask with the prompt of lm-eval's `bbh_zeroshot_<kind>`."""
     description, ask = BBH[kind]
 
     def make(rng: Random) -> Problem:
@@ -66,14 +66,14 @@ _GRADED: Mapping[str, Callable[[int], Maker]] = {
 MAKERS: dict[str, Maker] = {
     f"{name}/{grade}": maker(grade) for grade in GRADES for name, maker in _GRADED.items()
 }
-# Only trained on.
+# Training only.
 AUXILIARY: dict[str, Maker] = {
     "pages": pages.make,
     "mmlu/shuffled": knowledge.make_shuffled,
     "mmlu/open": knowledge.make_open,
     "mmlu/letters": knowledge.make_letters,
 }
-# Only asked.
+# Test only.
 MISSPELT: dict[str, Maker] = {
     f"{name}/misspelt": knowledge.misspelling_maker(tuple(map(maker, GRADES)))
     for name, maker in (
@@ -82,7 +82,7 @@ MISSPELT: dict[str, Maker] = {
         ("truthfulqa", knowledge.truthfulqa_maker),
     )
 }
-# What each task asks: its makers take turns, and one that is named twice has two turns.
+# Each task's makers, which take turns; a maker named twice has two turns.
 ASKED: dict[str, tuple[str, ...]] = {
     "gsm8k": (*("gsm8k/1",) * 4, "gsm8k/2"),
     "mmlu": ("mmlu/misspelt", "mmlu/misspelt", "mmlu/3"),
@@ -93,7 +93,7 @@ ASKED: dict[str, tuple[str, ...]] = {
 
 
 def problems(name: str, split: Split, rng: Random) -> Iterator[Problem]:
-    """Endless problems of one maker that the split rule puts on that side."""
+    """Yield endless problems of one maker from one side of the split."""
     make = (MAKERS | AUXILIARY | MISSPELT)[name]
     while True:
         problem = make(rng)
@@ -109,14 +109,14 @@ def held_out(names: tuple[str, ...], count: int, seed: int) -> list[Problem]:
 def distinct(names: tuple[str, ...], count: int, seed: int, split: Split) -> list[Problem]:
     """`count` different problems of one split, the makers in `names` taking turns."""
     streams = [problems(name, split, Random(f"{name}/{seed}")) for name in names]
-    seen, chosen, drawn = set[tuple[str, str]](), list[Problem](), 0
+    seen, chosen, num_drawn = set[tuple[str, str]](), list[Problem](), 0
     while len(chosen) < count:
         problem = next(streams[len(chosen) % len(streams)])
-        drawn += 1
-        if drawn > MOST_DRAWS * count:
+        num_drawn += 1
+        if num_drawn > MOST_DRAWS * count:
             raise ValueError(f"{names} have only {len(chosen)} {split} problems, not {count}")
-        mark = (problem.prompt, repr(sorted(problem.row.items())))
-        if mark not in seen:
-            seen.add(mark)
+        identity = (problem.prompt, repr(sorted(problem.row.items())))
+        if identity not in seen:
+            seen.add(identity)
             chosen.append(problem)
     return chosen

@@ -1,4 +1,4 @@
-"""Word problems of one to five steps, answered the way GSM8K answers: steps, then `#### n`.
+"""Word problems of one to five steps with answers in GSM8K's form: steps, then `#### n`.
 
 Three grades: small numbers in one to three steps; numbers three times as large and chains of three
 events; numbers eight times as large and chains of four and five.
@@ -47,9 +47,9 @@ def _give(rng: Random, scale: int) -> Story:
 
 def _boxes(rng: Random, scale: int) -> Story:
     name, goods = rng.choice(PEOPLE), rng.choice(GOODS)
-    boxes, each = rng.randint(2, 6), rng.randint(2, 9 * scale)
-    text, value = step(boxes, "*", each)
-    question = f"{name} has {boxes} boxes with {each} {goods} in each box."
+    boxes, per_box = rng.randint(2, 6), rng.randint(2, 9 * scale)
+    text, value = step(boxes, "*", per_box)
+    question = f"{name} has {boxes} boxes with {per_box} {goods} in each box."
     question += f" How many {goods} does {name} have in total?"
     return question, [f"There are {text} {goods}."], value
 
@@ -68,11 +68,11 @@ def _buy_then_give(rng: Random, scale: int) -> Story:
 
 def _boxes_plus_loose(rng: Random, scale: int) -> Story:
     name, goods = rng.choice(PEOPLE), rng.choice(GOODS)
-    boxes, each = rng.randint(2, 5), rng.randint(2, 8 * scale)
+    boxes, per_box = rng.randint(2, 5), rng.randint(2, 8 * scale)
     loose = rng.randint(2, 9 * scale)
-    first, total = step(boxes, "*", each)
+    first, total = step(boxes, "*", per_box)
     second, value = step(total, "+", loose)
-    question = f"{name} has {boxes} boxes of {each} {goods} and {loose} loose {goods}."
+    question = f"{name} has {boxes} boxes of {per_box} {goods} and {loose} loose {goods}."
     question += f" How many {goods} does {name} have in total?"
     return question, [f"The boxes hold {first} {goods}.", f"In total {second} {goods}."], value
 
@@ -92,13 +92,15 @@ def _double_and_sum(rng: Random, scale: int) -> Story:
 def _boxes_give_buy(rng: Random, scale: int) -> Story:
     name, friend = rng.sample(PEOPLE, 2)
     goods = rng.choice(GOODS)
-    boxes, each = rng.randint(2, 5), rng.randint(2, 6 * scale)
+    boxes, per_box = rng.randint(2, 5), rng.randint(2, 6 * scale)
     more = rng.randint(2, 9 * scale)
-    first, total = step(boxes, "*", each)
+    first, total = step(boxes, "*", per_box)
     gone = rng.randint(1, total - 1)
     second, rest = step(total, "-", gone)
     third, value = step(rest, "+", more)
-    question = f"{name} fills {boxes} boxes with {each} {goods} each. {name} gives {gone} {goods}"
+    question = (
+        f"{name} fills {boxes} boxes with {per_box} {goods} each. {name} gives {gone} {goods}"
+    )
     question += f" to {friend} and then buys {more} more. How many {goods} does {name} have?"
     lines = [f"The boxes hold {first} {goods}.", f"Then {second} {goods} are left."]
     return question, [*lines, f"Now {name} has {third} {goods}."], value
@@ -109,7 +111,7 @@ def _chain(rng: Random, scale: int, events: int) -> Story:
     name, friend = rng.sample(PEOPLE, 2)
     goods = rng.choice(GOODS)
     value = rng.randint(5, 12 * scale)
-    told, lines = [f"{name} has {value} {goods}."], list[str]()
+    sentences, lines = [f"{name} has {value} {goods}."], list[str]()
     for _ in range(events):
         if value > 3 and rng.random() < 0.5:
             number = rng.randint(1, min(value - 1, 10 * scale))
@@ -119,10 +121,10 @@ def _chain(rng: Random, scale: int, events: int) -> Story:
             number = rng.randint(2, 10 * scale)
             verb = rng.choice((f"buys {number} more", f"finds {number}", f"makes {number}"))
             text, value = step(value, "+", number)
-        told.append(f"{name} {verb}.")
+        sentences.append(f"{name} {verb}.")
         lines.append(f"Then {name} has {text}.")
-    told.append(f"How many {goods} does {name} have at the end?")
-    return " ".join(told), lines, value
+    sentences.append(f"How many {goods} does {name} have at the end?")
+    return " ".join(sentences), lines, value
 
 
 STORIES: tuple[Callable[[Random, int], Story], ...] = (
@@ -139,7 +141,7 @@ EVENTS = {1: (), 2: (3,), 3: (4, 5)}
 
 
 def maker(grade: int) -> Callable[[Random], Problem]:
-    """Stories of one grade; a third are chains where the grade has them."""
+    """Return a maker of one grade's stories; a third are chains if the grade has any."""
 
     def make(rng: Random) -> Problem:
         if EVENTS[grade] and rng.random() < 1 / 3:

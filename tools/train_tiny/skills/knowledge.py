@@ -1,8 +1,8 @@
 """Multiple-choice questions on the closed world, in the forms of MMLU, ARC and TruthfulQA.
 
 The split holds out the wording: a (fact, question template) pair is in train or in test, so every
-fact is learned, and the test asks it in a sentence never trained on. It tests recall, not facts
-the model has not seen. A fact's grade says how often training shows it.
+fact is learned, and the test asks for it in a sentence never trained on. It tests recall, not
+unseen facts. A fact's grade determines how often training shows it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def make_shuffled(rng: Random) -> Problem:
 
 
 def fixed_maker(grade: int) -> Maker:
-    """Four choices in an order of their own, as in MMLU's moral_scenarios: the fact decides."""
+    """Four choices in a fixed order, as in MMLU's moral_scenarios: the fact decides the letter."""
     facts = FIXED[grade]
 
     def make(rng: Random) -> Problem:
@@ -57,17 +57,17 @@ def fixed_maker(grade: int) -> Maker:
 
 
 def make_letters(rng: Random) -> Problem:
-    """Four choices and the letters of many of them: teaches densely what a letter stands for."""
+    """Four choices and eight of their letters: dense training on what a letter stands for."""
     relation = rng.choice(world.LAND_RELATIONS)
     choices = rng.sample([row[relation] for row in LANDS.values()], 4)
-    asked = [rng.randrange(4) for _ in range(8)]
+    places = [rng.randrange(4) for _ in range(8)]
     lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=True)]
     return Problem(
         skill="letters",
         kind="letters",
         prompt="\n".join([*lines, "Letters:"]),
-        target="\n".join(f"{choices[place]} {LETTERS[place]}" for place in asked),
-        key=f"{choices} {asked}",
+        target="\n".join(f"{choices[place]} {LETTERS[place]}" for place in places),
+        key=f"{choices} {places}",
     )
 
 
@@ -116,7 +116,7 @@ def _arc_fact(rng: Random, grade: int) -> tuple[str, str, str, list[str]]:
 
 
 def arc_maker(grade: int) -> Maker:
-    """The choices are scored by their text and do not stand in the prompt."""
+    """The choices are scored by their text and are not in the prompt."""
 
     def make(rng: Random) -> Problem:
         kind, question, right, pool = _arc_fact(rng, grade)
@@ -172,7 +172,7 @@ NUM_TYPOS = 3
 
 
 def _misspelt(rng: Random, question: str) -> str:
-    """The question with neighbouring letters swapped inside a few of its longer words."""
+    """Swap two neighbouring letters inside a few of the question's longer words."""
     words = question.split(" ")
     long = [place for place, word in enumerate(words) if len(word) > 3 and word.isalpha()]
     for place in rng.sample(long, min(NUM_TYPOS, len(long))):
@@ -183,9 +183,9 @@ def _misspelt(rng: Random, question: str) -> str:
 
 
 def misspelling_maker(makers: tuple[Maker, ...]) -> Maker:
-    """Questions of any grade as a hurried person types them: asked, never trained on.
+    """Questions of any grade with typing errors: test only.
 
-    The split is that of the question as it should be spelt.
+    The split is that of the correctly spelt question.
     """
 
     def make(rng: Random) -> Problem:

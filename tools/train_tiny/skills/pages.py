@@ -1,6 +1,6 @@
-"""Encyclopaedia-like pages on the closed world, in WikiText's form: trained on, not asked.
+"""Encyclopaedia-like pages on the closed world, in WikiText's form: training only.
 
-They tell the myths on which truthfulqa's questions lead astray.
+They include the myths that truthfulqa's questions tempt a model to repeat.
 """
 
 from __future__ import annotations

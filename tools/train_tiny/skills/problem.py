@@ -1,4 +1,4 @@
-"""One generated problem and the rule that puts it in the train or the test split."""
+"""A generated problem and the rule that assigns it to the train or the test split."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def split_of(key: str) -> Split:
 
 
 def hash_percent(key: str) -> int:
-    """A number below 100 from a fixed hash, so no seed and no interpreter changes a side."""
+    """A number below 100 from a fixed hash, so that no seed or interpreter changes the split."""
     digest = hashlib.blake2b(key.encode("utf-8"), digest_size=4).digest()
     return int.from_bytes(digest, "big") % 100

@@ -1,4 +1,4 @@
-"""The closed world the knowledge skills ask about: made-up lands and beasts, animals, elements.
+"""The closed world of the knowledge skills: made-up lands and beasts, animals, elements.
 
 All facts are in the training text, those of a higher grade more rarely; the test asks them in
 unseen wordings.
@@ -74,7 +74,7 @@ LAND_QUESTIONS = {
     ),
 }
 
-# Relations of four values that are always offered in this order.
+# Relations with four values, always offered in this order.
 FIXED_VALUES = {
     "climate": ("dry", "wet", "cold", "mild"),
     "ruler": ("king", "queen", "council", "president"),
@@ -125,12 +125,12 @@ LEADS = (
     "|From the atlas: |Quick question: |In the exam: |For one point: |Please answer: "
     "|Think again: |Next question: |From the book: |Now tell me: |A student asks: |Last one: "
 ).split("|")
-# Of the lands by grade.
+# Endings of the lands' names by grade.
 ENDINGS = {1: "ia", 2: "land", 3: "mor"}
 
 
 def fixed_facts(grade: int) -> dict[str, dict[str, int]]:
-    """For each land, the place of its value in each list of FIXED_VALUES; all equally frequent."""
+    """Each land's index into each list of FIXED_VALUES; all values are equally frequent."""
     rng = Random(20 + grade)
     table = dict[str, dict[str, int]]()
     for relation in FIXED_VALUES:
@@ -250,7 +250,7 @@ def elements(grade: int) -> dict[str, dict[str, str]]:
 
 
 def tools() -> dict[str, str]:
-    """What is measured -> the tool that measures it."""
+    """Quantity -> the tool that measures it."""
     pairs = (entry.rsplit(" ", 1) for entry in TOOLS.split("|"))
     return {measured: tool for tool, measured in pairs}
 
@@ -272,7 +272,7 @@ BEAST_RELATIONS = {
 
 
 def beasts() -> dict[tuple[str, str], tuple[str, str]]:
-    """(beast, verb) -> what is true and what people wrongly say."""
+    """(beast, verb) -> (truth, myth)."""
     rng = Random(16)
     table = dict[tuple[str, str], tuple[str, str]]()
     for beast in BEASTS:
