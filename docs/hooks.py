@@ -1,8 +1,8 @@
-"""Makes, at each build of the site, the pages and pictures that have their owner elsewhere.
+"""Generates, at each build of the site, the pages and pictures whose source is elsewhere.
 
-Keys and commands stand in README.md, metrics in results/README.md, policies and algorithms in
-the code, figures in results/: they are written into docs/reference, docs/gallery and docs/pictures
-(not in git), so that no page of the site can say anything else.
+Metrics are documented in results/README.md, policies and algorithms in the code; figures are in
+results/. They are written into docs/reference, docs/gallery and docs/pictures (not in git), so the
+site cannot contradict them.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def write_schema(folder: Path) -> None:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put files of the repository where a line of a page names them: `--8<-- "path"`."""
+    """Include a file of the repository wherever a page has the line `--8<-- "path"`."""
     return re.sub(r'^--8<-- "([^"]+)"$', lambda m: _fenced(ROOT / m[1]), markdown, flags=re.M)
 
 
 def _fenced(path: Path) -> str:
-    """Fenced here: in a page, a formatter of code would take the line for some."""
+    """Fenced here, because in a page a code formatter would reformat the line."""
     return f"```{path.suffix.removeprefix('.')}\n{path.read_text().rstrip()}\n```"
 
 
 def keys_table() -> str:
-    """The table of docs/keys.md, which a test holds to it."""
+    """The table of docs/keys.md; a test compares the two."""
     from lm_eval_moecache.harness.arguments import ModelArguments
 
     lines = ["| key | what | default |", "|---|---|---|"]
@@ -90,8 +90,8 @@ def policies_page() -> str:
         lines += ["|---|---|---|"]
         for axis in AXES:
             choice = getattr(policy, axis)
-            given = ", ".join(f"`{key}={value}`" for key, value in choice.parameters.items())
-            lines.append(f"| {axis} | `{choice.name}` | {given} |")
+            parameters = ", ".join(f"`{key}={value}`" for key, value in choice.parameters.items())
+            lines.append(f"| {axis} | `{choice.name}` | {parameters} |")
     return "\n".join(lines) + "\n"
 
 
@@ -102,27 +102,27 @@ def algorithms_page() -> str:
     for axis in AXES:
         lines += ["", f"## {axis.capitalize()}"]
         for name in algorithm_names(axis):
-            found = find_algorithm(axis, name)
-            words = _without_links(inspect.getdoc(found) or "").replace("[", "\\[")
-            lines += ["", f"### `{axis}={name}`", "", words, "", f"Source: {found.source}."]
+            algorithm = find_algorithm(axis, name)
+            words = _without_links(inspect.getdoc(algorithm) or "").replace("[", "\\[")
+            lines += ["", f"### `{axis}={name}`", "", words, "", f"Source: {algorithm.source}."]
     return "\n".join(lines) + "\n"
 
 
 def write_gallery(folder: Path) -> None:
-    """One section for each experiment of results/: its title, its question, its pictures."""
+    """Write one section for each experiment of results/: its title, opening and pictures."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     origin = "Every figure is regenerated from the experiment's recipe in `results/`."
     lines = ["# Gallery", "", origin]
     for experiment in sorted((ROOT / "results").iterdir()):
-        shown = [p for p in sorted(experiment.rglob("*")) if p.suffix in PICTURES]
-        shown = [p for p in shown if p.suffix == ".png" or not p.with_suffix(".png").exists()]
-        if not shown:
+        plots = [p for p in sorted(experiment.rglob("*")) if p.suffix in PICTURES]
+        plots = [p for p in plots if p.suffix == ".png" or not p.with_suffix(".png").exists()]
+        if not plots:
             continue
         title, _, rest = (experiment / "README.md").read_text().partition("\n")
         opening = next(part for part in rest.split("\n\n") if part.strip())
         lines += ["", f"## {title.lstrip('# ')}", "", _without_links(opening.strip())]
-        for picture in shown:
+        for picture in plots:
             name = "-".join(picture.relative_to(ROOT / "results").parts)
             shutil.copyfile(picture, folder / name)
             lines += ["", f"![{picture.stem} of {experiment.name}]({name})"]
@@ -130,5 +130,5 @@ def write_gallery(folder: Path) -> None:
 
 
 def _without_links(text: str) -> str:
-    """Keep the words of links whose targets are files of the repository, not of the site."""
+    """Replace links to files of the repository, which the site lacks, by their text."""
     return re.sub(r"\[([^\]]+)\]\((?!http)[^)]*\)", r"\1", text)

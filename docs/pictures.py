@@ -1,4 +1,4 @@
-"""Draws the pictures of the concepts page: what a word means, one picture each."""
+"""Draws the pictures of the concepts page, one per term."""
 
 from __future__ import annotations
 
@@ -23,31 +23,33 @@ def draw_all(folder: Path) -> list[Path]:
 
 
 def event(folder: Path) -> Path:
-    """Three tokens, two layers: the set each layer needs, looked up once per expert."""
+    """Three tokens, two layers: the set of experts each layer needs, each looked up once."""
     figure, axes = _sheet(9, 3.4)
-    needs = {"t1": ((0, 3), (2, 5)), "t2": ((3, 4), (2, 6)), "t3": ((0, 4), (1, 5))}
+    experts_by_token = {"t1": ((0, 3), (2, 5)), "t2": ((3, 4), (2, 6)), "t3": ((0, 4), (1, 5))}
     for layer in range(2):
         left = 1.5 + 4.2 * layer
         axes.text(left + 1.6, 3.15, f"MoE layer {layer}", ha="center", weight="bold")
-        for row, (token, chosen) in enumerate(needs.items()):
+        for row, (token, chosen) in enumerate(experts_by_token.items()):
             if not layer:
                 axes.text(0.9, 2.55 - 0.5 * row, f"token {token[1]}", ha="right", va="center")
             for expert in range(8):
-                picked = expert in chosen[layer]
-                color = COMPUTE if picked else "#f0f0f0"
+                is_chosen = expert in chosen[layer]
+                color = COMPUTE if is_chosen else "#f0f0f0"
                 _box(axes, left + 0.4 * expert, 2.35 - 0.5 * row, 0.36, 0.36, color)
-        wanted = sorted({expert for chosen in needs.values() for expert in chosen[layer]})
-        for expert in wanted:
+        needed = sorted(
+            {expert for chosen in experts_by_token.values() for expert in chosen[layer]}
+        )
+        for expert in needed:
             _box(axes, left + 0.4 * expert, 0.5, 0.36, 0.36, HIT if expert % 2 else MISS)
             axes.text(left + 0.4 * expert + 0.18, 0.68, str(expert), ha="center", va="center")
-        axes.text(left + 1.6, 0.15, f"one event: {len(wanted)} requests", ha="center")
+        axes.text(left + 1.6, 0.15, f"one event: {len(needed)} requests", ha="center")
     axes.text(0.9, 0.68, "looked up", ha="right", va="center")
     axes.text(4.8, -0.25, "green: resident (hit)    red: to be loaded (miss)", ha="center", size=9)
     return _save(figure, folder / "event.svg")
 
 
 def late(folder: Path) -> Path:
-    """A prefetch that is asked for in time and arrives after its event has begun."""
+    """A prefetch that is issued in time and arrives after its event has begun."""
     figure, axes = _sheet(9, 2.6)
     _row(axes, 1.6, "compute", [(0, 2.2, "layer 3", COMPUTE), (2.2, 1.0, "router 4", COMPUTE)])
     _box(axes, 3.2, 1.6, 1.6, 0.5, IDLE, "stall")
@@ -60,7 +62,7 @@ def late(folder: Path) -> Path:
 
 
 def collision(folder: Path) -> Path:
-    """An expert of a later layer is evicted for an earlier one, in the same pass."""
+    """A later layer's expert is evicted for an earlier layer in the same pass."""
     figure, axes = _sheet(9, 2.8)
     steps = (
         ("before the pass", ("0:5", "1:2", "2:7"), None),
@@ -82,18 +84,18 @@ def collision(folder: Path) -> Path:
 
 
 def timeline(folder: Path) -> Path:
-    """What compute, link and host do during one token: a decode pass of a replay's timeline."""
+    """Compute, link and host during one token: a decode pass of a replay's timeline."""
     from matplotlib.figure import Figure
 
     from lm_eval_moecache.cli.replay import run_raw
     from lm_eval_moecache.records.files import traces_dir
 
-    written = folder / "timeline.json"
-    words = [str(traces_dir() / "olmoe-1b-7b.parquet"), "--miss=host", "--bound=false"]
+    file = folder / "timeline.json"
+    arguments = [str(traces_dir() / "olmoe-1b-7b.parquet"), "--miss=host", "--bound=false"]
     with contextlib.redirect_stdout(io.StringIO()):
-        run_raw([*words, "--hardware=rtx-4090-24gb", f"--timeline={written}"])
-    events = [e for e in json.loads(written.read_text())["traceEvents"] if e["ph"] == "X"]
-    written.unlink()
+        run_raw([*arguments, "--hardware=rtx-4090-24gb", f"--timeline={file}"])
+    events = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
+    file.unlink()
     token = [e for e in events if e["cat"] == "passes"][20]
     colors = {"dense": IDLE, "experts": COMPUTE, "stall": MISS, "wait": LATE, "wake": LATE}
     figure = Figure(figsize=(9, 2.4), layout="constrained")
@@ -132,7 +134,7 @@ def _box(
     from matplotlib.patches import Rectangle
 
     axes.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor="white"))
-    dark = color in (COMPUTE, LINK, HIT, MISS)
+    is_dark = color in (COMPUTE, LINK, HIT, MISS)
     axes.text(
         x + width / 2,
         y + height / 2,
@@ -140,7 +142,7 @@ def _box(
         ha="center",
         va="center",
         size=8,
-        color="white" if dark else "black",
+        color="white" if is_dark else "black",
     )
 
 

@@ -1,7 +1,7 @@
-"""What runs with `clock=wall`: every value of every axis and key, asked of the checks themselves.
+"""What runs with `clock=wall`: every value of every axis and key, tried with a run's own checks.
 
-A cell is empty only where a check refuses the value, and then it holds that check's own words, so
-that the table cannot say anything else than a run does. A page of the site, made at its build.
+A cell is empty only if a check refuses the value; the check's own message stands beside it, so the
+table cannot contradict a run. A page of the site, generated at each build.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BESIDE: Mapping[tuple[str, Any], Mapping[str, Any]] = {
     ("seed", 1): {"eviction": "random"},
     ("draft_tokens", 4): {"draft": "tiny"},
 }
-"""What a value is tried with, where it means nothing alone."""
+"""Settings that accompany a value without an effect of its own."""
 _HEAD = """# What runs on the wall clock
 
 Every axis and every key of `--model_args` with `clock=wall`, made from the checks that a run makes
@@ -47,7 +47,7 @@ before anything is loaded.
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One value: what it was tried with, and the reason where it is refused."""
+    """One value: the settings it was tried with, and the reason if it is refused."""
 
     key: str
     value: str
@@ -56,25 +56,25 @@ class Cell:
 
 
 def wall_table() -> list[Cell]:
-    """Try every value. Nothing is loaded; a folder for traces is made and goes again."""
+    """Try every value. Loads nothing; makes a folder for traces and removes it."""
     with tempfile.TemporaryDirectory() as folder:
-        return [_cell(key, value, given) for key, value, given in _values(folder)]
+        return [_cell(key, value, setting) for key, value, setting in _values(folder)]
 
 
 def settings_that_run(folder: str) -> list[tuple[str, dict[str, Any], bool]]:
-    """Return every value that runs: its name, its setting, and whether it is `moecache-spec`'s.
+    """Return every value that runs: its name, its setting, and whether it needs `moecache-spec`.
 
-    A setting that names a folder, or what is found in one, has `folder` for it.
+    Settings that name a folder, or a file in one, use `folder`.
     """
     return [
-        (f"{key}={value}", given, _is_speculative(given))
-        for key, value, given in _values(folder)
-        if _refusal({"clock": "wall", **given}) is None
+        (f"{key}={value}", setting, _is_speculative(setting))
+        for key, value, setting in _values(folder)
+        if _refusal({"clock": "wall", **setting}) is None
     ]
 
 
 def _values(folder: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Name every key and value, and the setting that it is tried in."""
+    """Yield every key and value with the setting in which it is tried."""
     for name in policy_names():
         yield "policy", name, _with_ladder({"policy": name})
     for axis in AXES:
@@ -95,23 +95,23 @@ def _values(folder: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def _composed(axis: str, name: str) -> dict[str, Any]:
-    """Return an algorithm in a policy that takes it under the virtual clock."""
+    """Return a setting with the algorithm that runs under the virtual clock."""
     paired = {o: allowed[0] for o, allowed in find_algorithm(axis, name).pairs_with.items()}
-    tries = [_with_ladder({axis: name}), _with_ladder({axis: name, **paired})]
-    for given in tries:
-        if _refusal(given) is None:
-            return given
+    settings = [_with_ladder({axis: name}), _with_ladder({axis: name, **paired})]
+    for setting in settings:
+        if _refusal(setting) is None:
+            return setting
     for policy in policy_names():
         if getattr(_shipped(policy), axis).name == name:
             return _with_ladder({"policy": policy})
-    return tries[0]
+    return settings[0]
 
 
 _shipped = cache(load_policy)
 
 
 def _with_ladder(given: dict[str, Any]) -> dict[str, Any]:
-    """Add the precisions that a policy's miss algorithm loads at, where it does."""
+    """Add a precision ladder if the policy's miss algorithm uses one."""
     policy = _policy_of(given)
     uses = policy is not None and policy.miss.algorithm.uses_ladder
     return {**given, "precision": LADDER} if uses else given
@@ -124,7 +124,7 @@ def _cell(key: str, value: str, given: Mapping[str, Any]) -> Cell:
         words.insert(0, "--model moecache-spec")
     reason = _refusal({"clock": "wall", **given}) or ""
     for name in _FOLDERS:
-        # The place is this machine's.
+        # The folder is specific to this machine.
         reason = reason.replace(str(given.get(name)), value)
     return Cell(key, value, ", ".join(words), reason)
 
@@ -144,7 +144,7 @@ def _is_speculative(given: Mapping[str, Any]) -> bool:
 
 
 def _refusal(given: Mapping[str, Any]) -> str | None:
-    """Return why a setting is refused, or None where it would be loaded."""
+    """Return why a setting is refused, or None if it would run."""
     try:
         read_config({"policy": "on_demand", **given}, _is_speculative(given))
     except ValueError as error:
@@ -153,7 +153,7 @@ def _refusal(given: Mapping[str, Any]) -> str | None:
 
 
 def page(cells: Sequence[Cell]) -> str:
-    """Return the page."""
+    """Return the page in Markdown."""
     lines = [_HEAD, "| key | value | with `clock=wall` | beside it, or why not |"]
     lines.append("|---|---|---|---|")
     for cell in cells:

@@ -1,8 +1,8 @@
-"""Tell lm-eval about our models once it has loaded its own list; nothing else happens at start-up.
+"""Register our models with lm-eval once it has loaded its own list; start-up does nothing else.
 
 Installed beside the package and run by `lm_eval_moecache.pth` (Python < 3.15) or
-`lm_eval_moecache.start` (PEP 829). Imports nothing but `sys`, not even our own package.
-Why it exists and what is fragile in it: `lm_eval_moecache/harness/plugin.py`.
+`lm_eval_moecache.start` (PEP 829). At start-up it imports nothing but `sys`, not even our package.
+`lm_eval_moecache/harness/plugin.py` explains why it exists and what is fragile in it.
 """
 
 import sys
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ModelsFinder:
-    """Waits for the import of `lm_eval.models`, then steps out of the way for good."""
+    """Waits for the import of `lm_eval.models`, then removes itself for good."""
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
@@ -36,7 +36,7 @@ class ModelsFinder:
 
 
 def call_after_exec(loader: "Loader") -> None:
-    """Make this one loader object run `register_models` after its module's own code."""
+    """Make this loader, once, run `register_models` after its module's own code."""
     exec_module = loader.exec_module
 
     def exec_then_register(module: "ModuleType") -> None:
@@ -48,7 +48,7 @@ def call_after_exec(loader: "Loader") -> None:
 
 
 def check_command() -> None:
-    """Let a command line that names our models be checked; whatever fails in that is lm-eval's."""
+    """Check a command line that names our models; leave import errors for lm-eval to report."""
     if any("moecache" in word for word in getattr(sys, "argv", ())):
         from contextlib import suppress
 
@@ -59,7 +59,7 @@ def check_command() -> None:
 
 
 def register_models() -> None:
-    """Register, or warn: whatever goes wrong here, `lm_eval --model hf` must go on working."""
+    """Register our models; a failure only warns, so that `lm_eval --model hf` keeps working."""
     try:
         from lm_eval_moecache.harness.plugin import register
 
@@ -71,13 +71,13 @@ def register_models() -> None:
         import warnings
         from contextlib import suppress
 
-        # With `-W error` a warning is raised: even then lm-eval's own models must go on working.
+        # With `-W error` a warning is raised: even then lm-eval's own models must keep working.
         with suppress(Warning):
             text = f"lm-eval-moecache could not register its models: {error!r}"
             warnings.warn(text, stacklevel=2)
 
 
 def arm() -> None:
-    """Called at interpreter start. Safe to call twice."""
+    """Install the finder; called at interpreter start and safe to call twice."""
     if not any(type(finder).__name__ == "ModelsFinder" for finder in sys.meta_path):
         sys.meta_path.insert(0, ModelsFinder())
