@@ -145,10 +145,12 @@ def render(runs: Sequence[Run], costs: Sequence[Run]) -> str:
 
 
 def _summary(gaps: DataFrame, costs: Series) -> list[list[Any]]:
-    enough, rows = gaps.index.get_level_values("cycles") >= ENOUGH, []
-    medians = gaps[enough].groupby("eviction").median()
+    is_enough, rows = gaps.index.get_level_values("cycles") >= ENOUGH, []
+    medians = gaps[is_enough].groupby("eviction").median()
     for name in medians[0].sort_values(ascending=False, kind="stable").index:
-        above, below = (gaps[part].xs(name, level="eviction")[0] for part in (enough, ~enough))
+        above, below = (
+            gaps[part].xs(name, level="eviction")[0] for part in (is_enough, ~is_enough)
+        )
         low, high = grid.bounds(medians.loc[name].to_numpy())
         spread = "" if name in (LRU, BELADY) else f"[{low:.0f}, {high:.0f}]"
         figures = [f"{above.median():.0f}", spread, f"{above.min():.0f}", f"{below.median():.0f}"]

@@ -70,13 +70,13 @@ def rerun(run: Run, random: np.random.Generator) -> Run:
             for doc, value in docs.items():
                 if isinstance(value, list):
                     new[doc] = [value[0] * (1 + random.normal(0, LOG_LIKELIHOOD)), value[1]]
-            changed = [d for d, v in new.items() if not isinstance(v, list)]
+            graded = [d for d, v in new.items() if not isinstance(v, list)]
             # As many turn right as wrong, whatever the accuracy: both are equally near the tie.
             for answer in (0, 1):
-                able = [d for d in changed if docs[d] == answer]
-                count = min(len(able), random.binomial(len(changed), FLIPS / 2))
-                for place in random.choice(len(able), count, replace=False) if able else ():
-                    new[able[place]] = 1 - answer
+                pool = [d for d in graded if docs[d] == answer]
+                count = min(len(pool), random.binomial(len(graded), FLIPS / 2))
+                for place in random.choice(len(pool), count, replace=False) if pool else ():
+                    new[pool[place]] = 1 - answer
             samples.setdefault(task, {})[metric] = new
     return dataclasses.replace(scored(run, samples), moecache=_other_speed(run, random))
 
@@ -96,30 +96,30 @@ def worse(run: Run, tasks: Sequence[str], points: float, random: np.random.Gener
     samples = {task: dict(metrics) for task, metrics in run.samples.items()}
     for task in tasks:
         for key, docs in samples[task].items():
-            right = [doc for doc, value in docs.items() if value == 1]
-            lost = min(len(right), round(points / 100 * len(docs) + random.random() - 0.5))
-            turned = {right[i]: 0 for i in random.choice(len(right), lost, replace=False)}
-            samples[task][key] = {**docs, **turned}
+            correct = [doc for doc, value in docs.items() if value == 1]
+            count = min(len(correct), round(points / 100 * len(docs) + random.random() - 0.5))
+            flips = {correct[i]: 0 for i in random.choice(len(correct), count, replace=False)}
+            samples[task][key] = {**docs, **flips}
     return scored(run, samples)
 
 
 def rates(options: argparse.Namespace, documents: int) -> list[int]:
     """Return the numbers of figures, false alarms, and losses found in all tasks and in one."""
     random, rules = np.random.default_rng(options.seed), Rules(alpha=options.alpha)
-    loaded = load_runs(options.baseline)
+    runs = load_runs(options.baseline)
     # The mistake is in one policy, that of the run with the most documents; the others keep theirs.
-    loaded.sort(key=lambda run: -max(len(d) for m in run.samples.values() for d in m.values()))
+    runs.sort(key=lambda run: -max(len(d) for m in run.samples.values() for d in m.values()))
     alarms, figures = np.zeros(3, dtype=int), 0
     for _ in range(options.reruns):
-        base = [resized(run, documents, options.accuracy, random) for run in loaded]
+        base = [resized(run, documents, options.accuracy, random) for run in runs]
         new = [rerun(run, random) for run in base]
         comparison = compare(base, new, rules)
         figures = len(comparison.rows)
         tasks = [t for t in base[0].tasks if (s := base[0].score(t)) and s.higher_is_better]
         hits = [comparison.is_regression]
         for chosen in (tasks, tasks[:1]):
-            planted = [worse(new[0], chosen, options.points, random), *new[1:]]
-            hits.append(compare(base, planted, rules).is_regression)
+            regressed = [worse(new[0], chosen, options.points, random), *new[1:]]
+            hits.append(compare(base, regressed, rules).is_regression)
         alarms += hits
     return [figures, *map(int, alarms)]
 

@@ -78,8 +78,8 @@ def commands_of(name: str, device: str, shape: str, quick: bool, runs: Path) -> 
             [*f"{command},clock={clock} --output_path".split(), str(runs / clock)]
             for clock in ("virtual", "wall")
         ]
-    script, usual, once = CHECKS[name]
-    options = f"--device {device} --shape {shape} {usual} {once if quick else ''}"
+    script, defaults, trial = CHECKS[name]
+    options = f"--device {device} --shape {shape} {defaults} {trial if quick else ''}"
     return [[str(ROOT / "benchmarks" / script), *options.split()]]
 
 
@@ -133,8 +133,8 @@ def check(
         state = "passed" if results[name]["passed"] else f"FAILED ({results[name]['code']})"
         print(f"{name}: {state}, {results[name]['seconds']:.0f} s", flush=True)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    about = {"device": name_of(torch.device(device)), "on_a_gpu": device != "cpu", "shape": shape}
-    return {**about, **versions, "checks": results}
+    setup = {"device": name_of(torch.device(device)), "on_a_gpu": device != "cpu", "shape": shape}
+    return {**setup, **versions, "checks": results}
 
 
 def table(report: Mapping[str, Any]) -> str:

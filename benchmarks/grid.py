@@ -144,8 +144,8 @@ def _save(file: Path, runs: list[Run]) -> None:
 @cache
 def draws(num_units: int) -> npt.NDArray[np.int64]:
     """Return each unit's count per sample: the original (all 1) first, then 2000 draws."""
-    drawn = np.random.default_rng(0).integers(0, num_units, (2000, num_units))
-    counts = [np.bincount(sample, minlength=num_units) for sample in drawn]
+    samples = np.random.default_rng(0).integers(0, num_units, (2000, num_units))
+    counts = [np.bincount(sample, minlength=num_units) for sample in samples]
     return np.vstack([np.ones(num_units, dtype=np.int64), *counts])
 
 

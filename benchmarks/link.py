@@ -67,14 +67,14 @@ class Outstanding:
 
 def achieved(wrapped: Any, texts: list[torch.Tensor], tokens: int) -> tuple[list[float], float]:
     """Return each text's demand rate in bytes per second, and the share of time spent waiting."""
-    rates, waited, decoded = [], 0.0, 0.0
+    rates, waited_s, decoded_s = [], 0.0, 0.0
     outstanding = Outstanding(wrapped.engine)
     for prompt in texts:
         outstanding.nbytes, outstanding.seconds = 0, 0.0
-        decoded += tokens * run(wrapped.model, prompt, tokens)[1]
-        waited += outstanding.seconds
+        decoded_s += tokens * run(wrapped.model, prompt, tokens)[1]
+        waited_s += outstanding.seconds
         rates.append(outstanding.nbytes / outstanding.seconds)
-    return rates, waited / decoded
+    return rates, waited_s / decoded_s
 
 
 def main() -> None:
@@ -90,14 +90,12 @@ def main() -> None:
         wrapped = wall(model, loader, options.policy, options.capacity, throttle)
         run(model, texts[0], 2)
         copies = copy_bandwidth(device, options.rounds)
-        rates, waiting = achieved(wrapped, texts, options.tokens)
+        rates, share = achieved(wrapped, texts, options.tokens)
         wrapped.unwrap()
         bound = [throttle] * len(copies) if throttle is not None else copies
         shares = [measured / limit for measured, limit in zip(rates, bound, strict=True)]
         print(f"link {name}: one large copy {spread([r / 1e9 for r in copies])} GB/s")
-        print(
-            f"link {name}: in a run {spread([r / 1e9 for r in rates])} GB/s, awaited {waiting:.0%}"
-        )
+        print(f"link {name}: in a run {spread([r / 1e9 for r in rates])} GB/s, awaited {share:.0%}")
         print(f"link {name}: share of what there is {spread(shares)}")
 
 

@@ -99,12 +99,12 @@ def measure(cell: Run, asked: Questions) -> Run:
         lossless = asked.under({}, DOCUMENTS)
         return {"right": lossless["right"], "loads": lossless["loads"]}
     fixed, key, (mild, strong) = RULES[cell["rule"]]
-    base, tried = sum(asked.under({}, TRIED)["loads"]), {}
+    base, savings = sum(asked.under({}, TRIED)["loads"]), {}
     for _ in range(5):
         value = round((mild + strong) / 2, 3)
-        tried[value] = 1 - sum(asked.under({**fixed, key: value}, TRIED)["loads"]) / base
-        mild, strong = (mild, value) if tried[value] > SAVED else (value, strong)
-    value = min(tried, key=lambda value: abs(tried[value] - SAVED))
+        savings[value] = 1 - sum(asked.under({**fixed, key: value}, TRIED)["loads"]) / base
+        mild, strong = (mild, value) if savings[value] > SAVED else (value, strong)
+    value = min(savings, key=lambda value: abs(savings[value] - SAVED))
     return {"parameter": key, "value": value, **asked.under({**fixed, key: value}, DOCUMENTS)}
 
 

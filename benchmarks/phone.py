@@ -48,8 +48,8 @@ class SerialRun:
         """Return the tokens per second that a profile predicts from each token's bytes."""
         has_cache = bool(self.series.columns[HIT][-1] >= 0)
         # Without a cache nothing is committed or released.
-        managed = {} if has_cache else {"load_overhead_s_per_byte": 0.0}
-        hardware = replace(hardware, link_lanes=self.lanes, **managed)
+        overrides = {} if has_cache else {"load_overhead_s_per_byte": 0.0}
+        hardware = replace(hardware, link_lanes=self.lanes, **overrides)
         geometry, clock = self.geometry, VirtualClock(hardware, self.geometry)
         link = VirtualLink(hardware, reads_per_expert=self.reads)
         sizes = [levels[0] for levels in geometry.expert_bytes]

@@ -116,11 +116,11 @@ def table(curve: Curve) -> str:
     def speeds(rate: float) -> np.ndarray:
         return 1 / (rest_s + misses * (hardware.link_latency_s + model.expert_bytes / rate))
 
-    known = ~np.isnan(measured) & (misses > 0)
+    is_known = ~np.isnan(measured) & (misses > 0)
     rate, fitted = hardware.link_rate, ""
-    if known.any():
+    if is_known.any():
         best = optimize.minimize_scalar(
-            lambda log: float(np.sum(np.log(speeds(np.exp(log)) / measured)[known] ** 2)),
+            lambda log: float(np.sum(np.log(speeds(np.exp(log)) / measured)[is_known] ** 2)),
             bounds=(np.log(1e8), np.log(1e12)),
             method="bounded",
         )

@@ -139,25 +139,25 @@ def link_of(trace: Trace, ratio: float) -> Hardware:
 
 def render(runs: Sequence[Run]) -> str:
     cells = frame(runs)
-    foreseen, two = cells.recall.notna(), cells.capacity == "2 cycles"
+    is_foreseen, two_cycles = cells.recall.notna(), cells.capacity == "2 cycles"
     rows = cells.trace + cells.cycles.map(" {:.2f} cycles".format)
     settings = rows + cells.recall.map(" {:g}".format) + cells.precision.map("/{:g}".format)
     misses, collisions = 100 * cells.miss_rate, 100 * cells.collision_miss_rate
     rates = misses.map("{:.1f}".format) + collisions.map(" / {:.2f}".format)
     speeds = cells.tpot_ms.map("{:.2f}".format) + misses.map(" ({:.0f}%)".format)
-    plain = cells[~foreseen & cells.capacity.str.endswith("cycles")]
+    plain = cells[~is_foreseen & cells.capacity.str.endswith("cycles")]
     of_two = "ms a token (misses) at 2 cycles over transfer / layer"
     return sections(
         {
             "Closed of the gap between LRU and Belady, percent, on demand": closed(
-                cells[~foreseen & cells.capacity.str.endswith("%")]
+                cells[~is_foreseen & cells.capacity.str.endswith("%")]
             ),
             "On demand: misses / collisions, percent of requests": by_eviction(plain, rows, rates),
             "With predictors (recall/precision), transfer / layer 0.02: the same": by_eviction(
-                cells[foreseen & (cells.ratio == 0.02)], settings, rates
+                cells[is_foreseen & (cells.ratio == 0.02)], settings, rates
             ),
             of_two: by_eviction(
-                cells[foreseen & two], settings + cells.ratio.map(" x{:g}".format), speeds
+                cells[is_foreseen & two_cycles], settings + cells.ratio.map(" x{:g}".format), speeds
             ),
         }
     )
@@ -188,13 +188,13 @@ def draw(runs: Sequence[Run], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     cells = frame(runs)
     cells["tok_per_s"] = 1e3 / cells.tpot_ms
-    demand, two = cells[cells.recall.isna()], cells[cells.capacity == "2 cycles"]
+    demand, two_cycles = cells[cells.recall.isna()], cells[cells.capacity == "2 cycles"]
     for field, label in (("miss_rate", "misses"), ("collision_miss_rate", "collision misses")):
         labels = "capacity [token cycles]", f"{label} / requests, on demand", 2
         lines(demand, "cycles", field, DRAWN, labels, folder / f"{field}.svg")
     labels = "transfer of one expert / layer", "tok/s, 2 cycles, recall 0.95", 10
-    good = two[two.precision == 0.63]
-    lines(good, "ratio", "tok_per_s", FEW, labels, folder / "speed.svg")
+    predicted = two_cycles[two_cycles.precision == 0.63]
+    lines(predicted, "ratio", "tok_per_s", FEW, labels, folder / "speed.svg")
 
 
 def lines(
@@ -258,8 +258,8 @@ def claim_cells(tiny: str | None = None) -> Iterator[tuple[Run, Any]]:
         future, shares = Future(trace), CLAIMED_SHARES
         grids = [({**NONE, **ORACLES}, CLAIMED)]
         if name == "tiny":
-            only, shares = {"least_stale": CLAIMED["least_stale"]}, CLAIMED_SHARES[:3]
-            grids = [({**NONE, **GATES}, CLAIMED), ({**NONE, **GATES}, SCORES), (WIDER, only)]
+            stale, shares = {"least_stale": CLAIMED["least_stale"]}, CLAIMED_SHARES[:3]
+            grids = [({**NONE, **GATES}, CLAIMED), ({**NONE, **GATES}, SCORES), (WIDER, stale)]
         for machine, share, (prefetchers, evictions) in product(MACHINES, shares, grids):
             for prefetch, eviction in product(prefetchers, evictions):
                 cell = {"trace": name, "machine": machine, "capacity": share}
@@ -416,20 +416,20 @@ def winners(cells: DataFrame) -> str:
         shares = [share for share in CLAIMED_SHARES if share in times]
         means = times.map(lambda values: values[0])
         best = means[shares].idxmin()
-        behind = Series(
+        deficits = Series(
             {
                 policy: max((change(ms[policy], ms[best[s]]) for s, ms in times[shares].items()),
                             key=lambda values: values[0])
                 for policy in times.index
             }
         )  # fmt: skip
-        steady = behind.str[0].idxmin()
+        steady = deficits.str[0].idxmin()
         fastest = [
             f"{' + '.join(best[s])} {means[s].min():.1f} ms" if s in best else ""
             for s in CLAIMED_SHARES
         ]
         correlation = f"{spearmanr(means[shares[0]], means[shares[2]]).statistic:.2f}"
-        rows.append([*place, *fastest, " + ".join(steady), interval(behind[steady]), correlation])
+        rows.append([*place, *fastest, " + ".join(steady), interval(deficits[steady]), correlation])
     headers = ["Trace", "Regime", *CLAIMED_SHARES, "least behind", "at worst behind by %"]
     return padded([*headers, "rank correlation 1% and 25%"], rows)
 

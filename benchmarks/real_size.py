@@ -176,8 +176,8 @@ def contend(talk: Connection, name: str, early: bool, options: argparse.Namespac
         while (prompt := talk.recv()) is not None:
             before = bytes_read()
             first_s, step_s = run(model, torch.tensor([prompt]), options.tokens)
-            read = bytes_read() - before
-            talk.send({"prefill": len(prompt) / first_s, "decode": 1 / step_s, "read": read})
+            nbytes = bytes_read() - before
+            talk.send({"prefill": len(prompt) / first_s, "decode": 1 / step_s, "read": nbytes})
         summary: dict[str, Any] = {"peak": sampled.so_far()}
         if wrapped is not None:
             passes = wrapped.engine.ledger.passes
@@ -259,8 +259,8 @@ def report(contenders: list[Contender], options: argparse.Namespace) -> None:
             "control group" if contender.name in ON_DISK else "nothing",
             f"{figures['load_s']:.1f}",
         ]
-        read = f"{contender.median('read') / 1e6:.0f}"
-        rows.append([contender.name, *limited, *memory, *speed, moved, read])
+        read_mb = f"{contender.median('read') / 1e6:.0f}"
+        rows.append([contender.name, *limited, *memory, *speed, moved, read_mb])
     heads = "limited by, load s, load peak GB, peak GB, prefill tok/s, decode tok/s, "
     heads += "MB moved an answer, MB read from disk an answer"
     print(text_table(["contender", *heads.split(", ")], rows))

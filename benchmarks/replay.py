@@ -108,18 +108,18 @@ def rows_of(num_requests: int, num_experts: int, rounds: int) -> Iterator[list[s
     """Measure all cases on one trace in turn and yield the rows of the table."""
     trace = make_trace(num_requests, num_experts)
     future, slots = Future(trace), NUM_LAYERS * num_experts // 4
-    ours = {name: partial(measure, trace, future, *case) for name, *case, _ in CASES}
-    theirs: dict[str, Callable[[], tuple[float, str]]] = {}
+    cases = {name: partial(measure, trace, future, *case) for name, *case, _ in CASES}
+    rivals: dict[str, Callable[[], tuple[float, str]]] = {}
     if libcachesim is not None:
-        theirs["libCacheSim LRU, bulk"] = partial(bulk, trace, slots)
-        theirs["libCacheSim LRU, a call each"] = partial(one_by_one, trace, slots)
-    runners, bars = theirs | ours, {name: str(bar) for name, *_, bar in CASES}
+        rivals["libCacheSim LRU, bulk"] = partial(bulk, trace, slots)
+        rivals["libCacheSim LRU, a call each"] = partial(one_by_one, trace, slots)
+    runners, bars = rivals | cases, {name: str(bar) for name, *_, bar in CASES}
     timings = [{name: runner() for name, runner in runners.items()} for _ in range(rounds)]
     rates = {name: [timing[name][0] / 1e6 for timing in timings] for name in runners}
     for name, speeds in rates.items():
-        ratio = f"{median(speeds) / median(next(iter(rates.values()))):.2f}" if theirs else ""
+        ratio = f"{median(speeds) / median(next(iter(rates.values()))):.2f}" if rivals else ""
         reason = timings[0][name][1]
-        compiled = "C" if name in theirs else f"no: {reason}" if reason else "yes"
+        compiled = "C" if name in rivals else f"no: {reason}" if reason else "yes"
         spread = f"{min(speeds):.2f} to {max(speeds):.2f}"
         shape = f"{num_requests:,}", str(num_experts)
         yield [*shape, name, f"{median(speeds):.2f}", spread, ratio, bars.get(name, ""), compiled]

@@ -267,13 +267,13 @@ def random_resident(specimen: Specimen, share: float) -> Swap:
         cache = caches[layer]
         spare = [resident for resident in cache if resident not in experts]
         rng.shuffle(spare)
-        instead = [e if e in cache or not spare else spare.pop() for e in experts]
+        substitutes = [e if e in cache or not spare else spare.pop() for e in experts]
         for expert in experts:
             cache[expert] = None
             cache.move_to_end(expert)
         while len(cache) > size:
             cache.popitem(last=False)
-        return instead
+        return substitutes
 
     return swap
 
@@ -339,15 +339,15 @@ def of_clusters(specimen: Specimen, texts: list[list[int]]) -> Rows:
     plain = specimen.text_loss(texts)
     for share in (0.5, 1.0):
         swaps = (cluster_swap(specimen, share, inside=inside) for inside in (True, False))
-        added = [specimen.text_loss(texts, swap) - plain for swap in swaps]
-        losses = f"{added[0]:.3f}, {added[1]:.3f} (ratio {added[0] / added[1]:.2f})"
+        nats = [specimen.text_loss(texts, swap) - plain for swap in swaps]
+        losses = f"{nats[0]:.3f}, {nats[1]:.3f} (ratio {nats[0] / nats[1]:.2f})"
         yield f"nats of text lost, {share:.0%} swapped: inside, across", losses
-    count, lost = NUM_CLUSTER_SWAPPED, np.zeros(2)
+    count, points = NUM_CLUSTER_SWAPPED, np.zeros(2)
     for task in ASKED:
         swaps = (cluster_swap(specimen, 1.0, inside=inside) for inside in (True, False))
         right = specimen.accuracy(task, count)
-        lost += [(right - specimen.accuracy(task, count, swap)) / len(ASKED) for swap in swaps]
-    losses = f"{lost[0]:.1f}, {lost[1]:.1f} (ratio {lost[0] / lost[1]:.2f})"
+        points += [(right - specimen.accuracy(task, count, swap)) / len(ASKED) for swap in swaps]
+    losses = f"{points[0]:.1f}, {points[1]:.1f} (ratio {points[0] / points[1]:.2f})"
     yield "points of answers lost, all swapped: inside, across", losses
 
 
@@ -373,7 +373,7 @@ def of_draft(specimen: Specimen, draft: Any, texts: list[list[int]]) -> Rows:
         layers = map(mean, zip(*by_text, strict=True))
         yield "draft's hidden states, cosine by layer", spread(layers)
     for task, makers in ASKED.items():
-        same = tokens = 0
+        num_accepted = tokens = 0
         for problem in held_out(makers, NUM_DRAFTED, seed=0):
             prompt = torch.tensor([specimen.ids(problem.prompt)])
             written = model.generate(
@@ -384,9 +384,9 @@ def of_draft(specimen: Specimen, draft: Any, texts: list[list[int]]) -> Rows:
                 pad_token_id=specimen.tokenizer.pad_token_id,
             )
             proposed = draft(input_ids=written).logits[0, :-1].argmax(-1)[prompt.shape[1] - 1 :]
-            same += int((proposed == written[0, prompt.shape[1] :]).sum())
+            num_accepted += int((proposed == written[0, prompt.shape[1] :]).sum())
             tokens += len(proposed)
-        yield f"tiny_{task}, draft's tokens accepted", f"{same / tokens:.2f}"
+        yield f"tiny_{task}, draft's tokens accepted", f"{num_accepted / tokens:.2f}"
 
 
 def of_skills(specimen: Specimen, num_documents: int) -> Rows:
@@ -396,8 +396,8 @@ def of_skills(specimen: Specimen, num_documents: int) -> Rows:
     for task in ASKED:
         swaps = random_resident(specimen, 0.25), last_rank(specimen)
         plain = specimen.accuracy(task, NUM_SWAPPED)
-        lost = [plain - specimen.accuracy(task, NUM_SWAPPED, swap) for swap in swaps]
-        losses = ", ".join(f"{points:.0f}" for points in lost)
+        differences = [plain - specimen.accuracy(task, NUM_SWAPPED, swap) for swap in swaps]
+        losses = ", ".join(f"{points:.0f}" for points in differences)
         yield f"tiny_{task}, points lost: random at 25%, last rank", losses
 
 

@@ -96,8 +96,8 @@ def _values(folder: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 def _composed(axis: str, name: str) -> dict[str, Any]:
     """Return a setting with the algorithm that runs under the virtual clock."""
-    paired = {o: allowed[0] for o, allowed in find_algorithm(axis, name).pairs_with.items()}
-    settings = [_with_ladder({axis: name}), _with_ladder({axis: name, **paired})]
+    partners = {o: allowed[0] for o, allowed in find_algorithm(axis, name).pairs_with.items()}
+    settings = [_with_ladder({axis: name}), _with_ladder({axis: name, **partners})]
     for setting in settings:
         if _refusal(setting) is None:
             return setting
@@ -113,8 +113,8 @@ _shipped = cache(load_policy)
 def _with_ladder(given: dict[str, Any]) -> dict[str, Any]:
     """Add a precision ladder if the policy's miss algorithm uses one."""
     policy = _policy_of(given)
-    uses = policy is not None and policy.miss.algorithm.uses_ladder
-    return {**given, "precision": LADDER} if uses else given
+    uses_ladder = policy is not None and policy.miss.algorithm.uses_ladder
+    return {**given, "precision": LADDER} if uses_ladder else given
 
 
 def _cell(key: str, value: str, given: Mapping[str, Any]) -> Cell:
@@ -139,8 +139,8 @@ def _policy_of(given: Mapping[str, Any]) -> Policy | None:
 
 def _is_speculative(given: Mapping[str, Any]) -> bool:
     policy = _policy_of(given)
-    needs = policy is not None and policy.prefetch.algorithm.needs_draft
-    return "draft" in given or bool(needs)
+    needs_draft = policy is not None and policy.prefetch.algorithm.needs_draft
+    return "draft" in given or bool(needs_draft)
 
 
 def _refusal(given: Mapping[str, Any]) -> str | None:

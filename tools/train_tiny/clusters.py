@@ -151,8 +151,10 @@ def copy_attention(
     for name, weight in old.state_dict().items():
         if name in state and "mlp" not in name:
             state[name].copy_(weight)
-    for layer, before, sizes in zip(new.model.layers, old.model.layers, query_sizes, strict=True):
-        source, target = before.self_attn, layer.self_attn
+    for layer, old_layer, sizes in zip(
+        new.model.layers, old.model.layers, query_sizes, strict=True
+    ):
+        source, target = old_layer.self_attn, layer.self_attn
         target.q_proj.weight.copy_(source.q_norm.weight[:, None] * source.q_proj.weight / sizes[0])
         target.k_proj.weight.copy_(source.k_norm.weight[:, None] * source.k_proj.weight / sizes[1])
 
@@ -169,8 +171,8 @@ def cluster(
     torch.manual_seed(seed)
     new = build_clustered(cluster_config(pad_id=config.pad_token_id, end_id=config.eos_token_id))
     copy_attention(new, old, query_sizes)
-    for layer, before in zip(new.model.layers, old.model.layers, strict=True):
-        _cluster_mlp(layer.mlp, before.mlp, seed)
+    for layer, old_layer in zip(new.model.layers, old.model.layers, strict=True):
+        _cluster_mlp(layer.mlp, old_layer.mlp, seed)
     pull_to_clusters(new, EXPERT_SHARE, ROUTER_SHARE)
     for layer in new.model.layers:
         for weight in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
@@ -200,8 +202,8 @@ def _cluster_mlp(new: nn.Module, old: nn.Module, seed: int) -> None:
     new.gate.weight.copy_(old.gate.weight[order])
     for place, expert in enumerate(order.tolist()):
         first = int(order[place - place % CLUSTER_SIZE])
-        like = (gate_up_EID[first], down_EDI[first])
-        gate_up, down = aligned(gate_up_EID[expert], down_EDI[expert], like)
+        reference = (gate_up_EID[first], down_EDI[first])
+        gate_up, down = aligned(gate_up_EID[expert], down_EDI[expert], reference)
         new.experts.gate_up_proj[place].copy_(gate_up)
         new.experts.down_proj[place].copy_(ROUTED_SCALE * down)
 

@@ -67,10 +67,10 @@ class TwinTraining(Training):
         old = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
         text, _ = step_batches(self.tokenizer, self.text, seed=self.plan.seed, step=FIRST_STEP)
         copy_attention(new, old, query_sizes(old, text.ids_BS))
-        for layer, before in zip(new.model.layers, old.model.layers, strict=True):
+        for layer, old_layer in zip(new.model.layers, old.model.layers, strict=True):
             gate_up, down = (
                 weight.mean(0)
-                for weight in (before.mlp.experts.gate_up_proj, before.mlp.experts.down_proj)
+                for weight in (old_layer.mlp.experts.gate_up_proj, old_layer.mlp.experts.down_proj)
             )
             width = down.shape[1]
             gate, up = gate_up.chunk(2)

@@ -178,10 +178,12 @@ class Training:
 
     def _update(self, batches: tuple[Batch, Batch]) -> tuple[float, float, float]:
         """Take one optimizer step; return the losses of English, skills and balance."""
-        (text, logits), (skills, more) = (micro_loss(self.model, batch) for batch in batches)
+        (text, text_logits), (skills, skill_logits) = (
+            micro_loss(self.model, batch) for batch in batches
+        )
         loss, balance = text + self.plan.skill_weight * skills, torch.tensor(1.0)
         if self.step >= self.plan.dense_steps:
-            balance, sharp = self._routing_losses(logits, more)
+            balance, sharp = self._routing_losses(text_logits, skill_logits)
             loss = loss + self.plan.balance_at(self.step) * balance + sharp
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip)
@@ -266,9 +268,9 @@ def start(kind: type[Training], preset: Plan, description: str | None) -> None:
         value = getattr(preset, item.name)
         parser.add_argument(f"--{item.name.replace('_', '-')}", type=type(value), default=value)
     values = vars(parser.parse_args())
-    out, cache, every = (values.pop(name) for name in ("out", "cache", "save_every"))
+    out, cache, save_every = (values.pop(name) for name in ("out", "cache", "save_every"))
     out.mkdir(parents=True, exist_ok=True)
-    run(kind(type(preset)(**values), out, cache), every)
+    run(kind(type(preset)(**values), out, cache), save_every)
 
 
 if __name__ == "__main__":

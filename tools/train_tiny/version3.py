@@ -221,15 +221,20 @@ class ClusterTraining(Training):
 
     def _update(self, batches: tuple[Batch, Batch]) -> tuple[float, float, float]:
         plan = self.plan
-        (text, logits), (skills, more) = (micro_loss(self.model, batch) for batch in batches)
-        all_logits = [torch.cat(pair) for pair in zip(logits, more, strict=True)]
-        parts = (list(logits), list(more))
+        (text, text_logits), (skills, skill_logits) = (
+            micro_loss(self.model, batch) for batch in batches
+        )
+        all_logits = [torch.cat(pair) for pair in zip(text_logits, skill_logits, strict=True)]
+        parts = (list(text_logits), list(skill_logits))
         balance = balance_loss(all_logits, TOP_K)
-        rows = (self._row_balance(list(logits)) + self._task_balance(list(more), batches[1])) / 2
+        rows = (
+            self._row_balance(list(text_logits))
+            + self._task_balance(list(skill_logits), batches[1])
+        ) / 2
         loss = text + plan.skill_weight * skills + plan.balance_weight * balance
         loss = loss + plan.row_balance_at(self.step) * rows
         if self.step >= FIFTH:
-            groups = {TEXT: logits} | self._by_task(more, batches[1])
+            groups = {TEXT: text_logits} | self._by_task(skill_logits, batches[1])
             kept_share = torch.stack(
                 [self._locality_of(one) * kept_mass(groups[one]) for one in groups]
             )
@@ -239,7 +244,7 @@ class ClusterTraining(Training):
         else:
             sharp = torch.stack([sharpness(part, TOP_K) for part in parts]).mean()
             enough = plan.enough_kept if self.step >= FOURTH else 1.0
-            kept_share = (kept_mass(logits, enough) + kept_mass(more, enough)) / 2
+            kept_share = (kept_mass(text_logits, enough) + kept_mass(skill_logits, enough)) / 2
             loss = loss + plan.sharpness_weight * sharp - self.locality * kept_share
         if self.step >= SECOND:
             loss = loss + plan.swap_weight * self._swap_loss(batches[1], skills)
@@ -252,7 +257,7 @@ class ClusterTraining(Training):
         if self.step % STEER_EVERY == 0 and self.step >= FIFTH:
             self._steer_apart(groups, shares)
         elif self.step % STEER_EVERY == 0:
-            self._steer(logits, more, kept_share.item())
+            self._steer(text_logits, skill_logits, kept_share.item())
         return text.item(), skills.item(), balance.item()
 
     def _swap_loss(self, batch: Batch, plain: Tensor) -> Tensor:

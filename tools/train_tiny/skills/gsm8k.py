@@ -25,10 +25,10 @@ def step(left: int, operator: str, right: int) -> tuple[str, int]:
 
 def _buy(rng: Random, scale: int) -> Story:
     name, goods = rng.choice(PEOPLE), rng.choice(GOODS)
-    have, more = rng.randint(2, 20 * scale), rng.randint(2, 15 * scale)
-    text, value = step(have, "+", more)
+    start, gain = rng.randint(2, 20 * scale), rng.randint(2, 15 * scale)
+    text, value = step(start, "+", gain)
     verb = rng.choice(("buys", "finds", "gets"))
-    question = f"{name} has {have} {goods}. {name} {verb} {more} more {goods}."
+    question = f"{name} has {start} {goods}. {name} {verb} {gain} more {goods}."
     question += f" How many {goods} does {name} have now?"
     return question, [f"{name} has {text} {goods}."], value
 
@@ -36,11 +36,11 @@ def _buy(rng: Random, scale: int) -> Story:
 def _give(rng: Random, scale: int) -> Story:
     name, friend = rng.sample(PEOPLE, 2)
     goods = rng.choice(GOODS)
-    have = rng.randint(6, 24 * scale)
-    gone = rng.randint(2, have - 2)
-    text, value = step(have, "-", gone)
+    start = rng.randint(6, 24 * scale)
+    loss = rng.randint(2, start - 2)
+    text, value = step(start, "-", loss)
     verb = rng.choice(("gives", "sells", "lends"))
-    question = f"{name} has {have} {goods} and {verb} {gone} of them to {friend}."
+    question = f"{name} has {start} {goods} and {verb} {loss} of them to {friend}."
     question += f" How many {goods} does {name} have left?"
     return question, [f"{name} has {text} {goods} left."], value
 
@@ -57,11 +57,11 @@ def _boxes(rng: Random, scale: int) -> Story:
 def _buy_then_give(rng: Random, scale: int) -> Story:
     name, friend = rng.sample(PEOPLE, 2)
     goods = rng.choice(GOODS)
-    have, more = rng.randint(2, 15 * scale), rng.randint(2, 10 * scale)
-    first, total = step(have, "+", more)
-    gone = rng.randint(2, total - 1)
-    second, value = step(total, "-", gone)
-    question = f"{name} has {have} {goods}. {name} buys {more} more {goods} and gives {gone}"
+    start, gain = rng.randint(2, 15 * scale), rng.randint(2, 10 * scale)
+    first, total = step(start, "+", gain)
+    loss = rng.randint(2, total - 1)
+    second, value = step(total, "-", loss)
+    question = f"{name} has {start} {goods}. {name} buys {gain} more {goods} and gives {loss}"
     question += f" to {friend}. How many {goods} does {name} have now?"
     return question, [f"{name} has {first} {goods}.", f"Then {name} has {second} {goods}."], value
 
@@ -80,11 +80,11 @@ def _boxes_plus_loose(rng: Random, scale: int) -> Story:
 def _double_and_sum(rng: Random, scale: int) -> Story:
     name, friend = rng.sample(PEOPLE, 2)
     goods = rng.choice(GOODS)
-    have = rng.randint(2, 12 * scale)
+    start = rng.randint(2, 12 * scale)
     factor, word = rng.choice(((2, "twice"), (3, "three times")))
-    first, other = step(have, "*", factor)
-    second, value = step(have, "+", other)
-    question = f"{name} has {have} {goods}. {friend} has {word} as many {goods} as {name}."
+    first, other = step(start, "*", factor)
+    second, value = step(start, "+", other)
+    question = f"{name} has {start} {goods}. {friend} has {word} as many {goods} as {name}."
     question += f" How many {goods} do they have together?"
     return question, [f"{friend} has {first} {goods}.", f"Together {second} {goods}."], value
 
@@ -93,15 +93,15 @@ def _boxes_give_buy(rng: Random, scale: int) -> Story:
     name, friend = rng.sample(PEOPLE, 2)
     goods = rng.choice(GOODS)
     boxes, per_box = rng.randint(2, 5), rng.randint(2, 6 * scale)
-    more = rng.randint(2, 9 * scale)
+    gain = rng.randint(2, 9 * scale)
     first, total = step(boxes, "*", per_box)
-    gone = rng.randint(1, total - 1)
-    second, rest = step(total, "-", gone)
-    third, value = step(rest, "+", more)
+    loss = rng.randint(1, total - 1)
+    second, rest = step(total, "-", loss)
+    third, value = step(rest, "+", gain)
     question = (
-        f"{name} fills {boxes} boxes with {per_box} {goods} each. {name} gives {gone} {goods}"
+        f"{name} fills {boxes} boxes with {per_box} {goods} each. {name} gives {loss} {goods}"
     )
-    question += f" to {friend} and then buys {more} more. How many {goods} does {name} have?"
+    question += f" to {friend} and then buys {gain} more. How many {goods} does {name} have?"
     lines = [f"The boxes hold {first} {goods}.", f"Then {second} {goods} are left."]
     return question, [*lines, f"Now {name} has {third} {goods}."], value
 

@@ -174,11 +174,11 @@ NUM_TYPOS = 3
 def _misspelt(rng: Random, question: str) -> str:
     """Swap two neighbouring letters inside a few of the question's longer words."""
     words = question.split(" ")
-    long = [place for place, word in enumerate(words) if len(word) > 3 and word.isalpha()]
-    for place in rng.sample(long, min(NUM_TYPOS, len(long))):
-        word = words[place]
+    places = [index for index, word in enumerate(words) if len(word) > 3 and word.isalpha()]
+    for index in rng.sample(places, min(NUM_TYPOS, len(places))):
+        word = words[index]
         at = rng.randrange(1, len(word) - 2)
-        words[place] = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
+        words[index] = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
     return " ".join(words)
 
 
@@ -191,11 +191,11 @@ def misspelling_maker(makers: tuple[Maker, ...]) -> Maker:
     def make(rng: Random) -> Problem:
         problem = rng.choice(makers)(rng)
         question = str(problem.row["question"])
-        typed = _misspelt(rng, question)
+        misspelling = _misspelt(rng, question)
         return replace(
             problem,
-            prompt=problem.prompt.replace(question, typed),
-            row={**problem.row, "question": typed},
+            prompt=problem.prompt.replace(question, misspelling),
+            row={**problem.row, "question": misspelling},
         )
 
     return make
