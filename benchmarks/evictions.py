@@ -160,7 +160,7 @@ def _summary(gaps: DataFrame, costs: Series) -> list[list[Any]]:
 
 
 def draw(runs: Sequence[Run], file: Path) -> None:
-    """One column per trace: misses above, gap closed below; rules without a name are grey."""
+    """One column per trace: misses above, gap closed below; rules not in DRAWN are grey."""
     rates, gaps = rates_of(runs), gaps_of(runs)[0]
     names, traces = gaps.index.unique("eviction"), sorted(gaps.index.unique("trace"))
     figure, panels = new_figure(2, len(traces))

@@ -107,7 +107,7 @@ def rates(options: argparse.Namespace, documents: int) -> list[int]:
     """Return the numbers of figures, false alarms, and losses found in all tasks and in one."""
     random, rules = np.random.default_rng(options.seed), Rules(alpha=options.alpha)
     runs = load_runs(options.baseline)
-    # The mistake is in one policy, that of the run with the most documents; the others keep theirs.
+    # A mistake in one policy: only the run with the most documents, sorted first, gets the loss.
     runs.sort(key=lambda run: -max(len(d) for m in run.samples.values() for d in m.values()))
     alarms, figures = np.zeros(3, dtype=int), 0
     for _ in range(options.reruns):

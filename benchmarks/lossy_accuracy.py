@@ -60,7 +60,7 @@ class Questions:
         self.analyzed = AnalyzedModel("tiny", ["-"], 1)
         tokenizer = self.analyzed.tokenizer
         self.golds = [row["answer"] for row in rows]
-        # lm-eval scores the letter after the prompt; no text after the letter matters.
+        # lm-eval scores the letters after the prompt: the last logits, whatever letter follows.
         self.windows = [
             torch.tensor(tokenizer(task.doc_to_text(row) + " A").input_ids) for row in rows
         ]

@@ -224,7 +224,7 @@ def write_cells(axes: Any, texts: Any, columns: Any, rows: Any, is_dark: Any = N
 
 
 def speeds_of(runs: Sequence[Run]) -> DataFrame:
-    """Return tok/s by link and host, one column per answer; hostless answers repeat over hosts."""
+    """Return tok/s by link and host, a column per answer; equal over hosts if none computes."""
     cells = frame(runs)
     speeds = cells.pivot(index=["link_gb", "host_gb"], columns="answer", values="tok_per_s")
     return speeds[cells.answer.unique()].groupby(level="link_gb").ffill()

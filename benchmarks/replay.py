@@ -36,7 +36,7 @@ with suppress(ImportError):
 
 NUM_LAYERS, TOP_K = 16, 8
 STALE = {"eviction": "least_stale"}
-# name, policy, overrides, asked million requests per second
+# name, policy, overrides, target in million requests per second
 CASES: tuple[tuple[str, str, dict[str, str], int], ...] = (
     ("LRU, on demand", "on_demand", {}, 12),
     ("LFU, on demand", "on_demand", {"eviction": "lfu"}, 12),

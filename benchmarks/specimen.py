@@ -255,7 +255,7 @@ def swapped(specimen: Specimen, swap: Swap | None) -> Iterator[None]:
 
 
 def random_resident(specimen: Specimen, share: float) -> Swap:
-    """Each layer's LRU cache holds a share of its experts; a miss takes a random resident.
+    """Each layer's LRU cache holds a share of its experts; a random resident replaces a miss.
 
     The missing expert is loaded after the token, as if fetched in the background.
     """

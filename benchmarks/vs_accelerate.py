@@ -2,10 +2,9 @@
 
 Accelerate keeps as many whole MoE layers resident as the capacity holds and loads the others when
 they are called: from files (`disk`), and on a GPU from host memory (`cpu`). Ours caches experts
-under the policy, from the same tier. On a CPU accelerate loads nothing but maps the file: where the
-page cache holds it, nothing is copied, and times say little about a device. The bytes that a step
-loads do: on a GPU accelerate copies whole layers, and while it computes one of them holds one more
-than the capacity.
+under the policy, from the same tier. On a CPU accelerate only maps the file: where the page cache
+holds it, nothing is copied, and times say little about a device. The bytes that a step loads do: on
+a GPU accelerate copies whole layers, and holds one layer more than the capacity while computing it.
 
     python benchmarks/vs_accelerate.py [--shape cpu|olmoe|mixtral] [--device auto] [--capacity 25%]
 """

@@ -38,7 +38,7 @@ def on_pre_build(config: Any) -> None:
 
 
 def write_schema(folder: Path) -> None:
-    """The JSON schema of `config.moecache`."""
+    """Write the JSON schema of `config.moecache`."""
     from lm_eval_moecache.records.schemas.results import published_schema
 
     folder.mkdir(exist_ok=True)
