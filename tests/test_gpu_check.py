@@ -45,7 +45,7 @@ def test_figures_are_read_and_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert "| tests | failed: exit 1 1 failed, 25 passed | | 0 s |" in table
     assert "| link, share of one large copy | 0.912 | at least 0.9 | met |" in table
     assert "| link at 1GB/s, share of it | 0.401 | at least 0.9 | missed |" in table
-    assert "| decode / transformers at 100% | 0.99 | at least 1.0 | missed |" in table
+    assert "| decode / transformers at 100% | 0.99 | at least 1.15 | missed |" in table
     assert "| decode / accelerate at 25% | 3.1 | at least 3.0 | met |" in table
     assert "| bytes a step, accelerate / ours | 6.8 |  |  |" in table
     # Of several figures all must lie within the bounds.
