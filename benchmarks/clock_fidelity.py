@@ -19,6 +19,7 @@ import torch
 from grid import arguments
 from setup import device_of, prompts, random_model, run, take, virtual, wall
 
+from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE, TOGETHER
 from lm_eval_moecache.profiling._measure import measure, measure_on_wall
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.hardware import Hardware
@@ -69,12 +70,15 @@ def measured(
     rate = parse_bandwidth(options.bandwidth)
     words = model.config.vocab_size
     texts = prompts(options.rounds + 1, options.prompt, words, model.device)
-    predicted = passes_of(virtual(model, policy, capacity, hardware), texts, options.tokens)
-    real = passes_of(wall(moved, loader, policy, capacity, rate), texts, options.tokens)
-    misses = [sum(p.misses + p.late for p in passes) for passes in (predicted, real)]
-    return Cell(
-        speed(predicted, options.tokens), speed(real, options.tokens), (misses[0], misses[1])
+    # On the wall clock a prefill executes experts as they arrive, a decode step all together.
+    arriving, together = (
+        passes_of(virtual(model, policy, capacity, hardware, execute), texts, options.tokens)
+        for execute in (AS_THEY_ARRIVE, TOGETHER)
     )
+    real = passes_of(wall(moved, loader, policy, capacity, rate), texts, options.tokens)
+    misses = [sum(p.misses + p.late for p in passes) for passes in (together, real)]
+    told = speed(arriving, options.tokens)[0], speed(together, options.tokens)[1]
+    return Cell(told, speed(real, options.tokens), (misses[0], misses[1]))
 
 
 def row_of(cells: list[Cell], met: dict[str, int]) -> str:

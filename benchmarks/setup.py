@@ -22,6 +22,7 @@ import transformers
 from grid import setting_of
 
 from lm_eval_moecache.engine.compiled import live_engine
+from lm_eval_moecache.engine.setting import TOGETHER
 from lm_eval_moecache.model.device import best_device, synchronize
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall.loading import ExpertLoader, assemble
@@ -99,12 +100,16 @@ def wall(
 
 
 def virtual(
-    model: Any, policy: str, capacity: str, hardware: Hardware | None = None
+    model: Any,
+    policy: str,
+    capacity: str,
+    hardware: Hardware | None = None,
+    execute: str = TOGETHER,
 ) -> WrappedModel:
     layers = find_moe_layers(model)
     geometry = describe(model, layers, "benchmark")
     setting = setting_of(geometry, capacity, policy=policy)
-    setting = replace(setting, hardware=hardware or setting.hardware)
+    setting = replace(setting, hardware=hardware or setting.hardware, execute=execute)
     return WrappedModel(model, layers, live_engine(geometry, setting))
 
 

@@ -22,7 +22,9 @@ from lm_eval_moecache.profiling._measure import (
     measure_on_wall,
     model_like,
     parts_of,
+    prefill_s,
     profile_of,
+    with_prefill_rate,
 )
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware, load_hardware, profile_names
@@ -136,6 +138,21 @@ def test_a_profile_charges_what_was_measured(gates: float) -> None:
     assert clock.now == pytest.approx(3 * 6.0 + 5.0)
 
 
+def test_a_prefill_is_charged_what_it_took() -> None:
+    """By hand: a layer's 100 weights of a byte cost 2 x 10 tokens x 100 FLOP, its experts as much.
+
+    10 tokens x top 2 of experts of 100 bytes: 2 x 20 x 100 FLOP a layer. The dense parts are of
+    200, 200 and 600 bytes: 2 x 10 x 1000 FLOP. In all 32,000 FLOP, read in under 10 + 3 x 4 s.
+    """
+    slow = dataclasses.replace(make_hardware(), kernel_overhead_s=0.0, peak_flops=1e4)
+    one_byte = dataclasses.replace(GEOMETRY, element_bytes=1)
+    found = with_prefill_rate(slow, one_byte, 10, 3 * 4, 64.0)
+    assert found.peak_flops == pytest.approx(32_000 / 64.0)
+    assert prefill_s(found, one_byte, 10, 3 * 4) == pytest.approx(64.0)
+    # Reading alone takes (1000 + 3 x 4 x 100) / 100 = 22 s: no FLOP/s makes it 21.
+    assert with_prefill_rate(slow, one_byte, 10, 3 * 4, 21.0) == slow
+
+
 def test_where_reading_takes_longer_than_the_whole_nothing_is_beside_it() -> None:
     measured = Parts(layer_s=3.0, bookkeeping_s=0.5, outside_s=2.0, wait_s=0.0)
     profile = profile_of(make_hardware(), measured, GEOMETRY, 0.0)
@@ -148,7 +165,7 @@ def test_every_part_is_measured_and_says_how(policy: str, rate: float | None) ->
     model = random_model("olmoe")
     hooks = [len(m._forward_hooks) for m in model.modules()]
     profile = measure_on_wall(NOBODYS, model, loader_of(model), policy, rate)
-    replaced = {f.name for f in dataclasses.fields(profile)} - {"name", "source", "peak_flops"}
+    replaced = {f.name for f in dataclasses.fields(profile)} - {"name", "source"}
     replaced -= {"memory_bytes", "host_flops", "host_memory_bytes_per_s", "link_efficiency"}
     replaced -= {"link_lanes", "link_lane_bytes_per_s", "load_overhead_s_per_byte"}
     assert isinstance(profile.source, dict) and profile.source.keys() == replaced

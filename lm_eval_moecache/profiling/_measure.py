@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import platform
 import statistics
 import time
@@ -20,12 +21,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
+from scipy import optimize
 from torch import nn
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.analysis.analyzed_model import watched
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.virtual.link import DENSE_KERNELS, EXPERT_KERNELS, GATE_KERNELS
+from lm_eval_moecache.engine.virtual.link import (
+    DENSE_KERNELS,
+    EXPERT_KERNELS,
+    GATE_KERNELS,
+    VirtualClock,
+)
 from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.device import (
@@ -42,7 +49,7 @@ from lm_eval_moecache.model.wall.loading import ExpertLoader
 from lm_eval_moecache.model.wall.pools import SlotPools
 from lm_eval_moecache.model.wall.store import SlotStore
 from lm_eval_moecache.model.wrap import WrappedModel
-from lm_eval_moecache.records.event import DECODE
+from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import parse_capacity
@@ -220,13 +227,15 @@ def _launches_s(device: torch.device, dtype: torch.dtype, bytes_per_s: float) ->
     return max(float(step_s / _LAYERS - read_s), 0.0)
 
 
+_FLOPS_RANGE = math.log(100.0)
+"""How far a prefill's rate may lie from the large product's, as a logarithm."""
 ROUNDS = 3
 """How often both runs are repeated, in turn: machines change their speed."""
 MOST_LAYERS = 4
 """Layers of the model that stands in for a larger one: they fit a laptop's memory."""
 ALL, SOME = "100%", "40%"
 """Capacities: with the first, every expert is resident from the beginning."""
-_PROMPT, _TOKENS = 16, 8
+_PROMPT, _TOKENS = 64, 8
 NOBODYS = Hardware(
     name="wall",
     peak_flops=1.0,
@@ -305,6 +314,40 @@ def profile_of(hardware: Hardware, parts: Parts, geometry: Geometry, gates: floa
     )
 
 
+def prefill_s(hardware: Hardware, geometry: Geometry, tokens: int, requests: int) -> float:
+    """Return the seconds that the clock charges for a prefill whose experts are all resident.
+
+    `requests` counts the experts of all layers' events; each layer is charged their mean.
+    """
+    clock = VirtualClock(hardware, geometry)
+    for layer in range(geometry.num_layers):
+        clock.dense(layer, tokens)
+        clock.experts(layer, round(requests / geometry.num_layers), tokens * geometry.top_k)
+    return clock.now
+
+
+def with_prefill_rate(
+    hardware: Hardware, geometry: Geometry, tokens: int, requests: int, measured_s: float
+) -> Hardware:
+    """Return the profile with the FLOP/s at which the clock charges a prefill what it took.
+
+    The few rows that each expert gets run at another rate than the large product of `measure`: on
+    a CPU without instructions for half precisions faster than it. Unchanged where overheads and
+    reading alone take as long as was measured, as nothing waited for arithmetic then.
+    """
+
+    def excess_s(log_flops: float) -> float:
+        profile = dataclasses.replace(hardware, peak_flops=math.exp(log_flops))
+        return prefill_s(profile, geometry, tokens, requests) - measured_s
+
+    guess = math.log(hardware.peak_flops)
+    low, high = guess - _FLOPS_RANGE, guess + _FLOPS_RANGE
+    if excess_s(high) >= 0 or excess_s(low) <= 0:
+        return hardware
+    log_flops = float(optimize.brentq(excess_s, low, high))
+    return dataclasses.replace(hardware, peak_flops=math.exp(log_flops))
+
+
 def model_like(pretrained: str, dtype: torch.dtype, device: torch.device) -> Any:
     """Build the first layers of a model of this shape with random weights, loading none.
 
@@ -333,17 +376,19 @@ def measure_on_wall(
     """Replace a profile's figures by those of decoding this model on this machine's wall clock.
 
     The loader has taken the model's experts already. `bytes_per_s` throttles the link. Replaced:
-    kernel, layer, pass and wait overheads, the link, and on a CPU the memory rate, all measured on
-    the model's own matrices. Raises ValueError for a model of one MoE layer.
+    kernel, layer, pass and wait overheads, the link, the FLOP/s of a prefill, and on a CPU the
+    memory rate, all measured on the model's own matrices. Raises ValueError for a model of one MoE
+    layer.
     """
     geometry = describe(model, find_moe_layers(model), "calibration")
     if geometry.num_layers < 2:
         raise ValueError("pretrained: a model of one MoE layer says nothing of a layer's time.")
-    hot, cold, rates = [], [], []
+    hot, cold, rates, prefills = [], [], [], []
     for _ in range(ROUNDS):
-        steps, _, rate = _decode(model, loader, geometry, policy, ALL, None)
+        steps, engine, rate = _decode(model, loader, geometry, policy, ALL, None)
         hot += steps
         rates.append(rate)
+        prefills.append([p for p in engine.ledger.passes if p.phase == PREFILL][-1])
         steps, engine, _ = _decode(model, loader, geometry, policy, SOME, bytes_per_s)
         cold += steps
     # The later layers' gates that the prefetcher queries; one with a predictor queries none.
@@ -359,11 +404,14 @@ def measure_on_wall(
         geometry,
         statistics.mean(min(queried, later) for later in range(geometry.num_layers)),
     )
+    prefill = sorted(prefills, key=lambda p: p.duration_s)[ROUNDS // 2]
+    profile = with_prefill_rate(profile, geometry, _PROMPT, prefill.requests, prefill.duration_s)
     sources_before = hardware.source if isinstance(hardware.source, dict) else {}
     how = f"measured on the wall clock with policy {policy}: "
     throttled = f"given: the link is slowed down to {bytes_per_s} bytes/s"
     sources = {
         **sources_before,
+        "peak_flops": f"{how}a prefill of {_PROMPT} tokens less its reading and overheads",
         "memory_bytes_per_s": f"{how}products of one row with the experts of the model",
         "link_bytes_per_s": throttled if bytes_per_s else f"{how}experts over the time they moved",
         "link_latency_s": f"{how}one expert after another, the rate holds what each costs",
