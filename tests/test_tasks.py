@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
-from lm_eval_moecache.harness.judge import Judge
+from lm_eval_moecache.harness.judge import Judge, read_verdict
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.tasks import SpeedTask
 from lm_eval_moecache.records.files import task_configs_dir
@@ -281,7 +282,7 @@ def test_an_endpoint_judges_and_its_agreement_with_exact_match_is_reported(
     metadata = {"judge_url": url, "judge_model": "some-model"}
     scores = run({**metadata, "judge_cache": str(tmp_path / "v.jsonl")})
     assert scores["judged,judge"] == scores["exact_match,strict-match"]
-    assert scores["judge_agreement,judge"] == 1.0
+    assert (scores["judge_agreement,judge"], scores["judge_unread,judge"]) == (1.0, 0.0)
     assert "request_tok_per_s,speed" in scores
     targets = [(request["path"], request["model"]) for request in handler.asked]
     assert targets == [("/v1/chat/completions", "some-model")] * 3
@@ -305,19 +306,42 @@ def test_a_verdict_is_asked_for_once(endpoint: tuple[str, type[Endpoint]], tmp_p
 
 
 @pytest.mark.parametrize(
-    ("reply", "words"),
+    ("reply", "verdict"),
     [
-        ("Perhaps.", r"said neither CORRECT nor INCORRECT: 'Perhaps\.'"),
-        ("broken", "answered 500"),
+        ("CORRECT", "CORRECT"),
+        ("**Incorrect.**", "INCORRECT"),
+        ("Verdict: correct", "CORRECT"),
+        ("INCORRECT, because 5 is wrong", "INCORRECT"),
+        ("Incorrect (the reference says CORRECT: 7)", "INCORRECT"),
+        ("2 + 3 is 5, as the answer says.\n\nThe answer is CORRECT.", "CORRECT"),
+        ("The answer is not correct.", None),
+        ("Perhaps.", None),
+        ("Correct answers differ from this one", None),
+        ("CORRECT at first sight.\nINCORRECT", "INCORRECT"),
+        ("CORRECT\nFinal verdict: INCORRECT", None),
+        ("CORRECT?", None),
+        ("", None),
     ],
 )
-def test_a_judge_that_says_neither_word_or_fails_is_named(
-    reply: str, words: str, endpoint: tuple[str, type[Endpoint]], tmp_path: Path
+def test_a_verdict_is_read_only_where_it_is_clear(reply: str, verdict: str | None) -> None:
+    assert read_verdict(reply) == verdict
+
+
+def test_an_unclear_verdict_is_missing_and_counted_and_a_broken_endpoint_is_named(
+    endpoint: tuple[str, type[Endpoint]], tmp_path: Path
 ) -> None:
     url, handler = endpoint
-    handler.reply = reply
-    with pytest.raises(ValueError, match=words):
-        Judge("m", url, tmp_path / "v").verdict("q", "r", "a")
+    handler.reply = "Perhaps."
+    judge = Judge("m", url, tmp_path / "v.jsonl")
+    assert judge.verdict("q", "r", "a") is None and judge.verdict("q", "r", "a") is None
+    assert len(handler.asked) == 2 and not (tmp_path / "v.jsonl").exists()
+    metadata = {"judge_url": url, "judge_model": "m", "judge_cache": str(tmp_path / "w.jsonl")}
+    scores = run(metadata)
+    assert scores["judge_unread,judge"] == 1.0 and "exact_match,strict-match" in scores
+    assert not isinstance(scores.get("judged,judge"), float) or math.isnan(scores["judged,judge"])
+    handler.reply = "broken"
+    with pytest.raises(ValueError, match="answered 500"):
+        judge.verdict("q", "r", "a")
 
 
 def test_a_local_model_judges_without_an_endpoint(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
     - task: nq_open
       class: !function lm_eval_moecache.harness.judge.JudgedTask
 
-adds `judged` (the share of documents whose answer the judge calls correct) and, where the task has
+adds `judged` (the share of documents whose answer the judge calls correct, of those whose verdict
+could be read), `judge_unread` (the share whose verdict could not) and, where the task has
 an exact match, `judge_agreement` (how often the two agree). SpecMD section 5.1 has GPT-5 judge
 TruthfulQA and NaturalQuestions. The command line names the judge:
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -45,6 +47,27 @@ _EXACT = ("exact_match", "acc", "em")
 _TIMEOUT_S = 120
 
 
+_SUBJECT = r"(?:it|this|that|(?:final |my |the |given )*(?:verdict|answer|judge?ment|grade))"
+_VERDICT = re.compile(
+    rf"\W*(?:{_SUBJECT}(?: is)?\W+)?(IN)?CORRECT(?:[^\w?]*$|\s*[.,;:!(-].*)", re.IGNORECASE
+)
+
+
+def read_verdict(reply: str) -> str | None:
+    """Return the verdict with which a reply's first or last line begins.
+
+    None where neither line begins with one, or the two disagree: a sentence such as "the answer is
+    not correct" is no verdict, and neither is a word quoted within one.
+    """
+    lines = [line for line in reply.splitlines() if line.strip()]
+    found = {
+        f"{match[1] or ''}correct".upper()
+        for line in lines[:1] + lines[-1:]
+        if (match := _VERDICT.match(line.strip()))
+    }
+    return found.pop() if len(found) == 1 else None
+
+
 class Judge:
     """Judges whether an answer is correct, and caches its verdicts on disk."""
 
@@ -61,12 +84,17 @@ class Judge:
                 self._known[entry["key"]] = VERDICTS[entry["verdict"]]
         self._local: Any = None
 
-    def verdict(self, question: str, references: str, answer: str) -> float:
-        """Return 1.0 for correct and 0.0 for incorrect; ValueError for any other reply."""
+    def verdict(self, question: str, references: str, answer: str) -> float | None:
+        """Return 1.0 for correct, 0.0 for incorrect, None for a reply that says neither clearly.
+
+        Only clear verdicts are cached. Raises ValueError where the endpoint gives no reply.
+        """
         prompt = self._prompt.format(question=question, reference=references, answer=answer)
         key = hashlib.sha256(f"{self.name}\n{prompt}".encode()).hexdigest()
         if key not in self._known:
             verdict = self._ask_endpoint(prompt) if self._url else self._ask_local(prompt)
+            if verdict is None:
+                return None
             self._known[key] = VERDICTS[verdict]
             self._cache.parent.mkdir(parents=True, exist_ok=True)
             with self._cache.open("a", encoding="utf-8") as file:
@@ -74,7 +102,7 @@ class Judge:
                 file.write(json.dumps(entry) + "\n")
         return self._known[key]
 
-    def _ask_endpoint(self, prompt: str) -> str:
+    def _ask_endpoint(self, prompt: str) -> str | None:
         key = os.environ.get("OPENAI_API_KEY")
         messages = [{"role": "user", "content": prompt}]
         reply = requests.post(
@@ -88,14 +116,7 @@ class Judge:
                 f"judge_url={self._url!r} answered {reply.status_code}: {reply.text[:200]}"
             )
         text = str(reply.json()["choices"][0]["message"]["content"])
-        words = [word.strip(".!*\"'`:").upper() for word in text.split()]
-        # Take the last verdict in the reply: some models reason first.
-        for verdict in reversed(words):
-            if verdict in VERDICTS:
-                return verdict
-        raise ValueError(
-            f"judge_model={self._model!r} said neither {' nor '.join(VERDICTS)}: {text[:200]!r}."
-        )
+        return read_verdict(text)
 
     def _ask_local(self, prompt: str) -> str:
         """Return the verdict that is the likelier continuation of the prompt."""
@@ -173,19 +194,23 @@ class JudgedTask(SpeedTask):
         target = self.doc_to_target(doc)
         references = "; ".join(map(str, target)) if isinstance(target, list) else str(target)
         verdict = self._judge.verdict(str(self.doc_to_text(doc)), references, answer.text)
+        if verdict is None:
+            # Missing from the mean of `judged`, and counted.
+            return {"judge_unread": 1.0}
         scores = super().process_results(doc, [answer.filtered])
         exact = next((name for name in _EXACT if name in scores), None)
         if exact is None:
-            return {"judged": verdict}
+            return {"judged": verdict, "judge_unread": 0.0}
         self._agrees = True
         agreement = float(verdict == float(scores[exact] > 0.5))
-        return {"judged": verdict, "judge_agreement": agreement}
+        return {"judged": verdict, "judge_unread": 0.0, "judge_agreement": agreement}
 
     def aggregation(self) -> dict[str, Any]:
         return {**super().aggregation(), **dict.fromkeys(self._own(), mean)}
 
     def higher_is_better(self) -> dict[str, Any]:
-        return {**super().higher_is_better(), **dict.fromkeys(self._own(), True)}
+        own = {name: name != "judge_unread" for name in self._own()}
+        return {**super().higher_is_better(), **own}
 
     def _own(self) -> tuple[str, ...]:
-        return ("judged", "judge_agreement") if self._agrees else ("judged",)
+        return ("judged", "judge_unread", *(("judge_agreement",) if self._agrees else ()))
