@@ -101,6 +101,10 @@ def parse_yaml(text: str, what: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{what} is not readable YAML: {reason}") from error
+    except (KeyError, AttributeError, TypeError) as error:  # PyYAML, of a tag and its text
+        raise ValueError(
+            f"{what} is not readable YAML: a tag (!!bool, !!timestamp ...) on a text that is none."
+        ) from error
 
 
 @lru_cache(maxsize=256)  # a sweep's check reads the same policies and profiles for every cell
@@ -156,6 +160,7 @@ def write_whole(path: Path, data: bytes | str) -> None:
     """
     # Part of the name only: with the additions it must still be a valid one.
     temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}{PART}")
+    check_replaceable(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
@@ -171,11 +176,27 @@ def write_whole(path: Path, data: bytes | str) -> None:
         raise
 
 
+def check_replaceable(path: Path) -> None:
+    """Raise OSError unless `path` is a regular file or a new name.
+
+    Renaming over a device, a pipe or a symbolic link would replace the node itself.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except (OSError, ValueError):
+        return
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a folder is refused by the rename
+        kind = "a symbolic link" if stat.S_ISLNK(mode) else "a device or a pipe"
+        reason = f"it is {kind}, which is not replaced. Allowed: a regular file, or a new name"
+        raise OSError(errno.EINVAL, reason, str(path))
+
+
 def check_writable(path: Path) -> None:
     """Raise OSError naming this path where nothing can be written at it.
 
     Tries the nearest existing folder and leaves nothing behind; for checks before long work.
     """
+    check_replaceable(path)
     try:
         ancestor = next(place for place in (path, *path.absolute().parents) if place.exists())
         if not ancestor.is_dir() and ancestor != path:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import stat
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm_eval_moecache.records.files import MOST_YAML_BYTES, parse_json, parse_yaml, read_yaml
+from lm_eval_moecache.records.files import (
+    MOST_YAML_BYTES,
+    check_writable,
+    parse_json,
+    parse_yaml,
+    read_yaml,
+    write_whole,
+)
 from lm_eval_moecache.records.numbers import finite, plain_number, read_count, read_number, shown
 
 PACKAGE = Path(__file__).resolve().parents[2] / "lm_eval_moecache"
@@ -161,3 +171,27 @@ def test_the_overview_needs_no_heavy_import() -> None:
     )
     assert process.returncode == 0, process.stderr
     assert "sweep" in process.stdout
+
+
+def test_devices_and_links_are_never_replaced(tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "kept.json", tmp_path / "link.json", tmp_path / "pipe"
+    target.write_text("kept")
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    for place, kind in ((link, "symbolic link"), (pipe, "device or a pipe")):
+        for write in (partial(write_whole, data="new"), check_writable):
+            with pytest.raises(OSError, match=kind):
+                write(place)
+    assert link.is_symlink() and target.read_text() == "kept" and pipe.is_fifo()
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+    with pytest.raises(OSError, match="device"):
+        write_whole(Path("/dev/full"), "new")
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+    write_whole(target, "new")
+    assert target.read_text() == "new"
+
+
+@pytest.mark.parametrize("text", ['a: !!bool "x"', 'name: !!timestamp "x"', "a: !!int {}"])
+def test_a_tag_on_a_text_that_is_none_is_no_traceback(text: str) -> None:
+    with pytest.raises(ValueError, match="file is not readable YAML"):
+        parse_yaml(text, "file")
