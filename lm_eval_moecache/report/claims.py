@@ -131,7 +131,7 @@ class Estimate:
             return f"equal in all {data.new.size} {data.unit}"
         if data.kind == "answers":
             won, lost = data.changes
-            return f"exact, {lost} lost and {won} won of {data.new.size}"
+            return f"paired answers, {lost} lost and {won} won of {data.new.size}"
         if data.kind == "traces":
             of_runs = data.unit == "runs"
             return "whole runs, untested" if of_runs else f"all of {data.new.size} traces"
@@ -246,7 +246,8 @@ def _of_documents(new: Run, old: Run | None, metric: str, task: str | None) -> S
             )
         task = metric.partition(":")[0]
         sides = [run.samples.get(task, {}).get(score.key, {}) for run in runs]
-        kind = "figures" if old is None else "answers"
+        scores = [value for side in sides for value in side.values()]
+        kind = "answers" if old is not None and {*map(_scalar, scores)} <= {0, 1} else "figures"
     documents = [doc for doc in sides[0] if all(doc in side for side in sides)]
     tokens = None
     if isinstance(next(iter(sides[0].values()), None), list):
@@ -262,6 +263,10 @@ def _of_documents(new: Run, old: Run | None, metric: str, task: str | None) -> S
     values = [np.asarray([float(side[doc]) for doc in documents]) for side in sides]
     before = values[1] if len(values) > 1 else np.empty(0)
     return Samples(kind=kind, new=values[0], old=before, unit="documents", tokens=tokens)
+
+
+def _scalar(value: Any) -> Any:
+    return None if isinstance(value, list) else value
 
 
 def _tokens_per_word(run: Run, task: str, texts: Mapping[str, Any]) -> float:
@@ -472,11 +477,11 @@ def _verdict(claim: Claim, answers: Sequence[Answer]) -> Verdict:
 _HOW = """\
 A part is answered where the figure's 95% interval lies inside (or outside) of what the claim says
 and the test's chance, corrected over the claim's parts (Holm), is at most {alpha:g}. Answers right
-or wrong: exact tests (McNemar's, binomial) and intervals (Clopper and Pearson's); times, rates and
-log-likelihoods: sign flips, with BCa bootstrap intervals of ratios and Student's of means, over the
-documents that both runs have. *Least p* is the smallest chance that the sample could have given,
-*p of all* the verdict's chance corrected over all {parts} tested parts of all claims. Parts in
-*italics* are reported but do not count towards the verdict. Perplexities are by token."""
+or wrong: against 0 McNemar's exact test, against a margin Tango's score test, with his interval;
+times, rates and log-likelihoods: sign flips, with BCa bootstrap intervals of ratios and Student's
+of means, over the documents that both runs have. *Least p* is the smallest chance that the sample
+could have given, *p of all* the verdict's chance corrected over all {parts} tested parts of all
+claims. Parts in *italics* are reported but do not count towards the verdict. Perplexities are by token."""
 _COLUMNS = (
     *("compared", "figure", "95% interval", "claimed", "p", "least p", "p of all"),
     *("test", "verdict", "runs"),

@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.results import Run, Score, identity, metric_column
-from lm_eval_moecache.report.statistics import holm, sign_flip_test, sign_test, tarone, z_test
+from lm_eval_moecache.report.statistics import (
+    holm,
+    least_flip_p,
+    sign_flip_test,
+    sign_test,
+    tarone,
+    z_test,
+)
 from lm_eval_moecache.report.tables import line
 
 SAME, BETTER, WITHIN, WORSE, CHANGED = "same", "better", "within", "worse", "changed"
@@ -188,8 +195,8 @@ def score_test(baseline: Score, new: Score, old_samples: Samples, samples: Sampl
     return Test(
         p=sign_flip_test(losses),
         by=f"sign flips of {len(losses)} documents",
-        least_p=0.5 ** sum(loss != 0 for loss in losses),
-        least_possible=0.5 ** len(losses),
+        least_p=least_flip_p(losses),
+        least_possible=least_flip_p([1.0] * len(losses)),
     )
 
 
@@ -207,6 +214,8 @@ class Comparison:
     alpha: float
     differing: Mapping[str, tuple[str, str]]
     """Arguments in which two single runs differ, compared nonetheless: name -> (baseline, new)."""
+    versions: Mapping[str, tuple[str, str]]
+    """Libraries whose versions differ between runs that were compared: name -> (baseline, new)."""
     exact_runs: int
     """Runs made on the baseline's machine, which had to repeat it to the digit."""
     tests: int
@@ -230,7 +239,7 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], rules: Rules) -> Compar
     old_units, new_units = _units(baseline, rules, "BASELINE"), _units(new, rules, "NEW")
     new_units, differing = _joined(old_units, new_units)
     rows: list[Row] = []
-    exact_runs = 0
+    exact_runs, versions = 0, dict[str, tuple[str, str]]()
     for key, tasks in old_units.items():
         new_tasks = new_units.get(key)
         if new_tasks is None:
@@ -239,6 +248,10 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], rules: Rules) -> Compar
         shared = {task: (run, new_tasks[task]) for task, run in tasks.items() if task in new_tasks}
         for task, pair in shared.items():
             _check_identity(*pair, task, rules)
+            before, after = (run.environment.get("versions") or {} for run in pair)
+            known = before.keys() & after.keys()
+            one, other = ({name: side[name] for name in known} for side in (before, after))
+            versions |= _apart(one, other, "none")
         exact_runs += bool(shared) and all(rules.is_exact(*pair) for pair in shared.values())
         for task in tasks:
             if task in shared:
@@ -247,8 +260,15 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], rules: Rules) -> Compar
             else:
                 rows.append(Row(run=key, task=task, verdict=MISSING))
         rows += _all_tasks(key, shared, rules)
+        for old, new_run in _whole_runs(shared):
+            rows += _speeds(key, None, old, new_run, rules)
         rows += [Row(run=key, task=task, verdict=NEW) for task in new_tasks if task not in tasks]
     rows += [Row(run=key, verdict=NEW) for key in new_units if key not in old_units]
+    if not any(row.change is not None or row.is_regression for row in rows):
+        raise ValueError(
+            "BASELINE and NEW have no figure in common: nothing was compared. Allowed: runs that "
+            f"report one of {', '.join(rules.metrics)}, or scores of the same tasks."
+        )
 
     # Correct for the number of tests, leaving out those that cannot reach significance.
     tests = [row.test for row in rows if row.test is not None]
@@ -270,6 +290,7 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], rules: Rules) -> Compar
         rows=tuple(judged_rows),
         alpha=rules.alpha,
         differing=differing,
+        versions=versions,
         exact_runs=exact_runs,
         tests=len(tests),
         weak_tests=tuple(dict.fromkeys(weak_tests)),
@@ -284,7 +305,8 @@ def _units(runs: Sequence[Run], rules: Rules, side: str) -> Units:
         compared = {k: v for k, v in sorted(arguments.items()) if k not in rules.ignore}
         key = ",".join([run.model, *(f"{k}={v}" for k, v in compared.items())])
         tasks = units.setdefault(key, {})
-        for task in run.tasks:
+        # A replay has no tasks: its figures are those of the whole run.
+        for task in run.tasks or [WHOLE_RUN]:
             if task in tasks:
                 raise ValueError(
                     f"{side} has two runs of {key!r} on {task!r}: {tasks[task].run_id} and "
@@ -322,6 +344,10 @@ def _apart(
 def _check_identity(old: Run, new: Run, task: str, rules: Rules) -> None:
     """Raise ValueError where the identities differ, naming each key not ignored."""
     differing = _apart(identity(old, [task]), identity(new, [task]), "none")
+    read = [run.facts.get("inputs") for run in (old, new)]
+    if all(read) and read[0] != read[1]:
+        # Weights, drafts, artefacts or task files; older records do not say.
+        differing["inputs"] = (str(read[0]), str(read[1]))
     unexpected = {key: pair for key, pair in differing.items() if key not in rules.ignore}
     if unexpected:
         changes = ", ".join(f"{key} ({one} -> {other})" for key, (one, other) in unexpected.items())
@@ -352,6 +378,8 @@ def _scores(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[R
             yield Row(run=key, task=task, metric=score.key, verdict=MISSING)
             continue
         after, higher = new_scores[score.key], score.higher_is_better
+        for run, side in ((old, score), (new, after)):
+            _check_aggregate(run, task, side)
         row = Row(
             run=key,
             task=task,
@@ -365,6 +393,23 @@ def _scores(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[R
         # The floor: points for a share, relative to the baseline for any other score.
         unit = 1.0 if higher and 0 <= score.value <= 1 else abs(score.value)
         yield _tested(row, test, exact, rules, unit)
+
+
+_MEANS = ("acc", "acc_norm", "exact_match", "em", "mc1", "mc2")
+"""Scores that lm-eval aggregates as the mean over documents."""
+
+
+def _check_aggregate(run: Run, task: str, score: Score) -> None:
+    """Raise ValueError where a score is not the mean of its documents' scores."""
+    samples = [v for v in run.samples.get(task, {}).get(score.key, {}).values()]
+    if score.metric not in _MEANS or not samples or any(isinstance(v, list) for v in samples):
+        return
+    mean = sum(samples) / len(samples)
+    if not math.isclose(mean, score.value, rel_tol=1e-6, abs_tol=1e-6):
+        raise ValueError(
+            f"{run.run_id}: {task} {score.key} is {score.value:.6g}, but the mean of its "
+            f"{len(samples)} documents is {mean:.6g}: the record was changed. Run it again."
+        )
 
 
 def _all_tasks(key: str, shared: Mapping[str, tuple[Run, Run]], rules: Rules) -> Iterator[Row]:
@@ -390,8 +435,15 @@ def _all_tasks(key: str, shared: Mapping[str, tuple[Run, Run]], rules: Rules) ->
         yield _tested(row, mcnemar(won, lost, len(answers)), exact, rules)
 
 
-def _speeds(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[Row]:
-    if task not in old.moecache["tasks"]:
+def _whole_runs(shared: Mapping[str, tuple[Run, Run]]) -> list[tuple[Run, Run]]:
+    """Return the pairs of runs with the same tasks, whose totals can be compared."""
+    pairs = {(old.run_id, new.run_id): (old, new) for old, new in shared.values()}
+    return [(old, new) for old, new in pairs.values() if set(old.tasks) == set(new.tasks)]
+
+
+def _speeds(key: str, task: str | None, old: Run, new: Run, rules: Rules) -> Iterator[Row]:
+    """Judge a task's speed, or with None that of the whole run."""
+    if task is not None and task not in old.moecache["tasks"]:
         return
     default = 0.0 if rules.is_exact(old, new) else TOLERANCE.get(str(old.moecache["clock"]), 0.0)
     default = default if rules.tolerance is None else rules.tolerance
@@ -399,7 +451,7 @@ def _speeds(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[R
         metric, at, wanted_task = name.partition("@")
         if at and wanted_task != task:
             continue
-        column = metric_column(f"{metric}@{task}")
+        column = metric_column(metric if task is None else f"{metric}@{task}")
         assert column is not None, metric
         before, after = (column.read(run).number for run in (old, new))
         row = Row(run=key, task=task, metric=metric, baseline=before, new=after)
@@ -423,6 +475,7 @@ def as_json(comparison: Comparison, *, everything: bool = True) -> str:
         "tests": comparison.tests,
         "weak_tests": list(comparison.weak_tests),
         "exact_runs": comparison.exact_runs,
+        "versions": {name: list(pair) for name, pair in comparison.versions.items()},
         "differing": {name: list(pair) for name, pair in comparison.differing.items()},
         "rows": [
             {
@@ -484,6 +537,10 @@ def _notes(comparison: Comparison) -> list[str]:
     lines = [
         f"argument differs: {name}: {before} -> {after}"
         for name, (before, after) in comparison.differing.items()
+    ]
+    lines += [
+        f"version differs: {name}: {before} -> {after}"
+        for name, (before, after) in comparison.versions.items()
     ]
     if comparison.exact_runs:
         lines.append(

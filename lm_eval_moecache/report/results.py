@@ -33,7 +33,7 @@ Record = dict[str, Any]
 # A task's primary metric is the first of these that it reports, else its first metric.
 _PREFERRED = ("exact_match", "acc", "mc2", "f1", "word_perplexity", "rouge1_max", "bleu")
 SPEED_FILTER = "speed"
-_FACTS = ("config", "versions", "n-shot", "chat_template_sha", "system_instruction_sha")
+_FACTS = ("inputs", "config", "versions", "n-shot", "chat_template_sha", "system_instruction_sha")
 # Old records name means over requests like the pooled metrics: old name -> today's.
 _NAMED_SINCE = {
     name: f"request_{name}"

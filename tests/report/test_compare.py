@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.report.compare import Rules, score_test
+from lm_eval_moecache.report.compare import Rules, as_text, compare, score_test
 from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.results import Score, metric_column
+from lm_eval_moecache.report.results import Run, Score, load_runs, metric_column
 from tests.report.runs import record, write
 
 Captured = pytest.CaptureFixture[str]
@@ -44,7 +45,7 @@ def gate(tmp_path: Path, capsys: Captured) -> Gate:
 
 def test_a_rerun_passes(gate: Gate) -> None:
     code, printed = gate({})
-    assert code == 0 and printed.splitlines()[-1] == "pass: 4 figures: 4 same"
+    assert code == 0 and printed.splitlines()[-1] == "pass: 7 figures: 7 same"
 
 
 def test_lower_accuracy_fails_naming_task_metric_and_test(gate: Gate) -> None:
@@ -238,11 +239,70 @@ def test_machine_readable_and_markdown_forms(gate: Gate) -> None:
     code, printed = gate({"miss_rate": 0.5}, "--format=json")
     data = json.loads(printed)
     assert code == 1 and data["verdict"] == "regression"
-    [worse] = [row for row in data["rows"] if row["verdict"] == "worse"]
+    worse, whole = [row for row in data["rows"] if row["verdict"] == "worse"]
+    assert (whole["task"], whole["metric"], whole["change"]) == (None, "miss_rate", 0.25)
     assert (worse["task"], worse["metric"], worse["change"]) == ("quiz", "miss_rate", 0.25)
     code, printed = gate({"miss_rate": 0.5}, "--format=md")
-    assert printed.startswith("### moecache: REGRESSION: 4 figures: 3 same, 1 worse")
+    assert printed.startswith("### moecache: REGRESSION: 7 figures: 5 same, 2 worse")
     assert "| **worse** | `moecache,capacity=25%,policy=specmd` | quiz | miss_rate |" in printed
+
+
+def test_totals_are_compared_and_nothing_in_common_is_unusable(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    """A replay has no tasks: what the leaderboard prints of it are its totals."""
+
+    def compare(**new: Any) -> tuple[int, str]:
+        for name, figures in (("old", {}), ("new", new)):
+            write(tmp_path / name, record("a", tasks=(), **figures))
+        code = main(["compare", str(tmp_path / "old"), str(tmp_path / "new")])
+        return code, "".join(capsys.readouterr())
+
+    assert compare() == (0, "pass: 3 figures: 3 same\n")
+    code, printed = compare(tok_per_s=0.001, miss_rate=1.0)
+    assert code == 1 and "worse    (whole run) tok_per_s: 100 -> 0.001" in printed
+    for name in ("old", "new"):
+        empty = record("a", tasks=())
+        empty["config"]["moecache"]["totals"] = {"requests": 4}
+        write(tmp_path / name, empty)
+    assert main(["compare", str(tmp_path / "old"), str(tmp_path / "new")]) == 2
+    assert "nothing was compared" in capsys.readouterr().err
+
+
+def test_a_score_that_is_not_its_documents_mean_is_refused(gate: Gate, tmp_path: Path) -> None:
+    gate({})
+    path = tmp_path / "new" / "runs" / "a.json"
+    edited = json.loads(path.read_text())
+    edited["results"]["quiz"]["acc,none"] = 0.95
+    path.write_text(json.dumps(edited))
+    with pytest.raises(ValueError, match=r"is 0\.95, but the mean of its 10 documents is 0\.9"):
+        compare(load_runs(tmp_path / "old"), load_runs(tmp_path / "new"), Rules())
+
+
+def test_other_weights_are_refused_and_other_versions_named(tmp_path: Path) -> None:
+    def side(name: str, inputs: str | None, torch: str) -> list[Run]:
+        run = record(name) | {"environment": {"versions": {"torch": torch}}}
+        run |= {} if inputs is None else {"inputs": inputs}
+        return load_runs(write(tmp_path / name, run))
+
+    old = side("a", "1234", "2.13.0")
+    with pytest.raises(ValueError, match="inputs \\(1234 -> abcd\\)"):
+        compare(old, side("b", "abcd", "2.13.0"), Rules())
+    later = compare(old, side("c", "1234", "2.14.0"), Rules())
+    assert later.versions == {"torch": ("2.13.0", "2.14.0")}
+    assert "version differs: torch: 2.13.0 -> 2.14.0" in as_text(later)
+    # Older records do not say what they read.
+    assert not compare(old, side("d", None, "2.13.0"), Rules()).is_regression
+
+
+def test_many_continuous_scores_that_all_fall_are_a_regression() -> None:
+    """201 documents, all worse: no random pattern of signs is as bad, and p is 1 / 20,001."""
+    before = {str(i): 0.5 + i / 1000 for i in range(201)}
+    after = {doc: value - 0.1 for doc, value in before.items()}
+    scores = score("f1", 0.6), score("f1", 0.5)
+    test = score_test(*(replace(s, higher_is_better=True) for s in scores), before, after)
+    assert test is not None
+    assert test.p == test.least_p == test.least_possible == pytest.approx(1 / 20_001)
 
 
 def score(metric: str, value: float, stderr: float | None = None) -> Score:
