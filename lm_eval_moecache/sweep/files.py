@@ -56,6 +56,8 @@ def finished(folder: Path) -> dict[str, dict[str, Any]]:
     """
     packed = folder / PACKED
     records = read_packed(packed) if packed.is_file() else []
+    for record in records:
+        check(ResultsFile, record, str(packed))
     by_hash = {str(record.get("configuration_hash")): _about(record) for record in records}
     for path in sorted((folder / RUNS).glob("*.json")):
         try:
@@ -64,6 +66,9 @@ def finished(folder: Path) -> dict[str, dict[str, Any]]:
         except ValueError as error:
             logger.warning("no finished run: %s", error)
             continue
+        if record.get("run_id") != path.stem:
+            logger.warning("no finished run: %s is not the run that its name says", path)
+            continue
         if record.get("configuration_hash") is not None:
             by_hash[record["configuration_hash"]] = _about(record)
     return by_hash
@@ -71,20 +76,25 @@ def finished(folder: Path) -> dict[str, dict[str, Any]]:
 
 def _about(record: Mapping[str, Any]) -> dict[str, Any]:
     # Without scores and figures, most of a record's size.
-    return {key: record.get(key) for key in ("run_id", "label", "sources", "environment")}
+    return {key: record.get(key) for key in ("run_id", "label", "sources", "inputs", "environment")}
 
 
 def unedited(
     done: Mapping[str, dict[str, Any]], planned: Iterable[ResolvedCell]
 ) -> dict[str, dict[str, Any]]:
-    """Leave out the finished runs whose algorithms, or whose shipped model, have changed since.
+    """Leave out the finished runs whose algorithms, weights, artefacts or tasks changed since.
 
-    Records of releases that did not note their sources count as finished.
+    Records that did not note them count as finished.
     """
     current = dict(done)
     for cell in planned:
         record = current.get(cell.configuration_hash)
-        if record is not None and record["sources"] not in (None, cell.sources):
+        if record is None:
+            continue
+        if record["sources"] not in (None, cell.sources) or record["inputs"] not in (
+            None,
+            cell.inputs,
+        ):
             del current[cell.configuration_hash]
     return current
 

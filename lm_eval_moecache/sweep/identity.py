@@ -6,17 +6,17 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES, source_digest
 from lm_eval_moecache.harness.arguments import Config, read_config
-from lm_eval_moecache.records.files import TINY
+from lm_eval_moecache.records.files import TINY, task_configs_dir
 from lm_eval_moecache.records.hardware import RENAMED
-from lm_eval_moecache.sweep.spec import Cell
+from lm_eval_moecache.sweep.spec import REPLAY, Cell
 from lm_eval_moecache.tiny import MODEL_DIR
 
 _SLUG_LENGTH = 60
@@ -53,6 +53,24 @@ class ResolvedCell:
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
     @property
+    def inputs(self) -> str | None:
+        """Digest of what the run reads beside the package: weights, drafts, artefacts, tasks.
+
+        None where it reads nothing of the kind. Like `sources`, it is not part of the hash: the run
+        on retrained weights replaces the one before.
+        """
+        names = [*_files_in(self.cell.include_path)]
+        for place in (self.cell.pretrained, self.config.draft):
+            if self.cell.model != REPLAY and isinstance(place, str) and place != TINY:
+                names.append(place)
+        for axis in AXES:
+            values = getattr(self.config.policy, axis).parameters.values()
+            names += [value for value in values if isinstance(value, str)]
+        digests = {name: digest for name in names if (digest := content_digest(name))}
+        # By content alone: a folder may have been moved.
+        return digest_of({"contents": sorted(digests.values())}) if digests else None
+
+    @property
     def load_key(self) -> tuple[str, ...]:
         """Key of the loaded model: cells with equal keys can share one."""
         host = json.dumps(self.host_arguments, sort_keys=True, default=str)
@@ -66,6 +84,55 @@ class ResolvedCell:
             str(config.store_dir),
             str(config.precision),
         )
+
+
+_SAMPLED_BYTES, _SAMPLES, _BLOCK = 1 << 28, 256, 1 << 20
+
+
+def content_digest(place: str) -> str | None:
+    """Return a digest of a file's content, or of a folder's files; None where there is neither.
+
+    Of a file above 256 MiB its size and 256 evenly spaced blocks of 1 MiB count.
+    """
+    path = Path(place)
+    try:
+        if path.is_file():
+            status = path.stat()
+            return _digest_of_file(str(path), status.st_size, status.st_mtime_ns)
+        if not path.is_dir():
+            return None
+        files = sorted(file for file in path.iterdir() if file.suffix in _READ_FROM_FOLDERS)
+        parts = {file.name: content_digest(str(file)) for file in files}
+    except OSError:
+        return None
+    return digest_of(parts) if parts else None
+
+
+_READ_FROM_FOLDERS = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".py")
+
+
+@lru_cache(maxsize=1024)
+def _digest_of_file(name: str, size: int, modified_ns: int) -> str:
+    digest = hashlib.sha256(str(size).encode())
+    step = _BLOCK if size <= _SAMPLED_BYTES else max(_BLOCK, size // _SAMPLES)
+    with open(name, "rb") as file:
+        for start in range(0, size, step):
+            file.seek(start)
+            digest.update(file.read(_BLOCK))
+    return digest.hexdigest()[:16]
+
+
+def _files_in(folders: Iterable[str]) -> list[str]:
+    """Return the task files of these folders: YAMLs, their code and their rows."""
+    suffixes = (".yaml", ".yml", ".py", ".json", ".jsonl", ".txt")
+    own = task_configs_dir().resolve()
+    return [
+        str(file)
+        for folder in folders
+        if Path(folder).resolve() != own
+        for file in sorted(Path(folder).rglob("*"))
+        if file.suffix in suffixes and file.is_file()
+    ]
 
 
 @cache
@@ -100,7 +167,7 @@ def plan(cell: Cell, config: Config, host_arguments: Mapping[str, Any]) -> Resol
         config=config,
         host_arguments=host_arguments,
         configuration_hash=digest,
-        run_id=f"{slug(cell)}-{digest[:8]}",
+        run_id=f"{slug(cell)}-{digest[:12]}",
     )
 
 

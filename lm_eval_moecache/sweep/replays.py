@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -174,7 +174,8 @@ class Replays:
     def _run(self, setting: Setting, on_progress: Progress) -> _Found:
         policy, capacity, hardware = setting.policy, setting.capacity, setting.hardware
         axes = [getattr(policy, axis).as_dict() for axis in AXES]
-        key = repr((axes, policy.phases, capacity, hardware))
+        others = {f.name: getattr(setting, f.name) for f in fields(setting) if f.name != "policy"}
+        key = repr((axes, policy.phases, others))
         if key in self._done:
             on_progress(self.trace.num_passes)
             return self._done[key]

@@ -80,9 +80,19 @@ def run_sweep(
         if any(division):
             results = execute(division, folder, sweep)
             total, first = len(planned), len(skipped)
+            # Records keep their ids; a run that is made again replaces the one of its former id.
+            before = finished(folder)
+            former_ids = {
+                p.run_id: before[p.configuration_hash]["run_id"]
+                for p in planned
+                if p.configuration_hash in before
+            }
             with tqdm(results, sweep.name, total, initial=first, unit="run", smoothing=0) as bar:
                 for outcome in bar:
                     outcomes.append(outcome)
+                    former = former_ids.get(outcome.run_id)
+                    if outcome.error is None and former not in (None, outcome.run_id):
+                        (folder / RUNS / f"{former}.json").unlink(missing_ok=True)
                     if outcome.error is not None:
                         bar.write(f"failed: {outcome.run_id}: {outcome.error}", file=sys.stderr)
     seconds_by: dict[str, list[float]] = {BY_MODEL: [], BY_REPLAY: []}
@@ -110,6 +120,7 @@ def run_sweep(
 def _plan(sweep: SweepFile, live: bool) -> tuple[list[ResolvedCell], int]:
     """Check a sweep's cells and bounds; return the distinct ones, and the number of duplicates."""
     cells = sweep.cells()
+    check_executor(sweep)
     check_report(sweep, cells)
     planned = check_cells(cells)
     merged = len(cells) - len(planned)
@@ -195,6 +206,7 @@ def check_cells(cells: Sequence[Cell]) -> list[ResolvedCell]:
     planned: dict[str, ResolvedCell] = {}
     problems: dict[str, list[str]] = {}
     skeletons: dict[str, Any] = {}
+    ids: dict[str, str] = {}
 
     def bare(pretrained: Any, host_args: Mapping[str, Any]) -> Any:
         """Build each model without weights once: it takes longer than all other checks."""
@@ -210,6 +222,12 @@ def check_cells(cells: Sequence[Cell]) -> list[ResolvedCell]:
             arguments = ",".join(f"{key}={value}" for key, value in cell.model_args.items())
             problems.setdefault(str(error), []).append(arguments or "(defaults)")
             continue
+        same_id = ids.setdefault(resolved.run_id, resolved.configuration_hash)
+        if same_id != resolved.configuration_hash:
+            raise ValueError(
+                f"two configurations have the run id {resolved.run_id}: a label or a setting that "
+                "changes no figure (`seed` of a rule without chance) tells them apart."
+            )
         planned.setdefault(resolved.configuration_hash, resolved)
     if problems:
         lines = [f"{error}\n    in: {'; '.join(where)}" for error, where in problems.items()]
@@ -218,6 +236,29 @@ def check_cells(cells: Sequence[Cell]) -> list[ResolvedCell]:
             + "\n  ".join(lines)
         )
     return list(planned.values())
+
+
+EXECUTOR_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "local": (),
+    "ray": ("address", "namespace", "num_cpus", "num_gpus", "object_store_memory", "log_to_driver"),
+    "submitit": (
+        *("cluster", "name", "timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node"),
+        *("tasks_per_node", "stderr_to_stdout", "slurm_account", "slurm_array_parallelism"),
+        *("slurm_constraint", "slurm_exclude", "slurm_exclusive", "slurm_gres", "slurm_job_name"),
+        *("slurm_gpus_per_node", "slurm_gpus_per_task", "slurm_mem", "slurm_mem_per_cpu"),
+        *("slurm_mem_per_gpu", "slurm_nodelist", "slurm_nodes", "slurm_num_gpus"),
+        *("slurm_partition", "slurm_qos", "slurm_time"),
+    ),
+}
+"""Executor -> the options of `executor_options`: none that names a command or a file to run."""
+
+
+def check_executor(sweep: SweepFile) -> None:
+    """Raise ValueError naming an executor's option that a sweep file may not set."""
+    allowed = EXECUTOR_OPTIONS[sweep.executor]
+    for name in sweep.executor_options:
+        if name not in allowed:
+            raise unknown("executor_options", name, allowed or ("none with executor=local",))
 
 
 def check_report(sweep: SweepFile, cells: Sequence[Cell]) -> None:
@@ -307,8 +348,6 @@ def execute(
         return _ray(ordered, where, sweep.jobs, options)
     if sweep.executor == "submitit":
         return _submitit(ordered, where, sweep.jobs, options)
-    if options:
-        raise unknown("executor_options", next(iter(options)), ("none with executor=local",))
     if sweep.jobs == 1:
         return (run_cell(cell, *where) for stage in ordered for cell in stage)
     return _processes(ordered, where, sweep.jobs)

@@ -21,12 +21,18 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.files import TINY, TINY_DRAFT, write_whole
 from lm_eval_moecache.sweep.files import FAILED, TRACES
-from lm_eval_moecache.sweep.identity import ResolvedCell, default_config, digest_of, plan
+from lm_eval_moecache.sweep.identity import (
+    ResolvedCell,
+    content_digest,
+    default_config,
+    digest_of,
+    plan,
+)
 from lm_eval_moecache.sweep.spec import REPLAY
 from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
 from lm_eval_moecache.trace.recorder import Detail, identity, looks_on
 
-_FORMAT = 1
+_FORMAT = 2
 # Settings that change neither a lossless policy's outputs nor what the model computes. Cells that
 # differ in any other setting share no run.
 OUTPUT_INVARIANT_KEYS = (
@@ -120,13 +126,9 @@ def share_name(planned: ResolvedCell) -> str | None:
     return digest_of(shared_settings)
 
 
-def _fingerprint(pretrained: str) -> list[tuple[str, int, int]]:
-    """Return (name, size, mtime) of a folder's files: a kept trace must not outlive its weights."""
-    folder = Path({TINY: MODEL_DIR, TINY_DRAFT: DRAFT_DIR}.get(pretrained, pretrained))
-    if not folder.is_dir():
-        return []
-    files = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+def _fingerprint(pretrained: str) -> str | None:
+    """Return a digest of a local model's files: a kept trace must not outlive its weights."""
+    return content_digest(str({TINY: MODEL_DIR, TINY_DRAFT: DRAFT_DIR}.get(pretrained, pretrained)))
 
 
 def detail_of(group: Iterable[ResolvedCell]) -> Detail:

@@ -18,7 +18,7 @@ from typing import Any
 from lm_eval_moecache.harness.plugin import MODELS
 from lm_eval_moecache.records.files import TINY, is_file, read_yaml, recipes_dir
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.numbers import shown, unknown
 from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.inputs import (
     Options,
@@ -142,6 +142,12 @@ def read_sweep(path: Path) -> SweepFile:
             raise ValueError(
                 f"sweep {sweep.name!r}: {key}={value!r} beside `traces`, where no model runs. "
                 "Allowed: one of `tasks` and `traces`."
+            )
+    for key in (key for grid in sweep.grid for key in grid):
+        if values := [run[key] for run in sweep.runs if key in run]:
+            raise ValueError(
+                f"sweep {sweep.name!r}: {key} stands in `runs` ({key}={shown(values[0])}) and in "
+                "`grid`, which would replace it. Allowed: a key in one of the two."
             )
     grids = map(_axes, sweep.grid)
     per_run = sum(math.prod(len(values) for values in grid.values()) for grid in grids)

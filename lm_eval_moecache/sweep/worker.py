@@ -147,6 +147,7 @@ def head(planned: ResolvedCell, experiment: str) -> dict[str, Any]:
         "label": cell.label,
         "configuration_hash": planned.configuration_hash,
         "sources": planned.sources,
+        "inputs": planned.inputs,
         "configuration": {
             "model": cell.model,
             "model_args": dict(cell.model_args),

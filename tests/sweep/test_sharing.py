@@ -155,12 +155,16 @@ def test_a_trace_serves_later_cells_until_it_lacks_something_or_the_model_has_ch
     assert by_model_and_replay(policy=["on_demand", "specmd"]) == (1, 2)
     assert before < set(records(path.parent))
     weights = next(Path(base["pretrained"]).glob("*.safetensors"))
-    stat = weights.stat()
+    kept = weights.read_bytes()
     try:
-        os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
-        assert by_model_and_replay(capacity=["85%", "90%"]) == (1, 3)
+        # Half of the weights zeroed: every cell runs again, on a trace of its own.
+        weights.write_bytes(kept[: len(kept) // 2] + bytes(len(kept) - len(kept) // 2))
+        assert by_model_and_replay() == (1, 5)
+        weights.write_bytes(kept)
+        os.utime(weights, (0, 0))
+        assert by_model_and_replay() == (0, 6)
     finally:
-        os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        weights.write_bytes(kept)
 
 
 def test_a_dry_run_counts_runs_and_replays(
@@ -230,3 +234,40 @@ def test_a_kill_at_any_step_leaves_a_trace_that_is_whole_or_made_again(
     assert report["by_model"] == (0 if lost == "record" else 1)
     assert json.dumps(figures(path.parent), sort_keys=True) == json.dumps(expected, sort_keys=True)
     assert not list(traces.glob(".*"))
+
+
+def test_a_received_folder_is_never_left(
+    tmp_path: Path, base: dict[str, Any], moecache: Moecache
+) -> None:
+    """An id that is a path, or another run's, writes and deletes nothing elsewhere."""
+    path = swept(tmp_path / "x", base=base, grid={"policy": ["on_demand"], "capacity": ["25%"]})
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name in ("owned.json", "owned.txt"):
+        (outside / name).write_text("mine")
+    [file] = (path.parent / "runs").glob("*.json")
+    record = json.loads(file.read_text())
+    for run_id in ("../../outside/owned", "..", "another"):
+        file.write_text(json.dumps({**record, "run_id": run_id, "label": "other"}))
+        report = moecache.json("sweep", path)
+        assert len(report["done"]) == 1, "no finished run"
+        assert sorted(p.name for p in path.parent.parent.rglob("owned*")) == [
+            "owned.json",
+            "owned.txt",
+        ]
+        assert all(place.read_text() == "mine" for place in outside.iterdir())
+
+
+def test_a_run_of_a_former_id_is_replaced_by_the_one_made_again(
+    tmp_path: Path, base: dict[str, Any], moecache: Moecache
+) -> None:
+    path = swept(tmp_path / "x", base=base, grid={"policy": ["on_demand"], "capacity": ["25%"]})
+    [file] = (path.parent / "runs").glob("*.json")
+    record, run_id = json.loads(file.read_text()), file.stem
+    former = run_id[:-4]
+    file.unlink()
+    (path.parent / "runs" / f"{former}.json").write_text(json.dumps({**record, "run_id": former}))
+    assert moecache.json("sweep", path)["skipped"] == [run_id]
+    assert [p.stem for p in (path.parent / "runs").iterdir()] == [former]
+    moecache("sweep", path, "--rerun")
+    assert [p.stem for p in (path.parent / "runs").iterdir()] == [run_id]

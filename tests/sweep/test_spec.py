@@ -21,7 +21,7 @@ from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.sweep import identity
 from lm_eval_moecache.sweep.files import finished, unedited, write_record
 from lm_eval_moecache.sweep.identity import ResolvedCell, plan, resolve, slug
-from lm_eval_moecache.sweep.run import check_cell, check_report
+from lm_eval_moecache.sweep.run import check_cell, check_executor, check_report
 from lm_eval_moecache.sweep.spec import Cell, SweepFile, read_sweep
 from lm_eval_moecache.sweep.worker import head
 from tests.report.runs import record
@@ -182,3 +182,30 @@ def test_another_shipped_model_makes_its_runs_unfinished_and_a_record_without_so
 def test_every_algorithm_has_a_digest_of_its_own() -> None:
     digests = {source_digest(find_algorithm(a, n)) for a in AXES for n in algorithm_names(a)}
     assert len(digests) == sum(len(algorithm_names(axis)) for axis in AXES)
+
+
+def test_a_key_in_runs_and_grid_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.yaml"
+    fields = {"runs": [{"capacity": "5%"}], "grid": {"capacity": ["25%"]}, "tasks": "tiny_gsm8k"}
+    path.write_text(yaml.safe_dump({"name": "x", **fields}))
+    with pytest.raises(ValueError, match=r"capacity stands in `runs`.*'5%'.*`grid`"):
+        read_sweep(path)
+
+
+@pytest.mark.parametrize(
+    ("executor", "option"),
+    [
+        ("submitit", {"local_setup": ["touch x"]}),
+        ("submitit", {"slurm_setup": ["touch x"]}),
+        ("ray", {"runtime_env": {"working_dir": "."}}),
+        ("local", {"mem_gb": 1}),
+    ],
+)
+def test_an_executor_takes_no_option_that_names_a_command(
+    executor: str, option: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "sweep.yaml"
+    fields = {"name": "x", "tasks": "tiny_gsm8k", "executor": executor}
+    path.write_text(yaml.safe_dump({**fields, "executor_options": option}))
+    with pytest.raises(ValueError, match=f"executor_options={next(iter(option))!r}"):
+        check_executor(read_sweep(path))

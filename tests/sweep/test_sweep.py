@@ -15,9 +15,12 @@ import pytest
 import yaml
 
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.records.files import traces_dir
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.sweep import worker
 from lm_eval_moecache.sweep.files import LOCK, only_sweep
+from lm_eval_moecache.sweep.replays import run_cells
 from lm_eval_moecache.sweep.run import run_sweep
 from lm_eval_moecache.sweep.spec import read_sweep
 from tests.conftest import Moecache
@@ -262,3 +265,10 @@ def test_what_has_no_meaning_is_refused_before_the_first_replay(tmp_path: Path) 
     with pytest.raises(ValueError, match="says itself how large experts are"):
         run_sweep(read_sweep(path), path.parent)
     assert not (path.parent / "runs").exists()
+
+
+def test_replays_that_differ_in_a_seed_are_not_taken_for_each_other() -> None:
+    given = {"policy": "on_demand", "eviction": "random", "capacity": "25%"}
+    configs = [read_config({**given, "seed": seed}, replayed=True) for seed in (0, 1)]
+    rows = run_cells(str(traces_dir() / "olmoe-1b-7b.parquet"), configs, bound=False)
+    assert rows[0].metrics["miss_rate"] != rows[1].metrics["miss_rate"]

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from lm_eval_moecache.records.numbers import shown
 from lm_eval_moecache.records.schemas import OpenSchema, Schema, number
@@ -80,11 +88,28 @@ class Configuration(OpenSchema):
     tasks: list[str] = Field(default_factory=list)
 
 
+def _file_name(value: str) -> str:
+    if not value.strip(".") or set(value) & set("/\\\0") or len(value) > 200:
+        raise ValueError("must be the name of a file in `runs/`: no path")
+    return value
+
+
+RunId = Annotated[str, AfterValidator(_file_name)]
+"""Becomes a file's name, so that an id from elsewhere must not lead out of the folder."""
+
+
+class Environment(OpenSchema):
+    """When, where and by what versions a run was made."""
+
+    machine: dict[str, Any] = Field(default_factory=dict)
+    versions: dict[str, Any] = Field(default_factory=dict)
+
+
 class ResultsFile(OpenSchema):
     """A whole results JSON."""
 
     format: Literal[1] = 1
-    run_id: str | None = None
+    run_id: RunId | None = None
     experiment: str | None = None
     label: str | None = None
     configuration_hash: str | None = None
@@ -94,7 +119,7 @@ class ResultsFile(OpenSchema):
     higher_is_better: dict[str, dict[str, bool | None] | None] = Field(default_factory=dict)
     group_subtasks: dict[str, list[str]] = Field(default_factory=dict)
     scores: dict[str, Samples] = Field(default_factory=dict)
-    environment: dict[str, Any] = Field(default_factory=dict)
+    environment: Environment = Field(default_factory=Environment)
 
 
 # --- files of analyses, searches and trace replays, for tables and claims ---
