@@ -481,7 +481,8 @@ or wrong: against 0 McNemar's exact test, against a margin Tango's score test, w
 times, rates and log-likelihoods: sign flips, with BCa bootstrap intervals of ratios and Student's
 of means, over the documents that both runs have. *Least p* is the smallest chance that the sample
 could have given, *p of all* the verdict's chance corrected over all {parts} tested parts of all
-claims. Parts in *italics* are reported but do not count towards the verdict. Perplexities are by token."""
+claims. Parts in *italics* are reported but do not count towards the verdict. Perplexities are by
+token."""
 _COLUMNS = (
     *("compared", "figure", "95% interval", "claimed", "p", "least p", "p of all"),
     *("test", "verdict", "runs"),
