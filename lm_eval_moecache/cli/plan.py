@@ -65,8 +65,10 @@ _WORDS = {
     "hazard": "evicts the expert whose next use is forecast to be furthest",
     "prefetch": "hazard, and the next layer's experts are loaded ahead by a predictor that names "
     "85% of them (recall) and is right in 85% of what it names",
-    "host": "LRU, and the host computes absent experts where that ends sooner",
-    "bound": "the fewest misses that any eviction could have (Belady); no rule attains it",
+    "host": "LRU, and the host computes an absent expert where that ends this event sooner; it "
+    "stays absent, so that the whole may be slower than LRU",
+    "bound": "the fewest misses of any eviction that loads on demand (Belady); prefetching and "
+    "the host may be faster",
     "waits for": "what a token's time mostly goes to under LRU: the link, memory (compute), "
     "launches",
 }

@@ -17,6 +17,7 @@ from lm_eval_moecache.algorithms.eviction.lru import LRU
 from lm_eval_moecache.algorithms.features import A_USE
 from lm_eval_moecache.algorithms.miss.drop import Drop
 from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.algorithms.registry import AXES, _modules_of, algorithm_names, find_algorithm
 from lm_eval_moecache.cli.policies import collect
 from lm_eval_moecache.records.event import DECODE, Event
@@ -238,3 +239,12 @@ def test_a_class_that_cannot_be_used_is_named_with_file_and_reason(
         load_policy("on_demand", {"eviction": f"{name}.Mine"}).eviction.build(make_geometry(), 0)
     for word in words:
         assert word.replace("mine.py", f"{name}.py") in str(caught.value)
+
+
+def test_a_ranked_rule_says_what_a_victim_costs() -> None:
+    """A ranking looks at all residents of the layers that it has to look at; none is O(1)."""
+    for name in algorithm_names("eviction"):
+        rule = find_algorithm("eviction", name)
+        if issubclass(rule, RankedEviction):
+            cost = " ".join((rule.__doc__ or "").partition("Cost:")[2].split())
+            assert "residents" in cost and "per victim" in cost, name

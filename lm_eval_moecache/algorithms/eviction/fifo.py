@@ -15,7 +15,8 @@ def oldest_load(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
 class FIFO(RankedEviction):
     """Evicts the expert that has been resident longest, used or not.
 
-    A prefetched expert counts from its arrival. Cost: O(1) per call, beside pinned keys.
+    A prefetched expert counts from its arrival.
+    Cost: O(layers + residents of a layer) per victim, O(1) per use.
     """
 
     source: ClassVar[str] = "the textbook baseline; SpecMD section 4.2 uses its order in a queue"

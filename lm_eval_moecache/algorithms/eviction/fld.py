@@ -28,7 +28,8 @@ class FLD(RankedEviction):
     are kept because they "are more likely to be needed soon", `forward` counts how many layers
     ahead the expert's next turn is, wrapping around at the end of the pass: the layer just served
     is then the furthest. Within a layer the longest-unused expert goes first; the paper leaves this
-    open. Cost: O(1) per call, O(layers) where the furthest layers are pinned, beside pinned keys.
+    open.
+    Cost: O(layers + residents of a layer) per victim, O(1) per use.
     """
 
     source: ClassVar[str] = "SpecMD appendix B (FLD); HOBBIT (Tang et al. 2024)"

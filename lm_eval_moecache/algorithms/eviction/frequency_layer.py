@@ -27,7 +27,8 @@ class FrequencyLayer(RankedEviction):
     reading: count x (1 - d / layers), where d is how many layers ahead the expert's next turn is,
     wrapping around at the end of the pass (`layer=forward`), or its layer index (`layer=index`,
     which favours shallow layers). Counts are events over the whole run; experts never used leave
-    first; ties go to the smaller key. Cost: O(log n) per use, O(layers + log n) per victim.
+    first; ties go to the smaller key.
+    Cost: O(layers + residents of a layer) per victim, O(1) per use.
     """
 
     source: ClassVar[str] = "Yi et al. 2023 (EdgeMoE), as in BuddyMoE section 6"

@@ -21,7 +21,7 @@ class LayeredLRU(RankedEviction):
     layer an equal share once the pool is full, whatever the order of accesses: unlike LRU it does
     not lose everything below a cycle. Among equally long lists, that of the layer whose next turn
     is furthest loses. The rule is our reading of "layer-wise LRU"; no paper states a formula.
-    Cost: O(1) per use, O(layers) per victim, beside pinned keys.
+    Cost: O(layers + residents of a layer) per victim, O(1) per use.
     """
 
     source: ClassVar[str] = "layer-wise LRU lists, as in llama.cpp#27861 and mixtral-offloading"

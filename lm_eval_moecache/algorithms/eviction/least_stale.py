@@ -54,8 +54,8 @@ class LeastStale(RankedEviction):
     in layer order, so the layers after the running one lose theirs just before their turn.
 
     The order within a layer is open, too: `order=last_use` takes the longest unused expert,
-    `order=fifo` the first loaded. Cost: O(1) per call, O(layers) where whole layers are pinned,
-    O(a layer's residents) per victim for fifo, beside pinned keys.
+    `order=fifo` the first loaded.
+    Cost: O(layers + residents of a layer) per victim, O(1) per use.
     """
 
     source: ClassVar[str] = "SpecMD section 4.2, figure 3, appendix A.3"

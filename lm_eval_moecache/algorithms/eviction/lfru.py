@@ -19,8 +19,8 @@ class LFRU(RankedEviction):
     llama.cpp#21609), without a formula; this is our reading. `count` is the number of events that
     needed the expert, over the whole run, plus one for being loaded; `age` the number of events
     since its last use or, if unused, its load. Old favourites fade, which under LFU they never do.
-    Ties go to the longest unused. Cost: O(1) per use; O(distinct counts) per victim, beside pinned
-    keys, as among equal counts the longest unused is the lowest.
+    Ties go to the longest unused.
+    Cost: O(layers + residents of a layer) per victim, O(1) per use.
     """
 
     source: ClassVar[str] = "LFRU of engines' proposals (vLLM, llama.cpp#21609); our reading"

@@ -17,7 +17,8 @@ class LFU(RankedEviction):
 
     SpecMD appendix B. An access is an event that needs the expert, however many tokens it serves;
     the count survives eviction, and a prefetch is not an access. Ties go to the smaller key: the
-    paper gives no second criterion. Cost: O(log n) per use and eviction, beside pinned keys.
+    paper gives no second criterion.
+    Cost: O(layers + residents of a layer) per victim, O(1) per use.
     """
 
     source: ClassVar[str] = "SpecMD appendix B; MoE-Infinity's cache (CommitMoE section 5.1)"

@@ -28,7 +28,8 @@ class LHU(RankedEviction):
     such experts "incur significantly higher latency", and "must be combined with fetch cascade
     precision policies". A use is an event that executes the expert at the best level, however many
     tokens it serves; the count survives eviction, and uses at lower levels do not count. Ties go
-    to the smaller key. Cost: O(log n) per use and eviction, beside pinned keys.
+    to the smaller key.
+    Cost: O(layers + residents of a layer) per victim, O(1) per use.
     """
 
     source: ClassVar[str] = "SpecMD appendix B (LHU); HOBBIT (Tang et al. 2024)"

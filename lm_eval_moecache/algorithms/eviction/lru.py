@@ -19,7 +19,7 @@ class LRU(RankedEviction):
     the heaviest routing weight, leaves first. A prefetched expert counts as used on arrival;
     predicting a resident expert is not a use: SP-MoE section 4.4, where an expert found in the
     cache is put last again, is read as happening on its use.
-    Cost: O(1) per call, beside pinned keys.
+    Cost: O(layers + residents of a layer) per victim, O(1) per use.
     """
 
     source: ClassVar[str] = "Eliseev & Mazur 2023 (Mixtral offloading); SpecMD appendix B"

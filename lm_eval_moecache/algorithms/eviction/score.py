@@ -29,7 +29,8 @@ class Score(RankedEviction):
     Each use adds the routing weights of the tokens served; the history survives eviction. Readings
     of it differ: `history=sum` ("accumulated", section 2), `mean` per token served, or `decayed`, a
     sum in which each pass counts `decay` times the next one. An expert never used has the lowest
-    score; ties go to the smaller key. Cost: O(log n) per use.
+    score; ties go to the smaller key.
+    Cost: O(layers + residents of a layer) per victim, O(1) per use.
 
     Parameters: decay, per pass, between 0 and 1, only for `decayed` (default 0.9 there).
     """

@@ -18,7 +18,7 @@ class ShallowFirst(RankedEviction):
     Fate (Fang et al. 2025), which according to BuddyMoE section 6 "uses cross-layer gate signals
     to prefetch next-layer experts and a shallow-favoring cache". The degree is not specified: read
     as strict; within a layer the longest unused expert leaves first.
-    Cost: O(1) per call, O(layers) where the deepest layers are pinned, beside pinned keys.
+    Cost: O(layers + residents of a layer) per victim, O(1) per use.
     """
 
     source: ClassVar[str] = "Fang et al. 2025 (Fate), as in BuddyMoE section 6"
