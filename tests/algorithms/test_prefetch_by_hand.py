@@ -11,6 +11,7 @@ import pytest
 from lm_eval_moecache.algorithms.eviction.importance import Importance
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.prefetch import score
+from lm_eval_moecache.algorithms.prefetch.base import by_mass
 from lm_eval_moecache.algorithms.prefetch.score import Score
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.records.arrays import FloatArray, softmax
@@ -267,3 +268,11 @@ def test_wrong_ones_stand_at_every_place() -> None:
         for place, key in enumerate(proposed[:6]):
             places[place] += key not in event.keys
     assert places.min() > 0.5 * places.mean()
+
+
+def test_several_tokens_rank_experts_by_their_summed_scores() -> None:
+    """Expert 2 is nobody's favourite, but 0.4 + 0.4 is more than 0.6; ties go to the smaller."""
+    scores = np.array([[0.6, 0.0, 0.4, 0.0], [0.0, 0.6, 0.4, 0.0]])
+    assert by_mass(1, scores > 0, scores) == [4 + 2, 4 + 0, 4 + 1]
+    # What no token wants does not count, however likely.
+    assert by_mass(0, np.array([[True, False, False, True]] * 2), scores) == [0, 3]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lm_eval_moecache.records.emulation import emulated_names, load_real_model
+from lm_eval_moecache.records.emulation import emulated_names, load_real_model, load_stored
 from tests.engine.traces import GEOMETRY
 
 OLMOE = {
@@ -76,6 +76,17 @@ def test_mxfp4_experts_are_four_and_a_quarter_bits_and_multiply_as_bf16() -> Non
     large = load_real_model("gpt-oss-120b")
     experts = large.num_layers * large.num_experts * large.expert_bytes
     assert experts / 1e9 == pytest.approx(60.9, abs=0.05)  # and not 229
+
+
+def test_a_stored_precision_sizes_experts_layers_and_vocabulary_apart() -> None:
+    """OLMoE by hand in int8: 8.5 bits but for the vocabulary's, which stays at two bytes."""
+    model = replace(load_real_model("OLMoE-1B-7B"), stored=load_stored("int8"))
+    layers, vocabulary = 16 * (4 * 2048**2 + 2048 * 64), 2 * 50304 * 2048
+    assert model.dense_bytes == pytest.approx(layers * 8.5 / 8 + vocabulary * 2, rel=1e-3)
+    # GGUF stores the vocabulary at its own bits, too. The published file has 18.6 GB.
+    file = replace(load_real_model("Qwen3-30B-A3B"), stored=load_stored("q4_k_m"))
+    experts = file.num_layers * file.num_experts * file.expert_bytes
+    assert (experts + file.dense_bytes) / 1e9 == pytest.approx(18.6, abs=0.1)
 
 
 def test_a_layer_is_charged_as_the_real_one_and_counts_stay() -> None:

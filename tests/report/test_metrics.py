@@ -295,3 +295,14 @@ def test_every_count_is_made_something_of() -> None:
             cache_metrics([make_pass(0, DECODE, 0, 1, **c)]) for c in (others, incremented)
         )
         assert before != after, name
+
+
+def test_a_late_expert_is_a_miss_in_the_standard_error_too() -> None:
+    """2 of 4 and 1 of 8 missed, rate 1/4, residuals 1 and -1: sqrt(2 x 2) / 12."""
+
+    def one(requests: int, late: int, misses: int) -> RequestRecord:
+        counts = {"requests": requests, "late": late, "misses": misses}
+        return generation([make_pass(0, DECODE, 0.0, 1.0, **counts)], 2)
+
+    assert miss_rate_stderr([one(4, 2, 0), one(8, 0, 1)]) == pytest.approx(2 / 12)
+    assert miss_rate_stderr([one(4, 0, 2), one(8, 1, 0)]) == pytest.approx(2 / 12)

@@ -209,3 +209,14 @@ def test_an_executor_takes_no_option_that_names_a_command(
     path.write_text(yaml.safe_dump({**fields, "executor_options": option}))
     with pytest.raises(ValueError, match=f"executor_options={next(iter(option))!r}"):
         check_executor(read_sweep(path))
+
+
+def test_other_generation_settings_are_another_run() -> None:
+    def digest(**options: Any) -> str:
+        return check_cell(
+            Cell(model="moecache", model_args={}, tasks=("tiny_gsm8k",), options=options)
+        ).configuration_hash
+
+    short, long = ({"gen_kwargs": {"max_gen_toks": count}} for count in (5, 6))
+    assert len({digest(), digest(**short), digest(**long)}) == 3
+    assert digest(**short) == digest(**short)
