@@ -16,10 +16,10 @@ import pytest
 from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names
 from lm_eval_moecache.cli.eval import completed
-from lm_eval_moecache.cli.main import command_names
+from lm_eval_moecache.cli.main import command_names, main
 from lm_eval_moecache.cli.policies import meaning_of
 from lm_eval_moecache.harness.arguments import KEYS
-from lm_eval_moecache.records.files import task_configs_dir
+from lm_eval_moecache.records.files import task_configs_dir, traces_dir
 from tests.conftest import Moecache
 
 NAMES = (*policy_names(), *(name for axis in AXES for name in algorithm_names(axis)))
@@ -345,3 +345,12 @@ def test_a_prefetcher_that_proposes_nothing_is_named(tmp_path: Path, replay: Rep
     assert "Warning: prefetch=history did nothing: it learns from earlier requests, and" in text
     run = replay.by_file("prefetch: history\n")
     assert run["warnings"] == [] and run["metrics"]["prefetch_precision"] is not None
+
+
+@pytest.mark.parametrize("word", ["--eviction.order=", "--eviction.=1"])
+def test_a_parameter_without_name_or_value_is_refused(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = str(traces_dir() / "olmoe-1b-7b.parquet")
+    assert main(["replay", trace, "--eviction=lru", word, "--bound=false"]) == 2
+    assert word.strip("-=1") in capsys.readouterr().err

@@ -263,7 +263,9 @@ def _override(
             is_mapping = isinstance(value, Mapping)
             merged[axis] = _as_mapping(axis, value, "policy") if is_mapping else {"name": value}
     for key, value in overrides.items():
-        axis, _, parameter = key.partition(".")
+        axis, dot, parameter = key.partition(".")
+        if dot and not parameter:
+            raise ValueError(f"{key}={value!r} names no parameter. Allowed: {axis}.NAME=VALUE.")
         if parameter:
             merged[axis][parameter] = value
     return merged

@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.numbers import finite, unknown
 from lm_eval_moecache.records.sizes import is_per_layer, parse_capacity
 from lm_eval_moecache.report.tables import rows_as_markdown
 
@@ -70,7 +70,7 @@ def run(arguments: Namespace) -> int:
     analysis = _analyzed(name, model, options)
     if arguments.json:
         tables = {"rows": analysis.tables[name]} if name in analysis.tables else analysis.tables
-        sys.stdout.write(json.dumps({"model": model, **tables}, indent=2) + "\n")
+        sys.stdout.write(json.dumps(finite({"model": model, **tables}), indent=2) + "\n")
     else:
         sys.stdout.write("\n".join(map(rows_as_markdown, analysis.tables.values())))
     if arguments.out:
@@ -78,7 +78,7 @@ def run(arguments: Namespace) -> int:
 
         folder = Path(arguments.out)
         for table, rows in analysis.tables.items():
-            text = json.dumps({"model": model, "rows": rows}, indent=2) + "\n"
+            text = json.dumps(finite({"model": model, "rows": rows}), indent=2) + "\n"
             write_whole(folder / f"{table}.json", text)
             write_whole(folder / f"{table}.md", rows_as_markdown(rows))
         save_as(analysis.draw(analysis.title), folder / name)

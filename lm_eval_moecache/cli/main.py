@@ -26,7 +26,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from lm_eval_moecache.records.files import check_place, check_writable, read_yaml
-from lm_eval_moecache.records.numbers import MOST_COUNT, read_number, shown, unknown
+from lm_eval_moecache.records.numbers import MOST_COUNT, finite, read_number, shown, unknown
 
 RESUMING = {
     "eval": "Recorded traces hold the finished requests; the same command begins anew.",
@@ -168,7 +168,9 @@ def make_parser(prog: str, description: str | None, epilog: str | None = None) -
 
 def print_result(as_json: bool, result: Any, text: str) -> int:
     """Print a command's result as JSON or as text; return exit code 0."""
-    sys.stdout.write(json.dumps(result, indent=2) + "\n" if as_json else text)
+    if as_json:
+        text = json.dumps(finite(result), indent=2, allow_nan=False) + "\n"
+    sys.stdout.write(text)
     return 0
 
 

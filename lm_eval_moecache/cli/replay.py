@@ -207,8 +207,8 @@ def _split_words(argv: Sequence[str]) -> tuple[list[str], list[str], dict[str, A
         if not word.startswith("--") or not (name == "config" or _is_parameter(name)):
             rest.append(word)
             continue
-        if not equals and not (value := next(words, "")):
-            raise ValueError(f"{word} needs a value: {word}=VALUE.")
+        if not (value or (not equals and (value := next(words, "")))):
+            raise ValueError(f"--{name} needs a value: --{name}=VALUE.")
         if name == "config":
             files.append(value)
         else:

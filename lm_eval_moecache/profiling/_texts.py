@@ -18,6 +18,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lm_eval_moecache.records.artifact import Artifact
 from lm_eval_moecache.records.files import TINY, parse_json, read_text
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.numbers import finite
 
 if TYPE_CHECKING:
     from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
@@ -228,4 +229,5 @@ def artifact_of(
 
 def say(report: Mapping[str, Any], lines: Sequence[str], as_json: bool) -> None:
     """Print `report` as JSON, or `lines`."""
-    sys.stdout.write((json.dumps(report, indent=2) if as_json else "\n".join(lines)) + "\n")
+    text = json.dumps(finite(dict(report)), indent=2) if as_json else "\n".join(lines)
+    sys.stdout.write(f"{text}\n")

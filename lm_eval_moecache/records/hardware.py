@@ -126,9 +126,9 @@ def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
     if str(name).endswith((".yaml", ".yml")):
         path = Path(name)
     else:
-        path = PROFILE_DIR / f"{canonical_name(name)}.yaml"
-        if path.stem not in profile_names():
+        if canonical_name(name) not in profile_names():
             raise unknown("hardware", name, profile_names())
+        path = PROFILE_DIR / f"{canonical_name(name)}.yaml"
     # Imported late: pydantic is slow to import.
     from lm_eval_moecache.records.schemas import check
     from lm_eval_moecache.records.schemas.inputs import hardware_schema

@@ -69,3 +69,8 @@ def test_pre_gated_prefetches_what_it_decided_and_adapmoe_one_expert_a_layer_and
     passes = run(load_policy("adapmoe"), make_geometry(), "100%").engine.ledger.passes
     # Two of the three layers have a layer before them.
     assert {p.predicted for p in passes if p.phase == "decode"} == {2}
+
+
+def test_a_parameter_without_a_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"eviction\.=1 names no parameter"):
+        load_policy("on_demand", {"eviction.": 1})

@@ -73,3 +73,9 @@ def test_bandwidth_replaces_the_link_and_nothing_else_and_says_so(tmp_path: Path
 def test_infinitely_fast_compute_is_a_profile_too(tmp_path: Path) -> None:
     path = write(tmp_path, peak_flops=float("inf"), memory_bytes_per_s=float("inf"))
     assert load_hardware(path).peak_flops == float("inf")
+
+
+@pytest.mark.parametrize("name", ["../hardware/h100", "./h100", "hardware/../h100"])
+def test_a_name_is_no_path(name: str) -> None:
+    with pytest.raises(ValueError, match="hardware="):
+        load_hardware(name)
