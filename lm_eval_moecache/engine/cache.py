@@ -55,6 +55,8 @@ class ExpertCache:
         """Tokens processed so far: the unit of `lifetime_tokens`."""
         self._loaded_at: dict[int, int] = {}
         self._evicted_in: dict[int, int] = {}
+        self._upgrading: set[int] = set()
+        """Keys released for an upgrade and not loaded again yet."""
         self._pass_index = -1
 
     def begin_pass(self, pass_index: int, num_tokens: int) -> None:
@@ -102,7 +104,10 @@ class ExpertCache:
         self._take(key, level)
         self.resident[key] = level
         self._loaded_at[key] = self.tokens
-        self.eviction.on_insert(key, False)
+        if key in self._upgrading:
+            self._upgrading.remove(key)
+        else:
+            self.eviction.on_insert(key, False)
 
     def warm(self, hottest: Iterable[int]) -> None:
         """Make these keys resident as far as they fit, hottest first, without loads or evictions.
@@ -134,8 +139,12 @@ class ExpertCache:
         self.unused_prefetches.add(key)
 
     def release_for_upgrade(self, key: int) -> None:
-        """Release a resident, about to be loaded again at a better level."""
-        self._remove(key)
+        """Release the bytes of a resident, about to be loaded again at a better level.
+
+        The eviction algorithm is not told: to it the expert has never left.
+        """
+        self._release(key)
+        self._upgrading.add(key)
         self.replaced += 1
 
     def take_over(self, loaded_at: Mapping[int, int]) -> None:
@@ -183,15 +192,15 @@ class ExpertCache:
         self.evictions += 1
         self.lifetime_tokens += self.tokens - self._loaded_at[key]
         self._evicted_in[key] = self._pass_index
-        self._remove(key)
+        self._release(key)
+        self.eviction.on_evict(key)
 
-    def _remove(self, key: int) -> None:
+    def _release(self, key: int) -> None:
         level = self.resident.pop(key)
         self.used_bytes -= self._sizes[key // self.num_experts][level]
         del self._loaded_at[key]
         if self.unused_prefetches:
             self.unused_prefetches.discard(key)
-        self.eviction.on_evict(key)
 
 
 class Clock(Protocol):

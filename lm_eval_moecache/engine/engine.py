@@ -452,6 +452,8 @@ class VirtualEngine(Engine):
             self.draft_stage.plan(charged, setting.capacity.bytes_by_partition)
         self._uploading: dict[int, float] = {}
         """Key resident by an upload not yet waited for -> its arrival time."""
+        self._loaded_bytes = 0
+        """Loaded, with the compute's overhead (`load_overhead_s_per_byte`) still to be charged."""
         self._levels: dict[int, int] = {}
         """Key executed by the event in progress -> its precision level."""
         self.on_wave: Callable[[Sequence[int]], object] = lambda keys: None
@@ -477,6 +479,7 @@ class VirtualEngine(Engine):
         self.clock.dense(layer, num_tokens)
         if self._prefetching and self.link.active:
             self._drain(self.clock.now, _NOTHING, layer)
+        self._charge_loads()
 
     def run(self, event: Event) -> Plan:
         cache = self.caches[event.layer]
@@ -571,13 +574,13 @@ class VirtualEngine(Engine):
         without the host's part, and the keys that remain to be executed.
         """
         clock = self.clock
-        if self._in_batches:
-            clock.load(sum(cache.size_of(key, level) for key, level in plan.demands))
         ready_s, fetches = self._what_is_under_way(plan, cache, pinned)
         if self._in_batches:
             under_way = {fetch.key for fetch in plan.demands} - {fetch.key for fetch in fetches}
             self._arrivals = {key: [ready_s] * len(self._shares) for key in under_way}
         event, fetches = self._share_out(plan, cache, fetches)
+        self._loaded_bytes += sum([cache.size_of(key, level) for key, level in fetches])
+        ready_s = max(ready_s, self._charge_loads())
         remaining, wave = event.keys, list[tuple[int, int]]()
         for key, level in fetches:
             nbytes = cache.size_of(key, level)
@@ -595,6 +598,16 @@ class VirtualEngine(Engine):
             wave.append((key, nbytes))
             cache.insert(key, level)
         return self._move(wave, ready_s), event, remaining
+
+    def _charge_loads(self) -> float:
+        """Charge the compute's overhead of what was loaded, prefetches included; return the time.
+
+        Prefetches that land while it is busy are charged at the next event.
+        """
+        if self._loaded_bytes:
+            self.clock.load(self._loaded_bytes)
+            self._loaded_bytes = 0
+        return self.clock.now
 
     def _what_is_under_way(
         self, plan: Plan, cache: ExpertCache, pinned: Set[int]
@@ -700,6 +713,7 @@ class VirtualEngine(Engine):
             if not cache.make_room(nbytes, pinned, layer, key):
                 return
             self._uploading[key] = link.transfer(nbytes, self.clock.now)
+            self._loaded_bytes += nbytes
             cache.insert(key)
 
     def _drain(self, now: float, pinned: Set[int], layer: int) -> None:
@@ -760,4 +774,6 @@ class VirtualEngine(Engine):
     def _land(self) -> None:
         """Make the prefetch in flight resident."""
         key = self.link.land()
-        self.caches[key // self._num_experts].land(key)
+        cache = self.caches[key // self._num_experts]
+        self._loaded_bytes += cache.size_of(key, cache.arriving[key])
+        cache.land(key)

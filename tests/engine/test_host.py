@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.miss.bounded_insertion import BoundedInsertion
 from lm_eval_moecache.algorithms.miss.host import Host
+from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.engine import VirtualEngine
 from lm_eval_moecache.engine.host import RULES, Work, share_out
 from lm_eval_moecache.records.event import DECODE, Event
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.ledger import PassRecord
 from tests.engine.scripted import (
@@ -47,8 +49,8 @@ def machine(
     engine = make_engine(policy, hardware=hardware, geometry=geometry)
     decode(engine, [2], [4], [8])
     for pool in engine.pools:
-        for key in set(pool.resident) - set(CACHED):
-            pool.release_for_upgrade(key)
+        pool.clear()
+    engine.pools[0].warm(CACHED[::-1])
     assert sorted(engine.pools[0].resident) == CACHED
     return engine
 
@@ -156,6 +158,30 @@ def test_an_expert_of_many_tokens_is_read_once_and_multiplied_often() -> None:
     # The host reads the weights once: 5 s, as for one token.
     assert (record.host_s, record.host_executed) == (5.0, 3)
     assert sorted(key for keys in waves for key in keys) == [0, 1, 2, 3]
+
+
+def test_only_loaded_experts_cost_the_compute_their_bookkeeping() -> None:
+    """At 0.01 s a byte an expert's 100 bytes cost 1 s; what the host computes is never loaded."""
+
+    def end_s(miss: Any, script: Any, **figures: float) -> float:
+        policy = ScriptedPolicy(
+            prefetch=Always(lambda geometry: FixedPrefetch(geometry, script)), miss=Always(miss)
+        )
+        host = {"host_flops": 1e30, "host_memory_bytes_per_s": 20.0}
+        hardware = make_hardware(**host, **figures)
+        engine = make_engine(policy, 12, make_geometry(top_k=4), hardware)
+        return decode(engine, [0], [4, 5, 6], [8]).end_s
+
+    def on_host(geometry: Geometry) -> Host:
+        return Host(geometry, rule="always")
+
+    fetch = find_algorithm("miss", "fetch")
+    cost = {"load_overhead_s_per_byte": 0.01}
+    assert end_s(on_host, {}, **cost) == end_s(on_host, {})
+    assert end_s(fetch, {}, **cost) == end_s(fetch, {}) + 5
+    # Dense 0-2, bookkeeping 2-3, transfer 3-8, expert 8-9, dense 9-11; the prefetch of key 8 moves
+    # 8-13; bookkeeping of four experts 11-15, transfers 15-30, experts 30-33, dense 33-35, key 8.
+    assert end_s(fetch, {(0, 0): [8]}, **cost) == 36
 
 
 def test_a_profile_without_a_host_is_refused() -> None:

@@ -14,6 +14,7 @@ from lm_eval_moecache.trace.header import HEADER_KEY, Header, read_header, write
 from tests.engine.scripted import (
     Always,
     FixedPrefetch,
+    OldestFirst,
     ScriptedPolicy,
     decode,
     make_engine,
@@ -122,6 +123,30 @@ def test_a_prefetch_at_the_level_that_is_demanded_is_a_hit() -> None:
     # Layer 0's experts run 12-14; keys 4 and 5 move 12-14 and 14-16, when layer 1's event begins.
     assert (record.prefetch_hits, record.late, record.misses) == (2, 0, 2)
     assert (record.bytes_moved, record.low_precision) == (250, 2)
+
+
+def test_an_upgrade_is_no_departure_to_an_eviction_rule() -> None:
+    """Ghost lists would take the expert for one that had left and was missed again."""
+    calls: list[tuple[str, int]] = []
+
+    class Logged(OldestFirst):
+        def on_insert(self, key: int, prefetched: bool) -> None:
+            calls.append(("insert", key))
+            super().on_insert(key, prefetched)
+
+        def on_evict(self, key: int) -> None:
+            calls.append(("evict", key))
+            super().on_evict(key)
+
+    levels = {0: 1, 1: 1}
+    engine = make(levels, "150B", eviction=Always(Logged))
+    decode(engine, [0, 1])
+    levels[0] = 0
+    decode(engine, [0, 1])
+    assert calls == [("insert", 0), ("insert", 1)]
+    # It is as old as before: the first to leave.
+    decode(engine, [2])
+    assert calls[2:] == [("evict", 0), ("insert", 2)]
 
 
 def test_a_trace_header_keeps_the_ladder() -> None:

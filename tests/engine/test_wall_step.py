@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.sizes import parse_capacity
 from tests.engine.scripted import (
     Always,
+    OldestFirst,
     ScriptedPolicy,
     StillMover,
     decode,
@@ -254,6 +256,25 @@ def test_a_late_expert_is_replaced_or_awaited(late: str) -> None:
     record, executed = gated_pass(policy, after=late == "await")
     assert executed == ([0, 5, 8] if late == "replace" else [0, 4, 8])
     assert (record.late, record.misses, record.substituted) == (1, 0, late == "replace")
+
+
+def test_a_scanned_token_larger_than_its_cache_tells_what_each_wave_executed() -> None:
+    """As outside scans: between waves a rule such as Belady's goes by the need after this one."""
+    executed: list[tuple[int, list[int]]] = []
+
+    class Logged(OldestFirst):
+        def on_executed(self, layer: int, keys: Sequence[int]) -> None:
+            executed.append((layer, list(keys)))
+
+    policy = ScriptedPolicy(eviction=Always(Logged))
+    engine, _ = wall_engine(policy, "2/layer", num_layers=1, top_k=3)
+    engine.begin_scan(1)
+    engine.scan(Event(-1, 0, PREFILL, 1, [], np.array([[3, 1, 2]]), np.ones((1, 3))))
+    for _ in engine.waves():
+        pass
+    engine.end_scan()
+    engine.close()
+    assert executed == [(0, [3, 1])]
 
 
 def test_nothing_is_compiled_while_a_run_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

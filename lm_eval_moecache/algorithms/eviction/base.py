@@ -16,10 +16,10 @@ class EvictionAlgorithm(ABC):
     """Chooses the victim; sizes, pins and residency are the cache's alone.
 
     The cache guarantees the order `on_insert` -> any number of `on_event` / `on_predicted` ->
-    `on_evict` for each key, and `on_pass` before the first event of each pass. One instance
-    serves one cache (with a capacity of `n/layer`, one layer). An algorithm must be
-    deterministic in its constructor's arguments and the calls it receives; ties go to the
-    smaller key.
+    `on_evict` for each key, and `on_pass` before the first event of each pass. A resident that is
+    loaded again at a better precision has not left: there are no calls for it. One instance
+    serves one cache (with a capacity of `n/layer`, one layer). An algorithm must be deterministic
+    in its constructor's arguments and the calls it receives; ties go to the smaller key.
     """
 
     source: ClassVar[str]

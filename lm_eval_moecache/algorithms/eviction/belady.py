@@ -28,7 +28,7 @@ class Belady(RankedEviction):
     the cache runs in waves whose last one stays resident, whatever the rule evicts: there a rule
     that breaks ties by luck can have fewer, and the bound is `engine.bound.fewest_misses`. Neither
     bounds time, nor anything under prefetching.
-    Cost: O(layers + residents of a layer) per victim, O(1) per use.
+    Cost: O(layers + residents of a layer) per victim.
     """
 
     source: ClassVar[str] = "Belady 1966"

@@ -333,8 +333,10 @@ class ScanScript:
     def add(self, plan: Plan, cache: PlacedCache, record: PassRecord) -> None:
         """Decide one token's event to its end, waves included; its transfers are counted now."""
         event, demands = plan.event, deque(plan.demands)
-        remaining = set(event.keys)
+        remaining, executed = set(event.keys), list[int]()
         while remaining:
+            if executed:
+                cache.eviction.on_executed(event.layer, executed)
             transfers: list[Transfer] = []
             while demands:
                 key, level = demands[0]
@@ -347,6 +349,7 @@ class ScanScript:
             slots = {k: cache.slots[k] for k in event.keys if k in remaining and k in cache.slots}
             assert slots, "no room for one expert after its wave"
             remaining -= slots.keys()
+            executed = [*slots]
             self._steps.append((transfers, slots, record))
         cache.eviction.on_event(event)
 

@@ -27,7 +27,7 @@ class PlacedCache(ExpertCache):
         level = self.arriving.pop(key)
         self.used_bytes -= self.size_of(key, level)
         self.loads -= 1
-        self._release(self.slots.pop(key))
+        self._vacate(self.slots.pop(key))
 
     def take_dropped(self) -> Sequence[int]:
         """Return the slots given up since the last call, whose memory can be freed."""
@@ -48,16 +48,16 @@ class PlacedCache(ExpertCache):
         """Return a free slot for a key at a level; its bytes are already taken."""
 
     @abstractmethod
-    def _release(self, slot: int) -> None:
+    def _vacate(self, slot: int) -> None:
         """Make a slot free."""
 
     def _take(self, key: int, level: int) -> None:
         super()._take(key, level)
         self.slots[key] = self._place(key, level)
 
-    def _remove(self, key: int) -> None:
-        super()._remove(key)
-        self._release(self.slots.pop(key))
+    def _release(self, key: int) -> None:
+        super()._release(key)
+        self._vacate(self.slots.pop(key))
 
 
 class SlottedCache(PlacedCache):
@@ -86,7 +86,7 @@ class SlottedCache(PlacedCache):
     def _place(self, key: int, level: int) -> int:
         return key - self._first_key if self.holds_all else self._free.pop()
 
-    def _release(self, slot: int) -> None:
+    def _vacate(self, slot: int) -> None:
         if not self.holds_all:
             self._free.append(slot)
 
@@ -148,7 +148,7 @@ class LeveledCache(PlacedCache):
         self._made_bytes += slot_kind[0]
         return slot
 
-    def _release(self, slot: int) -> None:
+    def _vacate(self, slot: int) -> None:
         self._free[slot] = None
 
 
