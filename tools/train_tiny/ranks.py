@@ -1,6 +1,6 @@
 """What held-out text costs without some of the routed experts, for each model given.
 
-`python -m tools.train_tiny.ranks MODEL ...` (folders, or `v4/weights.safetensors`) prints, for the
+`python -m tools.train_tiny.ranks MODEL ...` (folders, or states in safetensors) prints, for the
 first 512 tokens of 60 of the held-out pages, the loss in nats a token, and what is added to it by
 keeping only the first ranks (their weights renormalised), by another expert in place of each chosen
 one (index + 17, or at random), and by none.

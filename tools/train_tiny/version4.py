@@ -4,7 +4,7 @@
 English, the other that of the problems, and each orthogonalises half of the updates.
 `touch DIR/stop` stops after a checkpoint; the same command resumes. `--steps` may be changed while
 the run is stopped: the rate is constant after the warm-up and falls over the last `--decay-steps`.
-`--start FILE` begins with the weights of `v4/weights.safetensors` instead of random ones.
+`--start FILE` begins with the weights of a state in safetensors instead of random ones.
 
 The weights' sum is the main lever: with a sum of 1, the residual stream hardly needs the routed
 experts. The saved model is an ordinary OLMoE, whose `down_proj` is k times as large.
