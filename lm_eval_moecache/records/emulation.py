@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 from lm_eval_moecache.records.files import is_file, read_json, read_yaml
 from lm_eval_moecache.records.geometry import DTYPES, Geometry
+from lm_eval_moecache.records.names import Naming, find_name
 from lm_eval_moecache.records.numbers import (
     MOST_COUNT,
     read_count,
@@ -18,6 +20,18 @@ from lm_eval_moecache.records.numbers import (
 )
 
 EMULATED_DIR = Path(__file__).resolve().parent.parent / "emulate"
+_NAMING = Naming(
+    aliases={
+        "Llama-4-Scout-17B-16E": "Llama-4-Scout",
+        "DeepSeek-R1": "DeepSeek-V3",
+        "DeepSeek-V3.1": "DeepSeek-V3",
+        "Qwen3-Coder-30B-A3B": "Qwen3-30B-A3B",
+        "Qwen3-Coder-Next": "Qwen3-Next-80B-A3B",
+    },
+    filler=r"-(?:instruct|chat|base|it|thinking|preview|gguf|hf|distill|[0-9]{4}|v-0\.[0-9])",
+    optional="-?a-[0-9.]+-b$",
+)
+"""Active parameters may be left out, where one model alone has the rest of the name."""
 _DTYPE_BYTES = 2
 """Models compute in bf16, whatever precision their weights are stored in."""
 
@@ -262,9 +276,9 @@ def emulated_names() -> list[str]:
 def load_real_model(name: str, key: str = "emulate") -> RealModel:
     """Load a model by name, from a folder with its `config.json`, or from a YAML of the same keys.
 
-    Names match regardless of case and organisation, as in `allenai/OLMoE-1B-7B`. Raises ValueError,
-    naming `key` and the value, for an unknown name, a configuration without Mixture-of-Experts, and
-    a YAML key that nothing reads.
+    Names are found as people type them and as the hub has them: `qwen3 30b`,
+    `Qwen/Qwen3-30B-A3B-Instruct-2507`. Raises ValueError, naming `key` and the value, for an
+    unknown name, a configuration without Mixture-of-Experts, and a YAML key that nothing reads.
     """
     path, what = Path(name), f"{key}={shown(name)}"
     if path.name == "config.json" and is_file(path):
@@ -273,11 +287,9 @@ def load_real_model(name: str, key: str = "emulate") -> RealModel:
         config = read_json(path / "config.json", what)
         return _read({"name": path.resolve().name, **config}, what)
     if not str(name).endswith((".yaml", ".yml")):
-        spellings = {stem.lower(): stem for stem in emulated_names()}
-        stem = spellings.get(str(name).rpartition("/")[2].lower())
-        if stem is None:
-            raise unknown(key, name, emulated_names())
-        path = EMULATED_DIR / f"{stem}.yaml"
+        without_organisation = re.sub(r"^[\w.-]+/(?=[^/]+$)", "", str(name))
+        found = find_name(key, without_organisation, emulated_names(), _NAMING)
+        path = EMULATED_DIR / f"{found}.yaml"
     config = read_yaml(path, what)
     # A config.json from the hub has many keys that nothing reads; a YAML is written for us.
     for field in config if isinstance(config, Mapping) else ():

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lm_eval_moecache.records.files import read_yaml
-from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.names import Naming, find_name
 from lm_eval_moecache.records.sizes import parse_bandwidth
 
 PROFILE_DIR = Path(__file__).resolve().parent.parent / "hardware"
@@ -15,6 +16,23 @@ DEFAULT_PROFILE = "a100-5GBps"
 MOST_LANES = 1024
 RENAMED = {"a100-5gbps": "a100-5GBps"}
 """Name of a profile in records of earlier releases -> its current name."""
+
+_NAMING = Naming(
+    aliases={
+        "GB10": "dgx-spark",
+        "DGX Spark 128GB": "dgx-spark",
+        "Ryzen AI Max+ 395": "strix-halo",
+        "Ryzen AI Max+ 395 128GB": "strix-halo",
+        "Strix Halo 128GB": "strix-halo",
+        "M4 Pro 48GB": "m4-pro",
+        "M4 Max 128GB": "m4-max",
+        "M3 Ultra 256GB": "m3-ultra",
+        "RTX PRO 6000 Blackwell": "rtx-pro-6000",
+    },
+    filler="-(?:nvidia|geforce|rtx|gtx|amd|radeon|rx|apple|instinct|gpu)",
+    optional="-[0-9]+-gb?$",
+)
+"""Memory may be left out (`rtx3060`) or added (`RTX 3090 24GB`) where one profile fits."""
 
 POSITIVE = (
     *("peak_flops", "memory_bytes_per_s", "link_bytes_per_s", "memory_bytes"),
@@ -112,34 +130,45 @@ def profile_names() -> list[str]:
     return sorted(path.stem for path in PROFILE_DIR.glob("*.yaml"))
 
 
+def _has_memory(name: str, words: str) -> bool:
+    """Whether a profile's memory is what the words of a name say, as in `-24-gb`."""
+    gigabytes = float(words.split("-")[1])
+    nominal = load_hardware(name).memory_bytes / 1e9
+    return abs(nominal - gigabytes) < 0.05 * gigabytes
+
+
 def canonical_name(name: str) -> str:
-    """Return a shipped profile's name in its own spelling, and any other text unchanged."""
-    return next((profile for profile in profile_names() if profile.lower() == name.lower()), name)
+    """Return the shipped profile that a name as typed means, in its own spelling; a path as is.
+
+    Raises ValueError for a name that is unknown or could be any of several.
+    """
+    if str(name).endswith((".yaml", ".yml")):
+        return str(name)
+    return find_name("hardware", str(name), profile_names(), _NAMING, _has_memory)
 
 
 def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
-    """Load a profile by name, in upper or lower case, or by path.
+    """Load a profile by name, as people type it (`RTX 4070 Ti`, `rtx3060`), or by path.
 
     `bandwidth` (`5GB/s`) overrides the rate of its link, for one request and for all. Raises
     ValueError for an unknown name or an unreadable file.
     """
-    if str(name).endswith((".yaml", ".yml")):
-        path = Path(name)
-    else:
-        if canonical_name(name) not in profile_names():
-            raise unknown("hardware", name, profile_names())
-        path = PROFILE_DIR / f"{canonical_name(name)}.yaml"
+    found = canonical_name(name)
+    path = Path(name) if found.endswith((".yaml", ".yml")) else PROFILE_DIR / f"{found}.yaml"
     # Imported late: pydantic is slow to import.
     from lm_eval_moecache.records.schemas import check
     from lm_eval_moecache.records.schemas.inputs import hardware_schema
 
+    checked = check(hardware_schema(Hardware), _read(path), f"hardware file {path.name}")
+    hardware = Hardware(**dict(checked))
+    return hardware if bandwidth is None else hardware.with_bandwidth(bandwidth)
+
+
+def _read(path: Path) -> dict[str, Any]:
     data = read_yaml(path, f"hardware={str(path)!r}")
     if not isinstance(data, dict):
         raise ValueError(f"hardware={str(path)!r} must hold a mapping of the profile's fields.")
-    hardware = Hardware(
-        **dict(check(hardware_schema(Hardware), data, f"hardware file {path.name}"))
-    )
-    return hardware if bandwidth is None else hardware.with_bandwidth(bandwidth)
+    return data
 
 
 def on_disk(hardware: Hardware) -> Hardware:

@@ -1,0 +1,66 @@
+"""Finds the shipped file that a name means: `RTX 4070 Ti`, `rtx3060`, `Qwen/Qwen3-30B-A3B`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+from lm_eval_moecache.records.numbers import shown, unknown
+
+_TYPED = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+()-]*")
+_WORDS = re.compile(r"[0-9]+(?:\.[0-9]+)?|[a-z]+|\+")
+
+
+class Naming(NamedTuple):
+    """How the names of one kind of file are spelled."""
+
+    aliases: Mapping[str, str] = {}
+    """Other names, in any spelling -> the file's."""
+    filler: str = "(?!)"
+    """Pattern of words that tell nothing apart, each with the hyphen before it."""
+    optional: str = "(?!)"
+    """Pattern of an end that may be left out where one file alone has the rest of the name."""
+
+
+def find_name(
+    key: str,
+    typed: str,
+    names: Collection[str],
+    naming: Naming,
+    has: Callable[[str, str], bool] = lambda name, words: False,
+) -> str:
+    """Return the one of `names` that a person means by `typed`.
+
+    Case, spaces and hyphens do not count, nor do the words of `naming.filler`. `has(name, words)`
+    says whether a file whose name lacks the optional `words` typed has what they say. Raises
+    ValueError, naming `key`, for a name that is unknown or could be any of several.
+    """
+    spelled = {_spelled(name, naming): name for name in [*naming.aliases, *names]}
+    wanted = _spelled(typed, naming) if _TYPED.fullmatch(typed) else ""
+    found = {spelled[wanted]} if wanted in spelled else set()
+    optional = re.compile(naming.optional)
+    words = "".join(match.group() for match in optional.finditer(wanted))
+    if not found and wanted:
+        bare = optional.sub("", wanted)
+        found = {
+            naming.aliases.get(name, name)
+            for spelling, name in spelled.items()
+            if optional.sub("", spelling) == bare
+            and (not words or (spelling == bare and has(naming.aliases.get(name, name), words)))
+        }
+    if len(found) > 1:
+        raise ValueError(
+            f"{key}={shown(typed)} could be any of several. Allowed: {', '.join(sorted(found))}."
+        )
+    if not found:
+        raise unknown(key, typed, names)
+    return naming.aliases.get(name := found.pop(), name)
+
+
+def _spelled(name: str, naming: Naming) -> str:
+    """Return a name's letters and numbers in lower case, hyphens between: `-rtx-4070-ti`."""
+    spelling = "".join(f"-{word}" for word in _WORDS.findall(name.lower()))
+    # A name of nothing but such words keeps them.
+    spelling = re.sub(f"(?:{naming.filler})(?=-|$)", "", spelling) or spelling
+    return re.sub("(?<=[a-z])-(?=[a-z])", "", spelling)  # `gptoss` is `gpt-oss`
