@@ -252,7 +252,11 @@ def test_only_lm_evals_command_ends_the_process(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("asked", "said"),
-    [({"temperature": 0.7}, "temperature=0.7 with"), ({"assistant_model": "x"}, "what drafts")],
+    [
+        ({"temperature": 0.7}, "temperature=0.7 with"),
+        ({"assistant_model": "x"}, "what drafts"),
+        ({"prefill_chunk_size": 8}, "prefill_chunk_size=8 with --model moecache-spec"),
+    ],
 )
 def test_sampling_and_another_draft_are_refused_before_a_sweep(
     asked: dict[str, Any], said: str
@@ -283,6 +287,38 @@ def test_a_batch_size_among_the_models_arguments_is_checked_like_the_option(
 def test_plain_decoding_may_sample_but_not_draft() -> None:
     check_generation({"do_sample": True, "temperature": 0.7, "top_p": 0.9}, speculative=False)
     check_generation({"do_sample": False, "temperature": 0.0, "top_p": 1}, speculative=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"max_gen_toks": -5}, "max_gen_toks=-5 must be a whole number .*, 1 or more"),
+        ("max_gen_toks=-5", "max_gen_toks=-5 must be"),
+        ({"num_beams": 0}, "num_beams=0 must be a whole number .*, 1 or more"),
+        ({"prefill_chunk_size": 0}, "prefill_chunk_size=0 must be"),
+        ({"num_return_sequences": 2}, "num_return_sequences=2 must be 1"),
+        ({"nope": 1}, "the key='nope' is not known. Allowed: .*temperature"),
+        ({"temprature": 0}, "the key='temprature' .* Did you mean 'temperature'"),
+        ({"use_cache": False}, "the key='use_cache' is not known"),
+        ({"top_p": 1.5}, "top_p=1.5 must be a number .*at most 1"),
+        ({"temperature": "warm"}, "temperature='warm' must be a number, and is text"),
+        ({"until": [1]}, r"until=\[1\] must be a text or a list of texts"),
+        ({"do_sample": "no"}, "do_sample='no' must be true or false"),
+    ],
+)
+def test_generation_options_that_cannot_be_followed_are_refused_before_a_sweep(
+    asked: dict[str, Any] | str, said: str
+) -> None:
+    cell = Cell(model="moecache", model_args={}, tasks=("tiny_arc",), options={"gen_kwargs": asked})
+    with pytest.raises(ArgumentsError, match=f"gen_kwargs: {said}") as caught:
+        check_cell(cell)
+    # What `draft=` is for is not offered.
+    assert "assistant_model" not in str(caught.value)
+
+
+def test_every_generation_option_of_lm_evals_tasks_is_allowed() -> None:
+    check_generation({"until": "x", "max_gen_toks": 8, "max_new_tokens": 8}, speculative=False)
+    check_generation({"num_beams": 10, "top_p": 0.95, "top_k": 0}, speculative=False)
 
 
 def test_a_tasks_own_options_are_checked_before_its_first_request(checkpoint: Any) -> None:

@@ -72,8 +72,9 @@ def lm(checkpoint: Checkpoint) -> MoECacheLM:
     return MoECacheLM(pretrained=str(checkpoint("olmoe")), device="cpu", batch_size=2)
 
 
-def _run(lm: MoECacheLM) -> None:
+def _run(lm: MoECacheLM, **options: Any) -> None:
     gen_kwargs: dict[str, Any] = {"until": ["\n\n"], "max_gen_toks": 4, "do_sample": False}
+    gen_kwargs |= options
     prompts = enumerate(["One, two,", "Count the apples: 3"])
     lm.generate_until(
         [make_instance("generate_until", "t", i, p, gen_kwargs) for i, p in prompts], True
@@ -82,10 +83,10 @@ def _run(lm: MoECacheLM) -> None:
     lm.loglikelihood([make_instance("loglikelihood", "t", i, *pair) for i, pair in pairs], True)
 
 
-def _recorded(lm: MoECacheLM, folder: Path, given: dict[str, Any]) -> Trace:
+def _recorded(lm: MoECacheLM, folder: Path, given: dict[str, Any], **options: Any) -> Trace:
     """Run behind the cache of these arguments and read the recorded trace."""
     lm.install(read_config({**given, "trace": str(folder)}))
-    _run(lm)
+    _run(lm, **options)
     return load_trace(str(lm.finish_trace()), logits=True, predicted=True)
 
 
@@ -119,6 +120,19 @@ def test_a_live_run_equals_the_replay_of_its_trace(
         decoded = [p for p in live if p.phase == "decode"]
         assert sum(p.unfaithful for p in decoded) > 0 and sum(p.predicted for p in decoded) > 0
         assert sum(p.unfaithful for p in live if p.phase == "prefill") == 0
+
+
+@pytest.mark.parametrize("cache_reset", ["never", "request"])
+def test_a_prompt_in_chunks_replays_as_it_ran(
+    lm: MoECacheLM, tmp_path: Path, cache_reset: str
+) -> None:
+    given = {"policy": "specmd", "capacity": "40%", "cache_reset": cache_reset}
+    trace = _recorded(lm, tmp_path, given, prefill_chunk_size=3)
+    replayed = replay(trace, lm.engine.setting, cache_reset=cache_reset)
+    assert replayed.ledger.passes == lm.engine.ledger.passes
+    totals = task_metrics(replayed.ledger.requests, replayed.peak_cache_bytes)
+    assert totals == lm.report()["totals"]
+    assert [p.phase for p in replayed.ledger.passes].count("prefill") > 4
 
 
 @pytest.mark.parametrize("cache_reset", ["never", "request"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import lm_eval
 import pandas
+import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
@@ -49,6 +50,40 @@ def test_a_generation_has_a_pass_for_each_token_the_prompt_being_the_first(lm: M
         assert figures["e2el_ms"] > figures["ttft_ms"] > 0
         assert figures["request_hit_rate"] + figures["request_miss_rate"] == pytest.approx(1)
         assert type(request.args[0]) is str
+
+
+def test_a_chunk_of_a_prompt_is_a_prefill_and_its_last_gives_the_first_token(
+    lm: MoECacheLM, tmp_path: Path
+) -> None:
+    install(lm, batch_size=2, trace=str(tmp_path))
+    requests = generations(2)
+    lengths = [len(lm.tok_encode(request.args[0])) for request in requests]
+    for request in requests:
+        request.args[1]["prefill_chunk_size"] = 8
+    lm.generate_until(requests, disable_tqdm=True)
+    records, passes = lm.engine.ledger.requests, lm.engine.ledger.passes
+    num_chunks, rest = divmod(max(lengths), 8)
+    sizes = [8] * num_chunks + [rest] * bool(rest)
+    prefills = passes[: len(sizes)]
+    assert [p.phase for p in prefills] == ["prefill"] * len(sizes) and len(sizes) > 1
+    assert all(p.phase == "decode" for p in passes[len(sizes) :])
+    assert sum(p.num_tokens for p in prefills) == sum(lengths)
+    for request, record in zip(requests, records, strict=True):
+        assert len(record.passes) == len(sizes) - 1 + record.output_tokens
+        ttft_ms = sum(p.duration_s for p in prefills) * 1000
+        assert request.moecache["ttft_ms"] == pytest.approx(ttft_ms)
+    # A reader that is not told of the requests finds them in the rows: one token for the prompt.
+    path = lm.finish_trace()
+    listed = load_trace(str(path)).requests
+    table = pq.read_table(path)
+    header = json.loads(table.schema.metadata[b"moecache"])
+    del header["digest"]
+    bare = table.replace_schema_metadata({"moecache": json.dumps(header)})
+    pq.write_table(bare, tmp_path / "bare.parquet")
+    inferred = load_trace(str(tmp_path / "bare.parquet")).requests
+    for request, other in zip(listed, inferred, strict=True):
+        assert request.output_tokens == other.output_tokens
+        assert request.prompt_tokens == other.prompt_tokens
 
 
 def test_a_request_that_a_task_repeats_is_measured_each_time(lm: MoECacheLM) -> None:

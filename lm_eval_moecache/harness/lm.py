@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from itertools import takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,6 +50,7 @@ from lm_eval_moecache.model.speculative import (
     watched_by,
 )
 from lm_eval_moecache.model.wrap import FinishedSequences, WrappedModel, shadow_prefetchers_of
+from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.files import TINY
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.numbers import check_typed
@@ -250,8 +251,9 @@ class MoECacheLM(HFLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """As in HFLM; each context carries its record through HFLM's sorting and batching."""
-        for request in requests:
-            check_generation(request.args[1], self.is_speculative)
+        # A task's requests have equal options, by far the most often.
+        for _, of_options in groupby(requests, key=lambda request: request.args[1]):
+            check_generation(next(of_options).args[1], self.is_speculative)
         records = self._records(requests)
         # Copies, because lm-eval lists one Instance several times where a task repeats requests.
         copies = [copy.copy(request) for request in requests]
@@ -274,11 +276,14 @@ class MoECacheLM(HFLM):
             record.prompt_tokens = int(length)
         with self._serving(records, [record.index for record in records]):
             self.wrapped.ended = FinishedSequences.in_generation(self.model, kwargs)
+            self.wrapped.prompt_length = context.shape[1]
             output = self._generate(context, *args, **kwargs)
         for record, row in zip(records, output[:, context.shape[1] :].tolist(), strict=True):
             record.output_tokens = self._count_output(row, kwargs["stop"])
-            # Passes after a row's end served the other rows of its batch.
-            del record.passes[record.output_tokens :]
+            # Passes after a row's end served the other rows of its batch. The prompt's passes
+            # (several where `prefill_chunk_size` divides it) give one token together.
+            num_prefills = sum(p.phase == PREFILL for p in record.passes)
+            del record.passes[max(num_prefills - 1, 0) + record.output_tokens :]
         return output
 
     def _generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -38,6 +38,7 @@ from lm_eval_moecache.model.moe_layers import (
 )
 from lm_eval_moecache.model.precision.codecs import expert_bytes, expert_matrices
 from lm_eval_moecache.model.precision.ladder import codec
+from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.geometry import NO_TARGET, Draft, Geometry
 
 
@@ -293,7 +294,7 @@ class ReadAlong(DraftHooks):
         self._num_read = 0
 
     @torch.no_grad()
-    def begin_pass(self, input_ids: Tensor, past_length: int) -> None:
+    def begin_pass(self, input_ids: Tensor, past_length: int, phase: str) -> None:
         """Append a pass's tokens [1, tokens] to the text; when decoding, run the draft on it."""
         if past_length == 0 or self._ids is None:
             self._ids, self._past, self._num_read = input_ids, None, 0
@@ -305,6 +306,8 @@ class ReadAlong(DraftHooks):
             )
         assert self._ids.shape[1] == past_length, "a text that the draft has not followed"
         self._ids = torch.cat([self._ids, input_ids], dim=1)
+        if phase == PREFILL:  # a further chunk of the prompt
+            return
         self._engine.begin_draft()
         output = self._model(
             self._ids[:, self._num_read :], past_key_values=self._past, use_cache=True

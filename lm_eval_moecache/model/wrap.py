@@ -109,10 +109,14 @@ class WrappedModel:
         """For the next pass, how many tokens of each right-padded row are real; None for all."""
         self.ended: Callable[[Tensor], BoolArray] | None = None
         """Takes the tokens [rows, 1] of a batch's decode step, returns which rows have ended."""
+        self.prompt_length = 0
+        """Tokens per row, padding included, of the prompt that the next passes may read in chunks:
+        every pass that ends within it is a prefill."""
         self.scan_scoring = False
         """Whether the next passes route their tokens one after another (`scoring=scan`)."""
-        self.reads_first: Callable[[Tensor, int], None] | None = None
-        """Called before each pass with its tokens [rows, tokens] and how many precede them."""
+        self.reads_first: Callable[[Tensor, int, str], None] | None = None
+        """Called before each pass with its tokens [rows, tokens], how many precede them, and its
+        phase."""
         self.recorder: Recorder | None = None
         """Records the routing of every pass, where it is set (`trace=DIR`)."""
         self._scanning = False
@@ -177,8 +181,8 @@ class WrappedModel:
         self._store.close()
 
     def forget_batch(self) -> None:
-        """Treat every token of later passes as real, and end scan scoring."""
-        self.valid_rows, self.ended, self.scan_scoring = None, None, False
+        """Treat every token of later passes as real, and end scan scoring and chunked prompts."""
+        self.valid_rows, self.ended, self.scan_scoring, self.prompt_length = None, None, False, 0
 
     def _begin_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         input_ids: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
@@ -187,7 +191,10 @@ class WrappedModel:
         past, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
         rows, length = input_ids.shape
         past_length = 0 if past is None else past.get_seq_length()
-        phase = PREFILL if past_length == 0 else DECODE if length == 1 else VERIFY
+        if past_length == 0 or past_length + length <= self.prompt_length:
+            phase = PREFILL
+        else:
+            phase = DECODE if length == 1 else VERIFY
         self._valid = None if rows == 1 else self._valid_tokens(input_ids, mask, phase)
         self._num_tokens = rows * length if self._valid is None else int(self._valid.sum())
         if not self._num_tokens:
@@ -198,7 +205,7 @@ class WrappedModel:
         self._scanning = self.scan_scoring and phase == PREFILL
         index = len(engine.ledger.passes)
         if self.reads_first is not None:
-            self.reads_first(input_ids, past_length)
+            self.reads_first(input_ids, past_length, phase)
         if self._scanning:
             # Each token of a scan has its own pass; this one counts nothing.
             engine.begin_scan(self._num_tokens)

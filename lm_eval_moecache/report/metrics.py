@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -277,11 +278,11 @@ def host_metrics(passes: Sequence[PassRecord]) -> Metrics:
 def inter_token_ms(request: RequestRecord) -> list[float]:
     """Return the wait in ms before each token after the first; accepted drafts wait 0."""
     waits: list[float] = []
-    for record in request.passes[1:]:
-        if record.phase != PREFILL:
-            waits += [record.duration_s * 1000, *[0.0] * record.accepted]
+    steps = [record for record in request.passes[1:] if record.phase != PREFILL]
+    for record in steps:
+        waits += [record.duration_s * 1000, *[0.0] * record.accepted]
     # The last pass may have accepted drafts beyond the request's end.
-    return waits[: max((request.output_tokens or 0) - 1, len(request.passes) - 1)]
+    return waits[: max((request.output_tokens or 0) - 1, len(steps))]
 
 
 def request_metrics(request: RequestRecord) -> dict[str, float]:
@@ -295,10 +296,12 @@ def request_metrics(request: RequestRecord) -> dict[str, float]:
         return {}
     values: dict[str, float] = {"e2el_ms": sum(durations_ms)}
     if request.kind == GENERATE:
-        # A trace may begin after the prompt: then no pass yields the first token.
-        has_first_token = request.passes[0].phase == PREFILL
+        # The last pass of the prompt, which may be read in chunks, yields the first token. A trace
+        # may begin after the prompt: then no pass does.
+        num_prefills = sum(1 for _ in takewhile(lambda p: p.phase == PREFILL, request.passes))
+        has_first_token = num_prefills > 0
         if has_first_token:
-            values["ttft_ms"] = durations_ms[0]
+            values["ttft_ms"] = sum(durations_ms[:num_prefills])
         tokens = request.output_tokens or 0
         if values["e2el_ms"]:  # free compute and nothing to load: no time to divide by
             values["request_tok_per_s"] = tokens / values["e2el_ms"] * 1000

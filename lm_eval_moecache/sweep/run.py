@@ -316,7 +316,7 @@ def check_cell(cell: Cell, bare: Bare = skeleton) -> ResolvedCell:
     check_task_names(cell.tasks, cell.include_path)
     speculative = cell.model == SPECULATIVE
     generation = cell.options.get("gen_kwargs")
-    if isinstance(generation, Mapping):
+    if generation:
         check_generation(generation, speculative)
     with as_arguments_error(cell.pretrained):
         configuration = check_arguments(

@@ -318,8 +318,9 @@ def build_trace(
     """Check the rows and index their events. Raises ValueError naming the row and the field.
 
     `where` names a row by its place in the source file. Without `requests`, they are inferred from
-    the rows: a request with decode passes generated one token in each pass that served it, and one
-    more per accepted draft. `more` are further fields of the trace.
+    the rows: a request with decode passes generated one token per prompt (consecutive prefills: one
+    prompt read in chunks), one in each other pass that served it, and one more per accepted draft.
+    `more` are further fields of the trace.
     """
     bounds = check_rows(name, geometry, columns, where)
     keys, key_bounds = _unique_keys(geometry, columns, bounds)
@@ -384,11 +385,14 @@ def _tell_requests(
         served: list[int] = passes[rows].tolist()
         reads = phases[served] == 0
         generates = not reads.all()
+        # A prompt gives one token, in its last chunk.
+        goes_on = reads & np.append(reads[1:], False)
+        yields: list[int] = passes[rows][~goes_on].tolist()
         request = TracedRequest(
             task="trace",
             kind=GENERATE if generates else "loglikelihood",
             prompt_tokens=int(tokens[rows][reads].sum()),
-            output_tokens=drafted.output_tokens(served) if generates else None,
+            output_tokens=drafted.output_tokens(yields) if generates else None,
             passes=tuple(served),
         )
         requests.append(request)

@@ -17,6 +17,7 @@ from lm_eval_moecache.report.metrics import (
     METRICS,
     Metric,
     cache_metrics,
+    inter_token_ms,
     miss_rate_stderr,
     per,
     rates,
@@ -60,6 +61,21 @@ def three_passes() -> list[PassRecord]:
             generation(three_passes(), 3),
             {"ttft_ms": 4000, "e2el_ms": 8000, "tpot_ms": 2000, "request_tok_per_s": 0.375},
         ),
+        # Prompts in chunks of 2 s, 3 s and 4 s: the first of three tokens comes with the last, the
+        # others take 1 s and 2 s.
+        (
+            generation(
+                [
+                    make_pass(0, PREFILL, 0.0, 2.0),
+                    make_pass(1, PREFILL, 2.0, 5.0),
+                    make_pass(2, PREFILL, 5.0, 9.0),
+                    make_pass(3, DECODE, 9.0, 10.0),
+                    make_pass(4, DECODE, 10.0, 12.0),
+                ],
+                3,
+            ),
+            {"ttft_ms": 9000, "e2el_ms": 12000, "tpot_ms": 1500, "request_tok_per_s": 0.25},
+        ),
         # An answer of one token has no time per further token.
         (
             generation(three_passes()[:1], 1),
@@ -75,7 +91,7 @@ def three_passes() -> list[PassRecord]:
         (generation([], 0), {}),
         (generation([make_pass(0, PREFILL, 3.0, 3.0)], 1), {"ttft_ms": 0, "e2el_ms": 0}),
     ],
-    ids=["generation", "one token", "scoring", "windows", "no passes", "no time"],
+    ids=["generation", "chunks", "one token", "scoring", "windows", "no passes", "no time"],
 )
 def test_a_requests_latencies(request_: RequestRecord, figures: dict[str, float]) -> None:
     assert request_metrics(request_) == figures
@@ -94,6 +110,14 @@ def test_inter_token_latencies_are_pooled_over_tokens_not_requests() -> None:
     itl = task_metrics([long, short], 0)["itl_ms"]
     # 1, 3 and 5 s.
     assert (itl["mean"], itl["p50"]) == (3000.0, 3000.0)
+
+
+def test_a_chunk_of_a_prompt_is_no_wait_between_tokens() -> None:
+    chunks = [make_pass(0, PREFILL, 0.0, 2.0), make_pass(1, PREFILL, 2.0, 5.0)]
+    decodes = [make_pass(2, DECODE, 5.0, 6.0), make_pass(3, DECODE, 6.0, 9.0)]
+    decodes[1].accepted = 2
+    # 1 s, 3 s and an accepted draft; the second draft lies beyond the fourth token.
+    assert inter_token_ms(generation([*chunks, *decodes], 4)) == [1000.0, 3000.0, 0.0]
 
 
 def test_a_summary_is_mean_standard_error_and_percentiles_between_requests() -> None:

@@ -21,11 +21,12 @@ class History(PrefetchAlgorithm):
 
     MoE-Infinity (Xue et al. 2024), as described in SP-MoE section 5 and CommitMoE section 5.1:
     "request-level prefetching based on historical sequence-level expert activation patterns". A
-    request, from one prefill to the next, is a matrix [layers, experts] of tokens served. The
-    past one with the highest cosine, averaged over the layers this request has reached, predicts
-    the layers ahead: each expert's share of its row, discounted by the distance (1 - d / layers).
-    The papers give no formula: the cosine, the discount and the rule that a full collection
-    replaces its most similar matrix are our readings. Cost: O(requests x E) per event; no gate.
+    request, from one prefill pass to the next, is a matrix [layers, experts] of tokens served (so
+    each chunk of `prefill_chunk_size` counts as one). The past one with the highest cosine,
+    averaged over the layers this request has reached, predicts the layers ahead: each expert's
+    share of its row, discounted by the distance (1 - d / layers). The papers give no formula: the
+    cosine, the discount and the rule that a full collection replaces its most similar matrix are
+    our readings. Cost: O(requests x E) per event; no gate.
 
     Parameters: requests, matrices kept (100); overfetch, a factor on top_k (1.0); lookahead,
     layers ahead (default: the rest of the pass; a number may reach into the next pass).

@@ -45,6 +45,14 @@ def test_the_answers_are_those_without_a_draft_and_each_decode_pass_has_read_ahe
     assert sum(record.misses for record in passes) < misses
     figures = task_metrics(lm.engine.ledger.requests, 0)
     assert 0 < figures["draft_time_share"] < 1 and "draft_acceptance" not in figures
+    # A prompt in chunks is read by the draft as a whole, with the first token.
+    install(lm, **GIVEN, **{"prefetch.cutoff": 8})
+    chunked = requests(2)
+    for request in chunked:
+        request.args[1]["prefill_chunk_size"] = 16
+    assert lm.generate_until(chunked, disable_tqdm=True) == plain
+    for record in lm.engine.ledger.passes:
+        assert (record.draft_s > 0) == (record.phase == DECODE)
 
 
 def test_its_own_weights_at_full_precision_foretell_every_expert_of_the_first_layer(
