@@ -1,4 +1,7 @@
-"""Runs mixture-of-experts models inside an emulated expert cache, for lm-evaluation-harness."""
+"""Runs mixture-of-experts models inside an emulated expert cache, for lm-evaluation-harness.
+
+The names below are stable, as are the contracts in their docstrings; everything else may move.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,66 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm as Eviction
+    from lm_eval_moecache.algorithms.eviction.base import HitRule
+    from lm_eval_moecache.algorithms.miss.base import MissAlgorithm as Miss
+    from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm as Prefetch
+    from lm_eval_moecache.algorithms.ranked import RankedEviction
+    from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm as Routing
+    from lm_eval_moecache.api import load_runs, load_trace, plan, replay
     from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
+    from lm_eval_moecache.records.errors import MoECacheError
+    from lm_eval_moecache.trace.formats.base import TraceFormat
 
-__all__ = ["MoECacheLM", "MoECacheSpecLM"]
+    __version__: str
+
+# Name -> where it is, `module:name`; imported on first access: the models import torch, which
+# `moecache --help` does not need.
+_PLACES = {
+    "Eviction": "algorithms.eviction.base:EvictionAlgorithm",
+    "HitRule": "algorithms.eviction.base:HitRule",
+    "Miss": "algorithms.miss.base:MissAlgorithm",
+    "MoECacheError": "records.errors:MoECacheError",
+    "MoECacheLM": "harness.lm:MoECacheLM",
+    "MoECacheSpecLM": "harness.lm:MoECacheSpecLM",
+    "Prefetch": "algorithms.prefetch.base:PrefetchAlgorithm",
+    "RankedEviction": "algorithms.ranked:RankedEviction",
+    "Routing": "algorithms.routing.base:RoutingAlgorithm",
+    "TraceFormat": "trace.formats.base:TraceFormat",
+    "load_runs": "api:load_runs",
+    "load_trace": "api:load_trace",
+    "plan": "api:plan",
+    "replay": "api:replay",
+}
+__all__ = [
+    "Eviction",
+    "HitRule",
+    "Miss",
+    "MoECacheError",
+    "MoECacheLM",
+    "MoECacheSpecLM",
+    "Prefetch",
+    "RankedEviction",
+    "Routing",
+    "TraceFormat",
+    "__version__",
+    "load_runs",
+    "load_trace",
+    "plan",
+    "replay",
+]
 
 
 def __getattr__(name: str) -> object:
-    # Imported on first access: the models import torch, which `moecache --help` does not need.
-    if name not in __all__:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("lm-eval-moecache")
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.harness.lm"), name)
+    module, _, own_name = _PLACES[name].partition(":")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), own_name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -20,11 +20,12 @@ import lm_eval_moecache
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.harness import arguments
-from lm_eval_moecache.harness.arguments import KEYS, ArgumentsError, read_config, split_arguments
+from lm_eval_moecache.harness.arguments import KEYS, read_config, split_arguments
 from lm_eval_moecache.harness.evaluation_options import check_command, check_generation
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.plugin import register
 from lm_eval_moecache.harness.preflight import check_arguments, resolve_device
+from lm_eval_moecache.records.errors import ArgumentsError
 from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.sweep.run import check_cell

@@ -14,17 +14,13 @@ from lm_eval_moecache.algorithms.registry import (
     find_algorithm,
     import_class,
     parameters_of,
+    reason_of,
     source_of,
 )
+from lm_eval_moecache.records.errors import AlgorithmError
 from lm_eval_moecache.records.files import is_file, policies_dir, read_yaml
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.numbers import (
-    MOST_COUNT,
-    AlgorithmError,
-    nearest,
-    read_number,
-    unknown,
-)
+from lm_eval_moecache.records.numbers import MOST_COUNT, nearest, read_number, unknown
 
 PHASES = ("all", "decode")
 
@@ -81,7 +77,7 @@ def _naming_itself(algorithm: Any, choice: Choice, geometry: Geometry) -> Any:
                     f"{choice.axis}={choice.name} ({source_of(choice.algorithm)}): "
                     f"{choice.algorithm.__name__}.{method.__name__}"
                     f"{'' if layer is None else f' at layer {layer}'} raised "
-                    f"{type(error).__name__}: {error}"
+                    f"{reason_of(error)}"
                 ) from error
 
         return call

@@ -79,7 +79,7 @@ def import_class(axis: str, class_path: str) -> type[Any]:
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except Exception as error:  # whatever the module's own code raises
-        raise ValueError(f"{key} cannot be imported: {_reason(error)}") from error
+        raise ValueError(f"{key} cannot be imported: {reason_of(error)}") from error
     base = base_of(axis)
     if not (isinstance(found, type) and issubclass(found, base) and found is not base):
         raise ValueError(f"{key} is not a subclass of {base.__module__}.{base.__name__}.")
@@ -93,7 +93,7 @@ def import_class(axis: str, class_path: str) -> type[Any]:
     except Exception as error:  # a hint that names nothing raises when it is evaluated
         raise ValueError(
             f"{where} cannot be built: its constructor must take (geometry, *, seed, ...), and its "
-            f"hints must be importable: {_reason(error)}"
+            f"hints must be importable: {reason_of(error)}"
         ) from error
     return found
 
@@ -135,7 +135,7 @@ def source_of(algorithm: type[Any]) -> str:
         return str(algorithm.__module__)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Return the error's type and message and, if a file's own code raised it, file and line."""
     place = ""
     trace = error.__traceback__

@@ -92,6 +92,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
+    model, hardware, report = find(arguments)
+    width = max(min(shutil.get_terminal_size((80, 24)).columns, 100), 60)
+    return print_result(arguments.json, report, _text(model, hardware, report, width))
+
+
+def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
+    """Return the model, the machine, and the report that `--json` prints."""
     context = read_count("--context", arguments.context, least=1, most=MOST_CONTEXT)
     prompt = read_count("--prompt", arguments.prompt, least=1, most=MOST_CONTEXT)
     model = load_real_model(arguments.model, key="model")
@@ -104,16 +111,8 @@ def run(arguments: Namespace) -> int:
         hardware = on_disk(hardware)
     if arguments.bandwidth is not None:
         hardware = hardware.with_bandwidth(arguments.bandwidth)
-    report = _find(model, hardware, context, prompt, arguments.trace)
-    width = max(min(shutil.get_terminal_size((80, 24)).columns, 100), 60)
-    return print_result(arguments.json, report, _text(model, hardware, report, width))
-
-
-def _find(
-    model: RealModel, hardware: Hardware, context: int, prompt: int, path: str | None
-) -> dict[str, Any]:
     room = fit(model, hardware, context)
-    trace = load_trace(path or str(stand_in(model)))
+    trace = load_trace(arguments.trace or str(stand_in(model)))
     rows = list(speeds(model, hardware, room, trace, context))
     prompt_share = touched_share(trace, prompt)
     compute_s, link_s = first_token_s(model, hardware, room, prompt, prompt_share)
@@ -131,7 +130,7 @@ def _find(
         "fits_at": None if room.is_whole else fitting_precision(model, hardware, context),
         "rows": rows,
     }
-    return {**report, "verdict": _verdict(report, hardware)}
+    return model, hardware, {**report, "verdict": _verdict(report, hardware)}
 
 
 # --- what fits, and how fast it runs ---

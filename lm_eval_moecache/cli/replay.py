@@ -9,38 +9,25 @@ are computed with `on_demand`, too.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
-from tqdm import tqdm
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.cli.main import make_parser, print_result
-from lm_eval_moecache.engine.setting import MOST_READS
-from lm_eval_moecache.harness.arguments import CHOICES, Config, ModelArguments, read_config
+from lm_eval_moecache.harness.arguments import CHOICES, Config, ModelArguments
 from lm_eval_moecache.records.files import parse_yaml, read_yaml, write_whole
-from lm_eval_moecache.records.numbers import MOST_COUNT, read_count, shown, unknown
+from lm_eval_moecache.records.numbers import shown, unknown
 from lm_eval_moecache.records.schemas.inputs import read_jobs
 from lm_eval_moecache.records.sizes import parse_bytes
-from lm_eval_moecache.report.replays import Row, Timeline, as_json, as_table, plot_miss_rates
-from lm_eval_moecache.sweep.pool import local_pool, submit
-from lm_eval_moecache.sweep.replays import Replays, run_cells
-from lm_eval_moecache.trace.use import load_use
+from lm_eval_moecache.report.replays import Timeline, as_json, as_table, plot_miss_rates
+from lm_eval_moecache.sweep.replays import LISTS, SETTINGS, Replays, combinations, run_all
 
-# Keys of a live run that a replay accepts as well.
-_SETTINGS = (
-    *("policy", "capacity", "hardware", *AXES, "phases", "bandwidth", "link", "execute"),
-    *("reads_per_expert", "attention", "emulate", "warm", "seed", "cache_reset"),
-)
-_LISTS = ("policy", "capacity", "hardware", *AXES, "bandwidth")
-"""Keys that take lists: every combination is run."""
 _MEANING = {
     "policy": "a name that moecache policies lists, or a YAML file",
     "seed": "seed of randomised algorithms (default: the recorded run's)",
@@ -59,7 +46,8 @@ def run_raw(argv: list[str]) -> int:
     configs = _configs(arguments, parameters)
     if arguments.timeline is not None:
         _write_timeline(arguments.traces, configs, options, arguments.timeline)
-    rows = _rows(arguments.traces, configs, options, read_jobs(arguments.jobs))
+    jobs, is_shown = read_jobs(arguments.jobs), sys.stderr.isatty()
+    rows = run_all(arguments.traces, configs, **options, jobs=jobs, show_progress=is_shown)
     if arguments.plot is not None:
         plot_miss_rates(rows, arguments.plot)
     text = as_table(rows, in_full=arguments.all) + "\n"
@@ -67,56 +55,10 @@ def run_raw(argv: list[str]) -> int:
 
 
 def _configs(arguments: Namespace, parameters: Mapping[str, Any]) -> list[Config]:
-    """Return every combination of the options' values, without duplicates."""
-    settings = {key: arguments[key] for key in _SETTINGS if arguments[key] is not None}
-    settings |= parameters
-    for key, least, most in (("seed", 0, MOST_COUNT), ("reads_per_expert", 1, MOST_READS)):
-        if key in settings:
-            settings[key] = read_count(key, settings[key], least=least, most=most)
-    # Read once for all configurations: a trace may be large.
-    changes = {"warm": load_use(settings.pop("warm")) if "warm" in settings else None}
-    changes |= {} if "seed" in settings else {"seed": None}
-    # The order of the table's rows: capacities within machines within policies.
-    order = ("policy", *AXES, "hardware", "bandwidth", "capacity")
-    lists = {key: _split(settings.pop(key)) for key in order if key in settings}
-    configs: dict[str, Config] = {}
-    for values in itertools.product(*lists.values()):
-        config = read_config({**settings, **dict(zip(lists, values, strict=True))}, replayed=True)
-        identity = config.policy.as_dict(), config.hardware, config.capacity
-        configs.setdefault(repr(identity), config.with_changes(**changes))
-    return list(configs.values())
-
-
-def _rows(
-    files: Sequence[str], configs: Sequence[Config], options: Mapping[str, Any], jobs: int
-) -> list[Row]:
-    """Replay here, or in worker processes that read a trace once for each part of its configs."""
-    indices, is_quiet = range(len(configs)), not sys.stderr.isatty()
-    jobs = min(jobs, len(files) * len(configs))
-    if jobs == 1:
-        show = {"show_progress": not is_quiet}
-        return [row for file in files for row in run_cells(file, configs, **options, **show)]
-    # Configurations of one capacity share their bounds: keep them together where jobs allow it.
-    sizes = dict.fromkeys(config.capacity for config in configs)
-    slices = -(-jobs // (len(files) * len(sizes)))
-    by_capacity = [[i for i in indices if configs[i].capacity == size] for size in sizes]
-    config_slices = [part[turn::slices] for part in by_capacity for turn in range(slices)]
-    work = [(file, part) for file in files for part in config_slices if part]
-    rows: dict[tuple[str, int], Row] = {}
-    with local_pool(jobs) as pool:
-        futures = submit(pool, _run_part, work, configs, options)
-        progress = tqdm(as_completed(futures), total=len(work), unit="part", disable=is_quiet)
-        for future in progress:
-            file, part = futures[future]
-            rows |= {(file, i): row for i, row in zip(part, future.result(), strict=True)}
-    return [rows[file, i] for file in files for i in indices]
-
-
-def _run_part(
-    part: tuple[str, Sequence[int]], configs: Sequence[Config], options: Mapping[str, Any]
-) -> list[Row]:
-    file, indices = part
-    return run_cells(file, [configs[i] for i in indices], **options)
+    """Return every combination of the options' values."""
+    settings = {key: arguments[key] for key in SETTINGS if arguments[key] is not None}
+    lists = {key: _split(text) for key, text in settings.items() if key in LISTS}
+    return combinations({**settings, **lists, **parameters})
 
 
 def _write_timeline(
@@ -138,10 +80,10 @@ def parser(needs_traces: bool = True) -> ArgumentParser:
     replay_parser = make_parser("moecache replay", __doc__, epilog)
     traces = "trace files: .parquet, .csv, .jsonl, .npz"
     replay_parser.add_argument("traces", nargs="+" if needs_traces else "*", type=str, help=traces)
-    for key in _SETTINGS:
+    for key in SETTINGS:
         field = ModelArguments.model_fields[key]
         text = _MEANING.get(key, str(field.description)).replace("`", "")
-        text += "; a,b,c" if key in _LISTS else ""
+        text += "; a,b,c" if key in LISTS else ""
         default = {"policy": "on_demand", "seed": None}.get(key, field.default)
         kind = {"choices": list(CHOICES[key])} if key in CHOICES else {"type": str | None}
         default = None if default is None else str(default)
@@ -233,6 +175,7 @@ def _of_file(file: str) -> dict[str, Any]:
     return options
 
 
-def _split(text: Any) -> list[str]:
-    """Split a list at its commas, but not at those in brackets (`[12,10]/layer`)."""
-    return [part.strip() for part in re.split(r",(?![^\[]*\])", str(text))]
+def _split(text: Any) -> list[Any]:
+    """Split a list at its commas, but not at those in brackets: `[12,10]/layer`, `{name: lru}`."""
+    parts = [part.strip() for part in re.split(r",(?![^\[{]*[\]}])", str(text))]
+    return [parse_yaml(part, shown(part)) if part.startswith("{") else part for part in parts]

@@ -36,6 +36,7 @@ from lm_eval_moecache.engine.setting import (
 from lm_eval_moecache.model.precision.ladder import Ladder, parse_ladder
 from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.emulation import RealModel, load_real_model
+from lm_eval_moecache.records.errors import ArgumentsError
 from lm_eval_moecache.records.files import check_writable
 from lm_eval_moecache.records.geometry import MOST_DRAFTED, Geometry
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, Hardware, load_hardware
@@ -52,10 +53,6 @@ from lm_eval_moecache.trace.recorder import Detail, prepare_folder
 from lm_eval_moecache.trace.use import load_use, placement
 
 _COMMANDS = ("lm_eval", "lm-eval", "lm_eval.__main__")
-
-
-class ArgumentsError(ValueError):
-    """A setting that cannot run: the message names the key, the value and what is allowed."""
 
 
 @contextmanager

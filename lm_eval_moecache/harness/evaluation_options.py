@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.harness.arguments import (
-    ArgumentsError,
     as_arguments_error,
     ending_lm_eval_in_one_line,
     host_keys,
@@ -23,6 +22,7 @@ from lm_eval_moecache.harness.arguments import (
     split_arguments,
 )
 from lm_eval_moecache.harness.plugin import MODELS, SPECULATIVE
+from lm_eval_moecache.records.errors import ArgumentsError
 from lm_eval_moecache.records.files import TINY, check_writable, read_yaml
 from lm_eval_moecache.records.numbers import (
     check_typed,

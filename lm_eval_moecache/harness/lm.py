@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import groupby, takewhile
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from lm_eval_moecache.harness.arguments import (
     ending_lm_eval_in_one_line,
 )
 from lm_eval_moecache.harness.evaluation_options import check_generation, check_use_cache
+from lm_eval_moecache.harness.keys import shows_keys
 from lm_eval_moecache.harness.model_loader import ModelLoader
 from lm_eval_moecache.harness.preflight import check_arguments, model_name
 from lm_eval_moecache.harness.run_report import run_report, speed_rows, speed_table
@@ -58,6 +59,11 @@ from lm_eval_moecache.report.metrics import request_metrics
 from lm_eval_moecache.trace.recorder import FULL, Detail, Recorder, identity, looks_on
 from lm_eval_moecache.trace.trace import NO_REQUEST
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from lm_eval_moecache.harness.keys import ModelKeys
+
 RankFigures = tuple[list[RequestRecord], int]
 """A rank's requests, and the peak bytes of its cache."""
 
@@ -71,8 +77,8 @@ class MoECacheLM(HFLM):
     Args:
         pretrained: A hub id, a folder, `tiny`, or a loaded model (which is taken over until
             `wrapped.unwrap()`).
-        arguments: The keys of `arguments.ModelArguments`, parameters of axes as
-            `**{"eviction.order": "fifo"}`, and all arguments of HFLM.
+        arguments: The keys of `keys.ModelKeys`: ours, and all arguments of HFLM. An algorithm with
+            parameters is `eviction={"name": "least_stale", "order": "fifo"}`.
 
     Example:
         >>> from lm_eval_moecache import MoECacheLM  # doctest: +SKIP
@@ -89,7 +95,8 @@ class MoECacheLM(HFLM):
     _has_unsent = False
     """Whether there have been requests since the figures were last sent to the first rank."""
 
-    def __init__(self, pretrained: Any = TINY, **arguments: Any) -> None:
+    @shows_keys
+    def __init__(self, pretrained: Any = TINY, **arguments: Unpack[ModelKeys]) -> None:
         with as_arguments_error(pretrained):
             speculative = self.is_speculative
             config, host_args = check_arguments(pretrained, arguments, speculative=speculative)

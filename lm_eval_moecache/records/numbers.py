@@ -23,10 +23,6 @@ MOST_COUNT = 2**31 - 1
 """Upper bound on every count here (experts, layers, tokens, documents)."""
 
 
-class AlgorithmError(RuntimeError):
-    """A user's algorithm failed while running: not a fault of the input, so no ValueError."""
-
-
 def plain_number(value: object) -> int | float | None:
     """Return a finite number given as a number or as plain text, None for anything else."""
     if isinstance(value, str):

@@ -17,6 +17,7 @@ from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.engine import Engine, VirtualEngine
 from lm_eval_moecache.engine.host import HostStage
 from lm_eval_moecache.engine.virtual.link import VirtualClock, VirtualLink
+from lm_eval_moecache.records.errors import MoECacheError
 from lm_eval_moecache.records.event import Event, Fetch
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.ledger import PassRecord
@@ -103,6 +104,60 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """The rows of a replay, in the order given: one per trace and combination of the settings."""
+
+    rows: Sequence[Row]
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The metrics of the only row; MoECacheError where there are several."""
+        if len(self.rows) != 1:
+            raise MoECacheError(
+                f"metrics: there are {len(self.rows)} replays. Allowed: `rows[i].metrics`, or "
+                "`to_dataframe()`."
+            )
+        return self.rows[0].metrics
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `moecache replay --json` prints."""
+        return as_json(self.rows)
+
+    def to_dataframe(self) -> Any:
+        """Return a pandas DataFrame of a line per row; nested figures as `tpot_ms.p99`."""
+        import pandas
+
+        runs = [{**run, **run.pop("metrics")} for run in self.as_dict()["runs"]]
+        return pandas.json_normalize(runs)
+
+    def __str__(self) -> str:
+        """Return the table that `moecache replay --all` prints."""
+        return as_table(self.rows, in_full=True)
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    """Return each row's policy, with the parameters that tell rows of one name apart."""
+    parameters = [
+        {
+            f"{axis}.{key}": value
+            for axis in AXES
+            for key, value in getattr(row.policy, axis).as_dict().items()
+            if key not in ("name", "class_path")
+        }
+        for row in rows
+    ]
+    values: dict[tuple[str, str], set[str]] = {}
+    for row, own in zip(rows, parameters, strict=True):
+        for key, value in own.items():
+            values.setdefault((row.policy.name, key), set()).add(str(value))
+    names = []
+    for row, own in zip(rows, parameters, strict=True):
+        differ = [f"{k}={v}" for k, v in own.items() if len(values[row.policy.name, k]) > 1]
+        names.append(f"{row.policy.name} ({', '.join(differ)})" if differ else row.policy.name)
+    return names
+
+
 def _hardware(row: Row) -> str:
     return f"{row.hardware.name} at {row.hardware.link_bytes_per_s / 1e9:g} GB/s"
 
@@ -140,7 +195,7 @@ def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
     has_bounds, first = any(row.bounds for row in rows), rows[0]
     names: dict[str, list[str]] = {
         "Trace": [Path(row.trace).name for row in rows],
-        "Policy": [row.policy.name for row in rows],
+        "Policy": _names(rows),
         "Hardware": [_hardware(row) for row in rows],
     }
     columns = {head: cells for head, cells in names.items() if in_full or len(set(cells)) > 1}
@@ -187,13 +242,13 @@ def plot_miss_rates(rows: Sequence[Row], file: str) -> None:
             f"{', '.join(_PICTURES)}."
         )
     series: dict[tuple[str, str, str], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row.capacity.total_bytes):
-        series.setdefault((row.trace, row.policy.name, _hardware(row)), []).append(row)
+    for row, policy in zip(rows, _names(rows), strict=True):
+        series.setdefault((row.trace, policy, _hardware(row)), []).append(row)
     names_machine = len({machine for *_, machine in series}) > 1
     figure, (axes,) = new_figure()
     drawn_traces: set[str] = set()
-    for place in dict.fromkeys((row.trace, row.policy.name, _hardware(row)) for row in rows):
-        (trace, policy, machine), replays = place, series[place]
+    for (trace, policy, machine), own_rows in series.items():
+        replays = sorted(own_rows, key=lambda row: row.capacity.total_bytes)
         # Where the trace gives no sizes, a byte stands for one expert.
         unit = MEGABYTE if replays[0].has_sizes else 1
         sizes = [row.capacity.total_bytes / unit for row in replays]

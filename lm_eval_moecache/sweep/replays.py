@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import as_completed
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -14,25 +16,107 @@ from lm_eval_moecache.engine.bound import fewest_misses
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.regime import decode_waits, regime_of
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.harness.arguments import Config
+from lm_eval_moecache.engine.setting import MOST_READS, Setting
+from lm_eval_moecache.harness.arguments import Config, read_config
+from lm_eval_moecache.records.numbers import MOST_COUNT, read_count, unknown
 from lm_eval_moecache.records.sizes import Capacity, check_sized
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.replays import FEWEST, LRU, PHASES_SHOWN, Row
+from lm_eval_moecache.sweep.pool import local_pool, submit
 from lm_eval_moecache.trace.file import StreamedTrace
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace, open_any
 from lm_eval_moecache.trace.trace import Trace
+from lm_eval_moecache.trace.use import load_use
 
 _ON_DEMAND = {"routing": "standard", "prefetch": "none", "miss": "fetch", "eviction": LRU}
 _FORESEEING = ("prefetch", "eviction")
 _PATIENCE_S = 2.0
 """Shorter replays show no progress bar."""
 Progress = Callable[[int], object]
+SETTINGS = (
+    *("policy", "capacity", "hardware", *AXES, "phases", "bandwidth", "link", "execute"),
+    *("reads_per_expert", "attention", "emulate", "warm", "seed", "cache_reset"),
+)
+"""Keys of a live run that a replay accepts as well."""
+LISTS = ("policy", *AXES, "hardware", "bandwidth", "capacity")
+"""Keys that take lists, of which every combination is run, in the order of the table's rows:
+capacities within machines within policies."""
+
+
+def combinations(settings: Mapping[str, Any]) -> list[Config]:
+    """Return every combination of the settings' values, without duplicates.
+
+    Args:
+        settings: `SETTINGS`, and parameters as `eviction.NAME`. Keys of `LISTS` may hold lists; an
+            algorithm is a name, a class path, or a mapping of its name and parameters.
+    """
+    for key in settings:
+        if key not in SETTINGS and key.partition(".")[0] not in AXES:
+            raise unknown("replay: option", key, SETTINGS)
+    given = dict(settings)
+    for key, least, most in (("seed", 0, MOST_COUNT), ("reads_per_expert", 1, MOST_READS)):
+        if key in given:
+            given[key] = read_count(key, given[key], least=least, most=most)
+    # Read once for all configurations: a trace may be large.
+    changes = {"warm": load_use(given.pop("warm")) if "warm" in given else None}
+    changes |= {} if "seed" in given else {"seed": None}
+    lists = {key: given.pop(key) for key in LISTS if key in given}
+    values = [value if isinstance(value, (list, tuple)) else [value] for value in lists.values()]
+    configs: dict[str, Config] = {}
+    for each in itertools.product(*values):
+        config = read_config({**given, **dict(zip(lists, each, strict=True))}, replayed=True)
+        identity = config.policy.as_dict(), config.hardware, config.capacity
+        configs.setdefault(repr(identity), config.with_changes(**changes))
+    return list(configs.values())
+
+
+def run_all(
+    traces: Sequence[str | Trace],
+    configs: Sequence[Config],
+    *,
+    expert_bytes: int | None = None,
+    bound: bool = True,
+    jobs: int = 1,
+    show_progress: bool = False,
+) -> list[Row]:
+    """Replay each trace under each configuration, in this order; arguments as for `run_cells`.
+
+    With `jobs` above 1, in processes that read a trace once for each part of its configurations.
+    """
+    options: dict[str, Any] = {"expert_bytes": expert_bytes, "bound": bound}
+    indices = range(len(configs))
+    jobs = min(jobs, len(traces) * len(configs))
+    if jobs == 1:
+        options["show_progress"] = show_progress
+        return [row for trace in traces for row in run_cells(trace, configs, **options)]
+    # Configurations of one capacity share their bounds: keep them together where jobs allow it.
+    sizes = dict.fromkeys(config.capacity for config in configs)
+    slices = -(-jobs // (len(traces) * len(sizes)))
+    by_capacity = [[i for i in indices if configs[i].capacity == size] for size in sizes]
+    config_slices = [part[turn::slices] for part in by_capacity for turn in range(slices)]
+    work = [(i, trace, part) for i, trace in enumerate(traces) for part in config_slices if part]
+    rows: dict[tuple[int, int], Row] = {}
+    with local_pool(jobs) as pool:
+        futures = submit(pool, _run_part, work, configs, options)
+        progress = tqdm(as_completed(futures), "parts", len(work), disable=not show_progress)
+        for future in progress:
+            place, _, part = futures[future]
+            rows |= {(place, i): row for i, row in zip(part, future.result(), strict=True)}
+    return [rows[place, i] for place in range(len(traces)) for i in indices]
+
+
+def _run_part(
+    part: tuple[int, str | Trace, Sequence[int]],
+    configs: Sequence[Config],
+    options: Mapping[str, Any],
+) -> list[Row]:
+    _, trace, indices = part
+    return run_cells(trace, [configs[i] for i in indices], **options)
 
 
 def run_cells(
-    file: str,
+    trace: str | Trace,
     configs: Sequence[Config],
     *,
     expert_bytes: int | None = None,
@@ -42,13 +126,13 @@ def run_cells(
     """Replay a trace under each configuration, reading it once.
 
     Args:
-        file: The trace.
+        trace: Its file, or the trace itself.
         configs: The configurations; a `seed` of None takes the trace's own.
         expert_bytes: Size of one expert, for traces that do not give it.
         bound: Whether to add on-demand LRU's misses and the fewest possible.
         show_progress: Whether to show a progress bar, counting passes.
     """
-    replays = Replays(file, configs, expert_bytes, bound)
+    replays = Replays(trace, configs, expert_bytes, bound)
     bounds = len({config.capacity for config in configs}) if bound else 0
     with tqdm(
         total=replays.trace.num_passes * (len(configs) + bounds),
@@ -90,25 +174,31 @@ class Replays:
     """The replays of one trace, each setting once: a requested replay may serve as a bound, too."""
 
     def __init__(
-        self, file: str, configs: Sequence[Config], expert_bytes: int | None, bound: bool
+        self, trace: str | Trace, configs: Sequence[Config], expert_bytes: int | None, bound: bool
     ) -> None:
         policies = [config.policy for config in configs]
         is_offline = any(getattr(p, a).algorithm.is_offline for p in policies for a in _FORESEEING)
-        # A large trace in our format is streamed, unless a bound or an algorithm needs its future.
-        self.trace: Trace | StreamedTrace = (load_trace if bound or is_offline else open_any)(
-            file,
-            logits=any(
-                (p.eviction.algorithm.uses_weights and not p.is_lossless)
-                or any(getattr(p, axis).algorithm.uses_logits for axis in AXES)
-                for p in policies
-            ),
-            # Predictions take memory: load them only for algorithms that use them.
-            predicted=any(
-                p.routing.algorithm.depth or p.prefetch.algorithm.is_active for p in policies
-            ),
-            expert_bytes=expert_bytes,
-        )
-        self.file, self.bound = file, bound
+        self.trace: Trace | StreamedTrace
+        if isinstance(trace, Trace):
+            self.trace, self.file = trace, trace.name
+        else:
+            self.file = trace
+            # A large trace in our format is streamed, unless a bound or an algorithm needs its
+            # future.
+            self.trace = (load_trace if bound or is_offline else open_any)(
+                trace,
+                logits=any(
+                    (p.eviction.algorithm.uses_weights and not p.is_lossless)
+                    or any(getattr(p, axis).algorithm.uses_logits for axis in AXES)
+                    for p in policies
+                ),
+                # Predictions take memory: load them only for algorithms that use them.
+                predicted=any(
+                    p.routing.algorithm.depth or p.prefetch.algorithm.is_active for p in policies
+                ),
+                expert_bytes=expert_bytes,
+            )
+        self.bound = bound
         has_future = (bound or is_offline) and isinstance(self.trace, Trace)
         self.future = Future(self.trace) if has_future else None  # type: ignore[arg-type]
         # Without prefetching, hardware changes when experts arrive, but not which are missed.

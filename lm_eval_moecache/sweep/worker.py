@@ -33,6 +33,7 @@ from lm_eval_moecache.harness.plugin import MODELS
 from lm_eval_moecache.harness.run_report import run_report
 from lm_eval_moecache.harness.tasks import document_figures, speed_row
 from lm_eval_moecache.records.artifact import versions_of
+from lm_eval_moecache.records.errors import MoECacheError
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.records.sizes import check_sized, parse_bytes
@@ -160,7 +161,7 @@ def head(planned: ResolvedCell, experiment: str) -> dict[str, Any]:
 # --- replayed cells: of an existing trace, or of the run that a group shares ---
 
 
-class NoSharedRunError(ValueError):
+class NoSharedRunError(MoECacheError):
     """The run to replay a cell from is missing: not a failure of the cell itself."""
 
 

@@ -20,8 +20,8 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.algorithms.registry import AXES, _modules_of, algorithm_names, find_algorithm
 from lm_eval_moecache.cli.policies import collect
+from lm_eval_moecache.records.errors import AlgorithmError
 from lm_eval_moecache.records.event import DECODE, Event
-from lm_eval_moecache.records.numbers import AlgorithmError
 from lm_eval_moecache.testing import CONTRACTS, Contract, run_contract
 from lm_eval_moecache.testing.streams import make_geometry, policy_of, run
 from tests.algorithms.scripts import SCRIPTS, UNSCRIPTED, USE_DOES_NOT_COUNT

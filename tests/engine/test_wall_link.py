@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from lm_eval_moecache.engine.cache import Link
-from lm_eval_moecache.engine.wall.link import Traffic, Transfer, TransferError, WallLink, Worker
+from lm_eval_moecache.engine.wall.link import Traffic, Transfer, WallLink, Worker
 from lm_eval_moecache.engine.wall.slots import SlottedCache
+from lm_eval_moecache.records.errors import TransferError
 from tests.engine.scripted import OldestFirst, StillMover, make_geometry
 
 

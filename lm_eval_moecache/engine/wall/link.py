@@ -15,13 +15,10 @@ from typing import Protocol
 from lm_eval_moecache.engine.cache import Link
 from lm_eval_moecache.engine.decide import Prefetches
 from lm_eval_moecache.engine.wall.slots import PlacedCache
+from lm_eval_moecache.records.errors import TransferError
 
 WAITING, MOVING, DONE = "waiting", "moving", "done"
 _POLL_S = 0.5
-
-
-class TransferError(RuntimeError):
-    """A transfer failed; the run cannot continue."""
 
 
 @dataclass(slots=True, eq=False)

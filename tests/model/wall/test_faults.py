@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from docs.wall_table import LADDER
-from lm_eval_moecache.engine.wall.link import TransferError
 from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
 from lm_eval_moecache.model.precision import loading
 from lm_eval_moecache.model.wall.pools import DeviceMover
+from lm_eval_moecache.records.errors import TransferError
 from tests.model.wall.races import Family, Way, generate
 from tests.models import save_model, sizes_of
 

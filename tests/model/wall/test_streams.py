@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from lm_eval_moecache.engine.wall.engine import WallEngine
-from lm_eval_moecache.engine.wall.link import Transfer, TransferError, WallLink, Worker
+from lm_eval_moecache.engine.wall.link import Transfer, WallLink, Worker
 from lm_eval_moecache.model import device
 from lm_eval_moecache.model import wrap as wrapping
 from lm_eval_moecache.model.wall import pools, store
 from lm_eval_moecache.model.wall.pools import DeviceMover, LadderPools, RamTier, SlotPools
+from lm_eval_moecache.records.errors import TransferError
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import make_geometry
 from tests.model.wall.models import assert_same, wrap_wall

@@ -1,0 +1,102 @@
+"""The public names of the package: what they return, what they refuse, and what they import."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lm_eval_moecache
+from lm_eval_moecache import MoECacheError, load_runs, load_trace, plan, replay
+from lm_eval_moecache.harness.arguments import FROM_PRETRAINED, KEYS, host_keys
+from lm_eval_moecache.harness.keys import HFLMKeys, ModelKeys
+from tests.conftest import Moecache
+
+
+def test_every_public_name_is_there_and_the_package_imports_none_of_them() -> None:
+    heavy = ("torch", "numba", "pydantic", "numpy", "jsonargparse")
+    script = (
+        "import sys, lm_eval_moecache\n"
+        f"print(sorted(set(sys.modules) & set({heavy})))\n"
+        "print([n for n in lm_eval_moecache.__all__ if not getattr(lm_eval_moecache, n, None)])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "[]\n[]\n", done.stderr
+    with pytest.raises(AttributeError, match="no attribute 'Evictoin'"):
+        getattr(lm_eval_moecache, "Evictoin")  # noqa: B009
+
+
+def test_a_replay_is_the_commands_with_a_report(trace: Path, moecache: Moecache) -> None:
+    report = replay(trace, policy="specmd", capacity="50%", seed=3)
+    words = ("--policy=specmd", "--capacity=50%", "--seed=3")
+    assert report.as_dict() == moecache.json("replay", trace, *words)
+    assert report.metrics == report.as_dict()["runs"][0]["metrics"]
+    assert str(report) + "\n" == moecache("replay", trace, *words, "--all")
+    loaded = load_trace(trace, predicted=True)
+    assert replay(loaded, policy="specmd", capacity="50%", seed=3).metrics == report.metrics
+
+
+def test_rules_with_and_without_parameters_stand_side_by_side(
+    trace: Path, moecache: Moecache
+) -> None:
+    stale = [{"name": "least_stale", "order": order} for order in ("fifo", "last_use")]
+    report = replay(trace, eviction=["lru", *stale], capacity=[5, "50%"], jobs=2)
+    table = report.to_dataframe()
+    assert table["eviction"].tolist() == [e for e in ("lru", *["least_stale"] * 2) for _ in "ab"]
+    assert table["capacity"].tolist() == ["5", "50%"] * 3
+    assert table["tpot_ms.p99"].notna().all()
+    assert table["composition.eviction.order"].tolist()[2:] == ["fifo"] * 2 + ["last_use"] * 2
+    with pytest.raises(MoECacheError, match="there are 6 replays"):
+        assert report.metrics
+    lists = "lru,{name: least_stale, order: fifo},{name: least_stale, order: last_use}"
+    words = ("--eviction", lists, "--capacity=5,50%")
+    assert moecache.json("replay", trace, *words) == report.as_dict()
+    text = moecache("replay", trace, *words)
+    assert "least_stale (eviction.order=fifo)" in text
+    assert "least_stale (eviction.order=last_use)" in text
+
+
+def test_a_plan_is_what_the_command_prints(moecache: Moecache) -> None:
+    report = plan("OLMoE-1B-7B", precision="int4", context=2048)
+    words = ("OLMoE-1B-7B", "--precision=int4", "--context=2048")
+    assert report == moecache.json("plan", *words)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plan("OLMoE-1B-7B", hardwear="h100"), "Did you mean 'hardware'"),
+        (lambda: plan("no such model"), "no such model"),
+        (lambda: load_runs("no/such/folder"), "no/such/folder"),
+        (lambda: load_trace("no_such.parquet"), "no_such.parquet"),
+        (lambda: replay("no_such.parquet"), "no_such.parquet"),
+        (lambda: replay("any.parquet", evictoin="lru"), "Did you mean 'eviction'"),
+        (lambda: replay("any.parquet", eviction="lruu"), "Did you mean 'lru'"),
+        (lambda: replay("any.parquet", capacity="much"), "much"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_kind_of_error(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(MoECacheError, match=message):
+        call()
+
+
+def test_the_models_type_of_keys_has_all_that_it_takes() -> None:
+    assert set(HFLMKeys.__annotations__) <= {*host_keys(), *FROM_PRETRAINED}
+    assert set(FROM_PRETRAINED) <= set(HFLMKeys.__annotations__)
+    own = set(ModelKeys.__annotations__) - set(HFLMKeys.__annotations__)
+    assert own == set(KEYS)
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_page_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).resolve().parent.parent
+    monkeypatch.chdir(root)
+    blocks = re.findall(r"```python\n(.*?)```", (root / "docs/python.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, {})
