@@ -124,7 +124,7 @@ COMMANDS = {
     ),
     "trace": ("trace", "convert", str(ROUTED), "{0}/new.csv"),
 }
-READERS = {"compare", "completion", "plan", "policies"}
+READERS = {"choose", "compare", "completion", "plan", "policies"}
 """Commands that write nothing."""
 
 

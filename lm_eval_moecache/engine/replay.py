@@ -219,10 +219,14 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> EventFields:
     elif needs.depth and recorded is None and trace.geometry.num_layers > 1:
         lacks = _lacks_of_predictions(trace, needs)
     if lacks:
+        stand_in = ""
+        if needs.depth and setting.policy.is_lossless:
+            stand_in = ", or this one with prefetch=oracle,prefetch.recall=0.85 as its predictor"
+            stand_in += " (`moecache choose` ranks both kinds)"
         raise ValueError(
             f"trace {trace.name}: {lacks}, which an algorithm of this policy has to see. Record "
             "the run again with trace=DIR and this policy, or with trace_keep=all, or choose one "
-            "that does without."
+            f"that does without: policy=on_demand,eviction=hazard{stand_in}."
         )
     return needs
 

@@ -67,16 +67,18 @@ def _counted(file: str, changed_ns: int) -> UseProfile:
     return use_of(load_trace(file))
 
 
-def use_of(trace: Trace) -> UseProfile:
-    """Count each expert's tokens in a trace, over all its passes.
+def use_of(trace: Trace, first: int = 0, last: int | None = None) -> UseProfile:
+    """Count each expert's tokens in a trace, over all its passes or those from `first` to `last`.
 
     A trace without sizes does not name its model either: its profile fits any model with the same
     layers and experts.
     """
     geometry, columns = trace.geometry, trace.columns
     shape = geometry.num_layers, geometry.num_experts
-    keys = columns.experts.astype(np.int64) + columns.layer.astype(np.int64)[:, None] * shape[1]
-    counts = np.bincount(keys[columns.experts >= 0], minlength=shape[0] * shape[1])
+    begin, end = trace.row_bounds[np.array([first, last or trace.num_passes]) * shape[0]]
+    experts, layers = columns.experts[begin:end], columns.layer[begin:end]
+    keys = experts.astype(np.int64) + layers.astype(np.int64)[:, None] * shape[1]
+    counts = np.bincount(keys[experts >= 0], minlength=shape[0] * shape[1])
     return UseProfile(
         model=bare_name(geometry.model) if trace.has_sizes else "",
         counts=tuple(tuple(layer.tolist()) for layer in counts.reshape(shape)),

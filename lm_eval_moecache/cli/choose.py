@@ -1,0 +1,380 @@
+"""Rank lossless policies for a model at a capacity: how fast each is, and what it needs.
+
+A MODEL is replayed on the most similar shipped trace, its layers charged as the model's; a TRACE as
+it was recorded. Every policy serves the whole trace, from an empty cache unless its experts are
+placed beforehand. No output changes: all have the accuracy of the unmodified model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jsonargparse import ArgumentParser, Namespace
+from tqdm import tqdm
+
+from lm_eval_moecache.cli.main import listed, print_result, wrapped
+from lm_eval_moecache.cli.plan import RECALL, stand_in
+from lm_eval_moecache.engine.regime import regime_of
+from lm_eval_moecache.harness.arguments import Config, read_config
+from lm_eval_moecache.records.emulation import (
+    PRECISIONS,
+    RealModel,
+    emulated_names,
+    load_real_model,
+    load_stored,
+)
+from lm_eval_moecache.records.event import PREFILL
+from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware, profile_names
+from lm_eval_moecache.records.ledger import PassRecord
+from lm_eval_moecache.records.numbers import read_number
+from lm_eval_moecache.report.metrics import totals
+from lm_eval_moecache.report.statistics import Floats, mean_interval
+from lm_eval_moecache.sweep.replays import Replays
+from lm_eval_moecache.trace.importers import trace_formats
+from lm_eval_moecache.trace.trace import Trace
+from lm_eval_moecache.trace.use import use_of
+
+BLOCKS = 8
+"""Stretches of consecutive decode steps by which differences are told from chance."""
+_LEAST_STEPS = 4
+"""Decode steps in a block below which nothing is said about differences."""
+_PATIENCE_S = 2.0
+PREDICTOR, HOST, PROFILE, FUTURE = "predictor", "host", "profile", "the future"
+FASTEST, TIED, SLOWER = "fastest", "tied", "slower"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contender:
+    """A lossless composition, as `model_args` names it, and what it needs."""
+
+    args: Mapping[str, str]
+    needs: tuple[str, ...] = ()
+    """`predictor` (an oracle stands for it), `host` (computes experts), `profile` (of use)."""
+    words: str
+
+
+_BALANCED = {"miss": "host", "miss.rule": "balanced"}
+LRU = "lru"
+CONTENDERS: Mapping[str, Contender] = {
+    LRU: Contender(args={"policy": "on_demand"}, words="loads on demand, evicts by recency"),
+    "lfu": Contender(
+        args={"policy": "on_demand", "eviction": "lfu"}, words="on demand, evicts by frequency"
+    ),
+    "lfru": Contender(
+        args={"policy": "on_demand", "eviction": "lfru"},
+        words="on demand, evicts by frequency and recency",
+    ),
+    "hazard": Contender(
+        args={"policy": "on_demand", "eviction": "hazard"},
+        words="on demand, evicts the expert whose next use is forecast to be furthest",
+    ),
+    "specmd": Contender(
+        args={"policy": "specmd"},
+        needs=(PREDICTOR,),
+        words="the default of lm_eval runs: prefetches, evicts by Least-Stale",
+    ),
+    "mixtral_offloading": Contender(
+        args={"policy": "mixtral_offloading"},
+        needs=(PREDICTOR,),
+        words="prefetches the next layer's experts, evicts by recency",
+    ),
+    "prefetch+hazard": Contender(
+        args={"policy": "mixtral_offloading", "eviction": "hazard"},
+        needs=(PREDICTOR,),
+        words="prefetches the next layer's experts, evicts as hazard does",
+    ),
+    "ktransformers": Contender(
+        args={"policy": "ktransformers"},
+        needs=(HOST, PROFILE),
+        words="the most used experts stay resident, the host computes the others",
+    ),
+    "host": Contender(
+        args={"policy": "on_demand", **_BALANCED},
+        needs=(HOST,),
+        words="the host computes an absent expert where that ends the event sooner, else it is "
+        "loaded; evicts by recency",
+    ),
+    "host+hazard": Contender(
+        args={"policy": "on_demand", "eviction": "hazard", **_BALANCED},
+        needs=(HOST,),
+        words="as host, evicts as hazard does",
+    ),
+    "bound": Contender(
+        args={"policy": "on_demand", "eviction": "belady"},
+        needs=(FUTURE,),
+        words="the fewest misses of any eviction that loads on demand (Belady); the host and "
+        "prefetching may be faster",
+    ),
+}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    text = f"a trace; or a model: {', '.join(emulated_names())}, a config.json, its folder, a YAML"
+    parser.add_argument("model_or_trace", type=str, help=text)
+    text = "cache size: 5%% of all expert bytes, 2GiB, 51 experts"
+    parser.add_argument("--capacity", type=str, default="25%", help=text)
+    text = f"one of {', '.join(profile_names())}; or a YAML"
+    parser.add_argument("--hardware", type=str, default=DEFAULT_PROFILE, help=text)
+    text = "link bandwidth, overrides the profile's: '5GB/s'"
+    parser.add_argument("--bandwidth", type=str | None, help=text)
+    text = f"stored weights of a model: {', '.join(PRECISIONS)}; default: as published"
+    parser.add_argument("--precision", type=str | None, help=text)
+    text = "with a model: trace of its routing; default: the most similar shipped one"
+    parser.add_argument("--trace", type=str | None, help=text)
+    text = "recall and precision of the predictors, played by an oracle"
+    parser.add_argument("--recall", type=float, default=RECALL, help=text)
+
+
+def run(arguments: Namespace) -> int:
+    recall = read_number("--recall", arguments.recall, above=0, most=1)
+    hardware = load_hardware(arguments.hardware, arguments.bandwidth)
+    file, model = _read_subject(arguments)
+    has_host = bool(hardware.host_flops and hardware.host_memory_bytes_per_s)
+    configs: dict[str, Config] = {}
+    for name, contender in CONTENDERS.items():
+        if HOST in contender.needs and not has_host:
+            continue
+        args = {"capacity": arguments.capacity, **contender.args}
+        if PREDICTOR in contender.needs:
+            args |= {"prefetch": "oracle", "prefetch.recall": recall, "prefetch.precision": recall}
+        # A seed of None is the trace's own.
+        changes = {"hardware": hardware, "emulate": model, "seed": None}
+        configs[name] = read_config(args, replayed=True).with_changes(**changes)
+    report = {**find(file, model, configs), "hardware": hardware.name, "recall": recall}
+    return print_result(arguments.json, report, _text(report))
+
+
+def _read_subject(arguments: Namespace) -> tuple[str, RealModel | None]:
+    """Return the trace to replay, and the model by which its layers are charged, if one is given.
+
+    Raises ValueError for an option that does not go with it.
+    """
+    subject = arguments.model_or_trace
+    suffixes = {suffix for kind in trace_formats().values() for suffix in kind.suffixes}
+    # A .json is a model's configuration; routing in one is given by --trace.
+    if Path(subject).suffix in suffixes - {".json"}:
+        for key in ("precision", "trace"):
+            if (value := arguments[key]) is not None:
+                raise ValueError(
+                    f"--{key}={value!r} goes with a model, and {subject!r} is a trace. Allowed: "
+                    f"`moecache choose MODEL --trace {subject}`, which charges a model's layers."
+                )
+        return subject, None
+    model = load_real_model(subject, key="model")
+    if arguments.precision is not None:
+        model = dataclasses.replace(model, stored=load_stored(arguments.precision))
+    return arguments.trace or str(stand_in(model)), model
+
+
+# --- the replays ---
+
+
+def find(file: str, model: RealModel | None, configs: Mapping[str, Config]) -> dict[str, Any]:
+    """Replay a trace under each contender's configuration; return the ranking as JSON data.
+
+    Where a model is charged, its step takes as many of the trace's layers as it has, and a layer
+    waits in proportion to top-k. Raises ValueError for a trace without sizes or decode steps.
+    """
+    replays = Replays(file, list(configs.values()), None, True)
+    trace = replays.trace
+    assert isinstance(trace, Trace), "a trace that is streamed"
+    if model is None and not trace.has_sizes:
+        raise ValueError(
+            f"trace {trace.name} does not say how large an expert is. Allowed: "
+            f"`moecache choose MODEL --trace {file}`."
+        )
+    geometry = trace.geometry
+    layers = 1.0 if model is None else model.num_layers / geometry.num_layers
+    top_k = 1.0 if model is None else model.top_k / geometry.top_k
+
+    def step_s(record: PassRecord) -> float:
+        waits_s = record.stall_s + record.host_wait_s
+        return layers * (record.duration_s + (top_k - 1) * waits_s) / (1 + record.accepted)
+
+    rows: list[dict[str, Any]] = []
+    blocks: dict[str, Floats] = {}
+    # A profile is counted in one half and serves the other: two replays.
+    num_replays = sum(1 + (PROFILE in CONTENDERS[name].needs) for name in configs)
+    with tqdm(
+        total=num_replays * trace.num_passes,
+        desc=trace.name,
+        unit="pass",
+        delay=_PATIENCE_S,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
+        for name, config in configs.items():
+            steps = _decode_steps(replays, config, name, bar.update)
+            if not steps:
+                raise ValueError(f"trace {trace.name} decodes no token: there is no speed to rank.")
+            times = np.array([step_s(record) for record in steps])
+            blocks[name] = np.array([part.mean() for part in np.array_split(times, BLOCKS)])
+            sums = totals(steps)
+            rows.append(
+                {
+                    "policy": name,
+                    "model_args": dict(CONTENDERS[name].args),
+                    "needs": list(CONTENDERS[name].needs),
+                    "tpot_ms": 1000 * float(times.mean()),
+                    "decode_tok_per_s": 1 / float(times.mean()),
+                    "decode_miss_rate": sums.missed / sums.requests,
+                }
+            )
+        bar.refresh()
+    rows.sort(key=lambda row: row["tpot_ms"])
+    lru_ms = next(row["tpot_ms"] for row in rows if row["policy"] == LRU)
+    fastest = next(row["policy"] for row in rows if FUTURE not in row["needs"])
+    for row in rows:
+        row["speedup_over_lru"] = lru_ms / row["tpot_ms"]
+        enough = len(steps) >= _LEAST_STEPS * BLOCKS
+        row |= _against(blocks[row["policy"]], blocks[fastest], row, fastest, enough)
+    setting = replays.setting(configs[LRU])
+    charged = setting.charged(geometry)
+    return {
+        "model": geometry.model if model is None else model.name,
+        "precision": None if model is None else model.stored.name,
+        "trace": file,
+        "routing": geometry.model,
+        "decode_steps": len(steps),
+        "capacity": setting.capacity.text,
+        "capacity_cycles": regime_of(
+            charged, setting.capacity.total_bytes, setting.hardware
+        ).cycles,
+        "fastest": fastest,
+        "rows": rows,
+        "left_out": [name for name in CONTENDERS if name not in configs],
+    }
+
+
+def _decode_steps(
+    replays: Replays, config: Config, name: str, on_progress: Any
+) -> list[PassRecord]:
+    """Return the decode steps of a replay.
+
+    Where experts are placed, either half of the trace runs under the placement by the other's use:
+    nothing else carries over from step to step where nothing is loaded.
+    """
+    trace = replays.trace
+    assert isinstance(trace, Trace), "a trace that is streamed"
+    if PROFILE not in CONTENDERS[name].needs:
+        engine = replays.replay(replays.setting(config), on_progress=on_progress)
+        return [p for p in engine.ledger.passes if p.phase != PREFILL]
+    half = trace.num_passes // 2
+    steps: list[PassRecord] = []
+    for profile, part in (
+        (use_of(trace, half), slice(half)),
+        (use_of(trace, 0, half), slice(half, None)),
+    ):
+        setting = replays.setting(config.with_changes(warm=profile))
+        engine = replays.replay(setting, on_progress=on_progress)
+        steps += [p for p in engine.ledger.passes[part] if p.phase != PREFILL]
+    return steps
+
+
+def _against(
+    own: Floats, best: Floats, row: Mapping[str, Any], fastest: str, enough: bool
+) -> dict[str, Any]:
+    """Return by which share a policy's steps are longer than the fastest one's: a 95% interval.
+
+    It is Student's, of the differences between blocks of consecutive steps (batch means). None
+    where the trace is short, and for the bound, which is no choice.
+    """
+    if row["policy"] == fastest:
+        return {"slower_by": None, "verdict": FASTEST}
+    if FUTURE in row["needs"]:
+        return {"slower_by": None, "verdict": None}
+    if not enough:
+        return {"slower_by": None, "verdict": None}
+    low, high = (float(end / best.mean()) for end in mean_interval(own - best))
+    return {"slower_by": [low, high], "verdict": SLOWER if low > 0 else TIED}
+
+
+# --- the page ---
+
+
+def _text(report: Mapping[str, Any]) -> str:
+    rows = report["rows"]
+    cells = [["policy", "TPOT ms", "tok/s", "x LRU", "miss", "slower by", "needs"]]
+    for row in rows:
+        slower = row["verdict"] or "-"
+        if row["slower_by"] is not None:
+            low, high = (f"{100 * end:.0f}" for end in row["slower_by"])
+            slower = f"{low} to {high}%" + ("  (tied)" if row["verdict"] == TIED else "")
+        figures = [_digits(row["tpot_ms"]), _digits(row["decode_tok_per_s"])]
+        figures += [f"{row['speedup_over_lru']:.2f}", f"{100 * row['decode_miss_rate']:.1f}%"]
+        cells.append([row["policy"], *figures, slower, ", ".join(row["needs"])])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    table = []
+    for policy, *figures, slower, needs in cells:
+        padded = [figure.rjust(width) for figure, width in zip(figures, widths[1:5], strict=True)]
+        line = [policy.ljust(widths[0]), *padded, slower.ljust(widths[5]), needs]
+        table.append("  ".join(line).rstrip())
+    legend = [(row["policy"], CONTENDERS[row["policy"]].words) for row in rows]
+    notes = [line for note in _notes(report) for line in wrapped(note)]
+    return "\n".join(
+        [
+            *wrapped(_verdict(report)),
+            "",
+            *table,
+            "",
+            *listed(legend, max(widths[0], 8) + 3),
+            "",
+            *notes,
+            "",
+        ]
+    )
+
+
+def _digits(number: float) -> str:
+    """Return a number to three significant digits, without an exponent."""
+    return f"{number:.0f}" if number >= 99.95 else f"{number:#.3g}"
+
+
+def _verdict(report: Mapping[str, Any]) -> str:
+    """Say what to take: the fastest of all, and the fastest of those that need less."""
+    rows = [row for row in report["rows"] if FUTURE not in row["needs"]]
+    best = rows[0]
+    precision = f" ({report['precision']})" if report["precision"] else ""
+    text = (
+        f"{report['model']}{precision} on {report['hardware']} with a cache of "
+        f"{report['capacity']} ({report['capacity_cycles']:.2g} cycles): the fastest is "
+        f"{_row_text(best)}."
+    )
+    for without in ([PROFILE], [PROFILE, HOST], [PROFILE, HOST, PREDICTOR]):
+        if {*without} & {*best["needs"]}:
+            best = next(row for row in rows if not {*without} & {*row["needs"]})
+            text += f" Without {' or '.join(without)}: {_row_text(best)}."
+    return text
+
+
+def _row_text(row: Mapping[str, Any]) -> str:
+    args = ",".join(f"{key}={value}" for key, value in row["model_args"].items())
+    tied = ", tied with it," if row["verdict"] == TIED else ","
+    return f"{row['policy']} ({args}){tied} {_digits(row['decode_tok_per_s'])} tok/s"
+
+
+def _notes(report: Mapping[str, Any]) -> list[str]:
+    notes = []
+    if report["left_out"]:
+        names = ", ".join(report["left_out"])
+        notes.append(f"Left out: {names}. {report['hardware']} says nothing of its host's compute.")
+    share = f"{100 * report['recall']:.0f}%"
+    notes.append(
+        f"predictor: an oracle names {share} of the next layer's experts, and {share} of what it "
+        "names is right (--recall); a live run predicts by the model's gates. profile: experts "
+        "placed in one half of the trace by their use in the other."
+    )
+    notes.append(
+        f"Routing: {report['routing']}, {report['decode_steps']} decode steps of "
+        f"{Path(report['trace']).name}. slower by: how much longer a step takes than the fastest "
+        f"policy's, a 95% interval over {BLOCKS} consecutive stretches of the trace; tied where it "
+        "holds 0. However cut, this is one text: on another the order may change. Choose by a "
+        "trace of your own texts where you can."
+    )
+    notes.append("A forecast of the virtual clock for one stream; nothing was run on the device.")
+    return notes

@@ -1,0 +1,202 @@
+"""`moecache choose`: its figures are those of a replay, and its advice follows from them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lm_eval_moecache.cli.choose import BLOCKS, CONTENDERS, LRU, find
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.records.emulation import load_real_model
+from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.use import use_of
+from tests.conftest import Moecache
+
+ROOT = Path(__file__).resolve().parent.parent
+TRACE = ROOT / "traces/olmoe-1b-7b.parquet"
+PAGE = (ROOT / "docs/choose.md").read_text()
+SHOWN = re.findall(r"```\nmoecache (choose [^\n]*)\n```\n\n```text\n(.*?)```", PAGE, re.DOTALL)
+
+
+def config(policy: str, **more: object) -> object:
+    args = {"capacity": "25%", "hardware": "rtx-4090-24gb", **CONTENDERS[policy].args, **more}
+    return read_config(args, replayed=True).with_changes(seed=None)
+
+
+@pytest.mark.parametrize("policy", [LRU, "hazard", "host"])
+def test_a_row_has_the_figures_of_its_replay(policy: str, moecache: Moecache) -> None:
+    found = find(str(TRACE), None, {name: config(name) for name in {LRU, policy}})
+    (row,) = (row for row in found["rows"] if row["policy"] == policy)
+    options = ["--capacity", "25%", "--hardware", "rtx-4090-24gb", "--bound", "false"]
+    options += [f"--{key}={value}" for key, value in row["model_args"].items()]
+    (run,) = moecache.json("replay", TRACE, *options)["runs"]
+    metrics = run["metrics"]
+    # The trace is all decode steps, so the task's figures are the decode steps' as well.
+    assert row["tpot_ms"] == pytest.approx(metrics["tpot_ms"]["mean"])
+    assert row["decode_tok_per_s"] == pytest.approx(metrics["tok_per_s"])
+    assert row["decode_miss_rate"] == metrics["decode_miss_rate"]
+    assert found["capacity_cycles"] == run["regime"]["capacity_cycles"]
+
+
+def test_it_is_sorted_and_says_what_the_fastest_is_that_needs_less(
+    tmp_path: Path, moecache: Moecache
+) -> None:
+    command = ("choose", _first_steps(tmp_path, 5 * BLOCKS), "--hardware", "rtx-4090-24gb")
+    found = moecache.json(*command)
+    rows = found["rows"]
+    times = [row["tpot_ms"] for row in rows]
+    assert times == sorted(times) and {row["policy"] for row in rows} == set(CONTENDERS)
+    best = next(row for row in rows if "the future" not in row["needs"])
+    assert found["fastest"] == best["policy"] and best["verdict"] == "fastest"
+    lru_ms = next(row["tpot_ms"] for row in rows if row["policy"] == LRU)
+    for row in rows:
+        assert row["speedup_over_lru"] == pytest.approx(lru_ms / row["tpot_ms"])
+        if row["slower_by"] is not None:
+            low, high = row["slower_by"]
+            # Blocks of equal length: the middle of the interval is the difference of the means.
+            assert (low + high) / 2 == pytest.approx(row["tpot_ms"] / best["tpot_ms"] - 1)
+            assert row["verdict"] == ("slower" if low > 0 else "tied")
+    intro = moecache(*command).partition("\n\n")[0].replace("\n", " ")
+    free = next(row for row in rows if not row["needs"])
+    args = ",".join(f"{key}={value}" for key, value in free["model_args"].items())
+    assert f"fastest is {best['policy']} (" in intro and f": {free['policy']} ({args})" in intro
+
+
+def test_every_composition_is_lossless_and_one_is_lm_evals_default() -> None:
+    policies = {name: config(name).policy for name in CONTENDERS}  # type: ignore[attr-defined]
+    assert len(policies) == 11 and all(policy.is_lossless for policy in policies.values())
+    assert read_config({}).policy == policies["specmd"]
+    for name, policy in policies.items():
+        is_predicting = policy.prefetch.name != "none"
+        assert is_predicting == ("predictor" in CONTENDERS[name].needs), name
+        assert (policy.miss.name == "host") == ("host" in CONTENDERS[name].needs), name
+        assert policy.placed == ("profile" in CONTENDERS[name].needs), name
+
+
+def test_placed_experts_are_those_that_the_other_half_uses_most() -> None:
+    """By hand: a request misses unless its expert is among the most used of the other half."""
+    found = find(str(TRACE), None, {LRU: config(LRU), "ktransformers": config("ktransformers")})
+    trace = load_trace(str(TRACE))
+    layers, experts, half = 16, 64, trace.num_passes // 2
+    expected = 0
+    for first, last in ((0, half), (half, trace.num_passes)):
+        other = use_of(trace, half) if first == 0 else use_of(trace, 0, half)
+        order = np.argsort(-np.array(other.counts).ravel(), kind="stable")
+        resident = order[: layers * experts // 4]
+        begin, end = trace.key_bounds[[first * layers, last * layers]]
+        expected += int((~np.isin(trace.keys[begin:end], resident)).sum())
+    (row,) = (row for row in found["rows"] if row["policy"] == "ktransformers")
+    # Equally used experts at the edge of the cache may be placed either way.
+    assert row["decode_miss_rate"] == pytest.approx(expected / len(trace.keys), abs=0.01)
+
+
+def test_a_model_of_twice_the_layers_takes_twice_as_long_where_nothing_waits() -> None:
+    """All but reading the output layer, which either model has once."""
+    fast = config(LRU, bandwidth="1000TB/s").hardware  # type: ignore[attr-defined]
+    own = load_real_model("OLMoE-1B-7B")
+    long = own.__class__(**{**_fields(own), "num_layers": 2 * own.num_layers})
+    figures = []
+    for model in (None, own, long):
+        changed = {"emulate": model, "hardware": fast, "capacity": "100%"}
+        single = config(LRU).with_changes(**changed)  # type: ignore[attr-defined]
+        figures.append(find(str(TRACE), model, {LRU: single})["rows"][0]["tpot_ms"])
+    # The trace's own sizes are those of the same configuration.
+    assert figures[0] == pytest.approx(figures[1])
+    once_ms = 1000 * own.read_once * 2 / fast.memory_bytes_per_s
+    assert figures[2] == pytest.approx(2 * figures[1] - once_ms)
+
+
+def _fields(record: object) -> dict[str, object]:
+    return {name: getattr(record, name) for name in record.__slots__}  # type: ignore[attr-defined]
+
+
+def test_a_device_that_says_nothing_of_its_host_leaves_those_policies_out(
+    tmp_path: Path, moecache: Moecache
+) -> None:
+    short = _first_steps(tmp_path, 12)
+    found = moecache.json("choose", short, "--hardware", "phone-12gb")
+    assert found["left_out"] == ["ktransformers", "host", "host+hazard"]
+    # Twelve steps: nothing is said about differences.
+    assert BLOCKS * 4 > 12 and {row["slower_by"] for row in found["rows"]} == {None}
+
+
+def _first_steps(folder: Path, count: int) -> Path:
+    from lm_eval_moecache.cli.main import main
+
+    source = ROOT / "traces/gemma-4-26b-a4b.parquet"
+    assert main(["trace", "convert", str(source), str(folder / "all.csv")]) == 0
+    lines = (folder / "all.csv").read_text().splitlines(keepends=True)
+    # turn, phase, step, layer, ...: decode steps begin at 29.
+    kept = [row for row in lines if not row[0].isdigit() or int(row.split(",")[2]) < 29 + count]
+    path = folder / "short.csv"
+    path.write_text("".join(kept))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["traces/none.parquet"], "none.parquet"),
+        ([str(TRACE), "--precision", "int4"], "--precision='int4' goes with a model"),
+        (["OLMoE-1B-7C"], "OLMoE-1B-7B"),
+        (["OLMoE-1B-7B", "--recall", "0"], "--recall"),
+        (["OLMoE-1B-7B", "--hardware", "rtx-409"], "rtx-4090"),
+        (["OLMoE-1B-7B", "--capacity", "lots"], "capacity='lots'"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_is_replayed(
+    words: list[str], message: str, moecache: Moecache
+) -> None:
+    assert message in moecache("choose", *words, code=2)
+
+
+def test_a_trace_without_sizes_needs_a_model(tmp_path: Path, moecache: Moecache) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"tok": 0, "layers": [[0, 1], [1, 2]]}) + "\n")
+    assert f"`moecache choose MODEL --trace {path}`" in moecache("choose", path, code=2)
+
+
+def test_a_default_policy_that_a_trace_cannot_feed_names_one_that_it_can(
+    moecache: Moecache,
+) -> None:
+    error = moecache("replay", TRACE, "--policy", "specmd", code=2)
+    advised = re.search(r"policy=(\w+),eviction=(\w+), or this one with prefetch=(\w+),", error)
+    assert advised is not None
+    policy, eviction, oracle = advised.groups()
+    for words in (["--policy", policy, "--eviction", eviction], ["--policy", "specmd"]):
+        more = [] if "--eviction" in words else ["--prefetch", oracle, "--prefetch.recall", "0.85"]
+        moecache("replay", TRACE, "--bound", "false", *words, *more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "output"), SHOWN, ids=[c.split()[1] for c, _ in SHOWN])
+def test_what_the_page_shows_is_what_it_prints(
+    command: str, output: str, moecache: Moecache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(ROOT)
+    assert moecache(*command.split()) == output
+
+
+def test_the_page_shows_three_models_whole_and_advises_what_they_show() -> None:
+    assert [command.split()[1] for command, _ in SHOWN] == [
+        *("OLMoE-1B-7B", "Qwen3-30B-A3B", "Gemma-4-26B-A4B"),
+    ]
+    speedups = []
+    for _, output in SHOWN:
+        rows = {line.split()[0]: line.split() for line in output.splitlines() if "% " in line}
+        speedups.append({name: float(rows[name][3]) for name in CONTENDERS})
+    # The table names, for each situation, policies faster than LRU on all three.
+    advised = set(re.findall(r"^\|[^|]*\| `(\w[\w+]*)`", PAGE, re.MULTILINE)) & set(CONTENDERS)
+    assert len(advised) >= 3
+    for name in advised:
+        cells = ", ".join(f"{speedup[name]:.2f}" for speedup in speedups)
+        assert f"{cells} times LRU" in PAGE, name
+        assert all(speedup[name] > 1 for speedup in speedups), name
+    # The replay line has the rules that the table recommends.
+    (replay,) = re.findall(r"^moecache replay .*--eviction (\S+)", PAGE, re.MULTILINE)
+    assert {"hazard", "lfru", "lru", "belady"} <= set(replay.split(","))
