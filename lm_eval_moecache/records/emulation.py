@@ -23,12 +23,18 @@ EMULATED_DIR = Path(__file__).resolve().parent.parent / "emulate"
 _NAMING = Naming(
     aliases={
         "Llama-4-Scout-17B-16E": "Llama-4-Scout",
+        "GLM-5.1": "GLM-5",
+        "GLM-5.2": "GLM-5",
+        "Kimi-K2-Thinking": "Kimi-K2.6",
+        "Kimi-K2.5": "Kimi-K2.6",
+        "MiniMax-M2.1": "MiniMax-M2",
+        "MiniMax-M2.5": "MiniMax-M2",
         "DeepSeek-R1": "DeepSeek-V3",
         "DeepSeek-V3.1": "DeepSeek-V3",
         "Qwen3-Coder-30B-A3B": "Qwen3-30B-A3B",
         "Qwen3-Coder-Next": "Qwen3-Next-80B-A3B",
     },
-    filler=r"-(?:instruct|chat|base|it|thinking|preview|gguf|hf|distill|[0-9]{4}|v-0\.[0-9])",
+    filler=r"-(?:instruct|chat|base|it|(?<!-k-2-)thinking|preview|gguf|hf|distill|[0-9]{4}|v-0\.[0-9])",
     optional="-?a-[0-9.]+-b$",
 )
 """Active parameters may be left out, where one model alone has the rest of the name."""
@@ -309,7 +315,10 @@ KEYS = frozenset(
     "attention_chunk_size global_head_dim num_global_key_value_heads attention_k_eq_v "
     "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim "
     "linear_conv_kernel_dim vocab_size tie_word_embeddings expert_bits quantization_config "
-    "model_type enable_moe_block".split()
+    "model_type enable_moe_block moe_num_experts moe_k moe_num_shared_experts "
+    "moe_layer_start_index moe_shared_expert_intermediate_size num_dense_layers conv_L_cache "
+    "hybrid_override_pattern layers_block_type mamba_num_heads mamba_head_dim n_groups "
+    "ssm_state_size conv_kernel mlp_hidden_act".split()
 )
 """The keys that sizes follow from: names of transformers' configurations, and `expert_bits`, the
 stored bits per expert weight."""
@@ -320,42 +329,71 @@ def _read(config: object, what: str) -> RealModel:
     """Return the model of a configuration with the keys of transformers' models."""
     if not isinstance(config, Mapping):
         raise ValueError(f"{what} must hold a mapping of a model's configuration.")
-    if isinstance(config.get("text_config"), Mapping):
-        config = {**config, **config["text_config"]}
+    for key in ("text_config", "language_config", "llm_config"):
+        if isinstance(config.get(key), Mapping):
+            config = {**config, **config[key]}
     read = _Reader(config, what)
     hidden = read("hidden_size")
     inner = read("moe_intermediate_size", "intermediate_size")
-    total_layers = read("num_hidden_layers", most=_MOST_LAYERS)
-    dense_layers = _dense_layers(read, total_layers)
+    blocks = _blocks(read)
+    if blocks:
+        total_layers, dense_layers = blocks.count("moe"), 0
+        dense_blocks = blocks.count("mlp")
+    else:
+        total_layers = read("num_hidden_layers", most=_MOST_LAYERS)
+        dense_layers = dense_blocks = _dense_layers(read, total_layers)
     num_layers = total_layers - dense_layers
     if num_layers < 1:
         raise ValueError(
             f"{what}: first_k_dense_replace={dense_layers} leaves no layer of {total_layers} with "
             f"experts. Allowed: 0 to {total_layers - 1}."
         )
-    num_experts = read("num_local_experts", "num_experts", "n_routed_experts", most=_MOST_EXPERTS)
-    top_k = read("num_experts_per_tok", "top_k_experts")
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    num_experts = read(*names, most=_MOST_EXPERTS)
+    top_k = read("num_experts_per_tok", "top_k_experts", "moe_k")
     if top_k > num_experts:
         raise ValueError(f"{what}: num_experts_per_tok={top_k} of {num_experts} experts.")
-    attention, caches, state_bytes = _attention(read, hidden, total_layers)
+    attention, caches, state_bytes = _attention(read, hidden, total_layers, blocks)
     dense_inner = read("intermediate_size_mlp", "intermediate_size", default=inner)
     vocabulary = read("vocab_size") * hidden
     attended = round(attention / total_layers)
+    # Squared ReLU has no gate, so that its experts lack the third matrix.
+    matrices = 2 if config.get("mlp_hidden_act") == "relu2" else 3
     return RealModel(
         name=str(config.get("name", "model")),
         num_layers=num_layers,
         num_experts=num_experts,
         top_k=top_k,
-        expert_weights=3 * hidden * inner,
+        expert_weights=matrices * hidden * inner,
         stored=read_stored(config, what),
-        layer_weights=attended + hidden * num_experts + 3 * hidden * _shared(read, inner),
-        read_once=vocabulary + dense_layers * (attended + 3 * hidden * dense_inner),
+        layer_weights=attended + hidden * (num_experts + matrices * _shared(read, inner)),
+        read_once=vocabulary
+        + dense_layers * attended
+        + dense_blocks * matrices * hidden * dense_inner,
         output=vocabulary,
         embedding=0 if config.get("tie_word_embeddings") else vocabulary,
         caches=caches,
         state_bytes=state_bytes,
         source=str(config.get("source", "")),
     )
+
+
+_BLOCKS = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
+
+
+def _blocks(read: _Reader) -> list[Any]:
+    """Return the kinds of blocks of a model that has one a layer (Nemotron-H), else nothing."""
+    pattern = read.config.get("hybrid_override_pattern")
+    if pattern is None:
+        kinds = read.names("layers_block_type")
+        return kinds if "moe" in kinds else []
+    kinds = [_BLOCKS.get(letter) for letter in str(pattern)]
+    if "moe" not in kinds or None in kinds:
+        raise ValueError(
+            f"{read.what}: hybrid_override_pattern={shown(pattern)} must be of the letters "
+            f"{', '.join(_BLOCKS)}, with an E for each layer of experts."
+        )
+    return kinds
 
 
 def _dense_layers(read: _Reader, total: int) -> int:
@@ -365,7 +403,8 @@ def _dense_layers(read: _Reader, total: int) -> int:
         return kinds.count("dense")
     step = read("interleave_moe_layer_step", "decoder_sparse_step", default=1)
     between = total - total // step
-    return between + read("first_k_dense_replace", default=0) + len(read.names("mlp_only_layers"))
+    first = read("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers", default=0)
+    return between + first + len(read.names("mlp_only_layers"))
 
 
 def _shared(read: _Reader, inner: int) -> int:
@@ -373,16 +412,17 @@ def _shared(read: _Reader, inner: int) -> int:
     dense = read.config.get("enable_moe_block") or str(read.config.get("model_type")).startswith(
         "llama4"
     )
-    default = read("intermediate_size") if dense else read("n_shared_experts", default=0) * inner
+    shared = ("n_shared_experts", "moe_num_shared_experts")
+    default = read("intermediate_size") if dense else read(*shared, default=0) * inner
     names = ("shared_expert_intermediate_size", "shared_intermediate_size")
-    return read(*names, default=default, least=0)
+    return read(*names, "moe_shared_expert_intermediate_size", default=default, least=0)
 
 
 class _Reader:
     """Reads counts of a configuration, each under any of several names."""
 
     def __init__(self, config: Mapping[str, Any], what: str) -> None:
-        self.config, self._what = config, what
+        self.config, self.what = config, what
 
     def __call__(
         self, *names: str, default: int | None = None, least: int = 1, most: int = MOST_COUNT
@@ -391,10 +431,10 @@ class _Reader:
         for name in names:
             if self.config.get(name) is not None:
                 value = self.config[name]
-                return read_count(f"{self._what}: {name}", value, least=least, most=most)
+                return read_count(f"{self.what}: {name}", value, least=least, most=most)
         if default is None:
             raise ValueError(
-                f"{self._what} lacks {' or '.join(names)}: it is no configuration of a "
+                f"{self.what} lacks {' or '.join(names)}: it is no configuration of a "
                 "Mixture-of-Experts model."
             )
         return default
@@ -403,12 +443,12 @@ class _Reader:
         """Return a list-valued key of the configuration, empty where it is missing."""
         value = self.config.get(key) or []
         if not isinstance(value, (list, tuple)):
-            raise ValueError(f"{self._what}: {key}={shown(value)} must be a list.")
+            raise ValueError(f"{self.what}: {key}={shown(value)} must be a list.")
         return list(value)
 
 
 def _attention(
-    read: _Reader, hidden: int, num_layers: int
+    read: _Reader, hidden: int, num_layers: int, blocks: list[Any]
 ) -> tuple[int, tuple[LayerCaches, ...], int]:
     """Return all layers' attention weights, their KV caches, and the bytes of their states."""
     heads = read("num_attention_heads")
@@ -424,7 +464,7 @@ def _attention(
         keys = hidden * (rank + rope) + rank * heads * (nope + value)
         cache = LayerCaches(num_layers, _DTYPE_BYTES * (rank + rope), heads * (2 * rank + rope))
         return num_layers * (queries + keys + heads * value * hidden), (cache,), 0
-    full, windowed, linear = _layers_by_reach(read, num_layers)
+    full, windowed, linear = _layers_by_reach(read, num_layers, blocks)
     width = read("head_dim", default=hidden // heads)
     groups = read("num_key_value_heads", default=heads)
     gated = str(read.config.get("model_type")).startswith(("qwen3_next", "qwen3_5"))
@@ -448,11 +488,14 @@ def _attention(
     return total, tuple(caches), linear * state_bytes
 
 
-def _layers_by_reach(read: _Reader, num_layers: int) -> tuple[int, int, int]:
+_LINEAR = ("linear_attention", "mamba", "conv")
+
+
+def _layers_by_reach(read: _Reader, num_layers: int, blocks: list[Any]) -> tuple[int, int, int]:
     """Return the numbers of layers with full, windowed and linear attention."""
-    kinds = read.names("layer_types")
+    kinds = [kind for kind in blocks if kind not in ("moe", "mlp")] or read.names("layer_types")
     if kinds:
-        linear = kinds.count("linear_attention")
+        linear = sum(kinds.count(kind) for kind in _LINEAR)
         windowed = kinds.count("sliding_attention") + kinds.count("chunked_attention")
         return len(kinds) - linear - windowed, windowed, linear
     not_linear = num_layers // read("full_attention_interval", default=1)
@@ -463,7 +506,20 @@ def _layers_by_reach(read: _Reader, num_layers: int) -> tuple[int, int, int]:
 
 
 def _linear(read: _Reader, hidden: int) -> tuple[int, int]:
-    """Return the weights of a Gated DeltaNet layer, and the bytes of its float32 state."""
+    """Return the weights of a layer whose state does not grow, and the bytes of that state.
+
+    Short convolutions (LFM2), Mamba-2 (Nemotron-H) or Gated DeltaNet (Qwen3-Next); states are
+    kept in float32.
+    """
+    if read("conv_L_cache", default=0):
+        kernel = read("conv_L_cache")
+        return 4 * hidden**2 + kernel * hidden, 4 * kernel * hidden
+    if read("mamba_num_heads", default=0):
+        heads, size = read("mamba_num_heads"), read("ssm_state_size")
+        width = heads * read("mamba_head_dim")
+        mixed = width + 2 * read("n_groups", default=1) * size
+        projections = hidden * (mixed + width + heads) + width * hidden
+        return projections + mixed * read("conv_kernel", default=4), 4 * width * size
     key_heads, value_heads = read("linear_num_key_heads"), read("linear_num_value_heads")
     key_width, value_width = read("linear_key_head_dim"), read("linear_value_head_dim")
     keys, values = key_heads * key_width, value_heads * value_width

@@ -41,6 +41,16 @@ PUBLISHED = {
     "Gemma-4-26B-A4B": (25.2, 0.3),
     "Llama-4-Scout": (107.8, 0.3),
     "MiniMax-M2": (229, 1),
+    "Qwen3-235B-A22B": (235, 0.5),
+    "Qwen3.5-122B-A10B": (122, 0.5),
+    "Qwen3.5-397B-A17B": (397, 1),
+    "Qwen3.8-Flash-Next": (125, 0.5),  # without its n-gram table of 51
+    "GLM-5": (744, 2),
+    "Kimi-K2": (1026, 1),
+    "Kimi-K2.6": (1026, 1),
+    "ERNIE-4.5-21B-A3B": (21.8, 0.1),
+    "Nemotron-3-Nano-30B-A3B": (31.6, 0.05),
+    "LFM2-8B-A1B": (8.3, 0.05),
 }
 """Billions of weights by the model cards, and the tolerance for their rounding."""
 
@@ -149,6 +159,33 @@ def test_a_checkpoint_is_sized_by_its_quantization(
     model = load_real_model(str(tmp_path))
     assert model.expert_bytes == round(3 * 2048 * 1024 * bits / 8)
     assert model.geometry().compute_bytes[0] == 3 * 2048 * 1024 * 2
+
+
+def test_mamba_and_convolutions_by_hand() -> None:
+    nemotron, lfm2 = load_real_model("Nemotron-3-Nano-30B-A3B"), load_real_model("LFM2-8B-A1B")
+    assert (nemotron.num_layers, lfm2.num_layers) == (23, 22)
+    # Two matrices an expert, and a shared expert twice as wide.
+    assert nemotron.expert_weights == 2 * 2688 * 1856
+    # 64 heads of 64; 8 groups of two states of 128; gate, values, groups and a step for each head.
+    mixed = 64 * 64 + 2 * 8 * 128
+    mamba = 2688 * (64 * 64 + mixed + 64) + 64 * 64 * 2688 + 4 * mixed
+    attention = 2688 * 128 * 2 * (32 + 2)
+    block = round((23 * mamba + 6 * attention) / 23)
+    assert nemotron.layer_weights == block + 2688 * 128 + 2 * 2688 * 3712
+    # Six attention layers of 2 heads of 128; 23 states of 64 x 64 x 128 in float32.
+    assert nemotron.kv_bytes(1000) == 6 * 2 * 2 * 128 * 2 * 1000 + 23 * 4 * 64 * 64 * 128
+    assert lfm2.kv_bytes(1000) == 6 * 2 * 8 * 64 * 2 * 1000 + 18 * 4 * 3 * 2048
+    convolution, heads = 4 * 2048**2 + 3 * 2048, 2048 * 64 * 2 * (32 + 8)
+    mixer = round((18 * convolution + 6 * heads) / 24)
+    assert lfm2.layer_weights == mixer + 2048 * 32
+    assert lfm2.read_once == 65536 * 2048 + 2 * (mixer + 3 * 2048 * 7168)
+
+
+def test_a_pattern_of_layers_names_its_letters(tmp_path: Path) -> None:
+    config = {**OLMOE, "hybrid_override_pattern": "MXE"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="hybrid_override_pattern='MXE' must be of the letters M"):
+        load_real_model(str(tmp_path))
 
 
 def test_windows_and_linear_attention_end_the_growth_of_a_kv_cache() -> None:

@@ -23,6 +23,12 @@ from lm_eval_moecache.records.names import Naming, find_name
         ("m4pro", "m4-pro"),
         ("GB10", "dgx-spark"),
         ("Ryzen AI Max+ 395", "strix-halo"),
+        ("RTX 4070 Ti", "rtx-4070-ti"),
+        ("rtx4070tisuper", "rtx-4070-ti-super"),
+        ("RX 7900 XT", "rx-7900-xt"),
+        ("9070xt", "rx-9070-xt"),
+        ("M4 Pro 24 GB", "m4-pro-24gb"),
+        ("Apple M5 Max 128GB", "m5-max-128gb"),
     ],
 )
 def test_a_device_is_found_as_typed(typed: str, profile: str) -> None:
@@ -58,6 +64,12 @@ def test_a_device_that_is_none_of_ours_is_not_taken_for_a_similar_one(
         ("gptoss20b", "gpt-oss-20b"),
         ("gemma-4-26b-a4b-it", "Gemma-4-26B-A4B"),
         ("deepseek r1", "DeepSeek-V3"),
+        ("MiniMax-M2.1", "MiniMax-M2"),
+        ("moonshotai/Kimi-K2-Instruct-0905", "Kimi-K2"),
+        ("Kimi-K2-Thinking", "Kimi-K2.6"),
+        ("zai-org/GLM-5.2", "GLM-5"),
+        ("qwen3.8 flash next", "Qwen3.8-Flash-Next"),
+        ("ERNIE-4.5-21B", "ERNIE-4.5-21B-A3B"),
     ],
 )
 def test_a_model_is_found_as_typed_and_as_the_hub_names_it(typed: str, model: str) -> None:
