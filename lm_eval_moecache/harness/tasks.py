@@ -19,6 +19,7 @@ importing our models must call `lm.reset()` between evaluations.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -30,8 +31,8 @@ from lm_eval.api.metrics import mean, mean_stderr
 from lm_eval.api.task import ConfigurableTask
 
 from lm_eval_moecache.records.ledger import RequestRecord
-from lm_eval_moecache.report.metrics import request_metrics
-from lm_eval_moecache.report.results import SPEED_FILTER
+from lm_eval_moecache.report.metrics import clustered_stderr, clusters, request_metrics
+from lm_eval_moecache.report.results import BATCH, SPEED_FILTER
 
 PROMPT_TOKENS = "prompt_tokens"
 """Prompt length of a document: context for its speed, not a speed metric itself."""
@@ -67,14 +68,19 @@ def mean_figures(requests: Iterable[Figures]) -> dict[str, float]:
 def document_figures(records: Iterable[RequestRecord]) -> dict[str, dict[int, dict[str, float]]]:
     """Return task -> document -> means over its requests: metrics, prompt tokens and bytes moved.
 
-    A request that a task repeats counts once, with the metrics of its last repeat.
+    A request that a task repeats counts once, with the metrics of its last repeat. Documents that
+    share a batch have its number under `BATCH`, which those served alone lack.
     """
     last = {(r.task, r.document, r.place): r for r in records if r.document is not None}
+    documents = [(key, [*keys]) for key, keys in groupby(sorted(last), key=itemgetter(0, 1))]
+    labels = dict(zip(last, clusters([*last.values()]), strict=True))
+    sharing = Counter(labels[keys[0]] for _, keys in documents)
     by_task: dict[str, dict[int, dict[str, float]]] = {}
-    for (task, document), keys in groupby(sorted(last), key=itemgetter(0, 1)):
-        requests = [last[key] for key in keys]
+    for (task, document), keys in documents:
+        requests, label = [last[key] for key in keys], labels[keys[0]]
         by_task.setdefault(task, {})[document] = {
             **mean_figures(Figures(request_metrics(request)) for request in requests),
+            **({BATCH: label} if sharing[label] > 1 else {}),
             PROMPT_TOKENS: mean([request.prompt_tokens for request in requests]),
             REQUEST_BYTES: mean([sum(p.bytes_moved for p in r.passes) for r in requests]),
         }
@@ -82,16 +88,31 @@ def document_figures(records: Iterable[RequestRecord]) -> dict[str, dict[int, di
 
 
 def speed_row(documents: Iterable[Mapping[str, float]]) -> dict[str, Any]:
-    """Return a task's speed row: mean and standard error over documents, computed as in lm-eval."""
-    documents = list(documents)
+    """Return a task's speed row: mean and standard error over documents, as lm-eval has them.
+
+    Documents that share a batch are one sample of the error.
+    """
     row: dict[str, Any] = {}
+    labeled = [(figures.get(BATCH, -place), figures) for place, figures in enumerate(documents, 1)]
     for name in HIGHER_IS_BETTER:
-        values = [figures[name] for figures in documents if name in figures]
+        values = [(figures[name], label) for label, figures in labeled if name in figures]
         if values:
-            row[f"{name},{SPEED_FILTER}"] = mean(values)
-            error = mean_stderr(values) if len(values) > 1 else "N/A"
-            row[f"{name}_stderr,{SPEED_FILTER}"] = error
+            figures, labels = [value for value, _ in values], [label for _, label in values]
+            middle = mean(figures)
+            error = clustered_stderr([value - middle for value in figures], labels, len(figures))
+            if len(set(labels)) == len(labels) > 1:
+                error = mean_stderr(figures)  # equal but for rounding: lm-eval's own, to the digit
+            row[f"{name},{SPEED_FILTER}"] = middle
+            row[f"{name}_stderr,{SPEED_FILTER}"] = "N/A" if error is None else error
     return row
+
+
+def drop_group_errors(results: Mapping[str, Any], documents: Iterable[Mapping[str, float]]) -> None:
+    """Set groups' errors of speed to N/A where documents share batches: lm-eval pools without."""
+    if any(BATCH in figures for figures in documents):
+        for name in results.get("groups") or {}:
+            for row in (results["groups"][name], results["results"].get(name, {})):
+                row.update({key: "N/A" for key in row if key.endswith(f"_stderr,{SPEED_FILTER}")})
 
 
 class SpeedTask(ConfigurableTask):
@@ -167,19 +188,22 @@ def add_figures(
 ) -> None:
     """Put each task's metrics beside its scores, and each document's on its sample.
 
-    Rows that `SpeedTask` has added are left alone: the metrics are the same. `chosen` is lm-eval's
-    `samples`: task -> documents, for tasks of which only some documents were requested.
+    Of rows that `SpeedTask` has added, the errors alone are set: a batch is one sample. `chosen` is
+    lm-eval's `samples`: task -> documents, for tasks of which only some documents were requested.
     """
     for task, documents in document_figures(records).items():
+        drop_group_errors(results, documents.values())
         if task not in results["results"]:
             continue
         order = chosen.get(task)
         figures = {d if order is None else order[d]: metrics for d, metrics in documents.items()}
         for sample in results.get("samples", {}).get(task, []):
             sample[SAMPLE_KEY] = figures.get(sample["doc_id"], {})
-        row = results["results"][task]
-        if not any(key.endswith(f",{SPEED_FILTER}") for key in row):
-            metrics = speed_row(figures.values())
+        row, metrics = results["results"][task], speed_row(figures.values())
+        if any(key.endswith(f",{SPEED_FILTER}") for key in row):
+            # lm-eval knows no batches: its means are ours, its errors are not.
+            row.update({key: value for key, value in metrics.items() if "_stderr," in key})
+        else:
             row.update(metrics)
             arrows = results.setdefault("higher_is_better", {}).setdefault(task, {})
             arrows.update(

@@ -27,16 +27,24 @@ from lm_eval_moecache.records.schemas.results import (
     RowsFile,
     TraceCell,
 )
-from lm_eval_moecache.report.results import Run, find_score, load_runs, metric_value, selected
+from lm_eval_moecache.report.results import (
+    BATCH,
+    Run,
+    find_score,
+    independent,
+    load_runs,
+    metric_value,
+    selected,
+)
 from lm_eval_moecache.report.statistics import (
+    LEAST_ANSWERS,
+    LEAST_SAMPLES,
     Floats,
+    accepted_interval,
     answers_interval,
-    bootstrap_interval,
     holm,
-    least_flip_p,
     margin_test,
-    mean_interval,
-    sign_flip_test,
+    mean_test,
 )
 from lm_eval_moecache.report.tables import line
 
@@ -72,7 +80,8 @@ class Samples:
         """Return by how much each sample exceeds the bound; a figure at the bound gives mean 0."""
         if self.kind == "texts":
             assert self.tokens is not None, "texts without tokens"
-            return self.old - self.new - math.log(bound) * self.tokens
+            # The search for an interval's end may pass 0, below which no perplexity lies.
+            return self.old - self.new - math.log(max(bound, 1e-12)) * self.tokens
         if form == "ratio":
             return self.new - bound * self.old
         return self.new - (self.old if self.old.size else 0.0) - bound
@@ -99,23 +108,45 @@ class Estimate:
             return 0.0 if sign * (nearest - bound) > 0 else 1.0
         if data.kind == "answers":
             return margin_test(*data.changes, data.new.size, bound, sign)
-        return sign_flip_test(sign * data.beyond(bound, self.form))
+        return mean_test(sign * data.beyond(bound, self.form))
 
     def p_below(self, bound: float) -> float:
         """Return the chance of a figure as low as this if the truth were `bound`."""
         return self.p_above(bound, -1.0)
 
-    def least_p(self, bound: float) -> float:
-        """Return the smallest p-value that samples like these can give against `bound`.
+    def least_p(self, bound: float) -> float | None:
+        """Return the smallest p-value that as many answers can give against `bound`.
 
-        For answers at bound 0, as if all changed answers had changed alike; at other bounds, as if
-        every answer were as claimed.
+        At bound 0, as if all changed answers had changed alike; at other bounds, as if every answer
+        were as claimed. None for samples that are not answers: theirs has no least.
         """
         data = self.samples
-        if data.kind == "answers":
-            won = 0 if bound < 0 else data.new.size if bound else sum(data.changes)
-            return margin_test(won, 0, data.new.size, bound, 1.0)
-        return least_flip_p(data.beyond(bound, self.form))
+        if data.kind != "answers":
+            return None
+        won = 0 if bound < 0 else data.new.size if bound else sum(data.changes)
+        return margin_test(won, 0, data.new.size, bound, 1.0)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether there are fewer samples than the test needs to keep its level.
+
+        Never for traces, which are not tested, nor where every sample's own figure lies within 5%
+        of the figure, as under the virtual clock: then no skewness can mislead.
+        """
+        data = self.samples
+        if data.kind in ("answers", "traces"):
+            return data.kind == "answers" and data.new.size < LEAST_ANSWERS
+        if data.new.size >= LEAST_SAMPLES:
+            return False
+        if data.kind == "texts":
+            assert data.tokens is not None, "texts without tokens"
+            own = np.exp((data.old - data.new) / data.tokens)
+        elif self.form == "ratio":
+            with np.errstate(divide="ignore", invalid="ignore"):
+                own = data.new / data.old
+        else:
+            own = data.new - (data.old if data.old.size else 0.0)
+        return not bool(np.all(np.abs(own - self.figure) <= 0.05 * abs(self.figure)))
 
     @property
     def nothing_changed(self) -> bool:
@@ -135,7 +166,7 @@ class Estimate:
         if data.kind == "traces":
             of_runs = data.unit == "runs"
             return "whole runs, untested" if of_runs else f"all of {data.new.size} traces"
-        return f"sign flips over {data.new.size} {data.unit}"
+        return f"mean of {data.new.size} {data.unit}"
 
 
 def estimate(data: Samples, form: Form) -> Estimate:
@@ -163,26 +194,16 @@ def estimate(data: Samples, form: Form) -> Estimate:
     elif data.kind == "traces":
         figures = new / old if form == "ratio" else new - (old if form == "difference" else 0.0)
         figure, low, high = float(figures.mean()), float(figures.min()), float(figures.max())
-    elif data.kind == "figures" and form != "ratio":
-        figures = new - (old if form == "difference" else 0.0)
-        figure, (low, high) = float(figures.mean()), mean_interval(figures)
     else:
-        sides = [new, old, *([] if data.tokens is None else [data.tokens])]
-        statistic = _perplexity_ratio if data.kind == "texts" else _ratio_of_means
-        figure = float(statistic(*sides))
-        low, high = bootstrap_interval(sides, statistic)
-        low, high = min(low, figure), max(high, figure)
+        if data.kind == "texts":
+            assert data.tokens is not None, "texts without tokens"
+            figure = float(np.exp((old - new).sum() / data.tokens.sum()))
+        elif form == "ratio":
+            figure = float(new.mean() / old.mean())
+        else:
+            figure = float((new - (old if form == "difference" else 0.0)).mean())
+        low, high = accepted_interval(figure, lambda bound: data.beyond(bound, form))
     return Estimate(figure=figure, low=low, high=high, samples=data, form=form)
-
-
-def _ratio_of_means(*sides: Floats, axis: int = -1) -> Floats:
-    new, old = sides
-    return np.asarray(new.mean(axis=axis) / old.mean(axis=axis))
-
-
-def _perplexity_ratio(*sides: Floats, axis: int = -1) -> Floats:
-    new, old, tokens = sides
-    return np.asarray(np.exp((old - new).sum(axis=axis) / tokens.sum(axis=axis)))
 
 
 # --- the samples of a part: documents of two runs, rows of an analysis, cells of traces ---
@@ -229,6 +250,7 @@ def _of_documents(new: Run, old: Run | None, metric: str, task: str | None) -> S
     """Return the samples of a metric over the documents that both runs have.
 
     `metric` is a speed metric, else a task (or `task:metric`) whose answers or texts are compared.
+    Documents of one batch are one sample of speed.
     Raises ValueError where the records lack it.
     """
     if task is None and len(new.tasks) != 1:
@@ -236,8 +258,15 @@ def _of_documents(new: Run, old: Run | None, metric: str, task: str | None) -> S
     task = task or new.tasks[0]
     runs = [new] if old is None else [new, old]
     kind: Kind = "figures"
-    sides: list[Any] = [run.speed.get(task, {}).get(metric) for run in runs]
-    if any(side is None for side in sides):
+    speed = [run.speed.get(task, {}) for run in runs]
+    sides: list[Any] = [figures.get(metric) for figures in speed]
+    if all(side is not None for side in sides):
+        both = set.intersection(*map(set, sides))
+        sides = [
+            independent({d: (v, f.get(BATCH, {}).get(d)) for d, v in side.items() if d in both})
+            for side, f in zip(sides, speed, strict=True)
+        ]
+    else:
         score = find_score(new, metric)
         if score is None:
             metrics = [*new.speed.get(task, {}), *new.results]
@@ -448,12 +477,13 @@ def _answer(
     elif outside <= alpha and (estimate.high < above or estimate.low > below):
         verdict, p, p_of_all = FAILS, outside, of_all[1]
     bounds = [bound for bound in (part.expect.above, part.expect.below) if bound is not None]
+    least = [x for x in map(estimate.least_p, bounds) if x is not None]
     return Answer(
         part=part,
         estimate=estimate,
         p=p,
         verdict=verdict,
-        least_p=max(map(estimate.least_p, bounds)) if _is_tested(part) else None,
+        least_p=max(least, default=None) if _is_tested(part) else None,
         p_of_all=p_of_all if _counts(part) else None,
     )
 
@@ -478,9 +508,12 @@ _HOW = """\
 A part is answered where the figure's 95% interval lies inside (or outside) of what the claim says
 and the test's chance, corrected over the claim's parts (Holm), is at most {alpha:g}. Answers right
 or wrong: against 0 McNemar's exact test, against a margin Tango's score test, with his interval;
-times, rates and log-likelihoods: sign flips, with BCa bootstrap intervals of ratios and Student's
-of means, over the documents that both runs have. *Least p* is the smallest chance that the sample
-could have given, *p of all* the verdict's chance corrected over all {parts} tested parts of all
+times, rates and log-likelihoods, over the documents that both runs have: Hall's test of a mean of
+skewed samples, with the interval of what it does not reject. *Few* marks tests of fewer than
+{answers} answers, or of fewer than {samples} other samples of which one lies more than 5% off the
+figure: their chance of error may be twice the nominal. *Least p* is the smallest chance that as
+many answers could have given, *p of all* the verdict's chance corrected over all {parts} tested
+parts of all
 claims. Parts in *italics* are reported but do not count towards the verdict. Perplexities are by
 token."""
 _COLUMNS = (
@@ -524,7 +557,8 @@ def page(claims: Claims, verdicts: Sequence[Verdict]) -> str:
         "",
         f"{len(verdicts)} claims: {', '.join(f'{count} {word}' for word, count in counts)}. "
         f"Tests answer {answered} of {len(tested)} parts; {surviving} of these answers survive "
-        "correction over all parts of all claims (last column).",
+        "correction over all parts of all claims (last column). "
+        f"{sum(a.estimate.is_small for a in tested)} rest on few samples (see *few*).",
         "",
         "| id | claim | the paper | here (95% interval) | verdict "
         "| answers that survive correction |",
@@ -539,7 +573,9 @@ def page(claims: Claims, verdicts: Sequence[Verdict]) -> str:
         "",
         "## The figures",
         "",
-        _HOW.format(alpha=claims.alpha, parts=len(tested)),
+        _HOW.format(
+            alpha=claims.alpha, parts=len(tested), answers=LEAST_ANSWERS, samples=LEAST_SAMPLES
+        ),
         *figures,
     ]
     return "\n".join(lines) + "\n"
@@ -607,8 +643,9 @@ def _row(answer: Answer) -> str:
         source = f"[{Path(path).parent}]({path})"
     p = None if answer.least_p is None or estimate.nothing_changed else answer.p
     chances = map(_chance, (p, answer.least_p, answer.p_of_all))
+    by = estimate.by + (", *few*" if estimate.is_small and not estimate.nothing_changed else "")
     cells = [f"{style}{part.what}{style}", figure, f"{low} to {high}", f"{measured} {claimed}"]
-    return line([*cells, *chances, estimate.by, answer.verdict, source])
+    return line([*cells, *chances, by, answer.verdict, source])
 
 
 def _chance(p: float | None) -> str:

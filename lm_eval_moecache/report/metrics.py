@@ -333,21 +333,27 @@ def task_metrics(requests: Sequence[RequestRecord], peak_cache_bytes: int) -> Me
         sum(p.duration_s for p in prefills),
     )
     output_tokens = sum(r.output_tokens or 0 for r in requests)
-    by_request = [request_metrics(r) for r in requests]
-    itl_ms = [wait for request in generating for wait in inter_token_ms(request)]
+    labels = clusters(requests)
+    values: dict[str, list[tuple[float, int]]] = {}
+    for request, label in zip(requests, labels, strict=True):
+        for name, value in request_metrics(request).items():
+            values.setdefault(name, []).append((value, label))
+        if request.kind == GENERATE:
+            values.setdefault("itl_ms", []).extend((w, label) for w in inter_token_ms(request))
     return {
         "requests": len(requests),
-        **summary("ttft_ms", (m["ttft_ms"] for m in by_request if "ttft_ms" in m)),
-        **summary("tpot_ms", (m["tpot_ms"] for m in by_request if "tpot_ms" in m)),
-        **summary("itl_ms", itl_ms),
-        **summary("e2el_ms", (m["e2el_ms"] for m in by_request if "e2el_ms" in m)),
+        **{
+            name: summary(*zip(*values[name], strict=True))
+            for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
+            if values.get(name)
+        },
         "tok_per_s": share(sum(r.output_tokens or 0 for r in generating), generation_s),
         "prompt_tok_per_s": share(prompt_tokens, prefill_s),
         "request_throughput": share(len(requests), duration_s),
         "output_throughput": share(output_tokens, duration_s) if generating else None,
         "total_token_throughput": share(prompt_tokens + output_tokens, duration_s),
         **cache_metrics(passes),
-        "miss_rate_stderr": miss_rate_stderr(requests),
+        "miss_rate_stderr": miss_rate_stderr(requests, labels),
         **prefill_metrics(requests),
         **draft_metrics(passes),
         **host_metrics(passes),
@@ -361,27 +367,58 @@ def unique_passes(requests: Iterable[RequestRecord]) -> list[PassRecord]:
     return [passes[index] for index in sorted(passes)]
 
 
-def summary(name: str, values: Iterable[float]) -> Metrics:
-    """Return `{name: {mean, p50, p90, p99, stderr}}`, or nothing where there are no values."""
-    array = np.asarray(list(values), dtype=np.float64)
-    if not array.size:
-        return {}
+def clusters(requests: Sequence[RequestRecord]) -> list[int]:
+    """Return a label for each request, equal where requests are not independent of each other.
+
+    That is where they belong to one document or share a pass (a batch, or choices that share a
+    forward), directly or through others. Labels are positions of requests.
+    """
+    from scipy.cluster.hierarchy import DisjointSet
+
+    joined = DisjointSet(range(len(requests)))
+    first: dict[Any, int] = {}
+    for place, request in enumerate(requests):
+        keys: list[Any] = [record.index for record in request.passes]
+        if request.document is not None:
+            keys.append((request.task, request.document))
+        for key in keys:
+            if (other := first.setdefault(key, place)) != place:
+                joined.merge(other, place)
+    return [int(joined[place]) for place in range(len(requests))]
+
+
+def summary(values: Sequence[float], labels: Sequence[int]) -> Metrics:
+    """Return `{mean, p50, p90, p99, stderr}`; values of one label are one sample of the error."""
+    array = np.asarray(values, dtype=np.float64)
     percentiles = zip(("p50", "p90", "p99"), np.percentile(array, [50, 90, 99]), strict=True)
     statistics: Metrics = {"mean": float(array.mean()), **{key: float(p) for key, p in percentiles}}
-    stderr = float(array.std(ddof=1) / np.sqrt(array.size)) if array.size > 1 else None
-    return {name: statistics | {"stderr": stderr}}
+    return statistics | {"stderr": clustered_stderr(array - array.mean(), labels, array.size)}
 
 
-def miss_rate_stderr(requests: Sequence[RequestRecord]) -> float | None:
-    """Return the standard error of the miss rate pooled over these requests.
+def clustered_stderr(residuals: Any, labels: Sequence[float], divisor: float) -> float | None:
+    """Return the standard error of a mean, or of a ratio of sums, over clustered samples.
 
-    A ratio estimator's: summed misses over summed needs. None for fewer than two requests, or
-    where they need no expert.
+    `residuals` are what each sample differs from the mean (from the ratio times its denominator),
+    `divisor` the number of samples (the sum of denominators). With one sample a cluster it is the
+    usual error. None for fewer than two clusters, which tell nothing of the spread.
     """
-    needs = np.asarray([sum(p.requests for p in r.passes) for r in requests], dtype=np.float64)
-    misses = np.asarray([sum(p.late + p.misses for p in r.passes) for r in requests])
-    if len(requests) < 2 or not needs.sum():
+    sums = np.bincount(np.unique(labels, return_inverse=True)[1], weights=residuals)
+    if sums.size < 2 or not divisor:
+        return None
+    return float(np.sqrt((sums**2).sum() * sums.size / (sums.size - 1)) / divisor)
+
+
+def miss_rate_stderr(requests: Sequence[RequestRecord], labels: Sequence[int]) -> float | None:
+    """Return the standard error of the miss rate pooled over the passes of these requests.
+
+    A ratio estimator's: summed misses over summed needs. None for fewer than two clusters, or where
+    they need no expert.
+    """
+    of_pass = {p.index: label for r, label in zip(requests, labels, strict=True) for p in r.passes}
+    passes = unique_passes(requests)
+    needs = np.asarray([p.requests for p in passes], dtype=np.float64)
+    misses = np.asarray([p.late + p.misses for p in passes])
+    if not needs.sum():
         return None
     residuals = misses - misses.sum() / needs.sum() * needs
-    count = len(requests)
-    return float(np.sqrt((residuals**2).sum() * count / (count - 1)) / needs.sum())
+    return clustered_stderr(residuals, [of_pass[p.index] for p in passes], float(needs.sum()))

@@ -33,6 +33,8 @@ Record = dict[str, Any]
 # A task's primary metric is the first of these that it reports, else its first metric.
 _PREFERRED = ("exact_match", "acc", "mc2", "f1", "word_perplexity", "rouge1_max", "bleu")
 SPEED_FILTER = "speed"
+BATCH = "batch"
+"""Number of the batch that a document shares with others, among its speed figures."""
 _FACTS = ("inputs", "config", "versions", "n-shot", "chat_template_sha", "system_instruction_sha")
 # Old records name means over requests like the pooled metrics: old name -> today's.
 _NAMED_SINCE = {
@@ -511,12 +513,14 @@ def metric_column(name: str) -> Column | None:
     by_document, sign = _BY_DOCUMENT.get(mean, (mean, 1.0))
 
     def samples(run: Run) -> dict[str, float]:
-        return {
-            f"{task_name} {doc}": sign * value
-            for task_name, metrics in run.speed.items()
-            if task in ("", task_name)
-            for doc, value in metrics.get(by_document, {}).items()
-        }
+        return independent(
+            {
+                f"{task_name} {doc}": (sign * value, metrics.get(BATCH, {}).get(doc))
+                for task_name, metrics in run.speed.items()
+                if task in ("", task_name)
+                for doc, value in metrics.get(by_document, {}).items()
+            }
+        )
 
     heading = f"{phase[:-1].capitalize()} {entry.heading.lower()}" if phase else entry.heading
     suffix = (f" {percentile}" if dot else "") + (f" ({task})" if at else "")
@@ -531,6 +535,19 @@ def metric_column(name: str) -> Column | None:
         lambda run: metric_value(run, name),
         samples,
     )
+
+
+def independent(figures: Mapping[str, tuple[float, float | None]]) -> dict[str, float]:
+    """Return document -> figure with the documents of one batch joined: they are one sample.
+
+    Given is document -> (figure, batch; None if it was served alone). A batch is named after all of
+    its documents; its figure is their sum, scaled so that the mean over all samples stays.
+    """
+    batches: dict[Any, dict[str, float]] = {}
+    for document, (figure, batch) in figures.items():
+        batches.setdefault((document,) if batch is None else batch, {})[document] = figure
+    scale = len(batches) / len(figures) if figures else 1.0
+    return {" + ".join(batch): sum(batch.values()) * scale for batch in batches.values()}
 
 
 def metric_value(run: Run, name: str) -> Value:

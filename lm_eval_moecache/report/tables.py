@@ -171,11 +171,12 @@ class _Sampled(NamedTuple):
     def is_worse(self, best: _Sampled) -> float:
         """Return the one-sided p-value of being worse than `best`.
 
-        From the exact sign test over the documents of both (McNemar's for right and wrong answers),
-        else from the standard errors. Figures with neither are counts: any difference is real.
+        From the exact sign test over the documents of both (McNemar's for right and wrong answers;
+        for speeds, documents of one batch are one), else from the standard errors. Figures with
+        neither are counts: any difference is real.
         """
         samples, best_samples = self.samples, best.samples
-        if len(samples) > 1 and samples.keys() == best_samples.keys():
+        if samples and samples.keys() == best_samples.keys():
             losses = [best_samples[doc] - samples[doc] for doc in samples]
             return sign_test(sum(x < 0 for x in losses), sum(x > 0 for x in losses))
         return z_test(best.figure - self.figure, math.hypot(self.stderr, best.stderr))

@@ -20,7 +20,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval_moecache.harness.tasks import REQUEST_BYTES, SAMPLE_KEY
 from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.numbers import nearest
-from lm_eval_moecache.report.results import SPEED_FILTER
+from lm_eval_moecache.report.results import BATCH, SPEED_FILTER
 from lm_eval_moecache.sweep.spec import Cell
 
 # lm-eval's default of 100,000 draws costs more than a tiny run; 1,000 place the standard error
@@ -30,7 +30,7 @@ _KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is
 #: Figures kept per document, for paired comparisons of speed.
 KEPT_SPEED = (
     *("ttft_ms", "tpot_ms", "request_tok_per_s", "request_miss_rate"),
-    *("request_collision_miss_rate", REQUEST_BYTES),
+    *("request_collision_miss_rate", REQUEST_BYTES, BATCH),
 )
 # The keys of lm-eval's own `config` that follow from the configuration, not from the machine.
 _KEPT_CONFIG = (

@@ -31,7 +31,7 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.plugin import MODELS
 from lm_eval_moecache.harness.run_report import run_report
-from lm_eval_moecache.harness.tasks import document_figures, speed_row
+from lm_eval_moecache.harness.tasks import document_figures, drop_group_errors, speed_row
 from lm_eval_moecache.records.artifact import versions_of
 from lm_eval_moecache.records.errors import MoECacheError
 from lm_eval_moecache.records.ledger import RequestRecord
@@ -262,7 +262,8 @@ def _replace_speed(kept: dict[str, Any], requests: Sequence[RequestRecord], cell
     results: dict[str, dict[str, Any]] = kept["results"]
     if not any(key.endswith(_SUFFIX) for row in results.values() for key in row):
         return
-    for task, documents in document_figures(requests).items():
+    by_task = document_figures(requests)
+    for task, documents in by_task.items():
         row = results.get(task, {})
         names = [key for key in row if key.endswith(_SUFFIX)]
         if not names:
@@ -286,6 +287,7 @@ def _replace_speed(kept: dict[str, Any], requests: Sequence[RequestRecord], cell
                 group_row.update(
                     {key: aggregated[key] for key in group_row if key.endswith(_SUFFIX)}
                 )
+    drop_group_errors(kept, (figures for docs in by_task.values() for figures in docs.values()))
 
 
 @lru_cache(maxsize=2)

@@ -19,6 +19,7 @@ from lm_eval_moecache.report.claims import (
     OPEN,
     Samples,
     Verdict,
+    _runs,
     answer,
     estimate,
     page,
@@ -55,8 +56,23 @@ def test_perplexities_are_told_by_token_from_log_likelihoods() -> None:
     lost = np.log(1.02) * tokens
     increase = estimate(samples("texts", old - lost, old, tokens=tokens), "ratio")
     assert increase.figure == pytest.approx(1.02) and increase.low == pytest.approx(1.02)
-    assert increase.p_above(1.01) == pytest.approx(0.5**10)
+    assert increase.p_above(1.01) < 1e-9 and not increase.is_small
     assert increase.p_above(1.03) == 1.0
+
+
+def test_few_samples_are_told_unless_they_are_nearly_equal() -> None:
+    old = np.linspace(50, 150, 31)
+    wide = estimate(samples("figures", old * np.linspace(0.8, 1, 31), old), "ratio")
+    assert wide.is_small
+    assert not estimate(
+        samples("figures", old * np.linspace(0.88, 0.92, 31), old), "ratio"
+    ).is_small
+    more = np.linspace(50, 150, 32)
+    assert not estimate(samples("figures", more * np.linspace(0.8, 1, 32), more), "ratio").is_small
+    right = np.ones(49)
+    assert estimate(samples("answers", right, right * 0), "difference").is_small
+    right = np.ones(50)
+    assert not estimate(samples("answers", right, right * 0), "difference").is_small
 
 
 def test_traces_are_too_few_for_a_test_and_have_to_agree() -> None:
@@ -167,9 +183,23 @@ def test_every_answer_is_corrected_over_all_parts_of_all_claims_as_well(place: P
     for other in others:
         counted, aside_answer = other.answers
         assert counted.p_of_all == pytest.approx(6 * counted.p) and aside_answer.p_of_all is None
-        assert counted.least_p == pytest.approx(1 / 20_001)
+        assert counted.least_p is None
     text = page(claims, [verdict, *others])
     assert "Tests answer 6 of 6 parts; 6 of these answers survive correction" in text
+
+
+def test_documents_of_one_batch_are_one_sample(place: Path) -> None:
+    assert answered(place, FASTER).answers[0].estimate.samples.new.size == DOCS
+    for path in (place / "a/runs").iterdir():
+        run = json.loads(path.read_text())
+        run["scores"]["quiz"]["batch,speed"] = {str(d): d // 4 for d in range(DOCS)}
+        path.write_text(json.dumps(run))
+    _runs.cache_clear()
+    [batched] = answered(place, FASTER).answers
+    assert batched.estimate.samples.new.size == DOCS // 4
+    assert batched.estimate.figure == pytest.approx(0.9)
+    # Answers are the documents' own.
+    assert answered(place, ANSWERS).answers[0].estimate.samples.new.size == DOCS
 
 
 def test_what_half_of_the_documents_showed_is_tested_on_the_other(place: Path) -> None:
@@ -177,7 +207,7 @@ def test_what_half_of_the_documents_showed_is_tested_on_the_other(place: Path) -
     verdict = answered(place, FASTER, *halves)
     whole, even, odd = (part_answer.estimate.samples for part_answer in verdict.answers)
     assert list(even.new) == list(whole.new[::2]) and list(odd.old) == list(whole.old[1::2])
-    assert verdict.answers[2].estimate.by == "sign flips over 20 odd documents"
+    assert verdict.answers[2].estimate.by == "mean of 20 odd documents"
 
 
 def test_the_first_screen_tells_the_papers_figure_and_ours_in_words(place: Path) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from dataclasses import replace
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY
 from lm_eval_moecache.records.ledger import (
@@ -17,6 +23,8 @@ from lm_eval_moecache.report.metrics import (
     METRICS,
     Metric,
     cache_metrics,
+    clustered_stderr,
+    clusters,
     inter_token_ms,
     miss_rate_stderr,
     per,
@@ -121,11 +129,66 @@ def test_a_chunk_of_a_prompt_is_no_wait_between_tokens() -> None:
 
 
 def test_a_summary_is_mean_standard_error_and_percentiles_between_requests() -> None:
-    statistics = summary("x", [4.0, 1.0, 3.0, 2.0, 5.0])["x"]
+    figures = summary([4.0, 1.0, 3.0, 2.0, 5.0], range(5))
     # Sorted 1..5: rank 0.9 x 4 = 3.6 -> 4.6; rank 0.99 x 4 = 3.96 -> 4.96.
     percentiles = {"p50": 3.0, "p90": 4.6, "p99": 4.96}
-    assert statistics == pytest.approx({"mean": 3.0, "stderr": (2.5 / 5) ** 0.5, **percentiles})
-    assert summary("x", []) == {} and summary("x", [1.0])["x"]["stderr"] is None
+    assert figures == pytest.approx({"mean": 3.0, "stderr": (2.5 / 5) ** 0.5, **percentiles})
+    assert summary([1.0], [0])["stderr"] is None
+
+
+def test_requests_of_one_batch_are_one_sample_of_the_standard_error() -> None:
+    """Two batches of four: TTFT 1 s and 2 s. Means of batches: 0.5 x sqrt(2) / sqrt(2) = 0.5 s."""
+    passes = [make_pass(0, PREFILL, 0.0, 1.0, requests=4, misses=1)]
+    passes += [make_pass(1, PREFILL, 1.0, 3.0, requests=8, misses=4)]
+    requests = [generation([passes[i // 4]], 1, i) for i in range(8)]
+    ttft = task_metrics(requests, 0)
+    assert ttft["ttft_ms"]["mean"] == 1500 and ttft["ttft_ms"]["stderr"] == pytest.approx(500)
+    # Each pass counts once: rate 5/12, residuals -2/3 and 2/3.
+    error = math.sqrt(2 * (2 / 3) ** 2 * 2) / 12
+    assert ttft["miss_rate_stderr"] == pytest.approx(error)
+    # A single batch tells nothing of the spread.
+    assert task_metrics(requests[:4], 0)["ttft_ms"]["stderr"] is None
+
+
+def test_choices_of_one_document_are_one_sample_of_the_standard_error() -> None:
+    """Documents of two choices, 1 and 3 s, 5 and 7 s: means 2 and 6, error 2 s (alone 1.29)."""
+    requests = [
+        replace(scoring([make_pass(i, PREFILL, 0.0, float(2 * i + 1))]), document=i // 2, index=i)
+        for i in range(4)
+    ]
+    assert task_metrics(requests, 0)["ttft_ms"]["stderr"] == pytest.approx(2000)
+    alone = [replace(each, document=None) for each in requests]
+    assert task_metrics(alone, 0)["ttft_ms"]["stderr"] == pytest.approx(math.sqrt(20 / 3 / 4) * 1e3)
+
+
+def test_clusters_join_through_passes_and_documents() -> None:
+    """Batches {0, 1} and {2, 3}; 1 and 2 are choices of one document; 4 is alone."""
+    shared = [make_pass(i, PREFILL, 0.0, 1.0) for i in range(3)]
+    place = [0, 0, 1, 1, 2]
+    requests = [replace(scoring([shared[p]]), document=i) for i, p in enumerate(place)]
+    assert len(set(clusters(requests))) == 3
+    requests[2].document = 1
+    labels = clusters(requests)
+    assert len(set(labels[:4])) == 1 and labels[4] not in labels[:4]
+    # The same document of another task is another document.
+    requests[2].task = "other"
+    assert len(set(clusters(requests))) == 3
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 4)), min_size=2, max_size=20))
+def test_the_clustered_error_is_that_of_the_clusters_sums(samples: list[tuple[float, int]]) -> None:
+    """Against the textbook: the variance of clusters' residual sums, as many times as there are."""
+    values, labels = map(list, zip(*samples, strict=True))
+    residuals = [value - sum(values) / len(values) for value in values]
+    pairs = [*zip(residuals, labels, strict=True)]
+    sums = [sum(r for r, at in pairs if at == k) for k in set(labels)]
+    error = clustered_stderr(residuals, labels, len(values))
+    if len(sums) < 2:
+        assert error is None
+        return
+    # Residuals sum to 0, and so do the clusters'.
+    expected = math.sqrt(len(sums) * statistics.variance(sums)) / len(values)
+    assert error == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_pass_that_requests_share_is_counted_once_in_order_of_execution() -> None:
@@ -228,14 +291,20 @@ def test_the_ledger_attributes_passes_to_the_open_requests_only() -> None:
 
 
 def test_the_miss_rates_standard_error_is_that_of_a_ratio_over_requests() -> None:
-    def request(needs: int, misses: int) -> RequestRecord:
-        record = PassRecord(0, "decode", 1, 0.0, requests=needs, misses=misses)
-        return RequestRecord(0, "quiz", "loglikelihood", passes=[record])
+    def error(*requests: tuple[int, int]) -> float | None:
+        records = [
+            PassRecord(i, "decode", 1, 0.0, requests=needs, misses=misses)
+            for i, (needs, misses) in enumerate(requests)
+        ]
+        served = [
+            RequestRecord(i, "quiz", "loglikelihood", passes=[r]) for i, r in enumerate(records)
+        ]
+        return miss_rate_stderr(served, clusters(served))
 
     # 2 of 4 and 1 of 8: R = 1/4, residuals +1 and -1, so sqrt(2 * 2 / 1) / 12.
-    assert miss_rate_stderr([request(4, 2), request(8, 1)]) == pytest.approx(2 / 12)
-    assert miss_rate_stderr([request(4, 1), request(8, 2)]) == 0
-    assert miss_rate_stderr([request(4, 1)]) is None
+    assert error((4, 2), (8, 1)) == pytest.approx(2 / 12)
+    assert error((4, 1), (8, 2)) == 0
+    assert error((4, 1)) is None
 
 
 def test_throughput_has_vllms_names() -> None:
@@ -324,9 +393,9 @@ def test_every_count_is_made_something_of() -> None:
 def test_a_late_expert_is_a_miss_in_the_standard_error_too() -> None:
     """2 of 4 and 1 of 8 missed, rate 1/4, residuals 1 and -1: sqrt(2 x 2) / 12."""
 
-    def one(requests: int, late: int, misses: int) -> RequestRecord:
+    def one(index: int, requests: int, late: int, misses: int) -> RequestRecord:
         counts = {"requests": requests, "late": late, "misses": misses}
-        return generation([make_pass(0, DECODE, 0.0, 1.0, **counts)], 2)
+        return generation([make_pass(index, DECODE, 0.0, 1.0, **counts)], 2)
 
-    assert miss_rate_stderr([one(4, 2, 0), one(8, 0, 1)]) == pytest.approx(2 / 12)
-    assert miss_rate_stderr([one(4, 0, 2), one(8, 1, 0)]) == pytest.approx(2 / 12)
+    for two in ([one(0, 4, 2, 0), one(1, 8, 0, 1)], [one(0, 4, 0, 2), one(1, 8, 1, 0)]):
+        assert miss_rate_stderr(two, [0, 1]) == pytest.approx(2 / 12)

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm_eval_moecache.report.statistics import (
+    LEAST_SAMPLES,
+    accepted_interval,
     answers_interval,
-    bootstrap_interval,
     holm,
     margin_test,
-    mean_interval,
+    mean_test,
     sign_flip_test,
     sign_test,
     tarone,
@@ -179,21 +180,74 @@ def test_the_margin_test_keeps_its_level_from_a_hundred_answers_on(count: int) -
         assert times[called].sum() / 20_000 <= 0.06
 
 
-def test_the_interval_of_a_mean_is_students() -> None:
-    samples = np.random.default_rng(5).normal(2, 1, 7)
+def test_halls_statistic_by_hand() -> None:
+    """Samples 0, 0, 3: mean 1, spread sqrt(2), skewness 0.7071; u = 1 / sqrt(3) = 0.57735.
+
+    sqrt(3) (0.57735 + 0.2357 x 0.33333 + 0.018519 x 0.19245) + 0.7071 / (6 sqrt(3)) = 1.21029.
+    """
+    assert mean_test(np.asarray([0.0, 0.0, 3.0])) == pytest.approx(stats.t.sf(1.21029, 2), abs=1e-5)
+    assert mean_test(np.full(5, 0.1)) == 0 and mean_test(np.full(5, -0.1)) == 1
+    assert mean_test(np.zeros(5)) == 1
+
+
+SKEWED = {
+    "normal": lambda random, size: random.normal(size=size),
+    "exponential": lambda random, size: random.exponential(size=size) - 1,
+    "log-normal": lambda random, size: random.lognormal(0, 0.5, size) - math.exp(0.125),
+}
+
+
+@pytest.mark.parametrize("name", SKEWED)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_test_of_a_mean_keeps_its_level_where_sign_flips_do_not(name: str, sign: int) -> None:
+    """Means of 0 over `LEAST_SAMPLES` samples: at most 7% are called effects at 5%.
+
+    Of exponential samples, sign flips call twice as many on the long tail's other side.
+    """
+    samples = sign * SKEWED[name](np.random.default_rng(3), (4000, LEAST_SAMPLES))
+    called = np.asarray([mean_test(row) for row in samples]) <= 0.05
+    assert 0.025 < called.mean() <= 0.07
+    if name == "exponential" and sign < 0:
+        flips = [sign_flip_test(row) <= 0.05 for row in samples[:300]]
+        assert np.mean(flips) > 0.08
+
+
+@given(st.lists(st.integers(-50, 50), min_size=3, max_size=40), st.floats(-3, 3))
+def test_an_interval_holds_what_the_test_does_not_reject(values: list[int], shift: float) -> None:
+    samples = np.asarray(values, dtype=np.float64)
+    figure = float(samples.mean())
+    low, high = accepted_interval(figure, lambda bound: samples - bound)
+    assert low <= figure <= high
+    if low == high:
+        assert np.ptp(samples) <= 1e-9 * np.abs(samples).max()
+        return
+    for end, sign in ((low, 1), (high, -1)):
+        assert mean_test(sign * (samples - end)) == pytest.approx(0.025, abs=1e-6)
+    inside = figure + shift * (high - figure) / 4
+    if figure < inside < high:
+        assert mean_test(inside - samples) > 0.025
+
+
+def test_the_interval_of_symmetric_samples_is_students_and_covers_as_often_as_it_says() -> None:
+    samples = np.asarray([1.0, 2.0, 3.0, 4.0, 5.0])
     expected = stats.ttest_1samp(samples, 0).confidence_interval()
-    assert mean_interval(samples) == pytest.approx((expected.low, expected.high))
+    bounds = accepted_interval(3.0, lambda bound: samples - bound)
+    assert bounds == pytest.approx((expected.low, expected.high))
+    random = np.random.default_rng(4)
+    covered = 0
+    for row in random.exponential(size=(500, LEAST_SAMPLES)):
+        low, high = accepted_interval(float(row.mean()), lambda bound, row=row: row - bound)
+        covered += low <= 1 <= high
+    assert 0.92 < covered / 500 <= 0.98
 
 
-def test_the_bootstrap_of_a_ratio_is_bca_and_knows_what_does_not_vary() -> None:
-    def ratio(new: np.ndarray, old: np.ndarray, axis: int = -1) -> np.ndarray:
-        return new.mean(axis=axis) / old.mean(axis=axis)
-
+def test_the_interval_of_a_ratio_is_fiellers_and_may_have_no_end() -> None:
     random = np.random.default_rng(1)
-    old = random.exponential(size=30)
-    new = old * random.uniform(0.8, 1.0, 30)
-    low, high = bootstrap_interval([new, old], ratio)
+    old = random.exponential(size=40)
+    new = old * random.uniform(0.8, 1.0, 40)
+    low, high = accepted_interval(new.mean() / old.mean(), lambda bound: new - bound * old)
     assert low < new.mean() / old.mean() < high and high - low < 0.1
-    assert bootstrap_interval([old * 0.9, old], ratio) == pytest.approx((0.9, 0.9))
+    equal = accepted_interval(0.9, lambda bound: old * 0.9 - bound * old)
+    assert equal == pytest.approx((0.9, 0.9))
     zeros = np.asarray([1.0] + [0.0] * 7)
-    assert bootstrap_interval([np.ones(8), zeros], ratio)[1] == math.inf
+    assert accepted_interval(8.0, lambda bound: np.ones(8) - bound * zeros)[1] == math.inf
