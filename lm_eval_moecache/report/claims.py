@@ -126,27 +126,17 @@ class Estimate:
         won = 0 if bound < 0 else data.new.size if bound else sum(data.changes)
         return margin_test(won, 0, data.new.size, bound, 1.0)
 
-    @property
-    def is_small(self) -> bool:
-        """Whether there are fewer samples than the test needs to keep its level.
+    def is_small(self, bound: float) -> bool:
+        """Whether there are fewer samples than the test against `bound` needs to keep its level.
 
-        Never for traces, which are not tested, nor where every sample's own figure lies within 5%
-        of the figure, as under the virtual clock: then no skewness can mislead.
+        Never for traces, which are not tested, nor where every sample lies on the same side of the
+        bound: as under the virtual clock, whose figures are nearly equal.
         """
         data = self.samples
         if data.kind in ("answers", "traces"):
             return data.kind == "answers" and data.new.size < LEAST_ANSWERS
-        if data.new.size >= LEAST_SAMPLES:
-            return False
-        if data.kind == "texts":
-            assert data.tokens is not None, "texts without tokens"
-            own = np.exp((data.old - data.new) / data.tokens)
-        elif self.form == "ratio":
-            with np.errstate(divide="ignore", invalid="ignore"):
-                own = data.new / data.old
-        else:
-            own = data.new - (data.old if data.old.size else 0.0)
-        return not bool(np.all(np.abs(own - self.figure) <= 0.05 * abs(self.figure)))
+        beyond = data.beyond(bound, self.form)
+        return data.new.size < LEAST_SAMPLES and float(beyond.min()) * float(beyond.max()) <= 0
 
     @property
     def nothing_changed(self) -> bool:
@@ -383,6 +373,8 @@ class Answer:
     verdict: str
     least_p: float | None = None
     """The smallest p-value the sample could give, uncorrected; None where nothing is tested."""
+    is_small: bool = False
+    """Whether a test has too few samples to keep its level."""
     p_of_all: float | None = None
     """`p` corrected over all parts of all claims; None for parts that do not count, or are open."""
 
@@ -485,6 +477,7 @@ def _answer(
         verdict=verdict,
         least_p=max(least, default=None) if _is_tested(part) else None,
         p_of_all=p_of_all if _counts(part) else None,
+        is_small=_is_tested(part) and any(map(estimate.is_small, bounds)),
     )
 
 
@@ -510,12 +503,11 @@ and the test's chance, corrected over the claim's parts (Holm), is at most {alph
 or wrong: against 0 McNemar's exact test, against a margin Tango's score test, with his interval;
 times, rates and log-likelihoods, over the documents that both runs have: Hall's test of a mean of
 skewed samples, with the interval of what it does not reject. *Few* marks tests of fewer than
-{answers} answers, or of fewer than {samples} other samples of which one lies more than 5% off the
-figure: their chance of error may be twice the nominal. *Least p* is the smallest chance that as
+{answers} answers, or of fewer than {samples} other samples that do not all lie on one side of what
+is claimed: their chance of error may be twice the nominal. *Least p* is the smallest chance that as
 many answers could have given, *p of all* the verdict's chance corrected over all {parts} tested
-parts of all
-claims. Parts in *italics* are reported but do not count towards the verdict. Perplexities are by
-token."""
+parts of all claims. Parts in *italics* are reported but do not count towards the verdict.
+Perplexities are by token."""
 _COLUMNS = (
     *("compared", "figure", "95% interval", "claimed", "p", "least p", "p of all"),
     *("test", "verdict", "runs"),
@@ -558,7 +550,7 @@ def page(claims: Claims, verdicts: Sequence[Verdict]) -> str:
         f"{len(verdicts)} claims: {', '.join(f'{count} {word}' for word, count in counts)}. "
         f"Tests answer {answered} of {len(tested)} parts; {surviving} of these answers survive "
         "correction over all parts of all claims (last column). "
-        f"{sum(a.estimate.is_small for a in tested)} rest on few samples (see *few*).",
+        f"{sum(a.is_small for a in tested)} rest on few samples (see *few*).",
         "",
         "| id | claim | the paper | here (95% interval) | verdict "
         "| answers that survive correction |",
@@ -643,7 +635,7 @@ def _row(answer: Answer) -> str:
         source = f"[{Path(path).parent}]({path})"
     p = None if answer.least_p is None or estimate.nothing_changed else answer.p
     chances = map(_chance, (p, answer.least_p, answer.p_of_all))
-    by = estimate.by + (", *few*" if estimate.is_small and not estimate.nothing_changed else "")
+    by = estimate.by + (", *few*" if answer.is_small else "")
     cells = [f"{style}{part.what}{style}", figure, f"{low} to {high}", f"{measured} {claimed}"]
     return line([*cells, *chances, by, answer.verdict, source])
 

@@ -17,6 +17,7 @@ from lm_eval_moecache.report.claims import (
     HOLDS,
     IN_PART,
     OPEN,
+    Estimate,
     Samples,
     Verdict,
     _runs,
@@ -56,23 +57,19 @@ def test_perplexities_are_told_by_token_from_log_likelihoods() -> None:
     lost = np.log(1.02) * tokens
     increase = estimate(samples("texts", old - lost, old, tokens=tokens), "ratio")
     assert increase.figure == pytest.approx(1.02) and increase.low == pytest.approx(1.02)
-    assert increase.p_above(1.01) < 1e-9 and not increase.is_small
+    assert increase.p_above(1.01) < 1e-9 and not increase.is_small(1.01)
     assert increase.p_above(1.03) == 1.0
 
 
-def test_few_samples_are_told_unless_they_are_nearly_equal() -> None:
-    old = np.linspace(50, 150, 31)
-    wide = estimate(samples("figures", old * np.linspace(0.8, 1, 31), old), "ratio")
-    assert wide.is_small
-    assert not estimate(
-        samples("figures", old * np.linspace(0.88, 0.92, 31), old), "ratio"
-    ).is_small
-    more = np.linspace(50, 150, 32)
-    assert not estimate(samples("figures", more * np.linspace(0.8, 1, 32), more), "ratio").is_small
-    right = np.ones(49)
-    assert estimate(samples("answers", right, right * 0), "difference").is_small
-    right = np.ones(50)
-    assert not estimate(samples("answers", right, right * 0), "difference").is_small
+def test_few_samples_are_told_unless_all_lie_on_one_side() -> None:
+    def ratio(count: int) -> Estimate:
+        old = np.linspace(50, 150, count)
+        return estimate(samples("figures", old * np.linspace(0.8, 1.1, count), old), "ratio")
+
+    assert ratio(31).is_small(1) and not ratio(31).is_small(1.2) and not ratio(32).is_small(1)
+    for count, few in ((49, True), (50, False)):
+        right = np.ones(count)
+        assert estimate(samples("answers", right, right * 0), "difference").is_small(0) == few
 
 
 def test_traces_are_too_few_for_a_test_and_have_to_agree() -> None:
