@@ -208,3 +208,11 @@ def accepted_interval(figure: float, beyond: Callable[[float], Floats]) -> tuple
         return float(figure + sign * distance)
 
     return end(-1.0), end(1.0)
+
+
+def mean_interval(samples: Floats) -> tuple[float, float]:
+    """Return Student's 95% interval of a mean of samples that are not skewed."""
+    from scipy.stats import t
+
+    half = float(t.ppf(0.975, samples.size - 1) * samples.std(ddof=1) / math.sqrt(samples.size))
+    return float(samples.mean()) - half, float(samples.mean()) + half

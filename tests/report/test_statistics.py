@@ -17,6 +17,7 @@ from lm_eval_moecache.report.statistics import (
     answers_interval,
     holm,
     margin_test,
+    mean_interval,
     mean_test,
     sign_flip_test,
     sign_test,
@@ -232,6 +233,7 @@ def test_the_interval_of_symmetric_samples_is_students_and_covers_as_often_as_it
     samples = np.asarray([1.0, 2.0, 3.0, 4.0, 5.0])
     expected = stats.ttest_1samp(samples, 0).confidence_interval()
     bounds = accepted_interval(3.0, lambda bound: samples - bound)
+    assert mean_interval(samples) == pytest.approx(bounds)
     assert bounds == pytest.approx((expected.low, expected.high))
     random = np.random.default_rng(4)
     covered = 0
