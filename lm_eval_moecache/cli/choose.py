@@ -22,17 +22,12 @@ from lm_eval_moecache.cli.main import listed, print_result, wrapped
 from lm_eval_moecache.cli.plan import RECALL, stand_in
 from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.harness.arguments import Config, read_config
-from lm_eval_moecache.records.emulation import (
-    PRECISIONS,
-    RealModel,
-    emulated_names,
-    load_real_model,
-    load_stored,
-)
+from lm_eval_moecache.records.emulation import RealModel, emulated_names, load_real_model
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware, profile_names
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.numbers import read_number
+from lm_eval_moecache.records.stored import PRECISION_HELP, load_stored
 from lm_eval_moecache.report.metrics import totals
 from lm_eval_moecache.report.statistics import Floats, mean_interval
 from lm_eval_moecache.sweep.replays import Replays
@@ -123,7 +118,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--hardware", type=str, default=DEFAULT_PROFILE, help=text)
     text = "link bandwidth, overrides the profile's: '5GB/s'"
     parser.add_argument("--bandwidth", type=str | None, help=text)
-    text = f"stored weights of a model: {', '.join(PRECISIONS)}; default: as published"
+    text = f"stored weights of a model: {PRECISION_HELP}; default: as published"
     parser.add_argument("--precision", type=str | None, help=text)
     text = "with a model: trace of its routing; default: the most similar shipped one"
     parser.add_argument("--trace", type=str | None, help=text)

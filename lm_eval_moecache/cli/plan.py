@@ -19,18 +19,13 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.engine.regime import Regime, Waits, decode_waits, regime_of
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.records.emulation import (
-    PRECISIONS,
-    RealModel,
-    emulated_names,
-    load_real_model,
-    load_stored,
-)
+from lm_eval_moecache.records.emulation import RealModel, emulated_names, load_real_model
 from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.files import traces_dir
 from lm_eval_moecache.records.hardware import Hardware, load_hardware, on_disk, profile_names
 from lm_eval_moecache.records.numbers import read_count, unknown
 from lm_eval_moecache.records.sizes import Capacity
+from lm_eval_moecache.records.stored import PRECISION_HELP, SUGGESTED, load_stored
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.header import read_header
 from lm_eval_moecache.trace.importers import load_trace
@@ -79,7 +74,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("model", type=str, help=text)
     text = f"one of {', '.join(profile_names())}; or a YAML"
     parser.add_argument("--hardware", type=str, default="rtx-4090-24gb", help=text)
-    text = f"stored weights: {', '.join(PRECISIONS)}; default: as published"
+    text = f"stored weights: {PRECISION_HELP}; default: as published"
     parser.add_argument("--precision", type=str | None, help=text)
     parser.add_argument("--context", type=int, default=4096, help="tokens in the KV cache")
     parser.add_argument("--prompt", type=int, default=512, help="prompt tokens (for TTFT)")
@@ -189,7 +184,7 @@ def _all_experts(model: RealModel) -> int:
 
 def fitting_precision(model: RealModel, hardware: Hardware, context: int) -> str | None:
     """Return the highest precision below the model's at which all of it fits, or None."""
-    fewer = [p for p in PRECISIONS.values() if p.expert_bits < model.stored.expert_bits]
+    fewer = [p for p in map(load_stored, SUGGESTED) if p.expert_bits < model.stored.expert_bits]
     room = hardware.memory_bytes - model.kv_bytes(context)
     for stored in sorted(fewer, key=lambda each: -each.expert_bits):
         smaller = replace(model, stored=stored)

@@ -11,13 +11,8 @@ from typing import Any, NamedTuple
 from lm_eval_moecache.records.files import is_file, read_json, read_yaml
 from lm_eval_moecache.records.geometry import DTYPES, Geometry
 from lm_eval_moecache.records.names import Naming, find_name
-from lm_eval_moecache.records.numbers import (
-    MOST_COUNT,
-    read_count,
-    read_number,
-    shown,
-    unknown,
-)
+from lm_eval_moecache.records.numbers import MOST_COUNT, read_count, shown, unknown
+from lm_eval_moecache.records.stored import BF16, Stored, read_stored
 
 EMULATED_DIR = Path(__file__).resolve().parent.parent / "emulate"
 _NAMING = Naming(
@@ -40,105 +35,6 @@ _NAMING = Naming(
 """Active parameters may be left out, where one model alone has the rest of the name."""
 _DTYPE_BYTES = 2
 """Models compute in bf16, whatever precision their weights are stored in."""
-
-
-class Stored(NamedTuple):
-    """Bits per weight, scales included, of the experts, the other layers and the vocabulary."""
-
-    name: str
-    expert_bits: float
-    dense_bits: float = 16
-    vocab_bits: float = 16
-    """Bits per weight of the embedding and the output layer."""
-    about: str = ""
-
-
-BF16 = Stored("bf16", 16, about="two bytes a weight")
-PRECISIONS = {
-    stored.name: stored
-    for stored in (
-        BF16,
-        Stored("fp8", 8 + 32 / 128**2, 8 + 32 / 128**2, about="one fp32 scale for 128 x 128"),
-        Stored("int8", 8.5, 8.5, about="one fp16 scale for 32 weights"),
-        Stored("int4", 4.5, 4.5, about="one fp16 scale for 32 weights"),
-        Stored("nf4", 4.5, 4.5, about="bitsandbytes, one fp32 scale for 64 weights"),
-        Stored("mxfp4", 4.25, about="one 8-bit scale for 32 weights; the rest in bf16"),
-        Stored("q8_0", 8.5, 8.5, 8.5, about="GGUF, the whole file"),
-        Stored("q4_k_m", 4.87, 4.87, 4.87, about="GGUF, the whole file; 18.6 GB of Qwen3-30B-A3B"),
-    )
-}
-"""The values of `--precision`. The vocabulary stays in bf16, as in checkpoints of transformers,
-except for GGUF's."""
-
-
-def load_stored(name: str) -> Stored:
-    """Return the stored precision of this name. Raises ValueError with the names allowed."""
-    if name not in PRECISIONS:
-        raise unknown("precision", name, PRECISIONS)
-    return PRECISIONS[name]
-
-
-def read_stored(config: Mapping[str, Any], what: str) -> Stored:
-    """Return a checkpoint's stored precision, from `quantization_config` or `expert_bits`.
-
-    Raises ValueError for a method with unknown bits: to take it for bf16 would be four times off.
-    """
-    if config.get("expert_bits") is not None:
-        bits = read_number(f"{what}: expert_bits", config["expert_bits"], above=0, most=64)
-        return Stored(f"{bits:g} bits", bits)
-    quantized = config.get("quantization_config")
-    if quantized is None:
-        return BF16
-    what = f"{what}: quantization_config"
-    if not isinstance(quantized, Mapping):
-        raise ValueError(f"{what}={shown(quantized)} must be a mapping.")
-    method = str(quantized.get("quant_method", quantized.get("quant_algo", ""))).lower()
-    bits = _bits(method, quantized, what)
-    exclusions = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
-    excluded = str([quantized.get(key) for key in exclusions])
-    dense_bits = 16 if method == "mxfp4" or "attn" in excluded or "attention" in excluded else bits
-    if quantized.get("expert_dtype", config.get("expert_dtype")) == "fp4":  # DeepSeek-V4
-        return Stored("mxfp4 experts in fp8", 4.25, bits)
-    return Stored(method, bits, dense_bits)
-
-
-def _bits(method: str, quantized: Mapping[str, Any], what: str) -> float:
-    def count(fields: Mapping[str, Any], *names: str, default: object = None) -> int:
-        value = next((fields[name] for name in names if name in fields), default)
-        # A group of -1 is a whole matrix row, taken as 2048 weights.
-        return 2048 if value in (-1, "-1") else read_count(f"{what}: {names[0]}", value, least=1)
-
-    match method:
-        case "mxfp4":
-            return 4.25
-        case "fp8" | "fbgemm_fp8":
-            block = quantized.get("weight_block_size") or [128, 128]
-            edges = [read_count(f"{what}: weight_block_size", edge, least=1) for edge in block]
-            return 8 + 32 / (edges[0] * edges[-1])
-        case "gptq" | "awq" | "auto-round" | "autoround":
-            bits = count(quantized, "bits", "w_bit", default=4)
-            # An fp16 scale and a zero point per group.
-            return bits + (16 + bits) / count(quantized, "group_size", "q_group_size", default=128)
-        case "bitsandbytes":
-            fourth = 4.127 if quantized.get("bnb_4bit_use_double_quant") else 4.5
-            return 8 if quantized.get("load_in_8bit") else fourth
-        case "hqq":
-            inner = (quantized.get("quant_config") or {}).get("weight_quant_params", quantized)
-            return count(inner, "nbits", default=4) + 32 / count(inner, "group_size", default=64)
-        case "modelopt" | "nvfp4" | "fp8_pb_wo" if "nvfp4" in str(quantized).lower():
-            return 4.5  # four bits, plus an 8-bit scale per sixteen weights
-        case "modelopt" if "fp8" in str(quantized).lower():
-            return 8
-        case "compressed-tensors" if groups := quantized.get("config_groups"):
-            weights = next(iter(groups.values())).get("weights") or {}
-            bits = count(weights, "num_bits")
-            scale = 8 if weights.get("type") == "float" and bits == 4 else 16
-            return bits + (scale / count(weights, "group_size") if weights.get("group_size") else 0)
-    raise ValueError(
-        f"{what}: the bits of quant_method={shown(method)} are not known. Allowed: mxfp4, fp8, "
-        "gptq, awq, auto-round, bitsandbytes, hqq, modelopt, compressed-tensors; or give a YAML "
-        "with `expert_bits`."
-    )
 
 
 class LayerCaches(NamedTuple):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lm_eval_moecache.records.emulation import emulated_names, load_real_model, load_stored
+from lm_eval_moecache.records.emulation import emulated_names, load_real_model
+from lm_eval_moecache.records.stored import load_stored
 from tests.engine.traces import GEOMETRY
 
 OLMOE = {

@@ -1,0 +1,169 @@
+"""Bits of a stored weight: the precisions of the field by name, and those of a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from lm_eval_moecache.records.numbers import nearest, read_count, read_number, shown
+
+
+class Stored(NamedTuple):
+    """Bits per weight, scales included, of the experts, the other layers and the vocabulary."""
+
+    name: str
+    expert_bits: float
+    dense_bits: float = 16
+    vocab_bits: float = 16
+    """Bits per weight of the embedding and the output layer."""
+    about: str = ""
+
+
+BF16 = Stored("bf16", 16, about="two bytes a weight")
+PRECISIONS = {
+    stored.name: stored
+    for stored in (
+        BF16,
+        Stored("fp8", 8 + 32 / 128**2, 8 + 32 / 128**2, about="one fp32 scale for 128 x 128"),
+        Stored("int8", 8.5, 8.5, about="one fp16 scale for 32 weights"),
+        Stored("int4", 4.5, 4.5, about="one fp16 scale for 32 weights"),
+        Stored("nf4", 4.5, 4.5, about="bitsandbytes, one fp32 scale for 64 weights"),
+        Stored("mxfp4", 4.25, about="one 8-bit scale for 32 weights; the rest in bf16"),
+        Stored("nvfp4", 4.5, about="one 8-bit scale for 16 weights; the rest in bf16"),
+        Stored("awq", 4 + 20 / 128, 4 + 20 / 128, about="a scale and a zero point for 128 weights"),
+        Stored("gptq", 4 + 20 / 128, 4 + 20 / 128, about="as awq"),
+        Stored("mxfp4_moe", 4.25, 8.5, 8.5, about="GGUF, experts in mxfp4, the rest in q8_0"),
+    )
+}
+"""The vocabulary stays in bf16, as in checkpoints of transformers, except for GGUF's."""
+_GGUF = {
+    # llama.cpp's tools/quantize/README.md, bits of a whole file (Llama-3.1-8B).
+    **{"iq1_s": 2.0042, "iq1_m": 2.146, "iq2_xxs": 2.3824, "iq2_xs": 2.5882, "iq2_s": 2.7403},
+    **{"iq2_m": 2.9294, "iq3_xxs": 3.2548, "iq3_xs": 3.4977, "iq3_s": 3.6606, "iq3_m": 3.7628},
+    **{"iq4_xs": 4.4597, "iq4_nl": 4.6818, "q2_k_s": 2.9697, "q2_k": 3.1593, "q3_k_s": 3.6429},
+    **{"q3_k_l": 4.2979, "q4_k_s": 4.6672},
+    # llama-quantize --help, GiB of Llama-3-8B (8.03 billion weights): 3.74, 4.34, 4.78, 5.21, 5.65.
+    **{"q3_k_m": 4.0, "q4_0": 4.64, "q4_1": 5.11, "q5_0": 5.57, "q5_1": 6.04},
+    # Files of Qwen3-30B-A3B (30.53 billion weights): 18.6, 21.10, 21.74, 25.10 and 32.48 GB.
+    **{"q4_k_m": 4.87, "q5_k_s": 5.53, "q5_k_m": 5.70, "q6_k": 6.58, "q8_0": 8.5},
+    # ik_llama.cpp and ternary types: bits of the type itself.
+    **{"iq2_k": 2.375, "iq3_k": 3.4375, "iq4_k": 4.5, "iq5_k": 5.5, "iq6_k": 6.625, "iq4_ks": 4.25},
+    **{"tq1_0": 1.6875, "tq2_0": 2.0625},
+}
+"""Mean bits per weight of GGUF files by their type; a file itself says it exactly (`plan FILE`)."""
+SUGGESTED = (
+    *("bf16", "fp8", "int8", "int4", "nf4", "mxfp4", "nvfp4"),
+    *("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k"),
+)
+"""What `plan` looks through for one at which a model fits."""
+PRECISION_HELP = (
+    f"{', '.join(PRECISIONS)}; of GGUF q4_k_m, ud-q4_k_xl, iq3_s ...; exl3:4.0, 4.5bpw, 4bit (MLX)"
+)
+_SAME = {"bfloat16": "bf16", "f16": "bf16", "fp16": "bf16", "float16": "bf16", "fp4": "mxfp4"}
+_SAME |= {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m", "q8": "q8_0"}
+_Q8_0 = 8.5
+_FORMS = "ud-NAME of a GGUF type, 4bit (MLX), exl3:4.0, 4.5bpw"
+
+
+def load_stored(name: str) -> Stored:
+    """Return the stored precision of a name of the field, in any case.
+
+    Beside `PRECISIONS` and GGUF's types: `ud-q4_k_xl` (Unsloth's: experts of that type, the rest in
+    eight bits), `q4_k_xl` (GGUF's with the vocabulary in eight bits), `4bit` (MLX in groups of 64),
+    `exl3:4.0` and `4.5bpw`. Raises ValueError with what is allowed.
+    """
+    typed = re.sub(r"[\s-]+", "_", str(name).strip().lower())
+    plain = typed.removeprefix("ud_")
+    plain = _SAME.get(plain, plain)
+    if plain in PRECISIONS and not typed.startswith("ud_"):
+        return PRECISIONS[plain]
+    is_dynamic = typed.startswith("ud_")
+    family = re.sub("_x?l$", "", plain)
+    larger = "_l" if plain.endswith("_xl") and not is_dynamic else "_m"
+    base = next((n for n in (plain, family, family + larger) if n in _GGUF), None)
+    if base is not None:
+        bits = _GGUF[base]
+        rest = max(bits, _Q8_0) if is_dynamic else bits
+        vocabulary = rest if base == plain else max(bits, _Q8_0)
+        about = "GGUF, Unsloth's: experts of the type, the rest in q8_0" if is_dynamic else "GGUF"
+        label = f"ud-{plain}" if is_dynamic else plain
+        return Stored(label, bits, rest, vocabulary, about)
+    if mlx := re.fullmatch(r"(?:mlx_?)?([2-8])_?bits?|mlx_?([2-8])", plain):
+        bits = int(mlx[1] or mlx[2]) + 32 / 64
+        return Stored(f"{bits - 0.5:g}bit", bits, bits, bits, "MLX, a scale and a bias for 64")
+    number = r"~?([0-9]+(?:\.[0-9]+)?)"
+    if exl := re.fullmatch(rf"(exl[23])[:_@]?{number}(?:_?bpw)?", plain):
+        bits = read_number(f"precision={shown(name)}", exl[2], above=0, most=16)
+        return Stored(f"{exl[1]}:{bits:g}", bits, bits, 6, "the output layer in six bits")
+    if bpw := re.fullmatch(rf"{number}_?bpw", plain):
+        bits = read_number(f"precision={shown(name)}", bpw[1], above=0, most=16)
+        return Stored(f"{bits:g}bpw", bits, bits, bits, "every weight")
+    names = [*PRECISIONS, *_GGUF]
+    near = nearest(plain, names)
+    raise ValueError(
+        f"precision={shown(name)} is not known.{near} Allowed: {', '.join(names)}; {_FORMS}."
+    )
+
+
+def read_stored(config: Mapping[str, Any], what: str) -> Stored:
+    """Return a checkpoint's stored precision, from `quantization_config` or `expert_bits`.
+
+    Raises ValueError for a method with unknown bits: to take it for bf16 would be four times off.
+    """
+    if config.get("expert_bits") is not None:
+        bits = read_number(f"{what}: expert_bits", config["expert_bits"], above=0, most=64)
+        return Stored(f"{bits:g} bits", bits)
+    quantized = config.get("quantization_config")
+    if quantized is None:
+        return BF16
+    what = f"{what}: quantization_config"
+    if not isinstance(quantized, Mapping):
+        raise ValueError(f"{what}={shown(quantized)} must be a mapping.")
+    method = str(quantized.get("quant_method", quantized.get("quant_algo", ""))).lower()
+    bits = _bits(method, quantized, what)
+    exclusions = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
+    excluded = str([quantized.get(key) for key in exclusions])
+    dense_bits = 16 if method == "mxfp4" or "attn" in excluded or "attention" in excluded else bits
+    if quantized.get("expert_dtype", config.get("expert_dtype")) == "fp4":  # DeepSeek-V4
+        return Stored("mxfp4 experts in fp8", 4.25, bits)
+    return Stored(method, bits, dense_bits)
+
+
+def _bits(method: str, quantized: Mapping[str, Any], what: str) -> float:
+    def count(fields: Mapping[str, Any], *names: str, default: object = None) -> int:
+        value = next((fields[name] for name in names if name in fields), default)
+        # A group of -1 is a whole matrix row, taken as 2048 weights.
+        return 2048 if value in (-1, "-1") else read_count(f"{what}: {names[0]}", value, least=1)
+
+    match method:
+        case "mxfp4":
+            return 4.25
+        case "fp8" | "fbgemm_fp8":
+            block = quantized.get("weight_block_size") or [128, 128]
+            edges = [read_count(f"{what}: weight_block_size", edge, least=1) for edge in block]
+            return 8 + 32 / (edges[0] * edges[-1])
+        case "gptq" | "awq" | "auto-round" | "autoround":
+            bits = count(quantized, "bits", "w_bit", default=4)
+            # An fp16 scale and a zero point per group.
+            return bits + (16 + bits) / count(quantized, "group_size", "q_group_size", default=128)
+        case "bitsandbytes":
+            fourth = 4.127 if quantized.get("bnb_4bit_use_double_quant") else 4.5
+            return 8 if quantized.get("load_in_8bit") else fourth
+        case "hqq":
+            inner = (quantized.get("quant_config") or {}).get("weight_quant_params", quantized)
+            return count(inner, "nbits", default=4) + 32 / count(inner, "group_size", default=64)
+        case "modelopt" | "nvfp4" | "fp8_pb_wo" if "nvfp4" in str(quantized).lower():
+            return 4.5  # four bits, plus an 8-bit scale per sixteen weights
+        case "modelopt" if "fp8" in str(quantized).lower():
+            return 8
+        case "compressed-tensors" if groups := quantized.get("config_groups"):
+            weights = next(iter(groups.values())).get("weights") or {}
+            bits = count(weights, "num_bits")
+            scale = 8 if weights.get("type") == "float" and bits == 4 else 16
+            return bits + (scale / count(weights, "group_size") if weights.get("group_size") else 0)
+    raise ValueError(
+        f"{what}: the bits of quant_method={shown(method)} are not known. Allowed: mxfp4, fp8, "
+        "gptq, awq, auto-round, bitsandbytes, hqq, modelopt, compressed-tensors; or give a YAML "
+        "with `expert_bits`."
+    )
