@@ -24,7 +24,7 @@ from lm_eval_moecache.records.files import is_file
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.numbers import plain_number, read_count, shown, unknown
 from lm_eval_moecache.records.sizes import parse_capacity
-from lm_eval_moecache.report.plots import pyplot
+from lm_eval_moecache.report.plots import pyplot, save
 from lm_eval_moecache.trace.trace import Trace
 
 Values = NDArray[np.float64]
@@ -189,7 +189,7 @@ def plot(predicted: Series, measured: Series, path: Path) -> None:
     axes.flat[0].legend(loc="upper right", frameon=False)
     axes.flat[-1].set_xlabel("decoded token")
     figure.tight_layout()
-    figure.savefig(path)
+    save(figure, path)
 
 
 def as_text(comparison: Mapping[str, Any], measured: Series) -> str:

@@ -21,10 +21,17 @@ from jsonargparse import ArgumentParser, Namespace
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.cli.main import make_parser, print_result
 from lm_eval_moecache.harness.arguments import CHOICES, Config, ModelArguments
-from lm_eval_moecache.records.files import parse_yaml, read_yaml, write_whole
+from lm_eval_moecache.records.files import (
+    check_output,
+    check_writable,
+    parse_yaml,
+    read_yaml,
+    write_whole,
+)
 from lm_eval_moecache.records.numbers import shown, unknown
 from lm_eval_moecache.records.schemas.inputs import read_jobs
 from lm_eval_moecache.records.sizes import parse_bytes
+from lm_eval_moecache.report.plots import PICTURES, pyplot
 from lm_eval_moecache.report.replays import Timeline, as_json, as_table, plot_miss_rates
 from lm_eval_moecache.sweep.replays import LISTS, SETTINGS, Replays, combinations, run_all
 
@@ -43,6 +50,11 @@ def run_raw(argv: list[str]) -> int:
         options["expert_bytes"] = parse_bytes(arguments.expert_bytes, "expert_bytes")
         if options["expert_bytes"] < 1:
             raise ValueError(f"expert_bytes={arguments.expert_bytes!r} must be above 0.")
+    if arguments.plot is not None:
+        check_output("plot", arguments.plot, PICTURES)
+        pyplot()
+    if arguments.timeline is not None:
+        check_writable(Path(arguments.timeline))
     configs = _configs(arguments, parameters)
     if arguments.timeline is not None:
         _write_timeline(arguments.traces, configs, options, arguments.timeline)

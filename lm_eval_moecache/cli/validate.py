@@ -13,9 +13,10 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.engine.setting import MOST_READS, TOGETHER
-from lm_eval_moecache.records.files import check_writable
+from lm_eval_moecache.records.files import check_output
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.numbers import read_count
+from lm_eval_moecache.report.plots import PICTURES
 from lm_eval_moecache.trace.importers import load_trace
 
 
@@ -44,7 +45,7 @@ def run(arguments: Namespace) -> int:
 
     tokens = validation.read_tokens(arguments.tokens)
     if arguments.plot is not None:
-        check_writable(Path(arguments.plot))
+        check_output("plot", arguments.plot, PICTURES)
     trace = load_trace(arguments.trace)
     hardware = load_hardware(arguments.hardware)
     reads = read_count("reads_per_expert", arguments.reads_per_expert, least=1, most=MOST_READS)

@@ -14,7 +14,7 @@ import stat
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from copy import deepcopy
 from functools import lru_cache, partial
 from pathlib import Path
@@ -167,13 +167,19 @@ def write_whole(path: Path, data: bytes | str) -> None:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
         if isinstance(error, OSError) and error.errno is not None:
             error.filename = str(path)
         raise
+
+
+def replace(written: Path, path: Path) -> None:
+    """Give a finished file its name. OSError where that would replace a device, pipe or link."""
+    check_replaceable(path)
+    os.replace(written, path)
 
 
 def check_replaceable(path: Path) -> None:
@@ -189,6 +195,19 @@ def check_replaceable(path: Path) -> None:
         kind = "a symbolic link" if stat.S_ISLNK(mode) else "a device or a pipe"
         reason = f"it is {kind}, which is not replaced. Allowed: a regular file, or a new name"
         raise OSError(errno.EINVAL, reason, str(path))
+
+
+def check_output(key: str, path: str, suffixes: Sequence[str]) -> None:
+    """Check the file that an option writes, before the work whose result it will hold.
+
+    Raises ValueError for another suffix, OSError where it cannot be written.
+    """
+    suffix = Path(path).suffix
+    if suffix not in suffixes:
+        raise ValueError(
+            f"{key}={path!r}: the suffix {suffix!r} is not known. Allowed: {', '.join(suffixes)}."
+        )
+    check_writable(Path(path))
 
 
 def check_writable(path: Path) -> None:

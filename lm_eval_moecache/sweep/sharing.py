@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.records.files import TINY, TINY_DRAFT, write_whole
+from lm_eval_moecache.records.files import TINY, TINY_DRAFT, replace, write_whole
 from lm_eval_moecache.sweep.files import FAILED, TRACES
 from lm_eval_moecache.sweep.identity import (
     ResolvedCell,
@@ -189,7 +188,7 @@ class SharedRun:
         """Move the recorded trace to its final name and write the results beside it."""
         [recording] = self.partial.glob("*.parquet")
         self.results.unlink(missing_ok=True)
-        os.replace(recording, self.trace)
+        replace(recording, self.trace)
         shutil.rmtree(self.partial, ignore_errors=True)
         config = {**kept["config"], "moecache": {"device": kept["config"]["moecache"]["device"]}}
         content = {"format": _FORMAT, "run_id": run_id, **_told(detail)}

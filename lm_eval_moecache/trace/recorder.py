@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ import pyarrow.parquet as pq
 
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import DECODE, Event
-from lm_eval_moecache.records.files import check_writable
+from lm_eval_moecache.records.files import check_writable, replace
 from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.ledger import GENERATE, RequestRecord
 from lm_eval_moecache.trace.file import (
@@ -542,7 +541,7 @@ def write_parquet(kept: Kept, target: Path, extra: Mapping[bytes, bytes]) -> Non
             for batches in _groups(kept.batches()):
                 table = pa.Table.from_batches(batches).combine_chunks()
                 file.write_table(table.replace_schema_metadata(schema.metadata))
-        os.replace(writing, target)
+        replace(writing, target)
     except BaseException:
         writing.unlink(missing_ok=True)
         raise

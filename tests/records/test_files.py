@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lm_eval_moecache.cli.trace import only_request
 from lm_eval_moecache.records.files import (
     MOST_YAML_BYTES,
     check_writable,
@@ -25,6 +27,9 @@ from lm_eval_moecache.records.files import (
     write_whole,
 )
 from lm_eval_moecache.records.numbers import finite, plain_number, read_count, read_number, shown
+from lm_eval_moecache.trace.importers import load_trace, trace_formats
+from tests.conftest import Moecache
+from tests.engine import traces
 
 PACKAGE = Path(__file__).resolve().parents[2] / "lm_eval_moecache"
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -189,6 +194,44 @@ def test_devices_and_links_are_never_replaced(tmp_path: Path) -> None:
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
     write_whole(target, "new")
     assert target.read_text() == "new"
+
+
+def test_one_function_gives_files_their_names() -> None:
+    """All others would replace a device, a pipe or a link's target."""
+    calls = r"os\.(replace|rename|link)\(|shutil\.(move|copy)|\.rename\(|savefig\((?!image)"
+    writers = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if re.search(calls, path.read_text())
+    }
+    assert writers == {"records/files.py"}
+
+
+@pytest.mark.parametrize("option", ["--plot", "--timeline"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_a_replay_would_write_is_checked_before_it(
+    moecache: Moecache, tmp_path: Path, option: str, kind: str
+) -> None:
+    target = tmp_path / "kept.svg"
+    target.write_text("kept")
+    place = tmp_path / "out.svg"
+    os.mkfifo(place) if kind == "pipe" else place.symlink_to(target)
+    said = moecache("replay", "traces/no-such.parquet", f"{option}={place}", code=2)
+    assert kind in said and "is not replaced" in said and "no-such" not in said
+    assert target.read_text() == "kept" and stat.S_IFMT(os.lstat(place).st_mode) != stat.S_IFREG
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv"])
+def test_a_converted_trace_replaces_no_link(tmp_path: Path, suffix: str) -> None:
+    path, _ = traces.record(tmp_path)
+    trace = only_request(load_trace(str(path)), 0)
+    target, link = tmp_path / "kept", tmp_path / f"out{suffix}"
+    target.write_text("kept")
+    link.symlink_to(target)
+    kind = next(k for k in trace_formats().values() if k.written and k.suffixes[0] == suffix)
+    with pytest.raises(OSError, match="symbolic link"):
+        kind.write(trace, link)
+    assert link.is_symlink() and target.read_text() == "kept"
 
 
 @pytest.mark.parametrize("text", ['a: !!bool "x"', 'name: !!timestamp "x"', "a: !!int {}"])

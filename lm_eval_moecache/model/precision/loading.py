@@ -40,7 +40,7 @@ from lm_eval_moecache.model.precision.codecs import (
     shape_without_memory,
     takes_no_memory,
 )
-from lm_eval_moecache.records.files import PART, lock, write_whole
+from lm_eval_moecache.records.files import PART, lock, replace, write_whole
 
 logger = logging.getLogger(__name__)
 FORMAT = 1
@@ -130,7 +130,7 @@ class EncodedExpertStore:
     def place(self, layer: int, files: Sequence[Path]) -> None:
         """Rename pending files to their layer's names, under which `file` finds them."""
         for level, file in enumerate(files):
-            os.replace(file, self.file(level, layer))
+            replace(file, self.file(level, layer))
 
 
 def _is_sound(file: Path) -> bool:

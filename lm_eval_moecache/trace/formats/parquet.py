@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from lm_eval_moecache.records.event import PHASES
+from lm_eval_moecache.records.files import check_replaceable, replace
 from lm_eval_moecache.trace.file import read_trace
 from lm_eval_moecache.trace.formats.base import Options, TraceFormat
 from lm_eval_moecache.trace.header import Header
@@ -38,6 +38,7 @@ class Parquet(TraceFormat):
         """Write a trace without its logits and predictions. ValueError if it has no sizes."""
         if not trace.has_sizes:
             raise ValueError(f"trace {trace.name} says no sizes: give those of a model.")
+        check_replaceable(path)
         header = Header(geometry=trace.geometry, seed=trace.seed, has_logits=False)
         columns, num_layers = trace.columns, trace.geometry.num_layers
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
@@ -55,4 +56,4 @@ class Parquet(TraceFormat):
                 writer.add(layer, columns.experts[rows].astype(np.int64), weights, None, [])
             written = writer.close()
             assert written is not None, "a trace without passes"
-            os.replace(written, path)
+            replace(written, path)
