@@ -330,7 +330,7 @@ def test_a_verdict_is_read_only_where_it_is_clear(reply: str, verdict: str | Non
     assert read_verdict(reply) == verdict
 
 
-def test_an_unclear_verdict_is_missing_and_counted_and_a_broken_endpoint_is_named(
+def test_an_unclear_verdict_is_missing_and_counted(
     endpoint: tuple[str, type[Endpoint]], tmp_path: Path
 ) -> None:
     url, handler = endpoint
@@ -342,9 +342,40 @@ def test_an_unclear_verdict_is_missing_and_counted_and_a_broken_endpoint_is_name
     scores = run(metadata)
     assert scores["judge_unread,judge"] == 1.0 and "exact_match,strict-match" in scores
     assert not isinstance(scores.get("judged,judge"), float) or math.isnan(scores["judged,judge"])
-    handler.reply = "broken"
-    with pytest.raises(ValueError, match="answered 500"):
-        judge.verdict("q", "r", "a")
+
+
+@pytest.mark.parametrize("reply", ["broken", None])
+def test_an_endpoint_that_fails_ends_no_run_and_is_left_alone_after_three_failures(
+    endpoint: tuple[str, type[Endpoint]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    reply: str | None,
+) -> None:
+    url, handler = endpoint
+    handler.reply = reply
+    if reply is None:  # no answer at all
+        url = "http://127.0.0.1:9/v1"
+    metadata = {"judge_url": url, "judge_model": "m", "judge_cache": str(tmp_path / "v.jsonl")}
+    scores = run(metadata)
+    assert scores["judge_unread,judge"] == 1.0 and "exact_match,strict-match" in scores
+    said = [r.getMessage() for r in caplog.records if "judge" in r.getMessage()]
+    assert sum("gave no answer" in line for line in said) == 3
+    assert "asked no more" in said[-1] and ("answered 500" in said[0]) == (reply == "broken")
+    assert not (tmp_path / "v.jsonl").exists()
+
+
+def test_only_failures_in_a_row_silence_a_judge(
+    endpoint: tuple[str, type[Endpoint]], tmp_path: Path
+) -> None:
+    url, handler = endpoint
+    judge = Judge("m", url, tmp_path / "v.jsonl")
+    verdicts = []
+    for number, reply in enumerate(["broken", "broken", "CORRECT", *["broken"] * 3, "CORRECT"]):
+        handler.reply = reply
+        verdicts.append(judge.verdict("q", "r", f"answer {number}"))
+    assert verdicts == [None, None, 1.0, None, None, None, None]
+    assert len(handler.asked) == 6, "the last answer is not asked about"
+    assert judge.verdict("q", "r", "answer 2") == 1.0, "a verdict that is known is still given"
 
 
 def test_a_local_model_judges_without_an_endpoint(tmp_path: Path) -> None:
@@ -355,7 +386,17 @@ def test_a_local_model_judges_without_an_endpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("metadata", "words"),
-    [({}, "none is named"), ({"judge_modle": "x"}, "Did you mean 'judge_model'")],
+    [
+        ({}, "none is named"),
+        ({"judge_modle": "x"}, "Did you mean 'judge_model'"),
+        ({"judge_model": "m", "judge_url": "localhost:8000/v1"}, "judge_url='localhost:8000/v1'"),
+        ({"judge_model": "m", "judge_url": "ftp://host/v1"}, "Allowed: http://HOST:PORT/v1"),
+        ({"judge_model": "m", "judge_url": "http:///v1"}, "is no address of an endpoint"),
+        ({"judge_model": "tiny", "judge_cache": "/dev/null/v.jsonl"}, "Not a directory"),
+        ({"judge_model": "tiny", "judge_cache": "/dev/full"}, "a device or a pipe"),
+        ({"judge_model": "tiny", "judge_cache": "/tmp"}, "it is a folder"),
+        ({"judge_model": "./no/such/model"}, "judge_model='./no/such/model': there is no such"),
+    ],
 )
 def test_a_wrong_judge_is_refused_before_anything_runs(
     metadata: dict[str, str], words: str

@@ -4,7 +4,8 @@
       class: !function lm_eval_moecache.harness.judge.JudgedTask
 
 adds `judged` (the share of documents whose answer the judge calls correct, of those whose verdict
-could be read), `judge_unread` (the share whose verdict could not) and, where the task has
+could be read), `judge_unread` (the share whose verdict could not, or for which the judge gave no
+answer) and, where the task has
 an exact match, `judge_agreement` (how often the two agree). SpecMD section 5.1 has GPT-5 judge
 TruthfulQA and NaturalQuestions. The command line names the judge:
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -27,17 +29,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean
 
 from lm_eval_moecache.harness.tasks import SpeedTask
-from lm_eval_moecache.records.files import task_configs_dir
+from lm_eval_moecache.records.files import check_place, check_writable, task_configs_dir
 from lm_eval_moecache.records.ledger import GENERATE
-from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.numbers import shown, unknown
 from lm_eval_moecache.report.results import SPEED_FILTER as SPEED
 
+logger = logging.getLogger(__name__)
 FILTER = "judge"
 PROMPT_FILE = "judge_prompt.txt"
 VERDICTS = {"CORRECT": 1.0, "INCORRECT": 0.0}
@@ -45,7 +49,8 @@ KEYS = ("judge_model", "judge_url", "judge_cache")
 DEFAULT_CACHE = Path("~/.cache/lm-eval-moecache/verdicts.jsonl")
 _EXACT = ("exact_match", "acc", "em")
 _TIMEOUT_S = 120
-
+MOST_FAILURES = 3
+"""Failures in a row after which a judge is asked no more."""
 
 _SUBJECT = r"(?:it|this|that|(?:final |my |the |given )*(?:verdict|answer|judge?ment|grade))"
 _VERDICT = re.compile(
@@ -83,24 +88,50 @@ class Judge:
                 entry = json.loads(line)
                 self._known[entry["key"]] = VERDICTS[entry["verdict"]]
         self._local: Any = None
+        self._failures = 0
 
     def verdict(self, question: str, references: str, answer: str) -> float | None:
         """Return 1.0 for correct, 0.0 for incorrect, None for a reply that says neither clearly.
 
-        Only clear verdicts are cached. Raises ValueError where the endpoint gives no reply.
+        None also where the endpoint fails, which is logged: the answers are not lost with it. Only
+        clear verdicts are cached.
         """
         prompt = self._prompt.format(question=question, reference=references, answer=answer)
         key = hashlib.sha256(f"{self.name}\n{prompt}".encode()).hexdigest()
         if key not in self._known:
-            verdict = self._ask_endpoint(prompt) if self._url else self._ask_local(prompt)
+            verdict = self._try_endpoint(prompt) if self._url else self._ask_local(prompt)
             if verdict is None:
                 return None
             self._known[key] = VERDICTS[verdict]
+            self._store({"key": key, "judge": self.name, "verdict": verdict})
+        return self._known[key]
+
+    def _store(self, entry: Mapping[str, str]) -> None:
+        try:
             self._cache.parent.mkdir(parents=True, exist_ok=True)
             with self._cache.open("a", encoding="utf-8") as file:
-                entry = {"key": key, "judge": self.name, "verdict": verdict}
                 file.write(json.dumps(entry) + "\n")
-        return self._known[key]
+        except OSError as error:  # a disk that has filled up since the check
+            logger.warning("judge_cache: a verdict was not kept: %s", error)
+
+    def _try_endpoint(self, prompt: str) -> str | None:
+        if self._failures == MOST_FAILURES:
+            return None
+        try:
+            verdict = self._ask_endpoint(prompt)
+        except (requests.RequestException, ValueError, LookupError, TypeError) as error:
+            self._failures += 1
+            logger.warning("judge %s gave no answer, so a verdict is missing: %s", self.name, error)
+            if self._failures == MOST_FAILURES:
+                logger.warning(
+                    "judge %s failed %d times in a row and is asked no more: the verdicts of the "
+                    "other answers are missing. A rerun asks for these alone.",
+                    self.name,
+                    MOST_FAILURES,
+                )
+            return None
+        self._failures = 0
+        return verdict
 
     def _ask_endpoint(self, prompt: str) -> str | None:
         key = os.environ.get("OPENAI_API_KEY")
@@ -112,9 +143,7 @@ class Judge:
             timeout=_TIMEOUT_S,
         )
         if reply.status_code != requests.codes.ok:
-            raise ValueError(
-                f"judge_url={self._url!r} answered {reply.status_code}: {reply.text[:200]}"
-            )
+            raise ValueError(f"it answered {reply.status_code}: {reply.text[:200]}")
         text = str(reply.json()["choices"][0]["message"]["content"])
         return read_verdict(text)
 
@@ -152,6 +181,35 @@ class Answer:
     filtered: Any
 
 
+def checked_judge(settings: Mapping[str, Any]) -> Judge:
+    """Return the judge that `--metadata` names.
+
+    Raises ValueError where it can judge nothing: no address, no model, no place for its verdicts.
+    """
+    name, url = str(settings["judge_model"]), settings.get("judge_url")
+    if url is not None:
+        parts = urlsplit(url if isinstance(url, str) else "")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(
+                f"judge_url={shown(url)} is no address of an endpoint. Allowed: "
+                "http://HOST:PORT/v1 or https://HOST/v1."
+            )
+    else:
+        check_place("judge_model", name)
+    given = str(settings.get("judge_cache", DEFAULT_CACHE))
+    cache = Path(given).expanduser()
+    try:
+        check_writable(cache)
+        if cache.is_dir():
+            raise IsADirectoryError("it is a folder")
+    except OSError as error:
+        raise ValueError(
+            f"judge_cache={given!r} cannot be written: {error.strerror or error}. Allowed: a file "
+            "that can be made or appended to."
+        ) from None
+    return Judge(name, url, cache)
+
+
 class JudgedTask(SpeedTask):
     """Any generative YAML task of lm-eval, with a judge's verdict beside its scores and speed.
 
@@ -175,8 +233,7 @@ class JudgedTask(SpeedTask):
                 "--metadata '{\"judge_model\": NAME}' (a transformers model, or with judge_url one "
                 "of an OpenAI-compatible endpoint)."
             )
-        cache = Path(str(settings.get("judge_cache", DEFAULT_CACHE)))
-        self._judge = Judge(str(settings["judge_model"]), settings.get("judge_url"), cache)
+        self._judge = checked_judge(settings)
         self._agrees = False
 
     def apply_filters(self) -> list[Instance] | None:
