@@ -2,7 +2,6 @@
 
 Usage: python benchmarks/specimen.py --model new=tiny --model old=FOLDER --draft new=tiny-draft
 
-Cluster c has the E / C experts from c * E / C on, as tools/train_tiny/clusters.py orders them.
 Shapes: T tokens, L layers, E experts, K top-k, D hidden.
 """
 
@@ -26,8 +25,6 @@ import numpy as np
 import scipy.stats
 import torch
 from grid import decode_trace, setting_of, text_table
-from scipy.cluster.vq import kmeans2
-from sklearn.metrics import adjusted_rand_score
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,11 +38,10 @@ from tools.train_tiny.skills.generator import ASKED, held_out
 from tools.train_tiny.skills.problem import Problem
 
 NUM_TEXTS, NUM_TOKENS = 16, 299
-NUM_SWAPPED, NUM_CLUSTER_SWAPPED = 100, 40
+NUM_SWAPPED = 100
 NUM_PROMPTS, NUM_DRAFTED, MOST_DRAFTED_TOKENS = 10, 30, 48
 CYCLES = (0.8, 2.0, 4.0)
 EVICTIONS = {"LRU": "lru", "LFU": "lfu", "Belady": "belady"}
-NUM_CLUSTERS, RESTARTS = 8, 10
 WINDOW = 1024
 Rows = Iterator[tuple[str, str]]
 """(measure, value) pairs."""
@@ -75,7 +71,6 @@ class Specimen:
         ]
         self.num_experts = int(self.model.config.num_experts)
         self.top_k = int(self.model.config.num_experts_per_tok)
-        self.cluster_size = self.num_experts // NUM_CLUSTERS
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer(text).input_ids
@@ -290,67 +285,6 @@ def last_rank(specimen: Specimen) -> Swap:
     return swap
 
 
-def cluster_swap(specimen: Specimen, share: float, *, inside: bool) -> Swap:
-    """Replace a share of the chosen experts by unchosen ones, inside or outside their cluster.
-
-    In both cases only experts whose cluster has an unchosen one are swapped, so that both swaps
-    change the same assignments.
-    """
-    size, rng = specimen.cluster_size, Random(0)
-
-    def swap(_: int, experts: list[int], __: list[float]) -> list[int]:
-        for slot, expert in enumerate(list(experts)):
-            cluster = range(expert - expert % size, expert - expert % size + size)
-            near = [e for e in cluster if e not in experts]
-            if near and rng.random() < share:
-                far = [e for e in range(specimen.num_experts) if e not in (*experts, *cluster)]
-                experts[slot] = rng.choice(near if inside else far)
-        return experts
-
-    return swap
-
-
-def clusters_found(specimen: Specimen, texts: list[list[int]]) -> list[float]:
-    """Adjusted Rand index of co-activation clusters against the true ones, by layer.
-
-    Spectral clustering: k-means on the leading eigenvectors of the normalised co-activation (Ng et
-    al. 2002).
-    """
-    truth, scores = np.arange(specimen.num_experts) // specimen.cluster_size, []
-    stream = one_stream([specimen.read(ids) for ids in texts])
-    for chosen_TK in stream.chosen_TLK.swapaxes(0, 1):
-        used_TE = np.zeros((len(chosen_TK), specimen.num_experts))
-        np.put_along_axis(used_TE, chosen_TK, 1.0, 1)
-        counts_EE = used_TE.T @ used_TE
-        np.fill_diagonal(counts_EE, 0)
-        size = np.sqrt(np.maximum(counts_EE.sum(1), 1))
-        _, vectors = np.linalg.eigh(counts_EE / np.outer(size, size))
-        rows = vectors[:, -NUM_CLUSTERS:]
-        rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
-        fits = [kmeans2(rows, NUM_CLUSTERS, minit="++", seed=seed) for seed in range(RESTARTS)]
-        _, labels = min(fits, key=lambda fit: ((rows - fit[0][fit[1]]) ** 2).sum())
-        scores.append(adjusted_rand_score(truth, labels))
-    return scores
-
-
-def of_clusters(specimen: Specimen, texts: list[list[int]]) -> Rows:
-    """Whether co-activation finds the clusters, and the cost of swaps inside and across them."""
-    yield "co-activation's clusters, adjusted Rand", spread(clusters_found(specimen, texts))
-    plain = specimen.text_loss(texts)
-    for share in (0.5, 1.0):
-        swaps = (cluster_swap(specimen, share, inside=inside) for inside in (True, False))
-        nats = [specimen.text_loss(texts, swap) - plain for swap in swaps]
-        losses = f"{nats[0]:.3f}, {nats[1]:.3f} (ratio {nats[0] / nats[1]:.2f})"
-        yield f"nats of text lost, {share:.0%} swapped: inside, across", losses
-    count, points = NUM_CLUSTER_SWAPPED, np.zeros(2)
-    for task in ASKED:
-        swaps = (cluster_swap(specimen, 1.0, inside=inside) for inside in (True, False))
-        right = specimen.accuracy(task, count)
-        points += [(right - specimen.accuracy(task, count, swap)) / len(ASKED) for swap in swaps]
-    losses = f"{points[0]:.1f}, {points[1]:.1f} (ratio {points[0] / points[1]:.2f})"
-    yield "points of answers lost, all swapped: inside, across", losses
-
-
 # --- the draft, skills and text ---
 
 
@@ -410,8 +344,6 @@ def measures(folder: str, draft: str | None, more: Path | None, num_documents: i
     with hooked(module.register_forward_hook(lambda *call: 0 * call[2]) for module in experts):
         loss = specimen.text_loss(starts) - plain
     yield "nats of text lost without the routed experts", f"{loss:.3f}"
-    if hasattr(specimen.model.config, "shared_expert_intermediate_size"):
-        yield from of_clusters(specimen, texts)
     if draft:
         yield from of_draft(specimen, loaded(draft), texts)
     yield "held-out text, bits per byte", f"{specimen.bits_per_byte(pages):.3f}"

@@ -42,7 +42,7 @@ def test_model_is_a_small_olmoe_in_bf16_and_its_draft_dense_of_the_same_layers_a
 
 
 @pytest.mark.parametrize(
-    "folder, module, first", [(MODEL_DIR, "train", 0), (DRAFT_DIR, "draft", FIRST_STEP)]
+    "folder, module, first", [(MODEL_DIR, "version4", 0), (DRAFT_DIR, "draft", FIRST_STEP)]
 )
 def test_training_record_names_the_command_and_has_every_step(
     folder: Path, module: str, first: int

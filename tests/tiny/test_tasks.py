@@ -19,7 +19,7 @@ from tools.train_tiny.skills.generator import ASKED, BBH, held_out
 CONFIGS = Path(__file__).parents[2] / "task_configs"
 LM_EVAL = Path(lm_eval_tasks.__file__).parent
 VERSIONS = {
-    "gsm8k": (2.0, "be3cb130"),
+    "gsm8k": (3.0, "c363baf9"),
     "mmlu": (2.0, "f4322ee4"),
     "arc": (2.0, "cc53117f"),
     "truthfulqa": (2.0, "352eb792"),

@@ -8,24 +8,15 @@ from random import Random
 
 import pytest
 import torch
-from transformers import AutoTokenizer, OlmoeForCausalLM, Qwen2MoeForCausalLM
+from transformers import AutoTokenizer, OlmoeForCausalLM
 
 from lm_eval_moecache.tiny import MODEL_DIR
 from lm_eval_moecache.tiny.documents import PAGES
 from tools.train_tiny import books
 from tools.train_tiny.batches import LATE, ROW_LENGTH, SKILL_ROWS, skill_batch
-from tools.train_tiny.clusters import (
-    CLUSTER_SIZE,
-    NUM_CLUSTERS,
-    NUM_EXPERTS,
-    TOP_K,
-    balanced_clusters,
-    cluster_config,
-)
 from tools.train_tiny.network import build_config, build_model
 from tools.train_tiny.packages import PACKAGES
 from tools.train_tiny.tokenizer import VOCAB_SIZE
-from tools.train_tiny.version3 import best_share, lru_share, sharpen, together
 
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("c++") and shutil.which("ninja")), reason="needs a C++ compiler and ninja"
@@ -67,44 +58,6 @@ def test_packages_are_pinned_and_only_the_public_domain_is_held_out_to_ship() ->
     assert all(len(package.sha256) == 64 and package.version for package in PACKAGES)
     shipped = [package for package in PACKAGES if package.public_domain]
     assert shipped and all("public domain" in package.licence for package in shipped)
-
-
-def test_clusters_have_one_size_and_put_like_rows_together() -> None:
-    torch.manual_seed(0)
-    centres = torch.eye(NUM_CLUSTERS, 32) * 4
-    mixed = torch.randperm(NUM_EXPERTS)
-    rows = (centres.repeat_interleave(CLUSTER_SIZE, dim=0) + 0.1 * torch.randn(64, 32))[mixed]
-    order = balanced_clusters(rows, seed=0)
-    assert sorted(order.tolist()) == list(range(NUM_EXPERTS))
-    labels = (mixed[order] // CLUSTER_SIZE).view(NUM_CLUSTERS, CLUSTER_SIZE)
-    assert bool((labels == labels[:, :1]).all())
-
-
-def test_sharpened_routers_choose_the_same_and_give_the_best_expert_its_share() -> None:
-    torch.manual_seed(0)
-    model = Qwen2MoeForCausalLM(cluster_config(pad_id=0, end_id=1))
-    ids = torch.randint(2, 4096, (2, 64))
-
-    def routed() -> tuple[torch.Tensor, ...]:
-        with torch.no_grad():
-            outputs = model.model(input_ids=ids, output_router_logits=True, use_cache=False)
-        return outputs.router_logits
-
-    logits_before = routed()
-    assert all(float(best_share(logits)) < 0.3 for logits in logits_before)
-    sharpen(model, logits_before, share=0.4)
-    first, after = logits_before[0], routed()[0]
-    assert torch.equal(first.topk(TOP_K).indices, after.topk(TOP_K).indices)
-    assert float(best_share(after)) == pytest.approx(0.4, abs=1e-4)
-
-
-def test_lru_share_of_two_cycles_remembers_the_last_two_tokens() -> None:
-    for period, share in ((2, 4 / 6), (3, 0)):
-        logits = torch.zeros(6, NUM_EXPERTS)
-        for token in range(6):
-            logits[token, 8 * (token % period) : 8 * (token % period) + 8] = 1.0
-        assert lru_share((logits,), 6) == share
-    assert together((logits,)) == 1
 
 
 def test_the_pages_are_of_two_dictionaries_and_three_books_and_no_page_comes_twice() -> None:

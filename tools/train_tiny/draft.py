@@ -1,48 +1,114 @@
 """Trains `tiny-draft`, a separate dense model with as many layers as `tiny` and its width.
 
-`python -m tools.train_tiny.draft --out DIR` starts from version 2's attention and the mean of its
-experts, like version 3 (clusters.py), and then trains independently: its hidden states resemble the
-model's, so that the model's routers can read them, but are not equal.
+`python -m tools.train_tiny.draft --out DIR` starts from the model's attention and the mean of its
+experts, and learns the text and, layer by layer, the direction of the model's hidden states: they
+resemble the model's, so that the model's routers can read them, but are not equal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
 import torch
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    OlmoeForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 from lm_eval_moecache.tiny import MODEL_DIR
-from tools.train_tiny.batches import step_batches
-from tools.train_tiny.clusters import copy_attention, query_sizes
+from tools.train_tiny.batches import Batch, step_batches
+from tools.train_tiny.network import build_model
 from tools.train_tiny.tokenizer import MAX_LENGTH, VOCAB_SIZE
-from tools.train_tiny.train import Plan, Training, start
+from tools.train_tiny.train import Plan, Training, micro_loss, start
 
 NEVER = 1_000_000_000
-# Batches from the middle of version 2's training, with fewer word problems and more facts than its
+# Batches from the middle of version 2's mixtures, with fewer word problems and more facts than its
 # last: on those the draft would predict nearly all words of a solution and too few answers.
 FIRST_STEP = 720
 INTERMEDIATE = 96
-# Share of noise mixed into each matrix; without it the draft's hidden states equal the model's.
+# Share of noise mixed into each matrix at the start.
 NOISE = 0.5
+# Weight of the mean of 1 - cosine with the model's hidden states. The text alone does not make them
+# alike, as the experts of version 4 have no dense model in common.
+MATCH = 2.0
+
+
+@torch.no_grad()
+def copy_attention(
+    new: PreTrainedModel, old: OlmoeForCausalLM, query_sizes: list[tuple[float, float]]
+) -> None:
+    """Copy all of `old` but its MLPs into a model without query and key norms.
+
+    The projections are divided by `query_sizes`, the mean sizes by layer, instead.
+    """
+    state = new.state_dict()
+    for name, weight in old.state_dict().items():
+        if name in state and "mlp" not in name:
+            state[name].copy_(weight)
+    for layer, old_layer, sizes in zip(
+        new.model.layers, old.model.layers, query_sizes, strict=True
+    ):
+        source, target = old_layer.self_attn, layer.self_attn
+        target.q_proj.weight.copy_(source.q_norm.weight[:, None] * source.q_proj.weight / sizes[0])
+        target.k_proj.weight.copy_(source.k_norm.weight[:, None] * source.k_proj.weight / sizes[1])
+
+
+@torch.no_grad()
+def query_sizes(model: OlmoeForCausalLM, ids_BS: Tensor) -> list[tuple[float, float]]:
+    """Mean root-mean-square of the queries and of the keys before their norm, by layer."""
+    sizes: list[list[float]] = []
+
+    def note(_: nn.Module, inputs: tuple[Tensor, ...], __: Tensor) -> None:
+        sizes[-1].append(float(inputs[0].pow(2).mean(-1).sqrt().mean()))
+
+    handles = [
+        norm.register_forward_hook(note)
+        for layer in model.model.layers
+        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm)
+    ]
+    sizes.append([])
+    model(input_ids=ids_BS)
+    for handle in handles:
+        handle.remove()
+    return list(zip(sizes[0][::2], sizes[0][1::2], strict=True))
+
+
+@contextmanager
+def states_of(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Collect what each layer returns (B, S, D)."""
+    states = list[Tensor]()
+
+    def note(_: nn.Module, __: object, output: Tensor) -> None:
+        states.append(output)
+
+    handles = [layer.register_forward_hook(note) for layer in model.model.layers]
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class TwinTraining(Training):
     """The dense model alone."""
 
-    about: ClassVar[dict[str, str]] = {"from": "version 2 of tiny", "target": "../model"}
+    about: ClassVar[dict[str, str]] = {"from": "version 4 of tiny", "target": "../model"}
 
     def __init__(self, plan: Plan, out: Path, cache: Path) -> None:
         super().__init__(plan, out, cache)
         self.step = max(self.step, FIRST_STEP)
+        plain = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+        self.target = build_model(plain.config).eval()
+        self.target.load_state_dict(plain.state_dict())
 
     def _tokenizer(self, cache: Path) -> PreTrainedTokenizerFast:
         tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(MODEL_DIR)
@@ -83,14 +149,35 @@ class TwinTraining(Training):
                 weight.lerp_(weight.std() * torch.randn_like(weight), NOISE)
         return new
 
+    def _update(self, batches: tuple[Batch, Batch]) -> tuple[float, float, float]:
+        """Take one step; in place of the balance, return the mean of 1 - cosine."""
+        losses, apart = list[Tensor](), list[Tensor]()
+        for batch in batches:
+            with states_of(self.model) as mine:
+                losses.append(micro_loss(self.model, batch)[0])
+            with torch.no_grad(), states_of(self.target) as theirs:
+                self.target.model(batch.ids_BS, attention_mask=batch.mask, use_cache=False)
+            real_BS = batch.ids_BS >= 0 if batch.document_BS is None else batch.document_BS >= 0
+            pairs = zip(mine, theirs, strict=True)
+            cosines = [torch.cosine_similarity(a, b, -1)[real_BS].mean() for a, b in pairs]
+            apart.append(1 - torch.stack(cosines).mean())
+        text, skills = losses
+        distance = torch.stack(apart).mean()
+        (text + self.plan.skill_weight * skills + MATCH * distance).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return text.item(), skills.item(), distance.item()
+
 
 if __name__ == "__main__":
     preset = Plan(
         dense_steps=NEVER,
-        steps=FIRST_STEP + 140,
+        steps=FIRST_STEP + 600,
         rate=2e-3,
         adam_rate=1.5e-3,
         warmup=20,
-        decay_steps=80,
+        decay_steps=100,
     )
     start(TwinTraining, preset, __doc__)

@@ -1,4 +1,4 @@
-"""Trains `tiny` from scratch: tokenizer, dense model, experts, and the record of the run.
+"""Trained version 2 of `tiny` from scratch; version4.py and draft.py use its parts.
 
 `python -m tools.train_tiny.train --out DIR` writes `DIR/model`, which AutoModelForCausalLM and
 AutoTokenizer load. A dense stage comes first; its MLP is then copied into the experts (upcycle.py).

@@ -84,7 +84,7 @@ MISSPELT: dict[str, Maker] = {
 }
 # Each task's makers, which take turns; a maker named twice has two turns.
 ASKED: dict[str, tuple[str, ...]] = {
-    "gsm8k": (*("gsm8k/1",) * 4, "gsm8k/2"),
+    "gsm8k": ("gsm8k/1", *("gsm8k/2",) * 3, "gsm8k/3"),
     "mmlu": ("mmlu/misspelt", "mmlu/misspelt", "mmlu/3"),
     "arc": ("arc/misspelt", "arc/misspelt", "arc/3"),
     "truthfulqa": ("truthfulqa/misspelt",),
