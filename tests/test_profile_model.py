@@ -197,7 +197,8 @@ def analyzed() -> AnalyzedModel:
 def test_the_slope_is_that_of_the_loss(analyzed: AnalyzedModel) -> None:
     """One token's output moves a little along its change: the loss must follow the gradient."""
     analyzed.model.float()
-    fisher, layer, token, step = Fisher(analyzed), 3, 7, 1e-3
+    # Of earlier tokens a step flips a near tie of a later router, and the loss jumps.
+    fisher, layer, token, step = Fisher(analyzed), 3, 12, 1e-3
 
     def loss(hook: Any) -> torch.Tensor:
         handle = analyzed.layers[layer].experts.register_forward_hook(hook)
