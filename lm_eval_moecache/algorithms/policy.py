@@ -13,6 +13,7 @@ from lm_eval_moecache.algorithms.registry import (
     AXES,
     find_algorithm,
     import_class,
+    is_own,
     parameters_of,
     reason_of,
     source_of,
@@ -21,6 +22,7 @@ from lm_eval_moecache.records.errors import AlgorithmError
 from lm_eval_moecache.records.files import is_file, policies_dir, read_yaml
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import MOST_COUNT, nearest, read_number, unknown
+from lm_eval_moecache.records.plugins import yaml_files
 
 PHASES = ("all", "decode")
 
@@ -38,17 +40,22 @@ class Choice:
         """Return an instance; ValueError names the axis and the algorithm."""
         try:
             built = self.algorithm(geometry, seed=seed, **self.parameters)
-            return _naming_itself(built, self, geometry) if "." in self.name else built
+            return _naming_itself(built, self, geometry) if self.is_outside else built
         except ValueError as error:
             raise ValueError(f"{self.axis}={self.name}: {error}") from error
         except Exception as error:
-            if "." not in self.name:
+            if not self.is_outside:
                 raise
             # A user's class may raise anything.
             raise ValueError(
                 f"{self.axis}={self.name} ({source_of(self.algorithm)}): its constructor raised "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether it is another package's, given by a class path or a name that package adds."""
+        return "." in self.name or not is_own(self.algorithm)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the choice as a policy's YAML spells it, with all parameters."""
@@ -138,8 +145,8 @@ def unmangle(name: str) -> str:
 
 
 def policy_names() -> list[str]:
-    """Return the names of the shipped compositions, sorted."""
-    return sorted(path.stem for path in policies_dir().glob("*.yaml"))
+    """Return the names of the compositions, sorted: the shipped ones, and what packages add."""
+    return list(yaml_files("policies", policies_dir()))
 
 
 def load_policy(
@@ -207,11 +214,12 @@ def _read(given: str | Mapping[str, Any]) -> tuple[Mapping[str, Any], str, str]:
     if isinstance(given, Mapping):
         data, where, stem = given, "policy mapping", "custom"
     else:
-        name, folder = str(given), policies_dir()
-        path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
+        name, files = str(given), yaml_files("policies", policies_dir())
+        is_path = name.endswith((".yaml", ".yml"))
+        if not is_path and name not in files:
+            raise unknown("policy", name, files)
+        path = Path(name) if is_path else files[name]
         if not is_file(path):
-            if path.parent == folder:
-                raise unknown("policy", name, policy_names())
             raise ValueError(f"policy={name!r}: there is no such file.")
         where, stem = f"policy file {path.name}", path.stem
         data = read_yaml(path, f"policy={str(path)!r}")
@@ -226,8 +234,8 @@ def _check_pairs(choices: Mapping[str, Choice], is_lossless: bool) -> None:
     for axis, choice in choices.items():
         for other, allowed in choice.algorithm.pairs_with.items():
             name = choices[other].name
-            # An outside algorithm, given by its class_path, is its author's responsibility.
-            if name not in allowed and "." not in name:
+            # An outside algorithm is its author's responsibility.
+            if name not in allowed and not choices[other].is_outside:
                 raise ValueError(
                     f"{other}={name!r} does not go with {axis}={choice.name!r}: "
                     f"{choice.algorithm.pairs_because}. Allowed: {', '.join(allowed)}."

@@ -1,4 +1,4 @@
-"""Finds algorithms: the folder of an axis is its registry; there is no other list."""
+"""Finds algorithms: the folder of an axis is its registry, beside what other packages add."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from functools import cache, lru_cache
 from typing import Any
 
+from lm_eval_moecache.records import plugins
 from lm_eval_moecache.records.numbers import unknown
 
 BASES = {
@@ -28,8 +29,9 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def algorithm_names(axis: str) -> list[str]:
-    """Return the names of an axis' algorithms: its module names, sorted."""
-    return list(_modules_of(axis))
+    """Return the names of an axis' algorithms, sorted: our modules, and what packages add."""
+    own = _modules_of(axis)
+    return sorted([*own, *plugins.added_classes(axis, own)])
 
 
 @cache
@@ -46,10 +48,13 @@ def base_of(axis: str) -> type[Any]:
 
 
 def find_algorithm(axis: str, name: str) -> type[Any]:
-    """Return the one algorithm class that the file `<axis>/<name>.py` defines."""
-    names = algorithm_names(axis)
-    if name not in names:
-        raise unknown(axis, name, names)
+    """Return the one algorithm class that the file `<axis>/<name>.py` defines, or a package's."""
+    own = _modules_of(axis)
+    added = plugins.added_classes(axis, own)
+    if name in added:
+        return _checked(axis, plugins.load(added[name]), plugins.described(added[name]))
+    if name not in own:
+        raise unknown(axis, name, [*own, *added])
     module = importlib.import_module(f"lm_eval_moecache.algorithms.{axis}.{name}")
     base = base_of(axis)
     found = [
@@ -80,6 +85,16 @@ def import_class(axis: str, class_path: str) -> type[Any]:
         found = getattr(importlib.import_module(module_name), class_name)
     except Exception as error:  # whatever the module's own code raises
         raise ValueError(f"{key} cannot be imported: {reason_of(error)}") from error
+    return _checked(axis, found, key)
+
+
+def is_own(algorithm: type[Any]) -> bool:
+    """Whether an algorithm is of this package, which its tests cover, and no one else's."""
+    return algorithm.__module__.startswith("lm_eval_moecache.algorithms.")
+
+
+def _checked(axis: str, found: Any, key: str) -> type[Any]:
+    """Return an outside algorithm that can be built; ValueError, beginning with `key`, if not."""
     base = base_of(axis)
     if not (isinstance(found, type) and issubclass(found, base) and found is not base):
         raise ValueError(f"{key} is not a subclass of {base.__module__}.{base.__name__}.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from inspect import isfunction
 from itertools import chain
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from lm_eval_moecache.algorithms import features
 from lm_eval_moecache.algorithms.ranked import RankedEviction, compiled_rank
+from lm_eval_moecache.algorithms.registry import is_own
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.core import Count, Machine, Piece, Place, Slot, State
 from lm_eval_moecache.engine.decide import Plan
@@ -67,10 +69,10 @@ def reason_against(engine: Engine, scans: bool) -> str:
         return "a lossy algorithm decides by what is resident"
     if rules.ladder:
         return "the store has several levels of precision"
-    if not type(eviction).__module__.startswith("lm_eval_moecache.algorithms."):
-        return f"{type(eviction).__name__} is no eviction of this package"
     if not isinstance(eviction, RankedEviction):
         return f"{type(eviction).__name__} keeps a state of its own and ranks nobody"
+    if overridden := _overridden(type(eviction)):
+        return f"{type(eviction).__name__} defines {overridden} of its own, not only a rank"
     if not engine.setting.is_one_server:
         return "the link has lanes, or experts are executed as they arrive"
     if rules.miss.host_rule:
@@ -81,6 +83,15 @@ def reason_against(engine: Engine, scans: bool) -> str:
         return "a whole pass is foreseen before it begins"
     if scans:
         return "texts were scanned layer by layer"
+    return ""
+
+
+def _overridden(eviction: type[RankedEviction]) -> str:
+    """Return a method by which an outside ranking does more than the loop's tables, or ""."""
+    outside = [c for c in eviction.__mro__ if issubclass(c, RankedEviction) and not is_own(c)]
+    for name in (name for c in outside for name, value in vars(c).items() if isfunction(value)):
+        if not name.startswith("__") and name != "rank" and hasattr(RankedEviction, name):
+            return name
     return ""
 
 
@@ -101,6 +112,7 @@ class PassLoop:
         self._layers, self._experts = geometry.num_layers, geometry.num_experts
         self._rank: Any = eviction.plain_rank
         self._loop: Callable[..., None] = core.run
+        self._can_compile = True
         machine = Machine(
             now=clock.now,
             busy_until=link.busy_until,
@@ -136,16 +148,23 @@ class PassLoop:
             features.note_load(s, key, key // self._experts, False)
 
     def compile(self) -> None:
-        """Switch to machine code over arrays of records."""
+        """Switch to machine code over arrays of records, unless numba cannot compile the rank."""
+        try:
+            rank = compiled_rank(self._rank)
+        except Exception:  # numba's errors are of many kinds
+            if is_own(type(self._eviction)):
+                raise
+            self._can_compile = False
+            return
         self._s = State(*map(as_records, self._s))
-        self._loop, self._rank = compiled(_MODULES, "run"), compiled_rank(self._rank)
+        self._loop, self._rank = compiled(_MODULES, "run"), rank
         # An empty piece: loads or compiles the code now rather than in the first pass.
         self.run(Piece(0, *[_NOBODY] * len(_TYPES)), 0)
 
     def run(self, piece: Piece, num_passes: int) -> Array:
         """Serve a piece; return the counts of its passes, as records of `Count`."""
         is_due = _plain_s[0] > _PATIENCE_S and has_numba()
-        if self._loop is core.run and (is_due or is_compiled()):
+        if self._loop is core.run and self._can_compile and (is_due or is_compiled()):
             self.compile()
         if self._loop is not core.run:
             counts = np.zeros(num_passes, dtype_of(Count))

@@ -9,6 +9,7 @@ from typing import Any
 
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.names import Naming, find_name
+from lm_eval_moecache.records.plugins import yaml_files
 from lm_eval_moecache.records.sizes import parse_bandwidth
 
 PROFILE_DIR = Path(__file__).resolve().parent.parent / "hardware"
@@ -126,8 +127,8 @@ class Hardware:
 
 
 def profile_names() -> list[str]:
-    """Return the names of the shipped profiles, sorted."""
-    return sorted(path.stem for path in PROFILE_DIR.glob("*.yaml"))
+    """Return the names of the profiles, sorted: the shipped ones, and what packages add."""
+    return list(yaml_files("hardware", PROFILE_DIR))
 
 
 def _has_memory(name: str, words: str) -> bool:
@@ -138,7 +139,7 @@ def _has_memory(name: str, words: str) -> bool:
 
 
 def canonical_name(name: str) -> str:
-    """Return the shipped profile that a name as typed means, in its own spelling; a path as is.
+    """Return the profile that a name as typed means, in its own spelling; a path as is.
 
     Raises ValueError for a name that is unknown or could be any of several.
     """
@@ -154,7 +155,11 @@ def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
     ValueError for an unknown name or an unreadable file.
     """
     found = canonical_name(name)
-    path = Path(name) if found.endswith((".yaml", ".yml")) else PROFILE_DIR / f"{found}.yaml"
+    path = (
+        Path(name)
+        if found.endswith((".yaml", ".yml"))
+        else yaml_files("hardware", PROFILE_DIR)[found]
+    )
     # Imported late: pydantic is slow to import.
     from lm_eval_moecache.records.schemas import check
     from lm_eval_moecache.records.schemas.inputs import hardware_schema

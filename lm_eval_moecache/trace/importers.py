@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lm_eval_moecache.records import plugins
+from lm_eval_moecache.records.errors import MoECacheError
 from lm_eval_moecache.records.files import is_file, open_file
 from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.trace import formats
@@ -27,7 +29,7 @@ HEAD_BYTES = 1 << 20
 
 @cache
 def trace_formats() -> dict[str, type[TraceFormat]]:
-    """Return all formats, keyed by their file's name in `formats`: the folder is the registry."""
+    """Return all formats by name: those in `formats`, the registry, then what packages add."""
     formats_by_name = {}
     for name in sorted(info.name for info in pkgutil.iter_modules(formats.__path__)):
         # Imported late: pyarrow is slow to import, and most runs read no trace.
@@ -36,6 +38,14 @@ def trace_formats() -> dict[str, type[TraceFormat]]:
             is_own = inspect.isclass(kind) and kind.__module__ == module.__name__
             if is_own and issubclass(kind, TraceFormat) and not inspect.isabstract(kind):
                 formats_by_name[name] = kind
+    for name, point in plugins.added_classes("formats", formats_by_name.keys()).items():
+        kind = plugins.load(point)
+        if not (inspect.isclass(kind) and issubclass(kind, TraceFormat)):
+            raise MoECacheError(f"{plugins.described(point)} is no subclass of TraceFormat.")
+        if inspect.isabstract(kind):
+            lacking = ", ".join(sorted(kind.__abstractmethods__))
+            raise MoECacheError(f"{plugins.described(point)} is abstract: it lacks {lacking}.")
+        formats_by_name[name] = kind
     return formats_by_name
 
 

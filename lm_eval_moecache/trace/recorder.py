@@ -99,7 +99,7 @@ def looks_on(choice: Choice) -> bool:
     # An instance may look further ahead than its class declares; an outside class may do anything.
     depth = algorithm.depth or choice.parameters.get("depth", 0)
     sees_more = depth or algorithm.uses_predictor or algorithm.foresees or algorithm.uses_logits
-    return bool(sees_more or "." in choice.name)
+    return bool(sees_more or choice.is_outside)
 
 
 def identity(choice: Choice, seed: int, predictor: str) -> str:

@@ -1,0 +1,1 @@
+"""Rules, a trace format, a composition and a device, found by their entry points."""

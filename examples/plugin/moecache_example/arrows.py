@@ -1,0 +1,36 @@
+"""A trace format: lines `request> layer 0's ids | layer 1's ids | ...`, a decode step each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from lm_eval_moecache import TraceFormat
+from lm_eval_moecache.trace.formats.base import Options, Pass, build, numbered
+from lm_eval_moecache.trace.trace import Trace
+
+
+class Arrows(TraceFormat):
+    """Lines such as `0> 3 1 | 2 0`: the request, then the experts of each layer, heaviest first."""
+
+    suffixes = (".arrows",)
+    holds = "nothing more: every line is a decode step"
+
+    @classmethod
+    def sniff(cls, head: bytes) -> bool:
+        return head.split(b">", 1)[0].strip().isdigit() and b"|" in head.split(b"\n", 1)[0]
+
+    @classmethod
+    def read(cls, path: Path, options: Options) -> Trace:
+        passes, tokens = [], Counter[int]()
+        for number, line in numbered(path):
+            request, _, layers = line.partition(">")
+            try:
+                ids = [[[int(word) for word in part.split()]] for part in layers.split("|")]
+                own = int(request)
+            except ValueError as error:
+                raise ValueError(f"trace {path.name}: line {number}: {error}.") from None
+            passes.append(Pass(experts=ids, request=own, first_token=tokens[own]))
+            tokens[own] += 1
+        # Checks the ids, counts layers and experts, and takes the sizes from the options.
+        return build(path.name, path.stem, passes, options)

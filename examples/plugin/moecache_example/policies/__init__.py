@@ -1,0 +1,1 @@
+"""Compositions, one YAML each."""
