@@ -54,6 +54,7 @@ _RESOLVED = ("capacity", "link", "draft", "store")
 _CALLED = ("name", "composition", "source")
 _VERSIONS = ("lm-eval-moecache", "lm-eval", "torch", "transformers")
 _MOST_LISTED = 3
+_BEWARE = "Beware"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,12 @@ def default_columns(runs: Sequence[Run]) -> list[str]:
     names += [*scored, *filter(has, _SPEED)]
     if any(metric_value(run, "collision_miss_rate").number for run in runs):
         names.append("collision_miss_rate")
+    lossy = {"routing_fidelity": 1.0, "low_precision_share": 0.0}
+    if any(
+        metric_value(run, m).number not in (None, kept) for run in runs for m, kept in lossy.items()
+    ):
+        # Both: fidelity says nothing of precision, the other nothing of routing.
+        names += filter(has, lossy)
     return [*names, PARETO] if has("tok_per_s") else names
 
 
@@ -308,6 +315,11 @@ def about(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
         "Run on": listed(m.get("gpu") or m.get("cpu_model") or m.get("cpu") for m in machines),
         **{name: listed(libraries.get(name) for libraries in versions) for name in _VERSIONS},
     }
+    mixed = [name for name in _VERSIONS if len({v[name] for v in versions if v.get(name)}) > 1]
+    if mixed:
+        facts[_BEWARE] = (
+            f"made by several versions of {', '.join(mixed)}: rows may differ by that alone"
+        )
     return tuple((name, text) for name, text in facts.items() if text)
 
 
@@ -488,7 +500,7 @@ def notes(table: Table) -> list[str]:
     texts += ["±: standard error"] if any(v.stderr for row in table.rows for v in row) else []
     if table.apart:
         texts.append(f"rows of different {', '.join(table.apart)} are not compared")
-    return texts
+    return [*texts, *(text for name, text in table.about if name == _BEWARE)]
 
 
 def _in_markdown(text: str) -> str:

@@ -12,6 +12,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+
 from lm_eval_moecache.algorithms.registry import AXES, source_digest
 from lm_eval_moecache.harness.arguments import Config, read_config
 from lm_eval_moecache.records.files import TINY, task_configs_dir
@@ -66,7 +68,12 @@ class ResolvedCell:
         for axis in AXES:
             values = getattr(self.config.policy, axis).parameters.values()
             names += [value for value in values if isinstance(value, str)]
-        digests = {name: digest for name in names if (digest := content_digest(name))}
+        revision = str(self.host_arguments.get("revision") or "main")
+        digests = {
+            name: digest
+            for name in names
+            if (digest := content_digest(name) or _hub_digest(name, revision))
+        }
         # By content alone: a folder may have been moved.
         return digest_of({"contents": sorted(digests.values())}) if digests else None
 
@@ -106,6 +113,17 @@ def content_digest(place: str) -> str | None:
     except OSError:
         return None
     return digest_of(parts) if parts else None
+
+
+def _hub_digest(name: str, revision: str) -> str | None:
+    """Return a digest of a hub id's files in the local cache; None where they are not there."""
+    if name.count("/") > 1 or name.startswith(("/", ".", "~")):
+        return None
+    try:
+        config = try_to_load_from_cache(name, "config.json", revision=revision)
+    except ValueError:  # no hub id
+        return None
+    return content_digest(str(Path(config).parent)) if isinstance(config, str) else None
 
 
 _READ_FROM_FOLDERS = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".py")

@@ -78,11 +78,12 @@ def tune(
     `front.json`. Raises ValueError for any fault of the options before the first run.
     """
     space = read_space(space_file or DEFAULT_SPACE)
-    check_objective(objective)
+    reference = check_objective(objective)
+    reads = {"inputs": reference.inputs, "sources": reference.sources}
     processes = local_pool(jobs) if jobs > 1 else contextlib.nullcontext()
     with only_sweep(folder), processes as pool:
         runner = CandidateRunner(objective, folder, pool)
-        study = open_study(folder, objective, seed)
+        study = open_study(folder, objective, seed, reads)
         runner.prepare(space.max_depth)
         space = space.fit(runner.trace.geometry)
         search = Search(runner=runner, space=space, study=study, say=say, jobs=jobs, **effort)
@@ -99,15 +100,16 @@ def tune(
     return outcome
 
 
-def check_objective(objective: Objective) -> None:
-    """Raise ValueError where no run could start, or the tasks lack the metric or an accuracy.
+def check_objective(objective: Objective) -> ResolvedCell:
+    """Return the reference's cell.
 
-    The accuracy is any score for which more is better.
+    Raises ValueError where no run could start, or the tasks lack the metric or an accuracy: any
+    score for which more is better.
     """
     if not objective.tasks:
         raise ValueError("tasks='' names none. Allowed: comma-separated names of tasks.")
     # Before the folder is created: it would then hold a search with these options.
-    check_cell(objective.cell({"policy": "on_demand"}))
+    reference = check_cell(objective.cell({"policy": REFERENCE}))
     tasks = leaf_tasks(objective.tasks)
     named = f"tasks={','.join(objective.tasks)}"
     if objective.metric in OF_GENERATION:
@@ -128,6 +130,7 @@ def check_objective(objective: Objective) -> None:
             f"{named} give no accuracy: they have no score for which more is better. "
             "Allowed: one of them with such a score."
         )
+    return reference
 
 
 def other_documents(objective: Objective) -> dict[str, Sequence[int]]:
@@ -422,10 +425,13 @@ def import_optuna() -> Any:
     return import_extra("moecache tune", "optuna", "tune")
 
 
-def open_study(folder: Path, objective: Objective, seed: int) -> Any:
+def open_study(
+    folder: Path, objective: Objective, seed: int, reads: Mapping[str, str | None] | None = None
+) -> Any:
     """Open or create the folder's study; the caller must hold the folder's lock.
 
-    Raises ValueError where the study has another objective, or its journal is unreadable.
+    `reads` holds digests of weights, artefacts, tasks and code. Raises ValueError where the study
+    has another objective or has read something else, or its journal is unreadable.
     """
     optuna = import_optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -445,16 +451,22 @@ def open_study(folder: Path, objective: Objective, seed: int) -> Any:
             f"out={str(folder)!r}: {JOURNAL} is no readable journal of a search "
             f"({type(error).__name__}: {error}). Give another folder, or remove it to begin anew."
         ) from error
-    question = {**dataclasses.asdict(objective), "tasks": list(objective.tasks)}
+    question = {**dataclasses.asdict(objective), "tasks": list(objective.tasks), **(reads or {})}
     recorded = {**question, **study.user_attrs.get("question", {})}
     recorded["hardware"] = RENAMED.get(recorded["hardware"], recorded["hardware"])
     for key, value in question.items():
         if recorded[key] != value:
+            if key in (reads or {}):
+                raise ValueError(
+                    f"out={str(folder)!r} holds a search on other weights, artefacts, tasks or "
+                    f"code ({key} {recorded[key]}, now {value}): its accuracies and speeds are not "
+                    "theirs. Give another folder, or remove it to begin anew."
+                )
             raise ValueError(
                 f"out={str(folder)!r} holds a search with {key}={recorded[key]!r}, not {value!r}. "
                 "Give another folder, or the same options to go on with it."
             )
-    study.set_user_attr("question", question)
+    study.set_user_attr("question", recorded)
     with warnings.catch_warnings():
         # `constraints_func` is deprecated in Optuna 5 for a method that Optuna 4 does not have.
         warnings.simplefilter("ignore", FutureWarning)

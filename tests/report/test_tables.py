@@ -234,6 +234,27 @@ def test_percentiles_and_standard_errors_of_speed(tmp_path: Path, table: Table) 
     assert row in out
 
 
+def test_fidelity_and_precision_stand_beside_a_lossy_row(tmp_path: Path, table: Table) -> None:
+    plain, lossy, stored = (record(name, policy=name) for name in ("a", "b", "c"))
+    for run, fidelity, low in ((plain, 1.0, 0.0), (lossy, 0.75, 0.0), (stored, 1.0, 0.5)):
+        totals = run["config"]["moecache"]["totals"]
+        totals |= {"routing_fidelity": fidelity, "low_precision_share": low}
+    out = table(write(tmp_path / "exact", plain))
+    assert "Fidelity" not in out and "Low precision" not in out
+    for run in (lossy, stored):
+        out = table(write(tmp_path / run["run_id"], plain, run))
+        assert "| Fidelity | Low precision |" in out
+
+
+def test_a_table_of_several_versions_says_so(tmp_path: Path, table: Table) -> None:
+    runs = [record(name) for name in "ab"]
+    for run, version in zip(runs, ("2.12.0", "2.13.0"), strict=True):
+        run["environment"]["versions"] = {"torch": version, "transformers": "5.0"}
+    assert "made by several versions of torch: rows may differ" in table(write(tmp_path, *runs))
+    runs[0]["environment"]["versions"]["torch"] = "2.13.0"
+    assert "several versions" not in table(write(tmp_path, *runs))
+
+
 # --- views relative to a baseline, the best within a budget, figures, boards over folders ---
 
 

@@ -20,7 +20,14 @@ from lm_eval_moecache.algorithms.registry import (
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.sweep import identity
 from lm_eval_moecache.sweep.files import finished, unedited, write_record
-from lm_eval_moecache.sweep.identity import ResolvedCell, plan, resolve, slug
+from lm_eval_moecache.sweep.identity import (
+    ResolvedCell,
+    _hub_digest,
+    content_digest,
+    plan,
+    resolve,
+    slug,
+)
 from lm_eval_moecache.sweep.run import check_cell, check_executor, check_report
 from lm_eval_moecache.sweep.spec import Cell, SweepFile, read_sweep
 from lm_eval_moecache.sweep.worker import head
@@ -220,3 +227,20 @@ def test_other_generation_settings_are_another_run() -> None:
     short, long = ({"gen_kwargs": {"max_gen_toks": count}} for count in (5, 6))
     assert len({digest(), digest(**short), digest(**long)}) == 3
     assert digest(**short) == digest(**short)
+
+
+def test_a_models_files_in_the_hubs_cache_are_part_of_what_a_run_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--org--moe" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--org--moe/refs").mkdir()
+    (tmp_path / "models--org--moe/refs/main").write_text("abc")
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "model.safetensors").write_bytes(b"one")
+    first = _hub_digest("org/moe", "main")
+    assert first is not None and first == content_digest(str(snapshot))
+    (snapshot / "model.safetensors").write_bytes(b"two")
+    assert _hub_digest("org/moe", "main") not in (None, first)
+    assert _hub_digest("org/other", "main") is None and _hub_digest("./a/b", "main") is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import optuna
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.cli.main import main
@@ -152,6 +154,21 @@ def test_a_folder_that_holds_another_question_is_refused(
     assert "holds a search with capacity='25%', not '50%'" in moecache(
         *command, "--trials=0", "--capacity=50%", code=2
     )
+
+
+def test_a_search_on_weights_that_changed_since_is_refused(
+    tmp_path: Path, command: list[str], checkpoint: Checkpoint, moecache: Moecache
+) -> None:
+    """Its trials' accuracies and the trace they were replayed from are of the former weights."""
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint("olmoe"), model)
+    command = [*command, f"--pretrained={model}", "--trials=0"]
+    assert main(command) == 0
+    assert main(command) == 0
+    [file] = model.glob("*.safetensors")
+    weights = load_file(file)
+    save_file({name: tensor * 0.5 for name, tensor in weights.items()}, file, {"format": "pt"})
+    assert "holds a search on other weights" in moecache(*command, code=2)
 
 
 def test_a_replay_tells_exactly_what_a_run_of_a_lossless_policy_gives(
