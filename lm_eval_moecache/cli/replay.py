@@ -28,7 +28,7 @@ from lm_eval_moecache.records.files import (
     read_yaml,
     write_whole,
 )
-from lm_eval_moecache.records.numbers import shown, unknown
+from lm_eval_moecache.records.numbers import finite, shown, unknown
 from lm_eval_moecache.records.schemas.inputs import read_jobs
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.report.plots import PICTURES, pyplot
@@ -83,7 +83,7 @@ def _write_timeline(
         )
     timeline, replays = Timeline(), Replays(files[0], configs, options["expert_bytes"], bound=False)
     engine = replays.replay(replays.setting(configs[0]), on_engine=timeline.watch)
-    write_whole(Path(path), json.dumps(timeline.as_dict(engine)))
+    write_whole(Path(path), json.dumps(finite(timeline.as_dict(engine)), allow_nan=False))
 
 
 def parser(needs_traces: bool = True) -> ArgumentParser:

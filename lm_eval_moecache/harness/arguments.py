@@ -49,7 +49,7 @@ from lm_eval_moecache.records.sizes import (
     parse_bandwidth,
     parse_capacity,
 )
-from lm_eval_moecache.trace.recorder import Detail, prepare_folder
+from lm_eval_moecache.trace.recorder import Detail, check_folder
 from lm_eval_moecache.trace.use import load_use, placement
 
 _COMMANDS = ("lm_eval", "lm-eval", "lm_eval.__main__")
@@ -357,7 +357,7 @@ def read_config(
     if args.trace is not None:
         if not args.trace.strip():
             raise ValueError(f"trace={args.trace!r} names no folder. Allowed: one, or no trace=.")
-        prepare_folder(args.trace)
+        check_folder(args.trace)
     resolved = {
         **dict.fromkeys((*AXES, "phases", "bandwidth")),
         "policy": policy,

@@ -189,8 +189,10 @@ def check_replaceable(path: Path) -> None:
     """
     try:
         mode = os.lstat(path).st_mode
-    except (OSError, ValueError):
+    except OSError:
         return
+    except ValueError as error:  # a null byte
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a folder is refused by the rename
         kind = "a symbolic link" if stat.S_ISLNK(mode) else "a device or a pipe"
         reason = f"it is {kind}, which is not replaced. Allowed: a regular file, or a new name"
@@ -215,7 +217,8 @@ def check_writable(path: Path) -> None:
 
     Tries the nearest existing folder and leaves nothing behind; for checks before long work.
     """
-    check_replaceable(path)
+    if not path.is_dir():  # files are made in a folder, and in one behind a link
+        check_replaceable(path)
     try:
         ancestor = next(place for place in (path, *path.absolute().parents) if place.exists())
         if not ancestor.is_dir() and ancestor != path:

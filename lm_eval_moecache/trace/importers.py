@@ -6,6 +6,9 @@ import importlib
 import inspect
 import os
 import pkgutil
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +18,7 @@ from lm_eval_moecache.records.errors import MoECacheError
 from lm_eval_moecache.records.files import is_file, open_file
 from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.trace import formats
-from lm_eval_moecache.trace.formats.base import Options, TraceFormat
+from lm_eval_moecache.trace.formats.base import Options, TraceFormat, reading
 from lm_eval_moecache.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -33,7 +36,12 @@ def trace_formats() -> dict[str, type[TraceFormat]]:
     formats_by_name = {}
     for name in sorted(info.name for info in pkgutil.iter_modules(formats.__path__)):
         # Imported late: pyarrow is slow to import, and most runs read no trace.
-        module = importlib.import_module(f"{formats.__name__}.{name}")
+        try:
+            module = importlib.import_module(f"{formats.__name__}.{name}")
+        except Exception as error:  # whatever a third party's module raises
+            raise ValueError(
+                f"the trace format {name!r} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
         for kind in vars(module).values():
             is_own = inspect.isclass(kind) and kind.__module__ == module.__name__
             if is_own and issubclass(kind, TraceFormat) and not inspect.isabstract(kind):
@@ -69,8 +77,9 @@ def find_format(file: str) -> str:
     with open_file(head_of, f"trace {file!r}", MOST_BYTES) as opened:
         head = opened.read(HEAD_BYTES)
     for name, kind in formats_by_name.items():
-        if (kind.reads_folders or not is_folder) and kind.sniff(head):
-            return name
+        with _naming_the_importer(kind, head_of.name):
+            if (kind.reads_folders or not is_folder) and kind.sniff(head):
+                return name
     by_suffix = [name for name, kind in formats_by_name.items() if head_of.suffix in kind.suffixes]
     if len(by_suffix) == 1 and not is_folder:
         return by_suffix[0]
@@ -103,7 +112,34 @@ def load_trace(
             f"expert_bytes={expert_bytes}: trace {path.name} says itself how large experts are."
         )
     options = Options(expert_bytes=expert_bytes, top_k=top_k, logits=logits, predicted=predicted)
-    return kind.read(path, options)
+    with _naming_the_importer(kind, path.name):
+        return kind.read(path, options)
+
+
+@contextmanager
+def _naming_the_importer(kind: type[TraceFormat], name: str) -> Iterator[None]:
+    """Turn whatever an importer raises into a ValueError that names the trace and the importer.
+
+    With the line of the trace that it was reading, where it reads by `numbered` or `objects`, and
+    the importer's own line. A refusal that names the trace itself passes as it is.
+    """
+    reading.set(None)
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # whatever an importer's own code raises
+        line = reading.get()
+        if isinstance(error, ValueError) and name in str(error):
+            raise
+        source = inspect.getfile(kind)
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame.lineno for frame in frames if frame.filename == source]
+        place = f"{source}, line {own[-1]}" if own else source
+        raise ValueError(
+            f"trace {name}{'' if line is None else f': line {line}'}: the importer "
+            f"{kind.__name__} failed: {type(error).__name__}: {error} ({place})."
+        ) from error
 
 
 def open_any(

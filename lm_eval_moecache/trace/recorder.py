@@ -180,7 +180,7 @@ class Recorder:
             ranked=ranked,
         )
         name = re.sub(r"[^\w.-]+", "-", stem.replace("%", "pct"))
-        self.writer = TraceWriter(prepare_folder(folder), name, header)
+        self.writer = TraceWriter(check_folder(folder), name, header)
         """Also receives verified drafts (`settle`) and finished requests (`keep`)."""
         # However the run ends, short of a kill, its finished requests become a trace.
         weakref.finalize(self, self.writer.close_interrupted)
@@ -285,12 +285,16 @@ class DraftNotes:
         return drafting
 
 
-def prepare_folder(folder: str) -> Path:
-    """Make the folder of `trace=DIR`; ValueError where traces cannot be written to it."""
+def check_folder(folder: str) -> Path:
+    """Check the folder of `trace=DIR` and make none.
+
+    ValueError where it cannot be made, or traces cannot be written to it.
+    """
     path = Path(folder)
     try:
-        path.mkdir(parents=True, exist_ok=True)
         check_writable(path)
+        if path.exists() and not path.is_dir():
+            raise NotADirectoryError("it is a file")
     except (OSError, ValueError) as error:  # ValueError: a null byte
         raise ValueError(f"trace={folder!r}: no folder that can be written to: {error}.") from error
     return path
@@ -314,6 +318,7 @@ class TraceWriter:
         self._of_events = dict.fromkeys((*self._proposed, *drafting), PROPOSED)
         schema = pa.schema(list((COLUMNS | optional | self._of_events).items()))
         self._schema = schema.with_metadata({HEADER_KEY: write_header(header)})
+        folder.mkdir(parents=True, exist_ok=True)
         self._target, self._partial = reserve(folder, stem)
         self._file: Any = pa.OSFile(str(self._partial), "wb")
         options = pa.ipc.IpcWriteOptions(compression="zstd")

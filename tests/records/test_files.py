@@ -194,6 +194,11 @@ def test_devices_and_links_are_never_replaced(tmp_path: Path) -> None:
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
     write_whole(target, "new")
     assert target.read_text() == "new"
+    folder = tmp_path / "folder"
+    folder.symlink_to(tmp_path)
+    check_writable(folder)  # what is made in it leaves the link alone
+    with pytest.raises(OSError, match="symbolic link"):
+        write_whole(folder, "new")
 
 
 def test_one_function_gives_files_their_names() -> None:

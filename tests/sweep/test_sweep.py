@@ -201,6 +201,13 @@ def test_other_executors_give_the_same_figures(
     assert figures(far.parent) == figures(near.parent)
 
 
+def test_a_dry_run_makes_no_folder(tmp_path: Path, moecache: Moecache) -> None:
+    base = f"{{capacity: 25%, trace: {tmp_path / 'deep' / 'traces'}}}"
+    (tmp_path / "sweep.yaml").write_text(f"tasks: tiny_arc\nlimit: 1\nbase: {base}\n")
+    assert len(moecache.json("sweep", tmp_path / "sweep.yaml", "--dry-run")["runs"]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.yaml"]
+
+
 def test_a_dry_run_reads_runs_that_are_packed(tmp_path: Path, moecache: Moecache) -> None:
     """It unpacks nothing: an estimate writes no files."""
     baseline = Path(__file__).parents[2] / "results" / "baseline"

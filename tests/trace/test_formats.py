@@ -163,6 +163,50 @@ def test_a_new_format_is_one_file(
         sys.modules.pop("lm_eval_moecache.trace.formats.plain", None)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            "return [int(line) for _, line in numbered(path)]",
+            r"trace trace.txt: line 1: the importer Plain failed: ValueError: invalid literal .*"
+            r"'plain'.* \(.*plain.py, line 17\)",
+        ),
+        (
+            'return {}["ids"]',
+            r"trace trace.txt: the importer Plain failed: KeyError: 'ids' \(.*plain.py, line 17\)",
+        ),
+        ("return build(path.name, path.stem, [], options)", "^trace trace.txt holds no rows.$"),
+        (
+            'raise ValueError(f"trace {path.name}: my own words")',
+            r"^trace trace.txt: my own words$",
+        ),
+    ],
+)
+def test_a_third_partys_mistake_is_one_line_that_names_file_line_and_importer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moecache: Moecache, change: str, said: str
+) -> None:
+    text = NEW_FORMAT.replace("import Pass", "import numbered, Pass")
+    (tmp_path / "plain.py").write_text(
+        text.replace("lines = path", f"{change}\n        lines = path")
+    )
+    (tmp_path / "trace.txt").write_text("plain\n3 1\n2 0\n")
+    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
+    trace_formats.cache_clear()
+    try:
+        with pytest.raises(ValueError, match=said):
+            load_trace(str(tmp_path / "trace.txt"))
+        for command in (["trace", "show"], ["replay"]):
+            error = moecache(*command, tmp_path / "trace.txt", code=2)
+            assert "Traceback" not in error and error.count("\n") <= 1
+        (tmp_path / "plain.py").write_text("import no_such_module\n")
+        sys.modules.pop("lm_eval_moecache.trace.formats.plain", None)
+        trace_formats.cache_clear()
+        assert "format 'plain' cannot be imported" in moecache("trace", "formats", code=2)
+    finally:
+        trace_formats.cache_clear()
+        sys.modules.pop("lm_eval_moecache.trace.formats.plain", None)
+
+
 @pytest.mark.parametrize("file", ["counts.coli_usage", "counts_sglang.csv", "counts_imatrix.gguf"])
 def test_counts_of_engines_become_a_profile(file: str, tmp_path: Path, moecache: Moecache) -> None:
     profile = read_counts(str(FOLDER / file), "trace")

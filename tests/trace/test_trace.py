@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lm_eval_moecache.trace.file import COLUMNS, read_trace
 from lm_eval_moecache.trace.header import Header
 from lm_eval_moecache.trace.importers import load_trace
-from lm_eval_moecache.trace.recorder import TraceWriter, prepare_folder
+from lm_eval_moecache.trace.recorder import TraceWriter, check_folder
 from lm_eval_moecache.trace.trace import Trace
 from tests.engine import traces
 
@@ -134,7 +134,7 @@ def test_a_recording_of_any_name_without_passes_leaves_nothing(tmp_path: Path) -
 def test_a_folder_that_is_a_file_is_refused_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="trace="):
-        prepare_folder(str(tmp_path / "file"))
+        check_folder(str(tmp_path / "file"))
 
 
 # --- damage -----------------------------------------------------------------------------------

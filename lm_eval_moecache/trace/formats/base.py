@@ -8,6 +8,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -106,7 +107,8 @@ def build(
             )
     layers = [layer for pass_ in passes for layer in pass_.experts]
     experts, weights = _rows(layers), None
-    if experts is None or not np.issubdtype(experts.dtype, np.integer) or not experts.shape[1]:
+    is_whole = experts is not None and np.issubdtype(experts.dtype, np.integer)
+    if experts is None or not is_whole or not experts.shape[1] or _has_bool(layers):
         raise _uneven(name, passes)
     sizes = np.asarray([len(layer) for layer in layers])
     event = np.repeat(np.arange(len(layers)), sizes)
@@ -125,9 +127,15 @@ def build(
         raise misfit(name, where(row), "experts", problem)
     top_k = experts.shape[1]
     if all(pass_.weights is not None for pass_ in passes):
-        weights = _rows([layer for pass_ in passes for layer in pass_.weights or ()], np.float32)
-        if weights is None or weights.shape != experts.shape:
+        listed = [layer for pass_ in passes for layer in pass_.weights or ()]
+        weights = _rows(listed, np.float32)
+        if weights is None or _has_bool(listed) or weights.shape != experts.shape:
             raise ValueError(f"trace {name}: must have one weight, a number, for each expert.")
+        negative = (weights < 0).any(axis=1)
+        if negative.any():
+            row = int(negative.argmax())
+            problem = f"is {weights[row].tolist()}, must be 0 or more"
+            raise misfit(name, where(row), "weights", problem)
         order = np.argsort(-weights, axis=-1, kind="stable")
         experts = np.take_along_axis(experts, order, axis=-1)
         weights = np.take_along_axis(weights, order, axis=-1)
@@ -163,11 +171,29 @@ def _uneven(name: str, passes: Sequence[Pass]) -> ValueError:
         for layer, rows in enumerate(pass_.experts):
             for token, ids in enumerate(rows, start=pass_.first_token):
                 listed = ids if isinstance(ids, (list, np.ndarray)) else []
-                if [isinstance(e, (int, np.integer)) for e in listed] != [True] * first:
+                if [_is_whole(e) for e in listed] != [True] * first:
                     place = f"pass {number}, layer {layer}, token {token}"
                     problem = f"is {shown(ids)}, must hold {first} whole numbers, as the first does"
                     return misfit(name, place, "experts", problem)
     return ValueError(f"trace {name}: ids of experts must be lists of as many whole numbers.")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _has_bool(layers: Sequence[Any]) -> bool:
+    """Whether rows that were lists hold `true` or `false`, which numpy takes for 1 and 0."""
+    rows = (row for layer in layers if isinstance(layer, list) for row in layer)
+    return any(bool in map(type, row) for row in rows if isinstance(row, list))
+
+
+def check_no_bool(what: str, value: Any) -> None:
+    """Raise ValueError where nested lists hold `true` or `false`."""
+    if isinstance(value, bool):
+        raise ValueError(f"{what} holds {shown(value)}, must hold whole numbers.")
+    for item in value if isinstance(value, list) else ():
+        check_no_bool(what, item)
 
 
 def _rows(layers: Sequence[Any], dtype: Any = None) -> npt.NDArray[Any] | None:
@@ -197,19 +223,42 @@ Layers = Mapping[int, Sequence[tuple[Any, Any]]]
 """Layer -> (ids, weights or None) of each token."""
 
 
+reading: ContextVar[int | None] = ContextVar("reading", default=None)
+"""Number of the line that `numbered` gave last, for the message where an importer breaks on it."""
+
+
 def numbered(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (number from 1, line) for the lines that are not blank."""
     text = read_text(path, f"trace {path.name}")
-    return ((n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip())
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            reading.set(number)
+            yield number, line
+    reading.set(None)
 
 
-def objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) for a JSON Lines file; ValueError for other JSON values."""
+def objects(path: Path, *counts: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number, object) for a JSON Lines file.
+
+    ValueError for other JSON values, and where a field of `counts` is `true` or `false`, which
+    Python takes for 1 and 0.
+    """
     for number, line in numbered(path):
         record = parse_json(line, f"trace {path.name}: line {number}")
         if not isinstance(record, dict):
             raise ValueError(f"trace {path.name}: line {number} must hold an object.")
+        for key in counts:
+            if isinstance(record.get(key), bool):
+                what = f"trace {path.name}: line {number}: {key}={record[key]}"
+                raise ValueError(f"{what} must be a whole number.")
         yield number, record
+
+
+def check_next(what: str, token: int, before: int) -> None:
+    """Raise ValueError unless a text's token follows the one before it."""
+    if token != before + 1:
+        missing = ": one is missing" if token > before else ""
+        raise ValueError(f"{what} is {token} after {before}{missing}.")
 
 
 def pass_of(layers: Layers, request: int, phase: str, first_token: int) -> Pass:

@@ -13,7 +13,9 @@ from lm_eval_moecache.trace.formats.base import (
     MOST_EXPERT,
     JsonLines,
     Options,
+    Pass,
     build,
+    check_next,
     first_object,
     objects,
     one_request,
@@ -39,7 +41,7 @@ class CacheLab(JsonLines):
 
     @classmethod
     def read(cls, path: Path, options: Options) -> Trace:
-        what, lines = f"trace {path.name}", objects(path)
+        what, lines = f"trace {path.name}", objects(path, "token_position", "layer")
         _, metadata = next(lines)
         if metadata.get("format_version") != 1:
             raise ValueError(
@@ -61,12 +63,16 @@ class CacheLab(JsonLines):
                     layers.setdefault(layer, []).append(row)
                 case _:
                     raise ValueError(f"{what}: line {number} is no routing selection.")
-        passes = []
+        passes: list[Pass] = []
+        end = -1  # position of the last token so far
         for (phase, _), layers in texts.items():
             first = min(layers)
             begin, served = layers[first][0][0], [token for token, _, _ in layers[first]]
             if served != list(range(begin, begin + len(served))):
                 raise ValueError(f"{what}: the prompt's tokens of layer {first} have gaps.")
+            if passes:
+                check_next(f"{what}: token_position", begin, end)
+            end = served[-1]
             for layer in sorted(layers):
                 if [token for token, _, _ in layers[layer]] != served[-len(layers[layer]) :]:
                     raise ValueError(f"{what}: layer {layer} serves other tokens.")

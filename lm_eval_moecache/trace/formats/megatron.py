@@ -24,7 +24,7 @@ class Megatron(JsonLines):
     def read(cls, path: Path, options: Options) -> Trace:
         what = f"trace {path.name}"
         steps: dict[tuple[int, int], dict[int, Any]] = {}
-        for number, record in objects(path):
+        for number, record in objects(path, "step", "layer", "rank"):
             if record.get("block") == "mtp":
                 continue
             match record:

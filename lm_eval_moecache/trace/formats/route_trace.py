@@ -73,6 +73,11 @@ class RouteTrace(TraceFormat):
         if bad.any():
             row = int(bad.argmax())
             raise misfit(name, where(row), "phase", f"is {decodes[row]}, must be 0 or 1")
+        bad = values["weight"] < 0
+        if bad.any():
+            line = first_line + int(bad.argmax())
+            problem = f"is {values['weight'][bad.argmax()]}, must be 0 or more"
+            raise misfit(name, f"line {line}", "weight", problem)
         labels = np.stack([turns, decodes, steps * decodes])
         changes = (np.diff(labels, axis=1) != 0).any(axis=0)
         columns = Columns(

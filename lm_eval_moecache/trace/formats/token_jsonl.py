@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lm_eval_moecache.trace.formats.base import JsonLines, Options, Pass, build, objects
+from lm_eval_moecache.trace.formats.base import (
+    JsonLines,
+    Options,
+    Pass,
+    build,
+    check_next,
+    objects,
+)
 from lm_eval_moecache.trace.trace import Trace
 
 
@@ -20,7 +27,7 @@ class TokenJsonl(JsonLines):
     @classmethod
     def read(cls, path: Path, options: Options) -> Trace:
         steps: list[Pass] = []
-        for number, record in objects(path):
+        for number, record in objects(path, "tok"):
             line = f"trace {path.name}: line {number}"
             match record:
                 case {"tok": int(token), "layers": [[_, *_], *_] as layers, **rest} if not rest:
@@ -29,7 +36,7 @@ class TokenJsonl(JsonLines):
                     raise ValueError(
                         f"{line} must hold a number `tok` and a list of lists `layers`."
                     )
-            if steps and token <= steps[-1].first_token:
-                raise ValueError(f"{line}: tok is {token} after {steps[-1].first_token}.")
+            if steps:
+                check_next(f"{line}: tok", token, steps[-1].first_token)
             steps.append(Pass(experts=[[ids] for ids in layers], first_token=token))
         return build(path.name, path.stem, steps, options)

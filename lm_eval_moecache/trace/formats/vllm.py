@@ -17,6 +17,7 @@ from lm_eval_moecache.trace.formats.base import (
     Pass,
     TraceFormat,
     build,
+    check_no_bool,
     check_routed,
     generation,
     responses,
@@ -91,8 +92,11 @@ class VLLM(TraceFormat):
                 data = io.BytesIO(base64.b64decode(value, validate=True))
                 array = np.load(data, allow_pickle=False)
             else:
+                check_no_bool(what, value)
                 array = np.asarray(value)
         except UNREADABLE as error:
+            if str(error).startswith(what):
+                raise
             raise ValueError(f"{what} is no base64 of an .npy: {error}.") from None
         check_routed(what, array)
         return array
