@@ -90,11 +90,16 @@ def look(index: int) -> dict[str, Any]:
     }
 
 
-def end_at_one(axes: Any, values: Sequence[float]) -> None:
-    """End a y axis of shares at 1; leave an axis of anything else alone."""
-    if values and min(values) >= 0 and max(values) <= 1:
-        room = max(1 - min(values), 0.05)
-        axes.set_ylim(max(0.0, 1 - 1.1 * room), 1)
+def fit_shares(axes: Any, ends: Sequence[float]) -> None:
+    """Fit a y axis of shares to the ends of its points' bars, within 0 and 1.
+
+    An axis of anything else is left alone.
+    """
+    if ends and min(ends) >= 0 and max(ends) <= 1:
+        low, high = min(ends), max(ends)
+        # So that a difference of one answer in a hundred does not fill the picture.
+        pad = max(0.08 * (high - low), (0.05 - (high - low)) / 2)
+        axes.set_ylim(max(0.0, low - pad), min(1.0, high + pad))
         for line in axes.lines:
             line.set_clip_on(False)
 
@@ -336,7 +341,7 @@ def draw_tradeoff(runs: Sequence[Run], x: Axis, y: Axis, group: str, *, is_curve
         for place, panel in zip(places, panels, strict=True):
             if is_curve:
                 _check_one_run_a_place(panel, x)
-            _draw(place, panel, x, y, names, is_curve=is_curve, bars=False)
+            _draw(place, panel, x, y, names, is_curve=is_curve, bars=not is_curve)
             if not is_curve:
                 _ring_front(place, panel, x, y)
         # Panels are read against each other, so they share one scale.
@@ -344,7 +349,8 @@ def draw_tradeoff(runs: Sequence[Run], x: Axis, y: Axis, group: str, *, is_curve
             lows, highs = zip(*(getattr(place, get)() for place in places), strict=True)
             for place in places:
                 getattr(place, put)(min(lows), max(highs))
-        legend(figure, handles(places))
+        bars = any(c.has_xerr or c.has_yerr for place in places for c in place.containers)
+        legend(figure, handles(places), "bars: 95% intervals" if bars else None)
         figure.suptitle(plain(f"{y.short.capitalize()} against {x.short}"))
     return figure
 
@@ -453,17 +459,11 @@ def _draw(
     task = y.column.name.partition(":")[0]
     is_score = y.column.decimals == 3 and y.column.higher_is_better is True
     if y.column.name == ACCURACY or (is_score and any(run.score(task) for run in panel.runs)):
-        heights = [
-            (value, error if bars else 0.0) for _, _, value, error in _points(panel.runs, x, y)
-        ]
-        end_at_one(
-            place,
-            [
-                end
-                for value, error in heights
-                for end in (max(value - error, min(value, 0.0)), value)
-            ],
-        )
+        points_shown = _points(panel.runs, x, y)
+        ends = [v + side * e * bars for _, _, v, e in points_shown for side in (-1, 1)]
+        # A bar may pass what a share can be; its point may not.
+        are_shares = all(0 <= v <= 1 for _, _, v, _ in points_shown)
+        fit_shares(place, [min(max(end, 0.0), 1.0) for end in ends] if are_shares else [])
     if y.log:
         place.set_yscale("log")
     place.set_title(plain(panel.title))

@@ -469,7 +469,12 @@ class Column:
             return str(value.raw)
         text = f"{value.number:.{self.decimals}f}"
         text = text if float(text) else text.removeprefix("-")
-        return text if value.stderr is None else f"{text} ±{value.stderr:.{self.decimals}f}"
+        if value.stderr is None:
+            return text
+        error = f"{value.stderr:.{self.decimals}f}"
+        # An error of 0 is one that is 0.
+        is_small = value.stderr and not float(error)
+        return f"{text} ±{f'<{10**-self.decimals:.{self.decimals}f}' if is_small else error}"
 
 
 def find_column(runs: Sequence[Run], name: str) -> Column:

@@ -69,6 +69,9 @@ class Table:
     """(name, text) pairs on the runs: when they were made, on what machine, with which versions."""
     apart: tuple[str, ...] = ()
     """Identity keys in which rows differ; such rows are not ranked against each other."""
+    places: tuple[str, ...] = ()
+    """Row -> its values of `apart`: rows of one place are ranked together. Empty without `apart`.
+    """
 
 
 def leaderboard(
@@ -109,7 +112,17 @@ def leaderboard(
     }
     apart = tuple(dict.fromkeys([*varying(runs), *by]))
     table_rows = tuple(map(tuple, rows))
-    return Table(title, tuple(table_columns), table_rows, frozenset(best), about(runs), apart)
+    places = tuple(_place_text(run, apart) for run in ordered) if apart else ()
+    return Table(
+        title, tuple(table_columns), table_rows, frozenset(best), about(runs), apart, places
+    )
+
+
+def _place_text(run: Run, names: Sequence[str]) -> str:
+    """Return what a run has in these settings, a bare number with its setting's name."""
+    texts = {name: identity(run).get(name) or str(setting(run, name).raw or "") for name in names}
+    named = (t if not t.isdigit() else f"{name} {t}" for name, t in texts.items() if t)
+    return ", ".join(named) or "other"
 
 
 def expanded(columns: Sequence[str]) -> list[str]:
@@ -312,7 +325,12 @@ def about(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
         "Model": listed(run.moecache.get("model", {}).get("model") for run in runs),
         "Hardware": listed(setting(run, "hardware").raw for run in runs),
         "Clock": listed(run.moecache["clock"] for run in runs),
-        "Run on": listed(m.get("gpu") or m.get("cpu_model") or m.get("cpu") for m in machines),
+        # The virtual clock's figures do not depend on the machine that computes them.
+        "Measured on": listed(
+            m.get("gpu") or m.get("cpu_model") or m.get("cpu")
+            for m, run in zip(machines, runs, strict=True)
+            if run.moecache["clock"] == "wall"
+        ),
         **{name: listed(libraries.get(name) for libraries in versions) for name in _VERSIONS},
     }
     mixed = [name for name in _VERSIONS if len({v[name] for v in versions if v.get(name)}) > 1]
@@ -605,10 +623,25 @@ def as_html(tables: Sequence[Table]) -> str:
             return 0
         return _FIRST.index(name) if name in _FIRST else len(_FIRST)
 
+    # What is drawn above the table: accuracy, or the first score without a mean, against speed.
+    scores = [ACCURACY] if has_mean else [c.name for c in first.columns if _is_score(c)]
+    drawn = [j for name in (*scores[:1], "tok_per_s") for j in _at(first, name)]
     is_setting = [_kind(column) == "setting" for column in first.columns]
     settings = [j for j, is_one in enumerate(is_setting) if is_one]
     figures = sorted((j for j, is_one in enumerate(is_setting) if not is_one), key=rank)
-    rows = [_row(first, i, settings, figures) for i in range(len(first.rows))]
+    places = first.places or [""] * len(first.rows)
+    digits = {
+        place: _digits(
+            first, [row for row, at in zip(first.rows, places, strict=True) if at == place]
+        )
+        for place in dict.fromkeys(places)
+    }
+    rows = [_row(first, i, settings, figures, digits[places[i]]) for i in range(len(first.rows))]
+    for i, row in enumerate(rows):
+        row["place"] = places[i]
+        if len(drawn) == 2:
+            y, x = (first.rows[i][j] for j in drawn)
+            row["point"] = [x.number, y.number, y.stderr] if None not in (x.raw, y.raw) else None
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         _PAGE.read_text(encoding="utf-8")
     )
@@ -619,49 +652,98 @@ def as_html(tables: Sequence[Table]) -> str:
             "columns": [first.columns[j] for j in figures],
             "settings": [first.columns[j].heading for j in settings],
             "rows": sorted(rows, key=lambda row: not row["is_front"]),
+            "places": list(dict.fromkeys(first.places)),
+            # The choice of a place is one of these settings already.
+            "chosen": [first.columns[j].heading for j in settings if _is_apart(first, j)],
+            "apart": " and ".join(name.replace("_", " ") for name in first.apart),
+            "axes": [first.columns[j].words or first.columns[j].heading for j in drawn[::-1]],
         },
         views=[
             {
                 "title": view.title,
                 "columns": view.columns,
-                "rows": [_cells(view, i, range(len(view.columns))) for i in range(len(view.rows))],
+                "rows": [
+                    _cells(view, i, range(len(view.columns)), view_digits)
+                    for i in range(len(view.rows))
+                ],
             }
             for view in views
+            for view_digits in [_digits(view, view.rows)]
         ],
-        notes=notes(first),
+        notes=[note.replace("`", "") for note in notes(first)],
         kind=_kind,
     )
     return text + "\n"
 
 
-def _row(table: Table, i: int, settings: Sequence[int], figures: Sequence[int]) -> dict[str, Any]:
+def _is_score(column: Column) -> bool:
+    """Whether a column is a task's score of which more is better."""
+    return bool(column.higher_is_better) and metric_column(column.name) is None
+
+
+def _at(table: Table, name: str) -> list[int]:
+    return [j for j, column in enumerate(table.columns) if column.name == name]
+
+
+def _is_apart(table: Table, j: int) -> bool:
+    return len(set(table.places)) > 1 and table.columns[j].name in table.apart
+
+
+def _digits(table: Table, rows: Sequence[Sequence[Value]]) -> list[int]:
+    """Return the decimals of each column: those that give its largest figure four digits.
+
+    Never more than the tables in text have; bytes are told in MB, with up to three.
+    """
+    digits = []
+    for j, column in enumerate(table.columns):
+        is_bytes = "[MB]" in column.words
+        numbers = [abs(row[j].number or 0.0) / (MEGABYTE if is_bytes else 1) for row in rows]
+        largest = max(numbers, default=0.0)
+        most = 3 if is_bytes else column.decimals
+        is_score = not column.words or column.name == ACCURACY
+        digits.append(most if is_score else min(most, max(0, 4 - len(str(int(largest))))))
+    return digits
+
+
+def _row(
+    table: Table,
+    i: int,
+    settings: Sequence[int],
+    figures: Sequence[int],
+    digits: Sequence[int],
+) -> dict[str, Any]:
     """Return a row of the leaderboard: a short name, and its distinguishing settings to unfold."""
     row = list(zip(table.columns, table.rows[i], strict=True))
     texts = [(row[j][0], str(row[j][1].raw or "")) for j in settings]
     filled = [(column, text) for column, text in texts if text]
+    # What all rows shown have in common is above the table.
+    apart = {table.columns[j].name for j in settings if _is_apart(table, j)}
+    naming = [(column, text) for column, text in filled if column.name not in apart]
     others = []
-    for column, text in filled:
+    for column, text in naming:
         if column.name in AXES or column.name == "parameters":
             # An algorithm by its name; idle ones are left out.
             others.append("" if column.name in AXES and text in _IDLE else text)
         elif column.name not in (*_NAMING, *_PLACES):
             others.append(f"{column.heading.lower()} {text}")
-    others += [text for column, text in filled if column.name in _PLACES]
+    others += [text for column, text in naming if column.name in _PLACES]
     return {
-        "name": " ".join(text for column, text in filled if column.name in _NAMING) or "run",
+        "name": " ".join(text for column, text in naming if column.name in _NAMING) or "run",
         "more": ", ".join(filter(None, others)),
         "settings": [(column.heading, text) for column, text in filled],
         "keys": [text for _, text in texts],
-        "cells": _cells(table, i, figures),
+        "cells": _cells(table, i, figures, digits),
         "is_front": any(c.name == PARETO and value.raw == "*" for c, value in row),
     }
 
 
-def _cells(table: Table, i: int, places: Sequence[int]) -> list[dict[str, Any]]:
+def _cells(
+    table: Table, i: int, places: Sequence[int], digits: Sequence[int]
+) -> list[dict[str, Any]]:
     cells = []
     for j in places:
         column, value = table.columns[j], table.rows[i][j]
-        text, _, error = brief(column, value).partition(" ±")
+        text, _, error = brief(column, value, digits[j]).partition(" ±")
         # The page sorts by `key`, where texts with a leading number are recognised.
         cell = {"key": "" if value.raw is None else str(value.raw), "label": column.heading}
         cell |= {"kind": _kind(column), "text": text, "error": error}
@@ -669,14 +751,11 @@ def _cells(table: Table, i: int, places: Sequence[int]) -> list[dict[str, Any]]:
     return cells
 
 
-def brief(column: Column, value: Value) -> str:
-    """Return a figure with four digits (a score as in the tables), bytes in MB."""
-    number = value.number
-    if number is None or not column.words or column.name == ACCURACY or value.stderr is not None:
-        return column.text(value)
-    unit = " MB" if "[MB]" in column.words else ""
-    number = number / MEGABYTE if unit else number
-    return f"{number:.{max(0, 4 - len(str(int(abs(number)))))}f}{unit}"
+def brief(column: Column, value: Value, decimals: int) -> str:
+    """Return a cell with so many decimals, bytes in MB."""
+    if "[MB]" not in column.words or value.number is None:
+        return replace(column, decimals=decimals).text(value)
+    return f"{value.number / MEGABYTE:.{decimals}f} MB"
 
 
 def _kind(column: Column) -> str:

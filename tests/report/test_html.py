@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lm_eval_moecache.report.results import Value, metric_column
-from lm_eval_moecache.report.tables import brief
+from lm_eval_moecache.report.tables import Table, _digits, brief
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
 
@@ -116,15 +116,73 @@ def test_the_page_fits_a_phone_and_can_be_sorted_there(page: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "values", "told"),
     [
-        *(("ttft_ms", 3.19040144929715, "3.190"), ("tok_per_s", 456.757, "456.8")),
-        *(("bytes_moved", 1436516352, "1437 MB"), ("evictions", 19452, "19452")),
-        ("miss_rate", 0.43244891, "0.432"),
+        ("ttft_ms", (3.19040144929715, 16.3), ["3.19", "16.30"]),
+        ("tok_per_s", (456.757, 3.04), ["456.8", "3.0"]),
+        ("bytes_moved", (1436516352, 8_100_000), ["1437 MB", "8 MB"]),
+        ("bytes_moved", (8_150_000,), ["8.150 MB"]),
+        *(("evictions", (19452, 7), ["19452", "7"]), ("miss_rate", (0.43244891,), ["0.432"])),
     ],
 )
-def test_figures_are_rounded_for_readers(name: str, value: float, told: str) -> None:
-    assert brief(metric_column(name), Value(value)) == told
+def test_a_column_has_one_number_of_digits(
+    name: str, values: tuple[float, ...], told: list[str]
+) -> None:
+    column = metric_column(name)
+    assert column is not None
+    rows = tuple((Value(value),) for value in values)
+    (digits,) = _digits(Table("", (column,), rows), rows)
+    assert [brief(column, value, digits) for (value,) in rows] == told
+
+
+def test_an_error_is_told_as_0_only_where_it_is_0() -> None:
+    column = metric_column("tok_per_s")
+    assert column is not None
+    told = [column.text(Value(4.35, stderr=error)) for error in (0.0, 0.049, 0.05001, None)]
+    assert told == ["4.3 ±0.0", "4.3 ±<0.1", "4.3 ±0.1", "4.3"]
+
+
+def test_it_opens_on_one_capacity_which_the_address_keeps(
+    browser: Any, tmp_path: Path, moecache: Moecache
+) -> None:
+    (tmp_path / "sweep.yaml").write_text("title: Four runs\ntasks: quiz\n")
+    (tmp_path / "table.yaml").write_text("by: [capacity]\n")
+    moecache("table", leaderboard_of_four(tmp_path), "--write", "--format=html")
+    address = (tmp_path / "table.html").as_uri()
+    browser.set_window_size(1280, 900)
+    browser.get(address)
+    # The capacity is chosen above the table, so rows need not repeat it.
+    small = shown(browser)
+    assert sorted(small) == ["on_demand", "specmd"]
+    assert "`" not in browser.find_element("tag name", "body").text
+    points = browser.find_elements("css selector", "#picture g.point")
+    names = [point.get_attribute("aria-label").partition(":")[0] for point in points]
+    assert sorted(names) == sorted(small)
+    browser.find_element("xpath", "//*[@id='place']//option[.='5%']").click()
+    assert browser.current_url == f"{address}#at=5%25"
+    speeds = (
+        "return [...document.querySelectorAll('#picture g.point title')].map(t => t.textContent)"
+    )
+    fast = browser.execute_script(speeds)
+    browser.get("about:blank")
+    browser.get(f"{address}#at=5%25")
+    assert browser.execute_script(speeds) == fast
+    # A click on a point opens its row.
+    browser.execute_script(
+        "document.querySelector('#picture g.point').dispatchEvent(new Event('click'))"
+    )
+    assert len(browser.find_elements("css selector", "#leaderboard details[open]")) == 1
+
+
+def test_the_pictures_axes_fit_its_points(page: Any) -> None:
+    """Every point, and every bar, lies within the axes, and they use most of the height."""
+    within = page.execute_script(
+        "const svg = document.querySelector('#picture svg');"
+        "const ys = [...svg.querySelectorAll('g.point circle')].map(c => +c.getAttribute('cy'));"
+        "return [Math.min(...ys), Math.max(...ys), svg.viewBox.baseVal.height];"
+    )
+    top, bottom, height = within
+    assert 20 <= top <= bottom <= height - 40
 
 
 def test_texts_are_escaped(tmp_path: Path, moecache: Moecache) -> None:

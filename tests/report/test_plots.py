@@ -112,13 +112,19 @@ def test_too_many_series_and_two_runs_in_one_place_are_refused(tmp_path: Path) -
         plots.write_plots(load_runs(twins), tmp_path)
 
 
-def test_axes_of_accuracy_end_at_one_and_the_front_is_ringed(tmp_path: Path) -> None:
+def test_axes_of_accuracy_fit_the_bars_and_the_front_is_ringed(tmp_path: Path) -> None:
     runs = load_runs(leaderboard_of_four(tmp_path))
     x, y = (plots.axis_of(runs, runs, name) for name in ("tok_per_s", "accuracy"))
     figure = plots.draw_tradeoff(runs, x, y, "policy", is_curve=False)
     [axes] = figure.axes
     low, high = axes.get_ylim()
-    assert (low < 0.25, high) == (True, 1)
+    points = [plots.Axis(y.column, "").at(run) for run in runs]
+    ends = [v + side * half for v, half in filter(None, points) for side in (-1, 1)]
+    assert low <= max(0, min(ends)) and min(1, max(ends)) <= high <= 1
+    # Not more than a tenth of the axis beyond the bars on either side.
+    room = 0.1 * (high - low)
+    assert max(0, min(ends)) - low <= room and high - min(1, max(ends)) <= room
+    assert axes.containers and all(bars.has_yerr for bars in axes.containers)
     [front] = [line for line in axes.lines if line.get_label() == "Pareto front"]
     # No test over four documents separates their answers, so only the fastest is on the front.
     assert list(front.get_xdata()) == [200.0]
