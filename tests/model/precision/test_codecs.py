@@ -22,6 +22,7 @@ from lm_eval_moecache.model.precision.codecs import (
     CODECS,
     HalfQuadratic,
     encode,
+    expert_bytes,
     pieces,
     side_by_side,
     workers,
@@ -305,3 +306,18 @@ def test_memory_bounds_how_many_are_encoded_at_a_time(threads: None) -> None:
     # OLMoE's larger matrix takes 84 MB for a moment, Mixtral's 2.3 GB: all threads work on one.
     assert workers(14336 * 2 * 4096) == 1
     assert workers(2**30 // codecs.BYTES_PER_WEIGHT // 2) == 2
+
+
+def test_an_expert_counts_its_own_biases_and_no_other() -> None:
+    """Two matrices of 48 x 128, biases of 48 and 128 elements, bf16: one eighth of the module."""
+    module = nn.Module()
+    module.num_experts, module.is_transposed = 8, False
+    for name, shape in (("up", SHAPE), ("down", SHAPE[::-1])):
+        module.register_parameter(f"{name}_proj", nn.Parameter(torch.zeros(8, *shape).bfloat16()))
+        bias = nn.Parameter(torch.zeros(8, shape[0]).bfloat16())
+        module.register_parameter(f"{name}_bias", bias)
+    biases = 2 * (48 + 128)
+    plain, int8 = expert_bytes(module, [codec("bf16"), codec("int8")])
+    assert plain == 2 * 2 * 48 * 128 + biases
+    # A byte a weight and a scale of four bytes a row; biases are stored as they are.
+    assert int8 == 2 * 48 * 128 + 4 * (48 + 128) + biases
