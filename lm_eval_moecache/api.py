@@ -109,7 +109,7 @@ def plan(model: Place, **options: Any) -> Mapping[str, Any]:
     """Return what a machine can do with a model, as `moecache plan --json` prints it.
 
     Args:
-        model: A name that the command lists, a config.json, its folder, or a YAML.
+        model: A name that the command lists, or a model's file (a config.json, a GGUF ...).
         options: The command's options by name: `hardware="rtx-4090-24gb"`, `context=4096` ...
     """
     from lm_eval_moecache.cli import plan as command

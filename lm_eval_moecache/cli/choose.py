@@ -22,7 +22,12 @@ from lm_eval_moecache.cli.main import listed, print_result, wrapped
 from lm_eval_moecache.cli.plan import RECALL, stand_in
 from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.harness.arguments import Config, read_config
-from lm_eval_moecache.records.emulation import RealModel, emulated_names, load_real_model
+from lm_eval_moecache.records.emulation import (
+    MODEL_FILES,
+    RealModel,
+    emulated_names,
+    load_real_model,
+)
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware, profile_names
 from lm_eval_moecache.records.ledger import PassRecord
@@ -110,7 +115,7 @@ CONTENDERS: Mapping[str, Contender] = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    text = f"a trace; or a model: {', '.join(emulated_names())}, a config.json, its folder, a YAML"
+    text = f"a trace; or a model: {', '.join(emulated_names())}, or {MODEL_FILES}"
     parser.add_argument("model_or_trace", type=str, help=text)
     text = "cache size: 5%% of all expert bytes, 2GiB, 51 experts"
     parser.add_argument("--capacity", type=str, default="25%", help=text)

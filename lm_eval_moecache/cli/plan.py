@@ -19,7 +19,12 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.engine.regime import Regime, Waits, decode_waits, regime_of
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.records.emulation import RealModel, emulated_names, load_real_model
+from lm_eval_moecache.records.emulation import (
+    MODEL_FILES,
+    RealModel,
+    emulated_names,
+    load_real_model,
+)
 from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.files import traces_dir
 from lm_eval_moecache.records.hardware import Hardware, load_hardware, on_disk, profile_names
@@ -70,7 +75,7 @@ _WORDS = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    text = f"{', '.join(emulated_names())}; or a config.json, its folder, a YAML"
+    text = f"{', '.join(emulated_names())}; or {MODEL_FILES}"
     parser.add_argument("model", type=str, help=text)
     text = f"one of {', '.join(profile_names())}; or a YAML"
     parser.add_argument("--hardware", type=str, default="rtx-4090-24gb", help=text)
