@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import sys
 import textwrap
@@ -31,6 +32,8 @@ from lm_eval_moecache.records.hardware import Hardware, load_hardware, on_disk, 
 from lm_eval_moecache.records.numbers import read_count, unknown
 from lm_eval_moecache.records.sizes import Capacity
 from lm_eval_moecache.records.stored import PRECISION_HELP, SUGGESTED, load_stored
+from lm_eval_moecache.report import runtimes
+from lm_eval_moecache.report.runtimes import two_digits
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.header import read_header
 from lm_eval_moecache.trace.importers import load_trace
@@ -78,6 +81,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     text = f"{', '.join(emulated_names())}; or {MODEL_FILES}"
     parser.add_argument("model", type=str, help=text)
     text = f"one of {', '.join(profile_names())}; or a YAML"
+    text += "; several cards: '2x rtx-3090'"
     parser.add_argument("--hardware", type=str, default="rtx-4090-24gb", help=text)
     text = f"stored weights: {PRECISION_HELP}; default: as published"
     parser.add_argument("--precision", type=str | None, help=text)
@@ -89,6 +93,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--bandwidth", type=str | None, help=text)
     text = "trace whose routing is replayed; default: the most similar shipped one"
     parser.add_argument("--trace", type=str | None, help=text)
+    parser.add_argument("--ram", type=str | None, help="the machine's RAM: 64GB")
+    text = "nominal rate of the RAM: 83GB/s, or channels and MT/s: 2x5600"
+    parser.add_argument("--host_memory", type=str | None, help=text)
+    text = "the drive's scattered reads: 3.5GB/s"
+    parser.add_argument("--disk", type=str | None, help=text)
+    text = "a speed of this model here: 'llama.cpp host_layers=all 21.3', or a CSV of speeds"
+    parser.add_argument("--measured", type=str | None, help=text)
 
 
 def run(arguments: Namespace) -> int:
@@ -106,7 +117,23 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
         model = dataclasses.replace(model, stored=load_stored(arguments.precision))
     if arguments.store not in STORES:
         raise unknown("store", arguments.store, STORES)
-    hardware = load_hardware(arguments.hardware)
+    several = re.fullmatch(r"([0-9]{1,2}) ?x ?(?=\D)(.+)", arguments.hardware.strip())
+    cards = int(several[1]) if several else 1
+    hardware = load_hardware(several[2] if several else arguments.hardware)
+    given = runtimes.known(
+        cards=max(cards, 1),
+        ram="0B" if arguments.store == "disk" else arguments.ram,
+        host_memory=arguments.host_memory,
+        disk=arguments.disk,
+        bandwidth=arguments.bandwidth,
+        measured=arguments.measured,
+    )
+    advice = runtimes.advise(model, hardware, given, context, prompt)
+    if cards > 1:
+        name = f"{cards}x {hardware.name}"
+        hardware = dataclasses.replace(
+            hardware, name=name, memory_bytes=cards * hardware.memory_bytes
+        )
     if arguments.store == "disk":
         hardware = on_disk(hardware)
     if arguments.bandwidth is not None:
@@ -129,6 +156,7 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
         "ttft_loads_ms": 1000 * link_s,
         "fits_at": None if room.is_whole else fitting_precision(model, hardware, context),
         "rows": rows,
+        **advice,
     }
     return model, hardware, {**report, "verdict": _verdict(report, hardware)}
 
@@ -341,14 +369,6 @@ def _say(step: str) -> None:
 # --- the page ---
 
 
-def two_digits(number: float) -> str:
-    """Return a number to two significant digits, without an exponent."""
-    if number == 0:
-        return "0"
-    rounded = float(f"{number:.2g}")
-    return f"{rounded:.0f}" if rounded >= 10 else f"{rounded:#.2g}"
-
-
 def _gb(nbytes: float) -> str:
     return two_digits(nbytes / 1e9)
 
@@ -405,14 +425,51 @@ def _text(model: RealModel, hardware: Hardware, report: dict[str, Any], width: i
     if assumed := [key for key, text in hardware.sources.items() if "assumed" in text]:
         notes.append(f"Assumed, not measured, of {hardware.name}: {', '.join(assumed)}.")
     notes.append("A forecast of the virtual clock for one stream; nothing was run on the device.")
-    if not is_whole:
-        notes.append(
-            "Current engines use less of the link than batched copies do: by published figures a "
-            "third to a half of such speeds (docs/how_true.md). --bandwidth 8GB/s shows that end."
-        )
-    intro = [*textwrap.wrap(report["verdict"], width), "", *textwrap.wrap(memory, width), ""]
+    ideal = f"Were every bandwidth reached (the ideal clock): {report['verdict']}"
+    intro = [
+        *_runtimes(report, width),
+        *textwrap.wrap(ideal, width),
+        "",
+        *textwrap.wrap(memory, width),
+        "",
+    ]
     note_lines = [line for note in notes for line in textwrap.wrap(note, width)]
     return "\n".join([*intro, *table, *note_lines, ""])
+
+
+def _runtimes(report: dict[str, Any], width: int) -> list[str]:
+    """Return what to run, what was assumed, and one line per runtime."""
+    first = report["first"]
+    bound = next((row["tok_per_s"] for row in report["rows"] if row["policy"] == "bound"), None)
+    if bound is not None and report["rows"][-1]["capacity_bytes"]:
+        best = max(row["tok_per_s"] for row in report["rows"] if row["policy"] == "bound")
+        first = f"{first.rstrip('.')}; bound of the link {two_digits(best)}."
+    lines = textwrap.wrap(first, width)
+    if report["measured"]:
+        lines += textwrap.wrap(f"Scaled to {report['measured']}.", width)
+    if report["assumed"]:
+        options = "--host_memory, --ram and --disk say what yours has"
+        lines += textwrap.wrap(f"Assumed: {', '.join(report['assumed'])}; {options}.", width)
+    cells = [["runtime", "placement", "tok/s", "80% of rows", "first token"]]
+    whys = []
+    for row in report["runtimes"]:
+        if row["tok_per_s"] is None:
+            cells.append([row["runtime"], "-", "-", "-", "-"])
+            whys.append(f"{row['runtime']}: {row['why'].rstrip('.')}.")
+            continue
+        placement = row["placement"] + (" + drive" if row["needs_drive"] else "")
+        speed = f"{two_digits(row['low'])} to {two_digits(row['high'])}"
+        ttft = "not modelled"
+        if row["ttft_s"] is not None:
+            low, high = two_digits(row["ttft_low_s"]), two_digits(row["ttft_high_s"])
+            ttft = f"{low} to {high} s"
+        cells.append([row["runtime"], placement, two_digits(row["tok_per_s"]), speed, ttft])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    table = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in cells]
+    lines += ["", *(line.rstrip() for line in table)]
+    for why in whys:
+        lines += textwrap.wrap(f"- {why}", width, subsequent_indent="  ")
+    return [*lines, ""]
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:

@@ -41,6 +41,7 @@ from lm_eval_moecache.records.files import check_writable
 from lm_eval_moecache.records.geometry import MOST_DRAFTED, Geometry
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, Hardware, load_hardware
 from lm_eval_moecache.records.numbers import nearest
+from lm_eval_moecache.records.runtime import IDEAL, load_runtime
 from lm_eval_moecache.records.schemas import Schema, check, count
 from lm_eval_moecache.records.sizes import (
     capacity_text,
@@ -143,6 +144,11 @@ class ModelArguments(Schema):
     )
     hardware: Name = Field(
         DEFAULT_PROFILE, description="device to emulate: name or YAML of a hardware profile"
+    )
+    runtime: Name = Field(
+        IDEAL,
+        description="program whose share of the device's rates is charged (`llama.cpp`, "
+        "`ktransformers` ...): name or YAML of a runtime profile",
     )
     bandwidth: Any = Field(None, description="link bandwidth, overrides the profile's: `5GB/s`")
     link: Literal["priority", "fifo"] = Field(
@@ -352,6 +358,7 @@ def read_config(
     wall = args.clock == "wall"
     bandwidth = None if args.bandwidth is None else str(args.bandwidth)
     hardware = load_hardware(str(args.hardware), None if wall else bandwidth)
+    hardware = load_runtime(str(args.runtime)).on(hardware)
     if policy.miss.algorithm.uses_host and not wall:
         check_host(hardware)
     if args.trace is not None:
@@ -392,6 +399,9 @@ def _conflicts(
         if "hardware" in given:
             why = "has no effect with clock='wall', which measures this machine"
             yield "hardware", why, "bandwidth, which slows the real link down; or clock=virtual"
+        if "runtime" in given:
+            why = "has no effect with clock='wall', which measures this program"
+            yield "runtime", why, "clock=virtual"
         if asked.link == FIFO:
             yield "link", f"{wall}whose demands always go first", "clock=virtual"
         for key in [k for k in ("execute", "reads_per_expert", "attention") if k in given]:

@@ -17,6 +17,7 @@ from lm_eval_moecache.engine.regime import decode_waits, regime_of
 from lm_eval_moecache.engine.setting import FIFO
 from lm_eval_moecache.harness.arguments import Config, ModelArguments
 from lm_eval_moecache.records.event import PREFILL
+from lm_eval_moecache.records.hardware import OF_THE_MACHINE
 from lm_eval_moecache.records.ledger import GENERATE, RequestRecord
 from lm_eval_moecache.report.metrics import MEGABYTE, task_metrics
 from lm_eval_moecache.report.results import choice_name, metric_column
@@ -51,7 +52,11 @@ def run_report(
         "policy": policy.as_dict(),
         "capacity": setting.capacity.text,
         "capacity_bytes": setting.capacity.total_bytes,
-        "hardware": dataclasses.asdict(config.hardware),
+        "hardware": {
+            name: value
+            for name, value in dataclasses.asdict(config.hardware).items()
+            if name not in OF_THE_MACHINE
+        },
         "clock": config.clock,
         "scoring": config.scoring,
         "cache_reset": config.cache_reset,

@@ -15,6 +15,7 @@ from lm_eval_moecache.records.sizes import parse_bandwidth
 PROFILE_DIR = Path(__file__).resolve().parent.parent / "hardware"
 DEFAULT_PROFILE = "a100-5GBps"
 MOST_LANES = 1024
+_MOST_CHANNELS = 64
 RENAMED = {"a100-5gbps": "a100-5GBps"}
 """Name of a profile in records of earlier releases -> its current name."""
 
@@ -38,12 +39,20 @@ _NAMING = Naming(
 POSITIVE = (
     *("peak_flops", "memory_bytes_per_s", "link_bytes_per_s", "memory_bytes"),
     *("host_flops", "host_memory_bytes_per_s", "link_lane_bytes_per_s"),
+    *("host_memory_bytes", "drive_bytes_per_s", "drive_random_bytes_per_s"),
 )
 _BY_BANDWIDTH = ("link_bytes_per_s", "link_efficiency", "link_lane_bytes_per_s")
 ZERO_OR_MORE = (
     *("link_latency_s", "kernel_overhead_s", "load_overhead_s_per_byte"),
-    *("layer_overhead_s", "pass_overhead_s", "wait_overhead_s"),
+    *("layer_overhead_s", "pass_overhead_s", "wait_overhead_s", "host_memory_mt_per_s"),
 )
+OF_THE_MACHINE = (
+    *("host_memory_channels", "host_memory_mt_per_s", "host_sockets", "host_memory_bytes"),
+    *("drive_bytes_per_s", "drive_random_bytes_per_s"),
+)
+"""Figures that forecasts of runtimes use and the virtual clock does not: no part of a run."""
+_BYTES_PER_TRANSFER = 8
+"""A channel of DDR memory is 64 bits wide."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +88,17 @@ class Hardware:
     host_flops: float | None = None
     host_memory_bytes_per_s: float | None = None
     """Needed where the host executes misses; None where the profile does not give them."""
+    host_memory_channels: int = 0
+    """Channels of a socket; 0 where not given."""
+    host_memory_mt_per_s: float = 0.0
+    """Million transfers a second of a channel, as in DDR5-5600."""
+    host_sockets: int = 1
+    host_memory_bytes: float | None = None
+    """Size of the host's memory."""
+    drive_bytes_per_s: float | None = None
+    """Sequential reads of the drive."""
+    drive_random_bytes_per_s: float | None = None
+    """Scattered reads of about an expert each."""
     source: dict[str, str] | str = ""
 
     def __post_init__(self) -> None:
@@ -91,6 +111,8 @@ class Hardware:
             require(key, lambda value: value > 0, "above 0")
         for key in ZERO_OR_MORE:
             require(key, lambda value: value >= 0, "0 or more")
+        require("host_memory_channels", lambda value: 0 <= value <= _MOST_CHANNELS, "0 to 64")
+        require("host_sockets", lambda value: 1 <= value <= _MOST_CHANNELS, "1 to 64")
         require("link_efficiency", lambda value: 0 < value <= 1, "above 0 and at most 1")
         lanes = f"1 or more and at most {MOST_LANES}"
         require("link_lanes", lambda value: 1 <= value <= MOST_LANES, lanes)
@@ -114,6 +136,20 @@ class Hardware:
                 "link_bytes_per_s": f"given for this run: bandwidth={bandwidth}",
             },
         )
+
+    @property
+    def is_unified(self) -> bool:
+        """Whether the device shares its memory with the host: the profile has no host memory."""
+        return self.host_memory_bytes_per_s is None and not self.host_memory_channels
+
+    @property
+    def host_nominal_bytes_per_s(self) -> float | None:
+        """Nominal rate of one socket's memory: channels x transfers x 8 bytes.
+
+        Without channels the profile's host rate, and None for unified memory.
+        """
+        channels = self.host_memory_channels * self.host_memory_mt_per_s
+        return channels * 1e6 * _BYTES_PER_TRANSFER or self.host_memory_bytes_per_s
 
     @property
     def link_rate(self) -> float:

@@ -17,7 +17,7 @@ from huggingface_hub import try_to_load_from_cache
 from lm_eval_moecache.algorithms.registry import AXES, source_digest
 from lm_eval_moecache.harness.arguments import Config, read_config
 from lm_eval_moecache.records.files import TINY, task_configs_dir
-from lm_eval_moecache.records.hardware import RENAMED
+from lm_eval_moecache.records.hardware import OF_THE_MACHINE, RENAMED
 from lm_eval_moecache.sweep.spec import REPLAY, Cell
 from lm_eval_moecache.tiny import MODEL_DIR
 
@@ -211,6 +211,7 @@ def resolve(config: Config) -> dict[str, Any]:
         field.name: getattr(config.hardware, field.name)
         for field in dataclasses.fields(config.hardware)
         if getattr(config.hardware, field.name) != field.default
+        and field.name not in OF_THE_MACHINE
     }
     # A renamed profile keeps its former name, so that its finished runs stay finished.
     former_names = {new: old for old, new in RENAMED.items()}

@@ -35,7 +35,7 @@ _PATIENCE_S = 2.0
 """Shorter replays show no progress bar."""
 Progress = Callable[[int], object]
 SETTINGS = (
-    *("policy", "capacity", "hardware", *AXES, "phases", "bandwidth", "link", "execute"),
+    *("policy", "capacity", "hardware", "runtime", *AXES, "phases", "bandwidth", "link", "execute"),
     *("reads_per_expert", "attention", "emulate", "warm", "seed", "cache_reset"),
 )
 """Keys of a live run that a replay accepts as well."""

@@ -35,7 +35,7 @@ _FORMAT = 2
 # Settings that change neither a lossless policy's outputs nor what the model computes. Cells that
 # differ in any other setting share no run.
 OUTPUT_INVARIANT_KEYS = (
-    *("policy", "capacity", "hardware", "emulate", "link", "warm"),
+    *("policy", "capacity", "hardware", "runtime", "emulate", "link", "warm"),
     *("execute", "reads_per_expert", "attention", "cache_reset", "seed", "trace", "detail"),
 )
 

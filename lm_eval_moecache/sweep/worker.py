@@ -53,7 +53,18 @@ RECORD_FORMAT = 1
 BY_MODEL, BY_REPLAY = "model", "replay"
 # The keys of a cell in a sweep over traces.
 KEYS = (
-    *("policy", *AXES, "phases", "capacity", "hardware", "bandwidth", "link", "emulate", "warm"),
+    *(
+        "policy",
+        *AXES,
+        "phases",
+        "capacity",
+        "hardware",
+        "runtime",
+        "bandwidth",
+        "link",
+        "emulate",
+        "warm",
+    ),
     *("execute", "reads_per_expert", "attention", "cache_reset", "seed", "expert_bytes"),
 )
 _SUFFIX = f",{SPEED_FILTER}"

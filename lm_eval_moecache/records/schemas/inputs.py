@@ -90,6 +90,27 @@ def hardware_schema(record: type[Any]) -> type[BaseModel]:
     return schema
 
 
+class RuntimeFile(Schema):
+    """A program: how it serves absent experts, how it is called and started."""
+
+    name: Text
+    absent: str
+    based_on: str = ""
+    called: str = ""
+    placement: str = "auto"
+    flags: str = ""
+    resident_flags: str = ""
+    devices: str = "any"
+    models: str = ""
+    prefill: str = "copy"
+    chunk: Annotated[int, count(least=1)] = 512
+    splits: str = "layer"
+    socket_share: Annotated[float, number(above=0, most=1)] = 0.5
+    factor: Annotated[float, number(above=0)] = 1.0
+    traps: list[str] = Field(default_factory=list)
+    source: str = ""
+
+
 # --- views of a folder's runs: `views`, `figures` and `table.yaml` ---
 
 

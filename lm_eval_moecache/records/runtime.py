@@ -1,0 +1,241 @@
+"""Runtime profiles: how a program serves absent experts, and what share of each bandwidth it gets.
+
+A hardware profile is a machine, a runtime profile (`runtimes/NAME.yaml`) a program on it. Constants
+belong to mechanisms, not to programs, and stand in one file that `moecache profile runtimes` writes
+from published speeds: most programs were measured on too few machines for a factor of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lm_eval_moecache.records.files import read_yaml
+from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.numbers import unknown
+
+RUNTIME_DIR = Path(__file__).resolve().parent.parent / "runtimes"
+MECHANISMS_FILE = RUNTIME_DIR / "mechanisms.yaml"
+IDEAL = "ideal"
+RESIDENT, HOST, COPY, LAYER, READ, BOTH = "resident", "host", "copy", "layer", "read", "both"
+MECHANISMS = {
+    RESIDENT: "every expert lies in the device's memory",
+    HOST: "the host's processor computes absent experts from its memory",
+    COPY: "absent experts are copied over the link into slots on the device",
+    LAYER: "whole layers are copied over the link, whatever was routed",
+    READ: "absent experts are read from the drive",
+    BOTH: "the device has a cache of experts, and the host computes those that are absent",
+}
+"""What `absent` may be, and what it means."""
+SHARES = ("card_share", "host_share", "link_share", "drive_share")
+"""Constants that are shares of a bandwidth; the other constants are microseconds."""
+LAYERS = ("layer_us", "host_layer_us", "copy_layer_us", "read_layer_us")
+PREFILL = ("prefill_compute_share", "prefill_link_share", "prefill_card_share", "prefill_chunk_ms")
+CONSTANTS = (*SHARES, *LAYERS, "context_us", *PREFILL)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runtime:
+    """One program that serves Mixture-of-Experts models.
+
+    `absent` is one of `MECHANISMS`. `placement` is what it does when told nothing, in the words of
+    `engine.forecast.read_placement`; `flags` are what a user types, with `{host_layers}`, `{slots}`
+    and `{cache_gib}` to be filled in.
+    """
+
+    name: str
+    absent: str
+    based_on: str = ""
+    """The runtime that this one is a variant of."""
+    called: str = ""
+    """Pattern of the names that people give it, in lower case."""
+    placement: str = "auto"
+    flags: str = ""
+    resident_flags: str = ""
+    """Flags where all experts fit."""
+    devices: str = "any"
+    """`unified`: runs on machines whose device shares the host's memory only; `card`: on others."""
+    models: str = ""
+    """Pattern of the models that it runs, in lower case; empty for any."""
+    prefill: str = "copy"
+    """What it does with a prompt's absent experts: `copy` whole layers, `host`, `read`, or
+    read for one `token` after the other."""
+    chunk: int = 512
+    """Tokens of a prompt that go through the model together."""
+    splits: str = "layer"
+    """Several cards: `layer` after `layer`, or every layer over all of them (`tensor`)."""
+    socket_share: float = 0.5
+    """Share of two sockets' memory bandwidth it reaches: 0.5 one of them, 0.75 a copy on each."""
+    factor: float = 1.0
+    """Measured over predicted speed of this runtime; 1 unless rows of several machines say more."""
+    traps: tuple[str, ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        def refuse(key: str, allowed: Any) -> None:
+            if getattr(self, key) not in allowed:
+                raise unknown(f"runtime {self.name!r}: {key}", getattr(self, key), allowed)
+
+        refuse("absent", MECHANISMS)
+        refuse("devices", ("any", "unified", "card"))
+        refuse("prefill", ("copy", "host", "read", "token"))
+        refuse("splits", ("layer", "tensor"))
+        for key in ("factor", "socket_share", "chunk"):
+            if not getattr(self, key) > 0:
+                value = getattr(self, key)
+                raise ValueError(f"runtime {self.name!r}: {key}={value!r} must be above 0.")
+        try:
+            re.compile(self.called)
+        except re.error as error:
+            raise ValueError(
+                f"runtime {self.name!r}: called={self.called!r} is no pattern: {error}."
+            ) from error
+
+    @property
+    def is_ideal(self) -> bool:
+        """Whether it reaches everything, as the virtual clock alone does."""
+        return self.name == IDEAL
+
+    def on(self, hardware: Hardware) -> Hardware:
+        """Return the device with what this runtime makes of it: what the virtual clock charges.
+
+        `ideal` changes nothing; others change the rates, and the name that results show.
+        """
+        if self.is_ideal:
+            return hardware
+        shares = mechanisms().constants
+        extra = {HOST: "host_layer_us", BOTH: "host_layer_us", READ: "read_layer_us"}
+        layer_us = shares["layer_us"] + shares[extra.get(self.absent, "copy_layer_us")]
+        link_share = shares["drive_share" if self.absent == READ else "link_share"]
+        host = hardware.host_nominal_bytes_per_s
+        host_rate = None if host is None else host * shares["host_share"] * self.factor
+        source = f"runtime={self.name}: shares of mechanism {self.absent!r}"
+        changed: dict[str, Any] = {
+            "memory_bytes_per_s": hardware.memory_bytes_per_s * shares["card_share"] * self.factor,
+            "peak_flops": hardware.peak_flops * shares["prefill_compute_share"],
+            "link_efficiency": min(1.0, hardware.link_efficiency * link_share * self.factor),
+            "layer_overhead_s": layer_us * 1e-6 / self.factor,
+            # The measured overhead of a layer has its kernels' in it.
+            "kernel_overhead_s": 0.0,
+            "host_memory_bytes_per_s": host_rate,
+        }
+        return replace(
+            hardware,
+            name=f"{hardware.name}, {self.name}",
+            **changed,
+            source={**hardware.sources, **{k: source for k, v in changed.items() if v}},
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """How far forecasts were from a group of measured rows, each machine left out of its fit."""
+
+    rows: int
+    machines: int
+    median_factor: float
+    within: Mapping[str, float]
+    low: float
+    """A tenth of the rows were slower than this share of their forecast."""
+    high: float
+
+
+UNKNOWN = Spread(rows=0, machines=0, median_factor=1.0, within={}, low=1.0, high=1.0)
+"""The spread while constants are being fitted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mechanisms:
+    """What `moecache profile runtimes` wrote: the constants and how true they are."""
+
+    constants: Mapping[str, float]
+    curve: float
+    """The constant of the hit curve: a cached share c of a layer hits c (1 + curve) / (c + curve).
+    """
+    routings: Mapping[str, Mapping[str, Any]]
+    """Hits of replays of the shipped traces, at shares of a layer's experts."""
+    spreads: Mapping[str, Spread] = field(default_factory=dict)
+    """Mechanism, or `mechanism, stated` or `mechanism, assumed` -> its spread."""
+
+    def spread(self, mechanism: str, is_stated: bool) -> Spread:
+        """Return the spread of the narrowest group of rows that there is for this mechanism."""
+        names = (f"{mechanism}, {'stated' if is_stated else 'assumed'}", mechanism, "all")
+        return next((self.spreads[name] for name in names if name in self.spreads), UNKNOWN)
+
+
+@cache
+def mechanisms() -> Mechanisms:
+    """Return the constants that ship with the package."""
+    return read_mechanisms(MECHANISMS_FILE)
+
+
+def read_mechanisms(path: Path) -> Mechanisms:
+    """Read a file of `moecache profile runtimes`. Raises ValueError where it is no such file."""
+    data = read_yaml(path, f"mechanisms={str(path)!r}")
+    try:
+        constants = {name: float(data["constants"][name]) for name in CONSTANTS}
+        spreads = {name: Spread(**spread) for name, spread in data["spreads"].items()}
+        return Mechanisms(
+            constants=constants,
+            curve=float(data["hits"]["curve"]),
+            routings=data["hits"]["routings"],
+            spreads=spreads,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"mechanisms={str(path)!r} is no output of `moecache profile runtimes`: {error!r}."
+        ) from error
+
+
+def runtime_names() -> list[str]:
+    """Return the names of the shipped runtimes, sorted."""
+    paths = RUNTIME_DIR.glob("*.yaml")
+    return sorted(path.stem for path in paths if path != MECHANISMS_FILE)
+
+
+@cache
+def _shipped() -> Mapping[str, Runtime]:
+    return {name: _read(RUNTIME_DIR / f"{name}.yaml") for name in runtime_names()}
+
+
+def load_runtime(name: str) -> Runtime:
+    """Load a runtime by its name, a name that people give it (`ollama 0.30`), or a YAML's path.
+
+    Of several that match, a variant wins over what it is based on. Raises ValueError for an
+    unknown name or an unreadable file.
+    """
+    if str(name).endswith((".yaml", ".yml")):
+        return _read(Path(name))
+    wanted = str(name).strip().lower()
+    shipped = _shipped()
+    for runtime in shipped.values():
+        if wanted == runtime.name.lower():
+            return runtime
+    found = {
+        runtime.name: match.end() - match.start()
+        for runtime in shipped.values()
+        if runtime.called and (match := re.search(runtime.called, wanted))
+    }
+    for runtime in shipped.values():
+        if runtime.name in found:
+            found.pop(runtime.based_on, None)
+    if not found:
+        raise unknown("runtime", name, shipped)
+    return shipped[max(found, key=lambda each: (found[each], each))]
+
+
+def _read(path: Path) -> Runtime:
+    # Imported late: pydantic is slow to import.
+    from lm_eval_moecache.records.schemas import check
+    from lm_eval_moecache.records.schemas.inputs import RuntimeFile
+
+    what = f"runtime={str(path)!r}"
+    data = read_yaml(path, what)
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{what} must hold a mapping of the profile's fields.")
+    given = dict(check(RuntimeFile, data, f"runtime file {path.name}"))
+    return Runtime(**{**given, "traps": tuple(given["traps"])})

@@ -1,0 +1,472 @@
+"""Published speeds of runtimes: reads a CSV of them, forecasts each row, says how far off it was.
+
+Columns: runtime, model, precision, hardware, host_memory_GBps, link_GBps, disk_GBps, placement,
+context, prompt, prefill_tok_s, decode_tok_s, source, note; and `machine`, which tells machines of
+one kind apart. Names are read as people type them. An empty bandwidth is the profile's. Notes are
+read too: `hit 71%`, `top-k 4`, `-ub 2048`, `tensor parallel`, `assumed`, `left out: REASON`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+from lm_eval_moecache.engine.forecast import (
+    Forecast,
+    Machine,
+    Placed,
+    PromptWork,
+    Work,
+    forecast,
+    machine,
+    place,
+    prefill_tok_per_s,
+    prompt_work,
+    read_placement,
+    rule_of_thumb_s,
+    token_work,
+)
+from lm_eval_moecache.records.emulation import RealModel, load_real_model
+from lm_eval_moecache.records.files import read_text
+from lm_eval_moecache.records.hardware import Hardware, load_hardware
+from lm_eval_moecache.records.numbers import plain_number
+from lm_eval_moecache.records.runtime import (
+    BOTH,
+    COPY,
+    HOST,
+    LAYER,
+    READ,
+    RESIDENT,
+    Mechanisms,
+    Runtime,
+    load_runtime,
+)
+from lm_eval_moecache.records.stored import Stored, load_stored
+from lm_eval_moecache.report.tables import padded
+
+COLUMNS = (
+    *("runtime", "model", "precision", "hardware", "host_memory_GBps", "link_GBps", "disk_GBps"),
+    *("placement", "context", "prompt", "prefill_tok_s", "decode_tok_s", "source", "note"),
+)
+Found = TypeVar("Found")
+NEEDED = ("runtime", "model")
+WITHIN = (1.25, 1.5, 1.6, 2.5)
+GGUF_BITS = {
+    **{"1": "iq1_m", "2": "q2_k", "3": "q3_k_m", "4": "q4_k_m", "5": "q5_k_m", "6": "q6_k"},
+    **{"7": "q6_k", "8": "q8_0"},
+}
+"""Bits of a name like `Q4` -> the usual GGUF type."""
+_SHORT = 256
+"""Tokens of context assumed where a row does not say."""
+_NO_CARD = re.compile(
+    r"\b(none|cpu|ryzen|epyc|xeon|threadripper|core|i[3579]-\d+|ultra \d|altra|graviton|cobalt)\b"
+)
+_CHANNELS = re.compile(r"(?:(\d) ?x ?)?(\d+) ?(?:x|ch\w*) ?(?:l?p?ddr\dx?-?)? ?(\d{4,5})")
+_DRAFTED = re.compile(r"(?<!no )(?<!no-)(?<!without )\b(mtp|draft\w*|spec(ulative|[- ]dec)\w*)\b")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One measurement, read: what it ran, where, and how fast it was."""
+
+    fields: Mapping[str, str]
+    model: RealModel
+    runtime: Runtime
+    machine: Machine
+    key: str
+    """What tells machines apart where one is left out of a fit."""
+    placement: str
+    hit: float | None
+    top_k: int | None
+    context: int
+    prompt: int | None
+    chunk: int | None
+    decode: float | None
+    prefill: float | None
+
+    def placed(self, known: Mechanisms | None = None) -> Placed:
+        """Return where the experts lie, by a stated hit rate or an estimated one."""
+        where = read_placement(self.placement)
+        return place(self.model, self.machine, self.runtime, where, self.context, self.hit, known)
+
+    def is_stated(self, placed: Placed) -> bool:
+        """Whether what matters most to the mechanism was stated, not assumed."""
+        guessed = re.search(r"\b(assumed|inferred)\b", self.fields["note"].lower())
+        if placed.mechanism == RESIDENT:
+            return True
+        if guessed:
+            return False
+        knows_hit = placed.hit is None or self.hit is not None
+        match placed.mechanism:
+            case "host":
+                return bool(self.fields["host_memory_GBps"])
+            case "both":
+                return bool(self.fields["host_memory_GBps"]) and knows_hit
+            case "copy":
+                return bool(self.fields["link_GBps"]) and knows_hit
+            case "layer":
+                return bool(self.fields["link_GBps"])
+        return bool(self.fields["disk_GBps"]) and knows_hit
+
+    def work(self, placed: Placed) -> Work:
+        """Return what a decoded token waits for."""
+        return token_work(self.model, self.machine, placed, self.context, self.top_k)
+
+    def forecast(self, known: Mechanisms | None = None, placed: Placed | None = None) -> Forecast:
+        """Return the forecast of the decode speed."""
+        placed = placed or self.placed(known)
+        return forecast(
+            self.model,
+            self.machine,
+            self.runtime,
+            placed,
+            self.context,
+            top_k=self.top_k,
+            is_stated=self.is_stated(placed),
+            known=known,
+        )
+
+    def prompt_work(self, placed: Placed) -> PromptWork | None:
+        """Return what the prompt waits for, None where unknown or not modelled."""
+        if self.prefill is None or not self.prompt:
+            return None
+        return prompt_work(self.model, self.machine, self.runtime, placed, self.prompt, self.chunk)
+
+
+def read_rows(
+    path: Path, known: Mechanisms | None = None
+) -> tuple[list[Row], list[dict[str, Any]]]:
+    """Return a file's rows, and those left out, as their fields with the `reason`.
+
+    Raises ValueError where the file is no CSV with these columns.
+    """
+    what = f"speeds={str(path)!r}"
+    lines = [line for line in read_text(path, what).splitlines() if not line.startswith("#")]
+    table = csv.DictReader(io.StringIO("\n".join(lines)))
+    names = [name.strip() for name in table.fieldnames or ()]
+    table.fieldnames = names
+    if missing := [name for name in NEEDED if name not in names]:
+        raise ValueError(
+            f"{what} lacks the columns {', '.join(missing)}. Allowed: {', '.join(COLUMNS)}."
+        )
+    rows, left_out = [], []
+    for number, record in enumerate(table, start=1):
+        fields = {name: str(record.get(name) or "").strip() for name in (*COLUMNS, "machine")}
+        if not any(fields.values()):
+            continue
+        try:
+            rows.append(read_row(fields, known))
+        except ValueError as error:
+            left_out.append({"row": number, **fields, "reason": str(error)})
+    return rows, left_out
+
+
+def read_row(fields: Mapping[str, str], known: Mechanisms | None = None) -> Row:
+    """Read one row. Raises ValueError with the reason for which it is left out."""
+    note = fields["note"]
+    said = note.lower()
+    if match := re.search(r"left out: *(.*)", note):
+        raise ValueError(match[1])
+    if _DRAFTED.search(f"{said} {fields['runtime'].lower()}"):
+        raise ValueError("speculative decoding: several tokens a pass")
+    if (match := re.search(r"\bbatch(?: size)?[ =]*(\d+)", said)) and int(match[1]) > 1:
+        raise ValueError(f"{match[1]} requests at once")
+    decode, prefill = speed(fields["decode_tok_s"]), speed(fields["prefill_tok_s"])
+    if decode is None and prefill is None:
+        raise ValueError("no speed given")
+    runtime = find_runtime(fields)
+    model = find_model(fields["model"], fields["precision"])
+    hardware, cards = find_hardware(fields["hardware"])
+    is_split = True if re.search(r"\btp\b|\btp[ =-]?\d|tensor[- ]parallel", said) else None
+    found = machine(
+        hardware,
+        runtime,
+        cards=cards,
+        is_split=is_split,
+        host=rate(fields["host_memory_GBps"], "host_memory_GBps"),
+        link=rate(fields["link_GBps"], "link_GBps"),
+        drive=rate(fields["disk_GBps"], "disk_GBps"),
+    )
+    hit = re.search(r"(?<!no )\bhits?(?: rate)?(?: of)?[ =:~]*([\d.]+) ?%", said)
+    missed = re.search(r"\bmiss(?:es)?(?: rate)?(?: of)?[ =:~]*([\d.]+) ?%", said)
+    top_k = re.search(r"\b(?:top[-_ ]?k|k) ?= ?(\d+)", f"{said} {fields['model'].lower()}")
+    chunk = re.search(r"-ub[ =](\d+)|\bchunk(?:_size)?[ =](\d+)", said)
+    prompt = tokens(fields["prompt"])
+    context = tokens(fields["context"])
+    row = Row(
+        fields=fields,
+        model=model,
+        runtime=runtime,
+        machine=found,
+        key=fields["machine"] or f"{fields['hardware']} {fields['source']}",
+        placement=fields["placement"],
+        hit=float(hit[1]) / 100 if hit else 1 - float(missed[1]) / 100 if missed else None,
+        top_k=int(top_k[1]) if top_k else None,
+        context=(prompt or _SHORT) if context is None else context,
+        prompt=prompt,
+        chunk=int(chunk[1] or chunk[2]) if chunk else None,
+        decode=decode,
+        prefill=prefill,
+    )
+    row.placed(known)  # refuses what does not run
+    return row
+
+
+def find_runtime(fields: Mapping[str, str]) -> Runtime:
+    """Return the runtime of a row; one that is not known serves experts as its placement says."""
+    try:
+        return load_runtime(fields["runtime"])
+    except ValueError:
+        kind = read_placement(fields["placement"]).kind
+        if kind == "auto":
+            raise
+        absent = HOST if kind in ("host_layers", "resident_experts", "cpu") else COPY
+        if kind in ("slots", "cache") and fields["disk_GBps"]:
+            absent = READ
+        return Runtime(name=fields["runtime"], absent=RESIDENT if kind == RESIDENT else absent)
+
+
+def find_model(name: str, precision: str) -> RealModel:
+    """Return a row's model in its precision; words in brackets may be left out."""
+    model = _first(lambda text: load_real_model(text, "model"), _readings(name))
+    if not precision:
+        return model
+    return replace(model, stored=_first(_stored, _readings(precision)))
+
+
+def _stored(text: str) -> Stored:
+    """Return a stored precision, also of names that say less (`Q4`)."""
+    name = text.strip().lower().removeprefix("ud-").removeprefix("ud_")
+    bits = re.match(r"i?q([1-8])", name)
+    guesses = [text, f"ud-{name}", *([f"ud-{GGUF_BITS[bits[1]]}"] if bits else [])]
+    return _first(load_stored, guesses)
+
+
+def find_hardware(name: str) -> tuple[Hardware | None, int]:
+    """Return the profile of a row's device and how many of them: `2x RTX 3090`.
+
+    None where the processor does everything.
+    """
+    body = name.strip()
+    match = re.match(r"(\d+) ?[x×] ?(?=\D)(.*)", body, re.IGNORECASE)  # noqa: RUF001
+    cards, body = (int(match[1]), match[2]) if match else (1, body)
+    try:
+        return _first(_hardware, _readings(body)), cards
+    except ValueError:
+        if not body or _NO_CARD.search(body.lower()):
+            return None, 1
+        raise
+
+
+def _hardware(text: str) -> Hardware:
+    try:
+        return load_hardware(text)
+    except ValueError as error:
+        # A name that several sizes of memory share: the largest.
+        for gigabytes in (512, 256, 192, 128, 96, 80, 64, 48, 40, 36, 32, 24, 16, 12, 8):
+            try:
+                return load_hardware(f"{text} {gigabytes}GB")
+            except ValueError:
+                continue
+        raise error
+
+
+def _readings(text: str) -> list[str]:
+    """Return a name as typed, without what stands in brackets, and its parts."""
+    bare = re.sub(r"\([^)]*\)", " ", text).strip()
+    parts = [part.strip() for part in re.split(r"[,+/;]|\bwith\b", bare)]
+    words = [bare.split()[0]] if bare.split() else []
+    return list(dict.fromkeys(reading for reading in (text, bare, *parts, *words) if reading))
+
+
+def _first(load: Callable[[str], Found], readings: Sequence[str]) -> Found:
+    problem: ValueError | None = None
+    for reading in readings:
+        try:
+            return load(reading)
+        except ValueError as error:
+            problem = problem or error
+    raise problem or ValueError("no name given")
+
+
+def speed(text: str) -> float | None:
+    """Read tokens/s: `21.3`, `~45`, `20+`, the middle of `29-32`; None for an empty text."""
+    numbers = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text.split("(")[0])]
+    if not numbers or min(numbers) <= 0:
+        return None
+    if len(numbers) > 1 and re.search(r"\d ?[-–] ?\d", text):  # noqa: RUF001
+        return math.sqrt(numbers[0] * numbers[1])
+    return numbers[0]
+
+
+def tokens(text: str) -> int | None:
+    """Read a number of tokens: `4096`, `8k`, `pp512`, `969 in/300 out`; None for other texts."""
+    match = re.search(r"(\d+(?:\.\d+)?) ?(k?)", text.lower().replace(",", ""))
+    return round(float(match[1]) * (1024 if match[2] else 1)) if match else None
+
+
+def rate(text: str, key: str) -> float | None:
+    """Read GB/s (`83`, `83GB/s`) or memory channels (`2x5600`, `8x DDR4-3200`) as bytes/s."""
+    body = text.strip().lower()
+    if not body:
+        return None
+    channels = re.fullmatch(
+        r"(?:(\d) ?x ?)?(\d+) ?(?:x|ch\w*) ?(?:l?p?ddr\dx?-?)? ?(\d{4,5})", body
+    )
+    if channels:
+        return int(channels[1] or 1) * int(channels[2]) * int(channels[3]) * 8e6
+    number = plain_number(body.removesuffix("/s").removesuffix("gb").strip("~ "))
+    if number is None or number <= 0:
+        raise ValueError(f"{key}={text!r} is not a rate. Allowed: GB/s as 83, or 2x5600.")
+    return float(number) * 1e9
+
+
+# --- how far off ---
+
+
+def factor(predicted: float, measured: float) -> float:
+    """Return how many times one is the other, the larger over the smaller."""
+    return max(predicted / measured, measured / predicted)
+
+
+def foretell(row: Row, known: Mechanisms | None = None) -> dict[str, Any]:
+    """Return a row's fields with its predictions, by the shipped constants or by `known`."""
+    placed = row.placed(known)
+    found = row.forecast(known, placed)
+    work = row.prompt_work(placed)
+    prefill = (
+        None
+        if work is None or row.prompt is None
+        else prefill_tok_per_s(work, row.prompt, row.runtime, known)
+    )
+    thumb = 1 / rule_of_thumb_s(found.work)
+    return {
+        **row.fields,
+        "mechanism": placed.mechanism,
+        "stated": found.is_stated,
+        "hit": placed.hit,
+        "predicted_tok_s": found.tok_per_s,
+        "low": found.low,
+        "high": found.high,
+        "factor": None if row.decode is None else factor(found.tok_per_s, row.decode),
+        "measured_tok_s": row.decode,
+        "rule_of_thumb_tok_s": thumb,
+        "rule_of_thumb_factor": None if row.decode is None else factor(thumb, row.decode),
+        "predicted_prefill_tok_s": prefill,
+        "measured_prefill_tok_s": row.prefill,
+        "prefill_factor": None
+        if prefill is None or row.prefill is None
+        else factor(prefill, row.prefill),
+        "placed": str(placed.placement),
+        "key": row.key,
+    }
+
+
+def summary(factors: Iterable[float | None]) -> dict[str, Any]:
+    """Return the number of factors, their median, and the shares within `WITHIN`."""
+    known = [each for each in factors if each is not None]
+    if not known:
+        return {"rows": 0, "median_factor": None, "within": {}}
+    shares = {f"{most:g}": sum(f <= most for f in known) / len(known) for most in WITHIN}
+    return {"rows": len(known), "median_factor": median(known), "within": shares}
+
+
+def compare(rows: Sequence[Mapping[str, Any]], left_out: Sequence[Mapping[str, Any]]) -> Any:
+    """Return `validate --speeds`' result: rows, those left out, and how far off they were."""
+    total = summary(row["factor"] for row in rows)
+    by = {}
+    for name in (RESIDENT, HOST, BOTH, COPY, LAYER, READ):
+        group = [row for row in rows if row["mechanism"] == name]
+        for title, chosen in (
+            (name, group),
+            (f"{name}, stated", [row for row in group if row["stated"]]),
+            (f"{name}, assumed", [row for row in group if not row["stated"]]),
+        ):
+            figures = summary(row["factor"] for row in chosen)
+            if figures["rows"] and (title == name or len(chosen) < len(group)):
+                by[title] = {"machines": len({row["key"] for row in chosen}), **figures}
+    return {
+        "rows": list(rows),
+        "left_out": list(left_out),
+        "median_factor": total["median_factor"],
+        "within": total["within"],
+        "mechanisms": by,
+        "rule_of_thumb": summary(row["rule_of_thumb_factor"] for row in rows),
+        "prefill": summary(row["prefill_factor"] for row in rows),
+    }
+
+
+def as_text(result: Mapping[str, Any]) -> str:
+    """Return the comparison as text: every row, the rows left out, and the figures."""
+    lines = [
+        (
+            *(row["runtime"], row["model"], row["precision"], row["hardware"], row["mechanism"]),
+            row["placed"],
+            *map(_short, (row["predicted_tok_s"], row["measured_tok_s"])),
+            f"{_short(row['low'])} to {_short(row['high'])}",
+            *map(_factor, (row["factor"], row["rule_of_thumb_factor"], row["prefill_factor"])),
+        )
+        for row in result["rows"]
+    ]
+    heads = (
+        *("runtime", "model", "precision", "hardware", "mechanism", "placement"),
+        *("predicted", "measured", "range", "factor", "thumb", "prefill"),
+    )
+    text = f"{padded(heads, lines)}\n" if lines else ""
+    for row in result["left_out"]:
+        text += f"left out: {row['runtime']} {row['model']} {row['hardware']}: {row['reason']}\n"
+    groups = {
+        "decode": summary(row["factor"] for row in result["rows"]),
+        **result["mechanisms"],
+        "rule of thumb": result["rule_of_thumb"],
+        "prefill": result["prefill"],
+    }
+    cells = [
+        (
+            name,
+            group["rows"],
+            group.get("machines", ""),
+            _factor(group["median_factor"]),
+            *(f"{100 * share:.0f}%" for share in group["within"].values()),
+        )
+        for name, group in groups.items()
+        if group["rows"]
+    ]
+    titles = ("", "rows", "machines", "median factor", *(f"within {most:g}" for most in WITHIN))
+    return f"{text}\n{padded(titles, cells)}\n" if cells else text
+
+
+def _short(number: float | None) -> str:
+    return "" if number is None else f"{number:.3g}"
+
+
+def _factor(number: float | None) -> str:
+    return "" if number is None else f"{number:.2f}"
+
+
+def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Plot predicted against measured decode speeds, a colour a mechanism."""
+    # matplotlib is an extra, and slow to import.
+    from lm_eval_moecache.report.plots import look, new_figure, save
+
+    figure, (axes,) = new_figure()
+    speeds = [1.0, *(row["measured_tok_s"] for row in rows if row["measured_tok_s"])]
+    ends = [min(speeds) / 1.5, max(speeds) * 1.5]
+    axes.fill_between(ends, [end / 1.5 for end in ends], [end * 1.5 for end in ends], alpha=0.12)
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    for index, name in enumerate(dict.fromkeys(row["mechanism"] for row in rows)):
+        points = [row for row in rows if row["mechanism"] == name and row["measured_tok_s"]]
+        x = [row["measured_tok_s"] for row in points]
+        y = [row["predicted_tok_s"] for row in points]
+        axes.plot(x, y, **{**look(index), "linestyle": "none"}, label=name)
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set(xlabel="measured, tok/s", ylabel="predicted, tok/s")
+    axes.legend()
+    save(figure, path)

@@ -1,0 +1,183 @@
+"""The formula of runtimes' speeds: by hand, in its limits, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lm_eval_moecache.engine.forecast import (
+    Machine,
+    Placement,
+    automatic,
+    forecast,
+    hit_rate,
+    machine,
+    place,
+    prompt_work,
+    read_placement,
+    room,
+    rule_of_thumb_s,
+    token_work,
+)
+from lm_eval_moecache.records.emulation import LayerCaches, RealModel
+from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.runtime import Mechanisms, Runtime, load_runtime, mechanisms
+from lm_eval_moecache.records.stored import Stored
+
+# Experts of 1 MB, two of four in each of ten layers; 100 MB of dense weights are read, all bytes.
+MODEL = RealModel(
+    name="m",
+    num_layers=10,
+    num_experts=4,
+    top_k=2,
+    expert_weights=1_000_000,
+    stored=Stored("bytes", 8, 8, 8),
+    layer_weights=10_000_000,
+    read_once=0,
+    embedding=0,
+    caches=(LayerCaches(10, 100.0, 1),),
+)
+MACHINE = Machine(
+    name="box",
+    card_bytes_per_s=1e12,
+    card_bytes=24e9,
+    peak_flops=1e14,
+    host_bytes_per_s=1e11,
+    link_bytes_per_s=2e10,
+    drive_bytes_per_s=5e9,
+)
+KNOWN = Mechanisms(
+    constants={
+        **{"card_share": 0.5, "host_share": 0.4, "link_share": 0.8, "drive_share": 1.0},
+        **{"layer_us": 10, "host_layer_us": 100, "copy_layer_us": 200, "read_layer_us": 300},
+        **{"context_us": 0.1, "prefill_compute_share": 0.5, "prefill_link_share": 1.0},
+        **{"prefill_card_share": 0.5, "prefill_chunk_ms": 10.0},
+    },
+    curve=0.1,
+    routings={"r": {"experts": 4, "top_k": 2, "hits": [0.2, 0.5, 0.8, 1.0]}},
+)
+HOST = Runtime(name="r", absent="host")
+
+
+def seconds(placement: str, runtime: Runtime, hit: float | None = None, context: int = 0) -> float:
+    placed = place(MODEL, MACHINE, runtime, read_placement(placement), context, hit, KNOWN)
+    found = forecast(MODEL, MACHINE, runtime, placed, context, known=KNOWN)
+    return 1 / found.tok_per_s
+
+
+def test_each_mechanism_by_hand() -> None:
+    """A token needs 20 MB of experts and 100 MB of dense weights."""
+    card = 120e6 / 0.5e12 + 10 * 10e-6
+    assert seconds("resident", HOST) == pytest.approx(card)
+    # Experts of 4 of 10 layers: 8 MB at 40 GB/s instead of on the card, and 4 overheads.
+    host = 112e6 / 0.5e12 + 8e6 / 0.4e11 + 10 * 10e-6 + 4 * 100e-6
+    assert seconds("host_layers=4", HOST) == pytest.approx(host)
+    assert seconds("cpu", HOST) == pytest.approx(120e6 / 0.4e11 + 10 * 110e-6)
+    copy = Runtime(name="c", absent="copy")
+    assert seconds("slots=1", copy, hit=0.75) == pytest.approx(card + 5e6 / 1.6e10 + 10 * 200e-6)
+    read = Runtime(name="d", absent="read")
+    assert seconds("slots=1", read, hit=0.75) == pytest.approx(card + 5e6 / 5e9 + 10 * 300e-6)
+    both = Runtime(name="b", absent="both")
+    by_both = 115e6 / 0.5e12 + 5e6 / 0.4e11 + 10 * 110e-6
+    assert seconds("cache=10MB", both, hit=0.75) == pytest.approx(by_both)
+    # Whole layers: a quarter... 4 of 10 layers' 40 MB, whatever was routed.
+    layer = Runtime(name="l", absent="layer")
+    assert seconds("host_layers=4", layer) == pytest.approx(card + 16e6 / 1.6e10 + 10 * 200e-6)
+    # 1000 tokens of context: 1 MB of KV cache, and 0.1 us each.
+    assert seconds("resident", HOST, context=1000) == pytest.approx(card + 1e6 / 0.5e12 + 1e-4)
+
+
+def test_a_rule_of_thumb_and_the_ideal_are_bandwidths_alone() -> None:
+    placed = place(MODEL, MACHINE, HOST, read_placement("host_layers=5"), 0)
+    work = token_work(MODEL, MACHINE, placed, 0)
+    assert rule_of_thumb_s(work) == pytest.approx(110e6 / 0.55e12 + 10e6 / 0.7e11)
+    ideal = load_runtime("ideal")
+    found = forecast(MODEL, MACHINE, ideal, placed, 0, known=KNOWN)
+    assert found.tok_per_s == pytest.approx(1 / (110e6 / 1e12 + 10e6 / 1e11))
+
+
+def test_hits_are_the_mean_of_the_curve_and_the_replay_and_whole_where_all_is_cached() -> None:
+    missed = math.sqrt((1 - 0.5 * 1.1 / 0.6) * 0.5)
+    assert hit_rate(MODEL, 0.5, KNOWN) == pytest.approx(1 - missed)
+    assert (hit_rate(MODEL, 0.0, KNOWN), hit_rate(MODEL, 1.0, KNOWN)) == (0.0, 1.0)
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_more_cache_never_hits_less(one: float, other: float) -> None:
+    model = RealModel(
+        name="q",
+        num_layers=48,
+        num_experts=128,
+        top_k=8,
+        expert_weights=1,
+        layer_weights=0,
+        read_once=0,
+        embedding=0,
+    )
+    low, high = sorted((one, other))
+    assert hit_rate(model, low) <= hit_rate(model, high) + 1e-12
+
+
+@given(st.integers(0, 10), st.integers(0, 10))
+def test_fewer_layers_on_the_host_are_never_slower(one: int, other: int) -> None:
+    low, high = sorted((one, other))
+    assert seconds(f"host_layers={low}", HOST) <= seconds(f"host_layers={high}", HOST)
+
+
+def test_automatic_leaves_room_for_the_cache_and_buffers() -> None:
+    """Of 41 MB of cards' memory beyond buffers and dense weights, 1 MB a layer is one expert."""
+    small = Machine(
+        name="s", card_bytes_per_s=1e12, card_bytes=1e9 + 100e6 + 25e6, host_bytes_per_s=1e11
+    )
+    assert room(MODEL, small, 0) == 25e6
+    # 25 of 40 MB fit: 6 of 10 layers, so 4 stay on the host; 2 of 4 experts a layer.
+    assert automatic(MODEL, small, HOST, 0) == Placement(kind="host_layers", amount=4)
+    copy = Runtime(name="c", absent="copy")
+    assert automatic(MODEL, small, copy, 0) == Placement(kind="slots", amount=2)
+    assert automatic(MODEL, MACHINE, copy, 0).kind == "resident"
+    with pytest.raises(ValueError, match="keeps every expert in the device's memory"):
+        automatic(MODEL, small, Runtime(name="x", absent="resident"), 0)
+
+
+def test_a_prompt_ships_what_its_chunks_touch_and_the_processors_share_is_not_modelled() -> None:
+    placed = place(MODEL, MACHINE, HOST, read_placement("host_layers=4"), 0)
+    work = prompt_work(MODEL, MACHINE, HOST, placed, 1024, chunk=256)
+    assert work is not None
+    assert work.chunks == 4
+    # 256 tokens touch every expert: 16 MB for each of four chunks.
+    assert work.link == pytest.approx(4 * 16e6 / 2e10)
+    assert work.compute == pytest.approx(2 * 1024 * 120e6 / 1e14, rel=0.01)
+    assert prompt_work(MODEL, MACHINE, HOST, placed, 8) is None
+    cpu = place(MODEL, MACHINE, HOST, read_placement("cpu"), 0)
+    assert prompt_work(MODEL, MACHINE, HOST, cpu, 1024) is None
+
+
+@pytest.mark.parametrize("text", ["host_layers=", "slots=8GiB", "25", "half", "cache=GiB"])
+def test_what_is_no_placement_is_refused_with_the_forms(text: str) -> None:
+    with pytest.raises(ValueError, match=r"placement=.*Allowed: resident, host_layers=N"):
+        read_placement(text)
+
+
+def test_a_machine_takes_what_is_given_before_what_its_profile_assumes() -> None:
+    card = load_hardware("rtx-3060")
+    assumed = machine(card, HOST)
+    assert assumed.host_bytes_per_s == 89.6e9
+    assert any("host memory" in text for text in assumed.assumed)
+    given_ = machine(card, HOST, host=50e9, ram=32e9, drive=1e9, link=6e9)
+    assert (given_.host_bytes_per_s, given_.ram, given_.drive_bytes_per_s) == (50e9, 32e9, 1e9)
+    assert given_.assumed == ()
+    mac = machine(load_hardware("m4-pro"), HOST)
+    assert mac.host_bytes_per_s is None
+
+
+def test_the_runtime_ideal_changes_no_device_and_others_slow_it() -> None:
+    device = load_hardware("rtx-3090")
+    assert load_runtime("ideal").on(device) is device
+    slower = load_runtime("llama.cpp").on(device)
+    assert slower.memory_bytes_per_s == pytest.approx(
+        device.memory_bytes_per_s * mechanisms().constants["card_share"]
+    )
+    assert slower.layer_overhead_s > 0

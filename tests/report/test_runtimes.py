@@ -1,0 +1,90 @@
+"""What `plan` says of runtimes: the drive where RAM is small, measurements, and flags."""
+
+from __future__ import annotations
+
+import pytest
+
+from lm_eval_moecache.records.emulation import load_real_model
+from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.report.runtimes import advise, known
+from tests.conftest import Moecache
+
+NOTHING: dict[str, str | None] = dict.fromkeys(
+    ("ram", "host_memory", "disk", "bandwidth", "measured")
+)
+MODEL = load_real_model("gpt-oss-120b")
+CARD = load_hardware("rtx-4090-24gb")
+
+
+def rows(**options: str) -> dict[str, dict[str, object]]:
+    given = known(cards=1, **{**NOTHING, **options})
+    return {row["runtime"]: row for row in advise(MODEL, CARD, given, 4096, 512)["runtimes"]}
+
+
+def speed(name: str = "llama.cpp", **options: str) -> float:
+    found = rows(**options)[name]["tok_per_s"]
+    assert isinstance(found, float)
+    return found
+
+
+def test_what_is_said_of_a_machine_counts() -> None:
+    assert speed(host_memory="2x8000") > speed() > speed(host_memory="40GB/s")
+    slow, fast = (speed(ram="32GB", disk=disk) for disk in ("1GB/s", "8GB/s"))
+    assert slow < fast < speed()
+    assert rows(ram="32GB")["llama.cpp"]["needs_drive"]
+    assert not rows(ram="64GB")["llama.cpp"]["needs_drive"]
+    why = rows(ram="32GB")["freetoken"]["why"]
+    assert isinstance(why, str) and "GB of RAM, and there are 32" in why
+
+
+def test_the_placement_is_the_best_that_fits_and_its_flags_say_so() -> None:
+    row = rows()["llama.cpp"]
+    assert row["flags"] == f"-ngl 99 --n-cpu-moe {str(row['placement'])[12:]} --no-mmap"
+    text = advise(MODEL, CARD, known(cards=1, **NOTHING), 4096, 512)["first"]
+    assert text.startswith(f"llama.cpp {row['flags']}: ")
+    two = advise(MODEL, CARD, known(cards=3, **NOTHING), 4096, 512)["first"]
+    assert two.startswith("llama.cpp -ngl 99: ") and two.endswith("all of it fits.")
+
+
+def test_a_measurement_is_met_and_moves_the_others() -> None:
+    """A machine of half the speed halves every row that waits for memory alone."""
+    placement = str(rows()["llama.cpp"]["placement"])
+    half = speed() / 2
+    said = f"llama.cpp {placement} {half:.4f}"
+    assert speed(measured=said) == pytest.approx(half, rel=1e-4)
+    ratio = speed("freetoken", measured=said) / speed("freetoken")
+    assert ratio == pytest.approx(0.5, rel=1e-4)
+    row = rows(measured=said)["llama.cpp"]
+    plain = rows()["llama.cpp"]
+    width = [float(r["high"]) / float(r["low"]) for r in (row, plain)]  # type: ignore[arg-type]
+    assert width[0] < width[1]
+    # Where the drive is read, the difference is the drive's: what needs none stays as it was.
+    slow = speed(ram="32GB") / 2
+    reads = f"llama.cpp {slow:.4f}"
+    assert speed(ram="32GB", measured=reads) == pytest.approx(slow, rel=1e-4)
+
+
+@pytest.mark.parametrize("text", ["fast", "llama.cpp", "llama.cpp host_layers=x 20"])
+def test_a_measurement_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="measured="):
+        rows(measured=text)
+
+
+def test_unified_memory_reads_the_drive_only_beyond_all_of_it() -> None:
+    model, mac = load_real_model("Qwen3-30B-A3B"), load_hardware("m4-pro-24gb")
+    found = advise(model, mac, known(cards=1, **NOTHING), 4096, 512)["runtimes"]
+    names = {row["runtime"]: row for row in found}
+    assert names["mlx"]["why"]
+    assert names["llama.cpp"]["needs_drive"]  # bf16 weights
+    assert "slotstream" not in names  # runs another model only
+
+
+def test_plan_prints_what_to_run_first(moecache: Moecache) -> None:
+    words = ("gpt-oss-120b", "--hardware", "2x rtx-3090", "--ram", "64GB")
+    lines = moecache("plan", *words).splitlines()
+    assert lines[0].startswith("llama.cpp -ngl 99 --n-cpu-moe ")
+    assert "Assumed: host memory 89.6 GB/s" in "\n".join(lines[:4])
+    report = moecache.json("plan", *words)
+    assert report["hardware"] == "2x rtx-3090" and report["fit"]["memory"] == 48e9
+    assert report["runtimes"][0]["low"] < report["runtimes"][0]["tok_per_s"]
+    assert "ram='many'" in moecache("plan", "gpt-oss-120b", "--ram", "many", code=2)

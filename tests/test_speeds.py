@@ -1,0 +1,208 @@
+"""`moecache validate --speeds` and `profile runtimes`: reading, fitting, shipped figures."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lm_eval_moecache.profiling.runtimes import START, fit
+from lm_eval_moecache.records.runtime import (
+    CONSTANTS,
+    MECHANISMS,
+    MECHANISMS_FILE,
+    Mechanisms,
+    load_runtime,
+    mechanisms,
+    runtime_names,
+)
+from lm_eval_moecache.report.speeds import (
+    COLUMNS,
+    find_hardware,
+    find_model,
+    rate,
+    read_rows,
+    speed,
+    tokens,
+)
+from tests.conftest import Moecache
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = ROOT / "results" / "runtimes" / "rows.csv"
+
+
+def write(path: Path, *rows: dict[str, object]) -> Path:
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, COLUMNS)
+        table.writeheader()
+        table.writerows(rows)
+    return path
+
+
+ROW: dict[str, object] = {
+    "runtime": "llama.cpp",
+    "model": "gpt-oss-120b",
+    "precision": "MXFP4",
+    "hardware": "RTX 3090",
+    "placement": "host_layers=25",
+    "decode_tok_s": 33,
+}
+
+
+def test_the_shipped_rows_are_many_and_each_has_its_source() -> None:
+    rows, left_out = read_rows(ROWS)
+    assert len([row for row in rows if row.decode]) >= 120
+    assert all(row.fields["source"] for row in rows)
+    assert all(row["source"] and row["reason"] for row in left_out)
+
+
+@pytest.mark.slow
+def test_the_shipped_constants_are_what_the_command_writes(
+    tmp_path: Path, moecache: Moecache
+) -> None:
+    out = tmp_path / "mechanisms.yaml"
+    result = moecache.json("profile", "runtimes", "--from", ROWS, "--out", out)
+    made, shipped = (yaml.safe_load(path.read_text()) for path in (out, MECHANISMS_FILE))
+    assert made["constants"] == pytest.approx(shipped["constants"], rel=0.01)
+    assert made["hits"] == shipped["hits"]
+    assert made["spreads"].keys() == shipped["spreads"].keys()
+    assert result["median_factor"] < result["rule_of_thumb"]["median_factor"]
+
+
+def test_constants_that_made_the_speeds_are_found_again() -> None:
+    """Rows of the shipped file, their speeds replaced by those of other constants."""
+    rows, _ = read_rows(ROWS)
+    begin = Mechanisms(constants=START, curve=mechanisms().curve, routings=mechanisms().routings)
+    truth = {**START, "card_share": 0.6, "host_share": 0.35}
+    made = []
+    for row in rows:
+        work = row.work(row.placed(begin))
+        made.append(replace(row, decode=row.runtime.factor / sum(work.seconds(truth).values())))
+    found = fit([row for row in made if row.placed(begin).hit is None], begin).constants
+    for name in ("card_share", "host_share"):
+        assert found[name] == pytest.approx(truth[name], rel=0.1), name
+
+
+def test_a_row_is_forecast_with_its_range_and_left_out_ones_say_why(
+    tmp_path: Path, moecache: Moecache
+) -> None:
+    path = write(
+        tmp_path / "rows.csv",
+        {**ROW, "host_memory_GBps": "2x5600", "prompt": 4096, "prefill_tok_s": 400},
+        {**ROW, "model": "a model"},
+        {**ROW, "note": "with MTP"},
+        {**ROW, "decode_tok_s": ""},
+        {**ROW, "note": "left out: a thing"},
+        {**ROW, "note": "batch 8"},
+        {**ROW, "placement": "somewhere"},
+    )
+    result = moecache.json("validate", "--speeds", path)
+    (row,) = result["rows"]
+    assert row["low"] < row["predicted_tok_s"] < row["high"]
+    assert row["factor"] == pytest.approx(
+        max(row["predicted_tok_s"] / 33, 33 / row["predicted_tok_s"])
+    )
+    assert result["median_factor"] == row["factor"]
+    assert set(result["within"]) == {"1.25", "1.5", "1.6", "2.5"}
+    assert (row["stated"], row["mechanism"]) == (True, "host")
+    assert row["prefill_factor"] >= 1
+    reasons = [each["reason"] for each in result["left_out"]]
+    for reason, text in zip(
+        reasons,
+        ("model='a model'", "speculative", "no speed", "a thing", "8 requests", "placement="),
+        strict=True,
+    ):
+        assert text in reason
+
+
+def test_a_file_without_its_columns_and_options_that_do_not_go_together_are_refused(
+    tmp_path: Path, moecache: Moecache
+) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b\n1,2\n")
+    assert "lacks the columns runtime, model" in moecache("validate", "--speeds", path, code=2)
+    text = moecache("validate", "--speeds", ROWS, "--hardware", "m4-pro", code=2)
+    assert "does not go with --speeds" in text
+    assert "is missing" in moecache("validate", ROWS, code=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "runtime"),
+    [
+        ("llama.cpp (Windows, MSVC OpenMP)", "llama.cpp"),
+        ("ollama (llama-server)", "ollama"),
+        ("ktransformers kt-kernel + SGLang", "kt-kernel"),
+        ("ktransformers", "ktransformers"),
+        ("llama.cpp club3090 moecache fork", "llama.cpp-expert-cache"),
+        ("llama.cpp PR25294 (moe-stream) Windows", "llama.cpp-stream"),
+        ("ik_llama", "ik_llama.cpp"),
+        ("ds4 (antirez)", "ds4"),
+        ("ds4 CUDA", "ds4-cuda"),
+        ("BigMoeOnEdge", "bigmoeonedge"),
+        ("mlx-vlm moe-offloading", "mlx"),
+        ("flash-moe CUDA port", "flash-moe"),
+        ("vLLM (cpu offload)", "vllm"),
+        ("MoE-Infinity", "moe-infinity"),
+    ],
+)
+def test_runtimes_are_found_by_the_names_in_threads(name: str, runtime: str) -> None:
+    assert load_runtime(name).name == runtime
+
+
+@pytest.mark.parametrize("name", runtime_names())
+def test_every_shipped_runtime_loads_and_says_where_it_comes_from(name: str) -> None:
+    runtime = load_runtime(name)
+    assert runtime.name == name
+    assert runtime.source
+    assert runtime.absent in MECHANISMS
+
+
+def test_an_unknown_runtime_and_a_wrong_profile_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"runtime='llamacpu'.* Allowed: "):
+        load_runtime("llamacpu")
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\nabsent: nowhere\n")
+    with pytest.raises(ValueError, match=r"absent='nowhere' is not known"):
+        load_runtime(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("2x RTX 3090", ("rtx-3090", 2)),
+        ("RTX 4060 Ti 16GB + Ryzen 7", ("rtx-4060-ti-16gb", 1)),
+        ("Apple M3 Max", ("m3-max-128gb", 1)),
+        ("NVIDIA GB10 (DGX Spark)", ("dgx-spark", 1)),
+        ("none", (None, 1)),
+        ("Ryzen 9 7950X", (None, 1)),
+    ],
+)
+def test_hardware_is_read_as_typed(name: str, found: Any) -> None:
+    hardware, cards = find_hardware(name)
+    assert (None if hardware is None else hardware.name, cards) == found
+
+
+def test_models_speeds_tokens_and_rates_are_read_as_typed() -> None:
+    assert find_model("gpt-oss-120b (thinking)", "MXFP4 (F16 gguf)").stored.expert_bits == 4.25
+    assert find_model("Qwen/Qwen3-30B-A3B", "Q4").stored.expert_bits == pytest.approx(4.87)
+    assert speed("~45") == 45
+    assert speed("36.7 (33.72 incl. prompt)") == 36.7
+    assert speed("29-32") == pytest.approx((29 * 32) ** 0.5)
+    assert speed("") is None
+    assert tokens("8k") == 8192
+    assert tokens("969 in/300 out") == 969
+    assert rate("83GB/s", "host") == 83e9
+    assert rate("8x DDR4-3200", "host") == rate("8x3200", "host") == 204.8e9
+    with pytest.raises(ValueError, match=r"host='fast' is not a rate"):
+        rate("fast", "host")
+
+
+def test_the_constants_file_is_whole() -> None:
+    known = mechanisms()
+    assert set(known.constants) == set(CONSTANTS)
+    for spread in known.spreads.values():
+        assert spread.low <= 1 <= spread.high
