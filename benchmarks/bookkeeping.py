@@ -73,7 +73,7 @@ def main() -> None:
     options = arguments(__doc__, capacity="25%", tokens=64, **defaults)
     torch.set_num_threads(1)
     # As in a run of a few hundred tokens: compiled code selects the victims of ranking rules.
-    ranked._PLAIN_VICTIMS = 1
+    ranked.UPGRADE.load = ranked.UPGRADE.make = 1
     model = random_model(SHAPE)
     print(f"{options.clock} clock at {options.capacity}; CPU microseconds per layer and step")
     for policy in options.policies.split(","):

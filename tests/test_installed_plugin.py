@@ -20,7 +20,7 @@ from lm_eval_moecache.engine import compiled
 from lm_eval_moecache.engine.replay import replay as run
 from lm_eval_moecache.records import plugins
 from lm_eval_moecache.records.hardware import load_hardware
-from lm_eval_moecache.records.jit import has_numba
+from lm_eval_moecache.records.jit import Upgrade, has_numba
 from lm_eval_moecache.testing import EvictionContract, PrefetchContract, run_contract
 from lm_eval_moecache.trace.importers import trace_formats
 from tests.conftest import Moecache
@@ -128,7 +128,7 @@ def test_its_ranking_is_compiled_and_another_stays_plain_with_equal_figures(
     setting = setting_for(recorded, "30%", {"eviction": "aged_lfu"})
     plain = run(recorded, setting, compiled=False)
     monkeypatch.setattr(numba.config, "DISABLE_JIT", False)
-    monkeypatch.setattr(compiled, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(compiled, "UPGRADE", Upgrade(compiled._MODULES, "run", load=0, make=0))
     has_numba.cache_clear()
     try:
         loops: list[compiled.PassLoop] = []

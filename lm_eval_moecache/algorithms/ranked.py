@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from functools import cache
 from inspect import unwrap
-from itertools import count
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,25 +28,17 @@ from lm_eval_moecache.algorithms.features import (
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.jit import (
+    NotCompilable,
+    Upgrade,
     as_records,
     compiled,
     compiled_function,
-    has_numba,
-    is_kept,
-    may_compile,
 )
 
 _NOBODY = -1
 """In place of a layer: nobody has to leave."""
-_PLAIN_VICTIMS, _PLAIN_IF_KEPT = 20_000, 5_000
-"""Victims that a process finds by plain Python, in about the time that compiling takes, before it
-does; and where the machine code is on disk and only has to be loaded."""
-_plain_victims = count()
-
-
-@cache
-def _is_kept() -> bool:
-    return is_kept((features,), "play")
+UPGRADE = Upgrade((features,), "play", load=5_000, make=20_000)
+"""Counts victims."""
 
 
 class RankedEviction(EvictionAlgorithm):
@@ -80,6 +70,7 @@ class RankedEviction(EvictionAlgorithm):
         self._features: Features | None = None
         self._play: Callable[..., int] = features.play
         self._rank: Any = None
+        self._can_compile = True
 
     @property
     def plain_rank(self) -> Rank:
@@ -111,12 +102,8 @@ class RankedEviction(EvictionAlgorithm):
         if not isinstance(pinned, Iterable):
             every = range(self.geometry.num_layers * self.geometry.num_experts)
             pinned = [key for key in every if key in pinned]
-        is_plain = self._play is features.play
-        if is_plain:
-            found_so_far = next(_plain_victims)
-            only_loads = found_so_far >= _PLAIN_IF_KEPT and _is_kept() and has_numba()
-            if only_loads or (found_so_far >= _PLAIN_VICTIMS and may_compile()):
-                self._compile()
+        if self._play is features.play and self._can_compile and UPGRADE.is_due(1):
+            self._compile()
         found = self._take_in([*pinned], layer)
         return None if found < 0 else found
 
@@ -159,13 +146,18 @@ class RankedEviction(EvictionAlgorithm):
         return found
 
     def _compile(self) -> None:
-        """Switch to compiled functions on records."""
+        """Switch to compiled functions on records, unless numba cannot compile the rank."""
         self._take_in()
         assert self._features is not None
+        try:
+            rank = compiled_rank(self.plain_rank)
+        except NotCompilable:
+            self._can_compile = False
+            return
         self._features = Features(*map(as_records, self._features))
-        self._play, self._rank = compiled((features,), "play"), compiled_rank(self.plain_rank)
+        self._play, self._rank = compiled((features,), "play"), rank
 
 
 def compiled_rank(rank: Rank) -> Any:
-    """Return a rule's rank in the form that compiled functions take."""
+    """Return a rule's rank in the form that compiled functions take. Raises NotCompilable."""
     return compiled_function(rank, Expert, Layer, Now)

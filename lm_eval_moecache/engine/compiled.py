@@ -8,7 +8,6 @@ replay feeds it a few thousand passes at a time, a live run one pass of router c
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from inspect import isfunction
 from itertools import chain
@@ -30,11 +29,12 @@ from lm_eval_moecache.records.event import NO_PREDICTIONS, PHASES, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.jit import (
     Array,
+    NotCompilable,
+    Upgrade,
     as_records,
     column,
     compiled,
     dtype_of,
-    has_numba,
     is_kept,
     make_table,
 )
@@ -53,10 +53,8 @@ NOTHING_PROPOSED = _NOBODY, np.zeros(1, np.int64)
 _COLD, _GOES_ON = np.array([True]), np.array([False])
 _COUNTS = dtype_of(Count).names
 _MODULES = features, core
-_PATIENCE_S = 4.0
-"""CPU seconds of plain Python, over all replays of a process, after which compiling pays."""
-_plain_s = [0.0]
-"""CPU seconds of plain Python so far."""
+UPGRADE = Upgrade(_MODULES, "run", load=20_000, make=400_000)
+"""Counts events, of which plain Python serves one in about 15 us; twice with a prefetcher."""
 
 
 def reason_against(engine: Engine, scans: bool) -> str:
@@ -96,15 +94,20 @@ def _overridden(eviction: type[RankedEviction]) -> str:
 
 
 def is_compiled() -> bool:
-    """Whether the loop's machine code is on disk and numba can load it."""
-    return is_kept(_MODULES, "run") and has_numba()
+    """Whether the loop's machine code is there, and numba can load it."""
+    return is_kept(_MODULES, "run")
 
 
 class PassLoop:
     """The loop's tables, filled from an engine before its first pass; `finish` writes them back."""
 
-    def __init__(self, engine: VirtualEngine, future: Future | None = None) -> None:
+    def __init__(
+        self, engine: VirtualEngine, future: Future | None = None, num_passes: int = 0
+    ) -> None:
         self._engine, self._future = engine, future
+        prefetches = engine.rules.prefetch.is_active
+        self._work_per_pass = engine.geometry.num_layers * (2 if prefetches else 1)
+        self._work_ahead = num_passes * self._work_per_pass
         geometry, pools, clock, link = engine.geometry, engine.pools, engine.clock, engine.link
         eviction, prefetch = pools[0].eviction, engine.rules.prefetch
         assert isinstance(eviction, RankedEviction)
@@ -151,7 +154,7 @@ class PassLoop:
         """Switch to machine code over arrays of records, unless numba cannot compile the rank."""
         try:
             rank = compiled_rank(self._rank)
-        except Exception:  # numba's errors are of many kinds
+        except NotCompilable:
             if is_own(type(self._eviction)):
                 raise
             self._can_compile = False
@@ -163,9 +166,10 @@ class PassLoop:
 
     def run(self, piece: Piece, num_passes: int) -> Array:
         """Serve a piece; return the counts of its passes, as records of `Count`."""
-        is_due = _plain_s[0] > _PATIENCE_S and has_numba()
-        if self._loop is core.run and self._can_compile and (is_due or is_compiled()):
+        is_plain, work = self._loop is core.run, num_passes * self._work_per_pass
+        if is_plain and self._can_compile and UPGRADE.is_due(ahead=self._work_ahead):
             self.compile()
+        self._work_ahead -= work
         if self._loop is not core.run:
             counts = np.zeros(num_passes, dtype_of(Count))
             arrays = [
@@ -176,11 +180,10 @@ class PassLoop:
             ]
             self._loop(*self._s, self._rank, Piece(piece.first_pass, *arrays), counts)
             return counts
-        start_s = time.process_time()
         objects = make_table(Count, num_passes)
         lists = [piece.first_pass, *(values.tolist() for values in piece[1:])]
         self._loop(*self._s, self._rank, Piece(*lists), objects)
-        _plain_s[0] += time.process_time() - start_s
+        UPGRADE.is_due(done=work)
         return as_records(objects)
 
     def seconds(self, tokens: int, phase: str) -> Array:

@@ -66,7 +66,7 @@ def replay(
         on_engine(engine)
         engine.uncompiled = "its events are looked at one by one"
     waiting = enter_requests(trace, engine)
-    loop = None if engine.uncompiled else PassLoop(engine, future)
+    loop = None if engine.uncompiled else PassLoop(engine, future, trace.num_passes)
     last_requests: Set[int] = frozenset()
     for part in trace.parts():
         cold: Set[int] = frozenset()

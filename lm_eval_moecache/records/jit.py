@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import cache
 from importlib import import_module
@@ -45,11 +46,6 @@ def compile_midway(allowed: bool) -> None:
     _midway[0] = allowed
 
 
-def may_compile() -> bool:
-    """Whether numba is available and no wall-clock run would measure the compilation."""
-    return _midway[0] and has_numba()
-
-
 def _numba() -> Any:
     return import_module("numba")  # imported late, and only partly typed
 
@@ -84,10 +80,58 @@ def column(table: Table, name: str) -> Any:
 
 
 def is_kept(modules: Sequence[ModuleType], entry: str) -> bool:
-    """Whether the machine code of a function is on disk beside its module."""
-    folder = Path(str(modules[-1].__file__)).parent / "__pycache__"
-    digest = _digest(*(module.__file__ for module in modules))
-    return any(folder.glob(f"*{entry}_{digest}*.nbc"))
+    """Ask numba whether it has a function's machine code, of this CPU and numba, in its cache.
+
+    Imports numba.
+    """
+    if not has_numba():
+        return False
+    copy = _copy(getattr(modules[-1], entry), {}, _digest(*(m.__file__ for m in modules)))
+    try:
+        cache = _numba().njit(cache=True)(copy)._cache
+        codegen = import_module("numba.core.registry").cpu_target.target_context.codegen()
+        overloads = cache._cache_file._load_index()
+    except (RuntimeError, OSError, AttributeError):  # no writable folder; another numba's insides
+        return False
+    return any(codegen.magic_tuple() in key for key in overloads)
+
+
+class Upgrade:
+    """Decides when a function's work moves from plain Python to machine code: the one place.
+
+    Work is counted in calls of the function or the like. Machine code in numba's cache is loaded
+    once the work, done or known to come, takes longer than loading it; where there is none, it is
+    made once the work takes longer than compiling. A run on the wall clock only loads it.
+    """
+
+    def __init__(self, modules: Sequence[ModuleType], entry: str, *, load: int, make: int) -> None:
+        self.modules, self.entry = modules, entry
+        self.load, self.make = load, make
+        """Work that takes plain Python as long as loading the code, and as compiling it."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the work done so far, and that the code has been loaded."""
+        self._done, self._is_due, self._ask_at = 0, False, 0
+
+    def is_due(self, done: int = 0, ahead: int = 0) -> bool:
+        """Add work `done` in plain Python; return whether to go on in machine code.
+
+        `ahead` is the work that is known to come.
+        """
+        self._done += done
+        work = self._done + ahead
+        if not has_numba():
+            return False
+        self._is_due |= work >= self.make and _midway[0]
+        if not self._is_due and work >= max(self.load, self._ask_at):
+            self._is_due = is_kept(self.modules, self.entry)
+            self._ask_at = 2 * work  # another process may make it meanwhile
+        return self._is_due
+
+
+class NotCompilable(Exception):
+    """numba cannot compile a function."""
 
 
 @cache
@@ -125,12 +169,18 @@ def compiled(modules: tuple[ModuleType, ...], entry: str) -> Callable[..., Any]:
 
 @cache
 def compiled_function(function: Any, *kinds: type) -> Any:
-    """Return a function of records of these kinds to two floats, compiled, as an argument."""
+    """Return a function of records of these kinds to two floats, compiled, as an argument.
+
+    Raises NotCompilable.
+    """
     numba = _numba()
     records = [numba.from_dtype(dtype_of(kind)) for kind in kinds]
     signature = numba.types.UniTuple(numba.types.float64, 2)(*records)
     digest = _digest(function.__code__.co_filename)
-    cfunc = _compiled(function, function.__globals__, digest, signature, make=numba.cfunc)
+    try:
+        cfunc = _compiled(function, function.__globals__, digest, signature, make=numba.cfunc)
+    except Exception as error:  # numba's own errors are of many kinds
+        raise NotCompilable(f"{function.__qualname__}: {error}") from error
     return _Pointer(cfunc, numba.typeof(cfunc))
 
 
@@ -158,17 +208,37 @@ def _compiled(
 ) -> Any:
     """Return a function compiled with these globals; on disk under `kept_as`, unless empty."""
     numba = _numba()
-    copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
     # No reference counting, which would cost more than all the rest: no function makes arrays.
     options: dict[str, Any] = {"error_model": "numpy", "_nrt": False}
+    copy = _copy(function, scope, kept_as)
     if not kept_as:
         # Called by compiled functions only.
         options |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
         return numba.njit(forceinline=True, **options)(copy)
-    copy.__qualname__ = f"{function.__name__}_{kept_as}"
-    if make is None:
-        make, options["nogil"] = numba.njit, True
+    if make is not None:
+        try:
+            return make(*signature, cache=True, **options)(copy)
+        except RuntimeError:  # no writable folder: compiled anew in each process
+            return make(*signature, **options)(copy)
     try:
-        return make(*signature, cache=True, **options)(copy)
-    except RuntimeError:  # no writable folder: compiled anew in each process
-        return make(*signature, **options)(copy)
+        dispatcher = numba.njit(cache=True, nogil=True, **options)(copy)
+        place = Path(dispatcher._cache.cache_path)
+        from filelock import FileLock  # imported late, like numba
+
+        place.mkdir(parents=True, exist_ok=True)
+        # Processes that start together wait for the first to compile, and load its code.
+        claim: Any = FileLock(place / f"{copy.__qualname__}.lock")
+    except (RuntimeError, OSError):  # no writable folder
+        dispatcher, claim = numba.njit(nogil=True, **options)(copy), nullcontext()
+    with claim:
+        dispatcher.compile(*signature)
+    dispatcher.disable_compile()
+    return dispatcher
+
+
+def _copy(function: Any, scope: dict[str, Any], kept_as: str) -> Any:
+    """Return the function with these globals, under the name that its machine code is kept by."""
+    name, closure = function.__name__, function.__closure__
+    copy = FunctionType(function.__code__, scope, name, function.__defaults__, closure)
+    copy.__qualname__ = f"{name}_{kept_as}" if kept_as else function.__qualname__
+    return copy

@@ -185,11 +185,13 @@ def test_where_most_scores_are_below_a_bin_all_experts_are_proposed() -> None:
 
 
 @pytest.mark.parametrize("percentile", [0.0, 33.0, 80.0, 99.5, 100.0])
-@pytest.mark.parametrize("taker", [None, score.take_rows])
+@pytest.mark.parametrize("compiles", [False, True])
 def test_many_steps_at_once_move_the_bar_as_single_ones_do(
-    percentile: float, taker: Any, monkeypatch: pytest.MonkeyPatch
+    percentile: float, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(score, "_compiled", lambda count: taker)
+    monkeypatch.setattr(score.UPGRADE, "is_due", lambda done: compiles)
+    # The same source, as plain Python.
+    monkeypatch.setattr(score, "compiled", lambda modules, entry: getattr(modules[-1], entry))
     rng = np.random.default_rng(8)
     at_once, alone = (Score(TWO_LAYERS, percentile=percentile) for _ in range(2))
     for size in (1, 2, 30, 7, 60, 5):

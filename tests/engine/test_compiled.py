@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lm_eval_moecache.algorithms import ranked
+from lm_eval_moecache.algorithms import features, ranked
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine import compiled
 from lm_eval_moecache.engine.compiled import _MODULES
@@ -20,7 +19,7 @@ from lm_eval_moecache.engine.engine import Setting, VirtualEngine
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.event import PREFILL
-from lm_eval_moecache.records.jit import has_numba, is_kept
+from lm_eval_moecache.records.jit import Upgrade, has_numba, is_kept
 from lm_eval_moecache.records.ledger import COUNTED
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import fresh, make_geometry, make_hardware, make_stream
@@ -150,7 +149,7 @@ def machine_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile at once the loop that runs as plain Python in the other tests (conftest)."""
     numba = pytest.importorskip("numba")
     monkeypatch.setattr(numba.config, "DISABLE_JIT", False)
-    monkeypatch.setattr(compiled, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(compiled, "UPGRADE", Upgrade(_MODULES, "run", load=0, make=0))
     has_numba.cache_clear()
     yield
     has_numba.cache_clear()
@@ -177,10 +176,11 @@ def test_a_live_rule_that_is_compiled_in_between(
     trace = draw_trace(7, LAYERS, 16, 3)
     for axes in ({"eviction": "least_stale"}, {"eviction": "score"}, {"eviction": "hazard"}):
         setting = setting_for(trace, "30%", {**axes, "prefetch": "next_gate"})
-        monkeypatch.setattr(ranked, "_PLAIN_VICTIMS", 10**9)
+        never = Upgrade((features,), "play", load=10**9, make=10**9)
+        monkeypatch.setattr(ranked, "UPGRADE", never)
         plain = replay(trace, setting, compiled=False)
-        monkeypatch.setattr(ranked, "_PLAIN_VICTIMS", 20)
-        monkeypatch.setattr(ranked, "_plain_victims", itertools.count())
+        soon = Upgrade((features,), "play", load=20, make=20)
+        monkeypatch.setattr(ranked, "UPGRADE", soon)
         assert figures(replay(trace, setting, compiled=False)) == figures(plain)
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm_eval_moecache.algorithms import ranked
+from lm_eval_moecache.algorithms import features, ranked
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.engine import Setting
 from lm_eval_moecache.engine.wall.engine import WallEngine
@@ -279,8 +279,8 @@ def test_a_scanned_token_larger_than_its_cache_tells_what_each_wave_executed() -
 
 def test_nothing_is_compiled_while_a_run_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling would add to the measured time; a virtual run compiles the same rule."""
-    monkeypatch.setattr(ranked, "_PLAIN_VICTIMS", 0)
-    monkeypatch.setattr(ranked, "_is_kept", lambda: False)
+    monkeypatch.setattr(ranked, "UPGRADE", jit.Upgrade((features,), "play", load=0, make=0))
+    monkeypatch.setattr(jit, "is_kept", lambda modules, entry: False)
     monkeypatch.setattr(jit, "has_numba", lambda: True)
     compiled: list[object] = []
     monkeypatch.setattr(ranked.RankedEviction, "_compile", lambda rule: compiled.append(rule))

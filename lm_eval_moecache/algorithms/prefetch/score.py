@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, ClassVar, Literal
 
@@ -14,7 +13,7 @@ from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, by_mass
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.jit import compiled, has_numba, is_kept, may_compile
+from lm_eval_moecache.records.jit import Upgrade, compiled
 
 _BINS = 4096
 
@@ -70,8 +69,8 @@ class Score(PrefetchAlgorithm):
         self, layers: Sequence[int], logits: FloatArray
     ) -> tuple[IntArray, IntArray]:
         scores, history = softmax(logits), self._history
-        take = None if self.scope == "token" else _compiled(len(scores))
-        if take is None:
+        is_plain = self.scope == "token" or not UPGRADE.is_due(len(scores))
+        if is_plain:
             rows = [scores[i : i + 1] for i in range(len(scores))]
             bars: Iterable[Any] = map(history.add, layers, rows)
             if self.scope == "token":
@@ -80,6 +79,7 @@ class Score(PrefetchAlgorithm):
             told = [by_mass(layer, row > bar, row) for layer, row, bar in own]
             return np.array([*chain(*told)], np.int64), np.array([*map(len, told)])
         keys, found = np.empty(scores.size, np.int64), np.empty(len(scores), np.int64)
+        take: Any = compiled(UPGRADE.modules, UPGRADE.entry)
         take(np.array(layers), scores, history.share, history.counts, history.places, keys, found)
         return keys[: found.sum()], found
 
@@ -148,20 +148,5 @@ def take_rows(
         found[row] = end - start
 
 
-_PLAIN_EVENTS = 20_000
-"""Those of one token that a process takes in one by one, in less time than compiling takes."""
-_events_seen = [0]
-
-
-@cache
-def _is_kept() -> bool:
-    return is_kept((sys.modules[__name__],), "take_rows")
-
-
-def _compiled(num_events: int) -> Callable[..., None] | None:
-    """Return the compiled `take_rows`, or None if compiling it would not pay off."""
-    _events_seen[0] += num_events
-    only_loads = _is_kept() and has_numba()
-    if only_loads or (_events_seen[0] > _PLAIN_EVENTS and may_compile()):
-        return compiled((sys.modules[__name__],), "take_rows")
-    return None
+UPGRADE = Upgrade((sys.modules[__name__],), "take_rows", load=2_000, make=20_000)
+"""Counts events of one token."""
