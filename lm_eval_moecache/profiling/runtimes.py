@@ -314,6 +314,6 @@ def as_yaml(known: Mechanisms, hit_rates: Mapping[str, Any]) -> str:
 
 
 def write_report(result: Mapping[str, Any], folder: Path) -> None:
-    """Write `table.md` and `predicted.svg`: every row as forecast without its machine."""
+    """Write `table.md` and `plots/predicted.svg`: every row as forecast without its machine."""
     write_whole(folder / "table.md", as_text(result))
-    plot(result["rows"], folder / "predicted.svg")
+    plot(result["rows"], folder / "plots" / "predicted.svg")
