@@ -48,8 +48,6 @@ SYSTEM = 4.0e9
 """Bytes of RAM that the operating system and its programs take."""
 FAULTS = 0.2
 """Share of the drive's rate that page faults of a mapped file reach (flash-moe's results.tsv)."""
-SHIPS_FROM = 32
-"""Prompt tokens from which llama.cpp computes the host's experts on the card."""
 AUTO = "auto"
 KINDS = (RESIDENT, "host_layers", "resident_experts", "slots", "cache", AUTO, "cpu")
 _FORMS = "resident, host_layers=N, host_layers=all, resident_experts=N, slots=N, cache=8GiB, auto"
@@ -473,7 +471,7 @@ def prompt_work(
     """
     if machine.card_bytes_per_s is None or placed.placement.kind == "cpu":
         return None
-    if placed.on_host and (runtime.prefill == HOST or prompt < SHIPS_FROM):
+    if placed.on_host and (runtime.prefill == HOST or prompt < runtime.ships_from):
         return None
     # Some programs stream a prompt's experts token after token.
     alone = runtime.prefill == "token" and placed.mechanism == READ

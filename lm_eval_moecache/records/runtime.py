@@ -64,6 +64,8 @@ class Runtime:
     prefill: str = "copy"
     """What it does with a prompt's absent experts: `copy` whole layers, `host`, `read`, or
     read for one `token` after the other."""
+    ships_from: int = 32
+    """Prompt tokens from which absent experts are copied; the host computes shorter prompts."""
     chunk: int = 512
     """Tokens of a prompt that go through the model together."""
     splits: str = "layer"
@@ -84,7 +86,7 @@ class Runtime:
         refuse("devices", ("any", "unified", "card"))
         refuse("prefill", ("copy", "host", "read", "token"))
         refuse("splits", ("layer", "tensor"))
-        for key in ("factor", "socket_share", "chunk"):
+        for key in ("factor", "socket_share", "chunk", "ships_from"):
             if not getattr(self, key) > 0:
                 value = getattr(self, key)
                 raise ValueError(f"runtime {self.name!r}: {key}={value!r} must be above 0.")

@@ -103,6 +103,7 @@ class RuntimeFile(Schema):
     devices: str = "any"
     models: str = ""
     prefill: str = "copy"
+    ships_from: Annotated[int, count(least=1)] = 32
     chunk: Annotated[int, count(least=1)] = 512
     splits: str = "layer"
     socket_share: Annotated[float, number(above=0, most=1)] = 0.5
