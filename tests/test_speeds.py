@@ -206,3 +206,12 @@ def test_the_constants_file_is_whole() -> None:
     assert set(known.constants) == set(CONSTANTS)
     for spread in known.spreads.values():
         assert spread.low <= 1 <= spread.high
+
+
+def test_the_page_of_predictions_shows_the_table_as_the_command_wrote_it() -> None:
+    figures = (ROOT / "results/runtimes/table.md").read_text().strip().split("\n\n")[-1]
+    page = (ROOT / "docs/how_true.md").read_text()
+    assert figures in page
+    constants = mechanisms().constants
+    assert f"({100 * constants['card_share']:.0f}% of its bandwidth)" in page
+    assert f"({100 * constants['host_share']:.0f}% of its memory's)" in page
