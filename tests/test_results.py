@@ -29,7 +29,7 @@ FOUND = [path for pattern in ("*/*.json", f"*/{PACKED}") for path in RESULTS.rgl
 FOLDERS = sorted({RESULTS / path.relative_to(RESULTS).parts[0] for path in FOUND})
 BOARDS = board_folders(RESULTS)
 SCRIPTED = (
-    *("real_routing", "layer_sizes", "policy_space", "miss_answers", "evictions"),
+    *("real_routing", "layer_sizes", "policy_space", "miss_answers", "evictions", "sensitivity"),
     "lossy_answers/accuracy",
 )
 PAPERS = sorted(RESULTS.rglob("paper.md"))

@@ -13,6 +13,7 @@ import lossy_accuracy
 import policy_space
 import pytest
 import real_routing
+import sensitivity
 from grid import RESULTS, frame, load, shipped_trace
 
 from lm_eval_moecache.algorithms.policy import policy_names
@@ -26,6 +27,7 @@ EVICTION_COSTS = load(RESULTS / "evictions/costs.json.gz")
 LOSSY = load(RESULTS / "lossy_answers/accuracy/cells.json.gz")
 SPACE = load(RESULTS / "policy_space/cells.json.gz")
 ANSWERS = load(RESULTS / "miss_answers/cells.json.gz")
+CHANGED = json.loads((RESULTS / "sensitivity/models.json").read_text())
 TABLES = {
     "layer_sizes/table.md": (layer_sizes.render, ROWS),
     "real_routing/table.md": (real_routing.render, ROUTING),
@@ -33,6 +35,7 @@ TABLES = {
     "evictions/table.md": (partial(evictions.render, costs=EVICTION_COSTS), EVICTIONS),
     "lossy_answers/accuracy/table.md": (lossy_accuracy.render, LOSSY),
     "policy_space/table.md": (policy_space.render_space, SPACE),
+    "sensitivity/table.md": (sensitivity.render, CHANGED),
     "miss_answers/table.md": (policy_space.render_answers, ANSWERS),
 }
 

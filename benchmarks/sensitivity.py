@@ -1,0 +1,240 @@
+"""What a model loses when its routed experts are changed, beside what papers report of real ones.
+
+Usage: python benchmarks/sensitivity.py --model NAME=FOLDER [--model ...] [--text FILE] [--write]
+
+Text: nats a token are added to the loss on the first tokens of each page (`tiny`'s held-out ones,
+or `FILE`, one page of plain text a line). Any mixture-of-experts model of transformers whose blocks
+have `gate` and `experts` will do. Answers, for models that share `tiny`'s tokenizer: the share of
+right answers kept when a random resident expert replaces each absent one. With `--write`, both go
+to results/sensitivity. Shapes: T tokens, K top-k.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from grid import RESULTS, text_table
+from specimen import Specimen, hooked, random_resident
+from torch import Tensor
+
+from lm_eval_moecache.records.files import TINY
+from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.tiny import documents
+
+SHIFT = 17
+LABELS = {1: "absent experts replaced by score", 4: "cache-aware routing"}
+"""Anchor's number -> the demo's run that answers it."""
+RATES = (0.75, 0.5, 0.375)
+TASKS = ("gsm8k", "arc")
+Change = Callable[[Tensor, Tensor, int, torch.Generator], tuple[Tensor, Tensor]]
+"""(experts [T, K], weights [T, K], both heaviest first, number of experts, draws) -> the same."""
+ANCHORS = (
+    ("random expert for each absent one, rate .75 / .5 / .375", ".75 / .31 / .22", "BuddyMoE 2-4"),
+    (
+        "absent experts replaced by score",
+        ".11 OLMoE, .07 Mixtral, .04 Phi, .02 Qwen",
+        "SpecMD, configuration 2, GSM8K",
+    ),
+    ("cascade of precisions", ".90 OLMoE, .55 Mixtral, .46 Qwen", "SpecMD, configuration 3"),
+    ("absent experts dropped", ".85 to .95 OLMoE, .70 to .75 Qwen", "SpecMD 5.4"),
+    ("cache-aware routing", ".98 OLMoE, .58 Qwen", "SpecMD, configuration 4"),
+    ("only the first expert kept", "perplexity collapses at rank 2", "Cache-conditional 2"),
+)
+"""Share of right answers that real models kept."""
+
+
+def first(num_ranks: int, *, renormalize: bool) -> Change:
+    def change(experts: Tensor, weights: Tensor, _: int, __: Any) -> tuple[Tensor, Tensor]:
+        kept = weights.clone()
+        kept[:, num_ranks:] = 0
+        if renormalize:
+            kept *= weights.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True)
+        return experts, kept
+
+    return change
+
+
+def at_random(share: float) -> Change:
+    """Replace a share of the assignments by experts drawn uniformly."""
+
+    def change(
+        experts: Tensor, weights: Tensor, num_experts: int, draws: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        others = torch.rand(len(experts), num_experts, generator=draws).argsort(-1)
+        is_replaced = torch.rand(experts.shape, generator=draws) < share
+        return torch.where(is_replaced, others[:, : experts.shape[1]], experts), weights
+
+    return change
+
+
+def dropped(share: float) -> Change:
+    """Leave out a share of the assignments; the others keep their weights."""
+
+    def change(
+        experts: Tensor, weights: Tensor, _: int, draws: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        return experts, weights * (torch.rand(weights.shape, generator=draws) >= share)
+
+    return change
+
+
+def wrong(experts: Tensor, weights: Tensor, num_experts: int, _: Any) -> tuple[Tensor, Tensor]:
+    return (experts + SHIFT) % num_experts, weights
+
+
+def changes(top_k: int) -> Mapping[str, Change]:
+    ranks = [top_k * part // 8 for part in (6, 4, 2, 1) if top_k * part // 8]
+    found: dict[str, Change] = {}
+    for renormalize, said in ((True, ", renormalised"), (False, "")):
+        found |= {
+            f"first {rank} of {top_k} kept{said}": first(rank, renormalize=renormalize)
+            for rank in ranks
+        }
+    found |= {f"{share:.0%} dropped": dropped(share) for share in (0.1, 0.3, 0.5)}
+    found |= {f"{share:.0%} random": at_random(share) for share in (0.1, 0.3, 0.5, 1.0)}
+    return found | {
+        f"wrong ones (index + {SHIFT})": wrong,
+        "none (all zeroed)": lambda experts, weights, *_: (experts, weights * 0),
+    }
+
+
+@contextmanager
+def changed(specimen: Specimen, change: Change) -> Iterator[None]:
+    draws = torch.Generator().manual_seed(0)
+
+    def hook(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, experts, weights = inputs
+        order = weights.argsort(-1, descending=True)
+        sorted_ones = experts.gather(-1, order), weights.gather(-1, order)
+        return hidden, *change(*sorted_ones, specimen.num_experts, draws)
+
+    modules = (block.experts for block in specimen.blocks)
+    with hooked(module.register_forward_pre_hook(hook) for module in modules):
+        yield
+
+
+def losses(specimen: Specimen, pages: list[list[int]]) -> dict[str, float]:
+    """Nats a token under no change, then what each change adds."""
+    plain = specimen.text_loss(pages)
+    found = {"loss": plain}
+    for name, change in changes(specimen.top_k).items():
+        with changed(specimen, change):
+            found[name] = specimen.text_loss(pages) - plain
+    return found
+
+
+def answers(specimen: Specimen, num_documents: int) -> dict[str, list[float]]:
+    """Percentages of right answers: unmodified, then at each rate of residents."""
+    return {
+        task: [specimen.accuracy(task, num_documents)]
+        + [
+            specimen.accuracy(task, num_documents, random_resident(specimen, rate))
+            for rate in RATES
+        ]
+        for task in TASKS
+    }
+
+
+def demo() -> dict[str, float]:
+    """Shares of right answers kept on the demo's word problems, by its runs of `tiny`."""
+    right = {
+        run.label: sum(next(iter(run.samples["tiny_gsm8k"].values())).values())  # type: ignore[arg-type]
+        for run in load_runs(RESULTS / "demo")
+    }
+    return {label: right[label] / right["every expert resident"] for label in LABELS.values()}
+
+
+def render(models: Mapping[str, Any]) -> str:
+    names = list(models)
+    measures = list(dict.fromkeys(name for one in models.values() for name in one["text"]))
+    text = text_table(
+        ["experts", *names],
+        [
+            ["unmodified: nats a token" if name == "loss" else name]
+            + [
+                f"{one['text'][name]:.3f}"
+                if name == "loss"
+                else f"{one['text'][name]:+.3f}"
+                if name in one["text"]
+                else "-"
+                for one in models.values()
+            ]
+            for name in measures
+        ],
+        others="--:",
+    )
+    kept = text_table(
+        ["share of right answers kept", "real models", "where", *names],
+        [
+            [
+                *anchor,
+                *(_shares(one, number) for one in models.values()),
+            ]
+            for number, anchor in enumerate(ANCHORS)
+        ],
+    )
+    return (
+        "# What each model loses when its experts are changed\n\n"
+        f"Added to the loss, in nats a token (mean over pages):\n\n{text}\n\n"
+        f"Beside real models, whose figures are the papers':\n\n{kept}\n"
+    )
+
+
+def _shares(one: Mapping[str, Any], number: int) -> str:
+    """A model's answer to an anchor; a dash where there is none."""
+    if number == 0 and one["answers"]:
+        return "; ".join(
+            f"{task} " + " / ".join(f"{right / row[0]:.2f}" for right in row[1:])
+            for task, row in one["answers"].items()
+        )
+    if LABELS.get(number) in one.get("demo", {}):
+        return f"{one['demo'][LABELS[number]]:.2f}"
+    if number == len(ANCHORS) - 1:
+        worst = next(value for name, value in one["text"].items() if name.startswith("first 1 of"))
+        return f"loss {worst:+.2f} nats a token (perplexity x{math.exp(worst):.1f})"
+    return "-"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", action="append", default=[], help="NAME=FOLDER; tiny is known")
+    parser.add_argument("--text", type=Path, help="pages of plain text, one a line")
+    parser.add_argument("--pages", type=int, default=60)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--documents", type=int, default=100, help="0: no answers")
+    parser.add_argument("--write", action="store_true", help="keep in results/sensitivity")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    file = RESULTS / "sensitivity/models.json"
+    models: dict[str, Any] = json.loads(file.read_text()) if options.write and file.exists() else {}
+    pages = (
+        options.text.read_text("utf-8").splitlines()
+        if options.text
+        else list(documents.wikitext()["test"]["page"])
+    )[: options.pages]
+    for item in options.model or ["tiny=tiny"]:
+        name, _, folder = item.partition("=")
+        specimen = Specimen(folder)
+        texts = [specimen.ids(page)[: options.tokens] for page in pages]
+        asked = options.documents and not options.text
+        models[name] = {
+            "text": losses(specimen, texts),
+            "answers": answers(specimen, options.documents) if asked else {},
+            "demo": demo() if folder == TINY and asked else {},
+        }
+    if options.write:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(models, indent=1) + "\n")
+        file.with_name("table.md").write_text(render(models))
+    print(render(models))
+
+
+if __name__ == "__main__":
+    main()
