@@ -16,7 +16,7 @@ from lm_eval_moecache.trace.trace import Trace
 
 if TYPE_CHECKING:
     from lm_eval_moecache.report.replays import ReplayReport
-    from lm_eval_moecache.report.results import Run
+    from lm_eval_moecache.report.results import Runs
 
 Place = str | PathLike[str]
 
@@ -94,15 +94,16 @@ def load_trace(
         )
 
 
-def load_runs(place: Place) -> list[Run]:
+def load_runs(place: Place) -> Runs:
     """Load every results JSON under a folder (or one file), in order of experiment and run id.
 
-    In a folder, files that hold no run are skipped, unreadable ones with a warning.
+    In a folder, files that hold no run are skipped, unreadable ones with a warning. The list that
+    is returned has `to_dataframe()`, a line per run under forty names.
     """
     from lm_eval_moecache.report import results
 
     with as_moecache_error():
-        return results.load_runs(Path(place))
+        return results.Runs(results.load_runs(Path(place)))
 
 
 def plan(model: Place, **options: Any) -> Mapping[str, Any]:

@@ -100,3 +100,17 @@ def test_the_examples_of_the_page_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(blocks) == 2
     for block in blocks:
         exec(block, {})
+
+
+def test_runs_are_forty_named_columns_in_pandas() -> None:
+    runs = load_runs(Path(__file__).resolve().parent.parent / "results/demo")
+    table = runs.to_dataframe()
+    assert table.shape == (len(runs), 40) and table.columns.is_unique
+    row, run = table.iloc[0], runs[0]
+    score = run.score("tiny_gsm8k")
+    assert score is not None
+    assert (row["accuracy"], row["accuracy_stderr"]) == (score.value, score.stderr)
+    assert row["tok_per_s"] == run.moecache["totals"]["tok_per_s"]
+    assert row["ttft_ms.p99"] == run.moecache["totals"]["ttft_ms"]["p99"]
+    assert (row["policy"], row["capacity"]) == ("on_demand", "100%")
+    assert row["hardware"] == "rtx-4090" and row["emulate"] == "OLMoE-1B-7B"

@@ -14,12 +14,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.results import Run, Score, identity, metric_column
 from lm_eval_moecache.report.statistics import (
+    answers_interval,
     holm,
     least_flip_p,
+    mean_interval,
     sign_flip_test,
     sign_test,
     tarone,
@@ -112,6 +116,35 @@ class Test(NamedTuple):
     least_possible: float = 0.0
 
 
+class Difference(NamedTuple):
+    """New minus baseline over the same documents, positive where the score got better.
+
+    `p` is two-sided: the chance of a difference this large, either way, if nothing had changed.
+    """
+
+    mean: float
+    low: float
+    """Low end of the 95% interval."""
+    high: float
+    documents: int
+    p: float
+    by: str
+
+
+def difference(losses: Sequence[float]) -> Difference:
+    """Return what documents' losses (positive: worse) say of the score's change."""
+    values = -np.asarray(losses, dtype=np.float64)
+    count = len(losses)
+    if np.isin(values, (-1, 0, 1)).all():
+        won, lost = int((values > 0).sum()), int((values < 0).sum())
+        low, high = answers_interval(won, lost, count)
+        p, by = 2 * sign_test(min(won, lost), max(won, lost)), "McNemar's exact test"
+    else:
+        low, high = mean_interval(values)
+        p, by = 2 * min(sign_flip_test(values), sign_flip_test(-values)), "sign flips"
+    return Difference(float(values.mean()), low, high, count, min(p, 1.0), by)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """One figure of both sides, judged; a missing run has no task, a missing task no metric.
@@ -131,6 +164,8 @@ class Row:
     allowed: float = 0.0
     judged_by: str = "presence"
     test: Test | None = None
+    difference: Difference | None = None
+    """Of a score whose documents are known on both sides, also where the digits must repeat."""
     corrected: float | None = None
     verdict: str = ""
 
@@ -177,6 +212,20 @@ def score_test(baseline: Score, new: Score, old_samples: Samples, samples: Sampl
             return None
         error = math.hypot(baseline.stderr, new.stderr)
         return Test(z_test(sign * (baseline.value - new.value), error), "standard errors")
+    losses = _losses(baseline, old_samples, samples)
+    if all(loss in (-1, 0, 1) for loss in losses):
+        return mcnemar(losses.count(-1), losses.count(1), len(losses))
+    return Test(
+        p=sign_flip_test(losses),
+        by=f"sign flips of {len(losses)} documents",
+        least_p=least_flip_p(losses),
+        least_possible=least_flip_p([1.0] * len(losses)),
+    )
+
+
+def _losses(baseline: Score, old_samples: Samples, samples: Samples) -> list[float]:
+    """Return each document's loss. Raises ValueError where its word counts differ."""
+    sign = 1 if baseline.higher_is_better else -1
     losses = []
     for doc, before in old_samples.items():
         after = samples[doc]
@@ -190,14 +239,7 @@ def score_test(baseline: Score, new: Score, old_samples: Samples, samples: Sampl
             losses.append(before[0] - after[0])
         else:
             losses.append(sign * (before - after))
-    if all(loss in (-1, 0, 1) for loss in losses):
-        return mcnemar(losses.count(-1), losses.count(1), len(losses))
-    return Test(
-        p=sign_flip_test(losses),
-        by=f"sign flips of {len(losses)} documents",
-        least_p=least_flip_p(losses),
-        least_possible=least_flip_p([1.0] * len(losses)),
-    )
+    return losses
 
 
 def mcnemar(won: int, lost: int, documents: int) -> Test:
@@ -390,6 +432,10 @@ def _scores(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[R
         )
         sides = [run.samples.get(task, {}).get(score.key, {}) for run in (old, new)]
         test = None if exact else score_test(score, after, *sides)
+        # Of pairs (log-likelihood, words) the score is no mean over documents.
+        is_mean = not any(isinstance(v, list) for side in sides for v in side.values())
+        if is_mean and len(sides[0]) > 1 and sides[0].keys() == sides[1].keys():
+            row = replace(row, difference=difference(_losses(score, *sides)))
         # The floor: points for a share, relative to the baseline for any other score.
         unit = 1.0 if higher and 0 <= score.value <= 1 else abs(score.value)
         yield _tested(row, test, exact, rules, unit)
@@ -431,7 +477,8 @@ def _all_tasks(key: str, shared: Mapping[str, tuple[Run, Run]], rules: Rules) ->
         before, after = (sum(side) / len(answers) for side in zip(*answers, strict=True))
         row = Row(run=key, task=ALL_TASKS, metric="accuracy", baseline=before, new=after)
         won, lost = sum(a < b for a, b in answers), sum(a > b for a, b in answers)
-        row = replace(row, higher_is_better=True)
+        lost_or_won = [old - new for old, new in answers]
+        row = replace(row, higher_is_better=True, difference=difference(lost_or_won))
         yield _tested(row, mcnemar(won, lost, len(answers)), exact, rules)
 
 
@@ -480,6 +527,7 @@ def as_json(comparison: Comparison, *, everything: bool = True) -> str:
         "rows": [
             {
                 **{name: getattr(row, name) for name in _TOLD},
+                "difference": None if row.difference is None else row.difference._asdict(),
                 "p": None if row.test is None else row.test.p,
                 "p_corrected": row.corrected,
                 "verdict": row.verdict,
@@ -505,7 +553,33 @@ def as_text(comparison: Comparison, *, everything: bool = False) -> str:
                 text += f", p {row.test.p:.2g}, corrected {row.corrected:.2g}"
             text += ")"
         lines.append(f"{text}  [{row.run}]")
-    return "\n".join([*_notes(comparison), *lines, _summary(comparison)]) + "\n"
+    told = _differences(comparison, everything)
+    return "\n".join([*_notes(comparison), *lines, *told, _summary(comparison)]) + "\n"
+
+
+_MOST_TOLD = 20
+"""Differences of scores that are printed without `--all`, changed or not."""
+
+
+def _differences(comparison: Comparison, everything: bool) -> list[str]:
+    """Return a line per score: how much it changed, how surely, by how many documents."""
+    rows = [row for row in comparison.rows if row.difference is not None]
+    if len(rows) > _MOST_TOLD and not everything:
+        rows = [row for row in rows if row.verdict != SAME]
+    lines = []
+    for row in rows:
+        assert row.difference is not None, "chosen for having one"
+        mean, low, high, documents, p, by = row.difference
+        told = [mean, low, high]
+        unit = ""
+        if "McNemar" in by:
+            told, unit = [100 * figure for figure in told], " points"
+        figures = [f"{figure:+.3g}" for figure in told]
+        lines.append(
+            f"difference of {row.task} {row.metric}: {figures[0]}{unit}, 95% interval {figures[1]} "
+            f"to {figures[2]}, n {documents}, p {p:.2g} ({by}, two-sided)"
+        )
+    return lines
 
 
 def as_markdown(comparison: Comparison, *, everything: bool = False) -> str:
@@ -523,7 +597,8 @@ def as_markdown(comparison: Comparison, *, everything: bool = False) -> str:
         cells += map(_number, (row.baseline, row.new, row.change, allowed))
         cells += [row.judged_by, _number(row.corrected, 2)]
         lines.append(line([cell.replace("|", "\\|") for cell in cells]))
-    return "\n".join(lines) + "\n"
+    told = [f"- {text}" for text in _differences(comparison, everything)]
+    return "\n".join([*lines, *([""] if told else []), *told]) + "\n"
 
 
 FORMS: Mapping[str, Callable[..., str]] = {"text": as_text, "md": as_markdown, "json": as_json}

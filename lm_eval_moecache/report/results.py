@@ -690,3 +690,47 @@ def selected(run: Run, where: Mapping[str, Any]) -> bool:
         return not {str(value.raw), value.identity}.isdisjoint(map(str, values))
 
     return all(has(name, wanted) for name, wanted in where.items())
+
+
+# --- runs in pandas ---
+
+FRAME_SETTINGS = (
+    *("policy", *AXES, "capacity", "capacity_bytes", "precision", "hardware", "emulate", "clock"),
+    *("link", "batch_size", "num_fewshot", "limit", "seed"),
+)
+FRAME_FIGURES = (
+    *("ttft_ms", "ttft_ms.p99", "tpot_ms", "tpot_ms.p99", "itl_ms.p99", "tok_per_s", "hit_rate"),
+    *("miss_rate", "decode_miss_rate", "stall_ms_per_token", "bytes_per_token"),
+    *("prefetch_precision", "prefetch_recall", "routing_fidelity", "low_precision_share"),
+    "draft_acceptance",
+)
+
+
+class Runs(list[Run]):
+    """Runs, in order, with their settings and figures as a table."""
+
+    def to_dataframe(self) -> Any:
+        """Return a pandas DataFrame of a line per run and the same forty columns for any runs.
+
+        A column that a run has nothing for is empty: `accuracy` where nothing is scored,
+        `draft_acceptance` where nothing is drafted. Columns have the names of `moecache table`.
+        """
+        import pandas
+
+        return pandas.DataFrame([_frame_row(run) for run in self])
+
+
+def _frame_row(run: Run) -> dict[str, Any]:
+    mean = accuracy(run)
+    row: dict[str, Any] = {
+        "run_id": run.run_id,
+        "experiment": run.experiment,
+        "label": run.label,
+        "model": run.model,
+        "pretrained": identity(run).get("pretrained"),
+        "tasks": "+".join(run.tasks),
+        **{name: setting(run, name).raw for name in FRAME_SETTINGS},
+        "accuracy": mean.raw,
+        "accuracy_stderr": mean.stderr,
+    }
+    return row | {name: metric_value(run, name).raw for name in FRAME_FIGURES}

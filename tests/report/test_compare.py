@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.report.compare import Rules, as_text, compare, score_test
+from lm_eval_moecache.report.compare import Rules, as_text, compare, difference, score_test
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.results import Run, Score, load_runs, metric_column
+from lm_eval_moecache.report.statistics import answers_interval
 from tests.report.runs import record, write
 
 Captured = pytest.CaptureFixture[str]
@@ -334,3 +335,24 @@ def test_without_samples_the_standard_errors_decide() -> None:
     assert test is not None
     assert test.p == pytest.approx(0.02275, abs=1e-5)  # two standard errors of 0.05
     assert score_test(score("acc", 0.8), score("acc", 0.7, 0.04), {}, {}) is None
+
+
+def test_a_difference_comes_with_its_interval_n_and_p_on_one_machine_too(gate: Gate) -> None:
+    """By hand: 2 of 10 lost, none won. Two-sided exact p = 2 / 4; Tango's interval."""
+    low, high = answers_interval(0, 2, 10)
+    expected = f"-20 points, 95% interval {100 * low:+.3g} to {100 * high:+.3g}, n 10, p 0.5 "
+    for options in (("--same_machine=yes",), ("--same_machine=no",)):
+        _, printed = gate({"answers": lost(2)}, *options)
+        assert f"difference of quiz acc,none: {expected}(McNemar" in printed
+    code, printed = gate({}, "--same_machine=yes")
+    same = printed.splitlines()
+    assert code == 0 and same[-1].startswith("pass") and "n 10, p 1 (McNemar" in same[-2]
+
+
+def test_differences_of_scores_between_0_and_1_are_tested_by_sign_flips() -> None:
+    found = difference([0.25, 0.5, 0.125, -0.25])
+    assert (found.mean, found.documents, found.by) == (-0.15625, 4, "sign flips")
+    # Of 16 patterns of signs, 4 sum to 0.625 or more, and 4 to -0.625 or less.
+    assert found.p == 2 * 4 / 16
+    assert found.low < found.mean < found.high
+    assert difference([0.0, 0.0, 0.5]).p == 1
