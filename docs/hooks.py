@@ -18,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PICTURES = (".png", ".svg")
+INCLUDED = r"^\[([^\]]+)\]\(\.\./\1\)$"
 
 
 def on_pre_build(config: Any) -> None:
@@ -47,8 +48,11 @@ def write_schema(folder: Path) -> None:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Include a file of the repository wherever a page has the line `--8<-- "path"`."""
-    return re.sub(r'^--8<-- "([^"]+)"$', lambda m: _fenced(ROOT / m[1]), markdown, flags=re.M)
+    """Include a file of the repository where a line of a page is a link to it, and no more.
+
+    On GitHub, which includes nothing, the link leads there.
+    """
+    return re.sub(INCLUDED, lambda m: _fenced(ROOT / m[1]), markdown, flags=re.M)
 
 
 def _fenced(path: Path) -> str:

@@ -7,9 +7,11 @@ document is picked up by itself.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,13 +23,14 @@ import pytest
 import yaml
 from nbclient import NotebookClient
 
-from docs.hooks import keys_table
+from docs.hooks import INCLUDED, keys_table, on_page_markdown
 from docs.wall_table import wall_table
 from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names
 from lm_eval_moecache.cli.main import command_names, main
 from lm_eval_moecache.harness.arguments import CHOICES, KEYS
 from lm_eval_moecache.model.precision.ladder import codec_names
+from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.sweep.run import check_cells
 from lm_eval_moecache.sweep.spec import read_sweep
 from lm_eval_moecache.tiny import MODEL_DIR
@@ -51,6 +54,10 @@ def folder(tmp_path: Path) -> Path:
     """A copy of the files that commands name; its sweep runs one document per task."""
     for name in ("examples", "results", "task_configs", "traces"):
         shutil.copytree(ROOT / name, tmp_path / name)
+    # What pages call a model folder of one's own, and responses of vLLM.
+    shutil.copytree(MODEL_DIR, tmp_path / "my_model")
+    (tmp_path / "responses").mkdir()
+    shutil.copy(ROOT / "tests/trace/formats/vllm.json", tmp_path / "responses")
     # As if a user had written an eviction here.
     shutil.copy(ROOT / "examples/my_eviction.py", tmp_path)
     path = tmp_path / "examples/sweep.yaml"
@@ -245,3 +252,67 @@ def test_the_table_of_the_wall_clock_is_whole_and_its_empty_cells_have_reasons()
     for cell in filter(lambda cell: cell.reason, cells):
         assert cell.key in cell.reason or "clock='wall'" in cell.reason, cell
         assert "llowed" in cell.reason or "moecache replay" in cell.reason, cell
+
+
+@pytest.mark.slow
+def test_a_task_of_the_hub_runs_from_a_folder_laid_out_like_it(tmp_path: Path) -> None:
+    """The page's command, but for the model, where `openai/gsm8k` is a folder."""
+    (command,) = (c for c in COMMANDS[ROOT / "docs/how.md"] if "--tasks gsm8k" in c)
+    folder = tmp_path / "openai/gsm8k"
+    folder.mkdir(parents=True)
+    for split in ("train", "test"):
+        rows = (MODEL_DIR.parent / f"rows/gsm8k_{split}.jsonl").read_text().splitlines()[:8]
+        (folder / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
+    files = [{"split": split, "path": f"{split}.jsonl"} for split in ("train", "test")]
+    head = yaml.safe_dump({"configs": [{"config_name": "main", "data_files": files}]})
+    (folder / "README.md").write_text(f"---\n{head}---\n")
+    words = shlex.split(command.replace("allenai/OLMoE-1B-7B-0924", "tiny"))
+    code, log = Runner().run([*words, "--limit", "2"], tmp_path)
+    assert code == 0, log
+    assert re.search(r"^\|gsm8k *\|", log, re.MULTILINE), log
+
+
+def test_the_python_of_the_how_page_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (block,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs/how.md").read_text(), re.M | re.S
+    )
+    exec(compile(block, "how.md", "exec"), {})
+    assert "on_demand" in capsys.readouterr().out
+
+
+def test_the_page_of_hardware_profiles_has_every_key_and_its_profile_loads(tmp_path: Path) -> None:
+    page = (ROOT / "docs/hardware.md").read_text()
+    keys = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", page, re.MULTILINE)
+    fields = {field.name: field for field in dataclasses.fields(Hardware)}
+    assert {key for key, _ in keys} == set(fields)
+    for key, default in keys:
+        assert (default == "required") == (fields[key].default is dataclasses.MISSING), key
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    path = tmp_path / "my-card.yaml"
+    path.write_text(text)
+    assert load_hardware(str(path)).link_rate == 31.5e9
+
+
+def test_command_lines_fit_a_page() -> None:
+    """Lines of a block are cut off in a window of 1280 pixels beyond some 120 letters."""
+    for path in DOCUMENTS:
+        blocks = re.findall(r"^```\w*\n(.*?)^```$", path.read_text(), re.M | re.S)
+        for line in "\n".join(blocks).splitlines():
+            assert len(line) <= 120 or not line.startswith(("moecache ", "lm_eval run")), (
+                path,
+                line,
+            )
+
+
+def test_what_a_page_includes_is_a_link_on_github() -> None:
+    included = 0
+    for path in (ROOT / "docs").glob("*.md"):
+        page = path.read_text()
+        assert "--8<--" not in page, path
+        names = re.findall(INCLUDED, page, re.MULTILINE)
+        assert all((ROOT / name).read_text().rstrip() in on_page_markdown(page) for name in names)
+        included += len(names)
+    assert included >= 5

@@ -213,7 +213,8 @@ def find(file: str, model: RealModel | None, configs: Mapping[str, Config]) -> d
             if not steps:
                 raise ValueError(f"trace {trace.name} decodes no token: there is no speed to rank.")
             times = np.array([step_s(record) for record in steps])
-            blocks[name] = np.array([part.mean() for part in np.array_split(times, BLOCKS)])
+            if len(steps) >= _LEAST_STEPS * BLOCKS:
+                blocks[name] = np.array([part.mean() for part in np.array_split(times, BLOCKS)])
             sums = totals(steps)
             rows.append(
                 {
@@ -231,8 +232,7 @@ def find(file: str, model: RealModel | None, configs: Mapping[str, Config]) -> d
     fastest = next(row["policy"] for row in rows if FUTURE not in row["needs"])
     for row in rows:
         row["speedup_over_lru"] = lru_ms / row["tpot_ms"]
-        enough = len(steps) >= _LEAST_STEPS * BLOCKS
-        row |= _against(blocks[row["policy"]], blocks[fastest], row, fastest, enough)
+        row |= _against(blocks, row, fastest)
     setting = replays.setting(configs[LRU])
     charged = setting.charged(geometry)
     return {
@@ -276,20 +276,18 @@ def _decode_steps(
     return steps
 
 
-def _against(
-    own: Floats, best: Floats, row: Mapping[str, Any], fastest: str, enough: bool
-) -> dict[str, Any]:
+def _against(blocks: Mapping[str, Floats], row: Mapping[str, Any], fastest: str) -> dict[str, Any]:
     """Return by which share a policy's steps are longer than the fastest one's: a 95% interval.
 
     It is Student's, of the differences between blocks of consecutive steps (batch means). None
-    where the trace is short, and for the bound, which is no choice.
+    where the trace is too short for blocks, and for the bound, which is no choice.
     """
-    if row["policy"] == fastest:
+    name = row["policy"]
+    if name == fastest:
         return {"slower_by": None, "verdict": FASTEST}
-    if FUTURE in row["needs"]:
+    if FUTURE in row["needs"] or not blocks:
         return {"slower_by": None, "verdict": None}
-    if not enough:
-        return {"slower_by": None, "verdict": None}
+    own, best = blocks[name], blocks[fastest]
     low, high = (float(end / best.mean()) for end in mean_interval(own - best))
     return {"slower_by": [low, high], "verdict": SLOWER if low > 0 else TIED}
 

@@ -472,9 +472,10 @@ class Column:
         if value.stderr is None:
             return text
         error = f"{value.stderr:.{self.decimals}f}"
-        # An error of 0 is one that is 0.
-        is_small = value.stderr and not float(error)
-        return f"{text} ±{f'<{10**-self.decimals:.{self.decimals}f}' if is_small else error}"
+        if value.stderr and not float(error):
+            # 0 is said of an error that is 0; a smaller one has as many digits as it needs.
+            error = f"{value.stderr:.{-math.floor(math.log10(value.stderr))}f}"
+        return f"{text} ±{error}"
 
 
 def find_column(runs: Sequence[Run], name: str) -> Column:

@@ -139,7 +139,7 @@ def test_an_error_is_told_as_0_only_where_it_is_0() -> None:
     column = metric_column("tok_per_s")
     assert column is not None
     told = [column.text(Value(4.35, stderr=error)) for error in (0.0, 0.049, 0.05001, None)]
-    assert told == ["4.3 ±0.0", "4.3 ±<0.1", "4.3 ±0.1", "4.3"]
+    assert told == ["4.3 ±0.0", "4.3 ±0.05", "4.3 ±0.1", "4.3"]
 
 
 def test_it_opens_on_one_capacity_which_the_address_keeps(
