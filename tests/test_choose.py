@@ -18,7 +18,7 @@ from tests.conftest import Moecache
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACE = ROOT / "traces/olmoe-1b-7b.parquet"
-PAGE = (ROOT / "docs/choose.md").read_text()
+PAGE = (ROOT / "docs/choose.md").read_text().replace("\\\n  ", "")
 SHOWN = re.findall(r"```\nmoecache (choose [^\n]*)\n```\n\n```text\n(.*?)```", PAGE, re.DOTALL)
 
 

@@ -285,7 +285,8 @@ def test_the_python_of_the_how_page_runs(
 
 def test_the_page_of_hardware_profiles_has_every_key_and_its_profile_loads(tmp_path: Path) -> None:
     page = (ROOT / "docs/hardware.md").read_text()
-    keys = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| (`\w+`.*?) \|.*\| (.*) \|$", page, re.MULTILINE)
+    keys = [(key, default) for names, default in rows for key in re.findall(r"`(\w+)`", names)]
     fields = {field.name: field for field in dataclasses.fields(Hardware)}
     assert {key for key, _ in keys} == set(fields)
     for key, default in keys:
