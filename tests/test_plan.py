@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from lm_eval_moecache.cli.plan import fit, stand_in, two_digits
-from lm_eval_moecache.records.emulation import load_real_model
-from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.cli import plan
+from lm_eval_moecache.cli.plan import attention_s, first_token_s, fit, stand_in, two_digits
+from lm_eval_moecache.records.emulation import EMULATED_DIR, RealModel, load_real_model
+from lm_eval_moecache.records.hardware import Hardware, load_hardware
+from lm_eval_moecache.trace.importers import load_trace
 from tests.conftest import Moecache
 
 
@@ -33,6 +38,115 @@ def test_what_fits_by_hand() -> None:
 )
 def test_a_model_is_planned_by_its_own_routing_where_that_ships(name: str, trace: str) -> None:
     assert stand_in(load_real_model(name)).stem == trace
+
+
+SHIPPED = Path(__file__).resolve().parent.parent / "traces"
+QWEN = SHIPPED / "qwen3-30b-a3b.parquet"
+
+
+def planned(
+    monkeypatch: pytest.MonkeyPatch, model: RealModel, card: Hardware, share: float, policy: str
+) -> dict[str, Any]:
+    """Return the one row of this share of experts, at a context of one token."""
+    monkeypatch.setattr(plan, "POLICIES", {policy: plan.POLICIES[policy]})
+    monkeypatch.setattr(plan, "SHARES", ())
+    room = fit(model, replace(card, memory_bytes=1e12), 1)
+    room = replace(room, experts=int(share * room.all_experts))
+    (row,) = plan.speeds(model, card, room, load_trace(str(QWEN)), 1)
+    return row
+
+
+@pytest.mark.parametrize("policy", ["lru", "host"])
+def test_it_agrees_with_replay(
+    policy: str, tmp_path: Path, moecache: Moecache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trace of Qwen3 has six of eight experts a token: as a model of six, both are one."""
+    config = yaml.safe_load((EMULATED_DIR / "Qwen3-30B-A3B.yaml").read_text())
+    config |= {"num_experts_per_tok": 6, "expert_bits": 4.87}
+    six = tmp_path / "six.yaml"
+    six.write_text(yaml.safe_dump(config))
+    model, card = load_real_model(str(six)), load_hardware("rtx-3060-12gb")
+    row = planned(monkeypatch, model, card, 0.25, policy)
+    miss = ["--miss", "host", "--miss.rule=balanced"] if policy == "host" else []
+    options = ["--hardware", card.name, "--capacity", "25%", "--eviction", "lru", *miss]
+    options += ["--emulate", six, "--bound", "false"]
+    (run,) = moecache.json("replay", QWEN, *options)["runs"]
+    seconds = 1 / row["tok_per_s"] - attention_s(model, card, 1)
+    assert row["decode_miss_rate"] == run["metrics"]["decode_miss_rate"]
+    assert seconds == pytest.approx(run["metrics"]["tpot_ms"]["mean"] / 1000, rel=1e-6)
+    notes = plan.routing_notes(load_real_model("Qwen3-30B-A3B"), load_trace(str(QWEN)))
+    assert "recorded with 6 of the model's 8 experts a token" in notes
+
+
+def test_a_stand_in_is_matched_by_cycles_and_named(
+    moecache: Moecache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """5% of DeepSeek-V3 are 1.6 cycles of its 32 a layer, and 7.5% of the trace's 21.3."""
+    model = load_real_model("DeepSeek-V3")
+    assert stand_in(model) == QWEN
+    row = planned(monkeypatch, model, load_hardware("rtx-5090"), 0.05, "lru")
+    assert row["capacity_cycles"] == pytest.approx(1.6, rel=1e-3)
+    options = ["--capacity", "7.5%", "--eviction", "lru", "--bound", "false"]
+    (run,) = moecache.json("replay", QWEN, *options)["runs"]
+    assert row["decode_miss_rate"] == pytest.approx(run["metrics"]["decode_miss_rate"], abs=0.005)
+    assert 0.3 < row["decode_miss_rate"] < 0.9
+    assert "It is a stand-in: 48 layers x 128 experts, 6 a token, for 58 x 256, 8" in (
+        plan.routing_notes(model, load_trace(str(QWEN)))
+    )
+
+
+def test_cycles_carry_over_from_one_model_to_another_and_shares_do_not(moecache: Moecache) -> None:
+    """Misses of OLMoE (8 cycles in a layer) and of Qwen3 (21.3) at equal cycles, and at a share."""
+
+    def missed(trace: str, *shares: float) -> list[float]:
+        capacities, alone = ",".join(f"{share}%" for share in shares), ["--bound", "false"]
+        runs = moecache.json(
+            "replay", SHIPPED / f"{trace}.parquet", "--capacity", capacities, *alone
+        )
+        return [run["metrics"]["decode_miss_rate"] for run in runs["runs"]]
+
+    two, four = missed("olmoe-1b-7b", 25, 50)
+    same_two, same_four, same_share = missed("qwen3-30b-a3b", 9.375, 18.75, 25)
+    assert max(two / same_two, same_two / two) < 1.35
+    assert max(four / same_four, same_four / four) < 1.35
+    assert two / same_share > 2
+
+
+def test_a_regime_that_the_stand_in_lacks_is_marked(
+    moecache: Moecache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "POLICIES", {"lru": plan.POLICIES["lru"]})
+    command = ["Qwen3-Next-80B-A3B", "--hardware", "rtx-5090", "--precision", "q4_k_m"]
+    report = moecache.json("plan", *command)
+    by_capacity = {row["capacity"]: row["in_regime"] for row in report["rows"]}
+    assert by_capacity["25%"] and not by_capacity["50%"]  # 26 of the trace's 21.3 cycles
+    assert "the replayed routing cannot say" in report["verdict"]
+    page = moecache("plan", *command).splitlines()
+    assert any(line.split()[:4] == ["50%", "24", "26", "?"] for line in page)
+    assert any(line.startswith("?  ") for line in page)
+
+
+@pytest.mark.parametrize(("prompt", "share"), [(1, 0.125), (100, 0.5), (4096, 1.0)])
+def test_the_first_token_by_hand(prompt: int, share: float) -> None:
+    """OLMoE: 16 layers of 64 experts, eight a token; launches of 45 kernels in each layer."""
+    model = load_real_model("OLMoE-1B-7B")
+    card = replace(load_hardware("rtx-2080-ti"), memory_bytes=8e9, link_efficiency=1.0)
+    room = fit(model, card, prompt)
+    expert, vocabulary = 3 * 2048 * 1024, 50304 * 2048
+    layer = 4 * 2048**2 + 2048 * 64
+    flops = 2 * prompt * 16 * (layer + 8 * expert) + 2 * vocabulary
+    # Token i attends to i tokens: 2 x 2048 multiply-adds with each of them in every layer.
+    flops += 2 * 16 * 2 * 2048 * prompt**2 / 2
+    reads = 2 * (16 * (layer + 64 * share * expert) + vocabulary)
+    launches = 16 * 45 * card.kernel_overhead_s
+    compute_s, link_s = first_token_s(model, card, room, prompt, share)
+    expected = max(flops / card.peak_flops, reads / card.memory_bytes_per_s) + launches
+    assert compute_s == pytest.approx(expected, rel=1e-4)
+    loads = 16 * 64 * share
+    moved_s = loads * (2 * expert / card.link_bytes_per_s + card.link_latency_s)
+    assert link_s == pytest.approx(moved_s, rel=1e-6)
+    whole = fit(model, load_hardware("h100"), prompt)
+    assert first_token_s(model, card, whole, prompt, share) == (compute_s, 0.0)
 
 
 def test_its_json_agrees_with_itself_and_a_drive_is_slower_than_the_host(
@@ -85,7 +199,9 @@ def test_its_page_fits_a_terminal_and_explains_its_words(
     words = ("OLMoE-1B-7B", "--hardware", "rtx-2080-ti", "--trace", trace)
     lines = moecache("plan", *words).splitlines()
     assert max(map(len, lines)) <= 80
-    assert all(any(line.startswith(word) for line in lines) for word in ("cycles", "prefetch"))
+    assert all(
+        any(line.startswith(word) for line in lines) for word in ("cycles", "prefetch", "-  ")
+    )
 
 
 @pytest.mark.parametrize(

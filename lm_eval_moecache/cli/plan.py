@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import shutil
 import sys
@@ -20,14 +21,16 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.engine.regime import Regime, Waits, decode_waits, regime_of
 from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.virtual.link import VirtualClock
 from lm_eval_moecache.records.emulation import (
     MODEL_FILES,
     RealModel,
     emulated_names,
     load_real_model,
 )
-from lm_eval_moecache.records.event import DECODE
+from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.records.files import traces_dir
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware, load_hardware, on_disk, profile_names
 from lm_eval_moecache.records.numbers import read_count, unknown
 from lm_eval_moecache.records.sizes import Capacity
@@ -55,6 +58,8 @@ ONLY_WHERE_IT_FITS = ("hazard", "prefetch")
 """Policies replayed at the largest capacity alone: each replay takes seconds."""
 SHARES = (0.05, 0.1, 0.25, 0.5)
 _SMALLER = 2
+_NEARLY_ALL = 0.95
+"""Share of a trace's experts from which on its misses say nothing but which came first."""
 _WINDOW = 64
 _BUILDABLE = {
     "lru": "with an LRU cache",
@@ -72,6 +77,9 @@ _WORDS = {
     "stays absent, so that the whole may be slower than LRU",
     "bound": "the fewest misses of any eviction that loads on demand (Belady); prefetching and "
     "the host may be faster",
+    "-": "not replayed: hazard and prefetch are at the largest capacity alone{no_host}",
+    "?": "a regime that the replayed routing does not have: so many cycles are nearly all of its "
+    "experts",
     "waits for": "what a token's time mostly goes to under LRU: the link, memory (compute), "
     "launches",
 }
@@ -141,7 +149,8 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
     room = fit(model, hardware, context)
     trace = load_trace(arguments.trace or str(stand_in(model)))
     rows = list(speeds(model, hardware, room, trace, context))
-    prompt_share = touched_share(trace, prompt)
+    # The stand-in's tokens take another share of a layer's experts each than the model's.
+    prompt_share = touched_share(trace, max(1, round(prompt * cycle_ratio(model, trace.geometry))))
     compute_s, link_s = first_token_s(model, hardware, room, prompt, prompt_share)
     report = {
         "model": model.name,
@@ -152,6 +161,7 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
         "prompt": prompt,
         "fit": {**dataclasses.asdict(room), "share": room.share, "whole": room.is_whole},
         "routing": trace.geometry.model,
+        "routing_notes": routing_notes(model, trace),
         "ttft_ms": 1000 * (compute_s + link_s),
         "ttft_loads_ms": 1000 * link_s,
         "fits_at": None if room.is_whole else fitting_precision(model, hardware, context),
@@ -229,23 +239,50 @@ def fitting_precision(model: RealModel, hardware: Hardware, context: int) -> str
 def stand_in(model: RealModel) -> Path:
     """Return the shipped trace whose routing is most like the model's.
 
-    That of a model with equal layers and experts, else the nearest top-k / experts.
+    That of a model with equal layers and experts, else the nearest number of cycles in a layer's
+    experts (experts / top-k), by ratio, then of layers.
     """
-    target = model.top_k / model.num_experts
 
-    def distance(path: Path) -> tuple[float, str]:
+    def distance(path: Path) -> tuple[float, int, str]:
         # From the header: reading the rows of all traces takes a second.
         traced = read_header(path.name, read_schema(path).metadata).geometry
-        is_twin = (traced.num_layers, traced.num_experts) == (
-            model.num_layers,
-            model.num_experts,
-        )
-        return (
-            0.0 if is_twin else 1.0 + abs(traced.top_k / traced.num_experts - target),
-            path.name,
-        )
+        sizes = (traced.num_layers, traced.num_experts)
+        is_twin = sizes == (model.num_layers, model.num_experts)
+        off = abs(math.log(cycle_ratio(model, traced)))
+        return -1.0 if is_twin else off, abs(traced.num_layers - model.num_layers), path.name
 
     return min(sorted(traces_dir().glob("*.parquet")), key=distance)
+
+
+def cycle_ratio(model: RealModel, traced: Geometry) -> float:
+    """Return the share of a layer's experts that a token of the model takes, over the trace's."""
+    return model.top_k / model.num_experts * traced.num_experts / traced.top_k
+
+
+def routing_notes(model: RealModel, trace: Trace) -> str:
+    """Return what routing is replayed, and what is odd about it as the model's."""
+    traced = trace.geometry
+    columns = trace.columns
+    decoded = np.unique(columns.pass_index[columns.phase == PHASES.index(DECODE)]).size
+    texts = len(trace.requests)
+    text = (
+        f"Misses are those of {traced.model}'s routing in {decoded:,} decoded tokens of "
+        f"{'one text' if texts == 1 else f'{texts:,} texts'}, replayed from an empty cache"
+    )
+    if traced.model != model.name:
+        text += f" of as many cycles; its layers are charged as {model.name}'s"
+    sizes = (traced.num_layers, traced.num_experts)
+    if sizes != (model.num_layers, model.num_experts):
+        text += (
+            f". It is a stand-in: {sizes[0]} layers x {sizes[1]} experts, {traced.top_k} a token, "
+            f"for {model.num_layers} x {model.num_experts}, {model.top_k} a token"
+        )
+    elif traced.top_k != model.top_k:
+        text += (
+            f". It was recorded with {traced.top_k} of the model's {model.top_k} experts a token: "
+            f"waits and reads of experts count {model.top_k}/{traced.top_k} times"
+        )
+    return text + "."
 
 
 def touched_share(trace: Trace, num_tokens: int) -> float:
@@ -299,17 +336,23 @@ def speeds(
     """Yield one row for each capacity and policy; one row where all experts fit.
 
     The trace's layers are charged as the model's. Capacities are shares of all experts: what fits,
-    and up to two round shares below. A layer waits for the link (or the host) as the traced layers
-    do, in proportion to top-k; a token takes the model's number of such layers, and attends to
-    `context` tokens.
+    and up to two round shares below; the trace has a cache of as many cycles. A layer takes what
+    the replayed layers take, reads of experts and waits in proportion to top-k; a token takes the
+    model's number of such layers, and attends to `context` tokens. Where both have the same top-k
+    and layers, that is what `replay` reports. `in_regime` is false for a capacity at which the
+    trace would hold nearly all of its experts.
     """
     # Imported once the options are checked: importing the engine takes half a second.
     from lm_eval_moecache.engine.replay import replay
 
     context_s = attention_s(model, hardware, context)
 
-    def row(share: float, regime: Regime, policy: str, missed: float, waits: Waits) -> Any:
-        layer_s = regime.compute_s + regime.launches_s + waits.link_s + waits.host_s
+    fixed_s = _fixed_s(model, hardware)
+    cycles_ratio = 1 / cycle_ratio(model, trace.geometry)
+
+    def row(
+        share: float, regime: Regime, policy: str, missed: float, layer_s: float, waits: Waits
+    ) -> dict[str, Any]:
         return {
             "capacity": f"{100 * share:.3g}%",
             "capacity_bytes": int(room.all_experts * share),
@@ -319,18 +362,21 @@ def speeds(
             "tok_per_s": 1 / (model.num_layers * layer_s + context_s),
             "bound": regime.bound(waits),
             "transfer_per_layer": regime.transfer_per_layer,
+            "in_regime": room.is_whole or share * cycles_ratio < _NEARLY_ALL,
         }
 
     if room.is_whole:
         regime = regime_of(model.geometry(), room.experts, hardware)
-        yield row(1.0, regime, "resident", 0.0, Waits(0.0))
+        layer_s = regime.compute_s + regime.launches_s
+        yield row(1.0, regime, "resident", 0.0, layer_s, Waits(0.0))
         return
     future = Future(trace)
     emulated = model.emulated_by(trace.geometry)
     top_k_ratio = model.top_k / trace.geometry.top_k
     smaller = [share for share in SHARES if share < 0.95 * room.share]
     for share in [*smaller[-_SMALLER:], room.share]:
-        size = max(int(emulated.total_expert_bytes * share), model.expert_bytes)
+        traced_share = min(1.0, share * cycles_ratio)
+        size = max(int(emulated.total_expert_bytes * traced_share), model.expert_bytes)
         regime = regime_of(model.geometry(), int(room.all_experts * share), hardware)
         for name, overrides in POLICIES.items():
             if name == "host" and not hardware.host_flops:
@@ -349,14 +395,19 @@ def speeds(
             passes = [p for p in ledger.passes if p.phase == DECODE]
             missed = sum(p.misses + p.late for p in passes) / sum(p.requests for p in passes)
             waits = decode_waits(ledger.requests, trace.geometry.num_layers) or Waits(0.0)
-            yield row(
-                share,
-                regime,
-                name,
-                missed,
-                Waits(waits.link_s * top_k_ratio, waits.host_s * top_k_ratio),
-            )
+            duration_s = sum(p.duration_s for p in passes) / len(passes) / trace.geometry.num_layers
+            # Beyond what a layer takes without experts, time grows with the experts of a token.
+            layer_s = fixed_s + (duration_s - fixed_s) * top_k_ratio
+            scaled = Waits(waits.link_s * top_k_ratio, waits.host_s * top_k_ratio)
+            yield row(share, regime, name, missed, layer_s, scaled)
     _say("")
+
+
+def _fixed_s(model: RealModel, hardware: Hardware) -> float:
+    """Return the seconds of a layer's decode step beside its experts' arithmetic and reads."""
+    clock = VirtualClock(hardware, model.geometry())
+    dense_s = sum(clock.dense_s(layer, 1) for layer in range(model.num_layers))
+    return dense_s / model.num_layers + clock.expert_overhead_s
 
 
 def _say(step: str) -> None:
@@ -376,7 +427,7 @@ def _gb(nbytes: float) -> str:
 def _verdict(report: dict[str, Any], hardware: Hardware) -> str:
     room, rows, ms = report["fit"], report["rows"], report["ttft_ms"]
     ttft = f"{two_digits(ms / 1000)} s" if ms >= 1000 else f"{two_digits(ms)} ms"
-    ttft_text = f"the first token of a {report['prompt']:,}-token prompt after {ttft}"
+    ttft_text = f"the first token of a {report['prompt']:,}-token prompt after {ttft} at best"
     name = f"{report['model']} ({report['precision']})"
     if room["whole"]:
         speed = two_digits(rows[0]["tok_per_s"])
@@ -388,10 +439,16 @@ def _verdict(report: dict[str, Any], hardware: Hardware) -> str:
     )
     text = (
         f"{name} does not fit on {hardware.name}: {100 * room['share']:.0f}% of its experts do "
-        f"({two_digits(lru['capacity_cycles'])} cycles). With an LRU cache about "
-        f"{two_digits(lru['tok_per_s'])} tok/s, {ttft_text}"
+        f"({two_digits(lru['capacity_cycles'])} cycles)."
     )
-    if best["tok_per_s"] > 1.05 * lru["tok_per_s"]:
+    if lru["in_regime"]:
+        text += f" With an LRU cache about {two_digits(lru['tok_per_s'])} tok/s, {ttft_text}"
+    else:
+        text += (
+            f" How many of them are missed, the replayed routing cannot say (--trace takes "
+            f"another); {ttft_text}"
+        )
+    if lru["in_regime"] and best["tok_per_s"] > 1.05 * lru["tok_per_s"]:
         text += f"; {_BUILDABLE[best['policy']]}, {two_digits(best['tok_per_s'])} tok/s"
     if report["fits_at"]:
         text += f". All of it fits at --precision {report['fits_at']}"
@@ -415,13 +472,10 @@ def _text(model: RealModel, hardware: Hardware, report: dict[str, Any], width: i
         memory += f" The other {_gb(room['all_experts'] - room['experts'])} GB of experts lie "
         memory += f"behind a link of {link}."
         table = [*_table(report["rows"]), ""]
-        for word, means in _WORDS.items():
+        for word, means in _words(report["rows"]).items():
             table += textwrap.wrap(f"{word:9s} {means}", width, subsequent_indent=" " * 10)
         table.append("")
-        notes.append(
-            f"Misses are those of a routing of {report['routing']}, replayed from an empty cache; "
-            f"its layers are charged as {model.name}'s."
-        )
+        notes.append(report["routing_notes"])
     if assumed := [key for key, text in hardware.sources.items() if "assumed" in text]:
         notes.append(f"Assumed, not measured, of {hardware.name}: {', '.join(assumed)}.")
     notes.append("A forecast of the virtual clock for one stream; nothing was run on the device.")
@@ -440,9 +494,9 @@ def _text(model: RealModel, hardware: Hardware, report: dict[str, Any], width: i
 def _runtimes(report: dict[str, Any], width: int) -> list[str]:
     """Return what to run, what was assumed, and one line per runtime."""
     first = report["first"]
-    bound = next((row["tok_per_s"] for row in report["rows"] if row["policy"] == "bound"), None)
-    if bound is not None and report["rows"][-1]["capacity_bytes"]:
-        best = max(row["tok_per_s"] for row in report["rows"] if row["policy"] == "bound")
+    rows = [row for row in report["rows"] if row["policy"] == "bound" and row["in_regime"]]
+    if rows:
+        best = max(row["tok_per_s"] for row in rows)
         first = f"{first.rstrip('.')}; bound of the link {two_digits(best)}."
     lines = textwrap.wrap(first, width)
     if report["measured"]:
@@ -472,6 +526,19 @@ def _runtimes(report: dict[str, Any], width: int) -> list[str]:
     return [*lines, ""]
 
 
+def _words(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the words of the table that there are, with what they mean."""
+    has_host = any(row["policy"] == "host" for row in rows)
+    no_host = "" if has_host else "; host: the profile says nothing of host compute"
+    words = {word: means.format(no_host=no_host) for word, means in _WORDS.items()}
+    capacities = {row["capacity"] for row in rows}
+    if len(capacities) == 1 and has_host:
+        del words["-"]
+    if all(row["in_regime"] for row in rows):
+        del words["?"]
+    return words
+
+
 def _table(rows: list[dict[str, Any]]) -> list[str]:
     """Return one line per capacity: the miss rate under LRU, and each policy's tok/s."""
     lines = [["experts", "GB", "cycles", "miss", *POLICIES, "waits for"]]
@@ -479,12 +546,12 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
         by_policy = {row["policy"]: row for row in rows if row["capacity"] == capacity}
         lru = by_policy["lru"]
         cells = [f"{float(capacity[:-1]):.0f}%", _gb(lru["capacity_bytes"])]
-        cells += [two_digits(lru["capacity_cycles"]), f"{100 * lru['decode_miss_rate']:.0f}%"]
-        cells += [
-            two_digits(by_policy[name]["tok_per_s"]) if name in by_policy else "-"
-            for name in POLICIES
-        ]
-        lines.append([*cells, lru["bound"]])
+        missed = f"{100 * lru['decode_miss_rate']:.0f}%" if lru["in_regime"] else "?"
+        cells += [two_digits(lru["capacity_cycles"]), missed]
+        for name in POLICIES:
+            speed = two_digits(by_policy[name]["tok_per_s"]) if name in by_policy else "-"
+            cells.append(speed if lru["in_regime"] or speed == "-" else "?")
+        lines.append([*cells, lru["bound"] if lru["in_regime"] else "?"])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     title = " " * (sum(widths[:4]) + 8) + "tok/s under each policy"
     padded = ([c.rjust(w) for c, w in zip(line, widths, strict=True)] for line in lines)

@@ -12,7 +12,14 @@ from lm_eval_moecache.records.names import Naming, find_name
 from lm_eval_moecache.records.numbers import shown, unknown
 from lm_eval_moecache.records.tensors import read_gguf, read_safetensors_index
 
-__all__ = ["MODEL_FILES", "LayerCaches", "RealModel", "emulated_names", "load_real_model"]
+__all__ = [
+    "EMULATED_DIR",
+    "MODEL_FILES",
+    "LayerCaches",
+    "RealModel",
+    "emulated_names",
+    "load_real_model",
+]
 
 EMULATED_DIR = Path(__file__).resolve().parent.parent / "emulate"
 MODEL_FILES = "a config.json, its folder, a YAML, a GGUF, an index of safetensors"
