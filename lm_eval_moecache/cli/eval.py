@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from lm_eval_moecache.harness import hub
 from lm_eval_moecache.harness.arguments import help_text
 from lm_eval_moecache.harness.evaluation_options import check_command, options_of
 from lm_eval_moecache.harness.plugin import register
@@ -20,10 +21,13 @@ def run_raw(argv: list[str]) -> int:
     words = ["run", *(argv if asks_help else completed(argv))]
     if not asks_help:
         check_command(words)
+        tasks = options_of(words).get("tasks") or []
+        hub.answers(tasks.split(",") if isinstance(tasks, str) else tasks)
     register()
     sys.argv = ["lm_eval", *words]
     try:
-        cli_evaluate()
+        with hub.naming_data_sets():
+            cli_evaluate()
     finally:
         if asks_help:
             # lm-eval has printed its own help, and is about to end the process.

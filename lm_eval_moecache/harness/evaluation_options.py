@@ -23,7 +23,7 @@ from lm_eval_moecache.harness.arguments import (
 )
 from lm_eval_moecache.harness.plugin import MODELS, SPECULATIVE
 from lm_eval_moecache.records.errors import ArgumentsError
-from lm_eval_moecache.records.files import TINY, check_writable, read_yaml
+from lm_eval_moecache.records.files import TINY, check_include_path, check_writable, read_yaml
 from lm_eval_moecache.records.numbers import (
     check_typed,
     read_count,
@@ -100,6 +100,9 @@ def check_command(words: Sequence[str]) -> None:
     }
     with as_arguments_error(None):
         check(Options, options, "evaluation options")
+        include_path = evaluation.get("include_path") or ()
+        folders = [include_path] if isinstance(include_path, str) else include_path
+        check_include_path([str(folder) for folder in folders])
     if evaluation.get("gen_kwargs"):
         check_generation(evaluation["gen_kwargs"], speculative)
     output = str(evaluation.get("output_path") or "")

@@ -29,6 +29,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from lm_eval_moecache.model.precision.codecs import shape_without_memory
 from lm_eval_moecache.records.files import TINY, TINY_DRAFT, read_json
+from lm_eval_moecache.records.numbers import shown
 from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
 
 SHIPPED = {TINY: str(MODEL_DIR), TINY_DRAFT: str(DRAFT_DIR)}
@@ -77,6 +78,11 @@ def check_quantization(config: Any, host_args: Mapping[str, Any]) -> None:
     settings = host_args.get("quantization_config") or getattr(config, "quantization_config", None)
     if settings is None:
         return
+    if not (isinstance(settings, dict) or hasattr(settings, "to_dict")):
+        raise ValueError(
+            f"quantization_config={shown(settings)} must be a mapping with quant_method and its "
+            "fields, or a configuration of transformers."
+        )
     fields = settings if isinstance(settings, dict) else settings.to_dict()
     method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
     if method not in OWN_EXPERTS:

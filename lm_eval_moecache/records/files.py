@@ -95,9 +95,11 @@ def read_yaml(path: str | Path, what: str) -> Any:
 
 
 def parse_yaml(text: str, what: str) -> Any:
-    """Parse YAML safely: no tags, duplicate keys, exploding aliases or cycles."""
+    """Parse YAML safely: no tags, duplicate keys, exploding aliases, cycles or half characters."""
     try:
-        return deepcopy(_parsed(text))
+        data = deepcopy(_parsed(text))
+        _check_characters(text, data)
+        return data
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{what} is not readable YAML: {reason}") from error
@@ -138,16 +140,18 @@ def parse_json(text: str | bytes, what: str) -> Any:
     """Parse JSON, refusing duplicate keys.
 
     Foreign files may hold NaN or Infinity, which are not JSON, or integers beyond every float: all
-    of these are read as None.
+    of these are read as None. Half a surrogate pair, which is no character, is refused.
     """
     try:
-        return json.loads(
+        data = json.loads(
             text,
             parse_constant=lambda _: None,
             parse_float=lambda digits: plain_number(float(digits)),
             parse_int=lambda digits: plain_number(int(digits)),
             object_pairs_hook=_unique,
         )
+        _check_characters(text, data)
+        return data
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{what} is not readable JSON: {reason}") from error
@@ -270,6 +274,16 @@ traces_dir = partial(shipped_dir, "traces")
 """The folder of routing traces of real models."""
 
 
+def check_include_path(folders: Sequence[str]) -> None:
+    """Raise ValueError for a folder of tasks that is not there, which lm-eval takes for empty."""
+    for folder in folders:
+        if not os.path.isdir(folder):
+            raise ValueError(
+                f"include_path={shown(folder)}: there is no such folder. Allowed: folders with "
+                "lm-eval's task YAMLs."
+            )
+
+
 def check_place(key: str, name: str) -> None:
     """Raise ValueError for a model's name that is neither a folder nor possible on the hub."""
     if name in (TINY, TINY_DRAFT) or (name.strip() and exists(name)):
@@ -280,6 +294,17 @@ def check_place(key: str, name: str) -> None:
             f"{key}={shown(name)}: there is no such folder, nor can the hub have a model of that "
             f"name.{nearest(name, (TINY, TINY_DRAFT))} Allowed: a folder, a hub id, or {TINY!r}."
         )
+
+
+def _check_characters(text: str | bytes, data: Any) -> None:
+    """Raise ValueError where an escape (backslash, u, d800 to dfff) is no character by itself."""
+    escape: Any = b"\\ud" if isinstance(text, bytes) else "\\ud"
+    if escape in text.lower():
+        try:
+            json.dumps(data, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start : error.end]
+            raise ValueError(f"{half!r} is half of a surrogate pair, and no character") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from unittest import mock
 import lm_eval.evaluator
 from lm_eval.tasks import TaskManager
 
+from lm_eval_moecache.harness import hub
 from lm_eval_moecache.harness.tasks import REQUEST_BYTES, SAMPLE_KEY
 from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.numbers import nearest
@@ -79,11 +80,19 @@ def loadable(tasks: Sequence[str], include_path: tuple[str, ...]) -> TaskManager
 def leaf_tasks(tasks: Sequence[str], include_path: tuple[str, ...] = ()) -> dict[str, Any]:
     """Load tasks and groups quietly; return lm-eval's leaf tasks by name.
 
-    Raises ValueError for an unknown name.
+    Raises ValueError for an unknown name, or data that cannot be fetched.
     """
     check_task_names(tasks, include_path)
-    with quiet():
+    hub.answers(tasks)
+    with quiet(), hub.naming_data_sets():
         return dict(loadable(tasks, include_path).load(list(tasks))["tasks"])
+
+
+@lru_cache(maxsize=64)
+def check_data(tasks: tuple[str, ...], include_path: tuple[str, ...]) -> None:
+    """Raise ValueError where the tasks need a hub that does not answer, and no cache has them."""
+    if not hub.answers(tasks):
+        leaf_tasks(tasks, include_path)
 
 
 def answers_of(tasks: Mapping[str, Any]) -> list[str]:
@@ -93,7 +102,9 @@ def answers_of(tasks: Mapping[str, Any]) -> list[str]:
 
 def evaluate(cell: Cell, lm: Any) -> dict[str, Any]:
     """Run a cell's tasks; return the part of lm-eval's results that a rerun reproduces."""
+    hub.answers(cell.tasks)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(hub.naming_data_sets())
         for name in _COLLECTORS:
             if hasattr(lm_eval.evaluator, name):
                 stack.enter_context(mock.patch.object(lm_eval.evaluator, name))

@@ -36,7 +36,7 @@ from lm_eval_moecache.report.results import (
     unknown_column,
 )
 from lm_eval_moecache.report.tables import expanded, split_order
-from lm_eval_moecache.sweep.evaluation import check_task_names
+from lm_eval_moecache.sweep.evaluation import check_data, check_task_names
 from lm_eval_moecache.sweep.files import TRACES, finished, only_sweep, unedited, write_record
 from lm_eval_moecache.sweep.identity import ResolvedCell, plan
 from lm_eval_moecache.sweep.pool import local_pool, submit
@@ -132,12 +132,16 @@ def _division(
 ) -> tuple[dict[str, dict[str, Any]], list[ResolvedCell], ExecutionPlan]:
     """Return the finished runs, the cells they finish, and the execution plan of the others.
 
-    With `rerun` no cell counts as finished.
+    With `rerun` no cell counts as finished. Raises ValueError where the data of a run's tasks
+    cannot be fetched.
     """
     finished_runs = unedited(finished(folder), planned)
     skipped = [p for p in planned if not rerun and p.configuration_hash in finished_runs]
     waiting = [p for p in planned if rerun or p.configuration_hash not in finished_runs]
     division = ExecutionPlan(tuple(waiting), ()) if live else divide(waiting, folder, skipped)
+    for run in division.runs:
+        if run.cell.model != REPLAY:
+            check_data(run.cell.tasks, run.cell.include_path)
     return finished_runs, skipped, division
 
 

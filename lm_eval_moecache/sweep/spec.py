@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.harness.plugin import MODELS
-from lm_eval_moecache.records.files import TINY, is_file, read_yaml, recipes_dir
+from lm_eval_moecache.records.files import TINY, check_include_path, is_file, read_yaml, recipes_dir
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import shown, unknown
 from lm_eval_moecache.records.schemas import check
@@ -143,6 +143,7 @@ def read_sweep(path: Path) -> SweepFile:
                 f"sweep {sweep.name!r}: {key}={value!r} beside `traces`, where no model runs. "
                 "Allowed: one of `tasks` and `traces`."
             )
+    check_include_path(sweep.include_path)
     for key in (key for grid in sweep.grid for key in grid):
         if values := [run[key] for run in sweep.runs if key in run]:
             raise ValueError(

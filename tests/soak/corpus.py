@@ -30,6 +30,7 @@ from lm_eval_moecache.algorithms.registry import (
 from lm_eval_moecache.records.emulation import EMULATED_DIR
 from tests.engine import traces
 from tests.records.test_files import LAUGHS
+from tests.report.runs import record
 from tests.trace.test_formats import IDS
 from tests.trace.test_trace import CSV, JSONL, ROUTED
 
@@ -227,6 +228,7 @@ HOST: list[tuple[str, Any, str]] = [
     *(("max_length", value, f"max_length={value!r} must be a whole number") for value in ("x", 1, -1, math.nan)),
     ("experts_implementation", "egaer", "experts_implementation='egaer' is not known. Did you mean 'eager'"),
     *(("experts_implementation", value, f"experts_implementation={value!r} is not known") for value in ("moecache", 7)),
+    ("quantization_config", "x", "quantization_config='x' must be a mapping"),
     ("attn_implementation", "sdap", "Did you mean 'sdpa'"),
     ("dtype", "bfloat61", "dtype='bfloat61' is not known. Did you mean 'bfloat16'"),
     *((key, value, f"{key}={value!r} is not known") for key, value in (("dtype", "int8"), ("softmax_dtype", "float61"))),
@@ -263,6 +265,11 @@ FILES: list[tuple[str, str, str]] = [
     *((kind, LAUGHS, "more than 100000 values") for kind in ("policy", "hardware", "sweep", "space", "board")),
     *((kind, "", "must hold a mapping") for kind in ("policy", "hardware", "sweep", "board")),
     *((kind, "- a\n", "must hold a mapping") for kind in ("policy", "hardware", "sweep", "space", "board")),
+    *((kind, text, "a tag (!!bool, !!timestamp ...) on a text that is none") for kind in ("policy", "hardware", "sweep", "space", "board") for text in ('a: !!bool "x"', 'name: !!timestamp "x"')),
+    *((kind, 'name: "a\\ud800b"', "is half of a surrogate pair, and no character") for kind in ("policy", "hardware", "sweep", "space", "board")),
+    ("sweep", SWEEP + "include_path: no/such\n", "include_path='no/such': there is no such folder"),
+    ("sweep", SWEEP + "model: ''\n", "model='' is not known"),
+    ("sweep", SWEEP + "base: {emulate: true}\n", "emulate=True must be text"),
     *((kind, "a: b: c", "not readable YAML") for kind in ("policy", "hardware", "sweep", "space", "board")),
     *((kind, "1: 2\n", "") for kind in ("policy", "hardware", "sweep", "space", "board")),
     *((kind, "{" * 5000, "nested too deeply") for kind in ("policy", "hardware", "sweep", "space", "board")),
@@ -468,6 +475,17 @@ ARRAYS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+EDITED: list[tuple[tuple[str, ...], Any, str]] = [
+    *((("run_id",), value, "run_id=") for value in ("../evil", "a/b", "a\\b", "..", "", "a\0b", LONG, 7, ["x"])),
+    *((("environment",), value, "environment=") for value in ([], "x", 7)),
+    *((("environment", key), value, f"environment.{key}=") for key in ("machine", "versions") for value in ([], "x", 7)),
+    *((("scores", "tiny_arc"), value, "scores.tiny_arc") for value in ([], "x", {"acc,none": [1, 0]}, {"acc,none": {"0": "x"}}, {"acc,none": {"0": [1, 2, 3]}})),
+    *((("results",), value, "results") for value in ([], "x", {"tiny_arc": [1]})),
+    *((("config", "moecache", "totals"), value, "config.moecache.totals") for value in ([], "x", {"tok_per_s": "fast"}, {"ttft_ms": [1]})),
+    *((("config", "moecache", "hardware"), value, "config.moecache.hardware") for value in ("h200", {}, {"name": 7})),
+    *((path, "a\ud800b", "is half of a surrogate pair, and no character") for path in (("label",), ("run_id",), ("configuration", "model"), ("config", "moecache", "policy", "name"))),
+]  # fmt: skip
+"""Edits of a run's record: the place, the new value, and words of the refusal."""
 FOREIGN: list[tuple[dict[str, str] | None, str]] = [
     (None, "has no 'moecache' metadata"),
     ({"format": "pt"}, "has no 'moecache' metadata"),
@@ -529,5 +547,12 @@ def table() -> Iterator[Bad]:
     yield from (Bad("host", {**WALL, key: value}, words) for key, value, words in ON_WALL)
     yield from (Bad("drafted", {key: value}, words) for key, value, words in DRAFTED)
     yield from (Bad(*row) for row in FILES)
+    for path, value, words in EDITED:
+        edited: Any = json.loads(json.dumps(record("a")))
+        holder = edited
+        for key in path[:-1]:
+            holder = holder.setdefault(key, {})
+        holder[path[-1]] = value
+        yield Bad("results", json.dumps(edited), words)
     yield from (Bad("command", given, words) for given, words in COMMANDS)
     yield from parameters()

@@ -254,6 +254,7 @@ KINDS: dict[str, Kind] = {
 WRONG: tuple[Any, ...] = (
     *(None, True, -1, 0, 1e308, math.inf, -math.inf, math.nan, 2**63, 10**400),
     *("", "x", "\0", "n" * 300, "=1+1", [], [[]], {}, {"": {}}, [1, "x", None]),
+    *("../evil", "a\ud800b", [[1, 2, 3]], {"a": [1]}),
 )
 
 
