@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,7 +61,7 @@ def load_real_model(name: str, key: str = "emulate") -> RealModel:
     path, what = Path(name), f"{key}={shown(name)}"
     if is_file(path / "config.json"):
         path = path / "config.json"
-    elif path.is_dir() and ("/" in str(name) or any(path.glob("*.gguf"))):
+    elif os.path.isdir(path) and ("/" in str(name) or any(path.glob("*.gguf"))):
         # A folder of results that is called after a model is not meant.
         path = _model_file(path, what)
     if path.suffix.lower() in (".gguf", ".json"):

@@ -22,8 +22,7 @@ from typing import Any
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.files import exists, parse_json, read_gzip, read_json, write_whole
 from lm_eval_moecache.records.numbers import nearest, shown
-from lm_eval_moecache.records.schemas import check
-from lm_eval_moecache.records.schemas.results import ResultsFile
+from lm_eval_moecache.records.schemas.results import check_record
 from lm_eval_moecache.report.metrics import METRICS
 
 logger = logging.getLogger(__name__)
@@ -263,7 +262,7 @@ def _run(data: Any, path: Path) -> Run | None:
         return None
     if "moecache" not in data["config"] or "results" not in data:
         return None
-    schema = check(ResultsFile, data, repr(str(path)))
+    schema = check_record(data, repr(str(path)))
     config, report = data["config"], data["config"]["moecache"]
     if schema.configuration is not None:
         configuration = data["configuration"]

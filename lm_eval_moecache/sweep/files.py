@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from lm_eval_moecache.records.files import PART, check_writable, read_json, write_whole
+from lm_eval_moecache.records.files import PART, check_writable, parse_json, read_json, write_whole
 from lm_eval_moecache.records.numbers import finite
-from lm_eval_moecache.records.schemas import check
-from lm_eval_moecache.records.schemas.results import ResultsFile
+from lm_eval_moecache.records.schemas.results import check_record, checksum_of
 from lm_eval_moecache.report.results import PACKED, RUNS, read_packed, unpack
 
 if TYPE_CHECKING:
@@ -33,10 +32,15 @@ LOCK = ".sweep.lock"
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> Path:
-    """Write a finished run, whole or not at all; remove its earlier failure. Returns the path."""
+    """Write a finished run with its checksum, whole or not at all; remove its earlier failure.
+
+    Returns the path.
+    """
     path = folder / RUNS / f"{record['run_id']}.json"
     # `default`: lm-eval's own config holds a torch.dtype.
-    text = json.dumps(finite(record), indent=1, ensure_ascii=False, default=str, allow_nan=False)
+    plain = parse_json(json.dumps(finite(record), default=str, allow_nan=False), str(path))
+    plain["checksum"] = checksum_of(plain)
+    text = json.dumps(plain, indent=1, ensure_ascii=False)
     write_whole(path, text + "\n")
     (folder / FAILED / f"{record['run_id']}.txt").unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -57,12 +61,12 @@ def finished(folder: Path) -> dict[str, dict[str, Any]]:
     packed = folder / PACKED
     records = read_packed(packed) if packed.is_file() else []
     for record in records:
-        check(ResultsFile, record, str(packed))
+        check_record(record, str(packed))
     by_hash = {str(record.get("configuration_hash")): _about(record) for record in records}
     for path in sorted((folder / RUNS).glob("*.json")):
         try:
             record = read_json(path, str(path))
-            check(ResultsFile, record, str(path))
+            check_record(record, str(path))
         except ValueError as error:
             logger.warning("no finished run: %s", error)
             continue

@@ -6,12 +6,14 @@ import gzip
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm_eval_moecache.records import files
+from lm_eval_moecache.records.schemas.results import check_record, checksum_of
 from lm_eval_moecache.report.results import (
     PACKED,
     load_runs,
@@ -20,7 +22,7 @@ from lm_eval_moecache.report.results import (
     unpack,
     write_packed,
 )
-from lm_eval_moecache.sweep.files import finished, only_sweep
+from lm_eval_moecache.sweep.files import finished, only_sweep, write_record
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
 
@@ -143,3 +145,39 @@ def test_what_unpacks_to_more_than_is_read_is_refused(
     monkeypatch.setattr(files, "MOST_JSON_BYTES", 4999)
     with pytest.raises(ValueError, match=f"{PACKED}' holds more than the 4999 bytes"):
         read_packed(path)
+
+
+def test_a_changed_bit_of_a_record_is_noticed_and_old_records_are_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_record(tmp_path, {**record("a"), "configuration_hash": "1"})
+    sound = json.loads(path.read_text())
+    assert sound["checksum"] == checksum_of(sound) and len(finished(tmp_path)) == 1
+
+    def edited(*place: str) -> dict[str, Any]:
+        changed = json.loads(path.read_text())
+        holder = changed
+        for key in place[:-1]:
+            holder = holder[key]
+        holder[place[-1]] = 0.125
+        return changed
+
+    [task] = sound["scores"]
+    [document, *_] = sound["scores"][task]["acc,none"]
+    for place in (
+        ("config", "moecache", "totals", "tok_per_s"),
+        ("results", task, "acc,none"),
+        ("scores", task, "acc,none", document),
+    ):
+        with pytest.raises(ValueError, match="changed after it was written"):
+            check_record(edited(*place), "x.json")
+    path.write_text(json.dumps(edited("config", "moecache", "totals", "tok_per_s")))
+    assert finished(tmp_path) == {} and "checksum=" in caplog.text, "it runs again"
+    with pytest.raises(ValueError, match=r"a.json.*checksum="):
+        load_runs(path)
+    # Neither a new label nor another machine makes another result, and old records have none.
+    for change in ({"label": "new"}, {"environment": {"machine": {"cpu": "x"}}}):
+        check_record({**sound, **change}, "x.json")
+    del sound["checksum"]
+    path.write_text(json.dumps({**sound, "experiment": "old"}))
+    assert len(finished(tmp_path)) == len(load_runs(path)) == 1

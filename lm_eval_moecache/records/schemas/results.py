@@ -6,6 +6,9 @@ their readers rely on.
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,7 +22,7 @@ from pydantic import (
 )
 
 from lm_eval_moecache.records.numbers import shown
-from lm_eval_moecache.records.schemas import OpenSchema, Schema, number
+from lm_eval_moecache.records.schemas import OpenSchema, Schema, check, number
 
 Number = Annotated[float, number()]
 Plain = str | bool | int | float | None
@@ -120,6 +123,34 @@ class ResultsFile(OpenSchema):
     group_subtasks: dict[str, list[str]] = Field(default_factory=dict)
     scores: dict[str, Samples] = Field(default_factory=dict)
     environment: Environment = Field(default_factory=Environment)
+    checksum: str | None = None
+    """`checksum_of` the record as it was written; None in those of others and of old releases."""
+
+
+def checksum_of(record: Mapping[str, Any]) -> str:
+    """Return the digest of a record's plain JSON, except for what may change in a finished run.
+
+    That is where and when it was made, and its label.
+    """
+    kept = {k: v for k, v in record.items() if k not in ("environment", "label", "checksum")}
+    text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_record(record: object, what: str) -> ResultsFile:
+    """Return a results JSON that fits the schema and, where it has one, its checksum.
+
+    Raises ValueError that begins with `what` (the file) and names the field.
+    """
+    schema = check(ResultsFile, record, what)
+    if schema.checksum is not None and isinstance(record, Mapping):
+        now = checksum_of(record)
+        if schema.checksum != now:
+            raise ValueError(
+                f"{what}: checksum={shown(schema.checksum)}, but what it holds has {now!r}: it was "
+                "changed after it was written. Allowed: the file as it was, or a new run."
+            )
+    return schema
 
 
 # --- files of analyses, searches and trace replays, for tables and claims ---
