@@ -177,6 +177,8 @@ def test_an_unknown_runtime_and_a_wrong_profile_are_refused(tmp_path: Path) -> N
         ("RTX 4060 Ti 16GB + Ryzen 7", ("rtx-4060-ti-16gb", 1)),
         ("Apple M3 Max", ("m3-max-128gb", 1)),
         ("NVIDIA GB10 (DGX Spark)", ("dgx-spark", 1)),
+        ("Apple M3 Max 40c unified", ("m3-max-128gb", 1)),
+        ("1x RTX 4090D", ("rtx-4090", 1)),
         ("none", (None, 1)),
         ("Ryzen 9 7950X", (None, 1)),
     ],
@@ -184,6 +186,15 @@ def test_an_unknown_runtime_and_a_wrong_profile_are_refused(tmp_path: Path) -> N
 def test_hardware_is_read_as_typed(name: str, found: Any) -> None:
     hardware, cards = find_hardware(name)
     assert (None if hardware is None else hardware.name, cards) == found
+
+
+def test_a_card_with_more_memory_is_the_card_and_words_after_a_models_name_say_nothing() -> None:
+    hardware, _ = find_hardware("RTX 4090 48GB")
+    assert hardware is not None and hardware.memory_bytes == 48e9
+    assert find_model("gpt-oss:20b", "").name == "gpt-oss-20b"
+    assert find_model("Kimi K2.6 1T-A32B", "").name == "Kimi-K2.6"
+    with pytest.raises(ValueError, match="is not known"):
+        find_hardware("RTX 2050")
 
 
 def test_models_speeds_tokens_and_rates_are_read_as_typed() -> None:

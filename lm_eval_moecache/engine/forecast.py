@@ -289,7 +289,9 @@ def place(
     cached = amount / experts if kind == "slots" else amount / all_expert_bytes(model)
     cached = min(cached, 1.0)
     found = hit_rate(model, cached, known) if hit is None else hit
-    mechanism = absent if absent in (COPY, READ, BOTH) else BOTH
+    mechanism = absent if absent in (COPY, READ, BOTH) else BOTH if absent == HOST else COPY
+    if mechanism != READ and machine.host_bytes_per_s is None:
+        mechanism = READ  # unified memory has no other place for what is absent
     if mechanism == BOTH:
         return Placed(
             mechanism=BOTH, placement=placement, on_host=1 - found, cached=cached, hit=found

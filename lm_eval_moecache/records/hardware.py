@@ -26,6 +26,7 @@ _NAMING = Naming(
         "Ryzen AI Max+ 395": "strix-halo",
         "Ryzen AI Max+ 395 128GB": "strix-halo",
         "Strix Halo 128GB": "strix-halo",
+        "Radeon 8060S": "strix-halo",
         "M4 Pro 48GB": "m4-pro",
         "M4 Max 128GB": "m4-max",
         "M3 Ultra 256GB": "m3-ultra",

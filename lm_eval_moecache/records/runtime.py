@@ -17,6 +17,7 @@ from typing import Any
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.plugins import yaml_files
 
 RUNTIME_DIR = Path(__file__).resolve().parent.parent / "runtimes"
 MECHANISMS_FILE = RUNTIME_DIR / "mechanisms.yaml"
@@ -194,14 +195,18 @@ def read_mechanisms(path: Path) -> Mechanisms:
 
 
 def runtime_names() -> list[str]:
-    """Return the names of the shipped runtimes, sorted."""
-    paths = RUNTIME_DIR.glob("*.yaml")
-    return sorted(path.stem for path in paths if path != MECHANISMS_FILE)
+    """Return the names of the runtimes, shipped and from other packages, sorted."""
+    return sorted(_files())
+
+
+def _files() -> dict[str, Path]:
+    files = yaml_files("runtimes", RUNTIME_DIR)
+    return {name: path for name, path in files.items() if path != MECHANISMS_FILE}
 
 
 @cache
 def _shipped() -> Mapping[str, Runtime]:
-    return {name: _read(RUNTIME_DIR / f"{name}.yaml") for name in runtime_names()}
+    return {name: _read(path) for name, path in sorted(_files().items())}
 
 
 def load_runtime(name: str) -> Runtime:

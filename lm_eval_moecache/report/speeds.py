@@ -69,6 +69,10 @@ _NO_CARD = re.compile(
     r"\b(none|cpu|ryzen|epyc|xeon|threadripper|core|i[3579]-\d+|ultra \d|altra|graviton|cobalt)\b"
 )
 _CHANNELS = re.compile(r"(?:(\d) ?x ?)?(\d+) ?(?:x|ch\w*) ?(?:l?p?ddr\dx?-?)? ?(\d{4,5})")
+_TELLS_NOTHING = re.compile(
+    r"\d+-?c(ores?)?|unified|mini|air|mac|macbook|studio|base|desktop|vram|gddr\w*|single"
+)
+"""Words of a device's name beside what tells it apart."""
 _DRAFTED = re.compile(r"(?<!no )(?<!no-)(?<!without )\b(mtp|draft\w*|spec(ulative|[- ]dec)\w*)\b")
 
 
@@ -266,9 +270,15 @@ def find_hardware(name: str) -> tuple[Hardware | None, int]:
 
 
 def _hardware(text: str) -> Hardware:
+    text = re.sub(r"(\b\d{4})d\b", r"\1", text, flags=re.IGNORECASE)  # the RTX 4090 D of China
     try:
         return load_hardware(text)
     except ValueError as error:
+        if more := re.fullmatch(r"(.+?) (\d+) ?gb", text, re.IGNORECASE):
+            # A card with more memory soldered on.
+            card = load_hardware(more[1])
+            if not card.is_unified:
+                return replace(card, memory_bytes=float(more[2]) * 1e9)
         # A name that several sizes of memory share: the largest.
         for gigabytes in (512, 256, 192, 128, 96, 80, 64, 48, 40, 36, 32, 24, 16, 12, 8):
             try:
@@ -279,11 +289,13 @@ def _hardware(text: str) -> Hardware:
 
 
 def _readings(text: str) -> list[str]:
-    """Return a name as typed, without what stands in brackets, and its parts."""
-    bare = re.sub(r"\([^)]*\)", " ", text).strip()
+    """Return a name as typed, without what stands in brackets, its parts, and its beginnings."""
+    bare = re.sub(r"\([^)]*\)", " ", text).replace(":", "-").strip()
     parts = [part.strip() for part in re.split(r"[,+/;]|\bwith\b", bare)]
-    words = [bare.split()[0]] if bare.split() else []
-    return list(dict.fromkeys(reading for reading in (text, bare, *parts, *words) if reading))
+    words = [word for word in bare.split() if not _TELLS_NOTHING.fullmatch(word.lower())]
+    beginnings = [" ".join(words[:end]) for end in range(len(words), 0, -1)]
+    readings = (text, bare, *parts, *beginnings)
+    return list(dict.fromkeys(reading for reading in readings if reading))
 
 
 def _first(load: Callable[[str], Found], readings: Sequence[str]) -> Found:
