@@ -52,6 +52,8 @@ START = {
 """Where fits begin, and what they are held to where rows say little."""
 _HELD = 0.3
 """Standard error of a constant's logarithm that a row's is weighed against, inverted."""
+_HELD_PREFILL = 1.0
+"""The same for prompts, of which few are known."""
 _ROBUST = 0.3
 """Errors of log speed beyond this count by their size, not by its square."""
 _CURVE = 0.1
@@ -209,11 +211,12 @@ def _least_squares(
     weights = np.array([machines[row.key] ** -0.25 for row, _ in measured])
     logs = np.log([value for _, value in measured])
     start = np.log([START[name] for name in names])
+    held = _HELD_PREFILL if names == list(PREFILL) else _HELD
 
     def errors(point: Any) -> Any:
         values = {**begin, **dict(zip(names, np.exp(point).tolist(), strict=True))}
         found = np.log([speed(index, values) for index in range(len(measured))])
-        return np.concatenate([weights * (found - logs), _HELD * (point - start)])
+        return np.concatenate([weights * (found - logs), held * (point - start)])
 
     point = least_squares(errors, start, loss="soft_l1", f_scale=_ROBUST).x
     return {name: float(value) for name, value in zip(names, np.exp(point), strict=True)}
