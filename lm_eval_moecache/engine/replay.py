@@ -58,7 +58,7 @@ def replay(
     if setting.attention == CONTEXT and trace.scans:
         raise ValueError(
             f"attention={setting.attention!r} does not go with trace {trace.name}, whose texts were"
-            " scanned layer by layer. Allowed with it: attention='flat'."
+            " scanned layer by layer. Allowed with it: attention='none'."
         )
     engine = VirtualEngine(trace.geometry, setting, future)
     engine.uncompiled = reason_against(engine, bool(trace.scans)) if compiled else "asked not to be"

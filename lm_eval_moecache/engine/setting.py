@@ -22,7 +22,7 @@ MOST_READS = 64
 TOGETHER, AS_THEY_ARRIVE = EXECUTIONS = ("together", "as_they_arrive")
 """When an event's experts are executed: all once the last has arrived; or residents at once and
 each absent expert as it arrives, so that later arrivals hide behind that work."""
-FLAT, CONTEXT = ATTENTIONS = ("flat", "context")
+NO_ATTENTION, CONTEXT = ATTENTIONS = ("none", "context")
 """Whether a pass is charged for its tokens' attention to their contexts and for the KV cache."""
 PRIORITY, FIFO = LINKS = ("priority", "fifo")
 """Link disciplines: demands first, or everything in order of issue."""
@@ -44,7 +44,7 @@ class Setting:
     """When an event's experts are executed (virtual clock only): one of `EXECUTIONS`."""
     reads_per_expert: int = 1
     """Read requests per expert: more than one where an engine reads its projections apart."""
-    attention: str = FLAT
+    attention: str = NO_ATTENTION
     """How attention is charged (virtual clock only): one of `ATTENTIONS`."""
     emulate: RealModel | None = None
     """The model whose sizes each layer is charged as (virtual clock only)."""
@@ -58,7 +58,7 @@ class Setting:
             raise ValueError(
                 f"attention={self.attention!r} needs emulate=, whose configuration says what heads "
                 "and KV caches there are. Allowed with it: emulate=NAME, or the folder of the model"
-                " itself; or attention='flat'."
+                " itself; or attention='none'."
             )
 
     @property

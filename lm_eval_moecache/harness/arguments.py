@@ -164,10 +164,10 @@ class ModelArguments(Schema):
         1,
         description="read requests per expert (its projections), for links with several lanes",
     )
-    attention: Literal["flat", "context"] = Field(
-        "flat",
+    attention: Literal["none", "context"] = Field(
+        "none",
         description="`context` charges attention over the context and its KV cache by the "
-        "configuration of `emulate`; `flat` omits both",
+        "configuration of `emulate`; `none` omits both",
     )
     emulate: Name = Field(
         None,
@@ -443,7 +443,7 @@ def _conflicts(
             yield "attention", why, "scoring=parallel"
     if asked.attention == CONTEXT and asked.emulate is None:
         why = "needs emulate=, whose configuration says what heads and KV caches there are"
-        allowed = "emulate=NAME, or the folder of the model itself; or attention=flat"
+        allowed = "emulate=NAME, or the folder of the model itself; or attention=none"
         yield "attention", why, allowed
     if asked.encoded_dir is not None and not ladder:
         why = "has no effect without precision=: experts are stored as they are"

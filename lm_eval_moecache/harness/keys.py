@@ -77,7 +77,8 @@ class ModelKeys(HFLMKeys, total=False):
     link: Literal["priority", "fifo"]
     execute: Literal["together", "as_they_arrive"]
     reads_per_expert: int
-    attention: Literal["flat", "context"]
+    attention: Literal["none", "context"]
+    runtime: Place
     emulate: Place
     warm: Place
     phases: Literal["all", "decode"]

@@ -23,6 +23,7 @@ def test_code_is_loaded_made_or_left_by_the_work_done_and_ahead(
 
     monkeypatch.setattr(jit, "is_kept", is_kept)
     monkeypatch.setattr(jit, "has_numba", lambda: True)
+    monkeypatch.setattr(jit, "_midway", [True])
     upgrade = jit.Upgrade((jit,), "column", load=10, make=100)
     assert not upgrade.is_due(done=9) and not asked
     # Asked once, and not again before the work has doubled.

@@ -152,7 +152,7 @@ ARGUMENTS: list[tuple[str, Any, str]] = [
     ("scoring", "serial", "scoring='serial' … parallel"),
     ("scoring", "scan", "scoring='scan' … capacity='25%' … '30/layer'"),
     ("execute", "as_they_arive", "execute='as_they_arive' … Did you mean 'as_they_arrive"),
-    ("attention", "context", "attention='context' needs emulate= … attention=flat"),
+    ("attention", "context", "attention='context' needs emulate= … attention=none"),
     ("cache_reset", "always", "Allowed: never, request"),
     ("phases", "decod", "phases='decod' … Did you mean 'decode'? … all"),
     ("phases", ["all"], "phases="),

@@ -422,7 +422,7 @@ class MoecacheRecord(_Part):
     link: Literal["priority", "fifo"] = "priority"
     execute: Literal["together", "as_they_arrive"] = "together"
     reads_per_expert: int = Field(1, description="read requests per expert")
-    attention: Literal["flat", "context"] = "flat"
+    attention: Literal["none", "context"] = "none"
     seed: int
     model: ModelSizes
     device: str | None = Field(None, description="where the model ran, whatever was emulated")
