@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,13 @@ ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "results" / "runtimes" / "rows.csv"
 
 
+def cells(path: Path) -> list[tuple[str, float]]:
+    """Return a table's words and numbers, with 0 as the number of a word."""
+    words = re.split(r"[\s|]+", path.read_text())
+    is_number = re.compile(r"\d+(\.\d+)?%?").fullmatch
+    return [("", float(w.strip("%"))) if is_number(w) else (w, 0.0) for w in words]
+
+
 def write(path: Path, *rows: dict[str, object]) -> Path:
     with path.open("w", newline="") as file:
         table = csv.DictWriter(file, COLUMNS)
@@ -56,16 +64,23 @@ ROW: dict[str, object] = {
 def test_the_shipped_rows_are_many_and_each_has_its_source() -> None:
     rows, left_out = read_rows(ROWS)
     assert len([row for row in rows if row.decode]) >= 120
+    page = " ".join((ROWS.parent / "README.md").read_text().split())
+    assert f"holds {len(rows) + len(left_out)} published measurements" in page
+    assert f"{len(rows)} are forecast" in page
     assert all(row.fields["source"] for row in rows)
     assert all(row["source"] and row["reason"] for row in left_out)
 
 
 @pytest.mark.slow
-def test_the_shipped_constants_are_what_the_command_writes(
+def test_the_shipped_constants_and_table_are_what_the_command_writes(
     tmp_path: Path, moecache: Moecache
 ) -> None:
     out = tmp_path / "mechanisms.yaml"
-    result = moecache.json("profile", "runtimes", "--from", ROWS, "--out", out)
+    words = ("profile", "runtimes", "--from", ROWS, "--out", out, "--report", tmp_path)
+    result = moecache.json(*words)
+    new, old = (cells(folder / "table.md") for folder in (tmp_path, ROWS.parent))
+    assert [name for name, _ in new] == [name for name, _ in old]
+    assert [n for _, n in new] == pytest.approx([n for _, n in old], rel=0.02, abs=0.02)
     made, shipped = (yaml.safe_load(path.read_text()) for path in (out, MECHANISMS_FILE))
     assert made["constants"] == pytest.approx(shipped["constants"], rel=0.01)
     assert made["hits"] == shipped["hits"]
