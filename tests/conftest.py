@@ -39,10 +39,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 class Moecache:
-    """Runs `moecache` commands in this process."""
+    """Runs `moecache` commands, or those of another `main`, in this process."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
+    def __init__(
+        self, capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int] | None = None
+    ) -> None:
+        self._capsys, self._main = capsys, main
 
     def __call__(self, *words: object, code: int = 0) -> str:
         """Return a command's stdout, or its stderr where `code` is that of a failure."""
@@ -50,7 +52,7 @@ class Moecache:
 
         self._capsys.readouterr()
         try:
-            exit_code: Any = main([str(word) for word in words])
+            exit_code: Any = (self._main or main)([str(word) for word in words])
         except SystemExit as ended:
             exit_code = ended.code
         captured = self._capsys.readouterr()

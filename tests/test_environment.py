@@ -55,7 +55,6 @@ def bad_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
         (folder / "traces").mkdir()
         path, _ = traces.record(folder / "traces")
         (folder / "traces" / "sweep.yaml").write_text(f"traces: {path}\ngrid: {{capacity: 50%}}\n")
-        (folder / "claims.yaml").write_text(CLAIMS)
         write_packed(folder / "packed" / PACKED, [record("packed")])
         if request.param == "full":
             with pytest.raises(OSError, match="No space"), (folder / "filler").open("wb") as file:
@@ -71,19 +70,10 @@ def bad_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
 
 
 TRACE = "{0}/run-000.parquet"
-CLAIMS = """
-title: x
-about: x
-claims:
-- {id: A1, claim: x, where: x, regime: x, why: x, parts: [
-    {what: x, runs: ., metric: quiz, where: {capacity: 5%, policy: on_demand},
-     form: value, expect: {below: 1}}]}
-"""
 ROUTED = Path(__file__).parent / "trace" / "formats" / "route_trace.csv"
 ARGS = "--model_args="
 ON_DISK = "clock=wall,policy=on_demand,store=disk,dtype=float32"
 COMMANDS = {
-    "claims": ("claims", "{0}/claims.yaml", "--write"),
     "table": ("table", "{0}", "--write"),
     "table, each": ("table", "{0}", "--write", "--each"),
     "plot": ("plot", "{0}"),

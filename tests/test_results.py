@@ -17,10 +17,10 @@ from lm_eval.utils import make_table
 from lm_eval_moecache.cli.reproduce import paper_page
 from lm_eval_moecache.cli.table import board_folders, collect, other_tables
 from lm_eval_moecache.harness.run_report import speed_table
-from lm_eval_moecache.report.claims import IN_PART, VERDICTS, answer, page, read_claims
 from lm_eval_moecache.report.results import PACKED, Run, load_runs, selected
 from lm_eval_moecache.report.tables import FORMS, distinct
 from lm_eval_moecache.sweep.spec import fit
+from tools.claims import IN_PART, VERDICTS, answer, page, read_claims
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 INDEX = (RESULTS / "README.md").read_text()
@@ -95,7 +95,9 @@ def test_the_claims_page_is_what_the_command_writes() -> None:
     assert [claim.id for claim in claims.claims] == expected
     verdicts = answer(claims, RESULTS)
     written = (RESULTS / "CLAIMS.md").read_text()
-    assert page(claims, verdicts) == written, "run: moecache claims results/claims.yaml --write"
+    assert page(claims, verdicts) == written, (
+        "run: python -m tools.claims results/claims.yaml --write"
+    )
     for verdict in verdicts:
         assert verdict.verdict in (*VERDICTS, IN_PART)
         assert all(

@@ -1,1 +1,1 @@
-"""What users read of a run: metrics from the ledger, tables, plots, comparisons, claims."""
+"""What users read of a run: metrics from the ledger, tables, plots, comparisons."""

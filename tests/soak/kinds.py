@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
+import tools.claims as report_claims
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.cli.table import other_table
@@ -28,10 +29,7 @@ from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.inputs import Board
-from lm_eval_moecache.records.schemas.results import Part
 from lm_eval_moecache.records.sizes import capacity_text, parse_capacity
-from lm_eval_moecache.report import claims as report_claims
-from lm_eval_moecache.report.claims import page
 from lm_eval_moecache.report.compare import Rules, compare
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.results import load_runs, setting
@@ -51,6 +49,8 @@ from tests.report.runs import record
 from tests.soak.corpus import BOARD, CLAIMS, EMULATED, HARDWARE, POLICY, SPACE, SWEEP, arrays_of
 from tests.trace.test_formats import FILES, FOLDER
 from tests.trace.test_trace import CSV, JSONL, ROUTED
+from tools.claims import page
+from tools.claims.schema import Part
 
 OF_CELLS = {
     **{"what": "x", "cells": "cells.json.gz", "expect": {"below": 1}},

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 import yaml
 
-from lm_eval_moecache.report.claims import (
+from lm_eval_moecache.report.statistics import margin_test
+from tests.conftest import Moecache
+from tests.report.runs import leaderboard_of_four, record
+from tools.claims import (
     FAILS,
     HOLDS,
     IN_PART,
@@ -26,11 +29,14 @@ from lm_eval_moecache.report.claims import (
     page,
     read_claims,
 )
-from lm_eval_moecache.report.statistics import margin_test
-from tests.conftest import Moecache
-from tests.report.runs import leaderboard_of_four, record
+from tools.claims.__main__ import main
 
 DOCS = 40
+
+
+@pytest.fixture
+def claims(capsys: pytest.CaptureFixture[str]) -> Moecache:
+    return Moecache(capsys, main)
 
 
 # --- estimates from samples with a known answer ---
@@ -221,9 +227,7 @@ def test_the_first_screen_tells_the_papers_figure_and_ours_in_words(place: Path)
             page(claims, [answered(place, FASTER, ours=template)])
 
 
-def test_the_command_writes_the_page_and_says_what_is_wrong(
-    place: Path, moecache: Moecache
-) -> None:
+def test_the_command_writes_the_page_and_says_what_is_wrong(place: Path, claims: Moecache) -> None:
     cells = [
         {"cell": {"trace": name, "eviction": rule}, "miss_rate": rate}
         for name, rates in (("one", (0.2, 0.4)), ("two", (0.3, 0.5)))
@@ -235,17 +239,17 @@ def test_the_command_writes_the_page_and_says_what_is_wrong(
         **{"versus": {"eviction": "lru"}, "expect": {"below": 1}, "aside": True},
     }
     path = write(place, {**FASTER, "what": "first token"}, traces)
-    moecache("claims", path, "--write")
+    claims(path, "--write")
     text = (place / "CLAIMS.md").read_text()
     assert "**holds**" in text and "| first token | 0.9000 | 0.9000 to 0.9000 |" in text
     assert "| *on traces* | 0.5500 | 0.5000 to 0.6000 |" in text
-    [claim] = json.loads(moecache("claims", path, "--json"))["claims"]
+    [claim] = json.loads(claims(path, "--json"))["claims"]
     assert claim["verdict"] == HOLDS and claim["parts"][0]["figure"] == pytest.approx(0.9)
     for part, message in (
         ({**FASTER, "where": {"run": "?"}}, "claim X1, 'x': {'run': '?'} picks 0 runs: none."),
         ({"what": "x", "expect": {"below": 1}}, "one of `runs`, `rows` and `cells`"),
     ):
-        assert message in moecache("claims", write(place, part), code=2)
+        assert message in claims(write(place, part), code=2)
 
 
 # --- claims over runs, rows and cells, and those that cannot be answered ---
@@ -307,29 +311,27 @@ def of_cells(**given: Any) -> dict[str, Any]:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_answered_is_refused(
-    folder: Path, part: dict[str, Any], said: str, moecache: Moecache
+    folder: Path, part: dict[str, Any], said: str, claims: Moecache
 ) -> None:
-    [line] = moecache("claims", asked(folder, part), code=2).splitlines()
-    assert line.startswith("moecache claims: claim X1, 'told': ")
+    [line] = claims(asked(folder, part), code=2).splitlines()
+    assert line.startswith("claims: claim X1, 'told': ")
     assert said in line
 
 
-def test_whole_runs_are_told_and_never_tested(folder: Path, moecache: Moecache) -> None:
+def test_whole_runs_are_told_and_never_tested(folder: Path, claims: Moecache) -> None:
     part = {**RUN, "whole": True, "aside": True, "metric": "hit_rate", "expect": {"above": 0}}
-    [part_answer] = json.loads(moecache("claims", asked(folder, part), "--json"))["claims"][0][
-        "parts"
-    ]
+    [part_answer] = json.loads(claims(asked(folder, part), "--json"))["claims"][0]["parts"]
     assert (
         part_answer["low"] == part_answer["figure"] == part_answer["high"]
         and part_answer["p"] is part_answer["least_p"] is None
     )
-    message = moecache("claims", asked(folder, {**part, "aside": False}), code=2)
+    message = claims(asked(folder, {**part, "aside": False}), code=2)
     assert "of `whole` runs must have `runs` and be `aside`" in message
 
 
-def test_json_of_a_figure_without_end_is_json(folder: Path, moecache: Moecache) -> None:
+def test_json_of_a_figure_without_end_is_json(folder: Path, claims: Moecache) -> None:
     """A bootstrap may draw only zeros as baseline: in JSON an infinite bound is null."""
     rows = [{**row, "b": float(row["layer"] == 0)} for row in ROWS]
     (folder / "rows.json").write_text(json.dumps({"rows": rows}))
-    text = moecache("claims", asked(folder, of_rows()), "--json")
+    text = claims(asked(folder, of_rows()), "--json")
     assert "Infinity" not in text and "NaN" not in text

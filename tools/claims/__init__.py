@@ -19,14 +19,7 @@ import numpy as np
 from lm_eval_moecache.records.files import parse_json, read_gzip, read_json, read_yaml
 from lm_eval_moecache.records.numbers import shown, unknown
 from lm_eval_moecache.records.schemas import check, check_as
-from lm_eval_moecache.records.schemas.results import (
-    Bounds,
-    Claim,
-    Claims,
-    Part,
-    RowsFile,
-    TraceCell,
-)
+from lm_eval_moecache.records.schemas.results import RowsFile, TraceCell
 from lm_eval_moecache.report.results import (
     BATCH,
     Run,
@@ -47,6 +40,7 @@ from lm_eval_moecache.report.statistics import (
     mean_test,
 )
 from lm_eval_moecache.report.tables import line
+from tools.claims.schema import Bounds, Claim, Claims, Part
 
 HOLDS, FAILS, OPEN = VERDICTS = ("holds", "does not hold", "not testable here")
 IN_PART = "in part"

@@ -6,21 +6,30 @@ of verdicts (CLAIMS.md beside it) follows from it and the runs alone.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import Namespace
 
-from lm_eval_moecache.cli.main import print_result
+from lm_eval_moecache.cli.main import make_parser, parsed, print_result
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.numbers import finite
-from lm_eval_moecache.report.claims import Verdict, answer, page, read_claims
+from tools.claims import Verdict, answer, page, read_claims
 
 PAGE = "CLAIMS.md"
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code, 2 with a one-line message for a user's error."""
+    parser = make_parser("python -m tools.claims", __doc__)
     parser.add_argument("file", nargs="?", default="results/claims.yaml", help="the claims file")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE} beside the file")
+    try:
+        return run(parsed(parser, sys.argv[1:] if argv is None else argv))
+    except ValueError as error:
+        sys.stderr.write(f"claims: {error}\n")
+        return 2
 
 
 def run(arguments: Namespace) -> int:
@@ -53,3 +62,7 @@ def _told(verdict: Verdict) -> dict[str, object]:
         "told": verdict.told,
         "parts": parts,
     }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

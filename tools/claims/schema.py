@@ -1,0 +1,111 @@
+"""Schema of a claims file: the papers' claims, with the runs and tests that answer them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from lm_eval_moecache.records.schemas import Schema, number
+from lm_eval_moecache.records.schemas.results import Name, Number
+
+
+class Bounds(Schema):
+    """The interval in which a figure must lie for its claim to hold; a missing end is open."""
+
+    above: Number | None = None
+    below: Number | None = None
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Bounds:
+        ends = [end for end in (self.above, self.below) if end is not None]
+        if not ends:
+            raise ValueError("must have `above`, `below` or both")
+        if len(ends) == 2 and ends[0] >= ends[1]:
+            raise ValueError("must have `above` smaller than `below`")
+        return self
+
+
+class Rows(Schema):
+    """Paired samples in an analysis's JSON: two columns of its rows, or one alone."""
+
+    file: Name
+    new: Name
+    old: Name | None = None
+    unit: Name
+
+
+class Part(Schema):
+    """One comparison. `where` picks one run of `runs`, `versus` replaces settings for the other."""
+
+    what: Name
+    runs: str | None = None
+    """Folder of the runs, relative to the claims file."""
+    rows: Rows | None = None
+    cells: str | None = None
+    """Cells of real traces (`cells.json.gz`): each trace is a sample."""
+    metric: Name = "miss_rate"
+    task: str | None = None
+    where: dict[str, Any] = Field(default_factory=dict)
+    versus: dict[str, Any] | None = None
+    form: Literal["ratio", "difference", "value"] = "ratio"
+    expect: Bounds
+    aside: bool = False
+    """Reported but not part of the verdict: another regime than the paper's, or another measure."""
+    whole: bool = False
+    """A figure of whole runs, for metrics without one per document: reported, never tested."""
+    documents: Literal["even", "odd"] | None = None
+    """Every second document only: a choice made on one half is tested on the other."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Part:
+        if sum(source is not None for source in (self.runs, self.rows, self.cells)) != 1:
+            raise ValueError("a part must have one of `runs`, `rows` and `cells`")
+        if self.rows is None and (self.form == "value") != (self.versus is None):
+            raise ValueError("a part must have `versus`, unless its form is value")
+        if self.whole and (self.runs is None or not self.aside):
+            raise ValueError("a part of `whole` runs must have `runs` and be `aside`")
+        return self
+
+
+class Claim(Schema):
+    """One claim of a paper, with the comparisons that answer it."""
+
+    id: Annotated[str, Field(pattern=r"^[A-Z]\d+$")]
+    claim: Name
+    where: Name
+    """Paper and section."""
+    regime: Name
+    why: Name
+    paper: str = ""
+    """The paper's figure, in words."""
+    ours: str = ""
+    """Ours beside it: `{0}` is the figure of the first part, `{0:inverse}` 1 over it, `{0:gain}`
+    and `{0:loss}` how many percent it lies above or below 1 (a difference: above or below 0)."""
+    untestable: str | None = None
+    """Why it cannot be answered here, whatever the parts show."""
+    parts: list[Part] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _answerable(self) -> Claim:
+        if not self.parts and self.untestable is None:
+            raise ValueError("a claim must have `parts`, or say why it is `untestable`")
+        return self
+
+
+class Claims(Schema):
+    """A claims file. `alpha`: chance of a false verdict within one claim (Holm over its parts)."""
+
+    title: Name
+    about: Name
+    alpha: Annotated[float, number(above=0, below=1)] = 0.05
+    claims: Annotated[list[Claim], Field(min_length=1)]
+
+    @field_validator("claims")
+    @classmethod
+    def _once_each(cls, claims: list[Claim]) -> list[Claim]:
+        names = [claim.id for claim in claims]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"has {', '.join(twice)} twice")
+        return claims
