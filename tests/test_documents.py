@@ -229,13 +229,13 @@ def test_the_notebook_runs_and_its_replays_say_what_was_saved(
 
 
 def figures(notebook: Any) -> list[str]:
-    """Return the cells' text outputs, stderr left out."""
+    """Return the cells' text outputs, stderr left out; a shell command's lines end in CR LF."""
     texts = []
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             text = output.get("text") or output.get("data", {}).get("text/plain", "")
             if output.get("name") != "stderr":
-                texts.append(str(text))
+                texts.append(str(text).replace("\r\n", "\n"))
     return texts
 
 

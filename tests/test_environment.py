@@ -71,6 +71,7 @@ def bad_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
 
 TRACE = "{0}/run-000.parquet"
 ROUTED = Path(__file__).parent / "trace" / "formats" / "route_trace.csv"
+SPEEDS = ROOT / "results/runtimes/rows.csv"
 ARGS = "--model_args="
 ON_DISK = "clock=wall,policy=on_demand,store=disk,dtype=float32"
 COMMANDS = {
@@ -101,6 +102,11 @@ COMMANDS = {
     "profile logit_range": ("profile", "logit_range", "--out={0}/new/x.json"),
     "profile predictor": ("profile", "predictor", "--out={0}/new/x.safetensors"),
     "predictor, its work": ("profile", "predictor", "--out={0}.safetensors", "--work={0}/new"),
+    "profile runtimes": ("profile", "runtimes", f"--from={SPEEDS}", "--out={0}/new/x.yaml"),
+    "runtimes, their report": (
+        *("profile", "runtimes", f"--from={SPEEDS}", "--out={0}.yaml"),
+        "--report={0}/new",
+    ),
     "profile sensitivity": ("profile", "sensitivity", "--out={0}/new/x.safetensors"),
     "profile use": ("profile", "use", TRACE, "--out={0}/use.json"),
     **{f"analyze {name}": ("analyze", name, "--out={0}/new") for name in ANALYSES},

@@ -27,7 +27,12 @@ from lm_eval_moecache.profiling._measure import (
     with_prefill_rate,
 )
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.hardware import Hardware, load_hardware, profile_names
+from lm_eval_moecache.records.hardware import (
+    OF_THE_MACHINE,
+    Hardware,
+    load_hardware,
+    profile_names,
+)
 from tests.engine.scripted import make_hardware
 from tests.model.wall.models import loader_of
 from tests.models import random_model
@@ -165,7 +170,7 @@ def test_every_part_is_measured_and_says_how(policy: str, rate: float | None) ->
     model = random_model("olmoe")
     hooks = [len(m._forward_hooks) for m in model.modules()]
     profile = measure_on_wall(NOBODYS, model, loader_of(model), policy, rate)
-    replaced = {f.name for f in dataclasses.fields(profile)} - {"name", "source"}
+    replaced = {f.name for f in dataclasses.fields(profile)} - {"name", "source", *OF_THE_MACHINE}
     replaced -= {"memory_bytes", "host_flops", "host_memory_bytes_per_s", "link_efficiency"}
     replaced -= {"link_lanes", "link_lane_bytes_per_s", "load_overhead_s_per_byte"}
     assert isinstance(profile.source, dict) and profile.source.keys() == replaced

@@ -36,7 +36,7 @@ RESUMING = {
     "tune": "The study and its runs are kept: the same command goes on with the search.",
 }
 """What an interrupted command has kept, and how to resume it."""
-WRITTEN = ("out", "output", "plot", "work")
+WRITTEN = ("out", "output", "plot", "report", "work")
 """Options that name a file or folder the command writes."""
 _HINTS = (
     "`moecache COMMAND --help` shows a command's options, `moecache --version` the\n"
