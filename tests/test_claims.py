@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import yaml
 
-from lm_eval_moecache.report.statistics import margin_test
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record
 from tools.claims import (
@@ -30,6 +29,7 @@ from tools.claims import (
     read_claims,
 )
 from tools.claims.__main__ import main
+from tools.claims.statistics import margin_test
 
 DOCS = 40
 

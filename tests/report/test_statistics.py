@@ -12,18 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm_eval_moecache.report.statistics import (
-    LEAST_SAMPLES,
-    accepted_interval,
     answers_interval,
     holm,
-    margin_test,
     mean_interval,
-    mean_test,
     sign_flip_test,
     sign_test,
     tarone,
     z_test,
 )
+from tools.claims.statistics import LEAST_SAMPLES, accepted_interval, margin_test, mean_test
 
 stats = pytest.importorskip("scipy.stats")
 

@@ -29,18 +29,16 @@ from lm_eval_moecache.report.results import (
     metric_value,
     selected,
 )
-from lm_eval_moecache.report.statistics import (
+from lm_eval_moecache.report.statistics import Floats, answers_interval, holm
+from lm_eval_moecache.report.tables import line
+from tools.claims.schema import Bounds, Claim, Claims, Part
+from tools.claims.statistics import (
     LEAST_ANSWERS,
     LEAST_SAMPLES,
-    Floats,
     accepted_interval,
-    answers_interval,
-    holm,
     margin_test,
     mean_test,
 )
-from lm_eval_moecache.report.tables import line
-from tools.claims.schema import Bounds, Claim, Claims, Part
 
 HOLDS, FAILS, OPEN = VERDICTS = ("holds", "does not hold", "not testable here")
 IN_PART = "in part"
