@@ -420,8 +420,6 @@ def _scores(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[R
             yield Row(run=key, task=task, metric=score.key, verdict=MISSING)
             continue
         after, higher = new_scores[score.key], score.higher_is_better
-        for run, side in ((old, score), (new, after)):
-            _check_aggregate(run, task, side)
         row = Row(
             run=key,
             task=task,
@@ -439,23 +437,6 @@ def _scores(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[R
         # The floor: points for a share, relative to the baseline for any other score.
         unit = 1.0 if higher and 0 <= score.value <= 1 else abs(score.value)
         yield _tested(row, test, exact, rules, unit)
-
-
-_MEANS = ("acc", "acc_norm", "exact_match", "em", "mc1", "mc2")
-"""Scores that lm-eval aggregates as the mean over documents."""
-
-
-def _check_aggregate(run: Run, task: str, score: Score) -> None:
-    """Raise ValueError where a score is not the mean of its documents' scores."""
-    samples = [v for v in run.samples.get(task, {}).get(score.key, {}).values()]
-    if score.metric not in _MEANS or not samples or any(isinstance(v, list) for v in samples):
-        return
-    mean = sum(samples) / len(samples)
-    if not math.isclose(mean, score.value, rel_tol=1e-6, abs_tol=1e-6):
-        raise ValueError(
-            f"{run.run_id}: {task} {score.key} is {score.value:.6g}, but the mean of its "
-            f"{len(samples)} documents is {mean:.6g}: the record was changed. Run it again."
-        )
 
 
 def _all_tasks(key: str, shared: Mapping[str, tuple[Run, Run]], rules: Rules) -> Iterator[Row]:

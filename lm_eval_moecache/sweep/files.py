@@ -54,7 +54,7 @@ def write_failure(folder: Path, run_id: str, text: str) -> None:
 
 
 def finished(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return configuration hash -> id, label, sources and environment of each finished run.
+    """Return configuration hash -> what tells a finished run, without its scores and figures.
 
     Packed runs count. An invalid file is skipped with a warning: its cell runs again.
     """
@@ -80,7 +80,8 @@ def finished(folder: Path) -> dict[str, dict[str, Any]]:
 
 def _about(record: Mapping[str, Any]) -> dict[str, Any]:
     # Without scores and figures, most of a record's size.
-    return {key: record.get(key) for key in ("run_id", "label", "sources", "inputs", "environment")}
+    kept = ("run_id", "label", "configuration", "sources", "inputs", "environment")
+    return {key: record.get(key) for key in kept}
 
 
 def unedited(
@@ -101,6 +102,31 @@ def unedited(
         ):
             del current[cell.configuration_hash]
     return current
+
+
+def former_ids(folder: Path, planned: Iterable[ResolvedCell]) -> dict[str, list[str]]:
+    """Return run id -> ids of the finished runs that this run will replace.
+
+    Those of its configuration under a former id, and those of the same settings whose files
+    (a trace, a policy, a profile) held something else.
+    """
+    done, planned = finished(folder), list(planned)
+    current = {cell.configuration_hash for cell in planned}
+    by_settings: dict[str, list[str]] = {}
+    for digest, record in done.items():
+        if digest not in current:
+            by_settings.setdefault(_settings(record["configuration"]), []).append(record["run_id"])
+    ids = {}
+    for cell in planned:
+        same = done.get(cell.configuration_hash)
+        former = [] if same is None else [same["run_id"]]
+        former += by_settings.get(_settings(cell.settings), [])
+        ids[cell.run_id] = [run_id for run_id in former if run_id != cell.run_id]
+    return ids
+
+
+def _settings(configuration: Any) -> str:
+    return json.dumps(configuration, sort_keys=True, default=str)
 
 
 @contextlib.contextmanager

@@ -43,6 +43,13 @@ class ResolvedCell:
     """Whether it is replayed from that run, which another cell of the group makes."""
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The cell as it is written, whatever the files that it names hold."""
+        cell = self.cell
+        arguments, tasks = dict(cell.model_args), list(cell.tasks)
+        return {"model": cell.model, "model_args": arguments, "tasks": tasks, **cell.options}
+
+    @property
     def sources(self) -> str:
         """Digest of the policy's algorithms' code, and of the shipped model where it is used.
 

@@ -37,7 +37,14 @@ from lm_eval_moecache.report.results import (
 )
 from lm_eval_moecache.report.tables import expanded, split_order
 from lm_eval_moecache.sweep.evaluation import check_data, check_task_names
-from lm_eval_moecache.sweep.files import TRACES, finished, only_sweep, unedited, write_record
+from lm_eval_moecache.sweep.files import (
+    TRACES,
+    finished,
+    former_ids,
+    only_sweep,
+    unedited,
+    write_record,
+)
 from lm_eval_moecache.sweep.identity import ResolvedCell, plan
 from lm_eval_moecache.sweep.pool import local_pool, submit
 from lm_eval_moecache.sweep.sharing import (
@@ -80,19 +87,13 @@ def run_sweep(
         if any(division):
             results = execute(division, folder, sweep)
             total, first = len(planned), len(skipped)
-            # Records keep their ids; a run that is made again replaces the one of its former id.
-            before = finished(folder)
-            former_ids = {
-                p.run_id: before[p.configuration_hash]["run_id"]
-                for p in planned
-                if p.configuration_hash in before
-            }
+            # Records keep their ids; a run that is made again replaces the one before.
+            former = former_ids(folder, planned)
             with tqdm(results, sweep.name, total, initial=first, unit="run", smoothing=0) as bar:
                 for outcome in bar:
                     outcomes.append(outcome)
-                    former = former_ids.get(outcome.run_id)
-                    if outcome.error is None and former not in (None, outcome.run_id):
-                        (folder / RUNS / f"{former}.json").unlink(missing_ok=True)
+                    for run_id in former.get(outcome.run_id, ()) if outcome.error is None else ():
+                        (folder / RUNS / f"{run_id}.json").unlink(missing_ok=True)
                     if outcome.error is not None:
                         bar.write(f"failed: {outcome.run_id}: {outcome.error}", file=sys.stderr)
     seconds_by: dict[str, list[float]] = {BY_MODEL: [], BY_REPLAY: []}
@@ -229,8 +230,9 @@ def check_cells(cells: Sequence[Cell]) -> list[ResolvedCell]:
         same_id = ids.setdefault(resolved.run_id, resolved.configuration_hash)
         if same_id != resolved.configuration_hash:
             raise ValueError(
-                f"two configurations have the run id {resolved.run_id}: a label or a setting that "
-                "changes no figure (`seed` of a rule without chance) tells them apart."
+                f"two configurations have the run id {resolved.run_id}, and one record would "
+                "replace the other. Allowed: another `seed` for one of them, which changes no "
+                "figure of a rule without chance."
             )
         planned.setdefault(resolved.configuration_hash, resolved)
     if problems:

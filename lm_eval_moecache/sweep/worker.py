@@ -160,12 +160,7 @@ def head(planned: ResolvedCell, experiment: str) -> dict[str, Any]:
         "configuration_hash": planned.configuration_hash,
         "sources": planned.sources,
         "inputs": planned.inputs,
-        "configuration": {
-            "model": cell.model,
-            "model_args": dict(cell.model_args),
-            "tasks": list(cell.tasks),
-            **cell.options,
-        },
+        "configuration": planned.settings,
     }
 
 

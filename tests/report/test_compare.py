@@ -225,6 +225,8 @@ def test_every_metric_that_tables_know_is_compared(
         run = record("a", answers=ANSWERS)
         name, _, percentile = metric.partition("@")[0].partition(".")
         figures = run["config"]["moecache"]["tasks"]["quiz"]
+        # Hits and misses add up to 1 where a record has both.
+        figures.pop({"hit_rate": "miss_rate", "miss_rate": "hit_rate"}.get(name), None)
         figures[name] = {percentile: value} if percentile else value
         write(tmp_path / place, run)
     places = [str(tmp_path / "old"), str(tmp_path / "new"), f"--metrics={metric}"]
@@ -268,16 +270,6 @@ def test_totals_are_compared_and_nothing_in_common_is_unusable(
         write(tmp_path / name, empty)
     assert main(["compare", str(tmp_path / "old"), str(tmp_path / "new")]) == 2
     assert "nothing was compared" in capsys.readouterr().err
-
-
-def test_a_score_that_is_not_its_documents_mean_is_refused(gate: Gate, tmp_path: Path) -> None:
-    gate({})
-    path = tmp_path / "new" / "runs" / "a.json"
-    edited = json.loads(path.read_text())
-    edited["results"]["quiz"]["acc,none"] = 0.95
-    path.write_text(json.dumps(edited))
-    with pytest.raises(ValueError, match=r"is 0\.95, but the mean of its 10 documents is 0\.9"):
-        compare(load_runs(tmp_path / "old"), load_runs(tmp_path / "new"), Rules())
 
 
 def test_other_weights_are_refused_and_other_versions_named(tmp_path: Path) -> None:

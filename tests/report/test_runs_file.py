@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -181,3 +182,33 @@ def test_a_changed_bit_of_a_record_is_noticed_and_old_records_are_read(
     del sound["checksum"]
     path.write_text(json.dumps({**sound, "experiment": "old"}))
     assert len(finished(tmp_path)) == len(load_runs(path)) == 1
+
+
+REPORT = ("config", "moecache")
+
+
+@pytest.mark.parametrize(
+    ("place", "figure", "words"),
+    [
+        (("results", "quiz", "acc,none"), 0.95, "acc,none is 0.95, but the mean of its 4 doc"),
+        (("results", "quiz", "ttft_ms,speed"), 2.1, "speed is 2.1, but the mean of its 4 doc"),
+        (("scores", "quiz", "acc,none", "2"), 1, "is 0.75, but the mean of its 4 documents is 1"),
+        ((*REPORT, "totals", "tok_per_s"), 101.0, "tok_per_s=101.0, but of its one task 100.0"),
+        ((*REPORT, "tasks", "quiz", "tok_per_s"), 9.0, "tok_per_s=100.0, but of its one task 9.0"),
+        ((*REPORT, "totals", "miss_rate"), 0.125, "hit_rate=0.75 and miss_rate=0.125 do not add"),
+    ],
+)
+def test_a_record_without_checksum_agrees_with_its_samples(
+    tmp_path: Path, place: tuple[str, ...], figure: float, words: str
+) -> None:
+    made = json.loads(json.dumps(record("a")))
+    made["scores"]["quiz"]["ttft_ms,speed"] = {str(i): 2.00001 for i in range(4)}
+    path = write(tmp_path, made) / "runs" / "a.json"
+    assert len(load_runs(path)) == 1
+    holder = made
+    for key in place[:-1]:
+        holder = holder[key]
+    holder[place[-1]] = figure
+    path.write_text(json.dumps(made))
+    with pytest.raises(ValueError, match=f"a.json': .*{re.escape(words)}.*the record was changed"):
+        load_runs(path)

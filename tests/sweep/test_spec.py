@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 import json
@@ -28,7 +29,7 @@ from lm_eval_moecache.sweep.identity import (
     resolve,
     slug,
 )
-from lm_eval_moecache.sweep.run import check_cell, check_executor, check_report
+from lm_eval_moecache.sweep.run import check_cell, check_cells, check_executor, check_report
 from lm_eval_moecache.sweep.spec import Cell, SweepFile, read_sweep
 from lm_eval_moecache.sweep.worker import head
 from tests.report.runs import record
@@ -184,6 +185,68 @@ def test_another_shipped_model_makes_its_runs_unfinished_and_a_record_without_so
     assert unedited(finished(tmp_path), [planned("lru")]) == {}
     write_record(tmp_path, {**record("a"), **{k: v for k, v in header.items() if k != "sources"}})
     assert unedited(finished(tmp_path), [planned("lru")])
+
+
+@pytest.mark.parametrize(
+    "changed", ["model.safetensors", "buddies.safetensors", "draft.json", "t.yaml"]
+)
+def test_a_run_whose_weights_artefact_draft_or_task_changed_is_unfinished(
+    tmp_path: Path, changed: str
+) -> None:
+    files = {
+        "model/model.safetensors": b"1",
+        "draft/draft.json": b"1",
+        "buddies.safetensors": b"1",
+        "tasks/t.yaml": b"1",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    config = read_config(
+        {"policy": "buddymoe", "miss.profile": str(tmp_path / "buddies.safetensors")}
+    ).with_changes(draft=str(tmp_path / "draft"))
+    arguments = {"pretrained": str(tmp_path / "model")}
+    cell = Cell(model="moecache", model_args=arguments, include_path=(str(tmp_path / "tasks"),))
+    before = plan(cell, config, {})
+    write_record(tmp_path, {**record("a"), **head(before, "e")})
+    assert unedited(finished(tmp_path), [before])
+    [path] = tmp_path.rglob(changed)
+    path.write_bytes(b"2")
+    assert unedited(finished(tmp_path), [plan(cell, config, {})]) == {}
+    path.write_bytes(b"1")
+    assert unedited(finished(tmp_path), [plan(cell, config, {})])
+
+
+def test_of_a_large_file_its_size_and_blocks_over_all_of_it_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "_BLOCK", 4)
+    monkeypatch.setattr(identity, "_SAMPLED_BYTES", 64)
+    monkeypatch.setattr(identity, "_SAMPLES", 8)
+    path = tmp_path / "weights.bin"
+
+    def digest(content: bytes) -> str | None:
+        path.write_bytes(content)
+        identity._digest_of_file.cache_clear()
+        return content_digest(str(path))
+
+    small = bytes(64)
+    assert len({digest(small[:i] + b"x" + small[i + 1 :]) for i in range(64)}) == 64
+    large = bytes(128)  # eight blocks, 16 bytes apart
+    seen = {i for i in range(128) if digest(large[:i] + b"x" + large[i + 1 :]) != digest(large)}
+    assert seen == {start + i for start in range(0, 128, 16) for i in range(4)}
+    assert digest(large) != digest(large + b"\0")
+
+
+def test_run_ids_have_twelve_digits_and_equal_ones_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resolved = [planned(eviction) for eviction in ("lru", "lfu")]
+    assert all(len(cell.run_id.rpartition("-")[2]) == 12 for cell in resolved)
+    same = iter(dataclasses.replace(cell, run_id="x-0123456789ab") for cell in resolved)
+    monkeypatch.setattr("lm_eval_moecache.sweep.run.check_cell", lambda *_: next(same))
+    with pytest.raises(ValueError, match="two configurations have the run id x-0123456789ab"):
+        check_cells([cell.cell for cell in resolved])
 
 
 def test_every_algorithm_has_a_digest_of_its_own() -> None:

@@ -258,13 +258,19 @@ def test_processes_write_what_one_does(tmp_path: Path) -> None:
     assert runs_by_jobs[0] == runs_by_jobs[1]
 
 
-def test_another_content_of_a_trace_is_another_configuration(tmp_path: Path) -> None:
+def test_another_content_of_a_trace_is_another_run_that_replaces_the_one_before(
+    tmp_path: Path,
+) -> None:
     copy = tmp_path / "copy.parquet"
     shutil.copy(TRACE, copy)
     path = write_over_traces(tmp_path / "x", traces=[str(tmp_path / "*.parquet")])
     assert len(run_sweep(read_sweep(path), path.parent)["done"]) == 1
+    [before] = load_runs(path.parent)
     shutil.copy(TRACE.with_name("qwen3-30b-a3b.parquet"), copy)
     assert len(run_sweep(read_sweep(path), path.parent)["done"]) == 1
+    # One setting has one row: the former trace's figures do not stand beside the new ones.
+    [after] = load_runs(path.parent)
+    assert after.moecache["totals"] != before.moecache["totals"]
 
 
 def test_what_has_no_meaning_is_refused_before_the_first_replay(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -136,8 +137,45 @@ def checksum_of(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+_MEANS = ("acc", "acc_norm", "exact_match", "em", "mc1", "mc2")
+"""Scores that lm-eval aggregates as the mean over documents, as all figures of speed."""
+
+
+def _check_sums(schema: ResultsFile, what: str) -> None:
+    """Raise ValueError where a rate, a total or a mean is not that of what it sums up."""
+    report = schema.config.moecache
+
+    def changed(place: str) -> ValueError:
+        text = "the record was changed. Allowed: the file as it was, or a new run."
+        return ValueError(f"{what}: {place}: {text}")
+
+    for name, figures in (("totals", report.totals), *report.tasks.items()):
+        hit, miss = figures.get("hit_rate"), figures.get("miss_rate")
+        if isinstance(hit, float) and isinstance(miss, float) and abs(hit + miss - 1) > 1e-6:
+            raise changed(f"{name}: hit_rate={hit} and miss_rate={miss} do not add up to 1")
+    if len(report.tasks) == 1:
+        [(task, figures)] = report.tasks.items()
+        for key, figure in figures.items():
+            if report.totals.get(key, figure) != figure:
+                raise changed(f"totals: {key}={report.totals[key]}, but of its one task {figure}")
+    for task, metrics in schema.scores.items():
+        for key, documents in metrics.items():
+            score, is_speed = schema.results.get(task, {}).get(key), key.endswith(",speed")
+            values = [v for v in documents.values() if not isinstance(v, list)]
+            if not values or not isinstance(score, (int, float)):
+                continue
+            mean = sum(values) / len(values)
+            # Documents' figures of speed are kept to six digits.
+            is_mean = is_speed or key.partition(",")[0] in _MEANS
+            if is_mean and not math.isclose(mean, score, rel_tol=1e-4 if is_speed else 1e-6):
+                raise changed(
+                    f"{task} {key} is {score:.6g}, but the mean of its {len(values)} documents is "
+                    f"{mean:.6g}"
+                )
+
+
 def check_record(record: object, what: str) -> ResultsFile:
-    """Return a results JSON that fits the schema and, where it has one, its checksum.
+    """Return a results JSON that fits the schema, its checksum if it has one, and its own samples.
 
     Raises ValueError that begins with `what` (the file) and names the field.
     """
@@ -149,6 +187,7 @@ def check_record(record: object, what: str) -> ResultsFile:
                 f"{what}: checksum={shown(schema.checksum)}, but what it holds has {now!r}: it was "
                 "changed after it was written. Allowed: the file as it was, or a new run."
             )
+    _check_sums(schema, what)
     return schema
 
 
