@@ -10,9 +10,12 @@ import os
 import pkgutil
 import sys
 from collections.abc import Mapping
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache, lru_cache, reduce
+from operator import or_
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
+from lm_eval_moecache.algorithms.ranges import Range
 from lm_eval_moecache.records import plugins
 from lm_eval_moecache.records.numbers import unknown
 
@@ -164,16 +167,36 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-_parameters: dict[type[Any], Mapping[str, inspect.Parameter]] = {}
+_Declared = tuple[Mapping[str, inspect.Parameter], Mapping[str, Range]]
+_declared: dict[type[Any], _Declared] = {}
+"""By algorithm, the constructor's parameters without their ranges, and the ranges."""
+
+
+def _declaration(algorithm: type[Any]) -> _Declared:
+    if algorithm not in _declared:
+        parameters: dict[str, inspect.Parameter] = {}
+        ranges: dict[str, Range] = {}
+        for name, given in inspect.signature(algorithm, eval_str=True).parameters.items():
+            if name in _NOT_PARAMETERS or given.kind in (given.VAR_POSITIONAL, given.VAR_KEYWORD):
+                continue
+            annotation = given.annotation
+            is_union = get_origin(annotation) in (Union, UnionType)
+            kinds = list(get_args(annotation)) if is_union else [annotation]
+            for place, kind in enumerate(kinds):
+                if get_origin(kind) is Annotated and isinstance(kind.__metadata__[0], Range):
+                    kinds[place], ranges[name] = get_args(kind)
+            parameters[name] = (
+                given.replace(annotation=reduce(or_, kinds)) if name in ranges else given
+            )
+        _declared[algorithm] = parameters, ranges
+    return _declared[algorithm]
 
 
 def parameters_of(algorithm: type[Any]) -> Mapping[str, inspect.Parameter]:
     """Return the constructor parameters that a user may set."""
-    if algorithm not in _parameters:
-        known = inspect.signature(algorithm, eval_str=True).parameters
-        _parameters[algorithm] = {
-            n: p
-            for n, p in known.items()
-            if n not in _NOT_PARAMETERS and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        }
-    return _parameters[algorithm]
+    return _declaration(algorithm)[0]
+
+
+def ranges_of(algorithm: type[Any]) -> Mapping[str, Range]:
+    """Return the ranges of the parameters that have one."""
+    return _declaration(algorithm)[1]

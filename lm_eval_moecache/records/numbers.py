@@ -13,12 +13,13 @@ from typing import Any
 _PLAIN = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 _LEADING_ZERO = re.compile(r"[+-]?0[0-9]")
 _MOST_DIGITS = 40
-_LIMITS = {
+LIMITS = {
     "least": ("{} or more", ge),
     "above": ("above {}", gt),
     "most": ("at most {}", le),
     "below": ("below {}", lt),
 }
+"""Name of a limit -> its words, and how a value compares with it."""
 MOST_COUNT = 2**31 - 1
 """Upper bound on every count here (experts, layers, tokens, documents)."""
 
@@ -65,7 +66,7 @@ def read_number(key: str, value: object, **bounds: float) -> float:
     Raises ValueError naming the key, the value and what is allowed.
     """
     number = plain_number(value)
-    if number is None or not all(_LIMITS[n][1](number, limit) for n, limit in bounds.items()):
+    if number is None or not all(LIMITS[n][1](number, limit) for n, limit in bounds.items()):
         raise _refusal(key, value, "a number", bounds)
     return float(number)
 
@@ -118,6 +119,6 @@ def finite(data: Any) -> Any:
 
 
 def _refusal(key: str, value: object, what: str, bounds: Mapping[str, float]) -> ValueError:
-    limits = [_LIMITS[name][0].format(bound) for name, bound in bounds.items()]
+    limits = [LIMITS[name][0].format(bound) for name, bound in bounds.items()]
     within = f", {' and '.join(limits)}" if limits else ""
     return ValueError(f"{key}={shown(value)} must be {what} (finite, in plain digits){within}.")

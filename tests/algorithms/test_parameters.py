@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from lm_eval_moecache.algorithms.policy import unmangle
+from lm_eval_moecache.algorithms.policy import Choice, unmangle
 from lm_eval_moecache.algorithms.registry import (
     AXES,
     algorithm_names,
@@ -133,12 +133,12 @@ OWA, FEW = {"weights": "owa"}, {"tokens": "mispredicted"}
 # For a model of three layers with eight experts each, top-3.
 OUT_OF_RANGE: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
     ("miss", "buddy"): [
-        ({"rho": 3}, r"miss\.rho=3 must be at least 1 and below the router's top_k=3"),
+        ({"rho": 3}, r"miss\.rho=3 must be 1 or more and below the router's top_k=3"),
         ({"beta": 0}, r"miss\.beta=0 must be above 0"),
         ({"gamma": 1.5}, r"miss\.gamma=1\.5 must be above 0 and at most 1"),
         ({"temperature": 0}, r"miss\.temperature=0 must be above 0"),
         ({"eta": -1}, r"miss\.eta=-1 must be 0 or more"),
-        ({"partitions": 9}, r"miss\.partitions=9 must lie between 1 and 8"),
+        ({"partitions": 9}, r"miss\.partitions=9 must be 1 or more and at most the 8 experts"),
         ({"kappa": 0.1}, r"kappa=0\.1 with miss\.partitions=1: the one has no effect"),
         ({"partitions": 2}, r"partitions=2: the one has no effect"),
         ({"reuse": 0.5, "weight": "own"}, r"miss\.reuse=0\.5 .* only with weight=missing"),
@@ -154,7 +154,7 @@ OUT_OF_RANGE: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
     ("miss", "substitute_score"): [({"tolerance": 0}, r"miss\.tolerance=0")],
     ("prefetch", "expert_map"): [({"maps": 0}, "maps=0"), ({"distance": 5}, "distance=5")],
     ("prefetch", "frequency"): [({"overfetch": 0}, "overfetch=0 must be above 0")],
-    ("prefetch", "history"): [({"lookahead": 9}, "lookahead=9 must lie between 1")],
+    ("prefetch", "history"): [({"lookahead": 9}, "lookahead=9 must be 1 or more and at most the 3 MoE layers")],
     ("prefetch", "importance"): [({"experts": 9}, "experts=9"), ({"decay": 1.5}, "decay=1.5")],
     ("prefetch", "oracle"): [
         ({name: value}, rf"prefetch\.{name}={value}")
@@ -174,7 +174,7 @@ OUT_OF_RANGE: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
         ({**OWA, "trigger_min": 2, "trigger_max": 1}, "right in part"),
         ({**OWA, **FEW}, "does not go with routing.weights='owa'"),
         ({"most_right": 2}, "most_right=2 has no effect with tokens='all'"),
-        ({**FEW, "most_right": 3}, "must lie between 0 and top_k - 1 = 2"),
+        ({**FEW, "most_right": 3}, "most_right=3 must be 0 or more and below .*top_k=3"),
     ],
     ("routing", "max_rank"): [
         *(({"M": M}, r"routing\.M.*top_k=3") for M in (3, 9)),
@@ -190,7 +190,11 @@ OUT_OF_RANGE: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
 
 @pytest.mark.parametrize(("axis", "name"), OUT_OF_RANGE)
 def test_a_parameter_that_changes_nothing_or_too_much_is_refused(axis: str, name: str) -> None:
-    defaults: dict[str, Any] = BUDDY if name == "buddy" else {}
+    algorithm = find_algorithm(axis, name)
+    defaults = {key: p.default for key, p in parameters_of(algorithm).items()}
+    defaults |= BUDDY if name == "buddy" else {}
     for parameters, words in OUT_OF_RANGE[axis, name]:
+        given = {**defaults, **parameters}
+        choice = Choice(axis=axis, name=name, algorithm=algorithm, parameters=given)
         with pytest.raises(ValueError, match=words):
-            find_algorithm(axis, name)(GEOMETRY, **{**defaults, **parameters})
+            choice.build(GEOMETRY, 0)

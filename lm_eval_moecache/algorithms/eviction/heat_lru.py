@@ -6,6 +6,7 @@ from collections.abc import Container
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import RecencyRule
+from lm_eval_moecache.algorithms.ranges import Count
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 
@@ -22,10 +23,8 @@ class HeatLRU(RecencyRule):
 
     source: ClassVar[str] = "TheTom/llama-cpp-turboquant#300 (heat-protected eviction)"
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0, protect_above: int = 4) -> None:
+    def __init__(self, geometry: Geometry, *, seed: int = 0, protect_above: Count = 4) -> None:
         super().__init__(geometry, seed=seed)
-        if protect_above < 1:
-            raise ValueError(f"eviction.protect_above={protect_above} must be 1 or more.")
         self._protect_above = protect_above
         self._uses: dict[int, int] = {}
         self._loading: set[int] = set()

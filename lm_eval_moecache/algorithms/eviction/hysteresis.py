@@ -6,6 +6,7 @@ from collections.abc import Container
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
+from lm_eval_moecache.algorithms.ranges import Count
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 
@@ -25,10 +26,8 @@ class Hysteresis(EvictionAlgorithm):
 
     source: ClassVar[str] = "colibri c/tier.h (tier_pick_swap, tier_decay)"
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0, half_life: int = 64) -> None:
+    def __init__(self, geometry: Geometry, *, seed: int = 0, half_life: Count = 64) -> None:
         super().__init__(geometry, seed=seed)
-        if half_life < 1:
-            raise ValueError(f"eviction.half_life={half_life} must be 1 or more.")
         self._half_life = half_life
         self._passes = 0
         self._heat = [0] * (geometry.num_layers * geometry.num_experts)

@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm, RankedKeys
+from lm_eval_moecache.algorithms.ranges import Decay
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.importance import ImportanceScores
@@ -28,10 +29,8 @@ class Importance(EvictionAlgorithm):
     source: ClassVar[str] = "Kong et al. 2023 (SwapMoE), by its abstract"
     uses_logits: ClassVar[bool] = True
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0, decay: float = 0.95) -> None:
+    def __init__(self, geometry: Geometry, *, seed: int = 0, decay: Decay = 0.95) -> None:
         super().__init__(geometry, seed=seed)
-        if not 0 <= decay <= 1:
-            raise ValueError(f"eviction.decay={decay} must lie between 0 and 1.")
         self._scores = ImportanceScores(geometry, decay)
         self._importance = np.zeros(geometry.num_layers * geometry.num_experts)
         self._resident = RankedKeys()

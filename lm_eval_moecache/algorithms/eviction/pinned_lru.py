@@ -6,6 +6,7 @@ from collections.abc import Container
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import RecencyRule
+from lm_eval_moecache.algorithms.ranges import ProperShare
 from lm_eval_moecache.records.geometry import Geometry
 
 
@@ -22,10 +23,8 @@ class PinnedLRU(RecencyRule):
 
     source: ClassVar[str] = "engines' half-pinned caches (thecodacus/llama.cpp#5, imp#2061)"
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0, share: float = 0.5) -> None:
+    def __init__(self, geometry: Geometry, *, seed: int = 0, share: ProperShare = 0.5) -> None:
         super().__init__(geometry, seed=seed)
-        if not 0 < share < 1:
-            raise ValueError(f"eviction.share={share} must be above 0 and below 1.")
         self._share = share
         self._kept: dict[int, None] = {}
         self._filling: dict[int, None] | None = {}

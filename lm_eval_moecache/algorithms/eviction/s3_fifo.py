@@ -6,6 +6,7 @@ from collections.abc import Container
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import GhostQueue, HitRule
+from lm_eval_moecache.algorithms.ranges import Count, ProperShare
 from lm_eval_moecache.records.geometry import Geometry
 
 
@@ -30,16 +31,11 @@ class S3FIFO(HitRule):
         geometry: Geometry,
         *,
         seed: int = 0,
-        small_share: float = 0.1,
-        ghost_share: float = 0.9,
-        threshold: int = 2,
+        small_share: ProperShare = 0.1,
+        ghost_share: ProperShare = 0.9,
+        threshold: Count = 2,
     ) -> None:
         super().__init__(geometry, seed=seed)
-        for name, value in (("small_share", small_share), ("ghost_share", ghost_share)):
-            if not 0 < value < 1:
-                raise ValueError(f"eviction.{name}={value} must be above 0 and below 1.")
-        if threshold < 1:
-            raise ValueError(f"eviction.threshold={threshold} must be 1 or more.")
         self._small_share, self._ghost_share = small_share, ghost_share
         self._threshold = threshold
         self._small: dict[int, int] = {}

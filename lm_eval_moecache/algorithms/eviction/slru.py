@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import HitRule
+from lm_eval_moecache.algorithms.ranges import Range
 from lm_eval_moecache.records.geometry import Geometry
+
+Segments = Annotated[int, Range(least=2, why=": one is lru")]
 
 
 class SLRU(HitRule):
@@ -22,10 +25,8 @@ class SLRU(HitRule):
 
     source: ClassVar[str] = "Karedla et al. 1994; as libCacheSim's SLRU"
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0, segments: int = 4) -> None:
+    def __init__(self, geometry: Geometry, *, seed: int = 0, segments: Segments = 4) -> None:
         super().__init__(geometry, seed=seed)
-        if segments < 2:
-            raise ValueError(f"eviction.segments={segments} must be 2 or more: one is lru.")
         self._segments: list[dict[int, None]] = [{} for _ in range(segments)]
         """Least recently used first in each; the last segment is the most protected."""
 

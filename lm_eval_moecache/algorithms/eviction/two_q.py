@@ -6,6 +6,7 @@ from collections.abc import Container
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import GhostQueue, HitRule
+from lm_eval_moecache.algorithms.ranges import ProperShare
 from lm_eval_moecache.records.geometry import Geometry
 
 
@@ -27,13 +28,10 @@ class TwoQ(HitRule):
         geometry: Geometry,
         *,
         seed: int = 0,
-        in_share: float = 0.25,
-        out_share: float = 0.5,
+        in_share: ProperShare = 0.25,
+        out_share: ProperShare = 0.5,
     ) -> None:
         super().__init__(geometry, seed=seed)
-        for name, value in (("in_share", in_share), ("out_share", out_share)):
-            if not 0 < value < 1:
-                raise ValueError(f"eviction.{name}={value} must be above 0 and below 1.")
         self._in_share, self._out_share = in_share, out_share
         self._in: dict[int, None] = {}
         self._out = GhostQueue()

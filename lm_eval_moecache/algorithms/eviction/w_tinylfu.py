@@ -7,6 +7,7 @@ from collections.abc import Container
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import HitRule
+from lm_eval_moecache.algorithms.ranges import Count, ProperShare
 from lm_eval_moecache.records.geometry import Geometry
 
 
@@ -31,14 +32,10 @@ class WTinyLFU(HitRule):
         geometry: Geometry,
         *,
         seed: int = 0,
-        window_share: float = 0.01,
-        period: int = 10,
+        window_share: ProperShare = 0.01,
+        period: Count = 10,
     ) -> None:
         super().__init__(geometry, seed=seed)
-        if not 0 < window_share < 1:
-            raise ValueError(f"eviction.window_share={window_share} must be above 0 and below 1.")
-        if period < 1:
-            raise ValueError(f"eviction.period={period} must be 1 or more.")
         self._window_share, self._period = window_share, period
         self._window: dict[int, None] = {}
         self._probation: dict[int, None] = {}

@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from lm_eval_moecache.algorithms.ranges import Range
 from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, softmax
 from lm_eval_moecache.records.artifact import Artifact
 from lm_eval_moecache.records.event import DROPPED, Event, Fetch
@@ -227,14 +228,11 @@ def substitute(
     return chosen, sought
 
 
-def check_budget(rho: int | None, top_k: int) -> int:
-    """Return how many of a token's experts may be replaced in a layer: rho, or all if None."""
-    if rho is not None and not 1 <= rho < top_k:
-        raise ValueError(
-            f"miss.rho={rho} must be at least 1 and below the router's top_k={top_k}: give a "
-            "smaller one, or leave it out to have no budget."
-        )
-    return top_k if rho is None else rho
+Budget = Annotated[
+    int,
+    Range(least=1, below="top_k", why=": give a smaller one, or leave it out to have no budget"),
+]
+"""How many of a token's experts may be replaced in a layer."""
 
 
 def resolve_substitution(

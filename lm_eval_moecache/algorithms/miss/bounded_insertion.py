@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
+from lm_eval_moecache.algorithms.ranges import Range
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
+
+Uploads = Annotated[int, Range(least=1, why=": none is miss=host")]
 
 
 class BoundedInsertion(MissAlgorithm):
@@ -29,10 +32,8 @@ class BoundedInsertion(MissAlgorithm):
     uses_host: ClassVar[bool] = True
     host_rule: str = "always"
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0, uploads: int = 2) -> None:
+    def __init__(self, geometry: Geometry, *, seed: int = 0, uploads: Uploads = 2) -> None:
         super().__init__(geometry, seed=seed)
-        if uploads < 1:
-            raise ValueError(f"miss.uploads={uploads} must be 1 or more: none is miss=host.")
         self.uploads = uploads
 
     def resolve(

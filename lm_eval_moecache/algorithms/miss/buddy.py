@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.miss.base import (
+    Budget,
     MissAlgorithm,
     Resolution,
-    check_budget,
     resolve_substitution,
 )
+from lm_eval_moecache.algorithms.ranges import Experts, Positive, Range, Share, ZeroOrMore
 from lm_eval_moecache.records.arrays import BoolArray, IntArray
 from lm_eval_moecache.records.artifact import BUDDIES, load_artifact
 from lm_eval_moecache.records.coactivation import (
@@ -23,6 +24,8 @@ from lm_eval_moecache.records.coactivation import (
 )
 from lm_eval_moecache.records.event import DROPPED, Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
+
+Reuse = Annotated[float, Range(least=0, below=1)]
 
 
 class Buddy(MissAlgorithm):
@@ -70,17 +73,17 @@ class Buddy(MissAlgorithm):
         alpha: float | list[float] | None = None,
         k_max: int | None = None,
         H: int | None = None,
-        rho: int | None = None,
+        rho: Budget | None = None,
         order: Literal["heaviest", "lightest"] = "heaviest",
         tau: float = 15.0,
         tau_scale: Literal["percentile", "absolute"] = "percentile",
-        temperature: float = 1.0,
-        gamma: float = 1.0,
-        beta: float = 1.0,
-        eta: float = 0.0,
-        kappa: float = 0.0,
-        partitions: int = 1,
-        reuse: float = 0.0,
+        temperature: Positive = 1.0,
+        gamma: Share = 1.0,
+        beta: Share = 1.0,
+        eta: ZeroOrMore = 0.0,
+        kappa: ZeroOrMore = 0.0,
+        partitions: Experts = 1,
+        reuse: Reuse = 0.0,
         fallback: Literal["fetch", "drop"] = "fetch",
         weight: Literal["missing", "own"] = "missing",
         late: Literal["replace", "await"] = "replace",
@@ -89,11 +92,11 @@ class Buddy(MissAlgorithm):
         self.awaits_late = late == "await"
         self.beta, self.gamma, self.temperature = beta, gamma, temperature
         self.eta, self.reuse = eta, reuse
-        self.budget = check_budget(rho, geometry.top_k)
+        self.budget = geometry.top_k if rho is None else rho
         self.order: Literal["heaviest", "lightest"] = order
         self.fallback: Literal["fetch", "drop"] = fallback
         self.weight: Literal["missing", "own"] = weight
-        self._check_ranges(kappa, partitions)
+        self._check_pairs(kappa, partitions)
         self.artifact = load_artifact(BUDDIES, profile, geometry, "miss.profile")
         known = BuddyProfile(self.artifact)
         self.tau = known.thresholds(tau, tau_scale, temperature)
@@ -101,31 +104,18 @@ class Buddy(MissAlgorithm):
         device = np.arange(geometry.num_experts) * partitions // geometry.num_experts
         self.q *= np.maximum(1 - kappa * np.abs(device[:, None] - device), 0.0)
 
-    def _check_ranges(self, kappa: float, partitions: int) -> None:
-        top_k, experts = self.geometry.top_k, self.geometry.num_experts
-        if top_k < 2:
+    def _check_pairs(self, kappa: float, partitions: int) -> None:
+        if self.geometry.top_k < 2:
             raise ValueError("a router with top_k=1 has no experts chosen together.")
-        for name in ("beta", "gamma"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(
-                    f"miss.{name}={getattr(self, name)} must be above 0 and at most 1."
-                )
-        if not self.temperature > 0:
-            raise ValueError(f"miss.temperature={self.temperature} must be above 0.")
-        for name, value in (("eta", self.eta), ("kappa", kappa)):
-            if not value >= 0:
-                raise ValueError(f"miss.{name}={value} must be 0 or more.")
-        if not 1 <= partitions <= experts:
-            raise ValueError(f"miss.partitions={partitions} must lie between 1 and {experts}.")
         if (kappa > 0) != (partitions > 1):
             raise ValueError(
                 f"miss.kappa={kappa} with miss.partitions={partitions}: the one has no effect "
                 "without the other. Give kappa above 0 and 2 partitions or more, or neither."
             )
-        if not 0 <= self.reuse < 1 or (self.reuse > 0 and self.weight == "own"):
+        if self.reuse > 0 and self.weight == "own":
             raise ValueError(
-                f"miss.reuse={self.reuse} must be at least 0 and below 1, and above 0 only with "
-                "weight=missing: a buddy used twice has no two weights of its own."
+                f"miss.reuse={self.reuse} must be above 0 only with weight=missing: a buddy used "
+                "twice has no two weights of its own."
             )
 
     def resolve(

@@ -13,6 +13,7 @@ from lm_eval_moecache.algorithms.miss.base import (
     still_needed,
     weight_shares,
 )
+from lm_eval_moecache.algorithms.ranges import Share
 from lm_eval_moecache.records.event import PREFILL, Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
@@ -31,10 +32,8 @@ class DegradeZero(MissAlgorithm):
     source: ClassVar[str] = "colibri#906 (degrade to zero)"
     uses_weights: ClassVar[bool] = True
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0, tau: float = 0.1) -> None:
+    def __init__(self, geometry: Geometry, *, seed: int = 0, tau: Share = 0.1) -> None:
         super().__init__(geometry, seed=seed)
-        if not 0 < tau <= 1:
-            raise ValueError(f"miss.tau={tau} must be above 0 and at most 1.")
         self.tau = tau
 
     def resolve(

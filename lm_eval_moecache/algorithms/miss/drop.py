@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
@@ -13,9 +13,14 @@ from lm_eval_moecache.algorithms.miss.base import (
     absent_entries,
     still_needed,
 )
+from lm_eval_moecache.algorithms.ranges import Range
 from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
+
+FewerExperts = Annotated[
+    int, Range(least=0, below="top_k", why=": with none to drop it is miss=fetch")
+]
 
 
 class Drop(MissAlgorithm):
@@ -33,14 +38,9 @@ class Drop(MissAlgorithm):
     source: ClassVar[str] = "SpecMD section 3.1.2 (drop)"
 
     def __init__(
-        self, geometry: Geometry, *, seed: int = 0, h: int = 2, renormalize: bool = False
+        self, geometry: Geometry, *, seed: int = 0, h: FewerExperts = 2, renormalize: bool = False
     ) -> None:
         super().__init__(geometry, seed=seed)
-        if not 0 <= h < geometry.top_k:
-            raise ValueError(
-                f"miss.h={h} must be at least 0 and below the router's top_k={geometry.top_k}: "
-                "with none to drop it is miss=fetch."
-            )
         self.h = h
         self.renormalize = renormalize
 

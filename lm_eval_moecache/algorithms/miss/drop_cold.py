@@ -12,6 +12,7 @@ from lm_eval_moecache.algorithms.miss.base import (
     still_needed,
     weight_shares,
 )
+from lm_eval_moecache.algorithms.ranges import Share
 from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
@@ -37,12 +38,10 @@ class DropCold(MissAlgorithm):
         geometry: Geometry,
         *,
         seed: int = 0,
-        factor: float = 1.0,
+        factor: Share = 1.0,
         renormalize: bool = True,
     ) -> None:
         super().__init__(geometry, seed=seed)
-        if not 0 < factor <= 1:
-            raise ValueError(f"miss.factor={factor} must be above 0 and at most 1.")
         self.factor, self.renormalize = factor, renormalize
 
     def resolve(

@@ -14,6 +14,7 @@ from lm_eval_moecache.algorithms.miss.base import (
     still_needed,
     weight_shares,
 )
+from lm_eval_moecache.algorithms.ranges import Count
 from lm_eval_moecache.records.event import DROPPED, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
@@ -43,13 +44,11 @@ class ExpertBudget(MissAlgorithm):
         geometry: Geometry,
         *,
         seed: int = 0,
-        budget: int | None = None,
+        budget: Count | None = None,
         renormalize: bool = False,
         rescue: bool = False,
     ) -> None:
         super().__init__(geometry, seed=seed)
-        if budget is not None and budget < 1:
-            raise ValueError(f"miss.budget={budget} must be 1 or more.")
         self.budget = 2 * geometry.top_k if budget is None else budget
         self.renormalize, self.rescue = renormalize, rescue
 

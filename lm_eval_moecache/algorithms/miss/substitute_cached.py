@@ -13,6 +13,7 @@ from lm_eval_moecache.algorithms.miss.base import (
     resolve_substitution,
     weight_shares,
 )
+from lm_eval_moecache.algorithms.ranges import Share
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
 from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
@@ -36,12 +37,10 @@ class SubstituteCached(MissAlgorithm):
         geometry: Geometry,
         *,
         seed: int = 0,
-        tau: float = 0.1,
+        tau: Share = 0.1,
         weight: Literal["own", "missing"] = "own",
     ) -> None:
         super().__init__(geometry, seed=seed)
-        if not 0 < tau <= 1:
-            raise ValueError(f"miss.tau={tau} must be above 0 and at most 1.")
         self.tau = tau
         self.weight: Literal["own", "missing"] = weight
 

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lm_eval_moecache.algorithms.miss.base import (
+    Budget,
     MissAlgorithm,
     Resolution,
-    check_budget,
     resolve_substitution,
 )
 from lm_eval_moecache.records.arrays import IntArray
@@ -42,14 +42,14 @@ class SubstituteRandom(MissAlgorithm):
         geometry: Geometry,
         *,
         seed: int = 0,
-        rho: int | None = None,
+        rho: Budget | None = None,
         fallback: Literal["fetch", "drop"] = "fetch",
         weight: Literal["own", "missing"] = "own",
         late: Literal["replace", "await"] = "replace",
     ) -> None:
         super().__init__(geometry, seed=seed)
         self.awaits_late = late == "await"
-        self.budget = check_budget(rho, geometry.top_k)
+        self.budget = geometry.top_k if rho is None else rho
         self.fallback: Literal["fetch", "drop"] = fallback
         self.weight: Literal["own", "missing"] = weight
 

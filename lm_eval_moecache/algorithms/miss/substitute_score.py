@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution, resolve_substitution
+from lm_eval_moecache.algorithms.ranges import Share
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
 from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
@@ -35,7 +36,7 @@ class SubstituteScore(MissAlgorithm):
         geometry: Geometry,
         *,
         seed: int = 0,
-        tolerance: float = 0.1,
+        tolerance: Share = 0.1,
         scale: Literal["absolute", "relative"] = "absolute",
         fallback: Literal["fetch", "drop"] = "fetch",
         weight: Literal["own", "missing"] = "own",
@@ -43,8 +44,6 @@ class SubstituteScore(MissAlgorithm):
     ) -> None:
         super().__init__(geometry, seed=seed)
         self.awaits_late = late == "await"
-        if not 0 < tolerance <= 1:
-            raise ValueError(f"miss.tolerance={tolerance} must be above 0 and at most 1.")
         self.tolerance = tolerance
         self.scale = scale
         self.fallback: Literal["fetch", "drop"] = fallback

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, most_likely
+from lm_eval_moecache.algorithms.ranges import Positive
 from lm_eval_moecache.records.artifact import DATA_AWARE
 from lm_eval_moecache.records.data_aware import load_data_aware
 from lm_eval_moecache.records.event import PASS_START, Event
@@ -41,11 +42,9 @@ class DataAware(PrefetchAlgorithm):
         *,
         seed: int = 0,
         profile: str | None = None,
-        overfetch: float = 1.0,
+        overfetch: Positive = 1.0,
     ) -> None:
         super().__init__(geometry, seed=seed)
-        if overfetch <= 0:
-            raise ValueError(f"prefetch.overfetch={overfetch} must be above 0.")
         self.artifact = load_data_aware(profile, geometry)
         self._count = min(geometry.num_experts, math.ceil(geometry.top_k * overfetch))
 

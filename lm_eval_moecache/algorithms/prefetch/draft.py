@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch
+from lm_eval_moecache.algorithms.ranges import Experts, Range
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.geometry import Geometry
 
 # Section 3.2 takes one critical expert for Mixtral, whose 336 MB make errors costly, and the top-k
 # for Phi-3.5-MoE (150 MB) and DeepSeek-Lite (16 MB). It gives no bound: this lies between.
 LARGE_EXPERT_BYTES = 240_000_000
+
+Cutoff = Annotated[int, Range(least=0, most="num_layers", why=", or be auto")]
 
 
 class DraftPrefetch(DraftStagePrefetch):
@@ -44,25 +47,15 @@ class DraftPrefetch(DraftStagePrefetch):
         geometry: Geometry,
         *,
         seed: int = 0,
-        cutoff: int | Literal["auto"] = "auto",
-        critical: int | None = None,
+        cutoff: Cutoff | Literal["auto"] = "auto",
+        critical: Experts | None = None,
         io: Literal["batched", "per_expert"] = "batched",
         trigger: Literal["worker", "vanilla"] = "worker",
     ) -> None:
         super().__init__(geometry, seed=seed)
-        if cutoff != "auto" and not 0 <= int(cutoff) <= geometry.num_layers:
-            raise ValueError(
-                f"prefetch.cutoff={cutoff} must be auto, or lie between 0 (no layer) and the "
-                f"{geometry.num_layers} MoE layers."
-            )
         if critical is None:
             large = geometry.max_expert_bytes > LARGE_EXPERT_BYTES
             critical = 1 if large else geometry.top_k
-        if not 1 <= critical <= geometry.num_experts:
-            raise ValueError(
-                f"prefetch.critical={critical} must lie between 1 and the "
-                f"{geometry.num_experts} experts of a layer."
-            )
         self.cutoff = cutoff
         self.critical = critical
         self.batched = io == "batched"

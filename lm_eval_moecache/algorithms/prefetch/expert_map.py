@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
+from lm_eval_moecache.algorithms.ranges import Count, LayersAhead
 from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
@@ -37,16 +38,16 @@ class ExpertMap(PrefetchAlgorithm):
     uses_logits: ClassVar[bool] = True
 
     def __init__(
-        self, geometry: Geometry, *, seed: int = 0, maps: int = 256, distance: int | None = None
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        maps: Count = 256,
+        distance: LayersAhead | None = None,
     ) -> None:
         super().__init__(geometry, seed=seed)
         if distance is None:
             distance = min(3, geometry.num_layers)
-        if maps < 1 or not 1 <= distance <= geometry.num_layers:
-            raise ValueError(
-                f"prefetch.maps={maps} must be at least 1 and prefetch.distance={distance} lie "
-                f"between 1 and the {geometry.num_layers} MoE layers."
-            )
         self._distance = distance
         self._past: Map = np.zeros((maps, geometry.num_layers, geometry.num_experts))
         self._num_past = 0

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, activations
+from lm_eval_moecache.algorithms.ranges import LayersAhead, Positive
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 
@@ -28,16 +29,14 @@ class Frequency(PrefetchAlgorithm):
     source: ClassVar[str] = "BuddyMoE section 2.3; SP-MoE section 2.2 (frequency-based prediction)"
 
     def __init__(
-        self, geometry: Geometry, *, seed: int = 0, overfetch: float = 1.0, lookahead: int = 1
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        overfetch: Positive = 1.0,
+        lookahead: LayersAhead = 1,
     ) -> None:
         super().__init__(geometry, seed=seed)
-        if overfetch <= 0:
-            raise ValueError(f"prefetch.overfetch={overfetch} must be above 0.")
-        if not 1 <= lookahead <= geometry.num_layers:
-            raise ValueError(
-                f"prefetch.lookahead={lookahead} must lie between 1 and the "
-                f"{geometry.num_layers} MoE layers."
-            )
         self._lookahead = lookahead
         self._share = min(geometry.num_experts, math.ceil(geometry.top_k * overfetch))
         self._counts = np.zeros((geometry.num_layers, geometry.num_experts), dtype=np.int64)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, activations
+from lm_eval_moecache.algorithms.ranges import Count, LayersAhead, Positive
 from lm_eval_moecache.records.event import PREFILL, Event
 from lm_eval_moecache.records.geometry import Geometry
 
@@ -39,21 +40,12 @@ class History(PrefetchAlgorithm):
         geometry: Geometry,
         *,
         seed: int = 0,
-        requests: int = 100,
-        overfetch: float = 1.0,
-        lookahead: int | None = None,
+        requests: Count = 100,
+        overfetch: Positive = 1.0,
+        lookahead: LayersAhead | None = None,
     ) -> None:
         super().__init__(geometry, seed=seed)
         layers, experts = geometry.num_layers, geometry.num_experts
-        if requests < 1 or overfetch <= 0:
-            raise ValueError(
-                f"prefetch.requests={requests} must be at least 1 and prefetch.overfetch="
-                f"{overfetch} above 0."
-            )
-        if lookahead is not None and not 1 <= lookahead <= layers:
-            raise ValueError(
-                f"prefetch.lookahead={lookahead} must lie between 1 and the {layers} MoE layers."
-            )
         self._lookahead = lookahead
         self._share = min(experts, math.ceil(geometry.top_k * overfetch))
         self._past: Matrix = np.zeros((requests, layers, experts))  # rows of unit length

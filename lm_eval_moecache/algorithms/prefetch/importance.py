@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
+from lm_eval_moecache.algorithms.ranges import Decay, Experts
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.importance import ImportanceScores
@@ -34,18 +35,12 @@ class Importance(PrefetchAlgorithm):
         geometry: Geometry,
         *,
         seed: int = 0,
-        experts: int | None = None,
-        decay: float = 0.95,
+        experts: Experts | None = None,
+        decay: Decay = 0.95,
     ) -> None:
         super().__init__(geometry, seed=seed)
         most = geometry.num_experts
         self._share = min(2 * geometry.top_k, most) if experts is None else experts
-        if not 1 <= self._share <= most:
-            raise ValueError(
-                f"prefetch.experts={experts} must lie between 1 and the {most} of a layer."
-            )
-        if not 0 <= decay <= 1:
-            raise ValueError(f"prefetch.decay={decay} must lie between 0 and 1.")
         self._scores = ImportanceScores(geometry, decay)
 
     def propose(self, event: Event) -> Sequence[int]:

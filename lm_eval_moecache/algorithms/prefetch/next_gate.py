@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, best_of_rows, most_likely
+from lm_eval_moecache.algorithms.ranges import Count, Positive
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
@@ -34,15 +35,11 @@ class NextGate(PrefetchAlgorithm):
         geometry: Geometry,
         *,
         seed: int = 0,
-        overfetch: float = 1.0,
-        depth: int = 1,
+        overfetch: Positive = 1.0,
+        depth: Count = 1,
         issue: Literal["at_once", "after_layer"] = "at_once",
     ) -> None:
         super().__init__(geometry, seed=seed)
-        if overfetch <= 0:
-            raise ValueError(f"prefetch.overfetch={overfetch} must be above 0.")
-        if not depth >= 1:
-            raise ValueError(f"prefetch.depth={depth} must be 1 or more.")
         # With a single MoE layer there is no next one, and nothing is ever predicted.
         if depth >= geometry.num_layers > 1:
             raise ValueError(

@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
+from lm_eval_moecache.algorithms.ranges import LayersAhead, Share
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.future import Future
@@ -36,19 +37,11 @@ class Oracle(PrefetchAlgorithm):
         geometry: Geometry,
         *,
         seed: int = 0,
-        horizon: int = 1,
-        recall: float = 1.0,
-        precision: float = 1.0,
+        horizon: LayersAhead = 1,
+        recall: Share = 1.0,
+        precision: Share = 1.0,
     ) -> None:
         super().__init__(geometry, seed=seed)
-        if not 1 <= horizon <= geometry.num_layers:
-            raise ValueError(
-                f"prefetch.horizon={horizon} must lie between 1 and the {geometry.num_layers} "
-                "layers of the model."
-            )
-        for name, value in (("recall", recall), ("precision", precision)):
-            if not 0 < value <= 1:
-                raise ValueError(f"prefetch.{name}={value} must lie above 0 and at most be 1.")
         self.horizon = horizon
         self._recall = recall
         # Wrong experts per correct one.

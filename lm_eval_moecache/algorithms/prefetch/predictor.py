@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, best_of_rows, most_likely
+from lm_eval_moecache.algorithms.ranges import Positive
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.artifact import PREDICTOR
 from lm_eval_moecache.records.event import Event
@@ -43,11 +44,9 @@ class Predictor(PrefetchAlgorithm):
         seed: int = 0,
         profile: str | None = None,
         loss: Literal["kl", "bce"] = "kl",
-        overfetch: float = 1.0,
+        overfetch: Positive = 1.0,
     ) -> None:
         super().__init__(geometry, seed=seed)
-        if overfetch <= 0:
-            raise ValueError(f"prefetch.overfetch={overfetch} must be above 0.")
         self.artifact = load_predictor(profile, loss, geometry)
         self._count = min(geometry.num_experts, math.ceil(geometry.top_k * overfetch))
 

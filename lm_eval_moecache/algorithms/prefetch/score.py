@@ -5,17 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, by_mass
+from lm_eval_moecache.algorithms.ranges import Range
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.jit import Upgrade, compiled
 
 _BINS = 4096
+
+Percentile = Annotated[float, Range(least=0, most=100)]
 
 
 class Score(PrefetchAlgorithm):
@@ -42,12 +45,10 @@ class Score(PrefetchAlgorithm):
         geometry: Geometry,
         *,
         seed: int = 0,
-        percentile: float = 80.0,
+        percentile: Percentile = 80.0,
         scope: Literal["history", "token"] = "history",
     ) -> None:
         super().__init__(geometry, seed=seed)
-        if not 0 <= percentile <= 100:
-            raise ValueError(f"prefetch.percentile={percentile} must lie between 0 and 100.")
         self.percentile = percentile
         self.scope = scope
         self._history = _History(percentile / 100, geometry.num_layers)

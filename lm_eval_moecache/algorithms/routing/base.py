@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.ranges import Range
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.artifact import Artifact
 from lm_eval_moecache.records.event import Event
@@ -92,11 +93,18 @@ def unless_same(event: Event, experts: IntArray) -> Selection | None:
     return None if np.array_equal(experts, event.experts) else Selection(experts)
 
 
-def check_top_j(name: str, value: int, top_k: int) -> int:
-    """Return a number of always-kept experts; ValueError outside 0 ... top_k - 1."""
-    if not 0 <= value < top_k:
-        raise ValueError(
-            f"routing.{name}={value} must be at least 0 and below the router's top_k={top_k}: "
-            "keeping all of them leaves nothing to change."
-        )
-    return value
+AlwaysKept = Annotated[
+    int, Range(least=0, below="top_k", why=": keeping all of them leaves nothing to change")
+]
+"""A number of experts that a token keeps whatever is cached."""
+FewerExperts = Annotated[
+    int, Range(least=1, below="top_k", why=": keeping all of them is routing=standard")
+]
+"""A number of experts that a token is left with."""
+
+
+def fewer_experts(given: int | None, top_k: int) -> int:
+    """Return the number of `FewerExperts`, by default one less than the router chooses."""
+    if top_k == 1:
+        raise ValueError("the router selects one expert per token: there is none to leave out.")
+    return top_k - 1 if given is None else given

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.ranges import Positive, Range
 from lm_eval_moecache.algorithms.routing.base import (
+    AlwaysKept,
     RoutingAlgorithm,
-    check_top_j,
     is_by_logits,
     ranking,
     take_best,
@@ -19,6 +20,8 @@ from lm_eval_moecache.records.arrays import FloatArray, as_float32
 from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
+
+Lambda = Annotated[float, Range(above=0, most=1, why="; 0 is routing=standard")]
 
 
 class CachePrior(RoutingAlgorithm):
@@ -46,20 +49,16 @@ class CachePrior(RoutingAlgorithm):
         geometry: Geometry,
         *,
         seed: int = 0,
-        lambda_: float = 0.5,
-        top_j: int = 1,
+        lambda_: Lambda = 0.5,
+        top_j: AlwaysKept = 1,
         delta: Literal["range", "mean", "token"] = "range",
-        logit_range: float | list[float] | None = None,
+        logit_range: Positive | list[float] | None = None,
     ) -> None:
         super().__init__(geometry, seed=seed)
-        if not 0 < lambda_ <= 1:
-            raise ValueError(
-                f"routing.lambda={lambda_} must be above 0 (which is routing=standard), at most 1."
-            )
         if logit_range is not None and delta != "range":
             raise ValueError(f"routing.logit_range has no effect with routing.delta={delta!r}.")
         self.lambda_ = lambda_
-        self.top_j = check_top_j("top_j", top_j, geometry.top_k)
+        self.top_j = top_j
         self.delta = delta
         self._calibrated = _per_layer(logit_range, geometry.num_layers)
         self._sum = [0.0] * geometry.num_layers
@@ -136,6 +135,4 @@ def _per_layer(value: float | list[float] | None, num_layers: int) -> list[float
             f"routing.logit_range has {len(values)} values for {num_layers} MoE layers; allowed: "
             "one number, or one for each layer."
         )
-    if any(v <= 0 for v in values):
-        raise ValueError(f"routing.logit_range={value} must be above 0.")
     return values

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.ranges import Positive, Range
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray
 from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
+
+MostRight = Annotated[
+    int, Range(least=0, below="top_k", why=": where all are right nothing is replaced")
+]
 
 
 class Commit(RoutingAlgorithm):
@@ -51,11 +56,11 @@ class Commit(RoutingAlgorithm):
         scores: Literal["predicted", "router"] = "predicted",
         weights: Literal["plain", "owa"] = "plain",
         tokens: Literal["all", "mispredicted"] = "all",
-        alpha1: float | None = None,
-        alpha2: float | None = None,
+        alpha1: Positive | None = None,
+        alpha2: Positive | None = None,
         trigger_min: int | None = None,
         trigger_max: int | None = None,
-        most_right: int | None = None,
+        most_right: MostRight | None = None,
     ) -> None:
         super().__init__(geometry, seed=seed)
         names = ("alpha1", "alpha2", "trigger_min", "trigger_max")
@@ -63,8 +68,6 @@ class Commit(RoutingAlgorithm):
         for name, value in given.items():
             if weights == "plain" and value is not None:
                 raise ValueError(f"routing.{name}={value} has no effect with weights='plain'.")
-            if name.startswith("alpha") and value is not None and not value > 0:
-                raise ValueError(f"routing.{name}={value} must be above 0.")
         if weights == "owa" and tokens == "mispredicted":
             raise ValueError(
                 "routing.tokens='mispredicted' does not go with routing.weights='owa': OWA is for "
@@ -74,11 +77,6 @@ class Commit(RoutingAlgorithm):
             raise ValueError(f"routing.most_right={most_right} has no effect with tokens='all'.")
         self.scores, self.weights, self.tokens = scores, weights, tokens
         self.most_right = 0 if most_right is None else most_right
-        if not 0 <= self.most_right < geometry.top_k:
-            raise ValueError(
-                f"routing.most_right={most_right} must lie between 0 and top_k - 1 = "
-                f"{geometry.top_k - 1}: where all are right nothing is replaced."
-            )
         self.alpha1 = 1.0 if alpha1 is None else alpha1
         self.alpha2 = 1.0 if alpha2 is None else alpha2
         top_k = geometry.top_k

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.ranges import Range
 from lm_eval_moecache.algorithms.routing.base import (
+    AlwaysKept,
     RoutingAlgorithm,
-    check_top_j,
     ranking,
     take_best,
     unless_same,
@@ -18,6 +19,8 @@ from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
+
+Mass = Annotated[float, Range(above=0, most=1, why="; 0 is routing=standard")]
 
 
 class Cumsum(RoutingAlgorithm):
@@ -35,14 +38,12 @@ class Cumsum(RoutingAlgorithm):
     source: ClassVar[str] = "Cache-conditional experts section 3.2, algorithm 2"
     uses_logits: ClassVar[bool] = True
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0, p: float = 0.9, J: int = 1) -> None:
+    def __init__(
+        self, geometry: Geometry, *, seed: int = 0, p: Mass = 0.9, J: AlwaysKept = 1
+    ) -> None:
         super().__init__(geometry, seed=seed)
-        if not 0 < p <= 1:
-            raise ValueError(
-                f"routing.p={p} must be above 0 (that is routing=standard) and at most 1."
-            )
         self.p = p
-        self.J = check_top_j("J", J, geometry.top_k)
+        self.J = J
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
         ranked = ranking(event)

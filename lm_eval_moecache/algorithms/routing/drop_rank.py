@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.ranges import Rank
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
@@ -32,15 +33,11 @@ class DropRank(RoutingAlgorithm):
         geometry: Geometry,
         *,
         seed: int = 0,
-        rank: int = 2,
+        rank: Rank = 2,
         scope: Literal["from", "only"] = "from",
         renormalize: bool = False,
     ) -> None:
         super().__init__(geometry, seed=seed)
-        if not 1 <= rank <= geometry.top_k:
-            raise ValueError(
-                f"routing.rank={rank} must lie between 1 and the router's top_k={geometry.top_k}."
-            )
         self.rank = rank
         self.scope = scope
         self.renormalize = renormalize

@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from lm_eval_moecache.algorithms.routing.base import (
+    AlwaysKept,
     RoutingAlgorithm,
-    check_top_j,
     ranking,
     take_best,
     unless_same,
@@ -35,7 +35,7 @@ class MaxRank(RoutingAlgorithm):
     uses_logits: ClassVar[bool] = True
 
     def __init__(
-        self, geometry: Geometry, *, seed: int = 0, M: int | None = None, J: int = 1
+        self, geometry: Geometry, *, seed: int = 0, M: int | None = None, J: AlwaysKept = 1
     ) -> None:
         super().__init__(geometry, seed=seed)
         top_k, num_experts = geometry.top_k, geometry.num_experts
@@ -45,7 +45,7 @@ class MaxRank(RoutingAlgorithm):
                 f"routing.M={self.M} must lie above the router's top_k={top_k} (below that "
                 f"nothing changes) and be at most the {num_experts} experts of a layer."
             )
-        self.J = check_top_j("J", J, top_k)
+        self.J = J
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
         ranked = ranking(event)

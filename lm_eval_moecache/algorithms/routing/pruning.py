@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
+from lm_eval_moecache.algorithms.routing.base import FewerExperts, RoutingAlgorithm, fewer_experts
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
@@ -31,16 +31,11 @@ class Pruning(RoutingAlgorithm):
         geometry: Geometry,
         *,
         seed: int = 0,
-        h: int | None = None,
+        h: FewerExperts | None = None,
         renormalize: bool = False,
     ) -> None:
         super().__init__(geometry, seed=seed)
-        self.h = geometry.top_k - 1 if h is None else h
-        if not 1 <= self.h < geometry.top_k:
-            raise ValueError(
-                f"routing.h={self.h} must be at least 1 and below the router's "
-                f"top_k={geometry.top_k}: keeping all of them is routing=standard."
-            )
+        self.h = fewer_experts(h, geometry.top_k)
         self.renormalize = renormalize
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:

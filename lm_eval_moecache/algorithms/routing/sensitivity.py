@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.ranges import Positive, ProperShare
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.records.artifact import SENSITIVITY
 from lm_eval_moecache.records.event import Event
@@ -41,14 +42,10 @@ class Sensitivity(RoutingAlgorithm):
         *,
         seed: int = 0,
         profile: str | None = None,
-        share: float = 0.25,
-        threshold: float | None = None,
+        share: ProperShare = 0.25,
+        threshold: Positive | None = None,
     ) -> None:
         super().__init__(geometry, seed=seed)
-        if not 0 < share < 1:
-            raise ValueError(f"routing.share={share} must lie above 0 and below 1.")
-        if threshold is not None and not threshold > 0:
-            raise ValueError(f"routing.threshold={threshold} must be above 0.")
         self.artifact = load_sensitivity(profile, geometry)
         self._sensitivity: list[float] = self.artifact.arrays[LAYERS].tolist()
         known = self.artifact.arrays[THRESHOLDS]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.ranges import Range
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
+
+Mass = Annotated[float, Range(above=0, below=1, why=", which keeps all")]
 
 
 class SkipMass(RoutingAlgorithm):
@@ -28,11 +31,9 @@ class SkipMass(RoutingAlgorithm):
     uses_weights: ClassVar[bool] = True
 
     def __init__(
-        self, geometry: Geometry, *, seed: int = 0, p: float = 0.9, renormalize: bool = False
+        self, geometry: Geometry, *, seed: int = 0, p: Mass = 0.9, renormalize: bool = False
     ) -> None:
         super().__init__(geometry, seed=seed)
-        if not 0 < p < 1:
-            raise ValueError(f"routing.p={p} must be above 0 and below 1, which keeps all.")
         self.p, self.renormalize = p, renormalize
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:

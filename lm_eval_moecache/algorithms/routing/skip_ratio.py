@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
+from lm_eval_moecache.algorithms.ranges import Range
+from lm_eval_moecache.algorithms.routing.base import FewerExperts, RoutingAlgorithm, fewer_experts
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
+
+Threshold = Annotated[float, Range(above=0, most=1, why="; 0 keeps all")]
 
 
 class SkipRatio(RoutingAlgorithm):
@@ -33,19 +36,12 @@ class SkipRatio(RoutingAlgorithm):
         geometry: Geometry,
         *,
         seed: int = 0,
-        k_min: int | None = None,
-        t: float = 1.0,
+        k_min: FewerExperts | None = None,
+        t: Threshold = 1.0,
         renormalize: bool = False,
     ) -> None:
         super().__init__(geometry, seed=seed)
-        self.k_min = geometry.top_k - 1 if k_min is None else k_min
-        if not 1 <= self.k_min < geometry.top_k:
-            raise ValueError(
-                f"routing.k_min={self.k_min} must be at least 1 and below the router's "
-                f"top_k={geometry.top_k}: keeping all of them is routing=standard."
-            )
-        if not 0 < t <= 1:
-            raise ValueError(f"routing.t={t} must be above 0 (which keeps all) and at most 1.")
+        self.k_min = fewer_experts(k_min, geometry.top_k)
         self.t, self.renormalize = t, renormalize
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:

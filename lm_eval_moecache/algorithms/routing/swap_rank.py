@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.ranges import Rank
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
@@ -27,12 +28,8 @@ class SwapRank(RoutingAlgorithm):
     source: ClassVar[str] = "Cache-conditional experts section 2.3, Figure 2 (right)"
     draws: ClassVar[bool] = True
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0, rank: int = 1) -> None:
+    def __init__(self, geometry: Geometry, *, seed: int = 0, rank: Rank = 1) -> None:
         super().__init__(geometry, seed=seed)
-        if not 1 <= rank <= geometry.top_k:
-            raise ValueError(
-                f"routing.rank={rank} must lie between 1 and the router's top_k={geometry.top_k}."
-            )
         if geometry.top_k == geometry.num_experts:
             raise ValueError("the router selects every expert: there is none to swap in.")
         self.rank = rank
