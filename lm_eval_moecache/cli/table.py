@@ -153,5 +153,6 @@ def collect(
         columns=columns or board.columns,
         sort=sort or board.sort,
         by=board.by,
+        merge=board.distinct,
     )
     return [first, *(view_table(runs, view) for view in board.views)]

@@ -54,7 +54,9 @@ _RESOLVED = ("capacity", "link", "draft", "store")
 _CALLED = ("name", "composition", "source")
 _VERSIONS = ("lm-eval-moecache", "lm-eval", "torch", "transformers")
 _MOST_LISTED = 3
-_BEWARE = "Beware"
+_BEWARE, _BOUNDS = "Beware", "Bounds"
+_OFFLINE = {"eviction": "belady", "prefetch": "oracle"}
+"""The algorithms that know the future, by axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +83,25 @@ def leaderboard(
     columns: Sequence[str] | None = None,
     sort: Sequence[str] | None = None,
     by: Sequence[str] = (),
+    merge: bool = False,
 ) -> Table:
     """Build the leaderboard; rows that differ in a setting of `by` are ranked apart.
 
-    Raises ValueError naming a column that no run has.
+    Rows of runs that know the future come last and are not ranked. `merge` makes one row of those
+    that differ in nothing but the policy's name. Raises ValueError naming a column that no run has.
     """
     names = expanded(columns) if columns else default_columns(runs)
     table_columns = [find_column(runs, name) for name in names]
     if not sort:
         has_scores = any(accuracy(run).raw is not None for run in runs)
         sort = [ACCURACY, "tok_per_s"] if has_scores else ["policy"]
-    ordered = sorted_runs(runs, sort)
+    ordered = sorted(sorted_runs(runs, sort), key=knows_the_future)
     ranked: list[list[int]] = []
     for group in groups(ordered):
         parts: dict[tuple[str, ...], list[int]] = defaultdict(list)
         for i in group:
-            parts[_place(ordered[i], by)].append(i)
+            if not knows_the_future(ordered[i]):
+                parts[_place(ordered[i], by)].append(i)
         ranked += parts.values()
     rows = [[column.read(run) for column in table_columns] for run in ordered]
     if PARETO in names:
@@ -113,8 +118,42 @@ def leaderboard(
     apart = tuple(dict.fromkeys([*varying(runs), *by]))
     table_rows = tuple(map(tuple, rows))
     places = tuple(_place_text(run, apart) for run in ordered) if apart else ()
-    return Table(
-        title, tuple(table_columns), table_rows, frozenset(best), about(runs), apart, places
+    facts = about(runs)
+    if 0 < (num_bounds := sum(map(knows_the_future, runs))) < len(runs):
+        facts += ((_BOUNDS, "rows that know the future stand last and are not ranked"),)
+    table = Table(title, tuple(table_columns), table_rows, frozenset(best), facts, apart, places)
+    return merged(table, len(rows) - num_bounds) if merge else table
+
+
+def knows_the_future(run: Run) -> bool:
+    """Whether an algorithm of this run is a bound that no engine can run."""
+    return any(setting(run, axis).raw == name for axis, name in _OFFLINE.items())
+
+
+def merged(table: Table, num_ranked: int) -> Table:
+    """Make one row of those that differ in nothing but the policy, whose names it lists.
+
+    Rows from `num_ranked` on, which are not ranked, keep apart from the others.
+    """
+    at = [j for j, column in enumerate(table.columns) if column.name == "policy"]
+    if not at:
+        return table
+    alike: dict[object, list[int]] = defaultdict(list)
+    for i, row in enumerate(table.rows):
+        others = tuple((v.raw, v.stderr) for j, v in enumerate(row) if j != at[0])
+        alike[others, i < num_ranked].append(i)
+    rows = []
+    for same in alike.values():
+        names = dict.fromkeys(str(table.rows[i][at[0]].raw) for i in same)
+        row = list(table.rows[same[0]])
+        row[at[0]] = replace(row[at[0]], raw=", ".join(names)) if len(same) > 1 else row[at[0]]
+        rows.append(tuple(row))
+    kept = [same[0] for same in alike.values()]
+    return replace(
+        table,
+        rows=tuple(rows),
+        best=frozenset((kept.index(i), j) for i, j in table.best if i in kept),
+        places=tuple(table.places[i] for i in kept) if table.places else (),
     )
 
 
@@ -518,7 +557,7 @@ def notes(table: Table) -> list[str]:
     texts += ["±: standard error"] if any(v.stderr for row in table.rows for v in row) else []
     if table.apart:
         texts.append(f"rows of different {', '.join(table.apart)} are not compared")
-    return [*texts, *(text for name, text in table.about if name == _BEWARE)]
+    return [*texts, *(text for name, text in table.about if name in (_BEWARE, _BOUNDS))]
 
 
 def _in_markdown(text: str) -> str:

@@ -67,6 +67,34 @@ def test_rows_that_a_board_keeps_apart_are_not_ranked_together(
     assert all(line.endswith("| * |") for line in marked[1])
 
 
+def test_bounds_stand_last_and_neither_win_a_column_nor_the_front(
+    tmp_path: Path, table: Table
+) -> None:
+    folder = leaderboard_of_four(tmp_path)
+    bound = record("e", policy="on_demand + eviction=belady", tok_per_s=500, miss_rate=0.01)
+    bound["config"]["moecache"]["policy"]["eviction"] = {"name": "belady"}
+    write(folder, bound)
+    *rows, blank, legend = table(folder).splitlines()[:9]
+    assert rows[-1].startswith("| on_demand + eviction=belady |") and not blank
+    assert "**" not in rows[-1] and rows[-1].endswith("|  |")
+    assert [row for row in rows if "**200.0**" in row and row.endswith("| * |")]
+    assert "know the future stand last and are not ranked" in legend
+    assert "know the future" not in table(leaderboard_of_four(tmp_path / "without"))
+
+
+def test_a_board_makes_one_row_of_what_differs_in_the_name_alone(
+    tmp_path: Path, table: Table
+) -> None:
+    pair = [record(name, policy=name) for name in ("one", "other")]
+    # Another parameter, without a column: two configurations, of which no figure tells.
+    pair[1]["config"]["moecache"]["policy"]["miss"] = {"name": "x", "h": 1}
+    folder = write(tmp_path, *pair, record("third", policy="third", capacity="5%", tok_per_s=50.0))
+    assert len([line for line in table(folder).splitlines() if line.startswith("| o")]) == 2
+    (folder / "table.yaml").write_text("distinct: true\n")
+    lines = table(folder).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:4]] == ["one, other", "third"]
+
+
 def test_the_same_runs_give_the_same_bytes_wherever_they_lie(tmp_path: Path, table: Table) -> None:
     first = sweep_file(leaderboard_of_four(tmp_path / "first"), name="made-up")
     second = tmp_path / "elsewhere" / "second"
