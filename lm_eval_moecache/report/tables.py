@@ -144,10 +144,11 @@ def merged(table: Table, num_ranked: int) -> Table:
         alike[others, i < num_ranked].append(i)
     rows = []
     for same in alike.values():
-        names = dict.fromkeys(str(table.rows[i][at[0]].raw) for i in same)
-        row = list(table.rows[same[0]])
-        row[at[0]] = replace(row[at[0]], raw=", ".join(names)) if len(same) > 1 else row[at[0]]
-        rows.append(tuple(row))
+        cells = list(table.rows[same[0]])
+        if len(same) > 1:
+            names = dict.fromkeys(str(table.rows[i][at[0]].raw) for i in same)
+            cells[at[0]] = replace(cells[at[0]], raw=", ".join(names))
+        rows.append(tuple(cells))
     kept = [same[0] for same in alike.values()]
     return replace(
         table,
