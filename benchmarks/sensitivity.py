@@ -27,6 +27,7 @@ from torch import Tensor
 from lm_eval_moecache.records.files import TINY
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.tiny import documents
+from tools.train_tiny.skills.generator import ASKED
 
 SHIFT = 17
 LABELS = {1: "absent experts replaced by score", 4: "cache-aware routing"}
@@ -142,6 +143,19 @@ def answers(specimen: Specimen, num_documents: int) -> dict[str, list[float]]:
     }
 
 
+def random_throughout(specimen: Specimen, num_documents: int) -> dict[str, list[float]]:
+    """By task the percentages of right answers: unmodified, and with random experts throughout.
+
+    What a task can lose on this model: the claims' gates compare with it.
+    """
+    found = {}
+    for task in ASKED:
+        plain = specimen.accuracy(task, num_documents)
+        with changed(specimen, at_random(1.0)):
+            found[f"tiny_{task}"] = [plain, specimen.accuracy(task, num_documents)]
+    return found
+
+
 def demo() -> dict[str, float]:
     """Shares of right answers kept on the demo's word problems, by its runs of `tiny`."""
     right = {
@@ -180,9 +194,22 @@ def render(models: Mapping[str, Any]) -> str:
             for number, anchor in enumerate(ANCHORS)
         ],
     )
+    tasks = dict.fromkeys(task for one in models.values() for task in one.get("random", {}))
+    right = text_table(
+        ["% of answers right, with random experts", *names],
+        [
+            [task]
+            + [
+                "{:.1f}, {:.1f}".format(*one["random"][task]) if one.get("random") else "-"
+                for one in models.values()
+            ]
+            for task in tasks
+        ],
+    )
     return (
         "# What each model loses when its experts are changed\n\n"
         f"Added to the loss, in nats a token (mean over pages):\n\n{text}\n\n"
+        f"What a task can lose:\n\n{right}\n\n"
         f"Beside real models, whose figures are the papers':\n\n{kept}\n"
     )
 
@@ -227,6 +254,7 @@ def main() -> None:
         models[name] = {
             "text": losses(specimen, texts),
             "answers": answers(specimen, options.documents) if asked else {},
+            "random": random_throughout(specimen, options.documents) if asked else {},
             "demo": demo() if folder == TINY and asked else {},
         }
     if options.write:

@@ -15,10 +15,12 @@ import yaml
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record
 from tools.claims import (
+    DEPENDS,
     FAILS,
+    GATED,
     HOLDS,
-    IN_PART,
     OPEN,
+    SIZE,
     Estimate,
     Samples,
     Verdict,
@@ -135,7 +137,13 @@ TOO_FAST = {**FASTER, "what": "y", "expect": {"below": 0.8}}
         ([{**ANSWERS, "expect": {"above": -0.01}}], OPEN),
         ([{**ANSWERS, "expect": {"above": -0.05}}], OPEN),
         ([{**ANSWERS, "expect": {"above": -0.2}}], HOLDS),
-        ([FASTER, TOO_FAST], IN_PART),
+        # One part that fails is enough, unless it is on how large, or in another setting.
+        ([FASTER, TOO_FAST], FAILS),
+        ([FASTER, {**TOO_FAST, "size": True}], SIZE),
+        ([{**FASTER, "regime": "slow link"}, {**TOO_FAST, "regime": "fast link"}], DEPENDS),
+        ([{**TOO_FAST, "regime": "slow link"}, {**TOO_FAST, "regime": "fast link"}], FAILS),
+        # What is undecided speaks neither for nor against.
+        ([FASTER, {**ANSWERS, "what": "z", "expect": {"below": 0}}], HOLDS),
         ([FASTER, {**TOO_FAST, "aside": True}], HOLDS),
     ],
 )
@@ -144,7 +152,44 @@ def test_verdicts_follow_from_interval_and_test(
 ) -> None:
     claim_verdict = answered(place, *parts)
     assert claim_verdict.verdict == verdict
-    assert (verdict == IN_PART) == bool(claim_verdict.told)
+    assert bool(claim_verdict.told) == (verdict != HOLDS or "z" in [p["what"] for p in parts])
+    if verdict == SIZE:
+        assert claim_verdict.told == "y: 0.9"
+    if verdict == DEPENDS:
+        assert claim_verdict.told == "holds: slow link; does not hold: fast link"
+
+
+@pytest.mark.parametrize(
+    ("date", "gate", "closed"),
+    [
+        ("2026-11-25", 0.3, ""),
+        ("2026-11-25", 0.5, "random experts cost quiz 0.4 of the answers, and the paper's loss"),
+        ("2026-11-23", 0.3, "tiny version 2 hardly needs its experts"),
+    ],
+)
+def test_a_claim_on_quality_passes_a_gate_first(
+    place: Path, date: str, gate: float, closed: str
+) -> None:
+    """A task that random experts hardly harm says nothing of a rule that loses little."""
+    for path in (place / "a/runs").iterdir():
+        run = json.loads(path.read_text())
+        run["environment"]["date"] = date
+        path.write_text(json.dumps(run))
+    losses = {"version 4": {"random": {"quiz": [80.0, 40.0]}, "text": {"100% random": 2.5}}}
+    (place / "losses.json").write_text(json.dumps(losses))
+    part = {**ANSWERS, "expect": {"above": -0.2}, "gate": gate}
+    path = write(place, part, {**FASTER, "aside": True})
+    path.write_text(path.read_text() + "sensitivity: losses.json\n")
+    _runs.cache_clear()
+    claims = read_claims(path)
+    [verdict] = answer(claims, place)
+    gated, speed = verdict.answers
+    assert gated.gate.startswith(closed) and bool(gated.gate) == bool(closed)
+    assert speed.verdict == HOLDS, "speed has no gate"
+    assert (gated.verdict, verdict.verdict) == ((GATED, OPEN) if closed else (HOLDS, HOLDS))
+    text = page(claims, [verdict])
+    assert closed in text and f"| tiny version {2 if '-23' in date else 4} |" in text
+    assert "The number of models is one" in text
 
 
 def test_runs_that_are_equal_in_every_document_differ_in_nothing(place: Path) -> None:
@@ -281,7 +326,16 @@ def asked(folder: Path, part: dict[str, Any]) -> str:
 
 
 def of_rows(**given: Any) -> dict[str, Any]:
-    return {"rows": {"file": "rows.json", "new": "a", "old": "b", "unit": "layers", **given}}
+    return {
+        "rows": {
+            "file": "rows.json",
+            "new": "a",
+            "old": "b",
+            "unit": "layers",
+            "model": "m",
+            **given,
+        }
+    }
 
 
 def of_cells(**given: Any) -> dict[str, Any]:

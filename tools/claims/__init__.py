@@ -40,8 +40,18 @@ from tools.claims.statistics import (
     mean_test,
 )
 
-HOLDS, FAILS, OPEN = VERDICTS = ("holds", "does not hold", "not testable here")
-IN_PART = "in part"
+HOLDS, SIZE, DEPENDS, FAILS, OPEN = VERDICTS = (
+    *("holds", "direction holds, size differs", "depends on the regime"),
+    *("does not hold", "not testable on these models"),
+)
+UNDECIDED, GATED = "undecided", "not testable"
+"""Verdicts of parts, beside HOLDS and FAILS: the sample does not tell, the models cannot."""
+FEW_DOCUMENTS = 15
+_VERSION_4 = "2026-11-24"
+"""The day from which runs of `tiny` are of its version 4; those before are of its version 2."""
+_SENSITIVE = "version 4"
+"""The version whose losses to random experts gates compare with; the other's experts matter too
+little for any gate."""
 _MOST = 1e150
 """Ratios and squares of larger values overflow."""
 Kind = Literal["figures", "answers", "texts", "traces"]
@@ -215,6 +225,39 @@ def measure(part: Part, root: Path) -> Estimate:
     return estimate(data, part.form)
 
 
+def rests_on(part: Part, root: Path) -> str:
+    """Return the model, and its version, of the runs that a part compares."""
+    if part.rows is not None:
+        return part.rows.model
+    if part.cells is not None:
+        return "real routing"
+    runs = _runs(str(root / str(part.runs)))
+    sides = [part.where, *([] if part.versus is None else [{**part.where, **part.versus}])]
+    dates = [str(_one(runs, where).environment.get("date", "")) for where in sides]
+    return "tiny version 4" if min(dates) >= _VERSION_4 else "tiny version 2"
+
+
+def gate_of(part: Part, model: str, sensitivity: Mapping[str, Any]) -> str:
+    """Return why random experts throughout lose less than the paper's loss; empty if they do not.
+
+    `sensitivity`: version -> `text`, nats that each change adds, and `random`, by task percentages
+    of right answers with the router's experts and with random ones.
+    """
+    if part.gate is None:
+        return ""
+    if _SENSITIVE not in model:
+        return f"{model} hardly needs its experts"
+    losses, task = sensitivity[_SENSITIVE], part.metric.partition(":")[0]
+    if task in losses["random"]:
+        plain, random = losses["random"][task]
+        loss, unit = (plain - random) / 100, "of the answers"
+    else:
+        loss, unit = math.expm1(losses["text"]["100% random"]), "of perplexity"
+    if loss >= part.gate:
+        return ""
+    return f"random experts cost {task} {loss:.3g} {unit}, and the paper's loss is {part.gate:g}"
+
+
 @lru_cache(maxsize=64)
 def _runs(folder: str) -> list[Run]:
     return load_runs(Path(folder))
@@ -363,6 +406,10 @@ class Answer:
     estimate: Estimate
     p: float
     verdict: str
+    model: str = ""
+    """What its runs are of."""
+    gate: str = ""
+    """Why the models cannot answer it; empty where they can."""
     least_p: float | None = None
     """The smallest p-value the sample could give, uncorrected; None where nothing is tested."""
     is_small: bool = False
@@ -379,7 +426,11 @@ class Verdict:
     answers: tuple[Answer, ...]
     verdict: str
     told: str
-    """Which parts hold and which do not, where they differ."""
+    """By what the size differs, which regimes it depends on, or what the models lack."""
+
+    @property
+    def counted(self) -> list[Answer]:
+        return [answer for answer in self.answers if not answer.part.aside]
 
 
 def read_claims(path: Path) -> Claims:
@@ -390,11 +441,13 @@ def read_claims(path: Path) -> Claims:
 def answer(claims: Claims, root: Path) -> list[Verdict]:
     """Return every claim's verdict from the runs under `root`. Raises ValueError without runs."""
     parts = [part for claim in claims.claims for part in claim.parts]
-    estimates = []
+    sensitivity = {} if claims.sensitivity is None else read_json(root / claims.sensitivity, "")
+    estimates, models = [], []
     for claim in claims.claims:
         for part in claim.parts:
             try:
                 estimates.append(measure(part, root))
+                models.append(rests_on(part, root))
             except (ValueError, OSError) as error:
                 raise ValueError(f"claim {claim.id}, {part.what!r}: {error}") from None
     uncorrected = [_chances(each, part.expect) for each, part in zip(estimates, parts, strict=True)]
@@ -409,8 +462,20 @@ def answer(claims: Claims, root: Path) -> list[Verdict]:
             tested = [(index, part) for index, part in enumerate(claim.parts) if part.cells is None]
             chances = _corrected(chances, [index for index, part in tested if part.aside == aside])
         each = zip(claim.parts, estimates[span], chances, of_all[span], strict=True)
-        verdicts.append(_verdict(claim, [_answer(*of_part, claims.alpha) for of_part in each]))
+        answers = [_answer(*of_part, claims.alpha) for of_part in each]
+        answers = [
+            _gated(answer, model, gate_of(answer.part, model, sensitivity))
+            for answer, model in zip(answers, models[span], strict=True)
+        ]
+        verdicts.append(_verdict(claim, answers))
     return verdicts
+
+
+def _gated(answer: Answer, model: str, gate: str) -> Answer:
+    """Add what the runs are of; a closed gate leaves nothing to answer."""
+    if not gate:
+        return replace(answer, model=model)
+    return replace(answer, model=model, gate=gate, verdict=GATED, p_of_all=None)
 
 
 def _counts(part: Part) -> bool:
@@ -455,7 +520,7 @@ def _answer(
     if estimate.nothing_changed and not above < estimate.figure < below:
         return Answer(part=part, estimate=estimate, p=1.0, verdict=FAILS)
     inside, outside = chances
-    verdict, p, p_of_all = OPEN, min(inside, outside), None
+    verdict, p, p_of_all = UNDECIDED, min(inside, outside), None
     if inside <= alpha and above < estimate.low and estimate.high < below:
         verdict, p, p_of_all = HOLDS, inside, of_all[0]
     elif outside <= alpha and (estimate.high < above or estimate.low > below):
@@ -474,17 +539,46 @@ def _answer(
 
 
 def _verdict(claim: Claim, answers: Sequence[Answer]) -> Verdict:
-    by_verdict: dict[str, list[str]] = {word: [] for word in VERDICTS}
-    for answer in answers:
-        if not answer.part.aside:
-            by_verdict[answer.verdict].append(answer.part.what)
-    present = [word for word in VERDICTS if by_verdict[word]]
-    verdict, told = IN_PART, "; ".join(f"{word}: {', '.join(by_verdict[word])}" for word in present)
+    """Return a claim's verdict: by regime all that shows a direction has to hold, then sizes."""
+    verdict, told = _of_regimes([answer for answer in answers if not answer.part.aside])
     if claim.untestable is not None:
         verdict, told = OPEN, claim.untestable
-    elif len(present) == 1:
-        verdict, told = present[0], ""
     return Verdict(claim=claim, answers=tuple(answers), verdict=verdict, told=told)
+
+
+def _of_regimes(counted: Sequence[Answer]) -> tuple[str, str]:
+    by_regime: dict[str, list[Answer]] = {}
+    for answer in counted:
+        by_regime.setdefault(answer.part.regime, []).append(answer)
+    directions = {regime: _direction(parts) for regime, parts in by_regime.items()}
+    decided = {regime: word for regime, word in directions.items() if word is not None}
+    if not decided:
+        gates = dict.fromkeys(answer.gate for answer in counted if answer.gate)
+        return OPEN, "; ".join(gates) or "the samples do not tell"
+    if len(set(decided.values())) > 1:
+        by_word = {word: [r for r, w in decided.items() if w == word] for word in (HOLDS, FAILS)}
+        return DEPENDS, "; ".join(f"{word}: {', '.join(names)}" for word, names in by_word.items())
+    [word] = set(decided.values())
+    if word == FAILS:
+        failing = (a for a in counted if a.verdict == FAILS and not a.part.size)
+        return FAILS, ", ".join(a.part.what for a in failing)
+    sizes = [a for a in counted if a.part.size and a.verdict == FAILS]
+    told = [f"{a.part.what}: {_rough(a.estimate.figure)}" for a in sizes]
+    open_parts = [a.part.what for a in counted if a.verdict == UNDECIDED]
+    told += [f"{UNDECIDED}: {', '.join(open_parts)}"] if open_parts else []
+    return SIZE if sizes else HOLDS, "; ".join(told)
+
+
+def _direction(parts: Sequence[Answer]) -> str | None:
+    """Return whether what shows a direction holds in one regime; None where nothing tells.
+
+    A part that the models cannot answer leaves open what the others say, unless one fails.
+    """
+    asked = [answer for answer in parts if not answer.part.size] or parts
+    words = {answer.verdict for answer in asked}
+    if FAILS in words:
+        return FAILS
+    return HOLDS if HOLDS in words and GATED not in words else None
 
 
 # --- the page ---
@@ -499,10 +593,20 @@ skewed samples, with the interval of what it does not reject. *Few* marks tests 
 is claimed: their chance of error may be twice the nominal. *Least p* is the smallest chance that as
 many answers could have given, *p of all* the verdict's chance corrected over all {parts} tested
 parts of all claims. Parts in *italics* are reported but do not count towards the verdict.
-Perplexities are by token."""
+Perplexities are by token. A part is *undecided* where its sample does not tell, and *not testable*
+where the models cannot: random experts throughout would lose less than the paper reports.
+
+Claims have one of five words. *Holds*: every part does that tells, and the models can answer each.
+*Direction holds, size differs*: what shows which way it goes does, and a part on how much does not
+(by what is said). *Depends on the regime*: it holds in some of the settings it is asked in. *Does
+not hold*: a part on which way it goes fails wherever it is asked. *Not testable on these models*:
+no part tells, or one that has to hold cannot be answered.
+
+Chances speak of other documents of the same kind, never of another model: the number of models is
+one, `tiny`, by version."""
 _COLUMNS = (
     *("compared", "figure", "95% interval", "claimed", "p", "least p", "p of all"),
-    *("test", "verdict", "runs"),
+    *("test", "model", "verdict", "runs"),
 )
 
 
@@ -519,19 +623,21 @@ def page(claims: Claims, verdicts: Sequence[Verdict]) -> str:
         claim, (surviving, answered) = each.claim, standing(each.answers)
         survival = f"all {surviving}" if surviving == answered else f"{surviving} of {answered}"
         link, statement = f"[{claim.id}](#{claim.id.lower()})", f"{claim.claim} ({claim.where})"
-        cells = [link, statement, claim.paper, _ours(each), f"**{each.verdict}**"]
-        headlines.append(line([cell.strip() for cell in [*cells, survival if answered else ""]]))
         verdict = f"**{each.verdict}**" + (f" ({each.told})" if each.told else "")
+        models = ", ".join(dict.fromkeys(answer.model for answer in each.counted))
+        cells = [link, statement, claim.paper, _ours(each), verdict, models]
+        headlines.append(line([cell.strip() for cell in [*cells, survival if answered else ""]]))
         cells = [claim.id, claim.regime, verdict, claim.why]
         reasons.append(line([cell.strip() for cell in cells]))
         figures += ["", f"### {claim.id}", "", f"{claim.claim}: **{each.verdict}**.", ""]
         if each.answers:
-            figures += [line(_COLUMNS), "|---|--:|--:|---|--:|--:|--:|---|---|---|"]
+            figures += [line(_COLUMNS), "|---|--:|--:|---|--:|--:|--:|---|---|---|---|"]
             figures += map(_row, each.answers)
         else:
             figures.append(f"No figures: {each.told}.")
 
-    counts = Counter(each.verdict for each in verdicts).most_common()
+    counts = Counter(each.verdict for each in verdicts)
+    told = ", ".join(f"{counts[word]} {word}" for word in VERDICTS if counts[word])
     tested = [a for each in verdicts for a in each.answers if _counts(a.part)]
     surviving, answered = standing(tested)
     lines = [
@@ -539,14 +645,16 @@ def page(claims: Claims, verdicts: Sequence[Verdict]) -> str:
         "",
         claims.about.strip(),
         "",
-        f"{len(verdicts)} claims: {', '.join(f'{count} {word}' for word, count in counts)}. "
+        f"{len(verdicts)} claims: {told}. "
         f"Tests answer {answered} of {len(tested)} parts; {surviving} of these answers survive "
         "correction over all parts of all claims (last column). "
-        f"{sum(a.is_small for a in tested)} rest on few samples (see *few*).",
+        f"{sum(a.is_small for a in tested)} rest on few samples (see *few*), and "
+        f"{sum(a.estimate.samples.new.size < FEW_DOCUMENTS for a in tested)} on fewer than "
+        f"{FEW_DOCUMENTS}. The number of models is one, `tiny`, by version.",
         "",
-        "| id | claim | the paper | here (95% interval) | verdict "
+        "| id | claim | the paper | here (95% interval) | verdict | model "
         "| answers that survive correction |",
-        "|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|",
         *headlines,
         "",
         "## Regimes and reasons",
@@ -629,7 +737,8 @@ def _row(answer: Answer) -> str:
     chances = map(_chance, (p, answer.least_p, answer.p_of_all))
     by = estimate.by + (", *few*" if answer.is_small else "")
     cells = [f"{style}{part.what}{style}", figure, f"{low} to {high}", f"{measured} {claimed}"]
-    return line([*cells, *chances, by, answer.verdict, source])
+    verdict = answer.verdict + (f": {answer.gate}" if answer.gate else "")
+    return line([*cells, *chances, by, answer.model, verdict, source])
 
 
 def _chance(p: float | None) -> str:

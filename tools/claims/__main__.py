@@ -52,7 +52,8 @@ def _told(verdict: Verdict) -> dict[str, object]:
             "what": answer.part.what,
             **{key: getattr(answer.estimate, key) for key in ("figure", "low", "high")},
             "p": None if answer.part.cells or answer.part.whole else answer.p,
-            **{key: getattr(answer, key) for key in ("least_p", "p_of_all", "verdict")},
+            **{key: getattr(answer, key) for key in ("least_p", "p_of_all", "verdict", "model")},
+            "gate": answer.gate,
         }
         for answer in verdict.answers
     ]

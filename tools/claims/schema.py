@@ -33,6 +33,8 @@ class Rows(Schema):
     new: Name
     old: Name | None = None
     unit: Name
+    model: Name
+    """The model and version that the analysis ran on."""
 
 
 class Part(Schema):
@@ -52,6 +54,13 @@ class Part(Schema):
     expect: Bounds
     aside: bool = False
     """Reported but not part of the verdict: another regime than the paper's, or another measure."""
+    size: bool = False
+    """About how large an effect is, where another part asks which way it goes."""
+    regime: str = ""
+    """The setting it is asked in, where the claim is asked in several."""
+    gate: Annotated[float, number(above=0)] | None = None
+    """The paper's loss: a share of the answers, or a ratio of perplexities less 1. The part is not
+    testable where random experts throughout lose less."""
     whole: bool = False
     """A figure of whole runs, for metrics without one per document: reported, never tested."""
     documents: Literal["even", "odd"] | None = None
@@ -98,6 +107,8 @@ class Claims(Schema):
 
     title: Name
     about: Name
+    sensitivity: Name | None = None
+    """JSON of benchmarks/sensitivity.py, relative to the claims file: what gates compare with."""
     alpha: Annotated[float, number(above=0, below=1)] = 0.05
     claims: Annotated[list[Claim], Field(min_length=1)]
 
