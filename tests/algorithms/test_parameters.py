@@ -154,7 +154,9 @@ OUT_OF_RANGE: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
     ("miss", "substitute_score"): [({"tolerance": 0}, r"miss\.tolerance=0")],
     ("prefetch", "expert_map"): [({"maps": 0}, "maps=0"), ({"distance": 5}, "distance=5")],
     ("prefetch", "frequency"): [({"overfetch": 0}, "overfetch=0 must be above 0")],
-    ("prefetch", "history"): [({"lookahead": 9}, "lookahead=9 must be 1 or more and at most the 3 MoE layers")],
+    ("prefetch", "history"): [
+        ({"lookahead": 9}, "lookahead=9 must be 1 or more and at most the 3 MoE layers")
+    ],
     ("prefetch", "importance"): [({"experts": 9}, "experts=9"), ({"decay": 1.5}, "decay=1.5")],
     ("prefetch", "oracle"): [
         ({name: value}, rf"prefetch\.{name}={value}")
