@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, get_args
 
 import numpy as np
@@ -22,10 +24,17 @@ from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.configuration import LayerCaches, RealModel
-from lm_eval_moecache.records.event import DECODE, PHASES, VERIFY
+from lm_eval_moecache.records.event import (
+    DECODE,
+    PHASES,
+    UNSEEN_SCORES,
+    VERIFY,
+    Event,
+    unique_in_order,
+)
 from lm_eval_moecache.records.geometry import NO_TARGET, Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
-from lm_eval_moecache.records.predictor import digest_of
+from lm_eval_moecache.records.predictor import digest_of, target_of
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import equip
 from lm_eval_moecache.trace.future import Future
@@ -43,7 +52,7 @@ class Case:
     setting: Setting
     future: Future
     reset: str
-    recorded: Lists | None
+    foreseen: Sequence[Sequence[int]] | None
     kinds: set[str]
 
 
@@ -64,7 +73,7 @@ def draw_geometry(rng: np.random.Generator, levels: int) -> Geometry:
         dense_bytes=tuple(rng.choice([0, 300, 900], num_layers).tolist()),
         precision=("int8", "int4", "int2")[:levels],
         compute_bytes=tuple(2 * size for size in sizes) if rng.random() < 0.3 else (),
-        hidden_size=int(rng.choice([1, 64])),
+        hidden_size=int(rng.choice([0, 1, 64])),
     )
 
 
@@ -272,12 +281,16 @@ def draw_case(rng: np.random.Generator, kind: str) -> Case:
     foresight, scan = kind == "foresight", kind == "scan"
     geometry = draw_geometry(rng, int(rng.integers(2, 4)) if ladder else 1)
     axes = choose(rng, "eviction", EVICTIONS)
-    if kind == "foresight":
+    if lossy and rng.random() < 0.6:
+        axes |= choose(rng, "routing", LOSSY_ROUTING)
+    if axes.get("routing") == "commit" and not scan:
+        axes |= choose(rng, "prefetch", ["predictor"])
+    elif foresight:
         axes |= choose(rng, "prefetch", ["data_aware"])
     elif kind == "draft" and rng.random() < 0.7:
         cutoff = int(rng.integers(geometry.num_layers + 1))
         axes |= choose(rng, "prefetch", ["draft"]) | {"prefetch.cutoff": cutoff}
-    elif kind != "scan" and also("prefetch", 0.5):
+    elif not scan and also("prefetch", 0.5):
         axes |= choose(rng, "prefetch", PREFETCHERS)
     if ladder and rng.random() < 0.8:
         axes |= choose(rng, "miss", LADDERS)
@@ -287,8 +300,6 @@ def draw_case(rng: np.random.Generator, kind: str) -> Case:
         axes |= choose(rng, "miss", LOSSY_MISSES)
     else:
         axes |= choose(rng, "miss", ["fetch", "fetch_cached_first"])
-    if lossy and rng.random() < 0.6:
-        axes |= choose(rng, "routing", LOSSY_ROUTING)
     if rng.random() < 0.3:
         axes["phases"] = "decode"
     policy = equip(load_policy("on_demand", axes), geometry)
@@ -307,13 +318,14 @@ def draw_case(rng: np.random.Generator, kind: str) -> Case:
     by = digest if prefetch.uses_predictor else ""
     depth = max(routing.depth, prefetch.depth)
     trace = with_predictions(rng, trace, max(1, depth), by)
-    recorded = None
+    foreseen = None
     if foresight:
         events = trace.num_passes * geometry.num_layers
         keys = geometry.num_layers * geometry.num_experts
         counts = rng.integers(0, keys // 2 + 1, events)
-        recorded = lists([rng.permutation(keys)[:count].tolist() for count in counts])
-        proposed = {identity(policy.prefetch, 0, digest): recorded}
+        recorded = [rng.permutation(keys)[:count].tolist() for count in counts]
+        proposed = {identity(policy.prefetch, 0, digest): lists(recorded)}
+        foreseen = recorded[:: geometry.num_layers]
         trace = dataclasses.replace(trace, proposed=proposed)
     per_layer = scan or rng.random() < 0.3
     capacity = f"{rng.integers(1, geometry.num_experts + 1)}/layer"
@@ -339,7 +351,7 @@ def draw_case(rng: np.random.Generator, kind: str) -> Case:
         warm=profile if rng.random() < 0.3 else None,
     )
     reset = pick(rng, ("never", "request"))
-    return Case(trace, setting, Future(trace), reset, recorded, kinds_of(trace, setting))
+    return Case(trace, setting, Future(trace), reset, foreseen, kinds_of(trace, setting))
 
 
 def draw_model(rng: np.random.Generator) -> RealModel:
@@ -392,33 +404,59 @@ def kinds_of(trace: Trace, setting: Setting) -> set[str]:
     return kinds | ({"demand"} if not prefetch.is_active and policy.is_lossless else set())
 
 
-def figures_of_engine(case: Case) -> tuple[list[Any], dict[str, Any]]:
-    engine = replay(case.trace, case.setting, future=case.future, cache_reset=case.reset)
-    ends = {
-        "now": engine.clock.now,
-        "resident": [dict(pool.resident) for pool in engine.pools],
-        "peak": engine.peak_cache_bytes,
-    }
-    return engine.ledger.passes, ends
+def events_of(case: Case) -> list[list[Event]]:
+    """The events of a trace, by pass and layer, with all that it knows of them."""
+    trace, g = case.trace, case.trace.geometry
+    build = [getattr(case.setting.policy, axis).build for axis in ("routing", "prefetch")]
+    routing, prefetch = (make(g, case.setting.seed) for make in build)
+    depth, passes = max(routing.depth, prefetch.depth), list[list[Event]]()
+    assert trace.logits is not None and trace.columns.weights is not None
+    for number, (start, stop) in enumerate(pairwise(trace.row_bounds.tolist())):
+        index, layer = divmod(number, g.num_layers)
+        phase = PHASES[trace.columns.phase[start]]
+        targets = [at for at in range(layer + 1, layer + 1 + depth) if at < g.num_layers]
+        if prefetch.uses_predictor:
+            targets = [at for at in [target_of(layer, g.num_layers, phase)] if at is not None]
+        predicted = dict.fromkeys(targets, UNSEEN_SCORES)
+        if trace.predicted is not None and targets:
+            first, last = trace.predicted.offsets[[start, stop]]
+            values = trace.predicted.values[first:last].astype(np.float32)
+            scores = values.reshape(stop - start, -1, g.num_experts)
+            predicted = {target: scores[:, i] for i, target in enumerate(targets)}
+        experts = trace.columns.experts[start:stop].astype(np.int64)
+        event = Event(
+            pass_index=index,
+            layer=layer,
+            phase=phase,
+            num_tokens=stop - start,
+            keys=unique_in_order(layer, g.num_experts, experts),
+            experts=experts,
+            weights=trace.columns.weights[start:stop],
+            logits=trace.logits[start:stop].astype(np.float32),
+            predicted=predicted,
+        )
+        passes += [[]] if layer == 0 else []
+        passes[index].append(event)
+    return passes
 
 
 def check(seed: int) -> set[str]:
     """Compare engine and oracle on the case of a seed; return its kinds."""
     case = draw(seed)
-    oracle = Oracle(case.trace, case.setting, case.future, case.reset, case.recorded)
-    passes, ends = figures_of_engine(case)
-    told = {
-        "now": oracle.now,
-        "resident": [pool.resident for pool in oracle.pools],
-        "peak": sum(pool.peak for pool in oracle.pools),
-    }
-    what = f"seed={seed} {case.setting.policy.name} {sorted(case.kinds)}"
-    for record, expected in zip(passes, oracle.passes, strict=True):
+    trace, setting = case.trace, case.setting
+    oracle = Oracle(trace, events_of(case), setting, case.future, case.reset, case.foreseen)
+    engine = replay(trace, setting, future=case.future, cache_reset=case.reset)
+    what = f"seed={seed} {setting.policy.name} {sorted(case.kinds)}"
+    for record, expected in zip(engine.ledger.passes, oracle.passes, strict=True):
         for name in (field.name for field in dataclasses.fields(record)):
             here, there = getattr(record, name), getattr(expected, name)
             assert here == there, f"{what}: pass {record.index}: {name} is {here}, not {there}"
-    for name, there in told.items():
-        assert ends[name] == there, f"{what}: {name} is {ends[name]}, not {there}"
+    served = [[record.index for record in each.passes] for each in engine.ledger.requests]
+    assert served == [[*each.passes] for each in trace.requests], what
+    residents = {key: level for pool in engine.pools for key, level in pool.resident.items()}
+    assert residents == oracle.level, what
+    assert engine.clock.now == oracle.now, what
+    assert engine.peak_cache_bytes == sum(oracle.peak), what
     return case.kinds
 
 
