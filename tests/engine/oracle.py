@@ -349,10 +349,9 @@ class Oracle:
         keys, levels = self.prefetch.propose(event), dict[int, int]()
         acts = not (self.setting.policy.phases == "decode" and event.phase == PREFILL)
         if len(self.g.precision) > 1 and acts and not self.miss.is_lossless:
-            for layer in range(self.g.num_layers):
+            for layer in dict.fromkeys(key // self.g.num_experts for key in keys):
                 own = [key for key in keys if key // self.g.num_experts == layer]
-                chosen = self.miss.prefetch_levels(event, layer, own) if own else []
-                levels |= zip(own, chosen, strict=True)
+                levels |= zip(own, self.miss.prefetch_levels(event, layer, own), strict=True)
         self.enqueue(keys, event.pass_index, event.layer, ready_s, levels)
 
     def enqueue(
