@@ -86,7 +86,7 @@ def draw_hardware(rng: np.random.Generator, lanes: bool) -> Hardware:
         return pick(rng, (0.0, 0.0, 1e-6, 1e-4, 1e-3, float(10 ** rng.uniform(-6, -2))))
 
     link = rate(1e6, 1e7, 1e9)
-    return Hardware(
+    hardware = Hardware(
         name="drawn",
         peak_flops=rate(1e6, 1e9, 1e15),
         memory_bytes_per_s=rate(1e7, 1e8),
@@ -104,6 +104,13 @@ def draw_hardware(rng: np.random.Generator, lanes: bool) -> Hardware:
         host_flops=rate(1e6, 1e9),
         host_memory_bytes_per_s=rate(1e6, 1e7),
     )
+    if rng.random() < 0.9:
+        return hardware
+    # The host takes as long for an expert as the link and the device together.
+    fast = {"peak_flops": 1e15, "host_flops": 1e15, "host_memory_bytes_per_s": 1e6}
+    free = dict.fromkeys(("kernel_overhead_s", "link_latency_s", "layer_overhead_s"), 0.0)
+    even = {"memory_bytes_per_s": 2e6, "link_bytes_per_s": 2e6, "link_efficiency": 1.0}
+    return dataclasses.replace(hardware, link_lane_bytes_per_s=None, **fast, **free, **even)
 
 
 def draw_trace(
