@@ -9,7 +9,6 @@ from inspect import Parameter, getmembers, isfunction, signature
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.algorithms.ranges import check_ranges
 from lm_eval_moecache.algorithms.registry import (
     AXES,
     find_algorithm,
@@ -41,8 +40,9 @@ class Choice:
     def build(self, geometry: Geometry, seed: int) -> Any:
         """Return an instance; ValueError names the axis and the algorithm."""
         try:
-            ranges = ranges_of(self.algorithm)
-            check_ranges(self.axis, self.parameters, ranges, geometry)
+            for name, allowed in ranges_of(self.algorithm).items():
+                key = f"{self.axis}.{unmangle(name)}"
+                allowed.check(key, self.parameters[name], geometry)
             built = self.algorithm(geometry, seed=seed, **self.parameters)
             return _naming_itself(built, self, geometry) if self.is_outside else built
         except ValueError as error:

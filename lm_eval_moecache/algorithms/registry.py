@@ -10,14 +10,12 @@ import os
 import pkgutil
 import sys
 from collections.abc import Mapping
-from functools import cache, lru_cache, reduce
-from operator import or_
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from functools import cache, lru_cache
+from typing import Any
 
-from lm_eval_moecache.algorithms.ranges import Range
 from lm_eval_moecache.records import plugins
 from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.ranges import Range, split_range
 
 BASES = {
     "routing": "RoutingAlgorithm",
@@ -28,6 +26,7 @@ BASES = {
 AXES = tuple(BASES)
 # Set by the engine, not by the user.
 _NOT_PARAMETERS = ("self", "geometry", "seed")
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -177,17 +176,10 @@ def _declaration(algorithm: type[Any]) -> _Declared:
         parameters: dict[str, inspect.Parameter] = {}
         ranges: dict[str, Range] = {}
         for name, given in inspect.signature(algorithm, eval_str=True).parameters.items():
-            if name in _NOT_PARAMETERS or given.kind in (given.VAR_POSITIONAL, given.VAR_KEYWORD):
-                continue
-            annotation = given.annotation
-            is_union = get_origin(annotation) in (Union, UnionType)
-            kinds = list(get_args(annotation)) if is_union else [annotation]
-            for place, kind in enumerate(kinds):
-                if get_origin(kind) is Annotated and isinstance(kind.__metadata__[0], Range):
-                    kinds[place], ranges[name] = get_args(kind)
-            parameters[name] = (
-                given.replace(annotation=reduce(or_, kinds)) if name in ranges else given
-            )
+            if name not in _NOT_PARAMETERS and given.kind not in _VARIADIC:
+                annotation, allowed = split_range(given.annotation)
+                parameters[name] = given.replace(annotation=annotation)
+                ranges |= {} if allowed is None else {name: allowed}
         _declared[algorithm] = parameters, ranges
     return _declared[algorithm]
 

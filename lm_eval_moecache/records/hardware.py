@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.names import Naming, find_name
 from lm_eval_moecache.records.plugins import yaml_files
+from lm_eval_moecache.records.ranges import Positive, Range, Share, ZeroOrMore, check_fields
 from lm_eval_moecache.records.sizes import parse_bandwidth
 
 PROFILE_DIR = Path(__file__).resolve().parent.parent / "hardware"
@@ -37,16 +37,7 @@ _NAMING = Naming(
 )
 """Memory may be left out (`rtx3060`) or added (`RTX 3090 24GB`) where one profile fits."""
 
-POSITIVE = (
-    *("peak_flops", "memory_bytes_per_s", "link_bytes_per_s", "memory_bytes"),
-    *("host_flops", "host_memory_bytes_per_s", "link_lane_bytes_per_s"),
-    *("host_memory_bytes", "drive_bytes_per_s", "drive_random_bytes_per_s"),
-)
 _BY_BANDWIDTH = ("link_bytes_per_s", "link_efficiency", "link_lane_bytes_per_s")
-ZERO_OR_MORE = (
-    *("link_latency_s", "kernel_overhead_s", "load_overhead_s_per_byte"),
-    *("layer_overhead_s", "pass_overhead_s", "wait_overhead_s", "host_memory_mt_per_s"),
-)
 OF_THE_MACHINE = (
     *("host_memory_channels", "host_memory_mt_per_s", "host_sockets", "host_memory_bytes"),
     *("drive_bytes_per_s", "drive_random_bytes_per_s"),
@@ -61,62 +52,49 @@ class Hardware:
     """One device and its host. FLOP/s are at the compute dtype; link latency is per transfer."""
 
     name: str
-    peak_flops: float
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
-    link_latency_s: float
-    kernel_overhead_s: float
-    memory_bytes: float
-    layer_overhead_s: float = 0.0
+    peak_flops: Positive
+    memory_bytes_per_s: Positive
+    link_bytes_per_s: Positive
+    link_latency_s: ZeroOrMore
+    kernel_overhead_s: ZeroOrMore
+    memory_bytes: Positive
+    layer_overhead_s: ZeroOrMore = 0.0
     """Seconds per layer and pass of a software stack, beyond its kernels.
 
     The bookkeeping of a policy belongs here: on the wall clock it takes real time.
     """
-    pass_overhead_s: float = 0.0
+    pass_overhead_s: ZeroOrMore = 0.0
     """Seconds per pass of a software stack outside its layers: positions, masks, the output."""
-    wait_overhead_s: float = 0.0
+    wait_overhead_s: ZeroOrMore = 0.0
     """Seconds that each wait for the link costs the compute beyond the transfers: handing over the
     request, waking up, and reading from processor caches gone cold.
     """
-    link_efficiency: float = 1.0
+    link_efficiency: Share = 1.0
     """Share of `link_bytes_per_s` (one large copy) that copies of single experts reach."""
-    link_lanes: int = 1
+    link_lanes: Annotated[int, Range(least=1, most=MOST_LANES)] = 1
     """Requests that the link serves at once."""
-    link_lane_bytes_per_s: float | None = None
+    link_lane_bytes_per_s: Positive | None = None
     """Most bytes/s that one request gets; None for the whole link."""
-    load_overhead_s_per_byte: float = 0.0
+    load_overhead_s_per_byte: ZeroOrMore = 0.0
     """Compute seconds per loaded byte beyond its transfer: commit, release, bookkeeping."""
-    host_flops: float | None = None
-    host_memory_bytes_per_s: float | None = None
+    host_flops: Positive | None = None
+    host_memory_bytes_per_s: Positive | None = None
     """Needed where the host executes misses; None where the profile does not give them."""
-    host_memory_channels: int = 0
+    host_memory_channels: Annotated[int, Range(least=0, most=_MOST_CHANNELS)] = 0
     """Channels of a socket; 0 where not given."""
-    host_memory_mt_per_s: float = 0.0
+    host_memory_mt_per_s: ZeroOrMore = 0.0
     """Million transfers a second of a channel, as in DDR5-5600."""
-    host_sockets: int = 1
-    host_memory_bytes: float | None = None
+    host_sockets: Annotated[int, Range(least=1, most=_MOST_CHANNELS)] = 1
+    host_memory_bytes: Positive | None = None
     """Size of the host's memory."""
-    drive_bytes_per_s: float | None = None
+    drive_bytes_per_s: Positive | None = None
     """Sequential reads of the drive."""
-    drive_random_bytes_per_s: float | None = None
+    drive_random_bytes_per_s: Positive | None = None
     """Scattered reads of about an expert each."""
     source: dict[str, str] | str = ""
 
     def __post_init__(self) -> None:
-        def require(key: str, holds: Callable[[float], bool], rule: str) -> None:
-            value = getattr(self, key)
-            if value is not None and not holds(value):
-                raise ValueError(f"hardware {self.name!r}: {key}={value!r} must be {rule}.")
-
-        for key in POSITIVE:
-            require(key, lambda value: value > 0, "above 0")
-        for key in ZERO_OR_MORE:
-            require(key, lambda value: value >= 0, "0 or more")
-        require("host_memory_channels", lambda value: 0 <= value <= _MOST_CHANNELS, "0 to 64")
-        require("host_sockets", lambda value: 1 <= value <= _MOST_CHANNELS, "1 to 64")
-        require("link_efficiency", lambda value: 0 < value <= 1, "above 0 and at most 1")
-        lanes = f"1 or more and at most {MOST_LANES}"
-        require("link_lanes", lambda value: 1 <= value <= MOST_LANES, lanes)
+        check_fields(self, f"hardware {self.name!r}")
 
     @property
     def sources(self) -> dict[str, str]:
@@ -199,9 +177,9 @@ def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
     )
     # Imported late: pydantic is slow to import.
     from lm_eval_moecache.records.schemas import check
-    from lm_eval_moecache.records.schemas.inputs import hardware_schema
+    from lm_eval_moecache.records.schemas.inputs import profile_schema
 
-    checked = check(hardware_schema(Hardware), _read(path), f"hardware file {path.name}")
+    checked = check(profile_schema(Hardware), _read(path), f"hardware file {path.name}")
     hardware = Hardware(**dict(checked))
     return hardware if bandwidth is None else hardware.with_bandwidth(bandwidth)
 

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.records.plugins import yaml_files
+from lm_eval_moecache.records.ranges import Count, Positive, Share, check_fields
 
 RUNTIME_DIR = Path(__file__).resolve().parent.parent / "runtimes"
 MECHANISMS_FILE = RUNTIME_DIR / "mechanisms.yaml"
@@ -58,39 +59,30 @@ class Runtime:
     flags: str = ""
     resident_flags: str = ""
     """Flags where all experts fit."""
-    devices: str = "any"
+    devices: Literal["any", "unified", "card"] = "any"
     """`unified`: runs on machines whose device shares the host's memory only; `card`: on others."""
     models: str = ""
     """Pattern of the models that it runs, in lower case; empty for any."""
-    prefill: str = "copy"
+    prefill: Literal["copy", "host", "read", "token"] = "copy"
     """What it does with a prompt's absent experts: `copy` whole layers, `host`, `read`, or
     read for one `token` after the other."""
-    ships_from: int = 32
+    ships_from: Count = 32
     """Prompt tokens from which absent experts are copied; the host computes shorter prompts."""
-    chunk: int = 512
+    chunk: Count = 512
     """Tokens of a prompt that go through the model together."""
-    splits: str = "layer"
+    splits: Literal["layer", "tensor"] = "layer"
     """Several cards: `layer` after `layer`, or every layer over all of them (`tensor`)."""
-    socket_share: float = 0.5
+    socket_share: Share = 0.5
     """Share of two sockets' memory bandwidth it reaches: 0.5 one of them, 0.75 a copy on each."""
-    factor: float = 1.0
+    factor: Positive = 1.0
     """Measured over predicted speed of this runtime; 1 unless rows of several machines say more."""
     traps: tuple[str, ...] = ()
     source: str = ""
 
     def __post_init__(self) -> None:
-        def refuse(key: str, allowed: Any) -> None:
-            if getattr(self, key) not in allowed:
-                raise unknown(f"runtime {self.name!r}: {key}", getattr(self, key), allowed)
-
-        refuse("absent", MECHANISMS)
-        refuse("devices", ("any", "unified", "card"))
-        refuse("prefill", ("copy", "host", "read", "token"))
-        refuse("splits", ("layer", "tensor"))
-        for key in ("factor", "socket_share", "chunk", "ships_from"):
-            if not getattr(self, key) > 0:
-                value = getattr(self, key)
-                raise ValueError(f"runtime {self.name!r}: {key}={value!r} must be above 0.")
+        if self.absent not in MECHANISMS:
+            raise unknown(f"runtime {self.name!r}: absent", self.absent, MECHANISMS)
+        check_fields(self, f"runtime {self.name!r}")
         try:
             re.compile(self.called)
         except re.error as error:
@@ -238,11 +230,11 @@ def load_runtime(name: str) -> Runtime:
 def _read(path: Path) -> Runtime:
     # Imported late: pydantic is slow to import.
     from lm_eval_moecache.records.schemas import check
-    from lm_eval_moecache.records.schemas.inputs import RuntimeFile
+    from lm_eval_moecache.records.schemas.inputs import profile_schema
 
     what = f"runtime={str(path)!r}"
     data = read_yaml(path, what)
     if not isinstance(data, Mapping):
         raise ValueError(f"{what} must hold a mapping of the profile's fields.")
-    given = dict(check(RuntimeFile, data, f"runtime file {path.name}"))
+    given = dict(check(profile_schema(Runtime), data, f"runtime file {path.name}"))
     return Runtime(**{**given, "traps": tuple(given["traps"])})

@@ -267,37 +267,3 @@ class RankedKeys:
         for entry in passed:
             heapq.heappush(heap, entry)
         return found
-
-
-class LayerQueues:
-    """One queue of keys per layer, with a mask of the non-empty ones. O(1) per call."""
-
-    def __init__(self, geometry: Geometry) -> None:
-        self._num_experts = geometry.num_experts
-        self._queues: list[dict[int, None]] = [{} for _ in range(geometry.num_layers)]
-        self.mask = 0
-        """Bit l is set where layer l has keys."""
-
-    def append(self, key: int) -> None:
-        """Move a key to the end of its layer's queue, or append it."""
-        layer = key // self._num_experts
-        queue = self._queues[layer]
-        queue.pop(key, None)
-        queue[key] = None
-        self.mask |= 1 << layer
-
-    def remove(self, key: int) -> None:
-        layer = key // self._num_experts
-        del self._queues[layer][key]
-        if not self._queues[layer]:
-            self.mask &= ~(1 << layer)
-
-    def __contains__(self, key: int) -> bool:
-        return key in self._queues[key // self._num_experts]
-
-    def first(self, layer: int, pinned: Container[int]) -> int | None:
-        """Return the first key of a layer's queue that is not pinned, or None."""
-        for key in self._queues[layer]:
-            if key not in pinned:
-                return key
-        return None

@@ -6,9 +6,9 @@ from collections.abc import Container
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import RecencyRule
-from lm_eval_moecache.algorithms.ranges import Count
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Count
 
 
 class HeatLRU(RecencyRule):

@@ -8,10 +8,10 @@ from typing import ClassVar
 import numpy as np
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm, RankedKeys
-from lm_eval_moecache.algorithms.ranges import Decay
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.importance import ImportanceScores
+from lm_eval_moecache.records.ranges import Decay
 
 
 class Importance(EvictionAlgorithm):

@@ -6,8 +6,8 @@ from collections.abc import Container
 from typing import Annotated, ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import HitRule
-from lm_eval_moecache.algorithms.ranges import Range
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Range
 
 Segments = Annotated[int, Range(least=2, why=": one is lru")]
 

@@ -6,8 +6,8 @@ from collections.abc import Container
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import GhostQueue, HitRule
-from lm_eval_moecache.algorithms.ranges import ProperShare
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import ProperShare
 
 
 class TwoQ(HitRule):

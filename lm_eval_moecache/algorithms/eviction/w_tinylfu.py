@@ -7,8 +7,8 @@ from collections.abc import Container
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import HitRule
-from lm_eval_moecache.algorithms.ranges import Count, ProperShare
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Count, ProperShare
 
 
 class WTinyLFU(HitRule):

@@ -10,11 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from lm_eval_moecache.algorithms.ranges import Range
 from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, softmax
 from lm_eval_moecache.records.artifact import Artifact
 from lm_eval_moecache.records.event import DROPPED, Event, Fetch
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
 
 

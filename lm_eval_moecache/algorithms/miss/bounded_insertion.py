@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
-from lm_eval_moecache.algorithms.ranges import Range
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Range
 
 Uploads = Annotated[int, Range(least=1, why=": none is miss=host")]
 

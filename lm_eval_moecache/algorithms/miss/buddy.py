@@ -13,7 +13,6 @@ from lm_eval_moecache.algorithms.miss.base import (
     Resolution,
     resolve_substitution,
 )
-from lm_eval_moecache.algorithms.ranges import Experts, Positive, Range, Share, ZeroOrMore
 from lm_eval_moecache.records.arrays import BoolArray, IntArray
 from lm_eval_moecache.records.artifact import BUDDIES, load_artifact
 from lm_eval_moecache.records.coactivation import (
@@ -24,6 +23,7 @@ from lm_eval_moecache.records.coactivation import (
 )
 from lm_eval_moecache.records.event import DROPPED, Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Experts, Positive, Range, Share, ZeroOrMore
 
 Reuse = Annotated[float, Range(least=0, below=1)]
 

@@ -13,9 +13,9 @@ from lm_eval_moecache.algorithms.miss.base import (
     absent_entries,
     still_needed,
 )
-from lm_eval_moecache.algorithms.ranges import Range
 from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
 
 FewerExperts = Annotated[

@@ -12,9 +12,9 @@ from lm_eval_moecache.algorithms.miss.base import (
     still_needed,
     weight_shares,
 )
-from lm_eval_moecache.algorithms.ranges import Share
 from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Share
 from lm_eval_moecache.records.selection import Selection
 
 

@@ -14,9 +14,9 @@ from lm_eval_moecache.algorithms.miss.base import (
     still_needed,
     weight_shares,
 )
-from lm_eval_moecache.algorithms.ranges import Count
 from lm_eval_moecache.records.event import DROPPED, Event
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Count
 from lm_eval_moecache.records.selection import Selection
 
 

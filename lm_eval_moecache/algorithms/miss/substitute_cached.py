@@ -13,10 +13,10 @@ from lm_eval_moecache.algorithms.miss.base import (
     resolve_substitution,
     weight_shares,
 )
-from lm_eval_moecache.algorithms.ranges import Share
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
 from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Share
 
 
 class SubstituteCached(MissAlgorithm):

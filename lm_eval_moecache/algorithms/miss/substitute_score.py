@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution, resolve_substitution
-from lm_eval_moecache.algorithms.ranges import Share
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
 from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Share
 
 
 class SubstituteScore(MissAlgorithm):

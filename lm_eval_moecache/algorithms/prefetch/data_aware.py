@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, most_likely
-from lm_eval_moecache.algorithms.ranges import Positive
 from lm_eval_moecache.records.artifact import DATA_AWARE
 from lm_eval_moecache.records.data_aware import load_data_aware
 from lm_eval_moecache.records.event import PASS_START, Event
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Positive
 
 
 class DataAware(PrefetchAlgorithm):

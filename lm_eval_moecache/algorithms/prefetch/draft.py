@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 
 from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch
-from lm_eval_moecache.algorithms.ranges import Experts, Range
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Experts, Range
 
 # Section 3.2 takes one critical expert for Mixtral, whose 336 MB make errors costly, and the top-k
 # for Phi-3.5-MoE (150 MB) and DeepSeek-Lite (16 MB). It gives no bound: this lies between.

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
-from lm_eval_moecache.algorithms.ranges import Count, LayersAhead
 from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Count, LayersAhead
 
 Map = npt.NDArray[np.float64]
 

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, activations
-from lm_eval_moecache.algorithms.ranges import Count, LayersAhead, Positive
 from lm_eval_moecache.records.event import PREFILL, Event
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Count, LayersAhead, Positive
 
 Matrix = npt.NDArray[np.float64]
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, best_of_rows, most_likely
-from lm_eval_moecache.algorithms.ranges import Count, Positive
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Count, Positive
 
 
 class NextGate(PrefetchAlgorithm):

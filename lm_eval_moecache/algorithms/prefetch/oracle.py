@@ -8,9 +8,9 @@ from typing import ClassVar
 import numpy as np
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
-from lm_eval_moecache.algorithms.ranges import LayersAhead, Share
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import LayersAhead, Share
 from lm_eval_moecache.trace.future import Future
 
 

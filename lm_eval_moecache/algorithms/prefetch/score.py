@@ -10,11 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, by_mass
-from lm_eval_moecache.algorithms.ranges import Range
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.jit import Upgrade, compiled
+from lm_eval_moecache.records.ranges import Range
 
 _BINS = 4096
 

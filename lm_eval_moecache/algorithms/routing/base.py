@@ -8,11 +8,11 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.ranges import Range
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.artifact import Artifact
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
 
 

@@ -7,11 +7,11 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.ranges import Positive, Range
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray
 from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Positive, Range
 from lm_eval_moecache.records.selection import Selection
 
 MostRight = Annotated[

@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.ranges import Range
 from lm_eval_moecache.algorithms.routing.base import (
     AlwaysKept,
     RoutingAlgorithm,
@@ -18,6 +17,7 @@ from lm_eval_moecache.algorithms.routing.base import (
 from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
 
 Mass = Annotated[float, Range(above=0, most=1, why="; 0 is routing=standard")]

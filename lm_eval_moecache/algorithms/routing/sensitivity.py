@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.ranges import Positive, ProperShare
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.records.artifact import SENSITIVITY
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Positive, ProperShare
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.sensitivity import LAYERS, THRESHOLDS, load_sensitivity, rises
 

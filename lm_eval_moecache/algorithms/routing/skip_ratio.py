@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.ranges import Range
 from lm_eval_moecache.algorithms.routing.base import FewerExperts, RoutingAlgorithm, fewer_experts
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
 
 Threshold = Annotated[float, Range(above=0, most=1, why="; 0 keeps all")]

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.ranges import Rank
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Rank
 from lm_eval_moecache.records.selection import Selection
 
 

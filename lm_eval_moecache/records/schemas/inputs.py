@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, create_m
 
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.numbers import plain_number, read_count, shown
+from lm_eval_moecache.records.ranges import types_of
 from lm_eval_moecache.records.schemas import Schema, check, count, number
 
 MOST_JOBS = 1024
@@ -65,7 +66,7 @@ class PolicyFile(Schema):
     miss: Algorithm
 
 
-# --- profiles of hardware ---
+# --- profiles of hardware and of runtimes ---
 
 
 def _figure(value: object, info: ValidationInfo) -> float:
@@ -78,38 +79,16 @@ def _figure(value: object, info: ValidationInfo) -> float:
 
 
 @cache
-def hardware_schema(record: type[Any]) -> type[BaseModel]:
-    """Return the file's schema, made from the fields of the profile's record."""
+def profile_schema(record: Any) -> type[BaseModel]:
+    """Return a profile's schema, made from the fields of its record, which checks their ranges."""
     figure = Annotated[float, BeforeValidator(_figure)]
-    kinds: dict[str, Any] = {"float": figure, "float | None": figure | None, "int": int, "str": str}
+    kinds = {float: figure, float | None: figure | None, tuple[str, ...]: list[str]}
     schema_fields: dict[str, Any] = {}
     for field in fields(record):
-        kind = kinds.get(str(field.type), dict[str, str] | str)
+        kind = types_of(record)[field.name][0]
+        kind = Text if field.name == "name" else kinds.get(kind, kind)
         schema_fields[field.name] = (kind, ... if field.default is MISSING else field.default)
-    schema: type[BaseModel] = create_model("HardwareFile", __base__=Schema, **schema_fields)
-    return schema
-
-
-class RuntimeFile(Schema):
-    """A program: how it serves absent experts, how it is called and started."""
-
-    name: Text
-    absent: str
-    based_on: str = ""
-    called: str = ""
-    placement: str = "auto"
-    flags: str = ""
-    resident_flags: str = ""
-    devices: str = "any"
-    models: str = ""
-    prefill: str = "copy"
-    ships_from: Annotated[int, count(least=1)] = 32
-    chunk: Annotated[int, count(least=1)] = 512
-    splits: str = "layer"
-    socket_share: Annotated[float, number(above=0, most=1)] = 0.5
-    factor: Annotated[float, number(above=0)] = 1.0
-    traps: list[str] = Field(default_factory=list)
-    source: str = ""
+    return create_model(f"{record.__name__}File", __base__=Schema, **schema_fields)
 
 
 # --- views of a folder's runs: `views`, `figures` and `table.yaml` ---

@@ -1,12 +1,15 @@
-"""Ranges of algorithms' parameters: annotations of constructors, checked in one place."""
+"""Ranges of numbers as annotations: of algorithms' parameters, and of the fields of profiles."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from functools import cache, reduce
+from operator import or_
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.numbers import LIMITS
+from lm_eval_moecache.records.numbers import LIMITS, unknown
 
 _COUNTS = {
     "top_k": "the router's top_k={}",
@@ -25,7 +28,7 @@ class Range:
     def __init__(self, why: str = "", **limits: float | str) -> None:
         self.why, self.limits = why, limits
 
-    def check(self, key: str, given: Any, geometry: Geometry) -> None:
+    def check(self, key: str, given: Any, geometry: Geometry | None = None) -> None:
         """Raise ValueError, naming the key, its value and the limits, for a number outside."""
         limits, texts = [], []
         for name, limit in self.limits.items():
@@ -39,12 +42,32 @@ class Range:
                 raise ValueError(f"{key}={given} must be {' and '.join(texts)}{self.why}.")
 
 
-def check_ranges(
-    axis: str, values: Mapping[str, Any], ranges: Mapping[str, Range], geometry: Geometry
-) -> None:
-    """Raise ValueError for the first parameter outside its range, in the order of declaration."""
-    for name, allowed in ranges.items():
-        allowed.check(f"{axis}.{name.rstrip('_')}", values[name], geometry)
+def split_range(annotation: Any) -> tuple[Any, Range | None]:
+    """Return an annotation without its range, and the range: its own, or of a part of a union."""
+    is_union = get_origin(annotation) in (Union, UnionType)
+    kinds, found = list(get_args(annotation)) if is_union else [annotation], None
+    for place, kind in enumerate(kinds):
+        if get_origin(kind) is Annotated and isinstance(kind.__metadata__[0], Range):
+            kinds[place], found = get_args(kind)
+    return (annotation, None) if found is None else (reduce(or_, kinds), found)
+
+
+@cache
+def types_of(record: Any) -> Mapping[str, tuple[Any, Range | None]]:
+    """Return the type and the range of each field of a dataclass."""
+    hints = get_type_hints(record, include_extras=True)
+    return {name: split_range(hint) for name, hint in hints.items()}
+
+
+def check_fields(record: Any, what: str) -> None:
+    """Raise ValueError for the first field outside its range or its list of words."""
+    record_type: Any = type(record)
+    for name, (kind, allowed) in types_of(record_type).items():
+        value = getattr(record, name)
+        if allowed is not None:
+            allowed.check(f"{what}: {name}", value)
+        elif get_origin(kind) is Literal and value not in get_args(kind):
+            raise unknown(f"{what}: {name}", value, get_args(kind))
 
 
 ZeroOrMore = Annotated[float, Range(least=0)]
