@@ -135,7 +135,10 @@ class Specimen:
 
 
 def loaded(folder: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model_path(folder), dtype=torch.float32).eval()
+    # A carved model's folder holds its modelling file.
+    return AutoModelForCausalLM.from_pretrained(
+        model_path(folder), dtype=torch.float32, trust_remote_code=True
+    ).eval()
 
 
 @contextmanager

@@ -48,11 +48,12 @@ def skeleton(pretrained: Any, host_args: Mapping[str, Any]) -> Any:
     """Build the model on the meta device, without weights; a loaded model is returned as is."""
     if isinstance(pretrained, torch.nn.Module):
         return pretrained
+    trusted = bool(host_args.get("trust_remote_code", False))
     config = transformers.AutoConfig.from_pretrained(
         model_path(pretrained),
         revision=str(host_args.get("revision", "main")),
         subfolder=str(host_args.get("subfolder") or ""),
-        trust_remote_code=bool(host_args.get("trust_remote_code", False)),
+        trust_remote_code=trusted,
     )
     check_quantization(config, host_args)
     check_adapter(host_args.get("peft"))
@@ -62,7 +63,9 @@ def skeleton(pretrained: Any, host_args: Mapping[str, Any]) -> Any:
         dtype = getattr(config, "dtype", None) or torch.float32
     try:
         with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+            return transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=trusted
+            )
     except (RuntimeError, TypeError, ArithmeticError) as error:
         raise ValueError(
             f"pretrained={pretrained!r}: no model can be built of its config.json: {error}"
