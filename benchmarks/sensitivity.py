@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from grid import RESULTS, text_table
-from specimen import Specimen, hooked, random_resident
+from specimen import REPLACED_BY_SCORE, Specimen, hooked, random_resident
 from torch import Tensor
 
 from lm_eval_moecache.records.files import TINY
@@ -30,7 +30,7 @@ from lm_eval_moecache.tiny import documents
 from tools.train_tiny.skills.generator import ASKED
 
 SHIFT = 17
-LABELS = {1: "absent experts replaced by score", 4: "cache-aware routing"}
+LABELS = {1: REPLACED_BY_SCORE, 4: "cache-aware routing"}
 """Anchor's number -> the demo's run that answers it."""
 RATES = (0.75, 0.5, 0.375)
 TASKS = ("gsm8k", "arc")

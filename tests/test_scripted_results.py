@@ -14,6 +14,7 @@ import policy_space
 import pytest
 import real_routing
 import sensitivity
+import specimen
 from grid import RESULTS, frame, load, shipped_trace
 
 from lm_eval_moecache.algorithms.policy import policy_names
@@ -44,6 +45,13 @@ TABLES = {
 def test_every_table_comes_from_its_cells_to_the_byte(name: str) -> None:
     render, cells = TABLES[name]
     assert (RESULTS / name).read_text() == render(cells)
+
+
+def test_the_conditions_of_a_release_stand_where_training_is_described() -> None:
+    readme = RESULTS.parent / "tools/train_tiny/README.md"
+    assert specimen.release() in readme.read_text()
+    unmet = [one.what for one in specimen.conditions() if not one.is_met]
+    assert len(unmet) == 3 and readme.read_text().count("**no**") == 3
 
 
 def test_the_rows_of_a_real_trace_are_what_the_script_finds() -> None:
