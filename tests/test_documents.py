@@ -37,6 +37,7 @@ from lm_eval_moecache.tiny import MODEL_DIR
 from tests.conftest import Checkpoint, Moecache
 from tests.documents import INSTALLERS, Runner, commands_of, shortened
 from tests.sweep.toy import write_sweep
+from tests.test_counts import IMP
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
@@ -58,6 +59,7 @@ def folder(tmp_path: Path) -> Path:
     shutil.copytree(MODEL_DIR, tmp_path / "my_model")
     (tmp_path / "responses").mkdir()
     shutil.copy(ROOT / "tests/trace/formats/vllm.json", tmp_path / "responses")
+    (tmp_path / "imp.log").write_text(IMP)
     # As if a user had written an eviction here.
     shutil.copy(ROOT / "examples/my_eviction.py", tmp_path)
     path = tmp_path / "examples/sweep.yaml"

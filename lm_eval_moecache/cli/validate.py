@@ -1,8 +1,12 @@
-"""Hold predictions against measurements: of one run token by token, or of many runs' speeds.
+"""Hold predictions against measurements: of one run token by token, its counts, or many speeds.
 
 moecache validate TRACE MEASURED --hardware ... --capacity ...: replays a trace, and compares with
 MEASURED, a CSV with one row per decoded token and any of the columns wall_ms, stall_ms, io_ms,
 compute_ms, read_bytes, cache_hit_pct (lines with # are comments).
+
+moecache validate [TRACE] --counts FILE --capacity ...: holds a runtime's own hits, misses and bytes
+(the log or statistics of imp, FreeToken, streamlx, colibri or llama.cpp's cache of experts;
+BigMoeOnEdge's CSV) against a replay of that run's trace, or with --model of the nearest routing.
 
 moecache validate --speeds ROWS: forecasts published speeds of runtimes, a CSV with the columns
 runtime, model, precision, hardware, host_memory_GBps, link_GBps, disk_GBps, placement, context,
@@ -12,16 +16,23 @@ prompt, prefill_tok_s, decode_tok_s, source, note.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.cli.main import print_result
+from lm_eval_moecache.cli.main import print_result, wrapped
+from lm_eval_moecache.cli.plan import stand_in
 from lm_eval_moecache.engine.setting import MOST_READS, TOGETHER
+from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.files import check_output
-from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
 from lm_eval_moecache.records.numbers import read_count
+from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.plots import PICTURES
 from lm_eval_moecache.trace.importers import load_trace
+
+if TYPE_CHECKING:
+    from lm_eval_moecache.analysis.counts import Counts
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -31,6 +42,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("measured", type=str | None, nargs="?", help=text)
     text = "published speeds of runtimes, a CSV: forecasts every row instead of replaying a trace"
     parser.add_argument("--speeds", type=str | None, help=text)
+    text = "a runtime's own counts of its cache: its log, statistics, or CSV"
+    parser.add_argument("--counts", type=str | None, help=text)
+    text = "with --counts and no trace: the model that ran; the nearest shipped routing is replayed"
+    parser.add_argument("--model", type=str | None, help=text)
     parser.add_argument("--hardware", type=str | None, help="profile, or YAML")
     parser.add_argument("--capacity", type=str | None, help="cache capacity: 4000MiB")
     parser.add_argument("--policy", type=str, default="on_demand", help="the engine's policy")
@@ -50,6 +65,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     asked = ("trace", "measured", "hardware", "capacity")
     given = [name for name in asked if getattr(arguments, name) is not None]
+    for key, other in (("model", "counts"), ("counts", "speeds")):
+        value, beside = arguments[key], arguments[other]
+        if value is not None and (beside is None) == (key == "model"):
+            rule = "goes with --counts alone" if key == "model" else "does not go with --speeds"
+            raise ValueError(f"{key}={value!r} {rule}.")
+    if arguments.counts is not None:
+        return _counts(arguments)
     if arguments.speeds is not None:
         if given:
             raise ValueError(
@@ -60,7 +82,7 @@ def run(arguments: Namespace) -> int:
     if missing := [name for name in asked if name not in given]:
         raise ValueError(
             f"{', '.join(missing)} is missing. Allowed: TRACE MEASURED --hardware NAME --capacity "
-            "SIZE; or --speeds ROWS."
+            "SIZE; [TRACE] --counts FILE; or --speeds ROWS."
         )
     return _tokens(arguments)
 
@@ -73,6 +95,74 @@ def _speeds(arguments: Namespace) -> int:
     if arguments.plot is not None:
         speeds.plot(result["rows"], Path(arguments.plot))
     return print_result(arguments.json, result, speeds.as_text(result))
+
+
+def _counts(arguments: Namespace) -> int:
+    from lm_eval_moecache.analysis import counts as runtime
+    from lm_eval_moecache.analysis import validation
+
+    if arguments.measured is not None:
+        raise ValueError(f"measured={arguments.measured!r} does not go with --counts.")
+    if (arguments.trace is None) == (arguments.model is None):
+        what = "is given twice" if arguments.trace else "is missing"
+        raise ValueError(
+            f"counts={arguments.counts!r}: the routing {what}. Allowed: the TRACE of that run, or "
+            "--model NAME, which replays the nearest shipped routing."
+        )
+    counted = runtime.read_counts(arguments.counts)
+    if arguments.trace is not None:
+        trace = load_trace(arguments.trace)
+        capacity = arguments.capacity or _told(counted, trace.geometry.num_layers)
+        note = "Routing: the trace that was given. Of the same prompt, counts are equal too."
+    else:
+        model = load_real_model(arguments.model, key="model")
+        trace = load_trace(str(stand_in(model)))
+        asked = parse_capacity(
+            arguments.capacity or _told(counted, model.num_layers), model.geometry()
+        )
+        slots = runtime.slots_per_layer(asked.total_bytes, model.geometry())
+        # As many cycles as the model has.
+        slots *= trace.geometry.top_k / model.top_k
+        per_layer = asked.per_layer or counted.has_layer_caches
+        capacity = (
+            f"{round(slots)}/layer" if per_layer else str(round(slots * trace.geometry.num_layers))
+        )
+        note = (
+            f"Routing: {trace.geometry.model}, the nearest shipped, with a cache of as many cycles "
+            "as the run's. Another text, and perhaps another model: only rates compare, and these "
+            "by some points at best."
+        )
+    arguments.capacity = capacity
+    hardware = load_hardware(arguments.hardware or DEFAULT_PROFILE)
+    setting = validation.setting_of(trace, hardware, arguments, 1)
+    ours = runtime.replayed(trace, setting, counted)
+    if arguments.trace is not None and counted.steps not in (None, ours["steps"]):
+        note = (
+            f"The counts are of {counted.steps} decode steps and the trace of {ours['steps']:.0f}: "
+            "they are not of one run, and only rates compare."
+        )
+    about = {"trace": trace.name, "capacity": capacity, "own_trace": arguments.trace is not None}
+    result = runtime.compare(counted, ours, policy=arguments.policy, **about)
+    head = (
+        f"{counted.writer}'s counts ({_PASSES[counted.phase]}) beside a replay of {trace.name}: "
+        f"{arguments.policy}, {arguments.eviction}, a cache of {capacity}."
+    )
+    text = "\n".join([*wrapped(head), "", runtime.as_text(result), *wrapped(note), ""])
+    return print_result(arguments.json, result, text)
+
+
+_PASSES = {"all": "prompts and decode steps", "decode": "decode steps"}
+
+
+def _told(counted: Counts, num_layers: int) -> str:
+    """Return the capacity that the runtime's own log tells."""
+    slots = counted.slots_per_layer
+    if slots is None:
+        raise ValueError(
+            f"capacity is missing, and {counted.writer}'s counts do not tell it. Allowed: "
+            "--capacity 62/layer, 25%, 2GiB or a number of experts."
+        )
+    return f"{int(slots)}/layer" if counted.has_layer_caches else str(round(slots * num_layers))
 
 
 def _tokens(arguments: Namespace) -> int:

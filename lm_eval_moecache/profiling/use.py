@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.profiling._texts import say
 from lm_eval_moecache.records.artifact import UseProfile, bare_name, write_use
-from lm_eval_moecache.records.files import check_file, open_file, read_text
+from lm_eval_moecache.records.files import check_file, open_file, parse_json, read_text
 from lm_eval_moecache.trace.use import load_use
 
 
@@ -23,7 +23,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "trace",
         type=str,
-        help="a trace of any format, or counts: .coli_usage, imatrix .gguf, SGLang's .pt",
+        help="a trace of any format, or counts: .coli_usage, imatrix .gguf, SGLang's .pt, heat of "
+        "GLM's atlas",
     )
     parser.add_argument("--out", type=str, required=True, help="the profile: NAME.json")
     text = "model of the profile (default: the trace's)"
@@ -81,6 +82,8 @@ def read_counts(file: str, key: str) -> UseProfile | None:
         reader = _imatrix
     elif path.suffix == ".pt":
         reader = _recorder
+    elif path.suffix == ".json" and b'"heat"' in head:
+        reader = _heat
     elif first_line.startswith("layer_id,expert_id,count") or path.name.endswith("coli_usage"):
         reader = _lines
     else:
@@ -120,6 +123,21 @@ def _lines(path: Path, what: str) -> tuple[Counts, int | None]:
         else:
             counts.setdefault(layer, {})[expert] = count
     return counts, num_experts
+
+
+def _heat(path: Path, what: str) -> tuple[Counts, int | None]:
+    """Read an overlay of GLM's routing atlas: `heat`, each layer's tokens by expert."""
+    overlay = parse_json(read_text(path, what, _MOST), what)
+    try:
+        layers = {int(of["moe_order"]): of["heat"] for of in overlay["layers"]}
+        counts = {
+            n: {e: float(count) for e, count in enumerate(heat)} for n, heat in layers.items()
+        }
+        return counts, int(overlay["n_expert_per_layer"])
+    except KeyError as error:
+        raise ValueError(f"{what} lacks {error}.") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what}: moe_order and heat must be numbers: {error}.") from None
 
 
 def _recorder(path: Path, what: str) -> tuple[Counts, int | None]:

@@ -11,7 +11,7 @@ import numpy as np
 from lm_eval_moecache.records.artifact import ARTIFACT_DIR, UseProfile, bare_name, read_use
 from lm_eval_moecache.records.files import check_file, is_file
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.trace.importers import MOST_BYTES, load_trace
+from lm_eval_moecache.trace.importers import MOST_BYTES, find_format, load_trace
 from lm_eval_moecache.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -31,13 +31,20 @@ def load_use(file: str, key: str = "warm") -> UseProfile:
     path = Path(file)
     if file == bare_name(file) and not is_file(path) and is_file(_shipped(file)):
         return read_use(_shipped(file))
-    if path.suffix == ".json":
+    if path.suffix == ".json" and not _is_trace(file):
         return read_use(file)
     check_file(path, f"{key}={file!r}", MOST_BYTES)
     try:
         return _counted(file, path.stat().st_mtime_ns)
     except ValueError as error:
         raise ValueError(f"{key}={file!r}: {error}") from None
+
+
+def _is_trace(file: str) -> bool:
+    try:
+        return bool(find_format(file))
+    except (OSError, ValueError):
+        return False
 
 
 def _shipped(model: str) -> Path:

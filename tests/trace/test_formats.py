@@ -28,19 +28,23 @@ IDS = np.array(
 )
 """[token, layer, expert] of every file: a prompt of three tokens, then two decode steps."""
 PHASED = ("route_trace.csv", "array.npz", "cache_lab.jsonl", "colibri.txt", "activations.csv")
-PHASED += ("vllm.json", "vllm_split.json", "sglang.json", "megatron.jsonl")
+PHASED += ("vllm.json", "vllm_split.json", "sglang.json", "megatron.jsonl", "glm_atlas.json")
+# Key for key as the writers have it today: vLLM's chat answers with lists, SGLang's OpenAI route,
+# moe-trace without a header (llama.cpp#28544), BigMoeOnEdge's later columns.
+PHASED += ("vllm_own.json", "sglang_own.json", "activations_own.csv", "route_trace_own.csv")
 WEIGHTED = ("route_trace.csv", "array.npz", "cache_lab.jsonl", "colibri.txt", "lattice.jsonl")
+WEIGHTED += ("route_trace_own.csv",)
 FILES = (*PHASED, "lattice.jsonl", "token_jsonl.jsonl")
 
 
 def top_k_of(file: str) -> int | None:
-    return 2 if file == "sglang.json" else None
+    return 2 if file.startswith("sglang") else None
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_file_is_told_by_its_content_and_read_with_all_it_has(file: str) -> None:
     path = FOLDER / file
-    assert find_format(str(path)) == path.stem.removesuffix("_split")
+    assert find_format(str(path)) == path.stem.removesuffix("_split").removesuffix("_own")
     trace = load_trace(str(path), top_k=top_k_of(file))
     columns, geometry = trace.columns, trace.geometry
     assert (geometry.num_layers, geometry.num_experts, geometry.top_k) == (2, 8, 2)
@@ -207,7 +211,9 @@ def test_a_third_partys_mistake_is_one_line_that_names_file_line_and_importer(
         sys.modules.pop("lm_eval_moecache.trace.formats.plain", None)
 
 
-@pytest.mark.parametrize("file", ["counts.coli_usage", "counts_sglang.csv", "counts_imatrix.gguf"])
+@pytest.mark.parametrize(
+    "file", ["counts.coli_usage", "counts_sglang.csv", "counts_imatrix.gguf", "counts_glm.json"]
+)
 def test_counts_of_engines_become_a_profile(file: str, tmp_path: Path, moecache: Moecache) -> None:
     profile = read_counts(str(FOLDER / file), "trace")
     assert profile is not None
@@ -216,6 +222,35 @@ def test_counts_of_engines_become_a_profile(file: str, tmp_path: Path, moecache:
     out = tmp_path / "use.json"
     moecache("profile", "use", FOLDER / file, "--out", out)
     assert json.loads(out.read_text())["counts"] == counts
+
+
+def test_an_atlas_of_another_schema_or_with_rows_that_are_not_there_is_refused(
+    tmp_path: Path,
+) -> None:
+    text = (FOLDER / "glm_atlas.json").read_text()
+    for old, new, said in [
+        ("export/v2", "export/v3", "must be routing-trace-export/v2"),
+        ('"end_row": 5', '"end_row": 6', "prompt 0 has rows 0 to 6, 3 of them prefill, of 5"),
+        ('"conditional"', '"unconditional"', "lacks 'conditional'"),
+        ('"executed_topk"', '"topk"', "lacks 'executed_topk'"),
+    ]:
+        path = tmp_path / "atlas.json"
+        path.write_text(text.replace(old, new))
+        with pytest.raises(ValueError, match=said):
+            load_trace(str(path))
+
+
+def test_a_trace_in_json_is_counted_as_any_other(tmp_path: Path, moecache: Moecache) -> None:
+    out = tmp_path / "use.json"
+    moecache("profile", "use", FOLDER / "glm_atlas.json", "--out", out)
+    counts = json.loads(out.read_text())["counts"]
+    assert counts == [np.bincount(IDS[:, layer].ravel(), minlength=8).tolist() for layer in (0, 1)]
+
+
+def test_files_of_moe_trace_joined_without_headers_are_requests(tmp_path: Path) -> None:
+    path = tmp_path / "two.csv"
+    path.write_text(2 * (FOLDER / "activations_own.csv").read_text())
+    assert [r.passes for r in load_trace(str(path)).requests] == [(0, 1, 2), (3, 4, 5)]
 
 
 def test_counts_of_sglangs_recorder_become_a_profile(tmp_path: Path) -> None:

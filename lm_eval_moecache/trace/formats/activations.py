@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import groupby
 from pathlib import Path
 
@@ -21,8 +22,9 @@ class Activations(TraceFormat):
     """`layer,expert` CSV of llama.cpp's moe-trace: a row for each expert that ran, in its order.
 
     Consecutive rows of one layer are one batch of (rows / top-k) tokens. The top-k is `top_k`, or
-    else the smallest batch: one decoded token. Batches of several tokens are prefill; a repeated
-    header line, as in concatenated files, begins another request.
+    else the smallest batch: one decoded token. Batches of several tokens are prefill. In
+    concatenated files a header line begins another request, or where there are none, as the tool
+    writes them, a prefill after a decode step.
     """
 
     suffixes = (".csv",)
@@ -31,7 +33,8 @@ class Activations(TraceFormat):
 
     @classmethod
     def sniff(cls, head: bytes) -> bool:
-        return head.split(b"\n", 1)[0].strip().replace(b" ", b"") == cls.HEADER.encode()
+        first = head.split(b"\n", 1)[0].strip().replace(b" ", b"")
+        return first == cls.HEADER.encode() or re.fullmatch(rb"[0-9]+,[0-9]+", first) is not None
 
     @classmethod
     def read(cls, path: Path, options: Options) -> Trace:
@@ -42,6 +45,8 @@ class Activations(TraceFormat):
             if plain == cls.HEADER:
                 texts.append([])
                 continue
+            if not texts:
+                texts.append([])
             layer, _, expert = plain.partition(",")
             if not (plain.isascii() and layer.isdigit() and expert.isdigit()):
                 raise ValueError(f"{what}: line {number} is not `layer,expert`.")
@@ -62,17 +67,22 @@ class Activations(TraceFormat):
             )
         layers = sorted({layer for text in batches for layer, _ in text})
         steps: list[tuple[int, Layers]] = []
-        for request, text in enumerate(batches):
+        request = -1
+        for number, text in enumerate(batches):
+            request, decodes = request + 1, False
             for begin in range(0, len(text), len(layers)):
                 step = text[begin : begin + len(layers)]
                 if [layer for layer, _ in step] != layers:
                     raise ValueError(
-                        f"{what}: request {request}: the batch from layer {step[0][0]} on does "
+                        f"{what}: request {number}: the batch from layer {step[0][0]} on does "
                         f"not run the layers {layers[0]} to {layers[-1]} in order."
                     )
                 rows = {
                     layer: [(ids[n : n + top_k], None) for n in range(0, len(ids), top_k)]
                     for layer, ids in step
                 }
+                reads = len(rows[layers[0]]) > 1
+                request += reads and decodes
+                decodes = not reads
                 steps.append((request, rows))
         return build(path.name, path.stem, in_turn(steps), options)

@@ -22,8 +22,9 @@ from lm_eval_moecache.trace.trace import Trace
 
 
 class SGLang(TraceFormat):
-    """SGLang's `/generate` responses with `meta_info.routed_experts` (`return_routed_experts`).
+    """SGLang's responses with `meta_info.routed_experts` (`return_routed_experts`).
 
+    The routes of OpenAI's form have it as `sglext.routed_experts`, beside `usage`.
     Base64 of int32 [tokens, layers, top_k] without its shape. `prompt_tokens` plus
     `completion_tokens` count the tokens, the last of which never ran. The top-k is `top_k`, or else
     the largest divisor of the ids per token that gives no (token, layer) an expert twice.
@@ -37,7 +38,7 @@ class SGLang(TraceFormat):
 
     @classmethod
     def sniff(cls, head: bytes) -> bool:
-        return b'"meta_info"' in head and b'"routed_experts"' in head
+        return b'"routed_experts"' in head and (b'"meta_info"' in head or b'"sglext"' in head)
 
     @classmethod
     def read(cls, path: Path, options: Options) -> Trace:
@@ -45,6 +46,9 @@ class SGLang(TraceFormat):
         top_k = options.top_k
         for request, (what, response) in enumerate(responses(path)):
             info = response.get("meta_info")
+            match response:
+                case {"sglext": dict(extension), "usage": dict(usage)}:
+                    info = {**usage, **extension}
             if not isinstance(info, dict) or not isinstance(info.get(ROUTED), str):
                 raise ValueError(f"{what} has no meta_info.routed_experts: was it asked for?")
             prompt = whole(what, info.get("prompt_tokens"), "prompt_tokens")
