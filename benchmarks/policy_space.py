@@ -86,7 +86,7 @@ def record(folder: Path) -> dict[str, Trace]:
         if (rule := choice.algorithm).is_active and not (rule.needs_draft or rule.is_offline)
     }
     recordings: tuple[tuple[str, dict[str, str], Detail], ...] = (
-        ("plain", {"policy": BASE}, Detail(onlookers=tuple(shadows.values()))),
+        ("plain", {"policy": BASE}, Detail(shadows=tuple(shadows.values()))),
         ("predictor", {"policy": "commitmoe_prefetch"}, Detail()),
         ("ladder", {"policy": BASE, "precision": LADDER}, Detail()),
     )

@@ -56,7 +56,7 @@ from lm_eval_moecache.records.files import TINY
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.numbers import check_typed
 from lm_eval_moecache.report.metrics import request_metrics
-from lm_eval_moecache.trace.recorder import FULL, Detail, Recorder, identity, looks_on
+from lm_eval_moecache.trace.recorder import FULL, Detail, Recorder, identity, needs_shadow
 from lm_eval_moecache.trace.trace import NO_REQUEST
 
 if TYPE_CHECKING:
@@ -554,7 +554,7 @@ def recorder_of(
         depth=engine.rules.prefetch.depth,
         predicted_by=engine.predictor_digest,
         detail=detail,
-        onlookers=shadow_prefetchers_of(
+        shadows=shadow_prefetchers_of(
             detail, engine.geometry, layers, model.get_input_embeddings()
         ),
         draft=engine.setting.draft,
@@ -577,14 +577,14 @@ def detail_of(config: Config) -> Detail:
     prefetch = config.policy.prefetch
     if config.trace_keep == ALL or not config.policy.is_lossless:
         # No column holds the text that a `foresees` prefetcher read: a replay needs its proposals.
-        onlookers = ((prefetch, config.seed),) if prefetch.algorithm.foresees else ()
-        return dataclasses.replace(FULL, onlookers=onlookers)
-    choices = [*_asking_gates(), *([prefetch] if looks_on(prefetch) else [])]
+        shadows = ((prefetch, config.seed),) if prefetch.algorithm.foresees else ()
+        return dataclasses.replace(FULL, shadows=shadows)
+    choices = [*_asking_gates(), *([prefetch] if needs_shadow(prefetch) else [])]
     unique = {identity(choice, config.seed, ""): choice for choice in choices}
     return Detail(
         logits=config.policy.eviction.algorithm.uses_logits,
         predictions=False,
-        onlookers=tuple((choice, config.seed) for choice in unique.values()),
+        shadows=tuple((choice, config.seed) for choice in unique.values()),
         criticals=(None, prefetch.parameters.get("critical")),
     )
 
@@ -595,7 +595,7 @@ def _asking_gates() -> tuple[Choice, ...]:
     choices = []
     for choice in (load_policy(name).prefetch for name in policy_names()):
         rule = choice.algorithm
-        if looks_on(choice) and not (rule.uses_predictor or rule.foresees or rule.uses_logits):
+        if needs_shadow(choice) and not (rule.uses_predictor or rule.foresees or rule.uses_logits):
             choices.append(choice)
     return tuple(choices)
 

@@ -165,7 +165,7 @@ SAMPLE_KEY = "speed"
 def watch_evaluations(model_class: type[Any]) -> None:
     """Wrap lm-eval's `evaluate`, once: models of this class start cold and add their metrics."""
     plain = lm_eval.evaluator.evaluate
-    if getattr(plain, "tells_moecache", False):
+    if getattr(plain, "is_wrapped", False):
         return
 
     @functools.wraps(plain)
@@ -179,7 +179,7 @@ def watch_evaluations(model_class: type[Any]) -> None:
             add_figures(results, lm.evaluated(), kwargs.get("samples") or {})
         return results
 
-    evaluate.tells_moecache = True  # type: ignore[attr-defined]
+    evaluate.is_wrapped = True  # type: ignore[attr-defined]
     lm_eval.evaluator.evaluate = evaluate
 
 

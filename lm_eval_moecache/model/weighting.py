@@ -171,7 +171,7 @@ def find_rules(gates: Sequence[Gate]) -> list[WeightingRule | None]:
     """Return each router's weighting rule. Raises ValueError where one is not known."""
     rules = [find_rule(gate) for gate in gates]
     if None in rules:
-        raise _unknown_rule(gates[rules.index(None)])
+        raise _unknown_rule_error(gates[rules.index(None)])
     return rules
 
 
@@ -179,7 +179,7 @@ def check_rules(gates: Sequence[Gate]) -> None:
     """Raise the error of `find_rules` for routers that have no weights yet."""
     for gate in {type(gate.router): gate for gate in gates}.values():
         if find_rule(gate.stand_in() if gate.is_empty else gate) is None:
-            raise _unknown_rule(gate)
+            raise _unknown_rule_error(gate)
 
 
 def in_numpy(rule: WeightingRule) -> Weigh:
@@ -193,7 +193,7 @@ def in_numpy(rule: WeightingRule) -> Weigh:
     return weigh
 
 
-def _unknown_rule(gate: Gate) -> ValueError:
+def _unknown_rule_error(gate: Gate) -> ValueError:
     needs = f" and needs {', '.join(gate.missing)} beside hidden states" if gate.missing else ""
     return ValueError(
         f"routing, miss: the router {gate.name} weighs its experts by a rule that is not known"

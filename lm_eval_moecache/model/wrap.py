@@ -483,7 +483,7 @@ def shadow_prefetchers_of(
 ) -> dict[str, Propose]:
     """Build a recording's shadow prefetchers; ValueError for an artifact of another model."""
     shadows: dict[str, Propose] = {}
-    for choice, seed in detail.onlookers:
+    for choice, seed in detail.shadows:
         prefetch: PrefetchAlgorithm = choice.build(geometry, seed)
         digest = ""
         if prefetch.artifact is not None:

@@ -24,12 +24,12 @@ from lm_eval_moecache.report.results import (
     RATES,
     Column,
     Run,
+    distinguishing,
     find_column,
     groups,
     score_column,
     selected,
     setting,
-    telling,
     varying,
 )
 from lm_eval_moecache.report.tables import pareto_front, sort_key
@@ -398,9 +398,11 @@ def _varying(runs: Sequence[Run], *, besides: Sequence[str]) -> list[str]:
     else:
         others = sorted(arguments - {*AXES, "policy", "label"})
         names = ["experiment", "model", "policy", *AXES, *others]
-    # `telling` drops settings that follow from earlier ones, as an axis from its policy.
+    # `distinguishing` drops settings that follow from earlier ones, as an axis from its policy.
     names = list(dict.fromkeys([*names, *varying(runs)]))
-    return telling(names, lambda keys: {tuple(_text(r, n) for n in keys) for r in runs}, besides)
+    return distinguishing(
+        names, lambda keys: {tuple(_text(r, n) for n in keys) for r in runs}, besides
+    )
 
 
 def _series(runs: Sequence[Run], names: Sequence[str]) -> dict[str, list[Run]]:

@@ -201,12 +201,12 @@ def varying(runs: Sequence[Run]) -> list[str]:
     """Return the keys that distinguish these runs' identities, without redundant ones."""
     identities = [identity(run) for run in runs]
     names = dict.fromkeys(key for settings in identities for key in settings)
-    return telling(
+    return distinguishing(
         names, lambda keys: {tuple(settings.get(n) for n in keys) for settings in identities}
     )
 
 
-def telling(
+def distinguishing(
     names: Iterable[str],
     places: Callable[[Sequence[str]], set[tuple[Any, ...]]],
     besides: Sequence[str] = (),
@@ -492,7 +492,7 @@ def find_column(runs: Sequence[Run], name: str) -> Column:
     tasks = [task for run in runs for task in run.results]
     arguments = [key for run in runs for key in (*run.model_args, *KEYS)]
     names = dict.fromkeys([*SETTINGS, *arguments, ACCURACY, *METRICS, *tasks, PARETO])
-    raise unknown_column(name, list(names))
+    raise unknown_column_error(name, list(names))
 
 
 def figure_column(runs: Sequence[Run], name: str) -> Column | None:
@@ -672,7 +672,7 @@ def is_setting(name: str, arguments: Iterable[str]) -> bool:
     return name in (*SETTINGS, *REPORTED, *KEYS, *arguments)
 
 
-def unknown_column(name: str, allowed: Sequence[str]) -> ValueError:
+def unknown_column_error(name: str, allowed: Sequence[str]) -> ValueError:
     """Return the error for a column that no run has; it names the nearest and all allowed ones."""
     return ValueError(
         f"column {name!r} is not known.{nearest(name, allowed)} Allowed: "

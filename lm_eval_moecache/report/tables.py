@@ -29,6 +29,7 @@ from lm_eval_moecache.report.results import (
     Run,
     Value,
     accuracy,
+    distinguishing,
     find_column,
     find_score,
     groups,
@@ -38,7 +39,6 @@ from lm_eval_moecache.report.results import (
     score_column,
     selected,
     setting,
-    telling,
     varying,
 )
 from lm_eval_moecache.report.statistics import holm, sign_test, z_test
@@ -197,7 +197,7 @@ def default_columns(runs: Sequence[Run]) -> list[str]:
     names += filter(varies, sorted(arguments - {*names, *AXES, "label"}))
     # Identity keys that these do not determine; tasks have columns of their own.
     identity_keys = [name for name in varying(runs) if name != "tasks"]
-    names += telling(
+    names += distinguishing(
         identity_keys,
         lambda keys: {tuple(str(setting(r, n).raw) for n in keys) for r in runs},
         names,

@@ -33,7 +33,7 @@ from lm_eval_moecache.report.results import (
     SETTINGS,
     is_setting,
     metric_column,
-    unknown_column,
+    unknown_column_error,
 )
 from lm_eval_moecache.report.tables import expanded, split_order
 from lm_eval_moecache.sweep.evaluation import check_data, check_task_names
@@ -281,7 +281,7 @@ def check_report(sweep: SweepFile, cells: Sequence[Cell]) -> None:
                 continue
             figures = () if setting else (ACCURACY, PARETO, *METRICS, *tasks)
             allowed = [*SETTINGS, *sorted(arguments), *KEYS, *figures]
-            raise ValueError(f"{place}: {unknown_column(name, list(dict.fromkeys(allowed)))}")
+            raise ValueError(f"{place}: {unknown_column_error(name, list(dict.fromkeys(allowed)))}")
 
     for view in sweep.views:
         place = f"views: {view.title!r}"

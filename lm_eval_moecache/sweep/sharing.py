@@ -29,7 +29,7 @@ from lm_eval_moecache.sweep.identity import (
 )
 from lm_eval_moecache.sweep.spec import REPLAY
 from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
-from lm_eval_moecache.trace.recorder import Detail, identity, looks_on
+from lm_eval_moecache.trace.recorder import Detail, identity, needs_shadow
 
 _FORMAT = 2
 # Settings that change neither a lossless policy's outputs nor what the model computes. Cells that
@@ -142,13 +142,13 @@ def detail_of(group: Iterable[ResolvedCell]) -> Detail:
         logits |= any(axis.algorithm.uses_logits for axis in deciding)
         if policy.prefetch.algorithm.needs_draft:
             criticals[policy.prefetch.parameters.get("critical")] = None
-        if looks_on(policy.prefetch):
+        if needs_shadow(policy.prefetch):
             prefetchers[identity(policy.prefetch, seed, "")] = (policy.prefetch, seed)
     return Detail(
         weights=weights or logits,
         logits=logits,
         predictions=False,
-        onlookers=tuple(prefetchers.values()),
+        shadows=tuple(prefetchers.values()),
         criticals=tuple(criticals),
     )
 
@@ -158,7 +158,7 @@ def _told(detail: Detail) -> dict[str, Any]:
     return {
         "weights": detail.weights,
         "logits": detail.logits,
-        "prefetchers": [identity(choice, seed, "") for choice, seed in detail.onlookers],
+        "prefetchers": [identity(choice, seed, "") for choice, seed in detail.shadows],
         "criticals": list(detail.criticals or ()),
     }
 

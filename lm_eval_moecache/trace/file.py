@@ -47,7 +47,7 @@ from lm_eval_moecache.trace.trace import (
     Trace,
     TracedRequest,
     build_trace,
-    misfit,
+    misfit_error,
 )
 
 SUFFIX = ".partial"
@@ -161,13 +161,13 @@ class _Rows:
     def refuse(self, bad: BoolArray, column: str, problem: str) -> None:
         """Raise a ValueError for the first row where `bad` is True."""
         if bad.any():
-            raise misfit(self.name, f"row {int(bad.argmax())}", column, problem)
+            raise misfit_error(self.name, f"row {int(bad.argmax())}", column, problem)
 
     def refuse_values(self, bad: BoolArray, offsets: IntArray, column: str, problem: str) -> None:
         """Raise for the row of the first value where `bad` is True; `offsets` are row starts."""
         if bad.any():
             row = int(np.searchsorted(offsets, int(bad.argmax()), side="right")) - 1
-            raise misfit(self.name, f"row {row}", column, problem)
+            raise misfit_error(self.name, f"row {row}", column, problem)
 
     def array(self, column: str) -> Any:
         """Return a column as one array; raise where a value is null."""
@@ -275,7 +275,7 @@ def _drafted(
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class FinishedPart:
     """The part of a stream that belongs to finished requests: its first batches."""
 
     path: Path
@@ -285,13 +285,13 @@ class Kept:
     num_rows: int
 
     def batches(self) -> Iterator[Any]:
-        """Yield the kept batches, one at a time."""
+        """Yield these batches, one at a time."""
         with pa.ipc.open_stream(self.path) as reader:
             for batch, _ in islice(_whole_batches(reader), self.num_batches):
                 yield batch
 
 
-def kept_of(path: Path) -> Kept:
+def finished_part_of(path: Path) -> FinishedPart:
     """Return the part of a stream that belongs to finished requests. The last batch may be torn."""
     num_batches = num_rows = rows_read = 0
     scans: list[list[int]] = []
@@ -304,7 +304,7 @@ def kept_of(path: Path) -> Kept:
                 scans += json.loads(marks[SCANS_MARK])
                 drafts += json.loads(marks[DRAFTS_MARK])
         metadata = {**(reader.schema.metadata or {}), **write_settled(scans, drafts)}
-        return Kept(path, reader.schema.with_metadata(metadata), num_batches, num_rows)
+        return FinishedPart(path, reader.schema.with_metadata(metadata), num_batches, num_rows)
 
 
 def _whole_batches(reader: Any) -> Iterator[tuple[Any, Any]]:
@@ -335,8 +335,9 @@ def read_trace(path: Path, *, logits: bool = False, predicted: bool = False) -> 
     name, large = path.name, {"logits": logits, "predicted": predicted}
     if path.suffix == SUFFIX:
         with _readable(name, "stream"):
-            kept = kept_of(path)
-            schema, table = kept.schema, pa.Table.from_batches(kept.batches(), kept.schema)
+            finished = finished_part_of(path)
+            schema = finished.schema
+            table = pa.Table.from_batches(finished.batches(), schema)
             table.validate(full=True)
         header = read_header(name, schema.metadata)
         table = table.select(columns_of(name, schema, header, **large))

@@ -129,9 +129,9 @@ def read_header(name: str, metadata: Mapping[bytes, bytes] | None) -> Header:
     fields = check(TraceHeader, parse_json(metadata[HEADER_KEY], what), what)
     depth, by = fields.predicted_depth, fields.predicted_by
     if depth >= fields.num_layers:
-        raise _bad(name, "predicted_depth", depth, "must lie below num_layers")
+        raise _field_error(name, "predicted_depth", depth, "must lie below num_layers")
     if by and depth != 1:
-        raise _bad(name, "predicted_by", by, "needs predicted_depth 1 with it")
+        raise _field_error(name, "predicted_by", by, "needs predicted_depth 1 with it")
     return Header(
         geometry=_geometry(name, fields),
         seed=fields.seed,
@@ -148,11 +148,13 @@ def _draft(name: str, fields: DraftSizes, num_layers: int) -> Draft:
     geometry, targets = _geometry(name, fields), tuple(fields.targets)
     if targets and len(targets) != geometry.num_layers:
         rule = f"must hold one layer of the model for each of the draft's {geometry.num_layers}"
-        raise _bad(name, "draft.targets", fields.targets, rule)
+        raise _field_error(name, "draft.targets", fields.targets, rule)
     if max(targets, default=-1) >= num_layers:
-        raise _bad(name, "draft.targets", fields.targets, f"must lie below num_layers={num_layers}")
+        raise _field_error(
+            name, "draft.targets", fields.targets, f"must lie below num_layers={num_layers}"
+        )
     if fields.level >= len(geometry.precision):
-        raise _bad(name, "draft.level", fields.level, "must be one of its precisions")
+        raise _field_error(name, "draft.level", fields.level, "must be one of its precisions")
     return Draft(
         geometry=geometry, targets=targets, **{name: getattr(fields, name) for name in _OF_DRAFT}
     )
@@ -163,16 +165,20 @@ def _geometry(name: str, fields: ModelSizes) -> Geometry:
     for level in precision:
         if _PRECISION.fullmatch(level) is None:
             rule = "is not known. Allowed: names like bf16, fp8, int4, nf4, int2/g16, q4_k, unknown"
-            raise _bad(name, "precision", level, rule)
+            raise _field_error(name, "precision", level, rule)
     element_bytes = fields.element_bytes or _ELEMENT_BYTES.get(precision[0])
     if element_bytes is None:
         allowed = ", ".join(_ELEMENT_BYTES)
-        raise _bad(name, "precision", fields.precision, f"needs one of {allowed} or element_bytes")
+        raise _field_error(
+            name, "precision", fields.precision, f"needs one of {allowed} or element_bytes"
+        )
     levels = fields.levels or [[size] for size in fields.expert_bytes]
     if any(len(sizes) != len(precision) for sizes in levels):
-        raise _bad(name, "levels", levels, "must hold one size per precision for each layer")
+        raise _field_error(
+            name, "levels", levels, "must hold one size per precision for each layer"
+        )
     if [sizes[0] for sizes in levels] != fields.expert_bytes:
-        raise _bad(name, "levels", levels, "must begin with the sizes of expert_bytes")
+        raise _field_error(name, "levels", levels, "must begin with the sizes of expert_bytes")
     try:
         return Geometry(
             **{name: getattr(fields, name) for name in _OF_MODEL},
@@ -187,7 +193,7 @@ def _geometry(name: str, fields: ModelSizes) -> Geometry:
         raise ValueError(f"trace {name}: metadata 'moecache': {error}") from error
 
 
-def _bad(name: str, field: str, value: object, rule: str) -> ValueError:
+def _field_error(name: str, field: str, value: object, rule: str) -> ValueError:
     return ValueError(f"trace {name}: metadata 'moecache': {field}={shown(value)} {rule}.")
 
 

@@ -33,8 +33,8 @@ from lm_eval_moecache.trace.file import (
     PROPOSED,
     SCANS_MARK,
     SUFFIX,
-    Kept,
-    kept_of,
+    FinishedPart,
+    finished_part_of,
     proposed_column,
 )
 from lm_eval_moecache.trace.header import (
@@ -75,7 +75,7 @@ class Detail:
     logits: bool = True
     predictions: bool = True
     """Whether to keep predictions of the gates (or the policy's predictor), for every expert."""
-    onlookers: tuple[tuple[Choice, int], ...] = ()
+    shadows: tuple[tuple[Choice, int], ...] = ()
     """Prefetchers whose proposals are kept, each with its seed."""
     criticals: tuple[int | None, ...] | None = None
     """Experts per layer that the draft-stage prefetchers read; an entry of None stands for the
@@ -91,7 +91,7 @@ class Detail:
 FULL = Detail()
 
 
-def looks_on(choice: Choice) -> bool:
+def needs_shadow(choice: Choice) -> bool:
     """Whether a prefetcher's proposals must be recorded because it sees more than the experts."""
     algorithm = choice.algorithm
     if not algorithm.is_active or algorithm.is_offline:
@@ -157,7 +157,7 @@ class Recorder:
         depth: int,
         predicted_by: str,
         detail: Detail,
-        onlookers: Mapping[str, Propose],
+        shadows: Mapping[str, Propose],
         draft: Draft | None,
     ) -> None:
         self.depth = min(max(depth, 1), geometry.num_layers - 1) if detail.predictions else 0
@@ -165,7 +165,7 @@ class Recorder:
         self._geometry = geometry
         self._by_gates = not predicted_by
         self._detail = detail
-        self._onlookers = tuple(onlookers.values())
+        self._shadows = tuple(shadows.values())
         ranked = 0 if draft is None or not draft.targets else detail.ranked(geometry)
         self.draft_notes = DraftNotes(ranked)
         """Collects the draft model's work until the next pass."""
@@ -174,7 +174,7 @@ class Recorder:
             seed=seed,
             predicted_depth=self.depth,
             predicted_by=predicted_by if self.depth else "",
-            proposals=tuple(onlookers),
+            proposals=tuple(shadows),
             has_logits=detail.logits,
             draft=draft,
             ranked=ranked,
@@ -199,8 +199,8 @@ class Recorder:
 
         In a scanned text (`scoring=scan`) each token is a decode pass of its own.
         """
-        for onlooker in self._onlookers:
-            onlooker.begin_pass(input_ids, past_length, valid)
+        for shadow in self._shadows:
+            shadow.begin_pass(input_ids, past_length, valid)
         rows, length = input_ids.shape
         positions = positions_of(input_ids, mask, past_length)
         owners = np.full(rows, NO_REQUEST)
@@ -225,11 +225,11 @@ class Recorder:
                 for layer in ahead
                 if layer < self._geometry.num_layers
             ]
-        row_logits: Any = rows(logits.half()) if self._detail.logits or self._onlookers else None
+        row_logits: Any = rows(logits.half()) if self._detail.logits or self._shadows else None
         proposed = []
-        if self._onlookers:
+        if self._shadows:
             with_logits = event._replace(logits=row_logits.astype(np.float32))
-            proposed = [propose(with_logits, hidden, rows, predict) for propose in self._onlookers]
+            proposed = [propose(with_logits, hidden, rows, predict) for propose in self._shadows]
         self.writer.add(
             event.layer,
             event.experts,
@@ -461,18 +461,18 @@ class TraceWriter:
         return target
 
     def _finish(self, requests: Sequence[RequestRecord] | None) -> Path | None:
-        """Make a trace of the kept batches. An interrupted call can be repeated."""
+        """Make a trace of the finished batches. An interrupted call can be repeated."""
         if not self._file.closed:
             self._stream.close()
             self._file.close()
-        kept = kept_of(self._partial)
+        finished = finished_part_of(self._partial)
         # An existing target means that an interrupt hit between writing it and the unlink.
-        if kept.num_rows and not self._target.exists():
+        if finished.num_rows and not self._target.exists():
             extra = {} if requests is None else {REQUESTS_KEY: write_requests(requests)}
-            write_parquet(kept, self._target, extra)
+            write_parquet(finished, self._target, extra)
         self._partial.unlink()
         self._stream = None
-        return self._target if kept.num_rows else None
+        return self._target if finished.num_rows else None
 
     def _flush(self, marks: Mapping[bytes, bytes] | None = None) -> None:
         arrays = [self._array(field.name, field.type) for field in self._schema]
@@ -523,10 +523,10 @@ def reserve(folder: Path, stem: str) -> tuple[Path, Path]:
     return target, stream
 
 
-def write_parquet(kept: Kept, target: Path, extra: Mapping[bytes, bytes]) -> None:
-    """Write the kept batches of a stream as a trace that appears under its name once complete."""
-    metadata = {**kept.schema.metadata, **extra}
-    schema = kept.schema.with_metadata(sealed(metadata, kept.schema, kept.num_rows))
+def write_parquet(finished: FinishedPart, target: Path, extra: Mapping[bytes, bytes]) -> None:
+    """Write the finished part of a stream as a trace that appears under its name once complete."""
+    metadata = {**finished.schema.metadata, **extra}
+    schema = finished.schema.with_metadata(sealed(metadata, finished.schema, finished.num_rows))
     encodings = dict.fromkeys(("request", "pass", "token", "layer"), "DELTA_BINARY_PACKED")
     for field in schema:
         if pa.types.is_list(field.type):
@@ -543,7 +543,7 @@ def write_parquet(kept: Kept, target: Path, extra: Mapping[bytes, bytes]) -> Non
             use_dictionary=["phase"],
             column_encoding=encodings,
         ) as file:
-            for batches in _groups(kept.batches()):
+            for batches in _groups(finished.batches()):
                 table = pa.Table.from_batches(batches).combine_chunks()
                 file.write_table(table.replace_schema_metadata(schema.metadata))
         replace(writing, target)

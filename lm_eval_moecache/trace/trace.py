@@ -41,7 +41,7 @@ class Columns:
     weights: FloatArray | None = None
 
 
-def misfit(name: str, place: str, field: str, problem: str) -> ValueError:
+def misfit_error(name: str, place: str, field: str, problem: str) -> ValueError:
     """Return the ValueError for a value that does not fit the format."""
     return ValueError(f"trace {name}: {place}: {field} {problem}.")
 
@@ -62,7 +62,7 @@ def check_rows(
         if np.any(bad):
             row = first + int(np.argmax(bad))
             message = problem if isinstance(problem, str) else problem(row)
-            raise misfit(name, where(row), field, message)
+            raise misfit_error(name, where(row), field, message)
 
     _check_values(geometry, columns, refuse)
     bounds = _check_order(geometry.num_layers - 1, columns, refuse)

@@ -99,7 +99,7 @@ def check(schema: type[Kind], data: object, what: str) -> Kind:
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        raise told(error, what) from None
+        raise schema_error(error, what) from None
 
 
 def check_as(kind: Any, data: object, what: str) -> Any:
@@ -107,7 +107,7 @@ def check_as(kind: Any, data: object, what: str) -> Any:
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
-        raise told(error, what) from None
+        raise schema_error(error, what) from None
 
 
 def check_json(kind: Any, text: bytes, what: str) -> Any:
@@ -115,10 +115,10 @@ def check_json(kind: Any, text: bytes, what: str) -> Any:
     try:
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
-        raise told(error, what) from None
+        raise schema_error(error, what) from None
 
 
-def told(error: ValidationError, what: str) -> ValueError:
+def schema_error(error: ValidationError, what: str) -> ValueError:
     """Return our error for the most telling of pydantic's."""
     errors = error.errors(include_url=False)
     missing = [e for e in errors if e["type"] == "missing"]

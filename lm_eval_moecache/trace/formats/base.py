@@ -20,7 +20,7 @@ from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL
 from lm_eval_moecache.records.files import parse_json, read_text
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import read_count, shown
-from lm_eval_moecache.trace.trace import Columns, Trace, build_trace, misfit
+from lm_eval_moecache.trace.trace import Columns, Trace, build_trace, misfit_error
 
 MOST_EXPERT = 2**15 - 1
 """Largest expert id: our own files store int16."""
@@ -109,7 +109,7 @@ def build(
     experts, weights = _rows(layers), None
     is_whole = experts is not None and np.issubdtype(experts.dtype, np.integer)
     if experts is None or not is_whole or not experts.shape[1] or _has_bool(layers):
-        raise _uneven(name, passes)
+        raise _uneven_error(name, passes)
     sizes = np.asarray([len(layer) for layer in layers])
     event = np.repeat(np.arange(len(layers)), sizes)
     of_pass, of_layer = event // num_layers, event % num_layers
@@ -124,7 +124,7 @@ def build(
     if outside.any():
         row = int(outside.argmax())
         problem = f"is {experts[row].tolist()}, must hold ids in 0..{MOST_EXPERT}"
-        raise misfit(name, where(row), "experts", problem)
+        raise misfit_error(name, where(row), "experts", problem)
     top_k = experts.shape[1]
     if all(pass_.weights is not None for pass_ in passes):
         listed = [layer for pass_ in passes for layer in pass_.weights or ()]
@@ -135,7 +135,7 @@ def build(
         if negative.any():
             row = int(negative.argmax())
             problem = f"is {weights[row].tolist()}, must be 0 or more"
-            raise misfit(name, where(row), "weights", problem)
+            raise misfit_error(name, where(row), "weights", problem)
         order = np.argsort(-weights, axis=-1, kind="stable")
         experts = np.take_along_axis(experts, order, axis=-1)
         weights = np.take_along_axis(weights, order, axis=-1)
@@ -164,7 +164,7 @@ def build(
     return build_trace(name, geometry, columns, where=where, has_sizes=has_sizes)
 
 
-def _uneven(name: str, passes: Sequence[Pass]) -> ValueError:
+def _uneven_error(name: str, passes: Sequence[Pass]) -> ValueError:
     """Return the error for the first token without as many integer ids as the very first token."""
     first = np.size(passes[0].experts[0][0]) or 1
     for number, pass_ in enumerate(passes):
@@ -174,7 +174,7 @@ def _uneven(name: str, passes: Sequence[Pass]) -> ValueError:
                 if [_is_whole(e) for e in listed] != [True] * first:
                     place = f"pass {number}, layer {layer}, token {token}"
                     problem = f"is {shown(ids)}, must hold {first} whole numbers, as the first does"
-                    return misfit(name, place, "experts", problem)
+                    return misfit_error(name, place, "experts", problem)
     return ValueError(f"trace {name}: ids of experts must be lists of as many whole numbers.")
 
 

@@ -15,7 +15,7 @@ from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL
 from lm_eval_moecache.records.files import read_text, write_whole
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.formats.base import Options, TraceFormat, one_request
-from lm_eval_moecache.trace.trace import Columns, Trace, build_trace, misfit
+from lm_eval_moecache.trace.trace import Columns, Trace, build_trace, misfit_error
 
 MARK = "# route_trace v1"
 OF_TOKEN = ("turn", "phase", "step", "layer")
@@ -67,17 +67,17 @@ class RouteTrace(TraceFormat):
         if bad.any() or len(slots) % top_k:
             line = first_line + (int(bad.argmax()) if bad.any() else len(slots))
             problem = f"does not count 0..{top_k - 1} for each token"
-            raise misfit(name, f"line {line}", "slot", problem)
+            raise misfit_error(name, f"line {line}", "slot", problem)
         turns, decodes, steps, layers = (values[column][::top_k] for column in OF_TOKEN)
         bad = (decodes != 0) & (decodes != 1)
         if bad.any():
             row = int(bad.argmax())
-            raise misfit(name, where(row), "phase", f"is {decodes[row]}, must be 0 or 1")
+            raise misfit_error(name, where(row), "phase", f"is {decodes[row]}, must be 0 or 1")
         bad = values["weight"] < 0
         if bad.any():
             line = first_line + int(bad.argmax())
             problem = f"is {values['weight'][bad.argmax()]}, must be 0 or more"
-            raise misfit(name, f"line {line}", "weight", problem)
+            raise misfit_error(name, f"line {line}", "weight", problem)
         labels = np.stack([turns, decodes, steps * decodes])
         changes = (np.diff(labels, axis=1) != 0).any(axis=0)
         columns = Columns(
