@@ -28,7 +28,7 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.event import DECODE, Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import total
-from lm_eval_moecache.report.plots import look, new_figure, save
+from lm_eval_moecache.report.plots import legend, look, new_figure, save
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.trace.trace import Trace
 
@@ -98,19 +98,22 @@ def draw(found: list[Row], file: Path) -> None:
     places = sorted({row["place"] for row in found})
     figure, panels = new_figure(len(places) // 2, 2)
     names = sorted({row["rule"] for row in found})
+    series = {}
     for axes, (trace, capacity) in zip(panels, places, strict=True):
         for index, name in enumerate(names):
             matching = [r for r in found if (r["place"], r["rule"]) == ((trace, capacity), name)]
             points = sorted((100 * r["saved"], 100 * r["lost"], r["setting"]) for r in matching)
-            axes.plot(
-                [x for x, _, _ in points], [y for _, y, _ in points], **look(index), label=name
+            (series[name],) = axes.plot(
+                [x for x, _, _ in points], [y for _, y, _ in points], **look(index)
             )
-            enabled = [(x, y) for x, y, setting in points if (name, setting) in SHIPPED]
-            ring = {"markersize": 13, "fillstyle": "none", "color": "black"}
-            axes.plot([x for x, _ in enabled], [y for _, y in enabled], "o", **ring)
-        axes.set(title=f"{trace}, {capacity} of all experts", xlim=(-5, 100), ylim=(0, 60))
+            for x, y, setting in points:
+                if maker := SHIPPED.get((name, setting)):
+                    ring = {"markersize": 13, "fillstyle": "none", "color": "black"}
+                    (ringed,) = axes.plot([x], [y], "o", **ring)
+                    series[f"{name}={setting}, on by default in {maker}"] = ringed
+        axes.set(title=f"{trace}, {capacity} of all experts", xlim=(-5, 85), ylim=(0, 60))
         axes.set(xlabel="loads saved [%]", ylabel="routing weight lost [%]")
-    panels[0].legend(fontsize="small")
+    legend(figure, series)
     file.parent.mkdir(parents=True, exist_ok=True)
     save(figure, file)
 

@@ -445,6 +445,10 @@ class Value:
         return self.raw if isinstance(self.raw, (int, float)) else None
 
 
+_ROUND_OFF = 1e-9
+"""Standard errors up to this share of their figure are of rounding: sums in another order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """One column and how to read it; settings, and some metrics, have no better direction."""
@@ -471,7 +475,7 @@ class Column:
         if value.stderr is None:
             return text
         error = f"{value.stderr:.{self.decimals}f}"
-        if value.stderr and not float(error):
+        if value.stderr > _ROUND_OFF * abs(value.number) and not float(error):
             # 0 is said of an error that is 0; a smaller one has as many digits as it needs.
             error = f"{value.stderr:.{-math.floor(math.log10(value.stderr))}f}"
         return f"{text} ±{error}"

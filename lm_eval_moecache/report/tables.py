@@ -729,10 +729,15 @@ def _is_apart(table: Table, j: int) -> bool:
     return len(set(table.places)) > 1 and table.columns[j].name in table.apart
 
 
+_SMALL = 10
+"""Columns of smaller figures have two decimals at least: a phone's tokens per second."""
+
+
 def _digits(table: Table, rows: Sequence[Sequence[Value]]) -> list[int]:
     """Return the decimals of each column: those that give its largest figure four digits.
 
-    Never more than the tables in text have; bytes are told in MB, with up to three.
+    Never more than the tables in text have, but two where all figures are below 10; bytes are told
+    in MB, with up to three.
     """
     digits = []
     for j, column in enumerate(table.columns):
@@ -741,6 +746,8 @@ def _digits(table: Table, rows: Sequence[Sequence[Value]]) -> list[int]:
         largest = max(numbers, default=0.0)
         most = 3 if is_bytes else column.decimals
         is_score = not column.words or column.name == ACCURACY
+        if column.decimals and not is_score and largest < _SMALL:
+            most = max(most, 2)
         digits.append(most if is_score else min(most, max(0, 4 - len(str(int(largest))))))
     return digits
 
