@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from lm_eval_moecache.records.files import PART, check_writable, parse_json, read_json, write_whole
+from lm_eval_moecache.records.files import (
+    PART,
+    check_replaceable,
+    check_writable,
+    parse_json,
+    read_json,
+    write_whole,
+)
 from lm_eval_moecache.records.numbers import finite
 from lm_eval_moecache.records.schemas.results import check_record, checksum_of
 from lm_eval_moecache.report.results import PACKED, RUNS, read_packed, unpack
@@ -141,6 +148,7 @@ def only_sweep(folder: Path) -> Iterator[None]:
     runs.mkdir(parents=True, exist_ok=True)
     check_writable(runs)
     path = folder / LOCK
+    check_replaceable(path)
     lock = FileLock(path, timeout=0)
     try:
         lock.acquire()

@@ -23,7 +23,7 @@ from typing import Any
 from lm_eval_moecache.algorithms.policy import policy_names, unmangle
 from lm_eval_moecache.algorithms.registry import AXES, find_algorithm, parameters_of
 from lm_eval_moecache.harness.tasks import HIGHER_IS_BETTER
-from lm_eval_moecache.records.files import read_yaml, write_whole
+from lm_eval_moecache.records.files import check_replaceable, read_yaml, write_whole
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import RENAMED
 from lm_eval_moecache.records.ledger import GENERATE
@@ -483,8 +483,10 @@ def _mend(journal: Path) -> None:
     """Repair a journal after a kill or a full disk in the middle of a write.
 
     Removes the lock, for which Optuna would wait half a minute, and a torn last line: the next
-    entry would be appended to it, and the journal would be lost.
+    entry would be appended to it, and the journal would be lost. Raises OSError for a journal that
+    is a link, whose target would be written.
     """
+    check_replaceable(journal)
     journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
     if journal.is_file():
         data = journal.read_bytes()

@@ -27,7 +27,9 @@ from lm_eval_moecache.records.files import (
     write_whole,
 )
 from lm_eval_moecache.records.numbers import finite, plain_number, read_count, read_number, shown
+from lm_eval_moecache.sweep.files import LOCK, only_sweep
 from lm_eval_moecache.trace.importers import load_trace, trace_formats
+from lm_eval_moecache.tune.search import JOURNAL, _mend
 from tests.conftest import Moecache
 from tests.engine import traces
 
@@ -199,6 +201,19 @@ def test_devices_and_links_are_never_replaced(tmp_path: Path) -> None:
     check_writable(folder)  # what is made in it leaves the link alone
     with pytest.raises(OSError, match="symbolic link"):
         write_whole(folder, "new")
+
+
+def test_a_lock_or_a_journal_that_is_a_link_leaves_its_target_alone(tmp_path: Path) -> None:
+    """Both are opened by libraries, which would empty or cut the file that a link leads to."""
+    target = tmp_path / "kept.txt"
+    target.write_text("kept")
+    (tmp_path / LOCK).symlink_to(target)
+    with pytest.raises(OSError, match="symbolic link"), only_sweep(tmp_path):
+        pass
+    (tmp_path / JOURNAL).symlink_to(target)
+    with pytest.raises(OSError, match="symbolic link"):
+        _mend(tmp_path / JOURNAL)
+    assert target.read_text() == "kept"
 
 
 def test_one_function_gives_files_their_names() -> None:
