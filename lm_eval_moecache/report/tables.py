@@ -257,11 +257,14 @@ def _sampled(runs: Sequence[Run], group: Sequence[int], column: Column) -> dict[
 def _best(runs: Sequence[Run], group: Sequence[int], column: Column) -> set[int]:
     """Return the rows of a group's best figure and of those no test separates from it.
 
-    Empty unless the test separates each of these from every other row of the group.
+    Empty unless the test separates each of these from every other row of the group, and for figures
+    with neither documents nor standard errors.
     """
     sampled = {} if column.higher_is_better is None else _sampled(runs, group, column)
     if len({row.figure for row in sampled.values()}) < 2:
         return set()
+    if not any(row.samples or row.stderr for row in sampled.values()):
+        return set()  # nothing to test: a percentile, a rate of one phase, the fidelity
     best = max(sampled.values(), key=lambda row: row.figure)
     chances = holm([row.is_worse(best) for row in sampled.values()])
     best_rows = {
