@@ -99,7 +99,7 @@ claims:
   why: x
   parts:
   - {what: x, runs: results, metric: quiz, where: {policy: on_demand}, form: value, expect: {below: 1}}
-  - {what: y, rows: {file: x.json, new: a, old: b, unit: layers}, expect: {above: 0, below: 2}}
+  - {what: y, rows: {file: x.json, new: a, old: b, unit: layers, model: m}, expect: {above: 0, below: 2}}
 """
 USE = {
     "format": 1,
@@ -246,7 +246,7 @@ HOST: list[tuple[str, Any, str]] = [
 ]  # fmt: skip
 """Bad HFLM arguments, on which it would fail only after loading the weights."""
 UNFIT: list[tuple[dict[str, Any], str]] = [
-    ({"prefetch": "score", "prefetch.percentile": 101}, "percentile=101 … between 0 and 100"),
+    ({"prefetch": "score", "prefetch.percentile": 101}, "percentile=101 … at most 100"),
     ({"prefetch": "next_gate", "prefetch.overfetch": 0}, "prefetch.overfetch=0 … above 0"),
     ({"prefetch": "next_gate", "prefetch.depth": 0}, "prefetch.depth=0 … 1 or more"),
     ({"prefetch": "next_gate", "prefetch.depth": 99}, "depth=99 … past the last of the"),
