@@ -24,6 +24,7 @@ BASES = {
     "miss": "MissAlgorithm",
 }
 AXES = tuple(BASES)
+_NO_RULES = ("Algorithm", *BASES.values())
 # Set by the engine, not by the user.
 _NOT_PARAMETERS = ("self", "geometry", "seed")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -133,7 +134,7 @@ def source_digest(algorithm: type[Any]) -> str:
     """
     digest = hashlib.sha256()
     for part in algorithm.__mro__:
-        if part.__module__ in ("builtins", "abc", "typing") or part.__name__ in BASES.values():
+        if part.__module__ in ("builtins", "abc", "typing") or part.__name__ in _NO_RULES:
             continue
         try:
             source = inspect.getsource(sys.modules[part.__module__])

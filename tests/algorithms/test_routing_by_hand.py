@@ -49,8 +49,8 @@ def test_max_rank_promotes_cached_experts_of_rank_up_to_m(M: int, J: int, expect
 
 
 def test_max_rank_defaults_to_twice_the_top_k() -> None:
-    assert make("max_rank", 8, 3).M == 6
-    assert make("max_rank", 4, 3).M == 4
+    assert make("max_rank", 8, 3)._first == 6
+    assert make("max_rank", 4, 3)._first == 4
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_pruning_keeps_the_h_heaviest() -> None:
     assert selection.experts.tolist() == [[0, 1, 2, 3]]
     assert selection.keep.tolist() == [[True, True, True, False]]
     assert selection.renormalize
-    assert make("pruning", 8, 4).h == 3
+    assert make("pruning", 8, 4)._left == 3
 
 
 def test_drop_rank_leaves_out_one_rank_or_all_from_it_on() -> None:

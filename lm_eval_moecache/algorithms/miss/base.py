@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from lm_eval_moecache.algorithms.parameters import Algorithm
 from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, softmax
-from lm_eval_moecache.records.artifact import Artifact
 from lm_eval_moecache.records.event import DROPPED, Event, Fetch
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Range
@@ -30,7 +30,7 @@ class Resolution:
     selection: Selection | None = None
 
 
-class MissAlgorithm(ABC):
+class MissAlgorithm(Algorithm):
     """Decides whether each absent expert is loaded (and at which level), replaced or dropped.
 
     `Event.experts` are always filled, heaviest first; experts dropped by routing are DROPPED. Each
@@ -38,10 +38,6 @@ class MissAlgorithm(ABC):
     loaded for one token and replaced for another.
     """
 
-    source: ClassVar[str]
-    """The paper and section it implements."""
-    draws: ClassVar[bool] = False
-    """Whether its choices depend on the seed."""
     is_lossless: ClassVar[bool] = False
     """Whether every absent expert is loaded at full precision, so that results cannot change."""
     uses_logits: ClassVar[bool] = False
@@ -63,23 +59,13 @@ class MissAlgorithm(ABC):
     """Whether it is also called without absent experts, to upgrade residents of a lower level."""
     awaits_late: bool = False
     """Whether the engine waits for prefetches under way instead of asking about them."""
-    artifact_kind: ClassVar[str | None] = None
-    """The kind of artifact (`buddies`, `predictor`) that its parameter `profile` names, if any."""
-    artifact: Artifact | None = None
-    """The artifact it was built with; the wrapped model checks that the two belong together."""
-    pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Axis -> the only algorithms there that this one can be combined with."""
-    pairs_because: ClassVar[str] = ""
-    """Reason for `pairs_with`, quoted in error messages."""
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        self.geometry = geometry
-        self.seed = seed
-        if self.uses_ladder and len(geometry.precision) < 2:
+    def __post_init__(self) -> None:
+        if self.uses_ladder and len(self.geometry.precision) < 2:
             raise ValueError(
                 f"miss={type(self).__module__.rpartition('.')[2]!r} loads at lower precisions, but "
-                f"precision={geometry.precision[0]!r} is the only one stored. Allowed with it: "
-                "several, best first, as precision=int8:int4:int2."
+                f"precision={self.geometry.precision[0]!r} is the only one stored. Allowed with "
+                "it: several, best first, as precision=int8:int4:int2."
             )
 
     @abstractmethod

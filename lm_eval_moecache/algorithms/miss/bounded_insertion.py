@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Range
 
 Uploads = Annotated[int, Range(least=1, why=": none is miss=host")]
 
 
+@dataclass(eq=False, kw_only=True)
 class BoundedInsertion(MissAlgorithm):
     """Executes absent experts on the host and loads at most `uploads` per event into the cache.
 
@@ -30,11 +31,9 @@ class BoundedInsertion(MissAlgorithm):
     is_lossless: ClassVar[bool] = True
     cached_first: ClassVar[bool] = True
     uses_host: ClassVar[bool] = True
-    host_rule: str = "always"
+    host_rule = "always"
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0, uploads: Uploads = 2) -> None:
-        super().__init__(geometry, seed=seed)
-        self.uploads = uploads
+    uploads: Uploads = 2
 
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Mapping[int, int]

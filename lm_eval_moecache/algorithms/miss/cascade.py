@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -16,9 +17,9 @@ from lm_eval_moecache.algorithms.miss.base import (
     weight_before,
 )
 from lm_eval_moecache.records.event import DROPPED, Event
-from lm_eval_moecache.records.geometry import Geometry
 
 
+@dataclass(eq=False, kw_only=True)
 class Cascade(MissAlgorithm):
     """Loads an absent expert at a lower level the more of its token's weight is on heavier ones.
 
@@ -38,31 +39,27 @@ class Cascade(MissAlgorithm):
     uses_logits: ClassVar[bool] = True
     uses_ladder: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        t1: float = 0.6,
-        t2: float | None = None,
-        upgrade: bool = False,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        steps = len(geometry.precision) - 1
+    t1: float = 0.6
+    t2: float | None = None
+    upgrade: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        precision, t1, t2 = self.geometry.precision, self.t1, self.t2
+        steps = len(precision) - 1
         if steps == 1 and t2 is not None:
             raise ValueError(
                 f"miss.t2={t2} has no effect with the two levels of precision="
-                f"{':'.join(geometry.precision)!r}. Allowed with it: three levels or more."
+                f"{':'.join(precision)!r}. Allowed with it: three levels or more."
             )
         last = max(t1, 0.9) if t2 is None else t2
         if not 0 < t1 <= last < 1:
             raise ValueError(f"miss.t1={t1}, miss.t2={last}: allowed is 0 < t1 <= t2 < 1.")
         if steps > 1 and t1 == last:
             raise ValueError(
-                f"miss.t1={t1}, miss.t2={last}: with precision={':'.join(geometry.precision)!r} "
+                f"miss.t1={t1}, miss.t2={last}: with precision={':'.join(precision)!r} "
                 "the levels in between would never be chosen. Allowed: t1 below t2."
             )
-        self.upgrade = upgrade
         self._bounds = np.linspace(t1, last, steps, dtype=np.float32)
 
     def resolve(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.miss.base import (
@@ -14,11 +15,11 @@ from lm_eval_moecache.algorithms.miss.base import (
     weight_shares,
 )
 from lm_eval_moecache.records.event import PREFILL, Event, resident_mask
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Share
 from lm_eval_moecache.records.selection import Selection
 
 
+@dataclass(eq=False, kw_only=True)
 class DegradeZero(MissAlgorithm):
     """While decoding, drops absent experts whose share of the token's weight is below tau.
 
@@ -32,9 +33,7 @@ class DegradeZero(MissAlgorithm):
     source: ClassVar[str] = "colibri#906 (degrade to zero)"
     uses_weights: ClassVar[bool] = True
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0, tau: Share = 0.1) -> None:
-        super().__init__(geometry, seed=seed)
-        self.tau = tau
+    tau: Share = 0.1
 
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Container[int]

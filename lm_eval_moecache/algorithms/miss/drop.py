@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -14,7 +15,6 @@ from lm_eval_moecache.algorithms.miss.base import (
     still_needed,
 )
 from lm_eval_moecache.records.event import Event, resident_mask
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
 
@@ -23,6 +23,7 @@ FewerExperts = Annotated[
 ]
 
 
+@dataclass(eq=False, kw_only=True)
 class Drop(MissAlgorithm):
     """Fetches a token's absent expert if it is among the h heaviest, and drops it otherwise.
 
@@ -37,12 +38,8 @@ class Drop(MissAlgorithm):
 
     source: ClassVar[str] = "SpecMD section 3.1.2 (drop)"
 
-    def __init__(
-        self, geometry: Geometry, *, seed: int = 0, h: FewerExperts = 2, renormalize: bool = False
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.h = h
-        self.renormalize = renormalize
+    h: FewerExperts = 2
+    renormalize: bool = False
 
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Container[int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -17,10 +18,10 @@ from lm_eval_moecache.algorithms.miss.base import (
     weight_before,
 )
 from lm_eval_moecache.records.event import DROPPED, Event, resident_mask
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
 
 
+@dataclass(eq=False, kw_only=True)
 class DropCascade(MissAlgorithm):
     """Loads absent experts at lower levels the more weight is on heavier ones; drops the last.
 
@@ -38,21 +39,16 @@ class DropCascade(MissAlgorithm):
     uses_logits: ClassVar[bool] = True
     uses_ladder: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        t1: float = 0.6,
-        t2: float = 0.9,
-        renormalize: bool = False,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        if not 0 < t1 < t2 < 1:
-            raise ValueError(f"miss.t1={t1}, miss.t2={t2}: allowed is 0 < t1 < t2 < 1.")
-        self.renormalize = renormalize
-        self._num_levels = len(geometry.precision)
-        self._bounds = np.linspace(t1, t2, self._num_levels, dtype=np.float32)
+    t1: float = 0.6
+    t2: float = 0.9
+    renormalize: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.t1 < self.t2 < 1:
+            raise ValueError(f"miss.t1={self.t1}, miss.t2={self.t2}: allowed is 0 < t1 < t2 < 1.")
+        self._num_levels = len(self.geometry.precision)
+        self._bounds = np.linspace(self.t1, self.t2, self._num_levels, dtype=np.float32)
 
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Mapping[int, int]

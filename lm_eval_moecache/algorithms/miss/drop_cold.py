@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.miss.base import (
@@ -13,11 +14,11 @@ from lm_eval_moecache.algorithms.miss.base import (
     weight_shares,
 )
 from lm_eval_moecache.records.event import Event, resident_mask
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Share
 from lm_eval_moecache.records.selection import Selection
 
 
+@dataclass(eq=False, kw_only=True)
 class DropCold(MissAlgorithm):
     """Drops an absent expert if its share of the token's weight is below F / top_k.
 
@@ -33,16 +34,8 @@ class DropCold(MissAlgorithm):
     source: ClassVar[str] = "BigMoeOnEdge#94 (drop cold)"
     uses_weights: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        factor: Share = 1.0,
-        renormalize: bool = True,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.factor, self.renormalize = factor, renormalize
+    factor: Share = 1.0
+    renormalize: bool = True
 
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Container[int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -15,11 +16,11 @@ from lm_eval_moecache.algorithms.miss.base import (
     weight_shares,
 )
 from lm_eval_moecache.records.event import DROPPED, Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Count
 from lm_eval_moecache.records.selection import Selection
 
 
+@dataclass(eq=False, kw_only=True)
 class ExpertBudget(MissAlgorithm):
     """Keeps an event's hits and, up to a budget of distinct experts, its heaviest misses.
 
@@ -39,23 +40,18 @@ class ExpertBudget(MissAlgorithm):
     source: ClassVar[str] = "MoE-Spec (arXiv 2602.16052); colibri#254, #565"
     uses_weights: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        budget: Count | None = None,
-        renormalize: bool = False,
-        rescue: bool = False,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.budget = 2 * geometry.top_k if budget is None else budget
-        self.renormalize, self.rescue = renormalize, rescue
+    budget: Count | None = None
+    renormalize: bool = False
+    rescue: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._budget = 2 * self.geometry.top_k if self.budget is None else self.budget
 
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Container[int]
     ) -> Resolution | None:
-        room = max(0, self.budget - (len(event.keys) - len(absent)))
+        room = max(0, self._budget - (len(event.keys) - len(absent)))
         if len(absent) <= room:
             return None
         num_experts = self.geometry.num_experts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -16,9 +17,9 @@ from lm_eval_moecache.algorithms.miss.base import (
     prefetch_at,
 )
 from lm_eval_moecache.records.event import DROPPED, Event
-from lm_eval_moecache.records.geometry import Geometry
 
 
+@dataclass(eq=False, kw_only=True)
 class FetchPriority(MissAlgorithm):
     """Loads absent experts at lower levels the lower they rank for their token.
 
@@ -40,19 +41,16 @@ class FetchPriority(MissAlgorithm):
     source: ClassVar[str] = "SpecMD sections 3.1.2 and 5.4 (fetch-priority)"
     uses_ladder: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        percentile: float = 60.0,
-        h: int | None = None,
-        upgrade: bool = False,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
+    percentile: float = 60.0
+    h: int | None = None
+    upgrade: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        percentile, h = self.percentile, self.h
         if h is not None and percentile != 60.0:
             raise ValueError(f"miss.percentile={percentile} has no effect beside miss.h={h}.")
-        top_k, light = geometry.top_k, 0
+        top_k, light = self.geometry.top_k, 0
         if 0 < percentile <= 100:
             light = math.ceil(percentile / 100 * (top_k - 1)) if h is None else top_k - h
         if not 0 < light < top_k:
@@ -61,8 +59,7 @@ class FetchPriority(MissAlgorithm):
                 "one at least must be heavy and one light. Allowed: a percentile above 0 and at "
                 f"most 100, or h from 1 to {top_k - 1}."
             )
-        self.upgrade = upgrade
-        lower = len(geometry.precision) - 1
+        lower = len(self.geometry.precision) - 1
         shared = [1 + rank * lower // light for rank in range(light)]
         self._level_of_rank = np.array([0] * (top_k - light) + shared)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 
 HostRule = Literal["always", "first", "balanced"]
 
 
+@dataclass(eq=False, kw_only=True)
 class Host(MissAlgorithm):
     """Executes absent experts on the host, always or where that is faster than loading them.
 
@@ -37,9 +38,11 @@ class Host(MissAlgorithm):
     cached_first: ClassVar[bool] = True
     uses_host: ClassVar[bool] = True
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0, rule: HostRule = "first") -> None:
-        super().__init__(geometry, seed=seed)
-        self.host_rule = rule
+    rule: HostRule = "first"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.host_rule = self.rule
 
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Mapping[int, int]

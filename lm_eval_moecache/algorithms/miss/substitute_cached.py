@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -15,10 +16,10 @@ from lm_eval_moecache.algorithms.miss.base import (
 )
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
 from lm_eval_moecache.records.event import Event, resident_mask
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Share
 
 
+@dataclass(eq=False, kw_only=True)
 class SubstituteCached(MissAlgorithm):
     """Replaces an absent expert with a share below tau by the resident one with the highest gate.
 
@@ -32,17 +33,8 @@ class SubstituteCached(MissAlgorithm):
     source: ClassVar[str] = "colibri#865 (cached substitution)"
     uses_logits: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        tau: Share = 0.1,
-        weight: Literal["own", "missing"] = "own",
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.tau = tau
-        self.weight: Literal["own", "missing"] = weight
+    tau: Share = 0.1
+    weight: Literal["own", "missing"] = "own"
 
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Container[int]

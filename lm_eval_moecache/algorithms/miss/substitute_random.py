@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -16,9 +17,9 @@ from lm_eval_moecache.algorithms.miss.base import (
 )
 from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.event import Event, resident_mask
-from lm_eval_moecache.records.geometry import Geometry
 
 
+@dataclass(eq=False, kw_only=True)
 class SubstituteRandom(MissAlgorithm):
     """Replaces an absent expert by a random resident one that the token does not use already.
 
@@ -37,21 +38,15 @@ class SubstituteRandom(MissAlgorithm):
     source: ClassVar[str] = "BuddyMoE Tables 2-4 (random)"
     draws: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        rho: Budget | None = None,
-        fallback: Literal["fetch", "drop"] = "fetch",
-        weight: Literal["own", "missing"] = "own",
-        late: Literal["replace", "await"] = "replace",
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.awaits_late = late == "await"
-        self.budget = geometry.top_k if rho is None else rho
-        self.fallback: Literal["fetch", "drop"] = fallback
-        self.weight: Literal["own", "missing"] = weight
+    rho: Budget | None = None
+    fallback: Literal["fetch", "drop"] = "fetch"
+    weight: Literal["own", "missing"] = "own"
+    late: Literal["replace", "await"] = "replace"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.awaits_late = self.late == "await"
+        self._budget = self.geometry.top_k if self.rho is None else self.rho
 
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Container[int]
@@ -70,5 +65,5 @@ class SubstituteRandom(MissAlgorithm):
             cost,
             fallback=self.fallback,
             weight=self.weight,
-            budget=np.full(event.num_tokens, self.budget),
+            budget=np.full(event.num_tokens, self._budget),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -10,10 +11,10 @@ import numpy as np
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution, resolve_substitution
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
 from lm_eval_moecache.records.event import Event, resident_mask
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Share
 
 
+@dataclass(eq=False, kw_only=True)
 class SubstituteScore(MissAlgorithm):
     """Replaces an absent expert by the resident one whose softmax score for the token is closest.
 
@@ -31,23 +32,15 @@ class SubstituteScore(MissAlgorithm):
     source: ClassVar[str] = "SpecMD section 3.1.2 (substitution); Zhu et al. 2025"
     uses_logits: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        tolerance: Share = 0.1,
-        scale: Literal["absolute", "relative"] = "absolute",
-        fallback: Literal["fetch", "drop"] = "fetch",
-        weight: Literal["own", "missing"] = "own",
-        late: Literal["replace", "await"] = "replace",
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.awaits_late = late == "await"
-        self.tolerance = tolerance
-        self.scale = scale
-        self.fallback: Literal["fetch", "drop"] = fallback
-        self.weight: Literal["own", "missing"] = weight
+    tolerance: Share = 0.1
+    scale: Literal["absolute", "relative"] = "absolute"
+    fallback: Literal["fetch", "drop"] = "fetch"
+    weight: Literal["own", "missing"] = "own"
+    late: Literal["replace", "await"] = "replace"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.awaits_late = self.late == "await"
 
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Container[int]

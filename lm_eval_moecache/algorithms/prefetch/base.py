@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.parameters import Algorithm
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
-from lm_eval_moecache.records.artifact import Artifact
 from lm_eval_moecache.records.event import DROPPED, Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.future import Future
 
 
-class PrefetchAlgorithm(ABC):
+class PrefetchAlgorithm(Algorithm):
     """Proposes experts to load, most wanted first; the link decides when they arrive.
 
     A proposal for a layer at or before the running one is meant for the next pass. Resident keys
     and keys on their way may be proposed: they are not moved, but the eviction algorithm is told.
     """
 
-    source: ClassVar[str]
-    """The paper and section it implements."""
-    draws: ClassVar[bool] = False
-    """Whether its choices depend on the seed."""
     is_active: ClassVar[bool] = True
     """Whether it ever proposes anything."""
     uses_logits: ClassVar[bool] = False
@@ -43,22 +39,15 @@ class PrefetchAlgorithm(ABC):
     """Whether the link hears of proposals only when the experts of their event are executed."""
     uses_predictor: ClassVar[bool] = False
     """Whether `Event.predicted` come from the predictor that is its artifact, not from gates."""
-    artifact_kind: ClassVar[str | None] = None
-    """The kind of artifact (`buddies`, `predictor`) that its parameter `profile` names, if any."""
-    artifact: Artifact | None = None
-    """The artifact it was built with: the wrapped model checks that it is the model's own."""
-    pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Axis -> the only algorithms there that go with this one; `pairs_because` says why."""
-    pairs_because: ClassVar[str] = ""
-
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        self.geometry = geometry
-        self.seed = seed
 
     @property
     def draft_stage(self) -> DraftStagePrefetch | None:
         """The part that prefetches while a draft model drafts, or None."""
         return None
+
+    def most(self, overfetch: float) -> int:
+        """Return a share `overfetch` of the router's experts as a number, at most all of them."""
+        return min(self.geometry.num_experts, math.ceil(self.geometry.top_k * overfetch))
 
     def prepare(self, future: Future) -> None:
         """Receive the future; replays call it once, before the first event."""

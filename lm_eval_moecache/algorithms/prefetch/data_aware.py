@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, most_likely
 from lm_eval_moecache.records.artifact import DATA_AWARE
 from lm_eval_moecache.records.data_aware import load_data_aware
 from lm_eval_moecache.records.event import PASS_START, Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Positive
 
 
+@dataclass(eq=False, kw_only=True)
 class DataAware(PrefetchAlgorithm):
     """Proposes each token's k likeliest experts of every layer before the pass begins.
 
@@ -36,17 +36,12 @@ class DataAware(PrefetchAlgorithm):
     foresees: ClassVar[bool] = True
     artifact_kind: ClassVar[str | None] = DATA_AWARE
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        profile: str | None = None,
-        overfetch: Positive = 1.0,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.artifact = load_data_aware(profile, geometry)
-        self._count = min(geometry.num_experts, math.ceil(geometry.top_k * overfetch))
+    profile: str | None = None
+    overfetch: Positive = 1.0
+
+    def __post_init__(self) -> None:
+        self.artifact = load_data_aware(self.profile, self.geometry)
+        self._count = self.most(self.overfetch)
 
     def propose(self, event: Event) -> Sequence[int]:
         keys: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -11,12 +12,12 @@ import numpy.typing as npt
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Count, LayersAhead
 
 Map = npt.NDArray[np.float64]
 
 
+@dataclass(eq=False, kw_only=True)
 class ExpertMap(PrefetchAlgorithm):
     """Matches the pass's trajectory of gate probabilities with stored ones, and follows the best.
 
@@ -37,23 +38,17 @@ class ExpertMap(PrefetchAlgorithm):
     source: ClassVar[str] = "Yu et al. 2025 (FineMoE), by its abstract"
     uses_logits: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        maps: Count = 256,
-        distance: LayersAhead | None = None,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        if distance is None:
-            distance = min(3, geometry.num_layers)
-        self._distance = distance
-        self._past: Map = np.zeros((maps, geometry.num_layers, geometry.num_experts))
+    maps: Count = 256
+    distance: LayersAhead | None = None
+
+    def __post_init__(self) -> None:
+        layers, experts = self.geometry.num_layers, self.geometry.num_experts
+        self._distance = min(3, layers) if self.distance is None else self.distance
+        self._past: Map = np.zeros((self.maps, layers, experts))
         self._num_past = 0
-        self._now: Map = np.zeros((geometry.num_layers, geometry.num_experts))
-        self._inner: Map = np.zeros(maps)
-        self._prefix: Map = np.zeros(maps)
+        self._now: Map = np.zeros((layers, experts))
+        self._inner: Map = np.zeros(self.maps)
+        self._prefix: Map = np.zeros(self.maps)
 
     def on_pass(self, pass_index: int) -> None:
         """Store the finished pass's map and begin a new one."""

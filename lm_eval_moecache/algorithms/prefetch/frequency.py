@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, activations
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import LayersAhead, Positive
 
 
+@dataclass(eq=False, kw_only=True)
 class Frequency(PrefetchAlgorithm):
     """Proposes the experts that the next layers have activated most often in the whole run.
 
@@ -28,24 +28,19 @@ class Frequency(PrefetchAlgorithm):
 
     source: ClassVar[str] = "BuddyMoE section 2.3; SP-MoE section 2.2 (frequency-based prediction)"
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        overfetch: Positive = 1.0,
-        lookahead: LayersAhead = 1,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self._lookahead = lookahead
-        self._share = min(geometry.num_experts, math.ceil(geometry.top_k * overfetch))
-        self._counts = np.zeros((geometry.num_layers, geometry.num_experts), dtype=np.int64)
+    overfetch: Positive = 1.0
+    lookahead: LayersAhead = 1
+
+    def __post_init__(self) -> None:
+        self._share = self.most(self.overfetch)
+        shape = self.geometry.num_layers, self.geometry.num_experts
+        self._counts = np.zeros(shape, dtype=np.int64)
 
     def propose(self, event: Event) -> Sequence[int]:
         geometry = self.geometry
         self._counts[event.layer] += activations(event, geometry.num_experts)
         keys: list[int] = []
-        for ahead in range(1, self._lookahead + 1):
+        for ahead in range(1, self.lookahead + 1):
             layer = (event.layer + ahead) % geometry.num_layers
             counts = self._counts[layer]
             best = np.argsort(-counts, kind="stable")[: self._share]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, activations
 from lm_eval_moecache.records.event import PREFILL, Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Count, LayersAhead, Positive
 
 Matrix = npt.NDArray[np.float64]
 
 
+@dataclass(eq=False, kw_only=True)
 class History(PrefetchAlgorithm):
     """Matches the request's activation matrix with past ones and proposes the best match's experts.
 
@@ -35,23 +35,17 @@ class History(PrefetchAlgorithm):
 
     source: ClassVar[str] = "Xue et al. 2024 (MoE-Infinity), as in SP-MoE section 5"
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        requests: Count = 100,
-        overfetch: Positive = 1.0,
-        lookahead: LayersAhead | None = None,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        layers, experts = geometry.num_layers, geometry.num_experts
-        self._lookahead = lookahead
-        self._share = min(experts, math.ceil(geometry.top_k * overfetch))
-        self._past: Matrix = np.zeros((requests, layers, experts))  # rows of unit length
+    requests: Count = 100
+    overfetch: Positive = 1.0
+    lookahead: LayersAhead | None = None
+
+    def __post_init__(self) -> None:
+        layers, experts = self.geometry.num_layers, self.geometry.num_experts
+        self._share = self.most(self.overfetch)
+        self._past: Matrix = np.zeros((self.requests, layers, experts))  # rows of unit length
         self._num_past = 0
         self._now: Matrix = np.zeros((layers, experts))
-        self._cosine: Matrix = np.zeros((requests, layers))
+        self._cosine: Matrix = np.zeros((self.requests, layers))
         self._request = -1
 
     def propose(self, event: Event) -> Sequence[int]:
@@ -70,7 +64,7 @@ class History(PrefetchAlgorithm):
 
     def _foretell(self, matrix: Matrix, layer: int) -> list[int]:
         geometry = self.geometry
-        reach = geometry.num_layers - 1 - layer if self._lookahead is None else self._lookahead
+        reach = geometry.num_layers - 1 - layer if self.lookahead is None else self.lookahead
         ranked: list[tuple[float, int]] = []
         for ahead in range(1, reach + 1):
             target = (layer + ahead) % geometry.num_layers

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.importance import ImportanceScores
 from lm_eval_moecache.records.ranges import Decay, Experts
 
 
+@dataclass(eq=False, kw_only=True)
 class Importance(PrefetchAlgorithm):
     """Proposes the layer's own most important experts for its next turn, in the background.
 
@@ -30,18 +31,13 @@ class Importance(PrefetchAlgorithm):
     source: ClassVar[str] = "Kong et al. 2023 (SwapMoE), by its abstract"
     uses_logits: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        experts: Experts | None = None,
-        decay: Decay = 0.95,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        most = geometry.num_experts
-        self._share = min(2 * geometry.top_k, most) if experts is None else experts
-        self._scores = ImportanceScores(geometry, decay)
+    experts: Experts | None = None
+    decay: Decay = 0.95
+
+    def __post_init__(self) -> None:
+        most = min(2 * self.geometry.top_k, self.geometry.num_experts)
+        self._share = most if self.experts is None else self.experts
+        self._scores = ImportanceScores(self.geometry, self.decay)
 
     def propose(self, event: Event) -> Sequence[int]:
         assert event.logits is not None, "importance is made of gate scores"

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, best_of_rows, most_likely
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Count, Positive
 
 
+@dataclass(eq=False, kw_only=True)
 class NextGate(PrefetchAlgorithm):
     """Applies the gates of the next `depth` layers to this layer's input and takes the top-k.
 
@@ -30,25 +30,20 @@ class NextGate(PrefetchAlgorithm):
 
     source: ClassVar[str] = "SpecMD section 3.1.4; Eliseev & Mazur 2023"
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        overfetch: Positive = 1.0,
-        depth: Count = 1,
-        issue: Literal["at_once", "after_layer"] = "at_once",
-    ) -> None:
-        super().__init__(geometry, seed=seed)
+    overfetch: Positive = 1.0
+    depth: Count = 1
+    issue: Literal["at_once", "after_layer"] = "at_once"
+
+    def __post_init__(self) -> None:
         # With a single MoE layer there is no next one, and nothing is ever predicted.
-        if depth >= geometry.num_layers > 1:
+        layers = self.geometry.num_layers
+        if self.depth >= layers > 1:
             raise ValueError(
-                f"prefetch.depth={depth} reaches past the last of the {geometry.num_layers} MoE "
-                f"layers of this model. Allowed: 1 to {geometry.num_layers - 1}."
+                f"prefetch.depth={self.depth} reaches past the last of the {layers} MoE "
+                f"layers of this model. Allowed: 1 to {layers - 1}."
             )
-        self.depth = depth
-        self.after_layer = issue == "after_layer"
-        self._count = min(geometry.num_experts, math.ceil(geometry.top_k * overfetch))
+        self.after_layer = self.issue == "after_layer"
+        self._count = self.most(self.overfetch)
 
     def propose(self, event: Event) -> Sequence[int]:
         keys: list[int] = []

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import LayersAhead, Share
 from lm_eval_moecache.trace.future import Future
 
 
+@dataclass(eq=False, kw_only=True)
 class Oracle(PrefetchAlgorithm):
     """Proposes the experts of the next `horizon` events, nearest first, with a given accuracy.
 
@@ -32,20 +33,13 @@ class Oracle(PrefetchAlgorithm):
     source: ClassVar[str] = "the bound that needs the future; no paper"
     is_offline: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        horizon: LayersAhead = 1,
-        recall: Share = 1.0,
-        precision: Share = 1.0,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.horizon = horizon
-        self._recall = recall
+    horizon: LayersAhead = 1
+    recall: Share = 1.0
+    precision: Share = 1.0
+
+    def __post_init__(self) -> None:
         # Wrong experts per correct one.
-        self._wrong = 1 / precision - 1
+        self._wrong = 1 / self.precision - 1
 
     def prepare(self, future: Future) -> None:
         self._future = future
@@ -61,10 +55,10 @@ class Oracle(PrefetchAlgorithm):
         return keys
 
     def _blurred(self, needed: list[int], number: int) -> list[int]:
-        if self._recall == 1 and not self._wrong:
+        if self.recall == 1 and not self._wrong:
             return needed
         draw = np.random.default_rng((self.seed, number))
-        seen = draw.random(len(needed)) < self._recall
+        seen = draw.random(len(needed)) < self.recall
         keys = [key for key, is_seen in zip(needed, seen, strict=True) if is_seen]
         num_experts = self.geometry.num_experts
         base = needed[0] // num_experts * num_experts

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, best_of_rows, most_likely
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.artifact import PREDICTOR
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.predictor import load_predictor
 from lm_eval_moecache.records.ranges import Positive
 
 
+@dataclass(eq=False, kw_only=True)
 class Predictor(PrefetchAlgorithm):
     """Proposes each token's k likeliest experts of the next MoE layer by a trained predictor.
 
@@ -33,22 +33,17 @@ class Predictor(PrefetchAlgorithm):
     """
 
     source: ClassVar[str] = "CommitMoE sections 4.2 and 5.3; Song et al. 2025 (ProMoE)"
-    depth: int = 1
+    depth = 1
     uses_predictor: ClassVar[bool] = True
     artifact_kind: ClassVar[str | None] = PREDICTOR
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        profile: str | None = None,
-        loss: Literal["kl", "bce"] = "kl",
-        overfetch: Positive = 1.0,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.artifact = load_predictor(profile, loss, geometry)
-        self._count = min(geometry.num_experts, math.ceil(geometry.top_k * overfetch))
+    profile: str | None = None
+    loss: Literal["kl", "bce"] = "kl"
+    overfetch: Positive = 1.0
+
+    def __post_init__(self) -> None:
+        self.artifact = load_predictor(self.profile, self.loss, self.geometry)
+        self._count = self.most(self.overfetch)
 
     def propose(self, event: Event) -> Sequence[int]:
         keys: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,7 +13,6 @@ import numpy as np
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, by_mass
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.jit import Upgrade, compiled
 from lm_eval_moecache.records.ranges import Range
 
@@ -21,6 +21,7 @@ _BINS = 4096
 Percentile = Annotated[float, Range(least=0, most=100)]
 
 
+@dataclass(eq=False, kw_only=True)
 class Score(PrefetchAlgorithm):
     """Proposes the next layer's experts whose gate score exceeds a percentile of the scores.
 
@@ -38,20 +39,13 @@ class Score(PrefetchAlgorithm):
     """
 
     source: ClassVar[str] = "SpecMD section 3.1.4; Zhu et al. 2025"
-    depth: int = 1
+    depth = 1
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        percentile: Percentile = 80.0,
-        scope: Literal["history", "token"] = "history",
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.percentile = percentile
-        self.scope = scope
-        self._history = _History(percentile / 100, geometry.num_layers)
+    percentile: Percentile = 80.0
+    scope: Literal["history", "token"] = "history"
+
+    def __post_init__(self) -> None:
+        self._history = _History(self.percentile / 100, self.geometry.num_layers)
 
     def propose(self, event: Event) -> Sequence[int]:
         keys: list[int] = []

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Container, Sequence
 from typing import Annotated, ClassVar
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.parameters import Algorithm
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
-from lm_eval_moecache.records.artifact import Artifact
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
 
 
-class RoutingAlgorithm(ABC):
+class RoutingAlgorithm(Algorithm):
     """Decides which experts each token is sent to, given the residents.
 
     It does not set weights: those of a changed selection come from the router's unmodified logits
     by the model family's own rule. `Event.experts` are always filled.
     """
 
-    source: ClassVar[str]
-    """The paper and section it implements."""
-    draws: ClassVar[bool] = False
-    """Whether its choices depend on the seed."""
     is_lossless: ClassVar[bool] = False
     """Whether the selection is always the router's own, so that results cannot change."""
     uses_logits: ClassVar[bool] = False
@@ -35,18 +30,6 @@ class RoutingAlgorithm(ABC):
     """Whether `Event.weights` are needed: without `uses_logits`, traces without logits suffice."""
     depth: int = 0
     """How many layers ahead `Event.predicted` must reach."""
-    artifact_kind: ClassVar[str | None] = None
-    """The kind of artifact (`buddies`, `predictor`) that its parameter `profile` names, if any."""
-    artifact: Artifact | None = None
-    """The artifact it was built with; the wrapped model checks that the two belong together."""
-    pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Axis -> the only algorithms there that this one can be combined with."""
-    pairs_because: ClassVar[str] = ""
-    """Reason for `pairs_with`, quoted in error messages."""
-
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        self.geometry = geometry
-        self.seed = seed
 
     def on_pass(self, pass_index: int) -> None:
         """Note that a new pass over the model begins."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -17,13 +18,13 @@ from lm_eval_moecache.algorithms.routing.base import (
 )
 from lm_eval_moecache.records.arrays import FloatArray, as_float32
 from lm_eval_moecache.records.event import Event, resident_mask
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Positive, Range
 from lm_eval_moecache.records.selection import Selection
 
 Lambda = Annotated[float, Range(above=0, most=1, why="; 0 is routing=standard")]
 
 
+@dataclass(eq=False, kw_only=True)
 class CachePrior(RoutingAlgorithm):
     """Selects by z' = z + lambda * Delta_avg * m, where m marks the cached and the top-J experts.
 
@@ -44,25 +45,19 @@ class CachePrior(RoutingAlgorithm):
     source: ClassVar[str] = "Cache-conditional experts section 3.3, eq. 9-10; SpecMD eq. 1"
     uses_logits: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        lambda_: Lambda = 0.5,
-        top_j: AlwaysKept = 1,
-        delta: Literal["range", "mean", "token"] = "range",
-        logit_range: Positive | list[float] | None = None,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        if logit_range is not None and delta != "range":
-            raise ValueError(f"routing.logit_range has no effect with routing.delta={delta!r}.")
-        self.lambda_ = lambda_
-        self.top_j = top_j
-        self.delta = delta
-        self._calibrated = _per_layer(logit_range, geometry.num_layers)
-        self._sum = [0.0] * geometry.num_layers
-        self._count = [0] * geometry.num_layers
+    lambda_: Lambda = 0.5
+    top_j: AlwaysKept = 1
+    delta: Literal["range", "mean", "token"] = "range"
+    logit_range: Positive | list[float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.logit_range is not None and self.delta != "range":
+            raise ValueError(
+                f"routing.logit_range has no effect with routing.delta={self.delta!r}."
+            )
+        layers = self.geometry.num_layers
+        self._calibrated = _per_layer(self.logit_range, layers)
+        self._sum, self._count = [0.0] * layers, [0] * layers
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
         if event.num_tokens == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -16,13 +17,13 @@ from lm_eval_moecache.algorithms.routing.base import (
 )
 from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.event import Event, resident_mask
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
 
 Mass = Annotated[float, Range(above=0, most=1, why="; 0 is routing=standard")]
 
 
+@dataclass(eq=False, kw_only=True)
 class Cumsum(RoutingAlgorithm):
     """Promotes the cached experts among the fewest top experts that sum to p, then the top J.
 
@@ -38,12 +39,8 @@ class Cumsum(RoutingAlgorithm):
     source: ClassVar[str] = "Cache-conditional experts section 3.2, algorithm 2"
     uses_logits: ClassVar[bool] = True
 
-    def __init__(
-        self, geometry: Geometry, *, seed: int = 0, p: Mass = 0.9, J: AlwaysKept = 1
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.p = p
-        self.J = J
+    p: Mass = 0.9
+    J: AlwaysKept = 1
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
         ranked = ranking(event)

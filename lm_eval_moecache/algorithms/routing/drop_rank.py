@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Rank
 from lm_eval_moecache.records.selection import Selection
 
 
+@dataclass(eq=False, kw_only=True)
 class DropRank(RoutingAlgorithm):
     """Drops each token's expert of the given rank and all lighter ones, or that one only.
 
@@ -28,19 +29,9 @@ class DropRank(RoutingAlgorithm):
 
     source: ClassVar[str] = "Cache-conditional experts section 2.3, Figure 2 (left)"
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        rank: Rank = 2,
-        scope: Literal["from", "only"] = "from",
-        renormalize: bool = False,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.rank = rank
-        self.scope = scope
-        self.renormalize = renormalize
+    rank: Rank = 2
+    scope: Literal["from", "only"] = "from"
+    renormalize: bool = False
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
         keep = np.ones(event.experts.shape, dtype=bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -15,10 +16,10 @@ from lm_eval_moecache.algorithms.routing.base import (
     unless_same,
 )
 from lm_eval_moecache.records.event import Event, resident_mask
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
 
 
+@dataclass(eq=False, kw_only=True)
 class MaxRank(RoutingAlgorithm):
     """Promotes the cached experts of rank up to M, then the top J whether cached or not.
 
@@ -34,23 +35,22 @@ class MaxRank(RoutingAlgorithm):
     source: ClassVar[str] = "Cache-conditional experts section 3.1, algorithm 1"
     uses_logits: ClassVar[bool] = True
 
-    def __init__(
-        self, geometry: Geometry, *, seed: int = 0, M: int | None = None, J: AlwaysKept = 1
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        top_k, num_experts = geometry.top_k, geometry.num_experts
-        self.M = min(2 * top_k, num_experts) if M is None else M
-        if not top_k < self.M <= num_experts:
+    M: int | None = None
+    J: AlwaysKept = 1
+
+    def __post_init__(self) -> None:
+        top_k, num_experts = self.geometry.top_k, self.geometry.num_experts
+        self._first = min(2 * top_k, num_experts) if self.M is None else self.M
+        if not top_k < self._first <= num_experts:
             raise ValueError(
-                f"routing.M={self.M} must lie above the router's top_k={top_k} (below that "
+                f"routing.M={self._first} must lie above the router's top_k={top_k} (below that "
                 f"nothing changes) and be at most the {num_experts} experts of a layer."
             )
-        self.J = J
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
         ranked = ranking(event)
         cached = resident_mask(event.layer, self.geometry.num_experts, resident)[ranked]
-        cached[:, self.M :] = False
+        cached[:, self._first :] = False
         # promote(r[:J]; promote(r[:M] & C; r)): three classes, each in the order of r.
         place = np.where(cached, 1, 2)
         place[:, : self.J] = 0

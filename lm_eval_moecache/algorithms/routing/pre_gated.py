@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -15,10 +16,10 @@ from lm_eval_moecache.algorithms.routing.base import (
 )
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
 
 
+@dataclass(eq=False, kw_only=True)
 class PreGated(RoutingAlgorithm):
     """Selects each layer's experts by its gate applied to the previous layer's input.
 
@@ -33,15 +34,14 @@ class PreGated(RoutingAlgorithm):
 
     source: ClassVar[str] = "Hwang et al. 2024 (Pre-gated MoE), as in CommitMoE section 1"
     uses_logits: ClassVar[bool] = True
-    depth: int = 1
+    depth = 1
     pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {"prefetch": ("none", "next_gate")}
     pairs_because: ClassVar[str] = (
         "the next layer's experts are decided already: next_gate loads exactly those, "
         "while any other prefetcher would guess at what is known"
     )
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        super().__init__(geometry, seed=seed)
+    def __post_init__(self) -> None:
         self._decided: FloatArray | None = None
 
     def on_pass(self, pass_index: int) -> None:

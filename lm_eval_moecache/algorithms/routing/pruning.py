@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.routing.base import FewerExperts, RoutingAlgorithm, fewer_experts
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
 
 
+@dataclass(eq=False, kw_only=True)
 class Pruning(RoutingAlgorithm):
     """Keeps the h heaviest experts of each token and discards the rest, cached or not.
 
@@ -26,19 +27,13 @@ class Pruning(RoutingAlgorithm):
 
     source: ClassVar[str] = "Cache-conditional experts section 4.2 (pruning baseline)"
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        h: FewerExperts | None = None,
-        renormalize: bool = False,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.h = fewer_experts(h, geometry.top_k)
-        self.renormalize = renormalize
+    h: FewerExperts | None = None
+    renormalize: bool = False
+
+    def __post_init__(self) -> None:
+        self._left = fewer_experts(self.h, self.geometry.top_k)
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
         keep = np.zeros(event.experts.shape, dtype=bool)
-        keep[:, : self.h] = True
+        keep[:, : self._left] = True
         return Selection(event.experts, keep, self.renormalize)

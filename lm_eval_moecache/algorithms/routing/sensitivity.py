@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -10,12 +11,12 @@ import numpy as np
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.records.artifact import SENSITIVITY
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Positive, ProperShare
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.sensitivity import LAYERS, THRESHOLDS, load_sensitivity, rises
 
 
+@dataclass(eq=False, kw_only=True)
 class Sensitivity(RoutingAlgorithm):
     """Keeps as few of a token's heaviest experts as the layer's sensitivity allows.
 
@@ -36,21 +37,16 @@ class Sensitivity(RoutingAlgorithm):
     uses_weights: ClassVar[bool] = True
     artifact_kind: ClassVar[str | None] = SENSITIVITY
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        profile: str | None = None,
-        share: ProperShare = 0.25,
-        threshold: Positive | None = None,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.artifact = load_sensitivity(profile, geometry)
+    profile: str | None = None
+    share: ProperShare = 0.25
+    threshold: Positive | None = None
+
+    def __post_init__(self) -> None:
+        self.artifact = load_sensitivity(self.profile, self.geometry)
         self._sensitivity: list[float] = self.artifact.arrays[LAYERS].tolist()
         known = self.artifact.arrays[THRESHOLDS]
-        asked = float(np.interp(100 * share, np.arange(101), known))
-        self._threshold = asked if threshold is None else threshold
+        asked = float(np.interp(100 * self.share, np.arange(101), known))
+        self._threshold = asked if self.threshold is None else self.threshold
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
         assert event.experts is not None and event.weights is not None

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
 
 Mass = Annotated[float, Range(above=0, below=1, why=", which keeps all")]
 
 
+@dataclass(eq=False, kw_only=True)
 class SkipMass(RoutingAlgorithm):
     """Keeps a token's heaviest experts until their share of its weight reaches p, cached or not.
 
@@ -30,11 +31,8 @@ class SkipMass(RoutingAlgorithm):
     source: ClassVar[str] = "colibri#704, #676 (TOPP)"
     uses_weights: ClassVar[bool] = True
 
-    def __init__(
-        self, geometry: Geometry, *, seed: int = 0, p: Mass = 0.9, renormalize: bool = False
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.p, self.renormalize = p, renormalize
+    p: Mass = 0.9
+    renormalize: bool = False
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
         order = np.argsort(-event.weights, axis=-1, kind="stable")

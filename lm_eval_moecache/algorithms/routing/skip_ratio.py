@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.routing.base import FewerExperts, RoutingAlgorithm, fewer_experts
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
 
 Threshold = Annotated[float, Range(above=0, most=1, why="; 0 keeps all")]
 
 
+@dataclass(eq=False, kw_only=True)
 class SkipRatio(RoutingAlgorithm):
     """Keeps a token's k_min heaviest experts, and of the others those with p_i > t p_0.
 
@@ -31,21 +32,15 @@ class SkipRatio(RoutingAlgorithm):
     source: ClassVar[str] = "ik_llama.cpp#239 (smart expert reduction)"
     uses_weights: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        k_min: FewerExperts | None = None,
-        t: Threshold = 1.0,
-        renormalize: bool = False,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.k_min = fewer_experts(k_min, geometry.top_k)
-        self.t, self.renormalize = t, renormalize
+    k_min: FewerExperts | None = None
+    t: Threshold = 1.0
+    renormalize: bool = False
+
+    def __post_init__(self) -> None:
+        self._least = fewer_experts(self.k_min, self.geometry.top_k)
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
         keep = event.weights > self.t * event.weights.max(axis=-1, keepdims=True)
         ranks = np.argsort(np.argsort(-event.weights, axis=-1, kind="stable"), axis=-1)
-        keep |= ranks < self.k_min
+        keep |= ranks < self._least
         return None if keep.all() else Selection(event.experts, keep, self.renormalize)

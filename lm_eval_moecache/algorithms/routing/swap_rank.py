@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Rank
 from lm_eval_moecache.records.selection import Selection
 
 
+@dataclass(eq=False, kw_only=True)
 class SwapRank(RoutingAlgorithm):
     """Replaces each token's expert of one rank by a random expert that the token did not select.
 
@@ -28,11 +29,11 @@ class SwapRank(RoutingAlgorithm):
     source: ClassVar[str] = "Cache-conditional experts section 2.3, Figure 2 (right)"
     draws: ClassVar[bool] = True
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0, rank: Rank = 1) -> None:
-        super().__init__(geometry, seed=seed)
-        if geometry.top_k == geometry.num_experts:
+    rank: Rank = 1
+
+    def __post_init__(self) -> None:
+        if self.geometry.top_k == self.geometry.num_experts:
             raise ValueError("the router selects every expert: there is none to swap in.")
-        self.rank = rank
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
         rng = np.random.default_rng((self.seed, event.pass_index, event.layer))

@@ -1,0 +1,36 @@
+"""What the algorithms of all axes have: a model's geometry, a seed, and facts on themselves."""
+
+from abc import ABC
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from lm_eval_moecache.records.artifact import Artifact
+from lm_eval_moecache.records.geometry import Geometry
+
+
+# Annotations are not postponed here: subclasses need not import what these name.
+@dataclass(eq=False)
+class Algorithm(ABC):
+    """One algorithm of an axis. A subclass that is a dataclass has its fields for parameters."""
+
+    source: ClassVar[str]
+    """The paper and section it implements."""
+    draws: ClassVar[bool] = False
+    """Whether its choices depend on the seed."""
+    uses_logits: ClassVar[bool] = False
+    """Whether `Event.logits` are needed."""
+    artifact_kind: ClassVar[str | None] = None
+    """The kind of artifact (`buddies`, `predictor`) that its parameter `profile` names, if any."""
+    pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Axis -> the only algorithms there that go with this one; `pairs_because` says why."""
+    pairs_because: ClassVar[str] = ""
+
+    geometry: Geometry
+    seed: int = field(default=0, kw_only=True)
+    artifact: Artifact | None = field(default=None, init=False)
+    """The artifact it was built with: the wrapped model checks that it is the model's own."""
+
+    def __post_init__(self) -> None:
+        """Check what ranges cannot say, and make what the rule needs; all fields are set."""
+        return
