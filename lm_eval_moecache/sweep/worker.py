@@ -41,6 +41,7 @@ from lm_eval_moecache.report.results import SPEED_FILTER
 from lm_eval_moecache.sweep.evaluation import evaluate, kept_speed, loadable, quiet
 from lm_eval_moecache.sweep.files import write_failure, write_record
 from lm_eval_moecache.sweep.identity import ResolvedCell, plan
+from lm_eval_moecache.sweep.replays import SETTINGS
 from lm_eval_moecache.sweep.sharing import SharedRun, is_offline
 from lm_eval_moecache.sweep.spec import REPLAY, Cell
 from lm_eval_moecache.trace.file import StreamedTrace
@@ -51,22 +52,8 @@ from lm_eval_moecache.trace.trace import Trace
 
 RECORD_FORMAT = 1
 BY_MODEL, BY_REPLAY = "model", "replay"
-# The keys of a cell in a sweep over traces.
-KEYS = (
-    *(
-        "policy",
-        *AXES,
-        "phases",
-        "capacity",
-        "hardware",
-        "runtime",
-        "bandwidth",
-        "link",
-        "emulate",
-        "warm",
-    ),
-    *("execute", "reads_per_expert", "attention", "cache_reset", "seed", "expert_bytes"),
-)
+KEYS = (*SETTINGS, "expert_bytes")
+"""The keys of a cell in a sweep over traces."""
 _SUFFIX = f",{SPEED_FILTER}"
 # Settings of the maths libraries that change how sums round.
 _ROUNDING = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
