@@ -51,7 +51,7 @@ def shares(trace: Path, prefetch: str, eviction: str) -> list[float]:
 
         engine.run = counting  # type: ignore[assignment, method-assign]
 
-    replays.replay(replays.setting(config), on_engine=watch, compiled=False)
+    replays.replay(replays.setting(config), on_engine=watch)
     collisions, requests = counts
     return [round(float(share), 6) for share in collisions / requests]
 

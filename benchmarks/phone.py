@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from grid import arguments, text_table
 from scipy import optimize
 
 from lm_eval_moecache.analysis.validation import HIT, READ, WALL, Series, read_measured
-from lm_eval_moecache.engine.virtual.link import VirtualClock, VirtualLink
+from lm_eval_moecache.engine.virtual.costs import Costs, arrivals, read_shares
 from lm_eval_moecache.profiling._fit import with_figures
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
@@ -50,20 +51,26 @@ class SerialRun:
         # Without a cache nothing is committed or released.
         overrides = {} if has_cache else {"load_overhead_s_per_byte": 0.0}
         hardware = replace(hardware, link_lanes=self.lanes, **overrides)
-        geometry, clock = self.geometry, VirtualClock(hardware, self.geometry)
-        link = VirtualLink(hardware, reads_per_expert=self.reads)
+        geometry, costs, now = self.geometry, Costs(hardware, self.geometry), 0.0
+        lanes: Any = {
+            "lanes": hardware.link_lanes,
+            "lane_rate": hardware.lane_rate,
+            "link_rate": hardware.link_rate,
+            "latency_s": hardware.link_latency_s,
+        }
         sizes = [levels[0] for levels in geometry.expert_bytes]
         for nbytes in self.series.columns[READ]:
             loads = nbytes / np.mean(sizes)
             bounds = np.round(np.arange(geometry.num_layers + 1) * loads / geometry.num_layers)
             for layer, count in enumerate(np.diff(bounds).astype(int).tolist()):
-                clock.dense(layer, 1)
+                now += costs.dense_s(layer, 1)
                 if count:
-                    clock.load(count * sizes[layer])
-                    link.batch([sizes[layer]] * count, clock.now)
-                    clock.await_link(link.busy_until)
-                clock.experts(layer, SERIAL_TOP_K, SERIAL_TOP_K)
-        return len(self.series) / clock.now
+                    now += hardware.load_overhead_s_per_byte * count * sizes[layer]
+                    reads = [sizes[layer] * share for share in read_shares(self.reads)]
+                    now += max(arrivals(tuple(np.repeat(reads, count).tolist()), **lanes))
+                    now += hardware.wait_overhead_s
+                now += costs.experts_s(layer, SERIAL_TOP_K, SERIAL_TOP_K)
+        return len(self.series) / now
 
 
 def serial_runs(traces: Path, measured: Path) -> list[SerialRun]:

@@ -21,8 +21,8 @@ import torch
 import transformers
 from grid import setting_of
 
-from lm_eval_moecache.engine.compiled import live_engine
 from lm_eval_moecache.engine.setting import TOGETHER
+from lm_eval_moecache.engine.virtual.engine import LIVE_PASSES, VirtualEngine
 from lm_eval_moecache.model.device import best_device, synchronize
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall.loading import ExpertLoader, assemble
@@ -110,7 +110,9 @@ def virtual(
     geometry = describe(model, layers, "benchmark")
     setting = setting_of(geometry, capacity, policy=policy)
     setting = replace(setting, hardware=hardware or setting.hardware, execute=execute)
-    return WrappedModel(model, layers, live_engine(geometry, setting))
+    engine = VirtualEngine(geometry, setting)
+    engine.expect(LIVE_PASSES)
+    return WrappedModel(model, layers, engine)
 
 
 def prompts(count: int, length: int, vocabulary: int, device: torch.device) -> list[torch.Tensor]:

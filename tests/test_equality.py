@@ -12,7 +12,8 @@ import torch
 from lm_eval.models.huggingface import HFLM
 
 from lm_eval_moecache.algorithms.policy import check_cache_form, load_policy, policy_names
-from lm_eval_moecache.engine.engine import Setting, VirtualEngine
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers

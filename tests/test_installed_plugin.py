@@ -16,8 +16,8 @@ from lm_eval_moecache import MoECacheError, load_trace, replay
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.engine import compiled
 from lm_eval_moecache.engine.replay import replay as run
+from lm_eval_moecache.engine.virtual import loop
 from lm_eval_moecache.records import plugins
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.jit import Upgrade, has_numba
@@ -126,19 +126,14 @@ def test_its_ranking_is_compiled_and_another_stays_plain_with_equal_figures(
     numba = pytest.importorskip("numba")
     recorded = load_trace(trace)
     setting = setting_for(recorded, "30%", {"eviction": "aged_lfu"})
-    plain = run(recorded, setting, compiled=False)
+    plain = run(recorded, setting)
     monkeypatch.setattr(numba.config, "DISABLE_JIT", False)
-    monkeypatch.setattr(compiled, "UPGRADE", Upgrade(compiled._MODULES, "run", load=0, make=0))
+    monkeypatch.setattr(loop, "UPGRADE", Upgrade(loop.MODULES, "step", load=0, make=0))
     has_numba.cache_clear()
     try:
-        loops: list[compiled.PassLoop] = []
-        finish = compiled.PassLoop.finish
-        monkeypatch.setattr(
-            compiled.PassLoop, "finish", lambda loop: loops.append(loop) or finish(loop)
-        )
         fast = run(recorded, setting)
-        assert fast.ledger.passes == plain.ledger.passes and not fast.uncompiled
-        kind = type(plain.pools[0].eviction)
+        assert fast.ledger.passes == plain.ledger.passes and fast.loop.is_compiled
+        kind = type(plain.eviction)
         words = {1: "dictionaries of a module are nothing that numba reads"}
 
         def by_words(expert, home, now):  # type: ignore[no-untyped-def]
@@ -146,10 +141,9 @@ def test_its_ranking_is_compiled_and_another_stays_plain_with_equal_figures(
 
         monkeypatch.setattr(kind, "rank", staticmethod(by_words))
         slow = run(recorded, setting)
-        assert slow.ledger.passes == plain.ledger.passes and not slow.uncompiled
-        assert [loop._can_compile for loop in loops] == [True, False]
+        assert slow.ledger.passes == plain.ledger.passes and not slow.loop.is_compiled
         monkeypatch.setattr(kind, "on_event", lambda self, event: None, raising=False)
-        assert "defines on_event of its own" in run(recorded, setting).uncompiled
+        assert run(recorded, setting).needs_python
     finally:
         has_numba.cache_clear()
 

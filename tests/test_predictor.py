@@ -18,7 +18,7 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.prefetch.data_aware import DataAware
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.virtual.link import VirtualClock
+from lm_eval_moecache.engine.virtual.costs import Costs
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import find_moe_layers
@@ -300,10 +300,10 @@ def test_a_predictor_costs_its_own_weights_bytes_and_kernels() -> None:
         2 * weights,
         5,
     )
-    clock = VirtualClock(hardware, geometry)
-    assert clock.network(linear, 1) == pytest.approx(80 / 400.0 + 3 * 0.001)
+    clock = Costs(hardware, geometry)
+    assert clock.network_s(linear, 1) == pytest.approx(80 / 400.0 + 3 * 0.001)
     many = 10**6
-    assert clock.network(linear, many) == pytest.approx(2 * 40 * many / 1e6 + 3 * 0.001)
+    assert clock.network_s(linear, many) == pytest.approx(2 * 40 * many / 1e6 + 3 * 0.001)
 
 
 def test_only_decoding_predicts_the_next_token() -> None:

@@ -11,7 +11,7 @@ import transformers
 
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.setting import check_host
-from lm_eval_moecache.engine.virtual.link import DENSE_KERNELS, EXPERT_KERNELS, VirtualClock
+from lm_eval_moecache.engine.virtual.costs import DENSE_KERNELS, EXPERT_KERNELS, Costs
 from lm_eval_moecache.profiling import _measure
 from lm_eval_moecache.profiling._measure import (
     MOST_LAYERS,
@@ -135,12 +135,10 @@ def test_a_profile_charges_what_was_measured(gates: float) -> None:
     profile = profile_of(make_hardware(), measured, GEOMETRY, gates)
     assert profile.kernel_overhead_s * (DENSE_KERNELS + EXPERT_KERNELS) == pytest.approx(1.5)
     assert (profile.pass_overhead_s, profile.wait_overhead_s) == (1.0, 0.25)
-    clock = VirtualClock(profile, GEOMETRY)
+    costs, seconds = Costs(profile, GEOMETRY), 0.0
     for layer in range(3):
-        clock.dense(layer, 1)
-        clock.wait_until(clock.now + clock.gates(1) * gates)
-        clock.experts(layer, 2, 2)
-    assert clock.now == pytest.approx(3 * 6.0 + 5.0)
+        seconds += costs.dense_s(layer, 1) + costs.gates_s(1) * gates + costs.experts_s(layer, 2, 2)
+    assert seconds == pytest.approx(3 * 6.0 + 5.0)
 
 
 def test_a_prefill_is_charged_what_it_took() -> None:

@@ -2,54 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
-from inspect import unwrap
+from collections.abc import Container, Iterable, Mapping
+from functools import cached_property
+from inspect import isfunction, unwrap
 from typing import Any, ClassVar
 
-import numpy as np
-
-from lm_eval_moecache.algorithms import features
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.features import (
-    A_LOAD,
-    A_PASS,
-    A_PREFETCH,
-    A_TURN,
-    A_USE,
-    A_WISH,
-    AN_EVICTION,
     Expert,
     Features,
     Layer,
     Now,
     Rank,
+    find_lowest,
     make_features,
+    note_event,
+    note_eviction,
+    note_load,
+    note_pass,
+    note_wish,
 )
+from lm_eval_moecache.algorithms.registry import is_own
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.jit import (
-    NotCompilable,
-    Upgrade,
-    as_records,
-    compiled,
-    compiled_function,
-)
-
-_NOBODY = -1
-"""In place of a layer: nobody has to leave."""
-UPGRADE = Upgrade((features,), "play", load=5_000, make=20_000)
-"""Counts victims."""
+from lm_eval_moecache.records.jit import compiled_function
 
 
 class RankedEviction(EvictionAlgorithm):
-    """An eviction that ranks residents, shared by the live run and the compiled replay.
+    """An eviction that ranks residents by their features.
 
     A subclass sets `rank`, a plain function in the subset of Python that numba compiles (see
-    `features.Rank`), or returns another one depending on its parameters. Whatever else it overrides
-    must not change the victims, or a replay would differ from the live run.
-
-    Calls are logged, and the log is processed when a victim is needed; after many victims a
-    compiled function does so. Cost: O(layers + residents of a layer) per victim.
+    `features.Rank`), or returns another one depending on its parameters. The engine has the
+    features in its own tables and asks the rank alone; the methods below keep the features of a
+    rule that is used by itself, or that overrides some of them.
+    Cost: O(layers + residents of a layer) per victim.
     """
 
     rank: Any
@@ -58,6 +44,7 @@ class RankedEviction(EvictionAlgorithm):
     """Whether the order within a layer changes with every event, used or not."""
     moves: ClassVar[bool] = True
     """Whether a rank can change with the layer being served."""
+    only_best: ClassVar[bool] = False
     growth: float = 0.0
     forecasts: ClassVar[bool] = False
     nearness: float = 0.0
@@ -66,46 +53,24 @@ class RankedEviction(EvictionAlgorithm):
 
     def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
         super().__init__(geometry, seed=seed)
-        self._log: list[int] = []
-        self._features: Features | None = None
-        self._play: Callable[..., int] = features.play
-        self._rank: Any = None
-        self._can_compile = True
+        self._num_searches = 0
+
+    @classmethod
+    def is_rank_alone(cls) -> bool:
+        """Whether the rank says all: a rule from outside may override other methods."""
+        outside = [c for c in cls.__mro__ if issubclass(c, RankedEviction) and not is_own(c)]
+        return not any(
+            isfunction(value) and not name.startswith("__") and name != "rank"
+            for kind in outside
+            for name, value in vars(kind).items()
+            if hasattr(RankedEviction, name)
+        )
 
     @property
     def plain_rank(self) -> Rank:
         """The rank function itself, without wrappers around the algorithm's methods."""
         found: Rank = unwrap(self.rank)
         return found
-
-    def on_pass(self, pass_index: int) -> None:
-        self._log.extend((A_PASS, pass_index, 0))
-
-    def on_insert(self, key: int, prefetched: bool) -> None:
-        self._log.extend((A_PREFETCH if prefetched else A_LOAD, key, 0))
-
-    def on_event(self, event: Event) -> None:
-        log, uses = self._log, [A_USE, 0, 0] * len(event.keys)
-        uses[1::3] = event.keys
-        log += uses
-        log += (A_TURN, event.layer, event.num_tokens)
-        if len(log) > 4096:
-            self._take_in()
-
-    def on_predicted(self, key: int) -> None:
-        self._log.extend((A_WISH, key, 0))
-
-    def on_evict(self, key: int) -> None:
-        self._log.extend((AN_EVICTION, key, 0))
-
-    def victim(self, pinned: Container[int], layer: int) -> int | None:
-        if not isinstance(pinned, Iterable):
-            every = range(self.geometry.num_layers * self.geometry.num_experts)
-            pinned = [key for key in every if key in pinned]
-        if self._play is features.play and self._can_compile and UPGRADE.is_due(1):
-            self._compile()
-        found = self._take_in([*pinned], layer)
-        return None if found < 0 else found
 
     def make_features(self, per_layer: bool = False) -> Features:
         """Return the rule's initial features, for one cache or one per layer."""
@@ -116,46 +81,58 @@ class RankedEviction(EvictionAlgorithm):
             moves=int(self.moves),
             growth=self.growth,
             forecasts=int(self.forecasts),
+            weighs=int(self.uses_weights),
+            offline=int(self.is_offline),
+            only_best=int(self.only_best),
             nearness=self.nearness,
             keep=self.keep,
         )
         return make_features(now, per_layer)
 
-    def _note(self, name: str, layer: int, experts: Any, *values: Any) -> None:
-        """Call the function `name` of `features` for each of these experts, before `on_event`.
+    @cached_property
+    def _features(self) -> Features:
+        return self.make_features()
 
-        Each of `values` [experts of the layer] holds what the event's tokens contributed.
-        """
-        self._take_in()
-        is_plain = self._play is features.play
-        function = getattr(features, name) if is_plain else compiled((features,), name)
-        base = self.geometry.key(layer, 0)
-        for expert in experts:
-            function(self._features, base + expert, *(own[expert].item() for own in values))
+    def on_pass(self, pass_index: int) -> None:
+        note_pass(self._features, pass_index)
 
-    def _take_in(self, pins: Any = (), layer: int = _NOBODY) -> int:
-        """Process the log; return the victim's key, or -1 for none."""
-        log: Any = self._log
-        if self._features is None:
-            self._features = self.make_features()
-            self._rank = self.plain_rank
-        if self._play is not features.play:
-            log, pins = np.array(log, np.int64), np.array(pins, np.int64)
-        found = int(self._play(*self._features, self._rank, log, pins, layer))
-        self._log = []
-        return found
+    def on_insert(self, key: int, prefetched: bool) -> None:
+        note_load(self._features, key, key // self.geometry.num_experts, prefetched)
 
-    def _compile(self) -> None:
-        """Switch to compiled functions on records, unless numba cannot compile the rank."""
-        self._take_in()
-        assert self._features is not None
-        try:
-            rank = compiled_rank(self.plain_rank)
-        except NotCompilable:
-            self._can_compile = False
-            return
-        self._features = Features(*map(as_records, self._features))
-        self._play, self._rank = compiled((features,), "play"), rank
+    def on_event(self, event: Event) -> None:
+        keys, rows = event.keys, (event.experts.ravel().tolist(), event.weights.ravel().tolist())
+        next_use = self._next_uses(event) if self.is_offline else ()
+        sizes = 0, len(keys), next_use, *rows, 0, len(rows[0])
+        note_event(self._features, event.layer, event.num_tokens, keys, *sizes)
+
+    def _next_uses(self, event: Event) -> list[int]:
+        """Return, for offline rules, the next event that needs each of the event's keys."""
+        return [0] * len(event.keys)
+
+    def on_levels(self, event: Event, levels: Mapping[int, int]) -> None:
+        for key in event.keys:
+            self._features.experts[key].lesser = int(levels.get(key, 0) > 0)
+        self.on_event(event)
+
+    def on_predicted(self, key: int) -> None:
+        note_wish(self._features, key, key // self.geometry.num_experts)
+
+    def on_evict(self, key: int) -> None:
+        note_eviction(self._features, key, key // self.geometry.num_experts)
+
+    def victim(self, pinned: Container[int], layer: int) -> int | None:
+        if not isinstance(pinned, Iterable):
+            every = range(self.geometry.num_layers * self.geometry.num_experts)
+            pinned = [key for key in every if key in pinned]
+        tables, num_layers = self._features, self.geometry.num_layers
+        self._num_searches += 1
+        for key in pinned:
+            tables.experts[key].pinned = self._num_searches
+        for home in tables.layers:
+            home.unclear = 1
+        rank, mark = self.plain_rank, self._num_searches
+        found = find_lowest(tables, rank, 0, num_layers, mark, layer)
+        return None if found < 0 else found
 
 
 def compiled_rank(rank: Rank) -> Any:

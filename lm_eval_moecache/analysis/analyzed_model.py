@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.engine.engine import VirtualEngine
 from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.harness.arguments import as_arguments_error
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers

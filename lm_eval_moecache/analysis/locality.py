@@ -46,11 +46,12 @@ def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
 def _watch(engine: Engine, layer: int) -> list[IntArray]:
     """Return the list to which each lookup appends the states of the layer's experts [E]."""
     states: list[IntArray] = []
-    num_experts, resident = engine.geometry.num_experts, engine.pools[layer].resident
+    num_experts, pool = engine.geometry.num_experts, engine.pools[layer]
     keys = np.arange(num_experts) + layer * num_experts
 
     def observe(event: Event) -> None:
         if event.layer == layer:
+            resident = pool.resident
             is_resident = np.array([key in resident for key in keys.tolist()])
             needed, others = np.where(is_resident, HIT, MISS), np.where(is_resident, CACHED, ABSENT)
             states.append(np.where(np.isin(keys, event.keys), needed, others))

@@ -21,7 +21,7 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.engine.regime import Regime, Waits, decode_waits, regime_of
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.virtual.link import VirtualClock
+from lm_eval_moecache.engine.virtual.costs import Costs
 from lm_eval_moecache.records.emulation import (
     MODEL_FILES,
     RealModel,
@@ -405,9 +405,9 @@ def speeds(
 
 def _fixed_s(model: RealModel, hardware: Hardware) -> float:
     """Return the seconds of a layer's decode step beside its experts' arithmetic and reads."""
-    clock = VirtualClock(hardware, model.geometry())
-    dense_s = sum(clock.dense_s(layer, 1) for layer in range(model.num_layers))
-    return dense_s / model.num_layers + clock.expert_overhead_s
+    costs = Costs(hardware, model.geometry())
+    dense_s = sum(costs.dense_s(layer, 1) for layer in range(model.num_layers))
+    return dense_s / model.num_layers + costs.expert_overhead_s
 
 
 def _say(step: str) -> None:

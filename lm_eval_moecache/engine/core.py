@@ -1,9 +1,10 @@
-"""Lossless passes over tables: lookup, victims, link, prefetch queue and virtual time, in one loop.
+"""The virtual clock's only statement of time, residency and prefetching: a loop over tables.
 
-These functions mirror `engine.VirtualEngine` and `virtual.link`, down to the names; every float is
-computed by the same operations in the same order, so counts, bytes and times agree to the last
-digit. They keep to the subset of Python that numba compiles (see `records.jit` and
-`algorithms.features`); `engine.compiled` builds the tables.
+Plain functions on tables (`records.jit`, `algorithms.features`), in the subset of Python that numba
+compiles, so that the same source serves a pass in Python or in machine code. `serve` is one event
+from its dense part to the end of its last expert. Where Python has to speak in between, as lossy
+algorithms do, the event is opened (`enter`, `look_up`) and closed (`close_event`) in turn. What no
+table can hold is left to Python: evictions with a state of their own, the host, lanes (`outside`).
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -11,25 +12,25 @@ digit. They keep to the subset of Python that numba compiles (see `records.jit` 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lm_eval_moecache.algorithms.features import (
-    FAST,
-    MIDDLE,
-    SLOW,
     Rank,
-    add_weight,
-    end_use,
     find_lowest,
+    note_event,
     note_eviction,
     note_load,
     note_pass,
-    note_served,
-    note_turn,
-    note_use,
     note_wish,
 )
 from lm_eval_moecache.records.jit import Array, Table
+from lm_eval_moecache.records.ledger import Counters
+
+IN_PYTHON = True
+"""False in machine code, which thereby leaves out what only Python can do."""
+DENSE, EXPERTS, WAIT, STALL, WAKE, TRANSFER = range(6)
+SPANS = "dense", "experts", "wait", "stall", "wake", "transfer"
+"""What a timeline records, by name."""
 
 
 @dataclass(slots=True)
@@ -38,21 +39,35 @@ class Slot:
 
     home: int = 0
     """Its layer."""
-    absent: int = 0
+    demanded: int = 0
     done: int = 0
-    """Marks of the last event that found it absent and of the last that executed it in a wave."""
+    """Marks of the last event that demanded it and of the last that executed it in a wave."""
     unused: int = 0
     """1 if a prefetch loaded it and no event has used it since."""
-    foretold: int = 0
+    predicted: int = 0
     """The `epoch` of its layer in which it was last predicted."""
+    level: int = 0
+    """Precision level at which it is resident or arriving."""
+    demanded_level: int = 0
+    """Level at which it was last demanded."""
+    executed_level: int = 0
+    arriving: int = 0
+    """1 while a prefetch of it is in flight, its bytes reserved."""
+    upgrading: int = 0
+    """1 from its release for a better level until that is loaded."""
     since: int = 0
     """Tokens processed before its load."""
+    arrival: int = 0
+    """Number of its load among all."""
     left_in: int = -2
     """The pass in which it was last evicted."""
     due: int = -1
     """Due event of its queued prefetch (-1: none queued); then its neighbours in that queue."""
     next: int = -1
     previous: int = -1
+    queued_level: int = 0
+    batch: int = -1
+    """Level and batch (-1: none) of its queued prefetch."""
     earliest_s: float = 0.0
     """Earliest start of its queued prefetch."""
     serves: int = 0
@@ -60,22 +75,40 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Place:
-    """The engine's state of one layer, and of the cache with the same number."""
+class Level:
+    """One precision level of a layer's experts."""
 
     nbytes: int = 0
-    """Size of one expert of the layer."""
-    carry_s: float = 0.0
-    """Its transfer over a free link."""
+    move_s: float = 0.0
+    """Its transfer over a free link, without the latency."""
     flop_s: float = 0.0
     read_s: float = 0.0
     """Its arithmetic for one token, and reading its weights."""
+    num_keys: int = 0
+    num_served: int = 0
+    """Scratch: keys and (token, key) pairs of the wave in progress."""
+
+
+@dataclass(slots=True)
+class LayerState:
+    """The prediction for a layer's next event: its number, and how many keys it names."""
+
     epoch: int = 1
-    num_foretold: int = 0
-    """Number of the prediction for the layer's next event, and how many keys it names."""
+    num_predicted: int = 0
+
+
+@dataclass(slots=True)
+class Queue:
+    """Ends of the queue of prefetches for one due event."""
+
     first: int = -1
     last: int = -1
-    """Ends of one queue: of due events by their number modulo the number of places."""
+
+
+@dataclass(slots=True)
+class CacheState:
+    """One cache: the layers `first_layer` to `end_layer` - 1, its bytes, and its counts."""
+
     first_layer: int = 0
     end_layer: int = 0
     capacity: int = 0
@@ -83,27 +116,44 @@ class Place:
     peak: int = 0
     loads: int = 0
     warmed: int = 0
+    """Residents present before the first request; not counted as loads."""
     evictions: int = 0
+    replaced: int = 0
+    """Residents released because the same expert was demanded at a better level."""
     lifetime: int = 0
+    """Sum over evicted experts of the tokens processed while they were resident."""
 
 
 @dataclass(slots=True)
-class Machine:
-    """Clock, link, totals and flags of the policy."""
+class RunState:
+    """Clock, link and totals of the run, and what its setting and policy ask for (flags: 0, 1)."""
 
     now: float = 0.0
     busy_until: float = 0.0
     busy_s: float = 0.0
+    latency_s: float = 0.0
     wait_overhead_s: float = 0.0
     expert_overhead_s: float = 0.0
+    load_overhead_s: float = 0.0
+    """The compute's overhead of loading a byte."""
     top_k: int = 0
+    num_levels: int = 1
     inflight: int = -1
     """Key of the prefetch in flight, which lands at `busy_until`."""
+    open_batch: int = -1
+    """Batch of the last transfer; the next one joins it if nothing comes between."""
     queued: int = 0
     """Number of queued prefetches; `earliest` is a lower bound on the next one's due event."""
     earliest: int = 0
     tokens: int = 0
     mark: int = 0
+    """Number of the event, or wave, whose keys are pinned."""
+    absent: int = 0
+    late: int = 0
+    """Keys that the event in progress demands as it was looked up, and the late ones of them."""
+    loaded_bytes: int = 0
+    """Loaded, with the compute's overhead still to be charged."""
+    arrivals: int = 0
     moved: int = 0
     """Bytes."""
     transfers: int = 0
@@ -113,30 +163,29 @@ class Machine:
     prefetches: int = 0
     after_layer: int = 0
     cached_first: int = 0
-    weighs: int = 0
-    offline: int = 0
+    lossy: int = 0
+    """Whether events come with all their experts, some of which may be dropped."""
+    own: int = 0
+    """Whether evictions keep a state of their own."""
+    hosts: int = 0
+    lanes: int = 0
+    """Whether an event's demands move together, over lanes or by projections."""
+    piecewise: int = 0
+    """Whether experts are executed as they arrive."""
+    watched: int = 0
+    """Whether somebody is told of each wave."""
+    placed: int = 0
+    """Whether residents have slots in memory (the wall clock)."""
+    recorded: int = 0
+    """Whether a timeline records what clock and link do."""
 
 
 @dataclass(slots=True)
-class Count:
-    """The counts of one pass, under the names of `PassRecord`."""
+class PassCounts(Counters):
+    """The counts and times of one pass, under the names of `PassRecord`."""
 
-    requests: int = 0
-    late: int = 0
-    misses: int = 0
-    collisions: int = 0
-    token_misses: int = 0
-    prefetch_hits: int = 0
-    predicted: int = 0
-    predicted_right: int = 0
-    predictable: int = 0
-    evictions: int = 0
-    lifetime_tokens: int = 0
-    bytes_moved: int = 0
     start_s: float = 0.0
     end_s: float = 0.0
-    stall_s: float = 0.0
-    link_busy_s: float = 0.0
 
 
 class State(NamedTuple):
@@ -149,13 +198,19 @@ class State(NamedTuple):
     forecasts: Table
     slots: Table
     """By key."""
-    places: Table
-    """By layer, plus one for the queues: due events are at most one pass apart."""
-    machine: Table
+    levels: Table
+    """By layer * levels + level."""
+    layer_states: Table
+    queues: Table
+    """By due event modulo their number, one more than layers: events are due within a pass."""
+    caches: Table
+    run: Table
     """A single record."""
+    outside: Any
+    """What is not a table (`engine.outside.Outside`); None in machine code."""
 
 
-class Piece(NamedTuple):
+class PassBatch(NamedTuple):
     """Some passes of a run. Arrays are by event unless they say otherwise."""
 
     first_pass: int
@@ -176,542 +231,1083 @@ class Piece(NamedTuple):
     proposed: Array
     proposed_bounds: Array
     """Event e proposes `proposed[proposed_bounds[e]:proposed_bounds[e + 1]]`."""
+    proposed_levels: Array
+    """By place in `proposed`, if there are several levels: that of the prefetch."""
     cold: Array
     """[passes] Whether the cache is reset before the pass."""
     warm: Array
     """Keys that a reset cache starts with, in order of loading."""
 
 
-def run(
+# Passes and events.
+
+SETTLE, RESET, BEGIN, ENTER, LOOK_UP, DEMAND, CLOSE = 1, 2, 4, 8, 16, 32, 64
+"""What `step` does with an event, in this order."""
+PASSES = 0
+"""What `step` does with a batch of whole passes: everything."""
+
+
+def step(
     experts: Table,
     layers: Table,
     now: Table,
     forecasts: Table,
     slots: Table,
-    places: Table,
-    machine: Table,
+    levels: Table,
+    layer_states: Table,
+    queues: Table,
+    caches: Table,
+    runs: Table,
+    outside: Any,
     rank: Rank,
-    p: Piece,
+    batch: PassBatch,
     counts: Table,
-) -> None:
-    """Serve the passes of `p`; write each one's counts to `counts`."""
-    s = State(experts, layers, now, forecasts, slots, places, machine)
-    num_layers, m = len(layers), machine[0]
-    for index in range(len(p.cold)):
-        if p.cold[index]:
-            reset(s, p)
-        number, event, count = p.first_pass + index, index * num_layers, counts[index]
-        m.tokens += p.rows[event + 1] - p.rows[event]
-        note_pass(s, number)
-        moved, busy_s, evictions, lifetime = m.moved, m.busy_s, m.evictions, m.lifetime
-        count.start_s = m.now
+    what: int,
+    number: int,
+    layer: int,
+    demands: Array,
+    demanded_levels: Array,
+    num_demands: int,
+) -> int:
+    """Serve the passes of a batch, or do `what` is asked with its single event.
+
+    `number` is that of the event in the run, with `BEGIN` that of its pass. Returns how many keys a
+    `LOOK_UP` demands.
+    """
+    state = State(
+        experts, layers, now, forecasts, slots, levels, layer_states, queues, caches, runs, outside
+    )
+    if what == PASSES:
+        serve_passes(state, rank, batch, counts)
+        return 0
+    if what & SETTLE:
+        settle(state)
+    if what & RESET:
+        reset(state, batch.warm)
+    if what & BEGIN:
+        begin_pass(state, number, batch.rows[1])
+    if what & ENTER:
+        enter(state, rank, batch.dense_s[0], layer, batch.rows[1])
+    if what & LOOK_UP:
+        runs[0].absent = look_up(state, batch, 0, layer, counts[0])
+    if what & DEMAND:
+        demand(state, batch.keys, batch.bounds[1], layer, demands, demanded_levels, num_demands)
+    if what & CLOSE:
+        chosen, last, wanted = batch.keys, batch.bounds[1], runs[0].absent
+        if what & DEMAND:
+            chosen, last, wanted = demands, num_demands, num_demands
+        close_event(state, rank, batch, 0, number, layer, chosen, 0, last, wanted, counts[0])
+    return runs[0].absent
+
+
+def serve_passes(state: State, rank: Rank, batch: PassBatch, counts: Table) -> None:
+    """Serve the passes of a batch; write each one's counts to `counts`."""
+    num_layers, run = len(state.layers), state.run[0]
+    for index in range(len(batch.cold)):
+        if batch.cold[index]:
+            settle(state)
+            reset(state, batch.warm)
+        number, event, count = batch.first_pass + index, index * num_layers, counts[index]
+        moved, busy_s, evictions, lifetime = run.moved, run.busy_s, run.evictions, run.lifetime
+        count.start_s = run.now
+        if number != state.now[0].pass_index:
+            begin_pass(state, number, batch.rows[event + 1] - batch.rows[event])
         for layer in range(num_layers):
-            serve(s, rank, p, event + layer, number * num_layers + layer, layer, count)
-        count.end_s = m.now
-        count.bytes_moved = m.moved - moved
-        count.evictions = m.evictions - evictions
-        count.lifetime_tokens = m.lifetime - lifetime
-        count.link_busy_s = m.busy_s - busy_s
+            serve(state, rank, batch, event + layer, number * num_layers + layer, layer, count)
+        count.end_s = run.now
+        count.bytes_moved = run.moved - moved
+        count.evictions = run.evictions - evictions
+        count.lifetime_tokens = run.lifetime - lifetime
+        count.link_busy_s = run.busy_s - busy_s
 
 
-def serve(s: State, rank: Rank, p: Piece, e: int, number: int, layer: int, count: Count) -> None:
-    """Serve one event: `e` is its number in the piece, `number` in the run."""
-    m = s.machine[0]
-    m.now += p.dense_s[e]
-    if m.prefetches:
-        drain(s, rank, -1, layer)
-    m.mark += 1
-    mark, start, stop = m.mark, p.bounds[e], p.bounds[e + 1]
-    tokens, rest = p.rows[e + 1] - p.rows[e], stop - start
-    absent = look_up(s, p, start, stop, mark, count)
-    count.requests += rest
-    assignments = rest if tokens == 1 else tokens * m.top_k
-    if absent:
-        count.token_misses += absent if tokens == 1 else count_tokens(s, p, e, layer)
-    if m.prefetches:
-        judge(s, p, start, stop, layer, count)
-    s.layers[layer].unclear = 1
-    gate_s = ready_s = m.now
-    if absent:
-        if m.prefetches:
-            ready_s = await_what_is_under_way(s, rank, p, start, stop, mark, layer)
-        ready_s, rest, assignments = load(
-            s, rank, p, e, mark, layer, ready_s, rest, assignments, count
-        )
-        if m.cached_first:
-            # The compute is busy from here on: predictions do not hide behind the wait.
-            wait_until(m, m.now + p.predict_s[e])
-            num_keys, num_served = take(s, p, start, stop, tokens, mark, True)
-            execute(s, layer, num_keys, num_served)
-            rest, assignments = rest - num_keys, assignments - num_served
-    if m.prefetches and not m.fifo:
-        cancel_due(s, number)
-    if absent:
-        count.stall_s += await_link(m, ready_s)
-    if m.prefetches:
-        ready_s = gate_s + p.predict_s[e]
-        if not m.after_layer:
-            submit(s, p, e, number, layer, ready_s)
-        wait_until(m, ready_s)
-    execute(s, layer, rest, assignments)
-    if m.prefetches:
-        if m.after_layer:
-            submit(s, p, e, number, layer, m.now)
-        if is_active(m):
-            if m.mark != mark:
-                mark = pin(s, p, start, stop, layer)
-            drain(s, rank, mark, layer)
-    note(s, p, e, layer)
+def begin_pass(state: State, number: int, tokens: int) -> None:
+    """Begin a pass of a number of tokens."""
+    state.run[0].tokens += tokens
+    note_pass(state, number)
+    if IN_PYTHON and state.run[0].own:
+        tell_pass(state, number)
 
 
-def look_up(s: State, p: Piece, start: int, stop: int, mark: int, count: Count) -> int:
-    """Pin the event's keys; count late keys, misses and collisions; return how many are absent."""
-    absent, inflight, this_pass = 0, s.machine[0].inflight, s.now[0].pass_index
-    for i in range(start, stop):
-        expert = s.experts[p.keys[i]]
+def begin_token(state: State, number: int, layer: int) -> None:
+    """Begin a token that is served layer by layer with others, at this layer."""
+    state.run[0].tokens += 1
+    note_pass(state, number)
+    if IN_PYTHON and state.run[0].own:
+        tell_token(state, number, layer)
+
+
+def serve(
+    state: State,
+    rank: Rank,
+    batch: PassBatch,
+    event: int,
+    number: int,
+    layer: int,
+    count: Counters,
+) -> None:
+    """Serve one event with all that its router chose.
+
+    `event` is its number in the batch, `number` in the run.
+    """
+    enter(state, rank, batch.dense_s[event], layer, batch.rows[event + 1] - batch.rows[event])
+    demands = look_up(state, batch, event, layer, count)
+    start, stop = batch.bounds[event], batch.bounds[event + 1]
+    close_event(state, rank, batch, event, number, layer, batch.keys, start, stop, demands, count)
+
+
+def enter(state: State, rank: Rank, dense_s: float, layer: int, tokens: int) -> None:
+    """Charge a layer's dense part, up to its router's decision, while the link works on."""
+    run = state.run[0]
+    if IN_PYTHON and run.recorded:
+        add_span(state, DENSE, run.now, run.now + dense_s, layer, tokens)
+    run.now += dense_s
+    if run.prefetches:
+        drain(state, rank, run.now, -1, layer)
+    charge_loads(run)
+
+
+def look_up(state: State, batch: PassBatch, event: int, layer: int, count: Counters) -> int:
+    """Pin the event's keys, count what is there, and score the predictions for the layer.
+
+    Marks as demanded what is absent or below the best level; returns how many keys these are.
+    """
+    run, this_pass = state.run[0], state.now[0].pass_index
+    run.mark += 1
+    mark, start, stop = run.mark, batch.bounds[event], batch.bounds[event + 1]
+    tokens, absent, late, below = batch.rows[event + 1] - batch.rows[event], 0, 0, 0
+    for place in range(start, stop):
+        key = batch.keys[place]
+        expert = state.experts[key]
         expert.pinned = mark
         if expert.resident:
+            if run.num_levels > 1 and state.slots[key].level > 0:
+                below += 1
+                state.slots[key].demanded = mark
+                state.slots[key].demanded_level = 0
             continue
         absent += 1
-        slot = s.slots[p.keys[i]]
-        slot.absent = mark
-        if p.keys[i] == inflight or slot.due >= 0:
-            count.late += 1
+        slot = state.slots[key]
+        slot.demanded = mark
+        slot.demanded_level = 0
+        if slot.arriving or slot.due >= 0:
+            late += 1
         else:
             count.misses += 1
             count.collisions += slot.left_in == this_pass
-    return absent
+    run.late = late
+    count.late += late
+    count.requests += stop - start
+    count.token_requests += tokens * run.top_k
+    if absent:
+        if tokens == 1 and not run.lossy:
+            count.token_misses += absent
+        else:
+            count_tokens(state, batch, event, layer)
+            for place in range(start, stop):
+                if not state.experts[batch.keys[place]].resident:
+                    count.token_misses += state.slots[batch.keys[place]].serves
+    if run.prefetches:
+        score_predictions(state, batch, start, stop, layer, count)
+    state.layers[layer].unclear = 1
+    return absent + below
 
 
-def count_tokens(s: State, p: Piece, e: int, layer: int) -> int:
-    """Count the tokens each expert serves; return the (token, expert) pairs that miss."""
-    m, base, missed = s.machine[0], layer * s.now[0].num_experts, 0
-    for i in range(p.bounds[e], p.bounds[e + 1]):
-        s.slots[p.keys[i]].serves = 0
-    for i in range(p.rows[e] * m.top_k, p.rows[e + 1] * m.top_k):
-        s.slots[base + p.experts[i]].serves += 1
-    for i in range(p.bounds[e], p.bounds[e + 1]):
-        if not s.experts[p.keys[i]].resident:
-            missed += s.slots[p.keys[i]].serves
-    return missed
+def count_tokens(state: State, batch: PassBatch, event: int, layer: int) -> int:
+    """Count the tokens that each expert of an event serves; return their sum."""
+    top_k, base, total = state.run[0].top_k, layer * state.now[0].num_experts, 0
+    for place in range(batch.bounds[event], batch.bounds[event + 1]):
+        state.slots[batch.keys[place]].serves = 0
+    for place in range(batch.rows[event] * top_k, batch.rows[event + 1] * top_k):
+        if batch.experts[place] >= 0:
+            state.slots[base + batch.experts[place]].serves += 1
+            total += 1
+    return total
 
 
-def judge(s: State, p: Piece, start: int, stop: int, layer: int, count: Count) -> None:
+def score_predictions(
+    state: State, batch: PassBatch, start: int, stop: int, layer: int, count: Counters
+) -> None:
     """Count prefetch hits, and how many keys were predicted, needed, and both."""
-    place, right = s.places[layer], 0
-    for i in range(start, stop):
-        slot = s.slots[p.keys[i]]
+    predicted, right = state.layer_states[layer], 0
+    for place in range(start, stop):
+        slot = state.slots[batch.keys[place]]
         count.prefetch_hits += slot.unused
         slot.unused = 0
-        right += slot.foretold == place.epoch
-    if place.num_foretold:
-        count.predicted += place.num_foretold
+        right += slot.predicted == predicted.epoch
+    if predicted.num_predicted:
+        count.predicted += predicted.num_predicted
         count.predicted_right += right
         count.predictable += stop - start
-        place.epoch += 1
-        place.num_foretold = 0
+        predicted.epoch += 1
+        predicted.num_predicted = 0
+
+
+def demand(
+    state: State,
+    keys: Array,
+    num_keys: int,
+    layer: int,
+    demands: Array,
+    demanded_levels: Array,
+    num_demands: int,
+) -> None:
+    """Pin the keys to execute instead of those looked up; mark the chosen demands."""
+    run = state.run[0]
+    pin(state, keys, 0, num_keys, layer)
+    for place in range(num_demands):
+        state.slots[demands[place]].demanded = run.mark
+        state.slots[demands[place]].demanded_level = demanded_levels[place]
+
+
+def close_event(
+    state: State,
+    rank: Rank,
+    batch: PassBatch,
+    event: int,
+    number: int,
+    layer: int,
+    demands: Array,
+    first: int,
+    last: int,
+    num_demands: int,
+    count: Counters,
+) -> None:
+    """Load what is demanded, execute the event, and let the link work through its prefetches.
+
+    The demands are marked keys among `demands[first:last]`, in this order.
+    """
+    run = state.run[0]
+    mark, start, stop = run.mark, batch.bounds[event], batch.bounds[event + 1]
+    tokens, rest = batch.rows[event + 1] - batch.rows[event], stop - start
+    if run.lossy:
+        assignments = count_tokens(state, batch, event, layer)
+    elif tokens == 1:
+        assignments = rest
+    else:
+        assignments = tokens * run.top_k
+        if num_demands or run.num_levels > 1:
+            count_tokens(state, batch, event, layer)
+    counts_serves = tokens > 1 or run.lossy != 0
+    gate_s = ready_s = run.now
+    if num_demands:
+        if run.prefetches:
+            ready_s = await_in_flight(
+                state, rank, batch, start, stop, demands, first, last, mark, layer
+            )
+        if IN_PYTHON and run.hosts:
+            num_keys, num_served = share_out(state, demands, first, last, mark, layer, count)
+            rest, assignments = rest - num_keys, assignments - num_served
+        if run.num_levels > 1:
+            release_for_upgrades(state, demands, first, last, mark)
+        if run.queued and not run.fifo and (run.late or run.num_levels > 1):
+            withdraw_demanded(state, demands, first, last, mark)
+        if run.load_overhead_s:
+            add_loaded(state, demands, first, last, mark, layer)
+            charge_loads(run)
+            ready_s = max(ready_s, run.now)
+        num_keys, num_served, ready_s = load(
+            state, rank, batch, event, demands, first, last, mark, layer, ready_s, count
+        )
+        rest, assignments = rest - num_keys, assignments - num_served
+        if run.cached_first:
+            # The compute is busy from here on: predictions do not hide behind the wait.
+            wait_until(state, run.now + batch.predict_s[event])
+            num_keys, num_served = mark_executed(
+                state, batch, start, stop, counts_serves, mark, True
+            )
+            execute(state, layer, num_keys, num_served, count)
+            rest, assignments = rest - num_keys, assignments - num_served
+    if IN_PYTHON and run.hosts:
+        await_uploads(state, batch, start, stop, count)
+    if run.prefetches and not run.fifo:
+        cancel_due(state, number)
+    if num_demands and not run.piecewise:
+        count.stall_s += await_link(state, ready_s)
+    if run.prefetches:
+        ready_s = gate_s + batch.predict_s[event]
+        if not run.after_layer:
+            submit(state, batch, event, number - layer, layer, ready_s)
+        wait_until(state, ready_s)
+    if IN_PYTHON and num_demands and run.piecewise:
+        execute_piecewise(state, batch, start, stop, counts_serves, mark, layer, count)
+    else:
+        if run.num_levels > 1:
+            rest, assignments = mark_executed(state, batch, start, stop, counts_serves, mark, False)
+        elif IN_PYTHON and run.watched:
+            mark_executed(state, batch, start, stop, False, mark, False)
+        execute(state, layer, rest, assignments, count)
+    if run.mark != mark and (run.hosts or is_active(run)):
+        # After waves, all keys of the event are pinned again.
+        pin(state, batch.keys, start, stop, layer)
+    if IN_PYTHON and run.hosts:
+        end_host(state, rank, demands, first, last, mark, layer, count)
+    if run.prefetches:
+        if run.after_layer:
+            submit(state, batch, event, number - layer, layer, run.now)
+        drain(state, rank, run.now, run.mark, layer)
+    note(state, batch, event, layer)
 
 
 def load(
-    s: State,
+    state: State,
     rank: Rank,
-    p: Piece,
-    e: int,
+    batch: PassBatch,
+    event: int,
+    demands: Array,
+    first: int,
+    last: int,
     mark: int,
     layer: int,
     ready_s: float,
-    rest: int,
-    assignments: int,
-    count: Count,
-) -> tuple[float, int, int]:
-    """Load the absent keys, in waves where they do not fit together.
+    count: Counters,
+) -> tuple[int, int, float]:
+    """Load the demanded keys, in waves where they do not fit together.
 
-    Returns the arrival time of the last one, and how many keys and assignments remain to execute.
+    Returns how many keys and assignments waves have executed, and the arrival time of the last key.
     """
-    m, cache, nbytes = s.machine[0], s.layers[layer].cache, s.places[layer].nbytes
-    start, stop = p.bounds[e], p.bounds[e + 1]
-    pins = mark
-    for i in range(start, stop):
-        key = p.keys[i]
-        slot = s.slots[key]
-        # Keys that a prefetch has loaded or a wave has executed meanwhile are no longer demanded.
-        if slot.absent != mark or s.experts[key].resident or slot.done == mark:
+    run, cache, pins = state.run[0], state.layers[layer].cache, state.run[0].mark
+    start, stop = batch.bounds[event], batch.bounds[event + 1]
+    counts_serves = batch.rows[event + 1] - batch.rows[event] > 1 or run.lossy != 0
+    all_keys, all_served = 0, 0
+    for place in range(first, last):
+        key = demands[place]
+        if not is_missing(state, key, mark):
             continue
-        while not make_room(s, rank, nbytes, cache, pins, layer):
-            num_keys, num_served = take(s, p, start, stop, p.rows[e + 1] - p.rows[e], mark, False)
-            rest, assignments = rest - num_keys, assignments - num_served
-            count.stall_s += await_link(m, ready_s)
-            execute(s, layer, num_keys, num_served)
-            ready_s = m.now
-            m.mark += 1
-            pins = m.mark
-            for j in range(start, stop):
-                if s.slots[p.keys[j]].done != mark:
-                    s.experts[p.keys[j]].pinned = pins
-                elif m.offline:
-                    s.experts[p.keys[j]].next_use = p.next_use[j]
-            s.layers[layer].unclear = 1
-        ready_s = transfer(s, layer, ready_s)
-        take_bytes(s, cache, nbytes)
-        insert(s, key, layer, False)
-    return ready_s, rest, assignments
+        level = state.slots[key].demanded_level
+        nbytes = state.levels[layer * run.num_levels + level].nbytes
+        while not make_room(state, rank, key, nbytes, cache, pins, layer):
+            if IN_PYTHON and run.lanes:
+                ready_s = move_together(state, ready_s)
+                end_wave(state)
+            num_keys, num_served = mark_executed(
+                state, batch, start, stop, counts_serves, mark, False
+            )
+            all_keys, all_served = all_keys + num_keys, all_served + num_served
+            count.stall_s += await_link(state, ready_s)
+            execute(state, layer, num_keys, num_served, count)
+            ready_s = run.now
+            run.mark += 1
+            pins = run.mark
+            for other in range(start, stop):
+                if state.slots[batch.keys[other]].done != mark:
+                    state.experts[batch.keys[other]].pinned = pins
+                elif state.now[0].offline:
+                    state.experts[batch.keys[other]].next_use = batch.next_use[other]
+            state.layers[layer].unclear = 1
+            if IN_PYTHON and run.own:
+                tell_executed(state, layer)
+        if IN_PYTHON and run.lanes:
+            add_to_wave(state, key, nbytes)
+        else:
+            ready_s = transfer(state, layer, level, ready_s, False, -1)
+        take_bytes(state, cache, nbytes)
+        insert(state, key, layer, level, False)
+    if IN_PYTHON and run.lanes:
+        ready_s = move_together(state, ready_s)
+    return all_keys, all_served, ready_s
 
 
-def await_what_is_under_way(
-    s: State, rank: Rank, p: Piece, start: int, stop: int, mark: int, layer: int
+def is_missing(state: State, key: int, mark: int) -> bool:
+    """Whether a key is demanded and not there, nor executed by an earlier wave.
+
+    A prefetch may have brought a demanded key since it was looked up.
+    """
+    slot = state.slots[key]
+    if slot.demanded != mark or slot.done == mark:
+        return False
+    if not state.experts[key].resident or slot.upgrading:
+        return True
+    return slot.level > slot.demanded_level
+
+
+def await_in_flight(
+    state: State,
+    rank: Rank,
+    batch: PassBatch,
+    start: int,
+    stop: int,
+    demands: Array,
+    first: int,
+    last: int,
+    mark: int,
+    layer: int,
 ) -> float:
-    """Land what precedes the demands, withdraw their queued prefetches; return when that ends."""
-    m = s.machine[0]
-    ready_s = m.now
-    if m.fifo:
-        if is_active(m):
-            ready_s = max(ready_s, work_off(s, rank, p, start, stop, mark, layer))
-    elif m.inflight >= 0:
-        if s.experts[m.inflight].pinned == mark:
-            ready_s = m.busy_until
-        land(s)
-    for i in range(start, stop):
-        key = p.keys[i]
-        s.slots[key].unused = 0
-        if not m.fifo and s.slots[key].due >= 0:
-            withdraw(s, key)
+    """Land what precedes the demands; return when the last of it that is needed arrives."""
+    run = state.run[0]
+    ready_s = run.now
+    if not is_active(run) or (not run.fifo and run.inflight < 0):
+        return ready_s
+    if run.fifo:
+        ready_s = max(ready_s, drain_fifo(state, rank, demands, first, last, mark, layer))
+    else:
+        # It lands before any demand can start, while the compute waits.
+        if state.experts[run.inflight].pinned == mark:
+            ready_s = run.busy_until
+        land(state)
+    for place in range(start, stop):
+        state.slots[batch.keys[place]].unused = 0
+    if IN_PYTHON and run.lanes:
+        note_in_flight(state, demands, first, last, mark, ready_s)
     return ready_s
 
 
-def take(
-    s: State, p: Piece, start: int, stop: int, tokens: int, mark: int, at_lookup: bool
+def withdraw_demanded(state: State, demands: Array, first: int, last: int, mark: int) -> None:
+    """Take demanded keys off the queue."""
+    for place in range(first, last):
+        if state.slots[demands[place]].due >= 0 and is_missing(state, demands[place], mark):
+            withdraw(state, demands[place])
+
+
+def release_for_upgrades(state: State, demands: Array, first: int, last: int, mark: int) -> None:
+    """Release the bytes of residents about to be loaded at a better level.
+
+    Evictions do not learn of it: to them the expert has never left.
+    """
+    for place in range(first, last):
+        key = demands[place]
+        if state.experts[key].resident and is_missing(state, key, mark):
+            release_for_upgrade(state, key)
+
+
+def release_for_upgrade(state: State, key: int) -> None:
+    """Release a resident's bytes, about to be loaded at a better level."""
+    release(state, key)
+    state.slots[key].upgrading = 1
+    state.caches[state.layers[state.slots[key].home].cache].replaced += 1
+
+
+def mark_executed(
+    state: State,
+    batch: PassBatch,
+    start: int,
+    stop: int,
+    counts_serves: bool,
+    mark: int,
+    undemanded: bool,
 ) -> tuple[int, int]:
     """Mark resident keys as executed; count keys and assignments.
 
-    `at_lookup`: those that were resident when they were looked up, instead of now.
+    `undemanded`: only those that were not demanded.
     """
-    num_keys = num_served = 0
-    for i in range(start, stop):
-        slot = s.slots[p.keys[i]]
-        ready = slot.absent != mark if at_lookup else s.experts[p.keys[i]].resident != 0
-        if ready and slot.done != mark:
+    run, num_keys, num_served = state.run[0], 0, 0
+    for place in range(start, stop):
+        key = batch.keys[place]
+        slot = state.slots[key]
+        is_ready = state.experts[key].resident != 0 and not slot.upgrading
+        if undemanded:
+            is_ready = slot.demanded != mark
+        if is_ready and slot.done != mark:
             slot.done = mark
+            served = slot.serves if counts_serves else 1
             num_keys += 1
-            num_served += 1 if tokens == 1 else slot.serves
+            num_served += served
+            if run.num_levels > 1:
+                slot.executed_level = slot.level
+                state.experts[key].lesser = int(slot.level > 0)
+                level = state.levels[slot.home * run.num_levels + slot.level]
+                level.num_keys += 1
+                level.num_served += served
+            if IN_PYTHON and run.watched:
+                add_executed(state, key)
     return num_keys, num_served
 
 
-def pin(s: State, p: Piece, start: int, stop: int, layer: int) -> int:
-    """Pin all keys of the event again, after waves; return the new mark."""
-    m = s.machine[0]
-    m.mark += 1
-    for i in range(start, stop):
-        s.experts[p.keys[i]].pinned = m.mark
-    s.layers[layer].unclear = 1
-    return m.mark
+def pin(state: State, keys: Array, start: int, stop: int, layer: int) -> None:
+    """Pin these keys of a layer, under a new mark."""
+    run = state.run[0]
+    run.mark += 1
+    for place in range(start, stop):
+        state.experts[keys[place]].pinned = run.mark
+    state.layers[layer].unclear = 1
 
 
-def note(s: State, p: Piece, e: int, layer: int) -> None:
-    """Update the eviction features by the executed event."""
-    m, turns = s.machine[0], s.layers[s.layers[layer].cache].turns
-    if m.weighs:
-        add_weights(s, p, e, layer)
-    for i in range(p.bounds[e], p.bounds[e + 1]):
-        note_use(s, p.keys[i], turns)
-        if m.offline:
-            s.experts[p.keys[i]].next_use = p.next_use[i]
-    tokens = p.rows[e + 1] - p.rows[e]
-    if s.now[0].forecasts:
-        for i in range(p.bounds[e], p.bounds[e + 1]):
-            end_use(s, p.keys[i], layer, tokens)
-        if tokens > 1:
-            add_served(s, p, e, layer)
-    note_turn(s, layer, tokens)
-
-
-def add_served(s: State, p: Piece, e: int, layer: int) -> None:
-    """Add an event's tokens to the forecasts, discounted by age (the last token counts 1)."""
-    m, base = s.machine[0], layer * s.now[0].num_experts
-    fast = middle = slow = 1.0
-    for row in range(p.rows[e + 1] - 1, p.rows[e] - 1, -1):
-        for i in range(row * m.top_k, (row + 1) * m.top_k):
-            note_served(s, base + p.experts[i], fast, middle, slow)
-        fast *= FAST
-        middle *= MIDDLE
-        slow *= SLOW
-
-
-def add_weights(s: State, p: Piece, e: int, layer: int) -> None:
-    """Add each expert's router weights, summed over the event's tokens, to the features."""
-    m, base = s.machine[0], layer * s.now[0].num_experts
-    for i in range(p.bounds[e], p.bounds[e + 1]):
-        total, tokens = 0.0, 0
-        for j in range(p.rows[e] * m.top_k, p.rows[e + 1] * m.top_k):
-            if p.experts[j] == p.keys[i] - base:
-                total += p.weights[j]
-                tokens += 1
-        add_weight(s, p.keys[i], total, tokens)
+def note(state: State, batch: PassBatch, event: int, layer: int) -> None:
+    """Let the evictions learn of the executed event."""
+    if IN_PYTHON and state.run[0].own:
+        tell_event(state, layer)
+        return
+    top_k, row, stop = state.run[0].top_k, batch.rows[event], batch.rows[event + 1]
+    note_event(
+        state,
+        layer,
+        stop - row,
+        batch.keys,
+        batch.bounds[event],
+        batch.bounds[event + 1],
+        batch.next_use,
+        batch.experts,
+        batch.weights,
+        row * top_k,
+        stop * top_k,
+    )
 
 
 # The clock.
 
 
-def wait_until(m: Machine, time_s: float) -> float:
+def wait_until(state: State, time_s: float) -> float:
     """Advance the clock to `time_s`; return the seconds waited."""
-    stall_s = time_s - m.now
+    run = state.run[0]
+    stall_s = time_s - run.now
     if stall_s <= 0:
         return 0.0
-    m.now = time_s
+    if IN_PYTHON and run.recorded:
+        add_span(state, WAIT, run.now, time_s, 0, 0)
+    run.now = time_s
     return stall_s
 
 
-def await_link(m: Machine, time_s: float) -> float:
-    """As `wait_until`, adding the overhead of a wait where there is one; return the stall (s)."""
-    stall_s = wait_until(m, time_s)
-    if stall_s:
-        m.now += m.wait_overhead_s
+def await_link(state: State, time_s: float) -> float:
+    """Wait for a transfer that arrives at `time_s`; return the seconds of the stall.
+
+    Any wait also costs the profile's `wait_overhead_s`, which does not count as a stall.
+    """
+    run = state.run[0]
+    stall_s = time_s - run.now
+    if stall_s <= 0:
+        return 0.0
+    if IN_PYTHON and run.recorded:
+        add_span(state, STALL, run.now, time_s, 0, 0)
+        add_span(state, WAKE, time_s, time_s + run.wait_overhead_s, 0, 0)
+    run.now = time_s
+    run.now += run.wait_overhead_s
     return stall_s
 
 
-def execute(s: State, layer: int, num_experts: int, assignments: int) -> None:
-    """Charge the time of executing some of a layer's experts."""
-    if num_experts:
-        m = s.machine[0]
-        flop_s = s.places[layer].flop_s * assignments
-        read_s = s.places[layer].read_s * num_experts
-        m.now += (flop_s if flop_s > read_s else read_s) + m.expert_overhead_s
+def charge_loads(run: RunState) -> None:
+    """Charge the compute's overhead of what was loaded, prefetches included.
+
+    Prefetches that land while it is busy are charged at the next event.
+    """
+    if run.loaded_bytes:
+        run.now += run.load_overhead_s * run.loaded_bytes
+        run.loaded_bytes = 0
+
+
+def add_loaded(state: State, demands: Array, first: int, last: int, mark: int, layer: int) -> None:
+    """Count the bytes about to be loaded, for `charge_loads`."""
+    run = state.run[0]
+    for place in range(first, last):
+        if is_missing(state, demands[place], mark):
+            level = state.slots[demands[place]].demanded_level
+            run.loaded_bytes += state.levels[layer * run.num_levels + level].nbytes
+
+
+def execute(state: State, layer: int, num_keys: int, assignments: int, count: Counters) -> None:
+    """Charge the execution of some of a layer's experts; each precision level has its kernels."""
+    run = state.run[0]
+    if IN_PYTHON and run.watched:
+        tell_wave(state)
+    if run.num_levels == 1:
+        execute_level(state, layer, 0, num_keys, assignments, 1.0, False)
+        return
+    for number in range(run.num_levels):
+        level = state.levels[layer * run.num_levels + number]
+        execute_level(state, layer, number, level.num_keys, level.num_served, 1.0, False)
+        if number:
+            count.low_precision += level.num_served
+        level.num_keys = level.num_served = 0
+
+
+def execute_level(
+    state: State,
+    layer: int,
+    number: int,
+    num_keys: int,
+    assignments: int,
+    share: float,
+    launched: bool,
+) -> None:
+    """Charge experts of one level.
+
+    Those whose event has its kernels `launched` already pay no launch overhead; `share` is the part
+    of their weights that is executed (one projection of several).
+    """
+    if num_keys:
+        run = state.run[0]
+        level = state.levels[layer * run.num_levels + number]
+        flop_s, read_s = level.flop_s * assignments, level.read_s * num_keys
+        overhead_s = 0.0 if launched else run.expert_overhead_s
+        start_s = run.now
+        # A single addition: the last digits of a time decide which transfers have arrived.
+        run.now += share * (flop_s if flop_s > read_s else read_s) + overhead_s
+        if IN_PYTHON and run.recorded:
+            add_span(state, EXPERTS, start_s, run.now, layer, num_keys)
 
 
 # The cache.
 
 
-def make_room(s: State, rank: Rank, nbytes: int, cache: int, mark: int, layer: int) -> bool:
-    """Evict until `nbytes` fit; False once only pinned or arriving keys are left."""
-    place = s.places[cache]
-    while place.used > place.capacity - nbytes:
-        key = find_lowest(s, rank, place.first_layer, place.end_layer, mark, layer)
-        if key < 0:
+def make_room(
+    state: State, rank: Rank, key: int, nbytes: int, cache: int, mark: int, layer: int
+) -> bool:
+    """Evict until `nbytes` fit, for `key`; False once only pinned or arriving keys are left.
+
+    Evictions made on the way to a False are not undone.
+    """
+    run, held = state.run[0], state.caches[cache]
+    if IN_PYTHON and run.own and held.used > held.capacity - nbytes:
+        tell_miss(state, key, cache)
+    while held.used > held.capacity - nbytes:
+        if IN_PYTHON and run.own:
+            victim = ask_victim(state, cache, mark, layer)
+        else:
+            victim = find_lowest(state, rank, held.first_layer, held.end_layer, mark, layer)
+        if victim < 0:
             return False
-        evict(s, key)
+        evict(state, victim)
     return True
 
 
-def evict(s: State, key: int) -> None:
+def evict(state: State, key: int) -> None:
     """Evict a resident; count it for its cache and for the run."""
-    m, slot = s.machine[0], s.slots[key]
-    place, lived = s.places[s.layers[slot.home].cache], m.tokens - slot.since
-    place.evictions += 1
-    place.lifetime += lived
-    m.evictions += 1
-    m.lifetime += lived
-    slot.left_in = s.now[0].pass_index
-    place.used -= s.places[slot.home].nbytes
+    run, slot = state.run[0], state.slots[key]
+    cache, lived = state.caches[state.layers[slot.home].cache], run.tokens - slot.since
+    cache.evictions += 1
+    cache.lifetime += lived
+    run.evictions += 1
+    run.lifetime += lived
+    slot.left_in = state.now[0].pass_index
+    release(state, key)
+    note_eviction(state, key, slot.home)
+    if IN_PYTHON and run.own:
+        tell_eviction(state, key)
+
+
+def release(state: State, key: int) -> None:
+    """Give back a resident's bytes."""
+    slot = state.slots[key]
+    level = state.levels[slot.home * state.run[0].num_levels + slot.level]
+    state.caches[state.layers[slot.home].cache].used -= level.nbytes
     slot.unused = 0
-    note_eviction(s, key, slot.home)
+    if IN_PYTHON and state.run[0].placed:
+        vacate(state, key)
 
 
-def take_bytes(s: State, cache: int, nbytes: int) -> None:
+def take_bytes(state: State, cache: int, nbytes: int) -> None:
     """Take a load's bytes from a cache."""
-    place = s.places[cache]
-    place.used += nbytes
-    place.peak = max(place.peak, place.used)
-    place.loads += 1
+    held = state.caches[cache]
+    held.used += nbytes
+    held.peak = max(held.peak, held.used)
+    held.loads += 1
 
 
-def insert(s: State, key: int, home: int, prefetched: bool) -> None:
+def insert(state: State, key: int, home: int, level: int, prefetched: bool) -> None:
     """Make a key of layer `home` resident."""
-    s.slots[key].since = s.machine[0].tokens
-    s.slots[key].unused = int(prefetched)
-    note_load(s, key, home, prefetched)
+    run, slot = state.run[0], state.slots[key]
+    slot.since = run.tokens
+    slot.level = level
+    run.arrivals += 1
+    slot.arrival = run.arrivals
+    if slot.upgrading:
+        slot.upgrading = 0
+        return
+    slot.unused = int(prefetched)
+    note_load(state, key, home, prefetched)
+    if IN_PYTHON and run.own:
+        tell_load(state, key, prefetched)
 
 
-def reset(s: State, p: Piece) -> None:
-    """Empty the link and restore the initial caches. No pass counts these evictions."""
-    m, num_experts = s.machine[0], s.now[0].num_experts
-    for i in range(len(s.places)):
-        s.places[i].first = s.places[i].last = -1
-        s.places[i].num_foretold = 0
-        s.places[i].epoch += 1
-    for key in range(len(s.slots)):
-        s.slots[key].due = -1
-    m.queued = 0
-    if m.inflight >= 0:
-        wait_until(m, m.busy_until)
-        land(s)
-    for home in range(len(s.layers)):
-        while s.layers[home].held:
-            evict(s, s.experts[home * num_experts + s.layers[home].held - 1].member)
-    for i in range(len(p.warm)):
-        home = s.slots[p.warm[i]].home
-        cache = s.layers[home].cache
-        take_bytes(s, cache, s.places[home].nbytes)
-        s.places[cache].loads -= 1
-        s.places[cache].warmed += 1
-        insert(s, p.warm[i], home, False)
+def reset(state: State, warm: Array) -> None:
+    """Restore the initial caches; the link is empty. No pass counts these evictions."""
+    if IN_PYTHON and state.run[0].own:
+        evict_in_order(state)
+    for home in range(len(state.layers)):
+        while state.layers[home].held:
+            base = home * state.now[0].num_experts
+            evict(state, state.experts[base + state.layers[home].held - 1].member)
+    fill(state, warm)
+
+
+def fill(state: State, warm: Array) -> None:
+    """Make these keys resident, in this order; they are not counted as loads."""
+    for place in range(len(warm)):
+        home = state.slots[warm[place]].home
+        cache = state.layers[home].cache
+        take_bytes(state, cache, state.levels[home * state.run[0].num_levels].nbytes)
+        state.caches[cache].loads -= 1
+        state.caches[cache].warmed += 1
+        insert(state, warm[place], home, 0, False)
 
 
 # The link.
 
 
-def is_active(m: Machine) -> bool:
+def is_active(run: RunState) -> bool:
     """Whether a prefetch is in flight or queued."""
-    return m.inflight >= 0 or m.queued > 0
+    return run.inflight >= 0 or run.queued > 0
 
 
-def transfer(s: State, layer: int, now: float) -> float:
-    """Move an expert of a layer from `now` on or once the link is free; return its arrival."""
-    m, place = s.machine[0], s.places[layer]
-    m.busy_until = (now if now > m.busy_until else m.busy_until) + place.carry_s
-    m.busy_s += place.carry_s
-    m.moved += place.nbytes
-    m.transfers += 1
-    return m.busy_until
+def transfer(
+    state: State, layer: int, level: int, now: float, joins: bool, prefetched: int
+) -> float:
+    """Move an expert of a layer from `now` on or once the link is free; return its arrival.
+
+    A transfer that `joins` the previous one in a batch pays no latency of its own. `prefetched` is
+    the key of a prefetch, else -1.
+    """
+    size, run = state.levels[layer * state.run[0].num_levels + level], state.run[0]
+    carry_s = size.move_s
+    if not joins:
+        carry_s += run.latency_s
+        run.open_batch = -1
+    run.transfers += 1
+    return occupy(state, now, carry_s, size.nbytes, prefetched)
 
 
-def submit(s: State, p: Piece, e: int, number: int, layer: int, ready_s: float) -> None:
-    """Queue the prefetches proposed at an event; note a prediction of the keys already resident."""
-    m, num_layers = s.machine[0], len(s.layers)
-    for i in range(p.proposed_bounds[e], p.proposed_bounds[e + 1]):
-        key = p.proposed[i]
-        slot = s.slots[key]
+def occupy(state: State, now: float, carry_s: float, nbytes: int, prefetched: int) -> float:
+    """Occupy the link for some seconds from `now` on or once it is free; return when it ends."""
+    run = state.run[0]
+    start_s = now if now > run.busy_until else run.busy_until
+    run.busy_until = start_s + carry_s
+    run.busy_s += carry_s
+    run.moved += nbytes
+    if IN_PYTHON and run.recorded:
+        add_span(state, TRANSFER, start_s, run.busy_until, nbytes, prefetched)
+    return run.busy_until
+
+
+def submit(
+    state: State, batch: PassBatch, event: int, first_event: int, layer: int, ready_s: float
+) -> None:
+    """Queue the prefetches proposed at an event.
+
+    `first_event` is the number of its pass' first event.
+    """
+    start, stop = batch.proposed_bounds[event], batch.proposed_bounds[event + 1]
+    submit_keys(
+        state, batch.proposed, batch.proposed_levels, start, stop, first_event, layer, ready_s, -1
+    )
+
+
+def submit_keys(
+    state: State,
+    keys: Array,
+    levels: Array,
+    start: int,
+    stop: int,
+    first_event: int,
+    after: int,
+    ready_s: float,
+    batch: int,
+) -> None:
+    """Queue prefetches; note a prediction of the keys already resident.
+
+    Those of layers up to `after` are for the next pass. Consecutive prefetches of one `batch` with
+    no gap between them share one latency.
+    """
+    run, num_layers = state.run[0], len(state.layers)
+    for place in range(start, stop):
+        key = keys[place]
+        slot = state.slots[key]
         home = slot.home
-        place = s.places[home]
-        if slot.foretold != place.epoch:
-            slot.foretold = place.epoch
-            place.num_foretold += 1
-        if s.experts[key].resident:
-            note_wish(s, key, home)
-        elif key != m.inflight and slot.due < 0:
+        predicted = state.layer_states[home]
+        if slot.predicted != predicted.epoch:
+            slot.predicted = predicted.epoch
+            predicted.num_predicted += 1
+        if state.experts[key].resident:
+            note_wish(state, key, home)
+            if IN_PYTHON and run.own:
+                tell_wish(state, key)
+        elif not slot.arriving and slot.due < 0:
             due = 0
-            if not m.fifo:
-                due = number - layer + home + (num_layers if home <= layer else 0)
-            enqueue(s, key, due, ready_s)
+            if not run.fifo:
+                due = first_event + home + (num_layers if home <= after else 0)
+            slot.queued_level = levels[place] if run.num_levels > 1 else 0
+            slot.batch = batch
+            enqueue(state, key, due, ready_s)
 
 
-def enqueue(s: State, key: int, due: int, ready_s: float) -> None:
+def enqueue(state: State, key: int, due: int, ready_s: float) -> None:
     """Queue a prefetch for event `due`, to start at `ready_s` or later."""
-    m, slot, queue = s.machine[0], s.slots[key], s.places[due % len(s.places)]
-    if m.queued == 0 or due < m.earliest:
-        m.earliest = due
-    m.queued += 1
+    run, slot, queue = state.run[0], state.slots[key], state.queues[due % len(state.queues)]
+    if run.queued == 0 or due < run.earliest:
+        run.earliest = due
+    run.queued += 1
     slot.due, slot.earliest_s = due, ready_s
     slot.previous, slot.next = queue.last, -1
     if queue.last >= 0:
-        s.slots[queue.last].next = key
+        state.slots[queue.last].next = key
     else:
         queue.first = key
     queue.last = key
 
 
-def head(s: State) -> int:
+def head(state: State) -> int:
     """Return the key of the next queued prefetch, or -1."""
-    m = s.machine[0]
-    if m.queued == 0:
+    run = state.run[0]
+    if run.queued == 0:
         return -1
-    while s.places[m.earliest % len(s.places)].first < 0:
-        m.earliest += 1
-    return s.places[m.earliest % len(s.places)].first
+    while state.queues[run.earliest % len(state.queues)].first < 0:
+        run.earliest += 1
+    return state.queues[run.earliest % len(state.queues)].first
 
 
-def withdraw(s: State, key: int) -> None:
+def withdraw(state: State, key: int) -> None:
     """Take a prefetch off its queue."""
-    slot = s.slots[key]
-    queue = s.places[slot.due % len(s.places)]
+    slot = state.slots[key]
+    queue = state.queues[slot.due % len(state.queues)]
     if slot.previous >= 0:
-        s.slots[slot.previous].next = slot.next
+        state.slots[slot.previous].next = slot.next
     else:
         queue.first = slot.next
     if slot.next >= 0:
-        s.slots[slot.next].previous = slot.previous
+        state.slots[slot.next].previous = slot.previous
     else:
         queue.last = slot.previous
     slot.due = -1
-    s.machine[0].queued -= 1
+    state.run[0].queued -= 1
 
 
-def cancel_due(s: State, number: int) -> None:
-    """Drop the queued prefetches of an event; those of earlier events are gone already."""
-    m, queue = s.machine[0], s.places[number % len(s.places)]
-    key = queue.first
-    while key >= 0:
-        s.slots[key].due = -1
-        m.queued -= 1
-        key = s.slots[key].next
-    queue.first = queue.last = -1
-    # If `earliest` fell further behind, two due events would share a queue.
-    m.earliest = max(m.earliest, number + 1)
+def cancel_due(state: State, number: int) -> None:
+    """Drop the queued prefetches of events up to this one."""
+    run = state.run[0]
+    while run.queued and run.earliest <= number:
+        queue = state.queues[run.earliest % len(state.queues)]
+        while queue.first >= 0 and state.slots[queue.first].due == run.earliest:
+            withdraw(state, queue.first)
+        run.earliest += 1
 
 
-def drain(s: State, rank: Rank, mark: int, layer: int) -> None:
-    """Let the link work through its prefetches up to now.
+def drain(state: State, rank: Rank, until: float, mark: int, layer: int) -> None:
+    """Let the link work through its prefetches up to a time.
 
     A transfer that could start at this very instant is left: a demand at that instant goes first.
     """
-    m = s.machine[0]
-    now = m.now
-    while is_active(m):
-        if m.inflight >= 0:
-            if m.busy_until > now:
+    run = state.run[0]
+    while is_active(run):
+        if run.inflight >= 0:
+            if run.busy_until > until:
                 return
-            land(s)
+            land(state)
         # Nothing starts before the link is free.
-        if m.busy_until >= now:
+        if run.busy_until >= until:
             return
-        key = head(s)
+        key = head(state)
         if key < 0:
             return
-        start_s = max(s.slots[key].earliest_s, m.busy_until)
-        if start_s >= now:
+        start_s = max(state.slots[key].earliest_s, run.busy_until)
+        if start_s >= until:
             return
-        if not begin(s, rank, key, start_s, mark, layer):
-            # All other residents are in use until now.
-            s.slots[key].earliest_s = now
+        if not begin(state, rank, key, start_s, mark, layer):
+            # All other residents are in use until then.
+            state.slots[key].earliest_s = until
             return
 
 
-def begin(s: State, rank: Rank, key: int, start_s: float, mark: int, layer: int) -> bool:
+def begin(state: State, rank: Rank, key: int, start_s: float, mark: int, layer: int) -> bool:
     """Begin a queued prefetch, or withdraw it if resident; False where no room can be made."""
-    home = s.slots[key].home
-    cache, nbytes = s.layers[home].cache, s.places[home].nbytes
-    if s.experts[key].resident:
-        withdraw(s, key)
+    run, slot = state.run[0], state.slots[key]
+    home, level = slot.home, slot.queued_level
+    cache, nbytes = state.layers[home].cache, state.levels[home * run.num_levels + level].nbytes
+    if state.experts[key].resident:
+        withdraw(state, key)
         return True
-    if not make_room(s, rank, nbytes, cache, mark, layer):
+    if not make_room(state, rank, key, nbytes, cache, mark, layer):
         return False
-    take_bytes(s, cache, nbytes)
-    withdraw(s, key)
-    transfer(s, home, start_s)
-    s.machine[0].inflight = key
+    reserve(state, key)
+    joins = slot.batch >= 0 and slot.batch == run.open_batch and start_s <= run.busy_until
+    transfer(state, home, level, start_s, joins, key)
+    run.open_batch, run.inflight = slot.batch, key
     return True
 
 
-def land(s: State) -> None:
+def reserve(state: State, key: int) -> None:
+    """Take a prefetch whose transfer begins off its queue; its bytes are reserved from now on."""
+    slot = state.slots[key]
+    withdraw(state, key)
+    slot.level, slot.arriving = slot.queued_level, 1
+    level = state.levels[slot.home * state.run[0].num_levels + slot.level]
+    take_bytes(state, state.layers[slot.home].cache, level.nbytes)
+
+
+def land(state: State) -> None:
     """Make the prefetch in flight resident."""
-    key = s.machine[0].inflight
-    s.machine[0].inflight = -1
-    insert(s, key, s.slots[key].home, True)
+    run = state.run[0]
+    key = run.inflight
+    run.inflight = -1
+    slot = state.slots[key]
+    if run.load_overhead_s:
+        run.loaded_bytes += state.levels[slot.home * run.num_levels + slot.level].nbytes
+    arrive(state, key)
 
 
-def work_off(s: State, rank: Rank, p: Piece, start: int, stop: int, mark: int, layer: int) -> float:
+def arrive(state: State, key: int) -> None:
+    """Make a key resident whose prefetch has arrived."""
+    slot = state.slots[key]
+    slot.arriving = 0
+    insert(state, key, slot.home, slot.level, True)
+
+
+def drain_fifo(
+    state: State, rank: Rank, demands: Array, first: int, last: int, mark: int, layer: int
+) -> float:
     """Move the prefetches issued before these demands, as a fifo link does.
 
     If every demand is pending these are the ones up to the last demand, else all that are queued. A
     prefetch that finds no room is dropped. Returns the arrival of the last pending demand, or 0.
     """
-    m = s.machine[0]
+    run = state.run[0]
     ready_s, waits, absent = 0.0, 0, False
-    for i in range(start, stop):
-        key = p.keys[i]
-        if s.slots[key].absent == mark:
-            pending = key == m.inflight or s.slots[key].due >= 0
+    for place in range(first, last):
+        key = demands[place]
+        if state.slots[key].demanded == mark:
+            pending = state.slots[key].arriving != 0 or state.slots[key].due >= 0
             waits += pending
             absent = absent or not pending
-    while is_active(m) and (absent or waits > 0):
-        key = m.inflight
+    while is_active(run) and (absent or waits > 0):
+        key = run.inflight
         if key >= 0:
-            if s.slots[key].absent == mark:
-                ready_s = m.busy_until
+            if state.slots[key].demanded == mark:
+                ready_s = run.busy_until
                 waits -= 1
-            land(s)
+            land(state)
             continue
-        key = head(s)
-        start_s = max(s.slots[key].earliest_s, m.busy_until)
-        if not begin(s, rank, key, start_s, mark, layer):
-            waits -= s.slots[key].absent == mark
-            withdraw(s, key)
+        key = head(state)
+        start_s = max(state.slots[key].earliest_s, run.busy_until)
+        was_demanded = state.slots[key].demanded == mark
+        if not begin(state, rank, key, start_s, mark, layer):
+            waits -= was_demanded
+            withdraw(state, key)
+        elif run.inflight != key:
+            waits -= was_demanded  # It was resident already.
     return ready_s
+
+
+def settle(state: State) -> None:
+    """Empty the link: drop queued prefetches and land the one in flight; forget predictions."""
+    run = state.run[0]
+    for place in range(len(state.queues)):
+        state.queues[place].first = state.queues[place].last = -1
+    for home in range(len(state.layer_states)):
+        state.layer_states[home].num_predicted = 0
+        state.layer_states[home].epoch += 1
+    for key in range(len(state.slots)):
+        state.slots[key].due = -1
+    run.queued = 0
+    if run.inflight >= 0:
+        wait_until(state, run.busy_until)
+        land(state)
+
+
+# What only Python can do.
+
+
+def tell_pass(state: State, number: int) -> None:
+    for eviction in state.outside.evictions:
+        eviction.on_pass(number)
+
+
+def tell_token(state: State, number: int, layer: int) -> None:
+    state.outside.evictions[state.layers[layer].cache].on_pass(number)
+
+
+def tell_load(state: State, key: int, prefetched: bool) -> None:
+    state.outside.eviction_of(state, key).on_insert(key, bool(prefetched))
+
+
+def tell_eviction(state: State, key: int) -> None:
+    state.outside.eviction_of(state, key).on_evict(key)
+
+
+def tell_wish(state: State, key: int) -> None:
+    state.outside.eviction_of(state, key).on_predicted(key)
+
+
+def tell_miss(state: State, key: int, cache: int) -> None:
+    state.outside.evictions[cache].on_miss(key)
+
+
+def ask_victim(state: State, cache: int, mark: int, layer: int) -> int:
+    return state.outside.victim(state, cache, mark, layer)
+
+
+def evict_in_order(state: State) -> None:
+    for key in state.outside.in_order_of_loading(state):
+        evict(state, key)
+
+
+def tell_executed(state: State, layer: int) -> None:
+    state.outside.tell_executed(state, layer)
+
+
+def tell_event(state: State, layer: int) -> None:
+    state.outside.tell_event(state, layer)
+
+
+def vacate(state: State, key: int) -> None:
+    state.outside.vacate(key)
+
+
+def add_executed(state: State, key: int) -> None:
+    state.outside.wave.append(key)
+
+
+def tell_wave(state: State) -> None:
+    state.outside.tell_wave()
+
+
+def add_span(state: State, kind: int, start_s: float, end_s: float, what: int, key: int) -> None:
+    state.outside.add_span(SPANS[kind], start_s, end_s, what, key)
+
+
+def add_to_wave(state: State, key: int, nbytes: int) -> None:
+    state.outside.moving.append((key, nbytes))
+
+
+def move_together(state: State, ready_s: float) -> float:
+    return state.outside.move_together(state, ready_s)
+
+
+def end_wave(state: State) -> None:
+    state.outside.end_wave()
+
+
+def note_in_flight(
+    state: State, demands: Array, first: int, last: int, mark: int, ready_s: float
+) -> None:
+    state.outside.note_in_flight(state, demands[first:last], mark, ready_s)
+
+
+def execute_piecewise(
+    state: State,
+    batch: PassBatch,
+    start: int,
+    stop: int,
+    counts_serves: bool,
+    mark: int,
+    layer: int,
+    count: Counters,
+) -> None:
+    keys = batch.keys[start:stop]
+    state.outside.execute_piecewise(state, keys, counts_serves, mark, layer, count)
+
+
+def share_out(
+    state: State,
+    demands: Array,
+    first: int,
+    last: int,
+    mark: int,
+    layer: int,
+    count: Counters,
+) -> tuple[int, int]:
+    return state.outside.share_out(state, demands[first:last], mark, count)
+
+
+def await_uploads(state: State, batch: PassBatch, start: int, stop: int, count: Counters) -> None:
+    state.outside.await_uploads(state, batch.keys[start:stop], count)
+
+
+def end_host(
+    state: State,
+    rank: Rank,
+    demands: Array,
+    first: int,
+    last: int,
+    mark: int,
+    layer: int,
+    count: Counters,
+) -> None:
+    state.outside.end_host(state, rank, demands[first:last], mark, layer, count)

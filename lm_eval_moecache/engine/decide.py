@@ -1,10 +1,9 @@
-"""Decides what an event loads and executes and what is prefetched, before any byte moves."""
+"""Decides what an event executes and demands, before any byte moves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 
@@ -12,26 +11,23 @@ from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, weight_shares
 from lm_eval_moecache.algorithms.policy import Policy
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
-from lm_eval_moecache.engine.cache import ExpertCache, Link
 from lm_eval_moecache.records.arrays import IntArray, softmax
 from lm_eval_moecache.records.event import (
     DROPPED,
-    PASS_START,
     PREFILL,
     Event,
     Fetch,
-    token_miss_count,
     unique_in_order,
 )
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.ledger import COUNTED, PassRecord
+from lm_eval_moecache.records.ledger import Counters
 from lm_eval_moecache.records.selection import Selection
 
 
 class Rules:
     """The algorithms that decide, and the facts about them and the model that all events share.
 
-    The eviction algorithms live in their caches.
+    The eviction algorithms are the caches'.
     """
 
     def __init__(self, geometry: Geometry, policy: Policy, seed: int) -> None:
@@ -41,34 +37,24 @@ class Rules:
         self.decode_only = policy.phases == "decode"
         """Whether lossy algorithms are off during prefill (`phases=decode`)."""
         self.num_experts, self.top_k = geometry.num_experts, geometry.top_k
-        self.may_change = not (self.routing.is_lossless and self.miss.is_lossless)
+        self.is_lossy = not (self.routing.is_lossless and self.miss.is_lossless)
         """Whether any algorithm may change a selection."""
         self.prefetches = self.prefetch.is_active
         self.ladder = len(geometry.precision) > 1
         """Whether the store has several precision levels."""
-        self.at_best = [Fetch(key) for key in range(geometry.num_layers * geometry.num_experts)]
-        """Key -> its fetch at the best level, made once because most demands are of this kind."""
 
-    def lets_change(self, is_lossless: bool, event: Event) -> bool:
-        """Whether a (lossy) algorithm may change results at this event (`phases=decode`)."""
-        if is_lossless:
-            return False
-        return not (self.decode_only and event.phase == PREFILL)
+    def applies(self, rule: RoutingAlgorithm | MissAlgorithm, event: Event) -> bool:
+        """Whether a rule may change results at this event (`phases=decode`)."""
+        return not (rule.is_lossless or (self.decode_only and event.phase == PREFILL))
 
     def lossy_miss(self, event: Event) -> MissAlgorithm | None:
         """Return the miss algorithm if it acts on this event; None if all misses are loaded."""
-        return self.miss if self.lets_change(self.miss.is_lossless, event) else None
-
-
-_COUNTS = frozenset(COUNTED)
+        return self.miss if self.applies(self.miss, event) else None
 
 
 @dataclass
 class Plan:
-    """The decision on an event: what to load and execute, and the counts that follow from it.
-
-    The engine adds the `levels`; all else stays as decided. There are no `__slots__`, so fields
-    that most events leave at their defaults cost nothing.
+    """The decision on an event: what it executes, and what it demands.
 
     Victims are not part of it: an eviction rule learns of each load and arrival before it is asked
     for the next victim, and with several waves the pins change in between.
@@ -76,90 +62,72 @@ class Plan:
 
     event: Event
     """The event as executed: a changed selection has its own experts, weights and keys here."""
-    demands: Sequence[Fetch]
-    """The experts to load, in this order."""
-    absent: Sequence[int]
-    """The looked-up keys that are not resident, late or missed."""
     looked_up: Event
     """The event after routing and before the miss algorithm, whose lookups are counted."""
-    selection: Selection | None = field(default=None, init=False)
+    demands: Sequence[Fetch] | None = None
+    """The experts to load, in this order; None for those looked up that are not at the best level.
+    """
+    num_demands: int = 0
+    selection: Selection | None = None
     """The changed selection; None where the router's own is executed."""
-    late: int = field(default=0, init=False)
-    collisions: int = field(default=0, init=False)
-    token_misses: int = field(default=0, init=False)
-    substituted: int = field(default=0, init=False)
-    dropped: int = field(default=0, init=False)
-    unfaithful: int = field(default=0, init=False)
-    avoided: int = field(default=0, init=False)
-    weighed_tokens: int = field(default=0, init=False)
-    lost_weight: float = field(default=0.0, init=False)
     levels: Mapping[int, int] | None = field(default=None, init=False)
     """Executed key -> its precision level; None where the store has one level."""
 
-    def write_to(self, record: PassRecord) -> None:
-        """Add the counts of misses and changes to a pass's record."""
-        record.misses += len(self.absent) - self.late
-        for name, value in vars(self).items():
-            if name in _COUNTS:
-                setattr(record, name, getattr(record, name) + value)
+
+def route(event: Event, rules: Rules, resident: Mapping[int, int]) -> Plan:
+    """Let the routing algorithm choose, given the residents of the event's layer."""
+    selection = rules.routing.select(event, resident)
+    if selection is None:
+        return Plan(event, event)
+    looked_up = changed(event, selection, rules.num_experts)
+    return Plan(looked_up, looked_up, selection=selection)
 
 
-def decide(event: Event, rules: Rules, cache: ExpertCache, link: Link) -> Plan:
-    """Return the plan for an event, given the cache's residents and the pending prefetches.
+def resolve(
+    plan: Plan,
+    original: Event,
+    rules: Rules,
+    absent: Sequence[int],
+    missed: Sequence[int],
+    resident: Mapping[int, int],
+    count: Counters,
+) -> None:
+    """Let the miss algorithm choose, and count what the decision changes.
 
-    Changes neither cache nor link nor event. Only the routing and miss algorithms may update their
-    own state (a running average, a random draw).
+    `absent` are the looked-up keys that are not resident, `missed` those of them of which no
+    prefetch is on its way. Changes neither cache nor link; the algorithms may update their own
+    state (a running average, a random draw).
     """
-    resident, may_change, at_best = cache.resident, rules.may_change, rules.at_best
-    original = looked_up = event.spelled_out(rules.num_experts) if may_change else event
-    selection: Selection | None = None
-    routes = may_change and rules.lets_change(rules.routing.is_lossless, original)
-    if routes:
-        selection = rules.routing.select(original, resident)
-        if selection is not None:
-            looked_up = changed(original, selection, rules.num_experts)
-    absent = [key for key in looked_up.keys if key not in resident]
-    if not absent and not (may_change or rules.ladder):
-        return Plan(event, (), (), event)
-    # Misses have no pending prefetch; the other absent keys are late.
-    missed: Sequence[int] = absent
-    if rules.prefetches and link.active:
-        missed = link.without_pending(absent)
-    miss = rules.lossy_miss(original)
-    executed, demands, substituted = looked_up, None, 0
-    demanded = absent
-    if miss is None and rules.ladder:
-        # Lossy algorithms may have left residents at a lower level, which does not suffice here.
-        demanded = [key for key in looked_up.keys if resident.get(key, 1) > 0]
-    elif miss is not None:
+    looked_up, miss, substituted = plan.looked_up, rules.lossy_miss(original), 0
+    if miss is not None:
         unclear = missed if miss.awaits_late else absent
         if unclear or (rules.ladder and miss.upgrade):
             resolution = miss.resolve(looked_up, unclear, resident)
             if resolution is not None:
-                demands, change = resolution.fetch, resolution.selection
+                plan.demands, change = resolution.fetch, resolution.selection
                 if change is not None:
                     moved = (change.experts != looked_up.experts) & (looked_up.experts != DROPPED)
                     substituted = int(moved.sum())
-                    selection = change if selection is None else change.after(selection)
-                    executed = changed(looked_up, selection, rules.num_experts)
+                    first = plan.selection
+                    plan.selection = change if first is None else change.after(first)
+                    plan.event = changed(looked_up, plan.selection, rules.num_experts)
                 if len(unclear) < len(absent):
-                    demands = _with_late(demands, absent, missed, executed, rules)
-    if demands is None:
-        demands = [at_best[key] for key in demanded]
-    plan = Plan(executed, demands, absent, looked_up)
-    plan.late = len(absent) - len(missed)
-    plan.collisions = cache.count_evicted_in_this_pass(missed)
-    plan.token_misses = token_miss_count(looked_up, rules.num_experts, absent)
-    if selection is not None:
-        plan.selection, plan.substituted = selection, substituted
-        plan.dropped, plan.unfaithful = _judge(original.experts, selection)
-    if miss is not None and absent:
-        plan.avoided = len(set(absent).difference(executed.keys))
-    if (miss is not None or routes) and len(original.weights):
-        plan.weighed_tokens = original.num_tokens
-        if selection is not None:
-            plan.lost_weight = _lost_weight(original, selection)
-    return plan
+                    plan.demands = _with_late(plan.demands, absent, missed, plan.event)
+        if plan.demands is None and rules.ladder:
+            # Residents at a lower level suffice where the rule has acted.
+            plan.demands = [Fetch(key) for key in absent]
+        if absent:
+            count.avoided += len(set(absent).difference(plan.event.keys))
+    if plan.selection is not None:
+        dropped, unfaithful = _judge(original.experts, plan.selection)
+        count.substituted += substituted
+        count.dropped += dropped
+        count.unfaithful += unfaithful
+    if (miss is not None or rules.applies(rules.routing, original)) and len(original.weights):
+        if absent or plan.selection is not None:
+            count.weighed_tokens += original.num_tokens
+        if plan.selection is not None:
+            count.lost_weight += _lost_weight(original, plan.selection)
 
 
 def _with_late(
@@ -167,7 +135,6 @@ def _with_late(
     absent: Sequence[int],
     missed: Sequence[int],
     executed: Event,
-    rules: Rules,
 ) -> list[Fetch]:
     """Return, in order of need, an algorithm's fetches and the late keys that it leaves in place.
 
@@ -175,7 +142,7 @@ def _with_late(
     """
     late = set(absent).difference(missed).intersection(executed.keys)
     place = {key: index for index, key in enumerate(absent)}
-    demands = [*fetches, *(rules.at_best[key] for key in late)]
+    demands = [*fetches, *map(Fetch, late)]
     return sorted(demands, key=lambda fetch: place.get(fetch.key, len(place)))
 
 
@@ -219,115 +186,3 @@ def _judge(chosen: IntArray, selection: Selection) -> tuple[int, int]:
         dropped = int((~selection.keep).sum())
         faithful |= ~selection.keep
     return dropped, int((~faithful).sum())
-
-
-class Prefetches:
-    """Queues the prefetcher's proposals for the link, and counts how many of them events need."""
-
-    def __init__(
-        self, geometry: Geometry, caches: Sequence[ExpertCache], link: Link, rules: Rules
-    ) -> None:
-        self._num_layers = geometry.num_layers
-        self._num_experts = geometry.num_experts
-        self._caches = caches
-        self._link = link
-        self._rules = rules
-        self.answers: Iterator[Sequence[int]] | None = None
-        """The proposals of the coming events where they are known already; None: ask."""
-        self._levels: dict[int, int] = {}
-        """Key -> precision level to prefetch it at; the best where absent."""
-        self._predictions: dict[int, set[int]] = {}
-        self._num_batches = 0
-
-    def forget(self) -> None:
-        """Discard all predictions: no event will be counted against them."""
-        self._predictions.clear()
-
-    def judge(self, event: Event, record: PassRecord) -> None:
-        """Count the keys predicted for an event, and those of them that it needs."""
-        predicted = self._predictions.pop(event.layer, None)
-        if predicted is not None:
-            record.predicted += len(predicted)
-            record.predicted_right += len(predicted.intersection(event.keys))
-            record.predictable += len(event.keys)
-
-    def level_of(self, key: int) -> int:
-        """Return the precision level at which a queued key is to be loaded."""
-        return self._levels.get(key, 0)
-
-    def submit(self, event: Event, ready_s: float) -> None:
-        """Queue the prefetcher's proposals at an event, which are ready at `ready_s`.
-
-        With a precision ladder the miss algorithm chooses the levels; resident and pending experts
-        keep theirs.
-        """
-        answers = self.answers
-        proposed = self._rules.prefetch.propose(event) if answers is None else next(answers)
-        miss = self._rules.lossy_miss(event) if self._rules.ladder else None
-        levels = {} if miss is None else self._choose_levels(event, proposed, miss)
-        self._queue(proposed, event.pass_index, event.layer, ready_s, levels)
-
-    def submit_draft(
-        self, keys: Sequence[int], pass_index: int, ready_s: float, batched: bool
-    ) -> None:
-        """Queue one layer's keys, proposed while drafting for a pass that has not yet begun."""
-        self._num_batches += 1
-        self._queue(
-            keys, pass_index, PASS_START, ready_s, {}, self._num_batches if batched else None
-        )
-
-    def _queue(
-        self,
-        keys: Sequence[int],
-        pass_index: int,
-        after: int,
-        ready_s: float,
-        levels: Mapping[int, int],
-        batch: int | None = None,
-    ) -> None:
-        """Queue the absent keys; those of layers up to `after` are for the next pass.
-
-        Resident keys are reported to the eviction algorithm as predicted.
-        """
-        for layer, layer_keys in self._by_layer(keys):
-            predicted = self._predictions.get(layer)
-            if predicted is None:
-                self._predictions[layer] = set(layer_keys)
-            else:
-                predicted.update(layer_keys)
-            cache = self._caches[layer]
-            resident = cache.resident
-            absent = [key for key in layer_keys if key not in resident]
-            if not absent:
-                cache.eviction.on_all_predicted(layer_keys)
-                continue
-            if len(absent) < len(layer_keys):
-                cache.eviction.on_all_predicted([key for key in layer_keys if key in resident])
-            due = (pass_index + (layer <= after)) * self._num_layers + layer
-            fresh = self._link.submit(absent, due, ready_s, batch)
-            if levels or self._levels:
-                self._levels.update((key, levels.get(key, 0)) for key in fresh)
-
-    def _by_layer(self, keys: Sequence[int]) -> Iterable[tuple[int, Sequence[int]]]:
-        """Split proposals into runs of keys of one layer, in order."""
-        if not keys:
-            return ()
-        num_experts = self._num_experts
-        layer = keys[0] // num_experts
-        if min(keys) // num_experts == layer == max(keys) // num_experts:
-            return ((layer, keys),)
-        runs = groupby(keys, lambda key: key // num_experts)
-        return ((layer, list(run)) for layer, run in runs)
-
-    def _choose_levels(
-        self, event: Event, keys: Sequence[int], miss: MissAlgorithm
-    ) -> dict[int, int]:
-        by_layer: dict[int, list[int]] = {}
-        for key in keys:
-            by_layer.setdefault(key // self._num_experts, []).append(key)
-        levels: dict[int, int] = {}
-        for layer, layer_keys in by_layer.items():
-            levels.update(
-                zip(layer_keys, miss.prefetch_levels(event, layer, layer_keys), strict=True)
-            )
-        return levels

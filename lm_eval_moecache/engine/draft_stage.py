@@ -5,18 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch
-from lm_eval_moecache.engine.cache import Clock
-from lm_eval_moecache.engine.decide import Prefetches
-from lm_eval_moecache.engine.virtual.link import VirtualClock
+from lm_eval_moecache.engine.virtual.costs import Costs
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.trace.recorder import DraftNotes
+
+if TYPE_CHECKING:
+    from lm_eval_moecache.engine.engine import Engine
 
 
 class DraftStage:
@@ -25,26 +26,23 @@ class DraftStage:
 
     SP-MoE's pipelined runtime (section 3.3): the link loads a layer's predicted experts together
     (`io=batched`) or one by one while the draft goes on; with `trigger=vanilla` the draft waits for
-    them after each layer. `advance` lets the engine's link work on for the seconds of a part of
+    them after each layer. The engine's `advance` lets its link work on for the seconds of a part of
     the draft, by the hardware profile's roofline; the virtual clock advances by them, the wall
-    clock runs by itself. `await_prefetches` returns the seconds it waited.
+    clock runs by itself.
     """
 
     def __init__(
         self,
         draft: Draft,
         hardware: Hardware,
-        clock: Clock,
-        prefetches: Prefetches,
+        engine: Engine,
         prefetch: DraftStagePrefetch | None,
-        advance: Callable[[float], None],
-        await_prefetches: Callable[[], float],
     ) -> None:
         self.draft = draft
-        self._hardware, self._clock = hardware, clock
-        self._prefetches, self._prefetch = prefetches, prefetch
-        self._advance, self._await_prefetches = advance, await_prefetches
-        self._costs = VirtualClock(hardware, draft.geometry)
+        self._hardware, self._engine, self._prefetch = hardware, engine, prefetch
+        self._costs = Costs(hardware, draft.geometry)
+        self._worked_s = 0.0
+        """Seconds of all drafting so far."""
         self._pass_index = -1
         self.notes: DraftNotes | None = None
         """The trace recorder's notes of all calls to this stage; None where none are kept."""
@@ -60,16 +58,16 @@ class DraftStage:
         prefetch, draft, hardware = self._prefetch, self.draft.geometry, self._hardware
         if prefetch is None:
             return
-        costs = VirtualClock(hardware, draft)
+        costs, drafting_s = Costs(hardware, draft), 0.0
         for layer in range(draft.num_layers):
-            costs.dense(layer, 1)
-            costs.experts(layer, draft.top_k, draft.top_k, self.draft.level)
+            drafting_s += costs.dense_s(layer, 1)
+            drafting_s += costs.experts_s(layer, draft.top_k, draft.top_k, self.draft.level)
         critical = prefetch.critical
         latency_s = (1 if prefetch.batched else critical) * hardware.link_latency_s
         loads = [
             latency_s + critical * levels[0] / hardware.link_rate for levels in target.expert_bytes
         ]
-        layer_s = costs.now / draft.num_layers
+        layer_s = drafting_s / draft.num_layers
         self.solve(target, capacity_bytes, layer_s, loads, hardware.memory_bytes)
 
     def solve(
@@ -109,7 +107,7 @@ class DraftStage:
     def begin(self, pass_index: int) -> None:
         """Begin drafting for the pass with this index, still to come."""
         self.is_open = True
-        self.start_s, self.stall_s = self._clock.now, 0.0
+        self.start_s, self.stall_s = self._engine.clock.now, 0.0
         self._pass_index = pass_index
         if self.notes is not None:
             self.notes.begin()
@@ -118,7 +116,7 @@ class DraftStage:
         """Charge a draft layer up to its attention output, while the link works on."""
         if self.notes is not None:
             self.notes.dense(layer, num_tokens)
-        self._compute(self._costs.dense, layer, num_tokens)
+        self._work(self._costs.dense_s(layer, num_tokens))
 
     def wants(self, layer: int) -> bool:
         """Whether `predict` should be called for this layer of the target."""
@@ -133,28 +131,28 @@ class DraftStage:
             return
         prefetch = self._prefetch
         assert prefetch is not None, "nobody asked for a prediction"
-        self._advance(self._costs.gates(1))
+        self._engine.advance(self._costs.gates_s(1))
         keys = prefetch.propose_draft(layer, logits)
-        self._prefetches.submit_draft(keys, self._pass_index, self._clock.now, prefetch.batched)
-        self._advance(0.0)
+        self._engine.submit_draft(keys, self._pass_index, prefetch.batched)
+        self._engine.advance(0.0)
 
     def experts(self, layer: int, num_experts: int, num_tokens: int) -> None:
         """Charge a draft layer's experts, `num_experts` distinct ones."""
         if self.notes is not None:
             self.notes.experts(num_experts)
         assignments = num_tokens * self.draft.geometry.top_k
-        self._compute(self._costs.experts, layer, num_experts, assignments, self.draft.level)
+        self._work(self._costs.experts_s(layer, num_experts, assignments, self.draft.level))
         if self._prefetch is not None and self._prefetch.synchronous:
-            self.stall_s += self._await_prefetches()
+            self.stall_s += self._engine.await_prefetches()
 
     def _covers(self, layer: int) -> bool:
         return self._prefetch is not None and layer < int(self._prefetch.cutoff)
 
-    def _compute(self, account: Callable[..., None], *amount: int) -> None:
-        """Advance by the time that a part of the draft costs."""
-        before_s = self._costs.now
-        account(*amount)
-        self._advance(self._costs.now - before_s)
+    def _work(self, seconds: float) -> None:
+        """Advance by the time that a part of the draft takes."""
+        # By the difference of sums: the last digits of a time decide which transfers have arrived.
+        before_s, self._worked_s = self._worked_s, self._worked_s + seconds
+        self._engine.advance(self._worked_s - before_s)
 
 
 def solve_cutoff(

@@ -6,19 +6,22 @@ become resident; the activations cross the link to the host and back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.setting import check_host
-from lm_eval_moecache.engine.virtual.link import VirtualClock, VirtualLink
-from lm_eval_moecache.engine.wall.link import WallLink
+from lm_eval_moecache.engine.virtual.costs import Costs
 from lm_eval_moecache.records.event import DROPPED, Event, Fetch
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
-from lm_eval_moecache.records.ledger import PassRecord
+from lm_eval_moecache.records.ledger import Counters
+
+if TYPE_CHECKING:
+    from lm_eval_moecache.engine.wall.link import WallLink
 
 ALWAYS, FIRST, BALANCED = RULES = ("always", "first", "balanced")
 HOST = -1
@@ -103,20 +106,12 @@ class HostStage:
     It begins before the event's loads, and ends after its last device kernel.
     """
 
-    def __init__(
-        self,
-        rule: str,
-        hardware: Hardware,
-        geometry: Geometry,
-        link: VirtualLink,
-        clock: VirtualClock,
-    ) -> None:
+    def __init__(self, rule: str, hardware: Hardware, geometry: Geometry, costs: Costs) -> None:
         check_host(hardware)
         assert hardware.host_flops and hardware.host_memory_bytes_per_s
-        self._rule, self._link, self._clock = rule, link, clock
-        self._geometry = geometry
+        self._rule, self._costs, self._geometry = rule, costs, geometry
         self._latency_s = hardware.link_latency_s
-        self._link_bytes_per_s = hardware.link_rate
+        self._link_bytes_per_s, self._bytes_per_s = hardware.link_rate, hardware.lane_rate
         flop_s_per_byte = 2 / geometry.element_bytes / hardware.host_flops
         compute_bytes = geometry.compute_bytes or [levels[0] for levels in geometry.expert_bytes]
         self._expert = tuple(
@@ -129,52 +124,61 @@ class HostStage:
         self._activation_bytes = 0
 
     def begin(
-        self, event: Event, fetches: Sequence[Fetch], record: PassRecord
-    ) -> tuple[Event, Sequence[Fetch]]:
-        """Give the host its share; return the device's part of the event, and the loads left."""
+        self, state: core.State, event: Event, missing: Sequence[int], count: Counters
+    ) -> tuple[Set[int], int, float]:
+        """Give the host its share of an event's missing keys.
+
+        Returns those keys, how many (token, expert) pairs they serve, and when the host begins.
+        """
         geometry, layer, experts = self._geometry, event.layer, event.experts
         base, load_bytes = layer * geometry.num_experts, geometry.expert_bytes[layer][0]
         tokens_of = _tokens_by_expert(event, geometry.num_experts)
         load_s = self._latency_s + load_bytes / self._link_bytes_per_s
-        on_device, on_host = self._clock.expert_parts_s(layer), self._expert[layer]
+        on_device, on_host = self._costs.expert_parts_s[layer][0], self._expert[layer]
         works = [
             Work(key, load_s, _roofline(on_device, tokens), _roofline(on_host, tokens))
-            for key, tokens in ((key, tokens_of[key - base]) for key, _ in fetches)
+            for key, tokens in ((key, tokens_of[key - base]) for key in missing)
         ]
         crossing_s = self._latency_s + self._nbytes(event.num_tokens) / self._link_bytes_per_s
+        run = state.run[0]
         chosen = share_out(
             self._rule,
             works,
-            now=self._clock.now,
-            link_free=self._link.busy_until,
+            now=run.now,
+            link_free=run.busy_until,
             host_free=self.busy_until,
             out_s=crossing_s,
             back_s=crossing_s,
         )
         if not chosen:
-            return event, fetches
+            return chosen, 0, 0.0
         num_tokens = 1
         if len(experts):
             is_chosen = np.isin(experts + base, list(chosen)) & (experts != DROPPED)
             num_tokens = int(is_chosen.any(axis=-1).sum())
-            experts = np.where(is_chosen, DROPPED, experts)
         # The host begins once the activations have arrived, and goes in order of need.
         self._activation_bytes = self._nbytes(num_tokens)
-        arrival_s = self._link.carry(self._activation_bytes, self._clock.now)
+        arrival_s = self._carry(state, run.now)
         seconds = sum(work.host_s for work in works if work.key in chosen)
-        self.busy_until = max(arrival_s, self.busy_until) + seconds
+        begun_s = max(arrival_s, self.busy_until)
+        self.busy_until = begun_s + seconds
         self.is_open = True
-        record.host_s += seconds
-        record.host_executed += sum(int(tokens_of[key - base]) for key in chosen)
-        keys = [key for key in event.keys if key not in chosen]
-        loads = [fetch for fetch in fetches if fetch.key not in chosen]
-        return event._replace(keys=keys, experts=experts), loads
+        num_served = sum(int(tokens_of[key - base]) for key in chosen)
+        count.host_s += seconds
+        count.host_executed += num_served
+        return chosen, num_served, begun_s
 
-    def end(self, record: PassRecord) -> None:
+    def end(self, state: core.State, count: Counters) -> None:
         """Send the outputs back once the host is done; the compute waits for them."""
-        arrival_s = self._link.carry(self._activation_bytes, self.busy_until)
-        record.host_wait_s += self._clock.wait_until(arrival_s)
+        arrival_s = self._carry(state, self.busy_until)
+        count.host_wait_s += core.wait_until(state, arrival_s)
         self.is_open = False
+
+    def _carry(self, state: core.State, now: float) -> float:
+        """Move activations, which are not counted as a transfer of experts; return the arrival."""
+        state.run[0].open_batch = -1
+        seconds = self._activation_bytes / self._bytes_per_s + self._latency_s
+        return core.occupy(state, now, seconds, self._activation_bytes, -1)
 
     def _nbytes(self, num_tokens: int) -> int:
         return int(num_tokens * self._geometry.hidden_size * self._geometry.element_bytes)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lm_eval_moecache.engine.virtual.link import VirtualClock
+from lm_eval_moecache.engine.virtual.costs import Costs
 from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
@@ -71,15 +71,15 @@ def regime_of(geometry: Geometry, capacity_bytes: int, hardware: Hardware) -> Re
     num_layers, top_k = geometry.num_layers, geometry.top_k
     best = [levels[0] for levels in geometry.expert_bytes]
     transfers = [hardware.link_latency_s + size / hardware.link_rate for size in best]
-    clock = VirtualClock(hardware, geometry)
+    costs, step_s = Costs(hardware, geometry), 0.0
     for layer in range(num_layers):
-        clock.dense(layer, 1)
-        clock.experts(layer, top_k, top_k)
-    launches_s = clock.overhead_s
+        step_s += costs.dense_s(layer, 1)
+        step_s += costs.experts_s(layer, top_k, top_k)
+    launches_s = costs.overhead_s
     return Regime(
         cycles=capacity_bytes / (top_k * sum(best)),
         transfer_s=sum(transfers) / num_layers,
-        compute_s=clock.now / num_layers - launches_s,
+        compute_s=step_s / num_layers - launches_s,
         launches_s=launches_s,
     )
 

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
-from lm_eval_moecache.engine.compiled import NOTHING_PROPOSED, PassLoop, joined, reason_against
-from lm_eval_moecache.engine.engine import Engine, VirtualEngine
+from lm_eval_moecache.engine.engine import Engine, proposals_by_event
 from lm_eval_moecache.engine.setting import CONTEXT, Setting
+from lm_eval_moecache.engine.virtual.batches import replay_passes
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
+from lm_eval_moecache.engine.virtual.loop import NOTHING_PROPOSED, joined
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import (
     NO_PREDICTIONS,
@@ -32,7 +34,7 @@ from lm_eval_moecache.trace.recorder import identity
 from lm_eval_moecache.trace.trace import Halves, Lists, Trace
 
 _CHUNK_PASSES = 256
-_COMPILED_PASSES = 4096
+_BATCH_PASSES = 4096
 _UNSEEN: Any = UNSEEN_EXPERTS, UNSEEN_SCORES, UNSEEN_SCORES, NO_PREDICTIONS
 
 
@@ -44,15 +46,12 @@ def replay(
     cache_reset: str = "never",
     on_progress: Callable[[int], object] | None = None,
     on_engine: Callable[[VirtualEngine], object] | None = None,
-    compiled: bool = True,
 ) -> VirtualEngine:
     """Serve every pass of a trace; return the engine, whose ledger holds the counts.
 
     A drafted trace brings its own draft, which overrides the setting's. `on_progress` is called
-    with the number of passes just served, `on_engine` with the engine before the first one. A
-    compiled loop serves the passes where it can, unless `compiled` is False; the engine's
-    `uncompiled` gives the reason where it did not. Raises ValueError where the trace lacks data
-    that an algorithm of the policy needs.
+    with the number of passes just served, `on_engine` with the engine before the first one.
+    Raises ValueError where the trace lacks data that an algorithm of the policy needs.
     """
     setting = replace(setting, draft=trace.drafted.draft or setting.draft)
     if setting.attention == CONTEXT and trace.scans:
@@ -61,49 +60,42 @@ def replay(
             " scanned layer by layer. Allowed with it: attention='none'."
         )
     engine = VirtualEngine(trace.geometry, setting, future)
-    engine.uncompiled = reason_against(engine, bool(trace.scans)) if compiled else "asked not to be"
     if on_engine is not None:
         on_engine(engine)
-        engine.uncompiled = "its events are looked at one by one"
     waiting = enter_requests(trace, engine)
-    loop = None if engine.uncompiled else PassLoop(engine, future, trace.num_passes)
+    one_by_one = bool(trace.scans) or engine.needs_python or engine.decides
+    engine.expect(trace.num_passes)
     last_requests: Set[int] = frozenset()
     for part in trace.parts():
         cold: Set[int] = frozenset()
         if cache_reset == "request":
             cold, last_requests = cold_passes(part, waiting, last_requests)
         needs = _needs_of(part, engine, setting)
-        if loop is None:
-            progress = _serve_events(engine, part, needs, waiting, cold)
-        else:
-            progress = _serve_compiled(loop, engine, part, needs, waiting, cold)
-        for num_passes in progress:
+        serve = _serve_events if one_by_one else _serve_passes
+        for num_passes in serve(engine, part, needs, waiting, cold):
             if on_progress is not None:
                 on_progress(num_passes)
-    if loop is not None:
-        loop.finish()
     engine.ledger.serve([])
     return engine
 
 
-def _serve_compiled(
-    loop: PassLoop,
-    engine: Engine,
+def _serve_passes(
+    engine: VirtualEngine,
     part: Trace,
     needs: EventFields,
     waiting: Sequence[list[RequestRecord]],
     cold: Set[int],
 ) -> Iterator[int]:
-    """Serve a part in the compiled loop, a few thousand passes at a time; yield how many."""
+    """Serve a part some thousand passes at a time; yield how many."""
     is_cold = np.isin(np.arange(part.num_passes), [*cold])
     begin, proposals = 0, list[tuple[IntArray, IntArray]]()
     for first, last, _ in _segments(part):
         proposals.append(_proposed(engine, part, needs, first, last))
-        if last - begin < _COMPILED_PASSES and last < part.num_passes:
+        if last - begin < _BATCH_PASSES and last < part.num_passes:
             continue
         counts = np.concatenate([np.diff(bounds) for _, bounds in proposals])
         proposed = np.concatenate([keys for keys, _ in proposals]), np.append(0, counts.cumsum())
-        loop.replay(part, begin, last, proposed, is_cold[begin:last])
+        replay_passes(engine, part, begin, last, proposed, is_cold[begin:last])
         for record in engine.ledger.passes[part.first_pass + begin :]:
             _note_drafts(part, record)
             for request in waiting[record.index]:
@@ -131,7 +123,7 @@ def _proposed(
 
 
 def _serve_events(
-    engine: Engine,
+    engine: VirtualEngine,
     part: Trace,
     needs: EventFields,
     waiting: Sequence[list[RequestRecord]],
@@ -201,11 +193,11 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> EventFields:
         )
     if recorded is None:
         # A lossy policy's loss is measured by weight wherever there are weights.
-        weighs = engine.rules.may_change and trace.columns.weights is not None
+        weighs = engine.rules.is_lossy and trace.columns.weights is not None
         weights, logits = engine.wants_weights or weighs, engine.wants_logits
     else:
         logits = engine.weighs_changes
-        algorithms = routing, engine.rules.miss, engine.pools[0].eviction
+        algorithms = routing, engine.rules.miss, engine.eviction
         weights = logits or any(algorithm.uses_weights for algorithm in algorithms)
     needs = EventFields(
         weights, logits, engine.depth, engine.predictor_digest, recorded, asked_ahead
@@ -254,16 +246,15 @@ def _show(
     proposals = _known_proposals(trace, needs, first, last)
     answers: Iterator[Sequence[int]] | None = None
     if proposals is not None:
-        keys, bounds = (array.tolist() for array in proposals)
-        answers = (keys[start:stop] for start, stop in pairwise(bounds))
+        answers = proposals_by_event(*proposals)
         if engine.rules.prefetch.foresees:
             # A pass's proposal precedes its first layer, but is recorded with it.
-            answers = _foretold(answers, trace.geometry.num_layers)
-    engine.prefetches.answers = answers
+            answers = _at_pass_starts(answers, trace.geometry.num_layers)
+    engine.answers = answers
     return _events(trace, needs, first, last, proposals is not None)
 
 
-def _foretold(answers: Iterator[Sequence[int]], num_layers: int) -> Iterator[Sequence[int]]:
+def _at_pass_starts(answers: Iterator[Sequence[int]], num_layers: int) -> Iterator[Sequence[int]]:
     """Yield each pass's first answer at its start, and empty ones at its events."""
     for index, keys in enumerate(answers):
         if index % num_layers == 0:
@@ -455,11 +446,11 @@ def _asked_ahead(
 
 
 def _events(
-    trace: Trace, needs: EventFields, first: int, last: int, is_told: bool
+    trace: Trace, needs: EventFields, first: int, last: int, is_proposed: bool
 ) -> Iterator[Event]:
     """Build the events of passes `first` to `last` (excluded), as a live hook does.
 
-    `is_told`: proposals are known already, so events need no predictions.
+    `is_proposed`: proposals are known already, so events need no predictions.
     """
     columns, geometry = trace.columns, trace.geometry
     num_layers, num_experts = geometry.num_layers, geometry.num_experts
@@ -469,7 +460,7 @@ def _events(
     start = trace.key_bounds[places.start]
     keys: list[int] = trace.keys[start : start + bounds[-1]].tolist()
     logits_of = trace.logits if needs.logits else None
-    ahead = trace.predicted if needs.depth and not is_told else None
+    ahead = trace.predicted if needs.depth and not is_proposed else None
     offsets = [] if ahead is None else ahead.offsets[rows].tolist()
 
     @cache
@@ -500,7 +491,7 @@ def _events(
                 (layer + 1 + nth) % num_layers: values[:, at : at + num_experts].astype(np.float32)
                 for nth, at in enumerate(range(0, reach, num_experts))
             }
-        elif is_told and needs.depth:
+        elif is_proposed and needs.depth:
             predicted = unseen_at(layer, phase)
         index = trace.first_pass + first + part_pass
         needed = keys[bounds[place] : bounds[place + 1]]

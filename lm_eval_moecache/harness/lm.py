@@ -190,8 +190,7 @@ class MoECacheLM(HFLM):
         self._draft = self._find_draft(config)
         cost = None if self._draft is None else self._draft.cost
         setting = replace(config.setting(self.geometry), draft=cost)
-        scans = config.scoring == "scan"
-        self.engine, store = self.loader.engine_for(self.model, self.geometry, setting, scans)
+        self.engine, store = self.loader.engine_for(self.model, self.geometry, setting)
         self.wrapped = WrappedModel(self.model, self._moe_layers, self.engine, store)
         self.wrapped.recorder = recorder_of(config, self.engine, self._moe_layers, self.model)
         if self._draft is not None:

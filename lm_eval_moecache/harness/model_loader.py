@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from lm_eval_moecache.engine.compiled import live_engine
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.virtual.engine import LIVE_PASSES, VirtualEngine
 from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.model.checkpoint import model_path, skeleton, weights_files, weights_identity
 from lm_eval_moecache.model.device import name_of
@@ -79,15 +79,13 @@ class ModelLoader:
             create()
 
     def engine_for(
-        self, model: Any, geometry: Geometry, setting: Setting, scans: bool
+        self, model: Any, geometry: Geometry, setting: Setting
     ) -> tuple[Engine, Store | None]:
-        """Return the engine of a setting and its store, None where experts run from the model.
-
-        `scans`: scored texts are scanned (`scoring=scan`).
-        """
+        """Return the engine of a setting and its store, None where experts run from the model."""
         if self._experts is not None:
             return assemble(model, geometry, setting, self._experts)
-        engine = live_engine(geometry, setting, scans)
+        engine = VirtualEngine(geometry, setting)
+        engine.expect(LIVE_PASSES)
         if self._codecs is None:
             return engine, None
         kernel, device_type = implementation_of(model), model.device.type

@@ -129,7 +129,7 @@ class WrappedModel:
                 check_router_digest(artifact, digest, engine.geometry.model)
         self._rules: list[WeightingRule | None] = [None] * len(layers)
         """Each router's weighting rule, where a policy may change the selection."""
-        if rules.may_change:
+        if rules.is_lossy:
             self._rules = find_rules([layer.gate for layer in layers])
         self._valid: BoolArray | None = None
         self._num_tokens = 0

@@ -27,11 +27,11 @@ from torch import nn
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.analysis.analyzed_model import watched
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.virtual.link import (
+from lm_eval_moecache.engine.virtual.costs import (
     DENSE_KERNELS,
     EXPERT_KERNELS,
     GATE_KERNELS,
-    VirtualClock,
+    Costs,
 )
 from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.model.checkpoint import model_path
@@ -319,11 +319,12 @@ def prefill_s(hardware: Hardware, geometry: Geometry, tokens: int, requests: int
 
     `requests` counts the experts of all layers' events; each layer is charged their mean.
     """
-    clock = VirtualClock(hardware, geometry)
+    costs, seconds = Costs(hardware, geometry), 0.0
+    experts, assignments = round(requests / geometry.num_layers), tokens * geometry.top_k
     for layer in range(geometry.num_layers):
-        clock.dense(layer, tokens)
-        clock.experts(layer, round(requests / geometry.num_layers), tokens * geometry.top_k)
-    return clock.now
+        seconds += costs.dense_s(layer, tokens)
+        seconds += costs.experts_s(layer, experts, assignments)
+    return seconds
 
 
 def with_prefill_rate(
@@ -463,7 +464,7 @@ def _decode(
     link = engine.link
     if capacity == ALL:
         (pool,) = engine.pools
-        pool.warm(range(geometry.num_layers * geometry.num_experts))
+        pool.fill(reversed(range(geometry.num_layers * geometry.num_experts)))
         engine.fill()
     store = SlotStore(pools, geometry, "grouped_mm", model.device.type)
     router_marks: list[tuple[float, float]] = []

@@ -138,12 +138,15 @@ class NotCompilable(Exception):
 def compiled(modules: tuple[ModuleType, ...], entry: str) -> Callable[..., Any]:
     """Return the function `entry` of the last module, compiled for its first call's arguments.
 
+    All later calls must have arguments of the same types: they are not checked.
+
     The functions it calls in these modules are compiled with it: they are copied, so that the
-    copies call each other. The machine code is kept on disk beside the module (or in the user's
+    copies call each other. A module's constant IN_PYTHON is False there, and numba leaves out the
+    branches that hang on it. The machine code is kept on disk beside the module (or in the user's
     cache folder) under a name derived from all sources, because numba itself checks the entry's
     file only.
     """
-    scopes = {module.__name__: dict(vars(module)) for module in modules}
+    scopes = {module.__name__: {**vars(module), "IN_PYTHON": False} for module in modules}
     functions = [
         f for m in modules for f in vars(m).values() if isfunction(f) and f.__module__ in scopes
     ]
@@ -161,7 +164,10 @@ def compiled(modules: tuple[ModuleType, ...], entry: str) -> Callable[..., Any]:
         if not ready:
             # Function arguments are typed by signature: another function needs no new compilation.
             types = tuple(map(_numba().typeof, arguments))
-            ready.append(_compiled(function, scopes[modules[-1].__name__], kept_as, types))
+            done = _compiled(function, scopes[modules[-1].__name__], kept_as, types)
+            # Its machine code itself: to look up the types of each call takes longer than an event.
+            (overload,) = done.overloads.values()
+            ready.append(overload.entry_point)
         return ready[0](*arguments)
 
     return call
@@ -214,7 +220,11 @@ def _compiled(
     if not kept_as:
         # Called by compiled functions only.
         options |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-        return numba.njit(forceinline=True, **options)(copy)
+        inner = numba.njit(**options)(copy)
+        template, unliteral = inner.get_call_template, numba.types.unliteral
+        # Else numba would compile it anew for each constant it is called with.
+        inner.get_call_template = lambda args, kws: template(tuple(map(unliteral, args)), kws)
+        return inner
     if make is not None:
         try:
             return make(*signature, cache=True, **options)(copy)

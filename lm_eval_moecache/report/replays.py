@@ -14,13 +14,10 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.policy import Policy
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.engine.engine import Engine, VirtualEngine
-from lm_eval_moecache.engine.host import HostStage
-from lm_eval_moecache.engine.virtual.link import VirtualClock, VirtualLink
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.errors import MoECacheError
-from lm_eval_moecache.records.event import Event, Fetch
 from lm_eval_moecache.records.hardware import Hardware
-from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.sizes import Capacity
 from lm_eval_moecache.report.metrics import MEGABYTE
 from lm_eval_moecache.report.plots import new_figure, plain, save
@@ -46,8 +43,6 @@ class Row:
     """Only its `capacity_cycles` is meaningful where the trace gives no sizes."""
     emulates: str = ""
     """The model whose sizes the layers were charged with; empty for the trace's own."""
-    uncompiled: str = ""
-    """Why the replay ran event by event (slower); empty where a compiled loop ran it."""
     warmed_by: str = ""
     """The use profile that filled the cache at the start; empty for a cold cache."""
     bounds: dict[str, dict[str, float | None]] = field(default_factory=dict)
@@ -85,8 +80,6 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
                 "emulate": row.emulates or None,
                 "warm": row.warmed_by or None,
                 "regime": row.regime if row.has_sizes else None,
-                "compiled": not row.uncompiled,
-                "uncompiled_because": row.uncompiled or None,
                 "metrics": row.metrics,
                 **{
                     f"{name}_{phase}miss_rate": row.bounds.get(phase, {}).get(name)
@@ -219,11 +212,6 @@ def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
         notes.append("open loop: the policy changes routing, and hidden states do not follow.")
     if not all(row.has_sizes for row in rows):
         notes.append("No bytes and no times where the trace says no expert size: --expert_bytes.")
-    notes += dict.fromkeys(
-        f"{row.policy.name}: replayed event by event, not compiled: {row.uncompiled}."
-        for row in rows
-        if row.uncompiled
-    )
     notes += dict.fromkeys(f"Warning: {text}" for row in rows for text in row.warnings)
     if has_bounds:
         notes.append("Fewest: no eviction on demand misses less (Belady, where all events fit).")
@@ -287,16 +275,21 @@ class Timeline:
             self._add(name, "X", TRACKS.index(track), cat=track, **times, args=args)
 
     def watch(self, engine: VirtualEngine) -> None:
-        """Record what the engine's clock, link and host do from now on.
+        """Record what the engine's clock, link and host do from now on."""
+        engine.record_spans(self._add_span)
 
-        Others hold references to them, so the objects stay: only their class changes.
-        """
-        parts: list[tuple[Any, type]] = [(engine.clock, _TellingClock)]
-        parts += [(engine.link, _TellingLink), (engine._host, _TellingHost)]
-        for part, recording_class in parts:
-            if part is not None:
-                part.__class__ = recording_class
-                part.timeline = self
+    def _add_span(self, kind: str, start_s: float, end_s: float, what: int, number: int) -> None:
+        if kind in ("dense", "experts"):
+            counted = "tokens" if kind == "dense" else "experts"
+            self.span(COMPUTE, kind, start_s, end_s, layer=what, **{counted: number})
+        elif kind in ("wait", "stall", "wake"):
+            self.span(COMPUTE, kind, start_s, end_s)
+        elif kind == "host":
+            self.span(HOST, "experts", start_s, end_s, layer=what)
+        elif kind == "transfer" and number >= 0:
+            self.span(LINK, "prefetch", start_s, end_s, bytes=what, key=number)
+        else:
+            self.span(LINK, "loads" if kind == "loads" else "load", start_s, end_s, bytes=what)
 
     def as_dict(self, engine: Engine) -> dict[str, Any]:
         """Return the file's content, including the passes of the engine's ledger."""
@@ -304,71 +297,3 @@ class Timeline:
             args = {"tokens": record.num_tokens, "misses": record.misses, "late": record.late}
             self.span(PASSES, record.phase, record.start_s, record.end_s, **args)
         return {"traceEvents": self.events, "displayTimeUnit": "ms"}
-
-
-class _TellingClock(VirtualClock):
-    timeline: Timeline
-
-    def wait_until(self, time_s: float) -> float:
-        start_s = self.now
-        waited_s = super().wait_until(time_s)
-        self.timeline.span(COMPUTE, "wait", start_s, self.now)
-        return waited_s
-
-    def await_link(self, time_s: float) -> float:
-        start_s = self.now
-        # Not through this class's `wait_until`, which would record the stall as a wait.
-        stall_s = max(time_s - start_s, 0.0)
-        if stall_s:
-            self.now = time_s
-            self.timeline.span(COMPUTE, "stall", start_s, time_s)
-            self.now += self.wait_overhead_s
-            self.timeline.span(COMPUTE, "wake", time_s, self.now)
-        return stall_s
-
-    def dense(self, layer: int, num_tokens: int) -> None:
-        start_s = self.now
-        super().dense(layer, num_tokens)
-        self.timeline.span(COMPUTE, "dense", start_s, self.now, layer=layer, tokens=num_tokens)
-
-    def experts(self, layer: int, num_experts: int, *how: Any, **more: Any) -> None:
-        start_s = self.now
-        super().experts(layer, num_experts, *how, **more)
-        self.timeline.span(COMPUTE, "experts", start_s, self.now, layer=layer, experts=num_experts)
-
-
-class _TellingLink(VirtualLink):
-    timeline: Timeline
-    _starting: int | None = None
-
-    def start(self, key: int, nbytes: int, now: float) -> None:
-        self._starting = key
-        super().start(key, nbytes, now)
-        self._starting = None
-
-    def transfer(self, nbytes: int, now: float, joins: bool = False) -> float:
-        start_s, key = max(now, self.busy_until), self._starting
-        end_s = super().transfer(nbytes, now, joins)
-        name, args = ("load", {}) if key is None else ("prefetch", {"key": key})
-        self.timeline.span(LINK, name, start_s, end_s, bytes=nbytes, **args)
-        return end_s
-
-    def batch(self, sizes: Sequence[int], now: float) -> list[list[float]]:
-        start_s = max(now, self.busy_until)
-        landed = super().batch(sizes, now)
-        self.timeline.span(LINK, "loads", start_s, self.busy_until, bytes=sum(sizes))
-        return landed
-
-
-class _TellingHost(HostStage):
-    timeline: Timeline
-
-    def begin(
-        self, event: Event, fetches: Sequence[Fetch], record: PassRecord
-    ) -> tuple[Event, Sequence[Fetch]]:
-        before_s = record.host_s
-        device_work = super().begin(event, fetches, record)
-        worked_s = record.host_s - before_s
-        begun_s = self.busy_until - worked_s
-        self.timeline.span(HOST, "experts", begun_s, self.busy_until, layer=event.layer)
-        return device_work

@@ -167,7 +167,6 @@ class _Found(NamedTuple):
     regime: dict[str, Any]
     misses: int
     proposed: int
-    uncompiled: str
 
 
 class Replays:
@@ -239,7 +238,6 @@ class Replays:
             warnings=(f"prefetch={policy.prefetch.name} did nothing: {reason}.",) if reason else (),
             regime=run.regime,
             emulates="" if emulate is None else emulate.name,
-            uncompiled=run.uncompiled,
             warmed_by="" if setting.warm is None else setting.warm.name,
         )
         if not self.bound:
@@ -277,7 +275,6 @@ class Replays:
             regime=regime.as_dict(decode_waits(requests, geometry.num_layers)),
             misses=sum(p.late + p.misses for p in passes),
             proposed=sum(p.predicted for p in passes),
-            uncompiled=engine.uncompiled,
         )
         return self._done.setdefault(key, figures)
 

@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from lm_eval_moecache.algorithms.policy import Choice, Policy, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.engine.engine import Engine, VirtualEngine
+from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.arrays import FloatArray, softmax
 from lm_eval_moecache.records.artifact import (
     BUDDIES,

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from lm_eval_moecache.algorithms.policy import load_policy, policy_names
-from lm_eval_moecache.engine.engine import VirtualEngine
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.records.files import policies_dir
 from lm_eval_moecache.records.sizes import parse_capacity

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from lm_eval_moecache.algorithms.registry import find_algorithm
-from lm_eval_moecache.engine.engine import Setting, VirtualEngine
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.ledger import PassRecord

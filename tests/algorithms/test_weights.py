@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from lm_eval_moecache.engine.engine import Setting, VirtualEngine
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
 from lm_eval_moecache.model.weighting import changed_output, find_rule
 from lm_eval_moecache.model.wrap import WrappedModel

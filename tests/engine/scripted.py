@@ -11,7 +11,8 @@ import numpy as np
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.algorithms.registry import find_algorithm
-from lm_eval_moecache.engine.engine import Setting, VirtualEngine
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
 from lm_eval_moecache.records.geometry import Draft, Geometry
@@ -133,6 +134,7 @@ def make_engine(
     geometry: Geometry | None = None,
     hardware: Hardware | None = None,
     draft: Draft | None = None,
+    reads_per_expert: int = 1,
 ) -> VirtualEngine:
     geometry = geometry or make_geometry()
     setting = Setting(
@@ -140,6 +142,7 @@ def make_engine(
         capacity=parse_capacity(capacity, geometry),
         hardware=hardware or make_hardware(),
         draft=draft,
+        reads_per_expert=reads_per_expert,
     )
     return VirtualEngine(geometry, setting)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lm_eval_moecache.cli import plan
+from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.regime import (
     COMPUTE,
     HOST,
@@ -20,11 +21,11 @@ from lm_eval_moecache.engine.regime import (
 )
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import CONTEXT
-from lm_eval_moecache.engine.virtual.link import (
+from lm_eval_moecache.engine.virtual.costs import (
     DENSE_KERNELS,
     EXPERT_KERNELS,
     GATE_KERNELS,
-    VirtualClock,
+    Costs,
     attention_s,
 )
 from lm_eval_moecache.records.emulation import LayerCaches, load_real_model
@@ -34,7 +35,8 @@ from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.trace import Trace
 from tests.engine import traces
-from tests.engine.scripted import HUGE, TWO_LEVELS, make_geometry, make_hardware
+from tests.engine.scripted import HUGE, TWO_LEVELS, make_engine, make_geometry, make_hardware
+from tests.engine.traces import one_by_one
 
 LADDER = make_geometry(1, **TWO_LEVELS)
 COMPUTE_ALONE = {"memory_bytes_per_s": HUGE}
@@ -44,25 +46,25 @@ COMPUTE_ALONE = {"memory_bytes_per_s": HUGE}
     ("geometry", "figures", "part", "amount", "seconds"),
     [
         # 200 bytes / 100 bytes/s, however many tokens.
-        (make_geometry(), {}, "dense", (0, 1), 2.0),
-        (make_geometry(), {}, "dense", (1, 1000), 2.0),
-        (make_geometry(), {"layer_overhead_s": 0.5}, "dense", (2, 1), 2.5),
+        (make_geometry(), {}, "dense_s", (0, 1), 2.0),
+        (make_geometry(), {}, "dense_s", (1, 1000), 2.0),
+        (make_geometry(), {"layer_overhead_s": 0.5}, "dense_s", (2, 1), 2.5),
         # 200 bytes are 100 weights; a token takes 2 FLOP a weight: 200 FLOP / 50 FLOP/s = 4 s.
-        (make_geometry(), {"peak_flops": 50.0}, "dense", (0, 3), 12.0),
+        (make_geometry(), {"peak_flops": 50.0}, "dense_s", (0, 3), 12.0),
         # One expert: 50 weights, 100 FLOP per assignment. At 100 FLOP/s an assignment computes 1 s;
         # reading the expert takes 1 s. Two experts with three assignments: max(3 s, 2 s) = 3 s.
-        (make_geometry(), {"peak_flops": 100.0}, "experts", (0, 2, 3), 3.0),
+        (make_geometry(), {"peak_flops": 100.0}, "experts_s", (0, 2, 3), 3.0),
         # Three experts with one assignment between them (others dropped): max(1 s, 3 s) = 3 s.
-        (make_geometry(), {"peak_flops": 100.0}, "experts", (0, 3, 1), 3.0),
-        (make_geometry(), {"kernel_overhead_s": 0.5}, "experts", (0, 0, 0), 0.0),
+        (make_geometry(), {"peak_flops": 100.0}, "experts_s", (0, 3, 1), 3.0),
+        (make_geometry(), {"kernel_overhead_s": 0.5}, "experts_s", (0, 0, 0), 0.0),
         # Low precision reads fewer bytes, 2 x 25, and computes as much, 2 x 100 FLOP.
-        (LADDER, {}, "experts", (0, 2, 2, 1), 0.5),
-        (LADDER, {"peak_flops": 100.0, **COMPUTE_ALONE}, "experts", (0, 2, 2, 1), 2.0),
+        (LADDER, {}, "experts_s", (0, 2, 2, 1), 0.5),
+        (LADDER, {"peak_flops": 100.0, **COMPUTE_ALONE}, "experts_s", (0, 2, 2, 1), 2.0),
         # 100 bytes of 4 bytes each are 25 weights x 2 FLOP / 10 FLOP/s.
         (
             make_geometry(1, element_bytes=4.0),
             {"peak_flops": 10.0, **COMPUTE_ALONE},
-            "experts",
+            "experts_s",
             (0, 1, 1),
             5.0,
         ),
@@ -75,38 +77,31 @@ def test_each_part_takes_the_slower_of_reading_and_computing(
     amount: tuple[int, ...],
     seconds: float,
 ) -> None:
-    clock = VirtualClock(make_hardware(**figures), geometry)
-    getattr(clock, part)(*amount)
-    assert clock.now == pytest.approx(seconds)
+    costs = Costs(make_hardware(**figures), geometry)
+    assert getattr(costs, part)(*amount) == pytest.approx(seconds)
 
 
 def test_every_part_pays_for_its_kernels() -> None:
-    clock = VirtualClock(make_hardware(kernel_overhead_s=0.5), make_geometry())
-    clock.dense(0, 1)
-    assert clock.now == 2.0 + DENSE_KERNELS * 0.5
-    before = clock.now
-    clock.experts(0, 1, 1)
-    assert clock.now - before == 1.0 + EXPERT_KERNELS * 0.5
-    assert clock.gates(2) == 2 * GATE_KERNELS * 0.5
+    costs = Costs(make_hardware(kernel_overhead_s=0.5), make_geometry())
+    assert costs.dense_s(0, 1) == 2.0 + DENSE_KERNELS * 0.5
+    assert costs.experts_s(0, 1, 1) == 1.0 + EXPERT_KERNELS * 0.5
+    assert costs.gates_s(2) == 2 * GATE_KERNELS * 0.5
 
 
 def test_what_is_outside_the_layers_is_paid_once_a_pass() -> None:
-    clock = VirtualClock(make_hardware(pass_overhead_s=0.75), make_geometry())
-    ends = []
-    for layer in range(3):
-        clock.dense(layer, 1)
-        ends.append(clock.now)
-    assert ends == [2.75, 4.75, 6.75]  # 200 bytes / 100 bytes/s each
-    assert clock.overhead_s == 0.25  # over three layers
+    costs = Costs(make_hardware(pass_overhead_s=0.75), make_geometry())
+    assert [costs.dense_s(layer, 1) for layer in range(3)] == [2.75, 2.0, 2.0]
+    assert costs.overhead_s == 0.25  # over three layers
 
 
 def test_to_have_waited_for_the_link_costs_more_than_the_wait() -> None:
-    clock = VirtualClock(make_hardware(wait_overhead_s=0.5), make_geometry())
-    assert (clock.await_link(3.0), clock.now) == (3.0, 3.5)
+    engine = make_engine(hardware=make_hardware(wait_overhead_s=0.5))
+    state, clock = engine.state, engine.clock
+    assert (core.await_link(state, 3.0), clock.now) == (3.0, 3.5)
     # An expert that is there already costs no wait.
-    assert (clock.await_link(3.5), clock.now) == (0.0, 3.5)
+    assert (core.await_link(state, 3.5), clock.now) == (0.0, 3.5)
     # Waiting for a past moment does not turn back time.
-    assert (clock.wait_until(1.0), clock.now) == (0.0, 3.5)
+    assert (core.wait_until(state, 1.0), clock.now) == (0.0, 3.5)
 
 
 # --- attention to the context ---
@@ -138,7 +133,7 @@ def test_a_decoded_token_takes_what_plan_says() -> None:
 
 
 @pytest.mark.parametrize("policy", ["on_demand", "specmd"])
-def test_compiled_or_not_a_replay_is_charged_alike(trace: Trace, policy: str) -> None:
+def test_a_replay_in_batches_is_charged_as_event_by_event(trace: Trace, policy: str) -> None:
     without_attention = replace(
         traces.setting(policy, "25%"),
         capacity=parse_capacity("25%", QWEN.emulated_by(trace.geometry)),
@@ -146,9 +141,8 @@ def test_compiled_or_not_a_replay_is_charged_alike(trace: Trace, policy: str) ->
         hardware=load_hardware("rtx-4090"),
     )
     setting = replace(without_attention, attention=CONTEXT)
-    fast, slow = (
-        replay(trace, setting, compiled=is_compiled).ledger.passes for is_compiled in (True, False)
-    )
+    fast = replay(trace, setting).ledger.passes
+    slow = replay(trace, setting, on_engine=one_by_one).ledger.passes
     assert fast == slow
     unattended = replay(trace, without_attention).ledger.passes
     assert [p.misses for p in unattended] == [p.misses for p in fast]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.prefetch.draft import DraftPrefetch
 from lm_eval_moecache.engine.draft_stage import solve_cutoff
-from lm_eval_moecache.engine.engine import VirtualEngine
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.event import VERIFY, Event
 from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.ledger import PassRecord

@@ -16,7 +16,7 @@ from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
-from tests.engine.test_compiled import figures
+from tests.engine.test_loop import figures
 from tests.engine.traces import decode_trace, draw_trace, misses, setting_for
 
 TRACES = Path(__file__).resolve().parents[2] / "traces"
@@ -158,6 +158,6 @@ def assert_as_slow(trace: Trace, capacity: str, link: str, parameters: Mapping[s
     for eviction in ("hazard", f"{__name__}.SlowHazard"):
         setting = setting_for(trace, capacity, {"eviction": eviction, **parameters}, link=link)
         engine = replay(trace, setting, future=Future(trace), cache_reset="request")
-        assert bool(engine.uncompiled) == (eviction != "hazard")
+        assert (engine.rank is None) == (eviction != "hazard")
         runs.append(figures(engine))
     assert runs[0] == runs[1]

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from lm_eval_moecache.algorithms.miss.bounded_insertion import BoundedInsertion
 from lm_eval_moecache.algorithms.miss.host import Host
 from lm_eval_moecache.algorithms.registry import find_algorithm
-from lm_eval_moecache.engine.engine import VirtualEngine
+from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.host import RULES, Work, share_out
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import load_hardware
@@ -48,9 +49,7 @@ def machine(
     geometry = make_geometry(top_k=4, hidden_size=hidden)
     engine = make_engine(policy, hardware=hardware, geometry=geometry)
     decode(engine, [2], [4], [8])
-    for pool in engine.pools:
-        pool.clear()
-    engine.pools[0].warm(CACHED[::-1])
+    core.reset(engine.state, CACHED)
     assert sorted(engine.pools[0].resident) == CACHED
     return engine
 
@@ -109,7 +108,7 @@ def test_bounded_insertion_uploads_one_miss_and_waits_for_it_where_it_is_needed(
     policy = ScriptedPolicy(miss=Always(lambda geometry: BoundedInsertion(geometry, uploads=1)))
     hardware = make_hardware(host_flops=1e30, host_memory_bytes_per_s=20)
     engine = make_engine(policy, 4, make_geometry(num_layers=1, top_k=4), hardware)
-    engine.pools[0].warm(CACHED)
+    core.fill(engine.state, CACHED[::-1])
     seconds, record = second_pass(engine)
     # 14 s, as with `always`; then expert 2 moves 14-19 without a stall.
     assert (seconds, record.host_executed, record.stall_s) == (14.0, 2, 0.0)
@@ -128,8 +127,7 @@ def test_a_timeline_of_a_real_machine_to_the_nanosecond() -> None:
     sizes = {"expert_bytes": ((size,),), "dense_bytes": (dense,), "hidden_size": hidden}
     geometry = make_geometry(num_layers=1, num_experts=8, top_k=4, **sizes)
     engine = make_engine(policy, 8, geometry, hardware)
-    for key in CACHED:
-        engine.pools[0].insert(key, 0)
+    core.fill(engine.state, CACHED)
     record = engine.begin_pass(DECODE, 1)
     engine.enter(0, 1)
     engine.run(Event(0, 0, DECODE, 1, [*CACHED, *ABSENT]))
@@ -149,7 +147,7 @@ def test_a_timeline_of_a_real_machine_to_the_nanosecond() -> None:
 def test_an_expert_of_many_tokens_is_read_once_and_multiplied_often() -> None:
     engine = machine("balanced", 5.0)
     waves: list[list[int]] = []
-    engine.on_wave = lambda keys: waves.append(sorted(keys))
+    engine.watch_waves(lambda keys: waves.append(sorted(keys)))
     record = engine.begin_pass(DECODE, 3)
     engine.enter(0, 3)
     experts = np.array([[2, 3, 0, 1]] * 3)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
-from lm_eval_moecache.engine.engine import VirtualEngine
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.event import Event, Fetch
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.header import HEADER_KEY, Header, read_header, write_header

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.miss.fetch_cached_first import FetchCachedFirst
-from lm_eval_moecache.engine.engine import VirtualEngine
-from lm_eval_moecache.engine.virtual.link import EXPERT_KERNELS, GATE_KERNELS
+from lm_eval_moecache.engine.virtual.costs import EXPERT_KERNELS, GATE_KERNELS
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.artifact import DATA_AWARE
 from lm_eval_moecache.records.event import PASS_START, Event
 from lm_eval_moecache.records.geometry import Geometry
@@ -133,7 +133,7 @@ def test_a_flight_that_lands_executes_and_leaves_in_a_wave_is_not_fetched_again(
     record = engine.begin_pass("decode", 1)
     for layer, keys in ((0, [0]), (1, [4, 5])):
         engine.enter(layer, 1)
-        engine.on_wave = lambda keys: waves.append(list(keys))
+        engine.watch_waves(lambda keys: waves.append(list(keys)))
         engine.run(Event(0, layer, "decode", 1, keys))
     engine.end_pass()
     # layer 0: dense 0-2; key 0 2-7; expert 7-8; key 5 moves 8-13 in its place. Dense 8-10.

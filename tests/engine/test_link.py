@@ -10,78 +10,92 @@ import numpy as np
 import pytest
 
 from lm_eval_moecache.algorithms.registry import find_algorithm
-from lm_eval_moecache.engine.engine import VirtualEngine
+from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE
-from lm_eval_moecache.engine.virtual.link import VirtualLink, arrivals
+from lm_eval_moecache.engine.virtual.costs import arrivals
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
+from lm_eval_moecache.records.event import PASS_START
 from lm_eval_moecache.records.ledger import Counters, total
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Trace
 from tests.engine import traces
-from tests.engine.scripted import make_hardware
+from tests.engine.scripted import make_engine, make_geometry, make_hardware
 from tests.engine.traces import decode_trace
 
 
-def make_link() -> VirtualLink:
-    return VirtualLink(make_hardware())  # 1 s + bytes / 25 bytes/s: 100 bytes take 5 s
+def make_queue() -> core.State:
+    """A transfer of 100 bytes takes 1 s + 4 s; there are eight keys, one a layer."""
+    return make_engine(geometry=make_geometry(8, 1, 1), capacity=8).state
+
+
+def submit(state: core.State, key: int, now: float = 0.0, first: int = 0, batch: int = -1) -> None:
+    """Queue a prefetch of a layer's only expert for that layer's event after event `first`."""
+    core.submit_keys(state, [key], [0], 0, 1, first, PASS_START, now, batch)
+
+
+def start(state: core.State, now: float) -> tuple[int, float]:
+    """Move the next prefetch; return its key and when it lands."""
+    key = core.head(state)
+    assert core.begin(state, None, key, max(state.slots[key].earliest_s, now), -1, 0)  # type: ignore[arg-type]
+    core.land(state)
+    return key, state.run[0].busy_until
 
 
 def test_the_earliest_due_prefetch_goes_first_then_the_order_of_submission() -> None:
-    link = make_link()
-    for key, due in ((7, 2), (3, 1), (9, 1)):
-        link.submit([key], due, now=0.0)
+    state = make_engine(geometry=make_geometry(3, 4, 1), capacity=8).state
+    for key in (8, 5, 4, 9):
+        submit(state, key)
     order = []
-    while (head := link.peek()) is not None:
-        order.append(head[0])
-        link.withdraw(head[0])
-    assert order == [3, 9, 7]
-    assert not link.active
+    while (key := core.head(state)) >= 0:
+        order.append(key)
+        core.withdraw(state, key)
+    assert order == [5, 4, 8, 9]
+    assert not core.is_active(state.run[0])
 
 
 def test_a_key_withdrawn_and_submitted_again_has_its_new_place() -> None:
-    link = make_link()
-    link.submit([1], due=0, now=0.0)
-    link.submit([2], due=0, now=0.0)
-    link.withdraw(1)
-    link.submit([1], due=5, now=3.0)
-    assert link.peek() == (2, 0.0)
-    assert link.cancel_due(0) == 1
-    assert link.peek() == (1, 3.0)
+    state = make_engine(geometry=make_geometry(2, 4, 1), capacity=8).state
+    for key in (1, 2):
+        submit(state, key)
+    core.withdraw(state, 1)
+    submit(state, 1, now=3.0, first=2)
+    assert core.head(state) == 2
+    core.cancel_due(state, 0)
+    assert (core.head(state), state.slots[1].earliest_s) == (1, 3.0)
+    core.cancel_due(state, 7)  # events that were skipped
+    assert core.head(state) == -1
 
 
 def test_a_batch_that_moves_without_a_gap_pays_one_latency() -> None:
-    link = make_link()
-    for key in (1, 2):
-        link.submit([key], due=0, now=0.0, batch=7)
-    link.submit([3], due=0, now=0.0, batch=8)
-    for key, lands_at in ((1, 5.0), (2, 9.0), (3, 14.0)):  # 1 + 4, then 4, then a batch of its own
-        assert link.peek() == (key, link.busy_until)
-        link.start(key, 100, now=link.busy_until)
-        assert link.busy_until == lands_at
-        link.land()
-    assert link.busy_s == 14.0
+    state = make_queue()
+    for key, batch in ((1, 7), (2, 7), (3, 8)):
+        submit(state, key, batch=batch)
+    # 1 + 4, then 4, then a batch of its own
+    assert [start(state, state.run[0].busy_until) for _ in range(3)] == [
+        (1, 5.0),
+        (2, 9.0),
+        (3, 14.0),
+    ]
+    assert state.run[0].busy_s == 14.0
 
 
 @pytest.mark.parametrize("gap", ["a demand between", "a pause", "another batch", "no batch"])
 def test_whatever_comes_between_ends_a_batch(gap: str) -> None:
-    link = make_link()
-    batch = None if gap == "no batch" else 7
-    link.submit([1], due=0, now=0.0, batch=batch)
-    link.submit([2], due=1, now=0.0, batch=batch)
-    link.start(1, 100, now=0.0)
-    link.land()
+    state = make_queue()
+    batch = -1 if gap == "no batch" else 7
+    submit(state, 1, batch=batch)
+    submit(state, 4, batch=batch)
+    assert start(state, 0.0) == (1, 5.0)
     if gap == "a demand between":
-        assert link.transfer(100, now=0.0) == 10.0
+        assert core.transfer(state, 0, 0, 0.0, False, -1) == 10.0
     elif gap == "a pause":
-        link.postpone(2, until=10.0)
+        state.slots[4].earliest_s = 10.0
     elif gap == "another batch":
-        link.submit([3], due=0, now=0.0, batch=8)
-        link.start(3, 100, now=5.0)
-        link.land()
+        submit(state, 2, batch=8)
+        assert start(state, 5.0) == (2, 10.0)
     before = 5.0 if gap == "no batch" else 10.0
-    assert link.peek() == (2, before)
-    link.start(2, 100, now=before)
-    assert link.busy_until == before + 5.0
+    assert start(state, state.run[0].busy_until) == (4, before + 5.0)
 
 
 # --- lanes, reads by projections, experts that run as they arrive ---
@@ -98,11 +112,12 @@ def test_two_reads_are_gate_and_up_together_then_down() -> None:
     """Two lanes of 1 byte/s, two experts of 3 bytes: gate and up of both, then down of both."""
     lane_figures = {"link_lanes": 2, "link_lane_bytes_per_s": 1.0}
     lanes = replace(traces.HARDWARE, link_bytes_per_s=2.0, link_latency_s=0.0, **lane_figures)
-    arrivals_s = VirtualLink(lanes, reads_per_expert=2).batch([3, 3], 0.0)
-    assert arrivals_s == [pytest.approx([2, 3]), pytest.approx([2, 3])]
-    # Three equal reads an expert: two lanes serve the six in turn.
-    arrivals_s = VirtualLink(lanes, reads_per_expert=3).batch([3, 3], 0.0)
-    assert arrivals_s == [pytest.approx([1, 2, 3]), pytest.approx([1, 2, 3])]
+    for reads, arrivals_s in ((2, [2, 3]), (3, [1, 2, 3])):
+        # Three equal reads an expert: two lanes serve the six in turn.
+        engine = make_engine(hardware=lanes, reads_per_expert=reads)
+        engine.outside.moving = [(0, 3), (1, 3)]
+        assert engine.outside.move_together(engine.state, 0.0) == pytest.approx(3)
+        assert [*engine.outside._arrivals.values()] == [pytest.approx(arrivals_s)] * 2
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -11,7 +11,8 @@ import pytest
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
-from lm_eval_moecache.engine.engine import VirtualEngine
+from lm_eval_moecache.engine import core
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, token_miss_count
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
@@ -63,8 +64,7 @@ def test_dropped_assignments_are_no_misses_of_the_last_expert() -> None:
 
 def test_dropping_everything_absent_neither_moves_nor_waits() -> None:
     engine = make_engine(ScriptedPolicy(miss=Always(DropAbsent)))
-    engine.pools[0].insert(0)
-    engine.link.transfer(100, -5.0)  # its transfer
+    core.fill(engine.state, [0])
     record = engine.begin_pass(DECODE, 1)
     selection = run_layer(engine, 0, [[0, 1]])
     engine.end_pass()
@@ -153,9 +153,10 @@ def test_lost_weight_and_avoided_misses_are_counted_where_a_lossy_rule_acts() ->
     prompt = Event(0, 0, PREFILL, 2, [0, 1, 2], experts, weights)
     engine.begin_pass(PREFILL, 2)
     engine.enter(0, 2)
-    plan = engine.run(prompt)
+    engine.run(prompt)
     engine.end_pass()
-    assert (plan.weighed_tokens, plan.lost_weight, plan.avoided) == (0, 0.0, 0)
+    record = engine.record
+    assert (record.weighed_tokens, record.lost_weight, record.avoided) == (0, 0.0, 0)
     # 0, 1 and 2 are resident. Expert 3 has a quarter of the first token's weight, less than the
     # even half, and no other token needs it; 4 has half of the second's, and is loaded.
     experts = np.array([[0, 3], [4, 1]])

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lm_eval_moecache.algorithms.eviction.score import Score
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import find_algorithm
+from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.bound import fewest_misses
-from lm_eval_moecache.engine.engine import Setting, VirtualEngine
 from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.sweep.replays import closeness
@@ -62,12 +63,13 @@ def test_an_eviction_sees_the_same_weights_whatever_others_look_at(
 ) -> None:
     run = traces.setting("on_demand", "25%", eviction="score", **change)
     seen_weights: list[list[Any]] = []
-    on_event = Score.on_event
-    monkeypatch.setattr(
-        Score,
-        "on_event",
-        lambda s, e: (seen_weights[-1].append(e.weights.tolist()), on_event(s, e)),
-    )
+    note_event = core.note_event
+
+    def seen(*arguments: Any) -> None:
+        seen_weights[-1].append([*arguments[8]])
+        note_event(*arguments)
+
+    monkeypatch.setattr(core, "note_event", seen)
     engines = []
     for uses_logits in (False, True):
         monkeypatch.setattr(find_algorithm("prefetch", "none"), "uses_logits", uses_logits)

@@ -7,16 +7,18 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from lm_eval_moecache.engine.cache import Link
+from lm_eval_moecache.engine import core
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.engine.wall.link import Traffic, Transfer, WallLink, Worker
-from lm_eval_moecache.engine.wall.slots import SlottedCache
 from lm_eval_moecache.records.errors import TransferError
-from tests.engine.scripted import OldestFirst, StillMover, make_geometry
+from lm_eval_moecache.records.sizes import parse_capacity
+from tests.engine.scripted import ScriptedPolicy, StillMover, make_geometry, make_hardware
 
 
 class Copies(StillMover):
@@ -175,42 +177,22 @@ def test_a_link_that_is_dropped_leaves_no_thread(copies: Copies) -> None:
 # --- how many prefetches are issued at a visit ---
 
 
-class ScriptedLink(Link):
+class ScriptedLink:
     """Transfers of equal duration, one after another, on a clock set by the test."""
 
-    num_issued = 0
-    active = True
-
     def __init__(self, transfer_s: float) -> None:
-        super().__init__()
         self.transfer_s, self.busy_until_s = transfer_s, 0.0
         self.issued: list[int] = []
 
-    def is_pending(self, key: int) -> bool:
-        return key in self._queued
-
-    def without_pending(self, keys: Sequence[int]) -> list[int]:
-        return [key for key in keys if key not in self._queued]
-
     def arrivals(self) -> list[int]:
         return []
-
-    def batch_of_head(self) -> int | None:
-        head = self.head()
-        return None if head is None else self._queued[head][2]
 
     def free_s(self, now: float) -> float:
         return max(now, self.busy_until_s)
 
     def issue(self, transfer: Transfer) -> None:
-        self.withdraw(transfer.key)
         self.issued.append(transfer.key)
         self.busy_until_s += self.transfer_s
-
-
-class AtBest:
-    def level_of(self, key: int) -> int:
-        return 0
 
 
 @pytest.fixture
@@ -221,12 +203,19 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return times
 
 
-def make(transfer_s: float) -> tuple[Traffic, ScriptedLink]:
-    geometry = make_geometry()
-    cache = SlottedCache(12 * 100, OldestFirst(geometry), geometry, range(3))
-    link = ScriptedLink(transfer_s)
-    scripted: Any = (link, AtBest())
-    return Traffic([cache] * 3, *scripted, 4), link
+def make(transfer_s: float) -> tuple[Traffic, ScriptedLink, Callable[..., None]]:
+    """Return traffic over a scripted link, and a function that queues prefetches of layer 1."""
+    capacity = parse_capacity(12, make_geometry())
+    setting = Setting(policy=ScriptedPolicy(), capacity=capacity, hardware=make_hardware())
+    engine = WallEngine(make_geometry(), setting, StillMover())
+    engine.close()
+
+    def submit(keys: Sequence[int], now: float, batch: int = -1) -> None:
+        state, levels = engine.state, [0] * len(keys)
+        core.submit_keys(state, keys, levels, 0, len(keys), 0, 0, now, batch)
+
+    link: Any = ScriptedLink(transfer_s)
+    return Traffic(engine.caches, link, engine.state), link, submit
 
 
 @pytest.mark.parametrize(
@@ -252,30 +241,30 @@ def test_those_are_issued_that_begin_before_the_next_visit(
     awaited: bool,
     begin: list[int],
 ) -> None:
-    traffic, link = make(transfer_s)
+    traffic, link, submit = make(transfer_s)
     # The time from `executed` to the next visit.
-    traffic.drain(set(), 0, "executed")
+    traffic.drain(-1, 0, "executed")
     now[0] += gap_s + stood_still_s
-    traffic.stood_still(stood_still_s)
-    traffic.drain(set(), 0, "begun")
+    traffic.note_stall(stood_still_s)
+    traffic.drain(-1, 0, "begun")
     link.busy_until_s = now[0] + busy_s
-    link.submit([4, 5, 6, 7], 1, now[0])
-    traffic.drain(set(), 0, "executed", awaited=awaited)
+    submit([4, 5, 6, 7], now[0])
+    traffic.drain(-1, 0, "executed", awaited=awaited)
     assert link.issued == begin
 
 
 def test_an_unknown_gap_keeps_the_link_from_standing_idle(now: list[float]) -> None:
-    traffic, link = make(2.0)
-    link.submit([4, 5], 1, 0.0)
-    traffic.drain(set(), 0, "new")
+    traffic, link, submit = make(2.0)
+    submit([4, 5], 0.0)
+    traffic.drain(-1, 0, "new")
     assert link.issued == [4]
 
 
 def test_a_batch_is_issued_whole(now: list[float]) -> None:
-    traffic, link = make(2.0)
-    link.submit([4, 5, 6], 1, 0.0, batch=1)
-    link.submit([7], 1, 0.0, batch=2)
-    traffic.drain(set(), 0, "new")
+    traffic, link, submit = make(2.0)
+    submit([4, 5, 6], 0.0, batch=1)
+    submit([7], 0.0, batch=2)
+    traffic.drain(-1, 0, "new")
     assert link.issued == [4, 5, 6]
 
 

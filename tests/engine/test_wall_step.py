@@ -13,13 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm_eval_moecache.algorithms import features, ranked
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.engine import Setting
 from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.engine.wall.slots import SlottedCache
-from lm_eval_moecache.records import jit
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.sizes import parse_capacity
@@ -275,20 +273,3 @@ def test_a_scanned_token_larger_than_its_cache_tells_what_each_wave_executed() -
     engine.end_scan()
     engine.close()
     assert executed == [(0, [3, 1])]
-
-
-def test_nothing_is_compiled_while_a_run_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling would add to the measured time; a virtual run compiles the same rule."""
-    monkeypatch.setattr(ranked, "UPGRADE", jit.Upgrade((features,), "play", load=0, make=0))
-    monkeypatch.setattr(jit, "is_kept", lambda modules, entry: False)
-    monkeypatch.setattr(jit, "has_numba", lambda: True)
-    compiled: list[object] = []
-    monkeypatch.setattr(ranked.RankedEviction, "_compile", lambda rule: compiled.append(rule))
-    policy = ScriptedPolicy(eviction=Always(find_algorithm("eviction", "lru")))
-    keys = [[0, 1], [4, 5], [8, 9]]
-    engine, slots = wall_engine(policy, 3)
-    assert serve(engine, slots, [keys] * 3)[-1].misses and not compiled
-    virtual = make_engine(policy, 3)
-    decode(virtual, *keys)
-    decode(virtual, *keys)
-    assert compiled

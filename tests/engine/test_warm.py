@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.registry import find_algorithm
-from lm_eval_moecache.engine.engine import VirtualEngine
+from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.sweep.identity import resolve
@@ -53,7 +54,7 @@ def test_the_most_used_that_fit_are_there_at_no_cost(capacity: str, held: set[in
     engine.check_integrity()
     if capacity == "4500B":
         # The least used is the first to leave under LRU.
-        assert engine.pools[0].eviction.victim(frozenset(), 0) == 2
+        assert core.find_lowest(engine.state, engine.rank, 0, 3, -1, 0) == 2
     assert engine.clock.now == engine.link.bytes_moved == engine.link.busy_s == 0
     assert sum(pool.loads + pool.evictions for pool in engine.pools) == 0
 

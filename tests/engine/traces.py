@@ -13,8 +13,9 @@ import pytest
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
-from lm_eval_moecache.engine.engine import Setting, VirtualEngine
 from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL, Event, unique_in_order
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
@@ -247,6 +248,11 @@ def decode_trace(experts: Any, num_experts: int, phases: Sequence[str] = ()) -> 
     rows = [(0, p, kinds[p], p, layer) for p in range(num_passes) for layer in range(num_layers)]
     flat = np.reshape(experts, (-1, top_k))
     return from_rows(geometry_of((1,) * num_layers, num_experts, top_k), rows, flat)
+
+
+def one_by_one(engine: VirtualEngine) -> None:
+    """Make an engine serve events one by one, in plain Python: for `replay(on_engine=...)`."""
+    engine.watch_waves(lambda keys: None)
 
 
 def misses(

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lm_eval_moecache.engine import compiled
-from lm_eval_moecache.engine.compiled import PassLoop
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.model.device import copy_to_host
 from lm_eval_moecache.model.gate import Gate
@@ -41,14 +39,9 @@ def decode(model: Any, steps: int = 6) -> None:
             output = model(token, past_key_values=output.past_key_values, use_cache=True)
 
 
-def ledger(
-    model: Any, policy: str, changes: dict[str, str], is_compiled: bool = False
-) -> tuple[Any, ...]:
+def ledger(model: Any, policy: str, changes: dict[str, str]) -> tuple[Any, ...]:
     layers = find_moe_layers(model)
     engine = make_engine(policy, "40%", describe(model, layers, "x"), **changes)
-    if is_compiled:
-        engine = compiled.live_engine(engine.geometry, engine.setting)
-        assert engine.uncompiled == ""
     wrapped = WrappedModel(model, layers, engine)
     decode(model)
     engine.reset_cache()
@@ -65,9 +58,6 @@ def test_waiting_for_the_end_of_the_pass_changes_no_count(
 ) -> None:
     model = random_model(family)
     deferred = [ledger(model, *policy) for policy in POLICIES]
-    monkeypatch.setattr(compiled, "is_compiled", lambda: True)
-    monkeypatch.setattr(PassLoop, "compile", lambda self: None)  # as plain Python
-    assert [ledger(model, *policy, is_compiled=True) for policy in POLICIES] == deferred
     monkeypatch.setattr(Engine, "can_defer", False)
 
     def never(*_: Any) -> None:
@@ -75,7 +65,6 @@ def test_waiting_for_the_end_of_the_pass_changes_no_count(
 
     monkeypatch.setattr(WrappedModel, "_token_pass", never)
     assert [ledger(model, *policy) for policy in POLICIES] == deferred
-    assert [ledger(model, *policy, is_compiled=True) for policy in POLICIES] == deferred
 
 
 def test_what_changes_outputs_does_not_wait() -> None:

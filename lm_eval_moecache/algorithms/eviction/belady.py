@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.features import A_NEXT_USE, Expert, Layer, Now
+from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.trace.future import Future
@@ -37,27 +37,20 @@ class Belady(RankedEviction):
     rank = staticmethod(furthest_use)
 
     def prepare(self, future: Future) -> None:
-        self._times, self._ranks = future.times, future.ranks
-        self._cursor = future.start[:-1]
+        self._future = future
         self._pass = 0
         for key, first in enumerate(future.first_use.tolist()):
-            self._log.extend((A_NEXT_USE, key, first))
+            self._features.experts[key].next_use = first
 
     def on_pass(self, pass_index: int) -> None:
         super().on_pass(pass_index)
         self._pass = pass_index
 
     def on_executed(self, layer: int, keys: Sequence[int]) -> None:
-        self._pass_by(keys, self._pass * self.geometry.num_layers + layer)
-
-    def on_event(self, event: Event) -> None:
-        super().on_event(event)
-        self._pass_by(event.keys, event.pass_index * self.geometry.num_layers + event.layer)
-
-    def _pass_by(self, keys: Sequence[int], now: int) -> None:
-        """Advance these keys to their first needs after event `now`."""
-        times, cursors = self._times, self._cursor
+        after = self._pass * self.geometry.num_layers + layer + 1
         for key in keys:
-            while times[cursors[key]] <= now:
-                cursors[key] += 1
-            self._log.extend((A_NEXT_USE, key, self._ranks[cursors[key]]))
+            self._features.experts[key].next_use = self._future.rank_from(key, after)
+
+    def _next_uses(self, event: Event) -> list[int]:
+        after = event.pass_index * self.geometry.num_layers + event.layer + 1
+        return [self._future.rank_from(key, after) for key in event.keys]

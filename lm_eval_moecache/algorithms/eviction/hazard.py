@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
-
-from lm_eval_moecache.algorithms.features import FAST, MIDDLE, SLOW, Expert, Layer, Now
+from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
-from lm_eval_moecache.records.event import DROPPED, Event
 from lm_eval_moecache.records.geometry import Geometry
 
 _PRIOR = 0.02
@@ -16,8 +13,8 @@ _PRIOR = 0.02
 
 
 def longest_wait(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    wait = 1 / (expert.rate + _PRIOR) + home.foretold
-    if expert.foretold:
+    wait = 1 / (expert.rate + _PRIOR) + home.predicted
+    if expert.predicted:
         wait = 0.0
     turns = (home.index - now.layer - 1) % now.num_layers + 1
     return -(wait + now.nearness * turns / now.num_layers), 0.0
@@ -53,19 +50,3 @@ class Hazard(RankedEviction):
         if memory < 1:
             raise ValueError(f"eviction.memory={memory} must be 1 or more.")
         self.nearness, self.keep = float(nearness), 1 - 1 / memory
-
-    def on_event(self, event: Event) -> None:
-        if event.num_tokens > 1:
-            # Last token first, the compiled replay's order.
-            experts = event.experts[::-1]
-            live = experts != DROPPED
-            ages = np.repeat(np.arange(event.num_tokens)[:, np.newaxis], experts.shape[1], axis=1)
-            counts = [
-                np.bincount(experts[live], np.append(1.0, powers)[ages[live]])
-                for powers in (
-                    np.multiply.accumulate(np.full(event.num_tokens - 1, decay))
-                    for decay in (FAST, MIDDLE, SLOW)
-                )
-            ]
-            self._note("note_served", event.layer, np.unique(experts[live]).tolist(), *counts)
-        super().on_event(event)

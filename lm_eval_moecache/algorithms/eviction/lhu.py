@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.features import (
-    A_LESSER_USE,
-    A_TURN,
-    A_USE,
-    Expert,
-    Layer,
-    Now,
-)
+from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
-from lm_eval_moecache.records.event import Event
 
 
 def fewest_uses(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
@@ -40,9 +32,5 @@ class LHU(RankedEviction):
         "it counts uses at high precision, which are all uses where nothing is loaded lower"
     )
     moves: ClassVar[bool] = False
+    only_best: ClassVar[bool] = True
     rank = staticmethod(fewest_uses)
-
-    def on_levels(self, event: Event, levels: Mapping[int, int]) -> None:
-        for key in event.keys:
-            self._log.extend((A_LESSER_USE if levels.get(key, 0) else A_USE, key, 0))
-        self._log.extend((A_TURN, event.layer, event.num_tokens))

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from typing import ClassVar, Literal
 
-import numpy as np
-
 from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
-from lm_eval_moecache.records.event import DROPPED, Event
 from lm_eval_moecache.records.geometry import Geometry
 
 
@@ -58,12 +55,3 @@ class Score(RankedEviction):
         self.rank = lowest_mean if history == "mean" else lowest_sum
         if history == "decayed":
             self.growth = -math.log(0.9 if decay is None else decay)
-
-    def on_event(self, event: Event) -> None:
-        live = event.experts != DROPPED
-        experts, num_experts = event.experts[live], self.geometry.num_experts
-        sums = np.bincount(experts, event.weights[live], num_experts)
-        tokens = np.bincount(experts, minlength=num_experts)
-        own = [key % num_experts for key in event.keys]
-        self._note("add_weight", event.layer, own, sums, tokens)
-        super().on_event(event)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.decide import Plan
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.host import HOST, HostShare
@@ -34,7 +35,8 @@ from lm_eval_moecache.records.selection import Selection
 # A prefill executes the arrived experts once they are a quarter of the event: more, smaller parts
 # would hide little more of the transfers and cost kernel launches.
 PARTS = 4
-_NOTHING: frozenset[int] = frozenset()
+NOBODY = -1
+"""A mark by which nobody is pinned."""
 
 
 @dataclass(slots=True)
@@ -60,49 +62,66 @@ class WallEngine(Engine):
 
     clock: WallClock
     link: WallLink
+    pools: Sequence[PlacedCache]
     caches: Sequence[PlacedCache]
 
     def __init__(self, geometry: Geometry, setting: Setting, mover: Mover) -> None:
         # For experts stored encoded, even at a single level, the mover makes the slots.
-        encoded = bool(geometry.compute_bytes)
-        pools = make_caches(geometry, setting, encoded)
-        link = WallLink(mover, setting.throttle_bytes_per_s, encoded)
+        self._encoded = bool(geometry.compute_bytes)
         self._pending: _Pending | None = None
         self._script: ScanScript | None = None
-        super().__init__(geometry, setting, pools, link, WallClock(mover.synchronize))
-        self.traffic = Traffic(self.caches, link, self.prefetches, geometry.num_experts)
+        super().__init__(geometry, setting)
+        self.link = WallLink(mover, setting.throttle_bytes_per_s, self._encoded)
+        self.clock = WallClock(mover.synchronize)
+        self.traffic = Traffic(self.caches, self.link, self.state)
         rule = self.rules.miss.host_rule
-        self.host = HostShare(rule, self.geometry, link) if rule else None
+        self.host = HostShare(rule, self.geometry, self.link) if rule else None
+        self.state.run[0].placed = 1
+        self.outside.vacate = lambda key: self.caches[self.state.slots[key].home].vacate(key)
+        self._fill()
+        self._before = self._totals()
 
-    def _warm(self) -> None:
-        super()._warm()
+    def _make_pools(self) -> Sequence[PlacedCache]:
+        evictions = self.outside.evictions
+        return make_caches(self, self.geometry, self.setting, evictions, self._encoded)
+
+    def _fill(self) -> None:
+        for key in self.warm:
+            self.caches[self.state.slots[key].home].fill([key])
         self.fill()
+
+    @property
+    def _is_prefetching(self) -> bool:
+        """Whether a prefetch is queued or issued."""
+        return self.rules.prefetches and (self.state.run[0].queued > 0 or self.link.active)
 
     def enter(self, layer: int, num_tokens: int) -> None:
         """Do nothing: the end of the previous layer issued what may begin before `run`."""
 
     def run(self, event: Event) -> Plan:
-        prefetches, traffic, link = self.rules.prefetches, self.traffic, self.link
+        traffic, link, run = self.traffic, self.link, self.state.run[0]
         link.launched()
-        if prefetches and link.active:
+        if self._is_prefetching:
             traffic.settle(link.arrivals())
-        cache = self.caches[event.layer]
-        plan = self._look_up(event, cache)
+        plan = self._decide(event)
+        event, demands = plan.event, plan.demands
+        if demands is None:
+            slots = self.state.slots
+            demands = [Fetch(key) for key in event.keys if slots[key].demanded == run.mark]
         if self._script is not None:
-            self._script.add(plan, cache, self.record)
+            self._script.add(event, demands, self)
             return plan
-        event = plan.event
         levels: dict[int, int] | None = {} if self.rules.ladder else None
         plan.levels = levels
-        self._pending = pending = _Pending(event, list(plan.demands), event.keys, levels)
+        self._pending = pending = _Pending(event, list(demands), event.keys, levels)
         self._begin(pending)
-        if prefetches:
+        if self.rules.prefetches:
             if not self.rules.prefetch.after_layer:
-                self.prefetches.submit(event, self.clock.now)
+                self._submit(event, self.clock.now)
             if not pending.demands:
-                keys = set(event.keys)
-                awaited = any(link.is_flying(key) for key in keys)
-                traffic.drain(keys, event.layer, (event.phase, event.layer, "begun"), awaited)
+                awaited = any(link.is_flying(key) for key in event.keys)
+                visit = event.phase, event.layer, "begun"
+                traffic.drain(run.mark, event.layer, visit, awaited)
         return plan
 
     def waves(self) -> Iterator[tuple[Mapping[int, int], bool]]:
@@ -112,8 +131,7 @@ class WallEngine(Engine):
             return
         if (pending := self._pending) is None:
             return
-        event = pending.event
-        eviction = self.caches[event.layer].eviction
+        event, state = pending.event, self.state
         if pending.on_host:
             if pending.levels is not None:
                 pending.levels.update(dict.fromkeys(pending.on_host, 0))
@@ -126,22 +144,28 @@ class WallEngine(Engine):
                 break
             num_demands = len(pending.demands)
             unexecuted = set(pending.remaining)
-            eviction.on_executed(event.layer, [key for key in event.keys if key not in unexecuted])
+            core.pin(state, pending.remaining, 0, len(pending.remaining), event.layer)
+            if state.run[0].own:
+                executed = [key for key in event.keys if key not in unexecuted]
+                self.caches[event.layer].eviction.on_executed(event.layer, executed)
             self.link.launched()
             self._demand(pending, unexecuted)
             assert len(pending.demands) < num_demands, "no room for one expert after its wave"
         if self.rules.prefetches:
             self.link.launched()
             if self.rules.prefetch.after_layer:
-                self.prefetches.submit(event, self.clock.now)
-            self.traffic.drain(set(event.keys), event.layer, (event.phase, event.layer, "executed"))
-        if pending.levels is None:
-            eviction.on_event(event)
-        else:
-            eviction.on_levels(event, pending.levels)
+                self._submit(event, self.clock.now)
+            core.pin(state, event.keys, 0, len(event.keys), event.layer)
+            visit = event.phase, event.layer, "executed"
+            self.traffic.drain(state.run[0].mark, event.layer, visit)
+        for key, level in (pending.levels or {}).items():
+            state.slots[key].executed_level = level
+            state.experts[key].lesser = int(level > 0)
+        core.note(state, self._batch_of(event), 0, event.layer)
         self._pending = None  # Up to here `_recover` has demands to wait for.
 
     def _recover(self) -> None:
+        super()._recover()
         if self._script is not None:
             self._script.catch_up()
             self._script = None
@@ -175,43 +199,41 @@ class WallEngine(Engine):
         self._before = self._totals()
         return seconds
 
-    def _advance(self, seconds: float) -> None:
-        if self.link.active:
+    def advance(self, seconds: float) -> None:
+        if self._is_prefetching:
             self.link.launched()
-            self.traffic.drain(_NOTHING, 0)
+            self.traffic.drain(NOBODY, 0)
 
-    def _await_prefetches(self) -> float:
+    def await_prefetches(self) -> float:
         start_s = self.clock.now
         # Prefetches that find no room are left for their events to demand.
         while issued := self.link.issued():
             self.traffic.settle(self.link.wait_for(issued))
-            self._advance(0.0)
+            self.advance(0.0)
         return self.clock.now - start_s
 
     def settle(self) -> None:
         self._recover()
         link = self.link
-        link.clear()
-        self.prefetches.forget()
-        for cache in dict.fromkeys(self.caches):
-            while (key := link.withdraw_last(cache.arriving, ())) is not None:
-                cache.withdraw(key)
-            while cache.arriving:
-                self.traffic.settle(link.wait_for(cache.arriving))
+        core.settle(self.state)
+        while (key := link.withdraw_last(link.issued(), ())) is not None:
+            self.caches[self.state.slots[key].home].withdraw(key)
+        while issued := link.issued():
+            self.traffic.settle(link.wait_for(issued))
 
     def close(self) -> None:
         self.link.close()
 
     def _begin(self, pending: _Pending) -> None:
         """Give an event's demands to the link as far as they fit, after the host's share."""
-        event, link = pending.event, self.link
+        event = pending.event
         event_keys = set(event.keys)
         cache = self.caches[event.layer]
-        if self.rules.prefetches and link.active:
+        if self._is_prefetching:
             pending.demands = [f for f in pending.demands if not self._is_coming(cache, f)]
             due = event.pass_index * self.geometry.num_layers + event.layer
             self.traffic.cancel(due, event_keys)
-            cache.unused_prefetches -= event_keys
+            self._use(event_keys)
         if self.host is not None and pending.demands:
             chosen = self.host.choose(event, pending.demands)
             pending.on_host = [fetch.key for fetch in pending.demands if fetch.key in chosen]
@@ -219,9 +241,9 @@ class WallEngine(Engine):
             pending.remaining = [key for key in pending.remaining if key not in chosen]
         if self.rules.ladder:
             for fetch in pending.demands:
-                if fetch.key in cache.resident:
+                if self.state.experts[fetch.key].resident:
                     # At a worse level than this event needs.
-                    cache.release_for_upgrade(fetch.key)
+                    core.release_for_upgrade(self.state, fetch.key)
         self._demand(pending, event_keys)
 
     def note_host(self, busy_s: float, wait_s: float) -> None:
@@ -231,24 +253,23 @@ class WallEngine(Engine):
 
     def _is_coming(self, cache: PlacedCache, fetch: Fetch) -> bool:
         """Whether a demand needs no transfer, as a prefetch brings it at a sufficient level."""
-        key, link = fetch.key, self.link
-        if key in cache.arriving:
-            if cache.arriving[key] <= fetch.level:
+        key, link, slot = fetch.key, self.link, self.state.slots[fetch.key]
+        if slot.arriving:
+            if slot.level <= fetch.level:
                 link.promote(key)
                 return True
-            if link.take_back(key):
+            if link.revoke(key):
                 cache.withdraw(key)
             else:
                 self._wait({key})
-        elif link.is_pending(key):
-            link.withdraw(key)
-        return cache.resident.get(key, fetch.level + 1) <= fetch.level
+        elif slot.due >= 0:
+            core.withdraw(self.state, key)
+        return cache.holds(key, fetch.level)
 
     def _demand(self, pending: _Pending, pinned: Set[int]) -> None:
         cache, layer = self.caches[pending.event.layer], pending.event.layer
         for index, (key, level) in enumerate(pending.demands):
-            nbytes = cache.size_of(key, level)
-            while not cache.make_room(nbytes, pinned, layer, key):
+            while not cache.make_room(key, level, self.state.run[0].mark, layer):
                 if not self._reclaim(cache, pinned):
                     pending.demands = pending.demands[index:]
                     return
@@ -258,11 +279,12 @@ class WallEngine(Engine):
 
     def _reclaim(self, cache: PlacedCache, pinned: Set[int]) -> bool:
         """Make a prefetch of this cache give way to a demand; False where none can."""
-        key = self.link.withdraw_last(cache.arriving, pinned)
+        arriving = {key for key in self.link.issued() if key in cache.keys}
+        key = self.link.withdraw_last(arriving, pinned)
         if key is not None:
             cache.withdraw(key)
             return True
-        moving = cache.arriving.keys() - pinned
+        moving = arriving - pinned
         if not moving:
             return False
         self._wait(moving)
@@ -293,15 +315,21 @@ class WallEngine(Engine):
             ready += arrived
         if ready:
             yield self._execute(pending, cache, ready), len(ready) == len(event.keys)
-        cache.unused_prefetches -= set(placed)
+        self._use(placed)
+
+    def _use(self, keys: Iterable[int]) -> None:
+        """Note that an event uses these keys, whoever loaded them."""
+        for key in keys:
+            self.state.slots[key].unused = 0
 
     def _execute(
         self, pending: _Pending, cache: PlacedCache, keys: Sequence[int]
     ) -> Mapping[int, int]:
         """Record that these keys are executed now; return their slots."""
         if pending.levels is not None:
-            pending.levels.update({key: cache.resident[key] for key in keys})
-            lower = [key for key in keys if cache.resident[key]]
+            slots = self.state.slots
+            pending.levels.update({key: slots[key].level for key in keys})
+            lower = [key for key in keys if slots[key].level]
             if lower:
                 num_experts = self.geometry.num_experts
                 self.record.low_precision += num_assignments(pending.event, lower, num_experts)
@@ -313,7 +341,7 @@ class WallEngine(Engine):
         self.traffic.settle(self.link.wait_for(keys, count))
         waited_s = time.perf_counter() - start_s
         self.record.stall_s += waited_s
-        self.traffic.stood_still(waited_s)
+        self.traffic.note_stall(waited_s)
 
 
 class ScanScript:
@@ -330,28 +358,28 @@ class ScanScript:
         self._steps: deque[tuple[list[Transfer], dict[int, int], PassRecord]] = deque()
         """For each wave of a token's experts: the transfers before it, their slots, the pass."""
 
-    def add(self, plan: Plan, cache: PlacedCache, record: PassRecord) -> None:
+    def add(self, event: Event, fetches: Sequence[Fetch], engine: WallEngine) -> None:
         """Decide one token's event to its end, waves included; its transfers are counted now."""
-        event, demands = plan.event, deque(plan.demands)
-        remaining, executed = set(event.keys), list[int]()
+        state, layer, demands = engine.state, event.layer, deque(fetches)
+        cache, record, remaining = engine.caches[layer], engine.record, event.keys
         while remaining:
-            if executed:
-                cache.eviction.on_executed(event.layer, executed)
+            core.pin(state, remaining, 0, len(remaining), layer)
             transfers: list[Transfer] = []
             while demands:
                 key, level = demands[0]
-                if not cache.make_room(cache.size_of(key, level), remaining, event.layer, key):
+                if not cache.make_room(key, level, state.run[0].mark, layer):
                     break
                 cache.insert(key, level)
                 transfers.append(transfer_of(cache, key, level))
                 self._link.count(transfers[-1])
                 demands.popleft()
-            slots = {k: cache.slots[k] for k in event.keys if k in remaining and k in cache.slots}
+            slots = {key: cache.slots[key] for key in remaining if key in cache.slots}
             assert slots, "no room for one expert after its wave"
-            remaining -= slots.keys()
-            executed = [*slots]
+            remaining = [key for key in remaining if key not in slots]
+            if remaining and state.run[0].own:
+                cache.eviction.on_executed(layer, [*slots])
             self._steps.append((transfers, slots, record))
-        cache.eviction.on_event(event)
+        core.note(state, engine._batch_of(event), 0, layer)
 
     def play(self, clock: WallClock) -> Iterator[tuple[Mapping[int, int], bool]]:
         """Carry out all steps; yield experts on their first arrival, with their slots."""

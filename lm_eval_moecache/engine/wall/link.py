@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Container, Hashable, Sequence,
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lm_eval_moecache.engine.cache import Link
-from lm_eval_moecache.engine.decide import Prefetches
+from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.wall.slots import PlacedCache
 from lm_eval_moecache.records.errors import TransferError
 
@@ -236,16 +235,19 @@ class WallClock:
         return time.perf_counter() - self._origin_s
 
 
-class WallLink(Link):
+class WallLink:
     """Gives transfers to a worker: demands at once, prefetches shortly before their turn.
 
-    A prefetch is queued, then issued (it has a slot and may move at any time), then arrives. The
-    caller's thread makes all decisions; a transfer counts once it is demanded or has arrived.
+    A prefetch is queued (in the tables), then issued (it has a slot and may move at any time), then
+    arrives. The caller's thread makes all decisions; a transfer counts once it is demanded or has
+    arrived.
     """
 
     def __init__(self, mover: Mover, bytes_per_s: float | None, makes_slots: bool = False) -> None:
         """`makes_slots`: whether the mover makes slots on demand, each of its expert's size."""
-        super().__init__()
+        self.busy_s = 0.0
+        self.bytes_moved = 0
+        self.transfers = 0
         self._mover = mover
         self._makes_slots = makes_slots
         self._fence: tuple[object] | None = None
@@ -267,15 +269,13 @@ class WallLink(Link):
 
     @property
     def active(self) -> bool:
-        return bool(self._issued) or bool(self._queued)
+        """Whether a prefetch is issued."""
+        return bool(self._issued)
 
     @property
     def num_issued(self) -> int:
+        """Prefetches that hold cache bytes but are not yet counted as transfers."""
         return len(self._issued)
-
-    def without_pending(self, keys: Sequence[int]) -> list[int]:
-        issued, queued = self._issued, self._queued
-        return [key for key in keys if key not in issued and key not in queued]
 
     def issued(self) -> set[int]:
         """Return the keys of prefetches that may move at any time."""
@@ -320,15 +320,8 @@ class WallLink(Link):
         """Move a demand that has been counted."""
         self._put(transfer, demanded=True)
 
-    def batch_of_head(self) -> int | None:
-        """Return the batch of the next queued prefetch, or None where there is none."""
-        head = self.head()
-        return None if head is None else self._queued[head][2]
-
     def issue(self, transfer: Transfer) -> None:
-        """Give the first queued prefetch to the worker, to move when its turn comes."""
-        assert transfer.key == self.head(), f"{transfer.key} is not the first in the queue"
-        transfer.due = self.withdraw(transfer.key)[0]
+        """Give a prefetch to the worker, to move when its turn comes."""
         self._issued[transfer.key] = transfer
         self._put(transfer, demanded=False)
 
@@ -342,14 +335,14 @@ class WallLink(Link):
         Keys in `wanted` stay. Returns the withdrawn keys, whose slots are free again.
         """
         candidates = [k for k, t in self._issued.items() if t.due <= due and k not in wanted]
-        return [key for key in candidates if self.take_back(key)]
+        return [key for key in candidates if self.revoke(key)]
 
     def withdraw_last(self, keys: Container[int], wanted: Container[int]) -> int | None:
         """Withdraw the issued prefetch among `keys`, none `wanted`, that is due last; return it."""
         candidates = [(-t.due, k) for k, t in self._issued.items() if k in keys and k not in wanted]
-        return next((key for _, key in sorted(candidates) if self.take_back(key)), None)
+        return next((key for _, key in sorted(candidates) if self.revoke(key)), None)
 
-    def take_back(self, key: int) -> bool:
+    def revoke(self, key: int) -> bool:
         """Withdraw one issued prefetch; False where it is already moving."""
         if not self._worker.withdraw(self._issued[key]):
             return False
@@ -398,10 +391,10 @@ class WallLink(Link):
 TRIALS = 3
 
 
-def transfer_of(cache: PlacedCache, key: int, level: int) -> Transfer:
+def transfer_of(cache: PlacedCache, key: int, level: int, due: int = 0) -> Transfer:
     """Return the transfer of a key into the slot that it has been given."""
-    nbytes = cache.size_of(key, level)
-    return Transfer(key, cache.slots[key], nbytes, level=level, drops=cache.take_dropped())
+    nbytes, drops = cache.size_of(key, level), cache.take_dropped()
+    return Transfer(key, cache.slots[key], nbytes, due=due, level=level, drops=drops)
 
 
 class Traffic:
@@ -412,27 +405,19 @@ class Traffic:
     to the next one, and the link its own rate.
     """
 
-    def __init__(
-        self,
-        caches: Sequence[PlacedCache],
-        link: WallLink,
-        prefetches: Prefetches,
-        num_experts: int,
-    ) -> None:
+    def __init__(self, caches: Sequence[PlacedCache], link: WallLink, state: core.State) -> None:
         self._caches = caches
         self._link = link
-        self._prefetches = prefetches
-        self._num_experts = num_experts
+        self._state = state
         self._gaps: dict[Hashable, float] = {}
         """Kind of visit -> seconds to the next one, without the waits of the compute."""
         self._last: tuple[Hashable, float] | None = None
 
-    def drain(
-        self, pinned: Set[int], layer: int, visit: Hashable = None, awaited: bool = False
-    ) -> None:
+    def drain(self, mark: int, layer: int, visit: Hashable = None, awaited: bool = False) -> None:
         """Land arrived prefetches, then issue those that begin to move before the next visit.
 
-        `awaited`: whether the compute waits for the transfers already given to the link.
+        Keys pinned by `mark` do not make room for them. `awaited`: whether the compute waits for
+        the transfers already given to the link.
         """
         link = self._link
         self.settle(link.arrivals())
@@ -443,43 +428,43 @@ class Traffic:
             self._gaps[last_visit] = average + (now - since_s - average) * WEIGHT
         self._last = (visit, now)
         begins_s = link.free_s(now) if awaited else now
-        self._issue(pinned, layer, now, begins_s + self._gaps.get(visit, 0.0))
+        self._issue(mark, layer, now, begins_s + self._gaps.get(visit, 0.0))
 
-    def stood_still(self, seconds: float) -> None:
+    def note_stall(self, seconds: float) -> None:
         """Note for how long the compute has waited since the last visit."""
         if self._last is not None:
             self._last = (self._last[0], self._last[1] + seconds)
 
-    def _issue(self, pinned: Set[int], layer: int, now: float, until_s: float) -> None:
+    def _issue(self, mark: int, layer: int, now: float, until_s: float) -> None:
         """Issue the prefetches that begin by `until_s`, and the whole rest of a batch."""
-        link, batch = self._link, None
+        link, state, batch = self._link, self._state, -1
         while True:
-            key, last_batch = link.head(), batch
-            if key is None:
+            key, last_batch = core.head(state), batch
+            if key < 0:
                 return
-            batch = link.batch_of_head()
-            if link.free_s(now) > until_s and (batch is None or batch != last_batch):
+            slot = state.slots[key]
+            batch = slot.batch
+            if link.free_s(now) > until_s and (batch < 0 or batch != last_batch):
                 return
-            cache = self._caches[key // self._num_experts]
-            level = self._prefetches.level_of(key)
-            if key in cache.resident:
-                link.withdraw(key)
-            elif cache.make_room(cache.size_of(key, level), pinned, layer, key):
-                cache.reserve(key, level)
-                link.issue(transfer_of(cache, key, level))
+            cache, level, due = self._caches[slot.home], slot.queued_level, slot.due
+            if state.experts[key].resident:
+                core.withdraw(state, key)
+            elif cache.make_room(key, level, mark, layer):
+                cache.reserve(key)
+                link.issue(transfer_of(cache, key, level, due))
             else:
                 return
 
     def settle(self, keys: Sequence[int]) -> None:
         """Make arrived keys resident."""
         for key in keys:
-            self._caches[key // self._num_experts].land(key)
+            core.arrive(self._state, key)
 
     def cancel(self, due: int, wanted: Set[int]) -> None:
         """Drop the prefetches of events up to `due`, also issued ones not yet moving."""
-        self._link.cancel_due(due)
+        core.cancel_due(self._state, due)
         for key in self._link.withdraw_issued(due, wanted):
-            self._caches[key // self._num_experts].withdraw(key)
+            self._caches[self._state.slots[key].home].withdraw(key)
 
 
 def bring(cache: PlacedCache, link: WallLink, places: Sequence[tuple[int, int]]) -> None:

@@ -3,30 +3,62 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
+from typing import Any
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
-from lm_eval_moecache.engine.cache import ExpertCache
+from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.tables import ExpertCache, HasState, is_ranked
 from lm_eval_moecache.records.geometry import Geometry
 
 
 class PlacedCache(ExpertCache):
     """A cache that gives each key a slot while it is resident or arriving."""
 
-    def __init__(
-        self, capacity_bytes: int, eviction: EvictionAlgorithm, geometry: Geometry
-    ) -> None:
-        super().__init__(capacity_bytes, eviction, geometry)
+    def __init__(self, engine: HasState, index: int, eviction: EvictionAlgorithm) -> None:
+        super().__init__(engine, index, eviction)
+        self.rank: Any = eviction.plain_rank if is_ranked(eviction) else None  # type: ignore[attr-defined]
         self.slots: dict[int, int] = {}
         """Key -> slot, of all resident and arriving keys."""
 
+    def holds(self, key: int, level: int) -> bool:
+        """Whether a key is resident at a level or a better one."""
+        return bool(self.state.experts[key].resident) and self.state.slots[key].level <= level
+
+    def make_room(self, key: int, level: int, mark: int, layer: int) -> bool:
+        """Evict until a key fits; False once only arriving keys and those of `mark` are left."""
+        nbytes = self.size_of(key, level)
+        return core.make_room(self.state, self.rank, key, nbytes, self.index, mark, layer)
+
+    def insert(self, key: int, level: int = 0) -> None:
+        """Make a demanded key resident at once: the compute awaits its transfer before all else."""
+        core.take_bytes(self.state, self.index, self.size_of(key, level))
+        core.insert(self.state, key, key // self.num_experts, level, False)
+        self.slots[key] = self._place(key, level)
+
+    def fill(self, keys: Iterable[int]) -> None:
+        """Make these keys resident before the first request; they are not counted as loads."""
+        for key in keys:
+            core.fill(self.state, [key])
+            self.slots[key] = self._place(key, 0)
+
+    def reserve(self, key: int) -> None:
+        """Reserve the bytes of a queued prefetch whose transfer begins."""
+        core.reserve(self.state, key)
+        self.slots[key] = self._place(key, self.state.slots[key].level)
+
     def withdraw(self, key: int) -> None:
         """Release an arriving key whose transfer has not begun."""
-        level = self.arriving.pop(key)
-        self.used_bytes -= self.size_of(key, level)
-        self.loads -= 1
+        slot, cache = self.state.slots[key], self.state.caches[self.index]
+        slot.arriving = 0
+        cache.used -= self.size_of(key, slot.level)
+        cache.loads -= 1
+        self.vacate(key)
+
+    def vacate(self, key: int) -> None:
+        """Take a key's slot from it."""
         self._vacate(self.slots.pop(key))
 
     def take_dropped(self) -> Sequence[int]:
@@ -51,14 +83,6 @@ class PlacedCache(ExpertCache):
     def _vacate(self, slot: int) -> None:
         """Make a slot free."""
 
-    def _take(self, key: int, level: int) -> None:
-        super()._take(key, level)
-        self.slots[key] = self._place(key, level)
-
-    def _release(self, key: int) -> None:
-        super()._release(key)
-        self._vacate(self.slots.pop(key))
-
 
 class SlottedCache(PlacedCache):
     """Slots of one size, made once.
@@ -69,13 +93,14 @@ class SlottedCache(PlacedCache):
 
     def __init__(
         self,
-        capacity_bytes: int,
+        engine: HasState,
+        index: int,
         eviction: EvictionAlgorithm,
         geometry: Geometry,
         layers: Sequence[int],
     ) -> None:
-        super().__init__(capacity_bytes, eviction, geometry)
-        self.num_slots = slots_of(capacity_bytes, geometry, layers)
+        super().__init__(engine, index, eviction)
+        self.num_slots = slots_of(self.capacity_bytes, geometry, layers)
         self._first_key = geometry.key(layers[0], 0)
         self.holds_all = self.num_slots == len(layers) * geometry.num_experts
         self._free = list(range(self.num_slots))[::-1]
@@ -99,14 +124,10 @@ class LeveledCache(PlacedCache):
     """
 
     def __init__(
-        self,
-        capacity_bytes: int,
-        eviction: EvictionAlgorithm,
-        geometry: Geometry,
-        names: Iterator[int],
+        self, engine: HasState, index: int, eviction: EvictionAlgorithm, names: Iterator[int]
     ) -> None:
         """`names` numbers the slots; the caches of a run share it, so that slots are unique."""
-        super().__init__(capacity_bytes, eviction, geometry)
+        super().__init__(engine, index, eviction)
         self._names = names
         self._sizes_of: dict[int, tuple[int, int]] = {}
         """Slot -> (bytes, level)."""
@@ -166,14 +187,19 @@ def slots_of(capacity_bytes: int, geometry: Geometry, layers: Sequence[int]) -> 
     return min(capacity_bytes // sizes.pop(), len(layers) * geometry.num_experts)
 
 
-def make_caches(geometry: Geometry, setting: Setting, encoded: bool) -> list[PlacedCache]:
+def make_caches(
+    engine: HasState,
+    geometry: Geometry,
+    setting: Setting,
+    evictions: Sequence[EvictionAlgorithm],
+    encoded: bool,
+) -> list[PlacedCache]:
     """Return the caches of a run; slots of `encoded` experts have the size of their level."""
     partitions, names = setting.capacity.partitions(geometry.num_layers), count()
     pools: list[PlacedCache] = []
-    for size, layers in zip(setting.capacity.bytes_by_partition, partitions, strict=True):
-        eviction = setting.policy.eviction.build(geometry, setting.seed)
+    for index, (eviction, layers) in enumerate(zip(evictions, partitions, strict=True)):
         if encoded:
-            pools.append(LeveledCache(size, eviction, geometry, names))
+            pools.append(LeveledCache(engine, index, eviction, names))
         else:
-            pools.append(SlottedCache(size, eviction, geometry, layers))
+            pools.append(SlottedCache(engine, index, eviction, geometry, layers))
     return pools

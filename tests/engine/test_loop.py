@@ -1,4 +1,4 @@
-"""The compiled replay gives the engine's figures to the last digit, whatever the setting."""
+"""Batches of passes, and machine code, give the figures of single events to the last digit."""
 
 from __future__ import annotations
 
@@ -10,24 +10,21 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lm_eval_moecache.algorithms import features, ranked
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.engine import compiled
-from lm_eval_moecache.engine.compiled import _MODULES
-from lm_eval_moecache.engine.core import Count
-from lm_eval_moecache.engine.engine import Setting, VirtualEngine
 from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.virtual import loop
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
+from lm_eval_moecache.engine.virtual.loop import MODULES
 from lm_eval_moecache.records.artifact import UseProfile
-from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.jit import Upgrade, has_numba, is_kept
-from lm_eval_moecache.records.ledger import COUNTED
 from lm_eval_moecache.records.sizes import parse_capacity
-from lm_eval_moecache.testing.streams import fresh, make_geometry, make_hardware, make_stream
+from lm_eval_moecache.testing.streams import fresh, make_geometry, make_hardware, make_stream, run
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Drafted, Trace
 from tests.engine import traces
-from tests.engine.traces import HARDWARE, draw_trace, setting_for
+from tests.engine.traces import HARDWARE, draw_trace, one_by_one, setting_for
 
 PLAIN = "lru fifo lfu belady lfru layered_lru shallow_first".split()
 RULES: dict[str, list[dict[str, Any]]] = {
@@ -74,9 +71,8 @@ def figures(engine: VirtualEngine) -> dict[str, Any]:
 
 def assert_equal(trace: Trace, setting: Setting, cache_reset: str = "never") -> VirtualEngine:
     future = Future(trace)
-    slow = replay(trace, setting, future=future, cache_reset=cache_reset, compiled=False)
+    slow = replay(trace, setting, future=future, cache_reset=cache_reset, on_engine=one_by_one)
     fast = replay(trace, setting, future=future, cache_reset=cache_reset)
-    assert fast.uncompiled == "" and slow.uncompiled
     expected, actual = figures(slow), figures(fast)
     for name in expected:
         assert actual[name] == expected[name], name
@@ -149,7 +145,7 @@ def machine_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile at once the loop that runs as plain Python in the other tests (conftest)."""
     numba = pytest.importorskip("numba")
     monkeypatch.setattr(numba.config, "DISABLE_JIT", False)
-    monkeypatch.setattr(compiled, "UPGRADE", Upgrade(_MODULES, "run", load=0, make=0))
+    monkeypatch.setattr(loop, "UPGRADE", Upgrade(MODULES, "step", load=0, make=0))
     has_numba.cache_clear()
     yield
     has_numba.cache_clear()
@@ -167,51 +163,48 @@ def test_compiled_by_numba(machine_code: None) -> None:
         for capacity in ("2", "30%", "5/layer"):
             for link in ("priority", "fifo"):
                 assert_equal(trace, setting_for(trace, capacity, axes, policy, link=link))
-    assert is_kept(_MODULES, "run")
+    assert is_kept(MODULES, "step")
 
 
-def test_a_live_rule_that_is_compiled_in_between(
+def test_lossy_and_laddered_events_in_machine_code(
     machine_code: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trace = draw_trace(7, LAYERS, 16, 3)
-    for axes in ({"eviction": "least_stale"}, {"eviction": "score"}, {"eviction": "hazard"}):
-        setting = setting_for(trace, "30%", {**axes, "prefetch": "next_gate"})
-        never = Upgrade((features,), "play", load=10**9, make=10**9)
-        monkeypatch.setattr(ranked, "UPGRADE", never)
-        plain = replay(trace, setting, compiled=False)
-        soon = Upgrade((features,), "play", load=20, make=20)
-        monkeypatch.setattr(ranked, "UPGRADE", soon)
-        assert figures(replay(trace, setting, compiled=False)) == figures(plain)
-
-
-def test_live_passes(machine_code: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "is_compiled", lambda: True)
     geometry = make_geometry(4, 16, 3)
-    passes = make_stream(geometry)
-    for axes in ({"eviction": "score"}, {"prefetch": "score"}, {"eviction": "hazard"}):
-        for capacity, link in (("2", "priority"), ("30%", "fifo"), ("5/layer", "priority")):
-            setting = Setting(
-                policy=load_policy("on_demand", {"prefetch": "next_gate", **axes}),
-                capacity=parse_capacity(capacity, geometry),
-                hardware=make_hardware(),
-                link=link,
-            )
-            reference, compiled_engine = (
-                VirtualEngine(geometry, setting),
-                compiled.live_engine(geometry, setting),
-            )
-            assert not compiled_engine.uncompiled
-            for engine in (reference, compiled_engine):
-                for events in passes:
-                    if events[0].phase == PREFILL:
-                        engine.reset_cache()
-                    engine.begin_pass(events[0].phase, events[0].num_tokens)
-                    for event in events:
-                        engine.enter(event.layer, event.num_tokens)
-                        engine.run(fresh(event, engine.depth))
-                    engine.end_pass()
-                engine.check_integrity()
-            assert compiled_engine.ledger.passes == reference.ledger.passes
+    for axes in (
+        {"routing": "cache_prior", "prefetch": "next_gate"},
+        {"miss": "fetch_lowest", "prefetch": "next_gate", "eviction": "lhu"},
+        {"miss": "drop", "routing": "swap_rank", "eviction": "score"},
+    ):
+        policy = load_policy("on_demand", axes)
+        fast = run(policy, geometry, "30%")
+        assert fast.engine.loop.is_compiled  # type: ignore[attr-defined]
+        with monkeypatch.context() as patch:
+            patch.setattr(loop.Loop, "expect", lambda *_, **__: None)
+            assert run(policy, geometry, "30%").figures == fast.figures
+
+
+def test_plain_python_can_go_on_where_machine_code_was(machine_code: None) -> None:
+    geometry = make_geometry(3, 8, 2)
+    policy, passes = load_policy("on_demand", {"prefetch": "next_gate"}), make_stream(geometry)
+    runs = []
+    for leaves in (False, True):
+        engine = VirtualEngine(
+            geometry,
+            Setting(
+                policy=policy, capacity=parse_capacity("30%", geometry), hardware=make_hardware()
+            ),
+        )
+        for events in passes:
+            if leaves and events[0].pass_index == 5:
+                engine.loop.leave()
+            engine.begin_pass(events[0].phase, events[0].num_tokens)
+            for event in events:
+                engine.enter(event.layer, event.num_tokens)
+                engine.run(fresh(event, engine.depth))
+            engine.end_pass()
+        assert engine.loop.is_compiled != leaves
+        runs.append(figures(engine))
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.slow
@@ -228,25 +221,3 @@ def test_what_became_of_drafts() -> None:
     trace = dataclasses.replace(trace, drafted=Drafted(settled={2: (3, 1), 5: (2, 2)}))
     passes = assert_equal(trace, setting_for(trace, "50%")).ledger.passes
     assert [(p.index, p.drafted, p.accepted) for p in passes if p.drafted] == [(2, 3, 1), (5, 2, 2)]
-
-
-def test_what_is_not_compiled_says_why() -> None:
-    trace = draw_trace(7)
-
-    def reason(policy: str, **axes: str) -> str:
-        return replay(trace, setting_for(trace, "50%", axes, policy)).uncompiled
-
-    assert "Random" in reason("on_demand", eviction="random")
-    assert "lossy" in reason("mixture_cache")
-    assert "host" in reason("on_demand", miss="host")
-
-
-def test_every_count_is_of_the_compiled_loop_or_of_what_never_runs_there() -> None:
-    """A count missing from the loop would read 0, and for lossless policies alone."""
-    lossy = {"dropped", "unfaithful", "substituted", "low_precision", "avoided", "lost_weight"}
-    uncompiled = lossy | {"weighed_tokens", "host_executed", "host_s", "host_wait_s", "draft_s"}
-    from_trace = {"token_requests", "drafted", "accepted"}
-    counted = {field.name for field in dataclasses.fields(Count)}
-    assert not counted & (uncompiled | from_trace)
-    missing = set(COUNTED) - counted - uncompiled - from_trace
-    assert not missing, f"{missing}: count it in engine/core.py (and its Count), too"

@@ -1,0 +1,378 @@
+"""The engine of the virtual clock: events are served by the loop over tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lm_eval_moecache.engine import core
+from lm_eval_moecache.engine.decide import Plan
+from lm_eval_moecache.engine.engine import Engine, TokenPass
+from lm_eval_moecache.engine.host import HostStage
+from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE, Setting
+from lm_eval_moecache.engine.tables import HasState, read
+from lm_eval_moecache.engine.virtual.costs import Costs, attention_s
+from lm_eval_moecache.engine.virtual.loop import (
+    COUNTS,
+    NO_WEIGHTS,
+    NOTHING,
+    NOTHING_PROPOSED,
+    Loop,
+    joined,
+)
+from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.records.data_aware import cost_of
+from lm_eval_moecache.records.event import NO_PREDICTIONS, Event, Fetch
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.jit import Array
+from lm_eval_moecache.records.ledger import COUNTED, PassRecord
+from lm_eval_moecache.records.predictor import FREE, PredictorCost, costs, target_of
+from lm_eval_moecache.trace.future import Future
+
+LIVE_PASSES = 1500
+"""What a live run is expected to have: enough to load machine code, not to make it."""
+
+
+OF_EVENTS = frozenset(COUNTED) - {"bytes_moved", "link_busy_s", "evictions", "lifetime_tokens"}
+"""Counts that events add to; the others are differences of totals (`Engine.end_pass`)."""
+_WARM = np.zeros(1, np.bool_)
+
+
+class VirtualClock:
+    """The tables' time."""
+
+    def __init__(self, engine: HasState) -> None:
+        self._engine = engine
+
+    @property
+    def now(self) -> float:
+        return float(read(self._engine.state.run, 0, "now"))
+
+    def synchronize(self) -> None:
+        """Do nothing: every step was charged when it was taken."""
+
+
+class VirtualLink:
+    """The tables' link: one transfer at a time; each takes latency + bytes / bandwidth seconds.
+
+    With `fifo` everything moves in order of issue: prefetches are neither overtaken by demands nor
+    withdrawn when their event is over. This is CommitMoE's premise of transfers that "cannot be
+    canceled once initiated".
+
+    Where the profile has several lanes, or experts are read by projections, an event's demands move
+    together over the lanes. Prefetches go one at a time, at the rate of one request.
+    """
+
+    num_issued = 0
+    """Prefetches that hold cache bytes but are not yet counted as transfers: none."""
+
+    def __init__(self, engine: HasState) -> None:
+        self._engine = engine
+
+    def _read(self, name: str) -> Any:
+        return read(self._engine.state.run, 0, name)
+
+    @property
+    def bytes_moved(self) -> int:
+        return int(self._read("moved"))
+
+    @property
+    def transfers(self) -> int:
+        return int(self._read("transfers"))
+
+    @property
+    def busy_s(self) -> float:
+        return float(self._read("busy_s"))
+
+    @property
+    def busy_until(self) -> float:
+        return float(self._read("busy_until"))
+
+    @property
+    def inflight(self) -> int | None:
+        """Key of the prefetch in flight, which lands at `busy_until`."""
+        key = int(self._read("inflight"))
+        return None if key < 0 else key
+
+    @property
+    def active(self) -> bool:
+        """Whether a prefetch is in flight or queued."""
+        return self.inflight is not None or self._read("queued") > 0
+
+    def is_pending(self, key: int) -> bool:
+        """Whether a prefetch of this key is in flight or queued."""
+        slots = self._engine.state.slots
+        return bool(read(slots, key, "arriving")) or read(slots, key, "due") >= 0
+
+
+class VirtualEngine(Engine):
+    """Serves an event in virtual time: `run` goes from its lookup to the end of its last expert.
+
+    Once there is much to do, the tables become arrays and the loop runs in machine code. Passes
+    that need nothing from Python in between are then served at their end; caches, link and clock
+    are up to date after each pass.
+    """
+
+    is_virtual = True
+
+    def __init__(self, geometry: Geometry, setting: Setting, future: Future | None = None) -> None:
+        charged, hardware = setting.charged(geometry), setting.hardware
+        self.costs = Costs(hardware, charged)
+        if setting.execute == AS_THEY_ARRIVE and len(charged.precision) > 1:
+            raise ValueError(
+                f"execute={setting.execute!r} is for a store of one precision, and this one has "
+                f"{':'.join(charged.precision)}. Allowed: execute='together'."
+            )
+        super().__init__(geometry, setting, self.costs, future)
+        prefetch, miss = self.rules.prefetch, self.rules.miss
+        if miss.host_rule:
+            self.outside.host = HostStage(miss.host_rule, hardware, charged, self.costs)
+            self.outside.uploads = miss.uploads
+        self.clock, self.link = VirtualClock(self), VirtualLink(self)
+        self._predictor: Sequence[PredictorCost] = ()
+        if prefetch.uses_predictor:
+            assert prefetch.artifact is not None, "a predictor without its artifact"
+            self._predictor = costs(prefetch.artifact)
+        self._attention_s = 0.0
+        """Seconds of each layer's attention to the context, in the pass in progress."""
+        if self.draft_stage is not None:
+            self.draft_stage.plan(charged, setting.capacity.bytes_by_partition)
+        self.loop = Loop(self)
+        self._entered = 0
+        """`core.ENTER` from an event's `enter` until it is looked up."""
+        self._dense_s, self._num_tokens = 0.0, 0
+        """The dense part of the layer entered, and its tokens."""
+        self._layers = np.arange(charged.num_layers + 1)
+        self._seconds_of: dict[tuple[int, str], Array] = {}
+        self._fill()
+        self._before = self._totals()
+
+    def watch_waves(self, on_wave: Callable[[Sequence[int]], object]) -> None:
+        """Call `on_wave` with the keys of each wave once all are there, or run on the host."""
+        self.loop.leave()
+        self.outside.on_wave = on_wave
+        self.state.run[0].watched = 1
+
+    def record_spans(self, add_span: Callable[[str, float, float, int, int], object]) -> None:
+        """Call `add_span` with all that clock, link and host do (see `Outside.add_span`)."""
+        self.loop.leave()
+        self.outside.add_span = add_span
+        self.state.run[0].recorded = 1
+
+    @property
+    def needs_python(self) -> bool:
+        """Whether the loop calls Python while it serves an event."""
+        if self.rank is None or self.draft_stage is not None or self.rules.prefetch.foresees:
+            return True
+        names = "hosts", "lanes", "piecewise", "watched", "recorded"
+        return any(read(self.state.run, 0, name) for name in names)
+
+    @property
+    def decides(self) -> bool:
+        """Whether Python decides between an event's lookup and its loads, or looks on."""
+        rules = self.rules
+        return bool(rules.is_lossy or rules.ladder or self.on_event is not None)
+
+    def expect(self, num_passes: int) -> None:
+        """Note how many passes are to come."""
+        if not self.needs_python:
+            self.loop.expect(num_passes)
+
+    def begin_pass(
+        self,
+        phase: str,
+        num_tokens: int,
+        predicted: Mapping[int, FloatArray] = NO_PREDICTIONS,
+        positions: IntArray | None = None,
+    ) -> PassRecord:
+        if not (self.loop.is_compiled or self._is_open or self.needs_python):
+            self.loop.expect(0, done=1)
+        return super().begin_pass(phase, num_tokens, predicted, positions)
+
+    def _count_pass(self, index: int, num_tokens: int) -> None:
+        self.loop.step(core.BEGIN, self.loop.batch(num_tokens=num_tokens), index)
+
+    def _follow(self, record: PassRecord, positions: IntArray | None = None) -> None:
+        super()._follow(record)
+        self.loop.begin(record)
+        setting = self.setting
+        if positions is not None and setting.emulate is not None:
+            seconds = attention_s(setting.emulate, setting.hardware, record.phase, positions)
+            self._attention_s = seconds
+
+    def _predict_pass(self, event: Event) -> None:
+        # A third-party prefetcher without an artifact has no known cost.
+        artifact = self.rules.prefetch.artifact
+        cost = FREE if artifact is None else cost_of(artifact)
+        ready_s = self.clock.now + self.costs.network_s(cost, event.num_tokens)
+        self._submit(event, ready_s)
+        # The predictor reads the tokens before the first layer's dense part can run.
+        core.wait_until(self.state, ready_s)
+
+    def enter(self, layer: int, num_tokens: int) -> None:
+        self._dense_s = self.costs.dense_s(layer, num_tokens) + self._attention_s
+        self._entered, self._num_tokens = core.ENTER, num_tokens
+        if not self.loop.is_compiled:
+            self._enter(layer)
+
+    def _enter(self, layer: int) -> None:
+        """Charge the layer's dense part, if that is still to do."""
+        if self._entered:
+            batch = self.loop.batch(num_tokens=self._num_tokens, dense_s=self._dense_s)
+            self.loop.step(self._entered, batch, layer=layer)
+            self._entered = 0
+
+    def _look_up(self, event: Event) -> int:
+        what, self._entered = core.LOOK_UP | self._entered, 0
+        batch = self._batch_of(event, dense_s=self._dense_s)
+        return self.loop.step(what, batch, layer=event.layer)
+
+    def _residents(self, layer: int) -> dict[int, int]:
+        self._enter(layer)
+        if not self.loop.is_compiled:
+            return super()._residents(layer)
+        base = self.geometry.key(layer, 0)
+        flags = self.state.experts["resident"][base : base + self.geometry.num_experts]
+        keys: list[int] = (np.flatnonzero(flags) + base).tolist()
+        if not self.rules.ladder:
+            return dict.fromkeys(keys, 0)
+        return dict(zip(keys, self.state.slots["level"][keys].tolist(), strict=True))
+
+    def _is_pending(self, key: int) -> bool:
+        return bool(self.link.is_pending(key))
+
+    def _mark_demands(self, event: Event, demands: Sequence[Fetch]) -> None:
+        """Do nothing: the demands are marked when the event is closed."""
+
+    def run(self, event: Event) -> Plan:
+        rules, layer = self.rules, event.layer
+        plan = self._decide(event)
+        event, demands = plan.event, plan.demands
+        proposed: tuple[Sequence[int], Sequence[int]] = (), ()
+        if rules.prefetches and (self.answers is not None or not rules.prefetch.foresees):
+            proposed = self._propose(event)
+        predict_s = self.predicting_s(layer, len(event.predicted), event.num_tokens)
+        batch = self._batch_of(event, *proposed, predict_s)
+        number = event.pass_index * self.geometry.num_layers + layer
+        if demands is None:
+            self.loop.step(core.CLOSE, batch, number, layer)
+        else:
+            self.loop.step(core.DEMAND | core.CLOSE, batch, number, layer, demands)
+        if rules.ladder:
+            plan.levels = self.loop.levels(event.keys)
+        return plan
+
+    def _batch_of(
+        self,
+        event: Event,
+        proposed: Sequence[int] = (),
+        proposed_levels: Sequence[int] = (),
+        predict_s: float = 0.0,
+        dense_s: float = 0.0,
+    ) -> core.PassBatch:
+        batch = super()._batch_of(event, proposed, proposed_levels, predict_s, dense_s)
+        return self.loop.as_arrays(batch) if self.loop.is_compiled else batch
+
+    def serve(self, token_pass: TokenPass) -> None:
+        if self.needs_python or self.decides:
+            super().serve(token_pass)
+            return
+        [counts] = self.serve_passes(self._batch_of_pass(token_pass)).tolist()
+        for name, value in zip(COUNTS, counts, strict=True):
+            if name in OF_EVENTS:
+                setattr(self.record, name, value)
+
+    def end_pass(self) -> None:
+        self.loop.end(self.record)
+        super().end_pass()
+
+    def _batch_of_pass(self, token_pass: TokenPass) -> core.PassBatch:
+        """Return the pass in progress as a batch."""
+        num_layers, top_k, record = self.geometry.num_layers, self.geometry.top_k, self.record
+        assert len(token_pass.keys) == num_layers, "a pass that lacks layers"
+        keys, proposed = token_pass.keys.ravel(), NOTHING_PROPOSED
+        if token_pass.proposed is not None:
+            proposed = token_pass.proposed
+        elif self.rules.prefetch.is_active:
+            proposed = joined([self.rules.prefetch.propose(event) for event in token_pass.events()])
+        experts: Array = NOTHING
+        weights: Array = NO_WEIGHTS
+        if token_pass.weights is not None and self.eviction.uses_weights:
+            experts, weights = keys % self.geometry.num_experts, token_pass.weights.ravel()
+        kind = record.num_tokens, record.phase
+        if kind not in self._seconds_of:
+            self._seconds_of[kind] = self.seconds(*kind)
+        dense_s, predict_s = self._seconds_of[kind]
+        if self._attention_s:
+            dense_s = dense_s + self._attention_s
+        return core.PassBatch(
+            first_pass=record.index,
+            keys=keys,
+            bounds=self._layers * top_k,
+            rows=self._layers,
+            experts=experts,
+            weights=weights,
+            dense_s=dense_s,
+            predict_s=predict_s,
+            next_use=NOTHING,
+            proposed=proposed[0],
+            proposed_bounds=proposed[1],
+            proposed_levels=NOTHING,
+            cold=_WARM,
+            warm=NOTHING,
+        )
+
+    def serve_passes(self, batch: core.PassBatch) -> Array:
+        """Serve a batch of passes; return their counts, as records of `core.PassCounts`."""
+        return self.loop.serve_passes(batch)
+
+    def seconds(self, tokens: int, phase: str) -> Array:
+        """Return the seconds of each layer's dense part and of its predictions: [2, layers]."""
+        num_layers, prefetch = self.geometry.num_layers, self.rules.prefetch
+        layers = range(num_layers)
+        ahead = [min(self.depth, num_layers - 1 - layer) for layer in layers]
+        if self.depth and prefetch.uses_predictor:
+            ahead = [int(target_of(layer, num_layers, phase) is not None) for layer in layers]
+        dense_s = [self.costs.dense_s(layer, tokens) for layer in layers]
+        predict_s = [self.predicting_s(layer, ahead[layer], tokens) for layer in layers]
+        return np.array([dense_s, predict_s])
+
+    def predicting_s(self, layer: int, num_predicted: int, num_tokens: int) -> float:
+        """Return the seconds of a layer's predictions, by gates or by a trained predictor."""
+        if not self._predictor or not num_predicted:
+            return self.costs.gates_s(num_predicted)
+        return self.costs.network_s(self._predictor[layer], num_tokens)
+
+    def waves(self) -> Iterator[tuple[Mapping[int, int], bool]]:
+        """Yield nothing: `run` has executed the whole event."""
+        return iter(())
+
+    def time_load(self, count: int) -> float:
+        latency_s, move_s = (
+            read(self.state.run, 0, "latency_s"),
+            read(self.state.levels, 0, "move_s"),
+        )
+        return float(count * (move_s + latency_s))
+
+    def begin_scan(self, num_tokens: int) -> None:
+        self.loop.leave()
+        super().begin_scan(num_tokens)
+
+    def _empty(self) -> None:
+        self.loop.step(core.RESET, self.loop.batch(warm=self.warm))
+
+    def settle(self) -> None:
+        self.loop.step(core.SETTLE, self.loop.batch())
+
+    def advance(self, seconds: float) -> None:
+        core.wait_until(self.state, self.clock.now + seconds)
+        core.drain(self.state, self.rank, self.clock.now, -1, 0)
+
+    def await_prefetches(self) -> float:
+        if not self.link.active:
+            return 0.0
+        core.drain(self.state, self.rank, math.inf, -1, 0)
+        return core.wait_until(self.state, self.link.busy_until)

@@ -1,0 +1,169 @@
+"""Runs `engine.core` over tables of objects, or in machine code over arrays of records.
+
+Which of the two it is changes no figure: a reader may take all of it for plain Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lm_eval_moecache.algorithms import features
+from lm_eval_moecache.algorithms.ranked import compiled_rank
+from lm_eval_moecache.algorithms.registry import is_own
+from lm_eval_moecache.engine import core
+from lm_eval_moecache.engine.tables import read
+from lm_eval_moecache.records.event import Fetch
+from lm_eval_moecache.records.jit import (
+    Array,
+    NotCompilable,
+    Upgrade,
+    as_records,
+    compiled,
+    dtype_of,
+    make_table,
+)
+from lm_eval_moecache.records.ledger import COUNTED, PassRecord
+
+if TYPE_CHECKING:
+    from lm_eval_moecache.engine.virtual.engine import VirtualEngine
+
+_TYPES = (
+    *(np.int64, np.int64, np.int64, np.int64, np.float64, np.float64, np.float64),
+    *(np.int64, np.int64, np.int64, np.int64, np.bool_, np.int64),
+)
+"""Dtypes of the arrays of a `PassBatch`, in order, for which the loop is compiled.
+
+One for all integers: numba compiles a function once for each type of its arguments."""
+_KINDS = (
+    *(features.Expert, features.Layer, features.Now, features.Forecast),
+    *(core.Slot, core.Level, core.LayerState, core.Queue, core.CacheState, core.RunState),
+)
+"""What the tables hold, in the order of `core.State`."""
+NOTHING, NO_WEIGHTS = np.zeros(0, np.int64), np.zeros(0, np.float64)
+NOTHING_PROPOSED = NOTHING, np.zeros(1, np.int64)
+COUNTS = dtype_of(core.PassCounts).names
+MODULES = features, core
+UPGRADE = Upgrade(MODULES, "step", load=20_000, make=400_000)
+"""Counts events, of which plain Python serves one in about 15 us; twice with a prefetcher."""
+
+
+class Loop:
+    """The form of an engine's tables, and the function that serves them."""
+
+    def __init__(self, engine: VirtualEngine) -> None:
+        self._engine = engine
+        self.is_compiled = False
+        self._can_compile = True
+        prefetches = engine.rules.prefetch.is_active
+        self._work_per_pass = engine.geometry.num_layers * (2 if prefetches else 1)
+        self._step: Callable[..., int] = core.step
+        self._rank: Any = engine.rank
+        self._counts: Any = [engine.record]
+
+    def expect(self, num_passes: int, done: int = 0) -> None:
+        """Switch to machine code if that pays for the passes done and those known to come."""
+        if self._can_compile and not self.is_compiled:
+            work, done = num_passes * self._work_per_pass, done * self._work_per_pass
+            if UPGRADE.is_due(done=done, ahead=work):
+                self._compile()
+
+    def leave(self) -> None:
+        """Return to plain Python for good: something is asked that only it can do."""
+        if self.is_compiled:
+            tables = zip(_KINDS, self._engine.state, strict=False)
+            objects: list[Any] = [[kind(*row) for row in table.tolist()] for kind, table in tables]
+            self._engine.state = core.State(*[*objects, self._engine.outside])
+            self._step, self._rank = core.step, self._engine.rank
+        self._can_compile = self.is_compiled = False
+        self._counts = [self._engine.record]
+
+    def _compile(self) -> None:
+        engine = self._engine
+        try:
+            rank = compiled_rank(self._rank)
+        except NotCompilable:
+            if is_own(type(engine.eviction)):
+                raise
+            self._can_compile = False
+            return
+        tables: list[Any] = [as_records(table) for table in engine.state[:-1]]
+        engine.state = core.State(*[*tables, None])
+        self._step, self._rank, self.is_compiled = compiled(MODULES, "step"), rank, True
+        self._counts = np.zeros(1, dtype_of(core.PassCounts))
+
+    def batch(
+        self, num_tokens: int = 0, dense_s: float = 0.0, warm: Sequence[int] = ()
+    ) -> core.PassBatch:
+        """Return a batch of an event without keys."""
+        batch = core.PassBatch(
+            *(0, (), (0, 0), (0, num_tokens), (), (), (dense_s,), (0.0,)),
+            *((), (), (0, 0), (), (), warm),
+        )
+        return self.as_arrays(batch) if self.is_compiled else batch
+
+    def as_arrays(self, batch: core.PassBatch) -> core.PassBatch:
+        """Return the batch in the form that the machine code takes."""
+        arrays: list[Array] = [
+            np.ascontiguousarray(values, kind)
+            for values, kind in zip(batch[1:], _TYPES, strict=True)
+        ]
+        return core.PassBatch(batch.first_pass, *arrays)
+
+    def begin(self, record: PassRecord) -> None:
+        """Count for this record from now on."""
+        if self.is_compiled:
+            self._counts[:] = 0
+        else:
+            self._counts = [record]
+
+    def end(self, record: PassRecord) -> None:
+        """Add what was counted to the record."""
+        if self.is_compiled:
+            for name in COUNTED:
+                if value := self._counts[name][0].item():
+                    setattr(record, name, getattr(record, name) + value)
+            self._counts[:] = 0
+
+    def step(
+        self,
+        what: int,
+        batch: core.PassBatch,
+        number: int = 0,
+        layer: int = 0,
+        demands: Sequence[Fetch] = (),
+    ) -> int:
+        """Do a step of an event (see `core.step`)."""
+        keys: Any = [key for key, _ in demands]
+        levels: Any = [level for _, level in demands]
+        if self.is_compiled:
+            keys, levels = np.array(keys, np.int64), np.array(levels, np.int64)
+        call = what, number, layer, keys, levels, len(demands)
+        return self._step(*self._engine.state, self._rank, batch, self._counts, *call)
+
+    def serve_passes(self, batch: core.PassBatch) -> Array:
+        """Serve a batch of passes; return their counts, as records of `core.PassCounts`."""
+        num_passes = len(batch.cold)
+        if self.is_compiled:
+            counts: Any = np.zeros(num_passes, dtype_of(core.PassCounts))
+            call = core.PASSES, 0, 0, NOTHING, NOTHING, 0
+            self._step(*self._engine.state, self._rank, self.as_arrays(batch), counts, *call)
+            return counts
+        objects = make_table(core.PassCounts, num_passes)
+        lists = [batch.first_pass, *(values.tolist() for values in batch[1:])]
+        core.serve_passes(self._engine.state, self._rank, core.PassBatch(*lists), objects)
+        UPGRADE.is_due(done=num_passes * self._work_per_pass)
+        return as_records(objects)
+
+    def levels(self, keys: Sequence[int]) -> dict[int, int]:
+        """Return the precision level at which each of these keys was last executed."""
+        slots = self._engine.state.slots
+        return {key: int(read(slots, key, "executed_level")) for key in keys}
+
+
+def joined(keys: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+    """Return all keys in one array, and the bounds of each sequence in it [sequences + 1]."""
+    return np.array([*chain.from_iterable(keys)], np.int64), np.cumsum([0, *map(len, keys)])
