@@ -6,7 +6,6 @@ from collections.abc import Container
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import HitRule
-from lm_eval_moecache.records.geometry import Geometry
 
 
 class ARC(HitRule):
@@ -20,8 +19,8 @@ class ARC(HitRule):
 
     source: ClassVar[str] = "Megiddo and Modha, FAST 2003, figure 4; as libCacheSim's ARC"
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        super().__init__(geometry, seed=seed)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._t1: dict[int, None] = {}
         self._t2: dict[int, None] = {}
         self._b1: dict[int, None] = {}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from typing import ClassVar
 
+from lm_eval_moecache.algorithms.parameters import Algorithm
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.future import Future
 
 
-class EvictionAlgorithm(ABC):
+class EvictionAlgorithm(Algorithm):
     """Chooses the victim; sizes, pins and residency are the cache's alone.
 
     The cache guarantees the order `on_insert` -> any number of `on_event` / `on_predicted` ->
@@ -22,10 +22,6 @@ class EvictionAlgorithm(ABC):
     in its constructor's arguments and the calls it receives; ties go to the smaller key.
     """
 
-    source: ClassVar[str]
-    """The paper and section it implements."""
-    draws: ClassVar[bool] = False
-    """Whether its choices depend on the seed."""
     uses_weights: ClassVar[bool] = False
     """Whether `Event.experts` and `Event.weights` are needed in every pass.
 
@@ -37,19 +33,12 @@ class EvictionAlgorithm(ABC):
     """Whether it needs the future, so that only a replay can run it."""
     compares_layers: ClassVar[bool] = False
     """Whether it only chooses between layers, which a cache of one layer (`n/layer`) has not."""
-    pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Axis -> the only algorithms there that go with this one; `pairs_because` says why."""
-    pairs_because: ClassVar[str] = ""
 
     capacity_bytes: int = 0
     """Bytes of the cache it serves, which sets it before the first call."""
     num_slots: int = 0
     """Experts of the model's mean size, at the best level, that the cache has room for: what ARC,
     2Q and S3-FIFO divide. At least 1; the cache sets it before the first call."""
-
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        self.geometry = geometry
-        self.seed = seed
 
     def prepare(self, future: Future) -> None:
         """Receive the future; replays call it once, before the first event."""
@@ -123,8 +112,8 @@ class RecencyRule(EvictionAlgorithm):
     The experts of an event count as used in order of need. O(1) per call.
     """
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        super().__init__(geometry, seed=seed)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.order: dict[int, None] = {}
         """Residents, the least recently used first."""
 
@@ -158,8 +147,8 @@ class HitRule(EvictionAlgorithm):
     the side effects of its choice, which take effect in `forget` of that key.
     """
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        super().__init__(geometry, seed=seed)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._loading: set[int] = set()
         """Keys that a demand has just loaded: their next use is the demand itself."""
 

@@ -6,7 +6,6 @@ from collections.abc import Container
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import HitRule
-from lm_eval_moecache.records.geometry import Geometry
 
 
 class Clock(HitRule):
@@ -19,8 +18,8 @@ class Clock(HitRule):
 
     source: ClassVar[str] = "Corbato 1968; as libCacheSim's Clock with a one-bit counter"
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        super().__init__(geometry, seed=seed)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._hit: dict[int, bool] = {}
         """Resident key -> its bit, the next under the hand first."""
         self._passed: tuple[int, list[int]] = (-1, [])

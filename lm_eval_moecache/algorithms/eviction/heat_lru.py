@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import RecencyRule
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Count
 
 
+@dataclass(eq=False, kw_only=True)
 class HeatLRU(RecencyRule):
     """Evicts the least recently used of the experts used at most `protect_above` times.
 
@@ -23,9 +24,10 @@ class HeatLRU(RecencyRule):
 
     source: ClassVar[str] = "TheTom/llama-cpp-turboquant#300 (heat-protected eviction)"
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0, protect_above: Count = 4) -> None:
-        super().__init__(geometry, seed=seed)
-        self._protect_above = protect_above
+    protect_above: Count = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._uses: dict[int, int] = {}
         self._loading: set[int] = set()
 
@@ -51,5 +53,5 @@ class HeatLRU(RecencyRule):
 
     def victim(self, pinned: Container[int], layer: int) -> int | None:
         free = [key for key in self.order if key not in pinned]
-        cool = (key for key in free if self._uses[key] <= self._protect_above)
+        cool = (key for key in free if self._uses[key] <= self.protect_above)
         return next(cool, free[0] if free else None)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Count
 
 
+@dataclass(eq=False, kw_only=True)
 class Hysteresis(EvictionAlgorithm):
     """Keeps the experts that first filled the cache until another is hotter by a quarter plus four.
 
@@ -26,11 +27,11 @@ class Hysteresis(EvictionAlgorithm):
 
     source: ClassVar[str] = "colibri c/tier.h (tier_pick_swap, tier_decay)"
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0, half_life: Count = 64) -> None:
-        super().__init__(geometry, seed=seed)
-        self._half_life = half_life
+    half_life: Count = 64
+
+    def __post_init__(self) -> None:
         self._passes = 0
-        self._heat = [0] * (geometry.num_layers * geometry.num_experts)
+        self._heat = [0] * (self.geometry.num_layers * self.geometry.num_experts)
         self._hot: set[int] = set()
         self._passing: dict[int, None] = {}
         """The longest there first."""
@@ -38,7 +39,7 @@ class Hysteresis(EvictionAlgorithm):
 
     def on_pass(self, pass_index: int) -> None:
         self._passes += 1
-        if self._passes % self._half_life == 0:
+        if self._passes % self.half_life == 0:
             self._heat = [heat >> 1 for heat in self._heat]
 
     def on_insert(self, key: int, prefetched: bool) -> None:

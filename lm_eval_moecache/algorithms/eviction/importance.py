@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm, RankedKeys
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.importance import ImportanceScores
 from lm_eval_moecache.records.ranges import Decay
 
 
+@dataclass(eq=False, kw_only=True)
 class Importance(EvictionAlgorithm):
     """Evicts the expert with the least importance, the decayed sum of its gate scores.
 
@@ -29,10 +30,11 @@ class Importance(EvictionAlgorithm):
     source: ClassVar[str] = "Kong et al. 2023 (SwapMoE), by its abstract"
     uses_logits: ClassVar[bool] = True
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0, decay: Decay = 0.95) -> None:
-        super().__init__(geometry, seed=seed)
-        self._scores = ImportanceScores(geometry, decay)
-        self._importance = np.zeros(geometry.num_layers * geometry.num_experts)
+    decay: Decay = 0.95
+
+    def __post_init__(self) -> None:
+        self._scores = ImportanceScores(self.geometry, self.decay)
+        self._importance = np.zeros(self.geometry.num_layers * self.geometry.num_experts)
         self._resident = RankedKeys()
 
     def on_insert(self, key: int, prefetched: bool) -> None:

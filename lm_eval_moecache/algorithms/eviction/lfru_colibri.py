@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 
 
 class LFRUColibri(EvictionAlgorithm):
@@ -23,8 +22,7 @@ class LFRUColibri(EvictionAlgorithm):
 
     source: ClassVar[str] = "colibri c/tier.h and c/bench_tier/policy_replay.py (LFRU)"
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        super().__init__(geometry, seed=seed)
+    def __post_init__(self) -> None:
         self._clock = 0
         self._uses: Counter[int] = Counter()
         self._last: dict[int, int] = {}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import RecencyRule
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import ProperShare
 
 
+@dataclass(eq=False, kw_only=True)
 class PinnedLRU(RecencyRule):
     """Keeps a share of the experts that first filled the cache, and the most recently used others.
 
@@ -23,9 +24,10 @@ class PinnedLRU(RecencyRule):
 
     source: ClassVar[str] = "engines' half-pinned caches (thecodacus/llama.cpp#5, imp#2061)"
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0, share: ProperShare = 0.5) -> None:
-        super().__init__(geometry, seed=seed)
-        self._share = share
+    share: ProperShare = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._kept: dict[int, None] = {}
         self._filling: dict[int, None] | None = {}
         """In order of arrival, until somebody has to leave."""
@@ -46,7 +48,7 @@ class PinnedLRU(RecencyRule):
 
     def _to_keep(self, filling: dict[int, None]) -> list[int]:
         """Return the last keys to arrive, because `warm` loads the hottest last."""
-        return list(filling)[max(0, len(filling) - int(self.num_slots * self._share)) :]
+        return list(filling)[max(0, len(filling) - int(self.num_slots * self.share)) :]
 
     def victim(self, pinned: Container[int], layer: int) -> int | None:
         kept = self._kept

@@ -6,7 +6,6 @@ from collections.abc import Container
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
-from lm_eval_moecache.records.geometry import Geometry
 
 _BITS = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15
@@ -23,11 +22,10 @@ class Random(EvictionAlgorithm):
     source: ClassVar[str] = "the usual uninformed baseline"
     draws: ClassVar[bool] = True
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        super().__init__(geometry, seed=seed)
+    def __post_init__(self) -> None:
         self._keys: list[int] = []
         self._place: dict[int, int] = {}
-        self._turn = seed * _STEP & _BITS
+        self._turn = self.seed * _STEP & _BITS
         """Changed by each eviction: what is drawn follows from it alone, however often asked."""
 
     def on_insert(self, key: int, prefetched: bool) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import GhostQueue, HitRule
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Count, ProperShare
 
 
+@dataclass(eq=False, kw_only=True)
 class S3FIFO(HitRule):
     """Evicts one-hit experts from a small FIFO early; the others live in a main FIFO with CLOCK.
 
@@ -26,18 +27,12 @@ class S3FIFO(HitRule):
 
     source: ClassVar[str] = "Yang et al., SOSP 2023; as libCacheSim's S3FIFO"
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        small_share: ProperShare = 0.1,
-        ghost_share: ProperShare = 0.9,
-        threshold: Count = 2,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self._small_share, self._ghost_share = small_share, ghost_share
-        self._threshold = threshold
+    small_share: ProperShare = 0.1
+    ghost_share: ProperShare = 0.9
+    threshold: Count = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._small: dict[int, int] = {}
         self._main: dict[int, int] = {}
         """Key -> hits, the oldest first, in both."""
@@ -47,7 +42,7 @@ class S3FIFO(HitRule):
         """The last answer of `victim`, and both queues when it leaves."""
 
     def _small_size(self) -> int:
-        return int(self.num_slots * self._small_share)
+        return int(self.num_slots * self.small_share)
 
     def on_miss(self, key: int) -> None:
         self._ghost.recall(key)
@@ -72,7 +67,7 @@ class S3FIFO(HitRule):
             del self._main[key]
             return
         del self._small[key]
-        self._ghost.add(key, int(self.num_slots * self._ghost_share))
+        self._ghost.add(key, int(self.num_slots * self.ghost_share))
 
     def victim(self, pinned: Container[int], layer: int) -> int | None:
         small, main = dict(self._small), dict(self._main)
@@ -87,7 +82,7 @@ class S3FIFO(HitRule):
         main_size = self.num_slots - self._small_size()
         if len(main) <= main_size:
             for key in [key for key in small if key not in pinned]:
-                if small[key] < self._threshold:
+                if small[key] < self.threshold:
                     return key
                 del small[key]
                 main[key] = 0

@@ -6,7 +6,6 @@ from collections.abc import Container
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import HitRule
-from lm_eval_moecache.records.geometry import Geometry
 
 
 class Sieve(HitRule):
@@ -20,8 +19,8 @@ class Sieve(HitRule):
 
     source: ClassVar[str] = "Zhang et al., NSDI 2024; as libCacheSim's Sieve"
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        super().__init__(geometry, seed=seed)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._hit: dict[int, bool] = {}
         """Resident key -> its bit, the oldest first."""
         self._hand: int | None = None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import HitRule
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Range
 
 Segments = Annotated[int, Range(least=2, why=": one is lru")]
 
 
+@dataclass(eq=False, kw_only=True)
 class SLRU(HitRule):
     """Evicts from the lowest of several LRU segments; a hit moves an expert one segment up.
 
@@ -25,9 +26,11 @@ class SLRU(HitRule):
 
     source: ClassVar[str] = "Karedla et al. 1994; as libCacheSim's SLRU"
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0, segments: Segments = 4) -> None:
-        super().__init__(geometry, seed=seed)
-        self._segments: list[dict[int, None]] = [{} for _ in range(segments)]
+    segments: Segments = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._segments: list[dict[int, None]] = [{} for _ in range(self.segments)]
         """Least recently used first in each; the last segment is the most protected."""
 
     def _size(self) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Container
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
-from lm_eval_moecache.records.geometry import Geometry
 
 
 class Static(EvictionAlgorithm):
@@ -20,8 +19,7 @@ class Static(EvictionAlgorithm):
 
     source: ClassVar[str] = "engines' static placement (thecodacus/llama.cpp#5, imp#2061)"
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        super().__init__(geometry, seed=seed)
+    def __post_init__(self) -> None:
         self._placed: dict[int, None] = {}
         self._passing: dict[int, None] = {}
         self._is_full = False

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import GhostQueue, HitRule
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import ProperShare
 
 
+@dataclass(eq=False, kw_only=True)
 class TwoQ(HitRule):
     """Evicts from a FIFO of first-time experts while that is above its share, else by LRU.
 
@@ -23,16 +24,11 @@ class TwoQ(HitRule):
 
     source: ClassVar[str] = "Johnson and Shasha, VLDB 1994; as libCacheSim's TwoQ"
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        in_share: ProperShare = 0.25,
-        out_share: ProperShare = 0.5,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self._in_share, self._out_share = in_share, out_share
+    in_share: ProperShare = 0.25
+    out_share: ProperShare = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._in: dict[int, None] = {}
         self._out = GhostQueue()
         self._main: dict[int, None] = {}
@@ -53,9 +49,9 @@ class TwoQ(HitRule):
             del self._main[key]
             return
         del self._in[key]
-        self._out.add(key, int(self.num_slots * self._out_share))
+        self._out.add(key, int(self.num_slots * self.out_share))
 
     def victim(self, pinned: Container[int], layer: int) -> int | None:
-        from_new = len(self._in) > int(self.num_slots * self._in_share) or not self._main
+        from_new = len(self._in) > int(self.num_slots * self.in_share) or not self._main
         first, second = (self._in, self._main) if from_new else (self._main, self._in)
         return next((key for keys in (first, second) for key in keys if key not in pinned), None)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import HitRule
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Count, ProperShare
 
 
+@dataclass(eq=False, kw_only=True)
 class WTinyLFU(HitRule):
     """Evicts the colder of two: the window's oldest, and the victim of the main LRU segments.
 
@@ -27,16 +28,11 @@ class WTinyLFU(HitRule):
 
     source: ClassVar[str] = "Einziger, Friedman and Manes, ACM ToS 2017"
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        window_share: ProperShare = 0.01,
-        period: Count = 10,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self._window_share, self._period = window_share, period
+    window_share: ProperShare = 0.01
+    period: Count = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._window: dict[int, None] = {}
         self._probation: dict[int, None] = {}
         self._protected: dict[int, None] = {}
@@ -46,13 +42,13 @@ class WTinyLFU(HitRule):
     def _count(self, key: int) -> None:
         self._asked[key] += 1
         self._since_halving += 1
-        if self._since_halving >= self._period * self.num_slots:
+        if self._since_halving >= self.period * self.num_slots:
             self._since_halving = 0
             halved = {each: count // 2 for each, count in self._asked.items() if count > 1}
             self._asked = Counter(halved)
 
     def _window_size(self) -> int:
-        return max(1, int(self.num_slots * self._window_share))
+        return max(1, int(self.num_slots * self.window_share))
 
     def admit(self, key: int) -> None:
         self._count(key)
