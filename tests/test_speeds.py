@@ -27,6 +27,7 @@ from lm_eval_moecache.report.speeds import (
     find_model,
     rate,
     read_rows,
+    scale_by,
     speed,
     tokens,
 )
@@ -225,6 +226,39 @@ def test_models_speeds_tokens_and_rates_are_read_as_typed() -> None:
     assert rate("8x DDR4-3200", "host") == rate("8x3200", "host") == 204.8e9
     with pytest.raises(ValueError, match=r"host='fast' is not a rate"):
         rate("fast", "host")
+
+
+def test_one_measurement_scales_a_machine_or_its_drive() -> None:
+    # Forecast 10 tok/s, measured 5: everything is twice as slow.
+    assert scale_by(5, 0.1, 0.0) == pytest.approx((0.5, 1.0))
+    # Of 0.2 s 0.05 are not the drive's, which took 0.05 for the 0.15 left.
+    assert scale_by(5, 0.05, 0.05) == pytest.approx((1.0, 1 / 3))
+    # Faster than all but the drive would allow: no rate of a drive explains it.
+    assert scale_by(40, 0.05, 0.05) == pytest.approx((4.0, 1.0))
+
+
+def test_gguf_files_of_mxfp4_have_the_rest_in_eight_bits_but_where_f16_is_said(
+    tmp_path: Path,
+) -> None:
+    path = write(
+        tmp_path / "rows.csv",
+        ROW,
+        {**ROW, "note": "F16 gguf"},
+        {**ROW, "runtime": "transformers", "placement": "resident"},
+    )
+    rows, _ = read_rows(path)
+    assert [row.model.stored.dense_bits for row in rows] == [8.5, 16, 16]
+
+
+def test_rows_whose_placement_nobody_stated_are_not_stated(tmp_path: Path) -> None:
+    resident = {**ROW, "placement": "resident"}
+    path = write(
+        tmp_path / "rows.csv",
+        {**resident, "note": "prompt length unstated"},
+        {**resident, "note": "placement and host unstated"},
+    )
+    rows, _ = read_rows(path)
+    assert [row.is_stated(row.placed()) for row in rows] == [True, False]
 
 
 def test_the_constants_file_is_whole() -> None:

@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.hardware import Hardware
@@ -239,15 +240,34 @@ def hit_rate(model: RealModel, cached: float, known: Mechanisms | None = None) -
     if cached <= 0:
         return 0.0
     missed = 1 - cached * (1 + known.curve) / (cached + known.curve)
-    routing = min(
-        known.routings.values(),
-        key=lambda r: abs(math.log(r["top_k"] / r["experts"] * model.num_experts / model.top_k)),
-    )
-    points = [0.0, *routing["hits"]]
+    points = [0.0, *_nearest_routing(model, known)["hits"]]
     place = cached * (len(points) - 1)
     left = min(int(place), len(points) - 2)
     replayed = points[left] + (place - left) * (points[left + 1] - points[left])
     return 1 - math.sqrt(missed * max(1 - replayed, 1e-6))
+
+
+def _nearest_routing(model: RealModel, known: Mechanisms) -> Mapping[str, Any]:
+    def distance(routing: Mapping[str, Any]) -> float:
+        share = routing["top_k"] / routing["experts"]
+        return abs(math.log(share * model.num_experts / model.top_k))
+
+    return min(known.routings.values(), key=distance)
+
+
+def touched_share(model: RealModel, tokens: float, known: Mechanisms | None = None) -> float:
+    """Return the share of a layer's experts that these tokens of one text need.
+
+    Uses of an expert are counted as a Poisson's whose rate is gamma distributed: few experts are
+    popular, so that 128 tokens need 60% of 128 experts where independent choices would need all.
+    The gamma's shape is fitted to the nearest shipped routing, which has up to 299 tokens.
+    """
+    known = known or mechanisms()
+    shape = float(_nearest_routing(model, known)["popularity_shape"])
+    share = model.top_k / model.num_experts
+    if tokens <= 1:
+        return share * tokens
+    return max(share, float(1 - (1 + tokens * share / shape) ** -shape))
 
 
 def place(
@@ -445,9 +465,13 @@ class PromptWork:
     card: float = 0.0
     drive: float = 0.0
     chunks: float = 0.0
+    token: Work | None = None
+    """What each token waits for where they go through the model one by one."""
 
     def seconds(self, constants: Mapping[str, float]) -> float:
         """Return the seconds of the prompt under these constants."""
+        if self.token is not None:
+            return self.chunks * sum(self.token.seconds(constants).values())
         return (
             self.compute / constants["prefill_compute_share"]
             + self.link / constants["prefill_link_share"]
@@ -464,28 +488,29 @@ def prompt_work(
     placed: Placed,
     prompt: int,
     chunk: int | None = None,
+    known: Mechanisms | None = None,
 ) -> PromptWork | None:
     """Return what a prompt waits for, from a cold cache, or None where that is not modelled.
 
     Not modelled are prompts that the processor computes: its rate differs by 20 times between
-    programs with and without matrix instructions. A chunk needs as many experts as independent
-    choices would touch.
+    programs with and without matrix instructions. Copied are the experts that a chunk needs
+    (`touched_share`), or all of a layer.
     """
     if machine.card_bytes_per_s is None or placed.placement.kind == "cpu":
         return None
     if placed.on_host and (runtime.prefill == HOST or prompt < runtime.ships_from):
         return None
-    # Some programs stream a prompt's experts token after token.
-    alone = runtime.prefill == "token" and placed.mechanism == READ
-    chunks = prompt if alone else math.ceil(prompt / (chunk or runtime.chunk))
-    tokens = prompt / chunks
-    touched = 1 - (1 - model.top_k / model.num_experts) ** tokens
+    if runtime.prefill == "token" and placed.mechanism == READ:
+        return PromptWork(chunks=prompt, token=token_work(model, machine, placed, prompt // 2))
+    chunks = math.ceil(prompt / (chunk or runtime.chunk))
+    touched = touched_share(model, prompt / chunks, known)
     weights = model.num_layers * (model.layer_weights + model.top_k * model.expert_weights)
     flops = 2.0 * prompt * (weights + model.read_once - model.output) + 2.0 * model.output
     flops += prompt * model.attention_flops(prompt) / 2
     every = all_expert_bytes(model)
     dense = model.num_layers * model.layer_dense_bytes
-    absent = touched * (1 - placed.cached) * every * chunks
+    shipped = 1.0 if runtime.prefill == LAYER else touched
+    absent = shipped * (1 - placed.cached) * every * chunks
     cards = machine.cards if machine.is_split else 1
     work = PromptWork(
         compute=flops / (machine.peak_flops * cards),

@@ -38,6 +38,7 @@ from lm_eval_moecache.report.speeds import (
     foretell,
     plot,
     read_rows,
+    scale_by,
     summary,
 )
 from lm_eval_moecache.trace.importers import load_trace
@@ -52,10 +53,8 @@ START = {
 """Where fits begin, and what they are held to where rows say little."""
 _HELD = 0.3
 """Standard error of a constant's logarithm that a row's is weighed against, inverted."""
-_HELD_PREFILL = 1.0
-"""The same for prompts, of which few are known."""
-_ROBUST = 0.3
-"""Errors of log speed beyond this count by their size, not by its square."""
+_ROBUST = 0.1
+"""Errors of log speed beyond this count by their size, not by its square: a median is asked for."""
 _CURVE = 0.1
 _POINTS = 32
 """Shares of a layer's experts at which a replay's hits are written down."""
@@ -123,8 +122,36 @@ def hits_of(trace: Trace) -> dict[str, Any]:
     return {
         "experts": geometry.num_experts,
         "top_k": geometry.top_k,
+        "popularity_shape": _popularity_shape(trace),
         "hits": [round(float(hit), 4) for hit in found],
     }
+
+
+def _popularity_shape(trace: Trace) -> float:
+    """Return the shape with which `touched_share` is nearest to windows of the trace's tokens."""
+    geometry, experts = trace.geometry, trace.columns.experts
+    layers = np.repeat(
+        np.arange(len(trace.row_bounds) - 1) % geometry.num_layers, np.diff(trace.row_bounds)
+    )
+    by_layer = [experts[layers == layer] for layer in range(geometry.num_layers)]
+    windows = [2**power for power in range(1, 13) if 2**power <= min(map(len, by_layer))]
+    share = geometry.top_k / geometry.num_experts
+    touched = [
+        np.mean(
+            [
+                len(np.unique(rows[start : start + window])) / geometry.num_experts
+                for rows in by_layer
+                for start in range(0, len(rows) - window + 1, window)
+            ]
+        )
+        for window in windows
+    ]
+
+    def error(shape: float) -> float:
+        found = 1 - (1 + np.array(windows) * share / shape) ** -shape
+        return float(np.mean(np.log(found / touched) ** 2))
+
+    return min((round(0.05 * 1.05**step, 4) for step in range(100)), key=error)
 
 
 def known_hits(rows: Sequence[Row], known: Mechanisms) -> list[tuple[Row, float, float]]:
@@ -185,7 +212,7 @@ def fit(rows: Sequence[Row], begin: Mechanisms) -> Mechanisms:
     prompts = [
         (row, work)
         for row, where in zip(rows, placed, strict=True)
-        if (work := row.prompt_work(where)) is not None and row.prefill and row.prompt
+        if (work := row.prompt_work(where, known)) is not None and row.prefill and row.prompt
     ]
     constants |= _least_squares(
         list(PREFILL),
@@ -211,12 +238,11 @@ def _least_squares(
     weights = np.array([machines[row.key] ** -0.25 for row, _ in measured])
     logs = np.log([value for _, value in measured])
     start = np.log([START[name] for name in names])
-    held = _HELD_PREFILL if names == list(PREFILL) else _HELD
 
     def errors(point: Any) -> Any:
         values = {**begin, **dict(zip(names, np.exp(point).tolist(), strict=True))}
         found = np.log([speed(index, values) for index in range(len(measured))])
-        return np.concatenate([weights * (found - logs), held * (point - start)])
+        return np.concatenate([weights * (found - logs), _HELD * (point - start)])
 
     point = least_squares(errors, start, loss="soft_l1", f_scale=_ROBUST).x
     return {name: float(value) for name, value in zip(names, np.exp(point), strict=True)}
@@ -253,11 +279,11 @@ def fit_all(rows: Sequence[Row], begin: Mechanisms) -> tuple[Mechanisms, dict[st
 def spread_of(foretold: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
     """Return the spread of every group of rows that is large enough.
 
-    `measured` is that of forecasts scaled by another row of the same machine, except for reads;
-    `prefill` that of prompts.
+    `measured` is that of forecasts scaled by another row of the same machine, and `read, measured`
+    where the drive's rate is scaled; `prefill` that of prompts.
     """
     groups: dict[str, list[tuple[str, float]]] = defaultdict(list)
-    by_machine: dict[str, list[float]] = defaultdict(list)
+    by_machine: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for row in foretold:
         if row["prefill_factor"] is not None:
             prefill = float(row["measured_prefill_tok_s"]) / row["predicted_prefill_tok_s"]
@@ -265,16 +291,16 @@ def spread_of(foretold: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
         if row["factor"] is None:
             continue
         ratio = row["measured_tok_s"] / row["predicted_tok_s"]
-        if row["mechanism"] != READ:
-            by_machine[row["key"]].append(ratio)
+        name = "read, measured" if row["mechanism"] == READ else "measured"
+        by_machine[name, row["key"]].append(row)
         stated = "stated" if row["stated"] else "assumed"
         for name in ("all", row["mechanism"], f"{row['mechanism']}, {stated}"):
             groups[name].append((row["key"], ratio))
-    for key, ratios in by_machine.items():
-        pairs = [one / other for one, other in permutations(ratios, 2)]
+    for (name, key), mine in by_machine.items():
+        pairs = [_scaled_ratio(one, other) for one, other in permutations(mine, 2)]
         # A machine with many rows has many pairs: each machine weighs as its rows.
-        step = max(len(pairs) // max(len(ratios), 1), 1)
-        groups["measured"] += [(key, ratio) for ratio in sorted(pairs)[step // 2 :: step]]
+        step = max(len(pairs) // max(len(mine), 1), 1)
+        groups[name] += [(key, ratio) for ratio in sorted(pairs)[step // 2 :: step]]
     spreads = {}
     for name, group in groups.items():
         machines, ratios = {key for key, _ in group}, [ratio for _, ratio in group]
@@ -292,6 +318,15 @@ def spread_of(foretold: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
             high=round(max(float(high), 1.0), 3),
         )
     return spreads
+
+
+def _scaled_ratio(row: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Return measured over forecast of a row, scaled by another of its machine as `plan` does."""
+    ratio, share = scale_by(
+        other["measured_tok_s"], 1 / other["predicted_tok_s"] - other["drive_s"], other["drive_s"]
+    )
+    rest = 1 / row["predicted_tok_s"] - row["drive_s"]
+    return float(row["measured_tok_s"] * (rest / ratio + row["drive_s"] / share))
 
 
 # --- what is written ---

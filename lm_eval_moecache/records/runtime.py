@@ -63,9 +63,9 @@ class Runtime:
     """`unified`: runs on machines whose device shares the host's memory only; `card`: on others."""
     models: str = ""
     """Pattern of the models that it runs, in lower case; empty for any."""
-    prefill: Literal["copy", "host", "read", "token"] = "copy"
-    """What it does with a prompt's absent experts: `copy` whole layers, `host`, `read`, or
-    read for one `token` after the other."""
+    prefill: Literal["copy", "layer", "host", "read", "token"] = "copy"
+    """What it does with a prompt's absent experts: `copy` those that are needed, copy whole
+    layers (`layer`), `host`, `read`, or read for one `token` after the other."""
     ships_from: Count = 32
     """Prompt tokens from which absent experts are copied; the host computes shorter prompts."""
     chunk: Count = 512
@@ -89,6 +89,11 @@ class Runtime:
             raise ValueError(
                 f"runtime {self.name!r}: called={self.called!r} is no pattern: {error}."
             ) from error
+
+    @property
+    def reads_gguf(self) -> bool:
+        """Whether its weights are GGUF files."""
+        return "llama.cpp" in (self.name, self.based_on)
 
     @property
     def is_ideal(self) -> bool:

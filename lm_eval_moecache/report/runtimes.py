@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from lm_eval_moecache.engine.forecast import (
@@ -39,7 +40,7 @@ from lm_eval_moecache.records.runtime import (
     mechanisms,
 )
 from lm_eval_moecache.records.sizes import parse_bandwidth, parse_bytes
-from lm_eval_moecache.report.speeds import rate, read_rows, speed
+from lm_eval_moecache.report.speeds import rate, read_rows, scale_by, speed
 
 ON_CARDS = (
     *("llama.cpp", "ik_llama.cpp", "llama.cpp-expert-cache", "ktransformers", "freetoken"),
@@ -47,9 +48,6 @@ ON_CARDS = (
 )
 ON_UNIFIED = ("llama.cpp", "mlx", "slotstream", "ds4", "flash-moe")
 ON_PHONES = ("bigmoeonedge",)
-_MEASURED = re.compile(
-    r"(?P<runtime>.+?)(?: (?P<placement>resident|auto|cpu|[a-z_]+=\S+))? (?P<speed>[\d.]+)"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,7 +248,8 @@ def scaled(
     parts = found.work.seconds(mechanisms().constants)
     drive = parts.pop("drive")
     tok_per_s = 1 / (sum(parts.values()) / scale.ratio + drive)
-    spread = mechanisms().spreads.get("measured")
+    name = "measured" if placed.mechanism != READ else "read, measured"
+    spread = mechanisms().spreads.get(name)
     low, high = found.low / found.tok_per_s, found.high / found.tok_per_s
     if spread is not None and (placed.mechanism != READ or scale.drive is not None):
         low, high = max(low, spread.low), min(high, spread.high)
@@ -261,22 +260,31 @@ def read_measured(model: RealModel, hardware: Hardware, given: Known, context: i
     """Return what `--measured` says. Raises ValueError where it cannot be read.
 
     Decoding scales by measured over forecast; where the drive is read, the difference is the
-    drive's. Of a CSV, the geometric mean over its rows, whatever models they have.
+    drive's. Of a CSV, the geometric means over its rows, whatever models they have.
     """
     text = given.measured
     if text is None:
         return Scale()
     if text.endswith(".csv"):
         rows, _ = read_rows(Path(text))
-        logs = [
-            math.log(row.decode / row.forecast().tok_per_s)
-            for row in rows
-            if row.decode is not None
-        ]
-        if not logs:
+        ratios, drives = [], []
+        for row in rows:
+            if row.decode is None:
+                continue
+            parts = row.forecast().work.seconds(mechanisms().constants)
+            on_drive = parts["drive"]
+            rest = sum(parts.values()) - on_drive
+            ratio, share = scale_by(row.decode / row.runtime.factor, rest, on_drive)
+            if on_drive and share != 1:
+                drives.append(math.log(row.machine.drive_bytes_per_s * share))
+            else:
+                ratios.append(math.log(ratio))
+        if not ratios and not drives:
             raise ValueError(f"measured={text!r} has no row with a decode speed that is forecast.")
         return Scale(
-            ratio=math.exp(sum(logs) / len(logs)), text=f"{len(logs)} measured rows of {text}"
+            ratio=math.exp(mean(ratios)) if ratios else 1.0,
+            drive=math.exp(mean(drives)) if drives else None,
+            text=f"{len(ratios) + len(drives)} measured rows of {text}",
         )
     match = re.fullmatch(
         r"(?P<runtime>.+?)(?: (?P<placement>[a-z_]+(?:=\S+)?))? (?P<speed>[\d.]+)", text.strip()
@@ -299,10 +307,10 @@ def read_measured(model: RealModel, hardware: Hardware, given: Known, context: i
     drive = parts["drive"]
     rest = sum(parts.values()) - drive
     said = f"measured {runtime.name} {placed.placement}: {value:g} tok/s"
-    if drive and 1 / value > rest:
-        share = drive / (1 / value - rest)
-        return Scale(drive=found.drive_bytes_per_s * share, text=said)
-    return Scale(ratio=value / got.tok_per_s, text=said)
+    ratio, share = scale_by(value, rest, drive)
+    return Scale(
+        ratio=ratio, drive=None if share == 1 else found.drive_bytes_per_s * share, text=said
+    )
 
 
 def cpu_alone(

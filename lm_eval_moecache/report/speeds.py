@@ -47,6 +47,7 @@ from lm_eval_moecache.records.runtime import (
     Mechanisms,
     Runtime,
     load_runtime,
+    mechanisms,
 )
 from lm_eval_moecache.records.stored import Stored, load_stored
 from lm_eval_moecache.report.tables import padded
@@ -102,10 +103,12 @@ class Row:
 
     def is_stated(self, placed: Placed) -> bool:
         """Whether what matters most to the mechanism was stated, not assumed."""
-        guessed = re.search(r"\b(assumed|inferred)\b", self.fields["note"].lower())
+        note = self.fields["note"].lower()
+        if re.search(r"\b(placement|precision|split)\b[^;]*\bunstated", note):
+            return False
         if placed.mechanism == RESIDENT:
             return True
-        if guessed:
+        if re.search(r"\b(assumed|inferred)\b", note):
             return False
         knows_hit = placed.hit is None or self.hit is not None
         match placed.mechanism:
@@ -137,11 +140,13 @@ class Row:
             known=known,
         )
 
-    def prompt_work(self, placed: Placed) -> PromptWork | None:
+    def prompt_work(self, placed: Placed, known: Mechanisms | None = None) -> PromptWork | None:
         """Return what the prompt waits for, None where unknown or not modelled."""
         if self.prefill is None or not self.prompt:
             return None
-        return prompt_work(self.model, self.machine, self.runtime, placed, self.prompt, self.chunk)
+        return prompt_work(
+            self.model, self.machine, self.runtime, placed, self.prompt, self.chunk, known
+        )
 
 
 def read_rows(
@@ -187,6 +192,8 @@ def read_row(fields: Mapping[str, str], known: Mechanisms | None = None) -> Row:
         raise ValueError("no speed given")
     runtime = find_runtime(fields)
     model = find_model(fields["model"], fields["precision"])
+    if runtime.reads_gguf and not re.search(r"\b(b?f16|fp16)\b", f"{said} {fields['precision']}"):
+        model = as_gguf(model)
     hardware, cards = find_hardware(fields["hardware"])
     is_split = True if re.search(r"\btp\b|\btp[ =-]?\d|tensor[- ]parallel", said) else None
     found = machine(
@@ -243,6 +250,13 @@ def find_model(name: str, precision: str) -> RealModel:
     if not precision:
         return model
     return replace(model, stored=_first(_stored, _readings(precision)))
+
+
+def as_gguf(model: RealModel) -> RealModel:
+    """Return a model of MXFP4 experts as GGUF files store it: the rest in q8_0, not bf16."""
+    if model.stored.name != "mxfp4":
+        return model
+    return replace(model, stored=load_stored("mxfp4_moe"))
 
 
 def _stored(text: str) -> Stored:
@@ -348,11 +362,22 @@ def factor(predicted: float, measured: float) -> float:
     return max(predicted / measured, measured / predicted)
 
 
+def scale_by(measured: float, rest_s: float, drive_s: float) -> tuple[float, float]:
+    """Return by what one measured speed scales the machine's others, and its drive's rate.
+
+    `rest_s` and `drive_s` are what a token was forecast to take without and on the drive. Where
+    the drive is read, what is left of the measured time is the drive's.
+    """
+    if drive_s and 1 / measured > rest_s:
+        return 1.0, drive_s / (1 / measured - rest_s)
+    return measured * (rest_s + drive_s), 1.0
+
+
 def foretell(row: Row, known: Mechanisms | None = None) -> dict[str, Any]:
     """Return a row's fields with its predictions, by the shipped constants or by `known`."""
     placed = row.placed(known)
     found = row.forecast(known, placed)
-    work = row.prompt_work(placed)
+    work = row.prompt_work(placed, known)
     prefill = (
         None
         if work is None or row.prompt is None
@@ -376,6 +401,7 @@ def foretell(row: Row, known: Mechanisms | None = None) -> dict[str, Any]:
         "prefill_factor": None
         if prefill is None or row.prefill is None
         else factor(prefill, row.prefill),
+        "drive_s": found.work.seconds((known or mechanisms()).constants)["drive"],
         "placed": str(placed.placement),
         "key": row.key,
     }

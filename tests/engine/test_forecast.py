@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -16,11 +17,13 @@ from lm_eval_moecache.engine.forecast import (
     hit_rate,
     machine,
     place,
+    prefill_tok_per_s,
     prompt_work,
     read_placement,
     room,
     rule_of_thumb_s,
     token_work,
+    touched_share,
 )
 from lm_eval_moecache.records.emulation import LayerCaches, RealModel
 from lm_eval_moecache.records.hardware import load_hardware
@@ -57,7 +60,9 @@ KNOWN = Mechanisms(
         **{"prefill_card_share": 0.5, "prefill_chunk_ms": 10.0},
     },
     curve=0.1,
-    routings={"r": {"experts": 4, "top_k": 2, "hits": [0.2, 0.5, 0.8, 1.0]}},
+    routings={
+        "r": {"experts": 4, "top_k": 2, "hits": [0.2, 0.5, 0.8, 1.0], "popularity_shape": 1.0}
+    },
 )
 HOST = Runtime(name="r", absent="host")
 
@@ -144,15 +149,36 @@ def test_automatic_leaves_room_for_the_cache_and_buffers() -> None:
 
 def test_a_prompt_ships_what_its_chunks_touch_and_the_processors_share_is_not_modelled() -> None:
     placed = place(MODEL, MACHINE, HOST, read_placement("host_layers=4"), 0)
-    work = prompt_work(MODEL, MACHINE, HOST, placed, 1024, chunk=256)
+    work = prompt_work(MODEL, MACHINE, HOST, placed, 1024, chunk=256, known=KNOWN)
     assert work is not None
     assert work.chunks == 4
-    # 256 tokens touch every expert: 16 MB for each of four chunks.
-    assert work.link == pytest.approx(4 * 16e6 / 2e10)
+    # Of 16 MB on the host 256 tokens, each of half the experts, leave 1 in 129, in four chunks.
+    assert work.link == pytest.approx(4 * 128 / 129 * 16e6 / 2e10)
     assert work.compute == pytest.approx(2 * 1024 * 120e6 / 1e14, rel=0.01)
+    whole = prompt_work(MODEL, MACHINE, replace(HOST, prefill="layer"), placed, 1024, 256, KNOWN)
+    assert whole is not None and whole.link == pytest.approx(4 * 16e6 / 2e10)
     assert prompt_work(MODEL, MACHINE, HOST, placed, 8) is None
     cpu = place(MODEL, MACHINE, HOST, read_placement("cpu"), 0)
     assert prompt_work(MODEL, MACHINE, HOST, cpu, 1024) is None
+
+
+def test_a_prompt_token_after_token_is_as_fast_as_decoding() -> None:
+    reads = Runtime(name="r", absent="read", prefill="token")
+    placed = place(MODEL, MACHINE, reads, read_placement("slots=2"), 0, 0.75, KNOWN)
+    work = prompt_work(MODEL, MACHINE, reads, placed, 100, known=KNOWN)
+    assert work is not None
+    decoded = forecast(MODEL, MACHINE, reads, placed, 50, known=KNOWN)
+    assert prefill_tok_per_s(work, 100, reads, KNOWN) == pytest.approx(decoded.tok_per_s)
+
+
+def test_few_experts_are_popular_in_a_text() -> None:
+    """As in the shipped routing of 48 layers: 46% of 128 experts in 64 tokens of 6 each."""
+    model = replace(MODEL, num_experts=128, top_k=6)
+    shares = [touched_share(model, tokens) for tokens in (1, 2, 64, 512, 1e9)]
+    assert shares == sorted(shares) and shares[0] == 6 / 128
+    assert shares[1] <= 12 / 128
+    assert shares[2] == pytest.approx(0.465, rel=0.1)
+    assert 0.6 < shares[3] < 0.9 and 0.99 < shares[4] <= 1
 
 
 @pytest.mark.parametrize("text", ["host_layers=", "slots=8GiB", "25", "half", "cache=GiB"])
