@@ -66,6 +66,8 @@ _BUILDABLE = {
     "hazard": "evicting by forecast (hazard)",
     "host": "with non-resident experts computed on the host",
 }
+_SAYS = {"weights": "--precision", "host": "--host_memory", "RAM": "--ram", "drive": "--disk"}
+"""What may be assumed of a machine -> the option that says it."""
 _WORDS = {
     "cycles": "tokens' worth of experts (layers x top-k) that the memory holds; below 1 an LRU "
     "cache keeps nothing from token to token",
@@ -125,7 +127,7 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
         model = dataclasses.replace(model, stored=load_stored(arguments.precision))
     if arguments.store not in STORES:
         raise unknown("store", arguments.store, STORES)
-    several = re.fullmatch(r"([0-9]{1,2}) ?x ?(?=\D)(.+)", arguments.hardware.strip())
+    several = re.fullmatch(r"([0-9]{1,2}) ?[xX] ?(.+)", arguments.hardware.strip())
     cards = int(several[1]) if several else 1
     hardware = load_hardware(several[2] if several else arguments.hardware)
     given = runtimes.known(
@@ -136,7 +138,15 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
         bandwidth=arguments.bandwidth,
         measured=arguments.measured,
     )
-    advice = runtimes.advise(model, hardware, given, context, prompt)
+    run_as = model
+    if arguments.precision is None and model.name in emulated_names():
+        run_as = runtimes.usual_precision(model, hardware, cards, context)
+    advice = runtimes.advise(run_as, hardware, given, context, prompt)
+    if run_as is not model:
+        why = (
+            f"weights in {run_as.stored.name} (as published, {model.stored.name}, they do not fit)"
+        )
+        advice["assumed"] = [why, *advice["assumed"]]
     if cards > 1:
         name = f"{cards}x {hardware.name}"
         hardware = dataclasses.replace(
@@ -166,6 +176,7 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
         "ttft_loads_ms": 1000 * link_s,
         "fits_at": None if room.is_whole else fitting_precision(model, hardware, context),
         "rows": rows,
+        "runtimes_precision": run_as.stored.name,
         **advice,
     }
     return model, hardware, {**report, "verdict": _verdict(report, hardware)}
@@ -480,6 +491,8 @@ def _text(model: RealModel, hardware: Hardware, report: dict[str, Any], width: i
         notes.append(f"Assumed, not measured, of {hardware.name}: {', '.join(assumed)}.")
     notes.append("A forecast of the virtual clock for one stream; nothing was run on the device.")
     ideal = f"Were every bandwidth reached (the ideal clock): {report['verdict']}"
+    if report["runtimes_precision"] != report["precision"]:
+        ideal = f"As published, w{ideal[1:]}"
     intro = [
         *_runtimes(report, width),
         *textwrap.wrap(ideal, width),
@@ -495,22 +508,28 @@ def _runtimes(report: dict[str, Any], width: int) -> list[str]:
     """Return what to run, what was assumed, and one line per runtime."""
     first = report["first"]
     rows = [row for row in report["rows"] if row["policy"] == "bound" and row["in_regime"]]
-    if rows:
+    speeds_shown = [row["tok_per_s"] for row in report["runtimes"] if row["tok_per_s"]]
+    if rows and speeds_shown and report["runtimes_precision"] == report["precision"]:
         best = max(row["tok_per_s"] for row in rows)
-        first = f"{first.rstrip('.')}; bound of the link {two_digits(best)}."
-    lines = textwrap.wrap(first, width)
+        what = "bound of the link" if best > speeds_shown[0] else "loading over the link at most"
+        first = f"{first.rstrip('.')}; {what} {two_digits(best)}."
+    lines = textwrap.wrap(first, width, break_on_hyphens=False)
     if report["measured"]:
         lines += textwrap.wrap(f"Scaled to {report['measured']}.", width)
-    if report["assumed"]:
-        options = "--host_memory, --ram and --disk say what yours has"
-        lines += textwrap.wrap(f"Assumed: {', '.join(report['assumed'])}; {options}.", width)
+    if assumed := report["assumed"]:
+        options = [option for word, option in _SAYS.items() if any(word in a for a in assumed)]
+        say = f"{', '.join(options)} {'says' if len(options) == 1 else 'say'} what yours has"
+        lines += textwrap.wrap(f"Assumed: {', '.join(assumed)}; {say}.", width)
     cells = [["runtime", "placement", "tok/s", "80% of rows", "first token"]]
-    whys = []
+    whys: dict[str, list[str]] = {}
+    flags: dict[str, str] = {}
     for row in report["runtimes"]:
-        if row["tok_per_s"] is None:
+        if row["why"]:
             cells.append([row["runtime"], "-", "-", "-", "-"])
-            whys.append(f"{row['runtime']}: {row['why'].rstrip('.')}.")
+            whys.setdefault(row["why"].rstrip("."), []).append(row["runtime"])
             continue
+        if row["flags"] not in flags.values():
+            flags[row["runtime"]] = row["flags"]
         placement = row["placement"] + (" + drive" if row["needs_drive"] else "")
         speed = f"{two_digits(row['low'])} to {two_digits(row['high'])}"
         ttft = "not modelled"
@@ -521,8 +540,11 @@ def _runtimes(report: dict[str, Any], width: int) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     table = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in cells]
     lines += ["", *(line.rstrip() for line in table)]
-    for why in whys:
-        lines += textwrap.wrap(f"- {why}", width, subsequent_indent="  ")
+    for why, names in whys.items():
+        lines += textwrap.wrap(f"- {', '.join(names)}: {why}.", width, subsequent_indent="  ")
+    said = [f"{name} {text}" for name, text in flags.items() if text and name not in first]
+    if said:
+        lines += textwrap.wrap(f"Flags: {'; '.join(said)}.", width, break_on_hyphens=False)
     return [*lines, ""]
 
 

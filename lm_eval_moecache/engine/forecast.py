@@ -34,6 +34,7 @@ from lm_eval_moecache.records.runtime import (
     mechanisms,
 )
 from lm_eval_moecache.records.sizes import parse_bytes
+from lm_eval_moecache.records.stored import load_stored
 
 DESKTOP_BYTES_PER_S = 89.6e9
 """Assumed of a host whose memory is not known: two channels of DDR5-5600."""
@@ -217,6 +218,13 @@ class Placed:
     """Whether misses are page faults of a mapped file."""
 
 
+def stored_for(runtime: Runtime, model: RealModel) -> RealModel:
+    """Return a model as the runtime's files store it: GGUF's MXFP4 has the rest in q8_0."""
+    if runtime.reads_gguf and model.stored.name == "mxfp4":
+        return replace(model, stored=load_stored("mxfp4_moe"))
+    return model
+
+
 def all_expert_bytes(model: RealModel) -> int:
     """Return the bytes of all experts of a model."""
     return model.num_layers * model.num_experts * model.expert_bytes
@@ -341,6 +349,9 @@ def automatic(model: RealModel, machine: Machine, runtime: Runtime, context: int
                 f"needs {every / 1e9:.1f} GB for them where {machine.name} has "
                 f"{max(left, 0) / 1e9:.1f}."
             )
+        case "host" if runtime.placement == "resident_experts":
+            amount = math.floor(share * model.num_experts)
+            return Placement(kind="resident_experts", amount=amount)
         case "host" | "layer":
             number = math.ceil(model.num_layers * (1 - share))
             return Placement(kind="host_layers", amount=number)

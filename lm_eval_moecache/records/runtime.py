@@ -44,9 +44,9 @@ CONSTANTS = (*SHARES, *LAYERS, "context_us", *PREFILL)
 class Runtime:
     """One program that serves Mixture-of-Experts models.
 
-    `absent` is one of `MECHANISMS`. `placement` is what it does when told nothing, in the words of
-    `engine.forecast.read_placement`; `flags` are what a user types, with `{host_layers}`, `{slots}`
-    and `{cache_gib}` to be filled in.
+    `absent` is one of `MECHANISMS`. `placement` is how it divides a model of which a part fits:
+    `auto`, by layers or slots, or `resident_experts`, so many of each layer. `flags` are what a
+    user types, with `{host_layers}`, `{slots}` and `{cache_gib}` to be filled in.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Runtime:
     """The runtime that this one is a variant of."""
     called: str = ""
     """Pattern of the names that people give it, in lower case."""
-    placement: str = "auto"
+    placement: Literal["auto", "resident_experts"] = "auto"
     flags: str = ""
     resident_flags: str = ""
     """Flags where all experts fit."""

@@ -25,6 +25,8 @@ from lm_eval_moecache.engine.forecast import (
     prefill_tok_per_s,
     prompt_work,
     read_placement,
+    room,
+    stored_for,
 )
 from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.hardware import Hardware
@@ -40,6 +42,7 @@ from lm_eval_moecache.records.runtime import (
     mechanisms,
 )
 from lm_eval_moecache.records.sizes import parse_bandwidth, parse_bytes
+from lm_eval_moecache.records.stored import load_stored
 from lm_eval_moecache.report.speeds import rate, read_rows, scale_by, speed
 
 ON_CARDS = (
@@ -48,6 +51,9 @@ ON_CARDS = (
 )
 ON_UNIFIED = ("llama.cpp", "mlx", "slotstream", "ds4", "flash-moe")
 ON_PHONES = ("bigmoeonedge",)
+_PHONE_FLOPS = 1e12
+"""A device with unified memory and less is a phone."""
+_FEW_BITS = 6.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +104,7 @@ def advise(
     """Return the runtimes' rows, what was assumed, and the line that says what to run."""
     scale = read_measured(model, hardware, given, context)
     names: tuple[str, ...] = ON_UNIFIED if hardware.is_unified else ON_CARDS
-    if hardware.is_unified and hardware.peak_flops < 1e12:
+    if hardware.is_unified and hardware.peak_flops < _PHONE_FLOPS:
         names = ON_PHONES
     runtimes = [load_runtime(name) for name in names]
     rows = [
@@ -107,15 +113,58 @@ def advise(
         if re.search(runtime.models, model.name.lower())
     ]
     running = [row for row in rows if row["tok_per_s"] is not None]
-    assumed = machine_of(hardware, given, load_runtime(names[0])).assumed
+    assumed = [
+        text
+        for text in machine_of(hardware, given, load_runtime(names[0])).assumed
+        if any(row["needs_drive"] for row in running)
+        or (not text.startswith("drive") and any(row["mechanism"] != RESIDENT for row in running))
+    ]
     alone = cpu_alone(model, hardware, given, scale, context)
     return {
         "runtimes": rows,
-        "assumed": list(assumed),
+        "assumed": assumed,
         "measured": scale.text or None,
         "cpu_alone_tok_per_s": alone,
-        "first": first_line(model, running, alone),
+        "first": first_line(model, running, alone)
+        + raised(model, hardware, given, running, context),
     }
+
+
+def usual_precision(model: RealModel, hardware: Hardware, cards: int, context: int) -> RealModel:
+    """Return a model in the bits that people run it in: as published where all of it fits, or
+    where it has few bits, else Q4_K_M."""
+    box = machine(hardware, load_runtime("llama.cpp"), cards=cards)
+    if model.stored.expert_bits <= _FEW_BITS or room(model, box, context) >= all_expert_bytes(
+        model
+    ):
+        return model
+    return replace(model, stored=load_stored("q4_k_m"))
+
+
+def raised(
+    model: RealModel,
+    hardware: Hardware,
+    given: Known,
+    rows: Sequence[Mapping[str, Any]],
+    context: int,
+) -> str:
+    """Return what a Mac would do whose GPU may take all memory but the system's."""
+    if not (hardware.is_unified and hardware.peak_flops >= _PHONE_FLOPS):
+        return ""
+    if not rows or rows[0]["mechanism"] == RESIDENT:
+        return ""
+    runtime = load_runtime("llama.cpp")
+    box = machine_of(hardware, given, runtime)
+    box = replace(box, card_bytes=box.ram - SYSTEM)
+    if automatic(model, box, runtime, context).kind != RESIDENT:
+        return ""
+    placed = place(model, box, runtime, Placement(kind=RESIDENT), context)
+    speed = forecast(model, box, runtime, placed, context).tok_per_s
+    limit = math.floor(box.card_bytes / 2**20)
+    return (
+        f" All of it fits, at {two_digits(speed)} tok/s, where the GPU may take more of the "
+        f"memory: sudo sysctl iogpu.wired_limit_mb={limit}."
+    )
 
 
 def machine_of(hardware: Hardware, given: Known, runtime: Runtime) -> Machine:
@@ -147,10 +196,13 @@ def row_of(
         **dict.fromkeys(("flags", "placement", "mechanism", "tok_per_s", "low", "high")),
         **dict.fromkeys(("ttft_s", "ttft_low_s", "ttft_high_s", "needs_drive", "why")),
     }
+    model = stored_for(runtime, model)
     try:
         placed = settled(model, found, runtime, context)
     except ValueError as error:
         return {**row, "why": str(error)}
+    if placed.mechanism == LAYER:
+        row["why"] = "each token would copy whole layers: choose bits that fit"
     got = scaled(model, found, runtime, placed, scale, context, _is_stated(placed, given))
     work = prompt_work(model, found, runtime, placed, prompt)
     first = {}
@@ -296,6 +348,7 @@ def read_measured(model: RealModel, hardware: Hardware, given: Known, context: i
             "'llama.cpp host_layers=all 21.3', or a CSV of `moecache validate --speeds`."
         )
     runtime = load_runtime(match["runtime"])
+    model = stored_for(runtime, model)
     found = machine_of(hardware, given, runtime)
     where = read_placement(match["placement"] or "auto", "measured")
     if where.kind == "auto":
@@ -318,6 +371,7 @@ def cpu_alone(
 ) -> float | None:
     """Return the speed of the host's processor alone, None where its RAM is too small."""
     runtime = load_runtime("llama.cpp")
+    model = stored_for(runtime, model)
     found = machine_of(hardware, given, runtime)
     needed = all_expert_bytes(model) + model.dense_bytes + model.kv_bytes(context) + SYSTEM
     if found.host_bytes_per_s is None or needed > found.ram:

@@ -31,6 +31,7 @@ from lm_eval_moecache.engine.forecast import (
     prompt_work,
     read_placement,
     rule_of_thumb_s,
+    stored_for,
     token_work,
 )
 from lm_eval_moecache.records.emulation import RealModel, load_real_model
@@ -192,8 +193,8 @@ def read_row(fields: Mapping[str, str], known: Mechanisms | None = None) -> Row:
         raise ValueError("no speed given")
     runtime = find_runtime(fields)
     model = find_model(fields["model"], fields["precision"])
-    if runtime.reads_gguf and not re.search(r"\b(b?f16|fp16)\b", f"{said} {fields['precision']}"):
-        model = as_gguf(model)
+    if not re.search(r"\b(b?f16|fp16)\b", f"{said} {fields['precision']}".lower()):
+        model = stored_for(runtime, model)
     hardware, cards = find_hardware(fields["hardware"])
     is_split = True if re.search(r"\btp\b|\btp[ =-]?\d|tensor[- ]parallel", said) else None
     found = machine(
@@ -250,13 +251,6 @@ def find_model(name: str, precision: str) -> RealModel:
     if not precision:
         return model
     return replace(model, stored=_first(_stored, _readings(precision)))
-
-
-def as_gguf(model: RealModel) -> RealModel:
-    """Return a model of MXFP4 experts as GGUF files store it: the rest in q8_0, not bf16."""
-    if model.stored.name != "mxfp4":
-        return model
-    return replace(model, stored=load_stored("mxfp4_moe"))
 
 
 def _stored(text: str) -> Stored:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.stored import load_stored
 from lm_eval_moecache.report.runtimes import advise, known
 from tests.conftest import Moecache
 
@@ -88,3 +91,30 @@ def test_plan_prints_what_to_run_first(moecache: Moecache) -> None:
     assert report["hardware"] == "2x rtx-3090" and report["fit"]["memory"] == 48e9
     assert report["runtimes"][0]["low"] < report["runtimes"][0]["tok_per_s"]
     assert "ram='many'" in moecache("plan", "gpt-oss-120b", "--ram", "many", code=2)
+
+
+def test_weights_that_do_not_fit_as_published_are_planned_in_the_bits_that_people_run(
+    moecache: Moecache,
+) -> None:
+    report = moecache.json("plan", "qwen3-30b-a3b", "--hardware", "2x 3090")
+    assert (report["precision"], report["runtimes_precision"]) == ("bf16", "q4_k_m")
+    assert report["assumed"] == ["weights in q4_k_m (as published, bf16, they do not fit)"]
+    assert report["first"].startswith("llama.cpp -ngl 99: ")
+    said = moecache.json(
+        "plan", "qwen3-30b-a3b", "--hardware", "2x3090", "--precision", "bf16", "--ram", "64GB"
+    )
+    assert said["runtimes_precision"] == "bf16" and "--n-cpu-moe" in said["first"]
+    small = moecache.json("plan", "OLMoE-1B-7B", "--hardware", "rtx-3090")
+    assert small["runtimes_precision"] == small["precision"] == "bf16"
+
+
+def test_a_mac_may_give_its_gpu_more_memory_and_whole_layers_are_not_advised() -> None:
+    model = replace(load_real_model("Qwen3-30B-A3B"), stored=load_stored("q4_k_m"))
+    given = known(cards=1, **NOTHING)
+    mac = advise(model, load_hardware("m4-pro-24gb"), given, 4096, 512)
+    assert "iogpu.wired_limit_mb=" in mac["first"]
+    assert "iogpu" not in advise(model, load_hardware("m2-16gb"), given, 4096, 512)["first"]
+    card = rows()
+    assert "choose bits that fit" in str(card["vllm"]["why"])
+    assert str(card["ktransformers"]["placement"]).startswith("resident_experts=")
+    assert str(card["ktransformers"]["placement"])[17:] in str(card["ktransformers"]["flags"])
