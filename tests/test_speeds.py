@@ -245,9 +245,10 @@ def test_gguf_files_of_mxfp4_have_the_rest_in_eight_bits_but_where_f16_is_said(
         ROW,
         {**ROW, "note": "F16 gguf"},
         {**ROW, "runtime": "transformers", "placement": "resident"},
+        {**ROW, "runtime": "ollama"},
     )
     rows, _ = read_rows(path)
-    assert [row.model.stored.dense_bits for row in rows] == [8.5, 16, 16]
+    assert [row.model.stored.dense_bits for row in rows] == [8.5, 16, 16, 16]
 
 
 def test_rows_whose_placement_nobody_stated_are_not_stated(tmp_path: Path) -> None:

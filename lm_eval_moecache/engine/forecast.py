@@ -220,7 +220,7 @@ class Placed:
 
 def stored_for(runtime: Runtime, model: RealModel) -> RealModel:
     """Return a model as the runtime's files store it: GGUF's MXFP4 has the rest in q8_0."""
-    if runtime.reads_gguf and model.stored.name == "mxfp4":
+    if runtime.gguf and model.stored.name == "mxfp4":
         return replace(model, stored=load_stored("mxfp4_moe"))
     return model
 

@@ -63,6 +63,8 @@ class Runtime:
     """`unified`: runs on machines whose device shares the host's memory only; `card`: on others."""
     models: str = ""
     """Pattern of the models that it runs, in lower case; empty for any."""
+    gguf: bool = False
+    """Whether its MXFP4 files are llama.cpp's, all but the experts in q8_0 (Ollama's: bf16)."""
     prefill: Literal["copy", "layer", "host", "read", "token"] = "copy"
     """What it does with a prompt's absent experts: `copy` those that are needed, copy whole
     layers (`layer`), `host`, `read`, or read for one `token` after the other."""
@@ -89,11 +91,6 @@ class Runtime:
             raise ValueError(
                 f"runtime {self.name!r}: called={self.called!r} is no pattern: {error}."
             ) from error
-
-    @property
-    def reads_gguf(self) -> bool:
-        """Whether its weights are GGUF files."""
-        return "llama.cpp" in (self.name, self.based_on)
 
     @property
     def is_ideal(self) -> bool:
