@@ -112,7 +112,7 @@ def main() -> None:
     print(
         "[rows.csv](rows.csv) nearest to each question, with their forecasts by the constants that"
     )
-    print("ship. No row is of exactly one of these machines with exactly one of these models.")
+    print("ship, which those rows had a part in.")
     for question in QUESTIONS:
         page = answer(question)
         print(f"\n## `moecache plan {question}`\n\n```text\n{page}\n```\n\nNearest rows:\n")

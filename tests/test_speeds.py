@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from everyday import QUESTIONS, answer, nearest, table
 
 from lm_eval_moecache.profiling.runtimes import START, fit
 from lm_eval_moecache.records.runtime import (
@@ -115,6 +116,8 @@ def test_a_row_is_forecast_with_its_range_and_left_out_ones_say_why(
         {**ROW, "note": "left out: a thing"},
         {**ROW, "note": "batch 8"},
         {**ROW, "placement": "somewhere"},
+        {**ROW, "note": "top-k 200"},
+        {**ROW, "note": "hit rate 120%"},
     )
     result = moecache.json("validate", "--speeds", path)
     (row,) = result["rows"]
@@ -129,7 +132,10 @@ def test_a_row_is_forecast_with_its_range_and_left_out_ones_say_why(
     reasons = [each["reason"] for each in result["left_out"]]
     for reason, text in zip(
         reasons,
-        ("model='a model'", "speculative", "no speed", "a thing", "8 requests", "placement="),
+        (
+            *("model='a model'", "speculative", "no speed", "a thing", "8 requests", "placement="),
+            *("top-k 200 of 128 experts", "of 120%"),
+        ),
         strict=True,
     ):
         assert text in reason
@@ -209,8 +215,11 @@ def test_a_card_with_more_memory_is_the_card_and_words_after_a_models_name_say_n
     assert hardware is not None and hardware.memory_bytes == 48e9
     assert find_model("gpt-oss:20b", "").name == "gpt-oss-20b"
     assert find_model("Kimi K2.6 1T-A32B", "").name == "Kimi-K2.6"
-    with pytest.raises(ValueError, match="is not known"):
-        find_hardware("RTX 2050")
+    for other in ("RTX 2050", "M2 Ultra 192GB", "RTX 4090 Laptop"):
+        with pytest.raises(ValueError, match="is not known"):
+            find_hardware(other)
+    with pytest.raises(ValueError, match="cards of several kinds"):
+        find_hardware("RTX 3090 + RTX 3060")
 
 
 def test_models_speeds_tokens_and_rates_are_read_as_typed() -> None:
@@ -224,8 +233,25 @@ def test_models_speeds_tokens_and_rates_are_read_as_typed() -> None:
     assert tokens("969 in/300 out") == 969
     assert rate("83GB/s", "host") == 83e9
     assert rate("8x DDR4-3200", "host") == rate("8x3200", "host") == 204.8e9
+    assert rate("8-channel DDR4-3200", "host") == 204.8e9
+    assert rate("dual channel DDR5-6000", "host") == 96e9
+    assert tokens("1M") == 2**20
     with pytest.raises(ValueError, match=r"host='fast' is not a rate"):
         rate("fast", "host")
+
+
+def test_the_page_of_everyday_questions_shows_the_nearest_rows() -> None:
+    page = (ROOT / "results/runtimes/questions.md").read_text()
+    rows, _ = read_rows(ROWS)
+    for question in QUESTIONS:
+        assert f"## `moecache plan {question}`" in page
+        assert table(nearest(question, rows)).strip() in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_everyday_questions_are_answered_as_the_page_shows(question: str) -> None:
+    assert answer(question) in (ROOT / "results/runtimes/questions.md").read_text()
 
 
 def test_one_measurement_scales_a_machine_or_its_drive() -> None:

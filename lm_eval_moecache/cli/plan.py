@@ -493,6 +493,8 @@ def _text(model: RealModel, hardware: Hardware, report: dict[str, Any], width: i
     ideal = f"Were every bandwidth reached (the ideal clock): {report['verdict']}"
     if report["runtimes_precision"] != report["precision"]:
         ideal = f"As published, w{ideal[1:]}"
+    elif report["precision"] == "mxfp4":
+        ideal = f"With dense weights in bf16, as published (GGUF files have q8_0), w{ideal[1:]}"
     intro = [
         *_runtimes(report, width),
         *textwrap.wrap(ideal, width),
@@ -509,10 +511,10 @@ def _runtimes(report: dict[str, Any], width: int) -> list[str]:
     first = report["first"]
     rows = [row for row in report["rows"] if row["policy"] == "bound" and row["in_regime"]]
     speeds_shown = [row["tok_per_s"] for row in report["runtimes"] if row["tok_per_s"]]
-    if rows and speeds_shown and report["runtimes_precision"] == report["precision"]:
-        best = max(row["tok_per_s"] for row in rows)
-        what = "bound of the link" if best > speeds_shown[0] else "loading over the link at most"
-        first = f"{first.rstrip('.')}; {what} {two_digits(best)}."
+    best = max((row["tok_per_s"] for row in rows), default=0.0)
+    # Where the processor computes what is absent, the link bounds nothing.
+    if report["runtimes_precision"] == report["precision"] and best > max(speeds_shown[:1] or [0]):
+        first = f"{first.rstrip('.')}; bound of the link {two_digits(best)}."
     lines = textwrap.wrap(first, width, break_on_hyphens=False)
     if report["measured"]:
         lines += textwrap.wrap(f"Scaled to {report['measured']}.", width)

@@ -75,14 +75,14 @@ def read_placement(text: str, key: str = "placement") -> Placement:
 
     Raises ValueError that names `key`, the value and the forms.
     """
-    body = re.sub(r"\s+", " ", str(text).strip().lower())
+    body = re.sub(r"\s+", " ", str(text).strip().lower()).lstrip("-")
     if body in ("", AUTO, "fit"):
         return Placement(kind=AUTO)
     if body in (RESIDENT, "all resident", "gpu", "vram"):
         return Placement(kind=RESIDENT)
     if body in ("cpu", "cpu only", "cpu-only"):
         return Placement(kind="cpu")
-    if body in ("host", "host all", "offload"):
+    if body in ("host", "host all", "offload", "all", "cmoe", "cpu-moe", "exps=cpu", "ot exps=cpu"):
         return Placement(kind="host_layers", amount=math.inf)
     match = re.match(
         r"(host_layers|n[-_]?cpu[-_]?moe|ncmoe|resident_experts|slots|cache)\s*=?\s*"

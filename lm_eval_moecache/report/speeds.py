@@ -70,11 +70,14 @@ _SHORT = 256
 _NO_CARD = re.compile(
     r"\b(none|cpu|ryzen|epyc|xeon|threadripper|core|i[3579]-\d+|ultra \d|altra|graviton|cobalt)\b"
 )
-_CHANNELS = re.compile(r"(?:(\d) ?x ?)?(\d+) ?(?:x|ch\w*) ?(?:l?p?ddr\dx?-?)? ?(\d{4,5})")
+_CHANNELS = re.compile(r"(?:(\d) ?x ?)?(\d+)[- ]?(?:x|ch\w*) ?(?:l?p?ddr\dx?-?)? ?(\d{4,5})")
 _TELLS_NOTHING = re.compile(
     r"\d+-?c(ores?)?|unified|mini|air|mac|macbook|studio|base|desktop|vram|gddr\w*|single"
 )
 """Words of a device's name beside what tells it apart."""
+_TELLS_APART = re.compile(r"ultra|max\+?|pro|ti|super|xtx?|gre|laptop|mobile|max-q")
+"""Words after a device's name that make it another device."""
+_CARD = re.compile(r"\b(rtx|gtx|rx|radeon|tesla|arc)\b")
 _DRAFTED = re.compile(r"(?<!no )(?<!no-)(?<!without )\b(mtp|draft\w*|spec(ulative|[- ]dec)\w*)\b")
 
 
@@ -208,7 +211,14 @@ def read_row(fields: Mapping[str, str], known: Mechanisms | None = None) -> Row:
     )
     hit = re.search(r"(?<!no )\bhits?(?: rate)?(?: of)?[ =:~]*([\d.]+) ?%", said)
     missed = re.search(r"\bmiss(?:es)?(?: rate)?(?: of)?[ =:~]*([\d.]+) ?%", said)
-    top_k = re.search(r"\b(?:top[-_ ]?k|k) ?= ?(\d+)", f"{said} {fields['model'].lower()}")
+    names = f"{said} {fields['model'].lower()}"
+    found_k = re.search(r"\btop[-_ ]?k[ =]*(\d+)|\bk ?= ?(\d+)", names)
+    top_k = int(found_k[1] or found_k[2]) if found_k else None
+    if top_k is not None and not 0 < top_k <= model.num_experts:
+        raise ValueError(f"top-k {top_k} of {model.num_experts} experts")
+    rates = [float(each[1]) for each in (hit, missed) if each]
+    if max(rates, default=0) > 100:
+        raise ValueError(f"a rate of hits or misses of {max(rates):g}%")
     chunk = re.search(r"-ub[ =](\d+)|\bchunk(?:_size)?[ =](\d+)", said)
     prompt = tokens(fields["prompt"])
     context = tokens(fields["context"])
@@ -220,7 +230,7 @@ def read_row(fields: Mapping[str, str], known: Mechanisms | None = None) -> Row:
         key=fields["machine"] or f"{fields['hardware']} {fields['source']}",
         placement=fields["placement"],
         hit=float(hit[1]) / 100 if hit else 1 - float(missed[1]) / 100 if missed else None,
-        top_k=int(top_k[1]) if top_k else None,
+        top_k=top_k,
         context=(prompt or _SHORT) if context is None else context,
         prompt=prompt,
         chunk=int(chunk[1] or chunk[2]) if chunk else None,
@@ -269,6 +279,8 @@ def find_hardware(name: str) -> tuple[Hardware | None, int]:
     body = name.strip()
     match = re.match(r"(\d+) ?[x×] ?(?=\D)(.*)", body, re.IGNORECASE)  # noqa: RUF001
     cards, body = (int(match[1]), match[2]) if match else (1, body)
+    if len([part for part in body.lower().split("+") if _CARD.search(part)]) > 1:
+        raise ValueError(f"hardware={name!r} has cards of several kinds")
     try:
         return _first(_hardware, _readings(body)), cards
     except ValueError:
@@ -301,7 +313,11 @@ def _readings(text: str) -> list[str]:
     bare = re.sub(r"\([^)]*\)", " ", text).replace(":", "-").strip()
     parts = [part.strip() for part in re.split(r"[,+/;]|\bwith\b", bare)]
     words = [word for word in bare.split() if not _TELLS_NOTHING.fullmatch(word.lower())]
-    beginnings = [" ".join(words[:end]) for end in range(len(words), 0, -1)]
+    beginnings = [
+        " ".join(words[:end])
+        for end in range(len(words), 0, -1)
+        if not any(_TELLS_APART.fullmatch(word.lower()) for word in words[end:])
+    ]
     readings = (text, bare, *parts, *beginnings)
     return list(dict.fromkeys(reading for reading in readings if reading))
 
@@ -328,8 +344,8 @@ def speed(text: str) -> float | None:
 
 def tokens(text: str) -> int | None:
     """Read a number of tokens: `4096`, `8k`, `pp512`, `969 in/300 out`; None for other texts."""
-    match = re.search(r"(\d+(?:\.\d+)?) ?(k?)", text.lower().replace(",", ""))
-    return round(float(match[1]) * (1024 if match[2] else 1)) if match else None
+    match = re.search(r"(\d+(?:\.\d+)?) ?([km]?)", text.lower().replace(",", ""))
+    return round(float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]]) if match else None
 
 
 def rate(text: str, key: str) -> float | None:
@@ -337,15 +353,15 @@ def rate(text: str, key: str) -> float | None:
     body = text.strip().lower()
     if not body:
         return None
-    channels = re.fullmatch(
-        r"(?:(\d) ?x ?)?(\d+) ?(?:x|ch\w*) ?(?:l?p?ddr\dx?-?)? ?(\d{4,5})", body
-    )
+    for word, number in (("single", "1"), ("dual", "2"), ("quad", "4"), ("octa", "8")):
+        body = body.replace(word, number)
+    channels = _CHANNELS.fullmatch(body)
     if channels:
         return int(channels[1] or 1) * int(channels[2]) * int(channels[3]) * 8e6
-    number = plain_number(body.removesuffix("/s").removesuffix("gb").strip("~ "))
-    if number is None or number <= 0:
+    bare = plain_number(body.removesuffix("/s").removesuffix("gb").strip("~ "))
+    if bare is None or bare <= 0:
         raise ValueError(f"{key}={text!r} is not a rate. Allowed: GB/s as 83, or 2x5600.")
-    return float(number) * 1e9
+    return float(bare) * 1e9
 
 
 # --- how far off ---

@@ -181,6 +181,12 @@ def test_few_experts_are_popular_in_a_text() -> None:
     assert 0.6 < shares[3] < 0.9 and 0.99 < shares[4] <= 1
 
 
+@pytest.mark.parametrize("text", ["all", "host_layers = ALL", "-ot exps=CPU", "--cpu-moe"])
+def test_placements_are_read_as_llama_cpp_has_them(text: str) -> None:
+    assert read_placement(text) == Placement(kind="host_layers", amount=math.inf)
+    assert read_placement("--n-cpu-moe 25") == Placement(kind="host_layers", amount=25)
+
+
 @pytest.mark.parametrize("text", ["host_layers=", "slots=8GiB", "25", "half", "cache=GiB"])
 def test_what_is_no_placement_is_refused_with_the_forms(text: str) -> None:
     with pytest.raises(ValueError, match=r"placement=.*Allowed: resident, host_layers=N"):
