@@ -479,6 +479,8 @@ EDITED: list[tuple[tuple[str, ...], Any, str]] = [
     *((("run_id",), value, "run_id=") for value in ("../evil", "a/b", "a\\b", "..", "", "a\0b", LONG, 7, ["x"])),
     *((("environment",), value, "environment=") for value in ([], "x", 7)),
     *((("environment", key), value, f"environment.{key}=") for key in ("machine", "versions") for value in ([], "x", 7)),
+    *((("environment", "versions", "torch"), value, "environment.versions.torch") for value in ([], {"name": "x"})),
+    *((("config", "moecache", key), value, f"config.moecache.{key}=") for key in ("model", "emulate") for value in ([], "x", True)),
     *((("scores", "tiny_arc"), value, "scores.tiny_arc") for value in ([], "x", {"acc,none": [1, 0]}, {"acc,none": {"0": "x"}}, {"acc,none": {"0": [1, 2, 3]}})),
     *((("results",), value, "results") for value in ([], "x", {"tiny_arc": [1]})),
     *((("config", "moecache", "totals"), value, "config.moecache.totals") for value in ([], "x", {"tok_per_s": "fast"}, {"ttft_ms": [1]})),

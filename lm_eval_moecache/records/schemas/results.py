@@ -70,6 +70,8 @@ class MoecacheReport(OpenSchema):
     hardware: NamedReport
     capacity: str
     clock: str
+    model: dict[str, Any] = Field(default_factory=dict)
+    emulate: dict[str, Any] | None = None
     totals: MetricsMapping
     tasks: dict[str, MetricsMapping]
 
@@ -105,7 +107,7 @@ class Environment(OpenSchema):
     """When, where and by what versions a run was made."""
 
     machine: dict[str, Any] = Field(default_factory=dict)
-    versions: dict[str, Any] = Field(default_factory=dict)
+    versions: dict[str, Plain] = Field(default_factory=dict)
 
 
 class ResultsFile(OpenSchema):
