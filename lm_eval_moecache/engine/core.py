@@ -269,14 +269,42 @@ def step(
     demanded_levels: Array,
     num_demands: int,
 ) -> int:
+    """As `act`, on tables that are arguments: what compiled code is entered by."""
+    state = State(
+        experts, layers, now, forecasts, slots, levels, layer_states, queues, caches, runs, outside
+    )
+    return act(
+        state,
+        rank,
+        batch,
+        counts,
+        what,
+        number,
+        layer,
+        demands,
+        demanded_levels,
+        num_demands,
+    )
+
+
+def act(
+    state: State,
+    rank: Rank,
+    batch: PassBatch,
+    counts: Table,
+    what: int,
+    number: int,
+    layer: int,
+    demands: Array,
+    demanded_levels: Array,
+    num_demands: int,
+) -> int:
     """Serve the passes of a batch, or do `what` is asked with its single event.
 
     `number` is that of the event in the run, with `BEGIN` that of its pass. Returns how many keys a
     `LOOK_UP` demands.
     """
-    state = State(
-        experts, layers, now, forecasts, slots, levels, layer_states, queues, caches, runs, outside
-    )
+    run = state.run[0]
     if what == PASSES:
         serve_passes(state, rank, batch, counts)
         return 0
@@ -289,15 +317,15 @@ def step(
     if what & ENTER:
         enter(state, rank, batch.dense_s[0], layer, batch.rows[1])
     if what & LOOK_UP:
-        runs[0].absent = look_up(state, batch, 0, layer, counts[0])
+        run.absent = look_up(state, batch, 0, layer, counts[0])
     if what & DEMAND:
         demand(state, batch.keys, batch.bounds[1], layer, demands, demanded_levels, num_demands)
     if what & CLOSE:
-        chosen, last, wanted = batch.keys, batch.bounds[1], runs[0].absent
+        chosen, last, wanted = batch.keys, batch.bounds[1], run.absent
         if what & DEMAND:
             chosen, last, wanted = demands, num_demands, num_demands
         close_event(state, rank, batch, 0, number, layer, chosen, 0, last, wanted, counts[0])
-    return runs[0].absent
+    return run.absent
 
 
 def serve_passes(state: State, rank: Rank, batch: PassBatch, counts: Table) -> None:
@@ -691,6 +719,8 @@ def mark_executed(
     `undemanded`: only those that were not demanded.
     """
     run, num_keys, num_served = state.run[0], 0, 0
+    if IN_PYTHON and (run.watched or run.own):
+        begin_wave(state)
     for place in range(start, stop):
         key = batch.keys[place]
         slot = state.slots[key]
@@ -708,7 +738,7 @@ def mark_executed(
                 level = state.levels[slot.home * run.num_levels + slot.level]
                 level.num_keys += 1
                 level.num_served += served
-            if IN_PYTHON and run.watched:
+            if IN_PYTHON and (run.watched or run.own):
                 add_executed(state, key)
     return num_keys, num_served
 
@@ -1238,6 +1268,10 @@ def tell_event(state: State, layer: int) -> None:
 
 def vacate(state: State, key: int) -> None:
     state.outside.vacate(key)
+
+
+def begin_wave(state: State) -> None:
+    state.outside.wave = []
 
 
 def add_executed(state: State, key: int) -> None:

@@ -353,11 +353,12 @@ class Engine(ABC):
             plan.num_demands = self._look_up(event)
         else:
             original = event.spelled_out(rules.num_experts)
-            plan = Plan(original, original)
+            plan, resident = Plan(original, original), None
             if rules.applies(rules.routing, original):
-                plan = route(original, rules, self._residents(layer))
+                resident = self._residents(layer)
+                plan = route(original, rules, resident)
             plan.num_demands = self._look_up(plan.looked_up)
-            resident = self._residents(layer)
+            resident = self._residents(layer) if resident is None else resident
             absent = [key for key in plan.looked_up.keys if key not in resident]
             missed = [key for key in absent if not self._is_pending(key)]
             resolve(plan, original, rules, absent, missed, resident, self.record)
@@ -388,7 +389,8 @@ class Engine(ABC):
 
     def _look_up(self, event: Event) -> int:
         """Look up an event's keys; return how many are absent or below the best level."""
-        return core.look_up(self.state, self._batch_of(event), 0, event.layer, self.record)
+        batch = as_lists(self._batch_of(event))
+        return core.look_up(self.state, batch, 0, event.layer, self.record)
 
     def _batch_of(
         self,
@@ -398,23 +400,25 @@ class Engine(ABC):
         predict_s: float = 0.0,
         dense_s: float = 0.0,
     ) -> core.PassBatch:
-        """Return a batch of one event."""
+        """Return a batch of one event; its experts and weights may be arrays."""
         next_use: Sequence[int] = ()
         if self.eviction.is_offline and self.future is not None:
             after = event.pass_index * self.geometry.num_layers + event.layer + 1
             next_use = [self.future.rank_from(key, after) for key in event.keys]
-        experts = event.experts.ravel().tolist()
-        if event.num_tokens > 1 or self.rules.is_lossy:
+        experts: Any = ()
+        if event.num_tokens > 1 or self.rules.is_lossy or self.eviction.uses_weights:
             base = self.geometry.key(event.layer, 0)
-            experts = experts or [key - base for key in event.keys]
-            experts += [DROPPED] * (event.num_tokens * self.rules.top_k - len(experts))
+            experts = event.experts.ravel()
+            if len(experts) != event.num_tokens * self.rules.top_k:
+                experts = experts.tolist() or [key - base for key in event.keys]
+                experts += [DROPPED] * (event.num_tokens * self.rules.top_k - len(experts))
         return core.PassBatch(
             first_pass=event.pass_index,
             keys=event.keys,
             bounds=(0, len(event.keys)),
             rows=(0, event.num_tokens),
             experts=experts,
-            weights=event.weights.ravel().tolist() if self.eviction.uses_weights else (),
+            weights=event.weights.ravel() if self.eviction.uses_weights else (),
             dense_s=(dense_s,),
             predict_s=(predict_s,),
             next_use=next_use,
@@ -523,6 +527,14 @@ class Engine(ABC):
         run, link = self.state.run, self.link
         evictions, lifetime = read(run, 0, "evictions"), read(run, 0, "lifetime")
         return link.bytes_moved, link.busy_s, evictions, lifetime
+
+
+def as_lists(batch: core.PassBatch) -> core.PassBatch:
+    """Return a batch of one event in the form that plain Python is fastest on."""
+    experts, weights = batch.experts, batch.weights
+    if len(experts) and not isinstance(experts, list):
+        batch = batch._replace(experts=experts.tolist())
+    return batch._replace(weights=weights.tolist()) if len(weights) else batch
 
 
 def proposals_by_event(keys: IntArray, bounds: IntArray) -> Iterator[Sequence[int]]:

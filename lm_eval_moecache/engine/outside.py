@@ -30,7 +30,7 @@ class Outside:
         self.event = Event(-1, PASS_START, PREFILL, 0, ())
         """The event in progress, as executed."""
         self.wave: list[int] = []
-        """Keys about to be executed together."""
+        """Keys that are executed together, in the wave in progress."""
         self.on_wave: Callable[[Sequence[int]], object] = lambda keys: None
         """Called with the keys of each wave once all are resident, or executed on the host."""
         self.add_span: Callable[[str, float, float, int, int], object] = lambda *span: None
@@ -43,8 +43,6 @@ class Outside:
         """Called with each key whose bytes are released, where residents have slots."""
         self.moving: list[tuple[int, int]] = []
         """Key and bytes of the demands that the lanes are about to move together."""
-        self._executed: list[int] = []
-        """Keys of the last wave."""
         self._pinned: Set[int] = _NOTHING
         self._pinned_mark = -1
         self._shares = read_shares(setting.reads_per_expert)
@@ -73,13 +71,13 @@ class Outside:
         """Return the key that a cache's eviction chooses outside those pinned by `mark`, or -1."""
         if mark != self._pinned_mark:
             experts, self._pinned_mark = state.experts, mark
-            self._pinned = frozenset(k for k in self.event.keys if experts[k].pinned == mark)
+            self._pinned = {key for key in self.event.keys if experts[key].pinned == mark}
         found = self.evictions[cache].victim(self._pinned, layer)
         assert found not in self._pinned, f"eviction chose the pinned key {found}"
         return -1 if found is None else found
 
     def tell_executed(self, state: core.State, layer: int) -> None:
-        self.evictions[state.layers[layer].cache].on_executed(layer, self._executed)
+        self.evictions[state.layers[layer].cache].on_executed(layer, self.wave)
 
     def tell_event(self, state: core.State, layer: int) -> None:
         eviction = self.evictions[state.layers[layer].cache]
@@ -93,8 +91,7 @@ class Outside:
         return {key: state.slots[key].executed_level for key in self.event.keys}
 
     def tell_wave(self) -> None:
-        self._executed, self.wave = self.wave, []
-        self.on_wave(self._executed)
+        self.on_wave(self.wave)
 
     # Lanes, and experts executed as they arrive.
 

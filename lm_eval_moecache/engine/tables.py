@@ -56,7 +56,6 @@ def make_state(
         cached_first=int(rules.miss.cached_first),
         lossy=int(rules.is_lossy),
         own=int(own),
-        watched=int(own),
     )
     levels = make_table(core.Level, num_layers * num_levels)
     for level, (layer, number) in zip(

@@ -10,7 +10,7 @@ import numpy as np
 
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.decide import Plan
-from lm_eval_moecache.engine.engine import Engine, TokenPass
+from lm_eval_moecache.engine.engine import Engine, TokenPass, as_lists
 from lm_eval_moecache.engine.host import HostStage
 from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE, Setting
 from lm_eval_moecache.engine.tables import HasState, read
@@ -215,8 +215,6 @@ class VirtualEngine(Engine):
     def enter(self, layer: int, num_tokens: int) -> None:
         self._dense_s = self.costs.dense_s(layer, num_tokens) + self._attention_s
         self._entered, self._num_tokens = core.ENTER, num_tokens
-        if not self.loop.is_compiled:
-            self._enter(layer)
 
     def _enter(self, layer: int) -> None:
         """Charge the layer's dense part, if that is still to do."""
@@ -249,6 +247,9 @@ class VirtualEngine(Engine):
 
     def run(self, event: Event) -> Plan:
         rules, layer = self.rules, event.layer
+        number = event.pass_index * self.geometry.num_layers + layer
+        if not self.decides:
+            return self._serve(event, number)
         plan = self._decide(event)
         event, demands = plan.event, plan.demands
         proposed: tuple[Sequence[int], Sequence[int]] = (), ()
@@ -256,7 +257,6 @@ class VirtualEngine(Engine):
             proposed = self._propose(event)
         predict_s = self.predicting_s(layer, len(event.predicted), event.num_tokens)
         batch = self._batch_of(event, *proposed, predict_s)
-        number = event.pass_index * self.geometry.num_layers + layer
         if demands is None:
             self.loop.step(core.CLOSE, batch, number, layer)
         else:
@@ -264,6 +264,19 @@ class VirtualEngine(Engine):
         if rules.ladder:
             plan.levels = self.loop.levels(event.keys)
         return plan
+
+    def _serve(self, event: Event, number: int) -> Plan:
+        """Serve an event in one step: Python has nothing to decide."""
+        proposed: tuple[Sequence[int], Sequence[int]] = (), ()
+        if self.rules.prefetches and (self.answers is not None or not self.rules.prefetch.foresees):
+            proposed = self._propose(event)
+        predict_s = self.predicting_s(event.layer, len(event.predicted), event.num_tokens)
+        self.outside.begin(event)
+        batch = self._batch_of(event, *proposed, predict_s, self._dense_s)
+        what = self._entered | core.LOOK_UP | core.CLOSE
+        self._entered = 0
+        self.loop.step(what, batch, number, event.layer)
+        return Plan(event, event)
 
     def _batch_of(
         self,
@@ -274,7 +287,7 @@ class VirtualEngine(Engine):
         dense_s: float = 0.0,
     ) -> core.PassBatch:
         batch = super()._batch_of(event, proposed, proposed_levels, predict_s, dense_s)
-        return self.loop.as_arrays(batch) if self.loop.is_compiled else batch
+        return self.loop.as_arrays(batch) if self.loop.is_compiled else as_lists(batch)
 
     def serve(self, token_pass: TokenPass) -> None:
         if self.needs_python or self.decides:

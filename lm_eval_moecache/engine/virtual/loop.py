@@ -38,6 +38,7 @@ _TYPES = (
 """Dtypes of the arrays of a `PassBatch`, in order, for which the loop is compiled.
 
 One for all integers: numba compiles a function once for each type of its arguments."""
+_EMPTY = tuple(np.zeros(0, kind) for kind in _TYPES)
 _KINDS = (
     *(features.Expert, features.Layer, features.Now, features.Forecast),
     *(core.Slot, core.Level, core.LayerState, core.Queue, core.CacheState, core.RunState),
@@ -108,8 +109,9 @@ class Loop:
     def as_arrays(self, batch: core.PassBatch) -> core.PassBatch:
         """Return the batch in the form that the machine code takes."""
         arrays: list[Array] = [
-            np.ascontiguousarray(values, kind)
-            for values, kind in zip(batch[1:], _TYPES, strict=True)
+            # One token's event leaves most fields empty.
+            empty if len(values) == 0 else np.ascontiguousarray(values, empty.dtype)
+            for values, empty in zip(batch[1:], _EMPTY, strict=True)
         ]
         return core.PassBatch(batch.first_pass, *arrays)
 
@@ -137,12 +139,21 @@ class Loop:
         demands: Sequence[Fetch] = (),
     ) -> int:
         """Do a step of an event (see `core.step`)."""
-        keys: Any = [key for key, _ in demands]
-        levels: Any = [level for _, level in demands]
-        if self.is_compiled:
-            keys, levels = np.array(keys, np.int64), np.array(levels, np.int64)
-        call = what, number, layer, keys, levels, len(demands)
-        return self._step(*self._engine.state, self._rank, batch, self._counts, *call)
+        keys: Any = ()
+        levels: Any = ()
+        if demands:
+            keys, levels = zip(*demands, strict=True)
+        state, count = self._engine.state, len(demands)
+        if not self.is_compiled:
+            return core.act(
+                *(state, self._rank, batch, self._counts, what, number, layer),
+                *(keys, levels, count),
+            )
+        arrays = NOTHING, NOTHING
+        if count:
+            arrays = np.array(keys, np.int64), np.array(levels, np.int64)
+        call = what, number, layer, *arrays, count
+        return self._step(*state, self._rank, batch, self._counts, *call)
 
     def serve_passes(self, batch: core.PassBatch) -> Array:
         """Serve a batch of passes; return their counts, as records of `core.PassCounts`."""
