@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from grid import RESULTS, arguments
 
-from lm_eval_moecache.report.compare import Rules, compare
+from lm_eval_moecache.report.compare import CompareOptions, compare
 from lm_eval_moecache.report.results import Run, load_runs
 
 FLIPS, LOG_LIKELIHOOD, SPEED = 0.005, 0.01, 0.005
@@ -105,7 +105,7 @@ def worse(run: Run, tasks: Sequence[str], points: float, random: np.random.Gener
 
 def rates(options: argparse.Namespace, documents: int) -> list[int]:
     """Return the numbers of figures, false alarms, and losses found in all tasks and in one."""
-    random, rules = np.random.default_rng(options.seed), Rules(alpha=options.alpha)
+    random, rules = np.random.default_rng(options.seed), CompareOptions(alpha=options.alpha)
     runs = load_runs(options.baseline)
     # A mistake in one policy: only the run with the most documents, sorted first, gets the loss.
     runs.sort(key=lambda run: -max(len(d) for m in run.samples.values() for d in m.values()))

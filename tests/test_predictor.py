@@ -26,7 +26,7 @@ from lm_eval_moecache.model.predictor import training as making
 from lm_eval_moecache.model.predictor.network import (
     Foresight,
     PredictorNetwork,
-    foresight_of,
+    pass_predictor_of,
     sparsemax,
 )
 from lm_eval_moecache.model.predictor.samples import (
@@ -451,4 +451,4 @@ def test_a_trace_of_another_policy_is_refused(checkpoint: Checkpoint, tmp_path: 
 def test_an_embedding_of_another_length_is_refused() -> None:
     prefetch = DataAware(GEOMETRY, profile=profile_for(DATA_AWARE, GEOMETRY))
     with pytest.raises(ValueError, match="takes embeddings of 6 numbers, but those of"):
-        foresight_of(prefetch, nn.Embedding(20, 7))
+        pass_predictor_of(prefetch, nn.Embedding(20, 7))

@@ -22,7 +22,7 @@ from lm_eval.utils import make_table
 
 from lm_eval_moecache.harness.judge import Judge, read_verdict
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.harness.tasks import SpeedTask, add_figures, document_figures, speed_row
+from lm_eval_moecache.harness.tasks import SpeedTask, add_speed_rows, document_metrics, speed_row
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.ledger import PassRecord, RequestRecord
@@ -422,14 +422,14 @@ def served(*batches: int, seconds: float = 1.0) -> list[RequestRecord]:
 
 def test_a_tasks_error_of_speed_is_that_of_its_batches() -> None:
     """Eight documents in two batches, 1 and 2 s: the error is 0.5 s, not 0.5 x sqrt(8 / 7 / 8)."""
-    documents = document_figures(served(0, 0, 0, 0, 1, 1, 1, 1))["quiz"]
+    documents = document_metrics(served(0, 0, 0, 0, 1, 1, 1, 1))["quiz"]
     assert len({figures[BATCH] for figures in documents.values()}) == 2
     row = speed_row(documents.values())
     assert row["ttft_ms,speed"] == 1500
     assert row["ttft_ms_stderr,speed"] == pytest.approx(500)
     # One batch alone: no error can be told.
     assert speed_row([documents[0], documents[1]])["ttft_ms_stderr,speed"] == "N/A"
-    alone = document_figures(served(0, 1, 2))["quiz"]
+    alone = document_metrics(served(0, 1, 2))["quiz"]
     assert all(BATCH not in figures for figures in alone.values())
     assert speed_row(alone.values())["ttft_ms_stderr,speed"] == pytest.approx(1000 / math.sqrt(3))
 
@@ -439,12 +439,12 @@ def test_lm_evals_errors_are_replaced_where_documents_share_batches() -> None:
     task = {"ttft_ms,speed": 1500.0, key: 189.0}
     group = {"ttft_ms,speed": 1500.0, key: 189.0}
     results = {"results": {"quiz": task, "all": group}, "groups": {"all": dict(group)}}
-    add_figures(results, served(0, 0, 1, 1), {})
+    add_speed_rows(results, served(0, 0, 1, 1), {})
     assert task[key] == pytest.approx(500)
     # lm-eval pools a group's error from its tasks' documents, as if each were independent.
     assert group[key] == results["groups"]["all"][key] == "N/A"
     alone = {"results": {"quiz": dict(task), "all": {key: 7.0}}, "groups": {"all": {key: 7.0}}}
-    add_figures(alone, served(0, 1), {})
+    add_speed_rows(alone, served(0, 1), {})
     assert alone["groups"]["all"][key] == 7.0
 
 

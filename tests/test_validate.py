@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lm_eval_moecache.analysis.validation import Series, foretell, setting_of
+from lm_eval_moecache.analysis.validation import Series, setting_of, simulate
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.trace.importers import load_trace
 from tests.conftest import Moecache
@@ -37,7 +37,7 @@ def profile(folder: Path, name: str = "device", **changes: object) -> Path:
 def measured_by(trace: Path, hardware: Hardware, reads: int = 2) -> Series:
     """Measurements of a device that matches the clock exactly."""
     run = load_trace(str(trace))
-    return foretell(run, setting_of(run, hardware, ENGINE, reads))
+    return simulate(run, setting_of(run, hardware, ENGINE, reads))
 
 
 def write(path: Path, columns: dict[str, Any], comment: str = "") -> Path:
@@ -70,8 +70,8 @@ def test_ratios_and_errors_are_ours_to_theirs_under_other_names(
     tmp_path: Path, trace: Path, moecache: Moecache
 ) -> None:
     device = profile(tmp_path)
-    foretold = measured_by(trace, load_hardware(str(device))).columns
-    slower = {"total": 2 * foretold["wall_ms"], "hits": foretold["cache_hit_pct"] - 5}
+    predicted = measured_by(trace, load_hardware(str(device))).columns
+    slower = {"total": 2 * predicted["wall_ms"], "hits": predicted["cache_hit_pct"] - 5}
     table = write(tmp_path / "measured.csv", slower)
     names = ["--columns", "{wall_ms: total, cache_hit_pct: hits}"]
     comparison = validated(moecache, trace, table, "--hardware", device, *names)
@@ -133,7 +133,7 @@ def test_a_fit_finds_the_figures_that_made_the_measurements(
 
 
 @pytest.mark.parametrize(("name", "reads"), [("qwen", "3"), ("gemma", "2")])
-def test_the_shipped_phone_profile_foretells_the_phone(
+def test_the_shipped_phone_profile_predicts_the_phone(
     name: str, reads: str, moecache: Moecache
 ) -> None:
     trace = traces.published(f"{name}.route.csv")

@@ -107,7 +107,7 @@ def read_measured(path: Path, names: Mapping[str, str]) -> Series:
     return Series(columns)
 
 
-def foretell(trace: Trace, setting: Setting) -> Series:
+def simulate(trace: Trace, setting: Setting) -> Series:
     """Replay a routing; return the series of its decoded tokens, in a measured table's units.
 
     `compute_ms` is the rest of the wall, as engines report it.

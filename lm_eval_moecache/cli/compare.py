@@ -12,7 +12,13 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.records.numbers import plain_number
-from lm_eval_moecache.report.compare import DEFAULT_ALPHA, FORMS, SPEED_METRICS, Rules, compare
+from lm_eval_moecache.report.compare import (
+    DEFAULT_ALPHA,
+    FORMS,
+    SPEED_METRICS,
+    CompareOptions,
+    compare,
+)
 from lm_eval_moecache.report.results import load_runs
 
 _SAME_MACHINE = {"auto": None, "yes": True, "no": False}
@@ -42,7 +48,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     tolerance, tolerances = _tolerances(arguments.tolerance)
-    rules = Rules(
+    rules = CompareOptions(
         alpha=_share("--alpha", arguments.alpha),
         floor=None if arguments.floor is None else _share("--floor", arguments.floor),
         tolerance=tolerance,

@@ -104,7 +104,7 @@ def other_tables(folder: Path) -> dict[Path, str]:
         try:
             text = other_table(path)
         except ValueError as error:
-            logger.warning("left out: %s", error)
+            logger.warning("skipping unreadable table: %s", error)
             continue
         if text is not None:
             tables[target] = text

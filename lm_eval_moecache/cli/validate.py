@@ -177,7 +177,7 @@ def _tokens(arguments: Namespace) -> int:
     setting = validation.setting_of(trace, hardware, arguments, reads)
     measured = validation.read_measured(Path(arguments.measured), arguments.columns or {})
     predicted, measured_tokens = validation.same_tokens(
-        validation.foretell(trace, setting), measured, tokens
+        validation.simulate(trace, setting), measured, tokens
     )
     comparison = validation.compare(predicted, measured_tokens)
     if arguments.plot is not None:

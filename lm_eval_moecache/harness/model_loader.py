@@ -99,4 +99,4 @@ class ModelLoader:
         """Return the wall clock's report on the machine and the loading; None if virtual."""
         if self._experts is None:
             return None
-        return {"machine": name_of(torch.device(device)), "load": self._experts.figures}
+        return {"machine": name_of(torch.device(device)), "load": self._experts.load_stats}

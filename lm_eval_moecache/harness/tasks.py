@@ -52,20 +52,20 @@ HIGHER_IS_BETTER: Mapping[str, bool] = {
 }
 
 
-class Figures(dict[str, float]):
+class SpeedMetrics(dict[str, float]):
     """The metrics of one request, in the place of a filtered response of lm-eval."""
 
 
-def mean_figures(requests: Iterable[Figures]) -> dict[str, float]:
+def mean_metrics(requests: Iterable[SpeedMetrics]) -> dict[str, float]:
     """Return the mean of each metric over the requests of one document that have it."""
     values: dict[str, list[float]] = {}
-    for figures in requests:
-        for name, value in figures.items():
+    for metrics in requests:
+        for name, value in metrics.items():
             values.setdefault(name, []).append(value)
     return {name: mean(values[name]) for name in HIGHER_IS_BETTER if name in values}
 
 
-def document_figures(records: Iterable[RequestRecord]) -> dict[str, dict[int, dict[str, float]]]:
+def document_metrics(records: Iterable[RequestRecord]) -> dict[str, dict[int, dict[str, float]]]:
     """Return task -> document -> means over its requests: metrics, prompt tokens and bytes moved.
 
     A request that a task repeats counts once, with the metrics of its last repeat. Documents that
@@ -79,7 +79,7 @@ def document_figures(records: Iterable[RequestRecord]) -> dict[str, dict[int, di
     for (task, document), keys in documents:
         requests, label = [last[key] for key in keys], labels[keys[0]]
         by_task.setdefault(task, {})[document] = {
-            **mean_figures(Figures(request_metrics(request)) for request in requests),
+            **mean_metrics(SpeedMetrics(request_metrics(request)) for request in requests),
             **({BATCH: label} if sharing[label] > 1 else {}),
             PROMPT_TOKENS: mean([request.prompt_tokens for request in requests]),
             REQUEST_BYTES: mean([sum(p.bytes_moved for p in r.passes) for r in requests]),
@@ -93,15 +93,15 @@ def speed_row(documents: Iterable[Mapping[str, float]]) -> dict[str, Any]:
     Documents that share a batch are one sample of the error.
     """
     row: dict[str, Any] = {}
-    labeled = [(figures.get(BATCH, -place), figures) for place, figures in enumerate(documents, 1)]
+    labeled = [(metrics.get(BATCH, -place), metrics) for place, metrics in enumerate(documents, 1)]
     for name in HIGHER_IS_BETTER:
-        values = [(figures[name], label) for label, figures in labeled if name in figures]
+        values = [(metrics[name], label) for label, metrics in labeled if name in metrics]
         if values:
-            figures, labels = [value for value, _ in values], [label for _, label in values]
-            middle = mean(figures)
-            error = clustered_stderr([value - middle for value in figures], labels, len(figures))
+            numbers, labels = [value for value, _ in values], [label for _, label in values]
+            middle = mean(numbers)
+            error = clustered_stderr([value - middle for value in numbers], labels, len(numbers))
             if len(set(labels)) == len(labels) > 1:
-                error = mean_stderr(figures)  # equal but for rounding: lm-eval's own, to the digit
+                error = mean_stderr(numbers)  # equal but for rounding: lm-eval's own, to the digit
             row[f"{name},{SPEED_FILTER}"] = middle
             row[f"{name}_stderr,{SPEED_FILTER}"] = "N/A" if error is None else error
     return row
@@ -132,17 +132,17 @@ class SpeedTask(ConfigurableTask):
         """Run the task's own filters, then add the pseudo filter that carries the metrics."""
         unfiltered: list[Instance] | None = super().apply_filters()
         # Empty under other models, which measure nothing.
-        figures = [Figures(getattr(each, "moecache", None) or {}) for each in self.instances]
-        self._measured = [n for n in HIGHER_IS_BETTER if any(n in each for each in figures)]
+        metrics = [SpeedMetrics(getattr(each, "moecache", None) or {}) for each in self.instances]
+        self._measured = [n for n in HIGHER_IS_BETTER if any(n in each for each in metrics)]
         if self._measured:
-            for instance, each in zip(self.instances, figures, strict=True):
+            for instance, each in zip(self.instances, metrics, strict=True):
                 instance.filtered_resps[SPEED_FILTER] = each
         return unfiltered
 
     def process_results(self, doc: Any, results: list[Any]) -> dict[str, Any]:
         """Score one document under one filter; lm-eval calls this once per filter."""
-        if results and isinstance(results[0], Figures):
-            return mean_figures(results)
+        if results and isinstance(results[0], SpeedMetrics):
+            return mean_metrics(results)
         scores: dict[str, Any] = super().process_results(doc, results)
         return scores
 
@@ -159,7 +159,7 @@ class SpeedTask(ConfigurableTask):
 # --- around each evaluation: it counts from zero, and its metrics go into lm-eval's results ---
 
 SAMPLE_KEY = "speed"
-"""Key of a `--log_samples` line that holds `document_figures` of its document."""
+"""Key of a `--log_samples` line that holds `document_metrics` of its document."""
 
 
 def watch_evaluations(model_class: type[Any]) -> None:
@@ -176,14 +176,14 @@ def watch_evaluations(model_class: type[Any]) -> None:
         lm.begin_evaluation()
         results = plain(*args, **kwargs)
         if results is not None:  # None on every rank but the first
-            add_figures(results, lm.evaluated(), kwargs.get("samples") or {})
+            add_speed_rows(results, lm.evaluated(), kwargs.get("samples") or {})
         return results
 
     evaluate.is_wrapped = True  # type: ignore[attr-defined]
     lm_eval.evaluator.evaluate = evaluate
 
 
-def add_figures(
+def add_speed_rows(
     results: dict[str, Any], records: Sequence[RequestRecord], chosen: Mapping[str, Sequence[int]]
 ) -> None:
     """Put each task's metrics beside its scores, and each document's on its sample.
@@ -191,15 +191,15 @@ def add_figures(
     Of rows that `SpeedTask` has added, the errors alone are set: a batch is one sample. `chosen` is
     lm-eval's `samples`: task -> documents, for tasks of which only some documents were requested.
     """
-    for task, documents in document_figures(records).items():
+    for task, documents in document_metrics(records).items():
         drop_group_errors(results, documents.values())
         if task not in results["results"]:
             continue
         order = chosen.get(task)
-        figures = {d if order is None else order[d]: metrics for d, metrics in documents.items()}
+        by_id = {d if order is None else order[d]: metrics for d, metrics in documents.items()}
         for sample in results.get("samples", {}).get(task, []):
-            sample[SAMPLE_KEY] = figures.get(sample["doc_id"], {})
-        row, metrics = results["results"][task], speed_row(figures.values())
+            sample[SAMPLE_KEY] = by_id.get(sample["doc_id"], {})
+        row, metrics = results["results"][task], speed_row(by_id.values())
         if any(key.endswith(f",{SPEED_FILTER}") for key in row):
             # lm-eval knows no batches: its means are ours, its errors are not.
             row.update({key: value for key, value in metrics.items() if "_stderr," in key})

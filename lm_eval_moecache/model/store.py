@@ -42,7 +42,7 @@ class Store(ABC):
     def begin_pass(self, *, decoding: bool, padding: BoolArray | None = None) -> None:
         """Choose the kernel of a pass; transformers changes kernels for decode steps on devices.
 
-        `padding` marks the tokens [T] whose output nobody reads, if there are any.
+        `padding` marks the tokens [T] whose output is discarded, if there are any.
         """
 
     @abstractmethod
@@ -345,7 +345,7 @@ class LadderStore(Store):
         """Run the chosen experts, each at the level of the layer's event.
 
         Assignments to experts outside the event (padding, dropped ones) run on another expert:
-        nobody reads padding's output, and the weight of a dropped expert is 0.
+        the output at padding positions is discarded, and the weight of a dropped expert is 0.
         """
         assert self.levels is not None
         levels = self.levels[layer]

@@ -18,7 +18,7 @@ from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.engine.engine import Engine, TokenPass
 from lm_eval_moecache.model.device import copy_to_host
 from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
-from lm_eval_moecache.model.predictor.network import foresight_of, network_of
+from lm_eval_moecache.model.predictor.network import network_of, pass_predictor_of
 from lm_eval_moecache.model.store import (
     IMPLEMENTATION,
     STORE_ATTRIBUTE,
@@ -149,7 +149,7 @@ class WrappedModel:
         self._wants_weights, self._wants_logits = engine.wants_weights, engine.wants_logits
         # An unsorted choice is sorted by its weights.
         self._reads_weights = self._wants_weights or not all(self._is_sorted)
-        self._foresight = foresight_of(rules.prefetch, model.get_input_embeddings())
+        self._pass_predictor = pass_predictor_of(rules.prefetch, model.get_input_embeddings())
         self._before = model.get_experts_implementation()
         if store is None:
             store = InPlaceStore(implementation_of(model), model.device.type)
@@ -216,8 +216,8 @@ class WrappedModel:
                 positions = positions_of(input_ids, mask, past_length).ravel()
                 positions = positions if self._valid is None else positions[self._valid]
             predicted: Mapping[int, FloatArray] = NO_PREDICTIONS
-            if self._foresight is not None:
-                predicted = self._foresight.begin_pass(input_ids, past_length, self._valid)
+            if self._pass_predictor is not None:
+                predicted = self._pass_predictor.begin_pass(input_ids, past_length, self._valid)
             self._record = engine.begin_pass(phase, self._num_tokens, predicted, positions)
         # A recorder reads hidden states, which are not kept until the end of the pass.
         self._waits = engine.can_defer and not self._scanning and recorder is None
@@ -450,21 +450,21 @@ class ShadowPrefetcher:
         self._prefetch = prefetch
         self._num_layers = len(layers)
         self._network = network_of(prefetch, layers[0].gate.hidden_size)
-        self._foresight = foresight_of(prefetch, embedding)
-        self._foreseen: dict[int, FloatArray] = {}
+        self._pass_predictor = pass_predictor_of(prefetch, embedding)
+        self._pass_predictions: dict[int, FloatArray] = {}
 
     def begin_pass(self, input_ids: torch.Tensor, past_length: int, valid: Any) -> None:
         """Read a pass's tokens if the prefetcher predicts from text; `valid` masks out padding."""
-        if self._foresight is not None:
-            self._foreseen = self._foresight.begin_pass(input_ids, past_length, valid)
+        if self._pass_predictor is not None:
+            self._pass_predictions = self._pass_predictor.begin_pass(input_ids, past_length, valid)
 
     def __call__(self, event: Event, hidden: Any, rows: Rows, predict: Predict) -> list[int]:
         """Return the keys it proposes at the event."""
         if event.layer == 0:
             self._prefetch.on_pass(event.pass_index)
-        if self._foresight is not None:
+        if self._pass_predictor is not None:
             # Proposed before the pass, and recorded with its first layer.
-            pass_start = event._replace(layer=PASS_START, keys=(), predicted=self._foreseen)
+            pass_start = event._replace(layer=PASS_START, keys=(), predicted=self._pass_predictions)
             return list(self._prefetch.propose(pass_start)) if event.layer == 0 else []
         predicted = {}
         if self._network is not None:

@@ -25,11 +25,11 @@ from lm_eval_moecache.analysis.validation import (
     Series,
     Values,
     compare,
-    foretell,
     read_measured,
     read_tokens,
     same_tokens,
     setting_of,
+    simulate,
 )
 from lm_eval_moecache.engine.setting import MOST_READS, Setting
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
@@ -63,7 +63,7 @@ class Measured(NamedTuple):
 
     def beside(self, hardware: Hardware) -> tuple[Series, Series]:
         """Return those tokens as the clock predicts them on this hardware, and as measured."""
-        ours = foretell(self.trace, replace(self.setting, hardware=hardware))
+        ours = simulate(self.trace, replace(self.setting, hardware=hardware))
         return same_tokens(ours, self.series, self.tokens)
 
 

@@ -55,7 +55,7 @@ _SAME_AS_PERPLEXITY = ("byte_perplexity", "bits_per_byte")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rules:
+class CompareOptions:
     """How much worse a figure may get. `tolerances` override `tolerance` by metric.
 
     Tolerances are relative to the baseline. `floor` and `tolerance` None: 0 for two runs on one
@@ -273,12 +273,12 @@ class Comparison:
 Units = dict[str, dict[str, Run]]
 
 
-def compare(baseline: Sequence[Run], new: Sequence[Run], rules: Rules) -> Comparison:
+def compare(baseline: Sequence[Run], new: Sequence[Run], options: CompareOptions) -> Comparison:
     """Judge every figure of BASELINE. Raises ValueError where the two have no run in common.
 
     Two sides of one run each are compared whatever their policies, but their identities must agree.
     """
-    old_units, new_units = _units(baseline, rules, "BASELINE"), _units(new, rules, "NEW")
+    old_units, new_units = _units(baseline, options, "BASELINE"), _units(new, options, "NEW")
     new_units, differing = _joined(old_units, new_units)
     rows: list[Row] = []
     exact_runs, versions = 0, dict[str, tuple[str, str]]()
@@ -289,32 +289,32 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], rules: Rules) -> Compar
             continue
         shared = {task: (run, new_tasks[task]) for task, run in tasks.items() if task in new_tasks}
         for task, pair in shared.items():
-            _check_identity(*pair, task, rules)
+            _check_identity(*pair, task, options)
             before, after = (run.environment.get("versions") or {} for run in pair)
             known = before.keys() & after.keys()
             one, other = ({name: side[name] for name in known} for side in (before, after))
             versions |= _apart(one, other, "none")
-        exact_runs += bool(shared) and all(rules.is_exact(*pair) for pair in shared.values())
+        exact_runs += bool(shared) and all(options.is_exact(*pair) for pair in shared.values())
         for task in tasks:
             if task in shared:
-                rows += _scores(key, task, *shared[task], rules)
-                rows += _speeds(key, task, *shared[task], rules)
+                rows += _scores(key, task, *shared[task], options)
+                rows += _speeds(key, task, *shared[task], options)
             else:
                 rows.append(Row(run=key, task=task, verdict=MISSING))
-        rows += _all_tasks(key, shared, rules)
+        rows += _all_tasks(key, shared, options)
         for old, new_run in _whole_runs(shared):
-            rows += _speeds(key, None, old, new_run, rules)
+            rows += _speeds(key, None, old, new_run, options)
         rows += [Row(run=key, task=task, verdict=NEW) for task in new_tasks if task not in tasks]
     rows += [Row(run=key, verdict=NEW) for key in new_units if key not in old_units]
     if not any(row.change is not None or row.is_regression for row in rows):
         raise ValueError(
             "BASELINE and NEW have no figure in common: nothing was compared. Allowed: runs that "
-            f"report one of {', '.join(rules.metrics)}, or scores of the same tasks."
+            f"report one of {', '.join(options.metrics)}, or scores of the same tasks."
         )
 
     # Correct for the number of tests, leaving out those that cannot reach significance.
     tests = [row.test for row in rows if row.test is not None]
-    testable = tarone([test.least_p for test in tests], rules.alpha)
+    testable = tarone([test.least_p for test in tests], options.alpha)
     adjusted = iter(
         holm([test.p for test, is_testable in zip(tests, testable, strict=True) if is_testable])
     )
@@ -322,15 +322,15 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], rules: Rules) -> Compar
     judged_rows = []
     for row in rows:
         p = None if row.test is None else next(corrected)
-        judged_rows.append(row if row.verdict else row.judged(p, rules.alpha))
+        judged_rows.append(row if row.verdict else row.judged(p, options.alpha))
     weak_tests = [
         f"{row.task} {row.metric}"
         for row in rows
-        if row.test is not None and row.test.least_possible > rules.alpha
+        if row.test is not None and row.test.least_possible > options.alpha
     ]
     return Comparison(
         rows=tuple(judged_rows),
-        alpha=rules.alpha,
+        alpha=options.alpha,
         differing=differing,
         versions=versions,
         exact_runs=exact_runs,
@@ -339,12 +339,12 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], rules: Rules) -> Compar
     )
 
 
-def _units(runs: Sequence[Run], rules: Rules, side: str) -> Units:
+def _units(runs: Sequence[Run], options: CompareOptions, side: str) -> Units:
     """Return configuration (as given) -> task -> run. Tasks may be spread over several runs."""
     units: Units = {}
     for run in runs:
         arguments = {**run.model_args, **run.options}
-        compared = {k: v for k, v in sorted(arguments.items()) if k not in rules.ignore}
+        compared = {k: v for k, v in sorted(arguments.items()) if k not in options.ignore}
         key = ",".join([run.model, *(f"{k}={v}" for k, v in compared.items())])
         tasks = units.setdefault(key, {})
         # A replay has no tasks: its figures are those of the whole run.
@@ -383,14 +383,14 @@ def _apart(
     return {key: pair for key, pair in sides.items() if pair[0] != pair[1]}
 
 
-def _check_identity(old: Run, new: Run, task: str, rules: Rules) -> None:
+def _check_identity(old: Run, new: Run, task: str, options: CompareOptions) -> None:
     """Raise ValueError where the identities differ, naming each key not ignored."""
     differing = _apart(identity(old, [task]), identity(new, [task]), "none")
     read = [run.facts.get("inputs") for run in (old, new)]
     if all(read) and read[0] != read[1]:
         # Weights, drafts, artefacts or task files; older records do not say.
         differing["inputs"] = (str(read[0]), str(read[1]))
-    unexpected = {key: pair for key, pair in differing.items() if key not in rules.ignore}
+    unexpected = {key: pair for key, pair in differing.items() if key not in options.ignore}
     if unexpected:
         changes = ", ".join(f"{key} ({one} -> {other})" for key, (one, other) in unexpected.items())
         raise ValueError(
@@ -399,9 +399,11 @@ def _check_identity(old: Run, new: Run, task: str, rules: Rules) -> None:
         )
 
 
-def _tested(row: Row, test: Test | None, exact: bool, rules: Rules, unit: float = 1.0) -> Row:
+def _tested(
+    row: Row, test: Test | None, exact: bool, options: CompareOptions, unit: float = 1.0
+) -> Row:
     """Return the row of a score with its allowance and test; the floor is a share of `unit`."""
-    floor = rules.floor
+    floor = options.floor
     if floor is None:
         floor = 0.0 if exact else DEFAULT_FLOOR
     judged_by = EXACTLY if exact and not floor else f"floor {floor:g}"
@@ -410,8 +412,8 @@ def _tested(row: Row, test: Test | None, exact: bool, rules: Rules, unit: float 
     return replace(row, allowed=floor * unit, judged_by=test.by, test=test)
 
 
-def _scores(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[Row]:
-    exact = rules.is_exact(old, new)
+def _scores(key: str, task: str, old: Run, new: Run, options: CompareOptions) -> Iterator[Row]:
+    exact = options.is_exact(old, new)
     new_scores = {score.key: score for score in new.scores(task)}
     for score in old.scores(task):
         if score.metric in _SAME_AS_PERPLEXITY:
@@ -436,10 +438,12 @@ def _scores(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[R
             row = replace(row, difference=difference(_losses(score, *sides)))
         # The floor: points for a share, relative to the baseline for any other score.
         unit = 1.0 if higher and 0 <= score.value <= 1 else abs(score.value)
-        yield _tested(row, test, exact, rules, unit)
+        yield _tested(row, test, exact, options, unit)
 
 
-def _all_tasks(key: str, shared: Mapping[str, tuple[Run, Run]], rules: Rules) -> Iterator[Row]:
+def _all_tasks(
+    key: str, shared: Mapping[str, tuple[Run, Run]], options: CompareOptions
+) -> Iterator[Row]:
     """Judge the answers of all tasks together: many small losses make a large one."""
     answers: list[tuple[float, float]] = []
     tasks, exact = 0, True
@@ -453,14 +457,14 @@ def _all_tasks(key: str, shared: Mapping[str, tuple[Run, Run]], rules: Rules) ->
         if old and old.keys() == new.keys() and right_or_wrong:
             tasks += 1
             answers += paired
-            exact &= rules.is_exact(*pair)
+            exact &= options.is_exact(*pair)
     if tasks > 1:
         before, after = (sum(side) / len(answers) for side in zip(*answers, strict=True))
         row = Row(run=key, task=ALL_TASKS, metric="accuracy", baseline=before, new=after)
         won, lost = sum(a < b for a, b in answers), sum(a > b for a, b in answers)
         lost_or_won = [old - new for old, new in answers]
         row = replace(row, higher_is_better=True, difference=difference(lost_or_won))
-        yield _tested(row, mcnemar(won, lost, len(answers)), exact, rules)
+        yield _tested(row, mcnemar(won, lost, len(answers)), exact, options)
 
 
 def _whole_runs(shared: Mapping[str, tuple[Run, Run]]) -> list[tuple[Run, Run]]:
@@ -469,13 +473,15 @@ def _whole_runs(shared: Mapping[str, tuple[Run, Run]]) -> list[tuple[Run, Run]]:
     return [(old, new) for old, new in pairs.values() if set(old.tasks) == set(new.tasks)]
 
 
-def _speeds(key: str, task: str | None, old: Run, new: Run, rules: Rules) -> Iterator[Row]:
+def _speeds(
+    key: str, task: str | None, old: Run, new: Run, options: CompareOptions
+) -> Iterator[Row]:
     """Judge a task's speed, or with None that of the whole run."""
     if task is not None and task not in old.moecache["tasks"]:
         return
-    default = 0.0 if rules.is_exact(old, new) else TOLERANCE.get(str(old.moecache["clock"]), 0.0)
-    default = default if rules.tolerance is None else rules.tolerance
-    for name in rules.metrics:
+    default = 0.0 if options.is_exact(old, new) else TOLERANCE.get(str(old.moecache["clock"]), 0.0)
+    default = default if options.tolerance is None else options.tolerance
+    for name in options.metrics:
         metric, at, wanted_task = name.partition("@")
         if at and wanted_task != task:
             continue
@@ -484,7 +490,7 @@ def _speeds(key: str, task: str | None, old: Run, new: Run, rules: Rules) -> Ite
         before, after = (column.read(run).number for run in (old, new))
         row = Row(run=key, task=task, metric=metric, baseline=before, new=after)
         if before is not None and after is not None:
-            tolerance = rules.tolerances.get(name, default)
+            tolerance = options.tolerances.get(name, default)
             yield replace(
                 row,
                 higher_is_better=column.higher_is_better,

@@ -248,7 +248,7 @@ def load_runs(place: Path) -> list[Run]:
         except ValueError as error:
             if is_file:
                 raise
-            logger.warning("left out: %s", error)
+            logger.warning("skipping unreadable results file: %s", error)
     if not runs:
         raise ValueError(
             f"{str(place)!r} holds no results of moecache runs: JSON files written by "

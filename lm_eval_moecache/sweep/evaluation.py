@@ -29,7 +29,7 @@ from lm_eval_moecache.sweep.spec import Cell
 BOOTSTRAP_DRAWS = 1000
 _KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
 #: Figures kept per document, for paired comparisons of speed.
-KEPT_SPEED = (
+RECORDED_SPEED = (
     *("ttft_ms", "tpot_ms", "request_tok_per_s", "request_miss_rate"),
     *("request_collision_miss_rate", REQUEST_BYTES, BATCH),
 )
@@ -129,11 +129,11 @@ def scores(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return what paired comparisons need of each sample: `metric,filter` -> doc_id -> score.
 
     A perplexity's per-sample value is a pair (log-likelihood, words) and stays one. Of a document's
-    speed the figures in `KEPT_SPEED` are kept, to six digits.
+    speed the figures in `RECORDED_SPEED` are kept, to six digits.
     """
     by_metric: dict[str, dict[str, Any]] = {}
     for sample in samples:
-        figures: dict[str, Any] = kept_speed(sample.get(SAMPLE_KEY, {}))
+        figures: dict[str, Any] = recorded_speed(sample.get(SAMPLE_KEY, {}))
         if sample["filter"] != SPEED_FILTER:
             figures |= {
                 f"{name},{sample['filter']}": _plain(sample[name]) for name in sample["metrics"]
@@ -144,12 +144,12 @@ def scores(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return by_metric
 
 
-def kept_speed(figures: Mapping[str, float]) -> dict[str, float]:
+def recorded_speed(figures: Mapping[str, float]) -> dict[str, float]:
     """Return the figures of a document's speed that records keep, to six digits.
 
     Further digits of a mean are noise, and half of a record's size.
     """
-    selected = {name: figures[name] for name in KEPT_SPEED if name in figures}
+    selected = {name: figures[name] for name in RECORDED_SPEED if name in figures}
     return {f"{name},{SPEED_FILTER}": float(f"{value:.6g}") for name, value in selected.items()}
 
 

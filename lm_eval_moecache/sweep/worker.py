@@ -31,14 +31,14 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.plugin import MODELS
 from lm_eval_moecache.harness.run_report import run_report
-from lm_eval_moecache.harness.tasks import document_figures, drop_group_errors, speed_row
+from lm_eval_moecache.harness.tasks import document_metrics, drop_group_errors, speed_row
 from lm_eval_moecache.records.artifact import versions_of
 from lm_eval_moecache.records.errors import MoECacheError
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.records.sizes import check_sized, parse_bytes
 from lm_eval_moecache.report.results import SPEED_FILTER
-from lm_eval_moecache.sweep.evaluation import evaluate, kept_speed, loadable, quiet
+from lm_eval_moecache.sweep.evaluation import evaluate, loadable, quiet, recorded_speed
 from lm_eval_moecache.sweep.files import write_failure, write_record
 from lm_eval_moecache.sweep.identity import ResolvedCell, plan
 from lm_eval_moecache.sweep.replays import SETTINGS
@@ -255,7 +255,7 @@ def _replace_speed(kept: dict[str, Any], requests: Sequence[RequestRecord], cell
     results: dict[str, dict[str, Any]] = kept["results"]
     if not any(key.endswith(_SUFFIX) for row in results.values() for key in row):
         return
-    by_task = document_figures(requests)
+    by_task = document_metrics(requests)
     for task, documents in by_task.items():
         row = results.get(task, {})
         names = [key for key in row if key.endswith(_SUFFIX)]
@@ -270,7 +270,7 @@ def _replace_speed(kept: dict[str, Any], requests: Sequence[RequestRecord], cell
         row.update(speed)
         speeds: dict[str, dict[str, float]] = {}
         for document, figures in documents.items():
-            for key, value in kept_speed(figures).items():
+            for key, value in recorded_speed(figures).items():
                 speeds.setdefault(key, {})[str(document)] = value
         kept["scores"].setdefault(task, {}).update(speeds)
     for name, group in _groups(cell.tasks, cell.include_path).items():

@@ -83,7 +83,7 @@ def columns_of(name: str, schema: Any, header: Header, **large: bool) -> list[st
     """
     duplicates = [column for column in schema.names if schema.names.count(column) > 1]
     if duplicates:
-        raise ValueError(f"trace {name}: the column {duplicates[0]!r} stands twice.")
+        raise ValueError(f"trace {name}: the column {duplicates[0]!r} appears twice.")
     proposed = [proposed_column(place) for place in range(len(header.proposals))]
     # One list per event or pass, in its first row.
     of_events = [*proposed, *(DRAFT_COLUMNS if header.draft is not None else ())]

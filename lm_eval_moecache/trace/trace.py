@@ -171,7 +171,7 @@ def _check_sequences(columns: Columns, refuse: Refuse) -> BoolArray:
     def problem(row: int) -> str:
         before = token[row - 1]
         if token[row] == before:
-            return "stands twice"
+            return "appears twice"
         return f"is {token[row]} after {before}: one is missing"
 
     refuse(reads & ((step > 1) | ((step == 0) & beside)), "token", problem, 1)

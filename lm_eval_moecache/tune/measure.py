@@ -72,7 +72,7 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class Measured:
     """Accuracy with its standard error, speed in the objective's metric, and their source."""
 
     accuracy: float
@@ -84,7 +84,7 @@ class Figures:
 class CandidateRunner:
     """Measures policies for one objective; keeps the model's runs as a sweep's records."""
 
-    reference: Figures
+    reference: Measured
     trace: Trace
 
     def __init__(
@@ -137,11 +137,11 @@ class CandidateRunner:
             self._speeds[key] = float(speed["mean"] if isinstance(speed, Mapping) else speed)
         return self._speeds[key]
 
-    def lossless(self, policy: Policy) -> Figures:
+    def lossless(self, policy: Policy) -> Measured:
         """Return the reference's accuracy with the speed of the policy's lossless part."""
         return dataclasses.replace(self.reference, speed=self.replay(policy), measured_by=BY_REPLAY)
 
-    def run(self, candidates: Sequence[ResolvedCell]) -> list[Figures | str]:
+    def run(self, candidates: Sequence[ResolvedCell]) -> list[Measured | str]:
         """Return each candidate's figures, from a run of the model or an earlier record of one.
 
         A failed run gives its error as text. Runs go in parallel where there is a pool.
@@ -162,7 +162,7 @@ class CandidateRunner:
             outcomes = [outcome_of(future, cell) for future, cell in futures.items()]
         return {o.run_id: o.error for o in outcomes if o.error is not None}
 
-    def _read(self, planned: ResolvedCell) -> Figures:
+    def _read(self, planned: ResolvedCell) -> Measured:
         record = finished(self.folder).get(planned.configuration_hash)
         if record is None:
             reason = self.folder / FAILED / f"{planned.run_id}.txt"
@@ -175,7 +175,7 @@ class CandidateRunner:
                 f"tasks={','.join(self.objective.tasks)} give no {what}. Allowed: tasks that have "
                 "a score for which more is better, one of them with generation for tok_per_s."
             )
-        return Figures(score.number, score.stderr, speed, BY_MODEL)
+        return Measured(score.number, score.stderr, speed, BY_MODEL)
 
 
 def overrides_of(policy: Mapping[str, Any], axes: Sequence[str] = AXES) -> dict[str, Any]:

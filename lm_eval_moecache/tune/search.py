@@ -36,7 +36,7 @@ from lm_eval_moecache.sweep.identity import ResolvedCell
 from lm_eval_moecache.sweep.pool import local_pool
 from lm_eval_moecache.sweep.run import check_cell, import_extra
 from lm_eval_moecache.sweep.worker import BY_REPLAY
-from lm_eval_moecache.tune.measure import POINT, CandidateRunner, Figures, Objective, overrides_of
+from lm_eval_moecache.tune.measure import POINT, CandidateRunner, Measured, Objective, overrides_of
 from lm_eval_moecache.tune.outcome import (
     SEARCHED,
     SHIPPED,
@@ -164,14 +164,14 @@ def confirm(
     if policy["phases"] != "all":
         args["phases"] = policy["phases"]
     if best["measured_by"] == BY_REPLAY:
-        [live] = _figures(runner, [runner.candidate(name, args)])
+        [live] = _measure(runner, [runner.candidate(name, args)])
         say(f"{name}: run: accuracy {live.accuracy:.3f}, speed {live.speed:.1f}")
     samples = other_documents(runner.objective)
     if not samples:
         return None
     reference = runner.candidate("reference, other documents", reference_args, samples)
     tuned = runner.candidate(f"{name}, other documents", args, samples)
-    before, after = _figures(runner, [reference, tuned])
+    before, after = _measure(runner, [reference, tuned])
     points_lost = (before.accuracy - after.accuracy) / POINT
     return {
         "documents": {task: len(numbers) for task, numbers in samples.items()},
@@ -185,12 +185,12 @@ def confirm(
     }
 
 
-def _figures(runner: CandidateRunner, candidates: Sequence[ResolvedCell]) -> list[Figures]:
+def _measure(runner: CandidateRunner, candidates: Sequence[ResolvedCell]) -> list[Measured]:
     measured = []
-    for candidate, figures in zip(candidates, runner.run(candidates), strict=True):
-        if isinstance(figures, str):
-            raise ValueError(f"{candidate.cell.label}: {figures}")
-        measured.append(figures)
+    for candidate, outcome in zip(candidates, runner.run(candidates), strict=True):
+        if isinstance(outcome, str):
+            raise ValueError(f"{candidate.cell.label}: {outcome}")
+        measured.append(outcome)
     return measured
 
 
@@ -275,36 +275,36 @@ class Search:
         if trial is None and not policy.is_lossless:
             return [(planned, trial)]
         try:
-            figures = self.runner.lossless(policy)
+            lossless = self.runner.lossless(policy)
         except ValueError:
             # The trace lacks the inputs of a prefetcher that has its own predictor.
             return [(planned, trial)]
         best = self.best_lossless
-        if best is None or self.sign * figures.speed > self.sign * best:
-            self.best_lossless = best = figures.speed
+        if best is None or self.sign * lossless.speed > self.sign * best:
+            self.best_lossless = best = lossless.speed
         if policy.is_lossless:
-            self._enter(planned, trial, figures)
+            self._enter(planned, trial, lossless)
             return []
-        ratio = figures.speed / best
+        ratio = lossless.speed / best
         if (ratio if self.sign > 0 else 1 / ratio) < 1 - self.slack:
-            reason = f"its lossless part: {figures.speed:.1f}"
+            reason = f"its lossless part: {lossless.speed:.1f}"
             self._close(name, trial, states.PRUNED, {"reason": reason})
             return []
         return [(planned, trial)]
 
     def _run(self, candidates: Sequence[Candidate]) -> None:
-        """Run the model under each candidate in time, and enter its figures or its failure."""
+        """Run the model under each candidate in time, and enter its result or its failure."""
         started = [
             (planned, trial)
             for planned, trial in candidates
             if trial is not None or not self._leaves_out(str(planned.cell.label))
         ]
         measured = self.runner.run([planned for planned, _ in started])
-        for (planned, trial), figures in zip(started, measured, strict=True):
-            if isinstance(figures, str):
-                self._fail(str(planned.cell.label), trial, figures)
+        for (planned, trial), outcome in zip(started, measured, strict=True):
+            if isinstance(outcome, str):
+                self._fail(str(planned.cell.label), trial, outcome)
             else:
-                self._enter(planned, trial, figures)
+                self._enter(planned, trial, outcome)
 
     def _leaves_out(self, name: str) -> bool:
         """Whether time is up for a composition, which is then entered as left out."""
@@ -314,7 +314,7 @@ class Search:
         self._fail(name, None, f"{timeout} was over; the same command goes on with it")
         return True
 
-    def _enter(self, planned: ResolvedCell, trial: Any, measured: Figures) -> None:
+    def _enter(self, planned: ResolvedCell, trial: Any, measured: Measured) -> None:
         name, policy = str(planned.cell.label), planned.config.policy.as_dict()
         figures, excess = dataclasses.asdict(measured), self.floor - measured.accuracy
         attributes = {"policy": policy, "figures": figures, "excess": excess}

@@ -265,6 +265,7 @@ EVICTIONS = algorithm_names("eviction")
 PREFETCHERS = named("prefetch", is_active=True, needs_draft=False, foresees=False)
 LADDERS = named("miss", uses_ladder=True)
 LOSSY_MISSES = named("miss", uses_ladder=False, is_lossless=False)
+AWAITING = [n for n in LOSSY_MISSES if "late" in parameters_of(find_algorithm("miss", n))]
 LOSSY_ROUTING = named("routing", is_lossless=False)
 
 
@@ -308,7 +309,10 @@ def draw_case(rng: np.random.Generator, kind: str) -> Case:
     elif host:
         axes |= choose(rng, "miss", ["host", "bounded_insertion"])
     elif lossy and rng.random() < 0.7:
-        axes |= choose(rng, "miss", LOSSY_MISSES)
+        if "prefetch" in axes and rng.random() < 0.3:
+            axes |= {**choose(rng, "miss", AWAITING), "miss.late": "await"}
+        else:
+            axes |= choose(rng, "miss", LOSSY_MISSES)
     else:
         axes |= choose(rng, "miss", ["fetch", "fetch_cached_first"])
     if rng.random() < 0.3:

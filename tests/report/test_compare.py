@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.report.compare import Rules, as_text, compare, difference, score_test
+from lm_eval_moecache.report.compare import CompareOptions, as_text, compare, difference, score_test
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.results import Run, Score, load_runs, metric_column
 from lm_eval_moecache.report.statistics import answers_interval
@@ -167,7 +167,7 @@ def test_unusable_input_exits_with_2(gate: Gate, tmp_path: Path) -> None:
     assert code == 2 and "two runs" in printed
     assert main(["compare", str(tmp_path / "old"), str(tmp_path / "nothing")]) == 2
     with pytest.raises(ValueError, match="every score of every task is compared as it is"):
-        Rules(metrics=("tiny_arc:acc_norm",))
+        CompareOptions(metrics=("tiny_arc:acc_norm",))
 
 
 def test_two_single_runs_are_compared_whatever_their_arguments(gate: Gate) -> None:
@@ -280,12 +280,12 @@ def test_other_weights_are_refused_and_other_versions_named(tmp_path: Path) -> N
 
     old = side("a", "1234", "2.13.0")
     with pytest.raises(ValueError, match="inputs \\(1234 -> abcd\\)"):
-        compare(old, side("b", "abcd", "2.13.0"), Rules())
-    later = compare(old, side("c", "1234", "2.14.0"), Rules())
+        compare(old, side("b", "abcd", "2.13.0"), CompareOptions())
+    later = compare(old, side("c", "1234", "2.14.0"), CompareOptions())
     assert later.versions == {"torch": ("2.13.0", "2.14.0")}
     assert "version differs: torch: 2.13.0 -> 2.14.0" in as_text(later)
     # Older records do not say what they read.
-    assert not compare(old, side("d", None, "2.13.0"), Rules()).is_regression
+    assert not compare(old, side("d", None, "2.13.0"), CompareOptions()).is_regression
 
 
 def test_many_continuous_scores_that_all_fall_are_a_regression() -> None:

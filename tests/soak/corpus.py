@@ -529,7 +529,7 @@ def table() -> Iterator[Bad]:
     """Yield every bad input."""
     yield from (Bad("arguments", {key: value}, words) for key, value, words in ARGUMENTS)
     yield from (Bad("arguments", given, words) for given, words in TOGETHER)
-    yield Bad("trace", _trace(), "the column 'layer' stands twice")
+    yield Bad("trace", _trace(), "the column 'layer' appears twice")
     yield Bad("trace", _trace(precision="int9"), "precision='int9' is not known")
     yield Bad("trace", _trace(digest="0" * 64), "the digest in its metadata is another")
     yield from (Bad("trace", _trace(**{field: value}), field) for field, value in HEADERS)

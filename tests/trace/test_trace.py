@@ -165,7 +165,7 @@ def test_a_token_read_twice_or_left_out_at_every_layer_is_refused(
     rows = np.arange(len(table))
     left_out, twice = np.delete(rows, prompt), np.insert(rows, prompt, prompt)
     refused(table.take(left_out), tmp_path, "token is 2 after 0: one is missing")
-    refused(table.take(twice), tmp_path, "token stands twice")
+    refused(table.take(twice), tmp_path, "token appears twice")
 
 
 def test_the_last_layer_may_serve_the_last_token_alone_and_no_other(

@@ -179,7 +179,7 @@ class Foresight:
         return pass_logits
 
 
-def foresight_of(prefetch: PrefetchAlgorithm, embedding: nn.Module) -> Foresight | None:
+def pass_predictor_of(prefetch: PrefetchAlgorithm, embedding: nn.Module) -> Foresight | None:
     """Return the foresight of a prefetcher that uses one, over the model's token embeddings.
 
     ValueError where the network takes embeddings of another length.

@@ -107,7 +107,7 @@ class ExpertLoader:
         """Level -> the tier of its experts."""
         self.parameters: list[dict[str, Tensor]]
         """Layer -> parameter name -> a tensor of its shape and type."""
-        self.figures: dict[str, Any] = {}
+        self.load_stats: dict[str, Any] = {}
         """Time and peak memory of loading."""
 
     arguments: ClassVar[Mapping[str, Any]] = {"device_map": {"": "cpu"}, "max_memory": None}
@@ -135,12 +135,12 @@ class ExpertLoader:
                 f"store={self._store!r}: the model cannot be loaded: {error}"
                 + (f" (files are written to {self._folder})" if writes else "")
             ) from error
-        self.figures = {"seconds": time.perf_counter() - start_s}
+        self.load_stats = {"seconds": time.perf_counter() - start_s}
         if peak:
-            self.figures |= {"peak_host_bytes": peak[0], "own_host_bytes": own_bytes()}
+            self.load_stats |= {"peak_host_bytes": peak[0], "own_host_bytes": own_bytes()}
         peak_bytes = None if self._device.type == "cpu" else peak_memory(self._device)
         if peak_bytes is not None:
-            self.figures["peak_device_bytes"] = peak_bytes
+            self.load_stats["peak_device_bytes"] = peak_bytes
 
     def take_experts(self, model: nn.Module, device: torch.device) -> None:
         """Move a loaded model's experts into the tiers; shapes without memory stay behind.
