@@ -30,7 +30,7 @@ from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.inputs import Board
 from lm_eval_moecache.records.sizes import capacity_text, parse_capacity
-from lm_eval_moecache.report.compare import Rules, compare
+from lm_eval_moecache.report.compare import CompareOptions, compare
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.results import load_runs, setting
 from lm_eval_moecache.report.tables import as_json, as_markdown, distinct, leaderboard
@@ -87,7 +87,11 @@ def _use_results(path: Path) -> object:
     tables = [leaderboard(runs), leaderboard(runs, columns=["run", "eviction", "miss_rate"])]
     names = [setting(run, name).raw for run in runs for name in ("policy", "hardware", "limit")]
     distinct(runs)
-    return compare(runs, runs, Rules()), [write(tables) for write in (as_markdown, as_json)], names
+    return (
+        compare(runs, runs, CompareOptions()),
+        [write(tables) for write in (as_markdown, as_json)],
+        names,
+    )
 
 
 def _use_claims(path: Path) -> object:
