@@ -24,7 +24,7 @@ from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.predictor import training as making
 from lm_eval_moecache.model.predictor.network import (
-    Foresight,
+    PassPredictor,
     PredictorNetwork,
     pass_predictor_of,
     sparsemax,
@@ -393,7 +393,7 @@ def test_pass_by_pass_it_says_of_each_rows_text_what_its_oracle_does(
 ) -> None:
     """Under any padding, with drafts cropped from the KV cache and rows that have ended."""
     artifact, embedding = drawn
-    rng, foresight, past = np.random.default_rng(seed), Foresight(artifact, embedding), 0
+    rng, foresight, past = np.random.default_rng(seed), PassPredictor(artifact, embedding), 0
     texts: list[list[int | None]] = [[] for _ in range(rng.integers(1, 3))]
     for _ in range(5):
         past -= int(rng.integers(0, past + 1)) if rng.random() < 0.2 else 0

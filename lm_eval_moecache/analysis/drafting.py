@@ -52,7 +52,9 @@ def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
     hidden = _inputs(analyzed.routers, analyzed.model, analyzed.windows)
     drafted = _inputs(feed_forwards, model.model, analyzed.windows)
     sizes = [len(window) for window in analyzed.windows]
-    figures = [_figures(analyzed, index, hidden, drafted) for index in range(len(analyzed.layers))]
+    figures = [
+        _layer_metrics(analyzed, index, hidden, drafted) for index in range(len(analyzed.layers))
+    ]
     text_of_T = np.repeat(analyzed.text_of, sizes)
     texts = []
     for text in dict.fromkeys(analyzed.text_of):
@@ -104,7 +106,7 @@ def _inputs(modules: Sequence[nn.Module], model: Any, windows: Sequence[Tensor])
     return [torch.cat(parts) for parts in inputs]
 
 
-def _figures(
+def _layer_metrics(
     analyzed: AnalyzedModel, at: int, hidden: Sequence[Tensor], drafted: Sequence[Tensor]
 ) -> dict[str, Array]:
     """Return each figure of a layer by token, [T]."""

@@ -112,13 +112,13 @@ def _counts(arguments: Namespace) -> int:
     counted = runtime.read_counts(arguments.counts)
     if arguments.trace is not None:
         trace = load_trace(arguments.trace)
-        capacity = arguments.capacity or _told(counted, trace.geometry.num_layers)
+        capacity = arguments.capacity or _counted_capacity(counted, trace.geometry.num_layers)
         note = "Routing: the trace that was given. Of the same prompt, counts are equal too."
     else:
         model = load_real_model(arguments.model, key="model")
         trace = load_trace(str(stand_in(model)))
         asked = parse_capacity(
-            arguments.capacity or _told(counted, model.num_layers), model.geometry()
+            arguments.capacity or _counted_capacity(counted, model.num_layers), model.geometry()
         )
         slots = runtime.slots_per_layer(asked.total_bytes, model.geometry())
         # As many cycles as the model has.
@@ -154,7 +154,7 @@ def _counts(arguments: Namespace) -> int:
 _PASSES = {"all": "prompts and decode steps", "decode": "decode steps"}
 
 
-def _told(counted: Counts, num_layers: int) -> str:
+def _counted_capacity(counted: Counts, num_layers: int) -> str:
     """Return the capacity that the runtime's own log tells."""
     slots = counted.slots_per_layer
     if slots is None:

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
     from lm_eval_moecache.harness.keys import ModelKeys
 
-RankFigures = tuple[list[RequestRecord], int]
+RankRecords = tuple[list[RequestRecord], int]
 """A rank's requests, and the peak bytes of its cache."""
 
 
@@ -90,7 +90,7 @@ class MoECacheLM(HFLM):
     is_speculative: ClassVar[bool] = False
     _draft: DraftModel | None = None
     _draft_hooks: ReadAlong | DraftHooks | None = None
-    _gathered: list[RankFigures] | None = None
+    _gathered: list[RankRecords] | None = None
     """The figures of all ranks, on the first, once the harness has gathered them."""
     _has_unsent = False
     """Whether there have been requests since the figures were last sent to the first rank."""
@@ -178,7 +178,7 @@ class MoECacheLM(HFLM):
 
     def evaluated(self) -> list[RequestRecord]:
         """Return the requests of this evaluation; on the first rank, those of all ranks."""
-        ranks = self._gathered or [self._own_figures()]
+        ranks = self._gathered or [self._own_records()]
         return [record for requests, _ in ranks for record in requests]
 
     def _wrap(self, config: Config) -> None:
@@ -374,15 +374,15 @@ class MoECacheLM(HFLM):
 
     # --- results ------------------------------------------------------------------------------
 
-    def _own_figures(self) -> RankFigures:
+    def _own_records(self) -> RankRecords:
         return self.engine.ledger.requests, self.engine.peak_cache_bytes
 
     def gather_object(self, obj: Any, dst: int = 0) -> Any:
         """As in HFLM, but each rank also sends its speed figures along with its scores."""
         # The figures are the whole ledger: sent once, and not with every task's scores.
-        figures = self._own_figures() if self._has_unsent else None
+        records = self._own_records() if self._has_unsent else None
         self._has_unsent = False
-        pairs = super().gather_object((obj, figures), dst)
+        pairs = super().gather_object((obj, records), dst)
         if pairs is None:
             return None
         if any(rank_figures is not None for _, rank_figures in pairs):
@@ -407,7 +407,7 @@ class MoECacheLM(HFLM):
 
     def report(self) -> dict[str, Any]:
         """Return the run's setting and figures: `config.moecache` of the results JSON."""
-        ranks = self._gathered or [self._own_figures()]
+        ranks = self._gathered or [self._own_records()]
         measured = self.loader.measured(self.device)
         report = run_report(self.engine, self.moecache, *merge(ranks), measured)
         report = {**report, "device": str(self.model.device)}
@@ -520,7 +520,7 @@ def without_padding(requests: Sequence[Any]) -> int:
     return len(requests) - same + min(same, last.repeats or 1)
 
 
-def merge(ranks: Sequence[RankFigures]) -> RankFigures:
+def merge(ranks: Sequence[RankRecords]) -> RankRecords:
     """Join the ranks' requests, with passes renumbered consecutively, and take the highest peak."""
     if len(ranks) == 1:
         return ranks[0]

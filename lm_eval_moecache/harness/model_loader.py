@@ -39,18 +39,24 @@ class ModelLoader:
         self._codecs = None if config.ladder is None else codecs_of(config.ladder)
         path = model_path(pretrained)
         identity = weights_identity(path, arguments)
-        self._kept: EncodedExpertStore | None = None
+        self._encoded_store: EncodedExpertStore | None = None
         if config.encoded_dir is not None and self._codecs is not None and identity:
             dtype = next(self._layers[0].experts.parameters()).dtype
             folder = Path(config.encoded_dir)
-            self._kept = EncodedExpertStore(folder, identity, dtype, self._codecs)
+            self._encoded_store = EncodedExpertStore(folder, identity, dtype, self._codecs)
         self.stored: list[dict[str, Encoded]] = []
         """Layer -> parameter name -> its levels; empty unless `precision` quantises the experts."""
         self._experts: ExpertLoader | None = None
         if config.clock == "wall":
             files = weights_files(path, arguments)
             self._experts = ExpertLoader(
-                config.store, config.store_dir, bare, self._codecs, self._kept, files, identity
+                config.store,
+                config.store_dir,
+                bare,
+                self._codecs,
+                self._encoded_store,
+                files,
+                identity,
             )
 
     def check(self, config: Config) -> None:
@@ -73,8 +79,8 @@ class ModelLoader:
             with self._experts.loading():
                 self._experts.take_experts(create(), torch.device(device))
         elif self._codecs is not None:
-            with encoding(self._layers, self._codecs, self._kept):
-                self.stored = take(find_moe_layers(create()), self._codecs, self._kept)
+            with encoding(self._layers, self._codecs, self._encoded_store):
+                self.stored = take(find_moe_layers(create()), self._codecs, self._encoded_store)
         else:
             create()
 

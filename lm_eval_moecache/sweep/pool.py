@@ -51,12 +51,12 @@ def submit(
     pool: ProcessPoolExecutor, work: Callable[..., Result], items: Sequence[Item], *arguments: Any
 ) -> dict[Future[Result], Item]:
     """Submit `work(item, *arguments)` for each item; return future -> item."""
-    with _unheard():
+    with _sigint_blocked():
         return {pool.submit(work, item, *arguments): item for item in items}
 
 
 @contextmanager
-def _unheard() -> Iterator[None]:
+def _sigint_blocked() -> Iterator[None]:
     """Block SIGINT while workers start: they inherit the mask, so only this process gets Ctrl-C.
 
     A terminal sends it to all processes, and each worker would print a traceback.

@@ -277,7 +277,7 @@ def check_report(sweep: SweepFile, cells: Sequence[Cell]) -> None:
 
     def check(place: str, names: Sequence[str], *, setting: bool) -> None:
         for name in names:
-            if is_setting(name, arguments) or (not setting and _is_figure(name, tasks, sweep)):
+            if is_setting(name, arguments) or (not setting and _is_metric(name, tasks, sweep)):
                 continue
             figures = () if setting else (ACCURACY, PARETO, *METRICS, *tasks)
             allowed = [*SETTINGS, *sorted(arguments), *KEYS, *figures]
@@ -301,7 +301,7 @@ def check_report(sweep: SweepFile, cells: Sequence[Cell]) -> None:
             check(f"{place}: where", list(panel.where), setting=True)
 
 
-def _is_figure(name: str, tasks: Sequence[str], sweep: SweepFile) -> bool:
+def _is_metric(name: str, tasks: Sequence[str], sweep: SweepFile) -> bool:
     """Whether a column is a metric, or the score of a task (a group's tasks are lm-eval's)."""
     if name in (ACCURACY, PARETO) or metric_column(name) is not None:
         return True

@@ -153,7 +153,7 @@ def detail_of(group: Iterable[ResolvedCell]) -> Detail:
     )
 
 
-def _told(detail: Detail) -> dict[str, Any]:
+def _contents_of(detail: Detail) -> dict[str, Any]:
     """Return the contents of a trace of this detail, as JSON."""
     return {
         "weights": detail.weights,
@@ -179,20 +179,23 @@ class SharedRun:
                 set(value) <= set(contents[key])
                 if isinstance(value, list)
                 else value <= contents[key]
-                for key, value in _told(wanted).items()
+                for key, value in _contents_of(wanted).items()
             )
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
-    def keep(self, run_id: str, detail: Detail, kept: Mapping[str, Any]) -> None:
+    def keep(self, run_id: str, detail: Detail, results: Mapping[str, Any]) -> None:
         """Move the recorded trace to its final name and write the results beside it."""
         [recording] = self.partial.glob("*.parquet")
         self.results.unlink(missing_ok=True)
         replace(recording, self.trace)
         shutil.rmtree(self.partial, ignore_errors=True)
-        config = {**kept["config"], "moecache": {"device": kept["config"]["moecache"]["device"]}}
-        content = {"format": _FORMAT, "run_id": run_id, **_told(detail)}
-        content["kept"] = {**kept, "config": config}
+        config = {
+            **results["config"],
+            "moecache": {"device": results["config"]["moecache"]["device"]},
+        }
+        content = {"format": _FORMAT, "run_id": run_id, **_contents_of(detail)}
+        content["kept"] = {**results, "config": config}
         write_whole(self.results, json.dumps(content, ensure_ascii=False, default=str))
 
 

@@ -246,13 +246,13 @@ def _replayed(planned: ResolvedCell, folder: Path) -> tuple[dict[str, Any], str]
     return results, recorded["run_id"]
 
 
-def _replace_speed(kept: dict[str, Any], requests: Sequence[RequestRecord], cell: Cell) -> None:
-    """Replace the speed rows of `kept` by those of these requests.
+def _replace_speed(record: dict[str, Any], requests: Sequence[RequestRecord], cell: Cell) -> None:
+    """Replace the speed rows of `record` by those of these requests.
 
     Raises ValueError where the metrics differ: a device on which all is free, for example, has no
     tokens per second.
     """
-    results: dict[str, dict[str, Any]] = kept["results"]
+    results: dict[str, dict[str, Any]] = record["results"]
     if not any(key.endswith(_SUFFIX) for row in results.values() for key in row):
         return
     by_task = document_metrics(requests)
@@ -272,15 +272,15 @@ def _replace_speed(kept: dict[str, Any], requests: Sequence[RequestRecord], cell
         for document, figures in documents.items():
             for key, value in recorded_speed(figures).items():
                 speeds.setdefault(key, {})[str(document)] = value
-        kept["scores"].setdefault(task, {}).update(speeds)
+        record["scores"].setdefault(task, {}).update(speeds)
     for name, group in _groups(cell.tasks, cell.include_path).items():
         aggregated = group.aggregate(results)
-        for group_row in (results.get(name), kept.get("groups", {}).get(name)):
+        for group_row in (results.get(name), record.get("groups", {}).get(name)):
             if group_row is not None:
                 group_row.update(
                     {key: aggregated[key] for key in group_row if key.endswith(_SUFFIX)}
                 )
-    drop_group_errors(kept, (figures for docs in by_task.values() for figures in docs.values()))
+    drop_group_errors(record, (figures for docs in by_task.values() for figures in docs.values()))
 
 
 @lru_cache(maxsize=2)

@@ -436,7 +436,7 @@ def open_study(
     optuna = import_optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder.mkdir(parents=True, exist_ok=True)
-    _mend(folder / JOURNAL)
+    _repair_journal(folder / JOURNAL)
     directions = ["maximize", "maximize" if sign_of(objective.metric) > 0 else "minimize"]
     journal = optuna.storages.journal
     try:
@@ -479,7 +479,7 @@ def open_study(
     return study
 
 
-def _mend(journal: Path) -> None:
+def _repair_journal(journal: Path) -> None:
     """Repair a journal after a kill or a full disk in the middle of a write.
 
     Removes the lock, for which Optuna would wait half a minute, and a torn last line: the next

@@ -87,8 +87,8 @@ class EncodedExpertStore:
                         logger.info("%s: another run stores experts there; waiting.", folder)
                         lock(descriptor, wait=True)
             # Another run may have written them meanwhile.
-            is_kept = all(map(_is_sound, files))
-            if not is_kept:
+            is_stored = all(map(_is_sound, files))
+            if not is_stored:
                 for path in [path for folder in self._folders for path in folder.iterdir()]:
                     # Left by runs that were killed while they held the lock.
                     if path.name.startswith(_PENDING) or path.name.endswith(PART):
@@ -98,7 +98,7 @@ class EncodedExpertStore:
                     raise OSError(
                         f"{self.parent} has {free} bytes free, the experts take {self._needed}."
                     )
-            yield is_kept
+            yield is_stored
 
     def file(self, level: int, layer: int) -> Path:
         """Return the file of a layer at a level, which need not exist."""
@@ -142,7 +142,7 @@ def _is_sound(file: Path) -> bool:
         return False
 
 
-_HELD, _WRITTEN, _IS_KEPT = "moecache_encoded", "moecache_written", "moecache_is_kept"
+_HELD, _WRITTEN, _IS_STORED = "moecache_encoded", "moecache_written", "moecache_is_stored"
 # transformers reads ahead in threads, as fast as the disk is, unless this is set.
 _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
 
@@ -151,28 +151,30 @@ _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
 def encoding(
     skeleton: Sequence[MoELayer],
     codecs: Sequence[Codec],
-    kept: EncodedExpertStore | None = None,
+    encoded_store: EncodedExpertStore | None = None,
     *,
     release: bool = False,
 ) -> Iterator[None]:
     """Encode each expert matrix as `from_pretrained` sets it.
 
     Within the block, setting a matrix on a module of the skeleton's experts classes leaves a shape
-    without memory there. `take` collects the encoded matrices before the block ends. Where `kept`
+    without memory there. `take` collects the encoded matrices before the block ends. If the store
     has all of them, nothing is encoded and the matrices are not read. With `release` a layer is
-    written to the kept files once it is complete, so that memory holds one at a time.
+    written to its files once it is complete, so that memory holds one at a time.
     """
-    store = kept if release else None
+    store = encoded_store if release else None
     classes = {type(layer.experts) for layer in skeleton}
     with ExitStack() as stack:
-        is_kept = kept is not None and stack.enter_context(kept.claimed(len(skeleton)))
+        is_stored = encoded_store is not None and stack.enter_context(
+            encoded_store.claimed(len(skeleton))
+        )
         matrices = [expert_matrices(layer.experts) for layer in skeleton]
         bar = tqdm(
             desc=f"storing experts at {':'.join(codec.name for codec in codecs)}",
             total=sum(len(m) for by_name in matrices for m in by_name.values()) * len(codecs),
             unit=" matrices",
             delay=2,
-            disable=is_kept,
+            disable=is_stored,
         )
         stack.callback(bar.close)
 
@@ -187,8 +189,8 @@ def encoding(
             def set_attribute(module: Any, name: str, value: Any) -> None:
                 is_parameter = isinstance(value, nn.Parameter) and name in module._parameters
                 if is_parameter and not value.is_meta and is_matrices(module, value):
-                    if is_kept:
-                        module.__dict__[_IS_KEPT] = True
+                    if is_stored:
+                        module.__dict__[_IS_STORED] = True
                     elif not takes_no_memory(value):
                         encode_parameter(module, name, value)
                     value = shape_without_memory(value)
@@ -203,7 +205,7 @@ def encoding(
         for cls in classes:
             cls.__setattr__ = setter(cls.__setattr__)  # type: ignore[assignment]
         try:
-            if is_kept:
+            if is_stored:
                 names = {
                     f"{layer.path}.{name}"
                     for layer, by_name in zip(skeleton, matrices, strict=True)
@@ -220,7 +222,9 @@ def encoding(
 
 
 def take(
-    layers: Sequence[MoELayer], codecs: Sequence[Codec], kept: EncodedExpertStore | None = None
+    layers: Sequence[MoELayer],
+    codecs: Sequence[Codec],
+    encoded_store: EncodedExpertStore | None = None,
 ) -> list[dict[str, Encoded]]:
     """Return each layer's encoded matrices, encoding those that were set in another way.
 
@@ -229,24 +233,26 @@ def take(
     """
     layers_encoded = []
     for index, layer in enumerate(layers):
-        if vars(layer.experts).pop(_IS_KEPT, False):
-            assert kept is not None, "skipped without a place to read from"
-            layers_encoded.append(kept.read(index, layer.experts))
+        if vars(layer.experts).pop(_IS_STORED, False):
+            assert encoded_store is not None, "skipped without a place to read from"
+            layers_encoded.append(encoded_store.read(index, layer.experts))
             continue
         layers_encoded.append(_rest(layer, codecs))
-        if kept is not None:
+        if encoded_store is not None:
             try:
-                kept.place(index, kept.write(layers_encoded[-1]))
+                encoded_store.place(index, encoded_store.write(layers_encoded[-1]))
             except OSError as error:
                 logger.warning("encoded_dir: %s; these experts are encoded again.", error)
     return layers_encoded
 
 
-def settle_layer(index: int, layer: MoELayer, kept: EncodedExpertStore) -> None:
-    """Put one layer into its kept files, unless it is there already. Raises OSError."""
-    if not vars(layer.experts).pop(_IS_KEPT, False):
+def store_layer(index: int, layer: MoELayer, encoded_store: EncodedExpertStore) -> None:
+    """Put one layer into its files, unless it is there already. Raises OSError."""
+    if not vars(layer.experts).pop(_IS_STORED, False):
         written = vars(layer.experts).pop(_WRITTEN, None)
-        kept.place(index, written or kept.write(_rest(layer, kept.codecs)))
+        encoded_store.place(
+            index, written or encoded_store.write(_rest(layer, encoded_store.codecs))
+        )
 
 
 def _rest(layer: MoELayer, codecs: Sequence[Codec]) -> dict[str, Encoded]:

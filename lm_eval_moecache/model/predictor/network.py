@@ -132,7 +132,7 @@ class _Text:
     state: State | None = None
 
 
-class Foresight:
+class PassPredictor:
     """Predicts each pass from the text so far, which is kept by row like the model's KV cache.
 
     Tokens that the KV cache drops again (rejected drafts) are dropped here, too. Rows whose past
@@ -179,7 +179,7 @@ class Foresight:
         return pass_logits
 
 
-def pass_predictor_of(prefetch: PrefetchAlgorithm, embedding: nn.Module) -> Foresight | None:
+def pass_predictor_of(prefetch: PrefetchAlgorithm, embedding: nn.Module) -> PassPredictor | None:
     """Return the foresight of a prefetcher that uses one, over the model's token embeddings.
 
     ValueError where the network takes embeddings of another length.
@@ -194,4 +194,4 @@ def pass_predictor_of(prefetch: PrefetchAlgorithm, embedding: nn.Module) -> Fore
             f"of {prefetch.geometry.model!r} have {actual}. Make one for this model with `moecache "
             "profile data_aware`."
         )
-    return Foresight(artifact, embedding)
+    return PassPredictor(artifact, embedding)

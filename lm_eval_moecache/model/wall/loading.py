@@ -42,7 +42,7 @@ from lm_eval_moecache.model.precision.codecs import (
 from lm_eval_moecache.model.precision.loading import (
     EncodedExpertStore,
     encoding,
-    settle_layer,
+    store_layer,
     take,
 )
 from lm_eval_moecache.model.store import GroupedCall, implementation_of, up_name
@@ -85,7 +85,7 @@ class ExpertLoader:
         folder: str | None,
         skeleton: nn.Module,
         codecs: Sequence[Codec] | None = None,
-        kept: EncodedExpertStore | None = None,
+        encoded_store: EncodedExpertStore | None = None,
         files: Sequence[Path] = (),
         identity: str = "",
     ) -> None:
@@ -93,7 +93,7 @@ class ExpertLoader:
 
         Without an identity, experts on disk are written anew at each load.
         """
-        self.codecs, self._kept = codecs, kept
+        self.codecs, self._encoded_store = codecs, encoded_store
         self._store = store
         self._folder = Path(folder or Path.home() / ".cache" / "lm-eval-moecache")
         self._skeleton = skeleton
@@ -127,7 +127,7 @@ class ExpertLoader:
                 elif self._store == "disk":
                     self._write(stack, layers)
                 elif self.codecs is not None:
-                    stack.enter_context(encoding(layers, self.codecs, self._kept))
+                    stack.enter_context(encoding(layers, self.codecs, self._encoded_store))
                 yield
         except (OSError, SafetensorError, RuntimeError) as error:
             writes = self._store == "disk" and self._in_place is None
@@ -154,7 +154,7 @@ class ExpertLoader:
         elif self._store == "disk":
             self.tiers = self._written(layers)
         elif self.codecs is not None:
-            pairs = list(zip(layers, take(layers, self.codecs, self._kept), strict=True))
+            pairs = list(zip(layers, take(layers, self.codecs, self._encoded_store), strict=True))
             self.tiers = [
                 RamTier(
                     [stored_parameters(layer.experts, stored, level) for layer, stored in pairs]
@@ -189,8 +189,8 @@ class ExpertLoader:
             self._folder.mkdir(parents=True, exist_ok=True)
             scratch = tempfile.TemporaryDirectory(prefix=PREFIX, dir=self._folder)
             self._folder = Path(stack.enter_context(scratch))
-        elif self._kept is not None:
-            self._folder = self._kept.parent
+        elif self._encoded_store is not None:
+            self._folder = self._encoded_store.parent
         needed = sum(sum(expert_bytes(x.experts, codecs)) * x.num_experts for x in layers)
         self._files = EncodedExpertStore(self._folder, self._identity, dtype, codecs, needed)
         stack.enter_context(encoding(layers, codecs, self._files, release=True))
@@ -202,7 +202,7 @@ class ExpertLoader:
         rows: list[list[dict[str, OnDisk]]] = [[] for _ in levels]
         beside: list[dict[str, Tensor]] = []
         for index, layer in enumerate(layers):
-            settle_layer(index, layer, self._files)
+            store_layer(index, layer, self._files)
             matrices = expert_matrices(layer.experts)
             plain = expert_parameters(layer.experts).items()
             beside.append({name: t for name, t in plain if name not in matrices})
