@@ -42,7 +42,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(wildcard startup/*)
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-# The outside checker of the engine and the bad inputs, for as long as one likes.
+# The engine against the oracle, and the bad inputs, for as long as one likes.
 SECONDS ?= 600
 soak: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.soak --seconds $(SECONDS)
