@@ -300,8 +300,8 @@ class WallEngine(Engine):
         event, cache, link = pending.event, self.caches[pending.event.layer], self.link
         placed = [k for k in pending.remaining if k in cache.slots]
         pending.remaining = [k for k in pending.remaining if k not in cache.slots]
-        flying = {k for k in placed if link.is_flying(k)}
-        ready = [k for k in placed if k not in flying]
+        flying = link.flying(placed)
+        ready = [k for k in placed if k not in flying] if flying else placed
         enough = -(-len(event.keys) // PARTS) if event.phase == PREFILL else len(placed) + 1
         at_once = self.rules.miss.cached_first
         while flying:
