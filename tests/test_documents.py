@@ -8,6 +8,7 @@ document is picked up by itself.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -308,6 +309,32 @@ def test_command_lines_fit_a_page() -> None:
                 path,
                 line,
             )
+
+
+PLUGIN = ROOT / "docs/plugin.md"
+"""Its commands need the package that it makes: tests/test_installed_plugin.py runs them."""
+
+
+def test_no_command_stands_in_a_block_that_is_not_run() -> None:
+    for path in DOCUMENTS:
+        blocks = re.findall(r"^```(\w+)\n(.*?)^```$", path.read_text(), re.M | re.S)
+        for language, block in blocks:
+            lines = [line for line in block.splitlines() if "->" not in line]
+            commands = [line for line in lines if line.startswith(("moecache ", "lm_eval "))]
+            assert not commands or path == PLUGIN, (path, language, commands)
+
+
+def test_the_wall_clocks_tables_are_those_of_its_outputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Remade on a copy, as the page's last command does."""
+    results = ROOT / "results/wall_clock"
+    shutil.copytree(results, tmp_path / "wall_clock")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    importlib.import_module("clock_fidelity").write_page(tmp_path / "wall_clock")
+    page = (tmp_path / "wall_clock/README.md").read_text()
+    assert page == (results / "README.md").read_text()
+    assert page.count(" of 9 (") == 4 and page.count("| specmd | 25% |") == 1
 
 
 def test_what_a_page_includes_is_a_link_on_github() -> None:
