@@ -25,6 +25,7 @@ from lm_eval_moecache.report.results import (
     Run,
     find_score,
     independent,
+    is_of_version_2,
     load_runs,
     metric_value,
     selected,
@@ -47,8 +48,6 @@ HOLDS, SIZE, DEPENDS, FAILS, OPEN = VERDICTS = (
 UNDECIDED, GATED = "undecided", "not testable"
 """Verdicts of parts, beside HOLDS and FAILS: the sample does not tell, the models cannot."""
 FEW_DOCUMENTS = 15
-_VERSION_4 = "2026-11-24"
-"""The day from which runs of `tiny` are of its version 4; those before are of its version 2."""
 _SENSITIVE = "version 4"
 """The version whose losses to random experts gates compare with; the other's experts matter too
 little for any gate."""
@@ -233,8 +232,8 @@ def rests_on(part: Part, root: Path) -> str:
         return "real routing"
     runs = _runs(str(root / str(part.runs)))
     sides = [part.where, *([] if part.versus is None else [{**part.where, **part.versus}])]
-    dates = [str(_one(runs, where).environment.get("date", "")) for where in sides]
-    return "tiny version 4" if min(dates) >= _VERSION_4 else "tiny version 2"
+    is_old = any(is_of_version_2(_one(runs, where)) for where in sides)
+    return f"tiny version {2 if is_old else 4}"
 
 
 def gate_of(part: Part, model: str, sensitivity: Mapping[str, Any]) -> str:
