@@ -1,0 +1,175 @@
+"""Do a run's own signs foretell the points it loses? Over all lossy runs on the shipped model.
+
+Usage: python benchmarks/foretold.py [FOLDER ...] [--write]
+
+A run reports how much routing weight it lost and which share of the router's choices it executed.
+Beside each lossy run below the folders (default: results) stands a lossless one of the same
+documents; the difference of right answers is what was lost. Lines through 0 are fitted to all rules
+but one and foretell that one; a sign is of use if it foretells within 2 points. With `--write` the
+pairs and the table go to results/foretold. Runs of version 2 are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import scipy.stats
+from grid import RESULTS, text_table
+
+from lm_eval_moecache.report.results import Run, is_of_version_2, load_runs
+
+FOLDER = RESULTS / "foretold"
+SIGNS = {
+    "lost weight": lambda pair: pair["lost_weight"],
+    "choices not executed": lambda pair: 1 - pair["fidelity"],
+}
+LEAST_DOCUMENTS = 40
+WITHIN = 2.0
+"""Points within which a forecast would be of use."""
+Pair = Mapping[str, Any]
+
+
+def right(run: Run, task: str) -> dict[str, float]:
+    """Return document -> right or wrong; empty for perplexities and results without documents."""
+    score = run.score(task)
+    if score is None or run.samples.get(task) is None:
+        return {}
+    answers = run.samples[task].get(score.key, {})
+    return {} if any(isinstance(value, list) for value in answers.values()) else dict(answers)
+
+
+def parameters(run: Run) -> list[str]:
+    """Return what distinguishes a rule beside its policy's name."""
+    axes = ("routing.", "miss.")
+    return [f"{k.partition('.')[2]}={v}" for k, v in run.model_args.items() if k.startswith(axes)]
+
+
+def of_texts(runs: Sequence[Run]) -> Iterator[list[str]]:
+    """Rows of lossy runs on text: rule, lost weight, what it costs of perplexity by word."""
+    task = "tiny_wikitext"
+    for run in runs:
+        if run.tasks != [task] or is_of_version_2(run):
+            continue
+        lost = run.moecache["tasks"][task].get("lost_weight_share")
+        plain = [
+            other
+            for other in runs
+            if other.path == run.path
+            and other.moecache["tasks"].get(task, {}).get("routing_fidelity") == 1
+        ]
+        score, base = run.score(task), plain[0].score(task) if plain else None
+        if lost is not None and score and base:
+            rule = " ".join([run.moecache["policy"]["name"], *parameters(run)])
+            yield [rule, f"{lost:.2f}", f"{100 * (score.value / base.value - 1):.1f}"]
+
+
+def pairs(runs: Sequence[Run]) -> Iterator[Pair]:
+    """Pair each lossy run with a lossless one of the same model and documents, by task."""
+    exact: dict[tuple[str, ...], Mapping[str, float]] = {}
+    lossy: dict[tuple[str, ...], dict[str, Any]] = {}
+    for run in runs:
+        for task in run.tasks:
+            answers, figures = right(run, task), run.moecache["tasks"][task]
+            model = str(run.model_args.get("pretrained", "tiny"))
+            place = (model, task, " ".join(sorted(answers)))
+            if is_of_version_2(run) or len(answers) < LEAST_DOCUMENTS:
+                continue
+            fidelity = figures.get("routing_fidelity", 1.0)
+            if fidelity == 1 and not figures.get("low_precision_share"):
+                exact[place] = answers
+            elif fidelity < 1:
+                rule = " ".join([run.moecache["policy"]["name"], *parameters(run)])
+                lossy[(*place, rule, run.run_id)] = {
+                    "model": model,
+                    "rule": rule,
+                    "task": task,
+                    "capacity": str(run.moecache["capacity"]),
+                    "documents": len(answers),
+                    "fidelity": fidelity,
+                    "lost_weight": figures.get("lost_weight_share"),
+                    "right": mean(answers.values()),
+                }
+    seen = set()
+    for key, pair in sorted(lossy.items()):
+        if (reference := exact.get(key[:3])) is None:
+            continue
+        told = json.dumps({k: v for k, v in pair.items() if k != "capacity"})
+        if told not in seen:  # rules that ask no cache answer alike at every capacity
+            seen.add(told)
+            yield {**pair, "points": 100 * (mean(reference.values()) - pair["right"])}
+
+
+def forecasts(found: Sequence[Pair], sign: str) -> list[tuple[float, float]]:
+    """Return (foretold, lost) points of each pair, from a line through 0 of the other rules."""
+    of = SIGNS[sign]
+    told = [pair for pair in found if pair["lost_weight"] is not None or sign != "lost weight"]
+    results = []
+    for pair in told:
+        others = [p for p in told if p["rule"] != pair["rule"] and p["task"] == pair["task"]]
+        x, y = (np.array([f(p) for p in others]) for f in (of, lambda p: p["points"]))
+        if len(others) >= 2:
+            results.append((float(x @ y / (x @ x)) * of(pair), float(pair["points"])))
+    return results
+
+
+def render(found: Sequence[Pair], texts: Sequence[Sequence[str]]) -> str:
+    rows = [
+        [
+            *(pair["rule"], pair["capacity"], pair["task"], str(pair["documents"])),
+            "-" if pair["lost_weight"] is None else f"{pair['lost_weight']:.2f}",
+            *(f"{pair['fidelity']:.2f}", f"{pair['points']:.1f}"),
+        ]
+        for pair in sorted(found, key=lambda p: (p["task"], p["points"], p["rule"]))
+    ]
+    by_weight = sorted(texts, key=lambda row: (float(row[1]), row[0]))
+    heads = ["rule", "capacity", "task", "documents", "lost weight", "fidelity", "points lost"]
+    verdicts = []
+    for sign, of in SIGNS.items():
+        known = [p for p in found if p["lost_weight"] is not None or sign != "lost weight"]
+        errors = [foretold - lost for foretold, lost in forecasts(found, sign)]
+        rank = scipy.stats.spearmanr([of(p) for p in known], [p["points"] for p in known])
+        within = sum(abs(error) <= WITHIN for error in errors)
+        verdicts.append(
+            [
+                sign,
+                str(len(errors)),
+                f"{rank.statistic:.2f}",
+                f"{float(np.sqrt(np.mean(np.square(errors)))):.0f}",
+                f"{max(map(abs, errors)):.0f}",
+                f"{within} of {len(errors)}",
+                "holds" if within == len(errors) else "**does not hold**",
+            ]
+        )
+    verdict_heads = ["sign", "pairs", "rank correlation", "error, points", "worst", "within 2", ""]
+    return (
+        "# Do a run's own signs foretell the points it loses?\n\n"
+        "Each rule foretold from the others on the same task by a line through 0:\n\n"
+        f"{text_table(verdict_heads, verdicts)}\n\n{text_table(heads, rows)}\n\n"
+        "On text, by lost weight:\n\n"
+        f"{text_table(['rule', 'lost weight', '% of perplexity by word'], by_weight)}\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", nargs="*", type=Path, default=[RESULTS])
+    parser.add_argument("--write", action="store_true", help="keep in results/foretold")
+    options = parser.parse_args()
+    runs = [run for folder in options.folders for run in load_runs(folder)]
+    found, texts = list(pairs(runs)), list(of_texts(runs))
+    if options.write:
+        FOLDER.mkdir(exist_ok=True)
+        kept = {"answers": found, "texts": texts}
+        (FOLDER / "pairs.json").write_text(json.dumps(kept, indent=1) + "\n")
+        (FOLDER / "table.md").write_text(render(found, texts))
+    print(render(found, texts))
+
+
+if __name__ == "__main__":
+    main()
