@@ -7,6 +7,7 @@ from functools import partial
 from statistics import mean, median
 
 import evictions
+import foretold
 import layer_sizes
 import leads
 import lossy_accuracy
@@ -28,6 +29,7 @@ EVICTION_COSTS = load(RESULTS / "evictions/costs.json.gz")
 LOSSY = load(RESULTS / "lossy_answers/accuracy/cells.json.gz")
 SPACE = load(RESULTS / "policy_space/cells.json.gz")
 ANSWERS = load(RESULTS / "miss_answers/cells.json.gz")
+FORETOLD = json.loads((RESULTS / "foretold/pairs.json").read_text())
 CHANGED = json.loads((RESULTS / "sensitivity/models.json").read_text())
 TABLES = {
     "layer_sizes/table.md": (layer_sizes.render, ROWS),
@@ -37,6 +39,7 @@ TABLES = {
     "lossy_answers/accuracy/table.md": (lossy_accuracy.render, LOSSY),
     "policy_space/table.md": (policy_space.render_space, SPACE),
     "sensitivity/table.md": (sensitivity.render, CHANGED),
+    "foretold/table.md": (lambda kept: foretold.render(kept["answers"], kept["texts"]), FORETOLD),
     "miss_answers/table.md": (policy_space.render_answers, ANSWERS),
 }
 
@@ -45,6 +48,12 @@ TABLES = {
 def test_every_table_comes_from_its_cells_to_the_byte(name: str) -> None:
     render, cells = TABLES[name]
     assert (RESULTS / name).read_text() == render(cells)
+
+
+def test_every_lossy_run_on_the_shipped_model_is_paired() -> None:
+    runs = load_runs(RESULTS)
+    assert json.loads(json.dumps(list(foretold.pairs(runs)))) == FORETOLD["answers"]
+    assert list(foretold.of_texts(runs)) == FORETOLD["texts"]
 
 
 def test_the_conditions_of_a_release_stand_where_training_is_described() -> None:
