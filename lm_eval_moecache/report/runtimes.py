@@ -388,7 +388,9 @@ def flags(model: RealModel, runtime: Runtime, placed: Placed) -> str:
     host_layers = math.ceil(amount) if kind == "host_layers" else model.num_layers
     slots = math.floor(placed.cached * model.num_experts)
     cache = placed.cached * all_expert_bytes(model)
-    return runtime.flags.format(
+    # What RAM cannot hold must stay a mapped file.
+    text = runtime.flags.replace(" --no-mmap", "") if placed.by_faults else runtime.flags
+    return text.format(
         host_layers=host_layers,
         gpu_layers=model.num_layers - host_layers,
         slots=slots,

@@ -35,6 +35,7 @@ def test_what_is_said_of_a_machine_counts() -> None:
     slow, fast = (speed(ram="32GB", disk=disk) for disk in ("1GB/s", "8GB/s"))
     assert slow < fast < speed()
     assert rows(ram="32GB")["llama.cpp"]["needs_drive"]
+    assert "--no-mmap" not in str(rows(ram="32GB")["llama.cpp"]["flags"])
     assert not rows(ram="64GB")["llama.cpp"]["needs_drive"]
     why = rows(ram="32GB")["freetoken"]["why"]
     assert isinstance(why, str) and "GB of RAM, and there are 32" in why
