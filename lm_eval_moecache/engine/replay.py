@@ -54,11 +54,8 @@ def replay(
     Raises ValueError where the trace lacks data that an algorithm of the policy needs.
     """
     setting = replace(setting, draft=trace.drafted.draft or setting.draft)
-    if setting.attention == CONTEXT and trace.scans:
-        raise ValueError(
-            f"attention={setting.attention!r} does not go with trace {trace.name}, whose texts were"
-            " scanned layer by layer. Allowed with it: attention='none'."
-        )
+    if trace.scans:
+        _check_scans(trace, setting)
     engine = VirtualEngine(trace.geometry, setting, future)
     if on_engine is not None:
         on_engine(engine)
@@ -77,6 +74,23 @@ def replay(
                 on_progress(num_passes)
     engine.ledger.serve([])
     return engine
+
+
+def _check_scans(trace: Trace | StreamedTrace, setting: Setting) -> None:
+    """Raise ValueError for a setting under which no text can be served layer by layer."""
+    capacity, routing = setting.capacity, setting.policy.routing
+    shared = len(capacity.bytes_by_partition) < trace.geometry.num_layers
+    looks_ahead = bool(getattr(routing.algorithm, "depth", 0))
+    for key, value, is_refused, allowed in (
+        ("attention", setting.attention, setting.attention == CONTEXT, "attention='none'"),
+        ("capacity", capacity.text, shared, "a cache per layer, as '30/layer'"),
+        ("routing", routing.name, looks_ahead, "a routing of one layer"),
+    ):
+        if is_refused:
+            raise ValueError(
+                f"{key}={value!r} does not go with trace {trace.name}, whose texts were scanned"
+                f" layer by layer. Allowed with it: {allowed}."
+            )
 
 
 def _serve_passes(

@@ -284,3 +284,18 @@ def test_a_replay_imports_neither_torch_nor_transformers_nor_lm_eval(path: Path)
     process = subprocess.run([sys.executable, "-c", blocker], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout)["runs"][0]["policy"] == "specmd"
+
+
+@pytest.mark.parametrize(
+    ("capacity", "axes", "key"),
+    [("9", {}, "capacity='9'"), ("3/layer", {"routing": "pre_gated"}, "routing='pre_gated'")],
+)
+def test_scanned_texts_need_a_cache_per_layer_and_a_routing_of_one_layer(
+    capacity: str, axes: dict[str, object], key: str
+) -> None:
+    prefill = traces.PHASES.index(traces.PREFILL)
+    rows = [(0, token, prefill, token, layer) for token in range(2) for layer in range(3)]
+    trace = traces.from_rows(traces.GEOMETRY, rows, [[0, 1]] * 6, scans=((0, 2),))
+    replay(trace, traces.setting_for(trace, "3/layer"))
+    with pytest.raises(ValueError, match=f"{key} does not go with trace generated, whose texts"):
+        replay(trace, traces.setting_for(trace, capacity, axes))
