@@ -67,7 +67,6 @@ class Plan:
     demands: Sequence[Fetch] | None = None
     """The experts to load, in this order; None for those looked up that are not at the best level.
     """
-    num_demands: int = 0
     selection: Selection | None = None
     """The changed selection; None where the router's own is executed."""
     levels: Mapping[int, int] | None = field(default=None, init=False)

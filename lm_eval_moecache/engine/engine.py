@@ -347,26 +347,20 @@ class Engine(ABC):
 
     def _decide(self, event: Event) -> Plan:
         """Decide an event and record its lookups in the ledger, before anything moves."""
-        rules, layer = self.rules, event.layer
-        if not rules.is_lossy:
-            plan = Plan(event, event)
-            plan.num_demands = self._look_up(event)
-        else:
-            original = event.spelled_out(rules.num_experts)
-            plan, resident = Plan(original, original), None
+        rules, plan = self.rules, Plan(event, event)
+        if rules.is_lossy:
+            original, resident = event.spelled_out(rules.num_experts), self._residents(event.layer)
+            plan = Plan(original, original)
             if rules.applies(rules.routing, original):
-                resident = self._residents(layer)
                 plan = route(original, rules, resident)
-            plan.num_demands = self._look_up(plan.looked_up)
-            resident = self._residents(layer) if resident is None else resident
             absent = [key for key in plan.looked_up.keys if key not in resident]
             missed = [key for key in absent if not self._is_pending(key)]
             resolve(plan, original, rules, absent, missed, resident, self.record)
+        self._look_up(plan)
         if self.on_event is not None:
             self.on_event(plan.looked_up)
         self.outside.begin(plan.event)
         if plan.demands is not None:
-            plan.num_demands = len(plan.demands)
             self._mark_demands(plan.event, plan.demands)
         return plan
 
@@ -387,10 +381,10 @@ class Engine(ABC):
         held = range(base, base + self.state.layers[layer].held)
         return {key: slots[key].level for key in (experts[place].member for place in held)}
 
-    def _look_up(self, event: Event) -> int:
-        """Look up an event's keys; return how many are absent or below the best level."""
-        batch = as_lists(self._batch_of(event))
-        return core.look_up(self.state, batch, 0, event.layer, self.record)
+    def _look_up(self, plan: Plan) -> None:
+        """Look up the keys of a decided event."""
+        batch, layer = as_lists(self._batch_of(plan.looked_up)), plan.event.layer
+        self.state.run[0].absent = core.look_up(self.state, batch, 0, layer, self.record)
 
     def _batch_of(
         self,

@@ -142,7 +142,7 @@ class VirtualEngine(Engine):
             self.draft_stage.plan(charged, setting.capacity.bytes_by_partition)
         self.loop = Loop(self)
         self._entered = 0
-        """`core.ENTER` from an event's `enter` until it is looked up."""
+        """What is still to do with the event in progress before it can be closed."""
         self._dense_s, self._num_tokens = 0.0, 0
         """The dense part of the layer entered, and its tokens."""
         self._layers = np.arange(charged.num_layers + 1)
@@ -223,10 +223,12 @@ class VirtualEngine(Engine):
             self.loop.step(self._entered, batch, layer=layer)
             self._entered = 0
 
-    def _look_up(self, event: Event) -> int:
-        what, self._entered = core.LOOK_UP | self._entered, 0
-        batch = self._batch_of(event, dense_s=self._dense_s)
-        return self.loop.step(what, batch, layer=event.layer)
+    def _look_up(self, plan: Plan) -> None:
+        self._entered |= core.LOOK_UP
+        if self.on_event is not None or plan.event is not plan.looked_up:
+            batch = self._batch_of(plan.looked_up, dense_s=self._dense_s)
+            self.loop.step(self._entered, batch, layer=plan.event.layer)
+            self._entered = 0
 
     def _residents(self, layer: int) -> dict[int, int]:
         self._enter(layer)
@@ -256,11 +258,12 @@ class VirtualEngine(Engine):
         if rules.prefetches and (self.answers is not None or not rules.prefetch.foresees):
             proposed = self._propose(event)
         predict_s = self.predicting_s(layer, len(event.predicted), event.num_tokens)
-        batch = self._batch_of(event, *proposed, predict_s)
+        batch = self._batch_of(event, *proposed, predict_s, self._dense_s)
+        what, self._entered = self._entered | core.CLOSE, 0
         if demands is None:
-            self.loop.step(core.CLOSE, batch, number, layer)
+            self.loop.step(what, batch, number, layer)
         else:
-            self.loop.step(core.DEMAND | core.CLOSE, batch, number, layer, demands)
+            self.loop.step(what | core.DEMAND, batch, number, layer, demands)
         if rules.ladder:
             plan.levels = self.loop.levels(event.keys)
         return plan
