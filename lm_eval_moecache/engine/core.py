@@ -274,16 +274,7 @@ def step(
         experts, layers, now, forecasts, slots, levels, layer_states, queues, caches, runs, outside
     )
     return act(
-        state,
-        rank,
-        batch,
-        counts,
-        what,
-        number,
-        layer,
-        demands,
-        demanded_levels,
-        num_demands,
+        state, rank, batch, counts, what, number, layer, demands, demanded_levels, num_demands
     )
 
 
@@ -366,13 +357,7 @@ def begin_token(state: State, number: int, layer: int) -> None:
 
 
 def serve(
-    state: State,
-    rank: Rank,
-    batch: PassBatch,
-    event: int,
-    number: int,
-    layer: int,
-    count: Counters,
+    state: State, rank: Rank, batch: PassBatch, event: int, number: int, layer: int, count: Counters
 ) -> None:
     """Serve one event with all that its router chose.
 
@@ -1319,13 +1304,7 @@ def execute_piecewise(
 
 
 def share_out(
-    state: State,
-    demands: Array,
-    first: int,
-    last: int,
-    mark: int,
-    layer: int,
-    count: Counters,
+    state: State, demands: Array, first: int, last: int, mark: int, layer: int, count: Counters
 ) -> tuple[int, int]:
     return state.outside.share_out(state, demands[first:last], mark, count)
 
