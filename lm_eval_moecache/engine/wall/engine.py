@@ -26,7 +26,7 @@ from lm_eval_moecache.engine.wall.link import (
     time_load,
     transfer_of,
 )
-from lm_eval_moecache.engine.wall.slots import PlacedCache, make_caches
+from lm_eval_moecache.engine.wall.slots import Held, PlacedCache, make_caches
 from lm_eval_moecache.records.event import PREFILL, Event, Fetch, num_assignments
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
@@ -77,13 +77,15 @@ class WallEngine(Engine):
         rule = self.rules.miss.host_rule
         self.host = HostShare(rule, self.geometry, self.link) if rule else None
         self.state.run[0].placed = 1
-        self.outside.vacate = lambda key: self.caches[self.state.slots[key].home].vacate(key)
+        caches, slots = self.caches, self.state.slots
+        # Without a reference to the engine: the memory of its slots goes with it.
+        self.outside.vacate = lambda key: caches[slots[key].home].vacate(key)
         self._fill()
         self._before = self._totals()
 
     def _make_pools(self) -> Sequence[PlacedCache]:
         evictions = self.outside.evictions
-        return make_caches(self, self.geometry, self.setting, evictions, self._encoded)
+        return make_caches(Held(self.state), self.geometry, self.setting, evictions, self._encoded)
 
     def _fill(self) -> None:
         for key in self.warm:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -12,6 +13,13 @@ from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.tables import ExpertCache, HasState, is_ranked
 from lm_eval_moecache.records.geometry import Geometry
+
+
+@dataclass(slots=True)
+class Held:
+    """The tables of a wall-clock engine, which keep their form."""
+
+    state: core.State
 
 
 class PlacedCache(ExpertCache):
