@@ -146,7 +146,8 @@ def fit_router(ffn: MaskedFFN, x: Tensor, hidden: Tensor, num_steps: int = 300) 
     of the tokens, which are not fitted.
     """
     targets = by_energy(ffn)(x, hidden)
-    mean, std = x.mean(0), x.std(0)
+    # A norm may put a feature to nought.
+    mean, std = x.mean(0), x.std(0).clamp_min(1e-6)
     inputs = (x - mean) / std
     weight = torch.zeros(targets.shape[1], x.shape[1], requires_grad=True)
     share = ffn.shape.top_k / ffn.shape.num_experts

