@@ -3,10 +3,10 @@
 Usage: python benchmarks/sensitivity.py --model NAME=FOLDER [--model ...] [--text FILE] [--write]
 
 Text: nats a token are added to the loss on the first tokens of each page (`tiny`'s held-out ones,
-or `FILE`, one page of plain text a line). Any mixture-of-experts model of transformers whose blocks
-have `gate` and `experts` will do. Answers, for models that share `tiny`'s tokenizer: the share of
-right answers kept when a random resident expert replaces each absent one. With `--write`, both go
-to results/sensitivity. Shapes: T tokens, K top-k.
+or `FILE`'s, one page of plain text or of JSON (`page`) a line). Any mixture-of-experts model of
+transformers whose blocks have `gate` and `experts` will do. Answers, for models that share `tiny`'s
+tokenizer: the share of right answers kept when a random resident expert replaces each absent one.
+With `--write`, both go to results/sensitivity. Shapes: T tokens, K top-k.
 """
 
 from __future__ import annotations
@@ -206,9 +206,10 @@ def render(models: Mapping[str, Any]) -> str:
             for task in tasks
         ],
     )
+    read = "; ".join(f"{name}: {one['read']}" for name, one in models.items())
     return (
         "# What each model loses when its experts are changed\n\n"
-        f"Added to the loss, in nats a token (mean over pages):\n\n{text}\n\n"
+        f"Added to the loss, in nats a token, mean over pages ({read}):\n\n{text}\n\n"
         f"What a task can lose:\n\n{right}\n\n"
         f"Beside real models, whose figures are the papers':\n\n{kept}\n"
     )
@@ -229,6 +230,10 @@ def _shares(one: Mapping[str, Any], number: int) -> str:
     return "-"
 
 
+def page_of(line: str) -> str:
+    return str(json.loads(line)["page"]) if line.startswith("{") else line
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", action="append", default=[], help="NAME=FOLDER; tiny is known")
@@ -242,16 +247,18 @@ def main() -> None:
     file = RESULTS / "sensitivity/models.json"
     models: dict[str, Any] = json.loads(file.read_text()) if options.write and file.exists() else {}
     pages = (
-        options.text.read_text("utf-8").splitlines()
+        [page_of(line) for line in options.text.read_text("utf-8").splitlines()]
         if options.text
         else list(documents.wikitext()["test"]["page"])
     )[: options.pages]
+    source = options.text.resolve().parent.name if options.text else "held-out text"
     for item in options.model or ["tiny=tiny"]:
         name, _, folder = item.partition("=")
         specimen = Specimen(folder)
         texts = [specimen.ids(page)[: options.tokens] for page in pages]
         asked = options.documents and not options.text
         models[name] = {
+            "read": f"{len(texts)} pages of {source}, {options.tokens} tokens",
             "text": losses(specimen, texts),
             "answers": answers(specimen, options.documents) if asked else {},
             "random": random_throughout(specimen, options.documents) if asked else {},
