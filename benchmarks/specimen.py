@@ -71,7 +71,7 @@ class Specimen:
 
     def __init__(self, folder: str) -> None:
         self.model = loaded(folder)
-        self.tokenizer = AutoTokenizer.from_pretrained(model_path(folder))
+        self.tokenizer = AutoTokenizer.from_pretrained(model_path(folder), trust_remote_code=True)
         modules = self.model.modules()
         self.blocks = [
             module for module in modules if hasattr(module, "gate") and hasattr(module, "experts")
