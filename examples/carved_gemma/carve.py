@@ -43,7 +43,7 @@ NUM_GROUPED = 4096
 """Tokens by whose use neurons are grouped."""
 RIDGES = (0.003, 0.03, 0.3)
 BATCH = 2
-RATE, WARM_UP = 2e-4, 10
+RATE, WARM_UP = 2e-5, 10
 SAVE_EVERY = 20
 """Training steps."""
 
