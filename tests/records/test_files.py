@@ -29,7 +29,7 @@ from lm_eval_moecache.records.files import (
 from lm_eval_moecache.records.numbers import finite, plain_number, read_count, read_number, shown
 from lm_eval_moecache.sweep.files import LOCK, only_sweep
 from lm_eval_moecache.trace.importers import load_trace, trace_formats
-from lm_eval_moecache.tune.search import JOURNAL, _mend
+from lm_eval_moecache.tune.search import JOURNAL, _repair_journal
 from tests.conftest import Moecache
 from tests.engine import traces
 
@@ -212,7 +212,7 @@ def test_a_lock_or_a_journal_that_is_a_link_leaves_its_target_alone(tmp_path: Pa
         pass
     (tmp_path / JOURNAL).symlink_to(target)
     with pytest.raises(OSError, match="symbolic link"):
-        _mend(tmp_path / JOURNAL)
+        _repair_journal(tmp_path / JOURNAL)
     assert target.read_text() == "kept"
 
 

@@ -49,7 +49,7 @@ ALONG: dict[str, Any] = {"kind": MoECacheLM, "policy": "on_demand", "prefetch": 
         ({"draft": "nowhere/at-all"}, ["draft='nowhere/at-all'", "prompt_lookup"]),
         ({"draft": "self:int5"}, ["self:int5", "Did you mean", "int4"]),
         ({"draft": "prompt_lookup"}, ["draft='prompt_lookup'", "prefetch='draft'", "folder"]),
-        ({"prefetch.cutoff": 9}, ["prefetch.cutoff=9", "between 0", "8 MoE layers"]),
+        ({"prefetch.cutoff": 9}, ["prefetch.cutoff=9", "must be 0 or more", "8 MoE layers"]),
         ({"prefetch.cutoff": "all"}, ["prefetch.cutoff='all'", "auto"]),
         ({"prefetch.critical": 65}, ["prefetch.critical=65", "64"]),
         ({**ALONG, "draft_tokens": 2}, ["draft_tokens=2", "drafts no tokens"]),

@@ -65,6 +65,8 @@ def at_once(self: WallEngine, pending: Any) -> Iterator[Any]:
 
 
 def unpinned(self: WallEngine, pending: Any, _: Any, demand: Any = WallEngine._demand) -> Any:
+    # No key carries a new mark.
+    self.state.run[0].mark += 1
     return demand(self, pending, {0})
 
 
