@@ -144,6 +144,21 @@ def test_a_flight_that_lands_executes_and_leaves_in_a_wave_is_not_fetched_again(
     assert (record.late, record.misses, record.bytes_moved) == (1, 2, 300)
 
 
+def test_an_eviction_learns_between_waves_what_each_has_executed() -> None:
+    executed: list[tuple[int, list[int]]] = []
+
+    class Logged(OldestFirst):
+        def on_executed(self, layer: int, keys: Sequence[int]) -> None:
+            executed.append((layer, list(keys)))
+
+    engine = make_engine(ScriptedPolicy(eviction=Always(Logged)), 2, make_geometry(2, 8, 5))
+    decode(engine, [3, 1, 0, 2, 4], [8])
+    # Room for two at a time: 3 and 1, then 0 and 2; after the last wave `on_event` tells of all.
+    assert executed == [(0, [3, 1]), (0, [0, 2])]
+    decode(engine, [], [9, 10, 11])
+    assert executed[2:] == [(1, [9, 10])]
+
+
 def test_compute_of_a_wave_counts_the_assignments_of_its_own_experts() -> None:
     # At 100 FLOP/s an assignment (2 x 50 FLOP) takes 1 s; reading weights costs nothing.
     hardware = make_hardware(peak_flops=100.0, memory_bytes_per_s=1e30)

@@ -57,6 +57,13 @@ def test_a_share_is_of_all_expert_bytes_and_a_number_counts_experts(
         assert (capacity.per_layer, capacity.total_bytes) == (True, slots * 300)
 
 
+def test_a_share_that_is_no_whole_number_of_bytes_is_rounded_down() -> None:
+    """A cache never holds more than the share that was asked for."""
+    assert parse_capacity("33.39%", GEOMETRY).total_bytes == 400  # of 400.68
+    assert parse_capacity("99.99%", GEOMETRY).total_bytes == 1199  # of 1199.88
+    assert parse_capacity("150.9B", GEOMETRY).total_bytes == 150
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [*((n, "51") for n in (51.0, "51.0", "5.1e1", 51, " 51 ")), (1e6, "1000000")],

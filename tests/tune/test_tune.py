@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -29,8 +30,16 @@ from lm_eval_moecache.tune.outcome import (
     front_table,
     outcome_of,
     policy_yaml,
+    read_outcome,
 )
-from lm_eval_moecache.tune.search import DEFAULT_SPACE, JOURNAL, Space, open_study, read_space
+from lm_eval_moecache.tune.search import (
+    DEFAULT_SPACE,
+    JOURNAL,
+    Search,
+    Space,
+    open_study,
+    read_space,
+)
 from tests.conftest import Checkpoint, Moecache
 from tests.soak.kinds import OBJECTIVE
 from tests.sweep.toy import write_tasks
@@ -372,6 +381,29 @@ def test_the_best_the_front_and_what_is_said_of_them(
             name in front,
             kind == SHIPPED,
         )
+
+
+def test_a_loss_of_exactly_the_budget_meets_it_whatever_its_last_digits() -> None:
+    """0.8 less 10 points is 0.7000000000000001 to a computer, and 0.7 is within the budget."""
+    accuracies, trials = {"at it": 0.7, "below": 0.6999, "above": 0.75}, []
+    for number, (name, accuracy) in enumerate(accuracies.items()):
+        figures = {"accuracy": accuracy, "stderr": 0.0, "speed": 1.0, "measured_by": "model"}
+        attributes = {"composition": name, "kind": SHIPPED, "policy": {}, "figures": figures}
+        trials.append(SimpleNamespace(number=number, user_attrs=attributes))
+    objective = dataclasses.replace(OBJECTIVE, budget=10.0)
+    runner: Any = SimpleNamespace(objective=objective, reference=SimpleNamespace(accuracy=0.8))
+    study: Any = SimpleNamespace(
+        get_trials=lambda deepcopy: trials, user_attrs={"question": QUESTION}
+    )
+    found = Search.floor.fget(SimpleNamespace(runner=runner))  # type: ignore[attr-defined]
+    shipped = read_outcome(study, found)["shipped"]
+    assert {e["name"]: e["within_budget"] for e in shipped} == {
+        "at it": True,
+        "below": False,
+        "above": True,
+    }
+    exact = read_outcome(study, 0.7)["shipped"]
+    assert [e["name"] for e in exact if e["within_budget"]] == ["at it", "above"]
 
 
 def test_the_best_policys_file_is_that_policy(tmp_path: Path) -> None:
