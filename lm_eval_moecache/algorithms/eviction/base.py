@@ -78,14 +78,6 @@ class EvictionAlgorithm(Algorithm):
         """Note that a prefetcher wants a resident key."""
         return
 
-    def on_all_predicted(self, keys: Sequence[int]) -> None:
-        """As `on_predicted` for each of these keys of one layer, most wanted first.
-
-        Override it only for speed.
-        """
-        for key in keys:
-            self.on_predicted(key)
-
     @abstractmethod
     def on_evict(self, key: int) -> None:
         """Forget a key: the cache has evicted it."""
