@@ -481,7 +481,10 @@ def _text(model: RealModel, hardware: Hardware, report: dict[str, Any], width: i
             link += f" ({_gb(hardware.link_bytes_per_s)} nominal, of which single experts reach "
             link += f"{100 * hardware.link_efficiency:.0f}%)"
         memory += f" The other {_gb(room['all_experts'] - room['experts'])} GB of experts lie "
-        memory += f"behind a link of {link}."
+        memory += f"behind a link of {link}"
+        if host := hardware.host_memory_bytes_per_s:
+            memory += f", in memory that the host reads at {_gb(host)} GB/s"
+        memory += "."
         table = [*_table(report["rows"]), ""]
         for word, means in _words(report["rows"]).items():
             table += textwrap.wrap(f"{word:9s} {means}", width, subsequent_indent=" " * 10)
