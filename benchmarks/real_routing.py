@@ -1,23 +1,14 @@
 """Replays real routing over evictions, predictors, capacities and links: results/real_routing.
 
-Usage: python benchmarks/real_routing.py [--tiny TRACE] [--out results/real_routing]. A few minutes
-on one core. Writes `cells.json.gz` with `table.md` and the plots, and `claims.json.gz` with
-`claims.md`, the evidence on SpecMD's claims S1, S2, S3, S4 and S8; cells already there are kept.
+Usage: python benchmarks/real_routing.py [--out results/real_routing]. A few minutes on one core.
+Writes `cells.json.gz` (cells already there are kept), `table.md` and the plots.
 
-In the first table capacity is in token cycles (layers x top-k) and the link's speed is a ratio: one
-expert's transfer takes `ratio` times as long as a layer's decode step without waiting. Dense sizes
-and kernels are those of the trace's model on `a100-5GBps`; transfers have no latency.
+Capacity is in token cycles (layers x top-k) and the link's speed is a ratio: one expert's transfer
+takes `ratio` times as long as a layer's decode step without waiting. Dense sizes and kernels are
+those of the trace's model on `a100-5GBps`; transfers have no latency.
 
 The traces have no gates, and OLMoE's has no routing weights: predictors are oracles of stated
-recall and precision, and score eviction is left out. Claims that need gates or routing weights run
-on the shipped model, charged as OLMoE-1B-7B. Its trace (3 MB) is recorded by
-
-    moecache eval --model moecache --tasks tiny_gsm8k,tiny_bbh --limit 20
-        --model_args pretrained=tiny,policy=specmd,capacity=25%,trace=DIR,trace_keep=all
-
-A cell of the claims holds sums over units: sixteen passes of a trace, or one request of the shipped
-model. Figures are ratios of sums over a run; the 95% intervals are percentiles over 2000 draws of
-its units, with the same draws for compared cells.
+recall and precision, and score eviction is left out.
 """
 
 from __future__ import annotations
@@ -25,38 +16,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from grid import (
-    RESULTS,
-    Floats,
-    Run,
-    arguments,
-    blocks,
-    draws,
-    fill,
-    frame,
-    interval,
-    sections,
-    setting_of,
-    shipped_traces,
-)
+from grid import RESULTS, Run, arguments, fill, frame, sections, setting_of, shipped_traces
 from pandas import DataFrame, Series
-from scipy.stats import spearmanr
 
 from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
-from lm_eval_moecache.records.ledger import PassRecord, total
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.plots import new_figure, save
 from lm_eval_moecache.report.tables import padded
 from lm_eval_moecache.trace.future import Future
-from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 
 PLAIN = "lru lfu fifo random fld shallow_first frequency_layer layered_lru lfru least_stale hazard"
@@ -220,245 +192,11 @@ def lines(
     save(figure, file)
 
 
-# --- SpecMD's claims ---
-
-
-MACHINES = {"inside": "specmd-a100", "outside": "a100-5GBps"}
-"""SpecMD's own stack of 30 ms a layer, and a stack as fast as its kernels."""
-CHARGED = "OLMoE-1B-7B"
-"""The model that the shipped one is charged as."""
-CLAIMED_SHARES = ("1%", "5%", "25%", "50%")
-OTHERS = ("lru", "lfu", "fld", "shallow_first", "frequency_layer", "least_stale", "hazard")
-CLAIMED = {name: EVICTIONS[name] for name in (*OTHERS, "least_stale none")}
-SCORES = {
-    f"score {history}": {"eviction": "score", "eviction.history": history}
-    for history in ("sum", "mean", "decayed")
-}
-NONE = {"none": {"prefetch": "none"}}
-ORACLES: dict[str, dict[str, Any]] = {
-    # A gate's top-k has equal recall and precision; half as many again trade one for the other.
-    "top-k": {"prefetch": "oracle", "prefetch.recall": 0.85, "prefetch.precision": 0.85},
-    "score": {"prefetch": "oracle", "prefetch.recall": 0.95, "prefetch.precision": 0.63},
-}
-GATES = {"top-k": {"prefetch": "next_gate"}, "score": {"prefetch": "score"}}
-WIDER: dict[str, dict[str, Any]] = {
-    f"top-k x{over:g}": {"prefetch": "next_gate", "prefetch.overfetch": over} for over in (1.5, 2)
-} | {f"score p{p}": {"prefetch": "score", "prefetch.percentile": p} for p in (70, 75, 85, 90)}
-LEFT_OUT = {"least_stale none", "hazard"}
-"""Not the papers' evictions, so outside claims S2 and S8."""
-KEYS = ["trace", "machine", "capacity", "prefetch", "eviction"]
-
-
-def claim_cells(tiny: str | None = None) -> Iterator[tuple[Run, Any]]:
-    """Yield each cell with its trace, its future and its policy overrides."""
-    traces = shipped_traces()
-    if tiny:
-        traces["tiny"] = load_trace(tiny, predicted=True)
-    for name, trace in traces.items():
-        future, shares = Future(trace), CLAIMED_SHARES
-        grids = [({**NONE, **ORACLES}, CLAIMED)]
-        if name == "tiny":
-            stale, shares = {"least_stale": CLAIMED["least_stale"]}, CLAIMED_SHARES[:3]
-            grids = [({**NONE, **GATES}, CLAIMED), ({**NONE, **GATES}, SCORES), (WIDER, stale)]
-        for machine, share, (prefetchers, evictions) in product(MACHINES, shares, grids):
-            for prefetch, eviction in product(prefetchers, evictions):
-                cell = {"trace": name, "machine": machine, "capacity": share}
-                inputs = trace, future, {**prefetchers[prefetch], **evictions[eviction]}
-                yield {**cell, "prefetch": prefetch, "eviction": eviction}, inputs
-
-
-def measure_claim(cell: Run, known: tuple[Trace, Future, dict[str, Any]]) -> Run:
-    trace, future, overrides = known
-    is_tiny, charged = cell["trace"] == "tiny", trace.geometry
-    keys = {"hardware": MACHINES[cell["machine"]], **({"emulate": CHARGED} if is_tiny else {})}
-    setting = setting_of(trace.geometry, cell["capacity"], overrides, **keys)
-    if setting.emulate is not None:
-        charged = setting.emulate.emulated_by(trace.geometry)
-    ledger = replay(trace, setting, future=future).ledger
-    units = [r.passes for r in ledger.requests] if is_tiny else blocks(ledger.passes)
-    regime = regime_of(charged, setting.capacity.total_bytes, setting.hardware)
-    return {
-        "cycles": round(regime.cycles, 3),
-        "transfer_per_layer": round(regime.transfer_per_layer, 4),
-        "units": [sums(unit) for unit in units],
-    }
-
-
-def sums(passes: Sequence[PassRecord]) -> dict[str, float]:
-    """Sum the quantities that the claims concern."""
-    counts = total(passes)
-    steps = [record for record in passes if record.phase == DECODE]
-    return {
-        "requests": counts.requests,
-        "absent": counts.misses + counts.late,
-        "collisions": counts.collisions,
-        "proposed": counts.predicted,
-        "right": counts.predicted_right,
-        "predictable": counts.predictable,
-        "stall_s": round(sum(record.stall_s for record in steps), 9),
-        "decode_s": round(sum(record.duration_s for record in steps), 9),
-        "decoded": len(steps),
-        "prefill_s": round(sum(r.duration_s for r in passes if r.phase == PREFILL), 9),
-    }
-
-
-AT = ["Trace", "Regime (transfer/layer)", "Capacity", "Prefetch"]
-
-
-def figures_of(runs: Sequence[Run]) -> DataFrame:
-    """Return one row per run of figures, each an array: of the run first, then of each draw."""
-    cells = frame(sorted(runs, key=lambda run: run["cell"]["trace"]))
-    units = cells.units.map(DataFrame)
-    sums = DataFrame(
-        [{name: draws(len(unit)) @ column for name, column in unit.items()} for unit in units]
-    )
-
-    def rate(over: str, under: str, scale: float = 1.0) -> list[Floats]:
-        pairs = zip(sums[over], sums[under], strict=True)
-        return [scale * np.divide(a, b, out=np.zeros(len(b)), where=b > 0) for a, b in pairs]
-
-    figures = cells.join(sums.add_suffix("_sum")).assign(
-        collisions=rate("collisions", "requests", 100),
-        misses=rate("absent", "requests", 100),
-        precision=rate("right", "proposed"),
-        recall=rate("right", "predictable"),
-        ms_per_token=rate("decode_s", "decoded", 1000),
-        stall_ms=rate("stall_s", "decoded", 1000),
-        num_prefills=[np.count_nonzero(unit.prefill_s) for unit in units],
-    )
-    return figures.set_index(KEYS)
-
-
-def by_place(cells: DataFrame) -> Iterator[tuple[list[str], DataFrame]]:
-    """Yield each place, as labelled in the tables, with its runs by eviction."""
-    for (trace, machine, capacity, prefetch), runs in cells.groupby(KEYS[:-1], sort=False):
-        regime = f"{machine} ({runs.transfer_per_layer.iloc[0]:.2g})"
-        size = f"{capacity} = {runs.cycles.iloc[0]:.2g} cycles"
-        yield [trace, regime, size, prefetch], runs.droplevel(KEYS[:-1])
-
-
-def change(new: Floats, old: Floats) -> Floats:
-    """Return the change from the old figure to the new, in percent."""
-    return 100 * (np.divide(new, old, out=np.ones_like(new), where=old > 0) - 1)
-
-
-def collisions(cells: DataFrame) -> str:
-    """S1: how many times fewer collisions, and the change in misses."""
-    rows = []
-    for place, runs in by_place(cells):
-        lru, stale, plain = (runs.loc[name] for name in ("lru", "least_stale", "least_stale none"))
-        factor = "all" if lru.collisions[0] > 0 else "-"
-        if stale.collisions[0] > 0:
-            least = stale.collisions[0] / stale.collisions_sum[0]
-            factor = interval(lru.collisions / np.maximum(stale.collisions, least))
-        shares = [f"{run.collisions[0]:.2f}" for run in (lru, stale, plain)]
-        points = [stale.collisions - lru.collisions, stale.misses - lru.misses]
-        rows.append([*place, *shares, factor, *(interval(gap, "{:.2f}") for gap in points)])
-    headers = ["LRU %", "Least-Stale %", "protect=none %", "times fewer"]
-    return padded([*AT, *headers, "collisions, points", "misses, points"], rows)
-
-
-def swapped(cells: DataFrame, figure: str) -> str:
-    """S2: percent of change when Least-Stale replaces another eviction."""
-    names = cells.index.unique("eviction")
-    evictions, rows = sorted({*names} - LEFT_OUT - {"least_stale"}), []
-    for place, runs in by_place(cells):
-        stale = runs.loc["least_stale", figure]
-        if stale[0] == 0:
-            continue
-        for eviction in evictions:
-            text = ""
-            if eviction in runs.index:
-                percent = change(stale, runs.loc[eviction, figure])
-                # A single prefill has no interval.
-                is_single = figure == "prefill_s_sum" and runs.num_prefills[eviction] < 2
-                text = f"{percent[0]:.1f}" if is_single else interval(percent)
-            place.append(text)
-        rows.append(place)
-    return padded([*AT, *evictions], rows)
-
-
-def of_scores(cells: DataFrame) -> str:
-    """S3: collisions / misses of every eviction on the shipped model."""
-    evictions, rows = sorted(cells.index.unique("eviction")), []
-    for place, runs in by_place(cells):
-        shares = runs.collisions.str[0][evictions].sort_values(ascending=False, kind="stable")
-        is_score = shares.index.str.startswith("score")
-        scores, rival = shares.index[is_score], runs.collisions[shares.index[~is_score][0]]
-        gaps = [interval(runs.collisions[e] - rival, "{:.2f}") for e in (scores[-1], scores[0])]
-        rates = [f"{shares[e]:.2f} / {runs.misses[e][0]:.1f}" for e in evictions]
-        rows.append([*place, shares.index[0], *gaps, *rates])
-    headers = ["worst", "least score - worst other, points", "most score - worst other, points"]
-    return padded([*AT, *headers, *evictions], rows)
-
-
-def predictors(cells: DataFrame) -> str:
-    """S4: what predictors propose and its effect, under Least-Stale."""
-    stale, rows = cells.xs("least_stale", level="eviction", drop_level=False), []
-    for (place, runs), key in zip(by_place(stale), stale.index, strict=True):
-        if place[-1] in NONE:
-            continue
-        run, base = runs.iloc[0], cells.loc[(*key[:3], "top-k", "least_stale")]
-        texts = [f"{run.proposed_sum[0] / base.predictable_sum[0]:.2f}"]
-        texts += [f"{run.precision[0]:.3f}", f"{run.recall[0]:.3f}"]
-        texts += [f"{100 - run.misses[0]:.1f}", interval(base.misses - run.misses, "{:.2f}")]
-        texts += [f"{run.stall_ms[0]:.2f}", interval(run.stall_ms - base.stall_ms, "{:.2f}")]
-        rows.append([*place, *texts, interval(change(run.ms_per_token, base.ms_per_token))])
-    headers = ["proposed / needed", "precision", "recall", "hits %", "hits, points"]
-    return padded([*AT, *headers, "stall ms/token", "stall, ms", "ms/token, %"], rows)
-
-
-def winners(cells: DataFrame) -> str:
-    """S8: the fastest policy at each capacity, and whether one is fastest at all of them."""
-    published, rows = cells[~cells.index.isin(LEFT_OUT, level="eviction")], []
-    for place, group in published.ms_per_token.groupby(level=["trace", "machine"], sort=False):
-        times = group.droplevel(["trace", "machine"]).unstack("capacity").sort_index()
-        shares = [share for share in CLAIMED_SHARES if share in times]
-        means = times.map(lambda values: values[0])
-        best = means[shares].idxmin()
-        deficits = Series(
-            {
-                policy: max((change(ms[policy], ms[best[s]]) for s, ms in times[shares].items()),
-                            key=lambda values: values[0])
-                for policy in times.index
-            }
-        )  # fmt: skip
-        steady = deficits.str[0].idxmin()
-        fastest = [
-            f"{' + '.join(best[s])} {means[s].min():.1f} ms" if s in best else ""
-            for s in CLAIMED_SHARES
-        ]
-        correlation = f"{spearmanr(means[shares[0]], means[shares[2]]).statistic:.2f}"
-        rows.append([*place, *fastest, " + ".join(steady), interval(deficits[steady]), correlation])
-    headers = ["Trace", "Regime", *CLAIMED_SHARES, "least behind", "at worst behind by %"]
-    return padded([*headers, "rank correlation 1% and 25%"], rows)
-
-
-def render_claims(runs: Sequence[Run]) -> str:
-    cells = figures_of(runs)
-    # Prefetchers that ran with all evictions: none, and one of each kind.
-    usual = cells[cells.index.isin([*NONE, *ORACLES], level="prefetch")]
-    tiny = usual.xs("tiny", level="trace", drop_level=False)
-    return sections(
-        {
-            "S1: collision misses, LRU and Least-Stale": collisions(usual),
-            "S2: time to the first token, percent of change": swapped(usual, "prefill_s_sum"),
-            "S2: time per token, percent of change": swapped(usual, "ms_per_token"),
-            "S3: collisions / misses in percent, shipped model as OLMoE-1B-7B": of_scores(tiny),
-            "S4: predictors under Least-Stale, changes against top-k": predictors(cells),
-            "S8: the fastest at each capacity": winners(cells),
-        }
-    )
-
-
 def main() -> None:
-    options = arguments(__doc__, tiny=None, out=RESULTS / "real_routing")
-    out = options.out
+    out = arguments(__doc__, out=RESULTS / "real_routing").out
     runs = fill(out / "cells.json.gz", cells(), measure)
     (out / "table.md").write_text(render(runs))
     draw(runs, out / "plots")
-    runs = fill(out / "claims.json.gz", claim_cells(options.tiny), measure_claim)
-    (out / "claims.md").write_text(render_claims(runs))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from lm_eval_moecache.report.results import load_runs
 
 ROWS = json.loads((RESULTS / "layer_sizes/layer_sizes.json").read_text())
 ROUTING = load(RESULTS / "real_routing/cells.json.gz")
-CLAIMS = load(RESULTS / "real_routing/claims.json.gz")
 EVICTIONS = load(RESULTS / "evictions/cells.json.gz")
 EVICTION_COSTS = load(RESULTS / "evictions/costs.json.gz")
 LOSSY = load(RESULTS / "lossy_answers/accuracy/cells.json.gz")
@@ -34,7 +33,6 @@ CHANGED = json.loads((RESULTS / "sensitivity/models.json").read_text())
 TABLES = {
     "layer_sizes/table.md": (layer_sizes.render, ROWS),
     "real_routing/table.md": (real_routing.render, ROUTING),
-    "real_routing/claims.md": (real_routing.render_claims, CLAIMS),
     "evictions/table.md": (partial(evictions.render, costs=EVICTION_COSTS), EVICTIONS),
     "lossy_answers/accuracy/table.md": (lossy_accuracy.render, LOSSY),
     "policy_space/table.md": (policy_space.render_space, SPACE),
