@@ -102,16 +102,6 @@ def num_assignments(event: Event, keys: Sequence[int], num_experts: int) -> int:
     return int(np.isin(event.experts, experts).sum())
 
 
-def token_miss_count(event: Event, num_experts: int, absent: Sequence[int]) -> int:
-    """Count the event's [tokens, top_k] entries whose expert is among these absent keys."""
-    experts = event.experts
-    if not len(experts) or not absent:
-        return len(absent)
-    missing = np.zeros(num_experts, dtype=bool)
-    missing[np.asarray(absent) % num_experts] = True
-    return int((missing[experts] & (experts != DROPPED)).sum())
-
-
 def resident_mask(layer: int, num_experts: int, resident: Container[int]) -> BoolArray:
     """Return which of a layer's experts are resident [experts]."""
     base = layer * num_experts

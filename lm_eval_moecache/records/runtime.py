@@ -188,19 +188,10 @@ def read_mechanisms(path: Path) -> Mechanisms:
         ) from error
 
 
-def runtime_names() -> list[str]:
-    """Return the names of the runtimes, shipped and from other packages, sorted."""
-    return sorted(_files())
-
-
-def _files() -> dict[str, Path]:
-    files = yaml_files("runtimes", RUNTIME_DIR)
-    return {name: path for name, path in files.items() if path != MECHANISMS_FILE}
-
-
 @cache
 def _shipped() -> Mapping[str, Runtime]:
-    return {name: _read(path) for name, path in sorted(_files().items())}
+    files = yaml_files("runtimes", RUNTIME_DIR)
+    return {name: _read(file) for name, file in sorted(files.items()) if file != MECHANISMS_FILE}
 
 
 def load_runtime(name: str) -> Runtime:
