@@ -6,13 +6,15 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
+
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.engine.wall.link import Transfer
-from lm_eval_moecache.records.event import DECODE, Event
+from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
 from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.ledger import PassRecord
@@ -36,13 +38,14 @@ class FixedPrefetch(PrefetchAlgorithm):
 
 
 class OldestFirst(EvictionAlgorithm):
-    """Evicts in the order of loading."""
+    """Evicts in the order of loading, and logs the predictions of resident experts."""
 
     source: ClassVar[str] = "test"
 
     def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
         super().__init__(geometry, seed=seed)
         self.order: dict[int, None] = {}
+        self.predicted: list[int] = []
 
     def on_insert(self, key: int, prefetched: bool) -> None:
         assert key not in self.order, f"{key} came twice"
@@ -50,6 +53,7 @@ class OldestFirst(EvictionAlgorithm):
 
     def on_predicted(self, key: int) -> None:
         assert key in self.order, f"{key} is not resident"
+        self.predicted.append(key)
 
     def on_evict(self, key: int) -> None:
         del self.order[key]
@@ -92,6 +96,10 @@ def make_geometry(
     return Geometry(model="scripted", **{**sizes, **defaults, **changes})
 
 
+TWO_LEVELS = {"expert_bytes": ((100, 25),), "precision": ("bf16", "int4")}
+"""Changes of a geometry of one layer."""
+
+
 class StillMover:
     """A mover that moves nothing and takes no time."""
 
@@ -126,6 +134,7 @@ def make_engine(
     geometry: Geometry | None = None,
     hardware: Hardware | None = None,
     draft: Draft | None = None,
+    reads_per_expert: int = 1,
 ) -> VirtualEngine:
     geometry = geometry or make_geometry()
     setting = Setting(
@@ -133,17 +142,37 @@ def make_engine(
         capacity=parse_capacity(capacity, geometry),
         hardware=hardware or make_hardware(),
         draft=draft,
+        reads_per_expert=reads_per_expert,
     )
     return VirtualEngine(geometry, setting)
 
 
-def decode(engine: VirtualEngine, *keys_by_layer: Sequence[int]) -> PassRecord:
+def decode(engine: VirtualEngine, *keys_by_layer: Sequence[int], gates: int = 0) -> PassRecord:
     """Run a pass of one token, layer by layer, and check the accounts after each."""
     record = engine.begin_pass(DECODE, 1)
     for layer, keys in enumerate(keys_by_layer):
         engine.enter(layer, 1)
-        engine.run(Event(record.index, layer, DECODE, 1, list(keys)))
+        scores = np.zeros((1, engine.geometry.num_experts), dtype=np.float32)
+        predicted = {layer + 1 + i: scores for i in range(gates)}
+        engine.run(Event(record.index, layer, DECODE, 1, list(keys), predicted=predicted))
         engine.check_integrity()
+    engine.end_pass()
+    engine.check_integrity()
+    return record
+
+
+def prefill_event(record: PassRecord, geometry: Geometry, layer: int, experts: Any) -> Event:
+    """Build the event of several tokens from their experts [tokens, top_k]."""
+    array = np.asarray(experts, dtype=np.int64)
+    keys = unique_in_order(layer, geometry.num_experts, array)
+    return Event(record.index, layer, record.phase, len(array), keys, array)
+
+
+def prefill(engine: VirtualEngine, experts: Any, layer: int = 0) -> PassRecord:
+    """Run one layer of a prefill of these experts [tokens, top_k], and check the accounts."""
+    record = engine.begin_pass(PREFILL, len(experts))
+    engine.enter(layer, len(experts))
+    engine.run(prefill_event(record, engine.geometry, layer, experts))
     engine.end_pass()
     engine.check_integrity()
     return record

@@ -166,11 +166,30 @@ def test_the_usual_belady_is_no_bound_on_decode_misses() -> None:
     assert misses(trace, "belady", 2, decode=True, free_prefill=True) == 2
 
 
+def test_belady_evicts_the_expert_needed_last_and_then_the_smaller_key() -> None:
+    # 3 comes back first, then 1; 0 and 2 never do, so 0 leaves before 2.
+    trace = decode_trace([[[0]], [[2]], [[3]], [[1]], [[4]], [[3]], [[1]]], 5)
+    counts = {name: [misses(trace, name, slots) for slots in (4, 2)] for name in ("belady", "lru")}
+    assert counts == {"belady": [5, 6], "lru": [5, 7]}
+
+
 def test_the_future_lists_each_need_of_each_key() -> None:
     future = Future(decode_trace([[[0, 1]], [[2, 0]], [[1, 0]]], 3))
     needs = [future.times[future.start[k] : future.start[k + 1]].tolist() for k in range(3)]
     assert needs == [[0, 1, 2, 3], [0, 2, 3], [1, 3]]
     assert future.keys_of(1) == [2, 0] and future.keys_of(3) == []
+
+
+def test_lru_misses_never_rise_with_capacity() -> None:
+    for seed in range(12):
+        by_size = [misses(mixed_trace(seed, passes=20), "lru", size) for size in range(5, 11)]
+        assert by_size == sorted(by_size, reverse=True)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("fifo", [9, 10]), ("lru", [10, 8])])
+def test_fifo_has_beladys_anomaly_where_lru_has_not(name: str, expected: list[int]) -> None:
+    classic = decode_trace([[[key]] for key in (1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 5)], 6)
+    assert [misses(classic, name, size) for size in (3, 4)] == expected
 
 
 FORMS = ("1/layer", "2/layer", "4/layer", "3", "5", "30%", "70%", "7B")

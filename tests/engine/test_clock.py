@@ -1,4 +1,4 @@
-"""Attention under the virtual clock, and the regime of a run: worked by hand."""
+"""The virtual clock's roofline and attention, and the regime of a run: worked by hand."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lm_eval_moecache.cli import plan
+from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.regime import (
     COMPUTE,
     HOST,
@@ -23,17 +24,68 @@ from lm_eval_moecache.engine.setting import CONTEXT
 from lm_eval_moecache.engine.virtual.costs import (
     DENSE_KERNELS,
     EXPERT_KERNELS,
+    GATE_KERNELS,
     Costs,
     attention_s,
 )
-from lm_eval_moecache.records.emulation import load_real_model
-from lm_eval_moecache.records.event import DECODE
+from lm_eval_moecache.records.emulation import LayerCaches, load_real_model
+from lm_eval_moecache.records.event import DECODE, PREFILL
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.trace import Trace
 from tests.engine import traces
-from tests.engine.scripted import HUGE, make_geometry, make_hardware
+from tests.engine.scripted import HUGE, TWO_LEVELS, make_engine, make_geometry, make_hardware
 from tests.engine.traces import one_by_one
+
+LADDER = make_geometry(1, **TWO_LEVELS)
+COMPUTE_ALONE = {"memory_bytes_per_s": HUGE}
+
+
+@pytest.mark.parametrize(
+    ("geometry", "figures", "part", "amount", "seconds"),
+    [
+        # 200 bytes / 100 bytes/s, however many tokens.
+        (make_geometry(), {}, "dense_s", (0, 1), 2.0),
+        (make_geometry(), {}, "dense_s", (1, 1000), 2.0),
+        (make_geometry(), {"layer_overhead_s": 0.5}, "dense_s", (2, 1), 2.5),
+        # 200 bytes are 100 weights; a token takes 2 FLOP a weight: 200 FLOP / 50 FLOP/s = 4 s.
+        (make_geometry(), {"peak_flops": 50.0}, "dense_s", (0, 3), 12.0),
+        # One expert: 50 weights, 100 FLOP per assignment. At 100 FLOP/s an assignment computes 1 s;
+        # reading the expert takes 1 s. Two experts with three assignments: max(3 s, 2 s) = 3 s.
+        (make_geometry(), {"peak_flops": 100.0}, "experts_s", (0, 2, 3), 3.0),
+        # Three experts with one assignment between them (others dropped): max(1 s, 3 s) = 3 s.
+        (make_geometry(), {"peak_flops": 100.0}, "experts_s", (0, 3, 1), 3.0),
+        (make_geometry(), {"kernel_overhead_s": 0.5}, "experts_s", (0, 0, 0), 0.0),
+        # Low precision reads fewer bytes, 2 x 25, and computes as much, 2 x 100 FLOP.
+        (LADDER, {}, "experts_s", (0, 2, 2, 1), 0.5),
+        (LADDER, {"peak_flops": 100.0, **COMPUTE_ALONE}, "experts_s", (0, 2, 2, 1), 2.0),
+        # 100 bytes of 4 bytes each are 25 weights x 2 FLOP / 10 FLOP/s.
+        (
+            make_geometry(1, element_bytes=4.0),
+            {"peak_flops": 10.0, **COMPUTE_ALONE},
+            "experts_s",
+            (0, 1, 1),
+            5.0,
+        ),
+    ],
+)
+def test_each_part_takes_the_slower_of_reading_and_computing(
+    geometry: Geometry,
+    figures: dict[str, float],
+    part: str,
+    amount: tuple[int, ...],
+    seconds: float,
+) -> None:
+    costs = Costs(make_hardware(**figures), geometry)
+    assert getattr(costs, part)(*amount) == pytest.approx(seconds)
+
+
+def test_every_part_pays_for_its_kernels() -> None:
+    costs = Costs(make_hardware(kernel_overhead_s=0.5), make_geometry())
+    assert costs.dense_s(0, 1) == 2.0 + DENSE_KERNELS * 0.5
+    assert costs.experts_s(0, 1, 1) == 1.0 + EXPERT_KERNELS * 0.5
+    assert costs.gates_s(2) == 2 * GATE_KERNELS * 0.5
 
 
 def test_what_is_outside_the_layers_is_paid_once_a_pass() -> None:
@@ -42,17 +94,35 @@ def test_what_is_outside_the_layers_is_paid_once_a_pass() -> None:
     assert costs.overhead_s == 0.25  # over three layers
 
 
-def test_four_bytes_a_weight_are_fewer_weights_to_compute() -> None:
-    hardware = make_hardware(peak_flops=10.0, memory_bytes_per_s=HUGE)
-    # 100 bytes are 25 weights x 2 FLOP / 10 FLOP/s.
-    costs = Costs(hardware, make_geometry(1, element_bytes=4.0))
-    assert costs.experts_s(0, 1, 1) == 5.0
+def test_to_have_waited_for_the_link_costs_more_than_the_wait() -> None:
+    engine = make_engine(hardware=make_hardware(wait_overhead_s=0.5))
+    state, clock = engine.state, engine.clock
+    assert (core.await_link(state, 3.0), clock.now) == (3.0, 3.5)
+    # An expert that is there already costs no wait.
+    assert (core.await_link(state, 3.5), clock.now) == (0.0, 3.5)
+    # Waiting for a past moment does not turn back time.
+    assert (core.wait_until(state, 1.0), clock.now) == (0.0, 3.5)
 
 
 # --- attention to the context ---
 
 
 QWEN = load_real_model("Qwen3-30B-A3B")
+
+
+def test_each_token_attends_as_far_as_its_window_and_a_cache_is_read_once() -> None:
+    full, windowed = LayerCaches(1, 10, 1000), LayerCaches(3, 10, 1000, window=2)
+    model = replace(QWEN, num_layers=4, caches=(full, windowed), state_bytes=0)
+    # 1 + 2 + 3 tokens in one layer, 1 + 2 + 2 in three: 21 times 1000 multiply-adds.
+    slow = replace(traces.HARDWARE, peak_flops=1e6)
+    assert attention_s(model, slow, PREFILL, np.arange(3)) == pytest.approx(42e3 / 1e6 / 4)
+    # Read: 3 tokens of one layer and 2 of three, 10 bytes each.
+    fast = replace(traces.HARDWARE, peak_flops=1e30, memory_bytes_per_s=90.0)
+    assert attention_s(model, fast, PREFILL, np.arange(3)) == pytest.approx(1.0 / 4)
+    # Two sequences of a batch have two caches, in prefill and decode passes alike.
+    both = np.array([0, 1, 2, 0, 1, 2])
+    assert attention_s(model, fast, PREFILL, both) == pytest.approx(2.0 / 4)
+    assert attention_s(model, fast, DECODE, np.array([2, 3])) == pytest.approx((90 + 100) / 90 / 4)
 
 
 def test_a_decoded_token_takes_what_plan_says() -> None:
@@ -97,6 +167,30 @@ def test_without_a_model_there_is_nothing_to_charge() -> None:
 
 
 # --- the regime of a run, and emulated sizes ---
+
+
+FREE = float("inf")
+LINK_ONLY = make_hardware(
+    peak_flops=FREE, memory_bytes_per_s=FREE, link_bytes_per_s=1e9, link_latency_s=0.0
+)
+
+
+@pytest.mark.parametrize("name", ["OLMoE-1B-7B", "Mixtral-8x7B", "gpt-oss-20b"])
+def test_an_on_demand_run_takes_the_emulated_bytes_over_the_link(trace: Trace, name: str) -> None:
+    model = load_real_model(name)
+    emulated = model.emulated_by(trace.geometry)
+    setting = dataclasses.replace(
+        traces.setting("on_demand", "30%"),
+        capacity=parse_capacity("30%", emulated),
+        hardware=LINK_ONLY,
+        emulate=model,
+    )
+    engine = replay(trace, setting)
+    seven_experts = dataclasses.replace(setting, capacity=parse_capacity("7", emulated))
+    misses = sum(p.misses for p in engine.ledger.passes)
+    # 30% of 24 experts are seven; each takes an emulated expert's bytes over the link.
+    assert misses == sum(p.misses for p in replay(trace, seven_experts).ledger.passes)
+    assert engine.clock.now == pytest.approx(misses * model.expert_bytes / 1e9, rel=1e-12)
 
 
 def test_the_numbers_of_a_regime_by_hand() -> None:

@@ -1,24 +1,121 @@
-"""Use profiles that warm caches: their sources, and the models they fit."""
+"""Caches warmed before the first request: which experts they hold, at what cost, saving what."""
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from lm_eval_moecache.algorithms.registry import find_algorithm
+from lm_eval_moecache.engine import core
+from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.sweep.identity import resolve
+from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
-from lm_eval_moecache.trace.use import load_use
+from lm_eval_moecache.trace.trace import Trace
+from lm_eval_moecache.trace.use import load_use, use_of
 from tests.conftest import Moecache
 
 from . import traces
 
+# Experts take 1500 bytes in layer 1 and 1000 in the others.
 COUNTS = ((0, 9, 2, 0, 0, 0, 0, 0), (0, 0, 0, 9, 0, 0, 0, 1), (7, 0, 0, 0, 0, 0, 0, 0))
+PROFILE = UseProfile(model="", counts=COUNTS)
+
+
+def warmed(capacity: str, profile: UseProfile | None = PROFILE, **axes: Any) -> Any:
+    setting = traces.setting("on_demand", capacity, **axes)
+    return dataclasses.replace(setting, warm=profile)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "held"),
+    [
+        # By use: 1 and 11 (9 each, ties by key), 16 (7), 2 (2), 15 (1); the others are unused.
+        ("1500B", {1}),
+        ("2000B", {1, 16}),  # 11 is passed over: its 1500 bytes do not fit beside 1
+        ("2500B", {1, 11}),
+        ("4500B", {1, 11, 16, 2}),
+        ("100%", {1, 11, 16, 2, 15}),
+        ("1/layer", {1, 11, 16}),
+    ],
+)
+def test_the_most_used_that_fit_are_there_at_no_cost(capacity: str, held: set[int]) -> None:
+    engine = VirtualEngine(traces.GEOMETRY, warmed(capacity))
+    assert {key for pool in engine.pools for key in pool.resident} == held
+    engine.check_integrity()
+    if capacity == "4500B":
+        # The least used is the first to leave under LRU.
+        assert core.find_lowest(engine.state, engine.rank, 0, 3, -1, 0) == 2
+    assert engine.clock.now == engine.link.bytes_moved == engine.link.busy_s == 0
+    assert sum(pool.loads + pool.evictions for pool in engine.pools) == 0
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 5), min_size=8, max_size=8), min_size=3, max_size=3),
+    st.integers(1500, 30000),
+)
+def test_no_resident_is_less_used_than_an_absent_expert_that_would_fit(
+    counts: list[list[int]], nbytes: int
+) -> None:
+    profile = UseProfile(model="", counts=tuple(map(tuple, counts)))
+    [pool] = VirtualEngine(traces.GEOMETRY, warmed(f"{nbytes}B", profile)).pools
+    flat = [count for layer in counts for count in layer]
+    for key in set(range(24)) - set(pool.resident):
+        if flat[key]:
+            hotter = [k for k in pool.resident if (-flat[k], k) < (-flat[key], key)]
+            assert sum(map(pool.size_of, hotter)) + pool.size_of(key) > nbytes
+    assert all(flat[key] for key in pool.resident)
+
+
+@pytest.mark.parametrize("name", traces.ON_DEMAND_EVICTIONS)
+@pytest.mark.parametrize("cache_reset", ["never", "request"])
+def test_every_eviction_copes_and_the_books_balance(
+    trace: Trace, name: str, cache_reset: str
+) -> None:
+    profile = use_of(trace)
+    future = Future(trace) if find_algorithm("eviction", name).is_offline else None
+    first_passes = []
+    for warm_profile in (None, profile):
+        setting = warmed("40%", warm_profile, eviction=name)
+        engine = replay(trace, setting, future=future, cache_reset=cache_reset)
+        engine.check_integrity()
+        # Every requested expert was resident or came over the link.
+        assert engine.link.transfers == sum(p.misses for p in engine.ledger.passes)
+        first_passes.append(engine.ledger.passes[0])
+    cold, warm = first_passes
+    assert warm.misses < cold.misses and warm.end_s < cold.end_s
+
+
+def test_a_reset_goes_back_to_the_warm_state(trace: Trace) -> None:
+    setting = warmed("30%", use_of(trace))
+    placed = dict(VirtualEngine(traces.GEOMETRY, setting).pools[0].resident)
+    engine = replay(trace, setting)
+    assert engine.pools[0].resident != placed
+    evictions = sum(p.evictions for p in engine.ledger.passes)
+    engine.reset_cache()
+    assert engine.pools[0].resident == placed
+    engine.check_integrity()
+    assert sum(p.evictions for p in engine.ledger.passes) == evictions
+
+
+def test_the_host_computes_what_the_profile_left_out(trace: Trace) -> None:
+    """KTransformers places experts by profile: without one its cache stays empty."""
+    profile = use_of(trace)
+    setting = dataclasses.replace(traces.setting("ktransformers", "50%"), warm=profile)
+    cold = replay(trace, dataclasses.replace(setting, warm=None))
+    warm = replay(trace, setting)
+    placed = dict(VirtualEngine(traces.GEOMETRY, setting).pools[0].resident)
+    assert warm.pools[0].resident == placed and not cold.pools[0].resident
+    assert warm.clock.now < cold.clock.now
 
 
 def test_a_profile_is_the_same_from_its_trace_and_from_its_file(
@@ -49,17 +146,15 @@ def test_a_models_name_is_the_profile_that_ships_with_it(
 
 
 def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
-    def warmed(profile: UseProfile) -> VirtualEngine:
-        setting = dataclasses.replace(traces.setting("on_demand", "50%"), warm=profile)
-        return VirtualEngine(traces.GEOMETRY, setting)
-
     other_profile = UseProfile(model="Other-7B", counts=COUNTS, name="use.json")
     with pytest.raises(ValueError, match="is of the model 'Other-7B', and this is 'generated'"):
-        warmed(other_profile)
-    warmed(dataclasses.replace(other_profile, model="Generated"))
+        VirtualEngine(traces.GEOMETRY, warmed("50%", other_profile))
+    VirtualEngine(
+        traces.GEOMETRY, warmed("50%", dataclasses.replace(other_profile, model="Generated"))
+    )
     small = UseProfile(model="generated", counts=((1, 2),), name="use.json")
     with pytest.raises(ValueError, match=r"counts 1 layers of 2 experts, .* has 3 of 8"):
-        warmed(small)
+        VirtualEngine(traces.GEOMETRY, warmed("50%", small))
 
 
 def test_a_cell_is_named_by_what_warms_it(tmp_path: Path, path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lm_eval_moecache.trace.file import COLUMNS, read_trace
-from lm_eval_moecache.trace.header import HEADER_KEY, Header, read_header, write_header
+from lm_eval_moecache.trace.header import Header
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.recorder import TraceWriter, check_folder
 from lm_eval_moecache.trace.trace import Trace
@@ -332,14 +332,3 @@ def test_what_a_format_does_not_say_is_counted_or_given(tmp_path: Path) -> None:
     assert sized.has_sizes and sized.geometry.expert_bytes == ((12,), (12,))
     assert sized.geometry.num_experts == 64
     assert sized.keys.tolist() == [0, 3, 65, 66, 1, 3, 64, 66]
-
-
-def test_a_header_keeps_a_ladder_of_precisions() -> None:
-    ladder = dataclasses.replace(
-        traces.GEOMETRY,
-        expert_bytes=((100, 50, 25),) * 3,
-        precision=("int8", "int4", "int2"),
-        compute_bytes=(200,) * 3,
-    )
-    header = Header(geometry=ladder, seed=0)
-    assert read_header("x", {HEADER_KEY: write_header(header)}).geometry == ladder

@@ -1,0 +1,165 @@
+"""Several levels of precision in one cache: bytes, upgrades, prefetches and times."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
+from lm_eval_moecache.records.event import Event, Fetch
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.trace.header import HEADER_KEY, Header, read_header, write_header
+from tests.engine.scripted import (
+    Always,
+    FixedPrefetch,
+    OldestFirst,
+    ScriptedPolicy,
+    decode,
+    make_engine,
+    make_geometry,
+    make_hardware,
+)
+
+LADDER = make_geometry(
+    2,
+    expert_bytes=((100, 50, 25),) * 2,
+    precision=("int8", "int4", "int2"),
+    compute_bytes=(200, 200),
+)
+
+
+class Wanted(MissAlgorithm):
+    """Demands each key at its level of `levels`, absent or not; prefetches at those of `ahead`."""
+
+    source: ClassVar[str] = "test"
+    uses_ladder: ClassVar[bool] = True
+    upgrade = True
+
+    def __init__(
+        self, geometry: Geometry, levels: Mapping[int, int], ahead: Mapping[int, int] | None = None
+    ) -> None:
+        super().__init__(geometry)
+        self.levels, self.ahead = levels, ahead or {}
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
+    ) -> Resolution | None:
+        demands = [(key, self.levels.get(key, 0)) for key in event.keys]
+        return Resolution([Fetch(k, level) for k, level in demands if level < resident.get(k, 9)])
+
+    def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
+        return [self.ahead.get(key, 0) for key in keys]
+
+
+def make(levels: dict[int, int], capacity: object = "225B", **overrides: Any) -> VirtualEngine:
+    ahead = overrides.pop("ahead", None)
+    policy = ScriptedPolicy(miss=Always(lambda g: Wanted(g, levels, ahead)), **overrides)
+    return make_engine(policy, capacity, LADDER)
+
+
+def test_each_level_has_its_own_bytes_transfer_and_execution() -> None:
+    engine = make({0: 0, 1: 2})
+    record = decode(engine, [0, 1])
+    # dense 0-2; 1 s + 100 B / 25 B/s, then 1 s + 1 s: 2-9; 1 s at int8, then 0.25 s at int2.
+    assert (record.stall_s, record.end_s, record.bytes_moved) == (7.0, 10.25, 125)
+    assert engine.pools[0].resident == {0: 0, 1: 2}
+    assert (record.low_precision, record.executed) == (1, 2)
+
+
+def test_flop_follow_the_weights_and_not_the_stored_bytes() -> None:
+    """200 bytes at the compute dtype of 2 bytes are 100 weights: 200 FLOP a token, at any level."""
+    engine = make_engine(
+        ScriptedPolicy(miss=Always(lambda g: Wanted(g, {0: 2, 1: 2}))),
+        "225B",
+        LADDER,
+        make_hardware(peak_flops=100.0, memory_bytes_per_s=1e30),
+    )
+    record = decode(engine, [0, 1])
+    # dense: 200 FLOP, 2 s; two transfers of 2 s; two experts of 2 s each.
+    assert record.end_s == 2 + 4 + 4
+
+
+def test_a_hit_at_a_lower_level_is_a_hit_of_that_level() -> None:
+    levels = {0: 2, 1: 2}
+    engine = make(levels)
+    decode(engine, [0, 1])
+    levels |= {0: 2, 1: 1}  # expert 1 is now demanded at a better level
+    record = decode(engine, [0, 1])
+    assert (record.requests, record.misses, record.hits, record.low_precision) == (2, 0, 2, 2)
+    assert engine.pools[0].resident == {0: 2, 1: 1}
+    assert record.bytes_moved == 50, "an upgrade is a transfer"
+    assert (record.evictions, engine.pools[0].replaced) == (0, 1)
+
+
+def test_an_upgrade_frees_the_old_copy_first() -> None:
+    levels = {0: 1, 1: 1}
+    engine = make(levels, "150B")
+    decode(engine, [0, 1])
+    levels[0] = 0
+    record = decode(engine, [0, 1])  # 50 + 100 fit only without the old 50
+    assert (record.evictions, engine.pools[0].used_bytes) == (0, 150)
+    assert engine.pools[0].resident == {1: 1, 0: 0}
+
+
+def test_a_prefetch_in_flight_at_a_lower_level_than_demanded_is_loaded_again() -> None:
+    script = {(0, 0): [4]}
+    prefetch = Always(lambda g: FixedPrefetch(g, script))
+    engine = make({0: 0, 1: 0, 4: 0, 5: 0}, "300B", prefetch=prefetch, ahead={4: 2})
+    record = decode(engine, [0, 1], [4, 5])
+    # dense 0-2, two transfers 2-12, experts 12-14, dense 14-16; key 4 moves at int2 12-14 and
+    # is resident, but int8 is demanded: 5 s, and 5 s for key 5: 16-26; two experts.
+    assert record.end_s == 28.0
+    assert engine.pools[0].resident[4] == 0
+    assert (record.bytes_moved, engine.pools[0].replaced) == (425, 1)
+
+
+def test_a_prefetch_at_the_level_that_is_demanded_is_a_hit() -> None:
+    prefetch = Always(lambda g: FixedPrefetch(g, {(0, 0): [4, 5]}))
+    levels = {0: 0, 1: 0, 4: 2, 5: 2}
+    engine = make(levels, "300B", prefetch=prefetch, ahead={4: 2, 5: 2})
+    record = decode(engine, [0, 1], [4, 5])
+    # Layer 0's experts run 12-14; keys 4 and 5 move 12-14 and 14-16, when layer 1's event begins.
+    assert (record.prefetch_hits, record.late, record.misses) == (2, 0, 2)
+    assert (record.bytes_moved, record.low_precision) == (250, 2)
+
+
+def test_an_upgrade_is_no_departure_to_an_eviction_rule() -> None:
+    """Ghost lists would take the expert for one that had left and was missed again."""
+    calls: list[tuple[str, int]] = []
+
+    class Logged(OldestFirst):
+        def on_insert(self, key: int, prefetched: bool) -> None:
+            calls.append(("insert", key))
+            super().on_insert(key, prefetched)
+
+        def on_evict(self, key: int) -> None:
+            calls.append(("evict", key))
+            super().on_evict(key)
+
+    levels = {0: 1, 1: 1}
+    engine = make(levels, "150B", eviction=Always(Logged))
+    decode(engine, [0, 1])
+    levels[0] = 0
+    decode(engine, [0, 1])
+    assert calls == [("insert", 0), ("insert", 1)]
+    # It is as old as before: the first to leave.
+    decode(engine, [2])
+    assert calls[2:] == [("evict", 0), ("insert", 2)]
+
+
+def test_a_trace_header_keeps_the_ladder() -> None:
+    header = read_header("x", {HEADER_KEY: write_header(Header(geometry=LADDER, seed=0))})
+    assert header.geometry == LADDER
+
+
+def test_a_ladder_on_which_only_the_best_level_is_used_costs_nothing() -> None:
+    single = dataclasses.replace(
+        LADDER, expert_bytes=((100,), (100,)), precision=("int8",), compute_bytes=(200, 200)
+    )
+    records = []
+    for geometry in (single, LADDER):
+        engine = make_engine(ScriptedPolicy(), "225B", geometry)
+        records.append([decode(engine, [0, 1], [4, 6]), decode(engine, [1, 2], [4, 7])])
+    assert records[0] == records[1]
