@@ -13,7 +13,7 @@ import pytest
 
 import lm_eval_moecache
 from lm_eval_moecache import MoECacheError, load_runs, load_trace, plan, replay
-from lm_eval_moecache.harness.arguments import FROM_PRETRAINED, KEYS, host_keys
+from lm_eval_moecache.harness.arguments import FROM_PRETRAINED, KEYS, hflm_keys
 from lm_eval_moecache.harness.keys import HFLMKeys, ModelKeys
 from tests.conftest import Moecache
 
@@ -86,7 +86,7 @@ def test_what_a_user_gets_wrong_is_one_kind_of_error(call: Callable[[], Any], me
 
 
 def test_the_models_type_of_keys_has_all_that_it_takes() -> None:
-    assert set(HFLMKeys.__annotations__) <= {*host_keys(), *FROM_PRETRAINED}
+    assert set(HFLMKeys.__annotations__) <= {*hflm_keys(), *FROM_PRETRAINED}
     assert set(FROM_PRETRAINED) <= set(HFLMKeys.__annotations__)
     own = set(ModelKeys.__annotations__) - set(HFLMKeys.__annotations__)
     assert own == set(KEYS)

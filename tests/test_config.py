@@ -192,9 +192,9 @@ def test_arguments_are_divided_between_us_and_the_host() -> None:
         "dtype": "float32",
         "device_map": "x",
     }
-    cache_args, host_args = split_arguments(model_args, ["dtype", "batch_size"])
+    cache_args, hflm_args = split_arguments(model_args, ["dtype", "batch_size"])
     assert cache_args == {"policy": "specmd", "eviction.order": "fifo"}
-    assert host_args == {"dtype": "float32", "device_map": "x"}
+    assert hflm_args == {"dtype": "float32", "device_map": "x"}
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -414,8 +414,8 @@ def test_one_module_knows_a_vendor() -> None:
 @pytest.mark.parametrize("given", [{"device": "cuda:0"}, {}], ids=str)
 def test_a_precision_and_a_draft_are_checked_for_the_device_of_the_run(given: Any) -> None:
     for model_args in ({"precision": "int8", **given}, given):
-        _, host_args = check_arguments("tiny", model_args, speculative=model_args is given)
-        assert host_args["device"] == "cpu"
+        _, hflm_args = check_arguments("tiny", model_args, speculative=model_args is given)
+        assert hflm_args["device"] == "cpu"
 
 
 def test_a_cell_is_the_same_on_a_machine_with_another_device(

@@ -281,7 +281,7 @@ class Config(ModelArguments):
 
 
 @cache
-def host_keys() -> frozenset[str]:
+def hflm_keys() -> frozenset[str]:
     """Return the arguments of lm-eval's `hf` model, from its source: importing it imports torch."""
     package = importlib.util.find_spec("lm_eval")
     assert package is not None and package.origin is not None, "lm-eval is not installed"
@@ -293,26 +293,26 @@ def host_keys() -> frozenset[str]:
 
 
 def split_arguments(
-    arguments: Mapping[str, Any], host_keys: Iterable[str]
+    arguments: Mapping[str, Any], hflm_keys: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the arguments into ours and the host's; ValueError for an unknown key."""
-    host = {*host_keys, *FROM_PRETRAINED}
+    """Split the arguments into ours and HFLM's; ValueError for an unknown key."""
+    hflm = {*hflm_keys, *FROM_PRETRAINED}
     own_args: dict[str, Any] = {}
-    host_args: dict[str, Any] = {}
+    hflm_args: dict[str, Any] = {}
     for key, value in arguments.items():
         axis, dot, _ = key.partition(".")
         if key in KEYS or (dot and axis in AXES):
             own_args[key] = value
-        elif key in host:
-            host_args[key] = value
+        elif key in hflm:
+            hflm_args[key] = value
         else:
-            allowed = {*KEYS, *host}
+            allowed = {*KEYS, *hflm}
             raise ValueError(
                 f"model_args: the key {key!r} (with value {value!r}) is not known."
                 f"{nearest(key, allowed)} Allowed: {', '.join(KEYS)}, an axis' parameter as "
                 "eviction.NAME, and the arguments of lm-eval's `hf` model."
             )
-    return own_args, host_args
+    return own_args, hflm_args
 
 
 def read_config(

@@ -16,7 +16,7 @@ from typing import Any
 from lm_eval_moecache.harness.arguments import (
     as_arguments_error,
     ending_lm_eval_in_one_line,
-    host_keys,
+    hflm_keys,
     is_lm_eval_command,
     read_config,
     split_arguments,
@@ -91,7 +91,7 @@ def check_command(words: Sequence[str]) -> None:
     speculative = evaluation["model"] == SPECULATIVE
     model_args = evaluation.get("model_args") or {}
     with as_arguments_error(model_args.get("pretrained", TINY)):
-        own_args, _ = split_arguments(model_args, host_keys())
+        own_args, _ = split_arguments(model_args, hflm_keys())
         # `warm` is read once, with the model: a trace may be large.
         read_config({k: v for k, v in own_args.items() if k != "warm"}, speculative)
     check_use_cache(evaluation.get("use_cache"))

@@ -102,7 +102,7 @@ def shows_keys(constructor: Made) -> Made:
         Parameter(key, Parameter.KEYWORD_ONLY, default=field.default)
         for key, field in ModelArguments.model_fields.items()
     ]
-    host = rest.replace(name="hflm_arguments", annotation=Any)
-    shown = signature(constructor).replace(parameters=[*named, *own, host])
+    others = rest.replace(name="hflm_arguments", annotation=Any)
+    shown = signature(constructor).replace(parameters=[*named, *own, others])
     constructor.__signature__ = shown  # type: ignore[attr-defined]
     return constructor

@@ -99,10 +99,10 @@ class MoECacheLM(HFLM):
     def __init__(self, pretrained: Any = TINY, **arguments: Unpack[ModelKeys]) -> None:
         with as_arguments_error(pretrained):
             speculative = self.is_speculative
-            config, host_args = check_arguments(pretrained, arguments, speculative=speculative)
+            config, hflm_args = check_arguments(pretrained, arguments, speculative=speculative)
         self._model_name = model_name(pretrained)
-        self.loader = ModelLoader(config, pretrained, host_args)
-        super().__init__(pretrained=model_path(pretrained), **host_args)
+        self.loader = ModelLoader(config, pretrained, hflm_args)
+        super().__init__(pretrained=model_path(pretrained), **hflm_args)
         # HFLM splits documents over the GPUs of one host; here every process is a rank, even
         # without a GPU or on another host.
         if (accelerator := getattr(self, "accelerator", None)) is not None:
@@ -138,8 +138,8 @@ class MoECacheLM(HFLM):
     # --- loading ------------------------------------------------------------------------------
 
     def _get_accelerate_args(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        host_arguments: dict[str, Any] = super()._get_accelerate_args(*args, **kwargs)
-        return {**host_arguments, **self.loader.arguments(self.device)}
+        hflm_arguments: dict[str, Any] = super()._get_accelerate_args(*args, **kwargs)
+        return {**hflm_arguments, **self.loader.arguments(self.device)}
 
     def _create_model(self, *args: Any, **kwargs: Any) -> None:
         create_model = super()._create_model

@@ -27,7 +27,7 @@ from lm_eval_moecache.harness.arguments import (
     ROUTING,
     Config,
     as_arguments_error,
-    host_keys,
+    hflm_keys,
     read_config,
     split_arguments,
 )
@@ -49,7 +49,7 @@ from lm_eval_moecache.trace.use import placement
 logger = logging.getLogger(__name__)
 
 Bare = Callable[[Any, Mapping[str, Any]], Any]
-"""(value of `pretrained=`, the host's arguments) -> the model without weights."""
+"""(value of `pretrained=`, HFLM's arguments) -> the model without weights."""
 BACKENDS = ("default", "causal", "seq2seq")
 _LEAST = {"batch_size": 1, "max_batch_size": 1, "max_length": 2, "prefix_token_id": 0}
 _TYPES = ("dtype", "softmax_dtype", "mixed_precision_dtype")
@@ -72,7 +72,7 @@ def check_arguments(
     *,
     speculative: bool = False,
 ) -> tuple[Config, dict[str, Any]]:
-    """Return our checked setting and the host's arguments, with the device they resolve to.
+    """Return our checked setting and HFLM's arguments, with the device they resolve to.
 
     Loads no weights, and raises every ValueError that a setting can cause, so that a sweep fails
     before its first run: unknown or useless keys, values that are not allowed (HFLM's arguments
@@ -85,39 +85,39 @@ def check_arguments(
         bare: Builds the model without weights; a caller with many settings may cache it.
         speculative: Whether a draft model drafts (`moecache-spec`).
     """
-    own_args, host = split_arguments(arguments, host_keys())
-    host["device"] = resolve_device(host)
+    own_args, hflm_args = split_arguments(arguments, hflm_keys())
+    hflm_args["device"] = resolve_device(hflm_args)
     if isinstance(pretrained, nn.Module):
-        host["device"] = str(pretrained.device)
+        hflm_args["device"] = str(pretrained.device)
     config = read_config(own_args, speculative)
-    check_host_arguments(pretrained, config, host)
+    check_hflm_arguments(pretrained, config, hflm_args)
     if isinstance(pretrained, nn.Module):
-        check_loaded(pretrained, config, host)
-    model = bare(pretrained, host)
-    check_kernels(model, host)
+        check_loaded(pretrained, config, hflm_args)
+    model = bare(pretrained, hflm_args)
+    check_kernels(model, hflm_args)
     layers = find_moe_layers(model)
     if config.ladder is not None:
         for key in LOADS_OTHERWISE:
-            if host.get(key):
+            if hflm_args.get(key):
                 raise ValueError(
-                    f"{key}={host[key]!r} does not go with precision={config.precision!r}, which "
-                    "encodes and places the experts itself. Allowed: one of the two."
+                    f"{key}={hflm_args[key]!r} does not go with precision={config.precision!r}, "
+                    "which encodes and places the experts itself. Allowed: one of the two."
                 )
-        codecs_of(config.ladder, str(host["device"]).partition(":")[0])
+        codecs_of(config.ladder, str(hflm_args["device"]).partition(":")[0])
     geometry = describe(model, layers, model_name(pretrained), config.ladder)
     capacity = parse_capacity(config.capacity, geometry, per_layer=config.policy.per_layer)
     warm = placement(config.policy, config.warm, geometry)
     if warm is not None:
         warm.check(geometry)
     if config.clock == "wall":
-        check_wall(model, geometry, capacity, host, config.store)
+        check_wall(model, geometry, capacity, hflm_args, config.store)
     _check_algorithms(config, geometry, layers)
     if isinstance(pretrained, str):
-        check_weights("pretrained", model_path(pretrained), host)
+        check_weights("pretrained", model_path(pretrained), hflm_args)
     if config.draft is not None:
         needs_layers = config.policy.prefetch.algorithm.needs_draft
-        check_draft(config.draft, pretrained, host, needs_layers)
-    return config, host
+        check_draft(config.draft, pretrained, hflm_args, needs_layers)
+    return config, hflm_args
 
 
 def _check_algorithms(config: Config, geometry: Geometry, layers: Sequence[MoELayer]) -> None:
@@ -153,7 +153,7 @@ BY_DEFAULT = ("cuda", "cuda:0")
 """The default `device` of lm-eval's command line and HFLM."""
 
 
-def resolve_device(host_args: Mapping[str, Any]) -> str:
+def resolve_device(hflm_args: Mapping[str, Any]) -> str:
     """Return the device that the model goes to, given HFLM's arguments.
 
     The default is the machine's accelerator, else the CPU. lm-eval passes `cuda:0` by itself, so on
@@ -161,7 +161,7 @@ def resolve_device(host_args: Mapping[str, Any]) -> str:
     processes accelerate assigns the devices, and only their type is returned. Raises ValueError for
     any other device that is missing here: HFLM would silently take the CPU.
     """
-    default, available, name = best_device(), devices(), host_args.get("device")
+    default, available, name = best_device(), devices(), hflm_args.get("device")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return "cpu" if parse_flag_from_env("ACCELERATE_USE_CPU") else default
     if name is None:
@@ -184,16 +184,16 @@ def resolve_device(host_args: Mapping[str, Any]) -> str:
     )
 
 
-def check_host_arguments(pretrained: object, config: Config, host_args: dict[str, Any]) -> None:
+def check_hflm_arguments(pretrained: object, config: Config, hflm_args: dict[str, Any]) -> None:
     """Refuse arguments on which HFLM or transformers would fail only later, naming the choices.
 
-    Counts given as text become numbers in `host_args`; a `batch_size` of None is removed.
+    Counts given as text become numbers in `hflm_args`; a `batch_size` of None is removed.
     """
-    if host_args.get("batch_size", 1) is None:
-        del host_args["batch_size"]
+    if hflm_args.get("batch_size", 1) is None:
+        del hflm_args["batch_size"]
     if isinstance(pretrained, str):
         check_place("pretrained", pretrained)
-    batch_size = str(host_args.get("batch_size", 1))
+    batch_size = str(hflm_args.get("batch_size", 1))
     if batch_size.startswith("auto"):
         raise ValueError(
             "batch_size='auto' would make the figures depend on free memory. "
@@ -209,31 +209,31 @@ def check_host_arguments(pretrained: object, config: Config, host_args: dict[str
                 f"batch_size={batch_size} does not go with {what} at a time. Allowed: 1."
             )
     for key, least in _LEAST.items():
-        if host_args.get(key) is not None:
-            host_args[key] = read_count(key, host_args[key], least=least)
+        if hflm_args.get(key) is not None:
+            hflm_args[key] = read_count(key, hflm_args[key], least=least)
     for key in _TYPES:
-        value = host_args.get(key)
+        value = hflm_args.get(key)
         dtype = getattr(torch, str(value).removeprefix("torch."), None)
         is_type = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         if not (is_type or value is None or value == "auto" or isinstance(value, torch.dtype)):
             allowed = ("bfloat16", "float16", "float32", "float64", *(["auto"] * (key == "dtype")))
             raise unknown(key, value, allowed)
     for key in _SWITCHES:
-        if not isinstance(host_args.get(key), bool | None):
-            raise ValueError(f"{key}={shown(host_args[key])} must be true or false.")
-    if host_args.get("backend") is not None and host_args["backend"] not in BACKENDS:
-        raise unknown("backend", host_args["backend"], BACKENDS)
+        if not isinstance(hflm_args.get(key), bool | None):
+            raise ValueError(f"{key}={shown(hflm_args[key])} must be true or false.")
+    if hflm_args.get("backend") is not None and hflm_args["backend"] not in BACKENDS:
+        raise unknown("backend", hflm_args["backend"], BACKENDS)
     for key in ("tokenizer", "peft", "delta"):
-        if isinstance(host_args.get(key), str):
-            check_place(key, host_args[key])
+        if isinstance(hflm_args.get(key), str):
+            check_place(key, hflm_args[key])
 
 
-def check_kernels(model: Any, host_args: Mapping[str, Any]) -> None:
+def check_kernels(model: Any, hflm_args: Mapping[str, Any]) -> None:
     """Refuse kernel names that transformers does not have, or cannot run here.
 
     `model` has no weights; transformers makes the same check once it has loaded them.
     """
-    experts_kernel = host_args.get("experts_implementation")
+    experts_kernel = hflm_args.get("experts_implementation")
     if experts_kernel is not None:
         kernels = {"eager", *ALL_EXPERTS_FUNCTIONS.keys()} - {IMPLEMENTATION}
         if experts_kernel not in kernels:
@@ -242,7 +242,7 @@ def check_kernels(model: Any, host_args: Mapping[str, Any]) -> None:
             model.get_correct_experts_implementation(experts_kernel)
         except (ValueError, ImportError) as error:
             raise ValueError(f"experts_implementation={experts_kernel!r}: {error}") from error
-    attention = host_args.get("attn_implementation")
+    attention = hflm_args.get("attn_implementation")
     # A name with a slash is a kernel on the hub.
     if isinstance(attention, str) and "/" not in attention:
         kernels = {"eager", *ALL_ATTENTION_FUNCTIONS.keys()}
@@ -260,12 +260,12 @@ def model_name(pretrained: str | nn.Module) -> str:
     return str(getattr(pretrained, "name_or_path", "") or type(pretrained).__name__)
 
 
-def check_loaded(model: nn.Module, config: Config, host_args: Mapping[str, Any]) -> None:
+def check_loaded(model: nn.Module, config: Config, hflm_args: Mapping[str, Any]) -> None:
     """Raise ValueError for settings that take effect only while a model is being loaded."""
-    useless = [key for key in _OF_LOADING if host_args.get(key)]
+    useless = [key for key in _OF_LOADING if hflm_args.get(key)]
     if useless:
         raise ValueError(
-            f"{useless[0]}={host_args[useless[0]]!r} has no effect on a model that is already "
+            f"{useless[0]}={hflm_args[useless[0]]!r} has no effect on a model that is already "
             "loaded. Allowed with one: the arguments of the cache, tokenizer and batch_size."
         )
     if config.clock == "wall" or config.ladder is not None:
@@ -286,7 +286,7 @@ def check_loaded(model: nn.Module, config: Config, host_args: Mapping[str, Any])
 
 
 def check_draft(
-    draft: str, pretrained: Any, host_args: Mapping[str, Any], needs_layers: bool
+    draft: str, pretrained: Any, hflm_args: Mapping[str, Any], needs_layers: bool
 ) -> None:
     """Refuse a draft that does not fit a model; ValueError names both values.
 
@@ -295,9 +295,9 @@ def check_draft(
     """
     if draft == PROMPT_LOOKUP:
         return
-    target = skeleton(pretrained, host_args)
+    target = skeleton(pretrained, hflm_args)
     if draft.startswith(SELF):
-        device = str(host_args.get("device", "cpu")).partition(":")[0]
+        device = str(hflm_args.get("device", "cpu")).partition(":")[0]
         try:
             codecs = codecs_of((draft.removeprefix(SELF),), device)
             for layer in find_moe_layers(target):

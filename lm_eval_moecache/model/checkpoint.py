@@ -44,21 +44,21 @@ def model_path(pretrained: Any) -> Any:
     return SHIPPED.get(pretrained, pretrained) if isinstance(pretrained, str) else pretrained
 
 
-def skeleton(pretrained: Any, host_args: Mapping[str, Any]) -> Any:
+def skeleton(pretrained: Any, hflm_args: Mapping[str, Any]) -> Any:
     """Build the model on the meta device, without weights; a loaded model is returned as is."""
     if isinstance(pretrained, torch.nn.Module):
         return pretrained
-    trusted = bool(host_args.get("trust_remote_code", False))
+    trusted = bool(hflm_args.get("trust_remote_code", False))
     config = transformers.AutoConfig.from_pretrained(
         model_path(pretrained),
-        revision=str(host_args.get("revision", "main")),
-        subfolder=str(host_args.get("subfolder") or ""),
+        revision=str(hflm_args.get("revision", "main")),
+        subfolder=str(hflm_args.get("subfolder") or ""),
         trust_remote_code=trusted,
     )
-    check_quantization(config, host_args)
-    check_adapter(host_args.get("peft"))
+    check_quantization(config, hflm_args)
+    check_adapter(hflm_args.get("peft"))
     check_head(config)
-    dtype = getattr(torch, str(host_args.get("dtype", "auto")).removeprefix("torch."), None)
+    dtype = getattr(torch, str(hflm_args.get("dtype", "auto")).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         dtype = getattr(config, "dtype", None) or torch.float32
     try:
@@ -72,13 +72,13 @@ def skeleton(pretrained: Any, host_args: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def check_quantization(config: Any, host_args: Mapping[str, Any]) -> None:
+def check_quantization(config: Any, hflm_args: Mapping[str, Any]) -> None:
     """Refuse checkpoints whose experts would stay quantised, in the quantiser's own modules.
 
     Asks the quantiser what it will do on this machine: without its kernels it dequantises while
     loading.
     """
-    settings = host_args.get("quantization_config") or getattr(config, "quantization_config", None)
+    settings = hflm_args.get("quantization_config") or getattr(config, "quantization_config", None)
     if settings is None:
         return
     if not (isinstance(settings, dict) or hasattr(settings, "to_dict")):
@@ -139,13 +139,13 @@ def check_head(config: Any) -> None:
 _WEIGHTS = ("*.safetensors", f"*{SAFE_WEIGHTS_INDEX_NAME}", "*.bin", "config.json")
 
 
-def check_weights(key: str, model: str, host_args: Mapping[str, Any]) -> None:
+def check_weights(key: str, model: str, hflm_args: Mapping[str, Any]) -> None:
     """Refuse a checkpoint with a shard that is missing, truncated or has a damaged header.
 
     For a hub id, only downloaded files are checked. The ValueError begins with `key` and the
     model, and names the file.
     """
-    folder = None if host_args.get("gguf_file") else _folder_of(model, host_args)
+    folder = None if hflm_args.get("gguf_file") else _folder_of(model, hflm_args)
     if folder is None:
         return
     label = f"{key}={model!r}"
@@ -201,33 +201,33 @@ def _shards(folder: Path, what: str) -> dict[Path, list[str]]:
     return shards
 
 
-def weights_files(model: Any, host_args: Mapping[str, Any]) -> list[Path]:
+def weights_files(model: Any, hflm_args: Mapping[str, Any]) -> list[Path]:
     """Return the safetensors files that a model loads from; [] if it loads from other formats."""
-    loads_others = not isinstance(model, str) or host_args.get("gguf_file")
-    folder = None if loads_others else _folder_of(model, host_args)
+    loads_others = not isinstance(model, str) or hflm_args.get("gguf_file")
+    folder = None if loads_others else _folder_of(model, hflm_args)
     shards = {} if folder is None else _shards(folder, f"pretrained={model!r}")
     return [path for path in shards if path.is_file()]
 
 
-def weights_identity(model: Any, host_args: Mapping[str, Any]) -> str:
+def weights_identity(model: Any, hflm_args: Mapping[str, Any]) -> str:
     """Return JSON identifying a model's weights: folder, revision, and files by size and mtime.
 
     Empty where there are no files: for a loaded model, or one not downloaded yet.
     """
-    folder = _folder_of(model, host_args) if isinstance(model, str) else None
+    folder = _folder_of(model, hflm_args) if isinstance(model, str) else None
     if folder is None:
         return ""
     files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return json.dumps([str(folder.resolve()), str(host_args.get("revision", "main")), stats])
+    return json.dumps([str(folder.resolve()), str(hflm_args.get("revision", "main")), stats])
 
 
-def _folder_of(model: str, host_args: Mapping[str, Any]) -> Path | None:
+def _folder_of(model: str, hflm_args: Mapping[str, Any]) -> Path | None:
     """Return a checkpoint's folder, local or downloaded; None for a hub id not downloaded yet."""
-    subfolder = str(host_args.get("subfolder") or "")
+    subfolder = str(hflm_args.get("subfolder") or "")
     if Path(model).is_dir():
         return Path(model) / subfolder
-    revision = str(host_args.get("revision", "main"))
+    revision = str(hflm_args.get("revision", "main"))
     try:
         config = cached_file(
             model, "config.json", revision=revision, subfolder=subfolder, local_files_only=True

@@ -34,7 +34,7 @@ class ResolvedCell:
 
     cell: Cell
     config: Config
-    host_arguments: Mapping[str, Any]
+    hflm_arguments: Mapping[str, Any]
     configuration_hash: str
     run_id: str
     shared: str | None = None
@@ -75,7 +75,7 @@ class ResolvedCell:
         for axis in AXES:
             values = getattr(self.config.policy, axis).parameters.values()
             names += [value for value in values if isinstance(value, str)]
-        revision = str(self.host_arguments.get("revision") or "main")
+        revision = str(self.hflm_arguments.get("revision") or "main")
         digests = {
             name: digest
             for name in names
@@ -87,12 +87,12 @@ class ResolvedCell:
     @property
     def load_key(self) -> tuple[str, ...]:
         """Key of the loaded model: cells with equal keys can share one."""
-        host = json.dumps(self.host_arguments, sort_keys=True, default=str)
+        hflm_arguments = json.dumps(self.hflm_arguments, sort_keys=True, default=str)
         config = self.config
         return (
             self.cell.model,
             self.cell.pretrained,
-            host,
+            hflm_arguments,
             config.clock,
             config.store,
             str(config.store_dir),
@@ -171,15 +171,15 @@ def digest_of(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def plan(cell: Cell, config: Config, host_arguments: Mapping[str, Any]) -> ResolvedCell:
+def plan(cell: Cell, config: Config, hflm_arguments: Mapping[str, Any]) -> ResolvedCell:
     """Return a checked cell with its configuration hash and run id."""
     resolved = {
         "model": cell.model,
         "pretrained": cell.pretrained,
         # A device counts only if it was given: another machine's default is the same configuration.
-        "host_arguments": {
+        "hflm_arguments": {
             key: cell.arguments.get(key, value) if key == "device" else value
-            for key, value in host_arguments.items()
+            for key, value in hflm_arguments.items()
             if key != "device" or key in cell.arguments
         },
         "moecache": resolve(config),
@@ -190,7 +190,7 @@ def plan(cell: Cell, config: Config, host_arguments: Mapping[str, Any]) -> Resol
     return ResolvedCell(
         cell=cell,
         config=config,
-        host_arguments=host_arguments,
+        hflm_arguments=hflm_arguments,
         configuration_hash=digest,
         run_id=f"{slug(cell)}-{digest[:12]}",
     )

@@ -213,11 +213,11 @@ def check_cells(cells: Sequence[Cell]) -> list[ResolvedCell]:
     skeletons: dict[str, Any] = {}
     ids: dict[str, str] = {}
 
-    def bare(pretrained: Any, host_args: Mapping[str, Any]) -> Any:
+    def bare(pretrained: Any, hflm_args: Mapping[str, Any]) -> Any:
         """Build each model without weights once: it takes longer than all other checks."""
-        key = json.dumps([pretrained, host_args], sort_keys=True, default=repr)
+        key = json.dumps([pretrained, hflm_args], sort_keys=True, default=repr)
         if key not in skeletons:
-            skeletons[key] = skeleton(pretrained, host_args)
+            skeletons[key] = skeleton(pretrained, hflm_args)
         return skeletons[key]
 
     for cell in cells:

@@ -112,7 +112,7 @@ def share_name(planned: ResolvedCell) -> str | None:
         "pretrained": cell.pretrained,
         "files": _fingerprint(cell.pretrained),
         **({} if config.draft is None else {"draft_files": _fingerprint(config.draft)}),
-        "host_arguments": dict(planned.host_arguments),
+        "hflm_arguments": dict(planned.hflm_arguments),
         "tasks": list(cell.tasks),
         "options": dict(cell.options),
         "include_path": list(cell.include_path),
@@ -236,6 +236,6 @@ def bound_cells(planned: Sequence[ResolvedCell], names: Sequence[str]) -> list[R
             label = f"knows the future: {name}"
             cell = dataclasses.replace(source.cell, model_args=args, label=label)
             config = source.config.with_changes(policy=load_policy("on_demand", changes))
-            bound = plan(cell, config, source.host_arguments)
+            bound = plan(cell, config, source.hflm_arguments)
             bounds.setdefault(bound.configuration_hash, bound)
     return list(bounds.values())

@@ -275,19 +275,19 @@ def check_wall(
     model: Any,
     geometry: Geometry,
     capacity: Capacity,
-    host_args: Mapping[str, Any],
+    hflm_args: Mapping[str, Any],
     store: str = "ram",
 ) -> None:
     """Raise ValueError for what the wall clock cannot do with this model and these arguments."""
     for key in LOADS_OTHERWISE:
-        if host_args.get(key):
+        if hflm_args.get(key):
             raise ValueError(
-                f"{key}={host_args[key]!r} does not go with clock='wall', which loads and places "
+                f"{key}={hflm_args[key]!r} does not go with clock='wall', which loads and places "
                 "the experts itself, behind one cache on one device. Allowed: one device per "
                 "process (`accelerate launch` runs one process, with its own cache, on each), or "
                 "clock=virtual, whose cache is emulated wherever the layers lie."
             )
-    kernel = host_args.get("experts_implementation") or implementation_of(model)
+    kernel = hflm_args.get("experts_implementation") or implementation_of(model)
     if kernel not in KERNELS:
         raise ValueError(
             f"experts_implementation={kernel!r} cannot run from cache slots. Allowed with "
@@ -297,7 +297,7 @@ def check_wall(
     if not geometry.compute_bytes:  # Slots of encoded experts have their experts' size.
         for size, layers in zip(capacity.bytes_by_partition, partitions, strict=True):
             slots_of(size, geometry, layers)
-    device, slots = str(host_args["device"]), capacity.total_bytes
+    device, slots = str(hflm_args["device"]), capacity.total_bytes
     expert_weights = [p for layer in find_moe_layers(model) for p in layer.experts.parameters()]
     dense = sum(p.nbytes for p in model.parameters()) - sum(p.nbytes for p in expert_weights)
     memory = None if device == "cpu" else total_memory(torch.device(device))
