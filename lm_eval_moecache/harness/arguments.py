@@ -71,7 +71,7 @@ def as_arguments_error(pretrained: object) -> Iterator[None]:
 
 
 @contextmanager
-def ending_lm_eval_in_one_line() -> Iterator[None]:
+def exit_with_message() -> Iterator[None]:
     """Under lm-eval's command, end the process with only the message of an ArgumentsError.
 
     From Python and under `moecache eval` the error propagates like any other ValueError.

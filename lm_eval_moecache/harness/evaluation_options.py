@@ -15,7 +15,7 @@ from typing import Any
 
 from lm_eval_moecache.harness.arguments import (
     as_arguments_error,
-    ending_lm_eval_in_one_line,
+    exit_with_message,
     hflm_keys,
     is_lm_eval_command,
     read_config,
@@ -124,7 +124,7 @@ def check_lm_eval_command(words: Sequence[str]) -> None:
     more: a misspelt key is reported before that. Ends the process with a one-line message.
     """
     if is_lm_eval_command():
-        with ending_lm_eval_in_one_line():
+        with exit_with_message():
             check_command(words)
 
 

@@ -32,7 +32,7 @@ from lm_eval_moecache.harness.arguments import (
     ROUTING,
     Config,
     as_arguments_error,
-    ending_lm_eval_in_one_line,
+    exit_with_message,
 )
 from lm_eval_moecache.harness.evaluation_options import check_generation, check_use_cache
 from lm_eval_moecache.harness.keys import shows_keys
@@ -132,7 +132,7 @@ class MoECacheLM(HFLM):
         lm-eval always passes `device` and `batch_size`: given twice, they would be a TypeError.
         """
         options = {k: v for k, v in (additional_config or {}).items() if v is not None}
-        with ending_lm_eval_in_one_line():
+        with exit_with_message():
             return cls(**{**options, **arg_dict})
 
     # --- loading ------------------------------------------------------------------------------
