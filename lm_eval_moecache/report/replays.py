@@ -48,7 +48,7 @@ class Row:
     bounds: dict[str, dict[str, float | None]] = field(default_factory=dict)
     """Phase ("" for all, `decode_`) -> miss rate of on-demand LRU (`lru`), and the lowest that any
     on-demand eviction can reach in that phase (`bound`); empty unless requested."""
-    closeness: float | None = None
+    gap_closed: float | None = None
     regret: float | None = None
     """Misses above the fewest possible / requests; negative where prefetching hides misses."""
     victim_share: float | None = None
@@ -86,7 +86,7 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
                     for phase in PHASES_SHOWN
                     for name in (LRU, FEWEST)
                 },
-                "closeness": row.closeness,
+                "gap_closed": row.gap_closed,
                 "regret": row.regret,
                 "victim_share": row.victim_share,
                 "warnings": list(row.warnings),
@@ -163,7 +163,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], Any], str], ...] = (
     ("Miss", lambda row: row.metrics["miss_rate"], "{:.4f}"),
     ("LRU miss", lambda row: row.bounds.get("", {}).get(LRU), "{:.4f}"),
     ("Fewest", lambda row: row.bounds.get("", {}).get(FEWEST), "{:.4f}"),
-    ("Closeness", lambda row: row.closeness, "{:.3f}"),
+    ("Gap closed", lambda row: row.gap_closed, "{:.3f}"),
     ("Regret", lambda row: row.regret, "{:.4f}"),
     ("Victims", lambda row: row.victim_share, "{:.3f}"),
     ("Decode miss", lambda row: row.metrics["decode_miss_rate"], "{:.4f}"),

@@ -146,7 +146,7 @@ def run_cells(
     return rows
 
 
-def closeness(lru: float, policy: float, fewest: float) -> float | None:
+def gap_closed(lru: float, policy: float, fewest: float) -> float | None:
     """Return the share of the gap from LRU to the bound that a policy closes; None if no gap."""
     return None if lru == fewest else (lru - policy) / (lru - fewest)
 
@@ -254,7 +254,7 @@ class Replays:
         return replace(
             row,
             bounds=bounds,
-            closeness=closeness(lru.misses, run.misses, fewest),
+            gap_closed=gap_closed(lru.misses, run.misses, fewest),
             regret=(run.misses - fewest) / requests if requests else None,
             victim_share=victim_share(run.misses, fewest, fewest_bypassing),
         )

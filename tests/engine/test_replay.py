@@ -22,7 +22,7 @@ from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.metrics import task_metrics
-from lm_eval_moecache.sweep.replays import closeness
+from lm_eval_moecache.sweep.replays import gap_closed
 from lm_eval_moecache.testing.streams import laddered
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
@@ -216,9 +216,9 @@ def test_what_the_olmoe_trace_would_hit_if_experts_were_turned_away() -> None:
     assert round(100 - 100 * missed / requests, 1) == 35.2
 
 
-def test_closeness_is_0_for_lru_and_1_for_belady() -> None:
-    assert closeness(10, 10, 4) == 0.0 and closeness(10, 4, 4) == 1.0
-    assert closeness(10, 7, 4) == 0.5 and closeness(4, 4, 4) is None
+def test_gap_closed_is_0_for_lru_and_1_for_belady() -> None:
+    assert gap_closed(10, 10, 4) == 0.0 and gap_closed(10, 4, 4) == 1.0
+    assert gap_closed(10, 7, 4) == 0.5 and gap_closed(4, 4, 4) is None
 
 
 # --- the command ------------------------------------------------------------------------------
