@@ -311,7 +311,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {twice!r} stands twice in one object")
+        raise ValueError(f"duplicate key {twice!r} in one object")
     return mapping
 
 
@@ -358,7 +358,7 @@ class _PlainLoader(yaml.SafeLoader):
             if not isinstance(key, Hashable):
                 raise ValueError(f"line {line}: a key is no plain value")
             if key in seen:
-                raise ValueError(f"line {line}: the key {shown(key)} stands twice in one mapping")
+                raise ValueError(f"line {line}: duplicate key {shown(key)} in one mapping")
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
