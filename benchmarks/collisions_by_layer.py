@@ -23,7 +23,7 @@ from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.report.plots import legend, look, new_figure, save_as
-from lm_eval_moecache.sweep.replays import Replays
+from lm_eval_moecache.sweep.replay_grid import Replays
 
 EVICTIONS = ("fld", "score", "lru", "least_stale")
 PREFETCHERS = {"score": "score prefetch", "next_gate": "top-k prefetch"}

@@ -15,7 +15,7 @@ from lm_eval_moecache.trace import importers
 from lm_eval_moecache.trace.trace import Trace
 
 if TYPE_CHECKING:
-    from lm_eval_moecache.report.replays import ReplayReport
+    from lm_eval_moecache.report.replay_report import ReplayReport
     from lm_eval_moecache.report.results import Runs
 
 Place = str | PathLike[str]
@@ -56,8 +56,8 @@ def replay(
         1      lfu       0.52
     """
     # Imported late: the traces alone need neither engine nor schemas.
-    from lm_eval_moecache.report.replays import ReplayReport
-    from lm_eval_moecache.sweep.replays import combinations, run_all
+    from lm_eval_moecache.report.replay_report import ReplayReport
+    from lm_eval_moecache.sweep.replay_grid import combinations, run_all
 
     given = [trace] if isinstance(trace, (str, PathLike, Trace)) else list(trace)
     with as_moecache_error():

@@ -35,7 +35,7 @@ from lm_eval_moecache.records.numbers import read_number
 from lm_eval_moecache.records.stored import PRECISION_HELP, load_stored
 from lm_eval_moecache.report.metrics import totals
 from lm_eval_moecache.report.statistics import Floats, mean_interval
-from lm_eval_moecache.sweep.replays import Replays
+from lm_eval_moecache.sweep.replay_grid import Replays
 from lm_eval_moecache.trace.importers import trace_formats
 from lm_eval_moecache.trace.trace import Trace
 from lm_eval_moecache.trace.use import use_of

@@ -32,8 +32,8 @@ from lm_eval_moecache.records.numbers import finite, shown, unknown
 from lm_eval_moecache.records.schemas.inputs import read_jobs
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.report.plots import PICTURES, pyplot
-from lm_eval_moecache.report.replays import Timeline, as_json, as_table, plot_miss_rates
-from lm_eval_moecache.sweep.replays import LISTS, SETTINGS, Replays, combinations, run_all
+from lm_eval_moecache.report.replay_report import Timeline, as_json, as_table, plot_miss_rates
+from lm_eval_moecache.sweep.replay_grid import LISTS, SETTINGS, Replays, combinations, run_all
 
 _MEANING = {
     "policy": "a name that moecache policies lists, or a YAML file",

@@ -41,7 +41,7 @@ from lm_eval_moecache.report.results import SPEED_FILTER
 from lm_eval_moecache.sweep.evaluation import evaluate, loadable, quiet, recorded_speed
 from lm_eval_moecache.sweep.files import write_failure, write_record
 from lm_eval_moecache.sweep.identity import ResolvedCell, plan
-from lm_eval_moecache.sweep.replays import SETTINGS
+from lm_eval_moecache.sweep.replay_grid import SETTINGS
 from lm_eval_moecache.sweep.sharing import SharedRun, is_offline
 from lm_eval_moecache.sweep.spec import REPLAY, Cell
 from lm_eval_moecache.trace.file import StreamedTrace

@@ -22,7 +22,7 @@ from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.metrics import task_metrics
-from lm_eval_moecache.sweep.replays import gap_closed
+from lm_eval_moecache.sweep.replay_grid import gap_closed
 from lm_eval_moecache.testing.streams import laddered
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.report.replays import COMPUTE, HOST, LINK, PASSES, TRACKS, Timeline
+from lm_eval_moecache.report.replay_report import COMPUTE, HOST, LINK, PASSES, TRACKS, Timeline
 from lm_eval_moecache.trace.file import read_trace
 from tests.conftest import Moecache
 from tests.engine import traces

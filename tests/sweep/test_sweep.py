@@ -20,7 +20,7 @@ from lm_eval_moecache.records.files import traces_dir
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.sweep import worker
 from lm_eval_moecache.sweep.files import LOCK, only_sweep
-from lm_eval_moecache.sweep.replays import run_cells
+from lm_eval_moecache.sweep.replay_grid import run_cells
 from lm_eval_moecache.sweep.run import run_sweep
 from lm_eval_moecache.sweep.spec import read_sweep
 from tests.conftest import Moecache

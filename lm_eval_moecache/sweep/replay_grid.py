@@ -21,7 +21,7 @@ from lm_eval_moecache.harness.arguments import Config, read_config
 from lm_eval_moecache.records.numbers import MOST_COUNT, read_count, unknown
 from lm_eval_moecache.records.sizes import Capacity, check_sized
 from lm_eval_moecache.report.metrics import task_metrics
-from lm_eval_moecache.report.replays import FEWEST, LRU, PHASES_SHOWN, Row
+from lm_eval_moecache.report.replay_report import FEWEST, LRU, PHASES_SHOWN, Row
 from lm_eval_moecache.sweep.pool import local_pool, submit
 from lm_eval_moecache.trace.file import StreamedTrace
 from lm_eval_moecache.trace.future import Future
