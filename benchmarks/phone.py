@@ -22,7 +22,7 @@ from scipy import optimize
 
 from lm_eval_moecache.analysis.validation import HIT, READ, WALL, Series, read_measured
 from lm_eval_moecache.engine.virtual.costs import Costs, arrivals, read_shares
-from lm_eval_moecache.profiling._fit import with_figures
+from lm_eval_moecache.profiling._fit import with_fields
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.trace.importers import load_trace
@@ -45,7 +45,7 @@ class SerialRun:
     def tok_per_s(self) -> float:
         return 1e3 * len(self.series) / float(self.series.columns[WALL].sum())
 
-    def foretold(self, hardware: Hardware) -> float:
+    def predicted(self, hardware: Hardware) -> float:
         """Return the tokens per second that a profile predicts from each token's bytes."""
         has_cache = bool(self.series.columns[HIT][-1] >= 0)
         # Without a cache nothing is committed or released.
@@ -89,11 +89,11 @@ def fit_serial(runs: Sequence[SerialRun], base: Hardware) -> Hardware:
     """Return the profile whose link and memory rates best fit the speeds of these runs."""
 
     def profile(logs: np.ndarray) -> Hardware:
-        return with_figures(base, dict(zip(FITTED, map(float, np.exp(logs)), strict=True)))
+        return with_fields(base, dict(zip(FITTED, map(float, np.exp(logs)), strict=True)))
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         hardware = profile(logs)
-        return np.array([np.log(run.foretold(hardware) / run.tok_per_s()) for run in runs])
+        return np.array([np.log(run.predicted(hardware) / run.tok_per_s()) for run in runs])
 
     start = np.log([getattr(base, name) for name in FITTED])
     return profile(optimize.least_squares(residuals, start, diff_step=0.02, max_nfev=12).x)
@@ -107,7 +107,7 @@ def main() -> None:
     rates = ", ".join(f"{name} {getattr(of_qwen, name) / 1e9:.2f}e9" for name in FITTED)
     rows = []
     for run in runs:
-        real, stock, fitted = run.tok_per_s(), run.foretold(base), run.foretold(of_qwen)
+        real, stock, fitted = run.tok_per_s(), run.predicted(base), run.predicted(of_qwen)
         figures = f"{stock:.2f}", f"{stock / real:.3f}", f"{fitted:.2f}", f"{fitted / real:.3f}"
         rows.append([run.name, f"{real:.2f}", *figures])
     headers = ["serial run", "theirs, tok/s", "shipped", "/ theirs", "fitted on Qwen's", "/ theirs"]

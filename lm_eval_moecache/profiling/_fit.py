@@ -143,10 +143,10 @@ def fit(
         parts = [run.series.part(run.tokens).columns for run in runs]
         management_s = sum(float(part[MANAGEMENT].sum()) for part in parts) / 1e3
         figures[BY_COLUMN] = management_s / sum(float(part[READ].sum()) for part in parts)
-    start = with_figures(start, figures)
+    start = with_fields(start, figures)
 
     def profile(logs: Values) -> Hardware:
-        return with_figures(start, dict(zip(names, map(float, np.exp(logs)), strict=True)))
+        return with_fields(start, dict(zip(names, map(float, np.exp(logs)), strict=True)))
 
     def residuals(logs: Values) -> Values:
         return np.concatenate([_residuals(run, profile(logs)) for run in runs])
@@ -185,7 +185,7 @@ def fit(
     return profile(best.x), dict(zip(names, ends.tolist(), strict=True)), confounded
 
 
-def with_figures(hardware: Hardware, figures: Mapping[str, float]) -> Hardware:
+def with_fields(hardware: Hardware, figures: Mapping[str, float]) -> Hardware:
     """Return a profile with some of its figures replaced."""
     changes: dict[str, Any] = dict(figures)
     return replace(hardware, **changes)
