@@ -23,7 +23,7 @@ from lm_eval_moecache.engine.forecast import Machine, machine, stored_for
 from lm_eval_moecache.records.emulation import RealModel, load_real_model
 from lm_eval_moecache.records.runtime import RESIDENT, load_runtime
 from lm_eval_moecache.report.runtimes import advise, known, usual_precision
-from lm_eval_moecache.report.speeds import Row, find_hardware, foretell, read_rows
+from lm_eval_moecache.report.speeds import Row, find_hardware, predict, read_rows
 from lm_eval_moecache.report.tables import padded
 
 QUESTIONS = (
@@ -94,7 +94,7 @@ def table(rows: Sequence[Row]) -> str:
     heads = ("runtime", "model", "precision", "hardware", "RAM, GB/s", "placement")
     lines = []
     for row in rows:
-        found: dict[str, Any] = foretell(row)
+        found: dict[str, Any] = predict(row)
         ran = [row.fields[key] for key in ("runtime", "model", "precision", "hardware")]
         host = row.fields["host_memory_GBps"] or "unstated"
         low, high = f"{found['low']:.3g}", f"{found['high']:.3g}"

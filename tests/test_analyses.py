@@ -257,7 +257,7 @@ def test_the_model_as_its_own_draft_is_always_right(analyzed: AnalyzedModel) -> 
 
 
 @pytest.mark.slow
-def test_less_precision_foretells_worse_and_better_than_chance(analyzed: AnalyzedModel) -> None:
+def test_less_precision_predicts_worse_and_better_than_chance(analyzed: AnalyzedModel) -> None:
     fine, coarse = (drafted(analyzed, f"self:{p}")["drafting"] for p in ("int8", "int2"))
     for better, worse in list(zip(fine, coarse, strict=True))[1:]:
         assert better["draft_topk"] > worse["draft_topk"] > worse["random_topk"]

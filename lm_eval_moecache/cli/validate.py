@@ -91,7 +91,7 @@ def _speeds(arguments: Namespace) -> int:
     from lm_eval_moecache.report import speeds
 
     rows, left_out = speeds.read_rows(Path(arguments.speeds))
-    result = speeds.compare([speeds.foretell(row) for row in rows], left_out)
+    result = speeds.compare([speeds.predict(row) for row in rows], left_out)
     if arguments.plot is not None:
         speeds.plot(result["rows"], Path(arguments.plot))
     return print_result(arguments.json, result, speeds.as_text(result))

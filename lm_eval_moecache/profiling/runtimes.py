@@ -35,8 +35,8 @@ from lm_eval_moecache.report.speeds import (
     Row,
     as_text,
     compare,
-    foretell,
     plot,
+    predict,
     read_rows,
     scale_by,
     summary,
@@ -253,21 +253,21 @@ def fit_all(rows: Sequence[Row], begin: Mechanisms) -> tuple[Mechanisms, dict[st
 
     A row is forecast by the constants of the other machines' rows; ranges are of all of them.
     """
-    foretold: list[dict[str, Any]] = [{} for _ in rows]
+    predicted: list[dict[str, Any]] = [{} for _ in rows]
     misses = []
     for key in sorted({row.key for row in rows}):
         others = fit([row for row in rows if row.key != key], begin)
         mine = [index for index, row in enumerate(rows) if row.key == key]
         for index in mine:
-            foretold[index] = foretell(rows[index], others)
+            predicted[index] = predict(rows[index], others)
         points = known_hits([rows[index] for index in mine], others)
         misses += [math.exp(abs(_log_misses(*point, others))) for point in points]
-    known = replace(fit(rows, begin), spreads=spread_of(foretold))
-    for row in foretold:
+    known = replace(fit(rows, begin), spreads=spread_of(predicted))
+    for row in predicted:
         found = known.spread(row["mechanism"], row["stated"])
         row["low"] = row["predicted_tok_s"] * found.low
         row["high"] = row["predicted_tok_s"] * found.high
-    result = compare(foretold, [])
+    result = compare(predicted, [])
     result["hit_rates"] = {
         "rows": len(misses),
         "median_factor_of_misses": median(misses) if misses else None,
@@ -276,7 +276,7 @@ def fit_all(rows: Sequence[Row], begin: Mechanisms) -> tuple[Mechanisms, dict[st
     return known, result
 
 
-def spread_of(foretold: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
+def spread_of(predicted: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
     """Return the spread of every group of rows that is large enough.
 
     `measured` is that of forecasts scaled by another row of the same machine, and `read, measured`
@@ -284,7 +284,7 @@ def spread_of(foretold: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
     """
     groups: dict[str, list[tuple[str, float]]] = defaultdict(list)
     by_machine: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
-    for row in foretold:
+    for row in predicted:
         if row["prefill_factor"] is not None:
             prefill = float(row["measured_prefill_tok_s"]) / row["predicted_prefill_tok_s"]
             groups["prefill"].append((row["key"], prefill))

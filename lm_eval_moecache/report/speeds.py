@@ -383,7 +383,7 @@ def scale_by(measured: float, rest_s: float, drive_s: float) -> tuple[float, flo
     return measured * (rest_s + drive_s), 1.0
 
 
-def foretell(row: Row, known: Mechanisms | None = None) -> dict[str, Any]:
+def predict(row: Row, known: Mechanisms | None = None) -> dict[str, Any]:
     """Return a row's fields with its predictions, by the shipped constants or by `known`."""
     placed = row.placed(known)
     found = row.forecast(known, placed)

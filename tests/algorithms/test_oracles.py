@@ -326,10 +326,10 @@ def test_history_prefetch_follows_the_most_similar_request(seed: int, kept: int)
                 assert keys == []
                 continue
             match = past[oracles.best_match(oracles.activation_matrix(geometry, now), past)]
-            assert keys == foretold(match, event.layer)
+            assert keys == predicted(match, event.layer)
 
 
-def foretold(match: Any, layer: int) -> list[int]:
+def predicted(match: Any, layer: int) -> list[int]:
     """Each later layer's three largest shares, discounted by distance, largest first."""
     ranked = []
     for target in range(layer + 1, 3):

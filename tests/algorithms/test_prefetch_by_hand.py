@@ -220,7 +220,7 @@ EVENTS = [
 ]
 
 
-def foretold(seed: int = 0, **parameters: Any) -> list[list[int]]:
+def propose_all(seed: int = 0, **parameters: Any) -> list[list[int]]:
     """The proposals at each event, in order."""
     oracle = find_algorithm("prefetch", "oracle")(WIDE, seed=seed, **parameters)
     oracle.prepare(StreamFuture(WIDE, [EVENTS]))
@@ -228,15 +228,15 @@ def foretold(seed: int = 0, **parameters: Any) -> list[list[int]]:
 
 
 def test_by_default_it_names_exactly_what_the_next_event_needs() -> None:
-    assert foretold()[:-1] == [event.keys for event in EVENTS[1:]]
-    assert foretold()[-1] == []
+    assert propose_all()[:-1] == [event.keys for event in EVENTS[1:]]
+    assert propose_all()[-1] == []
 
 
 @pytest.mark.parametrize(
     ("recall", "precision"), [(0.75, 1.0), (1.0, 0.5), (0.85, 0.85), (0.95, 0.6), (0.3, 0.2)]
 )
 def test_recall_and_precision_are_what_was_asked_for(recall: float, precision: float) -> None:
-    proposals = foretold(recall=recall, precision=precision)[:-1]
+    proposals = propose_all(recall=recall, precision=precision)[:-1]
     right = sum(len(set(t) & set(e.keys)) for t, e in zip(proposals, EVENTS[1:], strict=True))
     needed = sum(len(event.keys) for event in EVENTS[1:])
     # Four deviations of a binomial: a wrong formula is further off.
@@ -249,14 +249,14 @@ def test_recall_and_precision_are_what_was_asked_for(recall: float, precision: f
 
 
 def test_asked_from_further_away_it_says_the_same() -> None:
-    near = foretold(recall=0.7, precision=0.7)
-    far = foretold(recall=0.7, precision=0.7, horizon=3)
+    near = propose_all(recall=0.7, precision=0.7)
+    far = propose_all(recall=0.7, precision=0.7, horizon=3)
     for place in range(len(EVENTS) - 3):
         assert far[place] == near[place] + near[place + 1] + near[place + 2]
 
 
 def test_another_seed_overlooks_others_and_right_ones_keep_their_order() -> None:
-    first, repeat, another = (foretold(seed=s, recall=0.7, precision=0.7) for s in (1, 1, 2))
+    first, repeat, another = (propose_all(seed=s, recall=0.7, precision=0.7) for s in (1, 1, 2))
     assert first == repeat != another
     for proposed, event in zip(first, EVENTS[1:], strict=False):
         right = [key for key in proposed if key in event.keys]
@@ -266,7 +266,7 @@ def test_another_seed_overlooks_others_and_right_ones_keep_their_order() -> None
 def test_wrong_ones_stand_at_every_place() -> None:
     """If they always came last, a saturated link would never carry them."""
     places = np.zeros(6)
-    for proposed, event in zip(foretold(precision=0.67), EVENTS[1:], strict=False):
+    for proposed, event in zip(propose_all(precision=0.67), EVENTS[1:], strict=False):
         for place, key in enumerate(proposed[:6]):
             places[place] += key not in event.keys
     assert places.min() > 0.5 * places.mean()

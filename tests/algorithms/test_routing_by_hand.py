@@ -213,10 +213,10 @@ def test_swap_rank_replaces_one_rank_by_an_expert_the_token_did_not_select() -> 
         assert b not in (0, 1, 2) and e not in (7, 6, 5)
 
 
-def test_pre_gated_routes_by_what_the_layer_before_foretold() -> None:
+def test_pre_gated_routes_by_what_the_layer_before_predicted() -> None:
     routing = make("pre_gated", 4, 2)
-    foretold = {1: [[0.0, 1.0, 2.0, 3.0]]}
-    first = make_event(routing.geometry, 0, 0, [FOUR], predicted=foretold)
+    predicted = {1: [[0.0, 1.0, 2.0, 3.0]]}
+    first = make_event(routing.geometry, 0, 0, [FOUR], predicted=predicted)
     second = make_event(routing.geometry, 0, 1, [FOUR])
     for _ in range(2):
         routing.on_pass(0)

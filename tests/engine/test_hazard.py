@@ -41,8 +41,8 @@ class SlowHazard(EvictionAlgorithm):
         self.rates = {key: [0.0] * 3 for key in range(geometry.num_layers * geometry.num_experts)}
         self.residents: list[int] = []
         """The least recently used first."""
-        self.foretold: set[int] = set()
-        self.foretold_layers: set[int] = set()
+        self.predicted: set[int] = set()
+        self.predicted_layers: set[int] = set()
         self.duels: list[tuple[int, int]] = []
         """The victim by the forecast and the victim by LRU."""
         self.offer: tuple[int, int] | None = None
@@ -57,8 +57,8 @@ class SlowHazard(EvictionAlgorithm):
             self.on_predicted(key)
 
     def on_predicted(self, key: int) -> None:
-        self.foretold.add(key)
-        self.foretold_layers.add(self.layer_of(key))
+        self.predicted.add(key)
+        self.predicted_layers.add(self.layer_of(key))
 
     def on_event(self, event: Event) -> None:
         for key in event.keys:
@@ -81,12 +81,12 @@ class SlowHazard(EvictionAlgorithm):
                 for token_keys in tokens:
                     self.rates[key][place] *= decay
                     self.rates[key][place] += (1 - decay) * (key in token_keys)
-        self.foretold -= set(layer_keys)
-        self.foretold_layers.discard(event.layer)
+        self.predicted -= set(layer_keys)
+        self.predicted_layers.discard(event.layer)
 
     def on_evict(self, key: int) -> None:
         self.residents.remove(key)
-        self.foretold.discard(key)
+        self.predicted.discard(key)
         duelling = {duellist for duel in self.duels for duellist in duel}
         if self.offer is not None and key in self.offer and not duelling & {*self.offer}:
             self.duels.append(self.offer)
@@ -102,8 +102,8 @@ class SlowHazard(EvictionAlgorithm):
 
     def wait(self, key: int, layer: int) -> float:
         home, num_layers = self.layer_of(key), self.geometry.num_layers
-        wait = 1 / (sum(self.rates[key]) / 3 + PRIOR) + (home in self.foretold_layers)
-        if key in self.foretold:
+        wait = 1 / (sum(self.rates[key]) / 3 + PRIOR) + (home in self.predicted_layers)
+        if key in self.predicted:
             wait = 0.0
         return wait + self.nearness * ((home - layer - 1) % num_layers + 1) / num_layers
 

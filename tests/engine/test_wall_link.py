@@ -268,7 +268,7 @@ def test_a_batch_is_issued_whole(now: list[float]) -> None:
     assert link.issued == [4, 5, 6]
 
 
-def test_a_link_foretells_its_end_by_the_rate_of_what_it_moved(copies: Copies) -> None:
+def test_a_link_predicts_its_end_by_the_rate_of_what_it_moved(copies: Copies) -> None:
     link = WallLink(copies, None)
     copies.gate.clear()
     assert link.free_s(3.0) == 3.0

@@ -60,9 +60,9 @@ class History(PrefetchAlgorithm):
         past = self._past[: self._num_past]
         self._cosine[: self._num_past, event.layer] = past[:, event.layer] @ row
         best = int(self._cosine[: self._num_past].sum(axis=1).argmax())
-        return self._foretell(past[best], event.layer)
+        return self._rank(past[best], event.layer)
 
-    def _foretell(self, matrix: Matrix, layer: int) -> list[int]:
+    def _rank(self, matrix: Matrix, layer: int) -> list[int]:
         geometry = self.geometry
         reach = geometry.num_layers - 1 - layer if self.lookahead is None else self.lookahead
         ranked: list[tuple[float, int]] = []

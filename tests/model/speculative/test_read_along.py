@@ -55,7 +55,7 @@ def test_the_answers_are_those_without_a_draft_and_each_decode_pass_has_read_ahe
         assert (record.draft_s > 0) == (record.phase == DECODE)
 
 
-def test_its_own_weights_at_full_precision_foretell_every_expert_of_the_first_layer(
+def test_its_own_weights_at_full_precision_predict_every_expert_of_the_first_layer(
     lm: MoECacheLM,
 ) -> None:
     """The draft's first layer sees what the model's will: the same token, the same weights."""
