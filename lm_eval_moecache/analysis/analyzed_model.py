@@ -26,7 +26,7 @@ Rows = list[dict[str, Any]]
 
 
 class Analysis(NamedTuple):
-    """The result of every analysis: tables by name, a title, and what draws the figure under it."""
+    """The result of every analysis: tables by name, a title, and what draws the plot under it."""
 
     tables: Mapping[str, Rows]
     title: str

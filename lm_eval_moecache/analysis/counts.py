@@ -58,7 +58,7 @@ class Form:
     last: bool = False
     """Matches are snapshots of running counts: the last one holds."""
     slots: str = ""
-    """How the log tells the slots of a layer, in keys."""
+    """How the log states the slots of a layer, in keys."""
     has_layer_caches: bool = False
     oracle: str = ""
 
@@ -171,7 +171,7 @@ def _of_table(label: str, rows: Sequence[Mapping[str, str]]) -> Counts:
 
 
 def replayed(trace: Trace, setting: Setting, counts: Counts) -> dict[str, float]:
-    """Replay a routing; return the figures of the passes that the runtime counts, by its names.
+    """Replay a routing; return the metrics of the passes that the runtime counts, by its names.
 
     Bytes of BigMoeOnEdge's table are those of its rows, decoded tokens.
     """

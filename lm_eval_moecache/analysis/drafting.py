@@ -109,7 +109,7 @@ def _inputs(modules: Sequence[nn.Module], model: Any, windows: Sequence[Tensor])
 def _layer_metrics(
     analyzed: AnalyzedModel, at: int, hidden: Sequence[Tensor], drafted: Sequence[Tensor]
 ) -> dict[str, Array]:
-    """Return each figure of a layer by token, [T]."""
+    """Return each value of a layer by token, [T]."""
     layer, geometry = analyzed.layers[at], analyzed.geometry
     top_k, num_experts = geometry.top_k, geometry.num_experts
     logits_TE, experts_TK = _ask(layer, hidden[at])

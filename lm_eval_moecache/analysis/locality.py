@@ -26,7 +26,7 @@ _SHOWN = (
 def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
     """Analyse the router's own choices and those of `cache_prior`, with one cache per layer.
 
-    A row for each: perplexity, miss rates, lifetime in tokens, fidelity. The figure shows, for
+    A row for each: perplexity, miss rates, lifetime in tokens, fidelity. The plot shows, for
     `layer` (MoE layers from 0), the state of every expert at every token: [tokens, experts].
     """
     capacity, share, layer = options["capacity"], options["lambda"], options["layer"]

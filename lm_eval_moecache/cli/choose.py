@@ -41,7 +41,7 @@ from lm_eval_moecache.trace.trace import Trace
 from lm_eval_moecache.trace.use import use_of
 
 BLOCKS = 8
-"""Stretches of consecutive decode steps by which differences are told from chance."""
+"""Stretches of consecutive decode steps by which differences are separated from chance."""
 _LEAST_STEPS = 4
 """Decode steps in a block below which nothing is said about differences."""
 _PATIENCE_S = 2.0

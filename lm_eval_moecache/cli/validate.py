@@ -155,7 +155,7 @@ _PASSES = {"all": "prompts and decode steps", "decode": "decode steps"}
 
 
 def _counted_capacity(counted: Counts, num_layers: int) -> str:
-    """Return the capacity that the runtime's own log tells."""
+    """Return the capacity that the runtime's own log states."""
     slots = counted.slots_per_layer
     if slots is None:
         raise ValueError(

@@ -25,7 +25,7 @@ _LIBRARIES = {
 def answers(tasks: Sequence[str]) -> bool:
     """Whether the tasks' data can be fetched; True where all are shipped, which are not asked for.
 
-    Where the hub does not answer, its libraries are told to look at their caches alone: they would
+    Where the hub does not answer, its libraries are set to use their caches alone: they would
     retry each file for half a minute.
     """
     shipped = {path.stem for path in (task_configs_dir() / "offline").glob("*.yaml")}

@@ -91,9 +91,9 @@ class MoECacheLM(HFLM):
     _draft: DraftModel | None = None
     _draft_hooks: ReadAlong | DraftHooks | None = None
     _gathered: list[RankRecords] | None = None
-    """The figures of all ranks, on the first, once the harness has gathered them."""
+    """The metrics of all ranks, on the first, once the harness has gathered them."""
     _has_unsent = False
-    """Whether there have been requests since the figures were last sent to the first rank."""
+    """Whether there have been requests since the ledger was last sent to the first rank."""
 
     @shows_keys
     def __init__(self, pretrained: Any = TINY, **arguments: Unpack[ModelKeys]) -> None:
@@ -378,8 +378,8 @@ class MoECacheLM(HFLM):
         return self.engine.ledger.requests, self.engine.peak_cache_bytes
 
     def gather_object(self, obj: Any, dst: int = 0) -> Any:
-        """As in HFLM, but each rank also sends its speed figures along with its scores."""
-        # The figures are the whole ledger: sent once, and not with every task's scores.
+        """As in HFLM, but each rank also sends its ledger along with its scores."""
+        # Sent once, and not with every task's scores: it is large.
         records = self._own_records() if self._has_unsent else None
         self._has_unsent = False
         pairs = super().gather_object((obj, records), dst)
@@ -406,7 +406,7 @@ class MoECacheLM(HFLM):
         return self.wrapped.recorder.writer.close(self.engine.ledger.requests)
 
     def report(self) -> dict[str, Any]:
-        """Return the run's setting and figures: `config.moecache` of the results JSON."""
+        """Return the run's setting and metrics: `config.moecache` of the results JSON."""
         ranks = self._gathered or [self._own_records()]
         measured = self.loader.measured(self.device)
         report = run_report(self.engine, self.moecache, *merge(ranks), measured)

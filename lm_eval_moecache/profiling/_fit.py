@@ -1,4 +1,4 @@
-"""Fits a profile's few effective figures to a device's measurements, with intervals.
+"""Fits a profile's few effective rates to a device's measurements, with intervals.
 
 Each figure has a physical meaning and one value for all tokens and models; nothing is fitted per
 token. The clock itself is the model: every guess replays the routings.
@@ -68,7 +68,7 @@ class Measured(NamedTuple):
 
 
 def fit_to_files(profile_name: str, arguments: Namespace) -> tuple[Hardware, dict[str, Any]]:
-    """Fit to measured tables; return the profile, and a report of how certain each figure is.
+    """Fit to measured tables; return the profile, and a report of how certain each fitted field is.
 
     `cannot_tell_apart` lists pairs of figures with the correlation of their errors;
     `says_nothing_of` the figures whose interval spans more than a factor of two.
@@ -121,8 +121,8 @@ def fit(
 ) -> tuple[Hardware, dict[str, list[float]], list[list[Any]]]:
     """Return the profile that fits stall and wall of all runs' tokens best.
 
-    With it the 95% interval of each figure, from the curvature at the best fit, tokens taken as
-    independent; and pairs of figures that the data cannot tell apart.
+    With it the 95% interval of each field, from the curvature at the best fit, tokens taken as
+    independent; and pairs of fields that the data cannot separate.
 
     Minimises the logarithm of ours / measured, of each token and of all stalls together, by a
     robust loss: a token that stalls for the device's own reasons counts little. Raises ValueError
@@ -131,7 +131,7 @@ def fit(
     for name in names:
         if name not in FITTED:
             raise unknown("fit", name, FITTED)
-    # Starting values of figures that the profile leaves out or has at 0.
+    # Starting values of fields that the profile leaves out or has at 0.
     initial = {
         "link_lane_bytes_per_s": start.link_lane_bytes_per_s or start.link_rate / start.link_lanes,
         "link_latency_s": start.link_latency_s or 1e-5,
@@ -171,7 +171,7 @@ def fit(
     dof = max(len(best.fun) - len(names), 1)
     covariance = np.linalg.pinv(best.jac.T @ best.jac) * (2 * best.cost / dof)
     errors = np.sqrt(np.diag(covariance))
-    # A figure without effect has no curvature, which pinv would turn into certainty.
+    # A field without effect has no curvature, which pinv would turn into certainty.
     errors = np.where(np.abs(best.jac).sum(0) < 1e-6 * len(best.fun), np.inf, errors)
     width = float(stats.t.ppf(0.975, dof)) * errors
     with np.errstate(over="ignore"):
@@ -186,7 +186,7 @@ def fit(
 
 
 def with_fields(hardware: Hardware, figures: Mapping[str, float]) -> Hardware:
-    """Return a profile with some of its figures replaced."""
+    """Return a profile with some of its fields replaced."""
     changes: dict[str, Any] = dict(figures)
     return replace(hardware, **changes)
 

@@ -374,7 +374,7 @@ def measure_on_wall(
     policy: str,
     bytes_per_s: float | None = None,
 ) -> Hardware:
-    """Replace a profile's figures by those of decoding this model on this machine's wall clock.
+    """Replace a profile's rates by those of decoding this model on this machine's wall clock.
 
     The loader has taken the model's experts already. `bytes_per_s` throttles the link. Replaced:
     kernel, layer, pass and wait overheads, the link, the FLOP/s of a prefill, and on a CPU the

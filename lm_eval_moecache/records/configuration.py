@@ -31,7 +31,7 @@ class LayerCaches(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RealModel:
-    """One real Mixture-of-Experts model, in numbers of weights; layer figures are per layer.
+    """One real Mixture-of-Experts model, in numbers of weights; what concerns layers is per layer.
 
     `layer_weights` are those a pass reads in one MoE layer beside its experts (attention, router,
     shared experts), averaged over layers of several kinds; `read_once` those it reads outside the

@@ -1,4 +1,4 @@
-"""The errors of this package: one base, and what a caller may want to tell apart."""
+"""The errors of this package: one base, and what a caller may want to distinguish."""
 
 from __future__ import annotations
 

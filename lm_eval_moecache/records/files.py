@@ -318,7 +318,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _count(node: Any, sizes: dict[int, int], above: tuple[int, ...]) -> int:
     """Return the number of values at and below a node, with its aliases written out."""
     if id(node) in above:
-        raise ValueError("an alias stands inside of what it names")
+        raise ValueError("an alias refers to a node that contains it")
     if id(node) not in sizes:
         total, inside = 1, (*above, id(node))
         if isinstance(node, yaml.SequenceNode):

@@ -1,4 +1,4 @@
-"""Hardware profiles: the figures of a device and its link, read from YAML with their sources."""
+"""Hardware profiles: rates and overheads of a device and its link, read from YAML, with sources."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Hardware:
 
     @property
     def sources(self) -> dict[str, str]:
-        """Field -> where its figure comes from; `profile` -> one source for all."""
+        """Field -> where its value comes from; `profile` -> one source for all."""
         if isinstance(self.source, dict):
             return self.source
         return {"profile": self.source} if self.source else {}

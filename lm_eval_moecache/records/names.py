@@ -18,7 +18,7 @@ class Naming(NamedTuple):
     aliases: Mapping[str, str] = {}
     """Other names, in any spelling -> the file's."""
     filler: str = "(?!)"
-    """Pattern of words that tell nothing apart, each with the hyphen before it."""
+    """Pattern of words that distinguish nothing, each with the hyphen before it."""
     optional: str = "(?!)"
     """Pattern of an end that may be left out where one file alone has the rest of the name."""
 

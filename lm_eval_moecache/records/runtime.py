@@ -1,7 +1,7 @@
 """Runtime profiles: how a program serves absent experts, and what share of each bandwidth it gets.
 
 A hardware profile is a machine, a runtime profile (`runtimes/NAME.yaml`) a program on it. Constants
-belong to mechanisms, not to programs, and stand in one file that `moecache profile runtimes` writes
+belong to mechanisms, not to programs, and are in one file that `moecache profile runtimes` writes
 from published speeds: most programs were measured on too few machines for a factor of their own.
 """
 

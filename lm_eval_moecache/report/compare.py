@@ -1,4 +1,4 @@
-"""The regression gate: joins two sets of runs by configuration and judges every figure.
+"""The regression gate: joins two sets of runs by configuration and judges every metric.
 
 The chance of a false alarm is at most `alpha` for the whole comparison: each score is tested over
 its samples, and the tests are corrected for multiplicity (Holm, over the tests that can reach
@@ -56,7 +56,7 @@ _SAME_AS_PERPLEXITY = ("byte_perplexity", "bits_per_byte")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareOptions:
-    """How much worse a figure may get. `tolerances` override `tolerance` by metric.
+    """How much worse a metric may get. `tolerances` override `tolerance` by metric.
 
     Tolerances are relative to the baseline. `floor` and `tolerance` None: 0 for two runs on one
     machine under the virtual clock, else `DEFAULT_FLOOR` and `TOLERANCE`. `same_machine` None:
@@ -84,7 +84,7 @@ class CompareOptions:
                 raise unknown("metric", name, METRICS)
 
     def is_exact(self, old: Run, new: Run) -> bool:
-        """Whether `new` must repeat the figures of `old` to the digit."""
+        """Whether `new` must repeat the metrics of `old` to the digit."""
         if any(run.moecache["clock"] != "virtual" for run in (old, new)):
             return False
         return same_machine(old, new) if self.same_machine is None else self.same_machine
@@ -104,7 +104,7 @@ def same_machine(one: Run, other: Run) -> bool:
 
 
 class Test(NamedTuple):
-    """A test of one figure: its p-value, and `by`, the test and its samples in words.
+    """A test of one metric: its p-value, and `by`, the test and its samples in words.
 
     `least_p` is the smallest p that this many changed samples can give, `least_possible` the
     smallest p if every sample had changed for the worse.
@@ -147,7 +147,7 @@ def difference(losses: Sequence[float]) -> Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One figure of both sides, judged; a missing run has no task, a missing task no metric.
+    """One metric of both sides, judged; a missing run has no task, a missing task no metric.
 
     `allowed` is how much worse the figure may get whatever the test finds. `corrected` is the
     test's p-value after the correction over the whole comparison; 1 where too few samples changed
@@ -250,7 +250,7 @@ def mcnemar(won: int, lost: int, documents: int) -> Test:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Every judged figure, and what the verdict rests on."""
+    """Every judged metric, and what the verdict rests on."""
 
     rows: tuple[Row, ...]
     alpha: float
@@ -274,7 +274,7 @@ Units = dict[str, dict[str, Run]]
 
 
 def compare(baseline: Sequence[Run], new: Sequence[Run], options: CompareOptions) -> Comparison:
-    """Judge every figure of BASELINE. Raises ValueError where the two have no run in common.
+    """Judge every metric of BASELINE. Raises ValueError where the two have no run in common.
 
     Two sides of one run each are compared whatever their policies, but their identities must agree.
     """
@@ -347,7 +347,7 @@ def _units(runs: Sequence[Run], options: CompareOptions, side: str) -> Units:
         compared = {k: v for k, v in sorted(arguments.items()) if k not in options.ignore}
         key = ",".join([run.model, *(f"{k}={v}" for k, v in compared.items())])
         tasks = units.setdefault(key, {})
-        # A replay has no tasks: its figures are those of the whole run.
+        # A replay has no tasks: its metrics are those of the whole run.
         for task in run.tasks or [WHOLE_RUN]:
             if task in tasks:
                 raise ValueError(
@@ -529,7 +529,7 @@ _TOLD = ("run", "task", "metric", "baseline", "new", "change", "allowed", "judge
 
 
 def as_text(comparison: Comparison, *, everything: bool = False) -> str:
-    """Return one line per changed figure (or every figure); the verdict ends the log."""
+    """Return one line per changed metric (or every metric); the verdict ends the log."""
     lines = []
     for row in _chosen(comparison, everything):
         text = f"{row.verdict:8s} {' '.join(filter(None, (row.task or WHOLE_RUN, row.metric)))}"
@@ -570,7 +570,7 @@ def _differences(comparison: Comparison, everything: bool) -> list[str]:
 
 
 def as_markdown(comparison: Comparison, *, everything: bool = False) -> str:
-    """Return a pull-request comment: the verdict, then a table of the changed figures."""
+    """Return a pull-request comment: the verdict, then a table of the changed metrics."""
     lines = [f"### moecache: {_summary(comparison)}", "", *_notes(comparison)]
     rows = _chosen(comparison, everything)
     if rows:

@@ -400,7 +400,7 @@ def clustered_stderr(residuals: Any, labels: Sequence[float], divisor: float) ->
 
     `residuals` are what each sample differs from the mean (from the ratio times its denominator),
     `divisor` the number of samples (the sum of denominators). With one sample a cluster it is the
-    usual error. None for fewer than two clusters, which tell nothing of the spread.
+    usual error. None for fewer than two clusters, which say nothing of the spread.
     """
     sums = np.bincount(np.unique(labels, return_inverse=True)[1], weights=residuals)
     if sums.size < 2 or not divisor:

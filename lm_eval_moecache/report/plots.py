@@ -161,7 +161,7 @@ _LOG_FROM = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A column as an axis: its label, and the `scale` its figures are divided by."""
+    """A column as an axis: its label, and the `scale` its values are divided by."""
 
     column: Column
     label: str
@@ -174,9 +174,9 @@ class Axis:
         return self.label.partition("\n")[0].partition(" [")[0].partition(" (")[0]
 
     def at(self, run: Run) -> tuple[float, float] | None:
-        """Return a run's figure and the half-width of its 95% interval (0 without an error)."""
+        """Return a run's value and the half-width of its 95% interval (0 without an error)."""
         value = self.column.read(run)
-        # A figure, or the number that a setting like `8/layer` or `5%` begins with.
+        # A metric, or the number that a setting like `8/layer` or `5%` begins with.
         kind, number, _ = sort_key(value)
         if value.raw is None or kind == 2:
             return None
@@ -283,7 +283,7 @@ def _draw_panel(place: Any, runs: Sequence[Run], figure: Figure, panel: Panel) -
 def write_plots(
     runs: Sequence[Run], folder: Path, *, task: str | None = None, group: str | None = None
 ) -> list[Path]:
-    """Write the trade-offs that the runs have figures for; return the files.
+    """Write the trade-offs that the runs have metrics for; return the files.
 
     `task` draws that task's score instead of the mean accuracy; `group` is the setting that gives
     a run its colour and its curve (default: the policy). Other settings that vary split these into

@@ -117,7 +117,7 @@ class ReplayReport:
         return as_json(self.rows)
 
     def to_dataframe(self) -> Any:
-        """Return a pandas DataFrame of a line per row; nested figures as `tpot_ms.p99`."""
+        """Return a pandas DataFrame of a line per row; nested metrics as `tpot_ms.p99`."""
         import pandas
 
         runs = [{**run, **run.pop("metrics")} for run in self.as_dict()["runs"]]
@@ -129,7 +129,7 @@ class ReplayReport:
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
-    """Return each row's policy, with the parameters that tell rows of one name apart."""
+    """Return each row's policy, with the parameters that distinguish rows of one name."""
     parameters = [
         {
             f"{axis}.{key}": value
@@ -154,7 +154,7 @@ def _hardware(row: Row) -> str:
     return f"{row.hardware.name} at {row.hardware.link_bytes_per_s / 1e9:g} GB/s"
 
 
-# Heading, a row's figure, format; `~` marks figures that depend on the expert size.
+# Heading, a row's value, format; `~` marks values that depend on the expert size.
 _COLUMNS: tuple[tuple[str, Callable[[Row], Any], str], ...] = (
     ("Capacity", lambda row: row.capacity.text, "{}"),
     ("Cycles", lambda row: row.regime["capacity_cycles"], "{:.2f}"),

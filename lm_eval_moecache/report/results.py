@@ -40,7 +40,7 @@ Record = dict[str, Any]
 _PREFERRED = ("exact_match", "acc", "mc2", "f1", "word_perplexity", "rouge1_max", "bleu")
 SPEED_FILTER = "speed"
 BATCH = "batch"
-"""Number of the batch that a document shares with others, among its speed figures."""
+"""Number of the batch that a document shares with others, among its speed metrics."""
 _FACTS = ("inputs", "config", "versions", "n-shot", "chat_template_sha", "system_instruction_sha")
 # Old records name means over requests like the pooled metrics: old name -> today's.
 _NAMED_SINCE = {
@@ -104,7 +104,7 @@ class Run:
     samples: Mapping[str, Mapping[str, Mapping[str, Any]]]
     """Task -> `metric,filter` -> doc_id -> score; empty for lm-eval's own files."""
     speed: Mapping[str, Mapping[str, Mapping[str, float]]]
-    """Task -> metric -> doc_id -> that document's figure; empty for records without them."""
+    """Task -> metric -> doc_id -> that document's value; empty for records without them."""
     environment: Mapping[str, Any]
     """Date, duration, machine and versions; empty for lm-eval's own files."""
     facts: Mapping[str, Any]
@@ -169,7 +169,7 @@ def is_of_version_2(run: Run) -> bool:
 
 
 def identity(run: Run, tasks: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the settings that change a run's figures but are not under comparison: name -> text.
+    """Return the settings that change a run's metrics but are not under comparison: name -> text.
 
     Two runs are ranked, joined or drawn as one line only where their identities agree: the same
     documents, batch size, prompts, seeds and device. Entries that a record lacks are left out.
@@ -441,7 +441,7 @@ SETTINGS = (
 )
 REPORTED = ("link", "warm", "store")
 PERCENTILES = ("mean", "p50", "p90", "p99")
-# Metrics whose per-document figures have another name: metric -> (name, sign).
+# Metrics whose per-document values have another name: metric -> (name, sign).
 _BY_DOCUMENT = {"hit_rate": ("request_miss_rate", -1.0)} | {
     name: (f"request_{name}", 1.0) for name in ("tok_per_s", "miss_rate", "collision_miss_rate")
 }
@@ -449,7 +449,7 @@ _BY_DOCUMENT = {"hit_rate": ("request_miss_rate", -1.0)} | {
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One cell: a setting's text, a figure with or without standard error, or nothing."""
+    """One cell: a setting's text, a number with or without standard error, or nothing."""
 
     raw: float | str | None
     stderr: float | None = None
@@ -468,7 +468,7 @@ class Value:
 
 
 _ROUND_OFF = 1e-9
-"""Standard errors up to this share of their figure are of rounding: sums in another order."""
+"""Standard errors up to this share of their value are of rounding: sums in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,10 +484,10 @@ class Column:
     """Name and unit on an axis; empty for the heading."""
     read: Callable[[Run], Value] = lambda run: Value(None)
     samples: Callable[[Run], Mapping[str, float]] = lambda run: {}
-    """Returns a run's figures by document; empty where the record keeps none."""
+    """Returns a run's values by document; empty where the record keeps none."""
 
     def text(self, value: Value) -> str:
-        """Return a cell as text: figures rounded to `decimals`, `±` one standard error."""
+        """Return a cell as text: numbers rounded to `decimals`, `±` one standard error."""
         if value.raw is None:
             return ""
         if value.number is None:
@@ -569,9 +569,9 @@ def metric_column(name: str) -> Column | None:
 
 
 def independent(figures: Mapping[str, tuple[float, float | None]]) -> dict[str, float]:
-    """Return document -> figure with the documents of one batch joined: they are one sample.
+    """Return document -> value with the documents of one batch joined: they are one sample.
 
-    Given is document -> (figure, batch; None if it was served alone). A batch is named after all of
+    Given is document -> (value, batch; None if it was served alone). A batch is named after all of
     its documents; its figure is their sum, scaled so that the mean over all samples stays.
     """
     batches: dict[Any, dict[str, float]] = {}
@@ -659,7 +659,7 @@ def _documents(run: Run, task: str, score: Score | None) -> dict[str, float]:
 def setting(run: Run, name: str) -> Value:
     """Return a setting as text: as given, else as resolved in the run's report.
 
-    Defaults that change figures (`batch_size`) are read from the run's identity.
+    Defaults that change metrics (`batch_size`) are read from the run's identity.
     """
     report = run.moecache
     if name == "run":
@@ -733,7 +733,7 @@ FRAME_FIGURES = (
 
 
 class Runs(list[Run]):
-    """Runs, in order, with their settings and figures as a table."""
+    """Runs, in order, with their settings and metrics as a table."""
 
     def to_dataframe(self) -> Any:
         """Return a pandas DataFrame of a line per run and the same forty columns for any runs.

@@ -74,7 +74,7 @@ _CHANNELS = re.compile(r"(?:(\d) ?x ?)?(\d+)[- ]?(?:x|ch\w*) ?(?:l?p?ddr\dx?-?)?
 _TELLS_NOTHING = re.compile(
     r"\d+-?c(ores?)?|unified|mini|air|mac|macbook|studio|base|desktop|vram|gddr\w*|single"
 )
-"""Words of a device's name beside what tells it apart."""
+"""Words of a device's name beside what identifies it."""
 _TELLS_APART = re.compile(r"ultra|max\+?|pro|ti|super|xtx?|gre|laptop|mobile|max-q")
 """Words after a device's name that make it another device."""
 _CARD = re.compile(r"\b(rtx|gtx|rx|radeon|tesla|arc)\b")
@@ -90,7 +90,7 @@ class Row:
     runtime: Runtime
     machine: Machine
     key: str
-    """What tells machines apart where one is left out of a fit."""
+    """What distinguishes machines where one is left out of a fit."""
     placement: str
     hit: float | None
     top_k: int | None
@@ -309,7 +309,7 @@ def _hardware(text: str) -> Hardware:
 
 
 def _readings(text: str) -> list[str]:
-    """Return a name as typed, without what stands in brackets, its parts, and its beginnings."""
+    """Return a name as typed, without what is in brackets, its parts, and its beginnings."""
     bare = re.sub(r"\([^)]*\)", " ", text).replace(":", "-").strip()
     parts = [part.strip() for part in re.split(r"[,+/;]|\bwith\b", bare)]
     words = [word for word in bare.split() if not _TELLS_NOTHING.fullmatch(word.lower())]
@@ -452,7 +452,7 @@ def compare(rows: Sequence[Mapping[str, Any]], left_out: Sequence[Mapping[str, A
 
 
 def as_text(result: Mapping[str, Any]) -> str:
-    """Return the comparison as text: every row, the rows left out, and the figures."""
+    """Return the comparison as text: every row, the rows left out, and the summaries."""
     lines = [
         (
             *(row["runtime"], row["model"], row["precision"], row["hardware"], row["mechanism"]),

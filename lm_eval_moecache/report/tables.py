@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 ALPHA = 0.05
-"""Significance level at which a figure counts as worse than the best of its column."""
+"""Significance level at which a value counts as worse than the best of its column."""
 _SPEED = ("ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate")
 _RESOLVED = ("capacity", "link", "draft", "store")
 _CALLED = ("name", "composition", "source")
@@ -220,7 +220,7 @@ def default_columns(runs: Sequence[Run]) -> list[str]:
 
 
 class _Sampled(NamedTuple):
-    """A run's figure in a column, its standard error (0 for none), and its samples.
+    """A run's value in a column, its standard error (0 for none), and its samples.
 
     Higher is better: the sign is flipped for columns in which it is not.
     """
@@ -244,7 +244,7 @@ class _Sampled(NamedTuple):
 
 
 def _sampled(runs: Sequence[Run], group: Sequence[int], column: Column) -> dict[int, _Sampled]:
-    """Return row -> figure and samples, for the runs of a group that have a figure."""
+    """Return row -> value and samples, for the runs of a group that have a value."""
     sign = 1 if column.higher_is_better else -1
     by_row = {}
     for i in group:
@@ -256,9 +256,9 @@ def _sampled(runs: Sequence[Run], group: Sequence[int], column: Column) -> dict[
 
 
 def _best(runs: Sequence[Run], group: Sequence[int], column: Column) -> set[int]:
-    """Return the rows of a group's best figure and of those no test separates from it.
+    """Return the rows of a group's best value and of those no test separates from it.
 
-    Empty unless the test separates each of these from every other row of the group, and for figures
+    Empty unless the test separates each of these from every other row of the group, and for values
     with neither documents nor standard errors.
     """
     sampled = {} if column.higher_is_better is None else _sampled(runs, group, column)
@@ -369,7 +369,7 @@ def about(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
         "Model": listed(run.moecache.get("model", {}).get("model") for run in runs),
         "Hardware": listed(setting(run, "hardware").raw for run in runs),
         "Clock": listed(run.moecache["clock"] for run in runs),
-        # The virtual clock's figures do not depend on the machine that computes them.
+        # The virtual clock's metrics do not depend on the machine that computes them.
         "Measured on": listed(
             m.get("gpu") or m.get("cpu_model") or m.get("cpu")
             for m, run in zip(machines, runs, strict=True)
@@ -458,7 +458,7 @@ def _pivot(flat: Table, width: int, labels: Sequence[str]) -> Table:
 
 
 def with_changes(table: Table, num_settings: int, relative_to: Mapping[str, Any]) -> Table:
-    """Add after each figure its change in percent against the baseline.
+    """Add after each value its change in percent against the baseline.
 
     A row's baseline has the settings of `relative_to` and otherwise the row's own; all are among
     the first `num_settings` columns. The baselines themselves have no change.
@@ -644,7 +644,7 @@ def _records(table: Table) -> list[dict[str, Any]]:
 
 
 _PAGE = Path(__file__).with_name("page.html")
-# The figures shown first; others follow in the table's order.
+# The metrics shown first; others follow in the table's order.
 _FIRST = (ACCURACY, "tok_per_s", "ttft_ms", "tpot_ms", "miss_rate")
 # The settings that name a run; all settings unfold below the name.
 _NAMING = ("run", "policy", "capacity")
@@ -739,13 +739,13 @@ def _is_apart(table: Table, j: int) -> bool:
 
 
 _SMALL = 10
-"""Columns of smaller figures have two decimals at least: a phone's tokens per second."""
+"""Columns of smaller values have two decimals at least: a phone's tokens per second."""
 
 
 def _digits(table: Table, rows: Sequence[Sequence[Value]]) -> list[int]:
-    """Return the decimals of each column: those that give its largest figure four digits.
+    """Return the decimals of each column: those that give its largest value four digits.
 
-    Never more than the tables in text have, but two where all figures are below 10; bytes are told
+    Never more than the tables in text have, but two where all values are below 10; bytes are given
     in MB, with up to three.
     """
     digits = []

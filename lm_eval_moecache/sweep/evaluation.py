@@ -28,7 +28,7 @@ from lm_eval_moecache.sweep.spec import Cell
 # of a bootstrapped metric (BLEU, medians) within about 2%. Means have a closed form.
 BOOTSTRAP_DRAWS = 1000
 _KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
-#: Figures kept per document, for paired comparisons of speed.
+#: Metrics stored per document, for paired comparisons of speed.
 RECORDED_SPEED = (
     *("ttft_ms", "tpot_ms", "request_tok_per_s", "request_miss_rate"),
     *("request_collision_miss_rate", REQUEST_BYTES, BATCH),
@@ -129,7 +129,7 @@ def scores(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return what paired comparisons need of each sample: `metric,filter` -> doc_id -> score.
 
     A perplexity's per-sample value is a pair (log-likelihood, words) and stays one. Of a document's
-    speed the figures in `RECORDED_SPEED` are kept, to six digits.
+    speed the metrics in `RECORDED_SPEED` are stored, to six digits.
     """
     by_metric: dict[str, dict[str, Any]] = {}
     for sample in samples:
@@ -145,7 +145,7 @@ def scores(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def recorded_speed(figures: Mapping[str, float]) -> dict[str, float]:
-    """Return the figures of a document's speed that records keep, to six digits.
+    """Return the speed metrics of a document that records keep, to six digits.
 
     Further digits of a mean are noise, and half of a record's size.
     """

@@ -61,7 +61,7 @@ def write_failure(folder: Path, run_id: str, text: str) -> None:
 
 
 def finished(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return configuration hash -> what tells a finished run, without its scores and figures.
+    """Return configuration hash -> what identifies a finished run, without its scores and metrics.
 
     Packed runs count. An invalid file is skipped with a warning: its cell runs again.
     """
@@ -86,7 +86,7 @@ def finished(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _about(record: Mapping[str, Any]) -> dict[str, Any]:
-    # Without scores and figures, most of a record's size.
+    # Without scores and metrics, most of a record's size.
     kept = ("run_id", "label", "configuration", "sources", "inputs", "environment")
     return {key: record.get(key) for key in kept}
 

@@ -233,7 +233,7 @@ def resolve(config: Config) -> dict[str, Any]:
 
 
 def slug(cell: Cell) -> str:
-    """Return a readable name from a cell's arguments; run ids append a hash to tell slugs apart."""
+    """Return a readable name from a cell's arguments; run ids append a hash to make it unique."""
     arguments = {k: Path(str(v)).stem if k == "trace" else v for k, v in cell.model_args.items()}
     values = [str(value) for key, value in arguments.items() if key not in _UNNAMED]
     text = "_".join([*values, "+".join(cell.tasks)]).replace("%", "pct")

@@ -161,7 +161,7 @@ def victim_share(policy: int, fewest: int, turning_away: int) -> float | None:
 
 
 class _Found(NamedTuple):
-    """The figures of one replay; `misses` counts late and absent requests."""
+    """The metrics of one replay; `misses` counts late and absent requests."""
 
     metrics: dict[str, Any]
     regime: dict[str, Any]

@@ -147,7 +147,7 @@ def read_sweep(path: Path) -> SweepFile:
     for key in (key for grid in sweep.grid for key in grid):
         if values := [run[key] for run in sweep.runs if key in run]:
             raise ValueError(
-                f"sweep {sweep.name!r}: {key} stands in `runs` ({key}={shown(values[0])}) and in "
+                f"sweep {sweep.name!r}: {key} is in `runs` ({key}={shown(values[0])}) and in "
                 "`grid`, which would replace it. Allowed: a key in one of the two."
             )
     grids = map(_axes, sweep.grid)

@@ -327,7 +327,7 @@ def play(eviction: EvictionAlgorithm, script: str) -> list[int]:
     def evict(count: int) -> None:
         for _ in range(count):
             victim = eviction.victim(frozenset(), 0)
-            assert victim is not None, "nobody leaves though nothing is pinned"
+            assert victim is not None, "no victim though nothing is pinned"
             eviction.on_evict(victim)
             victims.append(victim)
 

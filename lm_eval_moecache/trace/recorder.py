@@ -65,7 +65,7 @@ _LEVEL = 9
 class Detail:
     """What a recording keeps beside the experts. The default serves every replay a trace can serve.
 
-    Everything kept is exact: a replay that needs no more reproduces the live run's figures.
+    Everything kept is exact: a replay that needs no more reproduces the live run's metrics.
 
     A prefetcher sees only the events, never the cache: where a few prefetchers are all that will be
     replayed, their proposals replace the predictions behind them, at a tenth of the size.

@@ -142,7 +142,7 @@ class CandidateRunner:
         return dataclasses.replace(self.reference, speed=self.replay(policy), measured_by=BY_REPLAY)
 
     def run(self, candidates: Sequence[ResolvedCell]) -> list[Measured | str]:
-        """Return each candidate's figures, from a run of the model or an earlier record of one.
+        """Return each candidate's metrics, from a run of the model or an earlier record of one.
 
         A failed run gives its error as text. Runs go in parallel where there is a pool.
         """

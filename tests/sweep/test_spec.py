@@ -258,7 +258,7 @@ def test_a_key_in_runs_and_grid_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "sweep.yaml"
     fields = {"runs": [{"capacity": "5%"}], "grid": {"capacity": ["25%"]}, "tasks": "tiny_gsm8k"}
     path.write_text(yaml.safe_dump({"name": "x", **fields}))
-    with pytest.raises(ValueError, match=r"capacity stands in `runs`.*'5%'.*`grid`"):
+    with pytest.raises(ValueError, match=r"capacity is in `runs`.*'5%'.*`grid`"):
         read_sweep(path)
 
 

@@ -19,7 +19,8 @@ class PrefetchAlgorithm(Algorithm):
     """Proposes experts to load, most wanted first; the link decides when they arrive.
 
     A proposal for a layer at or before the running one is meant for the next pass. Resident keys
-    and keys on their way may be proposed: they are not moved, but the eviction algorithm is told.
+    and keys on their way may be proposed: they are not moved, but the eviction algorithm hears of
+    them.
     """
 
     is_active: ClassVar[bool] = True

@@ -71,7 +71,7 @@ class Codec(ABC):
     def check(self, device_type: str) -> None:
         """Raise ValueError, naming alternatives, where this codec does not work on the device.
 
-        Encodes and decodes a small matrix there: only the installed library can tell.
+        Encodes and decodes a small matrix there: only the installed library knows.
         """
         installed = self._installed_version()
         probe = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)

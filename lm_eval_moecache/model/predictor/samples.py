@@ -96,7 +96,7 @@ class RouterCapture(ExitStack):
     """Captures each router's inputs and logits of the decode steps while its context is open.
 
     `prompts` holds the prompt of each step, counted by prefills, for batches of one. The rows of
-    larger batches are the caller's to tell apart.
+    larger batches are the caller's to split.
     """
 
     def __init__(self, model: Any, layers: Sequence[MoELayer]) -> None:

@@ -45,7 +45,7 @@ class SlotStore(Store):
         self.note_host: Callable[[float, float], None] = lambda busy_s, wait_s: None
         """Called with the seconds that the host worked on an event, and that the caller waited."""
         self.padding: BoolArray | None = None
-        """Marks the tokens [T] of this pass whose output nobody reads, if there are any."""
+        """Marks the tokens [T] of this pass whose output is discarded, if there are any."""
 
     def begin_pass(self, *, decoding: bool, padding: BoolArray | None = None) -> None:
         swap = decoding and self._kernel == "grouped_mm" and not self.on_cpu

@@ -119,10 +119,10 @@ def check_json(kind: Any, text: bytes, what: str) -> Any:
 
 
 def schema_error(error: ValidationError, what: str) -> ValueError:
-    """Return our error for the most telling of pydantic's."""
+    """Return our error for the most informative of pydantic's."""
     errors = error.errors(include_url=False)
     missing = [e for e in errors if e["type"] == "missing"]
-    # A misspelt field is also a missing one; its name is more telling.
+    # A misspelt field is also a missing one; its name says more.
     first = next((e for e in errors if e["type"] == "unknown_field"), errors[0])
     path = _path_of(first["loc"])
     if first["type"] == "missing":

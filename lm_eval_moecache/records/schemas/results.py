@@ -140,7 +140,7 @@ def checksum_of(record: Mapping[str, Any]) -> str:
 
 
 _MEANS = ("acc", "acc_norm", "exact_match", "em", "mc1", "mc2")
-"""Scores that lm-eval aggregates as the mean over documents, as all figures of speed."""
+"""Scores that lm-eval aggregates as the mean over documents, as all speed metrics."""
 
 
 def _check_sums(schema: ResultsFile, what: str) -> None:
@@ -167,7 +167,7 @@ def _check_sums(schema: ResultsFile, what: str) -> None:
             if not values or not isinstance(score, (int, float)):
                 continue
             mean = sum(values) / len(values)
-            # Documents' figures of speed are kept to six digits.
+            # Documents' speed metrics are stored to six digits.
             is_mean = is_speed or key.partition(",")[0] in _MEANS
             if is_mean and not math.isclose(mean, score, rel_tol=1e-4 if is_speed else 1e-6):
                 raise changed(

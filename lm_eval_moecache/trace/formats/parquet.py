@@ -18,7 +18,7 @@ from lm_eval_moecache.trace.trace import Trace
 
 
 class Parquet(TraceFormat):
-    """This package's own, of `trace=DIR`: Parquet with all that a run can tell, or its stream."""
+    """This package's own, of `trace=DIR`: Parquet with all that a run records, or its stream."""
 
     suffixes = (".parquet", ".partial")
     holds = "weights, phases, requests, sizes; logits, predictions, drafts where recorded"

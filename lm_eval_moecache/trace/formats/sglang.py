@@ -80,6 +80,6 @@ class SGLang(TraceFormat):
                 if not (groups[:, 1:] == groups[:, :-1]).any():
                     return top_k
         raise ValueError(
-            f"{what} does not say the model's top-k, and is too short to tell it. Give it: "
+            f"{what} does not say the model's top-k, and is too short to infer it. Give it: "
             "`moecache trace convert IN OUT --top_k 8`."
         )
