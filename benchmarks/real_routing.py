@@ -37,6 +37,11 @@ EVICTIONS: dict[str, dict[str, Any]] = {
     "fld forward": {"eviction": "fld", "eviction.distance": "forward"},
     "least_stale none": {"eviction": "least_stale", "eviction.protect": "none"},
 }
+SHOWN = {
+    "fld forward": "fld, distance=forward",
+    "least_stale none": "least_stale, protect=none",
+}
+"""Variant -> how tables and plots name it: the rule and the parameter that differs."""
 FEW = ("lru", "least_stale", "least_stale none", "hazard")
 DRAWN = ("lru", "lfu", "layered_lru", "least_stale", "fld forward", "hazard", "belady")
 SHARES = (5, 10, 25, 50)
@@ -144,7 +149,8 @@ def closed(cells: DataFrame) -> str:
     rows = []
     for eviction in cells.eviction.unique():
         percents = [*gaps.loc[eviction], gaps.loc[eviction].median()]
-        rows.append([eviction, *(f"{gap:.0f}" for gap in percents), f"{costs[eviction]:.1f}"])
+        name, cost = SHOWN.get(eviction, eviction), f"{costs[eviction]:.1f}"
+        rows.append([name, *(f"{gap:.0f}" for gap in percents), cost])
     headers = ["Eviction", *(" ".join(place) for place in places), "median", "us/request"]
     return padded(headers, sorted(rows, key=lambda row: -float(row[-2])))
 
@@ -153,7 +159,8 @@ def by_eviction(cells: DataFrame, at: Series, texts: Series) -> str:
     """Table of `texts` with one row per value of `at` and one column per eviction."""
     wide = cells.assign(at=at, text=texts).pivot(index="at", columns="eviction", values="text")
     wide = wide.loc[at[cells.index].unique(), cells.eviction.unique()].fillna("")
-    return padded(["", *wide.columns], wide.reset_index().to_numpy().tolist())
+    heads = [SHOWN.get(eviction, eviction) for eviction in wide.columns]
+    return padded(["", *heads], wide.reset_index().to_numpy().tolist())
 
 
 def draw(runs: Sequence[Run], folder: Path) -> None:
@@ -184,7 +191,7 @@ def lines(
         for eviction in evictions:
             curve = at[at.eviction == eviction].sort_values([x, y])
             style = "--" if eviction == "belady" else "-"
-            axes.plot(curve[x], curve[y], style, marker=".", label=eviction)
+            axes.plot(curve[x], curve[y], style, marker=".", label=SHOWN.get(eviction, eviction))
         axes.set_title(trace)
         axes.set_xscale("log", base=labels[2])
         axes.set(xlabel=labels[0], ylabel=labels[1])
