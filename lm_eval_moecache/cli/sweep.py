@@ -7,6 +7,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import print_result
+from lm_eval_moecache.records.numbers import counted
 from lm_eval_moecache.records.schemas.inputs import EXECUTORS, read_jobs
 from lm_eval_moecache.sweep.spec import read_sweep
 
@@ -47,7 +48,7 @@ def run(arguments: Namespace) -> int:
     failed, by_replay, saved_s = (report[k] for k in ("failed", "by_replay", "saved_seconds"))
     lines = [
         f"{sweep.name}: {len(report['done'])} done, {len(report['skipped'])} finished before, "
-        f"{len(failed)} failed, of {report['runs']} runs in {report['seconds']:.1f} s"
+        f"{len(failed)} failed, of {counted(report['runs'], 'run')} in {report['seconds']:.1f} s"
     ]
     if report["merged"]:
         lines.append(f"{report['merged']} cells equal another cell's configuration and ran once")

@@ -13,7 +13,7 @@ from jsonargparse import Namespace
 from lm_eval_moecache.cli.main import make_parser, parsed, print_result
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.event import DECODE, PHASES
-from lm_eval_moecache.records.numbers import read_count, unknown
+from lm_eval_moecache.records.numbers import counted, read_count, unknown
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.trace.importers import find_format, load_trace, trace_formats
 from lm_eval_moecache.trace.trace import Trace, build_trace, with_sizes
@@ -113,7 +113,8 @@ def _show(arguments: Namespace) -> tuple[dict[str, Any], str]:
     passes = ", ".join(f"{count} {phase}" for phase, count in facts["passes"].items())
     lines = [
         f"{file}: {facts['format']}, of {facts['model'] or 'a model it does not name'}",
-        f"  {facts['requests']} requests, {facts['tokens']} tokens, passes: {passes}",
+        f"  {counted(facts['requests'], 'request')}, {counted(facts['tokens'], 'token')}, "
+        f"passes: {passes}",
         f"  {facts['layers']} layers x {facts['experts']} experts, top-{facts['top_k']}: one token "
         f"needs {cycle} of {facts['layers'] * facts['experts']} (a cycle, "
         f"{facts['cycle_share']:.1%})",

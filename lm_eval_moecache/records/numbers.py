@@ -100,6 +100,11 @@ def nearest(value: str, allowed: Iterable[str]) -> str:
     return f" Did you mean '{names[close[0]]}'?" if close else ""
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 request`, `2 requests`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def unknown(key: str, value: object, allowed: Iterable[str]) -> ValueError:
     """Build the error for a value outside a closed list of names."""
     names = sorted(allowed)

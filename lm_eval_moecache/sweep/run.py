@@ -23,7 +23,7 @@ from lm_eval_moecache.harness.plugin import SPECULATIVE
 from lm_eval_moecache.harness.preflight import Bare, check_arguments
 from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.records.files import read_json
-from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.numbers import counted, unknown
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.results import (
     ACCURACY,
@@ -192,7 +192,8 @@ def estimate(
 
 def as_text(estimated: Mapping[str, Any]) -> str:
     """Return an estimate in one sentence."""
-    counts = f"{estimated['model_runs']} runs of the model and {estimated['replays']} replays"
+    runs, replays = estimated["model_runs"], estimated["replays"]
+    counts = f"{counted(runs, 'run')} of the model and {counted(replays, 'replay')}"
     seconds, nbytes = estimated["estimated_seconds"], estimated["estimated_trace_bytes"]
     if seconds is None:
         return f"{counts}; how long a run takes is known when the first has finished"
