@@ -127,7 +127,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--precision", type=str | None, help=text)
     text = "with a model: trace of its routing; default: the most similar shipped one"
     parser.add_argument("--trace", type=str | None, help=text)
-    text = "recall and precision of the predictors, played by an oracle"
+    text = "recall and precision of the predictors, which an oracle simulates"
     parser.add_argument("--recall", type=float, default=RECALL, help=text)
 
 

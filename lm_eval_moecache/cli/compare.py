@@ -43,7 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     text = "settings to ignore when joining runs, e.g. pretrained,device"
     parser.add_argument("--ignore", default="", help=text)
     parser.add_argument("--format", choices=tuple(FORMS), default="text")
-    parser.add_argument("--all", action="store_true", help="list unchanged figures as well")
+    parser.add_argument("--all", action="store_true", help="list unchanged metrics as well")
 
 
 def run(arguments: Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Run `lm_eval run ...` with our models and tasks known: the way without a start-up hook."""
+"""Run `lm_eval run ...` with our models and tasks registered, without the start-up hook."""
 
 from __future__ import annotations
 

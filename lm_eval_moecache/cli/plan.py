@@ -1,4 +1,4 @@
-"""Say what a device can do with a model: what fits, in which regime, and at which speed."""
+"""Forecast what a device can do with a model: what fits, in which regime, and how fast."""
 
 from __future__ import annotations
 

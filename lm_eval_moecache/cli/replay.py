@@ -107,7 +107,7 @@ def parser(needs_traces: bool = True) -> ArgumentParser:
     )
     what = "write what compute, link and host did, for Perfetto: .json"
     replay_parser.add_argument("--timeline", type=str | None, help=what)
-    bounds = "also what LRU on demand misses, and the fewest misses that there can be"
+    bounds = "also report on-demand LRU's misses and the lower bound of any eviction"
     replay_parser.add_argument("--bound", type=bool, default=True, help=bounds)
     replay_parser.add_argument(
         "--jobs", type=int, default=1, help="parallel replays, one process each"

@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "figure", nargs="?", type=str | None, help="PAPER/FIGURE; without it, the list of all"
     )
     parser.add_argument("--pretrained", default="tiny", help="tiny, a folder or a hub id")
-    parser.add_argument("--limit", type=int | float | None, help="documents a task")
+    parser.add_argument("--limit", type=int | float | None, help="documents per task")
     parser.add_argument("--out", type=str | None, help="default: reproduced/PAPER/FIGURE")
     parser.add_argument("--jobs", type=int, default=1, help="parallel processes")
     parser.add_argument("--live", action="store_true", help="run the model for every cell")

@@ -1,4 +1,4 @@
-"""Say what a routing trace holds (show), convert it, list the formats that are read."""
+"""Show what a routing trace contains, convert it, or list the formats that can be read."""
 
 from __future__ import annotations
 

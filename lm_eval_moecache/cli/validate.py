@@ -1,4 +1,4 @@
-"""Hold predictions against measurements: of one run token by token, its counts, or many speeds.
+"""Compare predictions with measurements: one run token by token, its counts, or many speeds.
 
 moecache validate TRACE MEASURED --hardware ... --capacity ...: replays a trace, and compares with
 MEASURED, a CSV with one row per decoded token and any of the columns wall_ms, stall_ms, io_ms,

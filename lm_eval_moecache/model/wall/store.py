@@ -181,8 +181,8 @@ class WorkInGroups(Work):
     def pad(self, padding: BoolArray) -> None:
         """Run the experts that only padding, a mask of tokens [T], has chosen; cache none.
 
-        Nobody reads padding's output, but it goes on to the next layers, where it shares products
-        with real tokens: with other rows in them, these would round differently.
+        The output at padding positions is discarded, but goes on to the next layers in products
+        shared with real tokens: with other rows in them, these would round differently.
         """
         pools, layer = self._store.pools, self._layer
         for expert in torch.unique(self._index_TK[torch.from_numpy(padding)]).tolist():
