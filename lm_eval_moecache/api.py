@@ -115,13 +115,15 @@ def plan(model: Place, **options: Any) -> Mapping[str, Any]:
     """
     from lm_eval_moecache.cli import plan as command
     from lm_eval_moecache.cli.main import parser_of
-    from lm_eval_moecache.records.numbers import unknown
+    from lm_eval_moecache.records.numbers import unknown_name_error
 
     arguments = parser_of("plan").get_defaults()
     with as_moecache_error():
         for key in options:
             if key not in arguments or key == "model":
-                raise unknown("plan: option", key, {*vars(arguments)} - {"config", "json", "model"})
+                raise unknown_name_error(
+                    "plan: option", key, {*vars(arguments)} - {"config", "json", "model"}
+                )
         for key, value in {**options, "model": fspath(model)}.items():
             arguments[key] = value
         return command.find(arguments)[-1]

@@ -22,7 +22,7 @@ from lm_eval_moecache.algorithms.registry import (
 from lm_eval_moecache.records.errors import AlgorithmError
 from lm_eval_moecache.records.files import is_file, policies_dir, read_yaml
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.numbers import MOST_COUNT, nearest, read_number, unknown
+from lm_eval_moecache.records.numbers import MOST_COUNT, nearest, read_number, unknown_name_error
 from lm_eval_moecache.records.plugins import yaml_files
 
 PHASES = ("all", "decode")
@@ -168,7 +168,7 @@ def load_policy(
     merged = _override(composed, overrides or {})
     phases = (overrides or {}).get("phases", data.get("phases", "all"))
     if phases not in PHASES:
-        raise unknown("phases", phases, PHASES)
+        raise unknown_name_error("phases", phases, PHASES)
     choices = {axis: _choose(axis, merged[axis]) for axis in AXES}
     replaced = [
         f"{axis}={choice.name}"
@@ -221,7 +221,7 @@ def _read(given: str | Mapping[str, Any]) -> tuple[Mapping[str, Any], str, str]:
         name, files = str(given), yaml_files("policies", policies_dir())
         is_path = name.endswith((".yaml", ".yml"))
         if not is_path and name not in files:
-            raise unknown("policy", name, files)
+            raise unknown_name_error("policy", name, files)
         path = Path(name) if is_path else files[name]
         if not is_file(path):
             raise ValueError(f"policy={name!r}: there is no such file.")

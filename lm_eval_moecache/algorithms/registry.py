@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from lm_eval_moecache.records import plugins
-from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.records.ranges import Range, split_range
 
 BASES = {
@@ -57,7 +57,7 @@ def find_algorithm(axis: str, name: str) -> type[Any]:
     if name in added:
         return _checked(axis, plugins.load(added[name]), plugins.described(added[name]))
     if name not in own:
-        raise unknown(axis, name, [*own, *added])
+        raise unknown_name_error(axis, name, [*own, *added])
     module = importlib.import_module(f"lm_eval_moecache.algorithms.{axis}.{name}")
     base = base_of(axis)
     found = [

@@ -22,7 +22,7 @@ from lm_eval_moecache.engine.setting import EXECUTIONS, Setting
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.files import is_file
 from lm_eval_moecache.records.hardware import Hardware
-from lm_eval_moecache.records.numbers import plain_number, read_count, shown, unknown
+from lm_eval_moecache.records.numbers import plain_number, read_count, shown, unknown_name_error
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.plots import pyplot, save
 from lm_eval_moecache.trace.trace import Trace
@@ -52,7 +52,7 @@ class Series:
 def setting_of(trace: Trace, hardware: Hardware, arguments: Any, reads: int) -> Setting:
     """Return the setting in which the measured engine ran."""
     if arguments.execute not in EXECUTIONS:
-        raise unknown("execute", arguments.execute, EXECUTIONS)
+        raise unknown_name_error("execute", arguments.execute, EXECUTIONS)
     return Setting(
         policy=load_policy(arguments.policy, {"eviction": arguments.eviction}),
         capacity=parse_capacity(arguments.capacity, trace.geometry),
@@ -86,9 +86,9 @@ def read_measured(path: Path, names: Mapping[str, str]) -> Series:
         header = reader.fieldnames or []
     for ours, column in names.items():
         if ours not in COLUMNS:
-            raise unknown("columns", ours, COLUMNS)
+            raise unknown_name_error("columns", ours, COLUMNS)
         if column not in header:
-            raise unknown(f"columns: {ours}", column, header)
+            raise unknown_name_error(f"columns: {ours}", column, header)
     file_columns = {ours: names.get(ours, ours) for ours in COLUMNS}
     present = {ours: column for ours, column in file_columns.items() if column in header}
     if not present or not rows:

@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.numbers import finite, unknown
+from lm_eval_moecache.records.numbers import finite, unknown_name_error
 from lm_eval_moecache.records.sizes import is_per_layer, parse_capacity
 from lm_eval_moecache.report.tables import rows_as_markdown
 
@@ -65,7 +65,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     name, model = arguments.analysis, arguments.pretrained
     if name not in ANALYSES:
-        raise unknown("analysis", name, ANALYSES)
+        raise unknown_name_error("analysis", name, ANALYSES)
     options = _settled(name, arguments)
     analysis = _analyzed(name, model, options)
     if arguments.json:

@@ -26,7 +26,13 @@ from typing import Any
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from lm_eval_moecache.records.files import check_place, check_writable, read_yaml
-from lm_eval_moecache.records.numbers import MOST_COUNT, finite, read_number, shown, unknown
+from lm_eval_moecache.records.numbers import (
+    MOST_COUNT,
+    finite,
+    read_number,
+    shown,
+    unknown_name_error,
+)
 
 RESUMING = {
     "eval": "Recorded traces hold the finished requests; the same command begins anew.",
@@ -85,7 +91,7 @@ def _run(name: str, argv: list[str]) -> int:
         sys.stdout.write(f"moecache {version('lm-eval-moecache')}\n")
         return 0
     if name not in command_names():
-        raise unknown("command", name, command_names())
+        raise unknown_name_error("command", name, command_names())
     module = importlib.import_module(f"lm_eval_moecache.cli.{name}")
     if hasattr(module, "run_raw"):
         return int(module.run_raw(argv))

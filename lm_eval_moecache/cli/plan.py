@@ -32,7 +32,7 @@ from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.records.files import traces_dir
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware, load_hardware, on_disk, profile_names
-from lm_eval_moecache.records.numbers import read_count, unknown
+from lm_eval_moecache.records.numbers import read_count, unknown_name_error
 from lm_eval_moecache.records.sizes import Capacity
 from lm_eval_moecache.records.stored import PRECISION_HELP, SUGGESTED, load_stored
 from lm_eval_moecache.report import runtimes
@@ -126,7 +126,7 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
     if arguments.precision is not None:
         model = dataclasses.replace(model, stored=load_stored(arguments.precision))
     if arguments.store not in STORES:
-        raise unknown("store", arguments.store, STORES)
+        raise unknown_name_error("store", arguments.store, STORES)
     several = re.fullmatch(r"([0-9]{1,2}) ?[xX] ?(.+)", arguments.hardware.strip())
     cards = int(several[1]) if several else 1
     hardware = load_hardware(several[2] if several else arguments.hardware)

@@ -20,7 +20,7 @@ from lm_eval_moecache.algorithms.registry import (
 from lm_eval_moecache.cli.main import listed, print_result, terminal_width, wrapped
 from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.hardware import profile_names
-from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.numbers import unknown_name_error
 
 _LEAD = 24
 
@@ -132,7 +132,7 @@ def explain(name: str, axes: Sequence[str] = AXES) -> dict[str, Any]:
         algorithms += [_explain(a, n, composition[a]) for a, n in parts if n != name]
     elif not algorithms:
         names = {*policy_names(), *(n for axis in axes for n in algorithm_names(axis))}
-        raise unknown("policies", name, names)
+        raise unknown_name_error("policies", name, names)
     return {"composition": composition, "algorithms": algorithms}
 
 

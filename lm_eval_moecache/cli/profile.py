@@ -7,7 +7,7 @@ import pkgutil
 import sys
 
 from lm_eval_moecache.cli.main import listed, make_parser, parsed, summary_of, wrapped
-from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.numbers import unknown_name_error
 
 
 def run_raw(argv: list[str]) -> int:
@@ -20,7 +20,7 @@ def run_raw(argv: list[str]) -> int:
         sys.stdout.write("\n".join([*head, *listed(rows, 16), *last]))
         return 0
     if argv[0] not in names:
-        raise unknown("profile", argv[0], names)
+        raise unknown_name_error("profile", argv[0], names)
     module = importlib.import_module(f"lm_eval_moecache.profiling.{argv[0]}")
     parser = make_parser(f"moecache profile {argv[0]}", module.__doc__)
     module.add_arguments(parser)

@@ -28,7 +28,7 @@ from lm_eval_moecache.records.files import (
     read_yaml,
     write_whole,
 )
-from lm_eval_moecache.records.numbers import finite, shown, unknown
+from lm_eval_moecache.records.numbers import finite, shown, unknown_name_error
 from lm_eval_moecache.records.schemas.inputs import read_jobs
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.report.plots import PICTURES, pyplot
@@ -179,7 +179,7 @@ def _of_file(file: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for key, value in entries.items():
         if key not in option_names and not _is_parameter(key):
-            raise unknown(f"config file {Path(file).name}: option", key, option_names)
+            raise unknown_name_error(f"config file {Path(file).name}: option", key, option_names)
         if key in AXES and isinstance(value, dict):
             options |= {key if k == "name" else f"{key}.{k}": v for k, v in value.items()}
         elif value is not None:

@@ -13,7 +13,7 @@ from jsonargparse import Namespace
 from lm_eval_moecache.cli.main import make_parser, parsed, print_result
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.event import DECODE, PHASES
-from lm_eval_moecache.records.numbers import counted, read_count, unknown
+from lm_eval_moecache.records.numbers import counted, read_count, unknown_name_error
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.trace.importers import find_format, load_trace, trace_formats
 from lm_eval_moecache.trace.trace import Trace, build_trace, with_sizes
@@ -29,7 +29,7 @@ def run_raw(argv: list[str]) -> int:
         return 0
     action = argv[0]
     if action not in ACTIONS:
-        raise unknown("trace", action, ACTIONS)
+        raise unknown_name_error("trace", action, ACTIONS)
     parser = make_parser(f"moecache trace {action}", __doc__)
     if action != "formats":
         parser.add_argument(

@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.harness.arguments import KEYS
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, canonical_name
-from lm_eval_moecache.records.numbers import read_count, read_number, unknown
+from lm_eval_moecache.records.numbers import read_count, read_number, unknown_name_error
 from lm_eval_moecache.records.schemas.inputs import check_limit, read_jobs
 from lm_eval_moecache.report.metrics import METRICS
 
@@ -105,7 +105,7 @@ def _check(arguments: Namespace) -> None:
         raise ValueError("--out must name a folder: the search is kept there, and goes on from it.")
     allowed = [name for name, m in METRICS.items() if m.higher_is_better is not None]
     if arguments.metric not in allowed:
-        raise unknown("metric", arguments.metric, allowed)
+        raise unknown_name_error("metric", arguments.metric, allowed)
     read_number("budget", arguments.budget, least=0, most=100)
     read_number("slack", arguments.slack, least=0, below=1)
     read_number("timeout", arguments.timeout, above=0)

@@ -29,7 +29,7 @@ from lm_eval_moecache.records.numbers import (
     read_count,
     read_number,
     shown,
-    unknown,
+    unknown_name_error,
 )
 from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.inputs import Options
@@ -186,7 +186,7 @@ def _check_option(key: str, value: Any) -> None:
     """Raise ValueError for an unknown option, or a value that no generation can have."""
     what = f"gen_kwargs: {key}"
     if key not in _generation_keys():
-        raise unknown("gen_kwargs: the key", key, _generation_keys())
+        raise unknown_name_error("gen_kwargs: the key", key, _generation_keys())
     if value is None:
         return
     if key == "until":

@@ -38,7 +38,7 @@ from lm_eval.api.metrics import mean
 from lm_eval_moecache.harness.tasks import SpeedTask
 from lm_eval_moecache.records.files import check_place, check_writable, task_configs_dir
 from lm_eval_moecache.records.ledger import GENERATE
-from lm_eval_moecache.records.numbers import shown, unknown
+from lm_eval_moecache.records.numbers import shown, unknown_name_error
 from lm_eval_moecache.report.results import SPEED_FILTER as SPEED
 
 logger = logging.getLogger(__name__)
@@ -221,7 +221,7 @@ class JudgedTask(SpeedTask):
         settings = {k: v for k, v in (self.config.metadata or {}).items() if k.startswith("judge_")}
         for key in settings:
             if key not in KEYS:
-                raise unknown("metadata", key, KEYS)
+                raise unknown_name_error("metadata", key, KEYS)
         if self.OUTPUT_TYPE != GENERATE:
             raise ValueError(
                 f"task {self.config.task!r}: output_type={self.OUTPUT_TYPE!r} gives no text to "

@@ -42,7 +42,7 @@ from lm_eval_moecache.model.wall.loading import LOADS_OTHERWISE, check_wall
 from lm_eval_moecache.model.weighting import check_rules
 from lm_eval_moecache.records.files import check_place
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.numbers import read_count, shown, unknown
+from lm_eval_moecache.records.numbers import read_count, shown, unknown_name_error
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.use import placement
 
@@ -217,12 +217,12 @@ def check_hflm_arguments(pretrained: object, config: Config, hflm_args: dict[str
         is_type = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         if not (is_type or value is None or value == "auto" or isinstance(value, torch.dtype)):
             allowed = ("bfloat16", "float16", "float32", "float64", *(["auto"] * (key == "dtype")))
-            raise unknown(key, value, allowed)
+            raise unknown_name_error(key, value, allowed)
     for key in _SWITCHES:
         if not isinstance(hflm_args.get(key), bool | None):
             raise ValueError(f"{key}={shown(hflm_args[key])} must be true or false.")
     if hflm_args.get("backend") is not None and hflm_args["backend"] not in BACKENDS:
-        raise unknown("backend", hflm_args["backend"], BACKENDS)
+        raise unknown_name_error("backend", hflm_args["backend"], BACKENDS)
     for key in ("tokenizer", "peft", "delta"):
         if isinstance(hflm_args.get(key), str):
             check_place(key, hflm_args[key])
@@ -237,7 +237,7 @@ def check_kernels(model: Any, hflm_args: Mapping[str, Any]) -> None:
     if experts_kernel is not None:
         kernels = {"eager", *ALL_EXPERTS_FUNCTIONS.keys()} - {IMPLEMENTATION}
         if experts_kernel not in kernels:
-            raise unknown("experts_implementation", experts_kernel, kernels)
+            raise unknown_name_error("experts_implementation", experts_kernel, kernels)
         try:
             model.get_correct_experts_implementation(experts_kernel)
         except (ValueError, ImportError) as error:
@@ -247,7 +247,7 @@ def check_kernels(model: Any, hflm_args: Mapping[str, Any]) -> None:
     if isinstance(attention, str) and "/" not in attention:
         kernels = {"eager", *ALL_ATTENTION_FUNCTIONS.keys()}
         if attention not in kernels:
-            raise unknown("attn_implementation", attention, kernels)
+            raise unknown_name_error("attn_implementation", attention, kernels)
 
 
 # --- a model that is already loaded ---

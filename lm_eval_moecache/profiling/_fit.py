@@ -33,7 +33,7 @@ from lm_eval_moecache.analysis.validation import (
 )
 from lm_eval_moecache.engine.setting import MOST_READS, Setting
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
-from lm_eval_moecache.records.numbers import finite, read_count, unknown
+from lm_eval_moecache.records.numbers import finite, read_count, unknown_name_error
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 
@@ -130,7 +130,7 @@ def fit(
     """
     for name in names:
         if name not in FITTED:
-            raise unknown("fit", name, FITTED)
+            raise unknown_name_error("fit", name, FITTED)
     # Starting values of fields that the profile leaves out or has at 0.
     initial = {
         "link_lane_bytes_per_s": start.link_lane_bytes_per_s or start.link_rate / start.link_lanes,

@@ -21,7 +21,7 @@ from lm_eval_moecache.profiling._texts import (
     say,
 )
 from lm_eval_moecache.records.artifact import write_artifact
-from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.records.predictor import LOSSES
 
 
@@ -40,7 +40,7 @@ def run(arguments: Namespace) -> int:
     """Record, train layer after layer, judge on the held-out prompts, write."""
     check_training(arguments, "halve_every")
     if arguments.loss not in LOSSES:
-        raise unknown("loss", arguments.loss, LOSSES)
+        raise unknown_name_error("loss", arguments.loss, LOSSES)
     prompts, data = collect_prompts(arguments)
     # Imported late: they bring torch, and a wrong option should not wait for it.
     from lm_eval_moecache.harness.preflight import geometry_of

@@ -10,7 +10,7 @@ from pathlib import Path
 from lm_eval_moecache.records.configuration import KEYS, LayerCaches, RealModel, read_config
 from lm_eval_moecache.records.files import is_file, read_json, read_yaml
 from lm_eval_moecache.records.names import Naming, find_name
-from lm_eval_moecache.records.numbers import shown, unknown
+from lm_eval_moecache.records.numbers import shown, unknown_name_error
 from lm_eval_moecache.records.tensors import read_gguf, read_safetensors_index
 
 __all__ = [
@@ -78,7 +78,7 @@ def load_real_model(name: str, key: str = "emulate") -> RealModel:
     # A config.json from the hub has many keys that nothing reads; a YAML is written for us.
     for field in config if isinstance(config, Mapping) else ():
         if field not in KEYS:
-            raise unknown(f"{what}: the key", field, KEYS)
+            raise unknown_name_error(f"{what}: the key", field, KEYS)
     return read_config(config, what)
 
 

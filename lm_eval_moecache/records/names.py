@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from lm_eval_moecache.records.numbers import shown, unknown
+from lm_eval_moecache.records.numbers import shown, unknown_name_error
 
 _TYPED = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+()-]*")
 _WORDS = re.compile(r"[0-9]+(?:\.[0-9]+)?|[a-z]+|\+")
@@ -54,7 +54,7 @@ def find_name(
             f"{key}={shown(typed)} could be any of several. Allowed: {', '.join(sorted(found))}."
         )
     if not found:
-        raise unknown(key, typed, names)
+        raise unknown_name_error(key, typed, names)
     return naming.aliases.get(name := found.pop(), name)
 
 

@@ -105,7 +105,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def unknown(key: str, value: object, allowed: Iterable[str]) -> ValueError:
+def unknown_name_error(key: str, value: object, allowed: Iterable[str]) -> ValueError:
     """Build the error for a value outside a closed list of names."""
     names = sorted(allowed)
     near = nearest(value, names) if isinstance(value, str) else ""

@@ -9,7 +9,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.numbers import LIMITS, unknown
+from lm_eval_moecache.records.numbers import LIMITS, unknown_name_error
 
 _COUNTS = {
     "top_k": "the router's top_k={}",
@@ -67,7 +67,7 @@ def check_fields(record: Any, what: str) -> None:
         if allowed is not None:
             allowed.check(f"{what}: {name}", value)
         elif get_origin(kind) is Literal and value not in get_args(kind):
-            raise unknown(f"{what}: {name}", value, get_args(kind))
+            raise unknown_name_error(f"{what}: {name}", value, get_args(kind))
 
 
 ZeroOrMore = Annotated[float, Range(least=0)]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.hardware import Hardware
-from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.records.plugins import yaml_files
 from lm_eval_moecache.records.ranges import Count, Positive, Share, check_fields
 
@@ -83,7 +83,7 @@ class Runtime:
 
     def __post_init__(self) -> None:
         if self.absent not in MECHANISMS:
-            raise unknown(f"runtime {self.name!r}: absent", self.absent, MECHANISMS)
+            raise unknown_name_error(f"runtime {self.name!r}: absent", self.absent, MECHANISMS)
         check_fields(self, f"runtime {self.name!r}")
         try:
             re.compile(self.called)
@@ -216,7 +216,7 @@ def load_runtime(name: str) -> Runtime:
         if runtime.name in found:
             found.pop(runtime.based_on, None)
     if not found:
-        raise unknown("runtime", name, shipped)
+        raise unknown_name_error("runtime", name, shipped)
     return shipped[max(found, key=lambda each: (found[each], each))]
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.results import Run, Score, identity, metric_column
 from lm_eval_moecache.report.statistics import (
@@ -81,7 +81,7 @@ class CompareOptions:
                     f"is, within `--floor`. Allowed here: figures of speed, as {SPEED_METRICS}."
                 )
             if metric_column(name) is None:
-                raise unknown("metric", name, METRICS)
+                raise unknown_name_error("metric", name, METRICS)
 
     def is_exact(self, old: Run, new: Run) -> bool:
         """Whether `new` must repeat the metrics of `old` to the digit."""

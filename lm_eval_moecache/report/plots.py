@@ -16,7 +16,7 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.records.schemas.inputs import Figure, Panel
 from lm_eval_moecache.report.metrics import MEGABYTE
 from lm_eval_moecache.report.results import (
@@ -318,7 +318,7 @@ def _check_group(runs: Sequence[Run], group: str) -> None:
     values = {setting(run, group).raw for run in runs}
     if values == {None}:
         arguments = {key for run in runs for key in (*run.model_args, *run.options)}
-        raise unknown(
+        raise unknown_name_error(
             "group", group, {*AXES, *arguments, "policy", "model", "experiment", "hardware"}
         )
     if len(values) == 1:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.report.metrics import MEGABYTE, METRICS
 from lm_eval_moecache.report.results import (
     ACCURACY,
@@ -466,7 +466,7 @@ def with_changes(table: Table, num_settings: int, relative_to: Mapping[str, Any]
     names = [column.name for column in table.columns[:num_settings]]
     for name in relative_to:
         if name not in names:
-            raise unknown("views: relative_to", name, names)
+            raise unknown_name_error("views: relative_to", name, names)
     others = [i for i, name in enumerate(names) if name not in relative_to]
     base_values = {names.index(name): str(value) for name, value in relative_to.items()}
     places = [tuple(row[i].identity for i in others) for row in table.rows]
@@ -501,7 +501,7 @@ def pick(
     figures = metric_column(rule.best)
     if figures is None or figures.higher_is_better is None:
         allowed = [name for name, m in METRICS.items() if m.higher_is_better is not None]
-        raise unknown("views: pick: best", rule.best, allowed)
+        raise unknown_name_error("views: pick: best", rule.best, allowed)
     sign = 1 if figures.higher_is_better else -1
     others = [name for name in settings if name not in rule.relative_to]
     base_place = tuple(str(value) for value in rule.relative_to.values())

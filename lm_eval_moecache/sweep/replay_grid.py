@@ -18,7 +18,7 @@ from lm_eval_moecache.engine.regime import decode_waits, regime_of
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import MOST_READS, Setting
 from lm_eval_moecache.harness.arguments import Config, read_config
-from lm_eval_moecache.records.numbers import MOST_COUNT, read_count, unknown
+from lm_eval_moecache.records.numbers import MOST_COUNT, read_count, unknown_name_error
 from lm_eval_moecache.records.sizes import Capacity, check_sized
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.replay_report import FEWEST, LRU, PHASES_SHOWN, Row
@@ -53,7 +53,7 @@ def combinations(settings: Mapping[str, Any]) -> list[Config]:
     """
     for key in settings:
         if key not in SETTINGS and key.partition(".")[0] not in AXES:
-            raise unknown("replay: option", key, SETTINGS)
+            raise unknown_name_error("replay: option", key, SETTINGS)
     given = dict(settings)
     for key, least, most in (("seed", 0, MOST_COUNT), ("reads_per_expert", 1, MOST_READS)):
         if key in given:

@@ -23,7 +23,7 @@ from lm_eval_moecache.harness.plugin import SPECULATIVE
 from lm_eval_moecache.harness.preflight import Bare, check_arguments
 from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.records.files import read_json
-from lm_eval_moecache.records.numbers import counted, unknown
+from lm_eval_moecache.records.numbers import counted, unknown_name_error
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.results import (
     ACCURACY,
@@ -265,7 +265,9 @@ def check_executor(sweep: SweepFile) -> None:
     allowed = EXECUTOR_OPTIONS[sweep.executor]
     for name in sweep.executor_options:
         if name not in allowed:
-            raise unknown("executor_options", name, allowed or ("none with executor=local",))
+            raise unknown_name_error(
+                "executor_options", name, allowed or ("none with executor=local",)
+            )
 
 
 def check_report(sweep: SweepFile, cells: Sequence[Cell]) -> None:

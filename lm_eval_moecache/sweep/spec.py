@@ -18,7 +18,7 @@ from typing import Any
 from lm_eval_moecache.harness.plugin import MODELS
 from lm_eval_moecache.records.files import TINY, check_include_path, is_file, read_yaml, recipes_dir
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.numbers import shown, unknown
+from lm_eval_moecache.records.numbers import shown, unknown_name_error
 from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.inputs import (
     Options,
@@ -99,7 +99,7 @@ class SweepFile(SweepFields):
         values = {"limit": self.limit, "num_fewshot": self.num_fewshot, **settings}
         model = str(settings.get("model", self.model))
         if model not in MODELS:
-            raise unknown("model", model, MODELS)
+            raise unknown_name_error("model", model, MODELS)
         tasks = _names("tasks", settings.get("tasks", self.tasks))
         if not tasks:
             raise ValueError(f"sweep {self.name!r} names no tasks: a list of lm-eval task names.")
@@ -161,7 +161,7 @@ def read_sweep(path: Path) -> SweepFile:
     keys = {key for part in (*sweep.grid, *sweep.runs, sweep.base) for key in part}
     for key in (key for entry in sweep.exclude for key in entry):
         if key not in keys:
-            raise unknown("exclude: the key", key, keys)
+            raise unknown_name_error("exclude: the key", key, keys)
     return sweep
 
 
@@ -208,7 +208,7 @@ def load_recipe(name: str) -> Recipe:
     """Read a recipe. Raises ValueError for an unknown name or a file that does not fit."""
     names = recipe_names()
     if name not in names:
-        raise unknown("reproduce", name, names)
+        raise unknown_name_error("reproduce", name, names)
     path = recipes_dir() / f"{name}.yaml"
     recipe = check(Recipe, read_yaml(path, f"recipe {name}"), f"recipe {name}")
     if recipe.like is not None:

@@ -35,7 +35,7 @@ from lm_eval_moecache.harness.tasks import document_metrics, drop_group_errors, 
 from lm_eval_moecache.records.artifact import versions_of
 from lm_eval_moecache.records.errors import MoECacheError
 from lm_eval_moecache.records.ledger import RequestRecord
-from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.records.sizes import check_sized, parse_bytes
 from lm_eval_moecache.report.results import SPEED_FILTER
 from lm_eval_moecache.sweep.evaluation import evaluate, loadable, quiet, recorded_speed
@@ -166,7 +166,7 @@ def check_trace_cell(cell: Cell) -> ResolvedCell:
     for key in cell.arguments:
         axis, dot, _ = key.partition(".")
         if key not in KEYS and not (dot and axis in AXES):
-            raise unknown("of a sweep over traces, the key", key, KEYS)
+            raise unknown_name_error("of a sweep over traces, the key", key, KEYS)
     trace = _load(cell, cell.pretrained)
     settings = {key: value for key, value in cell.arguments.items() if key != "expert_bytes"}
     config = read_config({"policy": "on_demand", "seed": trace.seed, **settings}, replayed=True)

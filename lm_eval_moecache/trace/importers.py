@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from lm_eval_moecache.records import plugins
 from lm_eval_moecache.records.errors import MoECacheError
 from lm_eval_moecache.records.files import is_file, open_file
-from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.trace import formats
 from lm_eval_moecache.trace.formats.base import Options, TraceFormat, reading
 from lm_eval_moecache.trace.trace import Trace
@@ -73,7 +73,7 @@ def find_format(file: str) -> str:
             raise ValueError(f"trace {file!r}: a folder of responses has .json files in it.")
         head_of = files[0]
     elif path.suffix not in suffixes:
-        raise unknown(f"trace {file!r}: the suffix", path.suffix, suffixes)
+        raise unknown_name_error(f"trace {file!r}: the suffix", path.suffix, suffixes)
     with open_file(head_of, f"trace {file!r}", MOST_BYTES) as opened:
         head = opened.read(HEAD_BYTES)
     for name, kind in formats_by_name.items():

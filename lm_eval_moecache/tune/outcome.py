@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.results import Column, Value
 from lm_eval_moecache.report.tables import Table, as_markdown
@@ -124,7 +124,7 @@ def front_table(report: Mapping[str, Any]) -> str:
     """Return front, shipped compositions and verdict of an outcome as Markdown."""
     metric = report["question"]["metric"]
     if metric not in METRICS:
-        raise unknown("question.metric", metric, METRICS)
+        raise unknown_name_error("question.metric", metric, METRICS)
     heading, decimals, *_ = METRICS[metric]
     speed = Column(metric, heading, decimals, None, True)
     shipped = sorted(report["shipped"], key=lambda e: -sign_of(metric) * e["speed"])

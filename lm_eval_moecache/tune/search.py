@@ -27,7 +27,7 @@ from lm_eval_moecache.records.files import check_replaceable, read_yaml, write_w
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import RENAMED
 from lm_eval_moecache.records.ledger import GENERATE
-from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.inputs import SIZES, SpaceFile
 from lm_eval_moecache.sweep.evaluation import answers_of, leaf_tasks
@@ -404,7 +404,9 @@ def read_space(path: Path) -> Space:
             parameter_names = [unmangle(n) for n in parameters_of(find_algorithm(axis, name))]
             for parameter in parameters:
                 if parameter not in parameter_names:
-                    raise unknown(f"space: {axis}.{name}: parameter", parameter, parameter_names)
+                    raise unknown_name_error(
+                        f"space: {axis}.{name}: parameter", parameter, parameter_names
+                    )
     return Space(axes)
 
 

@@ -46,7 +46,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a: 1\nb: 2\na: 3\n", "line 3: duplicate key 'a'"),
         ("a: {x: 1, x: 2}\n", "line 1: duplicate key 'x'"),
         (LAUGHS, "more than 100000 values"),
-        ("&a [*a]", "inside of what it names"),
+        ("&a [*a]", "refers to a node that contains it"),
         ("a: !!python/object/apply:os.system [ls]\n", "could not determine a constructor"),
         ("{" * 3000, "nested too deeply"),
         ("[" * 100_000, "nested too deeply"),

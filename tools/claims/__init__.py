@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lm_eval_moecache.records.files import parse_json, read_gzip, read_json, read_yaml
-from lm_eval_moecache.records.numbers import shown, unknown
+from lm_eval_moecache.records.numbers import shown, unknown_name_error
 from lm_eval_moecache.records.schemas import check, check_as
 from lm_eval_moecache.records.schemas.results import RowsFile, TraceCell
 from lm_eval_moecache.report.results import (
@@ -294,7 +294,7 @@ def _of_documents(new: Run, old: Run | None, metric: str, task: str | None) -> S
         score = find_score(new, metric)
         if score is None:
             metrics = [*new.speed.get(task, {}), *new.results]
-            raise unknown(
+            raise unknown_name_error(
                 f"{new.run_id}: no document of task {task} has it: metric", metric, metrics
             )
         task = metric.partition(":")[0]
@@ -341,7 +341,7 @@ def _of_whole(new: Run, old: Run | None, metric: str) -> Samples:
     for run in (new, *([] if old is None else [old])):
         value = metric_value(run, metric).number
         if value is None:
-            raise unknown("metric", metric, [*run.moecache["totals"]])
+            raise unknown_name_error("metric", metric, [*run.moecache["totals"]])
         values.append(value)
     return Samples(
         kind="traces", new=np.asarray(values[:1]), old=np.asarray(values[1:]), unit="runs"
@@ -355,7 +355,7 @@ def _of_rows(part: Part, root: Path) -> Samples:
     names = [part.rows.new, *([part.rows.old] if part.rows.old else [])]
     for name in names:
         if name not in rows[0]:
-            raise unknown(f"{file}: the column", name, rows[0])
+            raise unknown_name_error(f"{file}: the column", name, rows[0])
     complete = [[row[name] for name in names] for row in rows]
     complete = [
         cells for cells in complete if all(isinstance(value, int | float) for value in cells)
@@ -378,7 +378,7 @@ def _of_cells(part: Part, root: Path) -> Samples:
                 raise ValueError(f"cell={shown(setting)} does not say its `trace`.")
             if isinstance(value, bool) or not isinstance(value, int | float):
                 metrics = [name for name, field in cell.items() if isinstance(field, int | float)]
-                raise unknown("metric", part.metric, metrics)
+                raise unknown_name_error("metric", part.metric, metrics)
             side[str(setting["trace"])] = float(value)
         sides.append(side)
     traces = [name for name in sides[0] if name in sides[1]]
@@ -688,7 +688,7 @@ class _Told:
             gains = [100 * (value - one) for value in values]
             values = gains if spec == "gain" else [0.0 - gain for gain in gains]
         elif spec:
-            raise unknown("ours", f"{{:{spec}}}", ["{:inverse}", "{:gain}", "{:loss}"])
+            raise unknown_name_error("ours", f"{{:{spec}}}", ["{:inverse}", "{:gain}", "{:loss}"])
         figure, *ends = values
         percent = "%" if spec in ("gain", "loss") else ""
         return f"{_rough(figure)}{percent} ({_rough(min(ends))} to {_rough(max(ends))})"

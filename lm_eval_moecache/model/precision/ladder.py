@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.numbers import unknown_name_error
 
 if TYPE_CHECKING:
     from lm_eval_moecache.model.precision.codecs import Codec
@@ -59,7 +59,7 @@ def split_name(level: str) -> tuple[str, int | None]:
     match = _NAME.fullmatch(level)
     name = match[1] if match else level
     if match is None or name not in codec_names():
-        raise unknown("precision", level, codec_names())
+        raise unknown_name_error("precision", level, codec_names())
     return ALIASES.get(name, name), None if match[2] is None else int(match[2])
 
 

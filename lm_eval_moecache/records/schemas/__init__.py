@@ -21,7 +21,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from lm_eval_moecache.records.numbers import MOST_COUNT, read_count, read_number, shown, unknown
+from lm_eval_moecache.records.numbers import (
+    MOST_COUNT,
+    read_count,
+    read_number,
+    shown,
+    unknown_name_error,
+)
 
 # pydantic's error types, in words.
 _WORDS = {
@@ -51,7 +57,7 @@ class Schema(BaseModel):
     def _names_known(cls, data: object) -> object:
         for key in data if isinstance(data, Mapping) else ():
             if key not in cls.model_fields:
-                message = str(unknown("field", key, cls.model_fields))
+                message = str(unknown_name_error("field", key, cls.model_fields))
                 raise PydanticCustomError("unknown_field", "{said}", {"said": message})
         return data
 
@@ -131,7 +137,7 @@ def schema_error(error: ValidationError, what: str) -> ValueError:
         return ValueError(f"{what}: {path}{': ' if path else ''}{first['msg']}")
     if first["type"] == "literal_error":
         allowed = re.findall(r"'([^']*)'", first["ctx"]["expected"])
-        return unknown(f"{what}: {path}", first["input"], allowed)
+        return unknown_name_error(f"{what}: {path}", first["input"], allowed)
     rule = _WORDS.get(first["type"], str(first["msg"]).lower())
     if first["type"] == "value_error":
         rule = str(first["ctx"]["error"])
