@@ -14,7 +14,7 @@ cache's turns are its events. A key is `layer * num_experts + expert`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,6 +41,14 @@ class Expert:
     """Number of the next event that needs it (offline rules only)."""
     turn: int = 0
     """Its cache's turn at its last use or load."""
+    accessed: int = 0
+    """Its cache's accesses as of its last use or load."""
+    hits: int = 0
+    """Number of uses since its load, without the one that it was loaded for."""
+    demanded: int = -2
+    """The pass in which a demand last loaded it, until it is used."""
+    founder: int = 0
+    """Its place, from 1, among the loads before its cache's first eviction; 0 if loaded later."""
     served_tokens: int = 0
     """Number of tokens summed in `weight`."""
     weight: float = 0.0
@@ -81,6 +89,13 @@ class Layer:
     second: float = 0.0
     turns: int = 0
     """In the row of a cache, the number of events it has seen."""
+    accesses: int = 0
+    """In the row of a cache, the number of keys that these events needed."""
+    founders: int = 0
+    full: int = 0
+    """In the row of a cache, its loads before the first eviction, and whether that has been."""
+    slots: int = 0
+    """Experts of the mean size that its cache has room for."""
     predicted: int = 0
     """Whether any expert is predicted for the layer's next turn."""
     oldest: int = -1
@@ -125,7 +140,9 @@ class Now:
     layer: int = -1
     """The layer being served, while a victim is sought."""
     turns: int = 0
-    """Turns of the cache in which a victim is sought."""
+    """This and the next two are those of the cache in which a victim is sought."""
+    accesses: int = 0
+    founders: int = 0
     served: int = -1
     """The layer that the pass last served, -1 for none."""
     order: int = 1
@@ -141,8 +158,10 @@ class Now:
     offline: int = 0
     only_best: int = 0
     """Whether uses below the best precision level do not count."""
-    nearness: float = 0.0
-    """Turns that a whole cycle counts as."""
+    by_token: int = 0
+    """Whether recency is that of the last token to need an expert, and not of the first."""
+    parameter: float = 0.0
+    """The rule's own."""
     keep: float = 0.0
     """Weight of a duel relative to the next one."""
     furthest: int = -1
@@ -171,11 +190,12 @@ class Features(NamedTuple):
     """Indexed by key; a single record for rules without forecasts."""
 
 
-def make_features(now: Now, per_layer: bool = False) -> Features:
-    """Return the initial features of one cache, or of one cache per layer."""
+def make_features(now: Now, slots: Sequence[int]) -> Features:
+    """Return the initial features of one cache, or of one per layer, with so many slots each."""
     layers, num_keys = make_table(Layer, now.num_layers), now.num_layers * now.num_experts
     for index, layer in enumerate(layers):
-        layer.index, layer.cache = index, index if per_layer else 0
+        layer.index, layer.cache = index, index if len(slots) > 1 else 0
+        layer.slots = slots[layer.cache]
     forecasts = make_table(Forecast, num_keys if now.forecasts else 1)
     return Features(make_table(Expert, num_keys), layers, [now], forecasts)
 
@@ -202,10 +222,13 @@ def note_pass(tables: Any, index: int) -> None:
 def note_load(tables: Any, key: int, home: int, prefetched: bool) -> None:
     """Note that a key of layer `home` became resident."""
     now, layer, expert = tables.now[0], tables.layers[home], tables.experts[key]
+    cache = tables.layers[layer.cache]
     expert.last_use = expert.loaded = expert.wanted = now.order
     now.order += 1
     expert.current = now.pass_index
-    expert.turn = tables.layers[layer.cache].turns
+    expert.turn, expert.accessed, expert.hits = cache.turns, cache.accesses, 0
+    cache.founders += 1 - cache.full
+    expert.founder = 0 if cache.full else cache.founders
     tables.experts[home * now.num_experts + layer.held].member = key
     expert.place = layer.held
     layer.held += 1
@@ -213,6 +236,8 @@ def note_load(tables: Any, key: int, home: int, prefetched: bool) -> None:
     layer.unclear = 1
     if prefetched:
         expert.predicted = layer.predicted = 1
+    else:
+        expert.demanded = now.pass_index
     if prefetched and home <= now.served:
         now.wishes += 1
         expert.ahead = now.wishes
@@ -230,6 +255,7 @@ def note_eviction(tables: Any, key: int, home: int) -> None:
     expert.ahead = 0
     expert.predicted = 0
     layer.unclear = 1
+    tables.layers[layer.cache].full = 1
     if now.furthest >= 0:
         begin_duel(tables, key)
 
@@ -267,7 +293,7 @@ def note_event(
     Its tokens chose `experts[first:last]` with these `weights`, dropped experts being negative.
     `next_use` holds, by place in `keys`, the number of the next event that needs the key.
     """
-    now, turns = tables.now[0], tables.layers[tables.layers[layer].cache].turns
+    now, cache = tables.now[0], tables.layers[tables.layers[layer].cache]
     base = layer * now.num_experts
     if now.weighs:
         for place in range(start, stop):
@@ -282,9 +308,14 @@ def note_event(
             expert = tables.experts[keys[place]]
             add_weight(tables, keys[place], expert.fresh_weight, expert.fresh_tokens)
     for place in range(start, stop):
-        note_use(tables, keys[place], turns)
+        note_use(tables, keys[place], cache)
         if now.offline:
             tables.experts[keys[place]].next_use = next_use[place]
+    if now.by_token and tokens > 1:
+        for entry in range(first, last):
+            if experts[entry] >= 0:
+                tables.experts[base + experts[entry]].last_use = now.order
+                now.order += 1
     if now.forecasts:
         for place in range(start, stop):
             end_use(tables, keys[place], layer, tokens)
@@ -306,13 +337,17 @@ def add_served(tables: Any, base: int, tokens: int, experts: Array, first: int, 
         slow *= SLOW
 
 
-def note_use(tables: Any, key: int, turns: int) -> None:
-    """Note that an executed event needed a key; `note_turn` follows the event's last key.
+def note_use(tables: Any, key: int, cache: Layer) -> None:
+    """Note that an executed event needed a key of this cache (its row).
 
-    `turns` are those of the key's cache.
+    `note_turn` follows the event's last key.
     """
-    now, expert = tables.now[0], tables.experts[key]
+    now, expert, turns = tables.now[0], tables.experts[key], cache.turns
     expert.uses += 1 - expert.lesser if now.only_best else 1
+    cache.accesses += 1
+    expert.accessed = cache.accesses
+    expert.hits += expert.demanded != now.pass_index
+    expert.demanded = -2
     if expert.resident:
         expert.last_use = expert.wanted = now.order
         now.order += 1
@@ -415,8 +450,9 @@ def find_lowest(tables: Any, rank: Rank, first: int, last: int, mark: int, layer
     Keys whose `pinned` equals `mark` are excluded; they must all be of `layer`, or of layers whose
     `unclear` the caller has set.
     """
-    now = tables.now[0]
-    now.layer, now.turns = layer, tables.layers[tables.layers[first].cache].turns
+    now, cache = tables.now[0], tables.layers[tables.layers[first].cache]
+    now.layer, now.turns = layer, cache.turns
+    now.accesses, now.founders = cache.accesses, cache.founders
     best, best_a, best_b, oldest = -1, 0.0, 0.0, -1
     for index in range(first, last):
         home = tables.layers[index]
@@ -435,7 +471,7 @@ def find_lowest(tables: Any, rank: Rank, first: int, last: int, mark: int, layer
     now.furthest = -1
     if now.forecasts and best != oldest:
         now.furthest, now.other = best, oldest
-        if tables.layers[tables.layers[first].cache].balance < -SLACK:
+        if cache.balance < -SLACK:
             return oldest
     return best
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from inspect import isfunction, unwrap
 from typing import Any, ClassVar
@@ -24,7 +24,6 @@ from lm_eval_moecache.algorithms.features import (
 )
 from lm_eval_moecache.algorithms.registry import is_own
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.jit import compiled_function
 
 
@@ -45,14 +44,13 @@ class RankedEviction(EvictionAlgorithm):
     moves: ClassVar[bool] = True
     """Whether a rank can change with the layer being served."""
     only_best: ClassVar[bool] = False
-    growth: float = 0.0
+    by_token: ClassVar[bool] = False
     forecasts: ClassVar[bool] = False
-    nearness: float = 0.0
-    keep: float = 0.0
+    growth = parameter = keep = 0.0
     """See `features.Now`."""
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        super().__init__(geometry, seed=seed)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._num_searches = 0
 
     @classmethod
@@ -72,8 +70,8 @@ class RankedEviction(EvictionAlgorithm):
         found: Rank = unwrap(self.rank)
         return found
 
-    def make_features(self, per_layer: bool = False) -> Features:
-        """Return the rule's initial features, for one cache or one per layer."""
+    def make_features(self, slots: Sequence[int]) -> Features:
+        """Return the rule's initial features, for one cache or one per layer of so many slots."""
         now = Now(
             self.geometry.num_layers,
             self.geometry.num_experts,
@@ -84,14 +82,15 @@ class RankedEviction(EvictionAlgorithm):
             weighs=int(self.uses_weights),
             offline=int(self.is_offline),
             only_best=int(self.only_best),
-            nearness=self.nearness,
+            by_token=int(self.by_token),
+            parameter=self.parameter,
             keep=self.keep,
         )
-        return make_features(now, per_layer)
+        return make_features(now, slots)
 
     @cached_property
     def _features(self) -> Features:
-        return self.make_features()
+        return self.make_features([self.num_slots])
 
     def on_pass(self, pass_index: int) -> None:
         note_pass(self._features, pass_index)

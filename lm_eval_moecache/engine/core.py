@@ -363,6 +363,8 @@ def serve(
 
     `event` is its number in the batch, `number` in the run.
     """
+    if IN_PYTHON:
+        begin_event(state)
     enter(state, rank, batch.dense_s[event], layer, batch.rows[event + 1] - batch.rows[event])
     demands = look_up(state, batch, event, layer, count)
     start, stop = batch.bounds[event], batch.bounds[event + 1]
@@ -1207,6 +1209,10 @@ def settle(state: State) -> None:
 
 
 # What only Python can do.
+
+
+def begin_event(state: State) -> None:
+    state.outside.begin_next()
 
 
 def tell_pass(state: State, number: int) -> None:

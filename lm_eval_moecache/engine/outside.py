@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
@@ -29,6 +29,8 @@ class Outside:
         """By cache."""
         self.event = Event(-1, PASS_START, PREFILL, 0, ())
         """The event in progress, as executed."""
+        self.events: Iterator[Event] | None = None
+        """Those of the passes in progress, if they are served together and are asked for."""
         self.wave: list[int] = []
         """Keys that are executed together, in the wave in progress."""
         self.on_wave: Callable[[Sequence[int]], object] = lambda keys: None
@@ -60,6 +62,11 @@ class Outside:
     def begin(self, event: Event) -> None:
         """Begin an event, as it will be executed."""
         self.event, self._arrivals = event, {}
+
+    def begin_next(self) -> None:
+        """Begin the next of `events`, if there are any."""
+        if self.events is not None:
+            self.begin(next(self.events))
 
     # Evictions with a state of their own.
 

@@ -60,7 +60,7 @@ def replay(
     if on_engine is not None:
         on_engine(engine)
     waiting = enter_requests(trace, engine)
-    one_by_one = bool(trace.scans) or engine.needs_python or engine.decides
+    one_by_one = bool(trace.scans) or engine.is_stepwise
     engine.expect(trace.num_passes)
     last_requests: Set[int] = frozenset()
     for part in trace.parts():
@@ -109,7 +109,8 @@ def _serve_passes(
             continue
         counts = np.concatenate([np.diff(bounds) for _, bounds in proposals])
         proposed = np.concatenate([keys for keys, _ in proposals]), np.append(0, counts.cumsum())
-        replay_passes(engine, part, begin, last, proposed, is_cold[begin:last])
+        events = _events(part, needs, begin, last, True) if engine.needs_events else None
+        replay_passes(engine, part, begin, last, proposed, is_cold[begin:last], events)
         for record in engine.ledger.passes[part.first_pass + begin :]:
             _note_drafts(part, record)
             for request in waiting[record.index]:

@@ -73,11 +73,11 @@ def make_state(
         run.hosts = int(bool(rules.miss.host_rule))
         run.lanes = int(not setting.is_one_server)
         run.piecewise = int(setting.execute == AS_THEY_ARRIVE)
-    eviction, per_layer = evictions[0], len(evictions) > 1
+    eviction, num_slots = evictions[0], [each.num_slots for each in evictions]
     if isinstance(eviction, RankedEviction) and not own:
-        features = eviction.make_features(per_layer)
+        features = eviction.make_features(num_slots)
     else:
-        features = make_features(Now(num_layers, geometry.num_experts), per_layer)
+        features = make_features(Now(num_layers, geometry.num_experts), num_slots)
     slots = make_table(core.Slot, num_layers * geometry.num_experts)
     for key, slot in enumerate(slots):
         slot.home = key // geometry.num_experts

@@ -110,7 +110,7 @@ class NoisyLRU(LRU):
     def victim(self, pinned: Container[int], layer: int) -> int | None:
         key = super().victim(pinned, layer)
         if key is not None:
-            note_use(self._features, key, 0)
+            note_use(self._features, key, self._features.layers[0])
         return key
 
 

@@ -11,6 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.algorithms.ranked import RankedEviction, compiled_rank
+from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual import loop
@@ -26,10 +28,12 @@ from lm_eval_moecache.trace.trace import Drafted, Trace
 from tests.engine import traces
 from tests.engine.traces import HARDWARE, draw_trace, one_by_one, setting_for
 
-PLAIN = "lru fifo lfu belady lfru layered_lru shallow_first".split()
+PLAIN = "lru fifo lfu belady lfru layered_lru shallow_first static tail_lru lfru_colibri".split()
 RULES: dict[str, list[dict[str, Any]]] = {
     **{name: [{}] for name in PLAIN},
     "hazard": [{}, {"nearness": 0, "memory": 1}],
+    "heat_lru": [{}, {"protect_above": 1}],
+    "pinned_lru": [{}, {"share": 0.3}],
     "fld": [{"distance": "absolute"}, {"distance": "forward"}],
     "frequency_layer": [{"layer": "forward"}, {"layer": "index"}],
     "score": [{"history": "sum"}, {"history": "mean"}, {"history": "decayed"}],
@@ -164,6 +168,13 @@ def test_compiled_by_numba(machine_code: None) -> None:
             for link in ("priority", "fifo"):
                 assert_equal(trace, setting_for(trace, capacity, axes, policy, link=link))
     assert is_kept(MODULES, "step")
+
+
+def test_every_ranking_compiles(machine_code: None) -> None:
+    for name in algorithm_names("eviction"):
+        algorithm = find_algorithm("eviction", name)
+        if issubclass(algorithm, RankedEviction):
+            compiled_rank(algorithm(make_geometry()).plain_rank)
 
 
 def test_lossy_and_laddered_events_in_machine_code(

@@ -98,38 +98,6 @@ class EvictionAlgorithm(Algorithm):
         """
 
 
-class RecencyRule(EvictionAlgorithm):
-    """Base of the LRU variants: keeps the residents in order of use; a rule adds its `victim`.
-
-    The experts of an event count as used in order of need. O(1) per call.
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.order: dict[int, None] = {}
-        """Residents, the least recently used first."""
-
-    def on_insert(self, key: int, prefetched: bool) -> None:
-        self.order[key] = None
-
-    def on_event(self, event: Event) -> None:
-        for key in event.keys:
-            self.touch(key)
-
-    def touch(self, key: int) -> None:
-        """Make a key the most recently used, if it is resident."""
-        if key in self.order:
-            del self.order[key]
-            self.order[key] = None
-
-    def on_evict(self, key: int) -> None:
-        self.order.pop(key, None)
-
-    def oldest(self, pinned: Container[int]) -> int | None:
-        """Return LRU's victim, or None if all keys are pinned."""
-        return next((key for key in self.order if key not in pinned), None)
-
-
 class HitRule(EvictionAlgorithm):
     """Base of the textbook rules, which distinguish a hit from the use that loaded the expert.
 

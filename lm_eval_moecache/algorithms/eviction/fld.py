@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
-from lm_eval_moecache.records.geometry import Geometry
 
 
 def furthest_either_way(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
@@ -19,6 +19,7 @@ def furthest_ahead(expert: Expert, home: Layer, now: Now) -> tuple[float, float]
     return float(-((home.index - now.layer) % now.num_layers)), float(expert.last_use)
 
 
+@dataclass(eq=False, kw_only=True)
 class FLD(RankedEviction):
     """Evicts an expert of the layer furthest from the one being served.
 
@@ -35,12 +36,8 @@ class FLD(RankedEviction):
     source: ClassVar[str] = "SpecMD appendix B (FLD); HOBBIT (Tang et al. 2024)"
     compares_layers: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        distance: Literal["absolute", "forward"] = "absolute",
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.rank = furthest_either_way if distance == "absolute" else furthest_ahead
+    distance: Literal["absolute", "forward"] = "absolute"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.rank = furthest_either_way if self.distance == "absolute" else furthest_ahead

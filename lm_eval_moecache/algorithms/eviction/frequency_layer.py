@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
-from lm_eval_moecache.records.geometry import Geometry
 
 
 def uses_by_nearness(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
@@ -19,6 +19,7 @@ def uses_by_shallowness(expert: Expert, home: Layer, now: Now) -> tuple[float, f
     return float(expert.uses * (now.num_layers - home.index)), 0.0
 
 
+@dataclass(eq=False, kw_only=True)
 class FrequencyLayer(RankedEviction):
     """Evicts the expert with the lowest product of activation frequency and nearness of its layer.
 
@@ -34,8 +35,8 @@ class FrequencyLayer(RankedEviction):
     source: ClassVar[str] = "Yi et al. 2023 (EdgeMoE), as in BuddyMoE section 6"
     compares_layers: ClassVar[bool] = True
 
-    def __init__(
-        self, geometry: Geometry, *, seed: int = 0, layer: Literal["forward", "index"] = "forward"
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.rank = uses_by_nearness if layer == "forward" else uses_by_shallowness
+    layer: Literal["forward", "index"] = "forward"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.rank = uses_by_nearness if self.layer == "forward" else uses_by_shallowness

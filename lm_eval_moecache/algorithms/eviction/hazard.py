@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
-from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import Count, ZeroOrMore
 
 _PRIOR = 0.02
 """Hazard of an expert that was never needed: no wait is forecast beyond fifty turns."""
@@ -17,9 +18,10 @@ def longest_wait(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
     if expert.predicted:
         wait = 0.0
     turns = (home.index - now.layer - 1) % now.num_layers + 1
-    return -(wait + now.nearness * turns / now.num_layers), 0.0
+    return -(wait + now.parameter * turns / now.num_layers), 0.0
 
 
+@dataclass(eq=False, kw_only=True)
 class Hazard(RankedEviction):
     """Evicts the expert with the longest expected wait, and falls back to LRU while that is wrong.
 
@@ -41,12 +43,9 @@ class Hazard(RankedEviction):
     forecasts: ClassVar[bool] = True
     rank = staticmethod(longest_wait)
 
-    def __init__(
-        self, geometry: Geometry, *, seed: int = 0, nearness: float = 2.0, memory: int = 200
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        if nearness < 0:
-            raise ValueError(f"eviction.nearness={nearness} must be 0 or more.")
-        if memory < 1:
-            raise ValueError(f"eviction.memory={memory} must be 1 or more.")
-        self.nearness, self.keep = float(nearness), 1 - 1 / memory
+    nearness: ZeroOrMore = 2.0
+    memory: Count = 200
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.parameter, self.keep = float(self.nearness), 1 - 1 / self.memory

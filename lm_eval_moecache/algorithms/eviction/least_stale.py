@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
-from lm_eval_moecache.records.geometry import Geometry
 
 
 def protected_by_use(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
@@ -40,6 +40,7 @@ _RANKS = {
 }
 
 
+@dataclass(eq=False, kw_only=True)
 class LeastStale(RankedEviction):
     """Evicts stale experts before current ones; stale ones left of the running layer go first.
 
@@ -60,13 +61,9 @@ class LeastStale(RankedEviction):
 
     source: ClassVar[str] = "SpecMD section 4.2, figure 3, appendix A.3"
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        protect: Literal["coming", "none"] = "coming",
-        order: Literal["last_use", "fifo"] = "last_use",
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.rank = _RANKS[protect, order]
+    protect: Literal["coming", "none"] = "coming"
+    order: Literal["last_use", "fifo"] = "last_use"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.rank = _RANKS[self.protect, self.order]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
-from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ranges import ProperShare
 
 
 def lowest_sum(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
@@ -19,6 +20,7 @@ def lowest_mean(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
     return (expert.weight / tokens if tokens else -math.inf), 0.0
 
 
+@dataclass(eq=False, kw_only=True)
 class Score(RankedEviction):
     """Evicts the expert with the lowest accumulated gate score.
 
@@ -36,22 +38,16 @@ class Score(RankedEviction):
     uses_weights: ClassVar[bool] = True
     moves: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        history: Literal["sum", "mean", "decayed"] = "sum",
-        decay: float | None = None,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        if decay is not None and history != "decayed":
+    history: Literal["sum", "mean", "decayed"] = "sum"
+    decay: ProperShare | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.decay is not None and self.history != "decayed":
             raise ValueError(
-                f"eviction.decay={decay} has no effect with eviction.history={history!r}: it goes "
-                "with history=decayed."
+                f"eviction.decay={self.decay} has no effect with eviction.history={self.history!r}:"
+                " it goes with history=decayed."
             )
-        if decay is not None and not 0 < decay < 1:
-            raise ValueError(f"eviction.decay={decay} must lie between 0 and 1.")
-        self.rank = lowest_mean if history == "mean" else lowest_sum
-        if history == "decayed":
-            self.growth = -math.log(0.9 if decay is None else decay)
+        self.rank = lowest_mean if self.history == "mean" else lowest_sum
+        if self.history == "decayed":
+            self.growth = -math.log(0.9 if self.decay is None else self.decay)

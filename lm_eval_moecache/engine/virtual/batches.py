@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.virtual.costs import attention_s
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.engine.virtual.loop import COUNTS, NO_WEIGHTS, NOTHING
-from lm_eval_moecache.records.event import PHASES
+from lm_eval_moecache.records.event import PHASES, Event
 from lm_eval_moecache.records.jit import Array
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.trace.trace import Trace
@@ -23,10 +24,12 @@ def replay_passes(
     last: int,
     proposed: tuple[Array, Array],
     cold: Array,
+    events: Iterator[Event] | None,
 ) -> None:
     """Serve passes `first` to `last` (excluded) of a part; record them in the engine's ledger.
 
-    `proposed` holds the prefetcher's keys and their bounds by event.
+    `proposed` holds the prefetcher's keys and their bounds by event; `events` are those of the
+    passes, if the engine `needs_events`.
     """
     columns, num_layers = part.columns, engine.geometry.num_layers
     start, stop = first * num_layers, last * num_layers
@@ -66,7 +69,7 @@ def replay_passes(
         cold=cold,
         warm=np.array(engine.warm, np.int64),
     )
-    counts = engine.serve_passes(batch)
+    counts = engine.serve_passes(batch, events)
     passes = engine.ledger.passes
     served = phases.tolist(), tokens[:, 0].tolist()
     # By columns: twice as fast as the records' own list.

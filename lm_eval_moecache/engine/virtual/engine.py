@@ -165,9 +165,14 @@ class VirtualEngine(Engine):
     @property
     def needs_python(self) -> bool:
         """Whether the loop calls Python while it serves an event."""
-        if self.rank is None or self.draft_stage is not None or self.rules.prefetch.foresees:
-            return True
-        names = "hosts", "lanes", "piecewise", "watched", "recorded"
+        return self.needs_events or self._is_followed
+
+    @property
+    def needs_events(self) -> bool:
+        """Whether what the loop calls in Python looks at the event."""
+        return self.rank is None or self._flags("hosts", "lanes", "piecewise")
+
+    def _flags(self, *names: str) -> bool:
         return any(read(self.state.run, 0, name) for name in names)
 
     @property
@@ -175,6 +180,16 @@ class VirtualEngine(Engine):
         """Whether Python decides between an event's lookup and its loads, or looks on."""
         rules = self.rules
         return bool(rules.is_lossy or rules.ladder or self.on_event is not None)
+
+    @property
+    def is_stepwise(self) -> bool:
+        """Whether events are served one by one, as Python acts or looks on in between."""
+        return self.decides or self._is_followed
+
+    @property
+    def _is_followed(self) -> bool:
+        acts = self.draft_stage is not None or self.rules.prefetch.foresees
+        return acts or self._flags("watched", "recorded")
 
     def expect(self, num_passes: int) -> None:
         """Note how many passes are to come."""
@@ -293,10 +308,11 @@ class VirtualEngine(Engine):
         return self.loop.as_arrays(batch) if self.loop.is_compiled else as_lists(batch)
 
     def serve(self, token_pass: TokenPass) -> None:
-        if self.needs_python or self.decides:
+        if self.is_stepwise:
             super().serve(token_pass)
             return
-        [counts] = self.serve_passes(self._batch_of_pass(token_pass)).tolist()
+        events = iter(token_pass.events()) if self.needs_events else None
+        [counts] = self.serve_passes(self._batch_of_pass(token_pass), events).tolist()
         for name, value in zip(COUNTS, counts, strict=True):
             if name in OF_EVENTS:
                 setattr(self.record, name, value)
@@ -341,8 +357,12 @@ class VirtualEngine(Engine):
             warm=NOTHING,
         )
 
-    def serve_passes(self, batch: core.PassBatch) -> Array:
-        """Serve a batch of passes; return their counts, as records of `core.PassCounts`."""
+    def serve_passes(self, batch: core.PassBatch, events: Iterator[Event] | None = None) -> Array:
+        """Serve a batch of passes; return their counts, as records of `core.PassCounts`.
+
+        `events` are those of the passes, if the engine `needs_events`.
+        """
+        self.outside.events = events
         return self.loop.serve_passes(batch)
 
     def seconds(self, tokens: int, phase: str) -> Array:
