@@ -222,14 +222,8 @@ def _compiled(
         options |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
         inner = numba.njit(**options)(copy)
         template, unliteral = inner.get_call_template, numba.types.unliteral
-        as_parts = import_module("lm_eval_moecache.records.linking").as_parts
-
-        def get_call_template(args: Any, kws: Any) -> Any:
-            with as_parts():
-                # Else numba would compile it anew for each constant it is called with.
-                return template(tuple(map(unliteral, args)), kws)
-
-        inner.get_call_template = get_call_template
+        # Else numba would compile it anew for each constant it is called with.
+        inner.get_call_template = lambda args, kws: template(tuple(map(unliteral, args)), kws)
         return inner
     if make is not None:
         try:
