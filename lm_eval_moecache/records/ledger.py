@@ -14,10 +14,9 @@ GENERATE = "generate_until"
 class Counters:
     """All counts; they add and subtract field by field.
 
-    Lookups count unique experts per event (requests). A new count is a field here plus the lines
-    that add to it: in `engine.core` (with a field of its `Count`), which serves lossless policies,
-    and in `engine.engine` and `engine.decide`, which serve the others. `report.metrics` derives the
-    reported figures.
+    Lookups count unique experts per event (requests). A new count is a field here plus the line
+    that adds to it: in `engine.core`, which serves every policy and clock, or in `engine.decide`,
+    where lossy algorithms choose. `report.metrics` derives the reported figures.
     """
 
     requests: int = 0
@@ -47,7 +46,9 @@ class Counters:
     avoided: int = 0
     """Absent experts that a lossy algorithm replaced or dropped instead of loading."""
     weighed_tokens: int = 0
-    """Tokens, counted per layer, that lossy algorithms may change and whose weights are known."""
+    """Tokens, counted per layer, of events in which an expert was absent or the selection was
+    changed, where a lossy algorithm acts and weights are known; not those it had nothing to do for.
+    """
     lost_weight: float = 0.0
     """Share of those tokens' weights (1 per token) that was dropped or went to a substitute."""
     host_executed: int = 0

@@ -167,7 +167,7 @@ METRICS: Mapping[str, Metric] = {
         "Weight lost",
         4,
         False,
-        "routing weight dropped or given to a substitute [of asked]",
+        "routing weight dropped or given to a substitute [of that at risk]",
         per("lost_weight", "weighed_tokens"),
     ),
     "avoided_miss_share": Metric(
