@@ -551,6 +551,7 @@ _MOST_TOLD = 20
 def _differences(comparison: Comparison, everything: bool) -> list[str]:
     """Return a line per score: how much it changed, how surely, by how many documents."""
     rows = [row for row in comparison.rows if row.difference is not None]
+    several = len({row.run for row in rows}) > 1
     if len(rows) > _MOST_TOLD and not everything:
         rows = [row for row in rows if row.verdict != SAME]
     lines = []
@@ -565,6 +566,7 @@ def _differences(comparison: Comparison, everything: bool) -> list[str]:
         lines.append(
             f"difference of {row.task} {row.metric}: {figures[0]}{unit}, 95% interval {figures[1]} "
             f"to {figures[2]}, n {documents}, p {p:.2g} ({by}, two-sided)"
+            + (f"  [{row.run}]" if several else "")
         )
     return lines
 
