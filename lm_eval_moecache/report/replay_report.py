@@ -191,15 +191,20 @@ def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
         "Hardware": [_hardware(row) for row in rows],
     }
     columns = {head: cells for head, cells in names.items() if in_full or len(set(cells)) > 1}
-    axes = " + ".join(getattr(first.policy, axis).name for axis in AXES)
+    axes = {
+        row.policy.name: " + ".join(getattr(row.policy, axis).name for axis in AXES) for row in rows
+    }
+    # What a name stands for, where it is not the names of its parts.
+    named = [f"{name}: {parts}" for name, parts in axes.items() if " + " not in name]
     shared = {
         "Trace": Path(first.trace).name,
-        "Policy": f"{first.policy.name}: {axes}",
+        "Policy": f"{first.policy.name}: {axes[first.policy.name]}",
         "": f"layers charged as: {first.emulates}" if first.emulates else "",
         "warm": f"warmed by: {first.warmed_by}" if first.warmed_by else "",
         "Hardware": f"hardware: {_hardware(first)}",
     }
     parts = [text for head, text in shared.items() if text and head not in columns]
+    parts += named if "Policy" in columns else []
     title = f"moecache replay ({', '.join(parts)})" if parts else "moecache replay"
     for head, read, form in _COLUMNS:
         if in_full or (head in _SHORT and (head != "Fewest" or has_bounds)):
@@ -210,6 +215,11 @@ def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
     notes = []
     if any(row.open_loop for row in rows):
         notes.append("open loop: the policy changes routing, and hidden states do not follow.")
+    if any(row.metrics.get(name) for row in rows for name in ("avoided_miss_share", "host_share")):
+        notes.append(
+            "Miss counts every absent expert, also one that was dropped, replaced or computed by the "
+            "host: MB read (--all) says what was loaded."
+        )
     if not all(row.has_sizes for row in rows):
         notes.append("No bytes and no times where the trace says no expert size: --expert_bytes.")
     notes += dict.fromkeys(f"Warning: {text}" for row in rows for text in row.warnings)
