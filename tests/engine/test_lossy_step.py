@@ -13,7 +13,7 @@ from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
-from lm_eval_moecache.records.event import DECODE, PREFILL, Event, token_miss_count
+from lm_eval_moecache.records.event import DECODE, PREFILL, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
 from tests.engine.scripted import (
@@ -57,9 +57,13 @@ def run_layer(engine: VirtualEngine, layer: int, experts: list[list[int]]) -> Se
 
 
 def test_dropped_assignments_are_no_misses_of_the_last_expert() -> None:
-    experts = np.asarray([[0, -1], [1, -1]])
-    assert token_miss_count(Event(0, 0, PREFILL, 2, [0, 1], experts), 4, [3]) == 0
-    assert token_miss_count(Event(0, 0, PREFILL, 2, [0, 1], experts), 4, [0, 3]) == 1
+    geometry = make_geometry(num_layers=1, num_experts=4, top_k=2)
+    engine = make_engine(ScriptedPolicy(miss=Always(DropAbsent)), 4, geometry)
+    core.fill(engine.state, [0])
+    record = engine.begin_pass(PREFILL, 2)
+    engine.enter(0, 2)
+    engine.run(Event(0, 0, PREFILL, 2, [0, 3], np.asarray([[0, -1], [3, -1]])))
+    assert (record.misses, record.token_misses) == (1, 1)
 
 
 def test_dropping_everything_absent_neither_moves_nor_waits() -> None:
