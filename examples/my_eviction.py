@@ -9,7 +9,6 @@ from collections.abc import Container
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import HitRule
-from lm_eval_moecache.records import Geometry
 
 
 class Sieve(HitRule):
@@ -17,8 +16,8 @@ class Sieve(HitRule):
 
     source: ClassVar[str] = "Zhang et al. 2024 (SIEVE)"
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        super().__init__(geometry, seed=seed)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._hit: dict[int, bool] = {}  # in order of insertion
         self._hand: int | None = None
 

@@ -139,7 +139,7 @@ def test_every_online_deterministic_eviction_has_an_oracle() -> None:
     has_none = {"random", "belady", "importance", "hazard", "w_tinylfu", "pinned_lru"}
     online = {n for n in algorithm_names("eviction") if n not in has_none | THEIRS.keys()}
     missing = online - oracles.EVICTIONS.keys()
-    assert not missing, f"{missing}: add to EVICTIONS of tests/algorithms/oracles.py"
+    assert not missing, f"{missing}: add to _RULES of tests/algorithms/oracles.py"
 
 
 # Whole logits, so that ties are common.
