@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -35,6 +36,14 @@ from lm_eval_moecache.report.metrics import (
     unique_passes,
 )
 from lm_eval_moecache.report.results import metric_column
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_dictionary_of_columns_has_every_metric() -> None:
+    page = (ROOT / "results/README.md").read_text().partition("## Dictionary of columns")[2]
+    missing = [name for name in METRICS if f"`{name}`" not in page]
+    assert not missing, f"{missing}: add to the dictionary of results/README.md"
 
 
 def make_pass(index: int, phase: str, start_s: float, end_s: float, **counts: float) -> PassRecord:
