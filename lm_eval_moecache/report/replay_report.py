@@ -217,8 +217,8 @@ def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
         notes.append("open loop: the policy changes routing, and hidden states do not follow.")
     if any(row.metrics.get(name) for row in rows for name in ("avoided_miss_share", "host_share")):
         notes.append(
-            "Miss counts every absent expert, also one that was dropped, replaced or computed by the "
-            "host: MB read (--all) says what was loaded."
+            "Miss counts every absent expert, also one that was dropped, replaced or computed by "
+            "the host: MB read (--all) says what was loaded."
         )
     if not all(row.has_sizes for row in rows):
         notes.append("No bytes and no times where the trace says no expert size: --expert_bytes.")
