@@ -119,7 +119,7 @@ def test_install_lines_name_a_place_and_not_an_index_that_lacks_the_package() ->
     )
     assert len(lines) >= 2
     for line in lines:
-        assert re.search(r" '?\.(\[\w+\]'?)?$| examples/plugin$|git\+", line), line
+        assert re.search(r" '?\.(\[[\w,]+\]'?)?$| examples/plugin$|git\+", line), line
 
 
 README = (ROOT / "README.md").read_text()
