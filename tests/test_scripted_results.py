@@ -7,10 +7,10 @@ from functools import partial
 from statistics import mean, median
 
 import evictions
-import foretold
 import layer_sizes
 import leads
 import lossy_accuracy
+import lost_points
 import policy_space
 import pytest
 import real_routing
@@ -28,7 +28,7 @@ EVICTION_COSTS = load(RESULTS / "evictions/costs.json.gz")
 LOSSY = load(RESULTS / "lossy_answers/accuracy/cells.json.gz")
 SPACE = load(RESULTS / "policy_space/cells.json.gz")
 ANSWERS = load(RESULTS / "miss_answers/cells.json.gz")
-FORETOLD = json.loads((RESULTS / "foretold/pairs.json").read_text())
+LOST_POINTS = json.loads((RESULTS / "lost_points/pairs.json").read_text())
 CHANGED = json.loads((RESULTS / "sensitivity/models.json").read_text())
 TABLES = {
     "layer_sizes/table.md": (layer_sizes.render, ROWS),
@@ -37,7 +37,10 @@ TABLES = {
     "lossy_answers/accuracy/table.md": (lossy_accuracy.render, LOSSY),
     "policy_space/table.md": (policy_space.render_space, SPACE),
     "sensitivity/table.md": (sensitivity.render, CHANGED),
-    "foretold/table.md": (lambda kept: foretold.render(kept["answers"], kept["texts"]), FORETOLD),
+    "lost_points/table.md": (
+        lambda kept: lost_points.render(kept["answers"], kept["texts"]),
+        LOST_POINTS,
+    ),
     "miss_answers/table.md": (policy_space.render_answers, ANSWERS),
 }
 
@@ -50,8 +53,8 @@ def test_every_table_comes_from_its_cells_to_the_byte(name: str) -> None:
 
 def test_every_lossy_run_on_the_shipped_model_is_paired() -> None:
     runs = load_runs(RESULTS)
-    assert json.loads(json.dumps(list(foretold.pairs(runs)))) == FORETOLD["answers"]
-    assert list(foretold.of_texts(runs)) == FORETOLD["texts"]
+    assert json.loads(json.dumps(list(lost_points.pairs(runs)))) == LOST_POINTS["answers"]
+    assert list(lost_points.of_texts(runs)) == LOST_POINTS["texts"]
 
 
 def test_the_conditions_of_a_release_stand_where_training_is_described() -> None:

@@ -1,12 +1,12 @@
-"""Do a run's own signs foretell the points it loses? Over all lossy runs on the shipped model.
+"""Do a run's own metrics predict the points it loses? Over all lossy runs on the shipped model.
 
-Usage: python benchmarks/foretold.py [FOLDER ...] [--write]
+Usage: python benchmarks/lost_points.py [FOLDER ...] [--write]
 
 A run reports how much routing weight it lost and which share of the router's choices it executed.
 Beside each lossy run below the folders (default: results) stands a lossless one of the same
 documents; the difference of right answers is what was lost. Lines through 0 are fitted to all rules
-but one and foretell that one; a sign is of use if it foretells within 2 points. With `--write` the
-pairs and the table go to results/foretold. Runs of version 2 are left out.
+but one and predict that one; a sign is of use if it predicts within 2 points. With `--write` the
+pairs and the table go to results/lost_points. Runs of version 2 are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grid import RESULTS, text_table
 
 from lm_eval_moecache.report.results import Run, is_of_version_2, load_runs
 
-FOLDER = RESULTS / "foretold"
+FOLDER = RESULTS / "lost_points"
 SIGNS = {
     "lost weight": lambda pair: pair["lost_weight"],
     "choices not executed": lambda pair: 1 - pair["fidelity"],
@@ -99,19 +99,19 @@ def pairs(runs: Sequence[Run]) -> Iterator[Pair]:
     for key, pair in sorted(lossy.items()):
         if (reference := exact.get(key[:3])) is None:
             continue
-        told = json.dumps({k: v for k, v in pair.items() if k != "capacity"})
-        if told not in seen:  # rules that ask no cache answer alike at every capacity
-            seen.add(told)
+        settings = json.dumps({k: v for k, v in pair.items() if k != "capacity"})
+        if settings not in seen:  # rules that ask no cache answer alike at every capacity
+            seen.add(settings)
             yield {**pair, "points": 100 * (mean(reference.values()) - pair["right"])}
 
 
 def forecasts(found: Sequence[Pair], sign: str) -> list[tuple[float, float]]:
-    """Return (foretold, lost) points of each pair, from a line through 0 of the other rules."""
+    """Return (predicted, lost) points of each pair, from a line through 0 of the other rules."""
     of = SIGNS[sign]
-    told = [pair for pair in found if pair["lost_weight"] is not None or sign != "lost weight"]
+    usable = [pair for pair in found if pair["lost_weight"] is not None or sign != "lost weight"]
     results = []
-    for pair in told:
-        others = [p for p in told if p["rule"] != pair["rule"] and p["task"] == pair["task"]]
+    for pair in usable:
+        others = [p for p in usable if p["rule"] != pair["rule"] and p["task"] == pair["task"]]
         x, y = (np.array([f(p) for p in others]) for f in (of, lambda p: p["points"]))
         if len(others) >= 2:
             results.append((float(x @ y / (x @ x)) * of(pair), float(pair["points"])))
@@ -132,7 +132,7 @@ def render(found: Sequence[Pair], texts: Sequence[Sequence[str]]) -> str:
     verdicts = []
     for sign, of in SIGNS.items():
         known = [p for p in found if p["lost_weight"] is not None or sign != "lost weight"]
-        errors = [foretold - lost for foretold, lost in forecasts(found, sign)]
+        errors = [predicted - lost for predicted, lost in forecasts(found, sign)]
         rank = scipy.stats.spearmanr([of(p) for p in known], [p["points"] for p in known])
         within = sum(abs(error) <= WITHIN for error in errors)
         verdicts.append(
@@ -148,8 +148,8 @@ def render(found: Sequence[Pair], texts: Sequence[Sequence[str]]) -> str:
         )
     verdict_heads = ["sign", "pairs", "rank correlation", "error, points", "worst", "within 2", ""]
     return (
-        "# Do a run's own signs foretell the points it loses?\n\n"
-        "Each rule foretold from the others on the same task by a line through 0:\n\n"
+        "# Do a run's own metrics predict the points it loses?\n\n"
+        "Each rule predicted from the others on the same task by a line through 0:\n\n"
         f"{text_table(verdict_heads, verdicts)}\n\n{text_table(heads, rows)}\n\n"
         "On text, by lost weight:\n\n"
         f"{text_table(['rule', 'lost weight', '% of perplexity by word'], by_weight)}\n"
@@ -159,7 +159,7 @@ def render(found: Sequence[Pair], texts: Sequence[Sequence[str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="*", type=Path, default=[RESULTS])
-    parser.add_argument("--write", action="store_true", help="keep in results/foretold")
+    parser.add_argument("--write", action="store_true", help="keep in results/lost_points")
     options = parser.parse_args()
     runs = [run for folder in options.folders for run in load_runs(folder)]
     found, texts = list(pairs(runs)), list(of_texts(runs))
