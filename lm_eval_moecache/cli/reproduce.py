@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.cli.main import listed, print_result, wrapped
 from lm_eval_moecache.cli.main import main as moecache
-from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.schemas.inputs import Recipe, ReproducedValue, check_limit, read_jobs
 from lm_eval_moecache.report.results import (
@@ -75,12 +75,13 @@ def _list(as_json: bool) -> int:
     recipes = {name: load_recipe(name) for name in recipe_names()}
     shown = {"where", "title", "claims"}
     rows = [{"name": name, **recipe.model_dump(include=shown)} for name, recipe in recipes.items()]
-    text = "".join(f"{name:34s} {recipe.title}\n" for name, recipe in recipes.items())
-    text += (
+    lead = max(map(len, recipes)) + 4
+    lines = listed([(name, recipe.title) for name, recipe in recipes.items()], lead)
+    note = (
         f"{len(recipes)} tables and figures. `moecache reproduce NAME` remakes one on the shipped "
-        "model, `--pretrained MODEL` on another.\n"
     )
-    return print_result(as_json, {"figures": rows}, text)
+    lines += ["", *wrapped(f"{note}model, `--pretrained MODEL` on another.")]
+    return print_result(as_json, {"figures": rows}, "\n".join([*lines, ""]))
 
 
 def paper_page(name: str, recipe: Recipe, runs: list[Run]) -> str:
