@@ -19,7 +19,9 @@ from lm_eval_moecache.cli.table import board_folders, collect, other_tables
 from lm_eval_moecache.harness.run_report import speed_table
 from lm_eval_moecache.report.results import PACKED, Run, load_runs, selected
 from lm_eval_moecache.report.tables import FORMS, distinct
-from lm_eval_moecache.sweep.spec import fit
+from lm_eval_moecache.sweep.files import finished
+from lm_eval_moecache.sweep.run import check_cells
+from lm_eval_moecache.sweep.spec import fit, read_sweep
 from tools.claims import VERDICTS, answer, page, read_claims
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -50,6 +52,13 @@ def test_runs_lie_packed_and_no_search_is_kept() -> None:
     loose = [*RESULTS.rglob("runs/*.json"), *RESULTS.rglob("*.journal")]
     assert loose == [], "run: moecache pack results"
     assert len(list(RESULTS.rglob(PACKED))) > 12
+
+
+def test_a_committed_sweep_finds_its_runs_again() -> None:
+    """A setting, or a key of what is hashed, that changes its name makes every run anew."""
+    folder = RESULTS / "demo"
+    planned = check_cells(read_sweep(folder / "sweep.yaml").cells())
+    assert {cell.configuration_hash for cell in planned} == finished(folder).keys()
 
 
 def test_analyses_and_searches_are_told_as_their_jsons_say() -> None:

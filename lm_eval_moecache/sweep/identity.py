@@ -176,8 +176,9 @@ def plan(cell: Cell, config: Config, hflm_arguments: Mapping[str, Any]) -> Resol
     resolved = {
         "model": cell.model,
         "pretrained": cell.pretrained,
+        # The key is part of every hash: under another name no finished run would be found again.
         # A device counts only if it was given: another machine's default is the same configuration.
-        "hflm_arguments": {
+        "host_arguments": {
             key: cell.arguments.get(key, value) if key == "device" else value
             for key, value in hflm_arguments.items()
             if key != "device" or key in cell.arguments
