@@ -24,7 +24,7 @@ def fewest_misses(
     *,
     cache_reset: str = "never",
     free_prefill: bool = False,
-    turns_away: bool = False,
+    allow_bypass: bool = False,
 ) -> tuple[int, int]:
     """Return a lower bound on the misses of any eviction on demand, and the number of requests.
 
@@ -37,9 +37,9 @@ def fewest_misses(
       bound admits whatever *some* set of as many residents could have led to (`_stay`).
     - A cache whose layers differ in expert size is taken to hold only experts of the smallest.
 
-    With `turns_away` an expert may be executed without ever entering the cache: the bound for rules
-    that also choose which experts to admit, as the engine's do not. The gap between the two bounds
-    is out of reach for eviction alone, however well it chooses its victims.
+    With `allow_bypass` an expert may be executed without ever entering the cache: the bound for
+    rules that also choose which experts to admit, as the engine's do not. The gap between the two
+    bounds is out of reach for eviction alone, however well it chooses its victims.
 
     Only the caches of the setting matter (capacity, sizes, `warm`). Cost: O(experts) per event, in
     numpy.
@@ -74,7 +74,7 @@ def fewest_misses(
         if not free[index]:
             requests += len(keys)
             misses += len(keys) - num_hits
-        if len(keys) > num_slots[layer] and not turns_away:
+        if len(keys) > num_slots[layer] and not allow_bypass:
             layer_due[:] = _ABSENT
             # Where hits count for nothing, residents may have been chosen for the order they force.
             num_residents = num_slots[layer] if free[index] else num_hits
@@ -82,12 +82,12 @@ def fewest_misses(
             due[keys[stay]] = needs[stay]
             continue
         # Executed experts are resident meanwhile, unless they may bypass the cache.
-        due[keys] = needs if turns_away else _ABSENT
-        entering = 0 if turns_away else len(keys)
+        due[keys] = needs if allow_bypass else _ABSENT
+        entering = 0 if allow_bypass else len(keys)
         excess = int(np.count_nonzero(layer_due != _ABSENT)) + entering - slot_limits[layer]
         if excess > 0:
             layer_due[np.argpartition(layer_due, -excess)[-excess:]] = _ABSENT
-        if not turns_away:
+        if not allow_bypass:
             due[keys] = needs
     return misses, requests
 

@@ -151,13 +151,13 @@ def gap_closed(lru: float, policy: float, fewest: float) -> float | None:
     return None if lru == fewest else (lru - policy) / (lru - fewest)
 
 
-def victim_share(policy: int, fewest: int, turning_away: int) -> float | None:
+def victim_share(policy: int, fewest: int, fewest_bypassing: int) -> float | None:
     """Return the share of avoidable misses that better victims alone would save.
 
     The rest takes better admission as well. None where a policy misses no more than the bound for
     its kind, as it may with prefetching.
     """
-    return (policy - fewest) / (policy - turning_away) if policy > fewest else None
+    return (policy - fewest) / (policy - fewest_bypassing) if policy > fewest else None
 
 
 class _Found(NamedTuple):
@@ -250,7 +250,7 @@ class Replays:
             rate = misses / requests if requests else None
             bounds[phase] = {LRU: lru.metrics[f"{phase}miss_rate"], FEWEST: rate}
         fewest, requests = self._bound(on_demand)
-        fewest_bypassing, _ = self._bound(on_demand, turns_away=True)
+        fewest_bypassing, _ = self._bound(on_demand, allow_bypass=True)
         return replace(
             row,
             bounds=bounds,
@@ -279,10 +279,10 @@ class Replays:
         return self._done.setdefault(key, figures)
 
     def _bound(
-        self, setting: Setting, *, decode: bool = False, turns_away: bool = False
+        self, setting: Setting, *, decode: bool = False, allow_bypass: bool = False
     ) -> tuple[int, int]:
         """Return the fewest misses, and the requests they count: all, or all but prefills'."""
-        key = setting.capacity, decode, turns_away
+        key = setting.capacity, decode, allow_bypass
         if key not in self._fewest:
             assert isinstance(self.trace, Trace), "a bound of a trace that is streamed"
             self._fewest[key] = fewest_misses(
@@ -290,6 +290,6 @@ class Replays:
                 setting,
                 cache_reset=self._lru.cache_reset,
                 free_prefill=decode,
-                turns_away=turns_away,
+                allow_bypass=allow_bypass,
             )
         return self._fewest[key]

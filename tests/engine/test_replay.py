@@ -208,11 +208,11 @@ def test_the_olmoe_figures_are_reproduced(capacity: str, lru: float, belady: flo
         assert round(metrics["hit_rate"] * 100, 1) == expected
 
 
-def test_what_the_olmoe_trace_would_hit_if_experts_were_turned_away() -> None:
+def test_what_the_olmoe_trace_would_hit_if_experts_may_bypass_the_cache() -> None:
     """Published beside Belady's 32.0% at 51 slots: an expert may be dropped right after use."""
     trace = load_trace(str(traces.published("trace_olmoe_299.jsonl")))
     setting = traces.setting_for(trace, "51")
-    missed, requests = fewest_misses(trace, setting, turns_away=True)
+    missed, requests = fewest_misses(trace, setting, allow_bypass=True)
     assert round(100 - 100 * missed / requests, 1) == 35.2
 
 
