@@ -17,7 +17,7 @@ from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.decide import Plan, Rules, resolve, route
 from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.outside import Outside
-from lm_eval_moecache.engine.setting import CONTEXT, Setting, offline, without_draft
+from lm_eval_moecache.engine.setting import CONTEXT, Setting, no_draft_error, offline_error
 from lm_eval_moecache.engine.tables import ExpertCache, is_ranked, make_evictions, make_state, read
 from lm_eval_moecache.engine.virtual.costs import Costs
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
@@ -95,11 +95,11 @@ class Engine(ABC):
         seers: list[PrefetchAlgorithm | EvictionAlgorithm] = [rules.prefetch, *evictions]
         for algorithm in seers:
             if algorithm.is_offline and future is None:
-                raise offline(algorithm)
+                raise offline_error(algorithm)
             if future is not None:
                 algorithm.prepare(future)
         if setting.draft is None and rules.prefetch.needs_draft:
-            raise without_draft(rules.prefetch)
+            raise no_draft_error(rules.prefetch)
         self.future, self.eviction = future, evictions[0]
         self.outside = Outside(setting, evictions)
         self.state = make_state(geometry, setting, rules, evictions, costs, self.outside)

@@ -74,7 +74,7 @@ class Setting:
         return own if self.emulate is None else self.emulate.emulated_by(own)
 
 
-def offline(algorithm: object) -> ValueError:
+def offline_error(algorithm: object) -> ValueError:
     """Build the error for an algorithm (or its class) that only a replay can run."""
     module = algorithm.__module__.split(".")
     return ValueError(
@@ -93,7 +93,7 @@ def check_host(hardware: Hardware) -> None:
         )
 
 
-def without_draft(algorithm: object) -> ValueError:
+def no_draft_error(algorithm: object) -> ValueError:
     """Build the error for a prefetcher that needs a draft model where there is none."""
     name = algorithm.__module__.rpartition(".")[2]
     return ValueError(

@@ -31,7 +31,7 @@ from lm_eval_moecache.engine.setting import (
     TOGETHER,
     Setting,
     check_host,
-    offline,
+    offline_error,
 )
 from lm_eval_moecache.model.precision.ladder import Ladder, parse_ladder
 from lm_eval_moecache.records.artifact import UseProfile
@@ -336,7 +336,7 @@ def read_config(
     policy = load_policy(args.policy, overrides)
     for algorithm in (getattr(policy, axis).algorithm for axis in AXES):
         if not replayed and getattr(algorithm, "is_offline", False):
-            raise offline(algorithm)
+            raise offline_error(algorithm)
     capacity = capacity_text(args.capacity)
     check_capacity(capacity)
     check_cache_form(policy, is_per_layer(capacity))
