@@ -360,7 +360,7 @@ def _check_drafts(trace: Trace, engine: Engine) -> None:
             f"{lacks}it looks at more of a prediction than its order (by_order is False), "
             "which is what traces keep. Run it with --model moecache-spec."
         )
-    if set(drafted.foretold) != set(range(trace.geometry.num_layers)):
+    if set(drafted.predicted_layers) != set(range(trace.geometry.num_layers)):
         raise ValueError(f"{lacks}the drafts' predictions were not recorded.{again}")
     if prefetch.critical > drafted.ranked:
         raise ValueError(

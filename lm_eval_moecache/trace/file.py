@@ -253,7 +253,7 @@ def _drafted(
     forwards = np.diff(rows.lists(TOKENS)[1])
     rows.refuse((forwards > 0) & ~begins, TOKENS, "is not in a pass' first row")
     drafted = Drafted(draft=header.draft, ranked=header.ranked, settled=settled)
-    geometry, num_ranks = header.draft.geometry, len(drafted.foretold) * header.ranked
+    geometry, num_ranks = header.draft.geometry, len(drafted.predicted_layers) * header.ranked
     # Column -> values per forward, and their bounds.
     bounds = {
         TOKENS: (1, 1, np.iinfo(np.int32).max),

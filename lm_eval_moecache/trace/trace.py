@@ -211,7 +211,7 @@ class Drafted:
     """Pass -> (drafted tokens, accepted tokens)."""
 
     @property
-    def foretold(self) -> tuple[int, ...]:
+    def predicted_layers(self) -> tuple[int, ...]:
         """Layers of the model that each forward of the draft predicts [C]."""
         targets = () if self.draft is None or not self.ranked else self.draft.targets
         return tuple(target for target in targets if target != NO_TARGET)

@@ -148,7 +148,7 @@ def test_any_drafting_policy_replays_from_anothers_trace(
     spec.install(read_config(recording, speculative=True))
     spec.generate_until(requests(1), disable_tqdm=True)
     trace = recorded(spec)
-    assert bool(trace.drafted.foretold) == (draft != "narrow")
+    assert bool(trace.drafted.predicted_layers) == (draft != "narrow")
     for changes in policies:
         spec.install(read_config({**drafting, "policy": "sp_moe", **changes}, speculative=True))
         spec.generate_until(requests(1), disable_tqdm=True)
