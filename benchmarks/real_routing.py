@@ -116,25 +116,27 @@ def link_of(trace: Trace, ratio: float) -> Hardware:
 
 def render(runs: Sequence[Run]) -> str:
     cells = frame(runs)
-    is_foreseen, two_cycles = cells.recall.notna(), cells.capacity == "2 cycles"
+    is_predicted, two_cycles = cells.recall.notna(), cells.capacity == "2 cycles"
     rows = cells.trace + cells.cycles.map(" {:.2f} cycles".format)
     settings = rows + cells.recall.map(" {:g}".format) + cells.precision.map("/{:g}".format)
     misses, collisions = 100 * cells.miss_rate, 100 * cells.collision_miss_rate
     rates = misses.map("{:.1f}".format) + collisions.map(" / {:.2f}".format)
     speeds = cells.tpot_ms.map("{:.2f}".format) + misses.map(" ({:.0f}%)".format)
-    plain = cells[~is_foreseen & cells.capacity.str.endswith("cycles")]
+    plain = cells[~is_predicted & cells.capacity.str.endswith("cycles")]
     of_two = "ms a token (misses) at 2 cycles over transfer / layer"
     return sections(
         {
             "Closed of the gap between LRU and Belady, percent, on demand": closed(
-                cells[~is_foreseen & cells.capacity.str.endswith("%")]
+                cells[~is_predicted & cells.capacity.str.endswith("%")]
             ),
             "On demand: misses / collisions, percent of requests": by_eviction(plain, rows, rates),
             "With predictors (recall/precision), transfer / layer 0.02: the same": by_eviction(
-                cells[is_foreseen & (cells.ratio == 0.02)], settings, rates
+                cells[is_predicted & (cells.ratio == 0.02)], settings, rates
             ),
             of_two: by_eviction(
-                cells[is_foreseen & two_cycles], settings + cells.ratio.map(" x{:g}".format), speeds
+                cells[is_predicted & two_cycles],
+                settings + cells.ratio.map(" x{:g}".format),
+                speeds,
             ),
         }
     )

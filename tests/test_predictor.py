@@ -393,13 +393,13 @@ def test_pass_by_pass_it_says_of_each_rows_text_what_its_oracle_does(
 ) -> None:
     """Under any padding, with drafts cropped from the KV cache and rows that have ended."""
     artifact, embedding = drawn
-    rng, foresight, past = np.random.default_rng(seed), PassPredictor(artifact, embedding), 0
+    rng, pass_predictor, past = np.random.default_rng(seed), PassPredictor(artifact, embedding), 0
     texts: list[list[int | None]] = [[] for _ in range(rng.integers(1, 3))]
     for _ in range(5):
         past -= int(rng.integers(0, past + 1)) if rng.random() < 0.2 else 0
         ids = rng.integers(0, 20, (len(texts), rng.integers(1, 4)))
         valid, expected = rng.random(ids.shape) < 0.8, []
-        logits_by_layer = foresight.begin_pass(torch.from_numpy(ids), past, valid.reshape(-1))
+        logits_by_layer = pass_predictor.begin_pass(torch.from_numpy(ids), past, valid.reshape(-1))
         for text, row, real in zip(texts, ids.tolist(), valid.tolist(), strict=True):
             text[past:] = [
                 token if is_real else None for token, is_real in zip(row, real, strict=True)

@@ -264,7 +264,7 @@ class Engine(ABC):
             self._count_pass(record.index, num_tokens)
         self._follow(record, positions)
         self._is_open = True
-        if self.rules.prefetch.foresees:
+        if self.rules.prefetch.predicts_pass:
             self._predict_pass(
                 Event(record.index, PASS_START, phase, num_tokens, (), predicted=predicted)
             )

@@ -200,7 +200,7 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> EventFields:
     if not (routing.depth or engine.rules.miss.uses_ladder):
         recorded = trace.proposed.get(identity(choice, setting.seed, engine.prefetch_digest))
         asked_ahead = prefetch
-    if recorded is None and prefetch.foresees:
+    if recorded is None and prefetch.predicts_pass:
         raise ValueError(
             f"trace {trace.name} was not recorded with prefetch={choice.name!r} and this profile, "
             "which reads the text itself. Record the run again with trace=DIR and this policy, or "
@@ -262,7 +262,7 @@ def _show(
     answers: Iterator[Sequence[int]] | None = None
     if proposals is not None:
         answers = proposals_by_event(*proposals)
-        if engine.rules.prefetch.foresees:
+        if engine.rules.prefetch.predicts_pass:
             # A pass's proposal precedes its first layer, but is recorded with it.
             answers = _at_pass_starts(answers, trace.geometry.num_layers)
     engine.answers = answers

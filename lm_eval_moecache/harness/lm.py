@@ -575,8 +575,8 @@ def detail_of(config: Config) -> Detail:
         return Detail(weights=False, logits=False, predictions=False, criticals=())
     prefetch = config.policy.prefetch
     if config.trace_keep == ALL or not config.policy.is_lossless:
-        # No column holds the text that a `foresees` prefetcher read: a replay needs its proposals.
-        shadows = ((prefetch, config.seed),) if prefetch.algorithm.foresees else ()
+        # No column holds the text that a predictor of passes read: a replay needs its proposals.
+        shadows = ((prefetch, config.seed),) if prefetch.algorithm.predicts_pass else ()
         return dataclasses.replace(FULL, shadows=shadows)
     choices = [*_asking_gates(), *([prefetch] if needs_shadow(prefetch) else [])]
     unique = {identity(choice, config.seed, ""): choice for choice in choices}
@@ -594,7 +594,9 @@ def _asking_gates() -> tuple[Choice, ...]:
     choices = []
     for choice in (load_policy(name).prefetch for name in policy_names()):
         rule = choice.algorithm
-        if needs_shadow(choice) and not (rule.uses_predictor or rule.foresees or rule.uses_logits):
+        if needs_shadow(choice) and not (
+            rule.uses_predictor or rule.predicts_pass or rule.uses_logits
+        ):
             choices.append(choice)
     return tuple(choices)
 

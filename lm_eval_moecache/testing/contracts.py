@@ -32,12 +32,12 @@ from lm_eval_moecache.records.event import (
 from lm_eval_moecache.testing.streams import (
     StreamFuture,
     all_events,
-    foreseen,
     fresh,
     laddered,
     make_event,
     make_geometry,
     make_stream,
+    pass_predictions,
     policy_of,
     profile_parameter,
     run,
@@ -181,8 +181,10 @@ class PrefetchContract(Contract):
             return [(e, prefetch.propose_draft(e.layer, e.logits[-1:])) for e in all_events(PASSES)]
         for events in PASSES:
             prefetch.on_pass(events[0].pass_index)
-            if prefetch.foresees:
-                before = events[0]._replace(layer=PASS_START, keys=(), predicted=foreseen(events))
+            if prefetch.predicts_pass:
+                before = events[0]._replace(
+                    layer=PASS_START, keys=(), predicted=pass_predictions(events)
+                )
                 pairs.append((before, prefetch.propose(before)))
             for event in events:
                 event_copy = fresh(event, prefetch.depth, prefetch.uses_predictor)
@@ -198,8 +200,8 @@ class PrefetchContract(Contract):
     def test_it_proposes_something_unless_it_says_that_it_does_not(self) -> None:
         assert any(keys for _, keys in self.proposals()) == self.algorithm.is_active
 
-    def test_what_foresees_a_pass_says_nothing_once_it_runs(self) -> None:
-        if self.algorithm.foresees:
+    def test_what_predicts_a_pass_says_nothing_once_it_runs(self) -> None:
+        if self.algorithm.predicts_pass:
             assert not any(keys for event, keys in self.proposals() if event.layer != PASS_START)
 
     def test_proposals_repeat_themselves(self) -> None:

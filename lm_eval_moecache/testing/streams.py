@@ -215,7 +215,7 @@ def run(
     for events in passes:
         if setting.draft is not None and events[0].phase != PREFILL:
             draft(engine, events)
-        engine.begin_pass(events[0].phase, events[0].num_tokens, foreseen(events))
+        engine.begin_pass(events[0].phase, events[0].num_tokens, pass_predictions(events))
         for event in events:
             engine.enter(event.layer, event.num_tokens)
             outputs.append(weigh(event, engine.run(fresh(event, depth, wraps)).selection))
@@ -225,7 +225,7 @@ def run(
     return Run(engine, outputs)
 
 
-def foreseen(events: Pass) -> dict[int, FloatArray]:
+def pass_predictions(events: Pass) -> dict[int, FloatArray]:
     """Return layer -> noisy logits [T, E] of a pass, as if predicted from its tokens."""
     rng = np.random.default_rng(events[0].pass_index)
     return {

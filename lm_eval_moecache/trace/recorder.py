@@ -98,7 +98,9 @@ def needs_shadow(choice: Choice) -> bool:
         return False
     # An instance may look further ahead than its class declares; an outside class may do anything.
     depth = algorithm.depth or choice.parameters.get("depth", 0)
-    sees_more = depth or algorithm.uses_predictor or algorithm.foresees or algorithm.uses_logits
+    sees_more = (
+        depth or algorithm.uses_predictor or algorithm.predicts_pass or algorithm.uses_logits
+    )
     return bool(sees_more or choice.is_outside)
 
 

@@ -42,7 +42,7 @@ from tests.engine.oracle import Oracle
 from tests.engine.traces import from_rows
 
 WILD = "tests.engine.wild."
-KINDS = tuple("demand prefetch lossy ladder host lanes draft scan foresight wild".split())
+KINDS = tuple("demand prefetch lossy ladder host lanes draft scan whole_pass wild".split())
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Case:
     setting: Setting
     future: Future
     reset: str
-    foreseen: Sequence[Sequence[int]] | None
+    pass_proposals: Sequence[Sequence[int]] | None
     kinds: set[str]
 
 
@@ -262,7 +262,7 @@ def named(axis: str, **facts: Any) -> list[str]:
 
 
 EVICTIONS = algorithm_names("eviction")
-PREFETCHERS = named("prefetch", is_active=True, needs_draft=False, foresees=False)
+PREFETCHERS = named("prefetch", is_active=True, needs_draft=False, predicts_pass=False)
 LADDERS = named("miss", uses_ladder=True)
 LOSSY_MISSES = named("miss", uses_ladder=False, is_lossless=False)
 AWAITING = [n for n in LOSSY_MISSES if "late" in parameters_of(find_algorithm("miss", n))]
@@ -284,7 +284,7 @@ def draw_case(rng: np.random.Generator, kind: str) -> Case:
     def also(name: str, share: float = 0.2) -> bool:
         return kind == name or rng.random() < share
 
-    foresight, scan = kind == "foresight", kind == "scan"
+    whole_pass, scan = kind == "whole_pass", kind == "scan"
     lossy, host, lanes, drafted = map(also, ("lossy", "host", "lanes", "draft"))
     ladder = also("ladder") or (kind == "wild" and rng.random() < 0.5)
     geometry = draw_geometry(rng, int(rng.integers(2, 4)) if ladder else 1)
@@ -293,7 +293,7 @@ def draw_case(rng: np.random.Generator, kind: str) -> Case:
         axes |= choose(rng, "routing", LOSSY_ROUTING)
     if axes.get("routing") == "commit" and not scan:
         axes |= choose(rng, "prefetch", ["predictor"])
-    elif foresight:
+    elif whole_pass:
         axes |= choose(rng, "prefetch", ["data_aware"])
     elif kind == "draft" and rng.random() < 0.7:
         cutoff = int(rng.integers(geometry.num_layers + 1))
@@ -320,7 +320,7 @@ def draw_case(rng: np.random.Generator, kind: str) -> Case:
     policy = equip(load_policy("on_demand", axes), geometry)
     algorithms = {a: getattr(policy, a).build(geometry, 0) for a in AXES}
     prefetch, routing, miss = algorithms["prefetch"], algorithms["routing"], algorithms["miss"]
-    if foresight and (routing.depth or miss.uses_ladder or not policy.is_lossless):
+    if whole_pass and (routing.depth or miss.uses_ladder or not policy.is_lossless):
         raise ValueError("a replay has this prefetcher's proposals, and these need predictions")
     if axes.get("routing") == "swap_rank" and miss.uses_weights and not miss.uses_logits:
         raise ValueError("what the expert put in weighs, depends on who else asks for logits")
@@ -333,14 +333,14 @@ def draw_case(rng: np.random.Generator, kind: str) -> Case:
     by = digest if prefetch.uses_predictor else ""
     depth = max(routing.depth, prefetch.depth)
     trace = with_predictions(rng, trace, max(1, depth), by)
-    foreseen = None
-    if foresight:
+    pass_proposals = None
+    if whole_pass:
         events = trace.num_passes * geometry.num_layers
         keys = geometry.num_layers * geometry.num_experts
         counts = rng.integers(0, keys // 2 + 1, events)
         recorded = [rng.permutation(keys)[:count].tolist() for count in counts]
         proposed = {identity(policy.prefetch, 0, digest): lists(recorded)}
-        foreseen = recorded[:: geometry.num_layers]
+        pass_proposals = recorded[:: geometry.num_layers]
         trace = dataclasses.replace(trace, proposed=proposed)
     per_layer = scan or rng.random() < 0.3
     capacity = f"{rng.integers(1, geometry.num_experts + 1)}/layer"
@@ -366,7 +366,7 @@ def draw_case(rng: np.random.Generator, kind: str) -> Case:
         warm=profile if rng.random() < 0.3 else None,
     )
     reset = pick(rng, ("never", "request"))
-    return Case(trace, setting, Future(trace), reset, foreseen, kinds_of(trace, setting))
+    return Case(trace, setting, Future(trace), reset, pass_proposals, kinds_of(trace, setting))
 
 
 def draw_model(rng: np.random.Generator) -> RealModel:
@@ -391,9 +391,9 @@ def kinds_of(trace: Trace, setting: Setting) -> set[str]:
     miss, prefetch = policy.miss.algorithm, policy.prefetch.algorithm
     facts = {
         "prefetch": prefetch.is_active,
-        "gates": prefetch.is_active and not prefetch.foresees and not prefetch.needs_draft,
+        "gates": prefetch.is_active and not prefetch.predicts_pass and not prefetch.needs_draft,
         "predictor": prefetch.uses_predictor,
-        "foresight": prefetch.foresees,
+        "whole_pass": prefetch.predicts_pass,
         "demand": not prefetch.is_active and policy.is_lossless,
         "wild": policy.prefetch.name.startswith(WILD),
         "lossy": not policy.is_lossless,
@@ -461,7 +461,7 @@ def check(seed: int) -> Case:
     """Compare every figure of engine and oracle on the case of a seed, and return it."""
     case = draw(seed)
     trace, setting = case.trace, case.setting
-    oracle = Oracle(trace, events_of(case), setting, case.future, case.reset, case.foreseen)
+    oracle = Oracle(trace, events_of(case), setting, case.future, case.reset, case.pass_proposals)
     engine = replay(trace, setting, future=case.future, cache_reset=case.reset)
     what = f"seed={seed} {setting.policy.name} {sorted(case.kinds)}"
     for record, expected in zip(engine.ledger.passes, oracle.passes, strict=True):

@@ -40,12 +40,18 @@ class Oracle:
     """Serves a trace; `passes`, `level` (of residents), `now` and `peak` say what came of it."""
 
     def __init__(
-        self, trace: Any, events: Any, setting: Any, future: Any, reset: str, foreseen: Any = None
+        self,
+        trace: Any,
+        events: Any,
+        setting: Any,
+        future: Any,
+        reset: str,
+        pass_proposals: Any = None,
     ) -> None:
         self.trace, self.events, self.setting, self.hw = trace, events, setting, setting.hardware
         own, model, policy, hw = trace.geometry, setting.emulate, setting.policy, setting.hardware
         self.g = g = model.emulated_by(own) if model else own
-        self.costs, self.foreseen = Costs(hw, g), foreseen
+        self.costs, self.pass_proposals = Costs(hw, g), pass_proposals
         self.routing, self.prefetch, self.miss = (
             getattr(policy, axis).build(g, setting.seed) for axis in ("routing", "prefetch", "miss")
         )
@@ -99,11 +105,11 @@ class Oracle:
             at = self.trace.columns.token[rows].tolist()
             model = self.setting.emulate
             self.attention_s = self.costs.attention_s(model, first.phase, at)
-        if self.prefetch.foresees:
+        if self.prefetch.predicts_pass:
             artifact = self.prefetch.artifact
             cost = FREE if artifact is None else cost_of(artifact)
             ready_s = self.now + self.costs.network_s(cost, first.num_tokens)
-            self.enqueue(self.foreseen[index], index, PASS_START, ready_s, {})
+            self.enqueue(self.pass_proposals[index], index, PASS_START, ready_s, {})
             self.now = ready_s
         for event in self.events[index]:
             self.run(event)

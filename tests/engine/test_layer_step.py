@@ -345,7 +345,7 @@ def test_it_counts_and_moves_as_fetch_does_and_is_never_slower(
 class Foreseeing(FixedPrefetch):
     """Proposes a script's keys at (pass, PASS_START); its network has 100 bytes, read in 1 s."""
 
-    foresees: ClassVar[bool] = True
+    predicts_pass: ClassVar[bool] = True
 
     def __init__(self, geometry: Geometry, script: Script) -> None:
         super().__init__(geometry, script)
@@ -359,17 +359,17 @@ class Foreseeing(FixedPrefetch):
         return super().propose(event)
 
 
-def foreseeing(script: Script) -> VirtualEngine:
+def predicting(script: Script) -> VirtualEngine:
     return make_engine(
         ScriptedPolicy(prefetch=Always(lambda geometry: Foreseeing(geometry, script))), capacity=6
     )
 
 
-def test_a_pass_is_foreseen_before_its_first_layer() -> None:
-    engine = foreseeing({(0, PASS_START): (1, 5)})
+def test_a_pass_is_predicted_before_its_first_layer() -> None:
+    engine = predicting({(0, PASS_START): (1, 5)})
     record = decode(engine, [1], [5], [8])
     # The network reads the tokens 0-1. Expert 1 moves 1-6: dense 1-3, stall 3 s, expert 6-7.
-    # Expert 5 moves 6-11: dense 7-9, stall 2 s, expert 11-12. Expert 8 was not foreseen:
+    # Expert 5 moves 6-11: dense 7-9, stall 2 s, expert 11-12. Expert 8 was not predicted:
     # dense 12-14, transfer 14-19, expert 19-20.
     assert (record.start_s, record.end_s) == (0.0, 20.0)
     assert (record.stall_s, record.late, record.misses) == (10.0, 2, 1)
@@ -377,7 +377,7 @@ def test_a_pass_is_foreseen_before_its_first_layer() -> None:
 
 
 def test_it_is_asked_once_a_pass_and_moves_nothing_that_is_resident() -> None:
-    engine = foreseeing({(1, PASS_START): (1,)})
+    engine = predicting({(1, PASS_START): (1,)})
     decode(engine, [1], [5], [8])
     record = decode(engine, [1], [5], [8])
     # 1 s to read the tokens, then three times a dense part and an expert.

@@ -48,7 +48,7 @@ FAULTS = [
     ("host", Oracle, "end_host", nothing),
     ("lossy", Oracle, "changed", lambda self, event, selection: event),
     ("prefetch", Costs, "gates_s", lambda *args: 0.0),
-    ("foresight", Costs, "network_s", lambda *args: 0.0),
+    ("whole_pass", Costs, "network_s", lambda *args: 0.0),
     ("host", Costs, "attention_s", lambda *args: 0.0),
     ("lanes", Costs, "lanes", lambda self, reads: [1e-3] * len(reads)),
     ("host", Costs, "host_share", lambda self, rule, event, tokens, *at: ({*tokens}, 1e-3)),

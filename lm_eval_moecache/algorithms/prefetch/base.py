@@ -29,7 +29,7 @@ class PrefetchAlgorithm(Algorithm):
     """Whether `Event.experts`, `Event.weights` and `Event.logits` are needed."""
     is_offline: ClassVar[bool] = False
     """Whether it needs the future, so that only a replay can run it."""
-    foresees: ClassVar[bool] = False
+    predicts_pass: ClassVar[bool] = False
     """Whether it is asked once a pass, before its first layer, about all of its layers: with an
     event of layer `PASS_START`, whose `predicted` are a trained network's; at no other event."""
     needs_draft: ClassVar[bool] = False

@@ -33,7 +33,7 @@ class DataAware(PrefetchAlgorithm):
     """
 
     source: ClassVar[str] = "Du et al. 2024 (SiDA), by its abstract and public repository"
-    foresees: ClassVar[bool] = True
+    predicts_pass: ClassVar[bool] = True
     artifact_kind: ClassVar[str | None] = DATA_AWARE
 
     profile: str | None = None

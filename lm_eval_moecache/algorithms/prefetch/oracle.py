@@ -1,4 +1,4 @@
-"""Oracle prefetch: the next events' experts, foreseen with a given recall and precision."""
+"""Oracle prefetch: the next events' experts, predicted with a given recall and precision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Oracle(PrefetchAlgorithm):
 
     It knows the future, so only a replay can run it, and it predicts for free: with `recall` and
     `precision` 1, experts are late only where the link cannot carry them in time. Below 1 it
-    answers "how good must a predictor be": each expert that an event will need is foreseen with
+    answers "how good must a predictor be": each expert that an event will need is predicted with
     probability `recall`, and enough of the layer's other experts are inserted at random places that
     the expected share of correct ones is `precision`. Missed experts are drawn uniformly (real
     gates tend to miss the light ones), once per event and seed: a proposal from a nearer layer

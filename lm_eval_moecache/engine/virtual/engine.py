@@ -188,7 +188,7 @@ class VirtualEngine(Engine):
 
     @property
     def _is_followed(self) -> bool:
-        acts = self.draft_stage is not None or self.rules.prefetch.foresees
+        acts = self.draft_stage is not None or self.rules.prefetch.predicts_pass
         return acts or self._flags("watched", "recorded")
 
     def expect(self, num_passes: int) -> None:
@@ -270,7 +270,7 @@ class VirtualEngine(Engine):
         plan = self._decide(event)
         event, demands = plan.event, plan.demands
         proposed: tuple[Sequence[int], Sequence[int]] = (), ()
-        if rules.prefetches and (self.answers is not None or not rules.prefetch.foresees):
+        if rules.prefetches and (self.answers is not None or not rules.prefetch.predicts_pass):
             proposed = self._propose(event)
         predict_s = self.predicting_s(layer, len(event.predicted), event.num_tokens)
         batch = self._batch_of(event, *proposed, predict_s, self._dense_s)
@@ -286,7 +286,9 @@ class VirtualEngine(Engine):
     def _serve(self, event: Event, number: int) -> Plan:
         """Serve an event in one step: Python has nothing to decide."""
         proposed: tuple[Sequence[int], Sequence[int]] = (), ()
-        if self.rules.prefetches and (self.answers is not None or not self.rules.prefetch.foresees):
+        if self.rules.prefetches and (
+            self.answers is not None or not self.rules.prefetch.predicts_pass
+        ):
             proposed = self._propose(event)
         predict_s = self.predicting_s(event.layer, len(event.predicted), event.num_tokens)
         self.outside.begin(event)

@@ -180,12 +180,12 @@ class PassPredictor:
 
 
 def pass_predictor_of(prefetch: PrefetchAlgorithm, embedding: nn.Module) -> PassPredictor | None:
-    """Return the foresight of a prefetcher that uses one, over the model's token embeddings.
+    """Return a prefetcher's predictor of whole passes, if any, over the model's token embeddings.
 
     ValueError where the network takes embeddings of another length.
     """
     artifact = prefetch.artifact
-    if not prefetch.foresees or artifact is None:
+    if not prefetch.predicts_pass or artifact is None:
         return None
     actual, expected = next(embedding.parameters()).shape[-1], sizes_of(artifact)[0]
     if actual != expected:

@@ -44,7 +44,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     def noted(device: Device) -> None:
         frames = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
         file = next(f for f in frames if "/torch/" not in f and "/tests/" not in f)
-        # A predictor that foresees a whole pass reads its tokens, once.
+        # A predictor of whole passes reads its tokens, once.
         counts[file] += "lm_eval_moecache" in file and not file.endswith("/network.py")
         wait(device)
 
@@ -96,7 +96,7 @@ def test_every_way_waits_once_a_layer(tmp_path: Path, waits: Counter[str]) -> No
         config = config_of(way, {"capacity": "40%", **arguments})
         is_alike = way.name.startswith(("eviction=", "precision="))
         is_other = config.draft or config.scoring == "scan" or config.trace
-        if is_alike or is_other or config.policy.prefetch.algorithm.foresees:
+        if is_alike or is_other or config.policy.prefetch.algorithm.predicts_pass:
             continue
         precision = LADDER if config.ladder else None
         if precision not in loaded:
