@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.ranked import RankedEviction, compiled_rank
@@ -18,7 +16,6 @@ from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual import loop
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.engine.virtual.loop import MODULES
-from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.jit import Upgrade, has_numba, is_kept
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import fresh, make_geometry, make_hardware, make_stream, run
@@ -26,32 +23,9 @@ from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Drafted, Trace
 from tests.engine import traces
-from tests.engine.traces import HARDWARE, draw_trace, one_by_one, setting_for
+from tests.engine.drawn import draw
+from tests.engine.traces import draw_trace, one_by_one, setting_for
 
-PLAIN = "lru fifo lfu belady lfru layered_lru shallow_first static tail_lru lfru_colibri".split()
-RULES: dict[str, list[dict[str, Any]]] = {
-    **{name: [{}] for name in PLAIN},
-    "hazard": [{}, {"nearness": 0, "memory": 1}],
-    "heat_lru": [{}, {"protect_above": 1}],
-    "pinned_lru": [{}, {"share": 0.3}],
-    "fld": [{"distance": "absolute"}, {"distance": "forward"}],
-    "frequency_layer": [{"layer": "forward"}, {"layer": "index"}],
-    "score": [{"history": "sum"}, {"history": "mean"}, {"history": "decayed"}],
-    "least_stale": [
-        {"protect": protect, "order": order}
-        for protect in ("coming", "none")
-        for order in ("last_use", "fifo")
-    ],
-}
-PREFETCHERS: dict[str, list[dict[str, Any]]] = {
-    "none": [{}],
-    "next_gate": [{}, {"overfetch": 1.5, "depth": 2}, {"issue": "after_layer"}],
-    "score": [{}, {"scope": "token", "percentile": 50}],
-    "frequency": [{"lookahead": 2}],
-    "history": [{}],
-    "expert_map": [{}],
-    "oracle": [{"horizon": 3}, {"horizon": 2, "recall": 0.7, "precision": 0.5}],
-}
 LAYERS = (1000, 1500, 1000, 1500, 1500, 1000)
 
 
@@ -83,65 +57,20 @@ def assert_equal(trace: Trace, setting: Setting, cache_reset: str = "never") -> 
     return fast
 
 
-def overrides(axis: str, forms: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the overrides that choose each algorithm of an axis in each of its forms."""
-    return [
-        {axis: name, **{f"{axis}.{key}": value for key, value in variant.items()}}
-        for name, variants in forms.items()
-        for variant in variants
-    ]
+def check(seed: int) -> None:
+    case = draw(seed)
+    assert_equal(case.trace, case.setting, case.reset)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.data())
-def test_random_traces(data: st.DataObject) -> None:
-    check_a_random_trace(data)
+def test_random_settings() -> None:
+    for seed in range(60):
+        check(seed)
 
 
 @pytest.mark.slow
-def test_five_hundred_random_traces_in_machine_code(machine_code: None) -> None:
-    settings(max_examples=500, deadline=None, derandomize=True)(
-        given(st.data())(check_a_random_trace)
-    )()
-
-
-def check_a_random_trace(data: st.DataObject) -> None:
-    sizes = data.draw(st.lists(st.sampled_from([1000, 1500]), min_size=1, max_size=5))
-    layers, experts = len(sizes), data.draw(st.integers(2, 9))
-    form = {"top_k": min(experts, 3), "last_alone": data.draw(st.booleans())}
-    trace = draw_trace(data.draw(st.integers(0, 999)), sizes, experts, **form)
-    axes = data.draw(st.sampled_from(overrides("eviction", RULES)))
-    axes |= data.draw(st.sampled_from(overrides("prefetch", PREFETCHERS)))
-    try:
-        policy = load_policy("on_demand", axes)
-        policy.prefetch.build(trace.geometry, 0)
-    except ValueError:
-        assume(False)  # looks further ahead than there are layers
-    capacity = str(data.draw(st.integers(1, layers * experts)))
-    if not policy.eviction.algorithm.compares_layers and data.draw(st.booleans()):
-        capacity = f"{data.draw(st.integers(1, experts))}/layer"
-    times = st.sampled_from([0.0, 1e-6, 1e-4, 1e-2])
-    hardware = dataclasses.replace(
-        HARDWARE,
-        link_latency_s=data.draw(times),
-        kernel_overhead_s=data.draw(times),
-        wait_overhead_s=data.draw(times),
-        link_bytes_per_s=data.draw(st.sampled_from([1e6, 1e7, 1e9])),
-        # The low figure makes the arithmetic of a token take time.
-        peak_flops=data.draw(st.sampled_from([HARDWARE.peak_flops, 1e6])),
-    )
-    miss = data.draw(st.sampled_from(["fetch", "fetch_cached_first"]))
-    counts = tuple(tuple(range(experts)) for _ in range(layers))
-    setting = setting_for(
-        trace,
-        capacity,
-        {**axes, "miss": miss},
-        hardware=hardware,
-        link=data.draw(st.sampled_from(["priority", "fifo"])),
-        warm=data.draw(st.sampled_from([None, UseProfile(model="", counts=counts)])),
-    )
-    fast = assert_equal(trace, setting, data.draw(st.sampled_from(["never", "request"])))
-    assert sum(p.token_requests for p in fast.ledger.passes) == trace.columns.experts.size
+def test_five_hundred_random_settings_in_machine_code(machine_code: None) -> None:
+    for seed in range(60, 560):
+        check(seed)
 
 
 @pytest.fixture
