@@ -74,4 +74,4 @@ def trace(tmp_path: Path) -> Path:
     """A recorded trace of a few generated requests."""
     from tests.engine import traces
 
-    return traces.record(tmp_path)[0]
+    return traces.record(tmp_path)

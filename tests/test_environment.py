@@ -53,7 +53,7 @@ def bad_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
         traces.record(folder)
         (folder / "sweep.yaml").write_text("tasks: tiny_arc\nlimit: 1\nbase: {seed: 1}\n")
         (folder / "traces").mkdir()
-        path, _ = traces.record(folder / "traces")
+        path = traces.record(folder / "traces")
         (folder / "traces" / "sweep.yaml").write_text(f"traces: {path}\ngrid: {{capacity: 50%}}\n")
         write_packed(folder / "packed" / PACKED, [record("packed")])
         if request.param == "full":

@@ -14,7 +14,7 @@ from tests.engine import traces
 @pytest.fixture(scope="session")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of `traces.record`."""
-    return traces.record(tmp_path_factory.mktemp("recorded"))[0]
+    return traces.record(tmp_path_factory.mktemp("recorded"))
 
 
 @pytest.fixture(scope="session")

@@ -140,7 +140,7 @@ def test_a_models_name_is_the_profile_that_ships_with_it(
         with pytest.raises(ValueError, match=f"^warm='{wrong_name}'"):
             load_use(wrong_name)
     # A file of that name takes precedence, and its suffix is not a trace's.
-    shutil.copy(traces.record(tmp_path)[0], "tiny")
+    shutil.copy(traces.record(tmp_path), "tiny")
     with pytest.raises(ValueError, match=r"^warm='tiny'"):
         load_use("tiny")
 

@@ -19,6 +19,7 @@ from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL, Event, unique_in_order
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.header import Header
@@ -113,50 +114,29 @@ def begin(folder: Path, seed: int = 0) -> TraceWriter:
 
 
 def requests(
-    writer: TraceWriter,
-    count: int = 3,
-    num_passes: int = 6,
-    seed: int = 0,
-    engine: VirtualEngine | None = None,
+    writer: TraceWriter, count: int = 3, num_passes: int = 6, seed: int = 0
 ) -> Iterator[int]:
-    """Record generated requests and, given an engine, serve them as a live run does.
-
-    Yield each request's number once its last pass is recorded.
-    """
+    """Record generated requests; yield each one's number once its last pass is recorded."""
     for event, request in events(seed, count, num_passes - 1):
         place, is_last = event.pass_index % num_passes, event.layer == GEOMETRY.num_layers - 1
         if event.layer == 0:
             tokens = (3 + place if place else 0) + np.arange(event.num_tokens)
             owners = np.full(event.num_tokens, request)
             writer.begin_pass(event.pass_index, event.phase, owners, tokens)
-            if engine is not None:
-                if not place:
-                    served = engine.ledger.new_request("task", "generate_until", 4)
-                    served.output_tokens = num_passes
-                    engine.ledger.serve([served])
-                engine.begin_pass(event.phase, event.num_tokens)
         predicted = list(event.predicted.values())
         writer.add(event.layer, event.experts, event.weights, event.logits, predicted)
-        if engine is not None:
-            engine.enter(event.layer, event.num_tokens)
-            engine.run(event)
-            if is_last:
-                engine.end_pass()
         if is_last and place == num_passes - 1:
             yield request
 
 
-def record(
-    folder: Path, run: Setting | None = None, seed: int = 0
-) -> tuple[Path, VirtualEngine | None]:
-    """Write the generated events to a trace and, with a setting, serve them as a live run does."""
+def record(folder: Path, seed: int = 0, listed: Sequence[RequestRecord] | None = None) -> Path:
+    """Write the generated events to a trace, whose requests a reader infers unless `listed`."""
     writer = begin(folder, seed)
-    engine = None if run is None else VirtualEngine(GEOMETRY, run)
-    for _ in requests(writer, seed=seed, engine=engine):
+    for _ in requests(writer, seed=seed):
         continue
-    path = writer.close(None if engine is None else engine.ledger.requests)
+    path = writer.close(listed)
     assert path is not None
-    return path, engine
+    return path
 
 
 def half_a_recording(folder: Path, *, keep_until: int) -> TraceWriter:
@@ -174,12 +154,10 @@ def draw_trace(
     num_experts: int = 6,
     top_k: int = 2,
     num_passes: int = 15,
-    last_alone: bool = False,
 ) -> Trace:
     """Draw requests of a 1 to 4 token prompt and some decode steps, with every field of a trace.
 
-    `sizes` are an expert's bytes in each layer. Some experts are more popular than others. With
-    `last_alone` the last layer serves only a prompt's last token, as in some models.
+    `sizes` are an expert's bytes in each layer. Some experts are more popular than others.
     """
     rng = np.random.default_rng(seed)
     num_layers = len(sizes)
@@ -192,8 +170,7 @@ def draw_trace(
         request, token = request + begins, 0 if begins else token + count
         count = int(rng.integers(1, 5)) if begins else 1
         for layer in range(num_layers):
-            skipped = count - 1 if last_alone and layer == num_layers - 1 else 0
-            for place in range(skipped, count):
+            for place in range(count):
                 rows.append((request, index, int(not begins), token + place, layer))
                 scores.append(favourites[layer] + rng.normal(0, 1, num_experts))
                 ahead.append(min(num_layers - 1 - layer, 2) * num_experts)

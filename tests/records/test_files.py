@@ -243,7 +243,7 @@ def test_what_a_replay_would_write_is_checked_before_it(
 
 @pytest.mark.parametrize("suffix", [".parquet", ".csv"])
 def test_a_converted_trace_replaces_no_link(tmp_path: Path, suffix: str) -> None:
-    path, _ = traces.record(tmp_path)
+    path = traces.record(tmp_path)
     trace = only_request(load_trace(str(path)), 0)
     target, link = tmp_path / "kept", tmp_path / f"out{suffix}"
     target.write_text("kept")

@@ -22,7 +22,7 @@ from tests.engine import traces
 def test_durations_and_bytes_add_up_to_the_runs_totals(
     policy: str, link: str, tmp_path: Path
 ) -> None:
-    trace = read_trace(traces.record(tmp_path)[0], logits=True, predicted=True)
+    trace = read_trace(traces.record(tmp_path), logits=True, predicted=True)
     setting = dataclasses.replace(traces.setting(policy, "25%"), link=link)
     timeline = Timeline()
     engine = replay(trace, setting, on_engine=timeline.watch)
@@ -49,7 +49,7 @@ def test_durations_and_bytes_add_up_to_the_runs_totals(
 
 
 def test_the_command_writes_the_trace_event_format(tmp_path: Path, moecache: Moecache) -> None:
-    path, out = traces.record(tmp_path)[0], tmp_path / "out.json"
+    path, out = traces.record(tmp_path), tmp_path / "out.json"
     moecache("replay", path, "--timeline", out)
     timeline: dict[str, Any] = json.loads(out.read_text())
     names = {e["args"]["name"] for e in timeline["traceEvents"] if e["name"] == "thread_name"}

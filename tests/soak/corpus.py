@@ -46,7 +46,7 @@ class Bad(NamedTuple):
 def _trace(**header: Any) -> bytes:
     """Return a recorded trace with changed header fields or, without any, a duplicate column."""
     with tempfile.TemporaryDirectory() as folder:
-        path, _ = traces.record(Path(folder))
+        path = traces.record(Path(folder))
         table = pq.read_table(path)
         about = json.loads(table.schema.metadata[b"moecache"])
         about.pop("digest")

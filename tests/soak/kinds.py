@@ -134,7 +134,7 @@ def _artifact(folder: Path, made: Any) -> Path:
 
 
 def _use(folder: Path) -> Path:
-    write_use(folder / "x.json", use_of(load_trace(str(traces.record(folder)[0]))))
+    write_use(folder / "x.json", use_of(load_trace(str(traces.record(folder)))))
     return folder / "x.json"
 
 
@@ -227,7 +227,7 @@ KINDS: dict[str, Kind] = {
     "use": Kind("x.json", lambda path: load_use(str(path)).hottest, _use, "json", is_closed=True),
     "cells": Kind("cells.json.gz", _use_cells, CELLS, **GZ),
     "packed": Kind("runs.jsonl.gz", _use_results, record("a"), **GZ),
-    "trace": Kind("x.parquet", _use_trace, lambda folder: traces.record(folder)[0]),
+    "trace": Kind("x.parquet", _use_trace, lambda folder: traces.record(folder)),
     "partial": Kind("x.parquet.partial", _use_trace, _partial),
     "csv": Kind("x.csv", _use_trace, CSV),
     "jsonl": Kind("x.jsonl", _use_trace, JSONL),

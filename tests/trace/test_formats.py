@@ -86,7 +86,7 @@ def test_what_is_written_is_read_back_as_it_was(
 
 
 def test_a_format_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
-    recorded, _ = traces.record(tmp_path)
+    recorded = traces.record(tmp_path)
     trace = load_trace(str(recorded))
     with pytest.raises(ValueError, match=r"holds one request, and trace .* has 3.*--request"):
         trace_formats()["cache_lab"].write(trace, tmp_path / "out.jsonl")

@@ -35,7 +35,9 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
-    return traces.record(folder, traces.setting("mixtral_offloading", "50%"))[0]
+    plain = read_trace(traces.record(folder / "plain"))
+    served = replay(plain, traces.setting("on_demand", "50%"))
+    return traces.record(folder, listed=served.ledger.requests)
 
 
 @settings(deadline=None, max_examples=20)

@@ -30,7 +30,7 @@ FAST = settings(
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return traces.record(tmp_path_factory.mktemp("trace"))[0]
+    return traces.record(tmp_path_factory.mktemp("trace"))
 
 
 def rewritten(good: Path, **columns: Any) -> pa.Table:
@@ -99,7 +99,7 @@ def test_requests_are_told_from_the_rows_where_the_file_does_not_list_them(
 
 def test_what_a_killed_or_interrupted_recording_has_finished_is_a_trace(tmp_path: Path) -> None:
     writer = traces.half_a_recording(tmp_path, keep_until=2)
-    whole = read_trace(traces.record(tmp_path)[0])
+    whole = read_trace(traces.record(tmp_path))
     partial = load_trace(str(tmp_path / "run-000.parquet.partial"), logits=True)
     assert (partial.columns.experts == whole.columns.experts[: len(partial.columns.experts)]).all()
     path = writer.close_interrupted()
@@ -121,7 +121,7 @@ def test_an_interrupt_leaves_a_stream_that_cannot_be_read_where_it_is(
 
 
 def test_a_trace_has_the_mode_of_any_other_file(tmp_path: Path) -> None:
-    path, _ = traces.record(tmp_path)
+    path = traces.record(tmp_path)
     (tmp_path / "other").write_text("")
     assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
 
@@ -279,7 +279,7 @@ def test_a_flipped_bit_of_the_data_is_refused_or_changes_nothing(
 
 def test_recordings_into_one_folder_at_once_keep_apart(tmp_path: Path) -> None:
     with multiprocessing.get_context("fork").Pool(4) as pool:
-        paths = [path for path, _ in pool.map(traces.record, [tmp_path] * 32)]
+        paths = pool.map(traces.record, [tmp_path] * 32)
     assert len(set(paths)) == len(list(tmp_path.iterdir())) == 32
     assert {read_trace(path).num_passes for path in paths} == {18}
 
