@@ -64,7 +64,10 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ValueError("plots need matplotlib: pip install 'lm-eval-moecache[plots]'.") from error
+        raise ValueError(
+            "plots need matplotlib. Install it with `pip install matplotlib`, or this package with "
+            "its extra 'plots'."
+        ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

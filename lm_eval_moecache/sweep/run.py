@@ -450,5 +450,5 @@ def import_extra(what: str, package: str, extra: str) -> Any:
     except ImportError as error:
         raise ValueError(
             f"{what} needs the package {package!r}, which is not installed ({error}). "
-            f"Install it with: pip install 'lm-eval-moecache[{extra}]'."
+            f"Install it with `pip install {package}`, or this package with its extra {extra!r}."
         ) from error

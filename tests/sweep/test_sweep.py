@@ -183,7 +183,7 @@ def test_a_missing_extra_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, extra, None)
     message = moecache("sweep", write_sweep(tmp_path / "extra"), f"--executor={extra}", code=2)
-    assert f"lm-eval-moecache[{extra}]" in message
+    assert f"pip install {extra}" in message
 
 
 @pytest.mark.slow

@@ -261,7 +261,7 @@ def test_a_missing_optuna_is_named(
     command: list[str], monkeypatch: pytest.MonkeyPatch, moecache: Moecache
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    assert "lm-eval-moecache[tune]" in moecache(*command, code=2)
+    assert "pip install optuna" in moecache(*command, code=2)
 
 
 GEOMETRY = make_geometry(num_layers=2, num_experts=8, top_k=2)
