@@ -4,7 +4,8 @@ Plain functions on tables (`records.jit`, `algorithms.features`), in the subset 
 compiles, so that the same source serves a pass in Python or in machine code. `serve` is one event
 from its dense part to the end of its last expert. Where Python has to speak in between, as lossy
 algorithms do, the event is opened (`enter`, `look_up`) and closed (`close_event`) in turn. What no
-table can hold is left to Python: evictions with a state of their own, the host, lanes (`outside`).
+table can hold is left to Python (`outside`): the host and lanes, which keep a run from machine
+code, and evictions with a state of their own, which do not (`tell`, `ask`).
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -174,6 +175,8 @@ class RunState:
     """Whether experts are executed as they arrive."""
     watched: int = 0
     """Whether somebody is told of each wave."""
+    told: int = 0
+    """Number of messages not yet read."""
     placed: int = 0
     """Whether residents have slots in memory (the wall clock)."""
     recorded: int = 0
@@ -206,8 +209,10 @@ class State(NamedTuple):
     caches: Table
     run: Table
     """A single record."""
+    messages: Array
+    """To evictions with a state of their own, not yet read (`tell`); empty in plain Python."""
     outside: Any
-    """What is not a table (`engine.outside.Outside`); None in machine code."""
+    """What is not a table (`engine.outside.Outside`); in machine code, how it is called."""
 
 
 class PassBatch(NamedTuple):
@@ -258,6 +263,7 @@ def step(
     queues: Table,
     caches: Table,
     runs: Table,
+    messages: Array,
     outside: Any,
     rank: Rank,
     batch: PassBatch,
@@ -270,9 +276,8 @@ def step(
     num_demands: int,
 ) -> int:
     """As `act`, on tables that are arguments: what compiled code is entered by."""
-    state = State(
-        experts, layers, now, forecasts, slots, levels, layer_states, queues, caches, runs, outside
-    )
+    tables = experts, layers, now, forecasts, slots, levels, layer_states, queues, caches, runs
+    state = State(*tables, messages, outside)
     return act(
         state, rank, batch, counts, what, number, layer, demands, demanded_levels, num_demands
     )
@@ -344,8 +349,8 @@ def begin_pass(state: State, number: int, tokens: int) -> None:
     """Begin a pass of a number of tokens."""
     state.run[0].tokens += tokens
     note_pass(state, number)
-    if IN_PYTHON and state.run[0].own:
-        tell_pass(state, number)
+    if state.run[0].own:
+        tell(state, PASS, number)
 
 
 def begin_token(state: State, number: int, layer: int) -> None:
@@ -363,8 +368,8 @@ def serve(
 
     `event` is its number in the batch, `number` in the run.
     """
-    if IN_PYTHON:
-        begin_event(state)
+    if IN_PYTHON or state.run[0].own:
+        tell(state, EVENT, layer)
     enter(state, rank, batch.dense_s[event], layer, batch.rows[event + 1] - batch.rows[event])
     demands = look_up(state, batch, event, layer, count)
     start, stop = batch.bounds[event], batch.bounds[event + 1]
@@ -610,8 +615,8 @@ def load(
                 elif state.now[0].offline:
                     state.experts[batch.keys[other]].next_use = batch.next_use[other]
             state.layers[layer].unclear = 1
-            if IN_PYTHON and run.own:
-                tell_executed(state, layer)
+            if run.own:
+                tell(state, WAVE, layer)
         if IN_PYTHON and run.lanes:
             add_to_wave(state, key, nbytes)
         else:
@@ -706,7 +711,7 @@ def mark_executed(
     `undemanded`: only those that were not demanded.
     """
     run, num_keys, num_served = state.run[0], 0, 0
-    if IN_PYTHON and (run.watched or run.own):
+    if IN_PYTHON and run.watched:
         begin_wave(state)
     for place in range(start, stop):
         key = batch.keys[place]
@@ -725,7 +730,9 @@ def mark_executed(
                 level = state.levels[slot.home * run.num_levels + slot.level]
                 level.num_keys += 1
                 level.num_served += served
-            if IN_PYTHON and (run.watched or run.own):
+            if run.own:
+                tell(state, EXECUTED, key)
+            if IN_PYTHON and run.watched:
                 add_executed(state, key)
     return num_keys, num_served
 
@@ -741,8 +748,8 @@ def pin(state: State, keys: Array, start: int, stop: int, layer: int) -> None:
 
 def note(state: State, batch: PassBatch, event: int, layer: int) -> None:
     """Let the evictions learn of the executed event."""
-    if IN_PYTHON and state.run[0].own:
-        tell_event(state, layer)
+    if state.run[0].own:
+        tell(state, NOTED, layer)
         return
     top_k, row, stop = state.run[0].top_k, batch.rows[event], batch.rows[event + 1]
     note_event(
@@ -864,11 +871,11 @@ def make_room(
     Evictions made on the way to a False are not undone.
     """
     run, held = state.run[0], state.caches[cache]
-    if IN_PYTHON and run.own and held.used > held.capacity - nbytes:
-        tell_miss(state, key, cache)
+    if run.own and held.used > held.capacity - nbytes:
+        tell(state, MISSED, key)
     while held.used > held.capacity - nbytes:
-        if IN_PYTHON and run.own:
-            victim = ask_victim(state, cache, mark, layer)
+        if run.own:
+            victim = ask(state, cache, mark, layer)
         else:
             victim = find_lowest(state, rank, held.first_layer, held.end_layer, mark, layer)
         if victim < 0:
@@ -888,8 +895,8 @@ def evict(state: State, key: int) -> None:
     slot.left_in = state.now[0].pass_index
     release(state, key)
     note_eviction(state, key, slot.home)
-    if IN_PYTHON and run.own:
-        tell_eviction(state, key)
+    if run.own:
+        tell(state, EVICTED, key)
 
 
 def release(state: State, key: int) -> None:
@@ -922,18 +929,21 @@ def insert(state: State, key: int, home: int, level: int, prefetched: bool) -> N
         return
     slot.unused = int(prefetched)
     note_load(state, key, home, prefetched)
-    if IN_PYTHON and run.own:
-        tell_load(state, key, prefetched)
+    if run.own:
+        tell(state, PREFETCHED if prefetched else DEMANDED, key)
 
 
 def reset(state: State, warm: Array) -> None:
     """Restore the initial caches; the link is empty. No pass counts these evictions."""
-    if IN_PYTHON and state.run[0].own:
-        evict_in_order(state)
+    run = state.run[0]
+    own, run.own = run.own, 0
+    if own:
+        tell_reset(state)
     for home in range(len(state.layers)):
         while state.layers[home].held:
             base = home * state.now[0].num_experts
             evict(state, state.experts[base + state.layers[home].held - 1].member)
+    run.own = own
     fill(state, warm)
 
 
@@ -1025,8 +1035,8 @@ def submit_keys(
             predicted.num_predicted += 1
         if state.experts[key].resident:
             note_wish(state, key, home)
-            if IN_PYTHON and run.own:
-                tell_wish(state, key)
+            if run.own:
+                tell(state, WISHED, key)
         elif not slot.arriving and slot.due < 0:
             due = 0
             if not run.fifo:
@@ -1208,53 +1218,51 @@ def settle(state: State) -> None:
         land(state)
 
 
+# Evictions with a state of their own, which Python alone can ask.
+
+PASS, EVENT, DEMANDED, PREFETCHED, WISHED, MISSED, EVICTED, EXECUTED, WAVE, NOTED = range(10)
+"""What they are told of: a pass, an event that begins (its layer), a key's loading and the like, a
+wave that ends (its layer, after its keys), and that the event has been executed."""
+
+
+def tell(state: State, kind: int, number: int) -> None:
+    """Tell them at once or, from machine code, before they are next asked."""
+    if IN_PYTHON:
+        state.outside.tell[kind](number)
+    else:
+        run = state.run[0]
+        state.messages[run.told] = kind
+        state.messages[run.told + 1] = number
+        run.told += 2
+        if run.told == len(state.messages):
+            ask(state, READ, 0, 0)
+
+
+READ, RESET_ALL = -1, -2
+"""In place of a cache: asks for no victim, but that messages be read, or of a reset."""
+
+
+def ask(state: State, cache: int, mark: int, layer: int) -> int:
+    """Return the key that a cache's eviction chooses, not pinned by `mark`, or -1."""
+    if IN_PYTHON:
+        return state.outside.victim(state, cache, mark, layer)
+    told, state.run[0].told = state.run[0].told, 0
+    return state.outside(cache, mark, layer, told)
+
+
+def tell_reset(state: State) -> None:
+    """Tell of the evictions that a reset is about to make: those loaded first leave first."""
+    if IN_PYTHON:
+        state.outside.tell_reset(state)
+    else:
+        ask(state, RESET_ALL, 0, 0)
+
+
 # What only Python can do.
 
 
-def begin_event(state: State) -> None:
-    state.outside.begin_next()
-
-
-def tell_pass(state: State, number: int) -> None:
-    for eviction in state.outside.evictions:
-        eviction.on_pass(number)
-
-
 def tell_token(state: State, number: int, layer: int) -> None:
-    state.outside.evictions[state.layers[layer].cache].on_pass(number)
-
-
-def tell_load(state: State, key: int, prefetched: bool) -> None:
-    state.outside.eviction_of(state, key).on_insert(key, bool(prefetched))
-
-
-def tell_eviction(state: State, key: int) -> None:
-    state.outside.eviction_of(state, key).on_evict(key)
-
-
-def tell_wish(state: State, key: int) -> None:
-    state.outside.eviction_of(state, key).on_predicted(key)
-
-
-def tell_miss(state: State, key: int, cache: int) -> None:
-    state.outside.evictions[cache].on_miss(key)
-
-
-def ask_victim(state: State, cache: int, mark: int, layer: int) -> int:
-    return state.outside.victim(state, cache, mark, layer)
-
-
-def evict_in_order(state: State) -> None:
-    for key in state.outside.in_order_of_loading(state):
-        evict(state, key)
-
-
-def tell_executed(state: State, layer: int) -> None:
-    state.outside.tell_executed(state, layer)
-
-
-def tell_event(state: State, layer: int) -> None:
-    state.outside.tell_event(state, layer)
+    state.outside.by_layer[layer].on_pass(number)
 
 
 def vacate(state: State, key: int) -> None:

@@ -101,7 +101,7 @@ class Engine(ABC):
         if setting.draft is None and rules.prefetch.needs_draft:
             raise no_draft_error(rules.prefetch)
         self.future, self.eviction = future, evictions[0]
-        self.outside = Outside(setting, evictions)
+        self.outside = Outside(setting, evictions, geometry, lambda: self.state)
         self.state = make_state(geometry, setting, rules, evictions, costs, self.outside)
         self.rank: Any = None
         """The rank of the residents; None where the evictions keep a state of their own."""

@@ -1,6 +1,7 @@
 """What the loop over tables leaves to Python: evictions with a state of their own, lanes, the host.
 
-`engine.core` calls an `Outside` in the branches that machine code leaves out (`core.IN_PYTHON`).
+`engine.core` calls an `Outside` in the branches that machine code leaves out (`core.IN_PYTHON`). To
+evictions machine code leaves messages, and it asks `answer` for victims.
 """
 
 from __future__ import annotations
@@ -8,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
+import numpy as np
+
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.host import HostStage
 from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.tables import read, read_some, write
 from lm_eval_moecache.engine.virtual.costs import arrivals, read_shares
 from lm_eval_moecache.records.event import PASS_START, PREFILL, Event
-from lm_eval_moecache.records.jit import Table
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.jit import Table, column
 from lm_eval_moecache.records.ledger import Counters
 
 _NOTHING: frozenset[int] = frozenset()
@@ -23,10 +28,24 @@ _NOTHING: frozenset[int] = frozenset()
 class Outside:
     """The parts of an event in progress, and of the run, that no table holds."""
 
-    def __init__(self, setting: Setting, evictions: Sequence[EvictionAlgorithm]) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        evictions: list[EvictionAlgorithm],
+        geometry: Geometry,
+        state: Callable[[], core.State],
+    ) -> None:
         hardware = setting.hardware
         self.evictions = evictions
         """By cache."""
+        self.by_layer = evictions if len(evictions) > 1 else evictions * geometry.num_layers
+        self._state = state
+        self._num_experts, self._has_levels = geometry.num_experts, len(geometry.precision) > 1
+        self.error: BaseException | None = None
+        """What an eviction raised while machine code ran."""
+        self._executed: list[int] = []
+        """Keys that were executed in the wave in progress."""
+        self.tell = self._messages()
         self.event = Event(-1, PASS_START, PREFILL, 0, ())
         """The event in progress, as executed."""
         self.events: Iterator[Event] | None = None
@@ -63,39 +82,106 @@ class Outside:
         """Begin an event, as it will be executed."""
         self.event, self._arrivals = event, {}
 
-    def begin_next(self) -> None:
-        """Begin the next of `events`, if there are any."""
+    # Evictions with a state of their own.
+
+    def _messages(self) -> Sequence[Callable[[int], object]]:
+        """Return what is done with each kind of message (see `core.PASS`), by its number."""
+        by_layer, num_experts = self.by_layer, self._num_experts
+
+        def of(name: str, *more: Any) -> Callable[[int], object]:
+            if len(self.evictions) > 1:
+                return lambda key: getattr(by_layer[key // num_experts], name)(key, *more)
+            method = getattr(self.evictions[0], name)
+            return (lambda key: method(key, *more)) if more else method
+
+        return (
+            self._begin_pass,
+            self._begin_next,
+            of("on_insert", False),
+            of("on_insert", True),
+            *map(of, ("on_predicted", "on_miss", "on_evict")),
+            lambda key: self._executed.append(key),
+            self._end_wave,
+            self._note,
+        )
+
+    def _begin_pass(self, number: int) -> None:
+        for eviction in self.evictions:
+            eviction.on_pass(number)
+
+    def _begin_next(self, layer: int) -> None:
         if self.events is not None:
             self.begin(next(self.events))
 
-    # Evictions with a state of their own.
+    def _end_wave(self, layer: int) -> None:
+        executed, self._executed = self._executed, []
+        self.by_layer[layer].on_executed(layer, executed)
 
-    def eviction_of(self, state: core.State, key: int) -> Any:
-        """Return the eviction algorithm of a key's cache."""
-        return self.evictions[state.layers[state.slots[key].home].cache]
+    def _note(self, layer: int) -> None:
+        self._executed = []
+        if self._has_levels:
+            levels = read_some(self._state().slots, self.event.keys, "executed_level")
+            by_key = dict(zip(self.event.keys, levels, strict=True))
+            self.by_layer[layer].on_levels(self.event, by_key)
+        else:
+            self.by_layer[layer].on_event(self.event)
+
+    def tell_reset(self, state: core.State) -> None:
+        """Tell of the eviction of all residents."""
+        for key in in_order_of_loading(state.experts, state.slots):
+            self.tell[core.EVICTED](key)
 
     def victim(self, state: core.State, cache: int, mark: int, layer: int) -> int:
         """Return the key that a cache's eviction chooses outside those pinned by `mark`, or -1."""
         if mark != self._pinned_mark:
-            experts, self._pinned_mark = state.experts, mark
-            self._pinned = {key for key in self.event.keys if experts[key].pinned == mark}
+            keys, self._pinned_mark = self.event.keys, mark
+            marks = read_some(state.experts, keys, "pinned")
+            self._pinned = {key for key, at in zip(keys, marks, strict=True) if at == mark}
         found = self.evictions[cache].victim(self._pinned, layer)
         assert found not in self._pinned, f"eviction chose the pinned key {found}"
         return -1 if found is None else found
 
-    def tell_executed(self, state: core.State, layer: int) -> None:
-        self.evictions[state.layers[layer].cache].on_executed(layer, self.wave)
+    def answer(self, cache: int, mark: int, layer: int, told: int) -> int:
+        """Do what machine code asks for: find a victim or, as `cache` says, something else.
 
-    def tell_event(self, state: core.State, layer: int) -> None:
-        eviction = self.evictions[state.layers[layer].cache]
-        if state.run[0].num_levels == 1:
-            eviction.on_event(self.event)
-        else:
-            eviction.on_levels(self.event, self.levels(state))
+        Machine code cannot be ended by an exception. It is kept in `error`, and what is still asked
+        is answered with any resident.
+        """
+        state = self._state()
+        try:
+            if self.error is None:
+                self._read(state, told)
+                if cache == core.RESET_ALL:
+                    self.tell_reset(state)
+                if cache < 0:
+                    return 0
+                found = self.victim(state, cache, mark, layer)
+                assert found < 0 or state.experts["resident"][found], f"{found} is not resident"
+                return found
+        except BaseException as error:
+            self.error = error
+        if cache < 0:
+            return 0
+        first, end = (read(state.caches, cache, n) for n in ("first_layer", "end_layer"))
+        flags = (column(state.experts, "resident") > 0) & (column(state.experts, "pinned") != mark)
+        own = range(first * self._num_experts, end * self._num_experts)
+        return next((key for key in own if flags[key]), -1)
 
-    def levels(self, state: core.State) -> dict[int, int]:
-        """Return the level at which each key of the event was executed."""
-        return {key: state.slots[key].executed_level for key in self.event.keys}
+    def _read(self, state: core.State, told: int) -> None:
+        messages, tell = state.messages[:told].tolist(), self.tell
+        for kind, number in zip(messages[::2], messages[1::2], strict=True):
+            tell[kind](number)
+
+    def end_machine_code(self) -> None:
+        """Read the last messages of machine code; raise what an eviction has raised."""
+        state = self._state()
+        told = read(state.run, 0, "told")
+        write(state.run, 0, "told", 0)
+        if self.error is None:
+            self._read(state, told)
+            return
+        error, self.error = self.error, None
+        raise error
 
     def tell_wave(self) -> None:
         self.on_wave(self.wave)
@@ -227,11 +313,9 @@ class Outside:
             core.take_bytes(state, cache, nbytes)
             core.insert(state, key, layer, 0, False)
 
-    def in_order_of_loading(self, state: core.State) -> list[int]:
-        return in_order_of_loading(state.experts, state.slots)
-
 
 def in_order_of_loading(experts: Table, slots: Table) -> list[int]:
     """Return the resident keys, those loaded first in front."""
-    resident = [key for key, expert in enumerate(experts) if expert.resident]
-    return sorted(resident, key=lambda key: slots[key].arrival)
+    resident, arrivals = np.flatnonzero(column(experts, "resident")), column(slots, "arrival")
+    keys: list[int] = resident[np.argsort(arrivals[resident])].tolist()
+    return keys

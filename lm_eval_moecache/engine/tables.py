@@ -89,6 +89,7 @@ def make_state(
         queues=make_table(core.Queue, num_layers + 1),
         caches=_make_caches(setting.capacity, num_layers),
         run=[run],
+        messages=(),
         outside=outside,
     )
 
@@ -106,6 +107,14 @@ def read(table: Table, index: int, name: str) -> Any:
     if isinstance(table, np.ndarray):
         return table[name][index].item()
     return getattr(table[index], name)
+
+
+def read_some(table: Table, keys: Sequence[int], name: str) -> list[Any]:
+    """Return one field of some entries."""
+    if isinstance(table, np.ndarray):
+        values: list[Any] = table[name][list(keys)].tolist()
+        return values
+    return [getattr(table[key], name) for key in keys]
 
 
 def write(table: Table, index: int, name: str, value: float) -> None:

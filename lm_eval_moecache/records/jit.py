@@ -7,6 +7,7 @@ numba compiles records.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -187,20 +188,32 @@ def compiled_function(function: Any, *kinds: type) -> Any:
         cfunc = _compiled(function, function.__globals__, digest, signature, make=numba.cfunc)
     except Exception as error:  # numba's own errors are of many kinds
         raise NotCompilable(f"{function.__qualname__}: {error}") from error
-    return _Pointer(cfunc, numba.typeof(cfunc))
+    return _Pointer(cfunc, numba.typeof(cfunc), int(cfunc.address))
+
+
+def callback(function: Callable[..., int], count: int) -> Any:
+    """Return a Python function of `count` ints to an int in the form that compiled functions take.
+
+    It must not raise: the caller would go on with 0.
+    """
+    callable_from_c = ctypes.CFUNCTYPE(*[ctypes.c_int64] * (count + 1))(function)
+    address: Any = ctypes.cast(callable_from_c, ctypes.c_void_p).value
+    types = _numba().types
+    signature = types.int64(*[types.int64] * count)
+    return _Pointer(callable_from_c, types.FunctionType(signature), address)
 
 
 class _Pointer:
-    """A compiled function as an argument, with its type and address looked up once.
+    """A function as an argument of compiled ones, with its type and address looked up once.
 
     For numba's own function objects that lookup takes several times the search for a victim.
     """
 
-    def __init__(self, function: Any, kind: Any) -> None:
-        self._function, self._numba_type_ = function, kind
+    def __init__(self, function: Any, kind: Any, address: int) -> None:
+        self._function, self._numba_type_, self._address = function, kind, address
 
     def __wrapper_address__(self) -> int:
-        return int(self._function.address)
+        return self._address
 
 
 def _digest(*files: object) -> str:

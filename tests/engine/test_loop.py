@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import pytest
 
+from lm_eval_moecache.algorithms.eviction.clock import Clock
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.ranked import RankedEviction, compiled_rank
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
@@ -16,13 +17,14 @@ from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual import loop
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.engine.virtual.loop import MODULES
+from lm_eval_moecache.records.errors import AlgorithmError
 from lm_eval_moecache.records.jit import Upgrade, has_numba, is_kept
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import fresh, make_geometry, make_hardware, make_stream, run
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Drafted, Trace
-from tests.engine import traces
+from tests.engine import drawn, traces
 from tests.engine.drawn import draw
 from tests.engine.traces import draw_trace, one_by_one, setting_for
 
@@ -92,11 +94,40 @@ def test_compiled_by_numba(machine_code: None) -> None:
         ("on_demand", {"eviction": "score", "eviction.history": "decayed"}),
         ("on_demand", {"eviction": "belady", "miss": "fetch_cached_first"}),
         ("specmd", {"eviction": "hazard", "eviction.memory": 1}),
+        ("on_demand", {"eviction": "arc"}),
+        ("specmd", {"eviction": "s3_fifo"}),
+        ("specmd", {"eviction": "importance"}),
     ):
         for capacity in ("2", "30%", "5/layer"):
             for link in ("priority", "fifo"):
-                assert_equal(trace, setting_for(trace, capacity, axes, policy, link=link))
+                fast = assert_equal(trace, setting_for(trace, capacity, axes, policy, link=link))
+                assert fast.loop.is_compiled
     assert is_kept(MODULES, "step")
+
+
+class Tired(Clock):
+    """Evicts as CLOCK does, for a while."""
+
+    rest: int = 20
+
+    def victim(self, pinned: Container[int], layer: int) -> int | None:
+        self.rest -= 1
+        if not self.rest:
+            raise ZeroDivisionError("tired")
+        return super().victim(pinned, layer)
+
+
+def test_what_an_eviction_raises_in_the_midst_of_machine_code_is_raised(machine_code: None) -> None:
+    trace = draw_trace(7, LAYERS, 16, 3)
+    for capacity in ("2", "30%", "5/layer"):
+        with pytest.raises(AlgorithmError, match=r"Tired\.victim at layer \d raised .* tired"):
+            replay(trace, setting_for(trace, capacity, {"eviction": f"{__name__}.Tired"}))
+
+
+@pytest.mark.parametrize("first", [0, 100, 200])
+def test_the_oracle_agrees_with_machine_code(machine_code: None, first: int) -> None:
+    for seed in range(first, first + 40):
+        drawn.check(seed)
 
 
 def test_every_ranking_compiles(machine_code: None) -> None:
@@ -114,6 +145,7 @@ def test_lossy_and_laddered_events_in_machine_code(
         {"routing": "cache_prior", "prefetch": "next_gate"},
         {"miss": "fetch_lowest", "prefetch": "next_gate", "eviction": "lhu"},
         {"miss": "drop", "routing": "swap_rank", "eviction": "score"},
+        {"miss": "fetch_lowest", "prefetch": "next_gate", "eviction": "slru"},
     ):
         policy = load_policy("on_demand", axes)
         fast = run(policy, geometry, "30%")

@@ -164,12 +164,12 @@ class VirtualEngine(Engine):
 
     @property
     def needs_python(self) -> bool:
-        """Whether the loop calls Python while it serves an event."""
-        return self.needs_events or self._is_followed
+        """Whether machine code cannot serve an event."""
+        return self._flags("hosts", "lanes", "piecewise") or self._is_followed
 
     @property
     def needs_events(self) -> bool:
-        """Whether what the loop calls in Python looks at the event."""
+        """Whether what the loop calls in Python looks at events."""
         return self.rank is None or self._flags("hosts", "lanes", "piecewise")
 
     def _flags(self, *names: str) -> bool:

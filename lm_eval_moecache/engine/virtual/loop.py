@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lm_eval_moecache.algorithms import features
+from lm_eval_moecache.algorithms.eviction.lru import oldest_use
 from lm_eval_moecache.algorithms.ranked import compiled_rank
 from lm_eval_moecache.algorithms.registry import is_own
 from lm_eval_moecache.engine import core
-from lm_eval_moecache.engine.tables import read
+from lm_eval_moecache.engine.tables import read_some
 from lm_eval_moecache.records.event import Fetch
 from lm_eval_moecache.records.jit import (
     Array,
     NotCompilable,
     Upgrade,
     as_records,
+    callback,
     compiled,
     dtype_of,
     make_table,
@@ -48,6 +50,8 @@ NOTHING, NO_WEIGHTS = np.zeros(0, np.int64), np.zeros(0, np.float64)
 NOTHING_PROPOSED = NOTHING, np.zeros(1, np.int64)
 COUNTS = dtype_of(core.PassCounts).names
 MODULES = features, core
+_MESSAGES = 4096
+"""To evictions with a state of their own, before they have to be read."""
 UPGRADE = Upgrade(MODULES, "step", load=20_000, make=400_000)
 """Counts events, of which plain Python serves one in about 15 us; twice with a prefetcher."""
 
@@ -63,6 +67,8 @@ class Loop:
         self._work_per_pass = engine.geometry.num_layers * (2 if prefetches else 1)
         self._step: Callable[..., int] = core.step
         self._rank: Any = engine.rank
+        self._asks = engine.rank is None
+        """Whether machine code asks evictions for victims, as they keep a state of their own."""
         self._counts: Any = [engine.record]
 
     def expect(self, num_passes: int, done: int = 0) -> None:
@@ -77,7 +83,7 @@ class Loop:
         if self.is_compiled:
             tables = zip(_KINDS, self._engine.state, strict=False)
             objects: list[Any] = [[kind(*row) for row in table.tolist()] for kind, table in tables]
-            self._engine.state = core.State(*[*objects, self._engine.outside])
+            self._engine.state = core.State(*[*objects, (), self._engine.outside])
             self._step, self._rank = core.step, self._engine.rank
         self._can_compile = self.is_compiled = False
         self._counts = [self._engine.record]
@@ -85,14 +91,16 @@ class Loop:
     def _compile(self) -> None:
         engine = self._engine
         try:
-            rank = compiled_rank(self._rank)
+            rank = compiled_rank(self._rank or oldest_use)
         except NotCompilable:
             if is_own(type(engine.eviction)):
                 raise
             self._can_compile = False
             return
-        tables: list[Any] = [as_records(table) for table in engine.state[:-1]]
-        engine.state = core.State(*[*tables, None])
+        tables: list[Any] = [as_records(table) for table in engine.state[: len(_KINDS)]]
+        messages = np.zeros(_MESSAGES if self._asks else 1, np.int64)
+        ask = callback(engine.outside.answer if self._asks else min, 4)
+        engine.state = core.State(*[*tables, messages, ask])
         self._step, self._rank, self.is_compiled = compiled(MODULES, "step"), rank, True
         self._counts = np.zeros(1, dtype_of(core.PassCounts))
 
@@ -153,7 +161,10 @@ class Loop:
         if count:
             arrays = np.array(keys, np.int64), np.array(levels, np.int64)
         call = what, number, layer, *arrays, count
-        return self._step(*state, self._rank, batch, self._counts, *call)
+        absent = self._step(*state, self._rank, batch, self._counts, *call)
+        if self._asks:
+            self._engine.outside.end_machine_code()
+        return absent
 
     def serve_passes(self, batch: core.PassBatch) -> Array:
         """Serve a batch of passes; return their counts, as records of `core.PassCounts`."""
@@ -162,6 +173,8 @@ class Loop:
             counts: Any = np.zeros(num_passes, dtype_of(core.PassCounts))
             call = core.PASSES, 0, 0, NOTHING, NOTHING, 0
             self._step(*self._engine.state, self._rank, self.as_arrays(batch), counts, *call)
+            if self._asks:
+                self._engine.outside.end_machine_code()
             return counts
         objects = make_table(core.PassCounts, num_passes)
         lists = [batch.first_pass, *(values.tolist() for values in batch[1:])]
@@ -171,8 +184,8 @@ class Loop:
 
     def levels(self, keys: Sequence[int]) -> dict[int, int]:
         """Return the precision level at which each of these keys was last executed."""
-        slots = self._engine.state.slots
-        return {key: int(read(slots, key, "executed_level")) for key in keys}
+        levels = read_some(self._engine.state.slots, keys, "executed_level")
+        return dict(zip(keys, levels, strict=True))
 
 
 def joined(keys: Sequence[Sequence[int]]) -> tuple[Array, Array]:
