@@ -532,7 +532,7 @@ def _place(run: Run, names: Sequence[str]) -> tuple[str, ...]:
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _TEST = "a test over the documents (p ≤ 0.05)"
-_LEGEND = f"Bold: significantly best of its column, by {_TEST}"
+_LEGEND = f"Bold: better than every row that is not, by {_TEST}; bold rows are not told apart"
 _FRONT = "`*`: not dominated by any other row in accuracy and tok/s, by"
 
 
