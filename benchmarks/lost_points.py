@@ -3,6 +3,10 @@
 Usage: python benchmarks/lost_points.py [FOLDER ...] [--write]
 
 A run reports how much routing weight it lost and which share of the router's choices it executed.
+How far it moves the output takes an analysis of a text with the unmodified model beside it:
+
+    moecache analyze divergence --capacity 16/layer --policies A,B --out results/lost_points
+
 Beside each lossy run below the folders (default: results) stands a lossless one of the same
 documents; the difference of right answers is what was lost. Lines through 0 are fitted to all rules
 but one and predict that one; a sign is of use if it predicts within 2 points. With `--write` the
@@ -25,14 +29,27 @@ from grid import RESULTS, text_table
 from lm_eval_moecache.report.results import Run, is_of_version_2, load_runs
 
 FOLDER = RESULTS / "lost_points"
+GENERATED = "tiny_gsm8k"
+"""The task that decodes, token after token as the text of the divergence is read."""
 SIGNS = {
     "lost weight": lambda pair: pair["lost_weight"],
     "choices not executed": lambda pair: 1 - pair["fidelity"],
+    "KL": lambda pair: pair["kl"],
+    "KL, on word problems": lambda pair: pair["kl"] if pair["task"] == GENERATED else None,
 }
+"""Name -> the sign of a pair; None where it is not known."""
+KL_CAPACITY = "25%"
+"""Of the runs whose policies were analysed: 16 of 64 experts a layer."""
 LEAST_DOCUMENTS = 40
 WITHIN = 2.0
 """Points within which a forecast would be of use."""
 Pair = Mapping[str, Any]
+
+
+def divergences() -> dict[str, float]:
+    """Return policy -> KL divergence from the unmodified model, in nats a token of text."""
+    rows = json.loads((FOLDER / "divergence.json").read_text())["rows"]
+    return {row["policy"]: row["kl"] for row in rows}
 
 
 def right(run: Run, task: str) -> dict[str, float]:
@@ -73,6 +90,7 @@ def pairs(runs: Sequence[Run]) -> Iterator[Pair]:
     """Pair each lossy run with a lossless one of the same model and documents, by task."""
     exact: dict[tuple[str, ...], Mapping[str, float]] = {}
     lossy: dict[tuple[str, ...], dict[str, Any]] = {}
+    kl = divergences()
     for run in runs:
         for task in run.tasks:
             answers, figures = right(run, task), run.moecache["tasks"][task]
@@ -85,6 +103,7 @@ def pairs(runs: Sequence[Run]) -> Iterator[Pair]:
                 exact[place] = answers
             elif fidelity < 1:
                 rule = " ".join([run.moecache["policy"]["name"], *parameters(run)])
+                is_analysed = (model, run.model_args.get("capacity")) == ("tiny", KL_CAPACITY)
                 lossy[(*place, rule, run.run_id)] = {
                     "model": model,
                     "rule": rule,
@@ -93,6 +112,7 @@ def pairs(runs: Sequence[Run]) -> Iterator[Pair]:
                     "documents": len(answers),
                     "fidelity": fidelity,
                     "lost_weight": figures.get("lost_weight_share"),
+                    "kl": kl.get(rule) if is_analysed else None,
                     "right": mean(answers.values()),
                 }
     seen = set()
@@ -108,7 +128,7 @@ def pairs(runs: Sequence[Run]) -> Iterator[Pair]:
 def forecasts(found: Sequence[Pair], sign: str) -> list[tuple[float, float]]:
     """Return (predicted, lost) points of each pair, from a line through 0 of the other rules."""
     of = SIGNS[sign]
-    usable = [pair for pair in found if pair["lost_weight"] is not None or sign != "lost weight"]
+    usable = [pair for pair in found if of(pair) is not None]
     results = []
     for pair in usable:
         others = [p for p in usable if p["rule"] != pair["rule"] and p["task"] == pair["task"]]
@@ -123,15 +143,18 @@ def render(found: Sequence[Pair], texts: Sequence[Sequence[str]]) -> str:
         [
             *(pair["rule"], pair["capacity"], pair["task"], str(pair["documents"])),
             "-" if pair["lost_weight"] is None else f"{pair['lost_weight']:.2f}",
-            *(f"{pair['fidelity']:.2f}", f"{pair['points']:.1f}"),
+            f"{pair['fidelity']:.2f}",
+            "-" if pair["kl"] is None else f"{pair['kl']:.3f}",
+            f"{pair['points']:.1f}",
         ]
         for pair in sorted(found, key=lambda p: (p["task"], p["points"], p["rule"]))
     ]
     by_weight = sorted(texts, key=lambda row: (float(row[1]), row[0]))
-    heads = ["rule", "capacity", "task", "documents", "lost weight", "fidelity", "points lost"]
+    heads = ["rule", "capacity", "task", "documents"]
+    heads += ["lost weight", "fidelity", "KL", "points lost"]
     verdicts = []
     for sign, of in SIGNS.items():
-        known = [p for p in found if p["lost_weight"] is not None or sign != "lost weight"]
+        known = [pair for pair in found if of(pair) is not None]
         errors = [predicted - lost for predicted, lost in forecasts(found, sign)]
         rank = scipy.stats.spearmanr([of(p) for p in known], [p["points"] for p in known])
         within = sum(abs(error) <= WITHIN for error in errors)
