@@ -134,6 +134,11 @@ class RankedEviction(EvictionAlgorithm):
         return None if found < 0 else found
 
 
+def no_rank(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+    """Stand for the rank in machine code that asks evictions with a state of their own."""
+    return 0.0, 0.0
+
+
 def compiled_rank(rank: Rank) -> Any:
     """Return a rule's rank in the form that compiled functions take. Raises NotCompilable."""
     return compiled_function(rank, Expert, Layer, Now)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.eviction.lru import LRU
+from lm_eval_moecache.algorithms.features import Expert, Layer, Now
+from lm_eval_moecache.algorithms.ranked import RankedEviction
 
 
-class TailLRU(LRU):
+def oldest_need(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+    return float(expert.last_use), 0.0
+
+
+class TailLRU(RankedEviction):
     """Evicts the least recently used expert, where recency is that of the last token to need it.
 
     BigMoeOnEdge#22: every use by a prompt's token promotes, while `lru` counts only the first, so
@@ -17,4 +22,6 @@ class TailLRU(LRU):
     """
 
     source: ClassVar[str] = "BigMoeOnEdge#22 (keep the prompt tail's experts hot)"
+    moves: ClassVar[bool] = False
     by_token: ClassVar[bool] = True
+    rank = staticmethod(oldest_need)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lm_eval_moecache.algorithms import features
-from lm_eval_moecache.algorithms.eviction.lru import oldest_use
-from lm_eval_moecache.algorithms.ranked import compiled_rank
+from lm_eval_moecache.algorithms.ranked import compiled_rank, no_rank
 from lm_eval_moecache.algorithms.registry import is_own
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.tables import read_some
@@ -91,7 +90,7 @@ class Loop:
     def _compile(self) -> None:
         engine = self._engine
         try:
-            rank = compiled_rank(self._rank or oldest_use)
+            rank = compiled_rank(self._rank or no_rank)
         except NotCompilable:
             if is_own(type(engine.eviction)):
                 raise
