@@ -94,7 +94,14 @@ def _speeds(arguments: Namespace) -> int:
     result = speeds.compare([speeds.predict(row) for row in rows], left_out)
     if arguments.plot is not None:
         speeds.plot(result["rows"], Path(arguments.plot))
-    return print_result(arguments.json, result, speeds.as_text(result))
+    text = speeds.as_text(result)
+    if result["rows"]:
+        text += (
+            "\nForecast by the constants that ship, which were fitted on the rows of "
+            "results/runtimes:\nof those rows this is no test. `moecache profile runtimes` "
+            "forecasts each without its machine.\n"
+        )
+    return print_result(arguments.json, result, text)
 
 
 def _counts(arguments: Namespace) -> int:

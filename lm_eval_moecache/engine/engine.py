@@ -6,6 +6,7 @@ What both clocks share is here: `VirtualEngine` is in `engine.virtual.engine`, `
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -101,7 +102,9 @@ class Engine(ABC):
         if setting.draft is None and rules.prefetch.needs_draft:
             raise no_draft_error(rules.prefetch)
         self.future, self.eviction = future, evictions[0]
-        self.outside = Outside(setting, evictions, geometry, lambda: self.state)
+        # A reference back would keep the engine, and a wall clock's slots, until garbage is collected.
+        engine = weakref.proxy(self)
+        self.outside = Outside(setting, evictions, geometry, lambda: engine.state)
         self.state = make_state(geometry, setting, rules, evictions, costs, self.outside)
         self.rank: Any = None
         """The rank of the residents; None where the evictions keep a state of their own."""

@@ -487,12 +487,6 @@ def as_text(result: Mapping[str, Any]) -> str:
         for name, group in groups.items()
         if group["rows"]
     ]
-    if cells:
-        text += (
-            "\nForecast by the constants that ship, which were fitted on the rows of "
-            "results/runtimes:\nof those rows this is no test. `moecache profile runtimes` "
-            "forecasts each without its machine.\n"
-        )
     titles = ("", "rows", "machines", "median factor", *(f"within {most:g}" for most in WITHIN))
     return f"{text}\n{padded(titles, cells)}\n" if cells else text
 
