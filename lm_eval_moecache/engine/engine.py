@@ -102,7 +102,7 @@ class Engine(ABC):
         if setting.draft is None and rules.prefetch.needs_draft:
             raise no_draft_error(rules.prefetch)
         self.future, self.eviction = future, evictions[0]
-        # A reference back would keep the engine, and a wall clock's slots, until garbage is collected.
+        # A reference back would keep the engine and a wall clock's slots alive.
         engine = weakref.proxy(self)
         self.outside = Outside(setting, evictions, geometry, lambda: engine.state)
         self.state = make_state(geometry, setting, rules, evictions, costs, self.outside)
