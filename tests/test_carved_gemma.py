@@ -15,6 +15,7 @@ from examples.carved_gemma import carve
 from examples.carved_gemma.carving import MaskedFFN, Shape, in_groups
 from examples.carved_gemma.dense import PACKAGE, dense_folder, loaded
 from lm_eval_moecache.algorithms.policy import check_cache_form, load_policy, policy_names
+from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.records.sizes import is_per_layer
@@ -156,6 +157,22 @@ def test_the_saved_folder_answers_like_its_plain_forward(folder: Path) -> None:
     assert answers(lm) == expected
     lm.install(read_config({"policy": "specmd", "capacity": "10%"}))
     assert answers(lm) == expected
+
+
+def test_its_own_code_runs_where_it_is_trusted(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "buddies.safetensors"
+    text.write_text("What a model reads to say which of its experts go together. " * 4)
+    profile = ["profile", "buddies", "--pretrained", str(folder), "--data", str(text)]
+    assert main([*profile, "--out", str(out)]) != 0
+    assert "trust_remote_code" in capsys.readouterr().err
+    assert main([*profile, "--out", str(out), "--trust_remote_code", "true"]) == 0
+    policy = {"policy": "buddymoe", "capacity": "9/layer", "miss.profile": str(out)}
+    host = {**LM_ARGUMENTS, "batch_size": 1, "trust_remote_code": True}
+    assert MoECacheLM(pretrained=str(folder), **policy, **host).geometry.num_layers == 3
+    analysis = ["analyze", "divergence", "--pretrained", str(folder), "--text", str(text)]
+    assert main([*analysis, "--trust_remote_code", "true", "--max_tokens", "40"]) == 0
 
 
 @pytest.mark.slow

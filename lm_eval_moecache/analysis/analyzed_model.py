@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.harness.arguments import as_arguments_error
-from lm_eval_moecache.model.checkpoint import model_path
+from lm_eval_moecache.model.checkpoint import load_model
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.files import TINY, parse_json, read_text
@@ -50,13 +49,17 @@ class AnalyzedModel:
     """A loaded model and its text as windows of tokens; every `under` starts with a cold cache."""
 
     def __init__(
-        self, pretrained: str, texts: Sequence[str], max_tokens: int, window: int = 512
+        self,
+        pretrained: str,
+        texts: Sequence[str],
+        max_tokens: int,
+        window: int = 512,
+        *,
+        trust_remote_code: bool = False,
     ) -> None:
-        path = model_path(pretrained)
         self.name = pretrained
         with as_arguments_error(pretrained):
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-            self.model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+            self.model, self.tokenizer = load_model(pretrained, trust_remote_code=trust_remote_code)
         self.layers: list[MoELayer] = find_moe_layers(self.model)
         self.routers = [layer.router for layer in self.layers]
         self.geometry = describe(self.model, self.layers, pretrained)

@@ -50,7 +50,9 @@ _REPLACED = {"routing": "commit", "routing.tokens": "mispredicted", "phases": "d
 _NOTHING = "so there is nothing to predict. Allowed: tasks "
 
 
-def run(pretrained: str, options: Mapping[str, Any]) -> Analysis:
+def run(
+    pretrained: str, options: Mapping[str, Any], *, trust_remote_code: bool = False
+) -> Analysis:
     """Run `tasks` unmodified and with the replacement; every expert is resident all the time.
 
     Tiny has tasks of its own. The frequency baseline names the experts that these very tokens chose
@@ -67,7 +69,8 @@ def run(pretrained: str, options: Mapping[str, Any]) -> Analysis:
             "one generates text, such as gsm8k."
         )
     # Before the weights are loaded, which takes a real model minutes.
-    artifact = load_predictor(profile, "kl", geometry_of(pretrained))
+    geometry = geometry_of(pretrained, trust_remote_code=trust_remote_code)
+    artifact = load_predictor(profile, "kl", geometry)
     base_config = {"policy": "on_demand", "prefetch": "predictor", "capacity": "100%"}
     base_config |= {} if profile is None else {"prefetch.profile": profile}
     unmodified, replacement = read_config(base_config), read_config(base_config | _REPLACED)
@@ -79,7 +82,7 @@ def run(pretrained: str, options: Mapping[str, Any]) -> Analysis:
         include_path=(),
     )
     with quiet():
-        lm = MoECacheLM(pretrained=pretrained)
+        lm = MoECacheLM(pretrained=pretrained, trust_remote_code=trust_remote_code)
         lm.install(unmodified)
         plain, judged = _watched(lm, cell, PredictorNetwork(artifact))
         lm.install(replacement)

@@ -57,6 +57,8 @@ _OPTIONS: Mapping[str, tuple[type, str]] = {
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("analysis", help=" or ".join(ANALYSES))
     parser.add_argument("--pretrained", default="tiny", help="tiny, a folder or a hub id")
+    trust = "run the modelling code that comes with the model"
+    parser.add_argument("--trust_remote_code", type=bool, default=False, help=trust)
     parser.add_argument("--out", help="folder for the JSON, the table and the pictures")
     for name, (kind, text) in _OPTIONS.items():
         parser.add_argument(f"--{name}", type=kind | None, help=text)
@@ -67,7 +69,7 @@ def run(arguments: Namespace) -> int:
     if name not in ANALYSES:
         raise unknown_name_error("analysis", name, ANALYSES)
     options = _settled(name, arguments)
-    analysis = _analyzed(name, model, options)
+    analysis = _analyzed(name, model, options, trust_remote_code=arguments.trust_remote_code)
     if arguments.json:
         tables = {"rows": analysis.tables[name]} if name in analysis.tables else analysis.tables
         sys.stdout.write(json.dumps(finite({"model": model, **tables}), indent=2) + "\n")
@@ -85,18 +87,18 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _analyzed(name: str, model: str, options: Mapping[str, Any]) -> Any:
+def _analyzed(name: str, model: str, options: Mapping[str, Any], **trusted: bool) -> Any:
     """Return the `Analysis`; errors in the options are raised before weights are loaded."""
     # Imported late: a misspelt analysis should not wait for torch.
     module = importlib.import_module(f"lm_eval_moecache.analysis.{name}")
     if name == _PREDICTED:
-        return module.run(model, options)
+        return module.run(model, options, **trusted)
     from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel, read_texts
     from lm_eval_moecache.harness.preflight import geometry_of
 
-    _check_sizes(options, geometry_of(model))
+    _check_sizes(options, geometry_of(model, **trusted))
     texts = read_texts(model, options["text"])
-    return module.run(AnalyzedModel(model, texts, options["max_tokens"]), options)
+    return module.run(AnalyzedModel(model, texts, options["max_tokens"], **trusted), options)
 
 
 def _settled(analysis: str, arguments: Namespace) -> dict[str, Any]:

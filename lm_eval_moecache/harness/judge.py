@@ -152,15 +152,9 @@ class Judge:
         import torch
 
         if self._local is None:
-            import transformers
+            from lm_eval_moecache.model.checkpoint import load_model
 
-            from lm_eval_moecache.model.checkpoint import model_path
-
-            path = model_path(self._model)
-            self._local = (
-                transformers.AutoModelForCausalLM.from_pretrained(path).eval(),
-                transformers.AutoTokenizer.from_pretrained(path),
-            )
+            self._local = load_model(self._model)
         model, tokenizer = self._local
         start = tokenizer(prompt).input_ids
         scores: dict[str, float] = {}

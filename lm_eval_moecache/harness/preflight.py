@@ -139,10 +139,10 @@ def _check_algorithms(config: Config, geometry: Geometry, layers: Sequence[MoELa
         check_rules([layer.gate for layer in layers])
 
 
-def geometry_of(pretrained: str) -> Geometry:
+def geometry_of(pretrained: str, *, trust_remote_code: bool = False) -> Geometry:
     """Return a model's geometry from its configuration alone."""
     with as_arguments_error(pretrained):
-        model = skeleton(pretrained, {})
+        model = skeleton(pretrained, {"trust_remote_code": trust_remote_code})
     return describe(model, find_moe_layers(model), model_name(pretrained))
 
 

@@ -44,6 +44,13 @@ def model_path(pretrained: Any) -> Any:
     return SHIPPED.get(pretrained, pretrained) if isinstance(pretrained, str) else pretrained
 
 
+def load_model(pretrained: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """Load a model to be read or measured, and its tokenizer, from a name, a folder or a hub id."""
+    path, trusted = model_path(pretrained), {"trust_remote_code": trust_remote_code}
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, **trusted).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(path, **trusted)
+
+
 def skeleton(pretrained: Any, hflm_args: Mapping[str, Any]) -> Any:
     """Build the model on the meta device, without weights; a loaded model is returned as is."""
     if isinstance(pretrained, torch.nn.Module):

@@ -39,6 +39,7 @@ def add_source_options(parser: ArgumentParser, files: str, limit: int) -> None:
     add_options(
         parser,
         ("pretrained", TINY, "tiny, a folder or a hub id"),
+        ("trust_remote_code", False, "run the modelling code that comes with the model"),
         ("tasks", None, "tasks whose training documents are used: a,b,c"),
         ("data", None, files),
         ("include_path", None, "folder with more tasks"),
@@ -158,7 +159,12 @@ def analyzed_texts(arguments: Namespace) -> tuple[AnalyzedModel, dict[str, Any]]
     # Imported late: it brings torch, and a wrong option should not wait for it.
     from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
 
-    analyzed = AnalyzedModel(arguments.pretrained, texts, arguments.max_tokens)
+    analyzed = AnalyzedModel(
+        arguments.pretrained,
+        texts,
+        arguments.max_tokens,
+        trust_remote_code=arguments.trust_remote_code,
+    )
     return analyzed, {"tasks": tasks, "data": names, "documents": len(examples)}
 
 

@@ -39,17 +39,15 @@ def run(arguments: Namespace) -> int:
         raise ValueError(f"hard_weight={arguments.hard_weight} must be 0 or more.")
     prompts, data = collect_prompts(arguments)
     # Imported late: they bring torch, and a wrong option should not wait for it.
-    import transformers
-
     from lm_eval_moecache.harness.preflight import geometry_of
-    from lm_eval_moecache.model.checkpoint import model_path
+    from lm_eval_moecache.model.checkpoint import load_model
     from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
     from lm_eval_moecache.model.predictor.training import TextRecipe, record_texts, train_on_texts
     from lm_eval_moecache.report.tables import rows_as_markdown
 
-    geometry_of(arguments.pretrained)  # says what cannot be read
-    path = model_path(arguments.pretrained)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    trusted = {"trust_remote_code": arguments.trust_remote_code}
+    geometry_of(arguments.pretrained, **trusted)  # says what cannot be read
+    model, tokenizer = load_model(arguments.pretrained, **trusted)
     layers = find_moe_layers(model)
     geometry = describe(model, layers, arguments.pretrained)
     recipe = TextRecipe(
@@ -57,7 +55,7 @@ def run(arguments: Namespace) -> int:
     )
     texts = record_texts(
         model,
-        transformers.AutoTokenizer.from_pretrained(path),
+        tokenizer,
         layers,
         prompts,
         num_tokens=arguments.tokens,

@@ -47,7 +47,8 @@ def run(arguments: Namespace) -> int:
     from lm_eval_moecache.model.predictor.training import Recipe, make
     from lm_eval_moecache.report.tables import rows_as_markdown
 
-    geometry_of(arguments.pretrained)  # says what cannot be read
+    trusted = {"trust_remote_code": arguments.trust_remote_code}
+    geometry_of(arguments.pretrained, **trusted)  # says what cannot be read
     recipe = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(Recipe)}
     work = Path(arguments.work or Path(arguments.out).with_suffix(".work"))
     artifact = make(
@@ -58,6 +59,7 @@ def run(arguments: Namespace) -> int:
         num_tokens=arguments.tokens,
         prompts_per_batch=arguments.prompts_per_batch,
         recipe=Recipe(**recipe),
+        **trusted,
     )
     write_artifact(arguments.out, artifact)
     if arguments.work is None:

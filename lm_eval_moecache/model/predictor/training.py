@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import transformers
 from safetensors import safe_open
 from safetensors.numpy import save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lm_eval_moecache.model.checkpoint import model_path
+from lm_eval_moecache.model.checkpoint import load_model
 from lm_eval_moecache.model.device import best_device
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers, router_digest
 from lm_eval_moecache.model.predictor.network import DataAwareNetwork, PredictorNetwork
@@ -105,15 +104,15 @@ def make(
     num_tokens: int,
     prompts_per_batch: int,
     recipe: Recipe,
+    trust_remote_code: bool = False,
 ) -> Artifact:
     """Make the predictor of a model; the same arguments give the same bytes, resumed or not.
 
     `data` names the source of the prompts. The results on the held-out ones are in the artifact's
     `made_from`, as the tables `layers` and `certainty`.
     """
-    path = model_path(pretrained)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval().to(best_device())
+    model, tokenizer = load_model(pretrained, trust_remote_code=trust_remote_code)
+    model = model.to(best_device())
     layers = find_moe_layers(model)
     geometry, routers = describe(model, layers, pretrained), router_digest(layers)
     num_layers, top = geometry.num_layers, geometry.top_k
