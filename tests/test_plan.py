@@ -6,12 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from lm_eval_moecache.cli import plan
-from lm_eval_moecache.cli.plan import attention_s, first_token_s, fit, stand_in, two_digits
+from lm_eval_moecache.cli.plan import first_token_s, fit, stand_in, two_digits
+from lm_eval_moecache.engine.virtual.costs import attention_s
 from lm_eval_moecache.records.emulation import EMULATED_DIR, RealModel, load_real_model
+from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.trace.importers import load_trace
 from tests.conftest import Moecache
@@ -71,7 +74,8 @@ def test_it_agrees_with_replay(
     options = ["--hardware", card.name, "--capacity", "25%", "--eviction", "lru", *miss]
     options += ["--emulate", six, "--bound", "false"]
     (run,) = moecache.json("replay", QWEN, *options)["runs"]
-    seconds = 1 / row["tok_per_s"] - attention_s(model, card, 1)
+    attended_s = model.num_layers * attention_s(model, card, DECODE, np.zeros(1, int))
+    seconds = 1 / row["tok_per_s"] - attended_s
     assert row["decode_miss_rate"] == run["metrics"]["decode_miss_rate"]
     assert seconds == pytest.approx(run["metrics"]["tpot_ms"]["mean"] / 1000, rel=1e-6)
     notes = plan.routing_notes(load_real_model("Qwen3-30B-A3B"), load_trace(str(QWEN)))

@@ -21,7 +21,7 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.engine.regime import Regime, Waits, decode_waits, regime_of
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.virtual.costs import Costs
+from lm_eval_moecache.engine.virtual.costs import Costs, attention_s
 from lm_eval_moecache.records.emulation import (
     MODEL_FILES,
     RealModel,
@@ -322,23 +322,15 @@ def first_token_s(
     From a cold cache every expert that the prompt needs is loaded once, without overlap with
     compute; nothing is loaded where all experts fit.
     """
-    weights = model.num_layers * (model.layer_weights + model.top_k * model.expert_weights)
-    flops = 2.0 * prompt * (weights + model.read_once - model.output) + 2.0 * model.output
-    flops += prompt * model.attention_flops(prompt) / 2
     needed_bytes = share * room.all_experts
     dense_bytes = model.num_layers * model.layer_dense_bytes
     read_s = (needed_bytes + dense_bytes) / hardware.memory_bytes_per_s
     launches_s = regime_of(model.geometry(), room.experts, hardware).launches_s
-    compute_s = max(flops / hardware.peak_flops, read_s) + model.num_layers * launches_s
+    flop_s = model.prompt_flops(prompt) / hardware.peak_flops
+    compute_s = max(flop_s, read_s) + model.num_layers * launches_s
     loads = model.num_layers * model.num_experts * share
     link_s = needed_bytes / hardware.link_rate + loads * hardware.link_latency_s
     return compute_s, 0.0 if room.is_whole else link_s
-
-
-def attention_s(model: RealModel, hardware: Hardware, context: int) -> float:
-    """Return the seconds one token takes to attend to its context, reading the KV cache once."""
-    read_s = model.kv_bytes(context) / hardware.memory_bytes_per_s
-    return max(read_s, model.attention_flops(context) / hardware.peak_flops)
 
 
 def speeds(
@@ -356,8 +348,8 @@ def speeds(
     # Imported once the options are checked: importing the engine takes half a second.
     from lm_eval_moecache.engine.replay import replay
 
-    context_s = attention_s(model, hardware, context)
-
+    last = np.array([context - 1])
+    context_s = model.num_layers * attention_s(model, hardware, DECODE, last)
     fixed_s = _fixed_s(model, hardware)
     cycles_ratio = 1 / cycle_ratio(model, trace.geometry)
 

@@ -515,16 +515,13 @@ def prompt_work(
         return PromptWork(chunks=prompt, token=token_work(model, machine, placed, prompt // 2))
     chunks = math.ceil(prompt / (chunk or runtime.chunk))
     touched = touched_share(model, prompt / chunks, known)
-    weights = model.num_layers * (model.layer_weights + model.top_k * model.expert_weights)
-    flops = 2.0 * prompt * (weights + model.read_once - model.output) + 2.0 * model.output
-    flops += prompt * model.attention_flops(prompt) / 2
     every = all_expert_bytes(model)
     dense = model.num_layers * model.layer_dense_bytes
     shipped = 1.0 if runtime.prefill == LAYER else touched
     absent = shipped * (1 - placed.cached) * every * chunks
     cards = machine.cards if machine.is_split else 1
     work = PromptWork(
-        compute=flops / (machine.peak_flops * cards),
+        compute=model.prompt_flops(prompt) / (machine.peak_flops * cards),
         card=chunks * (dense + touched * every) / (machine.together_bytes_per_s or 1.0),
         chunks=chunks,
     )

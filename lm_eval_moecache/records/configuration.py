@@ -95,6 +95,12 @@ class RealModel:
         """Return the FLOP of one token's attention to a context, over all layers."""
         return 2.0 * sum(c.num_layers * c.multiply_adds * c.tokens(context) for c in self.caches)
 
+    def prompt_flops(self, num_tokens: int) -> float:
+        """Return the FLOP of a prompt's pass, whose last token alone goes through the output."""
+        weights = self.num_layers * (self.layer_weights + self.top_k * self.expert_weights)
+        flops = 2.0 * num_tokens * (weights + self.read_once - self.output) + 2.0 * self.output
+        return flops + num_tokens * self.attention_flops(num_tokens) / 2
+
     def record(self) -> dict[str, Any]:
         """Return the figures that charges follow from, for a run's record and identity."""
         sizes = ("name", "num_layers", "num_experts", "top_k", "expert_weights")
