@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from examples.carved_gemma import carve
+from examples.carved_gemma import carve, samples
 from examples.carved_gemma.carving import MaskedFFN, Shape, in_groups
 from examples.carved_gemma.dense import PACKAGE, dense_folder, loaded
 from lm_eval_moecache.algorithms.policy import check_cache_form, load_policy, policy_names
@@ -116,6 +117,24 @@ def test_tuning_takes_up_its_file_and_changes_the_experts(
     for one, other, state in zip(own, again, states, strict=True):
         assert torch.equal(one.down_proj, other.down_proj)
         assert not torch.equal(one.down_proj, state["down_proj"])
+
+
+def test_the_dense_model_writes_windows_once(
+    dense: Gemma3ForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense.save_pretrained(tmp_path / "dense")
+    monkeypatch.setattr(samples, "_headwords", lambda folder: ["Ant", "Bee", "Wasp", "Ox"])
+    monkeypatch.setattr(samples, "BATCH", 4)
+    monkeypatch.setattr(samples, "NUM_BATCHES", 2)
+    tokenizer, file = byte_tokenizer(), tmp_path / "samples.pt"
+    places = tmp_path / "dense", tmp_path, file, tokenizer, LENGTH
+    written = list(samples.samples(*places))
+    assert [len(window) for window in written] == [LENGTH] * 8
+    words = [tokenizer.decode(window[:40]) for window in written]
+    assert all(re.search("Ant|Bee|Wasp|Ox", text) for text in words)
+    assert len({tuple(window) for window in written}) == 8
+    monkeypatch.delattr(samples, "_written")
+    assert list(samples.samples(*places)) == written
 
 
 def test_logits_are_identical_under_lossless_compositions(
