@@ -1,4 +1,4 @@
-"""Do a run's own metrics predict the points it loses? Over all lossy runs on the shipped model.
+"""Do a run's own metrics predict the points it loses? Over all lossy runs, on two models.
 
 Usage: python benchmarks/lost_points.py [FOLDER ...] [--write]
 
@@ -6,16 +6,20 @@ A run reports how much routing weight it lost and which share of the router's ch
 How far it moves the output takes an analysis of a text with the unmodified model beside it:
 
     moecache analyze divergence --capacity 16/layer --policies A,B --out results/lost_points
+    moecache analyze divergence --pretrained carved_gemma --trust_remote_code true \
+      --capacity 14/layer --policies A,B --out results/lost_points/carved_gemma
 
 Beside each lossy run below the folders (default: results) stands a lossless one of the same
 documents; the difference of right answers is what was lost. Lines through 0 are fitted to all rules
-but one and predict that one; a sign is of use if it predicts within 2 points. With `--write` the
+but one, or to all of one model, and predict that one, or the other model's; a sign is of use if it
+predicts within 2 points. With `--write` the
 pairs and the table go to results/lost_points. Runs of version 2 are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,18 +42,19 @@ SIGNS = {
     "KL, on word problems": lambda pair: pair["kl"] if pair["task"] == GENERATED else None,
 }
 """Name -> the sign of a pair; None where it is not known."""
-KL_CAPACITY = "25%"
-"""Of the runs whose policies were analysed: 16 of 64 experts a layer."""
+ANALYSED = {("tiny", "25%"): FOLDER, ("carved_gemma", "14/layer"): FOLDER / "carved_gemma"}
+"""Model and capacity of the runs whose policies were analysed -> where the analysis is."""
 LEAST_DOCUMENTS = 40
 WITHIN = 2.0
 """Points within which a forecast would be of use."""
 Pair = Mapping[str, Any]
 
 
-def divergences() -> dict[str, float]:
-    """Return policy -> KL divergence from the unmodified model, in nats a token of text."""
-    rows = json.loads((FOLDER / "divergence.json").read_text())["rows"]
-    return {row["policy"]: row["kl"] for row in rows}
+def divergences() -> dict[tuple[str, str], dict[str, float]]:
+    """Return model and capacity -> policy -> KL from the unmodified model, in nats a token."""
+    files = {key: folder / "divergence.json" for key, folder in ANALYSED.items()}
+    rows = {key: json.loads(file.read_text())["rows"] for key, file in files.items()}
+    return {key: {row["policy"]: row["kl"] for row in table} for key, table in rows.items()}
 
 
 def right(run: Run, task: str) -> dict[str, float]:
@@ -103,7 +108,7 @@ def pairs(runs: Sequence[Run]) -> Iterator[Pair]:
                 exact[place] = answers
             elif fidelity < 1:
                 rule = " ".join([run.moecache["policy"]["name"], *parameters(run)])
-                is_analysed = (model, run.model_args.get("capacity")) == ("tiny", KL_CAPACITY)
+                analysed = kl.get((model, str(run.model_args.get("capacity"))), {})
                 lossy[(*place, rule, run.run_id)] = {
                     "model": model,
                     "rule": rule,
@@ -112,7 +117,7 @@ def pairs(runs: Sequence[Run]) -> Iterator[Pair]:
                     "documents": len(answers),
                     "fidelity": fidelity,
                     "lost_weight": figures.get("lost_weight_share"),
-                    "kl": kl.get(rule) if is_analysed else None,
+                    "kl": analysed.get(rule),
                     "right": mean(answers.values()),
                 }
     seen = set()
@@ -125,13 +130,23 @@ def pairs(runs: Sequence[Run]) -> Iterator[Pair]:
             yield {**pair, "points": 100 * (mean(reference.values()) - pair["right"])}
 
 
-def forecasts(found: Sequence[Pair], sign: str) -> list[tuple[float, float]]:
-    """Return (predicted, lost) points of each pair, from a line through 0 of the other rules."""
+def forecasts(
+    found: Sequence[Pair], sign: str, *, across: bool = False
+) -> list[tuple[float, float]]:
+    """Return (predicted, lost) points of each pair, from a line through 0 of the other rules.
+
+    Those are the same model's on the same task; `across`, all of the other model's.
+    """
     of = SIGNS[sign]
     usable = [pair for pair in found if of(pair) is not None]
     results = []
     for pair in usable:
-        others = [p for p in usable if p["rule"] != pair["rule"] and p["task"] == pair["task"]]
+        others = [
+            other
+            for other in usable
+            if (other["model"] != pair["model"]) is across
+            and (across or (other["rule"] != pair["rule"] and other["task"] == pair["task"]))
+        ]
         x, y = (np.array([f(p) for p in others]) for f in (of, lambda p: p["points"]))
         if len(others) >= 2:
             results.append((float(x @ y / (x @ x)) * of(pair), float(pair["points"])))
@@ -141,38 +156,41 @@ def forecasts(found: Sequence[Pair], sign: str) -> list[tuple[float, float]]:
 def render(found: Sequence[Pair], texts: Sequence[Sequence[str]]) -> str:
     rows = [
         [
-            *(pair["rule"], pair["capacity"], pair["task"], str(pair["documents"])),
+            *(pair["model"], pair["rule"], pair["capacity"], pair["task"], str(pair["documents"])),
             "-" if pair["lost_weight"] is None else f"{pair['lost_weight']:.2f}",
             f"{pair['fidelity']:.2f}",
             "-" if pair["kl"] is None else f"{pair['kl']:.3f}",
             f"{pair['points']:.1f}",
         ]
-        for pair in sorted(found, key=lambda p: (p["task"], p["points"], p["rule"]))
+        for pair in sorted(found, key=lambda p: (p["model"], p["task"], p["points"], p["rule"]))
     ]
     by_weight = sorted(texts, key=lambda row: (float(row[1]), row[0]))
-    heads = ["rule", "capacity", "task", "documents"]
+    heads = ["model", "rule", "capacity", "task", "documents"]
     heads += ["lost weight", "fidelity", "KL", "points lost"]
     verdicts = []
-    for sign, of in SIGNS.items():
+    for (sign, of), across in itertools.product(SIGNS.items(), (False, True)):
         known = [pair for pair in found if of(pair) is not None]
-        errors = [predicted - lost for predicted, lost in forecasts(found, sign)]
+        errors = [predicted - lost for predicted, lost in forecasts(found, sign, across=across)]
+        if not errors:
+            continue
         rank = scipy.stats.spearmanr([of(p) for p in known], [p["points"] for p in known])
         within = sum(abs(error) <= WITHIN for error in errors)
         verdicts.append(
             [
-                sign,
-                str(len(errors)),
-                f"{rank.statistic:.2f}",
+                *(sign, "the other model" if across else "the other rules", str(len(errors))),
+                "" if across else f"{rank.statistic:.2f}",
                 f"{float(np.sqrt(np.mean(np.square(errors)))):.0f}",
                 f"{max(map(abs, errors)):.0f}",
                 f"{within} of {len(errors)}",
                 "holds" if within == len(errors) else "**does not hold**",
             ]
         )
-    verdict_heads = ["sign", "pairs", "rank correlation", "error, points", "worst", "within 2", ""]
+    verdict_heads = ["sign", "predicted from", "pairs", "rank correlation"]
+    verdict_heads += ["error, points", "worst", "within 2", ""]
     return (
         "# Do a run's own metrics predict the points it loses?\n\n"
-        "Each rule predicted from the others on the same task by a line through 0:\n\n"
+        "Each rule predicted by a line through 0, from its model's others on the same task, or "
+        "from all of the other model:\n\n"
         f"{text_table(verdict_heads, verdicts)}\n\n{text_table(heads, rows)}\n\n"
         "On text, by lost weight:\n\n"
         f"{text_table(['rule', 'lost weight', '% of perplexity by word'], by_weight)}\n"
