@@ -150,8 +150,7 @@ class RunState:
     mark: int = 0
     """Number of the event, or wave, whose keys are pinned."""
     absent: int = 0
-    late: int = 0
-    """Keys that the event in progress demands as it was looked up, and the late ones of them."""
+    """Number of keys that the event in progress demands as it was looked up."""
     loaded_bytes: int = 0
     """Loaded, with the compute's overhead still to be charged."""
     arrivals: int = 0
@@ -415,7 +414,6 @@ def look_up(state: State, batch: PassBatch, event: int, layer: int, count: Count
         else:
             count.misses += 1
             count.collisions += slot.left_in == this_pass
-    run.late = late
     count.late += late
     count.requests += stop - start
     count.token_requests += tokens * run.top_k
@@ -520,8 +518,6 @@ def close_event(
             rest, assignments = rest - num_keys, assignments - num_served
         if run.num_levels > 1:
             release_for_upgrades(state, demands, first, last, mark)
-        if run.queued and not run.fifo and (run.late or run.num_levels > 1):
-            withdraw_demanded(state, demands, first, last, mark)
         if run.load_overhead_s:
             add_loaded(state, demands, first, last, mark, layer)
             charge_loads(run)
@@ -670,13 +666,6 @@ def await_in_flight(
     if IN_PYTHON and run.lanes:
         note_in_flight(state, demands, first, last, mark, ready_s)
     return ready_s
-
-
-def withdraw_demanded(state: State, demands: Array, first: int, last: int, mark: int) -> None:
-    """Take demanded keys off the queue."""
-    for place in range(first, last):
-        if state.slots[demands[place]].due >= 0 and is_missing(state, demands[place], mark):
-            withdraw(state, demands[place])
 
 
 def release_for_upgrades(state: State, demands: Array, first: int, last: int, mark: int) -> None:
@@ -1108,9 +1097,6 @@ def drain(state: State, rank: Rank, until: float, mark: int, layer: int) -> None
             if run.busy_until > until:
                 return
             land(state)
-        # Nothing starts before the link is free.
-        if run.busy_until >= until:
-            return
         key = head(state)
         if key < 0:
             return
