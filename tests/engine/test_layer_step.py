@@ -88,6 +88,24 @@ def test_a_demand_overtakes_queued_prefetches_but_not_the_transfer_in_flight() -
     assert record.prefetch_hits == 1
 
 
+def test_a_demand_goes_before_a_prefetch_that_could_start_at_its_instant() -> None:
+    # The link is free since 12, as the dense part ends: layer 1's takes 4 s here.
+    geometry = make_geometry(dense_bytes=(200, 400, 200))
+    engine = make_engine(prefetching({(0, 0): [8, 9]}), capacity=8, geometry=geometry)
+    record = decode(engine, [0], [4], [8, 9])
+    # dense 0-2; key 0 2-7; expert 7-8; key 8 moves 7-12. dense 8-12; key 4 12-17; expert 17-18.
+    # 9 moves 17-22; dense 18-20; 8 is a hit, 9 late by 2 s; experts 22-24.
+    assert (record.end_s, record.stall_s, record.prefetch_hits) == (24.0, 5.0 + 5.0 + 2.0, 1)
+    # The prediction is ready at 8, as the dense part ends: layer 1's takes no time here.
+    prefetch = FixedPrefetch(geometry, {(0, 0): [8]})
+    prefetch.after_layer = True
+    policy = ScriptedPolicy(prefetch=Always(lambda _: prefetch))
+    geometry = make_geometry(dense_bytes=(200, 0, 200))
+    record = decode(make_engine(policy, capacity=8, geometry=geometry), [0], [4], [8])
+    # dense 0-2; key 0 2-7; expert 7-8; key 4 8-13; expert 13-14; 8 moves 13-18, late by 2 s.
+    assert (record.end_s, record.stall_s, record.late) == (19.0, 5.0 + 5.0 + 2.0, 1)
+
+
 def test_prefetches_that_are_no_longer_of_use_are_cancelled_before_they_move() -> None:
     engine = make_engine(prefetching({(0, 0): [4, 5, 6, 8]}), capacity=8)
     record = decode(engine, [0], [7])
