@@ -1,4 +1,4 @@
-"""The training code: the quick experts pass, upcycling, the optimizer, packed batches."""
+"""The training code: the quick experts pass, packed batches, packages and pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, OlmoeForCausalLM
 from lm_eval_moecache.tiny import MODEL_DIR
 from lm_eval_moecache.tiny.documents import PAGES
 from tools.train_tiny import books
-from tools.train_tiny.batches import LATE, ROW_LENGTH, SKILL_ROWS, skill_batch
+from tools.train_tiny.batches import LATE, NUM_ROWS, ROW_LENGTH, skill_batch
 from tools.train_tiny.network import build_config, build_model
 from tools.train_tiny.packages import PACKAGES
 from tools.train_tiny.tokenizer import VOCAB_SIZE
@@ -26,7 +26,7 @@ needs_compiler = pytest.mark.skipif(
 @needs_compiler
 @pytest.mark.slow
 def test_sorted_experts_equal_transformers_experts_with_gradients() -> None:
-    config = build_config(num_experts=64, top_k=8, pad_id=0, end_id=1)
+    config = build_config(pad_id=0, end_id=1)
     config.num_hidden_layers = 2
     torch.manual_seed(0)
     fast = build_model(config)
@@ -43,13 +43,12 @@ def test_sorted_experts_equal_transformers_experts_with_gradients() -> None:
 def test_packed_problems_see_only_themselves() -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     batch = skill_batch(tokenizer, Random(0), LATE)
-    assert batch.ids_BS.shape == (SKILL_ROWS[LATE], ROW_LENGTH)
+    assert batch.ids_BS.shape == (NUM_ROWS, ROW_LENGTH)
     visible = batch.mask[0, 0] == 0
     document = batch.document_BS[0]
     for row in range(ROW_LENGTH):
         assert set(document[visible[row]].tolist()) == {int(document[row])}
         assert not visible[row, row + 1 :].any()
-    assert batch.task_BS is not None and torch.equal(batch.task_BS >= 0, batch.document_BS >= 0)
     repeated = skill_batch(tokenizer, Random(0), LATE)
     assert torch.equal(repeated.ids_BS, batch.ids_BS)
 

@@ -1,10 +1,9 @@
-"""The batches of one optimizer step, a pure function of the seed and the step number."""
+"""The batches of one optimizer step, a pure function of its random numbers and the mixture."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,13 +14,10 @@ from tools.train_tiny.skills.generator import problems
 from tools.train_tiny.skills.problem import Problem
 from tools.train_tiny.text import Text
 
-# From this step on the mixture turns from facts, which are known by then, to problems of several
-# steps, with more problems and less English.
-LATE = 1411
-# From this step on webs of lies are known, and word problems take their share.
-FINAL = 1699
-# From this step on English and problems are balanced separately (train.py).
-LAST = 1779
+# The mixtures of problems, in order of training. The later ones turn from facts, which are known by
+# then, to problems of several steps; in the last one webs of lies are known as well, and word
+# problems take their share.
+EARLY, LATE, FINAL = range(3)
 # Relative frequency of each maker, by grade; the harder or rarer grades come last.
 EARLY_SHARES = {
     "gsm8k": (5, 4, 3),
@@ -59,26 +55,22 @@ def _by_maker(table: dict[str, tuple[int, ...]]) -> dict[str, int]:
     }
 
 
-MAKER_SHARES = {
-    0: AUXILIARY_SHARES | _by_maker(EARLY_SHARES),
-    LATE: {"pages": 1} | _by_maker(LATE_SHARES),
-    FINAL: {"pages": 1} | _by_maker(FINAL_SHARES),
-}
+MAKER_SHARES = (
+    AUXILIARY_SHARES | _by_maker(EARLY_SHARES),
+    {"pages": 1} | _by_maker(LATE_SHARES),
+    {"pages": 1} | _by_maker(FINAL_SHARES),
+)
 # Loss weight of a target token by skill, 1 by default: long answers would otherwise drown the
 # one-token ones. The end token counts little, and the prompt only in some problems.
-TARGET_WEIGHTS = {
-    0: {"gsm8k": 0.3, "pages": 0.1, "letters": 0.2, "bbh": 1.5},
-    LATE: {"gsm8k": 0.3, "pages": 0.1, "bbh": 3.0},
-}
+LATE_WEIGHTS = {"gsm8k": 0.3, "pages": 0.1, "bbh": 3.0}
+TARGET_WEIGHTS = (LATE_WEIGHTS | {"letters": 0.2, "bbh": 1.5}, LATE_WEIGHTS, LATE_WEIGHTS)
 END_WEIGHT = 0.1
 PROMPT_WEIGHT = 0.05
 ROW_LENGTH = 256
 PROMPT_SHARE = 0.15
-# Rows of problems, and rows of English and their length.
-SKILL_ROWS = {0: 8, LATE: 12}
-TEXT_SHAPES = {0: (4, 512), LATE: (2, 512)}
-
-Entry = TypeVar("Entry")
+NUM_ROWS = 8
+# Rows of English and their length.
+TEXT_SHAPE = 4, 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +78,12 @@ class Batch:
     """B rows of S tokens. `weights` is the loss weight of predicting each token.
 
     `document_BS` numbers the problems of a packed row, which attend only to themselves; -1 is
-    padding. `task_BS` is each problem's task as a number.
+    padding.
     """
 
     ids_BS: Tensor
     weights_BS: Tensor
     document_BS: Tensor | None = None
-    task_BS: Tensor | None = None
 
     @property
     def mask(self) -> Tensor | None:
@@ -106,62 +97,41 @@ class Batch:
         )
 
 
-def task_of(maker: str) -> str:
-    """The maker's name without its grade or variant."""
-    return maker.rsplit("/", 1)[0]
-
-
-def _at(table: dict[int, Entry], step: int) -> Entry:
-    """The table's entry in force at a step."""
-    return table[max(start for start in table if start <= step)]
-
-
 def _weighted(
-    tokenizer: PreTrainedTokenizerFast, problem: Problem, rng: Random, step: int
+    tokenizer: PreTrainedTokenizerFast, problem: Problem, rng: Random, mixture: int
 ) -> tuple[list[int], list[float]]:
     prompt, target = encode(tokenizer, problem)
     on_prompt = PROMPT_WEIGHT if rng.random() < PROMPT_SHARE else 0.0
-    on_target = _at(TARGET_WEIGHTS, step).get(problem.skill, 1.0)
+    on_target = TARGET_WEIGHTS[mixture].get(problem.skill, 1.0)
     weights = [0.0, *[on_prompt] * (len(prompt) - 1), *[on_target] * len(target)]
     weights[-1] *= END_WEIGHT
     return prompt + target, weights
 
 
-def skill_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, step: int) -> Batch:
+def skill_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, mixture: int) -> Batch:
     """Pack problems into rows in order; a problem that no longer fits opens the next row."""
     pad_id = int(tokenizer.convert_tokens_to_ids(str(tokenizer.pad_token)))
-    num_rows, shares = _at(SKILL_ROWS, step), _at(MAKER_SHARES, step)
-    ids = torch.full((num_rows, ROW_LENGTH), pad_id)
-    weights, document = torch.zeros(num_rows, ROW_LENGTH), torch.full((num_rows, ROW_LENGTH), -1)
-    tasks = list(dict.fromkeys(task_of(name) for name in shares))
-    task = torch.full((num_rows, ROW_LENGTH), -1)
+    shares, shape = MAKER_SHARES[mixture], (NUM_ROWS, ROW_LENGTH)
+    ids, weights, document = torch.full(shape, pad_id), torch.zeros(shape), torch.full(shape, -1)
     streams = {name: problems(name, "train", rng) for name in shares}
     row = start = number = 0
     while True:
         name = rng.choices(list(shares), list(shares.values()))[0]
-        tokens, weight = _weighted(tokenizer, next(streams[name]), rng, step)
+        tokens, weight = _weighted(tokenizer, next(streams[name]), rng, mixture)
         if len(tokens) > ROW_LENGTH:
             continue
         if start + len(tokens) > ROW_LENGTH:
             row, start = row + 1, 0
-        if row == num_rows:
-            return Batch(ids_BS=ids, weights_BS=weights, document_BS=document, task_BS=task)
+        if row == NUM_ROWS:
+            return Batch(ids_BS=ids, weights_BS=weights, document_BS=document)
         place = slice(start, start + len(tokens))
         ids[row, place], weights[row, place] = torch.tensor(tokens), torch.tensor(weight)
-        document[row, place], task[row, place] = number, tasks.index(task_of(name))
+        document[row, place] = number
         start, number = start + len(tokens), number + 1
 
 
-def text_batch(text: Text, rng: Random, step: int) -> Batch:
-    ids = text.rows(rng, *_at(TEXT_SHAPES, step))
+def text_batch(text: Text, rng: Random) -> Batch:
+    ids = text.rows(rng, *TEXT_SHAPE)
     weights = torch.ones(ids.shape)
     weights[:, 0] = 0.0
     return Batch(ids_BS=ids, weights_BS=weights)
-
-
-def step_batches(
-    tokenizer: PreTrainedTokenizerFast, text: Text, *, seed: int, step: int
-) -> tuple[Batch, Batch]:
-    """The batches of English and of skills for one step."""
-    rng = Random(f"batch/{seed}/{step}")
-    return text_batch(text, rng, step), skill_batch(tokenizer, rng, step)

@@ -7,10 +7,14 @@ resemble the model's, so that the model's routers can read them, but are not equ
 
 from __future__ import annotations
 
+import logging
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import ClassVar
+from random import Random
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +25,19 @@ from transformers import (
     LlamaForCausalLM,
     OlmoeForCausalLM,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
 )
 
 from lm_eval_moecache.tiny import MODEL_DIR
-from tools.train_tiny.batches import Batch, step_batches
+from tools.train_tiny.batches import EARLY, Batch, skill_batch, text_batch
 from tools.train_tiny.network import build_model
-from tools.train_tiny.tokenizer import MAX_LENGTH, VOCAB_SIZE
-from tools.train_tiny.train import Plan, Training, micro_loss, start
+from tools.train_tiny.record import Curve, write_folder
+from tools.train_tiny.text import Text
+from tools.train_tiny.tokenizer import END, MAX_LENGTH, VOCAB_SIZE
+from tools.train_tiny.train import Plan, micro_loss, optimizers_of, read_command, update
 
-NEVER = 1_000_000_000
-# Batches from the middle of version 2's mixtures, with fewer word problems and more facts than its
-# last: on those the draft would predict nearly all words of a solution and too few answers.
+logger = logging.getLogger(__name__)
+CHECKPOINT = "checkpoint.pt"
+# The first step, by whose number its batches are drawn.
 FIRST_STEP = 720
 INTERMEDIATE = 96
 # Share of noise mixed into each matrix at the start.
@@ -98,24 +103,38 @@ def states_of(model: PreTrainedModel) -> Iterator[list[Tensor]]:
             handle.remove()
 
 
-class TwinTraining(Training):
-    """The dense model alone."""
+class Training:
+    """A run: model, optimizers and progress. A stopped one resumes from its last checkpoint.
 
-    about: ClassVar[dict[str, str]] = {"from": "version 4 of tiny", "target": "../model"}
+    Its batches are of the first mixture, with fewer word problems and more facts than the last: on
+    those the draft would predict nearly all words of a solution and too few answers.
+    """
 
     def __init__(self, plan: Plan, out: Path, cache: Path) -> None:
-        super().__init__(plan, out, cache)
-        self.step = max(self.step, FIRST_STEP)
+        self.plan, self.out = plan, out
+        self.tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+        self.text = Text(self.tokenizer, cache, out / "text")
+        torch.manual_seed(plan.seed)
+        self.model = self.first_model()
+        self.optimizers = optimizers_of(self.model, plan)
+        self.curve, self.step, self.num_tokens, seconds = Curve(), FIRST_STEP, 0, 0.0
+        if (out / CHECKPOINT).exists():
+            state = torch.load(out / CHECKPOINT, weights_only=True)
+            self.model.load_state_dict(state["model"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            self.curve.rows = [tuple(row) for row in state["curve"]]
+            self.step, self.num_tokens = state["step"], state["num_tokens"]
+            seconds = state["seconds"]
+        self.started = time.monotonic() - seconds
         plain = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
         self.target = build_model(plain.config).eval()
         self.target.load_state_dict(plain.state_dict())
 
-    def _tokenizer(self, cache: Path) -> PreTrainedTokenizerFast:
-        tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(MODEL_DIR)
-        return tokenizer
-
     @torch.no_grad()
-    def first_model(self, pad_id: int, end_id: int) -> PreTrainedModel:
+    def first_model(self) -> PreTrainedModel:
+        tokens = [self.tokenizer.pad_token, END]
+        pad_id, end_id = self.tokenizer.convert_tokens_to_ids(tokens)
         config = LlamaConfig(
             vocab_size=VOCAB_SIZE,
             hidden_size=128,
@@ -131,7 +150,7 @@ class TwinTraining(Training):
         )
         new = LlamaForCausalLM(config)
         old = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
-        text, _ = step_batches(self.tokenizer, self.text, seed=self.plan.seed, step=FIRST_STEP)
+        text, _ = self.batches(FIRST_STEP)
         copy_attention(new, old, query_sizes(old, text.ids_BS))
         for layer, old_layer in zip(new.model.layers, old.model.layers, strict=True):
             gate_up, down = (
@@ -149,10 +168,16 @@ class TwinTraining(Training):
                 weight.lerp_(weight.std() * torch.randn_like(weight), NOISE)
         return new
 
-    def _update(self, batches: tuple[Batch, Batch]) -> tuple[float, float, float]:
-        """Take one step; in place of the balance, return the mean of 1 - cosine."""
+    def batches(self, step: int) -> tuple[Batch, Batch]:
+        """Return a step's batches of English and of problems."""
+        rng = Random(f"batch/{self.plan.seed}/{step}")
+        return text_batch(self.text, rng), skill_batch(self.tokenizer, rng, EARLY)
+
+    def advance(self) -> None:
+        """Take one step; in place of the balance, the curve has the mean of 1 - cosine."""
         losses, apart = list[Tensor](), list[Tensor]()
-        for batch in batches:
+        for batch in self.batches(self.step):
+            self.num_tokens += batch.ids_BS.numel()
             with states_of(self.model) as mine:
                 losses.append(micro_loss(self.model, batch)[0])
             with torch.no_grad(), states_of(self.target) as theirs:
@@ -164,20 +189,53 @@ class TwinTraining(Training):
         text, skills = losses
         distance = torch.stack(apart).mean()
         (text + self.plan.skill_weight * skills + MATCH * distance).backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        return text.item(), skills.item(), distance.item()
+        share = update(self.model.parameters(), self.optimizers, self.plan, self.step)
+        self.curve.add(self.step, text.item(), skills.item(), distance.item(), share)
+        self.step += 1
+
+    def save(self) -> None:
+        part = (self.out / CHECKPOINT).with_suffix(".part")
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "curve": [list(row) for row in self.curve.rows],
+            "step": self.step,
+            "num_tokens": self.num_tokens,
+            "seconds": time.monotonic() - self.started,
+        }
+        torch.save(state, part)
+        os.replace(part, self.out / CHECKPOINT)
+
+    def finish(self) -> None:
+        facts = {"from": "version 4 of tiny", "target": "../model", **asdict(self.plan)}
+        facts |= {
+            "num_tokens": self.num_tokens,
+            "wall_s": round(time.monotonic() - self.started, 1),
+        }
+        write_folder(self.out / "model", self.model, self.tokenizer, self.curve, facts)
+
+
+def main() -> None:
+    """Train to the end of the plan, or until the file `stop` appears."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    torch.set_num_threads(1)
+    preset = Plan(steps=FIRST_STEP + 600, rate=2e-3, adam_rate=1.5e-3, warmup=20, decay_steps=100)
+    plan, out, cache, save_every = read_command(preset, __doc__)
+    training = Training(plan, out, cache)
+    while training.step < plan.steps:
+        training.advance()
+        if training.step % 20 == 0:
+            speed = training.num_tokens / (time.monotonic() - training.started)
+            logger.info("%s tokens/s %.0f", training.curve.told(20), speed)
+        if training.step % save_every == 0:
+            training.save()
+        if (out / "stop").exists():
+            training.save()
+            (out / "stop").unlink()
+            return
+    training.save()
+    training.finish()
 
 
 if __name__ == "__main__":
-    preset = Plan(
-        dense_steps=NEVER,
-        steps=FIRST_STEP + 600,
-        rate=2e-3,
-        adam_rate=1.5e-3,
-        warmup=20,
-        decay_steps=100,
-    )
-    start(TwinTraining, preset, __doc__)
+    main()

@@ -21,16 +21,16 @@ SORTED_EXPERTS = "tiny_sorted"
 NUM_EXPERTS, TOP_K = 64, 8
 
 
-def build_config(*, num_experts: int, top_k: int, pad_id: int, end_id: int) -> OlmoeConfig:
-    """The shipped shape; with one expert, the dense model that is upcycled."""
+def build_config(*, pad_id: int, end_id: int) -> OlmoeConfig:
+    """The shipped shape."""
     return OlmoeConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
         intermediate_size=48,
         num_hidden_layers=8,
         num_attention_heads=4,
-        num_experts=num_experts,
-        num_experts_per_tok=top_k,
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=TOP_K,
         norm_topk_prob=True,
         max_position_embeddings=MAX_LENGTH,
         initializer_range=0.05,
@@ -74,10 +74,6 @@ class SortedExperts(torch.autograd.Function):
 
 def sorted_experts(experts: Any, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Equals transformers' eager experts; for its experts interface."""
-    if experts.num_experts == 1:
-        gate_TI, up_TI = (x_TD @ experts.gate_up_proj[0].t()).chunk(2, -1)
-        dense: Tensor = (nn.functional.silu(gate_TI) * up_TI) @ experts.down_proj[0].t()
-        return dense
     flat = index_TK.reshape(-1)
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=experts.num_experts)

@@ -52,7 +52,7 @@ class Curve:
 def _command() -> str:
     """Return the command as typed, without its folders, which do not affect the weights."""
     arguments = sys.argv[1:]
-    for option in ("--out", "--cache", "--run"):
+    for option in ("--out", "--cache"):
         if option in arguments:
             arguments[arguments.index(option) + 1] = "DIR"
     module = Path(sys.argv[0]).stem

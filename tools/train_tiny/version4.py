@@ -4,7 +4,6 @@
 English, the other that of the problems, and each orthogonalises half of the updates.
 `touch DIR/stop` stops after a checkpoint; the same command resumes. `--steps` may be changed while
 the run is stopped: the rate is constant after the warm-up and falls over the last `--decay-steps`.
-`--start FILE` begins with the weights of a state in safetensors instead of random ones.
 
 The weights' sum is the main lever: with a sum of 1, the residual stream hardly needs the routed
 experts. The saved model is an ordinary OLMoE, whose `down_proj` is k times as large.
@@ -12,12 +11,11 @@ experts. The saved model is an ordinary OLMoE, whose `down_proj` is k times as l
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,58 +23,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
-from tools.train_tiny import batches, network
-from tools.train_tiny.batches import Batch, skill_batch, text_batch
+from tools.train_tiny import network
+from tools.train_tiny.batches import EARLY, FINAL, LATE, skill_batch, text_batch
 from tools.train_tiny.muon import Muon
-from tools.train_tiny.network import (
-    NUM_EXPERTS,
-    TOP_K,
-    balance_loss,
-    build_config,
-    build_model,
-    sharpness,
-)
+from tools.train_tiny.network import TOP_K, balance_loss, build_config, build_model, sharpness
 from tools.train_tiny.record import Curve, write_folder
 from tools.train_tiny.text import Text
 from tools.train_tiny.tokenizer import END, train_tokenizer
-from tools.train_tiny.train import micro_loss, optimizers_of
+from tools.train_tiny.train import Plan, micro_loss, optimizers_of, read_command, update
 
 logger = logging.getLogger(__name__)
 CHECKPOINT = "checkpoint.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Everything besides the code that determines the weights.
+class ModelPlan(Plan):
+    """`late` and `final` are the steps from which the later mixtures of problems are used."""
 
-    `late` and `final` are the steps from which version 2's later mixtures of problems are used.
-    """
-
-    seed: int = 0
-    steps: int = 5000
-    rate: float = 4e-3
-    adam_rate: float = 3e-3
-    warmup: int = 60
-    decay_steps: int = 600
-    weight_decay: float = 0.05
     balance_weight: float = 0.01
     sharpness_weight: float = 0.3
-    skill_weight: float = 0.6
-    clip: float = 1.0
     late: int = 1500
     final: int = 2600
-    start: str = ""
-
-    def rate_at(self, step: int) -> float:
-        return min(1.0, (step + 1) / self.warmup, max(self.steps - step, 1) / self.decay_steps)
 
     def mixture_at(self, step: int) -> int:
-        """The step of version 2's tables whose mixture is used."""
-        return batches.FINAL if step >= self.final else batches.LATE if step >= self.late else 0
+        return FINAL if step >= self.final else LATE if step >= self.late else EARLY
 
 
 class ShardedMuon(Muon):
@@ -111,7 +84,7 @@ def scaled_experts(experts: Any, x_TD: Tensor, index_TK: Tensor, weights_TK: Ten
     return network.sorted_experts(experts, x_TD, index_TK, weights_TK * TOP_K)
 
 
-def worker(rank: int, plan: Plan, out: Path, cache: Path, save_every: int, port: int) -> None:
+def worker(rank: int, plan: ModelPlan, out: Path, cache: Path, save_every: int, port: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)
@@ -120,13 +93,10 @@ def worker(rank: int, plan: Plan, out: Path, cache: Path, save_every: int, port:
     text = Text(tokenizer, cache, out / "text")
     pad_id, end_id = tokenizer.convert_tokens_to_ids([tokenizer.pad_token, END])
     torch.manual_seed(plan.seed)
-    config = build_config(num_experts=NUM_EXPERTS, top_k=TOP_K, pad_id=pad_id, end_id=end_id)
-    model = build_model(config)
-    if plan.start:
-        model.load_state_dict(load_file(plan.start))
+    model = build_model(build_config(pad_id=pad_id, end_id=end_id))
     network.ALL_EXPERTS_FUNCTIONS.register("tiny_scaled", scaled_experts)
     model.set_experts_implementation("tiny_scaled")
-    muon, adam = optimizers_of(model, plan)  # type: ignore[arg-type]
+    muon, adam = optimizers_of(model, plan)
     muon = ShardedMuon(muon.param_groups[0]["params"], lr=plan.rate, weight_decay=plan.weight_decay)
     optimizers = [muon, adam]
     curve, step, num_tokens, seconds = Curve(), 0, 0, 0.0
@@ -161,15 +131,11 @@ def worker(rank: int, plan: Plan, out: Path, cache: Path, save_every: int, port:
         os.replace(part, mine)
 
     while step < plan.steps:
-        share = plan.rate_at(step)
-        for optimizer, full in zip(optimizers, (plan.rate, plan.adam_rate), strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = full * share
         rng = Random(f"batch/{plan.seed}/{step}/{rank}")
         if rank == 0:
-            batch = text_batch(text, rng, 0)
+            batch = text_batch(text, rng)
         else:
-            batch = _skills(tokenizer, rng, plan.mixture_at(step))
+            batch = skill_batch(tokenizer, rng, plan.mixture_at(step))
         loss, logits = micro_loss(model, batch)
         balance, sharp = balance_loss(list(logits), TOP_K), sharpness(list(logits), TOP_K)
         weight = 1.0 if rank == 0 else plan.skill_weight
@@ -182,10 +148,7 @@ def worker(rank: int, plan: Plan, out: Path, cache: Path, save_every: int, port:
         for p in params:
             p.grad.copy_(flat[start : start + p.numel()].view_as(p))
             start += p.numel()
-        torch.nn.utils.clip_grad_norm_(params, plan.clip)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        share = update(params, optimizers, plan, step)
         row = torch.zeros(4)
         row[rank], row[2], row[3] = loss.item(), balance.item() / 2, batch.ids_BS.numel()
         stop = float((out / "stop").exists()) if rank == 0 else 0.0
@@ -213,37 +176,17 @@ def worker(rank: int, plan: Plan, out: Path, cache: Path, save_every: int, port:
         write_folder(out / "model", model, tokenizer, curve, facts)
 
 
-def _skills(tokenizer: PreTrainedTokenizerFast, rng: Random, mixture: int) -> Batch:
-    """The problems of a mixture, in eight rows, so that both processes have as much to do."""
-    kept = batches.SKILL_ROWS
-    batches.SKILL_ROWS = {0: kept[0]}
-    try:
-        return skill_batch(tokenizer, rng, mixture)
-    finally:
-        batches.SKILL_ROWS = kept
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cache", type=Path, default=Path("output/corpus"))
-    parser.add_argument("--save-every", type=int, default=100)
-    preset = Plan()
-    for item in fields(preset):
-        value = getattr(preset, item.name)
-        parser.add_argument(f"--{item.name.replace('_', '-')}", type=type(value), default=value)
-    values = vars(parser.parse_args())
-    out, cache, save_every = (values.pop(name) for name in ("out", "cache", "save_every"))
-    out.mkdir(parents=True, exist_ok=True)
+    plan, out, cache, save_every = read_command(ModelPlan(), __doc__)
     if not (out / "tokenizer").exists():
-        train_tokenizer(values["seed"], cache).save_pretrained(out / "tokenizer")
+        train_tokenizer(plan.seed, cache).save_pretrained(out / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
     Text(tokenizer, cache, out / "text")
     network.load_kernel()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(worker, (Plan(**values), out, cache, save_every, port), nprocs=2)
+    mp.spawn(worker, (plan, out, cache, save_every, port), nprocs=2)
 
 
 if __name__ == "__main__":
