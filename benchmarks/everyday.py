@@ -36,6 +36,11 @@ QUESTIONS = (
 )
 ROWS = Path(__file__).resolve().parent.parent / "results" / "runtimes" / "rows.csv"
 SHOWN = 4
+HEAD = """# Six everyday questions
+
+Written by `python benchmarks/everyday.py`: what `moecache plan` answers, and the rows of
+[rows.csv](rows.csv) nearest to each question, with their forecasts by the constants that
+ship, which those rows had a part in."""
 
 
 def answer(question: str) -> str:
@@ -105,14 +110,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def main() -> None:
     rows, _ = read_rows(ROWS)
-    print("# Six everyday questions\n")
-    print(
-        "Written by `python benchmarks/everyday.py`: what `moecache plan` answers, and the rows of"
-    )
-    print(
-        "[rows.csv](rows.csv) nearest to each question, with their forecasts by the constants that"
-    )
-    print("ship, which those rows had a part in.")
+    print(HEAD)
     for question in QUESTIONS:
         page = answer(question)
         print(f"\n## `moecache plan {question}`\n\n```text\n{page}\n```\n\nNearest rows:\n")

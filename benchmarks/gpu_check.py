@@ -100,13 +100,8 @@ def run_check(
 ) -> dict[str, Any]:
     """Run one check and read its figures."""
     start = time.perf_counter()
-    codes, outputs = zip(
-        *(
-            _run(command, device, limit_s)
-            for command in commands_of(name, device, shape, quick, runs)
-        ),
-        strict=True,
-    )
+    commands = commands_of(name, device, shape, quick, runs)
+    codes, outputs = zip(*(_run(one, device, limit_s) for one in commands), strict=True)
     code, output, summary = next(filter(None, codes), 0), "".join(outputs), ""
     figures = {
         words: [float(x) for x in re.findall(pattern, output)]
@@ -162,16 +157,14 @@ def table(report: Mapping[str, Any]) -> str:
 
 def main() -> None:
     defaults = {"checks": ",".join(("tests", *CHECKS, "runs")), "quick": False}
-    options = arguments(
-        __doc__, device="auto", shape=None, limit_s=240.0, out=Path("gpu_check"), **defaults
-    )
+    defaults |= {"limit_s": 240.0, "out": Path("gpu_check")}
+    options = arguments(__doc__, device="auto", shape=None, **defaults)
     device = best_device() if options.device == "auto" else options.device
     if str(torch.device(device)) not in devices():
         raise SystemExit(f"--device {device}: allowed here: {', '.join(devices())}")
     shape = options.shape or ("cpu" if device == "cpu" else "olmoe4")
-    folder = options.out
+    folder, checks = options.out, options.checks.split(",")
     folder.mkdir(parents=True, exist_ok=True)
-    checks = options.checks.split(",")
     report = check(device, shape, checks, options.limit_s, options.quick, folder)
     (folder / "check.json").write_text(json.dumps(report, indent=1) + "\n")
     (folder / "table.md").write_text(table(report) + "\n")

@@ -33,7 +33,8 @@ Run = dict[str, Any]
 def arguments(doc: str, *files: str, **defaults: Any) -> argparse.Namespace:
     """Read the command line: positional `files`, and an option of each default's type.
 
-    A tuple lists the allowed values, the default first; a list takes several values.
+    A tuple lists the allowed values, the default first; a list takes several values, at once or one
+    by one.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -41,16 +42,17 @@ def arguments(doc: str, *files: str, **defaults: Any) -> argparse.Namespace:
     for name in files:
         parser.add_argument(name, type=Path)
     for name, default in defaults.items():
-        option: dict[str, Any] = {"type": str if default is None else type(default)}
+        first = default[0] if isinstance(default, tuple) else default
+        option: dict[str, Any] = {"type": str if first is None else type(first), "default": first}
         if isinstance(default, bool):
             option = {"action": "store_true"}
         elif isinstance(default, tuple):
-            option = {"choices": default}
+            option["choices"] = default
         elif isinstance(default, list):
-            option = {"nargs": "+", "type": type(default[0])}
-        first = default[0] if isinstance(default, tuple) else default
-        parser.add_argument(f"--{name}", default=first, **option)
-    return parser.parse_args()
+            option = {"action": "extend", "nargs": "+", "type": type((default or [""])[0])}
+        parser.add_argument(f"--{name}", **option)
+    given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
+    return argparse.Namespace(**{**defaults, **given})
 
 
 def shipped_trace(name: str) -> Trace:

@@ -41,11 +41,10 @@ from typing import Any
 import psutil
 import torch
 from grid import arguments, text_table
-from setup import SHAPES, forget_cached, load_whole, prompts, random_model, run, spread
+from setup import SHAPES, described, forget_cached, load_whole, prompts, random_model, run, spread
 from vs_accelerate import offloaded, ours
 
 from lm_eval_moecache.model.checkpoint import skeleton
-from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.sizes import parse_capacity
@@ -139,7 +138,7 @@ class Sampled:
 def sizes(folder: str, capacity: str) -> tuple[int, int]:
     """Return the bytes of the capacity and of all non-expert weights."""
     bare = skeleton(folder, {})
-    geometry = describe(bare, find_moe_layers(bare), "x")
+    _, geometry = described(bare)
     total_bytes = sum(p.numel() * p.element_size() for p in bare.parameters())
     near = parse_capacity(capacity, geometry).total_bytes
     return near, total_bytes - geometry.total_expert_bytes
@@ -246,21 +245,14 @@ def report(contenders: list[Contender], options: argparse.Namespace) -> None:
         f"{options.rounds} answers of {options.tokens} tokens to prompts of {options.prompt}, "
         "in turn"
     )
-    answering, rows = (
-        {contender.name: contender for contender in contenders if contender.answers},
-        [],
-    )
-    for contender in answering.values():
-        figures = contender.figures
+    answering, rows = {one.name: one for one in contenders if one.answers}, []
+    for name, one in answering.items():
+        limit, figures = "control group" if name in ON_DISK else "nothing", one.figures
         memory = [f"{figures[key] / 1e9:.2f}" for key in ("load_peak", "peak")]
-        speed = [f"{contender.median('prefill'):.1f}", f"{contender.median('decode'):.2f}"]
+        speed = [f"{one.median('prefill'):.1f}", f"{one.median('decode'):.2f}"]
         moved = f"{figures['moved'] / 1e6:.0f}" if "moved" in figures else ""
-        limited = [
-            "control group" if contender.name in ON_DISK else "nothing",
-            f"{figures['load_s']:.1f}",
-        ]
-        read_mb = f"{contender.median('read') / 1e6:.0f}"
-        rows.append([contender.name, *limited, *memory, *speed, moved, read_mb])
+        read_mb = f"{one.median('read') / 1e6:.0f}"
+        rows.append([name, limit, f"{figures['load_s']:.1f}", *memory, *speed, moved, read_mb])
     heads = "limited by, load s, load peak GB, peak GB, prefill tok/s, decode tok/s, "
     heads += "MB moved an answer, MB read from disk an answer"
     print(text_table(["contender", *heads.split(", ")], rows))
@@ -270,12 +262,10 @@ def report(contenders: list[Contender], options: argparse.Namespace) -> None:
     if {"disk", "accelerate"} <= answering.keys():
         pairs = answering["disk"].answers[1:], answering["accelerate"].answers[1:]
         for figure in ("decode", "prefill"):
-            ratios = [
-                disk[figure] / accelerate[figure] for disk, accelerate in zip(*pairs, strict=True)
-            ]
-            target, met = "", statistics.median(ratios) >= 3
+            ratios, target = [a[figure] / b[figure] for a, b in zip(*pairs, strict=True)], ""
             if figure == "decode":
-                target = f" (target at least 3.0): {'met' if met else 'missed'}"
+                verdict = "met" if statistics.median(ratios) >= 3 else "missed"
+                target = f" (target at least 3.0): {verdict}"
             print(f"{figure} of store=disk / accelerate's disk offload: {spread(ratios)}{target}")
     for name in ("ram", "disk") if "plain" in answering else ():
         if name in answering:
@@ -316,13 +306,8 @@ def load_in_turn(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    defaults = {
-        "margin": 0.15,
-        "only": ",".join(CONTENDERS),
-        "folder": None,
-        "loads": 0,
-        "cold": False,
-    }
+    defaults = {"margin": 0.15, "only": ",".join(CONTENDERS), "folder": None}
+    defaults |= {"loads": 0, "cold": False}
     settings = {"capacity": "50%", "policy": "on_demand", "prompt": 64, "tokens": 16, "rounds": 5}
     options = arguments(__doc__, shape="OLMoE-1B-7B", layers=4, **settings, **defaults)
     if not options.loads:

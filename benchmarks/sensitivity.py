@@ -5,13 +5,12 @@ Usage: python benchmarks/sensitivity.py --model NAME=FOLDER [--model ...] [--tex
 Text: nats a token are added to the loss on the first tokens of each page (`tiny`'s held-out ones,
 or `FILE`'s, one page of plain text or of JSON (`page`) a line). Any mixture-of-experts model of
 transformers whose blocks have `gate` and `experts` will do. Answers, for models that share `tiny`'s
-tokenizer: the share of right answers kept when a random resident expert replaces each absent one.
-With `--write`, both go to results/sensitivity. Shapes: T tokens, K top-k.
+tokenizer: the share of right answers kept when a random resident expert replaces each absent one
+(`--documents 0`: none). With `--write`, both go to results/sensitivity. Shapes: T tokens, K top-k.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from grid import RESULTS, text_table
+from grid import RESULTS, arguments, text_table
 from specimen import REPLACED_BY_SCORE, Specimen, hooked, random_resident
 from torch import Tensor
 
@@ -166,46 +165,25 @@ def demo() -> dict[str, float]:
 
 
 def render(models: Mapping[str, Any]) -> str:
-    names = list(models)
-    measures = list(dict.fromkeys(name for one in models.values() for name in one["text"]))
-    text = text_table(
-        ["experts", *names],
-        [
-            ["unmodified: nats a token" if name == "loss" else name]
-            + [
-                f"{one['text'][name]:.3f}"
-                if name == "loss"
-                else f"{one['text'][name]:+.3f}"
-                if name in one["text"]
-                else "-"
-                for one in models.values()
-            ]
-            for name in measures
-        ],
-        others="--:",
-    )
-    kept = text_table(
-        ["share of right answers kept", "real models", "where", *names],
-        [
-            [
-                *anchor,
-                *(_shares(one, number) for one in models.values()),
-            ]
-            for number, anchor in enumerate(ANCHORS)
-        ],
-    )
-    tasks = dict.fromkeys(task for one in models.values() for task in one.get("random", {}))
-    right = text_table(
-        ["% of answers right, with random experts", *names],
-        [
-            [task]
-            + [
-                "{:.1f}, {:.1f}".format(*one["random"][task]) if one.get("random") else "-"
-                for one in models.values()
-            ]
-            for task in tasks
-        ],
-    )
+    names, found = list(models), list(models.values())
+    measures = list(dict.fromkeys(name for one in found for name in one["text"]))
+    forms = {name: "{:+.3f}" for name in measures} | {"loss": "{:.3f}"}
+    rows = [
+        ["unmodified: nats a token" if name == "loss" else name]
+        + [form.format(one["text"][name]) if name in one["text"] else "-" for one in found]
+        for name, form in forms.items()
+    ]
+    text = text_table(["experts", *names], rows, others="--:")
+    rows = [
+        [*anchor, *(_shares(one, number) for one in found)] for number, anchor in enumerate(ANCHORS)
+    ]
+    kept = text_table(["share of right answers kept", "real models", "where", *names], rows)
+    random = [one.get("random") or {} for one in found]
+    rows = [
+        [task, *("{:.1f}, {:.1f}".format(*one[task]) if one else "-" for one in random)]
+        for task in dict.fromkeys(task for one in random for task in one)
+    ]
+    right = text_table(["% of answers right, with random experts", *names], rows)
     read = "; ".join(f"{name}: {one['read']}" for name, one in models.items())
     return (
         "# What each model loses when its experts are changed\n\n"
@@ -235,27 +213,19 @@ def page_of(line: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", action="append", default=[], help="NAME=FOLDER; tiny is known")
-    parser.add_argument("--text", type=Path, help="pages of plain text, one a line")
-    parser.add_argument("--pages", type=int, default=60)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--documents", type=int, default=100, help="0: no answers")
-    parser.add_argument("--write", action="store_true", help="keep in results/sensitivity")
-    options = parser.parse_args()
+    sizes = {"pages": 60, "tokens": 512, "documents": 100}
+    options = arguments(__doc__, model=["tiny=tiny"], text=None, **sizes, write=False)
     torch.set_num_threads(1)
     file = RESULTS / "sensitivity/models.json"
     models: dict[str, Any] = json.loads(file.read_text()) if options.write and file.exists() else {}
-    pages = (
-        [page_of(line) for line in options.text.read_text("utf-8").splitlines()]
-        if options.text
-        else list(documents.wikitext()["test"]["page"])
-    )[: options.pages]
-    source = options.text.resolve().parent.name if options.text else "held-out text"
-    for item in options.model or ["tiny=tiny"]:
+    pages, source = list(documents.wikitext()["test"]["page"]), "held-out text"
+    if options.text:
+        text = Path(options.text).resolve()
+        pages, source = list(map(page_of, text.read_text("utf-8").splitlines())), text.parent.name
+    for item in options.model:
         name, _, folder = item.partition("=")
         specimen = Specimen(folder)
-        texts = [specimen.ids(page)[: options.tokens] for page in pages]
+        texts = [specimen.ids(page)[: options.tokens] for page in pages[: options.pages]]
         asked = options.documents and not options.text
         models[name] = {
             "read": f"{len(texts)} pages of {source}, {options.tokens} tokens",

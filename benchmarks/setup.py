@@ -24,9 +24,10 @@ from grid import setting_of
 from lm_eval_moecache.engine.setting import TOGETHER
 from lm_eval_moecache.engine.virtual.engine import LIVE_PASSES, VirtualEngine
 from lm_eval_moecache.model.device import best_device, synchronize
-from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.model.wall.loading import ExpertLoader, assemble
 from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 
 COMMON = {"shape": "cpu", "device": "auto", "policy": "on_demand", "tokens": 16}
@@ -89,11 +90,15 @@ def take(model: Any, device: torch.device) -> ExpertLoader:
     return loader
 
 
+def described(model: Any) -> tuple[list[MoELayer], Geometry]:
+    layers = find_moe_layers(model)
+    return layers, describe(model, layers, "benchmark")
+
+
 def wall(
     model: Any, loader: ExpertLoader, policy: str, capacity: str, rate: float | None = None
 ) -> WrappedModel:
-    layers = find_moe_layers(model)
-    geometry = describe(model, layers, "benchmark")
+    layers, geometry = described(model)
     setting = setting_of(geometry, capacity, policy=policy, hardware="h200")
     setting = replace(setting, throttle_bytes_per_s=rate)
     return WrappedModel(model, layers, *assemble(model, geometry, setting, loader))
@@ -106,8 +111,7 @@ def virtual(
     hardware: Hardware | None = None,
     execute: str = TOGETHER,
 ) -> WrappedModel:
-    layers = find_moe_layers(model)
-    geometry = describe(model, layers, "benchmark")
+    layers, geometry = described(model)
     setting = setting_of(geometry, capacity, policy=policy)
     setting = replace(setting, hardware=hardware or setting.hardware, execute=execute)
     engine = VirtualEngine(geometry, setting)

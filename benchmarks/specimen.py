@@ -3,6 +3,8 @@
 Usage: python benchmarks/specimen.py --model new=tiny --model old=FOLDER --draft new=tiny-draft
        python benchmarks/specimen.py --release
 
+`--pages FILE` are more held-out pages, one line of JSON each.
+
 `--release` prints the conditions under which a version of `tiny` is released, beside its version 2
 and real models, from the committed measurements (results/sensitivity and the runs named there).
 
@@ -11,12 +13,11 @@ Shapes: T tokens, L layers, E experts, K top-k, D hidden.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import product
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy.stats
 import torch
-from grid import RESULTS, decode_trace, setting_of, text_table
+from grid import RESULTS, arguments, decode_trace, setting_of, text_table
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -345,7 +346,7 @@ def of_skills(specimen: Specimen, num_documents: int) -> Rows:
         yield f"tiny_{task}, points lost: random at 25%, last rank", losses
 
 
-def measures(folder: str, draft: str | None, more: Path | None, num_documents: int) -> Rows:
+def measures(folder: str, draft: str | None, more: str | None, num_documents: int) -> Rows:
     specimen, pages = Specimen(folder), list(documents.wikitext()["test"]["page"])
     starts = [specimen.ids(page)[:NUM_TOKENS] for page in pages]
     texts = starts[:NUM_TEXTS]
@@ -358,8 +359,9 @@ def measures(folder: str, draft: str | None, more: Path | None, num_documents: i
         yield from of_draft(specimen, loaded(draft), texts)
     yield "held-out text, bits per byte", f"{specimen.bits_per_byte(pages):.3f}"
     if more:
-        more_pages = [json.loads(line)["page"] for line in more.read_text("utf-8").splitlines()]
-        yield f"{more.name}, bits per byte", f"{specimen.bits_per_byte(more_pages):.3f}"
+        lines = Path(more).read_text("utf-8").splitlines()
+        more_pages = [json.loads(line)["page"] for line in lines]
+        yield f"{Path(more).name}, bits per byte", f"{specimen.bits_per_byte(more_pages):.3f}"
     yield from of_skills(specimen, num_documents)
 
 
@@ -394,21 +396,17 @@ def conditions() -> list[Condition]:
     def costs(ranks: int) -> float:
         return 100 * (ppl(f"first {ranks} of 8 kept, renormalised") - 1)
 
+    def told(curve: Sequence[float]) -> str:
+        return " / ".join(f"{share:.2f}" for share in curve)
+
     curves = {task: [rate / row[0] for rate in row[1:]] for task, row in losses["answers"].items()}
     paper = (0.75, 0.31, 0.22)
-    off = {
-        task: max(abs(a - b) for a, b in zip(curve, paper, strict=True))
-        for task, curve in curves.items()
-    }
-    curve_text = "; ".join(
-        f"{task} {' / '.join(f'{share:.2f}' for share in curve)}" for task, curve in curves.items()
-    )
+    near = [np.abs(np.subtract(curve, paper)).max() <= 0.1 for curve in curves.values()]
+    curve_text = "; ".join(f"{task} {told(curve)}" for task, curve in curves.items())
     kept = losses["demo"][REPLACED_BY_SCORE]
-    misses = {run.label: run for run in load_runs(RESULTS / "cache_conditional/table_2")}
-    fewer = (
-        misses["Original"].moecache["totals"]["miss_rate"]
-        / misses["Cache-Prior"].moecache["totals"]["miss_rate"]
-    )
+    runs = load_runs(RESULTS / "cache_conditional/table_2")
+    misses = {run.label: run.moecache["totals"]["miss_rate"] for run in runs}
+    fewer = misses["Original"] / misses["Cache-Prior"]
     letters = max(random[task][1] for task in ("tiny_mmlu", "tiny_arc", "tiny_truthfulqa"))
     hits, skills = measured["LRU hits on prompts at 2 cycles"], measured["skills"]
     top4, top2, top1 = costs(4), costs(2), costs(1)
@@ -433,8 +431,7 @@ def conditions() -> list[Condition]:
         ),
         Condition(
             *("random expert for each absent one, rate .75 / .5 / .375", "two tasks within .1"),
-            *(" / ".join(f"{share:.2f}" for share in paper), "word problems .80 / .27 / .21"),
-            *(curve_text, sum(most <= 0.1 for most in off.values()) >= 2),
+            *(told(paper), "word problems .80 / .27 / .21", curve_text, sum(near) >= 2),
         ),
         Condition(
             *("absent experts replaced by score: answers kept", "0.3 at most", "0.02 to 0.11"),
@@ -476,27 +473,20 @@ def spread(values: Any) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", action="append", default=[], help="NAME=FOLDER; tiny is known")
-    parser.add_argument("--draft", action="append", default=[], help="NAME=FOLDER of its draft")
-    parser.add_argument("--pages", type=Path, help="more held-out pages, one JSON line each")
-    parser.add_argument("--documents", type=int, default=500)
-    parser.add_argument("--release", action="store_true", help="the conditions, from measurements")
-    options = parser.parse_args()
+    options = arguments(
+        __doc__, model=["new=tiny"], draft=[], pages=None, documents=500, release=False
+    )
     if options.release:
         print(release())
         return
     torch.set_num_threads(1)
     drafts, table = dict(pair.split("=", 1) for pair in options.draft), dict[str, dict[str, str]]()
-    names = [item.partition("=")[::2] for item in options.model or ["new=tiny"]]
+    names = [item.partition("=")[::2] for item in options.model]
     for name, folder in names:
         for measure, value in measures(folder, drafts.get(name), options.pages, options.documents):
             table.setdefault(measure, {})[name] = value
             sys.stderr.write(f"{name}: {measure}: {value}\n")
-    rows = (
-        [measure, *(values.get(name, "-") for name, _ in names)]
-        for measure, values in table.items()
-    )
+    rows = ([what, *(found.get(name, "-") for name, _ in names)] for what, found in table.items())
     print(text_table(["measure", *(name for name, _ in names)], rows))
 
 

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from grid import arguments
-from setup import COMMON, device_of, prompts, random_model, run, spread, wall
+from setup import COMMON, described, device_of, prompts, random_model, run, spread, wall
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lm_eval_moecache.model.checkpoint import skeleton, weights_files
-from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall.loading import ExpertLoader
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.event import PREFILL
@@ -32,8 +31,7 @@ from lm_eval_moecache.records.sizes import parse_capacity
 def offloaded(folder: str, capacity: str, device: torch.device, tier: str) -> Any:
     """Load the checkpoint with accelerate: whole layers resident, the others in the tier."""
     bare = skeleton(folder, {})
-    layers = find_moe_layers(bare)
-    geometry = describe(bare, layers, "x")
+    layers, geometry = described(bare)
     layer_bytes = geometry.total_expert_bytes // geometry.num_layers
     near = parse_capacity(capacity, geometry).total_bytes // layer_bytes
     places = device_map(bare, {layer.path for layer in layers[near:]}, str(device), tier)

@@ -112,16 +112,7 @@ def test_hits_are_the_mean_of_the_curve_and_the_replay_and_whole_where_all_is_ca
 
 @given(st.floats(0, 1), st.floats(0, 1))
 def test_more_cache_never_hits_less(one: float, other: float) -> None:
-    model = RealModel(
-        name="q",
-        num_layers=48,
-        num_experts=128,
-        top_k=8,
-        expert_weights=1,
-        layer_weights=0,
-        read_once=0,
-        embedding=0,
-    )
+    model = replace(MODEL, num_experts=128, top_k=8)
     low, high = sorted((one, other))
     assert hit_rate(model, low) <= hit_rate(model, high) + 1e-12
 
