@@ -106,6 +106,14 @@ def test_a_demand_goes_before_a_prefetch_that_could_start_at_its_instant() -> No
     assert (record.end_s, record.stall_s, record.late) == (19.0, 5.0 + 5.0 + 2.0, 1)
 
 
+def test_a_prefetch_that_lands_at_the_instant_of_its_event_is_a_hit() -> None:
+    geometry = make_geometry(dense_bytes=(200, 400, 200))
+    record = decode(make_engine(prefetching({(0, 0): [4]}), geometry=geometry), [0], [4])
+    # dense 0-2; key 0 2-7; expert 7-8; key 4 moves 7-12. dense 8-12; expert 12-13.
+    assert (record.end_s, record.stall_s) == (13.0, 5.0)
+    assert (record.late, record.misses, record.prefetch_hits) == (0, 1, 1)
+
+
 def test_prefetches_that_are_no_longer_of_use_are_cancelled_before_they_move() -> None:
     engine = make_engine(prefetching({(0, 0): [4, 5, 6, 8]}), capacity=8)
     record = decode(engine, [0], [7])
