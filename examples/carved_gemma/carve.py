@@ -45,7 +45,7 @@ NUM_GROUPED = 4096
 RIDGES = (0.003, 0.03, 0.3)
 BATCH = 1
 """Windows of a training step: many small steps, as the time is short."""
-RATE, WARM_UP = 5e-5, 8
+RATE, WARM_UP = 1e-5, 8
 HIDDEN = 5.0
 """Weight of the layers' states beside the KL divergence: each layer's own states say more of its
 experts than the words at the end do."""
