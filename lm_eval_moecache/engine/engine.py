@@ -357,7 +357,9 @@ class Engine(ABC):
             if rules.applies(rules.routing, original):
                 plan = route(original, rules, resident)
             absent = [key for key in plan.looked_up.keys if key not in resident]
-            missed = [key for key in absent if not self._is_pending(key)]
+            missed = absent
+            if rules.prefetches:
+                missed = [key for key in absent if not self._is_pending(key)]
             resolve(plan, original, rules, absent, missed, resident, self.record)
         self._look_up(plan)
         if self.on_event is not None:

@@ -8,6 +8,7 @@ Shapes: T tokens, E experts, K experts per token, D hidden size, B rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -145,10 +146,12 @@ class WrappedModel:
         self._weigh: list[dict[str, Any]] = [
             {} if rule is None else {"weigh": in_numpy(rule)} for rule in self._rules
         ]
-        self._is_sorted = [layer.gate.sorts for layer in layers]
+        self._gates_by_token = [layer.gate for layer in layers if layer.gate.by_token]
+        self._is_sorted = np.array([[layer.gate.sorts] for layer in layers])
+        self._first_keys = np.arange(len(layers))[:, None] * engine.geometry.num_experts
         self._wants_weights, self._wants_logits = engine.wants_weights, engine.wants_logits
         # An unsorted choice is sorted by its weights.
-        self._reads_weights = self._wants_weights or not all(self._is_sorted)
+        self._reads_weights = self._wants_weights or not self._is_sorted.all()
         self._pass_predictor = pass_predictor_of(rules.prefetch, model.get_input_embeddings())
         self._before = model.get_experts_implementation()
         if store is None:
@@ -186,8 +189,8 @@ class WrappedModel:
 
     def _begin_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         input_ids: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        for layer in self._layers:
-            layer.gate.input_ids = input_ids
+        for gate in self._gates_by_token:
+            gate.input_ids = input_ids
         past, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
         rows, length = input_ids.shape
         past_length = 0 if past is None else past.get_seq_length()
@@ -369,10 +372,8 @@ class WrappedModel:
         arrays = copy_to_host(tensors, None)
         experts, weights = arrays[0].astype(np.int64, copy=False), None
         if call_weights:
-            in_order = np.array([[self._is_sorted[call.layer]] for call in calls])
-            experts, weights = _in_order(experts, arrays[1], in_order)
-        layers = np.array([[call.layer] for call in calls])
-        keys = experts + layers * self.engine.geometry.num_experts
+            experts, weights = _in_order(experts, arrays[1], self._is_sorted)
+        keys = experts + self._first_keys
 
         def events() -> list[Event]:
             by_weight = logits = [UNSEEN_SCORES] * len(calls)
@@ -395,8 +396,10 @@ class WrappedModel:
         if targets:
             proposed = self.engine.rules.prefetch.propose_arrays(targets, arrays[-1])
         if proposed is not None:
-            ends = np.cumsum([0, *[len(call.predicted) for call in calls]])
-            proposed = proposed[0], np.append(0, proposed[1].cumsum())[ends]
+            # A layer proposes nothing where it predicts none.
+            counts = iter(proposed[1].tolist())
+            ends = accumulate((sum(islice(counts, len(c.predicted))) for c in calls), initial=0)
+            proposed = proposed[0], np.array([*ends])
         return TokenPass(keys, weights, proposed, events)
 
     def _changed(self, layer: int, output: Any, selection: Selection, event: Event) -> Any:
@@ -423,9 +426,9 @@ def rounded(logits: Tensor) -> Tensor:
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:
     """Stack one-row tensors into one [rows, n] on the first one's device."""
     device = tensors[0].device
-    if any(values.device != device for values in tensors):
+    if any([values.device != device for values in tensors]):
         tensors = [values.to(device) for values in tensors]
-    return torch.cat(list(tensors)).reshape(len(tensors), -1)
+    return torch.cat(tuple(tensors)).view(len(tensors), -1)
 
 
 def _in_order(experts: Any, weights: Any, is_sorted: Any) -> tuple[Any, Any]:

@@ -188,7 +188,7 @@ def compiled_function(function: Any, *kinds: type) -> Any:
         cfunc = _compiled(function, function.__globals__, digest, signature, make=numba.cfunc)
     except Exception as error:  # numba's own errors are of many kinds
         raise NotCompilable(f"{function.__qualname__}: {error}") from error
-    return _Pointer(cfunc, numba.typeof(cfunc), int(cfunc.address))
+    return _pointer(cfunc, signature, int(cfunc.address))
 
 
 def callback(function: Callable[..., int], count: int) -> Any:
@@ -199,25 +199,16 @@ def callback(function: Callable[..., int], count: int) -> Any:
     callable_from_c = ctypes.CFUNCTYPE(*[ctypes.c_int64] * (count + 1))(function)
     address: Any = ctypes.cast(callable_from_c, ctypes.c_void_p).value
     types = _numba().types
-    signature = types.int64(*[types.int64] * count)
-    return _Pointer(callable_from_c, types.FunctionType(signature), address)
+    return _pointer(callable_from_c, types.int64(*[types.int64] * count), address)
 
 
-class _Pointer:
-    """A function as an argument of compiled ones, with its type and address looked up once.
-
-    For numba's own function objects that lookup takes several times the search for a victim.
-    """
-
-    def __init__(self, function: Any, kind: Any, address: int) -> None:
-        self._function, self._numba_type_, self._address = function, kind, address
-
-    def __wrapper_address__(self) -> int:
-        return self._address
+def _pointer(function: Any, signature: Any, address: int) -> Any:
+    return import_module("lm_eval_moecache.records.pointer").Pointer(function, signature, address)
 
 
 def _digest(*files: object) -> str:
-    paths = map(Path, sorted((__file__, *map(str, files))))
+    pointer = str(Path(__file__).with_name("pointer.py"))
+    paths = map(Path, sorted((__file__, pointer, *map(str, files))))
     sources = b"".join(path.read_bytes() for path in paths if path.exists())
     return hashlib.sha256(sources).hexdigest()[:16]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -36,7 +36,7 @@ class RoutingAlgorithm(Algorithm):
         return
 
     @abstractmethod
-    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+    def select(self, event: Event, resident: Collection[int]) -> Selection | None:
         """Return the experts [tokens, top_k] to execute, heaviest first, or None for the router's.
 
         `event.logits` are [tokens, experts] and must not be changed. `resident` holds keys.

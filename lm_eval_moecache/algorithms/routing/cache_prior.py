@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -59,7 +59,7 @@ class CachePrior(RoutingAlgorithm):
         self._calibrated = _per_layer(self.logit_range, layers)
         self._sum, self._count = [0.0] * layers, [0] * layers
 
-    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+    def select(self, event: Event, resident: Collection[int]) -> Selection | None:
         if event.num_tokens == 1:
             asked, logits = event.experts.tolist()[0], event.logits.tolist()[0]
             if is_by_logits(asked, logits):
@@ -79,27 +79,28 @@ class CachePrior(RoutingAlgorithm):
         layer: int,
         asked: Sequence[int],
         logits: Sequence[float],
-        resident: Container[int],
+        resident: Collection[int],
         prior: float,
     ) -> list[int]:
         """Return the selection for one token, as `select` would, without ranking all experts.
 
-        Apart from the router's own choice, only resident experts can be among the best.
+        An expert that the router did not choose has to be raised, and beats none that is raised
+        too: the best of these experts replace the worst that are not.
         """
-        base = layer * self.geometry.num_experts
-        others = [e for e in range(len(logits)) if base + e in resident and e not in asked]
+        base, found = layer * self.geometry.num_experts, list(asked)
+        keys = range(base, base + len(logits))
+        held = {key - base for key in resident if key in keys}
+        unraised = [expert for expert in asked[self.top_j :] if expert not in held]
+        others = sorted(held.difference(asked))
         others.sort(key=logits.__getitem__, reverse=True)
-        ranked = [*asked, *others[: len(asked)]]
-        boosted = [
-            rank < self.top_j or rank >= len(asked) or base + expert in resident
-            for rank, expert in enumerate(ranked)
-        ]
-        prior = as_float32([prior])[0]
-        modified = as_float32(
-            [logits[e] + prior if up else logits[e] for e, up in zip(ranked, boosted, strict=True)]
-        )
-        places = sorted(range(len(ranked)), key=modified.__getitem__, reverse=True)
-        return [ranked[place] for place in sorted(places[: len(asked)])]
+        [prior] = as_float32([prior])
+        modified = as_float32([logits[expert] + prior for expert in others])
+        for other, raised, worst in zip(others, modified, reversed(unraised), strict=False):
+            if raised <= logits[worst]:
+                break
+            found.remove(worst)
+            found.append(other)
+        return found
 
     def _prior(self, layer: int, logits: FloatArray, of_one: Sequence[float] | None = None) -> Any:
         """Return lambda * Delta_avg, these tokens included; `of_one` holds a single token's logits.

@@ -145,7 +145,8 @@ class VirtualEngine(Engine):
         """What is still to do with the event in progress before it can be closed."""
         self._dense_s, self._num_tokens = 0.0, 0
         """The dense part of the layer entered, and its tokens."""
-        self._layers = np.arange(charged.num_layers + 1)
+        self._rows = np.arange(charged.num_layers + 1)
+        self._bounds = self._rows * charged.top_k
         self._seconds_of: dict[tuple[int, str], Array] = {}
         self._fill()
         self._before = self._totals()
@@ -173,7 +174,8 @@ class VirtualEngine(Engine):
         return self.rank is None or self._flags("hosts", "lanes", "piecewise")
 
     def _flags(self, *names: str) -> bool:
-        return any(read(self.state.run, 0, name) for name in names)
+        """Whether the tables say any of this, which keeps them from machine code."""
+        return not self.loop.is_compiled and any(getattr(self.state.run[0], n) for n in names)
 
     @property
     def decides(self) -> bool:
@@ -246,12 +248,14 @@ class VirtualEngine(Engine):
             self._entered = 0
 
     def _residents(self, layer: int) -> dict[int, int]:
-        self._enter(layer)
+        if self.rules.prefetches:
+            # Some may arrive, and evict others, before the layer's router has decided.
+            self._enter(layer)
         if not self.loop.is_compiled:
             return super()._residents(layer)
         base = self.geometry.key(layer, 0)
         flags = self.state.experts["resident"][base : base + self.geometry.num_experts]
-        keys: list[int] = (np.flatnonzero(flags) + base).tolist()
+        keys: list[int] = (flags.nonzero()[0] + base).tolist()
         if not self.rules.ladder:
             return dict.fromkeys(keys, 0)
         return dict(zip(keys, self.state.slots["level"][keys].tolist(), strict=True))
@@ -316,7 +320,7 @@ class VirtualEngine(Engine):
         events = iter(token_pass.events()) if self.needs_events else None
         [counts] = self.serve_passes(self._batch_of_pass(token_pass), events).tolist()
         for name, value in zip(COUNTS, counts, strict=True):
-            if name in OF_EVENTS:
+            if value and name in OF_EVENTS:
                 setattr(self.record, name, value)
 
     def end_pass(self) -> None:
@@ -325,8 +329,8 @@ class VirtualEngine(Engine):
 
     def _batch_of_pass(self, token_pass: TokenPass) -> core.PassBatch:
         """Return the pass in progress as a batch."""
-        num_layers, top_k, record = self.geometry.num_layers, self.geometry.top_k, self.record
-        assert len(token_pass.keys) == num_layers, "a pass that lacks layers"
+        record = self.record
+        assert len(token_pass.keys) == self.geometry.num_layers, "a pass that lacks layers"
         keys, proposed = token_pass.keys.ravel(), NOTHING_PROPOSED
         if token_pass.proposed is not None:
             proposed = token_pass.proposed
@@ -345,8 +349,8 @@ class VirtualEngine(Engine):
         return core.PassBatch(
             first_pass=record.index,
             keys=keys,
-            bounds=self._layers * top_k,
-            rows=self._layers,
+            bounds=self._bounds,
+            rows=self._rows,
             experts=experts,
             weights=weights,
             dense_s=dense_s,

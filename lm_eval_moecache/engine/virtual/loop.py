@@ -132,10 +132,10 @@ class Loop:
     def end(self, record: PassRecord) -> None:
         """Add what was counted to the record."""
         if self.is_compiled:
-            for name in COUNTED:
-                if value := self._counts[name][0].item():
+            [values] = self._counts.tolist()
+            for name, value in zip(COUNTED, values, strict=False):
+                if value:
                     setattr(record, name, getattr(record, name) + value)
-            self._counts[:] = 0
 
     def step(
         self,
