@@ -155,7 +155,9 @@ def test_lossy_and_laddered_events_in_machine_code(
             assert run(policy, geometry, "30%").figures == fast.figures
 
 
-def test_plain_python_can_go_on_where_machine_code_was(machine_code: None) -> None:
+@pytest.mark.parametrize("breaks", [False, True])
+def test_plain_python_can_go_on_where_machine_code_was(machine_code: None, breaks: bool) -> None:
+    """It also does after a pass that breaks off at its second event."""
     geometry = make_geometry(3, 8, 2)
     policy, passes = load_policy("on_demand", {"prefetch": "next_gate"}), make_stream(geometry)
     runs = []
@@ -167,14 +169,16 @@ def test_plain_python_can_go_on_where_machine_code_was(machine_code: None) -> No
             ),
         )
         for events in passes:
-            if leaves and events[0].pass_index == 5:
+            is_pass_5 = events[0].pass_index == 5
+            if leaves and is_pass_5:
                 engine.loop.leave()
             engine.begin_pass(events[0].phase, events[0].num_tokens)
-            for event in events:
+            for event in events[:1] if breaks and is_pass_5 else events:
                 engine.enter(event.layer, event.num_tokens)
                 engine.run(fresh(event, engine.depth))
-            engine.end_pass()
-        assert engine.loop.is_compiled != leaves
+            if not (breaks and is_pass_5):
+                engine.end_pass()
+        assert engine.loop.is_compiled == (not leaves and not breaks)
         runs.append(figures(engine))
     assert runs[0] == runs[1]
 

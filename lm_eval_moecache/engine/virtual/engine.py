@@ -209,6 +209,12 @@ class VirtualEngine(Engine):
             self.loop.expect(0, done=1)
         return super().begin_pass(phase, num_tokens, predicted, positions)
 
+    def _recover(self) -> None:
+        if self._is_open and self.loop.is_compiled:
+            self.loop.end(self.record)
+            self.loop.leave()
+        super()._recover()
+
     def _count_pass(self, index: int, num_tokens: int) -> None:
         self.loop.step(core.BEGIN, self.loop.batch(num_tokens=num_tokens), index)
 
