@@ -24,7 +24,7 @@ from lm_eval_moecache.algorithms.features import (
     note_pass,
     note_wish,
 )
-from lm_eval_moecache.records.jit import Array, Table
+from lm_eval_moecache.records.jit import Array, Table, by_reference
 from lm_eval_moecache.records.ledger import Counters
 
 IN_PYTHON = True
@@ -276,9 +276,9 @@ def step(
 ) -> int:
     """As `act`, on tables that are arguments: what compiled code is entered by."""
     tables = experts, layers, now, forecasts, slots, levels, layer_states, queues, caches, runs
-    state = State(*tables, messages, outside)
+    state, events = by_reference(State(*tables, messages, outside)), by_reference(batch)
     return act(
-        state, rank, batch, counts, what, number, layer, demands, demanded_levels, num_demands
+        state, rank, events, counts, what, number, layer, demands, demanded_levels, num_demands
     )
 
 

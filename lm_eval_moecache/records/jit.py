@@ -80,6 +80,57 @@ def column(table: Table, name: str) -> Any:
     return np.asarray([getattr(entry, name) for entry in table])
 
 
+def by_reference(values: Any) -> Any:
+    """Return a named tuple as compiled functions should be handed it: as an address.
+
+    Else each call copies all that all of its arrays consist of. Use it in the entry only: the copy
+    that the address is of ends with the function that asks for it.
+    """
+    return values
+
+
+@cache
+def _by_reference() -> Any:
+    """Return what `by_reference` is in machine code."""
+    extending, cgutils = import_module("numba.extending"), import_module("numba.core.cgutils")
+    types, ir = _numba().types, import_module("llvmlite.ir")
+    templates = import_module("numba.core.typing.templates")
+
+    class Reference(types.Type):  # type: ignore[misc]
+        def __init__(self, values: Any) -> None:
+            super().__init__(f"Reference({values.instance_class.__name__})")
+            self.values = values
+
+        @property
+        def key(self) -> Any:
+            return self.values
+
+    class Model(extending.models.PrimitiveModel):  # type: ignore[misc]
+        def __init__(self, manager: Any, kind: Any) -> None:
+            super().__init__(manager, kind, ir.PointerType(manager[kind.values].get_value_type()))
+
+    class Fields(templates.AttributeTemplate):  # type: ignore[misc]
+        key = Reference
+
+        def generic_resolve(self, kind: Any, name: str) -> Any:
+            return kind.values.types[kind.values.fields.index(name)]
+
+    def load(context: Any, builder: Any, kind: Any, place: Any, name: str) -> Any:
+        index = kind.values.fields.index(name)
+        return builder.load(cgutils.gep_inbounds(builder, place, 0, index))
+
+    def refer(context: Any, values: Any) -> Any:
+        def store(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return cgutils.alloca_once_value(builder, arguments[0])
+
+        return Reference(values)(values), store
+
+    extending.register_model(Reference)(Model)
+    extending.infer_getattr(Fields)
+    extending.lower_getattr_generic(Reference)(load)
+    return extending.intrinsic(refer)
+
+
 def is_kept(modules: Sequence[ModuleType], entry: str) -> bool:
     """Ask numba whether it has a function's machine code, of this CPU and numba, in its cache.
 
@@ -156,6 +207,8 @@ def compiled(modules: tuple[ModuleType, ...], entry: str) -> Callable[..., Any]:
         for function in functions
         if function.__name__ != entry
     }
+    if any("by_reference" in scope for scope in scopes.values()):
+        copies["by_reference"] = _by_reference()
     for scope in scopes.values():
         scope.update({name: value for name, value in copies.items() if name in scope})
     function, kept_as = getattr(modules[-1], entry), _digest(*(m.__file__ for m in modules))
