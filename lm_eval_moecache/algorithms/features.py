@@ -478,15 +478,15 @@ def find_lowest(tables: Any, rank: Rank, first: int, last: int, mark: int, layer
 
 def look_up_lowest(tables: Any, rank: Rank, index: int, mark: int) -> None:
     """Recompute a layer's first victim, `lowest`, and LRU's, `oldest`."""
-    now, home = tables.now[0], tables.layers[index]
-    base = index * now.num_experts
+    now, home, experts = tables.now[0], tables.layers[index], tables.experts
+    base, forecasts = index * now.num_experts, now.forecasts
     best, best_a, best_b, oldest = -1, 0.0, 0.0, -1
     for i in range(home.held):
-        key = tables.experts[base + i].member
-        expert = tables.experts[key]
+        key = experts[base + i].member
+        expert = experts[key]
         if expert.pinned == mark:
             continue
-        if now.forecasts and (oldest < 0 or expert.last_use < tables.experts[oldest].last_use):
+        if forecasts and (oldest < 0 or expert.last_use < experts[oldest].last_use):
             oldest = key
         a, b = rank(expert, home, now)
         if best < 0 or a < best_a or (a == best_a and (b < best_b or (b == best_b and key < best))):

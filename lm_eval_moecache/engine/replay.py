@@ -35,6 +35,8 @@ from lm_eval_moecache.trace.trace import Halves, Lists, Trace
 
 _CHUNK_PASSES = 256
 _BATCH_PASSES = 4096
+Served = tuple[RequestRecord, ...]
+"""The requests that a pass serves."""
 _UNSEEN: Any = UNSEEN_EXPERTS, UNSEEN_SCORES, UNSEEN_SCORES, NO_PREDICTIONS
 
 
@@ -72,7 +74,7 @@ def replay(
         for num_passes in serve(engine, part, needs, waiting, cold):
             if on_progress is not None:
                 on_progress(num_passes)
-    engine.ledger.serve([])
+    engine.ledger.serve(())
     return engine
 
 
@@ -97,7 +99,7 @@ def _serve_passes(
     engine: VirtualEngine,
     part: Trace,
     needs: EventFields,
-    waiting: Sequence[list[RequestRecord]],
+    waiting: Sequence[Served],
     cold: Set[int],
 ) -> Iterator[int]:
     """Serve a part some thousand passes at a time; yield how many."""
@@ -141,7 +143,7 @@ def _serve_events(
     engine: VirtualEngine,
     part: Trace,
     needs: EventFields,
-    waiting: Sequence[list[RequestRecord]],
+    waiting: Sequence[Served],
     cold: Set[int],
 ) -> Iterator[int]:
     """Serve a part event by event, and scanned texts layer by layer; yield how many passes."""
@@ -314,21 +316,21 @@ def _run_scan(engine: Engine, trace: Trace, needs: EventFields, first: int, coun
     engine.end_scan()
 
 
-def enter_requests(trace: Trace | StreamedTrace, engine: Engine) -> list[list[RequestRecord]]:
+def enter_requests(trace: Trace | StreamedTrace, engine: Engine) -> list[Served]:
     """Enter the trace's requests into the ledger; return, for each pass, those it serves."""
-    waiting: list[list[RequestRecord]] = [[] for _ in range(trace.num_passes)]
+    waiting: list[Served] = [()] * trace.num_passes
     for traced in trace.requests:
         record = engine.ledger.new_request(
             traced.task, traced.kind, traced.prompt_tokens, traced.document, traced.place
         )
         record.output_tokens = traced.output_tokens
         for pass_index in traced.passes:
-            waiting[pass_index].append(record)
+            waiting[pass_index] += (record,)
     return waiting
 
 
 def cold_passes(
-    part: Trace, waiting: Sequence[Sequence[RequestRecord]], before: Set[int]
+    part: Trace, waiting: Sequence[Served], before: Set[int]
 ) -> tuple[Set[int], Set[int]]:
     """Return the passes that `cache_reset=request` starts cold, and the last sequence's requests.
 

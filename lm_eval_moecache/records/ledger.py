@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from operator import add, attrgetter, sub
 
@@ -145,7 +145,7 @@ class Ledger:
     def __init__(self) -> None:
         self.passes: list[PassRecord] = []
         self.requests: list[RequestRecord] = []
-        self._open: list[RequestRecord] = []
+        self._open: Sequence[RequestRecord] = ()
         self._num_seen = 0
         """Requests so far, forgotten ones included, so that no index repeats."""
 
@@ -170,7 +170,7 @@ class Ledger:
         if last:
             del self.requests[-len(last) :]
 
-    def serve(self, requests: list[RequestRecord]) -> None:
+    def serve(self, requests: Sequence[RequestRecord]) -> None:
         """Attribute the following passes to these requests (to none, if empty)."""
         self._open = requests
 

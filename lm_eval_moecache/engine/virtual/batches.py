@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -45,10 +44,11 @@ def replay_passes(
     phases = columns.phase[rows[:-1:num_layers]]
     # Computed once per number of tokens and phase. The layers of a pass can differ in tokens: some
     # models run the last layer for a prompt's last token only.
-    kinds, place = np.unique(tokens * len(PHASES) + phases[:, np.newaxis], return_inverse=True)
+    kind_of = tokens * len(PHASES) + phases[:, np.newaxis]
+    kinds = np.flatnonzero(np.bincount(kind_of.ravel()))
     decoded_kinds = (divmod(int(kind), len(PHASES)) for kind in kinds)
     by_kind = np.array([engine.seconds(count, PHASES[phase]) for count, phase in decoded_kinds])
-    by_event = by_kind[place.reshape(tokens.shape), :, np.arange(num_layers)]
+    by_event = by_kind[np.searchsorted(kinds, kind_of), :, np.arange(num_layers)]
     dense_s, predict_s = by_event.reshape(-1, 2).T
     if engine.wants_positions:
         attention = _attention_s(engine, part, phases, first, last)
@@ -71,12 +71,17 @@ def replay_passes(
     )
     counts = engine.serve_passes(batch, events)
     passes = engine.ledger.passes
-    served = phases.tolist(), tokens[:, 0].tolist()
-    # By columns: twice as fast as the records' own list.
-    columns_of_counts = [counts[name].tolist() for name in COUNTS]
-    for phase, num_tokens, *values in zip(*served, *columns_of_counts, strict=True):
-        named: dict[str, Any] = dict(zip(COUNTS, values, strict=True))
-        passes.append(PassRecord(len(passes), PHASES[phase], num_tokens, **named))
+    served = phases.tolist(), tokens[:, 0].tolist(), counts["start_s"].tolist()
+    records = [
+        PassRecord(index, PHASES[phase], num_tokens, start_s)
+        for index, (phase, num_tokens, start_s) in enumerate(zip(*served, strict=True), len(passes))
+    ]
+    for name in COUNTS:
+        # Most counts are 0 in most runs.
+        if counts[name].any():
+            for record, value in zip(records, counts[name].tolist(), strict=True):
+                setattr(record, name, value)
+    passes += records
 
 
 def _attention_s(
