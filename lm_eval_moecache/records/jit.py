@@ -96,7 +96,7 @@ def _by_reference() -> Any:
     types, ir = _numba().types, import_module("llvmlite.ir")
     templates = import_module("numba.core.typing.templates")
 
-    class Reference(types.Type):  # type: ignore[misc]
+    class Reference(types.Type):  # type: ignore[name-defined]
         def __init__(self, values: Any) -> None:
             super().__init__(f"Reference({values.instance_class.__name__})")
             self.values = values
@@ -105,11 +105,11 @@ def _by_reference() -> Any:
         def key(self) -> Any:
             return self.values
 
-    class Model(extending.models.PrimitiveModel):  # type: ignore[misc]
+    class Model(extending.models.PrimitiveModel):  # type: ignore[name-defined]
         def __init__(self, manager: Any, kind: Any) -> None:
             super().__init__(manager, kind, ir.PointerType(manager[kind.values].get_value_type()))
 
-    class Fields(templates.AttributeTemplate):  # type: ignore[misc]
+    class Fields(templates.AttributeTemplate):  # type: ignore[name-defined]
         key = Reference
 
         def generic_resolve(self, kind: Any, name: str) -> Any:
