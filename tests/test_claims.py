@@ -189,7 +189,7 @@ def test_a_claim_on_quality_passes_a_gate_first(
     assert (gated.verdict, verdict.verdict) == ((GATED, OPEN) if closed else (HOLDS, HOLDS))
     text = page(claims, [verdict])
     assert closed in text and f"| tiny version {2 if '-23' in date else 4} |" in text
-    assert "The number of models is one" in text
+    assert "The models are `tiny`, by version" in text
 
 
 def test_runs_that_are_equal_in_every_document_differ_in_nothing(place: Path) -> None:

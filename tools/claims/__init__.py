@@ -48,9 +48,6 @@ HOLDS, SIZE, DEPENDS, FAILS, OPEN = VERDICTS = (
 UNDECIDED, GATED = "undecided", "not testable"
 """Verdicts of parts, beside HOLDS and FAILS: the sample does not tell, the models cannot."""
 FEW_DOCUMENTS = 15
-_SENSITIVE = "version 4"
-"""The version whose losses to random experts gates compare with; the other's experts matter too
-little for any gate."""
 _MOST = 1e150
 """Ratios and squares of larger values overflow."""
 Kind = Literal["figures", "answers", "texts", "traces"]
@@ -232,21 +229,24 @@ def rests_on(part: Part, root: Path) -> str:
         return "real routing"
     runs = _runs(str(root / str(part.runs)))
     sides = [part.where, *([] if part.versus is None else [{**part.where, **part.versus}])]
-    is_old = any(is_of_version_2(_one(runs, where)) for where in sides)
-    return f"tiny version {2 if is_old else 4}"
+    compared = [_one(runs, where) for where in sides]
+    if compared[0].model_args.get("pretrained") == "carved_gemma":
+        return "carved Gemma"
+    return f"tiny version {2 if any(map(is_of_version_2, compared)) else 4}"
 
 
 def gate_of(part: Part, model: str, sensitivity: Mapping[str, Any]) -> str:
     """Return why random experts throughout lose less than the paper's loss; empty if they do not.
 
-    `sensitivity`: version -> `text`, nats that each change adds, and `random`, by task percentages
-    of right answers with the router's experts and with random ones.
+    `sensitivity`: model -> `text`, nats that each change adds, and `random`, by task percentages of
+    right answers with the router's experts and with random ones; version 2, whose experts matter
+    too little for any gate, is not in it.
     """
     if part.gate is None:
         return ""
-    if _SENSITIVE not in model:
+    losses, task = sensitivity.get(model.removeprefix("tiny ")), part.metric.partition(":")[0]
+    if losses is None:
         return f"{model} hardly needs its experts"
-    losses, task = sensitivity[_SENSITIVE], part.metric.partition(":")[0]
     if task in losses["random"]:
         plain, random = losses["random"][task]
         loss, unit = (plain - random) / 100, "of the answers"
@@ -602,7 +602,7 @@ not hold*: a part on which way it goes fails wherever it is asked. *Not testable
 no part tells, or one that has to hold cannot be answered.
 
 Chances speak of other documents of the same kind, never of another model: the number of models is
-one, `tiny`, by version."""
+two: `tiny`, by version, and, for some parts on quality, Gemma 3 270M carved into experts."""
 _COLUMNS = (
     *("compared", "figure", "95% interval", "claimed", "p", "least p", "p of all"),
     *("test", "model", "verdict", "runs"),
@@ -649,7 +649,7 @@ def page(claims: Claims, verdicts: Sequence[Verdict]) -> str:
         "correction over all parts of all claims (last column). "
         f"{sum(a.is_small for a in tested)} rest on few samples (see *few*), and "
         f"{sum(a.estimate.samples.new.size < FEW_DOCUMENTS for a in tested)} on fewer than "
-        f"{FEW_DOCUMENTS}. The number of models is one, `tiny`, by version.",
+        f"{FEW_DOCUMENTS}. The models are `tiny`, by version, and a carved Gemma 3 270M.",
         "",
         "| id | claim | the paper | here (95% interval) | verdict | model "
         "| answers that survive correction |",
