@@ -304,7 +304,7 @@ def act(
         serve_passes(state, rank, batch, counts)
         return 0
     if what & SETTLE:
-        settle(state)
+        flush(state)
     if what & RESET:
         reset(state, batch.warm)
     if what & BEGIN:
@@ -328,7 +328,7 @@ def serve_passes(state: State, rank: Rank, batch: PassBatch, counts: Table) -> N
     num_layers, run = len(state.layers), state.run[0]
     for index in range(len(batch.cold)):
         if batch.cold[index]:
-            settle(state)
+            flush(state)
             reset(state, batch.warm)
         number, event, count = batch.first_pass + index, index * num_layers, counts[index]
         moved, busy_s, evictions, lifetime = run.moved, run.busy_s, run.evictions, run.lifetime
@@ -1188,7 +1188,7 @@ def drain_fifo(
     return ready_s
 
 
-def settle(state: State) -> None:
+def flush(state: State) -> None:
     """Empty the link: drop queued prefetches and land the one in flight; forget predictions."""
     run = state.run[0]
     for place in range(len(state.queues)):

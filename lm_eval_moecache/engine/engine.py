@@ -345,7 +345,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Empty the link: drop queued prefetches and land those in flight."""
 
     def _decide(self, event: Event) -> Plan:
@@ -490,7 +490,7 @@ class Engine(ABC):
 
     def reset_cache(self) -> None:
         """Empty the link and restore the initial caches, cold or warm (`cache_reset`)."""
-        self.settle()
+        self.flush()
         before = self._totals()
         self._empty()
         # A reset's evictions are not the policy's.

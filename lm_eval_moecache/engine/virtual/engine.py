@@ -412,7 +412,7 @@ class VirtualEngine(Engine):
     def _empty(self) -> None:
         self.loop.step(core.RESET, self.loop.batch(warm=self.warm))
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         self.loop.step(core.SETTLE, self.loop.batch())
 
     def advance(self, seconds: float) -> None:

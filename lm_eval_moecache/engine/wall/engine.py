@@ -104,7 +104,7 @@ class WallEngine(Engine):
         traffic, link, run = self.traffic, self.link, self.state.run[0]
         link.launched()
         if self._is_prefetching:
-            traffic.settle(link.arrivals())
+            traffic.land(link.arrivals())
         plan = self._decide(event)
         event, demands = plan.event, plan.demands
         if demands is None:
@@ -175,7 +175,7 @@ class WallEngine(Engine):
             # Its demands may still be moving into their slots.
             self._pending = None
             while demanded := self.link.demanded():
-                self.traffic.settle(self.link.wait_for(demanded))
+                self.traffic.land(self.link.wait_for(demanded))
 
     def scan(self, event: Event) -> Selection | None:
         self._script = ScanScript(self.link)
@@ -210,18 +210,18 @@ class WallEngine(Engine):
         start_s = self.clock.now
         # Prefetches that find no room are left for their events to demand.
         while issued := self.link.issued():
-            self.traffic.settle(self.link.wait_for(issued))
+            self.traffic.land(self.link.wait_for(issued))
             self.advance(0.0)
         return self.clock.now - start_s
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         self._recover()
         link = self.link
-        core.settle(self.state)
+        core.flush(self.state)
         while (key := link.withdraw_last(link.issued(), ())) is not None:
             self.caches[self.state.slots[key].home].withdraw(key)
         while issued := link.issued():
-            self.traffic.settle(link.wait_for(issued))
+            self.traffic.land(link.wait_for(issued))
 
     def close(self) -> None:
         self.link.close()
@@ -340,7 +340,7 @@ class WallEngine(Engine):
     def _wait(self, keys: Set[int], count: int = 1) -> None:
         """Wait until `count` of the flying `keys` have arrived, and record the stall."""
         start_s = time.perf_counter()
-        self.traffic.settle(self.link.wait_for(keys, count))
+        self.traffic.land(self.link.wait_for(keys, count))
         waited_s = time.perf_counter() - start_s
         self.record.stall_s += waited_s
         self.traffic.note_stall(waited_s)

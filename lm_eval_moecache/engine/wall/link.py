@@ -424,7 +424,7 @@ class Traffic:
         the transfers already given to the link.
         """
         link = self._link
-        self.settle(link.arrivals())
+        self.land(link.arrivals())
         now = time.perf_counter()
         if self._last is not None:
             last_visit, since_s = self._last
@@ -459,7 +459,7 @@ class Traffic:
             else:
                 return
 
-    def settle(self, keys: Sequence[int]) -> None:
+    def land(self, keys: Sequence[int]) -> None:
         """Make arrived keys resident."""
         for key in keys:
             core.arrive(self._state, key)
