@@ -611,6 +611,12 @@ def _notes(comparison: Comparison) -> list[str]:
             f"{comparison.exact_runs} runs were made on the baseline's machine and are compared "
             "to the digit."
         )
+    elif comparison.is_regression:
+        lines.append(
+            "No run is of the baseline's kind of CPU. Where sums round otherwise, a router's near ties "
+            "fall otherwise, and a rule whose cache decides what is executed may alarm by that alone: "
+            "repeat it with the baseline's arithmetic (results/baseline/README.md)."
+        )
     if comparison.tests:
         lines.append(
             f"{comparison.tests} scores are tested; the chance that chance alone fails this "
