@@ -104,7 +104,7 @@ def pairs(runs: Sequence[Run]) -> Iterator[Pair]:
             if is_of_version_2(run) or len(answers) < LEAST_DOCUMENTS:
                 continue
             fidelity = figures.get("routing_fidelity", 1.0)
-            if fidelity == 1 and not figures.get("low_precision_share"):
+            if fidelity == 1 and "precision" not in run.model_args:
                 exact[place] = answers
             elif fidelity < 1:
                 rule = " ".join([run.moecache["policy"]["name"], *parameters(run)])

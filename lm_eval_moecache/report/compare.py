@@ -614,8 +614,8 @@ def _notes(comparison: Comparison) -> list[str]:
     elif comparison.is_regression:
         lines.append(
             "No run is of the baseline's kind of CPU. Where sums round otherwise, a router's near "
-            "ties fall otherwise, and a rule whose cache decides what is executed may alarm by that "
-            "alone: repeat it with the baseline's arithmetic (results/baseline/README.md)."
+            "ties fall otherwise, and a rule whose cache decides what is executed may alarm by "
+            "that alone: repeat it with the baseline's arithmetic (results/baseline/README.md)."
         )
     if comparison.tests:
         lines.append(
