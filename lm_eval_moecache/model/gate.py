@@ -66,7 +66,9 @@ class Gate:
         self._linear_in: torch.dtype | bool | None = None
         """The dtype in which its logits are one product with its weight; False where they are more
         than that, None until tested."""
-        self.sorts = _sorts_its_choice(kind)
+        # A correction bias may be a part's, of which the router's own source does not speak.
+        named = (*router.named_parameters(), *router.named_buffers())
+        self.sorts = _sorts_its_choice(kind) and not any("bias" in name for name, _ in named)
         """Whether its choice is sorted, heaviest first."""
 
     @property

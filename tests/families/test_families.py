@@ -11,8 +11,10 @@ from tests.families.__main__ import DOCS, table
 from tests.families.check import EQUAL, FAILED, REFUSED, RUNS, Row, check
 from tests.families.configs import causal_types, other_types
 
-# A bias from the block; probabilities and scales; a class for skipping; experts by token id.
+# A bias from the block, or from a part of the router; probabilities and scales; a class for
+# skipping; experts by token id.
 SAMPLE = {
+    "ernie4_5_moe": (EQUAL, RUNS),
     "minimax_m2": (EQUAL, RUNS),
     "gemma4_text": (EQUAL, RUNS),
     "zaya": (EQUAL, REFUSED),
