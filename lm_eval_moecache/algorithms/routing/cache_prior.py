@@ -60,7 +60,7 @@ class CachePrior(RoutingAlgorithm):
         self._sum, self._count = [0.0] * layers, [0] * layers
 
     def select(self, event: Event, resident: Collection[int]) -> Selection | None:
-        if event.num_tokens == 1:
+        if event.num_tokens == 1 and self.delta != "mean":  # which may be negative
             asked, logits = event.experts.tolist()[0], event.logits.tolist()[0]
             if is_by_logits(asked, logits):
                 prior = self._prior(event.layer, event.logits, logits)
