@@ -234,7 +234,8 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> EventFields:
             stand_in += " (`moecache choose` ranks both kinds)"
         raise ValueError(
             f"trace {trace.name}: {lacks}, which an algorithm of this policy has to see. Record "
-            "the run again with trace=DIR and this policy, or with trace_keep=all, or choose one "
+            "the run again with trace=DIR and this policy, or with trace_keep=all (from Python, "
+            "load_trace reads the columns only with logits=True, predicted=True), or choose one "
             f"that does without: policy=on_demand,eviction=hazard{stand_in}."
         )
     return needs
