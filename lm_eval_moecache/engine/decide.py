@@ -11,7 +11,7 @@ from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, weight_shares
 from lm_eval_moecache.algorithms.policy import Policy
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
-from lm_eval_moecache.records.arrays import IntArray, softmax
+from lm_eval_moecache.records.arrays import IntArray, each_token, softmax
 from lm_eval_moecache.records.event import (
     DROPPED,
     PREFILL,
@@ -151,7 +151,7 @@ def changed(event: Event, selection: Selection, num_experts: int) -> Event:
     if len(weights) and len(event.logits):
         scores, executed = softmax(event.logits), event.experts != DROPPED
         scores[executed.nonzero()[0], event.experts[executed]] = weights[executed]
-        weights = np.take_along_axis(scores, experts, axis=-1)
+        weights = scores[each_token(experts), experts]
         if selection.weights is not None:
             by_rule = np.isnan(selection.weights)
             weights = np.where(by_rule, weights, selection.weights)

