@@ -29,9 +29,6 @@ from lm_eval_moecache.records.ledger import Counters
 
 IN_PYTHON = True
 """False in machine code, which thereby leaves out what only Python can do."""
-DENSE, EXPERTS, WAIT, STALL, WAKE, TRANSFER = range(6)
-SPANS = "dense", "experts", "wait", "stall", "wake", "transfer"
-"""What a timeline records, by name."""
 
 
 @dataclass(slots=True)
@@ -357,7 +354,7 @@ def begin_token(state: State, number: int, layer: int) -> None:
     state.run[0].tokens += 1
     note_pass(state, number)
     if IN_PYTHON and state.run[0].own:
-        tell_token(state, number, layer)
+        state.outside.by_layer[layer].on_pass(number)
 
 
 def serve(
@@ -379,7 +376,7 @@ def enter(state: State, rank: Rank, dense_s: float, layer: int, tokens: int) -> 
     """Charge a layer's dense part, up to its router's decision, while the link works on."""
     run = state.run[0]
     if IN_PYTHON and run.recorded:
-        add_span(state, DENSE, run.now, run.now + dense_s, layer, tokens)
+        state.outside.add_span("dense", run.now, run.now + dense_s, layer, tokens)
     run.now += dense_s
     if run.prefetches:
         drain(state, rank, run.now, -1, layer)
@@ -514,7 +511,7 @@ def close_event(
                 state, rank, batch, start, stop, demands, first, last, mark, layer
             )
         if IN_PYTHON and run.hosts:
-            num_keys, num_served = share_out(state, demands, first, last, mark, layer, count)
+            num_keys, num_served = state.outside.share_out(state, demands[first:last], mark, count)
             rest, assignments = rest - num_keys, assignments - num_served
         if run.num_levels > 1:
             release_for_upgrades(state, demands, first, last, mark)
@@ -535,7 +532,7 @@ def close_event(
             execute(state, layer, num_keys, num_served, count)
             rest, assignments = rest - num_keys, assignments - num_served
     if IN_PYTHON and run.hosts:
-        await_uploads(state, batch, start, stop, count)
+        state.outside.await_uploads(state, batch.keys[start:stop], count)
     if run.prefetches and not run.fifo:
         cancel_due(state, number)
     if num_demands and not run.piecewise:
@@ -546,7 +543,8 @@ def close_event(
             submit(state, batch, event, number - layer, layer, ready_s)
         wait_until(state, ready_s)
     if IN_PYTHON and num_demands and run.piecewise:
-        execute_piecewise(state, batch, start, stop, counts_serves, mark, layer, count)
+        chosen = batch.keys[start:stop]
+        state.outside.execute_piecewise(state, chosen, counts_serves, mark, layer, count)
     else:
         if run.num_levels > 1:
             rest, assignments = mark_executed(state, batch, start, stop, counts_serves, mark, False)
@@ -557,7 +555,7 @@ def close_event(
         # After waves, all keys of the event are pinned again.
         pin(state, batch.keys, start, stop, layer)
     if IN_PYTHON and run.hosts:
-        end_host(state, rank, demands, first, last, mark, layer, count)
+        state.outside.end_host(state, rank, demands[first:last], mark, layer, count)
     if run.prefetches:
         if run.after_layer:
             submit(state, batch, event, number - layer, layer, run.now)
@@ -594,8 +592,8 @@ def load(
         nbytes = state.levels[layer * run.num_levels + level].nbytes
         while not make_room(state, rank, key, nbytes, cache, pins, layer):
             if IN_PYTHON and run.lanes:
-                ready_s = move_together(state, ready_s)
-                end_wave(state)
+                ready_s = state.outside.move_together(state, ready_s)
+                state.outside.end_wave()
             num_keys, num_served = mark_executed(
                 state, batch, start, stop, counts_serves, mark, False
             )
@@ -614,13 +612,13 @@ def load(
             if run.own:
                 tell(state, WAVE, layer)
         if IN_PYTHON and run.lanes:
-            add_to_wave(state, key, nbytes)
+            state.outside.moving.append((key, nbytes))
         else:
             ready_s = transfer(state, layer, level, ready_s, False, -1)
         take_bytes(state, cache, nbytes)
         insert(state, key, layer, level, False)
     if IN_PYTHON and run.lanes:
-        ready_s = move_together(state, ready_s)
+        ready_s = state.outside.move_together(state, ready_s)
     return all_keys, all_served, ready_s
 
 
@@ -664,7 +662,7 @@ def await_in_flight(
     for place in range(start, stop):
         state.slots[batch.keys[place]].unused = 0
     if IN_PYTHON and run.lanes:
-        note_in_flight(state, demands, first, last, mark, ready_s)
+        state.outside.note_in_flight(state, demands[first:last], mark, ready_s)
     return ready_s
 
 
@@ -701,7 +699,7 @@ def mark_executed(
     """
     run, num_keys, num_served = state.run[0], 0, 0
     if IN_PYTHON and run.watched:
-        begin_wave(state)
+        state.outside.wave = []
     for place in range(start, stop):
         key = batch.keys[place]
         slot = state.slots[key]
@@ -722,7 +720,7 @@ def mark_executed(
             if run.own:
                 tell(state, EXECUTED, key)
             if IN_PYTHON and run.watched:
-                add_executed(state, key)
+                state.outside.wave.append(key)
     return num_keys, num_served
 
 
@@ -766,7 +764,7 @@ def wait_until(state: State, time_s: float) -> float:
     if stall_s <= 0:
         return 0.0
     if IN_PYTHON and run.recorded:
-        add_span(state, WAIT, run.now, time_s, 0, 0)
+        state.outside.add_span("wait", run.now, time_s, 0, 0)
     run.now = time_s
     return stall_s
 
@@ -781,8 +779,8 @@ def await_link(state: State, time_s: float) -> float:
     if stall_s <= 0:
         return 0.0
     if IN_PYTHON and run.recorded:
-        add_span(state, STALL, run.now, time_s, 0, 0)
-        add_span(state, WAKE, time_s, time_s + run.wait_overhead_s, 0, 0)
+        state.outside.add_span("stall", run.now, time_s, 0, 0)
+        state.outside.add_span("wake", time_s, time_s + run.wait_overhead_s, 0, 0)
     run.now = time_s
     run.now += run.wait_overhead_s
     return stall_s
@@ -811,7 +809,7 @@ def execute(state: State, layer: int, num_keys: int, assignments: int, count: Co
     """Charge the execution of some of a layer's experts; each precision level has its kernels."""
     run = state.run[0]
     if IN_PYTHON and run.watched:
-        tell_wave(state)
+        state.outside.tell_wave()
     if run.num_levels == 1:
         execute_level(state, layer, 0, num_keys, assignments, 1.0, False)
         return
@@ -846,7 +844,7 @@ def execute_level(
         # A single addition: the last digits of a time decide which transfers have arrived.
         run.now += share * (flop_s if flop_s > read_s else read_s) + overhead_s
         if IN_PYTHON and run.recorded:
-            add_span(state, EXPERTS, start_s, run.now, layer, num_keys)
+            state.outside.add_span("experts", start_s, run.now, layer, num_keys)
 
 
 # The cache.
@@ -895,7 +893,7 @@ def release(state: State, key: int) -> None:
     state.caches[state.layers[slot.home].cache].used -= level.nbytes
     slot.unused = 0
     if IN_PYTHON and state.run[0].placed:
-        vacate(state, key)
+        state.outside.vacate(key)
 
 
 def take_bytes(state: State, cache: int, nbytes: int) -> None:
@@ -980,7 +978,7 @@ def occupy(state: State, now: float, carry_s: float, nbytes: int, prefetched: in
     run.busy_s += carry_s
     run.moved += nbytes
     if IN_PYTHON and run.recorded:
-        add_span(state, TRANSFER, start_s, run.busy_until, nbytes, prefetched)
+        state.outside.add_span("transfer", start_s, run.busy_until, nbytes, prefetched)
     return run.busy_until
 
 
@@ -1242,85 +1240,3 @@ def tell_reset(state: State) -> None:
         state.outside.tell_reset(state)
     else:
         ask(state, RESET_ALL, 0, 0)
-
-
-# What only Python can do.
-
-
-def tell_token(state: State, number: int, layer: int) -> None:
-    state.outside.by_layer[layer].on_pass(number)
-
-
-def vacate(state: State, key: int) -> None:
-    state.outside.vacate(key)
-
-
-def begin_wave(state: State) -> None:
-    state.outside.wave = []
-
-
-def add_executed(state: State, key: int) -> None:
-    state.outside.wave.append(key)
-
-
-def tell_wave(state: State) -> None:
-    state.outside.tell_wave()
-
-
-def add_span(state: State, kind: int, start_s: float, end_s: float, what: int, key: int) -> None:
-    state.outside.add_span(SPANS[kind], start_s, end_s, what, key)
-
-
-def add_to_wave(state: State, key: int, nbytes: int) -> None:
-    state.outside.moving.append((key, nbytes))
-
-
-def move_together(state: State, ready_s: float) -> float:
-    return state.outside.move_together(state, ready_s)
-
-
-def end_wave(state: State) -> None:
-    state.outside.end_wave()
-
-
-def note_in_flight(
-    state: State, demands: Array, first: int, last: int, mark: int, ready_s: float
-) -> None:
-    state.outside.note_in_flight(state, demands[first:last], mark, ready_s)
-
-
-def execute_piecewise(
-    state: State,
-    batch: PassBatch,
-    start: int,
-    stop: int,
-    counts_serves: bool,
-    mark: int,
-    layer: int,
-    count: Counters,
-) -> None:
-    keys = batch.keys[start:stop]
-    state.outside.execute_piecewise(state, keys, counts_serves, mark, layer, count)
-
-
-def share_out(
-    state: State, demands: Array, first: int, last: int, mark: int, layer: int, count: Counters
-) -> tuple[int, int]:
-    return state.outside.share_out(state, demands[first:last], mark, count)
-
-
-def await_uploads(state: State, batch: PassBatch, start: int, stop: int, count: Counters) -> None:
-    state.outside.await_uploads(state, batch.keys[start:stop], count)
-
-
-def end_host(
-    state: State,
-    rank: Rank,
-    demands: Array,
-    first: int,
-    last: int,
-    mark: int,
-    layer: int,
-    count: Counters,
-) -> None:
-    state.outside.end_host(state, rank, demands[first:last], mark, layer, count)

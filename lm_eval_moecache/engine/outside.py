@@ -55,8 +55,8 @@ class Outside:
         self.on_wave: Callable[[Sequence[int]], object] = lambda keys: None
         """Called with the keys of each wave once all are resident, or executed on the host."""
         self.add_span: Callable[[str, float, float, int, int], object] = lambda *span: None
-        """Called with each span of time that the loop records: a kind in `core.SPANS`, its start
-        and end, its layer or bytes, and how many tokens or experts, or a prefetch's key."""
+        """Called with each span of time that the loop records: its kind, start and end, its layer
+        or bytes, and how many tokens or experts, or a prefetch's key."""
         self.host: HostStage | None = None
         self.uploads: int = 0
         """How many of an event's demands that the host executes are loaded afterwards."""
