@@ -39,6 +39,9 @@ def shares(trace: Path, prefetch: str, eviction: str) -> list[float]:
     counts = np.zeros((2, replays.trace.geometry.num_layers))
 
     def watch(engine: Engine) -> None:
+        # Events are served one by one, and counted at once.
+        engine.on_event = lambda event: None
+        engine.loop.leave()  # type: ignore[attr-defined]
         run = engine.run
 
         def counting(event: Event) -> object:
@@ -53,6 +56,7 @@ def shares(trace: Path, prefetch: str, eviction: str) -> list[float]:
 
     replays.replay(replays.setting(config), on_engine=watch)
     collisions, requests = counts
+    assert requests.all(), "a layer whose requests were not counted"
     return [round(float(share), 6) for share in collisions / requests]
 
 

@@ -6,6 +6,7 @@ import json
 from functools import partial
 from statistics import mean, median
 
+import collisions_by_layer
 import evictions
 import layer_sizes
 import leads
@@ -16,8 +17,9 @@ import pytest
 import real_routing
 import sensitivity
 import specimen
-from grid import RESULTS, frame, load, shipped_trace
+from grid import RESULTS, TRACES, frame, load, shipped_trace
 
+from lm_eval_moecache import replay
 from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.report.results import load_runs
 
@@ -55,6 +57,16 @@ def test_every_lossy_run_on_the_shipped_model_is_paired() -> None:
     runs = load_runs(RESULTS)
     assert json.loads(json.dumps(list(lost_points.pairs(runs)))) == LOST_POINTS["answers"]
     assert list(lost_points.of_texts(runs)) == LOST_POINTS["texts"]
+
+
+def test_collisions_by_layer_add_up_to_those_of_the_replay() -> None:
+    trace = TRACES / "olmoe-1b-7b.parquet"
+    shares = collisions_by_layer.shares(trace, "none", "lru")
+    keys = {"hardware": "specmd-a100", "emulate": "OLMoE-1B-7B", "capacity": "17.5%"}
+    report = replay(trace, policy="specmd", prefetch="none", eviction="lru", **keys)
+    # Every layer of this trace has as many requests.
+    assert mean(shares) == pytest.approx(report.metrics["collision_miss_rate"], abs=1e-6)
+    assert max(shares) > 0
 
 
 def test_the_conditions_of_a_release_stand_where_training_is_described() -> None:
