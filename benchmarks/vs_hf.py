@@ -1,9 +1,10 @@
-"""Our clocks at 100% capacity against plain transformers: the cost of slots, hooks, bookkeeping.
+"""Our clocks against plain transformers: the cost of slots, hooks, bookkeeping.
 
 One model, plain and wrapped in turn, alternating which runs first; medians of the paired ratios
 (plain seconds / ours). bookkeeping.py measures the bookkeeping alone.
 
     python benchmarks/vs_hf.py [--shape cpu|olmoe2|olmoe|mixtral] [--device auto] [--clock wall]
+    python benchmarks/vs_hf.py --clock virtual --policy mixture_cache --capacity 4/layer
     python benchmarks/vs_hf.py --pretrained FOLDER
 """
 
@@ -26,13 +27,13 @@ def model_of(options: argparse.Namespace) -> Any:
 
 def main() -> None:
     defaults = {"pretrained": None, "clock": ("wall", "virtual"), "prompt": 128, "rounds": 21}
-    options = arguments(__doc__, **COMMON | defaults)
+    options = arguments(__doc__, capacity="100%", **COMMON | defaults)
     device = device_of(options.device)
     plain, cached = model_of(options).to(device), model_of(options)
     if options.clock == "wall":
-        wrapped = wall(cached, take(cached, device), options.policy, "100%")
+        wrapped = wall(cached, take(cached, device), options.policy, options.capacity)
     else:
-        wrapped = virtual(cached.to(device), options.policy, "100%")
+        wrapped = virtual(cached.to(device), options.policy, options.capacity)
     texts = prompts(options.rounds + 4, options.prompt, plain.config.vocab_size, device)
     for prompt in texts[-4:]:
         run(plain, prompt, options.tokens)
@@ -45,7 +46,7 @@ def main() -> None:
     wrapped.unwrap()
     print(
         f"{options.pretrained or options.shape} on {device}, {options.clock} clock, "
-        f"{options.policy} at 100%, {options.rounds} pairs"
+        f"{options.policy} at {options.capacity}, {options.rounds} pairs"
     )
     print(f"plain: prefill of {options.prompt} tokens {spread([1e3 * p[0] for p, _ in pairs])} ms")
     print(f"plain: decode {spread([1e3 * p[1] for p, _ in pairs])} ms a token")
