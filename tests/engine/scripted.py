@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,10 +15,11 @@ from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.engine.wall.link import Transfer
-from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
+from lm_eval_moecache.records.event import DECODE, PREFILL, UNSEEN_SCORES, Event, unique_in_order
 from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.ledger import PassRecord
+from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.sizes import parse_capacity
 
 HUGE = 1e30
@@ -29,62 +31,45 @@ class FixedPrefetch(PrefetchAlgorithm):
 
     source: ClassVar[str] = "test"
 
-    def __init__(self, geometry: Geometry, script: Script) -> None:
+    def __init__(self, geometry: Geometry, script: Script, after_layer: bool = False) -> None:
         super().__init__(geometry)
-        self.script = script
+        self.script, self.after_layer = script, after_layer
 
     def propose(self, event: Event) -> Sequence[int]:
         return self.script.get((event.pass_index, event.layer), ())
 
 
 class OldestFirst(EvictionAlgorithm):
-    """Evicts in the order of loading, and logs the predictions of resident experts."""
+    """Evicts in the order of loading, and logs what it is told: a word, then keys or a layer."""
 
     source: ClassVar[str] = "test"
 
     def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
         super().__init__(geometry, seed=seed)
         self.order: dict[int, None] = {}
-        self.predicted: list[int] = []
+        self.log: list[tuple[Any, ...]] = []
+
+    def told(self, *words: str) -> list[tuple[Any, ...]]:
+        return [entry for entry in self.log if entry[0] in words]
 
     def on_insert(self, key: int, prefetched: bool) -> None:
         assert key not in self.order, f"{key} came twice"
         self.order[key] = None
+        self.log.append(("insert", key))
 
     def on_predicted(self, key: int) -> None:
         assert key in self.order, f"{key} is not resident"
-        self.predicted.append(key)
+        self.log.append(("predicted", key))
+
+    def on_executed(self, layer: int, keys: Sequence[int]) -> None:
+        self.log.append(("executed", layer, [*keys]))
 
     def on_evict(self, key: int) -> None:
         del self.order[key]
+        self.log.append(("evict", key))
 
     def victim(self, pinned: Container[int], layer: int) -> int | None:
         return next((key for key in self.order if key not in pinned), None)
-
-
-@dataclass
-class Always:
-    """Builds one axis by a function of the geometry."""
-
-    make: Callable[[Geometry], Any]
-
-    def build(self, geometry: Geometry, seed: int) -> Any:
-        return self.make(geometry)
-
-
-@dataclass
-class ScriptedPolicy:
-    """`on_demand` with eviction in the order of loading, unless an axis is replaced."""
-
-    phases: str = "all"
-    routing: Always = field(default_factory=lambda: Always(find_algorithm("routing", "standard")))
-    prefetch: Always = field(default_factory=lambda: Always(find_algorithm("prefetch", "none")))
-    eviction: Always = field(default_factory=lambda: Always(OldestFirst))
-    miss: Always = field(default_factory=lambda: Always(find_algorithm("miss", "fetch")))
-
-
-def prefetching(script: Script) -> ScriptedPolicy:
-    return ScriptedPolicy(prefetch=Always(lambda geometry: FixedPrefetch(geometry, script)))
 
 
 def make_geometry(
@@ -128,51 +113,109 @@ def make_hardware(**figures: float) -> Hardware:
     return Hardware(name="by-hand", **{**defaults, **figures})
 
 
-def make_engine(
-    policy: ScriptedPolicy | None = None,
+def make_setting(
+    script: Script | None = None,
     capacity: object = 4,
     geometry: Geometry | None = None,
     hardware: Hardware | None = None,
+    *,
+    phases: str = "all",
     draft: Draft | None = None,
     reads_per_expert: int = 1,
-) -> VirtualEngine:
-    geometry = geometry or make_geometry()
-    setting = Setting(
-        policy=policy or ScriptedPolicy(),
-        capacity=parse_capacity(capacity, geometry),
+    **axes: Callable[[Geometry], Any],
+) -> Setting:
+    """Return a setting on demand, or of the prefetches of a script, with the oldest evicted first.
+
+    Each of `axes` is made by a function of the geometry instead.
+    """
+    none = find_algorithm("prefetch", "none")
+    makers: dict[str, Callable[[Geometry], Any]] = {
+        "routing": find_algorithm("routing", "standard"),
+        "prefetch": none if script is None else partial(FixedPrefetch, script=script),
+        "eviction": OldestFirst,
+        "miss": find_algorithm("miss", "fetch"),
+    }
+    built = {
+        axis: SimpleNamespace(build=lambda geometry, seed, make=make: make(geometry))
+        for axis, make in (makers | axes).items()
+    }
+    policy: Any = SimpleNamespace(phases=phases, **built)
+    return Setting(
+        policy=policy,
+        capacity=parse_capacity(capacity, geometry or make_geometry()),
         hardware=hardware or make_hardware(),
         draft=draft,
         reads_per_expert=reads_per_expert,
     )
-    return VirtualEngine(geometry, setting)
 
 
-def decode(engine: VirtualEngine, *keys_by_layer: Sequence[int], gates: int = 0) -> PassRecord:
-    """Run a pass of one token, layer by layer, and check the accounts after each."""
-    record = engine.begin_pass(DECODE, 1)
+def make_engine(
+    script: Script | None = None,
+    capacity: object = 4,
+    geometry: Geometry | None = None,
+    hardware: Hardware | None = None,
+    **more: Any,
+) -> VirtualEngine:
+    """Return an engine of `make_setting`."""
+    geometry = geometry or make_geometry()
+    return VirtualEngine(geometry, make_setting(script, capacity, geometry, hardware, **more))
+
+
+def expect(record: object, figures: str) -> None:
+    """Compare figures of a record, written as `end_s=18 stall_s=10+1 late=1`."""
+    pairs = (pair.split("=") for pair in figures.split())
+    expected = {name: sum(map(float, value.split("+"))) for name, value in pairs}
+    told = {name: getattr(record, name) for name in expected}
+    assert told == expected, f"{told}, not {expected}"
+
+
+def decode(
+    engine: VirtualEngine,
+    *keys_by_layer: Sequence[int],
+    says: str = "",
+    gates: int = 0,
+    phase: str = DECODE,
+    tokens: int = 1,
+) -> PassRecord:
+    """Run a pass layer by layer and check the accounts after each, and what its record `says`."""
+    record = engine.begin_pass(phase, tokens)
     for layer, keys in enumerate(keys_by_layer):
-        engine.enter(layer, 1)
+        engine.enter(layer, tokens)
         scores = np.zeros((1, engine.geometry.num_experts), dtype=np.float32)
         predicted = {layer + 1 + i: scores for i in range(gates)}
-        engine.run(Event(record.index, layer, DECODE, 1, list(keys), predicted=predicted))
+        engine.run(Event(record.index, layer, phase, tokens, list(keys), predicted=predicted))
         engine.check_integrity()
     engine.end_pass()
     engine.check_integrity()
+    expect(record, says)
     return record
 
 
-def prefill_event(record: PassRecord, geometry: Geometry, layer: int, experts: Any) -> Event:
-    """Build the event of several tokens from their experts [tokens, top_k]."""
-    array = np.asarray(experts, dtype=np.int64)
-    keys = unique_in_order(layer, geometry.num_experts, array)
-    return Event(record.index, layer, record.phase, len(array), keys, array)
+def run_layer(
+    engine: VirtualEngine, experts: Any, layer: int = 0, weights: Any = UNSEEN_SCORES
+) -> Selection | None:
+    """Serve a layer of the pass in progress for experts [tokens, top_k]; return their change."""
+    record, array = engine.record, np.asarray(experts, dtype=np.int64)
+    keys = unique_in_order(layer, engine.geometry.num_experts, array[array >= 0])
+    engine.enter(layer, len(array))
+    event = Event(record.index, layer, record.phase, len(array), keys, array, weights)
+    return engine.run(event).selection
 
 
-def prefill(engine: VirtualEngine, experts: Any, layer: int = 0) -> PassRecord:
-    """Run one layer of a prefill of these experts [tokens, top_k], and check the accounts."""
-    record = engine.begin_pass(PREFILL, len(experts))
-    engine.enter(layer, len(experts))
-    engine.run(prefill_event(record, engine.geometry, layer, experts))
+def prefill(
+    engine: VirtualEngine,
+    experts: Any,
+    says: str = "",
+    phase: str = PREFILL,
+    weights: Any = UNSEEN_SCORES,
+) -> Selection | None:
+    """Run the first layer of a pass of these experts [tokens, top_k], checked as by `decode`.
+
+    Return the changed selection, if any.
+    """
+    record = engine.begin_pass(phase, len(experts))
+    selection = run_layer(engine, experts, weights=weights)
     engine.end_pass()
     engine.check_integrity()
-    return record
+    expect(record, says)
+    return selection

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lm_eval_moecache.engine import core
-from tests.engine.scripted import Always, OldestFirst, ScriptedPolicy, decode, make_engine
+from tests.engine.scripted import OldestFirst, decode, make_engine
 
 
 def test_a_victim_that_is_pinned_is_a_bug_with_its_number() -> None:
@@ -13,7 +13,7 @@ def test_a_victim_that_is_pinned_is_a_bug_with_its_number() -> None:
         def victim(self, pinned: object, layer: int) -> int | None:
             return 0
 
-    engine = make_engine(ScriptedPolicy(eviction=Always(Wrong)), 1)
+    engine = make_engine(capacity=1, eviction=Wrong)
     with pytest.raises(AssertionError, match="pinned key 0"):
         decode(engine, [0, 1])
 

@@ -7,6 +7,7 @@ keys 0-3 lie in layer 0, 4-7 in layer 1, 8-11 in layer 2. The draft has the targ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,32 +18,17 @@ from hypothesis import strategies as st
 from lm_eval_moecache.algorithms.prefetch.draft import DraftPrefetch
 from lm_eval_moecache.engine.draft_stage import solve_cutoff
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
-from lm_eval_moecache.records.event import VERIFY, Event
-from lm_eval_moecache.records.geometry import Draft, Geometry
-from lm_eval_moecache.records.ledger import PassRecord
-from tests.engine.scripted import (
-    Always,
-    ScriptedPolicy,
-    decode,
-    make_engine,
-    make_geometry,
-    prefetching,
-)
+from lm_eval_moecache.records.event import VERIFY
+from lm_eval_moecache.records.geometry import Draft
+from tests.engine.scripted import decode, make_engine, make_geometry
+
+DRAFT = Draft(geometry=make_geometry(), nbytes=1000)
+verify = partial(decode, phase=VERIFY)
 
 
-def make_drafting(
-    policy: ScriptedPolicy | None = None, capacity: object = 12, **parameters: Any
-) -> VirtualEngine:
-    if policy is None:
-        prefetch = Always(lambda g: DraftPrefetch(g, **{"cutoff": 3, "critical": 2, **parameters}))
-        policy = ScriptedPolicy(prefetch=prefetch)
-    return make_engine(policy, capacity, draft=Draft(geometry=make_geometry(), nbytes=1000))
-
-
-def one_hot(geometry: Geometry, *experts: int) -> Any:
-    logits = np.zeros((1, geometry.num_experts), dtype=np.float32)
-    logits[0, list(experts)] = range(len(experts), 0, -1)
-    return logits
+def make_drafting(capacity: int = 12, **parameters: Any) -> VirtualEngine:
+    prefetch = partial(DraftPrefetch, **{"cutoff": 3, "critical": 2, **parameters})
+    return make_engine(None, capacity, draft=DRAFT, prefetch=prefetch)
 
 
 def draft(engine: VirtualEngine, *experts_by_layer: Sequence[int]) -> None:
@@ -51,19 +37,11 @@ def draft(engine: VirtualEngine, *experts_by_layer: Sequence[int]) -> None:
     for layer, experts in enumerate(experts_by_layer):
         stage.dense(layer, 1)
         if stage.wants(layer):
-            stage.predict(layer, one_hot(engine.geometry, *experts))
+            logits = np.zeros((1, engine.geometry.num_experts), dtype=np.float32)
+            logits[0, list(experts)] = range(len(experts), 0, -1)
+            stage.predict(layer, logits)
         stage.experts(layer, 2, 1)
         engine.check_integrity()
-
-
-def verify(engine: VirtualEngine, *keys_by_layer: Sequence[int], tokens: int = 1) -> PassRecord:
-    record = engine.begin_pass(VERIFY, tokens)
-    for layer, keys in enumerate(keys_by_layer):
-        engine.enter(layer, tokens)
-        engine.run(Event(record.index, layer, VERIFY, tokens, list(keys)))
-        engine.check_integrity()
-    engine.end_pass()
-    return record
 
 
 def test_drafting_is_time_of_the_pass_that_verifies_and_the_link_works_meanwhile() -> None:
@@ -71,10 +49,9 @@ def test_drafting_is_time_of_the_pass_that_verifies_and_the_link_works_meanwhile
     draft(engine, [0, 1], [], [])
     # Drafting: 3 layers of 2 + 2 = 4 s each: 0-12. Keys 0, 1 are issued at 2 and move as one
     # batch 2-7 and 7-11. Layers 1 and 2 predict experts 0, 1 too (ties): 4 11-16, then demands.
-    record = verify(engine, [0, 1])
-    assert (record.start_s, record.draft_s) == (0.0, 12.0)
     # Verification: dense 12-14; both are resident: no stall; two experts 14-16.
-    assert (record.end_s, record.stall_s, record.hits, record.prefetch_hits) == (16.0, 0.0, 2, 2)
+    figures = "start_s=0 draft_s=12 end_s=16 stall_s=0 hits=2 prefetch_hits=2"
+    verify(engine, [0, 1], says=figures)
 
 
 @pytest.mark.parametrize(("io", "loaded_at"), [("batched", 11.0), ("per_expert", 12.0)])
@@ -89,78 +66,64 @@ def test_batched_io_pays_one_latency_for_a_layer(io: str, loaded_at: float) -> N
 def test_vanilla_waits_after_each_layer_for_what_it_asked_for() -> None:
     engine = make_drafting(cutoff=2, trigger="vanilla", io="per_expert")
     draft(engine, [0, 1], [0, 1], [])
-    record = verify(engine, [0], [4])
     # Layer 0: dense 0-2, keys 0, 1 move 2-7-12, experts 2-4, wait 4-12. Layer 1: dense 12-14, keys
     # 4, 5 move 14-19-24, experts 14-16, wait 16-24. Layer 2: 24-28. Verification: 2 + 1 a layer.
-    assert (record.draft_s, record.stall_s) == (28.0, 8.0 + 8.0)
-    assert (record.end_s, record.hits) == (34.0, 2)
+    verify(engine, [0], [4], says="draft_s=28 stall_s=8+8 end_s=34 hits=2")
 
 
 def test_a_worker_hides_what_drafting_covers_and_the_rest_is_late() -> None:
     engine = make_drafting(cutoff=2, io="per_expert")
     draft(engine, [0, 1], [0, 1], [])
-    record = verify(engine, [0], [4, 5])
     # Keys 0, 1 move 2-7-12; key 4, issued at 6, 12-17; drafting ends at 12; dense 12-14, expert
     # 14-15, dense 15-17: key 4 has just landed; key 5, due to start at 17, is withdrawn and
     # demanded: 17-22; two experts 22-24.
-    assert (record.draft_s, record.end_s, record.stall_s) == (12.0, 24.0, 5.0)
-    assert (record.hits, record.late, record.misses) == (2, 1, 0)
+    figures = "draft_s=12 end_s=24 stall_s=5 hits=2 late=1 misses=0"
+    verify(engine, [0], [4, 5], says=figures)
 
 
 def test_layers_from_the_cutoff_on_are_not_prefetched() -> None:
     for cutoff in range(4):
         engine = make_drafting(cutoff=cutoff)
         draft(engine, [0, 1], [0, 1], [0, 1])
-        verify(engine, [0], [4], [8])
-        assert engine.ledger.passes[0].predicted == 2 * cutoff
+        verify(engine, [0], [4], [8], says=f"predicted={2 * cutoff}")
 
 
 def test_what_drafting_evicts_is_a_collision_of_the_pass_that_it_drafts_for() -> None:
     engine = make_drafting(cutoff=1, capacity=2)
     decode(engine, [2, 3])
     draft(engine, [0, 1], [], [])
-    record = verify(engine, [2, 3])
-    assert (record.misses, record.collisions, record.evictions) == (2, 2, 4)
+    verify(engine, [2, 3], says="misses=2 collisions=2 evictions=4")
 
 
 def test_other_prefetchers_use_the_time_of_drafting_too() -> None:
-    for drafts in (False, True):
-        engine = make_drafting(prefetching({(0, 0): [1]}))
+    # Without drafting the event comes at 10, two seconds before key 1.
+    for drafts, says in ((False, "late=1 hits=0 stall_s=2"), (True, "late=0 hits=1 stall_s=0")):
+        engine = make_engine({(0, 0): [1]}, 12, draft=DRAFT)
         decode(engine, [0])  # dense 0-2, key 0 2-7, expert 7-8; key 1 moves 7-12 for the next pass
         if drafts:
             draft(engine, [], [], [])
-        record = verify(engine, [1])
-        # Without drafting the event comes at 10, two seconds before key 1.
-        assert (record.late, record.hits, record.stall_s) == ((0, 1, 0.0) if drafts else (1, 0, 2))
+        verify(engine, [1], says=says)
 
 
 def test_a_draft_at_low_precision_reads_less_and_computes_the_same() -> None:
     cheap = make_geometry(expert_bytes=((100, 25),) * 3, precision=("bf16", "int4"))
     for level, seconds in ((0, 4.0), (1, 2.5)):
-        engine = make_engine(capacity=12, draft=Draft(geometry=cheap, level=level))
+        engine = make_engine(draft=Draft(geometry=cheap, level=level))
         draft(engine, [], [], [])
         assert engine.clock.now == 3 * seconds
 
 
 def test_the_solvers_inputs_and_answer_are_told() -> None:
-    engine = make_drafting(cutoff="auto")
-    assert engine.draft_stage is not None
-    solution = engine.draft_stage.solution
-    assert solution is not None
+    solution: Any = make_drafting(cutoff="auto").draft_stage.solution  # type: ignore[union-attr]
     # A draft layer takes 4 s, loading two experts 1 + 8 s: 12 s of drafting hide one layer's load.
-    assert (solution["asked"], solution["used"], solution["by_time"], solution["by_memory"]) == (
-        "auto",
-        1,
-        1,
-        3,
-    )
-    assert (solution["draft_layer_ms"], solution["load_layer_ms"]) == (4000.0, [9000.0] * 3)
-    assert solution["other_bytes"] == 600 + 1000
+    expected = {"asked": "auto", "used": 1, "by_time": 1, "by_memory": 3, "other_bytes": 600 + 1000}
+    expected |= {"draft_layer_ms": 4000.0, "load_layer_ms": [9000.0] * 3}
+    assert {name: solution[name] for name in expected} == expected
 
 
 def test_a_draft_stage_prefetcher_without_a_draft_is_refused() -> None:
     with pytest.raises(ValueError, match=r"prefetch='draft' works while.*a live run with draft="):
-        make_engine(ScriptedPolicy(prefetch=Always(DraftPrefetch)))
+        make_engine(prefetch=DraftPrefetch)
 
 
 # --- the cutoff solver ---

@@ -11,16 +11,7 @@ from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.event import Event, Fetch
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.header import HEADER_KEY, Header, read_header, write_header
-from tests.engine.scripted import (
-    Always,
-    FixedPrefetch,
-    OldestFirst,
-    ScriptedPolicy,
-    decode,
-    make_engine,
-    make_geometry,
-    make_hardware,
-)
+from tests.engine.scripted import decode, expect, make_engine, make_geometry, make_hardware
 
 LADDER = make_geometry(
     2,
@@ -53,100 +44,71 @@ class Wanted(MissAlgorithm):
         return [self.ahead.get(key, 0) for key in keys]
 
 
-def make(levels: dict[int, int], capacity: object = "225B", **overrides: Any) -> VirtualEngine:
-    ahead = overrides.pop("ahead", None)
-    policy = ScriptedPolicy(miss=Always(lambda g: Wanted(g, levels, ahead)), **overrides)
-    return make_engine(policy, capacity, LADDER)
+def make(
+    levels: Mapping[int, int],
+    capacity: str = "225B",
+    script: Any = None,
+    ahead: Mapping[int, int] | None = None,
+    **figures: float,
+) -> VirtualEngine:
+    hardware = make_hardware(**figures)
+    return make_engine(
+        script, capacity, LADDER, hardware, miss=lambda geometry: Wanted(geometry, levels, ahead)
+    )
 
 
 def test_each_level_has_its_own_bytes_transfer_and_execution() -> None:
     engine = make({0: 0, 1: 2})
-    record = decode(engine, [0, 1])
     # dense 0-2; 1 s + 100 B / 25 B/s, then 1 s + 1 s: 2-9; 1 s at int8, then 0.25 s at int2.
-    assert (record.stall_s, record.end_s, record.bytes_moved) == (7.0, 10.25, 125)
+    decode(engine, [0, 1], says="stall_s=7 end_s=10.25 bytes_moved=125 low_precision=1 executed=2")
     assert engine.pools[0].resident == {0: 0, 1: 2}
-    assert (record.low_precision, record.executed) == (1, 2)
 
 
 def test_flop_follow_the_weights_and_not_the_stored_bytes() -> None:
     """200 bytes at the compute dtype of 2 bytes are 100 weights: 200 FLOP a token, at any level."""
-    engine = make_engine(
-        ScriptedPolicy(miss=Always(lambda g: Wanted(g, {0: 2, 1: 2}))),
-        "225B",
-        LADDER,
-        make_hardware(peak_flops=100.0, memory_bytes_per_s=1e30),
-    )
-    record = decode(engine, [0, 1])
+    engine = make({0: 2, 1: 2}, peak_flops=100.0, memory_bytes_per_s=1e30)
     # dense: 200 FLOP, 2 s; two transfers of 2 s; two experts of 2 s each.
-    assert record.end_s == 2 + 4 + 4
+    decode(engine, [0, 1], says="end_s=2+4+4")
 
 
 def test_a_hit_at_a_lower_level_is_a_hit_of_that_level() -> None:
     levels = {0: 2, 1: 2}
     engine = make(levels)
     decode(engine, [0, 1])
-    levels |= {0: 2, 1: 1}  # expert 1 is now demanded at a better level
-    record = decode(engine, [0, 1])
-    assert (record.requests, record.misses, record.hits, record.low_precision) == (2, 0, 2, 2)
-    assert engine.pools[0].resident == {0: 2, 1: 1}
-    assert record.bytes_moved == 50, "an upgrade is a transfer"
-    assert (record.evictions, engine.pools[0].replaced) == (0, 1)
+    levels[1] = 1  # now demanded at a better level; an upgrade is a transfer
+    figures = "requests=2 misses=0 hits=2 low_precision=2 bytes_moved=50 evictions=0"
+    decode(engine, [0, 1], says=figures)
+    assert (engine.pools[0].resident, engine.pools[0].replaced) == ({0: 2, 1: 1}, 1)
 
 
-def test_an_upgrade_frees_the_old_copy_first() -> None:
+def test_an_upgrade_frees_the_old_copy_first_and_is_no_departure_to_an_eviction_rule() -> None:
+    """Ghost lists would take the expert for one that had left and was missed again."""
     levels = {0: 1, 1: 1}
     engine = make(levels, "150B")
     decode(engine, [0, 1])
     levels[0] = 0
-    record = decode(engine, [0, 1])  # 50 + 100 fit only without the old 50
-    assert (record.evictions, engine.pools[0].used_bytes) == (0, 150)
-    assert engine.pools[0].resident == {1: 1, 0: 0}
+    decode(engine, [0, 1], says="evictions=0")  # 50 + 100 fit only without the old 50
+    assert (engine.pools[0].resident, engine.pools[0].used_bytes) == ({1: 1, 0: 0}, 150)
+    told = [("insert", 0), ("insert", 1)]
+    assert engine.eviction.told("insert", "evict") == told
+    # It is as old as before: the first to leave.
+    decode(engine, [2])
+    assert engine.eviction.told("insert", "evict") == [*told, ("evict", 0), ("insert", 2)]
 
 
 def test_a_prefetch_in_flight_at_a_lower_level_than_demanded_is_loaded_again() -> None:
-    script = {(0, 0): [4]}
-    prefetch = Always(lambda g: FixedPrefetch(g, script))
-    engine = make({0: 0, 1: 0, 4: 0, 5: 0}, "300B", prefetch=prefetch, ahead={4: 2})
-    record = decode(engine, [0, 1], [4, 5])
+    engine = make({0: 0, 1: 0, 4: 0, 5: 0}, "300B", {(0, 0): [4]}, {4: 2})
     # dense 0-2, two transfers 2-12, experts 12-14, dense 14-16; key 4 moves at int2 12-14 and
     # is resident, but int8 is demanded: 5 s, and 5 s for key 5: 16-26; two experts.
-    assert record.end_s == 28.0
-    assert engine.pools[0].resident[4] == 0
-    assert (record.bytes_moved, engine.pools[0].replaced) == (425, 1)
+    decode(engine, [0, 1], [4, 5], says="end_s=28 bytes_moved=425")
+    assert (engine.pools[0].resident[4], engine.pools[0].replaced) == (0, 1)
 
 
 def test_a_prefetch_at_the_level_that_is_demanded_is_a_hit() -> None:
-    prefetch = Always(lambda g: FixedPrefetch(g, {(0, 0): [4, 5]}))
-    levels = {0: 0, 1: 0, 4: 2, 5: 2}
-    engine = make(levels, "300B", prefetch=prefetch, ahead={4: 2, 5: 2})
-    record = decode(engine, [0, 1], [4, 5])
+    engine = make({0: 0, 1: 0, 4: 2, 5: 2}, "300B", {(0, 0): [4, 5]}, {4: 2, 5: 2})
     # Layer 0's experts run 12-14; keys 4 and 5 move 12-14 and 14-16, when layer 1's event begins.
-    assert (record.prefetch_hits, record.late, record.misses) == (2, 0, 2)
-    assert (record.bytes_moved, record.low_precision) == (250, 2)
-
-
-def test_an_upgrade_is_no_departure_to_an_eviction_rule() -> None:
-    """Ghost lists would take the expert for one that had left and was missed again."""
-    calls: list[tuple[str, int]] = []
-
-    class Logged(OldestFirst):
-        def on_insert(self, key: int, prefetched: bool) -> None:
-            calls.append(("insert", key))
-            super().on_insert(key, prefetched)
-
-        def on_evict(self, key: int) -> None:
-            calls.append(("evict", key))
-            super().on_evict(key)
-
-    levels = {0: 1, 1: 1}
-    engine = make(levels, "150B", eviction=Always(Logged))
-    decode(engine, [0, 1])
-    levels[0] = 0
-    decode(engine, [0, 1])
-    assert calls == [("insert", 0), ("insert", 1)]
-    # It is as old as before: the first to leave.
-    decode(engine, [2])
-    assert calls[2:] == [("evict", 0), ("insert", 2)]
+    decode(engine, [0, 1], [4, 5], says="prefetch_hits=2 late=0 misses=2")
+    expect(engine.record, "bytes_moved=250 low_precision=2")
 
 
 def test_a_trace_header_keeps_the_ladder() -> None:
@@ -155,11 +117,9 @@ def test_a_trace_header_keeps_the_ladder() -> None:
 
 
 def test_a_ladder_on_which_only_the_best_level_is_used_costs_nothing() -> None:
-    single = dataclasses.replace(
-        LADDER, expert_bytes=((100,), (100,)), precision=("int8",), compute_bytes=(200, 200)
-    )
+    single = dataclasses.replace(LADDER, expert_bytes=((100,), (100,)), precision=("int8",))
     records = []
     for geometry in (single, LADDER):
-        engine = make_engine(ScriptedPolicy(), "225B", geometry)
+        engine = make_engine(None, "225B", geometry)
         records.append([decode(engine, [0, 1], [4, 6]), decode(engine, [1, 2], [4, 7])])
     assert records[0] == records[1]

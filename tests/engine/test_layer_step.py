@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -17,277 +18,211 @@ from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.miss.fetch_cached_first import FetchCachedFirst
 from lm_eval_moecache.engine.virtual.costs import EXPERT_KERNELS, GATE_KERNELS
-from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.artifact import DATA_AWARE
-from lm_eval_moecache.records.event import PASS_START, Event
+from lm_eval_moecache.records.event import DECODE, PASS_START, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.testing.streams import artifact_for
 from tests.engine.scripted import (
-    Always,
     FixedPrefetch,
-    OldestFirst,
     Script,
-    ScriptedPolicy,
     decode,
+    expect,
     make_engine,
     make_geometry,
     make_hardware,
-    prefetching,
     prefill,
+    run_layer,
 )
 
 
 def test_a_prefetch_in_flight_is_late_and_only_its_rest_is_awaited() -> None:
-    engine = make_engine(prefetching({(0, 0): [4]}))
-    record = decode(engine, [0, 1], [4])
+    engine = make_engine({(0, 0): [4]})
     # dense 0-2; keys 0, 1 move 2-12; experts 12-14; key 4 moves 12-17 behind them.
     # Next layer: dense 14-16; key 4 is in flight: stall 16-17; expert 17-18.
-    assert (record.end_s, record.stall_s) == (18.0, 10.0 + 1.0)
-    assert (record.requests, record.late, record.misses) == (3, 1, 2)
-    assert record.prefetch_hits == 0
-    assert (record.bytes_moved, record.link_busy_s) == (300, 15.0)
+    decode(engine, [0, 1], [4], says="end_s=18 stall_s=10+1 requests=3 late=1 misses=2")
+    expect(engine.record, "prefetch_hits=0 bytes_moved=300 link_busy_s=15")
 
 
 def test_a_prefetch_that_arrived_in_time_is_a_hit_counted_apart() -> None:
-    engine = make_engine(prefetching({(1, 0): [4]}))
+    engine = make_engine({(1, 0): [4]})
     decode(engine, [0])  # dense 0-2; key 0 moves 2-7; expert 7-8
-    first = decode(engine, [0], [5])
     # dense 8-10; hit; key 4, issued at 10, moves 10-15; expert 10-11; dense 11-13;
     # key 5 moves 15-20 behind the transfer in flight; expert 20-21. Key 4 was not needed.
-    assert (first.end_s, first.stall_s, first.misses, first.late) == (21.0, 7.0, 1, 0)
-    second = decode(engine, [0], [4])
+    decode(engine, [0], [5], says="end_s=21 stall_s=7 misses=1 late=0")
     # dense 21-23; expert 23-24; dense 24-26; key 4 is resident; expert 26-27.
-    assert (second.end_s, second.stall_s) == (27.0, 0.0)
-    assert (second.requests, second.hits, second.prefetch_hits) == (2, 2, 1)
-    third = decode(engine, [0], [4])
-    assert (third.hits, third.prefetch_hits) == (2, 0)  # one arrival is one prefetch hit
+    decode(engine, [0], [4], says="end_s=27 stall_s=0 requests=2 hits=2 prefetch_hits=1")
+    # One arrival is one prefetch hit.
+    decode(engine, [0], [4], says="hits=2 prefetch_hits=0")
 
 
 def test_a_queued_prefetch_that_is_demanded_is_late_and_moves_as_a_demand() -> None:
-    engine = make_engine(prefetching({(0, 0): [4, 5]}), capacity=8)
-    record = decode(engine, [0], [6, 5])
+    engine = make_engine({(0, 0): [4, 5]}, 8)
     # dense 0-2; key 0 moves 2-7; expert 7-8; key 4 moves 7-12, key 5 waits in the queue.
     # dense 8-10; event 6, 5: 6 is a miss, 5 is late. 4 is in flight until 12, then 6 (demanded
     # first) 12-17, then 5 17-22: stall 12; experts 22-24.
-    assert (record.end_s, record.stall_s) == (24.0, 5.0 + 12.0)
-    assert (record.requests, record.late, record.misses) == (3, 1, 2)
-    assert record.bytes_moved == 400
-    assert not engine.link.active
-    assert list(engine.pools[0].resident) == [0, 4, 6, 5]
+    decode(engine, [0], [6, 5], says="end_s=24 stall_s=5+12 requests=3 late=1 misses=2")
+    assert engine.record.bytes_moved == 400 and not engine.link.active
 
 
 def test_a_demand_overtakes_queued_prefetches_but_not_the_transfer_in_flight() -> None:
-    engine = make_engine(prefetching({(0, 0): [8, 9]}), capacity=8)
-    record = decode(engine, [0], [4], [8, 9])
+    engine = make_engine({(0, 0): [8, 9]}, 8)
     # layer 0: dense 0-2; key 0 moves 2-7; expert 7-8; key 8 moves 7-12, 9 waits.
     # layer 1: dense 8-10; key 4 waits for 8, overtakes 9: 12-17; expert 17-18; key 9 moves 17-22.
     # layer 2: dense 18-20; 8 has arrived (hit), 9 is in flight until 22 (late); experts 22-24.
-    assert record.end_s == 24.0
-    assert record.stall_s == 5.0 + 7.0 + 2.0
-    assert (record.requests, record.hits, record.late, record.misses) == (4, 1, 1, 2)
-    assert record.prefetch_hits == 1
+    decode(engine, [0], [4], [8, 9], says="end_s=24 stall_s=5+7+2")
+    expect(engine.record, "requests=4 hits=1 late=1 misses=2 prefetch_hits=1")
 
 
 def test_a_demand_goes_before_a_prefetch_that_could_start_at_its_instant() -> None:
     # The link is free since 12, as the dense part ends: layer 1's takes 4 s here.
-    geometry = make_geometry(dense_bytes=(200, 400, 200))
-    engine = make_engine(prefetching({(0, 0): [8, 9]}), capacity=8, geometry=geometry)
-    record = decode(engine, [0], [4], [8, 9])
+    engine = make_engine({(0, 0): [8, 9]}, 8, make_geometry(dense_bytes=(200, 400, 200)))
     # dense 0-2; key 0 2-7; expert 7-8; key 8 moves 7-12. dense 8-12; key 4 12-17; expert 17-18.
     # 9 moves 17-22; dense 18-20; 8 is a hit, 9 late by 2 s; experts 22-24.
-    assert (record.end_s, record.stall_s, record.prefetch_hits) == (24.0, 5.0 + 5.0 + 2.0, 1)
+    decode(engine, [0], [4], [8, 9], says="end_s=24 stall_s=5+5+2 prefetch_hits=1")
     # The prediction is ready at 8, as the dense part ends: layer 1's takes no time here.
-    prefetch = FixedPrefetch(geometry, {(0, 0): [8]})
-    prefetch.after_layer = True
-    policy = ScriptedPolicy(prefetch=Always(lambda _: prefetch))
+    prefetch = partial(FixedPrefetch, script={(0, 0): [8]}, after_layer=True)
     geometry = make_geometry(dense_bytes=(200, 0, 200))
-    record = decode(make_engine(policy, capacity=8, geometry=geometry), [0], [4], [8])
+    engine = make_engine(None, 8, geometry, prefetch=prefetch)
     # dense 0-2; key 0 2-7; expert 7-8; key 4 8-13; expert 13-14; 8 moves 13-18, late by 2 s.
-    assert (record.end_s, record.stall_s, record.late) == (19.0, 5.0 + 5.0 + 2.0, 1)
+    decode(engine, [0], [4], [8], says="end_s=19 stall_s=5+5+2 late=1")
 
 
 def test_a_prefetch_that_lands_at_the_instant_of_its_event_is_a_hit() -> None:
-    geometry = make_geometry(dense_bytes=(200, 400, 200))
-    record = decode(make_engine(prefetching({(0, 0): [4]}), geometry=geometry), [0], [4])
+    engine = make_engine({(0, 0): [4]}, geometry=make_geometry(dense_bytes=(200, 400, 200)))
     # dense 0-2; key 0 2-7; expert 7-8; key 4 moves 7-12. dense 8-12; expert 12-13.
-    assert (record.end_s, record.stall_s) == (13.0, 5.0)
-    assert (record.late, record.misses, record.prefetch_hits) == (0, 1, 1)
+    decode(engine, [0], [4], says="end_s=13 stall_s=5 late=0 misses=1 prefetch_hits=1")
 
 
 def test_prefetches_that_are_no_longer_of_use_are_cancelled_before_they_move() -> None:
-    engine = make_engine(prefetching({(0, 0): [4, 5, 6, 8]}), capacity=8)
-    record = decode(engine, [0], [7])
+    engine = make_engine({(0, 0): [4, 5, 6, 8]}, 8)
     # dense 0-2; key 0 2-7; expert 7-8; key 4 moves 7-12. dense 8-10; key 7 12-17; expert 17-18.
     # 5 and 6 were for the past event; 8 is for the next layer and starts at 17.
-    assert record.end_s == 18.0
-    assert record.bytes_moved == 100 * 4
-    assert engine.link.inflight == 8
-    assert not engine.link.is_pending(5)
-    assert not engine.link.is_pending(6)
+    decode(engine, [0], [7], says="end_s=18 bytes_moved=400")
+    assert (
+        [key for key in range(12) if engine.link.is_pending(key)] == [engine.link.inflight] == [8]
+    )
 
 
 def test_a_prefetch_evicts_when_it_starts_and_not_what_is_being_executed() -> None:
-    engine = make_engine(prefetching({(0, 0): [4]}), capacity=2)
-    record = engine.begin_pass("decode", 1)
-    engine.enter(0, 1)
-    engine.run(Event(0, 0, "decode", 1, [0, 1]))
+    engine = make_engine({(0, 0): [4]}, 2)
+    record = engine.begin_pass(DECODE, 1)
+    run_layer(engine, [[0, 1]])
     # Keys 0, 1 fill the cache and execute 12-14: key 4 finds no room until 14.
     assert (list(engine.pools[0].resident), engine.link.inflight) == ([0, 1], None)
-    engine.enter(1, 1)
-    engine.run(Event(0, 1, "decode", 1, [4]))
+    run_layer(engine, [[0]], layer=1)
     engine.end_pass()
     # Key 4 starts at 14, with the dense part 14-16, and evicts key 0, the oldest. It lands at 19:
     # stall 3; expert 19-20.
     assert list(engine.pools[0].resident) == [1, 4]
-    assert (record.end_s, record.stall_s) == (20.0, 10.0 + 3.0)
-    assert (record.evictions, record.late) == (1, 1)
+    expect(record, "end_s=20 stall_s=10+3 evictions=1 late=1")
     engine.check_integrity()
 
 
 def test_a_prefetch_for_an_earlier_layer_is_meant_for_the_next_pass() -> None:
-    engine = make_engine(prefetching({(0, 1): [1]}), capacity=8)
+    engine = make_engine({(0, 1): [1]}, 8)
     decode(engine, [0], [4])
     # layer 0 as before 0-8; layer 1: dense 8-10; key 4 10-15; expert 15-16; key 1 moves 15-20.
-    record = decode(engine, [1])
     # dense 16-18; key 1 is late until 20; expert 20-21.
-    assert (record.end_s, record.stall_s, record.late) == (21.0, 2.0, 1)
+    decode(engine, [1], says="end_s=21 stall_s=2 late=1")
 
 
 def test_a_flight_that_lands_executes_and_leaves_in_a_wave_is_not_fetched_again() -> None:
-    engine = make_engine(prefetching({(0, 0): [5]}), capacity=1)
-    waves: list[list[int]] = []
-    record = engine.begin_pass("decode", 1)
-    for layer, keys in ((0, [0]), (1, [4, 5])):
-        engine.enter(layer, 1)
-        engine.watch_waves(lambda keys: waves.append(list(keys)))
-        engine.run(Event(0, layer, "decode", 1, keys))
-    engine.end_pass()
+    engine, waves = make_engine({(0, 0): [5]}, 1), list[list[int]]()
+    engine.watch_waves(lambda keys: waves.append(list(keys)))
     # layer 0: dense 0-2; key 0 2-7; expert 7-8; key 5 moves 8-13 in its place. Dense 8-10.
     # layer 1: 4 is a miss, 5 is late and fills the cache at 13 (stall 3); its wave 13-14 makes
     # room for key 4: 14-19 (stall 5); expert 19-20.
+    decode(engine, [0], [4, 5], says="end_s=20 stall_s=5+3+5 late=1 misses=2 bytes_moved=300")
     assert waves == [[0], [5], [4]]
-    assert (record.end_s, record.stall_s) == (20.0, 5.0 + 3.0 + 5.0)
-    assert (record.late, record.misses, record.bytes_moved) == (1, 2, 300)
 
 
 def test_an_eviction_learns_between_waves_what_each_has_executed() -> None:
-    executed: list[tuple[int, list[int]]] = []
-
-    class Logged(OldestFirst):
-        def on_executed(self, layer: int, keys: Sequence[int]) -> None:
-            executed.append((layer, list(keys)))
-
-    engine = make_engine(ScriptedPolicy(eviction=Always(Logged)), 2, make_geometry(2, 8, 5))
+    engine = make_engine(None, 2, make_geometry(2, 8, 5))
     decode(engine, [3, 1, 0, 2, 4], [8])
     # Room for two at a time: 3 and 1, then 0 and 2; after the last wave `on_event` tells of all.
-    assert executed == [(0, [3, 1]), (0, [0, 2])]
     decode(engine, [], [9, 10, 11])
-    assert executed[2:] == [(1, [9, 10])]
+    waves = [("executed", 0, [3, 1]), ("executed", 0, [0, 2]), ("executed", 1, [9, 10])]
+    assert engine.eviction.told("executed") == waves
 
 
 def test_compute_of_a_wave_counts_the_assignments_of_its_own_experts() -> None:
     # At 100 FLOP/s an assignment (2 x 50 FLOP) takes 1 s; reading weights costs nothing.
-    hardware = make_hardware(peak_flops=100.0, memory_bytes_per_s=1e30)
-    engine = make_engine(capacity=2, hardware=hardware)
+    engine = make_engine(None, 2, hardware=make_hardware(peak_flops=100.0, memory_bytes_per_s=1e30))
     # dense: 3 tokens x 200 FLOP / 100 FLOP/s = 6 s.
-    record = prefill(engine, [[0, 1], [0, 1], [0, 2]])
     # 0, 1 move 6-16; five assignments 16-21; 2 moves 21-26; one assignment 26-27.
-    assert record.end_s == 27.0
-    assert record.stall_s == 15.0
+    prefill(engine, [[0, 1], [0, 1], [0, 2]], says="end_s=27 stall_s=15")
 
 
 def test_every_wait_for_the_link_is_paid_for_and_the_link_goes_on_meanwhile() -> None:
-    script = {(0, 0): [5]}
-    engine = make_engine(prefetching(script), hardware=make_hardware(wait_overhead_s=0.5))
-    record = decode(engine, [0], [4], [8])
+    hardware = make_hardware(wait_overhead_s=0.5)
+    engine = make_engine({(0, 0): [5]}, hardware=hardware)
     # Layer 0: dense 0-2, key 0 moves 2-7, half a second more, expert 7.5-8.5; key 5 moves 7-12.
     # Layer 1: dense until 10.5; key 4 after key 5: 12-17; expert 17.5-18.5.
     # Layer 2: dense until 20.5; key 8 moves until 25.5; expert 26-27.
-    assert record.end_s == 27.0
     # The half second per wait is not stall.
-    assert record.stall_s == 5.0 + 6.5 + 5.0
-    repeat = decode(engine, [0], [4], [8])
-    assert (repeat.hits, repeat.end_s - repeat.start_s) == (3, 9.0)
+    decode(engine, [0], [4], [8], says="end_s=27 stall_s=5+6.5+5")
+    decode(engine, [0], [4], [8], says="hits=3 duration_s=9")
     # Waves pay for each of their waits: dense 0-2; 0 and 1 move 2-12; they run 12.5-14.5; 2 moves
     # 14.5-19.5 and runs 20-21.
-    waves = make_engine(capacity=2, hardware=make_hardware(wait_overhead_s=0.5))
-    record = decode(waves, [0, 1, 2])
-    assert (record.end_s, record.stall_s) == (21.0, 15.0)
+    decode(make_engine(None, 2, hardware=hardware), [0, 1, 2], says="end_s=21 stall_s=15")
 
 
 def test_a_cache_per_layer_keeps_layers_out_of_each_others_way() -> None:
-    engine = make_engine(prefetching({(0, 0): [5]}), capacity="1/layer")
-    first = decode(engine, [0], [4])
+    engine = make_engine({(0, 0): [5]}, "1/layer")
     # layer 0: dense 0-2; key 0 2-7; expert 7-8; key 5 moves 7-12 into the cache of layer 1.
     # layer 1: dense 8-10; key 4 waits for 5, then evicts it: 12-17; expert 17-18.
-    assert (first.end_s, first.evictions, first.bytes_moved) == (18.0, 1, 300)
-    second = decode(engine, [0], [4])
+    decode(engine, [0], [4], says="end_s=18 evictions=1 bytes_moved=300")
     # Both are still resident: (2 + 1) s a layer.
-    assert (second.hits, second.end_s - second.start_s) == (2, 6.0)
+    decode(engine, [0], [4], says="hits=2 duration_s=6")
     assert [list(pool.resident) for pool in engine.pools] == [[0], [4], []]
 
 
 def test_the_predictor_costs_time_where_the_compute_does_not_wait_anyway() -> None:
-    hardware = make_hardware(kernel_overhead_s=0.125)
-    engine = make_engine(prefetching({}), hardware=hardware)
-    first = decode(engine, [0], gates=1)
+    engine = make_engine({}, hardware=make_hardware(kernel_overhead_s=0.125))
     # dense 2 + 30/8 = 5.75; key 0 moves 5.75-10.75, which hides the gate's 3/8 s;
     # expert 1 + 15/8 = 2.875.
-    assert (first.end_s, first.stall_s) == (13.625, 5.0)
-    second = decode(engine, [0], gates=1)
+    decode(engine, [0], gates=1, says="end_s=13.625 stall_s=5")
     # dense 5.75, gate 0.375, expert 2.875: the predictor takes time, which is not stall.
-    assert (second.end_s - second.start_s, second.stall_s) == (9.0, 0.0)
+    decode(engine, [0], gates=1, says="duration_s=9 stall_s=0")
 
 
 def test_a_prefetch_starts_only_when_its_prediction_is_ready() -> None:
-    hardware = make_hardware(kernel_overhead_s=0.125)
-    engine = make_engine(prefetching({(1, 0): [4]}), hardware=hardware)
+    engine = make_engine({(1, 0): [4]}, hardware=make_hardware(kernel_overhead_s=0.125))
     decode(engine, [0])  # ends at 13.625, as above
-    record = decode(engine, [0], [4], gates=1)
     # dense until 19.375; gate until 19.75; key 4 moves 19.75-24.75; expert until 22.625;
     # dense until 28.375: key 4 is resident; gate until 28.75; expert until 31.625.
-    assert (record.end_s, record.stall_s) == (31.625, 0.0)
-    assert record.prefetch_hits == 1
+    decode(engine, [0], [4], gates=1, says="end_s=31.625 stall_s=0 prefetch_hits=1")
 
 
 def test_precision_and_recall_compare_what_was_proposed_with_what_was_needed() -> None:
-    engine = make_engine(prefetching({(0, 0): [4, 5, 6]}), capacity=8)
-    record = decode(engine, [0], [4, 7])
-    assert (record.predicted, record.predicted_right, record.predictable) == (3, 1, 2)
+    engine = make_engine({(0, 0): [4, 5, 6]}, 8)
+    decode(engine, [0], [4, 7], says="predicted=3 predicted_right=1 predictable=2")
 
 
 def test_a_proposal_that_is_resident_is_refreshed_and_not_moved() -> None:
-    engine = make_engine(prefetching({(1, 0): [4, 1]}))
+    engine = make_engine({(1, 0): [4, 1]})
     decode(engine, [0], [4])
-    record = decode(engine, [0], [4])
-    eviction = engine.pools[0].eviction
-    assert isinstance(eviction, OldestFirst)
-    assert eviction.predicted == [4]
-    assert record.hits == 2
+    decode(engine, [0], [4], says="hits=2")
+    assert engine.eviction.told("predicted") == [("predicted", 4)]
 
 
 def test_token_misses_count_each_tokens_absent_experts() -> None:
     engine = make_engine()
     decode(engine, [0, 1])
-    record = prefill(engine, [[0, 1], [2, 0], [2, 3]])
     # Unique: 0, 1 hit, 2, 3 miss. The three tokens lack 0, 1 and 2 of their two experts.
-    assert (record.requests, record.misses) == (4, 2)
-    assert (record.token_requests, record.token_misses) == (6, 3)
+    figures = "requests=4 misses=2 token_requests=6 token_misses=3"
+    prefill(engine, [[0, 1], [2, 0], [2, 3]], says=figures)
 
 
 def test_a_cold_start_empties_the_cache_and_lets_the_flight_land() -> None:
-    engine = make_engine(prefetching({(0, 0): [4, 5]}), capacity=8)
+    engine = make_engine({(0, 0): [4, 5]}, 8)
     decode(engine, [0])
     # key 0 2-7; expert 7-8; key 4 in flight until 12; key 5 queued.
     engine.reset_cache()
-    assert engine.clock.now == 12.0
-    assert not engine.link.active
+    assert engine.clock.now == 12.0 and not engine.link.active
     assert all(not pool.resident and not pool.arriving for pool in engine.pools)
     engine.check_integrity()
-    record = decode(engine, [0])
-    assert record.misses == 1
-    assert record.collisions == 0
-    engine.check_integrity()
+    decode(engine, [0], says="misses=1 collisions=0")
 
 
 def test_a_delayed_prefetch_is_hidden_by_the_next_layer_s_attention_alone() -> None:
@@ -295,55 +230,44 @@ def test_a_delayed_prefetch_is_hidden_by_the_next_layer_s_attention_alone() -> N
 
     Four experts of layer 0 take 4 s, the dense part of layer 1 takes 2 s, a transfer 5 s.
     """
-    ends = {}
-    for is_delayed in (False, True):
-        prefetch = FixedPrefetch(make_geometry(), {(1, 0): [4]})
-        prefetch.after_layer = is_delayed
-        policy = ScriptedPolicy(prefetch=Always(lambda _, made=prefetch: made))
-        engine = make_engine(policy, capacity=12)
+    for is_delayed, says in (
+        # dense 26-28; experts 28-32, while 4 moves from 28; dense 32-34; arrived at 33: 34-35.
+        (False, "end_s=35 stall_s=0 late=0 misses=0"),
+        # Delayed, it moves 32-37: stall 3 s, expert 37-38.
+        (True, "end_s=38 stall_s=3 late=1 misses=0"),
+    ):
+        prefetch = partial(FixedPrefetch, script={(1, 0): [4]}, after_layer=is_delayed)
+        engine = make_engine(None, 12, prefetch=prefetch)
         # dense 0-2; four transfers 2-22; experts 22-26.
-        assert decode(engine, [0, 1, 2, 3]).end_s == 26.0
-        # dense 26-28; experts 28-32, and unless delayed 4 moves from 28; dense 32-34; 4 is needed.
-        record = decode(engine, [0, 1, 2, 3], [4])
-        assert (record.late, record.misses) == ((1, 0) if is_delayed else (0, 0))
-        ends[is_delayed] = (record.end_s, record.stall_s)
-    # Arrived at 33: expert 34-35. Delayed, it moves 32-37: stall 3 s, expert 37-38.
-    assert ends == {False: (35.0, 0.0), True: (38.0, 3.0)}
+        decode(engine, [0, 1, 2, 3], says="end_s=26")
+        decode(engine, [0, 1, 2, 3], [4], says=says)
 
 
 def test_the_time_of_loads_is_told_and_nothing_moves() -> None:
     engine = make_engine()
     assert engine.time_load(3) == 15.0
-    record = decode(engine, [0, 1])
-    assert (record.end_s, record.bytes_moved) == (14.0, 200)
+    decode(engine, [0, 1], says="end_s=14 bytes_moved=200")
 
 
 # --- cached-first execution ---
 
 
-def cached_first() -> ScriptedPolicy:
-    return ScriptedPolicy(miss=Always(FetchCachedFirst))
-
-
 def test_the_resident_expert_runs_while_the_absent_one_is_loaded() -> None:
-    engine = make_engine(cached_first())
+    engine = make_engine(miss=FetchCachedFirst)
     decode(engine, [0])  # dense 0-2, key 0 2-7, expert 7-8
-    record = decode(engine, [0, 1])
     # dense 8-10; key 1 moves 10-15 while expert 0 runs 10-11: stall 11-15; expert 1 15-16.
-    assert (record.end_s, record.stall_s, record.hits, record.misses) == (16.0, 4.0, 1, 1)
+    decode(engine, [0, 1], says="end_s=16 stall_s=4 hits=1 misses=1")
 
 
 def test_a_split_event_launches_its_kernels_twice_and_predicts_before_it_runs() -> None:
-    hardware = make_hardware(kernel_overhead_s=0.01)
-    ends = []
-    for policy in (ScriptedPolicy(), cached_first()):
-        engine = make_engine(policy, hardware=hardware)
+    seconds = []
+    for axes in ({}, {"miss": FetchCachedFirst}):
+        engine = make_engine(hardware=make_hardware(kernel_overhead_s=0.01), **axes)
         decode(engine, [0])
-        start_s = engine.clock.now
-        ends.append(decode(engine, [0, 1], gates=1).end_s - start_s)
+        seconds.append(decode(engine, [0, 1], gates=1).duration_s)
     # `fetch`: the load of 5 s hides the gate; then two experts run. Cached first: it hides the gate
     # and one expert, and the other launches its kernels once more.
-    assert ends[0] - ends[1] == pytest.approx(1.0)
+    assert seconds[0] - seconds[1] == pytest.approx(1.0)
     assert GATE_KERNELS * 0.01 + 1.0 + EXPERT_KERNELS * 0.01 < 5.0
 
 
@@ -357,7 +281,7 @@ def test_it_counts_and_moves_as_fetch_does_and_is_never_slower(
     events: list[list[int]], capacity: int
 ) -> None:
     plain = make_engine(capacity=capacity)
-    reordered = make_engine(cached_first(), capacity=capacity)
+    reordered = make_engine(capacity=capacity, miss=FetchCachedFirst)
     for keys in events:
         a, b = decode(plain, keys), decode(reordered, keys)
         times = {"start_s": 0.0, "end_s": 0.0, "stall_s": 0.0}
@@ -385,28 +309,21 @@ class Foreseeing(FixedPrefetch):
         return super().propose(event)
 
 
-def predicting(script: Script) -> VirtualEngine:
-    return make_engine(
-        ScriptedPolicy(prefetch=Always(lambda geometry: Foreseeing(geometry, script))), capacity=6
-    )
-
-
 def test_a_pass_is_predicted_before_its_first_layer() -> None:
-    engine = predicting({(0, PASS_START): (1, 5)})
-    record = decode(engine, [1], [5], [8])
+    script = {(0, PASS_START): (1, 5)}
+    engine = make_engine(capacity=6, prefetch=partial(Foreseeing, script=script))
     # The network reads the tokens 0-1. Expert 1 moves 1-6: dense 1-3, stall 3 s, expert 6-7.
     # Expert 5 moves 6-11: dense 7-9, stall 2 s, expert 11-12. Expert 8 was not predicted:
     # dense 12-14, transfer 14-19, expert 19-20.
-    assert (record.start_s, record.end_s) == (0.0, 20.0)
-    assert (record.stall_s, record.late, record.misses) == (10.0, 2, 1)
-    assert (record.predicted, record.predicted_right, record.predictable) == (2, 2, 2)
+    decode(engine, [1], [5], [8], says="start_s=0 end_s=20 stall_s=10 late=2 misses=1")
+    expect(engine.record, "predicted=2 predicted_right=2 predictable=2")
 
 
 def test_it_is_asked_once_a_pass_and_moves_nothing_that_is_resident() -> None:
-    engine = predicting({(1, PASS_START): (1,)})
+    script = {(1, PASS_START): (1,)}
+    engine = make_engine(capacity=6, prefetch=partial(Foreseeing, script=script))
     decode(engine, [1], [5], [8])
-    record = decode(engine, [1], [5], [8])
     # 1 s to read the tokens, then three times a dense part and an expert.
-    assert (record.end_s - record.start_s, record.bytes_moved) == (10.0, 0)
+    decode(engine, [1], [5], [8], says="duration_s=10 bytes_moved=0")
     calls = [call for call in engine.rules.prefetch.seen if call[1] == PASS_START]  # type: ignore[attr-defined]
     assert calls == [(0, PASS_START, 1), (1, PASS_START, 1)]

@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 
 from lm_eval_moecache.engine import core
-from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.engine.wall.link import Traffic, Transfer, WallLink, Worker
 from lm_eval_moecache.records.errors import TransferError
-from lm_eval_moecache.records.sizes import parse_capacity
-from tests.engine.scripted import ScriptedPolicy, StillMover, make_geometry, make_hardware
+from tests.engine.scripted import StillMover, make_geometry, make_setting
 
 
 class Copies(StillMover):
@@ -205,9 +203,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def make(transfer_s: float) -> tuple[Traffic, ScriptedLink, Callable[..., None]]:
     """Return traffic over a scripted link, and a function that queues prefetches of layer 1."""
-    capacity = parse_capacity(12, make_geometry())
-    setting = Setting(policy=ScriptedPolicy(), capacity=capacity, hardware=make_hardware())
-    engine = WallEngine(make_geometry(), setting, StillMover())
+    engine = WallEngine(make_geometry(), make_setting(capacity=12), StillMover())
     engine.close()
 
     def submit(keys: Sequence[int], now: float, batch: int = -1) -> None:

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,23 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.registry import find_algorithm
-from lm_eval_moecache.engine.engine import Setting
 from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.engine.wall.slots import SlottedCache
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
-from lm_eval_moecache.records.sizes import parse_capacity
 from tests.engine.scripted import (
-    Always,
-    OldestFirst,
-    ScriptedPolicy,
+    Script,
     StillMover,
     decode,
+    expect,
     make_engine,
     make_geometry,
-    make_hardware,
-    prefetching,
+    make_setting,
 )
 
 
@@ -52,46 +50,35 @@ class Slots(StillMover):
 
 
 def wall_engine(
-    policy: ScriptedPolicy,
+    script: Script | None,
     capacity: object,
     seed: int | None = None,
     mover: type[Slots] = Slots,
-    **sizes: int,
-) -> tuple[WallEngine, Slots]:
-    geometry = make_geometry(**sizes)
-    size = parse_capacity(capacity, geometry)
-    slots = mover(max(size.bytes_by_partition) // 100 * len(size.bytes_by_partition), seed)
-    setting = Setting(policy=policy, capacity=size, hardware=make_hardware())
+    *,
+    geometry: Geometry | None = None,
+    **axes: Any,
+) -> tuple[WallEngine, Any]:
+    geometry = geometry or make_geometry()
+    setting = make_setting(script, capacity, geometry, **axes)
+    sizes = setting.capacity.bytes_by_partition
+    slots = mover(max(sizes) // 100 * len(sizes), seed)
     return WallEngine(geometry, setting, slots), slots
 
 
-def execute(engine: WallEngine, slots: Slots, layer: int) -> Any:
-    """Return an executor that checks that each expert is in the slot its cache names."""
+def execute(engine: WallEngine, slots: Slots, layer: int) -> list[int]:
+    """Run all waves of an event, check that each expert is in its slot, and return the order."""
     executed: list[int] = []
-
-    def run(keys: Sequence[int], is_all: bool) -> None:
-        places = [engine.caches[layer].slots[key] for key in keys]
+    for keys, _ in engine.waves():
+        executed.extend(keys)
         if engine.setting.capacity.per_layer:
-            executed.extend(keys)
-            return
+            continue
+        places = [engine.caches[layer].slots[key] for key in keys]
         slots.executing = set(places)
         assert [slots.slots[place] for place in places] == list(keys)
         time.sleep(0)
         assert [slots.slots[place] for place in places] == list(keys)
         slots.executing = set()
-        executed.extend(keys)
-
-    run.seen = executed  # type: ignore[attr-defined]
-    return run
-
-
-def finish(engine: WallEngine, run: Any) -> bool:
-    """Run all waves of an event; return whether there were any."""
-    waves = 0
-    for keys, is_all in engine.waves():
-        run(keys, is_all)
-        waves += 1
-    return waves > 0
+    return executed
 
 
 def serve(
@@ -103,9 +90,7 @@ def serve(
         for layer, keys in enumerate(keys_by_layer):
             engine.enter(layer, 1)
             engine.run(Event(record.index, layer, phase, 1, list(keys)))
-            run = execute(engine, slots, layer)
-            assert finish(engine, run)
-            assert sorted(run.seen) == sorted(keys)
+            assert sorted(execute(engine, slots, layer)) == sorted(keys)
         engine.end_pass()
         engine.check_integrity()
         records.append(record)
@@ -126,7 +111,7 @@ def events(num_layers: int, num_experts: int, top_k: int) -> Any:
 def test_without_prefetching_every_count_is_the_virtual_clocks(
     passes: list[list[list[int]]], capacity: object
 ) -> None:
-    wall, slots = wall_engine(ScriptedPolicy(), capacity)
+    wall, slots = wall_engine(None, capacity)
     virtual = make_engine(capacity=capacity)
     wall_records = serve(wall, slots, passes)
     wall.close()
@@ -156,7 +141,7 @@ def test_laws_hold_with_prefetches_and_transfers_that_come_late(
     phase: str,
     seed: int,
 ) -> None:
-    engine, slots = wall_engine(prefetching(script), capacity, seed)
+    engine, slots = wall_engine(script, capacity, seed)
     records = serve(engine, slots, passes, phase)
     assert sum(r.requests for r in records) == sum(len(k) for p in passes for k in p)
     assert all(r.hits >= 0 and r.late >= 0 and r.bytes_moved >= 0 for r in records)
@@ -169,7 +154,7 @@ def test_laws_hold_with_prefetches_and_transfers_that_come_late(
 
 
 def test_a_pass_that_broke_off_does_not_harm_the_next() -> None:
-    engine, slots = wall_engine(ScriptedPolicy(), 2, seed=1)
+    engine, slots = wall_engine(None, 2, seed=1)
     for _ in range(5):
         record = engine.begin_pass(DECODE, 1)
         engine.enter(0, 1)
@@ -180,11 +165,8 @@ def test_a_pass_that_broke_off_does_not_harm_the_next() -> None:
 
 def test_layers_of_different_sizes_cannot_share_slots() -> None:
     uneven = make_geometry(expert_bytes=((100,), (100,), (200,)))
-    setting = Setting(
-        policy=ScriptedPolicy(), capacity=parse_capacity(4, uneven), hardware=make_hardware()
-    )
     with pytest.raises(ValueError, match="n/layer"):
-        WallEngine(uneven, setting, Slots(4))
+        wall_engine(None, 4, geometry=uneven)
 
 
 class Gated(Slots):
@@ -200,16 +182,13 @@ class Gated(Slots):
 
 
 def gated_pass(
-    policy: ScriptedPolicy,
-    before: Callable[[WallEngine, Gated], None] | None = None,
-    after: bool = False,
+    before: Callable[[WallEngine, Gated], None] | None = None, after: bool = False, **axes: Any
 ) -> tuple[PassRecord, list[int]]:
     """Run a pass whose prefetch of key 4 waits at the gate, opened before or after layer 1's event.
 
     Return its record and the keys it executed.
     """
-    engine, slots = wall_engine(policy, 12, mover=Gated)
-    assert isinstance(slots, Gated)
+    engine, slots = wall_engine({(1, 0): [4]}, 12, mover=Gated, **axes)
     slots.open.set()
     serve(engine, slots, [[[0], [5], [8]]])
     slots.open.clear()
@@ -222,9 +201,7 @@ def gated_pass(
         engine.run(Event(record.index, layer, DECODE, 1, keys))
         if layer == 1 and after:
             slots.open.set()
-        run = execute(engine, slots, layer)
-        assert finish(engine, run)
-        executed += run.seen
+        executed += execute(engine, slots, layer)
     slots.open.set()
     engine.end_pass()
     engine.close()
@@ -233,43 +210,32 @@ def gated_pass(
 
 def arrive(engine: WallEngine, slots: Gated) -> None:
     slots.open.set()
-    while not engine.link._worker._finished:  # type: ignore[attr-defined]
+    while not engine.link._worker._finished:
         time.sleep(0.001)
 
 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_prefetch_that_arrives_while_the_router_is_read_is_a_hit(in_time: bool) -> None:
-    policy = prefetching({(1, 0): [4]})
-    record, _ = gated_pass(policy, arrive if in_time else None, after=True)
-    counts = (record.prefetch_hits, record.late, record.misses)
-    assert counts == ((1, 0, 0) if in_time else (0, 1, 0))
+    record, _ = gated_pass(arrive if in_time else None, after=True)
+    hits, late = int(in_time), int(not in_time)
+    expect(record, f"prefetch_hits={hits} late={late} misses=0")
 
 
 @pytest.mark.parametrize("late", ["replace", "await"])
 def test_a_late_expert_is_replaced_or_awaited(late: str) -> None:
-    random = find_algorithm("miss", "substitute_random")
-    policy = prefetching({(1, 0): [4]})
-    policy.miss = Always(lambda geometry: random(geometry, late=late))
+    miss = partial(find_algorithm("miss", "substitute_random"), late=late)
     # Under `replace` nothing waits for the gate, which is still closed.
-    record, executed = gated_pass(policy, after=late == "await")
+    record, executed = gated_pass(after=late == "await", miss=miss)
     assert executed == ([0, 5, 8] if late == "replace" else [0, 4, 8])
     assert (record.late, record.misses, record.substituted) == (1, 0, late == "replace")
 
 
 def test_a_scanned_token_larger_than_its_cache_tells_what_each_wave_executed() -> None:
     """As outside scans: between waves a rule such as Belady's goes by the need after this one."""
-    executed: list[tuple[int, list[int]]] = []
-
-    class Logged(OldestFirst):
-        def on_executed(self, layer: int, keys: Sequence[int]) -> None:
-            executed.append((layer, list(keys)))
-
-    policy = ScriptedPolicy(eviction=Always(Logged))
-    engine, _ = wall_engine(policy, "2/layer", num_layers=1, top_k=3)
+    engine, _ = wall_engine(None, "2/layer", geometry=make_geometry(num_layers=1, top_k=3))
     engine.begin_scan(1)
     engine.scan(Event(-1, 0, PREFILL, 1, [], np.array([[3, 1, 2]]), np.ones((1, 3))))
-    for _ in engine.waves():
-        pass
+    assert [*engine.waves()]
     engine.end_scan()
     engine.close()
-    assert executed == [(0, [3, 1])]
+    assert engine.eviction.told("executed") == [("executed", 0, [3, 1])]
