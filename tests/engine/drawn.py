@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -19,11 +19,9 @@ from lm_eval_moecache.algorithms.registry import (
 )
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.configuration import LayerCaches, RealModel
 from lm_eval_moecache.records.event import (
-    DECODE,
     PHASES,
     UNSEEN_SCORES,
     VERIFY,
@@ -37,9 +35,9 @@ from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import equip
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.recorder import identity
-from lm_eval_moecache.trace.trace import Drafted, Lists, Predicted, Trace
+from lm_eval_moecache.trace.trace import Drafted, Lists, Trace
 from tests.engine.oracle import Oracle
-from tests.engine.traces import from_rows
+from tests.engine.traces import draw_routing, with_predictions
 
 WILD = "tests.engine.wild."
 KINDS = tuple("demand prefetch lossy ladder host lanes draft scan whole_pass wild".split())
@@ -110,7 +108,7 @@ def draw_hardware(rng: np.random.Generator, lanes: bool) -> Hardware:
     fast = {"peak_flops": 1e15, "host_flops": 1e15, "host_memory_bytes_per_s": 1e6}
     free = dict.fromkeys(("kernel_overhead_s", "link_latency_s", "layer_overhead_s"), 0.0)
     even = {"memory_bytes_per_s": 2e6, "link_bytes_per_s": 2e6, "link_efficiency": 1.0}
-    return dataclasses.replace(hardware, link_lane_bytes_per_s=None, **fast, **free, **even)
+    return replace(hardware, link_lane_bytes_per_s=None, **fast, **free, **even)
 
 
 def draw_trace(
@@ -147,29 +145,8 @@ def draw_trace(
                 count, step = 1, [(request + 100 * i, first, 1, place) for i in range(batch)]
             rows += [(*each, at) for at in range(g.num_layers) for each in step]
             first, place = first + 1, place + count
-    favourites = rng.normal(0, 1, (g.num_layers, g.num_experts))
-    layers = np.array([row[4] for row in rows])
-    logits = (favourites[layers] + rng.normal(0, 1, (len(rows), g.num_experts))).astype(np.float16)
-    experts = np.argsort(-logits, axis=1, kind="stable")[:, : g.top_k]
-    weights = np.take_along_axis(softmax(logits.astype(np.float32)), experts, 1)
-    weights = np.minimum.accumulate(weights, axis=1)
-    trace = from_rows(g, rows, experts, weights, logits=logits, scans=tuple(scans))
-    return (
-        dataclasses.replace(trace, drafted=draw_drafts(rng, trace, critical)) if drafted else trace
-    )
-
-
-def with_predictions(
-    rng: np.random.Generator, trace: Trace, depth: int, predictor: str = ""
-) -> Trace:
-    g, columns, ahead = trace.geometry, trace.columns, [0]
-    for layer, phase in zip(columns.layer.tolist(), columns.phase.tolist(), strict=True):
-        wraps = bool(predictor) and layer == g.num_layers - 1 and PHASES[phase] == DECODE
-        ahead.append((min(g.num_layers - 1 - layer, depth) + wraps) * g.num_experts)
-    offsets = np.cumsum(ahead)
-    values = rng.normal(0, 1, offsets[-1]).astype(np.float16)
-    predicted = Predicted(depth=depth, values=values, offsets=offsets, by=predictor)
-    return dataclasses.replace(trace, predicted=predicted)
+    trace = draw_routing(rng, g, rows, scans=tuple(scans))
+    return replace(trace, drafted=draw_drafts(rng, trace, critical)) if drafted else trace
 
 
 def lists(parts: list[list[int]]) -> Lists:
@@ -341,7 +318,7 @@ def draw_case(rng: np.random.Generator, kind: str) -> Case:
         recorded = [rng.permutation(keys)[:count].tolist() for count in counts]
         proposed = {identity(policy.prefetch, 0, digest): lists(recorded)}
         pass_proposals = recorded[:: geometry.num_layers]
-        trace = dataclasses.replace(trace, proposed=proposed)
+        trace = replace(trace, proposed=proposed)
     per_layer = scan or rng.random() < 0.3
     capacity = f"{rng.integers(1, geometry.num_experts + 1)}/layer"
     if not per_layer:

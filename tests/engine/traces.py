@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
-from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL, Event, unique_in_order
+from lm_eval_moecache.records.arrays import softmax
+from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.testing.streams import make_event
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.header import Header
 from lm_eval_moecache.trace.recorder import TraceWriter
 from lm_eval_moecache.trace.trace import Columns, Predicted, Trace, build_trace
+from tests.engine.scripted import make_geometry
 
 GEOMETRY = Geometry(
     model="generated",
@@ -83,30 +87,14 @@ ON_DEMAND_EVICTIONS = [
 def events(seed: int, num_requests: int = 3, num_decodes: int = 5) -> Iterator[tuple[Event, int]]:
     """Yield the events of some generated requests, each with the number of its request."""
     rng = np.random.default_rng(seed)
-    pass_index = 0
-    for request in range(num_requests):
-        for step in range(num_decodes + 1):
-            num_tokens = 4 if step == 0 else 1
-            for layer in range(GEOMETRY.num_layers):
-                logits = rng.normal(size=(num_tokens, 8)).astype(np.float16).astype(np.float32)
-                experts = np.argsort(-logits, axis=-1, kind="stable")[:, :2]
-                predicted = {}
-                if layer < GEOMETRY.num_layers - 1:
-                    guess = rng.normal(size=(num_tokens, 8)).astype(np.float16)
-                    predicted[layer + 1] = guess.astype(np.float32)
-                event = Event(
-                    pass_index,
-                    layer,
-                    PREFILL if step == 0 else DECODE,
-                    num_tokens,
-                    unique_in_order(layer, 8, experts),
-                    experts=experts,
-                    weights=np.take_along_axis(logits, experts, -1),
-                    logits=logits,
-                    predicted=predicted,
-                )
-                yield event, request
-            pass_index += 1
+    steps = product(range(num_requests), range(num_decodes + 1))
+    for pass_index, (request, step) in enumerate(steps):
+        phase, num_tokens = (DECODE, 1) if step else (PREFILL, 4)
+        for layer in range(GEOMETRY.num_layers):
+            ahead = range(layer, min(layer + 2, GEOMETRY.num_layers))
+            scores = {at: rng.normal(size=(num_tokens, 8)).astype(np.float16) for at in ahead}
+            logits = scores.pop(layer)
+            yield make_event(GEOMETRY, pass_index, layer, logits, phase, scores), request
 
 
 def begin(folder: Path, seed: int = 0) -> TraceWriter:
@@ -157,32 +145,46 @@ def draw_trace(
 ) -> Trace:
     """Draw requests of a 1 to 4 token prompt and some decode steps, with every field of a trace.
 
-    `sizes` are an expert's bytes in each layer. Some experts are more popular than others.
+    `sizes` are an expert's bytes in each layer.
     """
     rng = np.random.default_rng(seed)
-    num_layers = len(sizes)
-    favourites = rng.normal(0, 1, (num_layers, num_experts))
-    rows: list[tuple[int, int, int, int, int]] = []
-    scores, ahead = [], [0]
+    rows: list[tuple[int, ...]] = []
     request, token, count = -1, 0, 0
     for index in range(num_passes):
         begins = index == 0 or rng.random() < 0.3
         request, token = request + begins, 0 if begins else token + count
         count = int(rng.integers(1, 5)) if begins else 1
-        for layer in range(num_layers):
-            for place in range(count):
-                rows.append((request, index, int(not begins), token + place, layer))
-                scores.append(favourites[layer] + rng.normal(0, 1, num_experts))
-                ahead.append(min(num_layers - 1 - layer, 2) * num_experts)
-    logits = np.asarray(scores, np.float16)
-    experts = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
+        step = [(request, index, int(not begins), token + place) for place in range(count)]
+        rows += [(*each, layer) for layer in range(len(sizes)) for each in step]
+    dense = tuple(int(size) for size in rng.choice([300, 900], len(sizes)))
+    geometry = replace(geometry_of(sizes, num_experts, top_k), dense_bytes=dense)
+    return with_predictions(rng, draw_routing(rng, geometry, rows), 2)
+
+
+def draw_routing(
+    rng: np.random.Generator, g: Geometry, rows: Sequence[Sequence[int]], **more: Any
+) -> Trace:
+    """Draw a trace's logits, by which some experts are more popular, from rows as `from_rows`."""
+    favourites = rng.normal(0, 1, (g.num_layers, g.num_experts))
+    layers = np.array([row[4] for row in rows])
+    logits = (favourites[layers] + rng.normal(0, 1, (len(rows), g.num_experts))).astype(np.float16)
+    experts = np.argsort(-logits, axis=1, kind="stable")[:, : g.top_k]
+    weights = np.take_along_axis(softmax(logits.astype(np.float32)), experts, 1)
+    weights = np.minimum.accumulate(weights, axis=1)
+    return from_rows(g, rows, experts, weights, logits=logits, **more)
+
+
+def with_predictions(
+    rng: np.random.Generator, trace: Trace, depth: int, predictor: str = ""
+) -> Trace:
+    g, columns, ahead = trace.geometry, trace.columns, [0]
+    for layer, phase in zip(columns.layer.tolist(), columns.phase.tolist(), strict=True):
+        wraps = bool(predictor) and layer == g.num_layers - 1 and PHASES[phase] == DECODE
+        ahead.append((min(g.num_layers - 1 - layer, depth) + wraps) * g.num_experts)
     offsets = np.cumsum(ahead)
     values = rng.normal(0, 1, offsets[-1]).astype(np.float16)
-    dense = tuple(int(size) for size in rng.choice([300, 900], num_layers))
-    geometry = replace(geometry_of(sizes, num_experts, top_k), dense_bytes=dense)
-    weights = np.take_along_axis(logits, experts, 1).astype(np.float32)
-    predicted = Predicted(depth=2, values=values, offsets=offsets)
-    return from_rows(geometry, rows, experts, weights, logits=logits, predicted=predicted)
+    predicted = Predicted(depth=depth, values=values, offsets=offsets, by=predictor)
+    return replace(trace, predicted=predicted)
 
 
 def from_rows(
@@ -205,14 +207,9 @@ def from_rows(
 
 def geometry_of(sizes: Sequence[int], num_experts: int, top_k: int) -> Geometry:
     """Return a geometry with an expert's bytes in each layer, and no dense weights."""
-    return Geometry(
-        model="generated",
-        num_layers=len(sizes),
-        num_experts=num_experts,
-        top_k=top_k,
-        expert_bytes=tuple((int(size),) for size in sizes),
-        dense_bytes=(0,) * len(sizes),
-    )
+    expert_bytes, dense_bytes = tuple((int(size),) for size in sizes), (0,) * len(sizes)
+    changes = {"expert_bytes": expert_bytes, "dense_bytes": dense_bytes}
+    return make_geometry(len(sizes), num_experts, top_k, **changes)
 
 
 def decode_trace(experts: Any, num_experts: int, phases: Sequence[str] = ()) -> Trace:
