@@ -219,21 +219,10 @@ class Engine(ABC):
     def submit_draft(self, keys: Sequence[int], pass_index: int, batched: bool) -> None:
         """Queue one layer's keys, proposed while drafting for a pass that has not yet begun."""
         self._num_batches += 1
-        first_event = pass_index * self.geometry.num_layers
-        batch = self._num_batches if batched else -1
-        core.submit_keys(
-            *(
-                self.state,
-                keys,
-                [0] * len(keys),
-                0,
-                len(keys),
-                first_event,
-                PASS_START,
-                self.clock.now,
-                batch,
-            )
-        )
+        first, num_keys = pass_index * self.geometry.num_layers, len(keys)
+        now, batch = self.clock.now, self._num_batches if batched else -1
+        levels = [0] * num_keys
+        core.submit_keys(self.state, keys, levels, 0, num_keys, first, PASS_START, now, batch)
 
     @abstractmethod
     def advance(self, seconds: float) -> None:

@@ -162,18 +162,15 @@ def machine(
             host *= sockets * runtime.socket_share
         if is_guess("host_memory_mt_per_s"):
             assumed.append(f"host memory {host / 1e9:.3g} GB/s")
-    if drive is None and hardware is not None:
-        key = "link_bytes_per_s" if unified else "drive_bytes_per_s"
-        is_assumed = is_guess(key)
-        drive = hardware.drive_random_bytes_per_s
-        if drive is None and unified:
-            # Of machines with unified memory the profiles' link is the drive.
-            drive = hardware.link_rate
-        if drive is not None and is_assumed:
-            assumed.append(f"drive {drive / 1e9:.2g} GB/s")
     if drive is None:
-        drive = NVME_BYTES_PER_S
-        assumed.append(f"drive {drive / 1e9:.2g} GB/s")
+        if hardware is not None:
+            # Of machines with unified memory the profiles' link is the drive.
+            drive = hardware.drive_random_bytes_per_s or (hardware.link_rate if unified else None)
+        key = "link_bytes_per_s" if unified else "drive_bytes_per_s"
+        is_assumed = drive is None or is_guess(key)
+        drive = drive or NVME_BYTES_PER_S
+        if is_assumed:
+            assumed.append(f"drive {drive / 1e9:.2g} GB/s")
     if ram is None and unified and hardware is not None:
         ram = hardware.host_memory_bytes or hardware.memory_bytes
     if ram is None:
@@ -304,29 +301,21 @@ def place(
     if kind == RESIDENT:
         return Placed(mechanism=RESIDENT, placement=placement)
     absent = runtime.absent
-    if kind == "host_layers":
-        share = min(amount / layers, 1.0)
-        if absent == LAYER:
+    if kind in ("host_layers", "resident_experts"):
+        share = amount / layers if kind == "host_layers" else 1 - min(amount / experts, 1.0)
+        share = min(share, 1.0)
+        if kind == "host_layers" and absent == LAYER:
             return Placed(mechanism=LAYER, placement=placement, moved=share, cached=1 - share)
-        if share == 0:
-            return Placed(mechanism=RESIDENT, placement=placement)
-        return Placed(mechanism=HOST, placement=placement, on_host=share, cached=1 - share)
-    if kind == "resident_experts":
-        share = 1 - min(amount / experts, 1.0)
-        return Placed(mechanism=HOST, placement=placement, on_host=share, cached=1 - share)
+        mechanism = RESIDENT if kind == "host_layers" and share == 0 else HOST
+        return Placed(mechanism=mechanism, placement=placement, on_host=share, cached=1 - share)
     cached = amount / experts if kind == "slots" else amount / all_expert_bytes(model)
     cached = min(cached, 1.0)
     found = hit_rate(model, cached, known) if hit is None else hit
     mechanism = absent if absent in (COPY, READ, BOTH) else BOTH if absent == HOST else COPY
     if mechanism != READ and machine.host_bytes_per_s is None:
         mechanism = READ  # unified memory has no other place for what is absent
-    if mechanism == BOTH:
-        return Placed(
-            mechanism=BOTH, placement=placement, on_host=1 - found, cached=cached, hit=found
-        )
-    return Placed(
-        mechanism=mechanism, placement=placement, moved=1 - found, cached=cached, hit=found
-    )
+    missed = {"on_host" if mechanism == BOTH else "moved": 1 - found}
+    return Placed(mechanism=mechanism, placement=placement, cached=cached, hit=found, **missed)
 
 
 def automatic(model: RealModel, machine: Machine, runtime: Runtime, context: int) -> Placement:

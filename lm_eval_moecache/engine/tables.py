@@ -131,6 +131,16 @@ class HasState(Protocol):
     state: core.State
 
 
+class _Field:
+    """A number that the tables hold of a cache."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, cache: ExpertCache, owner: type) -> int:
+        return int(read(cache.state.caches, cache.index, self._name))
+
+
 class ExpertCache:
     """One cache, as a view of the tables.
 
@@ -142,8 +152,7 @@ class ExpertCache:
     def __init__(self, engine: HasState, index: int, eviction: EvictionAlgorithm) -> None:
         self._engine, self.index, self.eviction = engine, index, eviction
         num_experts = read(self.state.now, 0, "num_experts")
-        layers = range(self._read("first_layer"), self._read("end_layer"))
-        self.keys = range(layers.start * num_experts, layers.stop * num_experts)
+        self.keys = range(self._first_layer * num_experts, self._end_layer * num_experts)
         """All keys that it may hold."""
         self.num_experts: int = num_experts
 
@@ -151,40 +160,11 @@ class ExpertCache:
     def state(self) -> core.State:
         return self._engine.state
 
-    def _read(self, name: str) -> int:
-        return int(read(self.state.caches, self.index, name))
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._read("capacity")
-
-    @property
-    def used_bytes(self) -> int:
-        return self._read("used")
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._read("peak")
-
-    @property
-    def loads(self) -> int:
-        return self._read("loads")
-
-    @property
-    def warmed(self) -> int:
-        return self._read("warmed")
-
-    @property
-    def evictions(self) -> int:
-        return self._read("evictions")
-
-    @property
-    def replaced(self) -> int:
-        return self._read("replaced")
-
-    @property
-    def lifetime_tokens(self) -> int:
-        return self._read("lifetime")
+    capacity_bytes, used_bytes, peak_bytes = _Field("capacity"), _Field("used"), _Field("peak")
+    loads, warmed = _Field("loads"), _Field("warmed")
+    evictions, replaced = _Field("evictions"), _Field("replaced")
+    lifetime_tokens = _Field("lifetime")
+    _first_layer, _end_layer = _Field("first_layer"), _Field("end_layer")
 
     @property
     def resident(self) -> dict[int, int]:
