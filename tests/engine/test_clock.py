@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 
 import numpy as np
@@ -31,11 +30,9 @@ from lm_eval_moecache.records.emulation import LayerCaches, load_real_model
 from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import load_hardware
-from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.trace import Trace
 from tests.engine import traces
 from tests.engine.scripted import HUGE, TWO_LEVELS, make_engine, make_geometry, make_hardware
-from tests.engine.traces import one_by_one
 
 LADDER = make_geometry(1, **TWO_LEVELS)
 COMPUTE_ALONE = {"memory_bytes_per_s": HUGE}
@@ -133,35 +130,6 @@ def test_a_decoded_token_reads_its_cache_or_multiplies() -> None:
         assert layer_s * QWEN.num_layers == pytest.approx(max(read_s, multiply_s))
 
 
-@pytest.mark.parametrize("policy", ["on_demand", "specmd"])
-def test_a_replay_in_batches_is_charged_as_event_by_event(trace: Trace, policy: str) -> None:
-    without_attention = replace(
-        traces.setting(policy, "25%"),
-        capacity=parse_capacity("25%", QWEN.emulated_by(trace.geometry)),
-        emulate=QWEN,
-        hardware=load_hardware("rtx-4090"),
-    )
-    setting = replace(without_attention, attention=CONTEXT)
-    fast = replay(trace, setting).ledger.passes
-    slow = replay(trace, setting, on_engine=one_by_one).ledger.passes
-    assert fast == slow
-    unattended = replay(trace, without_attention).ledger.passes
-    assert [p.misses for p in unattended] == [p.misses for p in fast]
-    added = [
-        p.duration_s - p.stall_s - (u.duration_s - u.stall_s)
-        for p, u in zip(fast, unattended, strict=True)
-    ]
-    decode_added = [s for s, p in zip(added, fast, strict=True) if p.phase == DECODE]
-    first_rows = trace.row_bounds[:: trace.geometry.num_layers]
-    ends = trace.columns.token[first_rows[:-1]][[p.phase == DECODE for p in fast]] + 1
-    layers = trace.geometry.num_layers
-    expected = [attention_s(QWEN, setting.hardware, DECODE, np.array([e - 1])) for e in ends]
-    assert decode_added == pytest.approx(
-        [layers * is_compiled for is_compiled in expected], rel=1e-6
-    )
-    assert len({*ends.tolist()}) > 1
-
-
 def test_without_a_model_there_is_nothing_to_charge() -> None:
     with pytest.raises(ValueError, match="attention='context' needs emulate="):
         replace(traces.setting("on_demand", "25%"), attention=CONTEXT)
@@ -179,18 +147,13 @@ LINK_ONLY = make_hardware(
 @pytest.mark.parametrize("name", ["OLMoE-1B-7B", "Mixtral-8x7B", "gpt-oss-20b"])
 def test_an_on_demand_run_takes_the_emulated_bytes_over_the_link(trace: Trace, name: str) -> None:
     model = load_real_model(name)
-    emulated = model.emulated_by(trace.geometry)
-    setting = dataclasses.replace(
-        traces.setting("on_demand", "30%"),
-        capacity=parse_capacity("30%", emulated),
-        hardware=LINK_ONLY,
-        emulate=model,
+    engine, seven_experts = (
+        replay(trace, traces.setting_for(trace, capacity, hardware=LINK_ONLY, emulate=model))
+        for capacity in ("30%", "7")
     )
-    engine = replay(trace, setting)
-    seven_experts = dataclasses.replace(setting, capacity=parse_capacity("7", emulated))
-    misses = sum(p.misses for p in engine.ledger.passes)
     # 30% of 24 experts are seven; each takes an emulated expert's bytes over the link.
-    assert misses == sum(p.misses for p in replay(trace, seven_experts).ledger.passes)
+    misses = sum(p.misses for p in engine.ledger.passes)
+    assert misses == sum(p.misses for p in seven_experts.ledger.passes)
     assert engine.clock.now == pytest.approx(misses * model.expert_bytes / 1e9, rel=1e-12)
 
 
@@ -209,7 +172,7 @@ def test_the_numbers_of_a_regime_by_hand() -> None:
     assert regime.bound(Waits(0.0)) == COMPUTE
     assert regime.bound(Waits(0.007)) == LINK
     assert regime.bound(Waits(0.007, host_s=0.008)) == HOST
-    slow = dataclasses.replace(hardware, layer_overhead_s=0.03)
+    slow = replace(hardware, layer_overhead_s=0.03)
     assert regime_of(geometry, 6000, slow).bound(Waits(0.007)) == LAUNCHES
 
 
@@ -224,18 +187,12 @@ def test_the_calibrated_profile_takes_the_papers_time_a_token() -> None:
 
 
 def test_a_slow_host_is_what_bounds_a_run_that_computes_there(trace: Trace) -> None:
-    setting = traces.setting("on_demand", "10%", miss="host", miss__rule="always")
+    axes = {"miss": "host", "miss.rule": "always"}
+    fast = replace(traces.HARDWARE, link_bytes_per_s=1e15, link_latency_s=0.0)
     for flops, bound in ((1e3, HOST), (1e15, COMPUTE)):
-        hardware = dataclasses.replace(
-            setting.hardware,
-            host_flops=flops,
-            host_memory_bytes_per_s=1e15,
-            link_bytes_per_s=1e15,
-            link_latency_s=0.0,
-        )
-        engine = replay(trace, dataclasses.replace(setting, hardware=hardware))
+        hardware = replace(fast, host_flops=flops, host_memory_bytes_per_s=1e15)
+        engine = replay(trace, traces.setting_for(trace, "10%", axes, hardware=hardware))
         waits = decode_waits(engine.ledger.requests, trace.geometry.num_layers)
         assert waits is not None and waits.host_s > 0
-        regime = regime_of(trace.geometry, 6000, hardware)
-        summary = regime.as_dict(waits)
+        summary = regime_of(trace.geometry, 6000, hardware).as_dict(waits)
         assert (summary["bound"], summary["layer_host_wait_s"]) == (bound, waits.host_s)

@@ -18,6 +18,7 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.arrays import softmax
+from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
@@ -53,25 +54,23 @@ HARDWARE = Hardware(
 
 def setting(policy: str, capacity: str, seed: int = 0, **overrides: object) -> Setting:
     axes = {key.replace("__", "."): value for key, value in overrides.items()}
-    return Setting(
-        policy=load_policy(policy, axes),
-        capacity=parse_capacity(capacity, GEOMETRY),
-        hardware=HARDWARE,
-        seed=seed,
-    )
+    return setting_for(GEOMETRY, capacity, axes, policy, seed=seed)
 
 
 def setting_for(
-    trace: Trace,
+    trace: Trace | Geometry,
     capacity: object,
     axes: Mapping[str, object] | None = None,
     policy: str = "on_demand",
+    emulate: RealModel | None = None,
     **rest: Any,
 ) -> Setting:
-    """Return the setting of a replay of this trace."""
+    """Return the setting of a replay of this trace, or of a model of this geometry."""
+    geometry: Geometry = getattr(trace, "geometry", trace)
     return Setting(
         policy=load_policy(policy, axes),
-        capacity=parse_capacity(capacity, trace.geometry),
+        capacity=parse_capacity(capacity, emulate.emulated_by(geometry) if emulate else geometry),
+        emulate=emulate,
         **{"hardware": HARDWARE, **rest},
     )
 
