@@ -314,8 +314,10 @@ def place(
     mechanism = absent if absent in (COPY, READ, BOTH) else BOTH if absent == HOST else COPY
     if mechanism != READ and machine.host_bytes_per_s is None:
         mechanism = READ  # unified memory has no other place for what is absent
-    missed = {"on_host" if mechanism == BOTH else "moved": 1 - found}
-    return Placed(mechanism=mechanism, placement=placement, cached=cached, hit=found, **missed)
+    placed = Placed(mechanism=mechanism, placement=placement, cached=cached, hit=found)
+    if mechanism == BOTH:
+        return replace(placed, on_host=1 - found)
+    return replace(placed, moved=1 - found)
 
 
 def automatic(model: RealModel, machine: Machine, runtime: Runtime, context: int) -> Placement:

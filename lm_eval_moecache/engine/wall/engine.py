@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import count
 
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.decide import Plan
@@ -26,7 +27,7 @@ from lm_eval_moecache.engine.wall.link import (
     time_load,
     transfer_of,
 )
-from lm_eval_moecache.engine.wall.slots import Held, PlacedCache, make_caches
+from lm_eval_moecache.engine.wall.slots import Held, LeveledCache, PlacedCache, SlottedCache
 from lm_eval_moecache.records.event import PREFILL, Event, Fetch, num_assignments
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
@@ -84,8 +85,15 @@ class WallEngine(Engine):
         self._before = self._totals()
 
     def _make_pools(self) -> Sequence[PlacedCache]:
-        evictions = self.outside.evictions
-        return make_caches(Held(self.state), self.geometry, self.setting, evictions, self._encoded)
+        geometry, held, names = self.geometry, Held(self.state), count()
+        partitions = self.setting.capacity.partitions(geometry.num_layers)
+        pools: list[PlacedCache] = []
+        for eviction, layers in zip(self.outside.evictions, partitions, strict=True):
+            if self._encoded:
+                pools.append(LeveledCache(held, len(pools), eviction, names))
+            else:
+                pools.append(SlottedCache(held, len(pools), eviction, geometry, layers))
+        return pools
 
     def _fill(self) -> None:
         for key in self.warm:
@@ -302,8 +310,8 @@ class WallEngine(Engine):
         event, cache, link = pending.event, self.caches[pending.event.layer], self.link
         placed = [k for k in pending.remaining if k in cache.slots]
         pending.remaining = [k for k in pending.remaining if k not in cache.slots]
-        flying = link.flying(placed)
-        ready = [k for k in placed if k not in flying] if flying else placed
+        flying = {k for k in placed if link.is_flying(k)}
+        ready = [k for k in placed if k not in flying]
         enough = -(-len(event.keys) // PARTS) if event.phase == PREFILL else len(placed) + 1
         at_once = self.rules.miss.cached_first
         while flying:

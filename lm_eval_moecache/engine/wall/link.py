@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Container, Hashable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -284,10 +284,6 @@ class WallLink:
     def is_flying(self, key: int) -> bool:
         """Whether a key is demanded or issued and not known to have arrived."""
         return key in self._flying
-
-    def flying(self, keys: Iterable[int]) -> set[int]:
-        """Return those of `keys` that `is_flying` holds for."""
-        return {key for key in keys if key in self._flying} if self._flying else set()
 
     def demanded(self) -> set[int]:
         """Return the keys in flight that an event demanded."""

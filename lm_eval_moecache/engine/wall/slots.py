@@ -5,12 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.engine import core
-from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.tables import ExpertCache, HasState, is_ranked
 from lm_eval_moecache.records.geometry import Geometry
 
@@ -193,21 +191,3 @@ def slots_of(capacity_bytes: int, geometry: Geometry, layers: Sequence[int]) -> 
             "slots. Allowed for this model: a capacity of 'n/layer', or clock=virtual."
         )
     return min(capacity_bytes // sizes.pop(), len(layers) * geometry.num_experts)
-
-
-def make_caches(
-    engine: HasState,
-    geometry: Geometry,
-    setting: Setting,
-    evictions: Sequence[EvictionAlgorithm],
-    encoded: bool,
-) -> list[PlacedCache]:
-    """Return the caches of a run; slots of `encoded` experts have the size of their level."""
-    partitions, names = setting.capacity.partitions(geometry.num_layers), count()
-    pools: list[PlacedCache] = []
-    for index, (eviction, layers) in enumerate(zip(evictions, partitions, strict=True)):
-        if encoded:
-            pools.append(LeveledCache(engine, index, eviction, names))
-        else:
-            pools.append(SlottedCache(engine, index, eviction, geometry, layers))
-    return pools
