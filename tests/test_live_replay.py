@@ -27,34 +27,24 @@ from tests.conftest import Checkpoint
 from tests.harness import make_instance
 
 
-def _lossless() -> list[dict[str, str]]:
-    """Every lossless composition, and every eviction and prefetch algorithm in `on_demand`."""
-    policies = [load_policy(name) for name in policy_names()]
-    settings = [
-        {"policy": policy.name}
-        for policy in policies
-        if policy.is_lossless and not policy.prefetch.algorithm.needs_draft
-    ]
+def _cases() -> list[dict[str, str]]:
+    """Every lossless composition, and every eviction and prefetch algorithm in `on_demand`.
+
+    By turns in one cache and per layer (where the eviction allows it).
+    """
+    policies = [load_policy(name) for name in policy_names() if load_policy(name).is_lossless]
+    cases = [{"policy": p.name} for p in policies if not p.prefetch.algorithm.needs_draft]
     for axis in ("eviction", "prefetch"):
         for name in algorithm_names(axis):
             algorithm = find_algorithm(axis, name)
-            goes_with_fetch = "fetch" in algorithm.pairs_with.get("miss", ["fetch"])
-            if (
-                not (algorithm.is_offline or getattr(algorithm, "needs_draft", False))
-                and goes_with_fetch
-            ):
-                settings.append({"policy": "on_demand", axis: name})
-    return settings
-
-
-def _cases() -> list[dict[str, str]]:
-    """The lossless settings, by turns in one cache and per layer (where the eviction allows it)."""
-    cases = []
-    for index, setting in enumerate(_lossless()):
-        overrides = {key: value for key, value in setting.items() if key != "policy"}
-        eviction = load_policy(setting["policy"], overrides).eviction.algorithm
-        one_cache = index % 2 or eviction.compares_layers
-        cases.append({**setting, "capacity": "20%" if one_cache else "4/layer"})
+            if algorithm.is_offline or getattr(algorithm, "needs_draft", False):
+                continue
+            if "fetch" in algorithm.pairs_with.get("miss", ["fetch"]):
+                cases.append({"policy": "on_demand", axis: name})
+    for index, case in enumerate(cases):
+        overrides = {key: value for key, value in case.items() if key != "policy"}
+        eviction = load_policy(case["policy"], overrides).eviction.algorithm
+        case["capacity"] = "20%" if index % 2 or eviction.compares_layers else "4/layer"
     return [
         *cases,
         {"policy": "specmd", "cache_reset": "request", "capacity": "40%"},
@@ -90,6 +80,14 @@ def _recorded(lm: MoECacheLM, folder: Path, given: dict[str, Any], **options: An
     return load_trace(str(lm.finish_trace()), logits=True, predicted=True)
 
 
+def _assert_replayed(lm: MoECacheLM, trace: Trace, cache_reset: str = "never") -> None:
+    """Compare a replay of the live run's trace with the run, pass by pass and in its totals."""
+    replayed = replay(trace, lm.engine.setting, cache_reset=cache_reset)
+    assert replayed.ledger.passes == lm.engine.ledger.passes
+    totals = task_metrics(replayed.ledger.requests, replayed.peak_cache_bytes)
+    assert totals == lm.report()["totals"]
+
+
 def _counts(engine: Engine) -> list[tuple[int, ...]]:
     passes = engine.ledger.passes
     return [(p.misses, p.late, p.bytes_moved, p.evictions) for p in passes]
@@ -105,13 +103,10 @@ def test_a_live_run_equals_the_replay_of_its_trace(
     lm: MoECacheLM, tmp_path: Path, chosen: dict[str, str]
 ) -> None:
     trace = _recorded(lm, tmp_path, {**chosen, **_given(lm, chosen), "seed": 5})
-    live, report = lm.engine.ledger.passes, lm.report()
-    replayed = replay(trace, lm.engine.setting, cache_reset=chosen.get("cache_reset", "never"))
-    assert replayed.ledger.passes == live
-    totals = task_metrics(replayed.ledger.requests, replayed.peak_cache_bytes)
-    assert totals == report["totals"]
+    _assert_replayed(lm, trace, chosen.get("cache_reset", "never"))
+    live = lm.engine.ledger.passes
     if "attention" in chosen:
-        assert report["attention"] == "context"
+        assert lm.report()["attention"] == "context"
         lm.install(read_config(REAL))
         _run(lm)
         flat = lm.engine.ledger.passes
@@ -128,11 +123,8 @@ def test_a_prompt_in_chunks_replays_as_it_ran(
 ) -> None:
     given = {"policy": "specmd", "capacity": "40%", "cache_reset": cache_reset}
     trace = _recorded(lm, tmp_path, given, prefill_chunk_size=3)
-    replayed = replay(trace, lm.engine.setting, cache_reset=cache_reset)
-    assert replayed.ledger.passes == lm.engine.ledger.passes
-    totals = task_metrics(replayed.ledger.requests, replayed.peak_cache_bytes)
-    assert totals == lm.report()["totals"]
-    assert [p.phase for p in replayed.ledger.passes].count("prefill") > 4
+    _assert_replayed(lm, trace, cache_reset)
+    assert [p.phase for p in lm.engine.ledger.passes].count("prefill") > 4
 
 
 @pytest.mark.parametrize("cache_reset", ["never", "request"])
@@ -141,11 +133,9 @@ def test_a_warmed_run_equals_its_replay(lm: MoECacheLM, tmp_path: Path, cache_re
     _recorded(lm, tmp_path / "cold", config)
     cold, (profile,) = lm.engine.ledger.passes, (tmp_path / "cold").iterdir()
     trace = _recorded(lm, tmp_path / "warm", {**config, "warm": str(profile)})
-    live = lm.engine.ledger.passes
-    assert live[0].misses < cold[0].misses
+    assert lm.engine.ledger.passes[0].misses < cold[0].misses
     assert lm.report()["warm"] == profile.name
-    replayed = replay(trace, lm.engine.setting, cache_reset=cache_reset)
-    assert replayed.ledger.passes == live
+    _assert_replayed(lm, trace, cache_reset)
     lm.engine.check_integrity()
 
 
@@ -275,8 +265,7 @@ def test_what_a_trace_keeps_is_exact_and_what_it_lacks_is_said(
     for policy in ("specmd", "mixtral_offloading", "fate", "moe_infinity", "on_demand"):
         lm.install(read_config({"policy": policy, "capacity": "20%"}))
         _run(lm)
-        replayed = replay(traces["lossless"], lm.engine.setting)
-        assert replayed.ledger.passes == lm.engine.ledger.passes
+        _assert_replayed(lm, traces["lossless"])
     plain, weighed, far, lossy = (
         read_config({"policy": "on_demand", "capacity": "20%", **overrides}).setting(lm.geometry)
         for overrides in (
@@ -288,12 +277,13 @@ def test_what_a_trace_keeps_is_exact_and_what_it_lacks_is_said(
     )
     for trace in traces.values():
         assert replay(trace, plain).ledger.passes == replay(traces["all"], plain).ledger.passes
-    with pytest.raises(ValueError, match=r"a row has no weights, .*trace_keep=all"):
-        replay(traces["routing"], weighed)
-    with pytest.raises(ValueError, match=r"there is no column 'predicted', .*trace_keep=all"):
-        replay(traces["lossless"], far)
-    with pytest.raises(ValueError, match=r"there is no column 'logits', .*trace_keep=all"):
-        replay(traces["lossless"], lossy)
+    for keep, setting, lacks in (
+        ("routing", weighed, "a row has no weights"),
+        ("lossless", far, "there is no column 'predicted'"),
+        ("lossless", lossy, "there is no column 'logits'"),
+    ):
+        with pytest.raises(ValueError, match=f"{lacks}, .*trace_keep=all"):
+            replay(traces[keep], setting)
     with pytest.raises(ValueError, match=r"trace_keep='all' says what a trace keeps, and none is"):
         read_config({"trace_keep": "all"})
 

@@ -112,7 +112,6 @@ class Machine:
     peak_flops: float = 0.0
     host_bytes_per_s: float | None
     """None where the card shares the host's memory."""
-    host_flops: float | None = None
     ram: float = DESKTOP_RAM
     link_bytes_per_s: float | None = None
     """What large pinned copies reach."""
@@ -189,7 +188,6 @@ def machine(
         is_split=runtime.splits == "tensor" and cards > 1 if is_split is None else is_split,
         peak_flops=0.0 if hardware is None else hardware.peak_flops,
         host_bytes_per_s=host,
-        host_flops=None if hardware is None else hardware.host_flops,
         ram=ram or 0.0,
         link_bytes_per_s=link,
         drive_bytes_per_s=drive,

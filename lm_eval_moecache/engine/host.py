@@ -7,7 +7,7 @@ become resident; the activations cross the link to the host and back.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -112,12 +112,9 @@ class HostStage:
         self._rule, self._costs, self._geometry = rule, costs, geometry
         self._latency_s = hardware.link_latency_s
         self._link_bytes_per_s, self._bytes_per_s = hardware.link_rate, hardware.lane_rate
-        flop_s_per_byte = 2 / geometry.element_bytes / hardware.host_flops
-        compute_bytes = geometry.compute_bytes or [levels[0] for levels in geometry.expert_bytes]
-        self._expert = tuple(
-            (nbytes * flop_s_per_byte, levels[0] / hardware.host_memory_bytes_per_s)
-            for nbytes, levels in zip(compute_bytes, geometry.expert_bytes, strict=True)
-        )
+        flops, bytes_per_s = hardware.host_flops, hardware.host_memory_bytes_per_s
+        host = replace(hardware, peak_flops=flops, memory_bytes_per_s=bytes_per_s)
+        self._host_costs = Costs(host, geometry)
         self.busy_until = 0.0
         self.is_open = False
         """Whether the host executes a part of the event in progress."""
@@ -134,7 +131,8 @@ class HostStage:
         base, load_bytes = layer * geometry.num_experts, geometry.expert_bytes[layer][0]
         tokens_of = _tokens_by_expert(event, geometry.num_experts)
         load_s = self._latency_s + load_bytes / self._link_bytes_per_s
-        on_device, on_host = self._costs.expert_parts_s[layer][0], self._expert[layer]
+        on_device = self._costs.expert_parts_s[layer][0]
+        on_host = self._host_costs.expert_parts_s[layer][0]
         works = [
             Work(key, load_s, _roofline(on_device, tokens), _roofline(on_host, tokens))
             for key, tokens in ((key, tokens_of[key - base]) for key in missing)

@@ -179,11 +179,6 @@ class ExpertCache:
         levels, arriving = self._columns("level", "arriving")
         return {key: int(levels[key]) for key in self._where(arriving)}
 
-    @property
-    def unused_prefetches(self) -> set[int]:
-        """Resident keys that a prefetch loaded and no event has used yet."""
-        return set(self._where(*self._columns("unused")))
-
     def _columns(self, *names: str) -> list[Any]:
         return [column(self.state.slots, name) for name in names]
 
