@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.sweep.identity import resolve
-from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 from lm_eval_moecache.trace.use import load_use, use_of
@@ -29,9 +28,8 @@ COUNTS = ((0, 9, 2, 0, 0, 0, 0, 0), (0, 0, 0, 9, 0, 0, 0, 1), (7, 0, 0, 0, 0, 0,
 PROFILE = UseProfile(model="", counts=COUNTS)
 
 
-def warmed(capacity: str, profile: UseProfile | None = PROFILE, **axes: Any) -> Any:
-    setting = traces.setting("on_demand", capacity, **axes)
-    return dataclasses.replace(setting, warm=profile)
+def warmed(capacity: str, profile: UseProfile | None = PROFILE, **axes: Any) -> Setting:
+    return traces.setting_for(traces.GEOMETRY, capacity, axes, warm=profile)
 
 
 @pytest.mark.parametrize(
@@ -57,25 +55,6 @@ def test_the_most_used_that_fit_are_there_at_no_cost(capacity: str, held: set[in
     assert sum(pool.loads + pool.evictions for pool in engine.pools) == 0
 
 
-@pytest.mark.parametrize("name", traces.ON_DEMAND_EVICTIONS)
-@pytest.mark.parametrize("cache_reset", ["never", "request"])
-def test_every_eviction_copes_and_the_books_balance(
-    trace: Trace, name: str, cache_reset: str
-) -> None:
-    profile = use_of(trace)
-    future = Future(trace) if find_algorithm("eviction", name).is_offline else None
-    first_passes = []
-    for warm_profile in (None, profile):
-        setting = warmed("40%", warm_profile, eviction=name)
-        engine = replay(trace, setting, future=future, cache_reset=cache_reset)
-        engine.check_integrity()
-        # Every requested expert was resident or came over the link.
-        assert engine.link.transfers == sum(p.misses for p in engine.ledger.passes)
-        first_passes.append(engine.ledger.passes[0])
-    cold, warm = first_passes
-    assert warm.misses < cold.misses and warm.end_s < cold.end_s
-
-
 def test_a_reset_goes_back_to_the_warm_state(trace: Trace) -> None:
     setting = warmed("30%", use_of(trace))
     placed = dict(VirtualEngine(traces.GEOMETRY, setting).pools[0].resident)
@@ -90,10 +69,8 @@ def test_a_reset_goes_back_to_the_warm_state(trace: Trace) -> None:
 
 def test_the_host_computes_what_the_profile_left_out(trace: Trace) -> None:
     """KTransformers places experts by profile: without one its cache stays empty."""
-    profile = use_of(trace)
-    setting = dataclasses.replace(traces.setting("ktransformers", "50%"), warm=profile)
-    cold = replay(trace, dataclasses.replace(setting, warm=None))
-    warm = replay(trace, setting)
+    setting = traces.setting_for(trace, "50%", policy="ktransformers", warm=use_of(trace))
+    cold, warm = replay(trace, dataclasses.replace(setting, warm=None)), replay(trace, setting)
     placed = dict(VirtualEngine(traces.GEOMETRY, setting).pools[0].resident)
     assert warm.pools[0].resident == placed and not cold.pools[0].resident
     assert warm.clock.now < cold.clock.now
