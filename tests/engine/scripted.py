@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.testing import streams
 
 HUGE = 1e30
 Script = Mapping[tuple[int, int], Sequence[int]]
@@ -76,9 +78,7 @@ def make_geometry(
     num_layers: int = 3, num_experts: int = 4, top_k: int = 2, **changes: Any
 ) -> Geometry:
     """Experts of 100 bytes and 200 bytes of dense weights a layer, but for `changes`."""
-    defaults = {"expert_bytes": ((100,),) * num_layers, "dense_bytes": (200,) * num_layers}
-    sizes = {"num_layers": num_layers, "num_experts": num_experts, "top_k": top_k}
-    return Geometry(model="scripted", **{**sizes, **defaults, **changes})
+    return replace(streams.make_geometry(num_layers, num_experts, top_k), **changes)
 
 
 TWO_LEVELS = {"expert_bytes": ((100, 25),), "precision": ("bf16", "int4")}

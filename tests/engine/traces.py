@@ -31,13 +31,16 @@ from lm_eval_moecache.trace.recorder import TraceWriter
 from lm_eval_moecache.trace.trace import Columns, Predicted, Trace, build_trace
 from tests.engine.scripted import make_geometry
 
-GEOMETRY = Geometry(
-    model="generated",
-    num_layers=3,
-    num_experts=8,
-    top_k=2,
-    expert_bytes=((1000,), (1500,), (1000,)),
-    dense_bytes=(300, 300, 700),
+
+def geometry_of(sizes: Sequence[int], num_experts: int, top_k: int) -> Geometry:
+    """Return a geometry with an expert's bytes in each layer, and no dense weights."""
+    expert_bytes, dense_bytes = tuple((int(size),) for size in sizes), (0,) * len(sizes)
+    changes = {"expert_bytes": expert_bytes, "dense_bytes": dense_bytes}
+    return make_geometry(len(sizes), num_experts, top_k, **changes)
+
+
+GEOMETRY = replace(
+    geometry_of((1000, 1500, 1000), 8, 2), model="generated", dense_bytes=(300, 300, 700)
 )
 HARDWARE = Hardware(
     name="test",
@@ -202,13 +205,6 @@ def from_rows(
         weights=weights,
     )
     return build_trace("generated", geometry, columns, **more)
-
-
-def geometry_of(sizes: Sequence[int], num_experts: int, top_k: int) -> Geometry:
-    """Return a geometry with an expert's bytes in each layer, and no dense weights."""
-    expert_bytes, dense_bytes = tuple((int(size),) for size in sizes), (0,) * len(sizes)
-    changes = {"expert_bytes": expert_bytes, "dense_bytes": dense_bytes}
-    return make_geometry(len(sizes), num_experts, top_k, **changes)
 
 
 def decode_trace(experts: Any, num_experts: int, phases: Sequence[str] = ()) -> Trace:
