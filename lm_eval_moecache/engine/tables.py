@@ -17,7 +17,6 @@ from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE, FIFO, Setting
 from lm_eval_moecache.engine.virtual.costs import Costs
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.jit import Table, column, make_table
-from lm_eval_moecache.records.sizes import Capacity
 
 
 def make_evictions(geometry: Geometry, setting: Setting) -> list[EvictionAlgorithm]:
@@ -78,28 +77,23 @@ def make_state(
         features = eviction.make_features(num_slots)
     else:
         features = make_features(Now(num_layers, geometry.num_experts), num_slots)
-    slots = make_table(core.Slot, num_layers * geometry.num_experts)
-    for key, slot in enumerate(slots):
-        slot.home = key // geometry.num_experts
+    sizes, partitions = setting.capacity.bytes_by_partition, setting.capacity.partitions(num_layers)
     return core.State(
         *features,
-        slots=slots,
+        slots=[
+            core.Slot(home=home) for home in range(num_layers) for _ in range(geometry.num_experts)
+        ],
         levels=levels,
         layer_states=make_table(core.LayerState, num_layers),
         queues=make_table(core.Queue, num_layers + 1),
-        caches=_make_caches(setting.capacity, num_layers),
+        caches=[
+            core.CacheState(first_layer=layers.start, end_layer=layers.stop, capacity=size)
+            for size, layers in zip(sizes, partitions, strict=True)
+        ],
         run=[run],
         messages=(),
         outside=outside,
     )
-
-
-def _make_caches(capacity: Capacity, num_layers: int) -> Table:
-    sizes, partitions = capacity.bytes_by_partition, capacity.partitions(num_layers)
-    return [
-        core.CacheState(first_layer=layers.start, end_layer=layers.stop, capacity=size)
-        for size, layers in zip(sizes, partitions, strict=True)
-    ]
 
 
 def read(table: Table, index: int, name: str) -> Any:
