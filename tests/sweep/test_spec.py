@@ -255,11 +255,8 @@ def test_every_algorithm_has_a_digest_of_its_own() -> None:
 
 
 def test_a_key_in_runs_and_grid_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "sweep.yaml"
-    fields = {"runs": [{"capacity": "5%"}], "grid": {"capacity": ["25%"]}, "tasks": "tiny_gsm8k"}
-    path.write_text(yaml.safe_dump({"name": "x", **fields}))
     with pytest.raises(ValueError, match=r"capacity is in `runs`.*'5%'.*`grid`"):
-        read_sweep(path)
+        sweep(tmp_path, runs=[{"capacity": "5%"}], grid={"capacity": ["25%"]})
 
 
 @pytest.mark.parametrize(
@@ -274,11 +271,9 @@ def test_a_key_in_runs_and_grid_is_refused(tmp_path: Path) -> None:
 def test_an_executor_takes_no_option_that_names_a_command(
     executor: str, option: dict[str, Any], tmp_path: Path
 ) -> None:
-    path = tmp_path / "sweep.yaml"
-    fields = {"name": "x", "tasks": "tiny_gsm8k", "executor": executor}
-    path.write_text(yaml.safe_dump({**fields, "executor_options": option}))
+    file = sweep(tmp_path, executor=executor, executor_options=option)
     with pytest.raises(ValueError, match=f"executor_options={next(iter(option))!r}"):
-        check_executor(read_sweep(path))
+        check_executor(file)
 
 
 def test_other_generation_settings_are_another_run() -> None:

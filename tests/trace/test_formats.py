@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -151,20 +152,31 @@ class Plain(TraceFormat):
 '''
 
 
-def test_a_new_format_is_one_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moecache: Moecache
-) -> None:
-    (tmp_path / "plain.py").write_text(NEW_FORMAT)
+@pytest.fixture
+def add_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Make `tmp_path` a place of formats, with a trace; return what writes its `plain.py`."""
+
+    def forget() -> None:
+        sys.modules.pop("lm_eval_moecache.trace.formats.plain", None)
+        trace_formats.cache_clear()
+
+    def write(code: str) -> None:
+        (tmp_path / "plain.py").write_text(code)
+        forget()
+
     (tmp_path / "trace.txt").write_text("plain\n3 1\n2 0\n")
     monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
-    trace_formats.cache_clear()
-    try:
-        assert "One token a line" in moecache("trace", "formats")
-        trace = load_trace(str(tmp_path / "trace.txt"))
-        assert trace.columns.experts.tolist() == [[3, 1], [2, 0]]
-    finally:
-        trace_formats.cache_clear()
-        sys.modules.pop("lm_eval_moecache.trace.formats.plain", None)
+    yield write
+    forget()
+
+
+def test_a_new_format_is_one_file(
+    tmp_path: Path, add_format: Callable[[str], None], moecache: Moecache
+) -> None:
+    add_format(NEW_FORMAT)
+    assert "One token a line" in moecache("trace", "formats")
+    trace = load_trace(str(tmp_path / "trace.txt"))
+    assert trace.columns.experts.tolist() == [[3, 1], [2, 0]]
 
 
 @pytest.mark.parametrize(
@@ -187,28 +199,22 @@ def test_a_new_format_is_one_file(
     ],
 )
 def test_a_third_partys_mistake_is_one_line_that_names_file_line_and_importer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moecache: Moecache, change: str, said: str
+    tmp_path: Path, add_format: Callable[[str], None], moecache: Moecache, change: str, said: str
 ) -> None:
     text = NEW_FORMAT.replace("import Pass", "import numbered, Pass")
-    (tmp_path / "plain.py").write_text(
-        text.replace("lines = path", f"{change}\n        lines = path")
-    )
-    (tmp_path / "trace.txt").write_text("plain\n3 1\n2 0\n")
-    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
-    trace_formats.cache_clear()
-    try:
-        with pytest.raises(ValueError, match=said):
-            load_trace(str(tmp_path / "trace.txt"))
-        for command in (["trace", "show"], ["replay"]):
-            error = moecache(*command, tmp_path / "trace.txt", code=2)
-            assert "Traceback" not in error and error.count("\n") <= 1
-        (tmp_path / "plain.py").write_text("import no_such_module\n")
-        sys.modules.pop("lm_eval_moecache.trace.formats.plain", None)
-        trace_formats.cache_clear()
-        assert "format 'plain' cannot be imported" in moecache("trace", "formats", code=2)
-    finally:
-        trace_formats.cache_clear()
-        sys.modules.pop("lm_eval_moecache.trace.formats.plain", None)
+    add_format(text.replace("lines = path", f"{change}\n        lines = path"))
+    with pytest.raises(ValueError, match=said):
+        load_trace(str(tmp_path / "trace.txt"))
+    for command in (["trace", "show"], ["replay"]):
+        error = moecache(*command, tmp_path / "trace.txt", code=2)
+        assert "Traceback" not in error and error.count("\n") <= 1
+
+
+def test_a_third_partys_module_that_cannot_be_imported_is_named(
+    add_format: Callable[[str], None], moecache: Moecache
+) -> None:
+    add_format("import no_such_module\n")
+    assert "format 'plain' cannot be imported" in moecache("trace", "formats", code=2)
 
 
 @pytest.mark.parametrize(
