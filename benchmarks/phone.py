@@ -22,7 +22,6 @@ from scipy import optimize
 
 from lm_eval_moecache.analysis.validation import HIT, READ, WALL, Series, read_measured
 from lm_eval_moecache.engine.virtual.costs import Costs, arrivals, read_shares
-from lm_eval_moecache.profiling._fit import with_fields
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.trace.importers import load_trace
@@ -89,7 +88,7 @@ def fit_serial(runs: Sequence[SerialRun], base: Hardware) -> Hardware:
     """Return the profile whose link and memory rates best fit the speeds of these runs."""
 
     def profile(logs: np.ndarray) -> Hardware:
-        return with_fields(base, dict(zip(FITTED, map(float, np.exp(logs)), strict=True)))
+        return replace(base, **dict(zip(FITTED, map(float, np.exp(logs)), strict=True)))
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         hardware = profile(logs)

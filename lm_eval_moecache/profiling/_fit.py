@@ -6,7 +6,7 @@ token. The clock itself is the model: every guess replays the routings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -138,15 +138,16 @@ def fit(
         "layer_overhead_s": start.layer_overhead_s or 1e-4,
         "kernel_overhead_s": start.kernel_overhead_s or 1e-6,
     }
-    figures = {name: value for name, value in initial.items() if name in names}
+    figures: dict[str, Any] = {name: initial[name] for name in names if name in initial}
     if all({MANAGEMENT, READ} <= run.series.columns.keys() for run in runs):
         parts = [run.series.part(run.tokens).columns for run in runs]
         management_s = sum(float(part[MANAGEMENT].sum()) for part in parts) / 1e3
         figures[BY_COLUMN] = management_s / sum(float(part[READ].sum()) for part in parts)
-    start = with_fields(start, figures)
+    start = replace(start, **figures)
 
     def profile(logs: Values) -> Hardware:
-        return with_fields(start, dict(zip(names, map(float, np.exp(logs)), strict=True)))
+        figures: dict[str, Any] = dict(zip(names, np.exp(logs).tolist(), strict=True))
+        return replace(start, **figures)
 
     def residuals(logs: Values) -> Values:
         return np.concatenate([_residuals(run, profile(logs)) for run in runs])
@@ -183,12 +184,6 @@ def fit(
         if abs(correlation) > ALIKE:
             confounded.append([first, second, correlation])
     return profile(best.x), dict(zip(names, ends.tolist(), strict=True)), confounded
-
-
-def with_fields(hardware: Hardware, figures: Mapping[str, float]) -> Hardware:
-    """Return a profile with some of its fields replaced."""
-    changes: dict[str, Any] = dict(figures)
-    return replace(hardware, **changes)
 
 
 def _residuals(run: Measured, hardware: Hardware) -> Values:

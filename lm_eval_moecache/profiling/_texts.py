@@ -233,7 +233,8 @@ def artifact_of(
     )
 
 
-def say(report: Mapping[str, Any], lines: Sequence[str], as_json: bool) -> None:
-    """Print `report` as JSON, or `lines`."""
+def say(report: Mapping[str, Any], lines: Sequence[str], as_json: bool) -> int:
+    """Print `report` as JSON, or `lines`; return exit code 0."""
     text = json.dumps(finite(dict(report)), indent=2) if as_json else "\n".join(lines)
     sys.stdout.write(f"{text}\n")
+    return 0

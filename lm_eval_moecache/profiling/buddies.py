@@ -101,5 +101,4 @@ def run(arguments: Namespace) -> int:
         low, middle, high = np.percentile(sizes, (0, 50, 100)).tolist()
         rows.append({"layer": layer, "shortest": low, "median": middle, "longest": high})
         lines.append(f"  layer {layer}: {low:g} to {high:g}, median {middle:g}")
-    say({"out": arguments.out, **data, "layers": rows}, lines, arguments.json)
-    return 0
+    return say({"out": arguments.out, **data, "layers": rows}, lines, arguments.json)

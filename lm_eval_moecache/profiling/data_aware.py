@@ -71,5 +71,4 @@ def run(arguments: Namespace) -> int:
     rows = artifact.made_from["layers"]
     title = "share of the experts named rightly, on held-out prompts"
     lines = [f"{arguments.out}: {title}", "", rows_as_markdown(rows).rstrip("\n")]
-    say({"out": arguments.out, "layers": rows}, lines, arguments.json)
-    return 0
+    return say({"out": arguments.out, "layers": rows}, lines, arguments.json)

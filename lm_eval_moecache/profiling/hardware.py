@@ -68,8 +68,7 @@ def run(arguments: Namespace) -> int:
         profile, report = fit_to_files(path.stem, arguments)
         fields = {k: v for k, v in dataclasses.asdict(profile).items() if v is not None}
         write_whole(path, _as_yaml(fields))
-        say(report, [_as_yaml(report).rstrip("\n")], arguments.json)
-        return 0
+        return say(report, [_as_yaml(report).rstrip("\n")], arguments.json)
     nbytes = parse_bytes(arguments.size, "size")
     wall_options = {"bandwidth": arguments.bandwidth, "policy": arguments.policy}
     for key, value in wall_options.items() if not arguments.pretrained else ():
@@ -92,8 +91,7 @@ def run(arguments: Namespace) -> int:
         ) from error
     fields = dataclasses.asdict(profile)
     write_whole(path, _as_yaml(fields))
-    say(fields, [_as_yaml(fields).rstrip("\n")], arguments.json)
-    return 0
+    return say(fields, [_as_yaml(fields).rstrip("\n")], arguments.json)
 
 
 def _as_yaml(fields: Mapping[str, Any]) -> str:

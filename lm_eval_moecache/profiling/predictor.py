@@ -68,5 +68,4 @@ def run(arguments: Namespace) -> int:
     lines = [f"{arguments.out}: share of the experts named rightly, on held-out prompts", ""]
     lines += [rows_as_markdown(tables["layers"])]
     lines += [rows_as_markdown(tables["certainty"]).rstrip("\n")]
-    say({"out": arguments.out, **tables}, lines, arguments.json)
-    return 0
+    return say({"out": arguments.out, **tables}, lines, arguments.json)

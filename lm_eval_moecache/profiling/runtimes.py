@@ -72,22 +72,20 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    routings = {path.stem: hits_of(load_trace(str(path))) for path in trace_paths()}
+    shipped = sorted(traces_dir().glob("*.parquet"))
+    routings = {path.stem: hits_of(load_trace(str(path))) for path in shipped}
     begin = Mechanisms(constants=START, curve=_CURVE, routings=routings)
     rows, left_out = read_rows(Path(getattr(arguments, "from")), begin)
     known, result = fit_all(rows, begin)
     result = {**result, "left_out": left_out}
     write_whole(Path(arguments.out), as_yaml(known, result["hit_rates"]))
     if arguments.report:
-        write_report(result, Path(arguments.report))
+        # Every row as forecast without its machine.
+        folder = Path(arguments.report)
+        write_whole(folder / "table.md", as_text(result))
+        plot(result["rows"], folder / "plots" / "predicted.svg")
     text = as_text(result) + "\n" + as_yaml(known, result["hit_rates"])
-    say({**result, "constants": dict(known.constants)}, text.splitlines(), arguments.json)
-    return 0
-
-
-def trace_paths() -> list[Path]:
-    """Return the shipped traces, sorted."""
-    return sorted(traces_dir().glob("*.parquet"))
+    return say({**result, "constants": dict(known.constants)}, text.splitlines(), arguments.json)
 
 
 # --- hits ---
@@ -349,9 +347,3 @@ def as_yaml(known: Mechanisms, hit_rates: Mapping[str, Any]) -> str:
     )
     text = yaml.safe_dump(data, sort_keys=False, width=100, default_flow_style=None)
     return head + str(text)
-
-
-def write_report(result: Mapping[str, Any], folder: Path) -> None:
-    """Write `table.md` and `plots/predicted.svg`: every row as forecast without its machine."""
-    write_whole(folder / "table.md", as_text(result))
-    plot(result["rows"], folder / "plots" / "predicted.svg")

@@ -48,5 +48,4 @@ def run(arguments: Namespace) -> int:
     lines = [f"{arguments.out}: sensitivity from {fisher.num_tokens} tokens, in nats per token:"]
     lines += [f"  layer {layer}: {value:.4g}" for layer, value in enumerate(layers)]
     lines += [f"  {share} of the activations below {value:.4g}" for share, value in shares.items()]
-    say(summary | {"sensitivity": layers, "thresholds": shares}, lines, arguments.json)
-    return 0
+    return say(summary | {"sensitivity": layers, "thresholds": shares}, lines, arguments.json)

@@ -55,8 +55,7 @@ def run(arguments: Namespace) -> int:
         f"{profile.model or 'a model that is not named'}, {stats['never_used']} of them never used:"
     ]
     lines += [f"  the {part} most used: {share:.1%}" for part, share in shares.items()]
-    say(stats, lines, arguments.json)
-    return 0
+    return say(stats, lines, arguments.json)
 
 
 _MOST = 1 << 34
