@@ -14,6 +14,7 @@ from lm_eval_moecache.trace.formats.base import (
     build,
     in_turn,
     numbered,
+    told_apart,
 )
 from lm_eval_moecache.trace.trace import Trace
 
@@ -67,9 +68,8 @@ class Activations(TraceFormat):
             )
         layers = sorted({layer for text in batches for layer, _ in text})
         steps: list[tuple[int, Layers]] = []
-        request = -1
         for number, text in enumerate(batches):
-            request, decodes = request + 1, False
+            passes: list[Layers] = []
             for begin in range(0, len(text), len(layers)):
                 step = text[begin : begin + len(layers)]
                 if [layer for layer, _ in step] != layers:
@@ -81,8 +81,6 @@ class Activations(TraceFormat):
                     layer: [(ids[n : n + top_k], None) for n in range(0, len(ids), top_k)]
                     for layer, ids in step
                 }
-                reads = len(rows[layers[0]]) > 1
-                request += reads and decodes
-                decodes = not reads
-                steps.append((request, rows))
+                passes.append(rows)
+            steps += told_apart(passes, steps[-1][0] + 1 if steps else 0)
         return build(path.name, path.stem, in_turn(steps), options)

@@ -274,6 +274,16 @@ def pass_of(layers: Layers, request: int, phase: str, first_token: int) -> Pass:
     )
 
 
+def told_apart(steps: Iterable[Layers], first: int = 0) -> Iterator[tuple[int, Layers]]:
+    """Yield (request, layers): a pass of several tokens after a decode step is another request."""
+    request, decodes = first, False
+    for layers in steps:
+        reads = len(layers[min(layers)]) > 1
+        request += reads and decodes
+        decodes = not reads
+        yield request, layers
+
+
 def in_turn(steps: Iterable[tuple[int, Layers]]) -> list[Pass]:
     """Return the passes of (request, layers), each continuing after its request's last token.
 

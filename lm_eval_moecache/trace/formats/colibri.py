@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.trace.formats.base import (
-    Layers,
     Options,
     TraceFormat,
     build,
     in_turn,
     numbered,
+    told_apart,
 )
 from lm_eval_moecache.trace.trace import Trace
 
@@ -56,11 +56,4 @@ class Colibri(TraceFormat):
             if not steps or layer <= max(steps[-1]):
                 steps.append({})
             steps[-1][layer] = rows
-        texts: list[tuple[int, Layers]] = []
-        request, decodes = 0, False
-        for layers in steps:
-            reads = len(layers[min(layers)]) > 1
-            request += reads and decodes
-            decodes = not reads
-            texts.append((request, layers))
-        return build(path.name, path.stem, in_turn(texts), options)
+        return build(path.name, path.stem, in_turn(told_apart(steps)), options)
