@@ -8,11 +8,8 @@ resemble the model's, so that the model's routers can read them, but are not equ
 from __future__ import annotations
 
 import logging
-import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
@@ -30,13 +27,18 @@ from transformers import (
 from lm_eval_moecache.tiny import MODEL_DIR
 from tools.train_tiny.batches import EARLY, Batch, skill_batch, text_batch
 from tools.train_tiny.network import build_model
-from tools.train_tiny.record import Curve, write_folder
 from tools.train_tiny.text import Text
 from tools.train_tiny.tokenizer import END, MAX_LENGTH, VOCAB_SIZE
-from tools.train_tiny.train import Plan, micro_loss, optimizers_of, read_command, update
+from tools.train_tiny.train import (
+    CHECKPOINT,
+    Plan,
+    Run,
+    micro_loss,
+    optimizers_of,
+    read_command,
+    update,
+)
 
-logger = logging.getLogger(__name__)
-CHECKPOINT = "checkpoint.pt"
 # The first step, by whose number its batches are drawn.
 FIRST_STEP = 720
 INTERMEDIATE = 96
@@ -104,29 +106,21 @@ def states_of(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 class Training:
-    """A run: model, optimizers and progress. A stopped one resumes from its last checkpoint.
+    """A run with its target and text.
 
     Its batches are of the first mixture, with fewer word problems and more facts than the last: on
     those the draft would predict nearly all words of a solution and too few answers.
     """
 
     def __init__(self, plan: Plan, out: Path, cache: Path) -> None:
-        self.plan, self.out = plan, out
+        self.plan = plan
         self.tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
         self.text = Text(self.tokenizer, cache, out / "text")
         torch.manual_seed(plan.seed)
-        self.model = self.first_model()
-        self.optimizers = optimizers_of(self.model, plan)
-        self.curve, self.step, self.num_tokens, seconds = Curve(), FIRST_STEP, 0, 0.0
-        if (out / CHECKPOINT).exists():
-            state = torch.load(out / CHECKPOINT, weights_only=True)
-            self.model.load_state_dict(state["model"])
-            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(saved)
-            self.curve.rows = [tuple(row) for row in state["curve"]]
-            self.step, self.num_tokens = state["step"], state["num_tokens"]
-            seconds = state["seconds"]
-        self.started = time.monotonic() - seconds
+        model = self.first_model()
+        self.run = Run(model, optimizers_of(model, plan), out / CHECKPOINT, FIRST_STEP)
+        if self.run.file.exists():
+            self.run.resume()
         plain = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
         self.target = build_model(plain.config).eval()
         self.target.load_state_dict(plain.state_dict())
@@ -175,11 +169,11 @@ class Training:
 
     def advance(self) -> None:
         """Take one step; in place of the balance, the curve has the mean of 1 - cosine."""
-        losses, apart = list[Tensor](), list[Tensor]()
-        for batch in self.batches(self.step):
-            self.num_tokens += batch.ids_BS.numel()
-            with states_of(self.model) as mine:
-                losses.append(micro_loss(self.model, batch)[0])
+        run, losses, apart = self.run, list[Tensor](), list[Tensor]()
+        for batch in self.batches(run.step):
+            run.num_tokens += batch.ids_BS.numel()
+            with states_of(run.model) as mine:
+                losses.append(micro_loss(run.model, batch)[0])
             with torch.no_grad(), states_of(self.target) as theirs:
                 self.target.model(batch.ids_BS, attention_mask=batch.mask, use_cache=False)
             real_BS = batch.ids_BS >= 0 if batch.document_BS is None else batch.document_BS >= 0
@@ -189,30 +183,9 @@ class Training:
         text, skills = losses
         distance = torch.stack(apart).mean()
         (text + self.plan.skill_weight * skills + MATCH * distance).backward()  # type: ignore[no-untyped-call]
-        share = update(self.model.parameters(), self.optimizers, self.plan, self.step)
-        self.curve.add(self.step, text.item(), skills.item(), distance.item(), share)
-        self.step += 1
-
-    def save(self) -> None:
-        part = (self.out / CHECKPOINT).with_suffix(".part")
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "curve": [list(row) for row in self.curve.rows],
-            "step": self.step,
-            "num_tokens": self.num_tokens,
-            "seconds": time.monotonic() - self.started,
-        }
-        torch.save(state, part)
-        os.replace(part, self.out / CHECKPOINT)
-
-    def finish(self) -> None:
-        facts = {"from": "version 4 of tiny", "target": "../model", **asdict(self.plan)}
-        facts |= {
-            "num_tokens": self.num_tokens,
-            "wall_s": round(time.monotonic() - self.started, 1),
-        }
-        write_folder(self.out / "model", self.model, self.tokenizer, self.curve, facts)
+        share = update(run.model.parameters(), run.optimizers, self.plan, run.step)
+        run.curve.add(run.step, text.item(), skills.item(), distance.item(), share)
+        run.step += 1
 
 
 def main() -> None:
@@ -222,19 +195,19 @@ def main() -> None:
     preset = Plan(steps=FIRST_STEP + 600, rate=2e-3, adam_rate=1.5e-3, warmup=20, decay_steps=100)
     plan, out, cache, save_every = read_command(preset, __doc__)
     training = Training(plan, out, cache)
-    while training.step < plan.steps:
+    run = training.run
+    while run.step < plan.steps:
         training.advance()
-        if training.step % 20 == 0:
-            speed = training.num_tokens / (time.monotonic() - training.started)
-            logger.info("%s tokens/s %.0f", training.curve.told(20), speed)
-        if training.step % save_every == 0:
-            training.save()
+        run.log()
+        if run.step % save_every == 0:
+            run.save()
         if (out / "stop").exists():
-            training.save()
+            run.save()
             (out / "stop").unlink()
             return
-    training.save()
-    training.finish()
+    run.save()
+    facts = {"from": "version 4 of tiny", "target": "../model"}
+    run.finish(out, training.tokenizer, plan, facts)
 
 
 if __name__ == "__main__":

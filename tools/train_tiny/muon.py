@@ -44,15 +44,15 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for weight in group["params"]:
-                update = self._update(weight, group)
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.sub_(update, alpha=group["lr"] * 0.2 * max(weight.shape[-2:]) ** 0.5)
+                self._update(weight, group)
 
-    def _update(self, weight: Tensor, group: dict[str, float]) -> Tensor:
+    def _update(self, weight: Tensor, group: dict[str, float]) -> None:
         state = self.state[weight]
         if not state:
             state["velocity"] = torch.zeros_like(weight)
         velocity: Tensor = state["velocity"]
         velocity.lerp_(weight.grad, 1 - group["momentum"])
         blend = weight.grad.lerp(velocity, group["momentum"])
-        return orthogonalise(blend.view(-1, *blend.shape[-2:])).reshape(weight.shape)
+        update = orthogonalise(blend.view(-1, *blend.shape[-2:])).reshape(weight.shape)
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.sub_(update, alpha=group["lr"] * 0.2 * max(weight.shape[-2:]) ** 0.5)

@@ -6,17 +6,25 @@ The trainer of version 2 is in git: `git archive fb4ef76 tools/train_tiny`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tools.train_tiny.batches import Batch
 from tools.train_tiny.muon import Muon
+from tools.train_tiny.record import Curve, write_folder
+
+logger = logging.getLogger(__name__)
+CHECKPOINT = "checkpoint.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,3 +114,60 @@ def update(
         optimizer.step()
         optimizer.zero_grad()
     return share
+
+
+class Run:
+    """A training's model, optimizers and progress; a stopped one goes on from its checkpoint."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizers: list[torch.optim.Optimizer],
+        file: Path,
+        step: int = 0,
+    ) -> None:
+        self.model, self.optimizers, self.file, self.step = model, optimizers, file, step
+        self.curve, self.num_tokens, self.started = Curve(), 0, time.monotonic()
+
+    def resume(self) -> None:
+        """Go on from the checkpoint."""
+        state = torch.load(self.file, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.curve.rows = [tuple(row) for row in state["curve"]]
+        self.step, self.num_tokens = state["step"], state["num_tokens"]
+        self.started = time.monotonic() - state["seconds"]
+
+    def save(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "curve": [list(row) for row in self.curve.rows],
+            "step": self.step,
+            "num_tokens": self.num_tokens,
+            "seconds": time.monotonic() - self.started,
+        }
+        part = self.file.with_suffix(".part")
+        torch.save(state, part)
+        if dist.is_initialized():
+            dist.barrier()
+        os.replace(part, self.file)
+
+    def log(self) -> None:
+        """Log the last 20 steps, at every 20th."""
+        if self.step % 20 == 0:
+            speed = self.num_tokens / (time.monotonic() - self.started)
+            logger.info("%s tokens %d tokens/s %.0f", self.curve.told(20), self.num_tokens, speed)
+
+    def finish(
+        self,
+        out: Path,
+        tokenizer: PreTrainedTokenizerFast,
+        plan: Plan,
+        facts: Mapping[str, object] | None = None,
+    ) -> None:
+        """Write the model's folder, with the facts and the plan in its `training.json`."""
+        wall_s = round(time.monotonic() - self.started, 1)
+        told = {**(facts or {}), **asdict(plan), "num_tokens": self.num_tokens, "wall_s": wall_s}
+        write_folder(out / "model", self.model, tokenizer, self.curve, told)

@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,13 +30,17 @@ from tools.train_tiny import network
 from tools.train_tiny.batches import EARLY, FINAL, LATE, skill_batch, text_batch
 from tools.train_tiny.muon import Muon
 from tools.train_tiny.network import TOP_K, balance_loss, build_config, build_model, sharpness
-from tools.train_tiny.record import Curve, write_folder
 from tools.train_tiny.text import Text
 from tools.train_tiny.tokenizer import END, train_tokenizer
-from tools.train_tiny.train import Plan, micro_loss, optimizers_of, read_command, update
-
-logger = logging.getLogger(__name__)
-CHECKPOINT = "checkpoint.pt"
+from tools.train_tiny.train import (
+    CHECKPOINT,
+    Plan,
+    Run,
+    micro_loss,
+    optimizers_of,
+    read_command,
+    update,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,24 +63,20 @@ class ShardedMuon(Muon):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         rank, world = dist.get_rank(), dist.get_world_size()
         for group in self.param_groups:
-            params = group["params"]
-            for index, weight in enumerate(params):
-                if index % world == rank:
-                    update = self._update(weight, group)
-                    weight.mul_(1 - group["lr"] * group["weight_decay"])
-                    weight.sub_(update, alpha=group["lr"] * 0.2 * max(weight.shape[-2:]) ** 0.5)
-            flats = []
+            for weight in group["params"][rank::world]:
+                self._update(weight, group)
             for owner in range(world):
-                mine = [w for i, w in enumerate(params) if i % world == owner]
-                flat = torch.cat([w.reshape(-1) for w in mine])
-                flats.append((mine, flat))
-            for owner, (mine, flat) in enumerate(flats):
+                weights = group["params"][owner::world]
+                flat = torch.cat([weight.reshape(-1) for weight in weights])
                 dist.broadcast(flat, owner)
-                if owner != rank:
-                    start = 0
-                    for w in mine:
-                        w.copy_(flat[start : start + w.numel()].view_as(w))
-                        start += w.numel()
+                copy_back(flat, weights)
+
+
+def copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy into these tensors what was concatenated of them."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 def scaled_experts(experts: Any, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -98,70 +98,41 @@ def worker(rank: int, plan: ModelPlan, out: Path, cache: Path, save_every: int, 
     model.set_experts_implementation("tiny_scaled")
     muon, adam = optimizers_of(model, plan)
     muon = ShardedMuon(muon.param_groups[0]["params"], lr=plan.rate, weight_decay=plan.weight_decay)
-    optimizers = [muon, adam]
-    curve, step, num_tokens, seconds = Curve(), 0, 0, 0.0
-    mine = out / f"{rank}.{CHECKPOINT}"
+    run = Run(model, [muon, adam], out / f"{rank}.{CHECKPOINT}")
     if (out / f"1.{CHECKPOINT}").exists():
-        state = torch.load(mine, weights_only=True)
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        curve.rows = [tuple(row) for row in state["curve"]]
-        step, num_tokens, seconds = state["step"], state["num_tokens"], state["seconds"]
-    counter = torch.tensor([step])
+        run.resume()
+    counter = torch.tensor([run.step])
     dist.all_reduce(counter)
-    assert int(counter) == 2 * step, "the two checkpoints are of different steps"
-    started = time.monotonic() - seconds
+    assert int(counter) == 2 * run.step, "the two checkpoints are of different steps"
     params = list(model.parameters())
-
-    def save() -> None:
-        part = mine.with_suffix(".part")
-        torch.save(
-            {
-                "model": model.state_dict(),
-                "optimizers": [o.state_dict() for o in optimizers],
-                "curve": [list(row) for row in curve.rows],
-                "step": step,
-                "num_tokens": num_tokens,
-                "seconds": time.monotonic() - started,
-            },
-            part,
-        )
-        dist.barrier()
-        os.replace(part, mine)
-
-    while step < plan.steps:
-        rng = Random(f"batch/{plan.seed}/{step}/{rank}")
+    while run.step < plan.steps:
+        rng = Random(f"batch/{plan.seed}/{run.step}/{rank}")
         if rank == 0:
             batch = text_batch(text, rng)
         else:
-            batch = skill_batch(tokenizer, rng, plan.mixture_at(step))
+            batch = skill_batch(tokenizer, rng, plan.mixture_at(run.step))
         loss, logits = micro_loss(model, batch)
         balance, sharp = balance_loss(list(logits), TOP_K), sharpness(list(logits), TOP_K)
         weight = 1.0 if rank == 0 else plan.skill_weight
         regular = plan.balance_weight * balance + plan.sharpness_weight * sharp
         total = weight * loss + 0.5 * regular
         total.backward()
-        flat = torch.cat([p.grad.reshape(-1) for p in params])
+        grads = [p.grad for p in params]
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
         dist.all_reduce(flat)
-        start = 0
-        for p in params:
-            p.grad.copy_(flat[start : start + p.numel()].view_as(p))
-            start += p.numel()
-        share = update(params, optimizers, plan, step)
-        row = torch.zeros(4)
+        copy_back(flat, grads)
+        share = update(params, run.optimizers, plan, run.step)
+        row = torch.zeros(5)
         row[rank], row[2], row[3] = loss.item(), balance.item() / 2, batch.ids_BS.numel()
-        stop = float((out / "stop").exists()) if rank == 0 else 0.0
-        row = torch.cat([row, torch.tensor([stop])])
+        row[4] = rank == 0 and (out / "stop").exists()
         dist.all_reduce(row)
-        num_tokens += int(row[3])
-        curve.add(step, float(row[0]), float(row[1]), float(row[2]), share)
-        step += 1
-        if rank == 0 and step % 20 == 0:
-            speed = num_tokens / (time.monotonic() - started)
-            logger.info("%s tokens %d tokens/s %.0f", curve.told(20), num_tokens, speed)
-        if step % save_every == 0 or row[4] > 0 or step == plan.steps:
-            save()
+        run.num_tokens += int(row[3])
+        run.curve.add(run.step, *row[:3].tolist(), share)
+        run.step += 1
+        if rank == 0:
+            run.log()
+        if run.step % save_every == 0 or row[4] > 0 or run.step == plan.steps:
+            run.save()
         if row[4] > 0:
             if rank == 0:
                 (out / "stop").unlink()
@@ -171,9 +142,7 @@ def worker(rank: int, plan: ModelPlan, out: Path, cache: Path, save_every: int, 
             for name, p in model.named_parameters():
                 if name.endswith("experts.down_proj"):
                     p.mul_(TOP_K)
-        wall_s = round(time.monotonic() - started, 1)
-        facts = asdict(plan) | {"num_tokens": num_tokens, "wall_s": wall_s}
-        write_folder(out / "model", model, tokenizer, curve, facts)
+        run.finish(out, tokenizer, plan)
 
 
 def main() -> None:
