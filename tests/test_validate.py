@@ -34,10 +34,10 @@ def profile(folder: Path, name: str = "device", **changes: object) -> Path:
     return path
 
 
-def measured_by(trace: Path, hardware: Hardware, reads: int = 2) -> Series:
+def measured_by(trace: Path, hardware: Hardware) -> Series:
     """Measurements of a device that matches the clock exactly."""
     run = load_trace(str(trace))
-    return simulate(run, setting_of(run, hardware, ENGINE, reads))
+    return simulate(run, setting_of(run, hardware, ENGINE, 2))
 
 
 def write(path: Path, columns: dict[str, Any], comment: str = "") -> Path:

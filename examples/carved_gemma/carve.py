@@ -74,7 +74,7 @@ def attend(model: Gemma3ForCausalLM, index: int, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def carve_layer(
-    model: Gemma3ForCausalLM, index: int, hidden: Tensor, shape: Shape, *, refits: bool
+    model: Gemma3ForCausalLM, index: int, hidden: Tensor, shape: Shape
 ) -> tuple[MaskedFFN, Tensor, dict[str, float]]:
     """Carve one layer on its inputs in the carved model; return it, its output and figures."""
     layer = model.model.layers[index]
@@ -89,11 +89,10 @@ def carve_layer(
     # A window's start token has outputs of its own size and kind.
     is_inner = (torch.arange(len(x)) % hidden.shape[1]) > 0
     inner, inner_neurons = x[is_inner], neurons[is_inner]
-    figures = {"router finds": carving.fit_router(ffn, inner, inner_neurons)}
-    if refits:
-        target = nn.functional.linear(inner_neurons, ffn.down_proj)
-        before, after = carving.refit(ffn, inner, inner_neurons, target, RIDGES)
-        figures |= {"missing before": before, "missing after": after}
+    found = carving.fit_router(ffn, inner, inner_neurons)
+    target = nn.functional.linear(inner_neurons, ffn.down_proj)
+    before, after = carving.refit(ffn, inner, inner_neurons, target, RIDGES)
+    figures = {"router finds": found, "missing before": before, "missing after": after}
     output = nn.functional.linear(ffn.masked(x, neurons), ffn.down_proj)
     if ffn.linear_path is not None:
         output = output + ffn.linear_path(x)
@@ -102,16 +101,14 @@ def carve_layer(
 
 
 @torch.no_grad()
-def carve(
-    model: Gemma3ForCausalLM, ids: Tensor, shape: Shape, file: Path, *, refits: bool = True
-) -> list[MaskedFFN]:
+def carve(model: Gemma3ForCausalLM, ids: Tensor, shape: Shape, file: Path) -> list[MaskedFFN]:
     """Carve all layers, on token ids [windows, LENGTH]; continues what `file` has of them."""
     states, hidden, figures = list[Any](), model.model.embed_tokens(ids), list[dict[str, float]]()
     if file.exists():
         states, hidden, figures = torch.load(file, weights_only=True)
     layers = range(len(states), len(model.model.layers))
     for index in tqdm(layers, desc="carving layers"):
-        ffn, hidden, one = carve_layer(model, index, hidden, shape, refits=refits)
+        ffn, hidden, one = carve_layer(model, index, hidden, shape)
         states.append(ffn.state_dict())
         figures.append(one)
         print(f"layer {index}: " + ", ".join(f"{k} {v:.3f}" for k, v in one.items()), flush=True)

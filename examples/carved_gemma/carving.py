@@ -99,7 +99,7 @@ def energies(hidden: Tensor, down_proj: Tensor, num_groups: int) -> Tensor:
     return squares.reshape(len(hidden), num_groups, -1).sum(-1).sqrt()
 
 
-def in_groups(sizes: Tensor, shape: Shape, seed: int = 0, num_rounds: int = 6) -> Tensor:
+def in_groups(sizes: Tensor, shape: Shape, num_rounds: int = 6) -> Tensor:
     """Order neurons by group: the largest contributors are shared, the others grouped by use.
 
     Neurons that contribute to the same tokens come into one group (balanced k-means of their
@@ -109,7 +109,7 @@ def in_groups(sizes: Tensor, shape: Shape, seed: int = 0, num_rounds: int = 6) -
     by_size = sizes.square().mean(0).argsort(descending=True)
     shared, rest = by_size.split([width * shape.num_shared, width * shape.num_experts])
     directions = nn.functional.normalize(sizes[:, rest].T - sizes[:, rest].mean(0)[:, None])
-    draws = torch.Generator().manual_seed(seed)
+    draws = torch.Generator().manual_seed(0)
     centres = directions[torch.randperm(len(rest), generator=draws)[: shape.num_experts]]
     groups = np.zeros(len(rest), np.int64)
     for _ in range(num_rounds):
@@ -123,9 +123,9 @@ def in_groups(sizes: Tensor, shape: Shape, seed: int = 0, num_rounds: int = 6) -
     return torch.cat([shared, rest[torch.from_numpy(groups.argsort(kind="stable"))]])
 
 
-def at_random(num_neurons: int, seed: int = 0) -> Tensor:
+def at_random(num_neurons: int) -> Tensor:
     """Order neurons at random: what `in_groups` is compared with."""
-    return torch.randperm(num_neurons, generator=torch.Generator().manual_seed(seed))
+    return torch.randperm(num_neurons, generator=torch.Generator().manual_seed(0))
 
 
 def by_energy(ffn: MaskedFFN) -> Callable[[Tensor, Tensor], Tensor]:

@@ -301,14 +301,11 @@ def touched_share(trace: Trace, num_tokens: int) -> float:
 
     Counted over windows of the trace's tokens; longer prompts as if windows were independent.
     """
-    geometry, experts = trace.geometry, trace.columns.experts
-    layers = np.repeat(
-        np.arange(len(trace.row_bounds) - 1) % geometry.num_layers, np.diff(trace.row_bounds)
-    )
+    geometry, columns = trace.geometry, trace.columns
     window = min(num_tokens, _WINDOW)
     shares = []
     for layer in range(geometry.num_layers):
-        rows = experts[layers == layer]
+        rows = columns.experts[columns.layer == layer]
         for start in range(0, max(len(rows) - window, 0) + 1, window):
             shares.append(len(np.unique(rows[start : start + window])) / geometry.num_experts)
     return float(1 - (1 - np.mean(shares)) ** (num_tokens / window))

@@ -127,11 +127,9 @@ def hits_of(trace: Trace) -> dict[str, Any]:
 
 def _popularity_shape(trace: Trace) -> float:
     """Return the shape with which `touched_share` is nearest to windows of the trace's tokens."""
-    geometry, experts = trace.geometry, trace.columns.experts
-    layers = np.repeat(
-        np.arange(len(trace.row_bounds) - 1) % geometry.num_layers, np.diff(trace.row_bounds)
-    )
-    by_layer = [experts[layers == layer] for layer in range(geometry.num_layers)]
+    geometry, columns = trace.geometry, trace.columns
+    layers = range(geometry.num_layers)
+    by_layer = [columns.experts[columns.layer == layer] for layer in layers]
     windows = [2**power for power in range(1, 13) if 2**power <= min(map(len, by_layer))]
     share = geometry.top_k / geometry.num_experts
     touched = [

@@ -31,7 +31,7 @@ from lm_eval_moecache.records.emulation import EMULATED_DIR
 from tests.engine import traces
 from tests.records.test_files import LAUGHS
 from tests.report.runs import record
-from tests.trace.test_formats import IDS
+from tests.trace.test_formats import FOLDER, IDS
 from tests.trace.test_trace import CSV, JSONL, ROUTED
 
 
@@ -109,6 +109,7 @@ USE = {
     "num_experts": 2,
     "counts": [[1, 2], [3, 4]],
 }
+ATLAS = (FOLDER / "glm_atlas.json").read_text()
 EMULATED = (EMULATED_DIR / "OLMoE-1B-7B.yaml").read_text()
 SOUND = [("policy", POLICY), ("hardware", HARDWARE), ("sweep", SWEEP), ("space", SPACE), ("board", BOARD)]  # fmt: skip
 THOUSAND = f"[{', '.join(map(str, range(1000)))}]"
@@ -389,6 +390,7 @@ FILES: list[tuple[str, str, str]] = [
     ("sweep", f"tasks: x\ngrid: {{a: {THOUSAND}, b: {THOUSAND}, c: {THOUSAND}}}\n", "make 1000000000 cells"),
     ("sweep", "tasks: x\ngrid: &g " + "{a: " + THOUSAND + "".join(f", {c}: {THOUSAND}" for c in "bcdefgh") + "}\n", "cells"),
     ("sweep", "tasks: x\ngrid: {policy: []}\n", "leaves no combination"),
+    ("sweep", "tasks: x\nruns: [{capacity: 5%}]\ngrid: {capacity: [25%]}\n", "capacity is in `runs` (capacity='5%') and in `grid`"),
     ("space", SPACE.replace("lru", "lruu"), "Did you mean 'lru'"),
     ("space", SPACE.replace("{standard: {}}", "{}"), "must map algorithms"),
     ("space", SPACE.replace("{standard: {}}", "{cumsum: {p: {low: 1, high: .inf}}}"), "must be a list of choices"),
@@ -400,6 +402,9 @@ FILES: list[tuple[str, str, str]] = [
     ("space", SPACE.replace("{standard: {}}", "{cache_prior: {lamda: [1]}}"), "Did you mean 'lambda'"),
     ("space", SPACE.replace("{standard: {}}", "{cache_prior: {lambda: []}}"), "routing.cache_prior.lambda=[]"),
     ("space", SPACE.replace("{standard: {}}", "{cache_prior: {top_j: {low: 0, high: topk}}}"), "top_k"),
+    ("glm_atlas.json", ATLAS.replace("export/v2", "export/v3"), "must be routing-trace-export/v2"),
+    ("glm_atlas.json", ATLAS.replace('"end_row": 5', '"end_row": 6'), "prompt 0 has rows 0 to 6, 3 of them prefill, of 5"),
+    *(("glm_atlas.json", ATLAS.replace(key, "of_another"), f"lacks {key!r}") for key in ("conditional", "executed_topk")),
     ("vllm.json", _response(usage=None), "does not say how many of its 5 rows are the prompt's"),
     ("vllm.json", _response(num_prompt_tokens=9), "5 rows of a prompt of 9 tokens"),
     ("vllm.json", _response(num_prompt_tokens=-1), "num_prompt_tokens=-1 must be"),

@@ -35,14 +35,14 @@ class HangError(BaseException):
 
 
 @contextlib.contextmanager
-def guarded(seconds: float = GUARD_S) -> Iterator[None]:
-    """Interrupt the block after this time (main thread, systems with signals)."""
+def guarded() -> Iterator[None]:
+    """Interrupt the block after GUARD_S (main thread, systems with signals)."""
 
     def ring(number: int, frame: object) -> None:
         raise HangError
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, GUARD_S)
     try:
         yield
     finally:

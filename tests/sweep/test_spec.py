@@ -254,11 +254,6 @@ def test_every_algorithm_has_a_digest_of_its_own() -> None:
     assert len(digests) == sum(len(algorithm_names(axis)) for axis in AXES)
 
 
-def test_a_key_in_runs_and_grid_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"capacity is in `runs`.*'5%'.*`grid`"):
-        sweep(tmp_path, runs=[{"capacity": "5%"}], grid={"capacity": ["25%"]})
-
-
 @pytest.mark.parametrize(
     ("executor", "option"),
     [

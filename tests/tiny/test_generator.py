@@ -22,8 +22,8 @@ from tools.train_tiny.skills.problem import split_of
 NAMES = tuple(MAKERS | AUXILIARY | MISSPELT)
 
 
-def draw(name: str, split: str, count: int, seed: int = 0) -> list:
-    stream = problems(name, split, Random(seed))
+def draw(name: str, split: str, count: int) -> list:
+    stream = problems(name, split, Random(0))
     return [next(stream) for _ in range(count)]
 
 
