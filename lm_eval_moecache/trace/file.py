@@ -44,10 +44,10 @@ from lm_eval_moecache.trace.trace import (
     Ints,
     Lists,
     Predicted,
+    Refuse,
     Trace,
     TracedRequest,
     build_trace,
-    misfit_error,
 )
 
 SUFFIX = ".partial"
@@ -153,28 +153,24 @@ class _Rows:
     """The columns of a table as arrays, checked for nulls and list lengths."""
 
     def __init__(self, name: str, table: Any) -> None:
-        self.name, self.table = name, table
+        self.refuse, self.table = Refuse(name), table
 
     def __contains__(self, column: str) -> bool:
         return column in self.table.column_names
 
-    def refuse(self, bad: BoolArray, column: str, problem: str) -> None:
-        """Raise a ValueError for the first row where `bad` is True."""
-        if bad.any():
-            raise misfit_error(self.name, f"row {int(bad.argmax())}", column, problem)
-
     def refuse_values(self, bad: BoolArray, offsets: IntArray, column: str, problem: str) -> None:
         """Raise for the row of the first value where `bad` is True; `offsets` are row starts."""
-        if bad.any():
-            row = int(np.searchsorted(offsets, int(bad.argmax()), side="right")) - 1
-            raise misfit_error(self.name, f"row {row}", column, problem)
+
+        def row(value: int) -> str:
+            return f"row {np.searchsorted(offsets, value, side='right') - 1}"
+
+        Refuse(self.refuse.name, row)(bad, column, problem)
 
     def array(self, column: str) -> Any:
         """Return a column as one array; raise where a value is null."""
         kind = self.table[column].type
         array = pa.concat_arrays(self.table[column].chunks or [pa.array([], kind)])
-        if array.null_count:
-            self.refuse(np.asarray(array.is_null()), column, "is null")
+        self.refuse(np.asarray(array.is_null()), column, "is null")
         return array
 
     def numbers(self, column: str) -> Ints:
@@ -189,8 +185,8 @@ class _Rows:
         codes: Ints = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32)
         for code, name in enumerate(names):
             if name not in PHASES:
-                problem = f"is {name!r}, must be one of {', '.join(PHASES)}"
-                self.refuse(codes == code, "phase", problem)
+                rule = f"must be one of {', '.join(PHASES)}"
+                self.refuse(codes == code, "phase", f"is {name!r}, {rule}")
         return np.asarray([PHASES.index(name) for name in names], dtype=np.int32)[codes]
 
     def lists(self, column: str) -> tuple[Any, IntArray]:
@@ -210,9 +206,11 @@ class _Rows:
         """Return `lists`, whose rows must have these lengths."""
         values, offsets = self.lists(column)
         sizes = np.diff(offsets)
-        if (bad := sizes != lengths).any():
-            row = int(bad.argmax())
-            self.refuse(bad, column, f"has {sizes[row]} values, must have {lengths[row]}")
+
+        def problem(row: int) -> str:
+            return f"has {sizes[row]} values, must have {lengths[row]}"
+
+        self.refuse(sizes != lengths, column, problem)
         return values, offsets
 
     def ranged(

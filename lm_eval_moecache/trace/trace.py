@@ -46,24 +46,30 @@ def misfit_error(name: str, place: str, field: str, problem: str) -> ValueError:
     return ValueError(f"trace {name}: {place}: {field} {problem}.")
 
 
-Problem = str | Callable[[int], str]
-Refuse = Callable[[npt.ArrayLike, str, Problem, int], None]
-"""(bad, field, problem, first): raises for the first bad row; `bad[0]` is row number `first`."""
+class Refuse(NamedTuple):
+    """Refuses rows of a trace; `where` names a row by its place in the source file."""
 
+    name: str
+    where: Callable[[int], str] = "row {}".format
 
-def check_rows(
-    name: str, geometry: Geometry, columns: Columns, where: Callable[[int], str]
-) -> IntArray:
-    """Check all rows; return event bounds [events + 1]. ValueError names the row and the field."""
-    if not len(columns.layer):
-        raise ValueError(f"trace {name} holds no rows.")
-
-    def refuse(bad: npt.ArrayLike, field: str, problem: Problem, first: int) -> None:
+    def __call__(
+        self,
+        bad: npt.ArrayLike,
+        field: str,
+        problem: str | Callable[[int], str],
+        first: int = 0,
+    ) -> None:
+        """Raise ValueError for the first row that is bad; `bad[0]` is row number `first`."""
         if np.any(bad):
             row = first + int(np.argmax(bad))
-            message = problem if isinstance(problem, str) else problem(row)
-            raise misfit_error(name, where(row), field, message)
+            text = problem if isinstance(problem, str) else problem(row)
+            raise misfit_error(self.name, self.where(row), field, text)
 
+
+def check_rows(geometry: Geometry, columns: Columns, refuse: Refuse) -> IntArray:
+    """Check all rows; return event bounds [events + 1]. ValueError names the row and the field."""
+    if not len(columns.layer):
+        raise ValueError(f"trace {refuse.name} holds no rows.")
     _check_values(geometry, columns, refuse)
     bounds = _check_order(geometry.num_layers - 1, columns, refuse)
     _check_tokens(geometry.num_layers, columns, bounds, refuse)
@@ -75,7 +81,7 @@ def _check_values(geometry: Geometry, columns: Columns, refuse: Refuse) -> None:
 
     def check(bad: npt.ArrayLike, field: str, rule: str) -> None:
         values = getattr(columns, field)
-        refuse(bad, field, lambda row: f"is {values[row].tolist()}, {rule}", 0)
+        refuse(bad, field, lambda row: f"is {values[row].tolist()}, {rule}")
 
     experts, weights = columns.experts, columns.weights
     outside = ((experts < 0) | (experts >= geometry.num_experts)).any(axis=-1)
@@ -95,13 +101,13 @@ def _check_values(geometry: Geometry, columns: Columns, refuse: Refuse) -> None:
 def _check_order(last: int, columns: Columns, refuse: Refuse) -> IntArray:
     """Check that passes follow one another and each runs all layers; return the event bounds."""
     passes, layers = columns.pass_index, columns.layer
-    refuse(passes[:1] != 0, "pass", f"is {passes[0]}, must begin at 0", 0)
+    refuse(passes[:1] != 0, "pass", f"is {passes[0]}, must begin at 0")
     step = np.diff(passes, prepend=passes[:1])
 
     def skips(row: int) -> str:
         return f"is {passes[row]} after {passes[row - 1]}, must count up"
 
-    refuse((step != 0) & (step != 1), "pass", skips, 0)
+    refuse((step != 0) & (step != 1), "pass", skips)
     begins = step == 1
     begins[0] = True
     ends = np.append(begins[1:], True)
@@ -112,9 +118,9 @@ def _check_order(last: int, columns: Columns, refuse: Refuse) -> IntArray:
         return f"is {layers[row]}{before}, but each pass runs layers 0..{last} in order"
 
     bad = np.where(begins, layers != 0, (advance != 0) & (advance != 1)) | (ends & (layers != last))
-    refuse(bad, "layer", out_of_order, 0)
+    refuse(bad, "layer", out_of_order)
     changes = np.diff(columns.phase, prepend=columns.phase[:1]) != 0
-    refuse(changes & (step == 0), "phase", "changes within a pass", 0)
+    refuse(changes & (step == 0), "phase", "changes within a pass")
     starts = np.flatnonzero(begins | (advance == 1))
     return np.append(starts, len(layers)).astype(np.int64)
 
@@ -134,9 +140,7 @@ def _check_tokens(num_layers: int, columns: Columns, bounds: IntArray, refuse: R
     def check_twins(field: str) -> None:
         values = getattr(columns, field)
         bad = (values != values[twin]) & np.repeat(full, sizes)
-        refuse(
-            bad, field, lambda row: f"is {values[row]}, layer 0 has {values[twin[row]]} there", 0
-        )
+        refuse(bad, field, lambda row: f"is {values[row]}, layer 0 has {values[twin[row]]} there")
 
     check_twins("request")
     check_twins("token")
@@ -322,7 +326,7 @@ def build_trace(
     prompt read in chunks), one in each other pass that served it, and one more per accepted draft.
     `more` are further fields of the trace.
     """
-    bounds = check_rows(name, geometry, columns, where)
+    bounds = check_rows(geometry, columns, Refuse(name, where))
     keys, key_bounds = _unique_keys(geometry, columns, bounds)
     drafted = drafted or Drafted()
     if requests is None:

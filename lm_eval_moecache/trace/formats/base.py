@@ -20,7 +20,7 @@ from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL
 from lm_eval_moecache.records.files import parse_json, read_text
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import read_count, shown
-from lm_eval_moecache.trace.trace import Columns, Trace, build_trace, misfit_error
+from lm_eval_moecache.trace.trace import Columns, Refuse, Trace, build_trace, misfit_error
 
 MOST_EXPERT = 2**15 - 1
 """Largest expert id: our own files store int16."""
@@ -120,22 +120,18 @@ def build(
     def where(row: int) -> str:
         return f"pass {of_pass[row]}, layer {of_layer[row]}, token {token[row]}"
 
+    def refuse(bad: npt.ArrayLike, field: str, values: npt.NDArray[Any], rule: str) -> None:
+        Refuse(name, where)(bad, field, lambda row: f"is {values[row].tolist()}, {rule}")
+
     outside = ((experts < 0) | (experts > MOST_EXPERT)).any(axis=1)
-    if outside.any():
-        row = int(outside.argmax())
-        problem = f"is {experts[row].tolist()}, must hold ids in 0..{MOST_EXPERT}"
-        raise misfit_error(name, where(row), "experts", problem)
+    refuse(outside, "experts", experts, f"must hold ids in 0..{MOST_EXPERT}")
     top_k = experts.shape[1]
     if all(pass_.weights is not None for pass_ in passes):
         listed = [layer for pass_ in passes for layer in pass_.weights or ()]
         weights = _rows(listed, np.float32)
         if weights is None or _has_bool(listed) or weights.shape != experts.shape:
             raise ValueError(f"trace {name}: must have one weight, a number, for each expert.")
-        negative = (weights < 0).any(axis=1)
-        if negative.any():
-            row = int(negative.argmax())
-            problem = f"is {weights[row].tolist()}, must be 0 or more"
-            raise misfit_error(name, where(row), "weights", problem)
+        refuse((weights < 0).any(axis=1), "weights", weights, "must be 0 or more")
         order = np.argsort(-weights, axis=-1, kind="stable")
         experts = np.take_along_axis(experts, order, axis=-1)
         weights = np.take_along_axis(weights, order, axis=-1)
@@ -159,7 +155,6 @@ def build(
         dense_bytes=(0,) * num_layers,
         precision=("unknown",),
     )
-
     has_sizes = options.expert_bytes is not None
     return build_trace(name, geometry, columns, where=where, has_sizes=has_sizes)
 

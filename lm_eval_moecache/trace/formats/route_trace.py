@@ -15,7 +15,7 @@ from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL
 from lm_eval_moecache.records.files import read_text, write_whole
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.formats.base import Options, TraceFormat, one_request
-from lm_eval_moecache.trace.trace import Columns, Trace, build_trace, misfit_error
+from lm_eval_moecache.trace.trace import Columns, Refuse, Trace, build_trace
 
 MARK = "# route_trace v1"
 OF_TOKEN = ("turn", "phase", "step", "layer")
@@ -58,26 +58,21 @@ class RouteTrace(TraceFormat):
         def where(row: int) -> str:
             return f"line {first_line + row * top_k}"
 
+        refuse = Refuse(name, lambda row: f"line {first_line + row}")
         # Each (token, layer) is a group of top_k lines that differ only in slot, expert and weight.
         slots = values["slot"]
         firsts = np.arange(len(slots)) // top_k * top_k
         bad = slots != np.arange(len(slots)) % top_k
         for column in OF_TOKEN:
             bad |= values[column] != values[column][firsts]
-        if bad.any() or len(slots) % top_k:
-            line = first_line + (int(bad.argmax()) if bad.any() else len(slots))
-            problem = f"does not count 0..{top_k - 1} for each token"
-            raise misfit_error(name, f"line {line}", "slot", problem)
+        # The last group's end is missing where the last line does not close it.
+        bad = np.append(bad, len(slots) % top_k > 0)
+        refuse(bad, "slot", f"does not count 0..{top_k - 1} for each token")
         turns, decodes, steps, layers = (values[column][::top_k] for column in OF_TOKEN)
-        bad = (decodes != 0) & (decodes != 1)
-        if bad.any():
-            row = int(bad.argmax())
-            raise misfit_error(name, where(row), "phase", f"is {decodes[row]}, must be 0 or 1")
+        bad = ~np.isin(values["phase"], (0, 1))
+        refuse(bad, "phase", lambda row: f"is {values['phase'][row]}, must be 0 or 1")
         bad = values["weight"] < 0
-        if bad.any():
-            line = first_line + int(bad.argmax())
-            problem = f"is {values['weight'][bad.argmax()]}, must be 0 or more"
-            raise misfit_error(name, f"line {line}", "weight", problem)
+        refuse(bad, "weight", lambda row: f"is {values['weight'][row]}, must be 0 or more")
         labels = np.stack([turns, decodes, steps * decodes])
         changes = (np.diff(labels, axis=1) != 0).any(axis=0)
         columns = Columns(
