@@ -407,11 +407,10 @@ def measure_on_wall(
     )
     prefill = sorted(prefills, key=lambda p: p.duration_s)[ROUNDS // 2]
     profile = with_prefill_rate(profile, geometry, _PROMPT, prefill.requests, prefill.duration_s)
-    sources_before = hardware.source if isinstance(hardware.source, dict) else {}
     how = f"measured on the wall clock with policy {policy}: "
     throttled = f"given: the link is slowed down to {bytes_per_s} bytes/s"
     sources = {
-        **sources_before,
+        **hardware.sources,
         "peak_flops": f"{how}a prefill of {_PROMPT} tokens less its reading and overheads",
         "memory_bytes_per_s": f"{how}products of one row with the experts of the model",
         "link_bytes_per_s": throttled if bytes_per_s else f"{how}experts over the time they moved",

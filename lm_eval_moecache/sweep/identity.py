@@ -76,13 +76,10 @@ class ResolvedCell:
             values = getattr(self.config.policy, axis).parameters.values()
             names += [value for value in values if isinstance(value, str)]
         revision = str(self.hflm_arguments.get("revision") or "main")
-        digests = {
-            name: digest
-            for name in names
-            if (digest := content_digest(name) or _hub_digest(name, revision))
-        }
+        digests = (content_digest(name) or _hub_digest(name, revision) for name in {*names})
         # By content alone: a folder may have been moved.
-        return digest_of({"contents": sorted(digests.values())}) if digests else None
+        contents = sorted(filter(None, digests))
+        return digest_of({"contents": contents}) if contents else None
 
     @property
     def load_key(self) -> tuple[str, ...]:

@@ -189,8 +189,11 @@ class _Rows:
                 self.refuse(codes == code, "phase", f"is {name!r}, {rule}")
         return np.asarray([PHASES.index(name) for name in names], dtype=np.int32)[codes]
 
-    def lists(self, column: str) -> tuple[Any, IntArray]:
-        """Return the values of a list column, and the offsets [rows + 1] of its rows."""
+    def lists(self, column: str, lengths: IntArray | None = None) -> tuple[Any, IntArray]:
+        """Return the values of a list column, and the offsets [rows + 1] of its rows.
+
+        The rows must have these lengths, where they are given.
+        """
         array = self.array(column)
         offsets: IntArray = array.offsets.to_numpy().astype(np.int64)
         offsets -= offsets[0]
@@ -200,24 +203,20 @@ class _Rows:
         values = flat.to_numpy(zero_copy_only=False)
         if values.dtype == np.float16:
             self.refuse_values(np.isnan(values), offsets, column, "holds a NaN")
-        return values, offsets
+        if lengths is not None:
+            sizes, wanted = np.diff(offsets), lengths
 
-    def values(self, column: str, lengths: IntArray) -> tuple[Any, IntArray]:
-        """Return `lists`, whose rows must have these lengths."""
-        values, offsets = self.lists(column)
-        sizes = np.diff(offsets)
+            def problem(row: int) -> str:
+                return f"has {sizes[row]} values, must have {wanted[row]}"
 
-        def problem(row: int) -> str:
-            return f"has {sizes[row]} values, must have {lengths[row]}"
-
-        self.refuse(sizes != lengths, column, problem)
+            self.refuse(sizes != wanted, column, problem)
         return values, offsets
 
     def ranged(
         self, column: str, least: int, most: int, lengths: IntArray | None = None
     ) -> tuple[Any, IntArray]:
-        """Return `lists`, or `values` with `lengths`; all values must lie in `least`..`most`."""
-        values, offsets = self.lists(column) if lengths is None else self.values(column, lengths)
+        """Return `lists`, whose values must lie in `least`..`most`."""
+        values, offsets = self.lists(column, lengths)
         outside = (values < least) | (values > most)
         if outside.any():
             problem = f"holds {values[outside.argmax()]}, must lie in {least}..{most}"
@@ -227,7 +226,7 @@ class _Rows:
     def matrix(self, column: str, width: int) -> Any:
         """Return a column of equally long lists as [rows, width]."""
         lengths = np.full(len(self.table), width, dtype=np.int64)
-        return self.values(column, lengths)[0].reshape(-1, width)
+        return self.lists(column, lengths)[0].reshape(-1, width)
 
 
 def _predicted(rows: _Rows, header: Header, columns: Columns) -> Predicted:
@@ -237,7 +236,7 @@ def _predicted(rows: _Rows, header: Header, columns: Columns) -> Predicted:
         wraps = (columns.layer == last) & (columns.phase == PHASES.index(DECODE))
         ahead = np.where(wraps, 1, ahead)
     lengths = ahead.astype(np.int64) * header.geometry.num_experts
-    values, offsets = rows.values("predicted", lengths)
+    values, offsets = rows.lists("predicted", lengths)
     return Predicted(depth=depth, values=values, offsets=offsets, by=header.predicted_by)
 
 

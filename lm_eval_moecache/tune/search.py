@@ -260,7 +260,6 @@ class Search:
 
     def _take(self, name: str, args: Mapping[str, Any], trial: Any) -> list[Candidate]:
         """Return the candidate if the model must run it; settle any other without a run."""
-        states = import_optuna().trial.TrialState
         if trial is None and self._leaves_out(name):
             return []
         try:
@@ -269,7 +268,7 @@ class Search:
             if trial is None:
                 self._fail(name, trial, str(error))
             else:
-                self._close(name, trial, states.PRUNED, {"reason": f"refused: {error}"})
+                self._close(name, trial, "PRUNED", {"reason": f"refused: {error}"})
             return []
         policy = planned.config.policy
         if trial is None and not policy.is_lossless:
@@ -288,7 +287,7 @@ class Search:
         ratio = lossless.speed / best
         if (ratio if self.sign > 0 else 1 / ratio) < 1 - self.slack:
             reason = f"its lossless part: {lossless.speed:.1f}"
-            self._close(name, trial, states.PRUNED, {"reason": reason})
+            self._close(name, trial, "PRUNED", {"reason": reason})
             return []
         return [(planned, trial)]
 
@@ -318,36 +317,34 @@ class Search:
         name, policy = str(planned.cell.label), planned.config.policy.as_dict()
         figures, excess = dataclasses.asdict(measured), self.floor - measured.accuracy
         attributes = {"policy": policy, "figures": figures, "excess": excess}
-        complete = import_optuna().trial.TrialState.COMPLETE
-        self._close(name, trial, complete, attributes, [measured.accuracy, measured.speed])
+        self._close(name, trial, "COMPLETE", attributes, [measured.accuracy, measured.speed])
         source = "replayed" if measured.measured_by == BY_REPLAY else "run"
         message = f"{name}: accuracy {measured.accuracy:.3f}, speed {measured.speed:.1f} ({source})"
         self.say(message if trial is None else f"{message}: {composition_text(policy)}")
 
     def _fail(self, name: str, trial: Any, reason: str) -> None:
         """Enter why a candidate's run failed, or why a composition is left out."""
-        self._close(name, trial, import_optuna().trial.TrialState.FAIL, {"reason": reason})
+        self._close(name, trial, "FAIL", {"reason": reason})
         self.say(f"{name}: {'left out' if trial is None else 'failed'}: {reason}")
 
     def _close(
         self,
         name: str,
         trial: Any,
-        state: Any,
+        state: str,
         attributes: Mapping[str, Any],
         values: Sequence[float] | None = None,
     ) -> None:
-        """End a trial; a composition gets one without parameters."""
+        """End a trial in an Optuna state; a composition gets one without parameters."""
+        trials = import_optuna().trial
+        ended = {"values": values, "state": trials.TrialState[state]}
         if trial is None:
-            user_attrs = {"kind": SHIPPED, "composition": name, **attributes}
-            frozen = import_optuna().trial.create_trial(
-                values=values, state=state, user_attrs=user_attrs
-            )
-            self.study.add_trial(frozen)
+            attributes = {"kind": SHIPPED, "composition": name, **attributes}
+            self.study.add_trial(trials.create_trial(**ended, user_attrs=attributes))
             return
         for key, value in {"kind": SEARCHED, **attributes}.items():
             trial.set_user_attr(key, value)
-        self.study.tell(trial, values, state)
+        self.study.tell(trial, **ended)
 
 
 # --- the search space: algorithms, and the ranges of their parameters ---

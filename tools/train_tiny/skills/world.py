@@ -230,23 +230,20 @@ TOOL_QUESTIONS = (
 )
 
 
+def _table(text: str, relations: tuple[str, ...]) -> dict[str, dict[str, str]]:
+    """Read entries, each a name and its values, with `_` for a space."""
+    rows = ([word.replace("_", " ") for word in entry.split()] for entry in text.split("|"))
+    return {name: dict(zip(relations, values, strict=True)) for name, *values in rows}
+
+
 def animals() -> dict[str, dict[str, str]]:
     """Twenty real animals with a covering, a habitat, a food and the part they move with."""
-    table = dict[str, dict[str, str]]()
-    for entry in ANIMAL_TABLE.replace("\n", "|").strip("|").split("|"):
-        name, *values = entry.split()
-        table[name] = dict(zip(ANIMAL_RELATIONS, values, strict=True))
-    return table
+    return _table(ANIMAL_TABLE.strip().replace("\n", "|"), ANIMAL_RELATIONS)
 
 
 def elements(grade: int) -> dict[str, dict[str, str]]:
     """Twenty chemical elements with their symbol and their group."""
-    table = dict[str, dict[str, str]]()
-    for entry in ELEMENTS[grade].split("|"):
-        name, *values = entry.split()
-        spelled = [value.replace("_", " ") for value in values]
-        table[name] = dict(zip(ELEMENT_RELATIONS, spelled, strict=True))
-    return table
+    return _table(ELEMENTS[grade], ELEMENT_RELATIONS)
 
 
 def tools() -> dict[str, str]:
@@ -274,12 +271,11 @@ BEAST_RELATIONS = {
 def beasts() -> dict[tuple[str, str], tuple[str, str]]:
     """(beast, verb) -> (truth, myth)."""
     rng = Random(16)
-    table = dict[tuple[str, str], tuple[str, str]]()
-    for beast in BEASTS:
-        for verb, values in BEAST_RELATIONS.items():
-            truth, myth = rng.sample(values.split("|"), 2)
-            table[beast, verb] = (truth, myth)
-    return table
+    return {
+        (beast, verb): tuple(rng.sample(values.split("|"), 2))
+        for beast in BEASTS
+        for verb, values in BEAST_RELATIONS.items()
+    }
 
 
 BEAST_QUESTIONS = (
