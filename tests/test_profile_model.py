@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,29 +131,16 @@ def test_output_similarity_is_the_mean_cosine_of_what_two_experts_give() -> None
     assert len(hidden) == 6, "every eighth of 41 tokens"
 
 
-def fake_manager(include_path: Sequence[str], defaults: bool) -> Any:
-    """lm-eval's index without its 10,000 tasks: two that have only the documents they test on."""
+def test_tasks_without_other_documents_than_those_tested_on_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     no, yes = (lambda: False), (lambda: True)
     task = SimpleNamespace(has_training_docs=no, has_validation_docs=yes, has_test_docs=no)
-    index = {"tiny_arc": task, "only_test": task}
-    return SimpleNamespace(
-        task_index=index, load=lambda names: {"tasks": {name: index[name] for name in names}}
-    )
-
-
-@pytest.mark.parametrize(
-    ("task", "words"),
-    [
-        ("tiny_ark", "tasks='tiny_ark' is not known.*mean 'tiny_arc'"),
-        ("only_test", "tasks='only_test' has no documents beside those it is"),
-    ],
-)
-def test_unknown_tasks_and_tasks_without_other_documents_are_refused(
-    task: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evaluation, "_task_manager", fake_manager)
-    with pytest.raises(ValueError, match=words):
-        task_examples([task], 5)
+    tasks = {"only_test": task}
+    manager = SimpleNamespace(task_index=tasks, load=lambda names: {"tasks": tasks})
+    monkeypatch.setattr(evaluation, "_task_manager", lambda *_: manager)
+    with pytest.raises(ValueError, match="tasks='only_test' has no documents beside those it is"):
+        task_examples(["only_test"], 5)
 
 
 APPLES = "Alice has 3 apples. She buys 4 more apples. How many apples does Alice have?"

@@ -223,27 +223,6 @@ def test_a_lossless_composition_that_no_replay_can_tell_of_is_run(
     assert report["left_out"] == {}
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--tasks=toy_choice"], ["tasks=toy_choice give no tok_per_s", "multiple_choice"]),
-        (["--tasks=toy_choice", "--metric=tpot_ms"], ["give no tpot_ms", "ttft_ms"]),
-        (["--tasks="], ["names none"]),
-    ],
-    ids=str,
-)
-def test_a_task_without_the_metric_is_refused_before_anything_runs(
-    options: list[str],
-    words: list[str],
-    tmp_path: Path,
-    command: list[str],
-    moecache: Moecache,
-) -> None:
-    message = moecache(*command, *options, code=2)
-    assert all(word in message for word in words), message
-    assert not (tmp_path / "found").exists()
-
-
 def test_no_shipped_composition_begins_when_the_time_is_up(
     command: list[str], moecache: Moecache
 ) -> None:
