@@ -15,15 +15,20 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from examples.carved_gemma import carve, samples
 from examples.carved_gemma.carving import MaskedFFN, Shape, in_groups
 from examples.carved_gemma.dense import PACKAGE, dense_folder, loaded
-from lm_eval_moecache.algorithms.policy import check_cache_form, load_policy, policy_names
+from lm_eval_moecache.algorithms.policy import load_policy, policy_names
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.records.sizes import is_per_layer
 from tests.artifacts import artifacts_of
 from tests.harness import answers
 from tests.models import byte_tokenizer
-from tests.test_equality import COMBINATIONS, LM_ARGUMENTS, logits_of, wrap_virtual
+from tests.test_equality import (
+    COMBINATIONS,
+    LM_ARGUMENTS,
+    goes_together,
+    logits_of,
+    wrap_virtual,
+)
 
 SHAPE = Shape(num_groups=16, num_shared=2, top=10)
 LENGTH = 64
@@ -65,15 +70,6 @@ def folder(dense: Gemma3ForCausalLM, ffns: list[MaskedFFN], tmp_path_factory: An
     byte_tokenizer().save_pretrained(path)
     carve.save_model(carve.carved_model(dense, ffns), path, path / "model")
     return path / "model"
-
-
-def goes_together(policy: str, capacity: str) -> bool:
-    composition = load_policy(policy)
-    try:
-        check_cache_form(composition, is_per_layer(capacity))
-    except ValueError:
-        return False
-    return True
 
 
 def test_groups_hold_neurons_that_are_used_together() -> None:

@@ -41,7 +41,7 @@ CAPACITIES = ("100%", "25%", "1", "2/layer")
 assert {"on_demand", "mixtral_offloading", "specmd"} <= set(LOSSLESS)
 
 
-def _goes_together(policy: str, capacity: str) -> bool:
+def goes_together(policy: str, capacity: str) -> bool:
     """Cross-layer evictions refuse per-layer caches, and those need an expert for each layer."""
     composition = load_policy(policy)
     try:
@@ -51,7 +51,7 @@ def _goes_together(policy: str, capacity: str) -> bool:
     return not (composition.per_layer and capacity == "1")
 
 
-COMBINATIONS = [pair for pair in product(LOSSLESS, CAPACITIES) if _goes_together(*pair)]
+COMBINATIONS = [pair for pair in product(LOSSLESS, CAPACITIES) if goes_together(*pair)]
 LM_ARGUMENTS: dict[str, Any] = {"device": "cpu", "max_length": 48}
 
 

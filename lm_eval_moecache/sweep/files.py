@@ -101,11 +101,8 @@ def unedited(
     current = dict(done)
     for cell in planned:
         record = current.get(cell.configuration_hash)
-        if record is None:
-            continue
-        if record["sources"] not in (None, cell.sources) or record["inputs"] not in (
-            None,
-            cell.inputs,
+        if record is not None and any(
+            record[key] not in (None, getattr(cell, key)) for key in ("sources", "inputs")
         ):
             del current[cell.configuration_hash]
     return current

@@ -96,11 +96,8 @@ def run_sweep(
                         (folder / RUNS / f"{run_id}.json").unlink(missing_ok=True)
                     if outcome.error is not None:
                         bar.write(f"failed: {outcome.run_id}: {outcome.error}", file=sys.stderr)
-    seconds_by: dict[str, list[float]] = {BY_MODEL: [], BY_REPLAY: []}
-    for outcome in outcomes:
-        if outcome.error is None:
-            seconds_by[outcome.by].append(outcome.seconds)
-    runs, replays = seconds_by.values()
+    done = [outcome for outcome in outcomes if outcome.error is None]
+    runs, replays = ([o.seconds for o in done if o.by == by] for by in (BY_MODEL, BY_REPLAY))
     # The time replays would have taken as runs, at this sweep's mean run time, if it ran any.
     saved = len(replays) * mean(runs) - sum(replays) if runs else 0.0
     failed = [{"run_id": o.run_id, "error": o.error} for o in outcomes if o.error is not None]
@@ -109,7 +106,7 @@ def run_sweep(
         "runs": len(planned),
         "merged": merged,
         "skipped": [resolved.run_id for resolved in skipped],
-        "done": [o.run_id for o in outcomes if o.error is None],
+        "done": [outcome.run_id for outcome in done],
         "failed": failed,
         "seconds": round(time.monotonic() - started, 1),
         "by_model": len(runs),
@@ -159,9 +156,8 @@ def estimate(
     """
     planned, _ = _plan(sweep, live)
     finished_runs, skipped, division = _division(planned, folder, rerun, live)
-    states = dict.fromkeys((p.run_id for p in division.runs), "to run")
-    states |= dict.fromkeys((p.run_id for p in division.replays), "to replay")
-    states |= dict.fromkeys((p.run_id for p in skipped), "finished")
+    parts = {"to run": division.runs, "to replay": division.replays, "finished": skipped}
+    states = {cell.run_id: state for state, cells in parts.items() for cell in cells}
     seconds_by: dict[str, list[float]] = {"evaluate": [], "replay": []}
     for record in finished_runs.values():
         for kind, value in (record["environment"] or {}).get("seconds", {}).items():

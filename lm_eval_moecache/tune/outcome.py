@@ -45,10 +45,8 @@ def outcome_of(
     def fastest(some: Iterable[Entry]) -> Entry | None:
         return max(some, key=lambda e: (sign * e["speed"], e["accuracy"]), default=None)
 
-    best, best_shipped = (
-        fastest(within_budget),
-        fastest(e for e in within_budget if e["kind"] == SHIPPED),
-    )
+    best = fastest(within_budget)
+    best_shipped = fastest(e for e in within_budget if e["kind"] == SHIPPED)
     front: dict[tuple[float, float], Entry] = {}
     points = [(e["accuracy"], sign * e["speed"]) for e in entries]
     for entry, point in zip(entries, points, strict=True):

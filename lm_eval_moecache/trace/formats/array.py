@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from lm_eval_moecache.records.numbers import read_count
 from lm_eval_moecache.trace.formats.base import (
     MOST_BYTES,
     MOST_EXPERT,
@@ -21,6 +20,7 @@ from lm_eval_moecache.trace.formats.base import (
     build,
     check_routed,
     generation,
+    whole,
 )
 from lm_eval_moecache.trace.trace import Trace
 
@@ -58,7 +58,7 @@ class Array(TraceFormat):
         def optional_count(key: str, **bounds: int) -> int | None:
             array = arrays.get(key)
             value = None if array is None else array.item() if array.size == 1 else array.tolist()
-            return None if array is None else read_count(f"{what}: {key}", value, **bounds)
+            return whole(what, value, key, **bounds)
 
         count = optional_count("num_experts", least=1, most=MOST_EXPERT + 1)
         prompt = optional_count("num_prompt_tokens", most=len(routed)) or 0

@@ -364,6 +364,6 @@ def responses(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield f"{what}: response {number}", record
 
 
-def whole(what: str, value: Any, key: str) -> int | None:
-    """Return `value` as an integer of at least 0, or None for None; ValueError otherwise."""
-    return None if value is None else read_count(f"{what}: {key}", value)
+def whole(what: str, value: Any, key: str, **bounds: int) -> int | None:
+    """Return `value` as a count within the bounds of `read_count`, or None for None."""
+    return None if value is None else read_count(f"{what}: {key}", value, **bounds)

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL
 from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.records.numbers import read_count
 from lm_eval_moecache.trace.formats.base import (
     MOST_EXPERT,
     JsonLines,
@@ -20,6 +19,7 @@ from lm_eval_moecache.trace.formats.base import (
     objects,
     one_request,
     pass_of,
+    whole,
 )
 from lm_eval_moecache.trace.trace import Trace
 
@@ -79,8 +79,7 @@ class CacheLab(JsonLines):
             rows = {layer: [row[1:] for row in selections] for layer, selections in layers.items()}
             passes.append(pass_of(rows, 0, cls.NAMES[phase], begin))
         count = metadata.get("num_experts")
-        if count is not None:
-            count = read_count(f"{what}: num_experts", count, least=1, most=MOST_EXPERT + 1)
+        count = whole(what, count, "num_experts", least=1, most=MOST_EXPERT + 1)
         model = str(metadata.get("model_id"))
         return build(path.name, model, passes, options, num_experts=count)
 
