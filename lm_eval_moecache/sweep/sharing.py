@@ -190,12 +190,9 @@ class SharedRun:
         self.results.unlink(missing_ok=True)
         replace(recording, self.trace)
         shutil.rmtree(self.partial, ignore_errors=True)
-        config = {
-            **results["config"],
-            "moecache": {"device": results["config"]["moecache"]["device"]},
-        }
+        common = {"moecache": {"device": results["config"]["moecache"]["device"]}}
         content = {"format": _FORMAT, "run_id": run_id, **_contents_of(detail)}
-        content["kept"] = {**results, "config": config}
+        content["kept"] = {**results, "config": {**results["config"], **common}}
         write_whole(self.results, json.dumps(content, ensure_ascii=False, default=str))
 
 

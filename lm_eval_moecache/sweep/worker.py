@@ -226,12 +226,9 @@ def _replayed(planned: ResolvedCell, folder: Path) -> tuple[dict[str, Any], str]
     ValueError where its trace lacks data that the cell needs.
     """
     if planned.shared is None:
-        file = planned.cell.pretrained
-        return {
-            "results": {},
-            "config": {"moecache": _replay(planned, file)[0]},
-            "scores": {},
-        }, file
+        report, _ = _replay(planned, planned.cell.pretrained)
+        only_speed = {"results": {}, "config": {"moecache": report}, "scores": {}}
+        return only_speed, planned.cell.pretrained
     files = SharedRun(folder, planned.shared)
     if not (files.results.is_file() and files.trace.is_file()):
         raise NoSharedRunError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from dataclasses import field as made
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -279,7 +278,7 @@ class Trace:
     requests: tuple[TracedRequest, ...]
     logits: Halves | None = None
     predicted: Predicted | None = None
-    proposed: Mapping[str, Lists] = made(default_factory=dict)
+    proposed: Mapping[str, Lists] = field(default_factory=dict)
     """Prefetcher (`recorder.identity`) -> the keys it proposed at each event of the recorded run,
     most wanted first."""
     scans: tuple[tuple[int, int], ...] = ()
@@ -287,7 +286,7 @@ class Trace:
     by token (`scoring=scan`): a replay keeps that order."""
     first_pass: int = 0
     """Number in the run of the first pass; above 0 in later parts of a streamed trace."""
-    drafted: Drafted = made(default_factory=Drafted)
+    drafted: Drafted = field(default_factory=Drafted)
     """The drafting before each pass, and how many drafts it accepted."""
     has_sizes: bool = True
     """False where the file gives no expert sizes, so that bytes mean nothing."""

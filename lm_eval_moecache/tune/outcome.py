@@ -11,7 +11,7 @@ import yaml
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.results import Column, Value
+from lm_eval_moecache.report.results import Column, Value, choice_name
 from lm_eval_moecache.report.tables import Table, as_markdown
 
 SHIPPED, SEARCHED = "shipped", "searched"
@@ -170,7 +170,7 @@ def composition_text(policy: Mapping[str, Any]) -> str:
             for key, value in parameters.items()
             if value is not None
         ]
-        name = str(choice.get("name", choice.get("class_path")))
+        name = choice_name(choice)
         texts.append(f"{name}({', '.join(assignments)})" if assignments else name)
     return " + ".join(texts)
 

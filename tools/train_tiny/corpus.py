@@ -25,17 +25,14 @@ DOCUMENT_CHARS = 3000
 NUM_SAMPLED = 40
 # FOLDOC repeats entries of the Jargon File; training would see its held-out documents.
 COPIED = "Jargon File}"
-BASE64 = {
-    char: value
-    for value, char in enumerate("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/")
-}
+BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 
 
 def _number(text: str) -> int:
     """Decode a number of dictd's index."""
     value = 0
     for char in text:
-        value = value * 64 + BASE64[char]
+        value = value * 64 + BASE64.index(char)
     return value
 
 
