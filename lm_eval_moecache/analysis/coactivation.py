@@ -67,13 +67,18 @@ def observe(
     analyzed: AnalyzedModel, sample_tokens: int = 256, weights: Weights = np.ones
 ) -> Observation:
     """Read the model's text once through the unmodified model."""
+    if analyzed.geometry.top_k < 2:
+        raise ValueError(
+            f"pretrained={analyzed.name!r} has one expert per token: none are chosen together."
+        )
     counts, num_tokens = Coactivation(analyzed.geometry), sum(map(len, analyzed.windows))
     stride, num_read = max(1, num_tokens // max(sample_tokens, 1)), 0
     top_logits: list[list[FloatArray]] = [[] for _ in analyzed.layers]
     hidden: list[list[Tensor]] = [[] for _ in analyzed.layers]
 
     def note(layer: int, args: Any, output: Any) -> None:
-        logits, _, experts = (part.reshape(len(weight_T), -1).cpu() for part in output)
+        choice = analyzed.layers[layer].gate.read(output)
+        logits, _, experts = (part.reshape(len(weight_T), -1).cpu() for part in choice)
         logits_TE, experts_TK = logits.float().numpy(), experts.numpy().astype(np.int64)
         counts.add(layer, experts_TK, logits_TE, weight_T)
         sampled = slice(-num_read % stride, None, stride)

@@ -40,7 +40,7 @@ def measure(analyzed: Any) -> list[float]:
     sums = [0.0] * len(analyzed.layers)
 
     def note(layer: int, args: Any, output: Any) -> None:
-        logits = output[0].float()
+        logits = analyzed.layers[layer].gate.read(output).logits.float()
         sums[layer] += float((logits.amax(-1) - logits.amin(-1)).double().sum())
 
     with watched(analyzed.routers, note):

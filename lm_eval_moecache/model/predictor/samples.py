@@ -22,6 +22,7 @@ from safetensors.numpy import save
 from torch import Tensor
 from tqdm import tqdm
 
+from lm_eval_moecache.model.gate import Gate
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.predictor.network import PredictorNetwork
 from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, softmax
@@ -101,13 +102,19 @@ class RouterCapture(ExitStack):
 
     def __init__(self, model: Any, layers: Sequence[MoELayer]) -> None:
         super().__init__()
+        for gate in (layer.gate for layer in layers if layer.gate.by_token):
+            raise ValueError(
+                f"predictor: the router {gate.name} chooses by token ids, which a predictor that "
+                "reads hidden states does not see. Allowed: moecache profile data_aware."
+            )
         self._decoding, self._prompt = False, -1
         self.prompts: list[int] = []
         self.hidden: list[list[Tensor]] = [[] for _ in layers]
         self.logits: list[list[Tensor]] = [[] for _ in layers]
         self.callback(model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
         for index, layer in enumerate(layers):
-            self.callback(layer.router.register_forward_hook(partial(self._keep, index)).remove)
+            keep = partial(self._keep, index, layer.gate)
+            self.callback(layer.router.register_forward_hook(keep).remove)
 
     def _begin(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         past = kwargs.get("past_key_values")
@@ -117,9 +124,10 @@ class RouterCapture(ExitStack):
         else:
             self._prompt += 1
 
-    def _keep(self, layer: int, router: Any, args: Any, output: Any) -> None:
+    def _keep(self, layer: int, gate: Gate, router: Any, args: Any, output: Any) -> None:
         if self._decoding:
-            for captured, values in ((self.hidden, args[0]), (self.logits, output[0])):
+            logits = gate.read(output).logits
+            for captured, values in ((self.hidden, args[0]), (self.logits, logits)):
                 flat = values.detach().reshape(-1, values.shape[-1])
                 captured[layer].append(flat.to(torch.float16).cpu())
 
