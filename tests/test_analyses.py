@@ -21,9 +21,12 @@ from lm_eval_moecache.analysis import (
 from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel, read_texts
 from lm_eval_moecache.analysis.divergence import Reading, Window, compare, figures
 from lm_eval_moecache.analysis.optimal_expert import ForcedExpert
+from lm_eval_moecache.model.predictor.samples import RouterCapture
+from lm_eval_moecache.profiling import logit_range
 from lm_eval_moecache.records.coactivation import Coactivation
 from lm_eval_moecache.testing.streams import make_event, make_geometry
 from tests.conftest import Checkpoint, Moecache
+from tests.families.check import save
 
 TEXT = "One, two, three, four, five."
 
@@ -279,3 +282,34 @@ def test_the_texts_figures_are_those_of_the_layers_divided_anew(analyzed: Analyz
 def test_a_draft_that_does_not_fit_is_refused(moecache: Moecache) -> None:
     assert "self:int9" in moecache("analyze", "drafting", "--draft=self:int9", code=2)
     assert "analyze drafting" in moecache("analyze", "locality", "--draft=tiny", code=2)
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "inkling_text", "deepseek_v4"])
+def test_routers_with_other_outputs_or_inputs_are_read_as_by_the_cache(
+    family: str, tmp_path: Path
+) -> None:
+    """Probabilities for logits; a fourth output; a choice by token ids."""
+    analyzed = AnalyzedModel(str(save(tmp_path, family)), [TEXT], 20)
+    observed, ranges = coactivation.observe(analyzed, 100), logit_range.measure(analyzed)
+    for layer, hidden, top, mean in zip(
+        analyzed.layers, observed.hidden, observed.top_logits, ranges, strict=True
+    ):
+        choice = layer.gate.ask(hidden)
+        logits, spread = choice.logits.float(), choice.logits.float().aminmax(dim=-1)
+        expected = logits.gather(-1, choice.experts).numpy()
+        np.testing.assert_allclose(np.sort(top), np.sort(expected), atol=0.05)
+        assert mean == pytest.approx(float((spread.max - spread.min).mean()), rel=0.02)
+    for row in drafted(analyzed, "self:bf16")["drafting"]:
+        # Gemma 4's router reads what its dense part does not, so a draft's inputs are near it only.
+        assert row["draft_topk"] > (0.5 if family == "gemma4_text" else 0.98)
+    (_, same) = divergence.analyze(analyzed, {"on_demand": {}}, "4/layer")
+    assert (same["kl"], same["route_agreement"]) == (0, 1)
+
+
+def test_what_a_router_cannot_give_is_refused_before_the_model_reads(tmp_path: Path) -> None:
+    single = AnalyzedModel(str(save(tmp_path / "a", "zaya")), [TEXT], 20)
+    with pytest.raises(ValueError, match="one expert per token"):
+        coactivation.observe(single)
+    by_token = AnalyzedModel(str(save(tmp_path / "b", "deepseek_v4")), [TEXT], 20)
+    with pytest.raises(ValueError, match="chooses by token ids"):
+        RouterCapture(by_token.model, by_token.layers)

@@ -79,8 +79,14 @@ class AnalyzedModel:
         if not self.windows:
             raise ValueError("text: an analysis needs at least two tokens of text.")
 
+    def tell_gates(self, input_ids: torch.Tensor) -> None:
+        """Set the tokens about which the gates are asked: some routers choose by them."""
+        for layer in self.layers:
+            layer.gate.input_ids = input_ids
+
     def logits(self, window: torch.Tensor) -> torch.Tensor:
         """Return the current model's logits after each token but the last, [T - 1, V]."""
+        self.tell_gates(window[None])
         with torch.no_grad():
             logits: torch.Tensor = self.model(window[None].to(self.model.device)).logits[0, :-1]
         return logits

@@ -51,6 +51,7 @@ def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
     # The inputs of the target's gates, and the draft's in their place: [T, D] by layer.
     hidden = _inputs(analyzed.routers, analyzed.model, analyzed.windows)
     drafted = _inputs(feed_forwards, model.model, analyzed.windows)
+    analyzed.tell_gates(torch.cat(analyzed.windows))
     sizes = [len(window) for window in analyzed.windows]
     figures = [
         _layer_metrics(analyzed, index, hidden, drafted) for index in range(len(analyzed.layers))
@@ -115,9 +116,10 @@ def _layer_metrics(
     logits_TE, experts_TK = _ask(layer, hidden[at])
     counts_TE = _counts_before(experts_TK, num_experts)
     draft_TE = _ask(layer, drafted[at])[0]
-    predictions = {"draft": draft_TE, "frequency": counts_TE}
-    if at:
-        predictions["next_gate"] = _ask(layer, hidden[at - 1])[0]
+    # What prefetching takes, where token ids decide and not the logits alone.
+    guesses = {"draft": drafted[at]} | ({"next_gate": hidden[at - 1]} if at else {})
+    predictions = {n: layer.gate.predict(h).float().cpu().numpy() for n, h in guesses.items()}
+    predictions["frequency"] = counts_TE
     cosine = nn.functional.cosine_similarity(hidden[at].float(), drafted[at].float())
     figures = {
         "cosine": cosine.cpu().numpy(),
