@@ -160,6 +160,13 @@ def test_a_trace_without_sizes_needs_a_model(tmp_path: Path, moecache: Moecache)
     assert f"`moecache choose MODEL --trace {path}`" in moecache("choose", path, code=2)
 
 
+def test_routing_in_a_json_is_not_a_model_and_the_error_says_where_it_goes(
+    moecache: Moecache,
+) -> None:
+    path = Path(__file__).parent / "trace/formats/vllm.json"
+    assert f"`moecache choose MODEL --trace {path}`" in moecache("choose", path, code=2)
+
+
 def test_a_default_policy_that_a_trace_cannot_feed_names_one_that_it_can(
     moecache: Moecache,
 ) -> None:

@@ -115,7 +115,7 @@ CONTENDERS: Mapping[str, Contender] = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    text = f"a trace; or a model: {', '.join(emulated_names())}, or {MODEL_FILES}"
+    text = f"a trace (no .json or folder: those by --trace); or a model: {', '.join(emulated_names())}, or {MODEL_FILES}"
     parser.add_argument("model_or_trace", type=str, help=text)
     text = "cache size: 5%% of all expert bytes, 2GiB, 51 experts"
     parser.add_argument("--capacity", type=str, default="25%", help=text)
@@ -166,7 +166,13 @@ def _read_subject(arguments: Namespace) -> tuple[str, RealModel | None]:
                     f"`moecache choose MODEL --trace {subject}`, which charges a model's layers."
                 )
         return subject, None
-    model = load_real_model(subject, key="model")
+    try:
+        model = load_real_model(subject, key="model")
+    except ValueError as error:
+        if not Path(subject).exists():
+            raise
+        hint = f"If it is a trace, name its model: `moecache choose MODEL --trace {subject}`."
+        raise ValueError(f"{error} {hint}") from error
     if arguments.precision is not None:
         model = dataclasses.replace(model, stored=load_stored(arguments.precision))
     return arguments.trace or str(stand_in(model)), model
