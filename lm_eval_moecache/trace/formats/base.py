@@ -209,7 +209,10 @@ def one_request(trace: Trace, what: str) -> None:
     owners = trace.columns.request
     firsts = owners[trace.row_bounds[:-1][:: trace.geometry.num_layers]]
     if (firsts[trace.columns.pass_index] != owners).any():
-        raise ValueError(f"{what}: passes of several requests at once cannot be written so.")
+        raise ValueError(
+            f"{what}: passes of several requests at once cannot be written so. Allowed: one "
+            "request, as --request 0."
+        )
 
 
 # --- line-based text formats ---
