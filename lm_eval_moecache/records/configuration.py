@@ -239,7 +239,7 @@ def read_config(config: object, what: str) -> RealModel:
         embedding=0 if config.get("tie_word_embeddings") else vocabulary,
         caches=caches,
         state_bytes=state_bytes,
-        source=str(config.get("source", "")),
+        source=str(config.get("source", "its configuration")),
     )
 
 
