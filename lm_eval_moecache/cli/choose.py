@@ -115,7 +115,8 @@ CONTENDERS: Mapping[str, Contender] = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    text = f"a trace (no .json or folder: those by --trace); or a model: {', '.join(emulated_names())}, or {MODEL_FILES}"
+    text = "a trace (no .json or folder: those by --trace); or a model: "
+    text += f"{', '.join(emulated_names())}, or {MODEL_FILES}"
     parser.add_argument("model_or_trace", type=str, help=text)
     text = "cache size: 5%% of all expert bytes, 2GiB, 51 experts"
     parser.add_argument("--capacity", type=str, default="25%", help=text)
