@@ -117,10 +117,11 @@ class Gate:
         return self.read(self._call(hidden, arguments))
 
     def predict(self, hidden: Tensor) -> Tensor:
-        """Return logits [T, E] whose top-k is the router's choice for these inputs.
+        """Return the router's logits [T, E] for these inputs, bit for bit.
 
-        They are the router's own, bit for bit, unless token ids decide: then the chosen experts'
-        are raised above all others. Most routers are a single product before the top-k, and then
+        Their top-k is its choice, unless it adds a correction bias or limits groups, which a
+        prediction by gates leaves out. If token ids decide, the chosen experts' are raised above
+        all others. Most routers are a single product before the top-k, and then
         only that is computed.
         """
         if self._linear_in is None:
