@@ -17,10 +17,11 @@ import numpy as np
 from grid import setting_of, shipped_trace, text_table
 from scipy import optimize
 
-from lm_eval_moecache.cli.plan import attention_s
 from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.engine.virtual.costs import attention_s
 from lm_eval_moecache.records.emulation import load_real_model
+from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.ledger import total
 from lm_eval_moecache.records.stored import load_stored
@@ -111,8 +112,8 @@ def table(curve: Curve) -> str:
     published_hits, measured = (np.array(x, dtype=float) for x in (curve.hits, curve.tok_per_s))
     misses = model.num_layers * model.top_k * np.nan_to_num(1 - published_hits)
     regime = regime_of(model.geometry(), 1, hardware)
-    rest_s = model.num_layers * (regime.compute_s + regime.launches_s)
-    rest_s += attention_s(model, hardware, 256)
+    context_s = attention_s(model, hardware, DECODE, np.array([255]))
+    rest_s = model.num_layers * (regime.compute_s + regime.launches_s + context_s)
 
     def speeds(rate: float) -> np.ndarray:
         return 1 / (rest_s + misses * (hardware.link_latency_s + model.expert_bytes / rate))
