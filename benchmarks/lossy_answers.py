@@ -25,7 +25,7 @@ from grid import RESULTS, setting_of, shipped_trace, text_table
 from lm_eval_moecache.algorithms.miss.base import Resolution, absent_entries, weight_shares
 from lm_eval_moecache.algorithms.miss.drop_cold import DropCold
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.records.event import DECODE, Event, resident_mask
+from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import total
 from lm_eval_moecache.report.plots import legend, look, new_figure, save
@@ -57,8 +57,7 @@ class Shadow(DropCold):
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Container[int]
     ) -> Resolution | None:
-        is_resident = resident_mask(event.layer, self.geometry.num_experts, resident)
-        is_absent, shares = absent_entries(event.experts, is_resident), weight_shares(event)
+        is_absent, shares = absent_entries(event, resident, self.geometry), weight_shares(event)
         is_cold = is_absent & (shares < self.factor / self.geometry.top_k)
         self.missed += int(is_absent.sum())
         self.cold += int(is_cold.sum())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from lm_eval_moecache.algorithms.parameters import Algorithm
 from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, softmax
-from lm_eval_moecache.records.event import DROPPED, Event, Fetch
+from lm_eval_moecache.records.event import DROPPED, Event, Fetch, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
@@ -86,30 +86,76 @@ class MissAlgorithm(Algorithm):
         return [0] * len(keys)
 
 
+class LosslessMiss(MissAlgorithm):
+    """Base of the rules that load every absent expert, or have the host execute it."""
+
+    is_lossless: ClassVar[bool] = True
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
+    ) -> Resolution | None:
+        return None
+
+
+class LadderMiss(MissAlgorithm):
+    """Base of the rules that load a token's lesser experts at lower levels of precision.
+
+    A prefetched expert gets the best level that any token would require of it by the predicted
+    gate, and the lowest one where no token is expected to choose it.
+    """
+
+    uses_ladder: ClassVar[bool] = True
+
+    @abstractmethod
+    def levels(self, experts: IntArray, weights: FloatArray) -> IntArray:
+        """Return the level that each entry requires, from experts and weights [tokens, top_k]."""
+
+    def unpredicted(self, count: int) -> Sequence[int]:
+        """Return the levels of keys, most wanted first, of a layer whose gate is not predicted."""
+        return [0] * count
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
+    ) -> Resolution | None:
+        keys = event.keys if self.upgrade else absent
+        levels = self.levels(event.experts, event.weights)
+        return Resolution(self.fetches(event, keys, levels, event.experts != DROPPED, resident))
+
+    def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
+        geometry = self.geometry
+        if layer not in event.predicted:
+            return self.unpredicted(len(keys))
+        logits = event.predicted[layer]
+        experts = np.argsort(-logits, axis=-1, kind="stable")[:, : geometry.top_k]
+        weights = np.take_along_axis(softmax(logits), experts, axis=-1)
+        best = np.full(geometry.num_experts, len(geometry.precision) - 1)
+        np.minimum.at(best, experts, self.levels(experts, weights))
+        return [int(best[key % geometry.num_experts]) for key in keys]
+
+    def fetches(
+        self,
+        event: Event,
+        keys: Sequence[int],
+        levels: IntArray,
+        live: BoolArray,
+        resident: Mapping[int, int],
+    ) -> list[Fetch]:
+        """Return fetches of the needed keys that are not resident at a sufficient level.
+
+        `levels` [tokens, top_k] are the required levels, `live` whether an entry is executed. An
+        expert is fetched once, at the best level that any token requires.
+        """
+        never = len(self.geometry.precision)
+        best = np.full(self.geometry.num_experts, never)
+        np.minimum.at(best, event.experts[live], levels[live])
+        base = event.layer * self.geometry.num_experts
+        wanted = [(key, int(best[key - base])) for key in keys]
+        return [Fetch(key, level) for key, level in wanted if level < resident.get(key, never)]
+
+
 Cost = Callable[[IntArray, IntArray], npt.NDArray[np.floating[Any]]]
 """(tokens [n], the missing expert of each [n]) -> cost of each substitute [n, experts]."""
 Order = Literal["heaviest", "lightest"]
-
-
-def level_fetches(
-    event: Event,
-    keys: Sequence[int],
-    levels: IntArray,
-    live: BoolArray,
-    geometry: Geometry,
-    resident: Mapping[int, int],
-) -> list[Fetch]:
-    """Return fetches of the needed keys that are not resident at a sufficient level.
-
-    `levels` [tokens, top_k] are the required levels, `live` whether an entry is executed. An expert
-    is fetched once, at the best level that any token requires.
-    """
-    never = len(geometry.precision)
-    best = np.full(geometry.num_experts, never)
-    np.minimum.at(best, event.experts[live], levels[live])
-    base = event.layer * geometry.num_experts
-    wanted = [(key, int(best[key - base])) for key in keys]
-    return [Fetch(key, level) for key, level in wanted if level < resident.get(key, never)]
 
 
 def weight_shares(event: Event) -> FloatArray:
@@ -138,27 +184,20 @@ def weight_before(weights: FloatArray, live: BoolArray) -> FloatArray:
     return np.asarray((weights.cumsum(axis=-1) - weights) / total, dtype=np.float32)
 
 
-def expected_choice(logits: FloatArray, top_k: int) -> tuple[IntArray, FloatArray]:
-    """Return the experts [tokens, top_k] that predicted logits would choose, and their scores."""
-    experts = np.argsort(-logits, axis=-1, kind="stable")[:, :top_k]
-    return experts, np.take_along_axis(softmax(logits), experts, axis=-1)
+def absent_entries(event: Event, resident: Container[int], geometry: Geometry) -> BoolArray:
+    """Return a mask [tokens, top_k] of the entries whose expert is not resident."""
+    is_resident = resident_mask(event.layer, geometry.num_experts, resident)
+    return np.asarray((event.experts != DROPPED) & ~is_resident[event.experts])
 
 
-def prefetch_at(
-    keys: Sequence[int], experts: IntArray, levels: IntArray, geometry: Geometry
-) -> list[int]:
-    """Return each key's level: the best that any expected [tokens, top_k] entry requires.
-
-    Keys that no token is expected to choose get the lowest level.
-    """
-    best = np.full(geometry.num_experts, len(geometry.precision) - 1)
-    np.minimum.at(best, experts, levels)
-    return [int(best[key % geometry.num_experts]) for key in keys]
-
-
-def absent_entries(experts: IntArray, is_resident: BoolArray) -> BoolArray:
-    """Return a mask [tokens, top_k] of absent experts; `is_resident` is [experts]."""
-    return np.asarray((experts != DROPPED) & ~is_resident[experts])
+def left_out(
+    event: Event, absent: Sequence[int], keep: BoolArray, geometry: Geometry, renormalize: bool
+) -> Resolution | None:
+    """Drop the entries that `keep` [tokens, top_k] leaves out; load what is absent and kept."""
+    if keep.all():
+        return None
+    fetch = still_needed(event, absent, event.experts, keep, geometry.num_experts)
+    return Resolution(fetch, Selection(event.experts, keep, renormalize))
 
 
 def still_needed(
@@ -224,7 +263,8 @@ Budget = Annotated[
 def resolve_substitution(
     event: Event,
     absent: Sequence[int],
-    is_resident: BoolArray,
+    resident: Container[int],
+    geometry: Geometry,
     cost: Cost,
     *,
     fallback: Literal["fetch", "drop"],
@@ -240,9 +280,10 @@ def resolve_substitution(
     """
     if budget is None:
         budget = np.full(len(event.experts), event.experts.shape[1])
+    is_resident = resident_mask(event.layer, geometry.num_experts, resident)
     gone = np.zeros_like(is_resident)
     gone[[key % len(gone) for key in absent]] = True
-    missing = absent_entries(event.experts, ~gone)
+    missing = (event.experts != DROPPED) & gone[event.experts]
     chosen, sought = substitute(event.experts, missing, is_resident, cost, budget, reuse, order)
     lost = sought & (chosen == event.experts)
     keep = ~lost if fallback == "drop" and lost.any() else None

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
-from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.algorithms.miss.base import LosslessMiss
 from lm_eval_moecache.records.ranges import Range
 
 Uploads = Annotated[int, Range(least=1, why=": none is miss=host")]
 
 
 @dataclass(eq=False, kw_only=True)
-class BoundedInsertion(MissAlgorithm):
+class BoundedInsertion(LosslessMiss):
     """Executes absent experts on the host and loads at most `uploads` per event into the cache.
 
     llama.cpp#27861 (`--moe-expert-cache-inserts`): hits run on the device, misses on the host, and
@@ -28,14 +26,8 @@ class BoundedInsertion(MissAlgorithm):
     """
 
     source: ClassVar[str] = "llama.cpp#27861 (--moe-expert-cache, --moe-expert-cache-inserts)"
-    is_lossless: ClassVar[bool] = True
     cached_first: ClassVar[bool] = True
     uses_host: ClassVar[bool] = True
     host_rule = "always"
 
     uploads: Uploads = 2
-
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
-    ) -> Resolution | None:
-        return None

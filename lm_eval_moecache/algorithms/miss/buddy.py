@@ -21,7 +21,7 @@ from lm_eval_moecache.records.coactivation import (
     activating_entropy,
     top_k_shares,
 )
-from lm_eval_moecache.records.event import DROPPED, Event, resident_mask
+from lm_eval_moecache.records.event import DROPPED, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Experts, Positive, Range, Share, ZeroOrMore
 
@@ -132,7 +132,8 @@ class Buddy(MissAlgorithm):
         return resolve_substitution(
             event,
             absent,
-            resident_mask(event.layer, self.geometry.num_experts, resident),
+            resident,
+            self.geometry,
             cost,
             fallback=self.fallback,
             weight=self.weight,

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.miss.base import (
-    MissAlgorithm,
-    Resolution,
-    expected_choice,
-    level_fetches,
-    prefetch_at,
-    weight_before,
-)
-from lm_eval_moecache.records.event import DROPPED, Event
+from lm_eval_moecache.algorithms.miss.base import LadderMiss, weight_before
+from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.records.event import DROPPED
 
 
 @dataclass(eq=False, kw_only=True)
-class Cascade(MissAlgorithm):
+class Cascade(LadderMiss):
     """Loads an absent expert at a lower level the more of its token's weight is on heavier ones.
 
     HOBBIT (Tang et al. 2024), as in SpecMD sections 2 and 3.1.2: "dynamically loading
@@ -37,7 +30,6 @@ class Cascade(MissAlgorithm):
 
     source: ClassVar[str] = "SpecMD sections 2 and 3.1.2 (precision cascade); HOBBIT"
     uses_logits: ClassVar[bool] = True
-    uses_ladder: ClassVar[bool] = True
 
     t1: float = 0.6
     t2: float | None = None
@@ -62,17 +54,5 @@ class Cascade(MissAlgorithm):
             )
         self._bounds = np.linspace(t1, last, steps, dtype=np.float32)
 
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
-    ) -> Resolution | None:
-        live = event.experts != DROPPED
-        levels = np.searchsorted(self._bounds, weight_before(event.weights, live))
-        keys = event.keys if self.upgrade else absent
-        return Resolution(level_fetches(event, keys, levels, live, self.geometry, resident))
-
-    def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
-        if layer not in event.predicted:
-            return [0] * len(keys)
-        experts, scores = expected_choice(event.predicted[layer], self.geometry.top_k)
-        levels = np.searchsorted(self._bounds, weight_before(scores, experts >= 0))
-        return prefetch_at(keys, experts, levels, self.geometry)
+    def levels(self, experts: IntArray, weights: FloatArray) -> IntArray:
+        return np.searchsorted(self._bounds, weight_before(weights, experts != DROPPED))

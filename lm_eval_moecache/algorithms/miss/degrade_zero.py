@@ -11,12 +11,11 @@ from lm_eval_moecache.algorithms.miss.base import (
     Resolution,
     absent_entries,
     keep_one,
-    still_needed,
+    left_out,
     weight_shares,
 )
-from lm_eval_moecache.records.event import PREFILL, Event, resident_mask
+from lm_eval_moecache.records.event import PREFILL, Event
 from lm_eval_moecache.records.ranges import Share
-from lm_eval_moecache.records.selection import Selection
 
 
 @dataclass(eq=False, kw_only=True)
@@ -40,11 +39,7 @@ class DegradeZero(MissAlgorithm):
     ) -> Resolution | None:
         if event.phase == PREFILL:
             return None
-        is_resident = resident_mask(event.layer, self.geometry.num_experts, resident)
         shares = weight_shares(event)
-        keep = ~(absent_entries(event.experts, is_resident) & (shares < self.tau))
+        keep = ~(absent_entries(event, resident, self.geometry) & (shares < self.tau))
         keep_one(keep, shares)
-        if keep.all():
-            return None
-        fetch = still_needed(event, absent, event.experts, keep, self.geometry.num_experts)
-        return Resolution(fetch, Selection(event.experts, keep, renormalize=True))
+        return left_out(event, absent, keep, self.geometry, renormalize=True)

@@ -12,11 +12,10 @@ from lm_eval_moecache.algorithms.miss.base import (
     MissAlgorithm,
     Resolution,
     absent_entries,
-    still_needed,
+    left_out,
 )
-from lm_eval_moecache.records.event import Event, resident_mask
+from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.ranges import Range
-from lm_eval_moecache.records.selection import Selection
 
 FewerExperts = Annotated[
     int, Range(least=0, below="top_k", why=": with none to drop it is miss=fetch")
@@ -44,10 +43,6 @@ class Drop(MissAlgorithm):
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Container[int]
     ) -> Resolution | None:
-        is_resident = resident_mask(event.layer, self.geometry.num_experts, resident)
         light = np.arange(event.experts.shape[1]) >= self.h
-        keep = ~(absent_entries(event.experts, is_resident) & light)
-        if keep.all():
-            return None
-        fetch = still_needed(event, absent, event.experts, keep, self.geometry.num_experts)
-        return Resolution(fetch, Selection(event.experts, keep, self.renormalize))
+        keep = ~(absent_entries(event, resident, self.geometry) & light)
+        return left_out(event, absent, keep, self.geometry, self.renormalize)

@@ -9,20 +9,18 @@ from typing import ClassVar
 import numpy as np
 
 from lm_eval_moecache.algorithms.miss.base import (
-    MissAlgorithm,
+    LadderMiss,
     Resolution,
     absent_entries,
-    expected_choice,
-    level_fetches,
-    prefetch_at,
     weight_before,
 )
-from lm_eval_moecache.records.event import DROPPED, Event, resident_mask
+from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.records.event import DROPPED, Event
 from lm_eval_moecache.records.selection import Selection
 
 
 @dataclass(eq=False, kw_only=True)
-class DropCascade(MissAlgorithm):
+class DropCascade(LadderMiss):
     """Loads absent experts at lower levels the more weight is on heavier ones; drops the last.
 
     "Drop Priority Cascade" of SpecMD section 5.4, which it does not describe; HOBBIT, whose
@@ -37,7 +35,6 @@ class DropCascade(MissAlgorithm):
 
     source: ClassVar[str] = "SpecMD section 5.4 (drop priority cascade); HOBBIT"
     uses_logits: ClassVar[bool] = True
-    uses_ladder: ClassVar[bool] = True
 
     t1: float = 0.6
     t2: float = 0.9
@@ -53,17 +50,13 @@ class DropCascade(MissAlgorithm):
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
     ) -> Resolution | None:
-        live = event.experts != DROPPED
-        levels = np.searchsorted(self._bounds, weight_before(event.weights, live))
-        is_resident = resident_mask(event.layer, self.geometry.num_experts, resident)
-        keep = ~(absent_entries(event.experts, is_resident) & (levels == self._num_levels))
-        fetch = level_fetches(event, absent, levels, live & keep, self.geometry, resident)
+        levels = self.levels(event.experts, event.weights)
+        is_absent = absent_entries(event, resident, self.geometry)
+        keep = ~(is_absent & (levels == self._num_levels))
+        live = (event.experts != DROPPED) & keep
+        fetch = self.fetches(event, absent, levels, live, resident)
         selection = None if keep.all() else Selection(event.experts, keep, self.renormalize)
         return Resolution(fetch, selection)
 
-    def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
-        if layer not in event.predicted:
-            return [0] * len(keys)
-        experts, scores = expected_choice(event.predicted[layer], self.geometry.top_k)
-        levels = np.searchsorted(self._bounds, weight_before(scores, experts >= 0))
-        return prefetch_at(keys, experts, levels, self.geometry)
+    def levels(self, experts: IntArray, weights: FloatArray) -> IntArray:
+        return np.searchsorted(self._bounds, weight_before(weights, experts != DROPPED))

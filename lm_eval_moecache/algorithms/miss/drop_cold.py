@@ -10,12 +10,11 @@ from lm_eval_moecache.algorithms.miss.base import (
     MissAlgorithm,
     Resolution,
     absent_entries,
-    still_needed,
+    left_out,
     weight_shares,
 )
-from lm_eval_moecache.records.event import Event, resident_mask
+from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.ranges import Share
-from lm_eval_moecache.records.selection import Selection
 
 
 @dataclass(eq=False, kw_only=True)
@@ -40,10 +39,6 @@ class DropCold(MissAlgorithm):
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Container[int]
     ) -> Resolution | None:
-        is_resident = resident_mask(event.layer, self.geometry.num_experts, resident)
         cold = weight_shares(event) < self.factor / self.geometry.top_k
-        keep = ~(absent_entries(event.experts, is_resident) & cold)
-        if keep.all():
-            return None
-        fetch = still_needed(event, absent, event.experts, keep, self.geometry.num_experts)
-        return Resolution(fetch, Selection(event.experts, keep, self.renormalize))
+        keep = ~(absent_entries(event, resident, self.geometry) & cold)
+        return left_out(event, absent, keep, self.geometry, self.renormalize)

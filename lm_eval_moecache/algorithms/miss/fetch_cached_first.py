@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
-from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.algorithms.miss.base import LosslessMiss
 
 
-class FetchCachedFirst(MissAlgorithm):
+class FetchCachedFirst(LosslessMiss):
     """Loads every absent expert, as `fetch` does, and executes the resident ones meanwhile.
 
     SP-MoE section 4.3, after ProMoE and Klotski: "experts already cached in GPU memory are
@@ -19,10 +17,4 @@ class FetchCachedFirst(MissAlgorithm):
     """
 
     source: ClassVar[str] = "SP-MoE section 4.3"
-    is_lossless: ClassVar[bool] = True
     cached_first: ClassVar[bool] = True
-
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Container[int]
-    ) -> Resolution | None:
-        return None

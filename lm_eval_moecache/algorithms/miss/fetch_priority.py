@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.miss.base import (
-    MissAlgorithm,
-    Resolution,
-    expected_choice,
-    level_fetches,
-    prefetch_at,
-)
-from lm_eval_moecache.records.event import DROPPED, Event
+from lm_eval_moecache.algorithms.miss.base import LadderMiss
+from lm_eval_moecache.records.arrays import FloatArray, IntArray
 
 
 @dataclass(eq=False, kw_only=True)
-class FetchPriority(MissAlgorithm):
+class FetchPriority(LadderMiss):
     """Loads absent experts at lower levels the lower they rank for their token.
 
     SpecMD section 5.4: it "selectively degrades low-importance experts (bottom 60th percentile)
@@ -39,7 +33,6 @@ class FetchPriority(MissAlgorithm):
     """
 
     source: ClassVar[str] = "SpecMD sections 3.1.2 and 5.4 (fetch-priority)"
-    uses_ladder: ClassVar[bool] = True
 
     percentile: float = 60.0
     h: int | None = None
@@ -63,18 +56,9 @@ class FetchPriority(MissAlgorithm):
         shared = [1 + rank * lower // light for rank in range(light)]
         self._level_of_rank = np.array([0] * (top_k - light) + shared)
 
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
-    ) -> Resolution | None:
-        levels = np.broadcast_to(self._level_of_rank, event.experts.shape)
-        keys = event.keys if self.upgrade else absent
-        live = event.experts != DROPPED
-        return Resolution(level_fetches(event, keys, levels, live, self.geometry, resident))
+    def levels(self, experts: IntArray, weights: FloatArray) -> IntArray:
+        return np.broadcast_to(self._level_of_rank, experts.shape)
 
-    def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
-        if layer not in event.predicted:
-            beyond = [len(self.geometry.precision) - 1] * len(keys)
-            return [*self._level_of_rank.tolist(), *beyond][: len(keys)]
-        experts, _ = expected_choice(event.predicted[layer], self.geometry.top_k)
-        levels = np.broadcast_to(self._level_of_rank, experts.shape)
-        return prefetch_at(keys, experts, levels, self.geometry)
+    def unpredicted(self, count: int) -> Sequence[int]:
+        beyond = [len(self.geometry.precision) - 1] * count
+        return [*self._level_of_rank.tolist(), *beyond][:count]

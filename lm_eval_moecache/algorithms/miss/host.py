@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
-from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.algorithms.miss.base import LosslessMiss
 
 HostRule = Literal["always", "first", "balanced"]
 
 
 @dataclass(eq=False, kw_only=True)
-class Host(MissAlgorithm):
+class Host(LosslessMiss):
     """Executes absent experts on the host, always or where that is faster than loading them.
 
     The activations go over the link and back, once for all experts of an event; the weights are
@@ -34,7 +32,6 @@ class Host(MissAlgorithm):
     """
 
     source: ClassVar[str] = "Fiddler; HybriMoE; llama.cpp and ktransformers (by rule)"
-    is_lossless: ClassVar[bool] = True
     cached_first: ClassVar[bool] = True
     uses_host: ClassVar[bool] = True
 
@@ -43,8 +40,3 @@ class Host(MissAlgorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.host_rule = self.rule
-
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
-    ) -> Resolution | None:
-        return None

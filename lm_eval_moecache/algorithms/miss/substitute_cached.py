@@ -15,7 +15,7 @@ from lm_eval_moecache.algorithms.miss.base import (
     weight_shares,
 )
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
-from lm_eval_moecache.records.event import Event, resident_mask
+from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.ranges import Share
 
 
@@ -46,7 +46,6 @@ class SubstituteCached(MissAlgorithm):
             light = (np.where(is_it, shares[tokens], 0).sum(axis=-1) < self.tau)[:, None]
             return np.asarray(np.where(light, -scores[tokens], np.inf), dtype=np.float32)
 
-        is_resident = resident_mask(event.layer, self.geometry.num_experts, resident)
         return resolve_substitution(
-            event, absent, is_resident, cost, fallback="fetch", weight=self.weight
+            event, absent, resident, self.geometry, cost, fallback="fetch", weight=self.weight
         )

@@ -16,7 +16,7 @@ from lm_eval_moecache.algorithms.miss.base import (
     resolve_substitution,
 )
 from lm_eval_moecache.records.arrays import IntArray
-from lm_eval_moecache.records.event import Event, resident_mask
+from lm_eval_moecache.records.event import Event
 
 
 @dataclass(eq=False, kw_only=True)
@@ -57,11 +57,11 @@ class SubstituteRandom(MissAlgorithm):
         def cost(tokens: IntArray, missing: IntArray) -> npt.NDArray[np.float64]:
             return rng.random((len(tokens), num_experts))
 
-        is_resident = resident_mask(event.layer, num_experts, resident)
         return resolve_substitution(
             event,
             absent,
-            is_resident,
+            resident,
+            self.geometry,
             cost,
             fallback=self.fallback,
             weight=self.weight,

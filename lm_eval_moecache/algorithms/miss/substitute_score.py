@@ -10,7 +10,7 @@ import numpy as np
 
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution, resolve_substitution
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
-from lm_eval_moecache.records.event import Event, resident_mask
+from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.ranges import Share
 
 
@@ -53,7 +53,6 @@ class SubstituteScore(MissAlgorithm):
             allowed = self.tolerance * (own if self.scale == "relative" else 1.0)
             return np.asarray(np.where(gap <= allowed, gap, np.inf), dtype=np.float32)
 
-        is_resident = resident_mask(event.layer, self.geometry.num_experts, resident)
         return resolve_substitution(
-            event, absent, is_resident, cost, fallback=self.fallback, weight=self.weight
+            event, absent, resident, self.geometry, cost, fallback=self.fallback, weight=self.weight
         )

@@ -106,6 +106,24 @@ class DraftStagePrefetch(PrefetchAlgorithm):
         return ()
 
 
+class LikeliestPrefetch(PrefetchAlgorithm):
+    """Base of the rules that propose each token's likeliest experts by the predicted logits."""
+
+    count: int
+    """Experts proposed for each token of a predicted layer."""
+
+    def propose(self, event: Event) -> Sequence[int]:
+        keys: list[int] = []
+        for layer, logits in event.predicted.items():
+            keys += most_likely(layer, logits, self.count)
+        return keys
+
+    def propose_arrays(
+        self, layers: Sequence[int], logits: FloatArray
+    ) -> tuple[IntArray, IntArray]:
+        return best_of_rows(layers, logits, self.count)
+
+
 def most_likely(layer: int, logits: FloatArray, count: int) -> list[int]:
     """Return the keys of each token's `count` likeliest experts, in the order of `by_mass`.
 

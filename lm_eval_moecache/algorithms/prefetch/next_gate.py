@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, best_of_rows, most_likely
-from lm_eval_moecache.records.arrays import FloatArray, IntArray
-from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.algorithms.prefetch.base import LikeliestPrefetch
 from lm_eval_moecache.records.ranges import Count, Positive
 
 
 @dataclass(eq=False, kw_only=True)
-class NextGate(PrefetchAlgorithm):
+class NextGate(LikeliestPrefetch):
     """Applies the gates of the next `depth` layers to this layer's input and takes the top-k.
 
     SpecMD section 3.1.4 (top-k with overfetch); the idea is Eliseev & Mazur's. `overfetch`
@@ -43,15 +40,4 @@ class NextGate(PrefetchAlgorithm):
                 f"layers of this model. Allowed: 1 to {layers - 1}."
             )
         self.after_layer = self.issue == "after_layer"
-        self._count = self.most(self.overfetch)
-
-    def propose(self, event: Event) -> Sequence[int]:
-        keys: list[int] = []
-        for layer, logits in event.predicted.items():
-            keys += most_likely(layer, logits, self._count)
-        return keys
-
-    def propose_arrays(
-        self, layers: Sequence[int], logits: FloatArray
-    ) -> tuple[IntArray, IntArray]:
-        return best_of_rows(layers, logits, self._count)
+        self.count = self.most(self.overfetch)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, best_of_rows, most_likely
-from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.algorithms.prefetch.base import LikeliestPrefetch
 from lm_eval_moecache.records.artifact import PREDICTOR
-from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.predictor import load_predictor
 from lm_eval_moecache.records.ranges import Positive
 
 
 @dataclass(eq=False, kw_only=True)
-class Predictor(PrefetchAlgorithm):
+class Predictor(LikeliestPrefetch):
     """Proposes each token's k likeliest experts of the next MoE layer by a trained predictor.
 
     CommitMoE section 4.2: one linear layer on the router's input predicts the same token's next
@@ -43,15 +40,4 @@ class Predictor(PrefetchAlgorithm):
 
     def __post_init__(self) -> None:
         self.artifact = load_predictor(self.profile, self.loss, self.geometry)
-        self._count = self.most(self.overfetch)
-
-    def propose(self, event: Event) -> Sequence[int]:
-        keys: list[int] = []
-        for layer, logits in event.predicted.items():
-            keys += most_likely(layer, logits, self._count)
-        return keys
-
-    def propose_arrays(
-        self, layers: Sequence[int], logits: FloatArray
-    ) -> tuple[IntArray, IntArray]:
-        return best_of_rows(layers, logits, self._count)
+        self.count = self.most(self.overfetch)
