@@ -8,11 +8,6 @@ from lm_eval_moecache import RankedEviction
 from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 
 
-def uses_by_age(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    # Plain arithmetic on the features, so that numba can compile it.
-    return expert.uses / (1.0 + now.turns - expert.turn), float(expert.last_use)
-
-
 class AgedLFU(RankedEviction):
     """Evicts the expert with the fewest uses per turn since its last one; ties to the oldest.
 
@@ -21,4 +16,8 @@ class AgedLFU(RankedEviction):
 
     source: ClassVar[str] = "the worked example of a package of one's own"
     ages: ClassVar[bool] = True
-    rank = staticmethod(uses_by_age)
+
+    @staticmethod
+    def rank(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+        # Plain arithmetic on the features, so that numba can compile it.
+        return expert.uses / (1.0 + now.turns - expert.turn), float(expert.last_use)

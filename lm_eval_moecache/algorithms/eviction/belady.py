@@ -11,10 +11,6 @@ from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.trace.future import Future
 
 
-def furthest_use(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    return float(-expert.next_use), 0.0
-
-
 class Belady(RankedEviction):
     """Evicts, among what may be evicted, the expert whose next event is furthest away.
 
@@ -34,7 +30,10 @@ class Belady(RankedEviction):
     source: ClassVar[str] = "Belady 1966"
     is_offline: ClassVar[bool] = True
     moves: ClassVar[bool] = False
-    rank = staticmethod(furthest_use)
+
+    @staticmethod
+    def rank(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+        return float(-expert.next_use), 0.0
 
     def prepare(self, future: Future) -> None:
         self._future = future

@@ -8,10 +8,6 @@ from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 
 
-def oldest_load(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    return float(expert.loaded), 0.0
-
-
 class FIFO(RankedEviction):
     """Evicts the expert that has been resident longest, used or not.
 
@@ -21,4 +17,7 @@ class FIFO(RankedEviction):
 
     source: ClassVar[str] = "the textbook baseline; SpecMD section 4.2 uses its order in a queue"
     moves: ClassVar[bool] = False
-    rank = staticmethod(oldest_load)
+
+    @staticmethod
+    def rank(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+        return float(expert.loaded), 0.0

@@ -13,14 +13,6 @@ _PRIOR = 0.02
 """Hazard of an expert that was never needed: no wait is forecast beyond fifty turns."""
 
 
-def longest_wait(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    wait = 1 / (expert.rate + _PRIOR) + home.predicted
-    if expert.predicted:
-        wait = 0.0
-    turns = (home.index - now.layer - 1) % now.num_layers + 1
-    return -(wait + now.parameter * turns / now.num_layers), 0.0
-
-
 @dataclass(eq=False, kw_only=True)
 class Hazard(RankedEviction):
     """Evicts the expert with the longest expected wait, and falls back to LRU while that is wrong.
@@ -41,10 +33,17 @@ class Hazard(RankedEviction):
 
     source: ClassVar[str] = "ours; the decayed rates after ds4#636, the bound in moe-cache-eval"
     forecasts: ClassVar[bool] = True
-    rank = staticmethod(longest_wait)
 
     nearness: ZeroOrMore = 2.0
     memory: Count = 200
+
+    @staticmethod
+    def rank(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+        wait = 1 / (expert.rate + _PRIOR) + home.predicted
+        if expert.predicted:
+            wait = 0.0
+        turns = (home.index - now.layer - 1) % now.num_layers + 1
+        return -(wait + now.parameter * turns / now.num_layers), 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,10 +10,6 @@ from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.records.ranges import Count
 
 
-def cool_then_oldest(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    return (1.0 if expert.hits > now.parameter else 0.0), float(expert.last_use)
-
-
 @dataclass(eq=False, kw_only=True)
 class HeatLRU(RankedEviction):
     """Evicts the least recently used of the experts used at most `protect_above` times.
@@ -27,9 +23,12 @@ class HeatLRU(RankedEviction):
 
     source: ClassVar[str] = "TheTom/llama-cpp-turboquant#300 (heat-protected eviction)"
     moves: ClassVar[bool] = False
-    rank = staticmethod(cool_then_oldest)
 
     protect_above: Count = 4
+
+    @staticmethod
+    def rank(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+        return (1.0 if expert.hits > now.parameter else 0.0), float(expert.last_use)
 
     def __post_init__(self) -> None:
         super().__post_init__()

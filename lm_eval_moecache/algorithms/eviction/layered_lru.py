@@ -8,11 +8,6 @@ from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 
 
-def fullest_layer(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    away = (home.index - now.layer - 1) % now.num_layers
-    return -float(home.held * now.num_layers + away), float(expert.last_use)
-
-
 class LayeredLRU(RankedEviction):
     """Keeps one LRU list per layer in a common pool; the longest list loses its oldest expert.
 
@@ -26,4 +21,8 @@ class LayeredLRU(RankedEviction):
 
     source: ClassVar[str] = "layer-wise LRU lists, as in llama.cpp#27861 and mixtral-offloading"
     compares_layers: ClassVar[bool] = True
-    rank = staticmethod(fullest_layer)
+
+    @staticmethod
+    def rank(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+        away = (home.index - now.layer - 1) % now.num_layers
+        return -float(home.held * now.num_layers + away), float(expert.last_use)

@@ -8,10 +8,6 @@ from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 
 
-def uses_by_age(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    return (expert.uses + 1) / (now.turns + 1 - expert.turn), float(expert.last_use)
-
-
 class LFRU(RankedEviction):
     """Evicts the expert with the fewest uses per event since its last one: count / age.
 
@@ -26,4 +22,7 @@ class LFRU(RankedEviction):
     source: ClassVar[str] = "LFRU of engines' proposals (vLLM, llama.cpp#21609); our reading"
     ages: ClassVar[bool] = True
     moves: ClassVar[bool] = False
-    rank = staticmethod(uses_by_age)
+
+    @staticmethod
+    def rank(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+        return (expert.uses + 1) / (now.turns + 1 - expert.turn), float(expert.last_use)

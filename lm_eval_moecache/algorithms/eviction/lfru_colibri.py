@@ -8,12 +8,6 @@ from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 
 
-def uses_then_age(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    # As in the source, the age includes the access that needs the room.
-    age = now.accesses + 1 - expert.accessed
-    return float(256 * expert.uses + max(0, 255 - age)), float(expert.loaded)
-
-
 class LFRUColibri(RankedEviction):
     """Evicts the expert with the smallest 256 x uses + max(0, 255 - age).
 
@@ -27,4 +21,9 @@ class LFRUColibri(RankedEviction):
     source: ClassVar[str] = "colibri c/tier.h and c/bench_tier/policy_replay.py (LFRU)"
     ages: ClassVar[bool] = True
     moves: ClassVar[bool] = False
-    rank = staticmethod(uses_then_age)
+
+    @staticmethod
+    def rank(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+        # As in the source, the age includes the access that needs the room.
+        age = now.accesses + 1 - expert.accessed
+        return float(256 * expert.uses + max(0, 255 - age)), float(expert.loaded)

@@ -8,10 +8,6 @@ from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 
 
-def fewest_uses(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    return float(expert.uses), 0.0
-
-
 class LFU(RankedEviction):
     """Evicts the expert with the lowest access count over the entire inference history.
 
@@ -23,4 +19,7 @@ class LFU(RankedEviction):
 
     source: ClassVar[str] = "SpecMD appendix B; MoE-Infinity's cache (CommitMoE section 5.1)"
     moves: ClassVar[bool] = False
-    rank = staticmethod(fewest_uses)
+
+    @staticmethod
+    def rank(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+        return float(expert.uses), 0.0

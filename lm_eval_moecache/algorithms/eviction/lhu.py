@@ -9,10 +9,6 @@ from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 
 
-def fewest_uses(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    return float(expert.uses), 0.0
-
-
 class LHU(RankedEviction):
     """Evicts the expert used least often at high precision.
 
@@ -33,4 +29,7 @@ class LHU(RankedEviction):
     )
     moves: ClassVar[bool] = False
     only_best: ClassVar[bool] = True
-    rank = staticmethod(fewest_uses)
+
+    @staticmethod
+    def rank(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+        return float(expert.uses), 0.0

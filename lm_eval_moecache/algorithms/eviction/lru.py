@@ -8,10 +8,6 @@ from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 
 
-def oldest_use(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    return float(expert.last_use), 0.0
-
-
 class LRU(RankedEviction):
     """Evicts the expert whose last use lies furthest back.
 
@@ -24,4 +20,7 @@ class LRU(RankedEviction):
 
     source: ClassVar[str] = "Eliseev & Mazur 2023 (Mixtral offloading); SpecMD appendix B"
     moves: ClassVar[bool] = False
-    rank = staticmethod(oldest_use)
+
+    @staticmethod
+    def rank(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+        return float(expert.last_use), 0.0

@@ -10,13 +10,6 @@ from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.records.ranges import ProperShare
 
 
-def kept_last(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    # The last founders to arrive are kept, because `warm` loads the hottest last.
-    if expert.founder > max(0, now.founders - int(home.slots * now.parameter)):
-        return 1.0, float(expert.founder)
-    return 0.0, float(expert.last_use)
-
-
 @dataclass(eq=False, kw_only=True)
 class PinnedLRU(RankedEviction):
     """Keeps a share of the experts that first filled the cache, and the most recently used others.
@@ -31,9 +24,15 @@ class PinnedLRU(RankedEviction):
 
     source: ClassVar[str] = "engines' half-pinned caches (thecodacus/llama.cpp#5, imp#2061)"
     moves: ClassVar[bool] = False
-    rank = staticmethod(kept_last)
 
     share: ProperShare = 0.5
+
+    @staticmethod
+    def rank(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+        # The last founders to arrive are kept, because `warm` loads the hottest last.
+        if expert.founder > max(0, now.founders - int(home.slots * now.parameter)):
+            return 1.0, float(expert.founder)
+        return 0.0, float(expert.last_use)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,10 +8,6 @@ from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 
 
-def deepest(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    return float(-home.index), float(expert.last_use)
-
-
 class ShallowFirst(RankedEviction):
     """Favours shallow layers: evicts an expert of the deepest layer that has residents.
 
@@ -24,4 +20,7 @@ class ShallowFirst(RankedEviction):
     source: ClassVar[str] = "Fang et al. 2025 (Fate), as in BuddyMoE section 6"
     compares_layers: ClassVar[bool] = True
     moves: ClassVar[bool] = False
-    rank = staticmethod(deepest)
+
+    @staticmethod
+    def rank(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+        return float(-home.index), float(expert.last_use)

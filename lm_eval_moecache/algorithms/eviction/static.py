@@ -8,10 +8,6 @@ from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 
 
-def placed_last(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    return (1.0 if expert.founder else 0.0), float(expert.loaded)
-
-
 class Static(RankedEviction):
     """Keeps the experts that first filled the cache; those loaded later make room for each other.
 
@@ -23,4 +19,7 @@ class Static(RankedEviction):
 
     source: ClassVar[str] = "engines' static placement (thecodacus/llama.cpp#5, imp#2061)"
     moves: ClassVar[bool] = False
-    rank = staticmethod(placed_last)
+
+    @staticmethod
+    def rank(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+        return (1.0 if expert.founder else 0.0), float(expert.loaded)

@@ -8,10 +8,6 @@ from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 
 
-def oldest_need(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    return float(expert.last_use), 0.0
-
-
 class TailLRU(RankedEviction):
     """Evicts the least recently used expert, where recency is that of the last token to need it.
 
@@ -24,4 +20,7 @@ class TailLRU(RankedEviction):
     source: ClassVar[str] = "BigMoeOnEdge#22 (keep the prompt tail's experts hot)"
     moves: ClassVar[bool] = False
     by_token: ClassVar[bool] = True
-    rank = staticmethod(oldest_need)
+
+    @staticmethod
+    def rank(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+        return float(expert.last_use), 0.0
