@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from abc import abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from typing import ClassVar
@@ -170,49 +169,3 @@ class GhostQueue:
         self._keys[key] = None
         while len(self._keys) > size:
             del self._keys[next(iter(self._keys))]
-
-
-class RankedKeys:
-    """Keys by rank, with access to the lowest: a heap with lazy deletion.
-
-    Ties go to the smaller key. Cost: amortised O(log n) per call, plus the pinned keys that
-    `lowest` skips.
-    """
-
-    def __init__(self) -> None:
-        self._rank: dict[int, float] = {}
-        self._heap: list[tuple[float, int]] = []
-
-    def __contains__(self, key: int) -> bool:
-        return key in self._rank
-
-    def put(self, key: int, rank: float) -> None:
-        """Add a key, or change its rank."""
-        if self._rank.get(key) == rank:
-            return
-        self._rank[key] = rank
-        heapq.heappush(self._heap, (rank, key))
-        if len(self._heap) > 2 * len(self._rank) + 16:
-            self._heap = [(rank, key) for key, rank in self._rank.items()]
-            heapq.heapify(self._heap)
-
-    def remove(self, key: int) -> None:
-        del self._rank[key]
-
-    def lowest(self, pinned: Container[int]) -> tuple[float, int] | None:
-        """Return (rank, key) of the lowest key that is not pinned, or None."""
-        heap, passed = self._heap, []
-        found = None
-        while heap and found is None:
-            rank, key = heap[0]
-            if self._rank.get(key) != rank:
-                heapq.heappop(heap)
-            elif key in pinned:
-                passed.append(heapq.heappop(heap))
-                while heap and heap[0] == passed[-1]:
-                    heapq.heappop(heap)
-            else:
-                found = (rank, key)
-        for entry in passed:
-            heapq.heappush(heap, entry)
-        return found

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm, RankedKeys
+from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.importance import ImportanceScores
 from lm_eval_moecache.records.ranges import Decay
@@ -21,7 +21,8 @@ class Importance(EvictionAlgorithm):
     SwapMoE (Kong et al. 2023), implemented from its abstract, as the text was not available:
     important experts are kept. The same importance drives `prefetch=importance`, so that the
     experts it loads stay; each layer's scores sum to its number of tokens, so layers are
-    comparable. Ties go to the smaller key. Cost: O(tokens x E + E log n) per event.
+    comparable. Ties go to the smaller key. Cost: O(tokens x E) per event, O(n log n) in the number
+    of residents per victim.
 
     Args:
         decay: Weight of a turn of the layer relative to the next one, 0 to 1.
@@ -35,22 +36,19 @@ class Importance(EvictionAlgorithm):
     def __post_init__(self) -> None:
         self._scores = ImportanceScores(self.geometry, self.decay)
         self._importance = np.zeros(self.geometry.num_layers * self.geometry.num_experts)
-        self._resident = RankedKeys()
+        self._is_resident = np.zeros(len(self._importance), dtype=bool)
 
     def on_insert(self, key: int, prefetched: bool) -> None:
-        self._resident.put(key, float(self._importance[key]))
+        self._is_resident[key] = True
 
     def on_event(self, event: Event) -> None:
         base = self.geometry.key(event.layer, 0)
-        row = self._scores.add(event)
-        self._importance[base : base + len(row)] = row
-        for key, importance in enumerate(row.tolist(), base):
-            if key in self._resident:
-                self._resident.put(key, importance)
+        self._importance[base : base + self.geometry.num_experts] = self._scores.add(event)
 
     def on_evict(self, key: int) -> None:
-        self._resident.remove(key)
+        self._is_resident[key] = False
 
     def victim(self, pinned: Container[int], layer: int) -> int | None:
-        lowest = self._resident.lowest(pinned)
-        return None if lowest is None else lowest[1]
+        residents = np.flatnonzero(self._is_resident)
+        order = residents[self._importance[residents].argsort(kind="stable")]
+        return next((key for key in order.tolist() if key not in pinned), None)

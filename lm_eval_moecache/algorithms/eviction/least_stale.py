@@ -9,35 +9,18 @@ from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 
 
-def protected_by_use(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+def protecting(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
     """Stale before current, left layers before coming ones; then the key not wanted for longest."""
     cycle = 2 * now.num_layers
     turn = home.index if home.index <= now.layer else cycle - home.index
-    return float(turn + cycle * (expert.current == now.pass_index)), float(expert.wanted)
+    age = expert.loaded if now.parameter else expert.wanted
+    return float(turn + cycle * (expert.current == now.pass_index)), float(age)
 
 
-def protected_by_load(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    cycle = 2 * now.num_layers
-    turn = home.index if home.index <= now.layer else cycle - home.index
-    return float(turn + cycle * (expert.current == now.pass_index)), float(expert.loaded)
-
-
-def unprotected_by_use(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+def by_layer(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
     is_current = expert.current == now.pass_index
-    return float(home.index + now.num_layers * is_current), float(expert.wanted)
-
-
-def unprotected_by_load(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-    is_current = expert.current == now.pass_index
-    return float(home.index + now.num_layers * is_current), float(expert.loaded)
-
-
-_RANKS = {
-    ("coming", "last_use"): protected_by_use,
-    ("coming", "fifo"): protected_by_load,
-    ("none", "last_use"): unprotected_by_use,
-    ("none", "fifo"): unprotected_by_load,
-}
+    age = expert.loaded if now.parameter else expert.wanted
+    return float(home.index + now.num_layers * is_current), float(age)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -66,4 +49,5 @@ class LeastStale(RankedEviction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.rank = _RANKS[self.protect, self.order]
+        self.rank = protecting if self.protect == "coming" else by_layer
+        self.parameter = float(self.order == "fifo")
