@@ -82,9 +82,8 @@ def main() -> None:
     }
     layers = zip(*columns.values(), strict=True)
     rows = [{"layer": n, **dict(zip(columns, row, strict=True))} for n, row in enumerate(layers)]
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "layers.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     draw(rows, options.out / "layers")
+    (options.out / "layers.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

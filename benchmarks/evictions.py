@@ -190,7 +190,6 @@ def draw(runs: Sequence[Run], file: Path) -> None:
     panels[len(traces)].set_ylabel("gap from LRU to Belady closed [%]")
     order = [BELADY, *DRAWN, LRU, "others"]
     legend(figure, {name: lines[name] for name in order if name in lines})
-    file.parent.mkdir(parents=True, exist_ok=True)
     save(figure, file)
 
 

@@ -18,6 +18,7 @@ from pandas import DataFrame
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.records.event import DECODE, PHASES
+from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.trace.importers import load_trace
@@ -139,8 +140,7 @@ def frame(runs: Iterable[Run]) -> DataFrame:
 
 def _save(file: Path, runs: list[Run]) -> None:
     text = "[\n" + ",\n".join(json.dumps(run, sort_keys=True) for run in runs) + "\n]\n"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(gzip.compress(text.encode(), mtime=0))
+    write_whole(file, gzip.compress(text.encode(), mtime=0))
 
 
 @cache

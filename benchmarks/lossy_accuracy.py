@@ -169,7 +169,6 @@ def draw(runs: Sequence[Run], file: Path) -> None:
         axes.set_xlim(20, 50)
     panels[1].set_ylim(bottom=0)
     legend(figure, series)
-    file.parent.mkdir(parents=True, exist_ok=True)
     save(figure, file)
 
 

@@ -113,7 +113,6 @@ def draw(found: list[Row], file: Path) -> None:
         axes.set(title=f"{trace}, {capacity} of all experts", xlim=(-5, 85), ylim=(0, 60))
         axes.set(xlabel="loads saved [%]", ylabel="routing weight lost [%]")
     legend(figure, series)
-    file.parent.mkdir(parents=True, exist_ok=True)
     save(figure, file)
 
 

@@ -66,10 +66,11 @@ def right(run: Run, task: str) -> dict[str, float]:
     return {} if any(isinstance(value, list) for value in answers.values()) else dict(answers)
 
 
-def parameters(run: Run) -> list[str]:
-    """Return what distinguishes a rule beside its policy's name."""
-    axes = ("routing.", "miss.")
-    return [f"{k.partition('.')[2]}={v}" for k, v in run.model_args.items() if k.startswith(axes)]
+def rule_of(run: Run) -> str:
+    """Return a rule's name: its policy's, and the parameters that distinguish it."""
+    axes, given = ("routing.", "miss."), run.model_args.items()
+    parameters = [f"{key.partition('.')[2]}={v}" for key, v in given if key.startswith(axes)]
+    return " ".join([run.moecache["policy"]["name"], *parameters])
 
 
 def of_texts(runs: Sequence[Run]) -> Iterator[list[str]]:
@@ -87,8 +88,7 @@ def of_texts(runs: Sequence[Run]) -> Iterator[list[str]]:
         ]
         score, base = run.score(task), plain[0].score(task) if plain else None
         if lost is not None and score and base:
-            rule = " ".join([run.moecache["policy"]["name"], *parameters(run)])
-            yield [rule, f"{lost:.2f}", f"{100 * (score.value / base.value - 1):.1f}"]
+            yield [rule_of(run), f"{lost:.2f}", f"{100 * (score.value / base.value - 1):.1f}"]
 
 
 def pairs(runs: Sequence[Run]) -> Iterator[Pair]:
@@ -107,7 +107,7 @@ def pairs(runs: Sequence[Run]) -> Iterator[Pair]:
             if fidelity == 1 and "precision" not in run.model_args:
                 exact[place] = answers
             elif fidelity < 1:
-                rule = " ".join([run.moecache["policy"]["name"], *parameters(run)])
+                rule = rule_of(run)
                 analysed = kl.get((model, str(run.model_args.get("capacity"))), {})
                 lossy[(*place, rule, run.run_id)] = {
                     "model": model,
@@ -205,7 +205,6 @@ def main() -> None:
     runs = [run for folder in options.folders for run in load_runs(folder)]
     found, texts = list(pairs(runs)), list(of_texts(runs))
     if options.write:
-        FOLDER.mkdir(exist_ok=True)
         kept = {"answers": found, "texts": texts}
         (FOLDER / "pairs.json").write_text(json.dumps(kept, indent=1) + "\n")
         (FOLDER / "table.md").write_text(render(found, texts))

@@ -307,7 +307,6 @@ def main() -> None:
         out = options.results / name
         runs = fill(out / "cells.json.gz", cells(), partial(measured, traces))
         (out / "table.md").write_text(render(runs))
-        (out / "plots").mkdir(exist_ok=True)
         draw(runs, folder=out / "plots")
 
 

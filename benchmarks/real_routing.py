@@ -166,7 +166,6 @@ def by_eviction(cells: DataFrame, at: Series, texts: Series) -> str:
 
 
 def draw(runs: Sequence[Run], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     cells = frame(runs)
     cells["tok_per_s"] = 1e3 / cells.tpot_ms
     demand, two_cycles = cells[cells.recall.isna()], cells[cells.capacity == "2 cycles"]

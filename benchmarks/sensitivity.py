@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from grid import RESULTS, arguments, text_table
-from specimen import REPLACED_BY_SCORE, Specimen, hooked, random_resident
+from specimen import REPLACED_BY_SCORE, Specimen, random_resident, rerouted
 from torch import Tensor
 
 from lm_eval_moecache.records.files import TINY
@@ -105,19 +105,15 @@ def changes(top_k: int) -> Mapping[str, Change]:
     }
 
 
-@contextmanager
-def changed(specimen: Specimen, change: Change) -> Iterator[None]:
+def changed(specimen: Specimen, change: Change) -> AbstractContextManager[None]:
     draws = torch.Generator().manual_seed(0)
 
-    def hook(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        hidden, experts, weights = inputs
+    def in_order(_: int, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         order = weights.argsort(-1, descending=True)
         sorted_ones = experts.gather(-1, order), weights.gather(-1, order)
-        return hidden, *change(*sorted_ones, specimen.num_experts, draws)
+        return change(*sorted_ones, specimen.num_experts, draws)
 
-    modules = (block.experts for block in specimen.blocks)
-    with hooked(module.register_forward_pre_hook(hook) for module in modules):
-        yield
+    return rerouted(specimen, in_order)
 
 
 def losses(specimen: Specimen, pages: list[list[int]]) -> dict[str, float]:
@@ -235,7 +231,6 @@ def main() -> None:
             "demo": demo() if folder == TINY and asked else {},
         }
     if options.write:
-        file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(models, indent=1) + "\n")
         file.with_name("table.md").write_text(render(models))
     print(render(models))

@@ -18,7 +18,7 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -53,8 +53,8 @@ REPLACED_BY_SCORE = "absent experts replaced by score"
 """The demo's run in which a resident expert of a near score stands in for each absent one."""
 Rows = Iterator[tuple[str, str]]
 """(measure, value) pairs."""
-Swap = Callable[[int, list[int], list[float]], list[int]]
-"""(layer, a token's experts, their weights) -> the experts that replace them."""
+Change = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(layer, experts [T, K], their weights) -> what is executed instead."""
 
 
 class Routing(NamedTuple):
@@ -97,10 +97,9 @@ class Specimen:
         return Routing(inputs, logits, best.indices.numpy(), best.values.numpy())
 
     @torch.no_grad()
-    def text_loss(self, texts: list[list[int]], swap: Swap | None = None) -> float:
+    def text_loss(self, texts: list[list[int]]) -> float:
         rows = (torch.tensor([ids]) for ids in texts)
-        with swapped(self, swap):
-            return mean(float(self.model(input_ids=row, labels=row).loss) for row in rows)
+        return mean(float(self.model(input_ids=row, labels=row).loss) for row in rows)
 
     @torch.no_grad()
     def is_right(self, problem: Problem) -> bool:
@@ -124,9 +123,9 @@ class Specimen:
         nats = [float(cost(scores[: len(answer)], answer)) for scores, answer in tokens]
         return nats.index(min(nats)) == right
 
-    def accuracy(self, task: str, num_documents: int, swap: Swap | None = None) -> float:
-        """Percentage of right answers, unmodified or with experts swapped."""
-        with swapped(self, swap):
+    def accuracy(self, task: str, num_documents: int, change: Change | None = None) -> float:
+        """Percentage of right answers, unmodified or with changed experts."""
+        with nullcontext() if change is None else rerouted(self, change):
             return 100 * mean(map(self.is_right, held_out(ASKED[task], num_documents, seed=0)))
 
     @torch.no_grad()
@@ -150,9 +149,16 @@ def loaded(folder: str) -> Any:
 
 
 @contextmanager
-def hooked(handles: Iterator[Any]) -> Iterator[None]:
+def rerouted(specimen: Specimen, change: Change) -> Iterator[None]:
+    """Change the experts that each layer executes."""
+
+    def hook(layer: int, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, experts, weights = inputs
+        return hidden, *change(layer, experts, weights)
+
     with ExitStack() as stack:
-        for handle in handles:
+        for layer, block in enumerate(specimen.blocks):
+            handle = block.experts.register_forward_pre_hook(partial(hook, layer))
             stack.callback(handle.remove)
         yield
 
@@ -242,25 +248,18 @@ def of_routing(specimen: Specimen, texts: list[list[int]]) -> Rows:
 # --- swaps: the cost of replacing an expert by another ---
 
 
-@contextmanager
-def swapped(specimen: Specimen, swap: Swap | None) -> Iterator[None]:
-    """Route tokens to the experts that `swap` returns."""
+def by_token(swap: Callable[[int, list[int], list[float]], list[int]]) -> Change:
+    """Route each token to the experts that `swap` makes of a layer, its experts and weights."""
 
-    def hook(layer: int, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden, index, weights = inputs
-        tokens = zip(index.tolist(), weights.tolist(), strict=True)
-        rows = [swap(layer, experts, token_weights) for experts, token_weights in tokens]
-        return hidden, torch.tensor(rows, dtype=index.dtype), weights
+    def change(layer: int, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = zip(experts.tolist(), weights.tolist(), strict=True)
+        rows = [swap(layer, *token) for token in tokens]
+        return torch.tensor(rows, dtype=experts.dtype), weights
 
-    experts = [block.experts for block in specimen.blocks] if swap else []
-    with hooked(
-        module.register_forward_pre_hook(partial(hook, layer))
-        for layer, module in enumerate(experts)
-    ):
-        yield
+    return change
 
 
-def random_resident(specimen: Specimen, share: float) -> Swap:
+def random_resident(specimen: Specimen, share: float) -> Change:
     """Each layer's LRU cache holds a share of its experts; a random resident replaces a miss.
 
     The missing expert is loaded after the token, as if fetched in the background.
@@ -281,10 +280,10 @@ def random_resident(specimen: Specimen, share: float) -> Swap:
             cache.popitem(last=False)
         return substitutes
 
-    return swap
+    return by_token(swap)
 
 
-def last_rank(specimen: Specimen) -> Swap:
+def last_rank(specimen: Specimen) -> Change:
     """Replace the expert of the smallest weight by a random one that was not chosen."""
     rng = Random(0)
 
@@ -293,7 +292,7 @@ def last_rank(specimen: Specimen) -> Swap:
         experts[weights.index(min(weights))] = rng.choice(others)
         return experts
 
-    return swap
+    return by_token(swap)
 
 
 # --- the draft, skills and text ---
@@ -341,7 +340,7 @@ def of_skills(specimen: Specimen, num_documents: int) -> Rows:
     for task in ASKED:
         swaps = random_resident(specimen, 0.25), last_rank(specimen)
         plain = specimen.accuracy(task, NUM_SWAPPED)
-        differences = [plain - specimen.accuracy(task, NUM_SWAPPED, swap) for swap in swaps]
+        differences = [plain - specimen.accuracy(task, NUM_SWAPPED, change) for change in swaps]
         losses = ", ".join(f"{points:.0f}" for points in differences)
         yield f"tiny_{task}, points lost: random at 25%, last rank", losses
 
@@ -351,8 +350,8 @@ def measures(folder: str, draft: str | None, more: str | None, num_documents: in
     starts = [specimen.ids(page)[:NUM_TOKENS] for page in pages]
     texts = starts[:NUM_TEXTS]
     yield from of_routing(specimen, texts)
-    plain, experts = specimen.text_loss(starts), [block.experts for block in specimen.blocks]
-    with hooked(module.register_forward_hook(lambda *call: 0 * call[2]) for module in experts):
+    plain = specimen.text_loss(starts)
+    with rerouted(specimen, lambda _, experts, weights: (experts, 0 * weights)):
         loss = specimen.text_loss(starts) - plain
     yield "nats of text lost without the routed experts", f"{loss:.3f}"
     if draft:

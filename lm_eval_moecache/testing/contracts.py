@@ -136,9 +136,9 @@ class RoutingContract(Contract):
 
     axis = "routing"
 
-    def selections(self, resident: set[int], seed: int = 0) -> list[Any]:
+    def selections(self, resident: set[int]) -> list[Any]:
         """Return (event, selection) for every event of the stream."""
-        routing, pairs = self.make(seed), []
+        routing, pairs = self.make(), []
         for events in PASSES:
             routing.on_pass(events[0].pass_index)
             for event in events:
@@ -160,13 +160,6 @@ class RoutingContract(Contract):
     def test_a_lossless_routing_never_changes_a_selection(self) -> None:
         changed = [s for _, s in self.selections({1, 9, 17}) if s is not None]
         assert bool(changed) != self.algorithm.is_lossless
-
-    def test_the_same_seed_makes_the_same_selections(self) -> None:
-        pairs = zip(self.selections({1, 2}, 5), self.selections({1, 2}, 5), strict=True)
-        for (_, first), (_, again) in pairs:
-            assert (first is None) == (again is None)
-            if first is not None:
-                np.testing.assert_array_equal(first.experts, again.experts)
 
 
 class PrefetchContract(Contract):
@@ -203,10 +196,6 @@ class PrefetchContract(Contract):
     def test_what_predicts_a_pass_says_nothing_once_it_runs(self) -> None:
         if self.algorithm.predicts_pass:
             assert not any(keys for event, keys in self.proposals() if event.layer != PASS_START)
-
-    def test_proposals_repeat_themselves(self) -> None:
-        first, again = ([list(keys) for _, keys in self.proposals()] for _ in range(2))
-        assert first == again
 
     def test_many_steps_at_once_are_what_single_ones_would_propose(self) -> None:
         """Replays, and live runs that defer proposals, call `propose_arrays` where there is one."""
@@ -455,10 +444,6 @@ class EvictionContract(Contract):
         for size in (1, 4, 9):
             assert Pool(self.make(), size).serve_all().victims
 
-    def test_the_same_seed_makes_the_same_choices(self) -> None:
-        first, again = (Pool(self.make(3), 7).serve_all().victims for _ in range(2))
-        assert first == again
-
     def test_asking_changes_nothing_before_somebody_leaves(self) -> None:
         """The cache may ask with other pins, and may then evict nothing."""
         for size in (1, 4, 9):
@@ -468,9 +453,8 @@ class EvictionContract(Contract):
     def test_it_knows_its_capacity_before_its_first_call(self) -> None:
         engine = run(self.policy(), GEOMETRY, "6").engine
         eviction = engine.pools[0].eviction
-        size = GEOMETRY.expert_bytes[0][0] if len(eviction.geometry.precision) == 1 else None
         assert eviction.capacity_bytes == engine.pools[0].capacity_bytes
-        assert eviction.num_slots == (6 if size else eviction.num_slots)
+        assert eviction.num_slots == 6 or len(eviction.geometry.precision) > 1
 
     def test_who_leaves_is_as_scripted(self) -> None:
         for script in self.scripts:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -154,17 +154,10 @@ class StreamFuture(Future):
     """The future of a stream, as a replay would have it."""
 
     def __init__(self, geometry: Geometry, passes: Sequence[Pass]) -> None:
-        self._needs = [event.keys for events in passes for event in events]
-        self.num_events = len(self._needs)
-        self.times, self.start = array("q"), [0]
-        for key in range(geometry.num_layers * geometry.num_experts):
-            needs = [i for i, keys in enumerate(self._needs) if key in keys]
-            self.times.extend([*needs, self.num_events])
-            self.start.append(len(self.times))
-        self.ranks = self.times
-
-    def keys_of(self, event: int) -> list[int]:
-        return list(self._needs[event]) if event < self.num_events else []
+        needs = [event.keys for events in passes for event in events]
+        keys, bounds = np.concatenate(needs), np.cumsum([0, *map(len, needs)])
+        trace: Any = SimpleNamespace(geometry=geometry, keys=keys, key_bounds=bounds)
+        super().__init__(trace)
 
 
 @dataclass
@@ -305,19 +298,19 @@ def predictor(geometry: Geometry, seed: int = 0, hidden: int = 6, loss: str = "k
     Streams bring their own predictions, so only its cost shows: an odd seed or another loss gives
     float32 weights instead of float16.
     """
-    rng = np.random.default_rng(seed)
     shape_of = shapes(geometry.num_layers, geometry.num_experts, hidden)
-    dtype = np.float32 if seed % 2 or loss != "kl" else np.float16
-    arrays = {name: rng.normal(size=shape).astype(dtype) for name, shape in shape_of.items()}
-    return arrays, {"loss": loss}
+    return _drawn(shape_of, seed, is_wide=seed % 2 or loss != "kl"), {"loss": loss}
 
 
 def data_aware(geometry: Geometry, seed: int = 0, hidden: int = 6) -> Made:
     """Draw the weights of a data-aware predictor; odd seeds give float32 instead of float16."""
-    rng = np.random.default_rng(seed)
     shape_of = data_aware_shapes(geometry.num_layers, geometry.num_experts, hidden, 4)
-    dtype = np.float32 if seed % 2 else np.float16
-    return {name: rng.normal(size=shape).astype(dtype) for name, shape in shape_of.items()}, {}
+    return _drawn(shape_of, seed, is_wide=seed % 2), {}
+
+
+def _drawn(shape_of: Mapping[str, Any], seed: int, is_wide: object) -> dict[str, Any]:
+    rng, dtype = np.random.default_rng(seed), np.float32 if is_wide else np.float16
+    return {name: rng.normal(size=shape).astype(dtype) for name, shape in shape_of.items()}
 
 
 def sensitivity(geometry: Geometry, seed: int = 0) -> Made:
