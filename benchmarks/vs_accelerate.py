@@ -45,24 +45,17 @@ def device_map(model: nn.Module, far: set[str], device: str, tier: str) -> dict[
 
     Accelerate puts everything under a name in one place, so parents of `far` modules are split up.
     """
+
+    def is_split(name: str) -> bool:
+        return any(path.startswith(f"{name}." if name else "") and path != name for path in far)
+
     places: dict[str, str] = {}
-
-    def walk(prefix: str, module: nn.Module) -> None:
-        inside = f"{prefix}." if prefix else ""
-        if prefix in far:
-            places[prefix] = tier
-        elif not any(path.startswith(inside) for path in far):
-            places[prefix] = device
-        else:
-            tensors = (
-                *module.named_parameters(recurse=False),
-                *module.named_buffers(recurse=False),
-            )
-            places.update({inside + name: device for name, _ in tensors})
-            for name, child in module.named_children():
-                walk(inside + name, child)
-
-    walk("", model)
+    for name, module in model.named_modules():
+        if is_split(name):
+            tensors = *module.named_parameters(recurse=False), *module.named_buffers(recurse=False)
+            places.update({f"{name}.{tensor}".lstrip("."): device for tensor, _ in tensors})
+        elif not name or is_split(name.rpartition(".")[0]):
+            places[name] = tier if name in far else device
     return places
 
 

@@ -386,6 +386,11 @@ class Pool:
 
     def serve(self, event: Event) -> None:
         """Load an event's keys as the engine does, then report the event."""
+        self.load(event)
+        self.eviction.on_event(event)
+
+    def load(self, event: Event) -> None:
+        """Load an event's keys that are absent, as far as there is room."""
         pinned = set(event.keys)
         for key in event.keys:
             if key in self.keys:
@@ -395,7 +400,6 @@ class Pool:
                 self.evict(pinned, event.layer)
             if len(self.keys) < self.size:
                 self.insert(key)
-        self.eviction.on_event(event)
 
     def insert(self, key: int, prefetched: bool = False) -> None:
         """Make a key resident and report its load."""

@@ -14,6 +14,7 @@ from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.algorithms.routing import cache_prior
 from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.event import DECODE, Event
+from lm_eval_moecache.testing.contracts import Pool
 from lm_eval_moecache.testing.streams import fresh, make_event, make_geometry, make_stream
 from tests.algorithms import oracles
 from tests.algorithms.oracles import Entry, Scene
@@ -54,15 +55,13 @@ READINGS: list[tuple[str, dict[str, Any]]] = [
 LIGHT = settings(max_examples=25, deadline=None, derandomize=True)
 
 
-class Witness:
+class Witness(Pool):
     """A small cache that compares the algorithm's victims with the oracle's."""
 
     def __init__(self, name: str, parameters: dict[str, Any], size: int) -> None:
-        self.eviction = find_algorithm("eviction", name)(GEOMETRY, **parameters)
+        super().__init__(find_algorithm("eviction", name)(GEOMETRY, **parameters), size)
         self.oracle, self.parameters = oracles.EVICTIONS[name], parameters
-        self.size, self.log, self.resident = size, [Entry("pass")], set[int]()
-        self.pass_index = self.num_events = 0
-        self.eviction.capacity_bytes, self.eviction.num_slots = 100 * size, size
+        self.log, self.pass_index, self.num_events = [Entry("pass")], 0, 0
         self.eviction.on_pass(0)
 
     def play(self, steps: Sequence[Any]) -> None:
@@ -72,18 +71,18 @@ class Witness:
                 self.log.append(Entry("pass"))
                 self.eviction.on_pass(self.pass_index)
             elif what == "event":
-                self.serve(*rest)
-            elif what == "prefetch" and rest[0] not in self.resident:
-                self.load(rest[0], set(), layer=1, prefetched=True)
-            elif what == "wish" and rest[0] in self.resident:
+                self.execute(*rest)
+            elif what == "prefetch" and rest[0] not in self.keys:
+                if len(self.keys) == self.size:
+                    self.evict(set(), layer=1)
+                self.insert(rest[0], prefetched=True)
+            elif what == "wish" and rest[0] in self.keys:
                 self.log.append(Entry("wish", rest[0]))
                 self.eviction.on_predicted(rest[0])
 
-    def serve(self, layer: int, tokens: list[list[int]], weights: list[int]) -> None:
+    def execute(self, layer: int, tokens: list[list[int]], weights: list[int]) -> None:
         event = self.event(layer, tokens, weights)
-        for key in event.keys:
-            if key not in self.resident:
-                self.load(key, set(event.keys), layer)
+        self.load(event)
         # Any levels will do: these are derived from the weights.
         levels = {k: weights[k % len(weights)] % 3 for k in event.keys}
         self.eviction.on_levels(event, levels)
@@ -101,23 +100,18 @@ class Witness:
         shares = np.array(weights[: experts.size], dtype=np.float32).reshape(experts.shape) / 16
         return Event(self.pass_index, layer, DECODE, len(tokens), keys, experts, shares)
 
-    def load(self, key: int, pinned: set[int], layer: int, prefetched: bool = False) -> None:
-        if len(self.resident) == self.size:
-            scene = Scene(self.log, self.resident, pinned, layer, GEOMETRY)
-            order = {k: self.oracle(scene, k, **self.parameters) for k in scene.free}
-            expected = min(order, key=lambda k: order[k]) if order else None
-            if not prefetched:
-                self.eviction.on_miss(key)
-            victim = self.eviction.victim(pinned, layer)
-            assert victim == expected, f"{victim} leaves, but by {order} it is {expected}'s turn"
-            if victim is None:
-                return
-            self.resident.remove(victim)
-            self.log.append(Entry("evict", victim))
-            self.eviction.on_evict(victim)
-        self.resident.add(key)
+    def evict(self, pinned: set[int], layer: int) -> None:
+        scene = Scene(self.log, self.keys, pinned, layer, GEOMETRY)
+        order = {k: self.oracle(scene, k, **self.parameters) for k in scene.free}
+        expected = min(order, key=lambda k: order[k]) if order else None
+        victim = self.eviction.victim(pinned, layer)
+        assert victim == expected, f"{victim} leaves, but by {order} it is {expected}'s turn"
+        super().evict(pinned, layer)
+        self.log += [Entry("evict", victim)] if victim is not None else []
+
+    def insert(self, key: int, prefetched: bool = False) -> None:
         self.log.append(Entry("insert", key, prefetched=prefetched))
-        self.eviction.on_insert(key, prefetched)
+        super().insert(key, prefetched)
 
 
 @pytest.mark.parametrize(("name", "parameters"), READINGS)

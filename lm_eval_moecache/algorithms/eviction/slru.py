@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Container
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -30,7 +31,7 @@ class SLRU(HitRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._segments: list[dict[int, None]] = [{} for _ in range(self.segments)]
+        self._segments = [OrderedDict[int, None]() for _ in range(self.segments)]
         """Least recently used first in each; the last segment is the most protected."""
 
     def _size(self) -> int:
@@ -52,8 +53,7 @@ class SLRU(HitRule):
         """Insert a key as a segment's most recent; overflowing keys fall to lower segments."""
         self._segments[number][key] = None
         while number and len(self._segments[number]) > self._size():
-            falling = next(iter(self._segments[number]))
-            del self._segments[number][falling]
+            falling, _ = self._segments[number].popitem(last=False)
             number -= 1
             self._segments[number][falling] = None
 

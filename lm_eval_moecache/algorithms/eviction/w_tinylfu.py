@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Container
 from dataclasses import dataclass
 from typing import ClassVar
@@ -33,9 +33,9 @@ class WTinyLFU(HitRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._window: dict[int, None] = {}
-        self._probation: dict[int, None] = {}
-        self._protected: dict[int, None] = {}
+        self._window = OrderedDict[int, None]()
+        self._probation = OrderedDict[int, None]()
+        self._protected = OrderedDict[int, None]()
         self._asked: Counter[int] = Counter()
         self._since_halving = 0
 
@@ -55,26 +55,20 @@ class WTinyLFU(HitRule):
         self._window[key] = None
         # No eviction is needed yet: the window's overflow moves to the main cache.
         while len(self._window) > self._window_size():
-            oldest = next(iter(self._window))
-            del self._window[oldest]
-            self._probation[oldest] = None
+            self._probation[self._window.popitem(last=False)[0]] = None
 
     def hit(self, key: int) -> None:
         self._count(key)
         if key in self._window:
-            del self._window[key]
-            self._window[key] = None
+            self._window.move_to_end(key)
         elif key in self._protected:
-            del self._protected[key]
-            self._protected[key] = None
+            self._protected.move_to_end(key)
         elif key in self._probation:
             del self._probation[key]
             self._protected[key] = None
             room = (self.num_slots - self._window_size()) * 4 // 5
             while len(self._protected) > max(0, room):
-                falling = next(iter(self._protected))
-                del self._protected[falling]
-                self._probation[falling] = None
+                self._probation[self._protected.popitem(last=False)[0]] = None
 
     def forget(self, key: int) -> None:
         for part in (self._window, self._probation, self._protected):
