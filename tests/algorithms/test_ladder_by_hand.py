@@ -33,22 +33,28 @@ def levels(resolution: Any) -> dict[int, int]:
     return {fetch.key: fetch.level for fetch in resolution.fetch}
 
 
+def fetched(
+    name: str,
+    absent: list[int],
+    resident: dict[int, int] | None = None,
+    geometry: Geometry = GEOMETRY,
+    **parameters: Any,
+) -> dict[int, int]:
+    """Return the level of each key that is loaded for a token of LOGITS."""
+    event = make_event(geometry, 0, 0, [LOGITS])
+    return levels(make(name, geometry, **parameters).resolve(event, absent, resident or {}))
+
+
 def test_fetch_lowest_loads_what_is_absent_at_the_lowest_and_prefetches_at_the_best() -> None:
+    assert fetched("fetch_lowest", [1, 3], {0: 2, 2: 0}) == {1: 2, 3: 2}
     event = make_event(GEOMETRY, 0, 0, [LOGITS], predicted={1: [LOGITS]})
-    miss = make("fetch_lowest")
-    assert levels(miss.resolve(event, [1, 3], {0: 2, 2: 0})) == {1: 2, 3: 2}
-    assert miss.prefetch_levels(event, 1, [6, 7]) == [0, 0]
+    assert make("fetch_lowest").prefetch_levels(event, 1, [6, 7]) == [0, 0]
 
 
 def test_fetch_priority_degrades_the_bottom_60th_percentile_of_a_tokens_ranks() -> None:
     """The last ceil(0.6 x 3) = 2 of four ranks: rank 2 at int4, rank 3 at int2."""
-    event = make_event(GEOMETRY, 0, 0, [LOGITS])
-    resolution = make("fetch_priority").resolve(event, [0, 1, 2, 3], {})
-    assert levels(resolution) == {0: 0, 1: 0, 2: 1, 3: 2}
-    two_levels = make("fetch_priority", TWO, h=1).resolve(
-        make_event(TWO, 0, 0, [LOGITS]), [0, 1, 3], {}
-    )
-    assert levels(two_levels) == {0: 0, 1: 1, 3: 1}
+    assert fetched("fetch_priority", [0, 1, 2, 3]) == {0: 0, 1: 0, 2: 1, 3: 2}
+    assert fetched("fetch_priority", [0, 1, 3], geometry=TWO, h=1) == {0: 0, 1: 1, 3: 1}
     weights = np.array([0.5, 0.25, 0.15, 0.1])
     assert (weights < np.percentile(weights, 60)).tolist() == [False, False, True, True]
 
@@ -64,12 +70,9 @@ def test_fetch_priority_prefetches_by_the_rank_in_the_predicted_gate() -> None:
 
 def test_cascade_goes_by_the_weight_that_stands_before_an_expert() -> None:
     """The experts before each hold 0, 0.5, 0.75, 0.9 of the weight; int8 to t1, int2 above t2."""
-    event = make_event(GEOMETRY, 0, 0, [LOGITS])
-    fetched_levels = levels(make("cascade", t1=0.6, t2=0.8).resolve(event, [0, 1, 2, 3], {}))
-    assert fetched_levels == {0: 0, 1: 0, 2: 1, 3: 2}
-    assert levels(make("cascade", t1=0.45, t2=0.95).resolve(event, [1, 3], {})) == {1: 1, 3: 1}
-    two = make_event(TWO, 0, 0, [LOGITS])
-    assert levels(make("cascade", TWO).resolve(two, [0, 1, 2, 3], {})) == {0: 0, 1: 0, 2: 1, 3: 1}
+    assert fetched("cascade", [0, 1, 2, 3], t1=0.6, t2=0.8) == {0: 0, 1: 0, 2: 1, 3: 2}
+    assert fetched("cascade", [1, 3], t1=0.45, t2=0.95) == {1: 1, 3: 1}
+    assert fetched("cascade", [0, 1, 2, 3], geometry=TWO) == {0: 0, 1: 0, 2: 1, 3: 1}
 
 
 def test_cascade_leaves_dropped_experts_out_of_the_weight() -> None:

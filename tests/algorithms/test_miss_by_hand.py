@@ -31,6 +31,19 @@ def make(name: str, **parameters: Any) -> Any:
     return find_algorithm("miss", name)(GEOMETRY, **parameters)
 
 
+def resolved(
+    name: str, absent: list[int], resident: set[int], *more: list[float], **parameters: Any
+) -> tuple[list[int], list[list[int]]] | None:
+    """Return the keys that are loaded and each token's experts, of LOGITS and `more` tokens."""
+    event = make_event(GEOMETRY, 0, 0, [LOGITS, *more])
+    resolution = make(name, **parameters).resolve(event, absent, resident)
+    if resolution is None:
+        return None
+    experts, keep = resolution.selection.experts, resolution.selection.keep
+    rows = zip(experts, np.ones_like(experts, bool) if keep is None else keep, strict=True)
+    return [fetch.key for fetch in resolution.fetch], [row[kept].tolist() for row, kept in rows]
+
+
 PRUNED = {"routing": "pruning", "routing.h": 2, "miss": "drop", "miss.h": 1}
 
 
@@ -51,28 +64,19 @@ def serve(engine: VirtualEngine, event: Event) -> tuple[PassRecord, Selection | 
 
 
 def test_substitute_score_takes_the_closest_near_expert_within_the_tolerance() -> None:
-    event = make_event(GEOMETRY, 0, 0, [LOGITS])
     # Expert 2 (absent) is closest to 3; 1 is selected already; 4 and 5 are resident as well.
-    resolution = make("substitute_score").resolve(event, [2], {0, 1, 3, 4, 5})
-    assert resolution.selection.experts.tolist() == [[0, 1, 3]]
-    assert list(resolution.fetch) == []
+    assert resolved("substitute_score", [2], {0, 1, 3, 4, 5}) == ([], [[0, 1, 3]])
     # Scores are about 0.56 and 0.21 for 0 and 1: nothing else comes within 0.1 of expert 0.
-    assert make("substitute_score").resolve(event, [0], {1, 2, 3, 4, 5}) is None
+    assert resolved("substitute_score", [0], {1, 2, 3, 4, 5}) is None
 
 
 def test_what_finds_no_substitute_is_fetched_or_dropped() -> None:
-    event = make_event(GEOMETRY, 0, 0, [LOGITS])
-    resident = {3}
-    fetched = make("substitute_score").resolve(event, [0, 1, 2], resident)
     # The heaviest goes first: 0 has nothing within 0.1, 1 is 0.14 from 3, 2 is 0.007 from it.
-    assert fetched.selection.experts.tolist() == [[0, 1, 3]]
-    assert [fetch.key for fetch in fetched.fetch] == [0, 1]
-    dropped = make("substitute_score", fallback="drop").resolve(event, [0, 1, 2], resident)
-    assert dropped.selection.keep.tolist() == [[False, False, True]]
-    assert list(dropped.fetch) == []
+    assert resolved("substitute_score", [0, 1, 2], {3}) == ([0, 1], [[0, 1, 3]])
+    assert resolved("substitute_score", [0, 1, 2], {3}, fallback="drop") == ([], [[3]])
 
 
-@pytest.mark.parametrize("name", ["substitute_score", "substitute_random"])
+@pytest.mark.parametrize("name", ["substitute_score", "substitute_random", "substitute_cached"])
 def test_a_substitute_weighs_its_own_score_or_the_missing_ones(name: str) -> None:
     event = make_event(GEOMETRY, 0, 0, [LOGITS])
     scores = softmax(np.array([LOGITS], dtype=np.float32))[0]
@@ -125,55 +129,41 @@ def test_substitutes_are_counted_and_what_they_weigh_reaches_the_eviction() -> N
 
 
 def test_drop_cold_leaves_out_what_has_less_than_its_even_share() -> None:
-    event = make_event(GEOMETRY, 0, 0, [LOGITS])
-    resolution = make("drop_cold").resolve(event, [0, 1, 2], set())
-    assert [fetch.key for fetch in resolution.fetch] == [0]
-    assert resolution.selection.keep.tolist() == [[True, False, False]]
-    assert resolution.selection.renormalize, "as the source does unless it is told not to"
-    assert make("drop_cold").resolve(event, [0], {1, 2}) is None
+    assert resolved("drop_cold", [0, 1, 2], set()) == ([0], [[0]])
+    assert resolved("drop_cold", [0], {1, 2}) is None
     # Half of an even share is 1/6: only expert 2 is below.
-    half = make("drop_cold", factor=0.5).resolve(event, [1, 2], {0})
-    assert [fetch.key for fetch in half.fetch] == [1]
+    assert resolved("drop_cold", [1, 2], {0}, factor=0.5) == ([1], [[0, 1]])
 
 
 def test_degrade_zero_keeps_one_expert_and_leaves_prompts_alone() -> None:
-    event = make_event(GEOMETRY, 0, 0, [LOGITS])
-    light = make("degrade_zero", tau=0.1).resolve(event, [0, 2], {1})
-    assert light.selection.keep.tolist() == [[True, True, False]]
-    assert light.selection.renormalize
-    all_light = make("degrade_zero", tau=1.0).resolve(event, [0, 1, 2], set())
-    assert all_light.selection.keep.tolist() == [[True, False, False]]
-    assert [fetch.key for fetch in all_light.fetch] == [0]
+    assert resolved("degrade_zero", [0, 2], {1}, tau=0.1) == ([0], [[0, 1]])
+    assert resolved("degrade_zero", [0, 1, 2], set(), tau=1.0) == ([0], [[0]])
     prompt = make_event(GEOMETRY, 0, 0, [LOGITS], phase="prefill")
     assert make("degrade_zero", tau=1.0).resolve(prompt, [0, 1, 2], set()) is None
 
 
+@pytest.mark.parametrize("name", ["drop_cold", "degrade_zero"])
+def test_the_kept_share_the_dropped_weight_as_in_the_sources(name: str) -> None:
+    event = make_event(GEOMETRY, 0, 0, [LOGITS])
+    assert make(name).resolve(event, [2], {0, 1}).selection.renormalize
+
+
 def test_expert_budget_keeps_hits_and_the_heaviest_misses_of_all_tokens() -> None:
-    event = make_event(GEOMETRY, 0, 0, [LOGITS, [0.0, 0.0, 3.0, 2.0, 1.0, 0.0]])
     # Needed: 0 1 2 of the first token, 2 3 4 of the second; 1 is resident. Summed shares of the
     # others: 0 has 0.665, 2 has 0.090 + 0.665, 3 has 0.245, 4 has 0.090.
-    resolution = make("expert_budget", budget=3).resolve(event, [0, 2, 3, 4], {1})
-    assert [fetch.key for fetch in resolution.fetch] == [0, 2]
-    assert resolution.selection.keep.tolist() == [[True, True, True], [True, False, False]]
-    assert make("expert_budget", budget=5).resolve(event, [0, 2, 3, 4], {1}) is None
+    case = "expert_budget", [0, 2, 3, 4], {1}, [0.0, 0.0, 3.0, 2.0, 1.0, 0.0]
+    assert resolved(*case, budget=3) == ([0, 2], [[0, 1, 2], [2]])
+    assert resolved(*case, budget=5) is None
 
 
 def test_expert_budget_may_rescue_a_tokens_heaviest_expert() -> None:
     """The case of colibri#560: two tokens with different experts, and a budget of one."""
-    event = make_event(GEOMETRY, 0, 0, [LOGITS, [0.0, 0.0, 0.0, 3.0, 2.5, 2.0]])
     # Shares of the first token are 0.665, 0.245, 0.090, of the second 0.506, 0.307, 0.186.
-    absent = [0, 1, 2, 3, 4, 5]
-    emptied = make("expert_budget", budget=1).resolve(event, absent, {})
-    assert emptied.selection.keep.tolist() == [[True, False, False], [False] * 3]
-    rescued = make("expert_budget", budget=1, rescue=True).resolve(event, absent, {})
-    assert rescued.selection.keep.tolist() == [[True, False, False]] * 2
-    assert [fetch.key for fetch in rescued.fetch] == [0, 3]
+    case = "expert_budget", [0, 1, 2, 3, 4, 5], set[int](), [0.0, 0.0, 0.0, 3.0, 2.5, 2.0]
+    assert resolved(*case, budget=1) == ([0], [[0], []])
+    assert resolved(*case, budget=1, rescue=True) == ([0, 3], [[0], [3]])
 
 
 def test_substitute_cached_takes_the_resident_with_the_highest_gate_for_a_light_expert() -> None:
-    event = make_event(GEOMETRY, 0, 0, [LOGITS])
     # Expert 0 is heavy and loaded; of 3, 4 and 5 expert 3 has the highest gate score.
-    resolution = make("substitute_cached", tau=0.1).resolve(event, [0, 2], {1, 3, 4, 5})
-    assert [fetch.key for fetch in resolution.fetch] == [0]
-    assert resolution.selection.experts.tolist() == [[0, 1, 3]]
-    assert resolution.selection.weigh_as is None
+    assert resolved("substitute_cached", [0, 2], {1, 3, 4, 5}, tau=0.1) == ([0], [[0, 1, 3]])
