@@ -37,6 +37,8 @@ from lm_eval_moecache.trace.trace import Trace
 CYCLES = (0.5, 1, 1.5, 2, 3, 4, 6, 8, 12)
 LEAST_GAP = 0.02
 """Of requests: if LRU and Belady differ by less, a share of the gap means nothing."""
+BLOCK = 16
+"""Passes in a row: the units that intervals draw."""
 ENOUGH = 2
 """Cycles from which LRU is a fair baseline: it keeps the experts of the last two tokens."""
 DRAWN = ("hazard", "lfru", "lfu", "w_tinylfu", "arc", "s3_fifo")
@@ -76,10 +78,9 @@ def measure(cell: Run, meaning: tuple[Trace, Future]) -> Run:
     trace, future = meaning
     setting = slots_of(cell, trace)
     passes = replay(trace, setting, future=future).ledger.passes
-    counts: Run = {
-        "requests": total(passes).requests,
-        "misses": [sum(record.misses for record in block) for block in grid.blocks(passes)],
-    }
+    blocks = (passes[start : start + BLOCK] for start in range(0, len(passes), BLOCK))
+    misses = [sum(record.misses for record in block) for block in blocks]
+    counts: Run = {"requests": total(passes).requests, "misses": misses}
     if cell["eviction"] == BELADY:
         counts["bound"] = fewest_misses(trace, setting)[0]
     return counts

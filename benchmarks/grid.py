@@ -20,7 +20,6 @@ from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Columns, Predicted, Trace, build_trace
 
@@ -94,11 +93,6 @@ def decode_trace(
         weights=weights_TLK.reshape(-1, top_k),
     )
     return build_trace("generated", geometry, columns, predicted=predicted)
-
-
-def blocks(passes: Sequence[PassRecord]) -> list[Sequence[PassRecord]]:
-    """Divide the passes of one text into the units that intervals draw: sixteen in a row."""
-    return [passes[start : start + 16] for start in range(0, len(passes), 16)]
 
 
 def setting_of(

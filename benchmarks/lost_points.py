@@ -60,9 +60,7 @@ def divergences() -> dict[tuple[str, str], dict[str, float]]:
 def right(run: Run, task: str) -> dict[str, float]:
     """Return document -> right or wrong; empty for perplexities and results without documents."""
     score = run.score(task)
-    if score is None or run.samples.get(task) is None:
-        return {}
-    answers = run.samples[task].get(score.key, {})
+    answers = run.samples.get(task, {}).get(score.key, {}) if score else {}
     return {} if any(isinstance(value, list) for value in answers.values()) else dict(answers)
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
-import numpy as np
-
-from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch
+from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch, most_likely
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Experts, Range
@@ -66,6 +64,4 @@ class DraftPrefetch(DraftStagePrefetch):
             self.cutoff = cutoff
 
     def propose_draft(self, layer: int, logits: FloatArray) -> Sequence[int]:
-        top = np.argsort(-logits[0], kind="stable")[: self.critical]
-        keys: list[int] = (top + layer * self.geometry.num_experts).tolist()
-        return keys
+        return most_likely(layer, logits, self.critical)

@@ -40,6 +40,5 @@ class Importance(PrefetchAlgorithm):
         self._scores = ImportanceScores(self.geometry, self.decay)
 
     def propose(self, event: Event) -> Sequence[int]:
-        assert event.logits is not None, "importance is made of gate scores"
         best = np.argsort(-self._scores.add(event), kind="stable")[: self._share]
         return [self.geometry.key(event.layer, int(expert)) for expert in best]
