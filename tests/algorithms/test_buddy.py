@@ -172,8 +172,8 @@ def test_tau_as_a_percentile_is_calibrated_on_each_layers_tokens() -> None:
         sampled = artifact_for(BUDDIES, WIDE).arrays[TOP_LOGITS]
         for layer, logits in enumerate(sampled):
             slow = [oracles.activating_entropy(row.tolist(), temperature) for row in logits]
-            assert handler.tau[layer] == pytest.approx(np.percentile(slow, 20), abs=1e-5)
-        assert handler.tau[0] != handler.tau[1]
+            assert handler.thresholds[layer] == pytest.approx(np.percentile(slow, 20), abs=1e-5)
+        assert handler.thresholds[0] != handler.thresholds[1]
 
 
 def test_what_finds_no_buddy_is_fetched_or_dropped(profile: str) -> None:

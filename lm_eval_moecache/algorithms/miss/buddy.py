@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from lm_eval_moecache.algorithms.miss.base import (
     Budget,
     MissAlgorithm,
+    Order,
     Resolution,
     resolve_substitution,
 )
@@ -22,12 +24,12 @@ from lm_eval_moecache.records.coactivation import (
     top_k_shares,
 )
 from lm_eval_moecache.records.event import DROPPED, Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Experts, Positive, Range, Share, ZeroOrMore
 
 Reuse = Annotated[float, Range(least=0, below=1)]
 
 
+@dataclass(eq=False, kw_only=True)
 class Buddy(MissAlgorithm):
     """BuddyMoE section 3 and algorithm 1: three gates, then the best resident buddy on the list.
 
@@ -63,60 +65,49 @@ class Buddy(MissAlgorithm):
     uses_logits: ClassVar[bool] = True
     artifact_kind: ClassVar[str | None] = BUDDIES
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        profile: str | None = None,
-        measure: Literal["binary", "weighted", "similarity"] = "binary",
-        alpha: float | list[float] | None = None,
-        k_max: int | None = None,
-        H: int | None = None,
-        rho: Budget | None = None,
-        order: Literal["heaviest", "lightest"] = "heaviest",
-        tau: float = 15.0,
-        tau_scale: Literal["percentile", "absolute"] = "percentile",
-        temperature: Positive = 1.0,
-        gamma: Share = 1.0,
-        beta: Share = 1.0,
-        eta: ZeroOrMore = 0.0,
-        kappa: ZeroOrMore = 0.0,
-        partitions: Experts = 1,
-        reuse: Reuse = 0.0,
-        fallback: Literal["fetch", "drop"] = "fetch",
-        weight: Literal["missing", "own"] = "missing",
-        late: Literal["replace", "await"] = "replace",
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        self.awaits_late = late == "await"
-        self.beta, self.gamma, self.temperature = beta, gamma, temperature
-        self.eta, self.reuse = eta, reuse
-        self.budget = geometry.top_k if rho is None else rho
-        self.order: Literal["heaviest", "lightest"] = order
-        self.fallback: Literal["fetch", "drop"] = fallback
-        self.weight: Literal["missing", "own"] = weight
-        self._check_pairs(kappa, partitions)
-        self.artifact = load_artifact(BUDDIES, profile, geometry, "miss.profile")
-        known = BuddyProfile(self.artifact)
-        self.tau = known.thresholds(tau, tau_scale, temperature)
-        self.q, self.is_buddy = known.buddies(measure, alpha, k_max, H)
-        device = np.arange(geometry.num_experts) * partitions // geometry.num_experts
-        self.q *= np.maximum(1 - kappa * np.abs(device[:, None] - device), 0.0)
+    profile: str | None = None
+    measure: Literal["binary", "weighted", "similarity"] = "binary"
+    alpha: float | list[float] | None = None
+    k_max: int | None = None
+    H: int | None = None
+    rho: Budget | None = None
+    order: Order = "heaviest"
+    tau: float = 15.0
+    tau_scale: Literal["percentile", "absolute"] = "percentile"
+    temperature: Positive = 1.0
+    gamma: Share = 1.0
+    beta: Share = 1.0
+    eta: ZeroOrMore = 0.0
+    kappa: ZeroOrMore = 0.0
+    partitions: Experts = 1
+    reuse: Reuse = 0.0
+    fallback: Literal["fetch", "drop"] = "fetch"
+    weight: Literal["missing", "own"] = "missing"
+    late: Literal["replace", "await"] = "replace"
 
-    def _check_pairs(self, kappa: float, partitions: int) -> None:
-        if self.geometry.top_k < 2:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        num_experts, top_k = self.geometry.num_experts, self.geometry.top_k
+        if top_k < 2:
             raise ValueError("a router with top_k=1 has no experts chosen together.")
-        if (kappa > 0) != (partitions > 1):
+        if (self.kappa > 0) != (self.partitions > 1):
             raise ValueError(
-                f"miss.kappa={kappa} with miss.partitions={partitions}: the one has no effect "
-                "without the other. Give kappa above 0 and 2 partitions or more, or neither."
+                f"miss.kappa={self.kappa} with miss.partitions={self.partitions}: the one has no "
+                "effect without the other. Give kappa above 0 and 2 partitions or more, or neither."
             )
         if self.reuse > 0 and self.weight == "own":
             raise ValueError(
                 f"miss.reuse={self.reuse} must be above 0 only with weight=missing: a buddy used "
                 "twice has no two weights of its own."
             )
+        self.awaits_late = self.late == "await"
+        self._budget = top_k if self.rho is None else self.rho
+        self.artifact = load_artifact(BUDDIES, self.profile, self.geometry, "miss.profile")
+        known = BuddyProfile(self.artifact)
+        self.thresholds = known.thresholds(self.tau, self.tau_scale, self.temperature)
+        self.q, self.is_buddy = known.buddies(self.measure, self.alpha, self.k_max, self.H)
+        device = np.arange(num_experts) * self.partitions // num_experts
+        self.q *= np.maximum(1 - self.kappa * np.abs(device[:, None] - device), 0.0)
 
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Container[int]
@@ -137,7 +128,7 @@ class Buddy(MissAlgorithm):
             cost,
             fallback=self.fallback,
             weight=self.weight,
-            budget=np.where(self.tolerates(event), self.budget, 0),
+            budget=np.where(self.tolerates(event), self._budget, 0),
             reuse=self.reuse,
             order=self.order,
         )
@@ -148,7 +139,7 @@ class Buddy(MissAlgorithm):
         own = np.take_along_axis(event.logits, np.where(live, event.experts, 0), axis=-1)
         shares = top_k_shares(np.where(live, own, -np.inf), self.temperature)
         best = np.sort(shares, axis=-1)
-        is_open = activating_entropy(shares) > self.tau[event.layer]
+        is_open = activating_entropy(shares) > self.thresholds[event.layer]
         return np.asarray(is_open & (best[:, -1] - best[:, -2] < self.gamma))
 
     def _psi(self, event: Event, tokens: IntArray, missing: IntArray) -> Counts:
