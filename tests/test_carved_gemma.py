@@ -21,14 +21,9 @@ from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from tests.artifacts import artifacts_of
 from tests.harness import answers
+from tests.model.wrapped import logits_of, wrap_virtual
 from tests.models import byte_tokenizer
-from tests.test_equality import (
-    COMBINATIONS,
-    LM_ARGUMENTS,
-    goes_together,
-    logits_of,
-    wrap_virtual,
-)
+from tests.test_equality import COMBINATIONS, LM_ARGUMENTS, goes_together
 
 SHAPE = Shape(num_groups=16, num_shared=2, top=10)
 LENGTH = 64

@@ -34,7 +34,7 @@ from lm_eval_moecache.records.hardware import (
     profile_names,
 )
 from tests.engine.scripted import make_hardware
-from tests.model.wall.models import loader_of
+from tests.model.wrapped import loader_of
 from tests.models import random_model
 
 

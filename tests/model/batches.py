@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lm_eval_moecache.model.wrap import FinishedSequences, WrappedModel
-from tests.model.wall.models import wrap_wall
-from tests.test_equality import wrap_virtual
+from tests.model.wrapped import WRAP
 
 PAD, END = 0, 1
 
@@ -74,8 +73,7 @@ def assert_exact(
 ) -> None:
     """Check a wrapped model's logits bit for bit, and the tokens that it counts."""
     expected = batch.logits(model)
-    wrap = wrap_wall if clock == "wall" else wrap_virtual
-    wrapped = wrap(model, policy, capacity)
+    wrapped = WRAP[clock](model, policy, capacity)
     try:
         logits = batch.logits(model, wrapped)
         wrapped.engine.check_integrity()

@@ -16,8 +16,8 @@ from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
 from tests.families.configs import small_model
 from tests.model.wall.scripted import NAME, scripted
+from tests.model.wrapped import logits_of, make_engine, wrap_virtual
 from tests.models import FAMILIES, FAMILY_CASES, random_model
-from tests.test_equality import logits_of, make_engine, wrap_virtual
 
 POLICIES: tuple[tuple[str, dict[str, str]], ...] = (
     ("on_demand", {}),

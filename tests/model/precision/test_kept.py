@@ -21,7 +21,7 @@ from lm_eval_moecache.model.precision import loading
 from lm_eval_moecache.model.precision.codecs import AsStored, Encoded, encode
 from lm_eval_moecache.model.precision.loading import EncodedExpertStore
 from tests.harness import answers
-from tests.model.wall.models import HOST, on_disk, read_experts
+from tests.model.wrapped import HOST, on_disk, read_experts
 from tests.models import save_model, sizes_of
 
 LADDER = {"precision": "int8:nf4", "miss": "fetch_priority", "policy": "on_demand"}

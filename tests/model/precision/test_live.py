@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,19 @@ from lm_eval_moecache.model.precision.codecs import expert_matrices
 from lm_eval_moecache.model.precision.ladder import ALIASES, codec_names, codecs_of
 from tests.conftest import Checkpoint
 from tests.harness import answers, choices, refusal
-from tests.model.wall.models import assert_same, replaced, wrap_wall
 from tests.model.wall.on_device import judged
 from tests.model.wall.races import Judge
+from tests.model.wrapped import (
+    WRAP,
+    assert_same,
+    logits_of,
+    replaced,
+    store_experts,
+    wrap_virtual,
+)
 from tests.models import random_model, sizes_of
-from tests.test_equality import logits_of, store_experts, wrap_virtual
 
 WIDE = sizes_of("olmoe")
-WRAP = {"virtual": wrap_virtual, "wall": partial(wrap_wall, longest_s=0.0002)}
 
 
 @pytest.mark.parametrize("clock", ["virtual", "wall"])
@@ -54,7 +58,7 @@ def test_every_kernel_runs_decoded_experts(implementation: str) -> None:
     model.set_experts_implementation(implementation)
     expected = logits_of(replaced(model, "int8"))
     logits = logits_of(model, wrap_virtual(model, "on_demand", "4", precision="int8"))
-    assert all(torch.equal(a, b) for a, b in zip(logits, expected, strict=True))
+    assert_same(expected, logits, padding=True)
 
 
 @pytest.mark.parametrize("miss", ["fetch_lowest", "fetch_priority", "cascade", "drop_cascade"])

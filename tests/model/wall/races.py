@@ -45,7 +45,7 @@ from lm_eval_moecache.model.wall.store import WorkInGroups
 from tests.artifacts import artifacts_of, use_profile
 from tests.harness import make_instance
 from tests.model.speculative.drafts import generated
-from tests.model.wall.models import replaced
+from tests.model.wrapped import replaced
 from tests.models import FAMILIES, save_model, sizes_of
 
 REPETITIONS = 20

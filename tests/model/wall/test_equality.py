@@ -1,4 +1,4 @@
-"""Lossless means identical under the wall clock, too; the rest does as the virtual clock does."""
+"""The wall clock does as the virtual one; `tests/test_equality.py` has its lossless policies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.harness.lm import MoECacheLM
@@ -23,32 +22,16 @@ from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.trace.importers import load_trace
 from tests.conftest import Checkpoint
 from tests.harness import answers
-from tests.model.wall.models import HOST, assert_same, counts, of_tokens, wrap_wall
-from tests.models import FAMILIES, FAMILY_CASES, family_case, random_model, sizes_of
-from tests.test_equality import COMBINATIONS, LOSSLESS, logits_of, traces_left_on, wrap_virtual
-
-# A trained predictor needs an artifact of its model, and random models have none.
-TRAINED = [name for name in LOSSLESS if load_policy(name).prefetch.algorithm.artifact_kind]
-PAIRS = [pair for pair in COMBINATIONS if pair[0] not in TRAINED]
-
-
-# Each family takes a third of the compositions and capacities; together they cover all.
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [*(family_case(f, torch.bfloat16) for f in FAMILIES), ("olmoe", torch.float32)],
-    ids=str,
+from tests.model.wrapped import (
+    HOST,
+    assert_same,
+    counts,
+    logits_of,
+    of_tokens,
+    wrap_virtual,
+    wrap_wall,
 )
-def test_logits_are_identical_whatever_the_policy_and_the_capacity(
-    family: str, dtype: torch.dtype
-) -> None:
-    model = random_model(family).to(dtype)
-    expected, state = logits_of(model), traces_left_on(model)
-    share = PAIRS[list(FAMILIES).index(family) % 3 :: 3]
-    for policy, capacity in share:
-        wrapped = wrap_wall(model, policy, capacity, longest_s=0.0005)
-        assert_same(expected, logits_of(model, wrapped), f"{policy} at {capacity}")
-        assert sum(p.misses for p in wrapped.engine.ledger.passes) > 0
-        assert traces_left_on(model) == state
+from tests.models import FAMILY_CASES, random_model, sizes_of
 
 
 def test_a_whole_layer_in_slots_runs_as_one_grouped_product(

@@ -16,9 +16,8 @@ from lm_eval_moecache.model.store import GroupedCall
 from lm_eval_moecache.model.wall.store import WorkOnPool
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, Fetch
-from tests.model.wall.models import assert_same, wrap_wall
+from tests.model.wrapped import assert_same, logits_of, wrap_wall
 from tests.models import FAMILY_CASES, random_model
-from tests.test_equality import logits_of
 
 RULES = ("always", "first", "balanced")
 ALWAYS = {"miss": "host", "miss.rule": "always"}

@@ -34,7 +34,7 @@ from lm_eval_moecache.model.wall.pools import (
 )
 from tests.conftest import Checkpoint
 from tests.harness import answers
-from tests.model.wall.models import HOST, on_disk, read_experts
+from tests.model.wrapped import HOST, on_disk, read_experts
 from tests.models import FAMILY_CASES, byte_tokenizer, random_model, save_model
 
 ROOT = Path(__file__).resolve().parents[3]

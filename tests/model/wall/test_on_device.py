@@ -17,7 +17,6 @@ import torch
 from lm_eval_moecache.model.device import accelerator, devices
 from lm_eval_moecache.model.precision.ladder import ALIASES, codec_names
 from lm_eval_moecache.model.wall.pools import DeviceMover
-from tests.model.wall.models import late, replaced
 from tests.model.wall.on_device import (
     SIZES,
     assert_exact,
@@ -29,6 +28,7 @@ from tests.model.wall.on_device import (
     wrap_files,
 )
 from tests.model.wall.scripted import NAME, scripted
+from tests.model.wrapped import late, replaced
 from tests.models import random_model
 
 DEVICE = os.environ.get("MOECACHE_TEST_DEVICE") or accelerator() or ""

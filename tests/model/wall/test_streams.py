@@ -22,7 +22,6 @@ from lm_eval_moecache.model.wall.pools import DeviceMover, LadderPools, RamTier,
 from lm_eval_moecache.records.errors import TransferError
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import make_geometry
-from tests.model.wall.models import assert_same, wrap_wall
 from tests.model.wall.on_device import (
     SIZES,
     assert_exact,
@@ -34,8 +33,8 @@ from tests.model.wall.on_device import (
     wrap_files,
 )
 from tests.model.wall.scripted import NAME, SCRIPTS, Device, Misuse, Stream, scripted
+from tests.model.wrapped import assert_same, logits_of, wrap_wall
 from tests.models import random_model
-from tests.test_equality import logits_of
 
 TOKENS = 12
 

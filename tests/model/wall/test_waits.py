@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from lm_eval_moecache.model.wrap import WrappedModel
-from tests.model.wall.models import loader_of, wrap_wall
 from tests.model.wall.races import FOLDERS, KERNEL, Family, config_of, ways
 from tests.model.wall.scripted import NAME, Device, scripted
+from tests.model.wrapped import loader_of, wrap_wall
 from tests.models import random_model, sizes_of
 
 # Its routers do not sort their choices.
