@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,9 +35,13 @@ def logits(model: Any, decode_kernel: str | None = None, tokens: int = 48) -> li
     return logits_by_pass
 
 
-def plain_logits(device: str, tokens: int = 48, **sizes: int) -> list[torch.Tensor]:
+def plain_logits(
+    device: str, tokens: int = 48, sizes: Mapping[str, int] = SIZES, kernel: str = "grouped_mm"
+) -> list[torch.Tensor]:
     """Return what transformers alone computes on the device."""
-    return logits(random_model("olmoe", **SIZES, **sizes).to(device), "batched_mm", tokens)
+    model = random_model("olmoe", **sizes).to(device)
+    model.set_experts_implementation(kernel)
+    return logits(model, "batched_mm", tokens)
 
 
 def wrap(model: Any, device: str, policy: str, capacity: str, **changes: str) -> WrappedModel:
@@ -59,11 +64,22 @@ def wrap_files(model: Any, device: str, folder: Path, policy: str, capacity: str
 
 
 def assert_plain(
-    device: str, policy: str, capacity: str, repetitions: int, tokens: int = 48, **sizes: int
+    device: str,
+    policy: str,
+    capacity: str,
+    repetitions: int,
+    tokens: int = 48,
+    *,
+    scan: bool = False,
+    kernel: str = "grouped_mm",
+    sizes: Mapping[str, int] = SIZES,
+    **changes: str,
 ) -> None:
     """Check that a model behind the cache answers as transformers alone does on the device."""
-    expected = plain_logits(device, tokens, **sizes)
-    wrapped = wrap(random_model("olmoe", **SIZES, **sizes), device, policy, capacity)
+    expected, model = plain_logits(device, tokens, sizes, kernel), random_model("olmoe", **sizes)
+    model.set_experts_implementation(kernel)
+    wrapped = wrap(model, device, policy, capacity, **changes)
+    wrapped.scan_scoring = scan
     assert_exact(wrapped, expected, repetitions, tokens)
 
 

@@ -15,12 +15,10 @@ import copy
 import random
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -39,9 +37,7 @@ from lm_eval_moecache.harness.arguments import Config, read_config
 from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
 from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.store import GroupedCall
 from lm_eval_moecache.model.wall.pools import DeviceMover, LadderPools, SlotPools, expert_parameters
-from lm_eval_moecache.model.wall.store import WorkInGroups
 from tests.artifacts import artifacts_of, use_profile
 from tests.harness import make_instance
 from tests.model.speculative.drafts import generated
@@ -150,132 +146,37 @@ def _setting_of(way: Way) -> str:
 # --- races ------------------------------------------------------------------------------------
 
 
-class Device:
-    """A device imitated on a CPU: launched calls run later, in order, in its thread.
+@contextmanager
+def races(drawn: random.Random) -> Iterator[None]:
+    """Delay transfers and decisions at random, and poison each slot until it is written."""
 
-    Products read their slots when they run, not when they are launched, and a fence is reached
-    once everything launched before it has run.
-    """
+    def pause() -> None:
+        if drawn.random() < 0.3:
+            time.sleep(drawn.random() * LONGEST_S)
 
-    def __init__(self, races: Races) -> None:
-        self._races = races
-        self._stream = ThreadPoolExecutor(1, "fake-device")
-        self._failed: list[BaseException] = []
-
-    def launch(self, call: GroupedCall, places: Sequence[tuple[int, int]], matrices: Any) -> None:
-        def run() -> None:
-            time.sleep(self._races.drawn.random() * LONGEST_S)
-            try:
-                with torch.no_grad():
-                    call.run(places, matrices)
-            except BaseException as error:
-                self._failed.append(error)
-
-        self._stream.submit(run)
-
-    def fence(self) -> threading.Event:
-        reached = threading.Event()
-        self._stream.submit(reached.set)
-        return reached
-
-    def synchronize(self) -> None:
-        assert self.fence().wait(60)
-        for error in self._failed:
-            raise error
-
-    def close(self) -> None:
-        self._stream.shutdown()
-
-
-class Launched:
-    """Proxy of a call that launches its products on a device; all else is the call's own."""
-
-    def __init__(self, call: GroupedCall, device: Device) -> None:
-        self._call, self._device = call, device
-
-    def run(self, places: Iterable[tuple[int, int]], matrices: Any) -> None:
-        if threading.current_thread().name.startswith("moecache-host"):
-            self._call.run(places, matrices)
-        else:
-            self._device.launch(self._call, list(places), matrices)
-
-    def result(self) -> Tensor:
-        self._device.synchronize()
-        return self._call.result()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._call, name)
-
-
-class Races:
-    """Delays, drawn anew for each repetition, and slots that are poisoned until written."""
-
-    def __init__(self) -> None:
-        self.drawn = random.Random(0)
-        self.device: Device | None = None
-        """Executes the products; None where the caller does."""
-
-    def begin(self, repetition: int) -> None:
-        """Draw new delays, and alternate between a CPU and an imitated device."""
-        self.drawn = random.Random(repetition)
-        self.end()
-        self.device = Device(self) if repetition % 2 else None
-
-    def end(self) -> None:
-        if self.device is not None:
-            self.device.close()
-            self.device = None
-
-    def pause(self) -> None:
-        if self.drawn.random() < 0.3:
-            time.sleep(self.drawn.random() * LONGEST_S)
-
-    @contextmanager
-    def injected(self) -> Iterator[None]:
-        patches: list[tuple[Any, str, Callable[..., Any]]] = [
-            (owner, name, self._late(getattr(owner, name)))
-            for owner, name in (
-                *((WallEngine, name) for name in ("enter", "run", "_execute")),
-                *((SlotPools, "stored"), (LadderPools, "stored")),
-            )
-        ]
-        patches.append((DeviceMover, "begin", self._poisoned(DeviceMover.begin)))
-        patches.append((DeviceMover, "fence", lambda mover: self.device and self.device.fence()))
-        patches.append((WorkInGroups, "__init__", self._launching(WorkInGroups.__init__)))
-        with ExitStack() as stack:
-            for owner, name, function in patches:
-                stack.enter_context(mock.patch.object(owner, name, function))
-            stack.callback(self.end)
-            yield
-
-    def _late(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def late(*args: Any) -> Any:
-            self.pause()
+    def late(function: Callable[..., Any]) -> Callable[..., Any]:
+        def delayed(*args: Any) -> Any:
+            pause()
             return function(*args)
 
-        return late
+        return delayed
 
-    def _poisoned(self, begin: Callable[..., Any]) -> Callable[..., Any]:
-        def late(mover: DeviceMover, transfer: Transfer) -> Any:
-            if isinstance(transfer.after, threading.Event):
-                assert transfer.after.wait(60)
-            for tensor in mover.target_of(transfer).values():
-                # NaN in every float type, and a wrong code in every codec.
-                tensor.view(torch.uint8).fill_(255)
-            self.pause()
-            token = begin(mover, transfer)
-            self.pause()
-            return token
+    def poisoned(mover: DeviceMover, transfer: Transfer, begin: Any = DeviceMover.begin) -> Any:
+        for tensor in mover.target_of(transfer).values():
+            # NaN in every float type, and a wrong code in every codec.
+            tensor.view(torch.uint8).fill_(255)
+        pause()
+        token = begin(mover, transfer)
+        pause()
+        return token
 
-        return late
-
-    def _launching(self, make: Callable[..., None]) -> Callable[..., None]:
-        def init(work: Any, *args: Any) -> None:
-            make(work, *args)
-            if self.device is not None:
-                work._call = Launched(work._call, self.device)
-
-        return init
+    decisions = [(WallEngine, name) for name in ("enter", "run", "_execute")]
+    with ExitStack() as stack:
+        for owner, name in (*decisions, (SlotPools, "stored"), (LadderPools, "stored")):
+            function = late(getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, function))
+        stack.enter_context(mock.patch.object(DeviceMover, "begin", poisoned))
+        yield
 
 
 # --- the recording ----------------------------------------------------------------------------
@@ -564,15 +465,15 @@ def compare(
     except ValueError as error:
         raise Refused(str(error)) from error
     wrong, counts = list[int](), Counter[str]()
-    races, kernel = Races(), arguments.get(KERNEL, "grouped_mm")
+    drawn, kernel = random.Random(), arguments.get(KERNEL, "grouped_mm")
     family.judge.plain.set_experts_implementation(kernel)
     judged: dict[bytes, list[Tensor]] = {}
     tokens: list[list[int]] = []
-    with races.injected(), warnings.catch_warnings():
+    with races(drawn), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for repetition in range(repetitions):
-            races.begin(repetition)
-            capacity = CAPACITIES[repetition // 2 % len(CAPACITIES)]
+            drawn.seed(repetition)
+            capacity = CAPACITIES[repetition % len(CAPACITIES)]
             config = config_of(way, {"capacity": capacity, **arguments})
             lm.wrapped.unwrap()
             lm.model.set_experts_implementation(kernel)

@@ -77,7 +77,8 @@ def test_levels_are_what_a_plain_model_computes_at_them(prefetch: str, capacity:
 
 def test_more_slots_than_one_grouped_product_takes() -> None:
     """16 layers of 128 experts: 60% are 1,228 slots, two windows of a prefill."""
-    assert_plain(DEVICE, "on_demand", "60%", 2, num_hidden_layers=16, num_experts=128)
+    sizes = {**SIZES, "num_hidden_layers": 16, "num_experts": 128}
+    assert_plain(DEVICE, "on_demand", "60%", 2, sizes=sizes)
 
 
 @pytest.mark.parametrize("capacity", ["25%", "2/layer"])

@@ -40,10 +40,14 @@ TOKENS = 12
 
 
 def slots(
-    script: str, folder: Path | None = None, policy: str = "on_demand", capacity: str = "2/layer"
+    script: str,
+    folder: Path | None = None,
+    policy: str = "on_demand",
+    capacity: str = "2/layer",
+    **changes: Any,
 ) -> Device:
     with scripted(script) as scripted_device:
-        assert_plain(NAME, policy, capacity, 1, TOKENS)
+        assert_plain(NAME, policy, capacity, 1, TOKENS, **changes)
         return scripted_device
 
 
@@ -62,13 +66,20 @@ def staged(script: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize(
-    ("policy", "capacity"),
-    [("on_demand", "1/layer"), ("specmd", "2/layer"), ("mixtral_offloading", "25%")],
+    ("policy", "capacity", "changes"),
+    [
+        ("on_demand", "1/layer", {}),
+        ("specmd", "2/layer", {}),
+        ("mixtral_offloading", "25%", {}),
+        ("on_demand", "1/layer", {"scan": True, "kernel": "batched_mm"}),
+        ("specmd", "25%", {"miss": "fetch_cached_first"}),
+        ("specmd", "25%", {"miss": "host"}),
+    ],
 )
 def test_streams_that_run_ahead_or_behind_change_no_bit(
-    policy: str, capacity: str, script: str
+    policy: str, capacity: str, changes: dict[str, Any], script: str
 ) -> None:
-    device = slots(script, None, policy, capacity)
+    device = slots(script, None, policy, capacity, **changes)
     assert device.pending or script != "compute_late", "no copy had to wait for a kernel"
 
 
