@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
-from tests.model.speculative.drafts import useless_draft
+from tests.model.speculative.drafts import untrained_draft
 
 
 @pytest.fixture(scope="session")
 def useless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return useless_draft(tmp_path_factory.mktemp("drafts") / "useless")
+    return untrained_draft(tmp_path_factory.mktemp("drafts") / "useless")
 
 
 @pytest.fixture(scope="session")

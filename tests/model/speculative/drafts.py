@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
-from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
+from lm_eval_moecache.tiny import MODEL_DIR
 from lm_eval_moecache.tiny.documents import bbh, gsm8k
 from tests.harness import make_instance
 
@@ -36,19 +36,10 @@ def install(lm: MoECacheSpecLM, **ours: Any) -> None:
     lm.install(read_config({"policy": "sp_moe", "capacity": "25%", **ours}, speculative=True))
 
 
-def useless_draft(folder: Path) -> Path:
-    """The architecture and the tokenizer of `tiny` with untrained weights."""
+def untrained_draft(folder: Path, source: Path = MODEL_DIR, **sizes: int) -> Path:
+    """The tokenizer of `tiny`, and random weights in the architecture of a shipped model."""
     torch.manual_seed(0)
-    config = AutoModelForCausalLM.from_pretrained(str(MODEL_DIR)).config
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(str(MODEL_DIR)).save_pretrained(folder)
-    return folder
-
-
-def narrow_draft(folder: Path) -> Path:
-    """A dense draft of half the width, never trained."""
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(str(DRAFT_DIR), hidden_size=64, head_dim=16)
+    config = AutoConfig.from_pretrained(str(source), **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(str(MODEL_DIR)).save_pretrained(folder)
     return folder

@@ -21,13 +21,14 @@ from lm_eval_moecache.harness.lm import MoECacheSpecLM
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.geometry import Draft
 from lm_eval_moecache.report.metrics import task_metrics
+from lm_eval_moecache.tiny import DRAFT_DIR
 from lm_eval_moecache.trace.file import read_trace
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.recorder import Detail
 from lm_eval_moecache.trace.trace import DRAFT_COLUMNS, Trace
 from tests.conftest import Moecache
 from tests.harness import make_instance
-from tests.model.speculative.drafts import narrow_draft, requests
+from tests.model.speculative.drafts import requests, untrained_draft
 
 SETTINGS: list[dict[str, Any]] = [
     {"policy": "sp_moe"},
@@ -138,17 +139,15 @@ def test_any_drafting_policy_replays_from_anothers_trace(
     spec: MoECacheSpecLM, tmp_path: Path, draft: str, policies: list[dict[str, Any]]
 ) -> None:
     """On the shipped model, whose gates cannot read the hidden states of a narrower draft."""
-    drafting = {
-        "draft": str(narrow_draft(tmp_path / draft)) if draft == "narrow" else draft,
-        "draft_tokens": 2,
-        "bandwidth": "200MB/s",
-    }
+    if is_narrow := draft == "narrow":
+        draft = str(untrained_draft(tmp_path / draft, DRAFT_DIR, hidden_size=64, head_dim=16))
+    drafting = {"draft": draft, "draft_tokens": 2, "bandwidth": "200MB/s"}
     keep = {"trace": str(tmp_path / "traces"), "trace_keep": "all"}
     recording = {**drafting, "policy": "on_demand", **keep}
     spec.install(read_config(recording, speculative=True))
     spec.generate_until(requests(1), disable_tqdm=True)
     trace = recorded(spec)
-    assert bool(trace.drafted.predicted_layers) == (draft != "narrow")
+    assert bool(trace.drafted.predicted_layers) == (not is_narrow)
     for changes in policies:
         spec.install(read_config({**drafting, "policy": "sp_moe", **changes}, speculative=True))
         spec.generate_until(requests(1), disable_tqdm=True)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import gc
 import mmap
 import os
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from lm_eval_moecache.model import device
-from lm_eval_moecache.model.device import available_host_bytes, own_bytes
+from lm_eval_moecache.model.device import available_host_bytes, own_bytes, watched
 from lm_eval_moecache.model.wall.pools import DiskTier
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux")
@@ -66,26 +65,17 @@ def test_what_is_taken_or_shared_counts_and_pages_of_a_mapped_file_do_not(tmp_pa
 
 def test_the_peak_is_of_the_block_and_not_of_what_was_before_or_after() -> None:
     """The system's own figure (ru_maxrss) covers the whole life of a process."""
-    text = (
-        "import os, time\n"
-        "from lm_eval_moecache.model.device import own_bytes, watched\n"
-        "before = bytearray(os.urandom(200 << 20))\n"
-        "del before\n"
-        "start = own_bytes()\n"
-        "try:\n"
-        "    with watched() as peak:\n"
-        "        inside = bytearray(os.urandom(50 << 20))\n"
-        "        time.sleep(0.2)\n"
-        "        raise ValueError\n"
-        "except ValueError:\n"
-        "    after = bytearray(os.urandom(200 << 20))\n"
-        "    time.sleep(0.1)\n"
-        "print((peak[0] - start) >> 20)\n"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, check=True
-    )
-    assert 45 <= int(process.stdout) < 130
+    before = bytearray(os.urandom(200 * MB))
+    del before
+    start = own_bytes()
+    with pytest.raises(ZeroDivisionError), watched() as peak:
+        inside = bytearray(os.urandom(50 * MB))
+        time.sleep(0.2)
+        assert len(inside) // 0
+    after = bytearray(os.urandom(200 * MB))
+    time.sleep(0.1)
+    assert start is not None and after
+    assert 45 * MB <= peak[0] - start < 130 * MB
 
 
 @pytest.mark.parametrize("version", [1, 2])
