@@ -281,7 +281,8 @@ class MoECacheLM(HFLM):
         for record, length in zip(records, lengths, strict=True):
             record.prompt_tokens = int(length)
         with self._serving(records, [record.index for record in records]):
-            self.wrapped.ended = FinishedSequences.in_generation(self.model, kwargs)
+            end_tokens = self.model.generation_config.eos_token_id
+            self.wrapped.ended = FinishedSequences(kwargs.get("eos_token_id", end_tokens))
             self.wrapped.prompt_length = context.shape[1]
             output = self._generate(context, *args, **kwargs)
         for record, row in zip(records, output[:, context.shape[1] :].tolist(), strict=True):

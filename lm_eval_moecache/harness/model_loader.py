@@ -44,8 +44,8 @@ class ModelLoader:
             dtype = next(self._layers[0].experts.parameters()).dtype
             folder = Path(config.encoded_dir)
             self._encoded_store = EncodedExpertStore(folder, identity, dtype, self._codecs)
-        self.stored: list[dict[str, Encoded]] = []
-        """Layer -> parameter name -> its levels; empty unless `precision` quantises the experts."""
+        self.stored: list[Encoded] = []
+        """By layer; empty unless `precision` quantises the experts."""
         self._experts: ExpertLoader | None = None
         if config.clock == "wall":
             files = weights_files(path, arguments)

@@ -103,16 +103,11 @@ def describe(
         top_k=_top_k(model, layers[0]),
         expert_bytes=levels,
         dense_bytes=dense_bytes(model, layers),
-        precision=(dtype_name(dtype),) if ladder is None else tuple(ladder),
+        precision=tuple(ladder or (_DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch.")),)),
         element_bytes=float(dtype.itemsize),
         compute_bytes=() if ladder is None else sizes,
         hidden_size=int(getattr(model.config.get_text_config(), "hidden_size", 0)),
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of the precision that stores this dtype unchanged, such as `bf16`."""
-    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def router_digest(layers: Sequence[MoELayer]) -> str:

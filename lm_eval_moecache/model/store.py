@@ -18,7 +18,13 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from lm_eval_moecache.model.precision.codecs import Codec, Encoded, decode, is_matrices
+from lm_eval_moecache.model.precision.codecs import (
+    Codec,
+    Encoded,
+    decode,
+    expert_parameters,
+    is_matrices,
+)
 from lm_eval_moecache.records.arrays import BoolArray
 
 IMPLEMENTATION = "moecache"
@@ -149,9 +155,7 @@ def experts_forward(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, w_TK
     return run(module, hidden_TD, index_TK, w_TK)
 
 
-def register_experts_function() -> None:
-    """Make `moecache` an experts implementation that models can be set to."""
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
 
 Stack = Tensor | Sequence[Tensor]
@@ -321,7 +325,7 @@ class LadderStore(Store):
 
     def __init__(
         self,
-        stored: Sequence[Mapping[str, Encoded]],
+        stored: Sequence[Encoded],
         codecs: Sequence[Codec],
         implementation: str | None,
         device_type: str,
@@ -361,8 +365,7 @@ class LadderStore(Store):
             name: torch.stack([self._matrix(layer, module, name, e, level_of[e]) for e in experts])
             if is_matrices(module, parameter)
             else parameter[experts]
-            for name, parameter in module.named_parameters(recurse=False)
-            if parameter.dim() > 1 and parameter.shape[0] == num_experts
+            for name, parameter in expert_parameters(module).items()
         }
         # Slots in ascending order of expert: kernels sort, and rows keep their usual order.
         table_E = torch.zeros(num_experts, dtype=index_TK.dtype)
@@ -377,8 +380,8 @@ class LadderStore(Store):
         if matrix is not None:
             self._decoded.move_to_end(memo_key)
             return matrix
-        tensors = [stack[expert] for stack in self.stored[layer][name][level]]
-        matrix = decode(module, getattr(module, name), tensors, self.codecs[level])
+        row = {part: stack[expert] for part, stack in self.stored[layer][level].items()}
+        matrix = decode(module, name, getattr(module, name), row, self.codecs[level])
         self._decoded[memo_key] = matrix
         self._decoded_bytes += matrix.nbytes
         while self._decoded_bytes > MEMO_BYTES:

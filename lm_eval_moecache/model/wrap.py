@@ -26,7 +26,6 @@ from lm_eval_moecache.model.store import (
     InPlaceStore,
     Store,
     implementation_of,
-    register_experts_function,
 )
 from lm_eval_moecache.model.weighting import WeightingRule, changed_output, find_rules, in_numpy
 from lm_eval_moecache.records.arrays import BoolArray, FloatArray
@@ -67,11 +66,6 @@ class FinishedSequences:
         tokens = [end_tokens] if isinstance(end_tokens, int) else end_tokens
         self._end_tokens = torch.tensor(tokens or [], dtype=torch.int64)
         self._ended: BoolArray | None = None
-
-    @classmethod
-    def in_generation(cls, model: Any, arguments: Mapping[str, Any]) -> FinishedSequences:
-        """Track the rows of one `generate` call of this model with these arguments."""
-        return cls(arguments.get("eos_token_id", model.generation_config.eos_token_id))
 
     def __call__(self, input_ids: Tensor) -> BoolArray:
         """Return which rows [B] have ended, given the tokens [B, 1] of the next decode step."""
@@ -157,7 +151,6 @@ class WrappedModel:
         if store is None:
             store = InPlaceStore(implementation_of(model), model.device.type)
         self._store = store
-        register_experts_function()
         model.set_experts_implementation(IMPLEMENTATION)
         for index, layer in enumerate(layers):
             setattr(layer.experts, STORE_ATTRIBUTE, store.at(index, engine.waves))

@@ -25,11 +25,12 @@ from lm_eval_moecache.model.precision.codecs import (
     Encoded,
     encode,
     expert_matrices,
+    plain_parameters,
 )
 from lm_eval_moecache.model.precision.ladder import codecs_of, parse_ladder
 from lm_eval_moecache.model.store import LadderStore, implementation_of
 from lm_eval_moecache.model.wall.loading import ExpertLoader, assemble
-from lm_eval_moecache.model.wall.pools import RamTier, stored_parameters
+from lm_eval_moecache.model.wall.pools import RamTier
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
@@ -176,9 +177,13 @@ def wrap_virtual(model: Any, policy: str, capacity: str, **changes: str) -> Wrap
     return WrappedModel(model, layers, engine, store)
 
 
-def store_experts(experts: Any, codecs: Sequence[Codec]) -> dict[str, Encoded]:
+def store_experts(experts: Any, codecs: Sequence[Codec]) -> Encoded:
     """Return a module's matrices, encoded; the module is left unchanged."""
-    return {name: encode(experts, m, codecs) for name, m in expert_matrices(experts).items()}
+    levels: Encoded = [{} for _ in codecs]
+    for name, stacked in expert_matrices(experts).items():
+        for level, parts in zip(levels, encode(experts, name, stacked, codecs), strict=True):
+            level.update(parts)
+    return levels
 
 
 def loader_of(model: Any, device: str = "cpu", precision: str | None = None) -> ExpertLoader:
@@ -212,12 +217,12 @@ def wrap_wall(
     if loader is None:
         loader = loader_of(model)
     if codecs and not loader.codecs:
-        stored = [(x.experts, store_experts(x.experts, codecs)) for x in layers]
         loader.codecs = codecs
-        loader.tiers = [
-            RamTier([stored_parameters(experts, encoded, level) for experts, encoded in stored])
-            for level in range(len(codecs))
+        rows = [
+            [level | plain_parameters(x.experts) for level in store_experts(x.experts, codecs)]
+            for x in layers
         ]
+        loader.tiers = [RamTier(level) for level in zip(*rows, strict=True)]
     engine, store = assemble(model, geometry, setting, loader)
     if longest_s:
         store.pools.begin = late(store.pools.begin, longest_s, seed)  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -357,14 +357,34 @@ CODECS: dict[str, Callable[[str, int | None], Codec]] = {
 """Name -> factory of the codec of a level and a group size."""
 
 
-Encoded = list[tuple[Tensor, ...]]
-"""Level -> the tensors [E, ...] that one parameter is stored as."""
+Encoded = list[dict[str, Tensor]]
+"""Level -> part's name (`part_of`) -> the tensor [E, ...] that it is stored as."""
 
 
 def expert_matrices(experts: nn.Module) -> dict[str, Tensor]:
     """Return the parameters of an experts module that hold one matrix for each expert."""
     parameters = experts.named_parameters(recurse=False)
     return {name: tensor.data for name, tensor in parameters if is_matrices(experts, tensor)}
+
+
+def expert_parameters(experts: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of an experts module that have one entry for each expert."""
+    return {
+        name: parameter.data
+        for name, parameter in experts.named_parameters(recurse=False)
+        if parameter.dim() > 1 and parameter.shape[0] == experts.num_experts
+    }
+
+
+def plain_parameters(experts: nn.Module) -> dict[str, Tensor]:
+    """Return those of `expert_parameters` that no codec encodes, such as biases."""
+    parameters = expert_parameters(experts).items()
+    return {name: tensor for name, tensor in parameters if not is_matrices(experts, tensor)}
+
+
+def part_of(name: str, index: int) -> str:
+    """Return the name of one of the tensors that a parameter is stored as."""
+    return f"{name}.{index}"
 
 
 def is_matrices(experts: nn.Module, tensor: Tensor) -> bool:
@@ -389,9 +409,16 @@ def expert_bytes(experts: nn.Module, codecs: Sequence[Codec]) -> tuple[int, ...]
     )
 
 
-def decode(experts: nn.Module, stacked: Tensor, tensors: Sequence[Tensor], codec: Codec) -> Tensor:
-    """Return one expert's matrix in the module's orientation, with `stacked`'s shape and dtype."""
-    matrix = codec.decode(tensors, matrix_shape(experts, stacked), stacked.dtype)
+def decode(
+    experts: nn.Module, name: str, stacked: Tensor, row: Mapping[str, Tensor], codec: Codec
+) -> Tensor:
+    """Return one expert's matrix in the module's orientation, with `stacked`'s shape and dtype.
+
+    `row` holds the expert's parts by name, those of other parameters perhaps among them.
+    """
+    shape = matrix_shape(experts, stacked)
+    tensors = [row[part_of(name, i)] for i in range(len(codec.layout(shape)))]
+    matrix = codec.decode(tensors, shape, stacked.dtype)
     return matrix.t() if experts.is_transposed else matrix
 
 
@@ -417,11 +444,12 @@ MOST_BYTES = 2**30
 
 def encode(
     experts: nn.Module,
+    name: str,
     stacked: Tensor,
     codecs: Sequence[Codec],
     noted: Callable[[], object] = lambda: None,
 ) -> Encoded:
-    """Encode one parameter [E, ...], and call `noted` after each expert at each level.
+    """Encode the parameter `name`, [E, ...], and call `noted` after each expert at each level.
 
     Experts are encoded in parallel, each by one thread: HQQ's search ends by a matrix' error, so
     that experts in one tensor would end each other's, and sums by several threads round
@@ -447,7 +475,7 @@ def encode(
         tasks = (partial(task, expert, matrix) for expert, matrix in enumerate(matrices))
         for _ in side_by_side(tasks, num_threads):
             noted()
-        levels.append(stored)
+        levels.append({part_of(name, i): tensor for i, tensor in enumerate(stored)})
     return levels
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import nn
 from tqdm import tqdm
 
@@ -36,7 +36,6 @@ from lm_eval_moecache.model.precision.codecs import (
     encode,
     expert_matrices,
     is_matrices,
-    matrix_shape,
     shape_without_memory,
     takes_no_memory,
 )
@@ -104,27 +103,15 @@ class EncodedExpertStore:
         """Return the file of a layer at a level, which need not exist."""
         return self._folders[level] / f"layer-{layer:03d}.safetensors"
 
-    def read(self, layer: int, experts: nn.Module) -> dict[str, Encoded]:
-        """Return a layer's encoded matrices by name, from files that exist."""
-        encoded: dict[str, Encoded] = {name: [] for name in expert_matrices(experts)}
-        for level, codec in enumerate(self.codecs):
-            with safe_open(self.file(level, layer), framework="pt") as file:
-                for name, stacked in expert_matrices(experts).items():
-                    count = len(codec.layout(matrix_shape(experts, stacked)))
-                    parts = tuple(file.get_tensor(f"{name}.{i}") for i in range(count))
-                    encoded[name].append(parts)
-        return encoded
+    def read(self, layer: int) -> Encoded:
+        """Return a layer's encoded matrices, from files that exist."""
+        return [load_file(self.file(level, layer)) for level in range(len(self.codecs))]
 
-    def write(self, stored: Mapping[str, Encoded]) -> list[Path]:
+    def write(self, stored: Encoded) -> list[Path]:
         """Write a layer's matrices to pending files, one per level. OSError, as on a full disk."""
         pending = f"{_PENDING}{os.getpid()}-{next(self._count)}.safetensors"
-        for level, folder in enumerate(self._folders):
-            parts = {
-                f"{name}.{i}": tensor.contiguous()
-                for name, levels in stored.items()
-                for i, tensor in enumerate(levels[level])
-            }
-            write_whole(folder / pending, save(parts))
+        for folder, parts in zip(self._folders, stored, strict=True):
+            write_whole(folder / pending, save({n: t.contiguous() for n, t in parts.items()}))
         return [folder / pending for folder in self._folders]
 
     def place(self, layer: int, files: Sequence[Path]) -> None:
@@ -180,10 +167,10 @@ def encoding(
 
         def encode_parameter(module: Any, name: str, value: nn.Parameter) -> None:
             pending: dict[str, Encoded] = module.__dict__.setdefault(_HELD, {})
-            pending[name] = encode(module, value, codecs, bar.update)
+            pending[name] = encode(module, name, value, codecs, bar.update)
             page_out_checkpoints()
             if store is not None and set(pending) == set(expert_matrices(module)):
-                module.__dict__[_WRITTEN] = store.write(module.__dict__.pop(_HELD))
+                module.__dict__[_WRITTEN] = store.write(_joined(module.__dict__.pop(_HELD)))
 
         def setter(original: Any) -> Callable[[Any, str, Any], None]:
             def set_attribute(module: Any, name: str, value: Any) -> None:
@@ -225,7 +212,7 @@ def take(
     layers: Sequence[MoELayer],
     codecs: Sequence[Codec],
     encoded_store: EncodedExpertStore | None = None,
-) -> list[dict[str, Encoded]]:
+) -> list[Encoded]:
     """Return each layer's encoded matrices, encoding those that were set in another way.
 
     Newly encoded ones are kept for the next load; where the disk is full, that one encodes again
@@ -235,7 +222,7 @@ def take(
     for index, layer in enumerate(layers):
         if vars(layer.experts).pop(_IS_STORED, False):
             assert encoded_store is not None, "skipped without a place to read from"
-            layers_encoded.append(encoded_store.read(index, layer.experts))
+            layers_encoded.append(encoded_store.read(index))
             continue
         layers_encoded.append(_rest(layer, codecs))
         if encoded_store is not None:
@@ -255,14 +242,20 @@ def store_layer(index: int, layer: MoELayer, encoded_store: EncodedExpertStore) 
         )
 
 
-def _rest(layer: MoELayer, codecs: Sequence[Codec]) -> dict[str, Encoded]:
+def _rest(layer: MoELayer, codecs: Sequence[Codec]) -> Encoded:
     """Return a layer's matrices encoded while it loaded, and encode the rest."""
     encoded: dict[str, Encoded] = vars(layer.experts).pop(_HELD, {})
     for name, stacked in expert_matrices(layer.experts).items():
         if name not in encoded:
-            encoded[name] = encode(layer.experts, stacked, codecs)
+            encoded[name] = encode(layer.experts, name, stacked, codecs)
             setattr(layer.experts, name, shape_without_memory(stacked))
-    return encoded
+    return _joined(encoded)
+
+
+def _joined(encoded: Mapping[str, Encoded]) -> Encoded:
+    """Return a layer's parts level by level, given those of each of its matrices."""
+    levels = zip(*encoded.values(), strict=True)
+    return [{name: part for parts in level for name, part in parts.items()} for level in levels]
 
 
 _MADV_PAGEOUT = 21

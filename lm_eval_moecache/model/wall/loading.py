@@ -37,6 +37,9 @@ from lm_eval_moecache.model.precision.codecs import (
     Codec,
     expert_bytes,
     expert_matrices,
+    expert_parameters,
+    part_of,
+    plain_parameters,
     shape_without_memory,
 )
 from lm_eval_moecache.model.precision.loading import (
@@ -55,10 +58,7 @@ from lm_eval_moecache.model.wall.pools import (
     SlotPools,
     Stored,
     Tier,
-    expert_parameters,
     joined,
-    part_of,
-    stored_parameters,
     tensors_in,
 )
 from lm_eval_moecache.model.wall.store import KERNELS, SlotStore
@@ -154,12 +154,11 @@ class ExpertLoader:
         elif self._store == "disk":
             self.tiers = self._written(layers)
         elif self.codecs is not None:
-            pairs = list(zip(layers, take(layers, self.codecs, self._encoded_store), strict=True))
+            plain = [plain_parameters(layer.experts) for layer in layers]
+            levels = zip(*take(layers, self.codecs, self._encoded_store), strict=True)
             self.tiers = [
-                RamTier(
-                    [stored_parameters(layer.experts, stored, level) for layer, stored in pairs]
-                )
-                for level in range(len(self.codecs))
+                RamTier([encoded | row for encoded, row in zip(level, plain, strict=True)])
+                for level in levels
             ]
         else:
             self.tiers = [RamTier([expert_parameters(layer.experts) for layer in layers])]
@@ -203,12 +202,11 @@ class ExpertLoader:
         beside: list[dict[str, Tensor]] = []
         for index, layer in enumerate(layers):
             store_layer(index, layer, self._files)
-            matrices = expert_matrices(layer.experts)
-            plain = expert_parameters(layer.experts).items()
-            beside.append({name: t for name, t in plain if name not in matrices})
+            beside.append(plain_parameters(layer.experts))
             for level in levels:
                 tensors = tensors_in(self._files.file(level, index))
                 if self.codecs is None:
+                    matrices = expert_matrices(layer.experts)
                     tensors = {name: tensors[part_of(name, 0)] for name in matrices}
                 rows[level].append({name: entry.by_expert for name, entry in tensors.items()})
         return [DiskTier(entry, beside) for entry in rows]

@@ -34,10 +34,12 @@ from lm_eval_moecache.model.device import (
 )
 from lm_eval_moecache.model.precision.codecs import (
     Codec,
-    Encoded,
     decode,
     expert_matrices,
+    expert_parameters,
     matrix_shape,
+    part_of,
+    plain_parameters,
 )
 from lm_eval_moecache.model.store import Matrices, OnSlots, Slots
 from lm_eval_moecache.records.geometry import Geometry
@@ -208,44 +210,13 @@ def tensors_in(file: Path | str) -> dict[str, Stored]:
     return tensors
 
 
-def expert_parameters(experts: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of an experts module that have one entry for each expert."""
-    return {
-        name: parameter.data
-        for name, parameter in experts.named_parameters(recurse=False)
-        if parameter.dim() > 1 and parameter.shape[0] == experts.num_experts
-    }
-
-
-def part_of(name: str, index: int) -> str:
-    """Return the name of one of the tensors that a parameter is stored as."""
-    return f"{name}.{index}"
-
-
-def stored_parameters(
-    experts: nn.Module, stored: Mapping[str, Encoded], level: int
-) -> dict[str, Tensor]:
-    """Return a layer's tensors in a tier of this level: encoded matrices, the others unchanged."""
-    encoded = {
-        part_of(name, i): tensor
-        for name, levels in stored.items()
-        for i, tensor in enumerate(levels[level])
-    }
-    plain = expert_parameters(experts).items()
-    return {**encoded, **{name: tensor for name, tensor in plain if name not in stored}}
-
-
 def shapes_of(experts: nn.Module, codec: Codec) -> Shapes:
     """Return the shapes and dtypes of one expert's tensors as a codec stores them."""
-    matrices = expert_matrices(experts)
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for name, stacked in matrices.items():
-        for i, layout in enumerate(codec.layout(matrix_shape(experts, stacked))):
-            shapes[part_of(name, i)] = layout
-    for name, tensor in expert_parameters(experts).items():
-        if name not in matrices:
-            shapes[name] = (tuple(tensor.shape[1:]), tensor.dtype)
-    return shapes
+    return {
+        part_of(name, i): layout
+        for name, stacked in expert_matrices(experts).items()
+        for i, layout in enumerate(codec.layout(matrix_shape(experts, stacked)))
+    } | {n: (tuple(t.shape[1:]), t.dtype) for n, t in plain_parameters(experts).items()}
 
 
 class DeviceMover(ABC):
@@ -531,10 +502,8 @@ class LadderPools(DeviceMover):
             if name in row:
                 parameters[name] = row[name]
                 continue
-            layout = codec.layout(matrix_shape(module, parameter))
-            tensors = [row[part_of(name, i)] for i in range(len(layout))]
             # Products of a transposed view may round differently.
-            parameters[name] = decode(module, parameter, tensors, codec).contiguous()
+            parameters[name] = decode(module, name, parameter, row, codec).contiguous()
         return parameters
 
     def _make(self, shapes: Shapes) -> Row:

@@ -260,11 +260,11 @@ def test_a_layer_by_three_threads_is_each_expert_by_itself(
     if transposed:
         module.is_transposed, stacked = True, stacked.transpose(1, 2).contiguous()  # type: ignore[assignment]
     coder, ticks = codec(name), list[None]()
-    ((*threaded,),) = encode(module, stacked, [coder], lambda: ticks.append(None))
+    (parts,) = encode(module, "w", stacked, [coder], lambda: ticks.append(None))
     torch.set_num_threads(1)
     one_by_one = [coder.encode(m.t() if transposed else m) for m in stacked]
-    for whole, parts in zip(threaded, zip(*one_by_one, strict=True), strict=True):
-        assert torch.equal(whole, torch.stack(parts))
+    for whole, own in zip(parts.values(), zip(*one_by_one, strict=True), strict=True):
+        assert torch.equal(whole, torch.stack(own))
     assert len(ticks) == len(KINDS)
 
 

@@ -33,9 +33,9 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ladder of each matrix that is encoded from here on."""
     ladders: list[str] = []
 
-    def noted(module: Any, stacked: Any, codecs: Any, *given: Any) -> Any:
+    def noted(module: Any, name: str, stacked: Any, codecs: Any, *given: Any) -> Any:
         ladders.append(":".join(codec.name for codec in codecs))
-        return encode(module, stacked, codecs, *given)
+        return encode(module, name, stacked, codecs, *given)
 
     monkeypatch.setattr(loading, "encode", noted)
     return ladders
@@ -183,7 +183,7 @@ def make(folder: Path, **given: Any) -> EncodedExpertStore:
 
 
 def test_one_makes_the_files_and_others_wait_for_it(tmp_path: Path) -> None:
-    tensors: dict[str, Encoded] = {"w": [(torch.ones(2, 3),)]}
+    tensors: Encoded = [{"w.0": torch.ones(2, 3)}]
     begun, whole_flags = threading.Event(), list[bool]()
 
     def other() -> None:

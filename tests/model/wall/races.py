@@ -37,7 +37,8 @@ from lm_eval_moecache.harness.arguments import Config, read_config
 from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
 from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.wall.pools import DeviceMover, LadderPools, SlotPools, expert_parameters
+from lm_eval_moecache.model.precision.codecs import expert_parameters
+from lm_eval_moecache.model.wall.pools import DeviceMover, LadderPools, SlotPools
 from tests.artifacts import artifacts_of, use_profile
 from tests.harness import make_instance
 from tests.model.speculative.drafts import generated
