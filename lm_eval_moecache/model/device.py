@@ -12,8 +12,9 @@ import mmap
 import os
 import re
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -64,6 +65,18 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has executed all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def timed(work: Callable[[], object], device: torch.device, times: int) -> list[float]:
+    """Return the seconds of some calls, after one that also allocates and compiles."""
+    seconds = []
+    for _ in range(1 + times):
+        synchronize(device)
+        start_s = time.perf_counter()
+        work()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start_s)
+    return seconds[1:]
 
 
 def total_memory(device: torch.device) -> int | None:

@@ -274,11 +274,6 @@ def value_of(module: nn.Module, name: str) -> Tensor:
 
 def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield `state_dict` as (name, tensor) sorted by name, with the values of offloaded tensors."""
-    state = dict(module.state_dict())
-    for prefix, part in module.named_modules():
-        tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-        for name, _ in tensors:
-            path = f"{prefix}.{name}" if prefix else name
-            if path in state and state[path].is_meta:
-                state[path] = value_of(part, name)
-    yield from sorted(state.items())
+    for path in sorted(module.state_dict()):
+        part, _, name = path.rpartition(".")
+        yield path, value_of(module.get_submodule(part), name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import SELF
 from lm_eval_moecache.model.checkpoint import model_path
-from lm_eval_moecache.model.device import synchronize, total_memory
+from lm_eval_moecache.model.device import timed, total_memory
 from lm_eval_moecache.model.gate import Gate
 from lm_eval_moecache.model.moe_layers import (
     MoELayer,
@@ -209,21 +208,17 @@ def measure_overlap(draft: DraftModel, engine: Engine, stage: DraftStage) -> Non
     prefetch = engine.rules.prefetch.draft_stage
     if prefetch is None:
         return
-    # The median of one token through the draft, its head included.
-    model, seconds = draft.model, []
+    model = draft.model
     token = torch.ones((1, 1), dtype=torch.int64, device=model.device)
-    for _ in range(1 + FORWARDS):
-        start_s = time.perf_counter()
-        with torch.no_grad():
-            model(token, use_cache=True)
-        synchronize(model.device)
-        seconds.append(time.perf_counter() - start_s)
+    with torch.no_grad():
+        # One token through the draft, its head included.
+        seconds = timed(partial(model, token, use_cache=True), model.device, FORWARDS)
     load_s = engine.time_load(prefetch.critical)
     first_bytes = engine.geometry.expert_bytes[0][0]
     stage.solve(
         engine.geometry,
         engine.setting.capacity.bytes_by_partition,
-        statistics.median(seconds[1:]) / draft.cost.geometry.num_layers,
+        statistics.median(seconds) / draft.cost.geometry.num_layers,
         [load_s * levels[0] / first_bytes for levels in engine.geometry.expert_bytes],
         float(total_memory(model.device) or math.inf),
     )

@@ -40,7 +40,7 @@ from lm_eval_moecache.model.device import (
     best_device,
     locked_copy,
     name_of,
-    synchronize,
+    timed,
     total_memory,
 )
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
@@ -65,15 +65,7 @@ _PRODUCT_S = 0.25
 
 def typical_s(work: Callable[[], object], device: torch.device) -> float:
     """Return the median seconds of several runs: the machine's speed in ordinary use."""
-    times = []
-    for _ in range(_REPEATS + 1):
-        synchronize(device)
-        start = time.perf_counter()
-        work()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    # The first one also allocates and compiles.
-    return statistics.median(times[1:])
+    return statistics.median(timed(work, device, _REPEATS))
 
 
 def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int) -> Hardware:

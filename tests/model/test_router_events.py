@@ -70,12 +70,9 @@ def test_waiting_for_the_end_of_the_pass_changes_no_count(
 def test_what_changes_outputs_does_not_wait() -> None:
     model = random_model("olmoe")
     geometry = describe(model, find_moe_layers(model), "x")
-    can_defer = {
-        name: make_engine(name, "40%", geometry).can_defer for name in ("fiddler", "specmd")
-    }
-    assert can_defer == {"fiddler": True, "specmd": True}
-    for name in ("mixture_cache", "importance_scheduling", "pre_gated"):
-        assert not make_engine(name, "40%", geometry).can_defer
+    names = ("fiddler", "specmd", "mixture_cache", "importance_scheduling", "pre_gated")
+    deferring = [name for name in names if make_engine(name, "40%", geometry).can_defer]
+    assert deferring == ["fiddler", "specmd"]
 
 
 def test_a_pass_that_breaks_off_leaves_no_event_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,14 +112,6 @@ def sparsemax(scores: Tensor) -> Tensor:
     return (scores - excess.gather(-1, support - 1) / support).clamp_min(0)
 
 
-def network_from(artifact: Artifact) -> DataAwareNetwork:
-    """Return the network of an artifact, in evaluation mode."""
-    network = DataAwareNetwork(*sizes_of(artifact), artifact.num_layers, artifact.num_experts)
-    arrays = {name: torch.from_numpy(np.array(a)).float() for name, a in artifact.arrays.items()}
-    network.load_state_dict(arrays)
-    return network.eval()
-
-
 @dataclass(slots=True)
 class _Text:
     """One row's tokens so far, by place in the KV cache, and the network's state after them."""
@@ -141,7 +133,11 @@ class PassPredictor:
     """
 
     def __init__(self, artifact: Artifact, embed: Embed) -> None:
-        self._network = network_from(artifact)
+        sizes = *sizes_of(artifact), artifact.num_layers, artifact.num_experts
+        arrays = {n: torch.from_numpy(np.array(a)).float() for n, a in artifact.arrays.items()}
+        self._network = DataAwareNetwork(*sizes)
+        self._network.load_state_dict(arrays)
+        self._network.eval()
         self._embed = embed
         self._texts: list[_Text] = []
 

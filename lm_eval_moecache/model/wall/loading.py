@@ -27,7 +27,7 @@ from lm_eval_moecache.model.device import (
     available_host_bytes,
     own_bytes,
     peak_memory,
-    synchronize,
+    timed,
     total_memory,
     watched,
 )
@@ -333,18 +333,11 @@ def assemble(
         pools = SlotPools(loader.parameters, geometry, setting.capacity, loader.tiers[0], device)
     engine = WallEngine(geometry, setting, pools)
     store = SlotStore(pools, geometry, str(implementation_of(model)), device.type)
-    prepare_host(engine, store, experts[0], device)
-    return engine, store
-
-
-def prepare_host(
-    engine: WallEngine, store: SlotStore, experts: nn.Module, device: torch.device
-) -> None:
-    """Give a policy that executes on the host its costs here, by the first layer's experts."""
     if engine.host is not None:
         store.note_host = engine.note_host
         if engine.host.asks_for_costs:
-            engine.host.costs = measure_host(engine, store.pools, experts, device)
+            engine.host.costs = measure_host(engine, pools, experts[0], device)
+    return engine, store
 
 
 FEW, MANY = 1, 32
@@ -381,12 +374,20 @@ def measure_host(
 
         def once() -> None:
             (hidden_TD @ up_DH)[:, :inner] @ down_HD
-            synchronize(device)
 
         return once
 
-    host_fixed, host_each = _line(on_host)
-    device_fixed, device_each = _line(on_device)
+    def fastest_s(work: Callable[[], object]) -> float:
+        return min(timed(work, device, TRIALS))
+
+    def line(of_tokens: Callable[[int], Callable[[], object]]) -> tuple[float, float]:
+        """Return a call's fixed seconds, and its seconds per token."""
+        few_s, many_s = fastest_s(of_tokens(FEW)), fastest_s(of_tokens(MANY))
+        each_s = max(many_s - few_s, 0.0) / (MANY - FEW)
+        return max(few_s - FEW * each_s, 0.0), each_s
+
+    host_fixed, host_each = line(on_host)
+    device_fixed, device_each = line(on_device)
     hidden = ones(1, hidden_size)
     return HostCosts(
         host_fixed_s=host_fixed,
@@ -394,22 +395,5 @@ def measure_host(
         device_fixed_s=device_fixed,
         device_each_s=device_each,
         load_s=engine.time_load(1),
-        way_s=0.0 if device.type == "cpu" else _fastest(hidden.cpu),
+        way_s=0.0 if device.type == "cpu" else fastest_s(hidden.cpu),
     )
-
-
-def _line(of_tokens: Callable[[int], Callable[[], object]]) -> tuple[float, float]:
-    """Return a call's fixed seconds, and its seconds per token."""
-    few_s, many_s = _fastest(of_tokens(FEW)), _fastest(of_tokens(MANY))
-    each_s = max(many_s - few_s, 0.0) / (MANY - FEW)
-    return max(few_s - FEW * each_s, 0.0), each_s
-
-
-def _fastest(function: Callable[[], object]) -> float:
-    """Return the shortest time of a few calls in seconds, after a warm-up call."""
-    seconds = []
-    for _ in range(1 + TRIALS):
-        start_s = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - start_s)
-    return min(seconds[1:])

@@ -227,8 +227,9 @@ class DeviceMover(ABC):
     in order, by calls that return once the bytes have arrived.
     """
 
-    def __init__(self, num_experts: int, device: torch.device) -> None:
-        self._num_experts = num_experts
+    def __init__(self, num_experts: int, tiers: Sequence[Tier], device: torch.device) -> None:
+        """`tiers[level]` stores the experts of a level."""
+        self._num_experts, self._tiers = num_experts, tiers
         self._device = device
         self._stream = copy_stream(device)
         # A copy on a stream overlaps with the bookkeeping of the one before.
@@ -240,10 +241,6 @@ class DeviceMover(ABC):
     @abstractmethod
     def target_of(self, transfer: Transfer) -> Row:
         """Return the tensors of a transfer's slot, by name."""
-
-    @abstractmethod
-    def tier_of(self, level: int) -> Tier:
-        """Return the tier that stores experts at a level."""
 
     @abstractmethod
     def stored(self, layer: int, expert: int) -> Row:
@@ -282,7 +279,7 @@ class DeviceMover(ABC):
     def begin(self, transfer: Transfer) -> object:
         """Start a transfer (on a CPU or one queue, make it); return the token for `finish`."""
         layer, expert = divmod(transfer.key, self._num_experts)
-        target, tier = self.target_of(transfer), self.tier_of(transfer.level)
+        target, tier = self.target_of(transfer), self._tiers[transfer.level]
         if self._device.type == "cpu":
             tier.fill(layer, expert, target)
             return None
@@ -359,8 +356,7 @@ class SlotPools(DeviceMover):
         tier: Tier,
         device: torch.device,
     ) -> None:
-        super().__init__(geometry.num_experts, device)
-        self._tier = tier
+        super().__init__(geometry.num_experts, [tier], device)
         self._pools: list[dict[str, Tensor]] = []
         self._matrices: dict[int, Matrices] = {}
         """Pool -> the matrices of its slots, made once for all its layers."""
@@ -378,11 +374,6 @@ class SlotPools(DeviceMover):
                     for name, t in shapes[layers[0]].items()
                 }
             )
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all slots."""
-        return sum(tensor.nbytes for pool in self._pools for tensor in pool.values())
 
     def of_layer(self, layer: int) -> dict[str, Tensor]:
         """Return the slots that a layer's experts may take, [slots, ...] for each parameter."""
@@ -415,14 +406,12 @@ class SlotPools(DeviceMover):
 
     def stored(self, layer: int, expert: int) -> Row:
         pool = self.of_layer(layer).items()
-        return self._tier.row(layer, expert, {n: (tuple(t.shape[1:]), t.dtype) for n, t in pool})
+        shapes = {name: (tuple(t.shape[1:]), t.dtype) for name, t in pool}
+        return self._tiers[0].row(layer, expert, shapes)
 
     def target_of(self, transfer: Transfer) -> Row:
         pool = self.of_layer(transfer.key // self._num_experts)
         return {name: t[transfer.slot] for name, t in pool.items()}
-
-    def tier_of(self, level: int) -> Tier:
-        return self._tier
 
 
 class LadderPools(DeviceMover):
@@ -439,15 +428,10 @@ class LadderPools(DeviceMover):
         device: torch.device,
     ) -> None:
         """`experts` are the layers' modules; `tiers[level]` holds experts of `codecs[level]`."""
-        super().__init__(int(experts[0].num_experts), device)  # type: ignore[arg-type]
-        self._experts, self._codecs, self._tiers = experts, codecs, tiers
+        super().__init__(int(experts[0].num_experts), tiers, device)  # type: ignore[arg-type]
+        self._experts, self._codecs = experts, codecs
         self._shapes = [[shapes_of(module, codec) for codec in codecs] for module in experts]
         self._slots: dict[int, tuple[int, Row]] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that the slots take now."""
-        return sum(t.nbytes for _, row in self._slots.values() for t in row.values())
 
     def place(self, transfer: Transfer) -> None:
         for slot in transfer.drops:
@@ -462,9 +446,6 @@ class LadderPools(DeviceMover):
 
     def target_of(self, transfer: Transfer) -> Row:
         return self._slots[transfer.slot][1]
-
-    def tier_of(self, level: int) -> Tier:
-        return self._tiers[level]
 
     def parts(
         self, module: nn.Module, layer: int, places: Places

@@ -55,7 +55,14 @@ ALONG: dict[str, Any] = {"kind": MoECacheLM, "policy": "on_demand", "prefetch": 
         ({**ALONG, "draft_tokens": 2}, ["draft_tokens=2", "drafts no tokens"]),
         ({**ALONG, "draft": "prompt_lookup"}, ["no attention outputs"]),
         ({**ALONG, "batch_size": 2}, ["follows one request at a time"]),
-        ({**ALONG, "prefetch": "none", "draft": "tiny"}, ["is for --model moecache-spec"]),
+        (
+            {**ALONG, "prefetch": "none", "draft": "tiny"},
+            ["draft='tiny' is for", "moecache-spec"],
+        ),
+        (
+            {**ALONG, "prefetch": "none", "draft_tokens": 2},
+            ["draft_tokens=2 is for", "moecache-spec"],
+        ),
         (
             {**ALONG, "scoring": "scan", "capacity": "8/layer"},
             ["scoring='scan' does not go with"],
@@ -71,12 +78,6 @@ def test_a_codec_that_cannot_store_the_experts_is_refused(tmp_path: Path) -> Non
     folder = shape_of(tmp_path, hidden_size=36, intermediate_size=36)
     for draft in ("self:int4/g7", "self:hqq2/g256"):
         says(refusal(pretrained=folder, draft=draft), f"draft={draft!r}", "group")
-
-
-def test_without_a_draft_its_keys_are_refused() -> None:
-    plain = {"kind": MoECacheLM, "policy": "on_demand"}
-    says(refusal(**plain, draft="tiny"), "draft", "--model moecache-spec")
-    says(refusal(**plain, draft_tokens=2), "draft_tokens", "--model moecache-spec")
 
 
 def test_a_draft_that_reads_along_may_be_of_the_models_size_alone(tmp_path: Path) -> None:

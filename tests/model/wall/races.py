@@ -487,7 +487,7 @@ def compare(
                 recording.close()
             lm.engine.check_integrity()
             link: Any = lm.engine.link
-            assert link._mover.num_bytes <= lm.engine.setting.capacity.total_bytes
+            assert slot_bytes(link._mover) <= lm.engine.setting.capacity.total_bytes
             for record in lm.engine.ledger.passes:
                 counts.update({name: getattr(record, name) for name in COUNTED})
             lossless = config.policy.is_lossless
@@ -503,6 +503,13 @@ def compare(
             ):
                 wrong.append(repetition)
     return wrong, counts
+
+
+def slot_bytes(mover: Any) -> int:
+    """Return the bytes that a mover's slots take now."""
+    is_ladder = isinstance(mover, LadderPools)
+    rows = [row for _, row in mover._slots.values()] if is_ladder else mover._pools
+    return sum(tensor.nbytes for row in rows for tensor in row.values())
 
 
 def config_of(way: Way, given: Mapping[str, Any]) -> Config:

@@ -108,7 +108,7 @@ def test_the_hosts_rows_are_added_to_those_of_a_kernel_on_the_pool() -> None:
     with torch.no_grad():
         for expert in range(8):
             slots = {name: pool[expert] for name, pool in pools.of_layer(0).items()}
-            pools.tier_of(0).fill(0, expert, slots)
+            pools._tiers[0].fill(0, expert, slots)
         whole_call = GroupedCall(module, hidden, index, weights, 8)
         whole_call.run([(e, e) for e in range(8)], pools.elsewhere(module, 0, list(range(8))))
         work = WorkOnPool(store, 0, module, hidden, index, weights)
