@@ -122,8 +122,7 @@ class ExpertLoader:
                 peak = stack.enter_context(watched())
                 layers = find_moe_layers(self._skeleton)
                 if self._in_place is not None:
-                    names = {name for row in names_of(layers) for name in row.values()}
-                    stack.enter_context(leaving_out(names))
+                    stack.enter_context(leaving_out(names_of(layers)))
                 elif self._store == "disk":
                     self._write(stack, layers)
                 elif self.codecs is not None:
@@ -212,9 +211,9 @@ class ExpertLoader:
         return [DiskTier(entry, beside) for entry in rows]
 
 
-def names_of(layers: Sequence[MoELayer]) -> list[dict[str, str]]:
-    """Return each layer's per-expert parameters: name -> name in the model."""
-    return [{n: f"{layer.path}.{n}" for n in expert_parameters(layer.experts)} for layer in layers]
+def names_of(layers: Sequence[MoELayer]) -> set[str]:
+    """Return the names in the model of all layers' per-expert parameters."""
+    return {f"{layer.path}.{n}" for layer in layers for n in expert_parameters(layer.experts)}
 
 
 def find_in_place(skeleton: Any, files: Sequence[Path]) -> list[dict[str, OnDisk]] | None:
@@ -227,15 +226,15 @@ def find_in_place(skeleton: Any, files: Sequence[Path]) -> list[dict[str, OnDisk
         return None
     tensors = {key: tensor for file in files for key, tensor in tensors_in(file).items()}
     layers = find_moe_layers(skeleton)
-    names = names_of(layers)
-    sources = sources_of(skeleton, {name for row in names for name in row.values()}, tensors)
+    sources = sources_of(skeleton, names_of(layers), tensors)
     layer_spans: list[dict[str, OnDisk]] = []
-    for layer, row in zip(layers, names, strict=True):
-        parameters = expert_parameters(layer.experts).items()
-        places = {n: _place(sources.get(row[n]), p, tensors) for n, p in parameters}
-        if None in places.values():
-            return None
-        layer_spans.append({name: place for name, place in places.items() if place is not None})
+    for layer in layers:
+        layer_spans.append({})
+        for name, parameter in expert_parameters(layer.experts).items():
+            place = _place(sources.get(f"{layer.path}.{name}"), parameter, tensors)
+            if place is None:
+                return None
+            layer_spans[-1][name] = place
     return layer_spans
 
 
