@@ -139,7 +139,7 @@ class MoECacheLM(HFLM):
 
     def _get_accelerate_args(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         hflm_arguments: dict[str, Any] = super()._get_accelerate_args(*args, **kwargs)
-        return {**hflm_arguments, **self.loader.arguments(self.device)}
+        return {**hflm_arguments, **self.loader.arguments()}
 
     def _create_model(self, *args: Any, **kwargs: Any) -> None:
         create_model = super()._create_model

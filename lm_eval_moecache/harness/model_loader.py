@@ -69,7 +69,7 @@ class ModelLoader:
                     "loaded anew."
                 )
 
-    def arguments(self, device: str) -> Mapping[str, Any]:
+    def arguments(self) -> Mapping[str, Any]:
         """Return arguments for `from_pretrained` beside HFLM's own."""
         return {} if self._experts is None else self._experts.arguments
 

@@ -68,12 +68,10 @@ class Batch:
         return counts
 
 
-def assert_exact(
-    model: Any, batch: Batch, clock: str, capacity: str, policy: str = "on_demand"
-) -> None:
+def assert_exact(model: Any, batch: Batch, clock: str, capacity: str) -> None:
     """Check a wrapped model's logits bit for bit, and the tokens that it counts."""
     expected = batch.logits(model)
-    wrapped = WRAP[clock](model, policy, capacity)
+    wrapped = WRAP[clock](model, "on_demand", capacity)
     try:
         logits = batch.logits(model, wrapped)
         wrapped.engine.check_integrity()

@@ -53,28 +53,25 @@ class Best(NamedTuple):
 
     epochs: int
     epoch: int
-    train_loss: float
     held_out_loss: float
 
 
 def fit(
     network: nn.Module,
-    train_epoch: Callable[[], float],
+    train_epoch: Callable[[], object],
     held_out_loss: Callable[[], float],
     epochs: Iterable[object],
     patience: int,
 ) -> Best:
-    """Train until `patience` epochs bring no improvement; restore the best epoch's weights.
-
-    `train_epoch` returns its training loss.
-    """
+    """Train until `patience` epochs bring no improvement; restore the best epoch's weights."""
     best_state: dict[str, Any] = copy.deepcopy(network.state_dict())
-    best = Best(0, 0, float("nan"), float("inf"))
+    best = Best(0, 0, float("inf"))
     for epoch, _ in enumerate(epochs, start=1):
-        train_loss, loss = train_epoch(), held_out_loss()
+        train_epoch()
+        loss = held_out_loss()
         best = best._replace(epochs=epoch)
         if loss < best.held_out_loss:
-            best = Best(epoch, epoch, train_loss, loss)
+            best = Best(epoch, epoch, loss)
             best_state = copy.deepcopy(network.state_dict())
         elif epoch - best.epoch >= patience:
             break
@@ -202,16 +199,13 @@ def train(
     adam = torch.optim.Adam(network.parameters(), lr=recipe.learning_rate)
     halving = torch.optim.lr_scheduler.StepLR(adam, step_size=recipe.halve_every, gamma=0.5)
 
-    def epoch() -> float:
-        total = 0.0
+    def epoch() -> None:
         for rows in torch.split(torch.randperm(len(inputs), generator=order), recipe.batch_size):
             loss = _loss(network(inputs[rows].float()), targets[rows], recipe.loss)
             adam.zero_grad()
             torch.autograd.backward(loss)
             adam.step()
-            total += float(loss.detach()) * len(rows)
         halving.step()
-        return total / len(inputs)
 
     def held_out_loss() -> float:
         with torch.no_grad():
@@ -334,16 +328,14 @@ def train_on_texts(
     adam = torch.optim.Adam(network.parameters(), lr=recipe.learning_rate)
     order = np.random.default_rng(recipe.seed)
 
-    def epoch() -> float:
-        shuffled, losses = [known[i] for i in order.permutation(len(known))], []
+    def epoch() -> None:
+        shuffled = [known[i] for i in order.permutation(len(known))]
         for start in range(0, len(shuffled), recipe.batch_size):
             batch = shuffled[start : start + recipe.batch_size]
             adam.zero_grad()
             loss = _text_loss(network, batch, embedding, top_k, recipe)
             torch.autograd.backward(loss)
             adam.step()
-            losses.append(float(loss.detach()))
-        return float(np.mean(losses))
 
     @torch.no_grad()
     def held_out_loss() -> float:

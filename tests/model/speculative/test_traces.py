@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -89,7 +89,7 @@ def test_a_drafted_run_equals_the_replay_of_its_trace(
     assert sum(p.drafted for p in live.ledger.passes) > 0
     replayed = replay(
         trace,
-        dataclasses.replace(live.setting, draft=None),
+        replace(live.setting, draft=None),
         cache_reset=chosen.get("cache_reset", "never"),
     )
     assert_same(replayed, live)
@@ -163,25 +163,18 @@ def test_what_a_trace_does_not_keep_is_refused_by_name(lm: MoECacheSpecLM, tmp_p
     lm.generate_until([make_instance("generate_until", "gen", 0, "One,", gen_kwargs)], True)
     trace = recorded(lm)
     assert trace.drafted.ranked == 2
-    path = f"{ByValue.__module__}.{ByValue.__qualname__}"
-    for changes, message in (
-        ({"prefetch.critical": 3}, "each prediction has 2 experts and not the critical=3"),
-        ({"prefetch": path}, "more of a prediction than its order"),
-    ):
-        policy = read_config({"policy": "sp_moe", **changes}, speculative=True).policy
-        setting = dataclasses.replace(lm.engine.setting, policy=policy)
-        with pytest.raises(ValueError, match=message):
-            replay(trace, setting)
     draft = lm.engine.setting.draft
     assert draft is not None
-    without = dataclasses.replace(draft, targets=())
-    unseen = dataclasses.replace(trace.drafted, draft=without)
-    fits = read_config({"policy": "sp_moe", "prefetch.critical": 2}, speculative=True).policy
-    with pytest.raises(ValueError, match="the drafts' predictions were not recorded"):
-        replay(
-            dataclasses.replace(trace, drafted=unseen),
-            dataclasses.replace(lm.engine.setting, policy=fits),
-        )
+    unseen = replace(trace.drafted, draft=replace(draft, targets=()))
+    path = f"{ByValue.__module__}.{ByValue.__qualname__}"
+    for changes, drafted, message in (
+        ({"prefetch.critical": 3}, trace.drafted, "has 2 experts and not the critical=3"),
+        ({"prefetch": path}, trace.drafted, "more of a prediction than its order"),
+        ({"prefetch.critical": 2}, unseen, "the drafts' predictions were not recorded"),
+    ):
+        policy = read_config({"policy": "sp_moe", **changes}, speculative=True).policy
+        with pytest.raises(ValueError, match=message):
+            replay(replace(trace, drafted=drafted), replace(lm.engine.setting, policy=policy))
 
 
 def test_a_killed_recording_keeps_its_drafts(lm: MoECacheSpecLM, tmp_path: Path) -> None:

@@ -165,12 +165,12 @@ def test_a_file_that_is_no_safetensors_file_is_named(tmp_path: Path, content: by
     assert str(file) in str(caught.value)
 
 
-def script(begin: str, path: Path, folder: Path, end: str = "", dtype: str = "auto") -> Any:
+def script(begin: str, path: Path, folder: Path, end: str = "") -> Any:
     """Load a model from disk in a process of its own."""
     text = (
         "from lm_eval_moecache.harness.lm import MoECacheLM\n"
         "from tests.harness import answers\n" + begin + f"lm = MoECacheLM({str(path)!r}, "
-        f"device='cpu', clock='wall', store='disk', store_dir={str(folder)!r}, dtype={dtype!r}, "
+        f"device='cpu', clock='wall', store='disk', store_dir={str(folder)!r}, dtype='auto', "
         "policy='on_demand', capacity='5%', max_length=48)\n" + end
     )
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT)
