@@ -93,7 +93,8 @@ class Layer:
     """In the row of a cache, the number of keys that these events needed."""
     founders: int = 0
     full: int = 0
-    """In the row of a cache, its loads before the first eviction, and whether that has been."""
+    """In the row of a cache, its loads before the first eviction, and whether that has been; an
+    emptied cache starts anew."""
     slots: int = 0
     """Experts of the mean size that its cache has room for."""
     predicted: int = 0
@@ -255,7 +256,15 @@ def note_eviction(tables: Any, key: int, home: int) -> None:
     expert.ahead = 0
     expert.predicted = 0
     layer.unclear = 1
-    tables.layers[layer.cache].full = 1
+    cache = tables.layers[layer.cache]
+    cache.full = 1
+    if not layer.held:
+        held = 0
+        for index in range(now.num_layers):
+            if tables.layers[index].cache == layer.cache:
+                held += tables.layers[index].held
+        if not held:  # emptied, as by a reset: it fills anew
+            cache.founders = cache.full = 0
     if now.furthest >= 0:
         begin_duel(tables, key)
 

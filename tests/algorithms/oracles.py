@@ -212,8 +212,8 @@ def hysteresis(scene: Scene, key: int, half_life: int = 64) -> Sequence[float]:
             if passes % half_life == 0:
                 heat = {k: h // 2 for k, h in heat.items()}
         elif entry.what == "evict":
-            full = True
             hot, passing = ([k for k in members if k != entry.key] for members in (hot, passing))
+            full = bool(hot or passing)
         elif entry.what == "insert":
             (passing if full else hot).append(entry.key)
         elif entry.what == "use":

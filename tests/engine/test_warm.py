@@ -67,6 +67,26 @@ def test_a_reset_goes_back_to_the_warm_state(trace: Trace) -> None:
     assert sum(p.evictions for p in engine.ledger.passes) == evictions
 
 
+@pytest.mark.parametrize("name", ["static", "pinned_lru"])
+@pytest.mark.parametrize("profile", [None, PROFILE])
+def test_after_a_reset_what_fills_the_cache_again_is_kept(
+    name: str, profile: UseProfile | None
+) -> None:
+    """Of requests that need the same, the second is served as the first one is."""
+    chosen = [([0, 1], [2, 3], [6, 7]), ([2, 3], [4, 5], [0, 1]), ([0, 1], [6, 7], [4, 5])] * 2
+    rows = [
+        (request, 6 * request + place, int(place > 0), place, layer)
+        for request in range(2)
+        for place in range(6)
+        for layer in range(3)
+    ]
+    experts = [layer for each in chosen * 2 for layer in each]
+    trace = traces.from_rows(traces.GEOMETRY, rows, experts)
+    engine = replay(trace, warmed("30%", profile, eviction=name), cache_reset="request")
+    misses = [p.misses for p in engine.ledger.passes]
+    assert misses[:6] == misses[6:]
+
+
 def test_the_host_computes_what_the_profile_left_out(trace: Trace) -> None:
     """KTransformers places experts by profile: without one its cache stays empty."""
     setting = traces.setting_for(trace, "50%", policy="ktransformers", warm=use_of(trace))

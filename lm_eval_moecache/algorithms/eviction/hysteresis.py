@@ -61,9 +61,9 @@ class Hysteresis(EvictionAlgorithm):
                     self._passing[coldest] = None
 
     def on_evict(self, key: int) -> None:
-        self._is_full = True
         self._hot.discard(key)
         self._passing.pop(key, None)
+        self._is_full = bool(self._hot or self._passing)  # an emptied cache fills anew
 
     def victim(self, pinned: Container[int], layer: int) -> int | None:
         passing = next((key for key in self._passing if key not in pinned), None)
