@@ -73,6 +73,12 @@ def _run(lm: MoECacheLM, **options: Any) -> None:
     lm.loglikelihood([make_instance("loglikelihood", "t", i, *pair) for i, pair in pairs], True)
 
 
+def _run_alone(lm: MoECacheLM) -> None:
+    """One request, so that a decode step has one token."""
+    gen_kwargs = {"until": ["\n\n"], "max_gen_toks": 4, "do_sample": False}
+    lm.generate_until([make_instance("generate_until", "t", 0, "One, two,", gen_kwargs)], True)
+
+
 def _recorded(lm: MoECacheLM, folder: Path, given: dict[str, Any], **options: Any) -> Trace:
     """Run behind the cache of these arguments and read the recorded trace."""
     lm.install(read_config({**given, "trace": str(folder)}))
@@ -286,6 +292,44 @@ def test_what_a_trace_keeps_is_exact_and_what_it_lacks_is_said(
             replay(traces[keep], setting)
     with pytest.raises(ValueError, match=r"trace_keep='all' says what a trace keeps, and none is"):
         read_config({"trace_keep": "all"})
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"policy": "pruning"},
+        {"policy": "mixture_cache"},
+        {"policy": "max_rank", "phases": "all"},
+        {"policy": "on_demand", "miss": "substitute_random"},
+    ],
+    ids=lambda c: "-".join(c.values()),
+)
+def test_recording_changes_no_figure_of_a_lossy_run(
+    lm: MoECacheLM, tmp_path: Path, chosen: dict[str, str]
+) -> None:
+    """Lost weight too, of rules that look at no weight and decode one token at a time."""
+    totals = []
+    for recorded in ({}, {"trace": str(tmp_path)}):
+        lm.install(read_config({**chosen, "capacity": "40%", **recorded}))
+        _run_alone(lm)
+        totals.append(lm.report()["totals"])
+    assert totals[0] == totals[1] and totals[0]["lost_weight_share"] > 0
+
+
+def test_lost_weight_does_not_depend_on_whether_proposals_were_recorded(
+    lm: MoECacheLM, tmp_path: Path
+) -> None:
+    chosen = {"policy": "on_demand", "prefetch": "next_gate", "capacity": "40%"}
+    config = read_config({**chosen, "routing": "pruning"})
+    counts = []
+    for keep in ("lossless", "all"):
+        lm.install(read_config({**chosen, "trace": str(tmp_path / keep), "trace_keep": keep}))
+        _run_alone(lm)
+        trace = load_trace(str(lm.finish_trace()), logits=True, predicted=True)
+        assert bool(trace.proposed) == (keep == "lossless")
+        passes = replay(trace, config.setting(lm.geometry)).ledger.passes
+        counts.append([p.lost_weight for p in passes])
+    assert counts[0] == counts[1] and all(counts[0])
 
 
 def test_a_lossy_runs_trace_keeps_everything(lm: MoECacheLM, tmp_path: Path) -> None:

@@ -208,14 +208,14 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> EventFields:
             "which reads the text itself. Record the run again with trace=DIR and this policy, or "
             "choose one that does without."
         )
+    # A lossy policy's loss is measured by weight wherever there are weights.
+    weighs = engine.rules.is_lossy and trace.columns.weights is not None
     if recorded is None:
-        # A lossy policy's loss is measured by weight wherever there are weights.
-        weighs = engine.rules.is_lossy and trace.columns.weights is not None
         weights, logits = engine.wants_weights or weighs, engine.wants_logits
     else:
         logits = engine.weighs_changes
         algorithms = routing, engine.rules.miss, engine.eviction
-        weights = logits or any(algorithm.uses_weights for algorithm in algorithms)
+        weights = logits or weighs or any(algorithm.uses_weights for algorithm in algorithms)
     needs = EventFields(
         weights, logits, engine.depth, engine.predictor_digest, recorded, asked_ahead
     )

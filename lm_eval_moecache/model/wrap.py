@@ -143,7 +143,9 @@ class WrappedModel:
         self._gates_by_token = [layer.gate for layer in layers if layer.gate.by_token]
         self._is_sorted = np.array([[layer.gate.sorts] for layer in layers])
         self._first_keys = np.arange(len(layers))[:, None] * engine.geometry.num_experts
-        self._wants_weights, self._wants_logits = engine.wants_weights, engine.wants_logits
+        # A lossy policy's loss is measured by weight, whatever its rules look at.
+        self._wants_weights = engine.wants_weights or rules.is_lossy
+        self._wants_logits = engine.wants_logits
         # An unsorted choice is sorted by its weights.
         self._reads_weights = self._wants_weights or not self._is_sorted.all()
         self._pass_predictor = pass_predictor_of(rules.prefetch, model.get_input_embeddings())
