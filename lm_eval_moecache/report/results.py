@@ -38,6 +38,8 @@ RUNS = "runs"
 Record = dict[str, Any]
 # A task's primary metric is the first of these that it reports, else its first metric.
 _PREFERRED = ("exact_match", "acc", "mc2", "f1", "word_perplexity", "rouge1_max", "bleu")
+# Those whose documents are pairs: log-likelihood, and words or bytes.
+_PERPLEXITIES = ("word_perplexity", "byte_perplexity", "bits_per_byte")
 SPEED_FILTER = "speed"
 BATCH = "batch"
 """Number of the batch that a document shares with others, among its speed metrics."""
@@ -102,7 +104,8 @@ class Run:
     higher_is_better: Mapping[str, Mapping[str, bool | None]]
     subtasks: Mapping[str, list[str]]
     samples: Mapping[str, Mapping[str, Mapping[str, Any]]]
-    """Task -> `metric,filter` -> doc_id -> score; empty for lm-eval's own files."""
+    """Task -> `metric,filter` -> doc_id -> score, or of perplexities [log-likelihood, words]; empty
+    for lm-eval's own files."""
     speed: Mapping[str, Mapping[str, Mapping[str, float]]]
     """Task -> metric -> doc_id -> that document's value; empty for records without them."""
     environment: Mapping[str, Any]
@@ -310,7 +313,7 @@ def _run(data: Any, path: Path) -> Run | None:
             if name != key:
                 speed.setdefault(task, {})[_NAMED_SINCE.get(name, name)] = values
             else:
-                scores.setdefault(task, {})[key] = values
+                scores.setdefault(task, {})[key] = _comparable(key.partition(",")[0], values)
     return Run(
         path=path,
         run_id=schema.run_id or path.stem,
@@ -329,6 +332,20 @@ def _run(data: Any, path: Path) -> Run | None:
         environment=data.get("environment", {}),
         facts={key: data[key] for key in _FACTS if isinstance(data.get(key), (str, dict))},
     )
+
+
+def _comparable(metric: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what two runs may compare of a score's documents, as `Run.samples` holds it.
+
+    `perplexity` records log-likelihoods, where more is better, of one text each. Other pairs than
+    the perplexities' (gold and prediction, for F1) are parts of a sum and no document's score.
+    """
+    if metric in _PERPLEXITIES:
+        return dict(values)
+    single = {doc: value for doc, value in values.items() if not isinstance(value, list)}
+    if metric == "perplexity":
+        return {doc: [value, 1] for doc, value in single.items()}
+    return single
 
 
 def read_packed(path: Path) -> list[Record]:

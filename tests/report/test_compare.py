@@ -322,6 +322,34 @@ def test_perplexity_is_judged_by_its_log_likelihoods() -> None:
         score_test(before, after, old, others)
 
 
+@pytest.mark.parametrize(
+    ("metric", "higher", "values", "documents"),
+    [
+        # Log-likelihoods of a word each: all fall, so the perplexity has risen.
+        ("perplexity", False, (math.exp(2.0), math.exp(2.5)), ([-2.0] * 10, [-2.5] * 10)),
+        # (gold, prediction): only the task's F1 and its standard error are a score.
+        ("f1", True, (0.9, 0.5), ([[1, 1]] * 10, [[1, 0]] * 10)),
+    ],
+)
+def test_what_lm_eval_records_of_a_document_is_not_always_its_score(
+    tmp_path: Path, metric: str, higher: bool, values: Any, documents: Any
+) -> None:
+    sides = []
+    for name, value, by_document in zip("ab", values, documents, strict=True):
+        made = record(name, answers=[1, 0] * 5)
+        made["results"]["quiz"] = {f"{metric},none": value, f"{metric}_stderr,none": 0.01}
+        made["higher_is_better"] = {"quiz": {metric: higher}}
+        made["scores"] = {
+            "quiz": {f"{metric},none": dict(zip("0123456789", by_document, strict=True))}
+        }
+        sides.append(load_runs(write(tmp_path / name, made)))
+    found = compare(*sides, CompareOptions())
+    [row] = [row for row in found.rows if row.metric == f"{metric},none"]
+    assert row.verdict == "worse" and row.difference is None
+    [back] = [r for r in compare(*sides[::-1], CompareOptions()).rows if r.metric == row.metric]
+    assert back.verdict == "better"
+
+
 def test_without_samples_the_standard_errors_decide() -> None:
     test = score_test(score("acc", 0.8, 0.03), score("acc", 0.7, 0.04), {}, {})
     assert test is not None
