@@ -461,7 +461,8 @@ def with_changes(table: Table, num_settings: int, relative_to: Mapping[str, Any]
     """Add after each value its change in percent against the baseline.
 
     A row's baseline has the settings of `relative_to` and otherwise the row's own; all are among
-    the first `num_settings` columns. The baselines themselves have no change.
+    the first `num_settings` columns. A run of another identity is none, unless `relative_to` names
+    what sets them apart. The baselines themselves have no change.
     """
     names = [column.name for column in table.columns[:num_settings]]
     for name in relative_to:
@@ -469,7 +470,12 @@ def with_changes(table: Table, num_settings: int, relative_to: Mapping[str, Any]
             raise unknown_name_error("views: relative_to", name, names)
     others = [i for i, name in enumerate(names) if name not in relative_to]
     base_values = {names.index(name): str(value) for name, value in relative_to.items()}
-    places = [tuple(row[i].identity for i in others) for row in table.rows]
+    is_apart = relative_to.keys().isdisjoint(table.apart)
+    apart = table.places if table.places and is_apart else [""] * len(table.rows)
+    places = [
+        (place, *(row[i].identity for i in others))
+        for place, row in zip(apart, table.rows, strict=True)
+    ]
     is_base = [
         all(row[i].identity == value for i, value in base_values.items()) for row in table.rows
     ]

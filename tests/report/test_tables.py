@@ -346,6 +346,24 @@ def test_changes_are_percent_of_the_baseline_at_the_same_place(
     assert "views: relative_to='policy'" in table(tmp_path, code=2)
 
 
+def test_no_change_is_told_against_a_baseline_of_another_identity(
+    tmp_path: Path, table: Table
+) -> None:
+    """A batch of eight is no policy that makes a run nine times as fast."""
+    for name, batch_size, speed in (("base", 1, 100.0), ("same", 1, 150.0), ("other", 8, 900.0)):
+        figures = {"tok_per_s": speed, "batch_size": batch_size}
+        write(tmp_path, {**record(name, **figures), "label": name})
+    view = {"title": "V", "rows": ["run"], "values": ["tok_per_s"], "sort": ["run"]}
+    told = []
+    for relative in ({"run": "base"}, {"run": "base", "batch_size": 1}):
+        rows = ["run", *(key for key in relative if key != "run")]
+        sweep_file(tmp_path, views=[{**view, "rows": rows, "relative_to": relative}])
+        told.append(table(tmp_path).partition("## V")[2])
+    assert "| same | 150.0 | 50.0 |" in told[0] and "| other | 900.0 |  |" in told[0]
+    # Where the view names the difference, it is what the change is of.
+    assert "| other | 8 | 900.0 | 800.0 |" in told[1]
+
+
 def pickable(folder: Path, loss: float, **rule: object) -> Path:
     """At each capacity a baseline of accuracy 1 and others with fewer misses and lower accuracy."""
     figures = {"on_demand": (10, 0.5), "b": (9, 0.3), "c": (6, 0.1)}
