@@ -502,14 +502,18 @@ def pick(
 
     A run is within the budget if its `score` (a task) is at most `loss` (0.01: one percent) worse
     than its baseline's: the run of `runs` with the settings of `relative_to` that agrees in the
-    others. Groups without a run within the budget are left out.
+    others and, unless `relative_to` names a part of it, in its identity. Groups without a run
+    within the budget are left out.
     """
     figures = metric_column(rule.best)
     if figures is None or figures.higher_is_better is None:
         allowed = [name for name, m in METRICS.items() if m.higher_is_better is not None]
         raise unknown_name_error("views: pick: best", rule.best, allowed)
     sign = 1 if figures.higher_is_better else -1
-    others = [name for name in settings if name not in rule.relative_to]
+    apart = varying(runs)
+    if not rule.relative_to.keys().isdisjoint(apart):
+        apart = []
+    others = [name for name in (*settings, *apart) if name not in rule.relative_to]
     base_place = tuple(str(value) for value in rule.relative_to.values())
     bases = {_place(r, others): r for r in runs if _place(r, [*rule.relative_to]) == base_place}
     best: dict[tuple[str, ...], tuple[float, Run]] = {}
@@ -524,7 +528,7 @@ def pick(
             )
         change = new.value / old.value - 1
         loss = -change if old.higher_is_better else change
-        group = _place(run, settings)
+        group = _place(run, [*settings, *apart])
         if loss <= rule.loss and (group not in best or sign * figure > best[group][0]):
             best[group] = sign * figure, run
     return [run for _, run in best.values()]

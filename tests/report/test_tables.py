@@ -397,6 +397,15 @@ def test_the_pick_has_the_fewest_misses_within_the_loss(
     assert expected in table(pickable(tmp_path, loss)).partition("## P")[2]
 
 
+def test_a_pick_is_held_against_a_baseline_of_its_own_identity(
+    tmp_path: Path, table: Table
+) -> None:
+    """The fewest misses of a batch of eight are no answer to what to run alone."""
+    batch = {"batch_size": 8, "capacity": "5%", "miss_rate": 0.01, "answers": (1,) * 10}
+    write(tmp_path, record("batch", policy="d", **batch))
+    assert "| 5% | c | 0.1000 |" in table(pickable(tmp_path, 0.4)).partition("## P")[2]
+
+
 PANELS = [{"x": "capacity", "y": "miss_rate"}, {"x": "tok_per_s", "y": "quiz"}]
 FIGURE = {"name": "mine", "group": "policy", "line": True, "panels": PANELS}
 
