@@ -167,6 +167,11 @@ def settings_without_effect(
             f"phases=decode: nothing was decoded in {', '.join(undecoded)}, so the policy's lossy "
             "algorithms did nothing there. Use phases=all, or scoring=scan with a cache per layer."
         )
+    elif policy.miss.algorithm.only_decodes and undecoded:
+        warnings.append(
+            f"miss={policy.miss.name}: nothing was decoded in {', '.join(undecoded)}, so it did "
+            "nothing there. Use scoring=scan with a cache per layer."
+        )
     if config.scoring == "scan" and unscored:
         warnings.append(
             f"scoring=scan: no text was scored in {', '.join(unscored)}, so it had no effect there."

@@ -98,6 +98,7 @@ def warnings_of(tasks: Any, stage: Any = None, **given: Any) -> list[str]:
     ("given", "said", "unsaid"),
     [
         (LOSSY, ("phases=decode", "arc, mmlu"), "gsm8k"),
+        ({"miss": "degrade_zero"}, ("miss=degrade_zero", "arc, mmlu"), "gsm8k"),
         (SCAN, ("scoring=scan", "gsm8k"), "mmlu"),
         ({"seed": 3}, ("seed=3",), "scan"),
         ({"precision": "int8:int4"}, ("precision=int8:int4",), "scan"),

@@ -53,6 +53,8 @@ class MissAlgorithm(Algorithm):
     loads them: `always`, `first` or `balanced` (see `miss=host`); empty if all are loaded."""
     uploads: int = 0
     """How many of an event's host-executed experts are loaded after it."""
+    only_decodes: ClassVar[bool] = False
+    """Whether it loads everything in prefills, whatever `phases` says."""
     uses_ladder: ClassVar[bool] = False
     """Whether it loads at lower levels of precision, which the store must have."""
     upgrade: bool = False

@@ -31,6 +31,7 @@ class DegradeZero(MissAlgorithm):
 
     source: ClassVar[str] = "colibri#906 (degrade to zero)"
     uses_weights: ClassVar[bool] = True
+    only_decodes: ClassVar[bool] = True
 
     tau: Share = 0.1
 
