@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from operator import add, attrgetter, sub
+from operator import attrgetter
 
 GENERATE = "generate_until"
 """lm-eval's name of the kind of request that has output tokens."""
@@ -12,7 +12,7 @@ GENERATE = "generate_until"
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """All counts; they add and subtract field by field.
+    """All counts; `total` adds them field by field.
 
     Lookups count unique experts per event (requests). A new count is a field here plus the line
     that adds to it: in `engine.core`, which serves every policy and clock, or in `engine.decide`,
@@ -63,22 +63,6 @@ class Counters:
     """Tokens drafted for this pass to verify."""
     accepted: int = 0
     """Drafted tokens that it accepted; it gives one output token more than these."""
-
-    def __add__(self, other: Counters) -> Counters:
-        return Counters(**dict(zip(COUNTED, map(add, _VALUES(self), _VALUES(other)), strict=True)))
-
-    def __sub__(self, other: Counters) -> Counters:
-        difference = Counters()
-        for name, value in zip(COUNTED, map(sub, _VALUES(self), _VALUES(other)), strict=True):
-            if value:
-                setattr(difference, name, value)
-        return difference
-
-    def count(self, more: Counters) -> None:
-        """Add another record's counts to this one."""
-        for name, value in zip(COUNTED, _VALUES(more), strict=True):
-            if value:
-                setattr(self, name, getattr(self, name) + value)
 
     @property
     def hits(self) -> int:
