@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.names import Naming, find_name
 from lm_eval_moecache.records.plugins import yaml_files
 from lm_eval_moecache.records.ranges import Positive, Range, Share, ZeroOrMore, check_fields
@@ -176,19 +175,10 @@ def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
         else yaml_files("hardware", PROFILE_DIR)[found]
     )
     # Imported late: pydantic is slow to import.
-    from lm_eval_moecache.records.schemas import check
-    from lm_eval_moecache.records.schemas.inputs import profile_schema
+    from lm_eval_moecache.records.schemas.inputs import read_profile
 
-    checked = check(profile_schema(Hardware), _read(path), f"hardware file {path.name}")
-    hardware = Hardware(**dict(checked))
+    hardware = read_profile(Hardware, path, "hardware")
     return hardware if bandwidth is None else hardware.with_bandwidth(bandwidth)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    data = read_yaml(path, f"hardware={str(path)!r}")
-    if not isinstance(data, dict):
-        raise ValueError(f"hardware={str(path)!r} must hold a mapping of the profile's fields.")
-    return data
 
 
 def on_disk(hardware: Hardware) -> Hardware:

@@ -191,7 +191,7 @@ def read_mechanisms(path: Path) -> Mechanisms:
 @cache
 def _shipped() -> Mapping[str, Runtime]:
     files = yaml_files("runtimes", RUNTIME_DIR)
-    return {name: _read(file) for name, file in sorted(files.items()) if file != MECHANISMS_FILE}
+    return {name: _read(file) for name, file in files.items() if file != MECHANISMS_FILE}
 
 
 def load_runtime(name: str) -> Runtime:
@@ -222,12 +222,6 @@ def load_runtime(name: str) -> Runtime:
 
 def _read(path: Path) -> Runtime:
     # Imported late: pydantic is slow to import.
-    from lm_eval_moecache.records.schemas import check
-    from lm_eval_moecache.records.schemas.inputs import profile_schema
+    from lm_eval_moecache.records.schemas.inputs import read_profile
 
-    what = f"runtime={str(path)!r}"
-    data = read_yaml(path, what)
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{what} must hold a mapping of the profile's fields.")
-    given = dict(check(profile_schema(Runtime), data, f"runtime file {path.name}"))
-    return Runtime(**{**given, "traps": tuple(given["traps"])})
+    return read_profile(Runtime, path, "runtime")

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo, create_model
 
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.numbers import plain_number, read_count, shown
@@ -78,17 +78,27 @@ def _figure(value: object, info: ValidationInfo) -> float:
     return float(figure)
 
 
+Record = TypeVar("Record")
+
+
 @cache
-def profile_schema(record: Any) -> type[BaseModel]:
+def _profile_schema(record: Any) -> type[BaseModel]:
     """Return a profile's schema, made from the fields of its record, which checks their ranges."""
     figure = Annotated[float, BeforeValidator(_figure)]
-    kinds = {float: figure, float | None: figure | None, tuple[str, ...]: list[str]}
+    texts = Annotated[list[str], AfterValidator(tuple)]
+    kinds = {float: figure, float | None: figure | None, tuple[str, ...]: texts}
     schema_fields: dict[str, Any] = {}
     for field in fields(record):
         kind = types_of(record)[field.name][0]
         kind = Text if field.name == "name" else kinds.get(kind, kind)
         schema_fields[field.name] = (kind, ... if field.default is MISSING else field.default)
     return create_model(f"{record.__name__}File", __base__=Schema, **schema_fields)
+
+
+def read_profile(record: type[Record], path: Path, key: str) -> Record:
+    """Read a profile's YAML, which `key` names in errors. Raises ValueError naming the field."""
+    what = f"{key}={str(path)!r}"
+    return record(**dict(check(_profile_schema(record), read_yaml(path, what), what)))
 
 
 # --- views of a folder's runs: `views`, `figures` and `table.yaml` ---
