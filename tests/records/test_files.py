@@ -30,7 +30,6 @@ from lm_eval_moecache.records.numbers import finite, plain_number, read_count, r
 from lm_eval_moecache.sweep.files import LOCK, only_sweep
 from lm_eval_moecache.trace.importers import load_trace, trace_formats
 from lm_eval_moecache.tune.search import JOURNAL, _repair_journal
-from tests.conftest import Moecache
 from tests.engine import traces
 
 PACKAGE = Path(__file__).resolve().parents[2] / "lm_eval_moecache"
@@ -227,20 +226,6 @@ def test_one_function_gives_files_their_names() -> None:
     assert writers == {"records/files.py"}
 
 
-@pytest.mark.parametrize("option", ["--plot", "--timeline"])
-@pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_what_a_replay_would_write_is_checked_before_it(
-    moecache: Moecache, tmp_path: Path, option: str, kind: str
-) -> None:
-    target = tmp_path / "kept.svg"
-    target.write_text("kept")
-    place = tmp_path / "out.svg"
-    os.mkfifo(place) if kind == "pipe" else place.symlink_to(target)
-    said = moecache("replay", "traces/no-such.parquet", f"{option}={place}", code=2)
-    assert kind in said and "is not replaced" in said and "no-such" not in said
-    assert target.read_text() == "kept" and stat.S_IFMT(os.lstat(place).st_mode) != stat.S_IFREG
-
-
 @pytest.mark.parametrize("suffix", [".parquet", ".csv"])
 def test_a_converted_trace_replaces_no_link(tmp_path: Path, suffix: str) -> None:
     path = traces.record(tmp_path)
@@ -252,9 +237,3 @@ def test_a_converted_trace_replaces_no_link(tmp_path: Path, suffix: str) -> None
     with pytest.raises(OSError, match="symbolic link"):
         kind.write(trace, link)
     assert link.is_symlink() and target.read_text() == "kept"
-
-
-@pytest.mark.parametrize("text", ['a: !!bool "x"', 'name: !!timestamp "x"', "a: !!int {}"])
-def test_a_tag_on_a_text_that_is_none_is_no_traceback(text: str) -> None:
-    with pytest.raises(ValueError, match="file is not readable YAML"):
-        parse_yaml(text, "file")

@@ -266,7 +266,7 @@ FILES: list[tuple[str, str, str]] = [
     *((kind, LAUGHS, "more than 100000 values") for kind in ("policy", "hardware", "sweep", "space", "board")),
     *((kind, "", "must hold a mapping") for kind in ("policy", "hardware", "sweep", "board")),
     *((kind, "- a\n", "must hold a mapping") for kind in ("policy", "hardware", "sweep", "space", "board")),
-    *((kind, text, "a tag (!!bool, !!timestamp ...) on a text that is none") for kind in ("policy", "hardware", "sweep", "space", "board") for text in ('a: !!bool "x"', 'name: !!timestamp "x"')),
+    *((kind, text, "a tag (!!bool, !!timestamp ...) on a text that is none") for kind in ("policy", "hardware", "sweep", "space", "board") for text in ('a: !!bool "x"', 'name: !!timestamp "x"', "a: !!int {}")),
     *((kind, 'name: "a\\ud800b"', "is half of a surrogate pair, and no character") for kind in ("policy", "hardware", "sweep", "space", "board")),
     ("sweep", SWEEP + "include_path: no/such\n", "include_path='no/such': there is no such folder"),
     ("sweep", SWEEP + "model: ''\n", "model='' is not known"),

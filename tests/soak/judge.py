@@ -161,7 +161,7 @@ def places_in(folder: Path) -> dict[str, str]:
     places = {name: folder / name for name in ("traces", "folder", "special", "models")}
     for place in (*places.values(), folder / "results"):
         place.mkdir()
-    for suffix in ("yaml", "json", "csv", "jsonl", "npz", "parquet", "txt"):
+    for suffix in ("yaml", "json", "csv", "jsonl", "npz", "parquet", "svg", "txt"):
         os.mkfifo(places["special"] / f"pipe.{suffix}")
         (places["special"] / f"zero.{suffix}").symlink_to("/dev/zero")
     config = json.loads((MODEL_DIR / "config.json").read_text())
