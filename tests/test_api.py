@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -90,16 +89,6 @@ def test_the_models_type_of_keys_has_all_that_it_takes() -> None:
     assert set(FROM_PRETRAINED) <= set(HFLMKeys.__annotations__)
     own = set(ModelKeys.__annotations__) - set(HFLMKeys.__annotations__)
     assert own == set(KEYS)
-
-
-@pytest.mark.slow
-def test_the_examples_of_the_page_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Path(__file__).resolve().parent.parent
-    monkeypatch.chdir(root)
-    blocks = re.findall(r"```python\n(.*?)```", (root / "docs/python.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
-        exec(block, {})
 
 
 def test_runs_are_forty_named_columns_in_pandas() -> None:

@@ -193,7 +193,7 @@ def test_the_workflows_commands_pass_on_a_rerun_and_fail_on_a_lost_run(
     # `moecache` as pip would install it.
     tool = tmp_path / "bin/moecache"
     tool.parent.mkdir()
-    tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m lm_eval_moecache.cli.main "$@"\n')
+    tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m lm_eval_moecache "$@"\n')
     tool.chmod(0o755)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GITHUB_STEP_SUMMARY": str(summary)}
     environment["PATH"] = f"{tool.parent}:{os.environ['PATH']}"
@@ -277,15 +277,23 @@ def test_a_task_of_the_hub_runs_from_a_folder_laid_out_like_it(tmp_path: Path) -
     assert re.search(r"^\|gsm8k *\|", log, re.MULTILINE), log
 
 
-def test_the_python_of_the_how_page_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("page", "count", "said"),
+    [("how.md", 1, "on_demand"), pytest.param("python.md", 2, "", marks=pytest.mark.slow)],
+)
+def test_the_python_of_a_page_runs(
+    page: str,
+    count: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(ROOT)
-    (block,) = re.findall(
-        r"^```python\n(.*?)^```$", (ROOT / "docs/how.md").read_text(), re.M | re.S
-    )
-    exec(compile(block, "how.md", "exec"), {})
-    assert "on_demand" in capsys.readouterr().out
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.M | re.S)
+    assert len(blocks) == count
+    for block in blocks:
+        exec(compile(block, page, "exec"), {})
+    assert said in capsys.readouterr().out
 
 
 def test_the_page_of_hardware_profiles_has_every_key_and_its_profile_loads(tmp_path: Path) -> None:

@@ -21,12 +21,14 @@ from lm_eval_moecache import __main__
 from lm_eval_moecache.cli import main as module
 from lm_eval_moecache.cli.analyze import ANALYSES
 from lm_eval_moecache.cli.profile import action_names
+from lm_eval_moecache.records.artifact import write_artifact
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.report.results import PACKED, RUNS, write_packed
 from lm_eval_moecache.sweep import files, worker
 from lm_eval_moecache.sweep.files import only_sweep, write_record
 from tests.conftest import Moecache
 from tests.engine import traces
+from tests.records.test_artifact import make
 from tests.report.runs import leaderboard_of_four, record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,72 +73,59 @@ def bad_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
 
 TRACE = "{0}/run-000.parquet"
 ROUTED = Path(__file__).parent / "trace" / "formats" / "route_trace.csv"
-SPEEDS = ROOT / "results/runtimes/rows.csv"
-ARGS = "--model_args="
-ON_DISK = "clock=wall,policy=on_demand,store=disk,dtype=float32"
+FITTED = f"profile runtimes --from={ROOT / 'results/runtimes/rows.csv'}"
+EVAL = "eval --tasks=tiny_arc --model_args="
 COMMANDS = {
-    "table": ("table", "{0}", "--write"),
-    "table, each": ("table", "{0}", "--write", "--each"),
-    "plot": ("plot", "{0}"),
-    "plot elsewhere": ("plot", "{0}", "--output={0}/new/plots"),
-    "pack": ("pack", "{0}"),
-    "pack, undo": ("pack", "{0}/packed", "--undo"),
-    "replay": ("replay", TRACE, "--plot={0}/curve.svg"),
-    "replay into a new folder": ("replay", TRACE, "--plot={0}/new/curve.png"),
-    "sweep": ("sweep", "{0}/sweep.yaml"),
-    "sweep over traces": ("sweep", "{0}/traces/sweep.yaml"),
-    "reproduce": ("reproduce", "specmd/table-2", "--out={0}/new"),
-    "tune": ("tune", "--out={0}/new"),
-    "eval, results": ("eval", "--tasks=tiny_arc", "--output_path={0}/new"),
-    "eval, trace": ("eval", "--tasks=tiny_arc", "--model_args=trace={0}/new"),
-    "eval, encoded experts": (
-        "eval",
-        "--tasks=tiny_arc",
-        f"{ARGS}precision=int8,encoded_dir={{0}}/new",
-    ),
-    "eval, files of experts": ("eval", "--tasks=tiny_arc", f"{ARGS}{ON_DISK},store_dir={{0}}/new"),
-    "profile buddies": ("profile", "buddies", "--out={0}/new/x.safetensors"),
-    "profile data_aware": ("profile", "data_aware", "--out={0}/new/x.safetensors"),
-    "profile hardware": ("profile", "hardware", "--out={0}/new/x.yaml"),
-    "profile layer_sizes": ("profile", "layer_sizes", TRACE, "--out={0}/sizes.json"),
-    "profile logit_range": ("profile", "logit_range", "--out={0}/new/x.json"),
-    "profile predictor": ("profile", "predictor", "--out={0}/new/x.safetensors"),
-    "predictor, its work": ("profile", "predictor", "--out={0}.safetensors", "--work={0}/new"),
-    "profile runtimes": ("profile", "runtimes", f"--from={SPEEDS}", "--out={0}/new/x.yaml"),
-    "runtimes, their report": (
-        *("profile", "runtimes", f"--from={SPEEDS}", "--out={0}.yaml"),
-        "--report={0}/new",
-    ),
-    "profile sensitivity": ("profile", "sensitivity", "--out={0}/new/x.safetensors"),
-    "profile use": ("profile", "use", TRACE, "--out={0}/use.json"),
-    **{f"analyze {name}": ("analyze", name, "--out={0}/new") for name in ANALYSES},
-    "validate": (
-        "validate",
-        TRACE,
-        TRACE,
-        "--hardware=h200",
-        "--capacity=1",
-        "--plot={0}/new/x.svg",
-    ),
-    "trace": ("trace", "convert", str(ROUTED), "{0}/new.csv"),
+    "table": "table {0} --write",
+    "table, each": "table {0} --write --each",
+    "plot": "plot {0}",
+    "plot elsewhere": "plot {0} --output={0}/new/plots",
+    "pack": "pack {0}",
+    "pack, undo": "pack {0}/packed --undo",
+    "replay": f"replay {TRACE} --plot={{0}}/curve.svg",
+    "replay into a new folder": f"replay {TRACE} --plot={{0}}/new/curve.png",
+    "sweep": "sweep {0}/sweep.yaml",
+    "sweep over traces": "sweep {0}/traces/sweep.yaml",
+    "reproduce": "reproduce specmd/table-2 --out={0}/new",
+    "tune": "tune --out={0}/new",
+    "eval, results": "eval --tasks=tiny_arc --output_path={0}/new",
+    "eval, trace": f"{EVAL}trace={{0}}/new",
+    "eval, encoded experts": f"{EVAL}precision=int8,encoded_dir={{0}}/new",
+    "eval, files of experts": f"{EVAL}clock=wall,policy=on_demand,store=disk,dtype=float32,"
+    "store_dir={0}/new",
+    "profile hardware": "profile hardware --out={0}/new/x.yaml",
+    "profile layer_sizes": f"profile layer_sizes {TRACE} --out={{0}}/sizes.json",
+    "profile logit_range": "profile logit_range --out={0}/new/x.json",
+    "predictor, its work": "profile predictor --out={0}.safetensors --work={0}/new",
+    "profile runtimes": f"{FITTED} --out={{0}}/new/x.yaml",
+    "runtimes, their report": f"{FITTED} --out={{0}}.yaml --report={{0}}/new",
+    "profile use": f"profile use {TRACE} --out={{0}}/use.json",
+    **{
+        f"profile {name}": f"profile {name} --out={{0}}/new/x.safetensors"
+        for name in ("buddies", "data_aware", "predictor", "sensitivity")
+    },
+    **{f"analyze {name}": f"analyze {name} --out={{0}}/new" for name in ANALYSES},
+    "validate": f"validate {TRACE} {TRACE} --hardware=h200 --capacity=1 --plot={{0}}/new/x.svg",
+    "trace": f"trace convert {ROUTED} {{0}}/new.csv",
 }
 READERS = {"choose", "compare", "completion", "plan", "policies"}
 """Commands that write nothing."""
 
 
 def test_every_command_that_writes_is_tried_on_a_folder_that_cannot_be_written() -> None:
-    tried = {words[0] for words in COMMANDS.values()}
+    words = [command.split() for command in COMMANDS.values()]
+    tried = {command for command, *_ in words}
     missing = set(module.command_names()) - tried - READERS
     assert not missing, f"{missing}: add to COMMANDS, or where nothing is written to READERS"
     assert tried | READERS == set(module.command_names())
     assert not tried & READERS
-    assert {w[1] for w in COMMANDS.values() if w[0] == "profile"} == set(action_names())
+    assert {what for command, what, *_ in words if command == "profile"} == set(action_names())
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_a_folder_that_cannot_be_written_is_told_in_one_line_and_left_as_it_was(
     bad_folder: Path,
-    command: tuple[str, ...],
+    command: str,
     monkeypatch: pytest.MonkeyPatch,
     moecache: Moecache,
 ) -> None:
@@ -145,7 +134,7 @@ def test_a_folder_that_cannot_be_written_is_told_in_one_line_and_left_as_it_was(
     # Indexing lm-eval's own 10,000 tasks takes seconds.
     monkeypatch.setattr(TaskManager, "__init__", partialmethod(init, include_defaults=False))
     files_before = {p: p.read_bytes() for p in bad_folder.rglob("*") if p.is_file()}
-    stderr = moecache(*(word.format(bad_folder) for word in command), code=2)
+    stderr = moecache(*command.format(bad_folder).split(), code=2)
     [line] = stderr.strip().splitlines()[-1:]
     assert str(bad_folder) in line
     assert re.search("No space left|has 0 bytes free|Read-only file system", line)
@@ -186,18 +175,23 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_word() -> None:
         assert (process.returncode, process.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize(
+    "write",
+    [write_whole, lambda path, text: write_artifact(path, make(model=text))],
+    ids=["text", "artifact"],
+)
 def test_a_write_that_fails_leaves_the_old_file_and_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "front.json"
-    write_whole(path, "old")
-
+    write(path, "old")
+    before = path.read_bytes()
     monkeypatch.setattr(os, "fsync", Mock(side_effect=FULL))
     with pytest.raises(OSError, match="No space left") as caught:
-        write_whole(path, "new")
+        write(path, "new")
     assert caught.value.filename == str(path)
     assert [p.name for p in tmp_path.iterdir()] == ["front.json"]
-    assert path.read_text() == "old"
+    assert path.read_bytes() == before
 
 
 def test_a_run_whose_result_cannot_be_written_is_an_outcome_and_not_the_end_of_the_sweep(

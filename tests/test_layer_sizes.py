@@ -40,22 +40,6 @@ def test_sizes_by_layer_are_bytes_by_layer_and_may_lie_in_a_file(tmp_path: Path)
     assert parse_capacity(str(file), GEOMETRY) == capacity
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[5,1]/layer", "has 2 sizes, but the model has 3 MoE layers"),
-        ("[5,1,9]/layer", "more than the 8 experts"),
-        ("[5,0,8]/layer", "whole numbers"),
-        ("[5,x,8]/layer", "whole numbers"),
-        ("[]/layer", "whole numbers"),
-        ("nowhere.json", "there is no such file"),
-    ],
-)
-def test_bad_sizes_are_refused_with_the_reason(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        parse_capacity(text, GEOMETRY)
-
-
 @given(
     st.lists(st.lists(st.integers(0, 20), min_size=5, max_size=5), min_size=1, max_size=4),
     st.integers(1, 16),

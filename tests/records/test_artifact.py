@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +61,6 @@ def test_the_same_artifact_gives_the_same_bytes(file: Path, tmp_path: Path) -> N
     reordered = make(arrays=dict(reversed(make().arrays.items())))
     write_artifact(tmp_path / "again.safetensors", reordered)
     assert (tmp_path / "again.safetensors").read_bytes() == file.read_bytes()
-
-
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = file.read_bytes()
-
-    def fail(source: Path, target: Path) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_artifact(file, make(model="another"))
-    assert file.read_bytes() == before
-    assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
 def test_a_file_that_is_cut_gone_or_of_another_kind_is_refused(file: Path) -> None:

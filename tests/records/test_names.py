@@ -29,6 +29,7 @@ from lm_eval_moecache.records.names import Naming, find_name
         ("9070xt", "rx-9070-xt"),
         ("M4 Pro 24 GB", "m4-pro-24gb"),
         ("Apple M5 Max 128GB", "m5-max-128gb"),
+        ("A100-5GBPS", "a100-5GBps"),
     ],
 )
 def test_a_device_is_found_as_typed(typed: str, profile: str) -> None:
@@ -43,7 +44,7 @@ def test_a_device_is_found_as_typed(typed: str, profile: str) -> None:
         ("rtx", "not known"),
         ("RTX 3060 Super", "not known"),
         ("a100", "any of several. Allowed: a100-40gb, a100-80gb"),
-        ("", "not known"),
+        *((path, "not known") for path in ("", "../hardware/h100", "./h100")),
     ],
 )
 def test_a_device_that_is_none_of_ours_is_not_taken_for_a_similar_one(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,11 +88,13 @@ def test_a_number_counts_experts_of_the_largest_layer(text: str, held: tuple[int
     ("text", "said"),
     [
         *((small, "too small for one expert of 100 bytes") for small in ("8%", "99B", "0.05kB")),
-        ("5/layer", "asks for more than the 4 experts"),
+        *((text, "asks for more than the 4 experts") for text in ("5/layer", "[3,1,5]/layer")),
+        ("[3,1]/layer", "has 2 sizes, but the model has 3 MoE layers"),
+        *((text, "one for each layer") for text in ("[3,0,1]/layer", "[3,x,1]/layer", "[]/layer")),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_with_both_sizes(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=f"capacity='{text}'.*{said}"):
+    with pytest.raises(ValueError, match=f"capacity={re.escape(repr(text))}.*{said}"):
         parse_capacity(text, GEOMETRY)
 
 
