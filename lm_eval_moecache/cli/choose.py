@@ -10,15 +10,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jsonargparse import ArgumentParser, Namespace
 from tqdm import tqdm
 
-from lm_eval_moecache.cli.main import listed, print_result, wrapped
+from lm_eval_moecache.cli.main import aligned, listed, print_result, wrapped
 from lm_eval_moecache.cli.plan import RECALL, stand_in
 from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.harness.arguments import Config, read_config
@@ -49,67 +48,66 @@ PREDICTOR, HOST, PROFILE, FUTURE = "predictor", "host", "profile", "the future"
 FASTEST, TIED, SLOWER = "fastest", "tied", "slower"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Contender:
-    """A lossless composition, as `model_args` names it, and what it needs."""
+class Contender(NamedTuple):
+    """A lossless composition, what it does, and what it needs."""
 
-    args: Mapping[str, str]
+    model_args: str
+    words: str
     needs: tuple[str, ...] = ()
     """`predictor` (an oracle stands for it), `host` (computes experts), `profile` (of use)."""
-    words: str
+
+    @property
+    def args(self) -> dict[str, str]:
+        """Its `model_args` as a mapping."""
+        return dict(item.split("=") for item in self.model_args.split(","))
 
 
-_BALANCED = {"miss": "host", "miss.rule": "balanced"}
+_BALANCED = "miss=host,miss.rule=balanced"
 LRU = "lru"
 CONTENDERS: Mapping[str, Contender] = {
-    LRU: Contender(args={"policy": "on_demand"}, words="loads on demand, evicts by recency"),
-    "lfu": Contender(
-        args={"policy": "on_demand", "eviction": "lfu"}, words="on demand, evicts by frequency"
-    ),
+    LRU: Contender("policy=on_demand", "loads on demand, evicts by recency"),
+    "lfu": Contender("policy=on_demand,eviction=lfu", "on demand, evicts by frequency"),
     "lfru": Contender(
-        args={"policy": "on_demand", "eviction": "lfru"},
-        words="on demand, evicts by frequency and recency",
+        "policy=on_demand,eviction=lfru", "on demand, evicts by frequency and recency"
     ),
     "hazard": Contender(
-        args={"policy": "on_demand", "eviction": "hazard"},
-        words="on demand, evicts the expert whose next use is forecast to be furthest",
+        "policy=on_demand,eviction=hazard",
+        "on demand, evicts the expert whose next use is forecast to be furthest",
     ),
     "specmd": Contender(
-        args={"policy": "specmd"},
-        needs=(PREDICTOR,),
-        words="the default of lm_eval runs: prefetches, evicts by Least-Stale",
+        "policy=specmd",
+        "the default of lm_eval runs: prefetches, evicts by Least-Stale",
+        (PREDICTOR,),
     ),
     "mixtral_offloading": Contender(
-        args={"policy": "mixtral_offloading"},
-        needs=(PREDICTOR,),
-        words="prefetches the next layer's experts, evicts by recency",
+        "policy=mixtral_offloading",
+        "prefetches the next layer's experts, evicts by recency",
+        (PREDICTOR,),
     ),
     "prefetch+hazard": Contender(
-        args={"policy": "mixtral_offloading", "eviction": "hazard"},
-        needs=(PREDICTOR,),
-        words="prefetches the next layer's experts, evicts as hazard does",
+        "policy=mixtral_offloading,eviction=hazard",
+        "prefetches the next layer's experts, evicts as hazard does",
+        (PREDICTOR,),
     ),
     "ktransformers": Contender(
-        args={"policy": "ktransformers"},
-        needs=(HOST, PROFILE),
-        words="the most used experts stay resident, the host computes the others",
+        "policy=ktransformers",
+        "the most used experts stay resident, the host computes the others",
+        (HOST, PROFILE),
     ),
     "host": Contender(
-        args={"policy": "on_demand", **_BALANCED},
-        needs=(HOST,),
-        words="the host computes an absent expert where that ends the event sooner, else it is "
-        "loaded; evicts by recency",
+        f"policy=on_demand,{_BALANCED}",
+        "the host computes an absent expert where that ends the event sooner, else it is loaded; "
+        "evicts by recency",
+        (HOST,),
     ),
     "host+hazard": Contender(
-        args={"policy": "on_demand", "eviction": "hazard", **_BALANCED},
-        needs=(HOST,),
-        words="as host, evicts as hazard does",
+        f"policy=on_demand,eviction=hazard,{_BALANCED}", "as host, evicts as hazard does", (HOST,)
     ),
     "bound": Contender(
-        args={"policy": "on_demand", "eviction": "belady"},
-        needs=(FUTURE,),
-        words="the fewest misses of any eviction that loads on demand (Belady); the host and "
+        "policy=on_demand,eviction=belady",
+        "the fewest misses of any eviction that loads on demand (Belady); the host and "
         "prefetching may be faster",
+        (FUTURE,),
     ),
 }
 
@@ -226,7 +224,7 @@ def find(file: str, model: RealModel | None, configs: Mapping[str, Config]) -> d
             rows.append(
                 {
                     "policy": name,
-                    "model_args": dict(CONTENDERS[name].args),
+                    "model_args": CONTENDERS[name].args,
                     "needs": list(CONTENDERS[name].needs),
                     "tpot_ms": 1000 * float(times.mean()),
                     "decode_tok_per_s": 1 / float(times.mean()),
@@ -313,21 +311,16 @@ def _text(report: Mapping[str, Any]) -> str:
         figures = [_digits(row["tpot_ms"]), _digits(row["decode_tok_per_s"])]
         figures += [f"{row['speedup_over_lru']:.2f}", f"{100 * row['decode_miss_rate']:.1f}%"]
         cells.append([row["policy"], *figures, slower, ", ".join(row["needs"])])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    table = []
-    for policy, *figures, slower, needs in cells:
-        padded = [figure.rjust(width) for figure, width in zip(figures, widths[1:5], strict=True)]
-        line = [policy.ljust(widths[0]), *padded, slower.ljust(widths[5]), needs]
-        table.append("  ".join(line).rstrip())
     legend = [(row["policy"], CONTENDERS[row["policy"]].words) for row in rows]
+    lead = max(8, *(len(name) for name, _ in legend)) + 3
     notes = [line for note in _notes(report) for line in wrapped(note)]
     return "\n".join(
         [
             *wrapped(_verdict(report)),
             "",
-            *table,
+            *aligned(cells, "<>>>><<"),
             "",
-            *listed(legend, max(widths[0], 8) + 3),
+            *listed(legend, lead),
             "",
             *notes,
             "",

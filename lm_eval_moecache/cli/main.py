@@ -206,5 +206,8 @@ def listed(rows: Iterable[tuple[str, str]], lead: int) -> list[str]:
     return lines
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Return lines of cells in columns, each aligned to its side: `<` or `>`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    forms = [f"{side}{width}" for side, width in zip(sides, widths, strict=True)]
+    return ["  ".join(map(format, row, forms)).rstrip() for row in rows]

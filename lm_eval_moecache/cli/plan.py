@@ -18,7 +18,7 @@ from jsonargparse import ArgumentParser, Namespace
 from pyarrow.parquet import read_schema
 
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.cli.main import print_result
+from lm_eval_moecache.cli.main import aligned, print_result
 from lm_eval_moecache.engine.regime import Regime, Waits, decode_waits, regime_of
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.costs import Costs, attention_s
@@ -41,6 +41,7 @@ from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.header import read_header
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
+from lm_eval_moecache.trace.use import touched
 
 STORES = ("ram", "disk")
 MOST_CONTEXT = 2**24
@@ -301,14 +302,8 @@ def touched_share(trace: Trace, num_tokens: int) -> float:
 
     Counted over windows of the trace's tokens; longer prompts as if windows were independent.
     """
-    geometry, columns = trace.geometry, trace.columns
     window = min(num_tokens, _WINDOW)
-    shares = []
-    for layer in range(geometry.num_layers):
-        rows = columns.experts[columns.layer == layer]
-        for start in range(0, max(len(rows) - window, 0) + 1, window):
-            shares.append(len(np.unique(rows[start : start + window])) / geometry.num_experts)
-    return float(1 - (1 - np.mean(shares)) ** (num_tokens / window))
+    return float(1 - (1 - touched(trace, window)) ** (num_tokens / window))
 
 
 def first_token_s(
@@ -531,9 +526,7 @@ def _runtimes(report: dict[str, Any], width: int) -> list[str]:
             low, high = two_digits(row["ttft_low_s"]), two_digits(row["ttft_high_s"])
             ttft = f"{low} to {high} s"
         cells.append([row["runtime"], placement, two_digits(row["tok_per_s"]), speed, ttft])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    table = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in cells]
-    lines += ["", *(line.rstrip() for line in table)]
+    lines += ["", *aligned(cells, "<" * len(cells[0]))]
     for why, names in whys.items():
         lines += textwrap.wrap(f"- {', '.join(names)}: {why}.", width, subsequent_indent="  ")
     said = [f"{name} {text}" for name, text in flags.items() if text and name not in first]
@@ -568,7 +561,5 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
             speed = two_digits(by_policy[name]["tok_per_s"]) if name in by_policy else "-"
             cells.append(speed if lru["in_regime"] or speed == "-" else "?")
         lines.append([*cells, lru["bound"] if lru["in_regime"] else "?"])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    title = " " * (sum(widths[:4]) + 8) + "tok/s under each policy"
-    padded = ([c.rjust(w) for c, w in zip(line, widths, strict=True)] for line in lines)
-    return [title, *("  ".join(cells).rstrip() for cells in padded)]
+    lead = max(map(len, aligned([line[:4] for line in lines], ">>>>"))) + 2
+    return [" " * lead + "tok/s under each policy", *aligned(lines, ">" * len(lines[0]))]

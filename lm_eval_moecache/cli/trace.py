@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.records.numbers import counted, read_count, unknown_name_error
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.trace.importers import find_format, load_trace, trace_formats
-from lm_eval_moecache.trace.trace import Trace, build_trace, with_sizes
+from lm_eval_moecache.trace.trace import Columns, Trace, build_trace, with_sizes
 
 ACTIONS = ("convert", "formats", "show")
 _NO_LOGITS = "it has no logits of the router"
@@ -161,12 +161,13 @@ def only_request(trace: Trace, number: int) -> Trace:
     rows = columns.request == number
     if not rows.any():
         raise ValueError(f"request={number}: trace {trace.name} has no rows of it.")
-    fields: dict[str, Any] = {
-        name: None if getattr(columns, name) is None else getattr(columns, name)[rows]
-        for name in ("request", "phase", "token", "layer", "experts", "weights")
+    chosen: dict[str, Any] = {
+        field.name: None if values is None else values[rows]
+        for field in fields(columns)
+        for values in [getattr(columns, field.name)]
     }
-    _, passes = np.unique(columns.pass_index[rows], return_inverse=True)
-    request_columns = replace(columns, pass_index=passes.astype(np.int32), **fields)
+    _, passes = np.unique(chosen["pass_index"], return_inverse=True)
+    request_columns = Columns(**{**chosen, "pass_index": passes.astype(np.int32)})
     return build_trace(
         trace.name, trace.geometry, request_columns, seed=trace.seed, has_sizes=trace.has_sizes
     )

@@ -43,6 +43,7 @@ from lm_eval_moecache.report.speeds import (
 )
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
+from lm_eval_moecache.trace.use import touched
 
 START = {
     **{"card_share": 0.5, "host_share": 0.5, "link_share": 0.9, "drive_share": 0.8},
@@ -127,25 +128,15 @@ def hits_of(trace: Trace) -> dict[str, Any]:
 
 def _popularity_shape(trace: Trace) -> float:
     """Return the shape with which `touched_share` is nearest to windows of the trace's tokens."""
-    geometry, columns = trace.geometry, trace.columns
-    layers = range(geometry.num_layers)
-    by_layer = [columns.experts[columns.layer == layer] for layer in layers]
-    windows = [2**power for power in range(1, 13) if 2**power <= min(map(len, by_layer))]
+    geometry = trace.geometry
+    rows = int(np.bincount(trace.columns.layer).min())
+    windows = [2**power for power in range(1, 13) if 2**power <= rows]
     share = geometry.top_k / geometry.num_experts
-    touched = [
-        np.mean(
-            [
-                len(np.unique(rows[start : start + window])) / geometry.num_experts
-                for rows in by_layer
-                for start in range(0, len(rows) - window + 1, window)
-            ]
-        )
-        for window in windows
-    ]
+    shares = [touched(trace, window) for window in windows]
 
     def error(shape: float) -> float:
         found = 1 - (1 + np.array(windows) * share / shape) ** -shape
-        return float(np.mean(np.log(found / touched) ** 2))
+        return float(np.mean(np.log(found / shares) ** 2))
 
     return min((round(0.05 * 1.05**step, 4) for step in range(100)), key=error)
 

@@ -1,4 +1,4 @@
-"""Counts expert use in routing traces, to warm caches."""
+"""Counts expert use in routing traces, to warm caches and to forecast prompts."""
 
 from __future__ import annotations
 
@@ -91,3 +91,14 @@ def use_of(trace: Trace, first: int = 0, last: int | None = None) -> UseProfile:
         counts=tuple(tuple(layer.tolist()) for layer in counts.reshape(shape)),
         name=trace.name,
     )
+
+
+def touched(trace: Trace, window: int) -> float:
+    """Return the mean share of a layer's experts that `window` consecutive tokens take."""
+    columns, shares = trace.columns, []
+    for layer in range(trace.geometry.num_layers):
+        rows = columns.experts[columns.layer == layer]
+        for start in range(0, max(len(rows) - window, 0) + 1, window):
+            taken = np.unique(rows[start : start + window])
+            shares.append(len(taken) / trace.geometry.num_experts)
+    return float(np.mean(shares))
