@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.records.numbers import plain_number
+from lm_eval_moecache.records.numbers import listed_names, plain_number
 from lm_eval_moecache.report.compare import (
     DEFAULT_ALPHA,
     FORMS,
@@ -53,18 +53,14 @@ def run(arguments: Namespace) -> int:
         floor=None if arguments.floor is None else _share("--floor", arguments.floor),
         tolerance=tolerance,
         tolerances=tolerances,
-        metrics=_names(arguments.metrics),
-        ignore=_names(arguments.ignore),
+        metrics=tuple(listed_names(arguments.metrics)),
+        ignore=tuple(listed_names(arguments.ignore)),
         same_machine=_SAME_MACHINE[arguments.same_machine],
     )
     comparison = compare(load_runs(Path(arguments.baseline)), load_runs(Path(arguments.new)), rules)
     form = FORMS["json" if arguments.json else arguments.format]
     sys.stdout.write(form(comparison, everything=arguments.all))
     return 1 if comparison.is_regression else 0
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _share(option: str, text: str) -> float:
@@ -79,7 +75,7 @@ def _share(option: str, text: str) -> float:
 def _tolerances(text: str | None) -> tuple[float | None, dict[str, float]]:
     """Parse `5%,miss_rate=1%` into the general tolerance and tolerances by metric."""
     by_metric: dict[str, float] = {}
-    for item in _names(text or ""):
+    for item in listed_names(text):
         metric, _, number = item.rpartition("=")
         by_metric[metric] = _share("--tolerance", number)
     return by_metric.pop("", None), by_metric

@@ -10,6 +10,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.records.files import read_json, read_yaml, write_whole
+from lm_eval_moecache.records.numbers import listed_names
 from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.inputs import Board, SweepFields, sweep_fields
 from lm_eval_moecache.records.schemas.results import FrontFile, RowsFile
@@ -47,7 +48,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     folder = Path(arguments.dir)
     form = "json" if arguments.json else arguments.format
-    choices = _split(arguments.columns), _split(arguments.sort), arguments.title
+    columns, sort = (listed_names(arguments[key]) or None for key in ("columns", "sort"))
+    choices = columns, sort, arguments.title
     if arguments.each:
         if not arguments.write or any(choices):
             raise ValueError("--each goes with --write, and with no --columns, --sort or --title.")
@@ -65,10 +67,6 @@ def run(arguments: Namespace) -> int:
                 sys.stderr.write(f"moecache: no run here has {column.name}: its column is empty.\n")
         sys.stdout.write(FORMS[form or "md"](tables))
     return 0
-
-
-def _split(text: str | None) -> list[str] | None:
-    return [name.strip() for name in (text or "").split(",") if name.strip()] or None
 
 
 def _write(folder: Path, tables: Sequence[Table], chosen: str | None) -> None:

@@ -10,7 +10,12 @@ from jsonargparse import ArgumentParser, Namespace
 from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.harness.arguments import KEYS
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, canonical_name
-from lm_eval_moecache.records.numbers import read_count, read_number, unknown_name_error
+from lm_eval_moecache.records.numbers import (
+    listed_names,
+    read_count,
+    read_number,
+    unknown_name_error,
+)
 from lm_eval_moecache.records.schemas.inputs import check_limit, read_jobs
 from lm_eval_moecache.report.metrics import METRICS
 
@@ -56,7 +61,7 @@ def run(arguments: Namespace) -> int:
 
     objective = Objective(
         pretrained=arguments.pretrained,
-        tasks=tuple(name.strip() for name in arguments.tasks.split(",") if name.strip()),
+        tasks=tuple(listed_names(arguments.tasks)),
         limit=arguments.limit,
         capacity=str(arguments.capacity),
         hardware=canonical_name(arguments.hardware),
@@ -87,7 +92,7 @@ def run(arguments: Namespace) -> int:
 def _model_args(text: str | None) -> dict[str, str]:
     """Read `key=value,...`. Raises ValueError for keys that the search or an option sets."""
     values = {}
-    for item in filter(None, (part.strip() for part in (text or "").split(","))):
+    for item in listed_names(text):
         key, equals, value = item.partition("=")
         if not equals:
             raise ValueError(f"model_args={text!r}: {item!r} is not of the form key=value.")

@@ -18,7 +18,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lm_eval_moecache.records.artifact import Artifact
 from lm_eval_moecache.records.files import TINY, parse_json, read_text
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.numbers import finite
+from lm_eval_moecache.records.numbers import finite, listed_names
 
 if TYPE_CHECKING:
     from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
@@ -148,7 +148,7 @@ def _example(task: Any, doc: Any) -> Example:
 
 def analyzed_texts(arguments: Namespace) -> tuple[AnalyzedModel, dict[str, Any]]:
     """Return the model with its texts, and the record of their source."""
-    tasks, files = _listed(arguments.tasks), _listed(arguments.data)
+    tasks, files = listed_names(arguments.tasks), listed_names(arguments.data)
     if not (tasks or files):
         raise ValueError("tasks, data: give --tasks, --data or both: a profile needs text.")
     check_counts(arguments, "limit", "max_tokens")
@@ -170,7 +170,7 @@ def analyzed_texts(arguments: Namespace) -> tuple[AnalyzedModel, dict[str, Any]]
 
 def collect_prompts(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:
     """Return the prompts, each once, and the record of their source."""
-    tasks, files = _listed(arguments.tasks), _listed(arguments.data)
+    tasks, files = listed_names(arguments.tasks), listed_names(arguments.data)
     prompts: list[str] = []
     if tasks:
         examples = task_examples(tasks, arguments.limit, arguments.include_path)
@@ -186,10 +186,6 @@ def collect_prompts(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:
         raise ValueError(f"tasks, data: {len(prompts)} prompts, but training needs 2 or more.")
     names = [Path(name).name for name in files]
     return prompts, {"tasks": tasks, "data": names, "limit": arguments.limit}
-
-
-def _listed(text: str | None) -> list[str]:
-    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def read_prompts(path: str) -> list[str]:

@@ -122,29 +122,32 @@ def read_artifact(path: str | Path, kind: str, key: str) -> Artifact:
     return Artifact(kind=kind, arrays=arrays, path=str(path), **fields)
 
 
-def load_artifact(kind: str, path: str | None, geometry: Geometry, key: str) -> Artifact:
-    """Return the artifact at `path`, or else the one that ships for this model.
+def load_artifact(
+    kind: str, path: str | None, geometry: Geometry, key: str, loss: str | None = None
+) -> Artifact:
+    """Return the artifact at `path`, or else the one (of this `loss`) that ships for this model.
 
     Raises ValueError where there is none, and where its layers, experts or top_k differ from the
     model's. Only the weights can show whether it is the same model: see `check_router_digest`.
     """
+    name, option = (kind, "") if loss is None else (f"{kind}_{loss}", f" --loss {loss}")
     if path is None:
         # Compared with existing folders: a hub id may hold slashes, a path may hold anything.
-        shipped = ARTIFACT_DIR.glob(f"*/{kind}.safetensors")
+        shipped = ARTIFACT_DIR.glob(f"*/{name}.safetensors")
         path = next((str(file) for file in shipped if file.parent.name == geometry.model), None)
     if path is None:
         raise ValueError(
-            f"{key} must be given: no {kind} artifact ships for pretrained={geometry.model!r}. "
-            f"Make one with `moecache profile {kind} --pretrained {geometry.model} --data TEXT.txt "
-            f"--out {kind}.safetensors` and name it here."
+            f"{key} must be given: no {name} artifact ships for pretrained={geometry.model!r}. "
+            f"Make one with `moecache profile {kind} --pretrained {geometry.model}{option} --data "
+            f"TEXT.txt --out {name}.safetensors` and name it here."
         )
     artifact = read_artifact(path, kind, key)
-    for name in ("num_layers", "num_experts", "top_k"):
-        made_for, expected = getattr(artifact, name), getattr(geometry, name)
+    for size in ("num_layers", "num_experts", "top_k"):
+        made_for, expected = getattr(artifact, size), getattr(geometry, size)
         if made_for != expected:
             raise ValueError(
-                f"{key}={str(path)!r} was made from {artifact.model!r} with {name}={made_for}, but "
-                f"{geometry.model!r} has {name}={expected}. Make one for this model with `moecache "
+                f"{key}={str(path)!r} was made from {artifact.model!r} with {size}={made_for}, but "
+                f"{geometry.model!r} has {size}={expected}. Make one for this model with `moecache "
                 f"profile {kind}`."
             )
     return artifact

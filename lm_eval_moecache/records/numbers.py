@@ -112,6 +112,11 @@ def unknown_name_error(key: str, value: object, allowed: Iterable[str]) -> Value
     return ValueError(f"{key}={shown(value)} is not known.{near} Allowed: {', '.join(names)}.")
 
 
+def listed_names(text: str | None) -> list[str]:
+    """Return the names of a text like `a, b,c`."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
 def finite(data: Any) -> Any:
     """Return JSON data with None in place of every NaN and infinity."""
     if isinstance(data, dict):

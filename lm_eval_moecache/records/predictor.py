@@ -11,7 +11,7 @@ import hashlib
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lm_eval_moecache.records.artifact import ARTIFACT_DIR, PREDICTOR, Artifact, load_artifact
+from lm_eval_moecache.records.artifact import PREDICTOR, Artifact, load_artifact
 from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.geometry import Geometry
 
@@ -82,17 +82,8 @@ def load_predictor(profile: str | None, loss: str, geometry: Geometry) -> Artifa
     was trained with another loss.
     """
     key = "prefetch.profile"
-    if profile is None and loss != LOSSES[0]:
-        shipped = ARTIFACT_DIR / geometry.model / f"{PREDICTOR}_{loss}.safetensors"
-        if not shipped.is_file():
-            raise ValueError(
-                f"{key} must be given: no predictor trained with loss={loss!r} ships for "
-                f"pretrained={geometry.model!r}. Make one with `moecache profile predictor "
-                f"--pretrained {geometry.model} --loss {loss} --out {PREDICTOR}_{loss}.safetensors`"
-                " and name it here."
-            )
-        profile = str(shipped)
-    artifact = load_artifact(PREDICTOR, profile, geometry, key)
+    special = None if loss == LOSSES[0] else loss
+    artifact = load_artifact(PREDICTOR, profile, geometry, key, special)
     artifact.require(**shapes(geometry.num_layers, geometry.num_experts, hidden_size(artifact)))
     for layer in range(geometry.num_layers):
         last = array_name(layer, num_stages(layer, geometry.num_layers) - 1, "weight")

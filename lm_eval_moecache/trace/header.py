@@ -233,10 +233,10 @@ def read_listed(name: str, metadata: Mapping[bytes, bytes], num_passes: int) -> 
     """Read the optional keys. ValueError names the key and the entry that does not fit."""
 
     def rows(key: bytes, kind: Any) -> list[Any]:
-        from lm_eval_moecache.records.schemas import check_json
+        from lm_eval_moecache.records.schemas import check_as
 
         what = f"trace {name}: metadata {key.decode()!r}"
-        return check_json(list[kind], metadata[key], what) if key in metadata else []
+        return check_as(list[kind], metadata[key], what) if key in metadata else []
 
     def refuse(key: bytes, row: object, rule: str) -> None:
         what = f"trace {name}: metadata {key.decode()!r}"

@@ -102,29 +102,22 @@ def check(schema: type[Kind], data: object, what: str) -> Kind:
     if not isinstance(data, Mapping):
         fields = ", ".join(schema.model_fields)
         raise ValueError(f"{what} must hold a mapping with {fields}; it holds {shown(data)}.")
-    try:
-        return schema.model_validate(data)
-    except ValidationError as error:
-        raise schema_error(error, what) from None
+    checked: Kind = check_as(schema, data, what)
+    return checked
 
 
 def check_as(kind: Any, data: object, what: str) -> Any:
-    """As `check`, for a type that is not a schema itself (a list of schemas)."""
+    """As `check`, for any type (a list of schemas), or of bytes: JSON too long to parse first."""
+    adapter = TypeAdapter(kind)
     try:
-        return TypeAdapter(kind).validate_python(data)
+        if isinstance(data, bytes):
+            return adapter.validate_json(data, strict=True)
+        return adapter.validate_python(data)
     except ValidationError as error:
-        raise schema_error(error, what) from None
+        raise _schema_error(error, what) from None
 
 
-def check_json(kind: Any, text: bytes, what: str) -> Any:
-    """As `check_as`, for JSON text too long for a slower parser."""
-    try:
-        return TypeAdapter(kind).validate_json(text, strict=True)
-    except ValidationError as error:
-        raise schema_error(error, what) from None
-
-
-def schema_error(error: ValidationError, what: str) -> ValueError:
+def _schema_error(error: ValidationError, what: str) -> ValueError:
     """Return our error for the most informative of pydantic's."""
     errors = error.errors(include_url=False)
     missing = [e for e in errors if e["type"] == "missing"]

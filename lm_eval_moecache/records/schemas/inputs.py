@@ -7,7 +7,7 @@ import math
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeGuard, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar, cast, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo, create_model
 
@@ -97,8 +97,8 @@ def _profile_schema(record: Any) -> type[BaseModel]:
 
 def read_profile(record: type[Record], path: Path, key: str) -> Record:
     """Read a profile's YAML, which `key` names in errors. Raises ValueError naming the field."""
-    what = f"{key}={str(path)!r}"
-    return record(**dict(check(_profile_schema(record), read_yaml(path, what), what)))
+    what, hashable = f"{key}={str(path)!r}", cast(Any, record)
+    return record(**dict(check(_profile_schema(hashable), read_yaml(path, what), what)))
 
 
 # --- views of a folder's runs: `views`, `figures` and `table.yaml` ---
