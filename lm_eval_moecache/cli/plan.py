@@ -223,18 +223,13 @@ def fit(model: RealModel, hardware: Hardware, context: int) -> Fit:
             f"tokens {kv_cache / 1e9:.1f}, and one expert needs {model.expert_bytes / 1e9:.2f}. "
             "Allowed: a shorter --context, fewer bits (--precision), or a device with more memory."
         )
-    all_experts = _all_experts(model)
     return Fit(
         memory=int(hardware.memory_bytes),
         dense=model.dense_bytes,
         kv_cache=kv_cache,
-        experts=min(room, all_experts),
-        all_experts=all_experts,
+        experts=min(room, model.all_expert_bytes),
+        all_experts=model.all_expert_bytes,
     )
-
-
-def _all_experts(model: RealModel) -> int:
-    return model.num_layers * model.num_experts * model.expert_bytes
 
 
 def fitting_precision(model: RealModel, hardware: Hardware, context: int) -> str | None:
@@ -243,7 +238,7 @@ def fitting_precision(model: RealModel, hardware: Hardware, context: int) -> str
     room = hardware.memory_bytes - model.kv_bytes(context)
     for stored in sorted(fewer, key=lambda each: -each.expert_bits):
         smaller = replace(model, stored=stored)
-        if _all_experts(smaller) + smaller.dense_bytes <= room:
+        if smaller.all_expert_bytes + smaller.dense_bytes <= room:
             return stored.name
     return None
 

@@ -220,11 +220,6 @@ def stored_for(runtime: Runtime, model: RealModel) -> RealModel:
     return model
 
 
-def all_expert_bytes(model: RealModel) -> int:
-    """Return the bytes of all experts of a model."""
-    return model.num_layers * model.num_experts * model.expert_bytes
-
-
 def room(model: RealModel, machine: Machine, context: int) -> float:
     """Return the bytes of the cards' memory that are left for experts; may be negative."""
     used = model.dense_bytes + model.kv_bytes(context) + BUFFERS * machine.cards
@@ -306,7 +301,7 @@ def place(
             return Placed(mechanism=LAYER, placement=placement, moved=share, cached=1 - share)
         mechanism = RESIDENT if kind == "host_layers" and share == 0 else HOST
         return Placed(mechanism=mechanism, placement=placement, on_host=share, cached=1 - share)
-    cached = amount / experts if kind == "slots" else amount / all_expert_bytes(model)
+    cached = amount / experts if kind == "slots" else amount / model.all_expert_bytes
     cached = min(cached, 1.0)
     found = hit_rate(model, cached, known) if hit is None else hit
     mechanism = absent if absent in (COPY, READ, BOTH) else BOTH if absent == HOST else COPY
@@ -320,7 +315,7 @@ def place(
 
 def automatic(model: RealModel, machine: Machine, runtime: Runtime, context: int) -> Placement:
     """Return the placement of most experts on the device that fits with KV cache and buffers."""
-    left, every = room(model, machine, context), all_expert_bytes(model)
+    left, every = room(model, machine, context), model.all_expert_bytes
     if left >= every:
         return Placement(kind=RESIDENT)
     if runtime.absent == READ and machine.card_bytes_per_s is None:
@@ -399,7 +394,7 @@ def token_work(
         rate = machine.drive_bytes_per_s * (FAULTS if placed.by_faults else 1.0)
         return replace(work, drive=placed.moved * routed / rate, read_layer=layers)
     if placed.mechanism in (COPY, LAYER):
-        moved = placed.moved * (all_expert_bytes(model) if placed.mechanism == LAYER else routed)
+        moved = placed.moved * (model.all_expert_bytes if placed.mechanism == LAYER else routed)
         rate = machine.link_bytes_per_s or machine.drive_bytes_per_s
         return replace(work, link=moved / rate, copy_layer=layers)
     return work
@@ -504,7 +499,7 @@ def prompt_work(
         return PromptWork(chunks=prompt, token=token_work(model, machine, placed, prompt // 2))
     chunks = math.ceil(prompt / (chunk or runtime.chunk))
     touched = touched_share(model, prompt / chunks, known)
-    every = all_expert_bytes(model)
+    every = model.all_expert_bytes
     dense = model.num_layers * model.layer_dense_bytes
     shipped = 1.0 if runtime.prefill == LAYER else touched
     absent = shipped * (1 - placed.cached) * every * chunks

@@ -62,6 +62,11 @@ class RealModel:
         return round(self.expert_weights * self.stored.expert_bits / 8)
 
     @property
+    def all_expert_bytes(self) -> int:
+        """Stored bytes of all experts of all layers."""
+        return self.num_layers * self.num_experts * self.expert_bytes
+
+    @property
     def num_weights(self) -> int:
         """Weights of the whole model."""
         experts = self.num_layers * self.num_experts * self.expert_weights

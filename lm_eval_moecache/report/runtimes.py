@@ -16,7 +16,6 @@ from lm_eval_moecache.engine.forecast import (
     Machine,
     Placed,
     Placement,
-    all_expert_bytes,
     automatic,
     forecast,
     hit_rate,
@@ -134,9 +133,8 @@ def usual_precision(model: RealModel, hardware: Hardware, cards: int, context: i
     """Return a model in the bits that people run it in: as published where all of it fits, or
     where it has few bits, else Q4_K_M."""
     box = machine(hardware, load_runtime("llama.cpp"), cards=cards)
-    if model.stored.expert_bits <= _FEW_BITS or room(model, box, context) >= all_expert_bytes(
-        model
-    ):
+    fits = room(model, box, context) >= model.all_expert_bytes
+    if model.stored.expert_bits <= _FEW_BITS or fits:
         return model
     return replace(model, stored=load_stored("q4_k_m"))
 
@@ -240,7 +238,7 @@ def settled(model: RealModel, machine: Machine, runtime: Runtime, context: int) 
     if placement.kind == "slots" and placement.amount < 1:
         raise ValueError("no expert fits on the card")
     placed = place(model, machine, runtime, placement, context)
-    every = all_expert_bytes(model)
+    every = model.all_expert_bytes
     absent = (1 - placed.cached) * every
     if placed.mechanism == RESIDENT or not absent:
         return placed
@@ -373,7 +371,7 @@ def cpu_alone(
     runtime = load_runtime("llama.cpp")
     model = stored_for(runtime, model)
     found = machine_of(hardware, given, runtime)
-    needed = all_expert_bytes(model) + model.dense_bytes + model.kv_bytes(context) + SYSTEM
+    needed = model.all_expert_bytes + model.dense_bytes + model.kv_bytes(context) + SYSTEM
     if found.host_bytes_per_s is None or needed > found.ram:
         return None
     placed = place(model, found, runtime, Placement(kind="cpu"), context)
@@ -387,7 +385,7 @@ def flags(model: RealModel, runtime: Runtime, placed: Placed) -> str:
     kind, amount = placed.placement.kind, placed.placement.amount
     host_layers = math.ceil(amount) if kind == "host_layers" else model.num_layers
     slots = math.floor(placed.cached * model.num_experts)
-    cache = placed.cached * all_expert_bytes(model)
+    cache = placed.cached * model.all_expert_bytes
     # What RAM cannot hold must stay a mapped file.
     text = runtime.flags.replace(" --no-mmap", "") if placed.by_faults else runtime.flags
     return text.format(
@@ -396,7 +394,7 @@ def flags(model: RealModel, runtime: Runtime, placed: Placed) -> str:
         slots=slots,
         cache_gib=f"{cache / 2**30:.0f}",
         cache_mib=f"{cache / 2**20:.0f}",
-        cpu_gib=f"{(1 - placed.cached) * all_expert_bytes(model) / 2**30:.0f}",
+        cpu_gib=f"{(1 - placed.cached) * model.all_expert_bytes / 2**30:.0f}",
         memory_gb=f"{(cache + model.dense_bytes) / 1e9:.0f}",
     )
 
