@@ -96,10 +96,9 @@ def _read_file(path: Path, what: str) -> RealModel:
     if path.suffix.lower() == ".gguf":
         return read_gguf(path, what)
     config = read_json(path, what)
-    if isinstance(config, Mapping) and "weight_map" in config:
-        return read_safetensors_index(path, what)
-    if not isinstance(config, Mapping):
-        raise ValueError(f"{what} must hold a mapping of a model's configuration.")
-    is_plain = path.name == "config.json"
-    name = path.resolve().parent.name if is_plain else path.stem
-    return read_config({"name": name, **config}, what)
+    if isinstance(config, Mapping):
+        if "weight_map" in config:
+            return read_safetensors_index(path, what)
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+        config = {"name": name, **config}
+    return read_config(config, what)
