@@ -7,9 +7,9 @@ placed beforehand. No output changes: all have the accuracy of the unmodified mo
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -173,7 +173,7 @@ def _read_subject(arguments: Namespace) -> tuple[str, RealModel | None]:
         hint = f"If it is a trace, name its model: `moecache choose MODEL --trace {subject}`."
         raise ValueError(f"{error} {hint}") from error
     if arguments.precision is not None:
-        model = dataclasses.replace(model, stored=load_stored(arguments.precision))
+        model = replace(model, stored=load_stored(arguments.precision))
     return arguments.trace or str(stand_in(model)), model
 
 
@@ -206,13 +206,9 @@ def find(file: str, model: RealModel | None, configs: Mapping[str, Config]) -> d
     blocks: dict[str, Floats] = {}
     # A profile is counted in one half and serves the other: two replays.
     num_replays = sum(1 + (PROFILE in CONTENDERS[name].needs) for name in configs)
-    with tqdm(
-        total=num_replays * trace.num_passes,
-        desc=trace.name,
-        unit="pass",
-        delay=_PATIENCE_S,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
+    shown: dict[str, Any] = {"delay": _PATIENCE_S, "disable": not sys.stderr.isatty()}
+    total = num_replays * trace.num_passes
+    with tqdm(total=total, desc=trace.name, unit="pass", **shown) as bar:
         for name, config in configs.items():
             steps = _decode_steps(replays, config, name, bar.update)
             if not steps:
@@ -239,7 +235,7 @@ def find(file: str, model: RealModel | None, configs: Mapping[str, Config]) -> d
         row["speedup_over_lru"] = lru_ms / row["tpot_ms"]
         row |= _against(blocks, row, fastest)
     setting = replays.setting(configs[LRU])
-    charged = setting.charged(geometry)
+    size = setting.capacity.total_bytes
     return {
         "model": geometry.model if model is None else model.name,
         "precision": None if model is None else model.stored.name,
@@ -247,9 +243,7 @@ def find(file: str, model: RealModel | None, configs: Mapping[str, Config]) -> d
         "routing": geometry.model,
         "decode_steps": len(steps),
         "capacity": setting.capacity.text,
-        "capacity_cycles": regime_of(
-            charged, setting.capacity.total_bytes, setting.hardware
-        ).cycles,
+        "capacity_cycles": regime_of(setting.charged(geometry), size, setting.hardware).cycles,
         "fastest": fastest,
         "rows": rows,
         "left_out": [name for name in CONTENDERS if name not in configs],
@@ -266,15 +260,10 @@ def _decode_steps(
     """
     trace = replays.trace
     assert isinstance(trace, Trace), "a trace that is streamed"
-    if PROFILE not in CONTENDERS[name].needs:
-        engine = replays.replay(replays.setting(config), on_progress=on_progress)
-        return [p for p in engine.ledger.passes if p.phase != PREFILL]
     half = trace.num_passes // 2
+    placed = ((use_of(trace, half), slice(half)), (use_of(trace, 0, half), slice(half, None)))
     steps: list[PassRecord] = []
-    for profile, part in (
-        (use_of(trace, half), slice(half)),
-        (use_of(trace, 0, half), slice(half, None)),
-    ):
+    for profile, part in placed if PROFILE in CONTENDERS[name].needs else [(None, slice(None))]:
         setting = replays.setting(config.with_changes(warm=profile))
         engine = replays.replay(setting, on_progress=on_progress)
         steps += [p for p in engine.ledger.passes[part] if p.phase != PREFILL]
@@ -314,18 +303,8 @@ def _text(report: Mapping[str, Any]) -> str:
     legend = [(row["policy"], CONTENDERS[row["policy"]].words) for row in rows]
     lead = max(8, *(len(name) for name, _ in legend)) + 3
     notes = [line for note in _notes(report) for line in wrapped(note)]
-    return "\n".join(
-        [
-            *wrapped(_verdict(report)),
-            "",
-            *aligned(cells, "<>>>><<"),
-            "",
-            *listed(legend, lead),
-            "",
-            *notes,
-            "",
-        ]
-    )
+    table = [*wrapped(_verdict(report)), "", *aligned(cells, "<>>>><<"), ""]
+    return "\n".join([*table, *listed(legend, lead), "", *notes, ""])
 
 
 def _digits(number: float) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
     prompt = read_count("--prompt", arguments.prompt, least=1, most=MOST_CONTEXT)
     model = load_real_model(arguments.model, key="model")
     if arguments.precision is not None:
-        model = dataclasses.replace(model, stored=load_stored(arguments.precision))
+        model = replace(model, stored=load_stored(arguments.precision))
     if arguments.store not in STORES:
         raise unknown_name_error("store", arguments.store, STORES)
     several = re.fullmatch(r"([0-9]{1,2}) ?[xX] ?(.+)", arguments.hardware.strip())
@@ -134,25 +134,18 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
     given = runtimes.known(
         cards=max(cards, 1),
         ram="0B" if arguments.store == "disk" else arguments.ram,
-        host_memory=arguments.host_memory,
-        disk=arguments.disk,
-        bandwidth=arguments.bandwidth,
-        measured=arguments.measured,
+        **{key: arguments[key] for key in ("host_memory", "disk", "bandwidth", "measured")},
     )
     run_as = model
     if arguments.precision is None and model.name in emulated_names():
         run_as = runtimes.usual_precision(model, hardware, cards, context)
     advice = runtimes.advise(run_as, hardware, given, context, prompt)
     if run_as is not model:
-        why = (
-            f"weights in {run_as.stored.name} (as published, {model.stored.name}, they do not fit)"
-        )
-        advice["assumed"] = [why, *advice["assumed"]]
+        why = f"(as published, {model.stored.name}, they do not fit)"
+        advice["assumed"].insert(0, f"weights in {run_as.stored.name} {why}")
     if cards > 1:
-        name = f"{cards}x {hardware.name}"
-        hardware = dataclasses.replace(
-            hardware, name=name, memory_bytes=cards * hardware.memory_bytes
-        )
+        name, memory_bytes = f"{cards}x {hardware.name}", cards * hardware.memory_bytes
+        hardware = replace(hardware, name=name, memory_bytes=memory_bytes)
     if arguments.store == "disk":
         hardware = on_disk(hardware)
     if arguments.bandwidth is not None:
@@ -170,7 +163,7 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
         "link_bytes_per_s": hardware.link_rate,
         "context": context,
         "prompt": prompt,
-        "fit": {**dataclasses.asdict(room), "share": room.share, "whole": room.is_whole},
+        "fit": {**asdict(room), "share": room.share, "whole": room.is_whole},
         "routing": trace.geometry.model,
         "routing_notes": routing_notes(model, trace),
         "ttft_ms": 1000 * (compute_s + link_s),
@@ -447,6 +440,7 @@ def _verdict(report: dict[str, Any], hardware: Hardware) -> str:
 
 def _text(model: RealModel, hardware: Hardware, report: dict[str, Any], width: int) -> str:
     room, is_whole = report["fit"], report["fit"]["whole"]
+    wrap = partial(textwrap.wrap, width=width)
     memory = (
         f"Memory: {_gb(room['memory'])} GB = dense weights {_gb(room['dense'])} + KV cache of "
         f"{report['context']:,} tokens {_gb(room['kv_cache'])} + experts {_gb(room['experts'])} of "
@@ -466,7 +460,7 @@ def _text(model: RealModel, hardware: Hardware, report: dict[str, Any], width: i
         memory += "."
         table = [*_table(report["rows"]), ""]
         for word, means in _words(report["rows"]).items():
-            table += textwrap.wrap(f"{word:9s} {means}", width, subsequent_indent=" " * 10)
+            table += wrap(f"{word:9s} {means}", subsequent_indent=" " * 10)
         table.append("")
         notes.append(report["routing_notes"])
     if assumed := [key for key, text in hardware.sources.items() if "assumed" in text]:
@@ -477,15 +471,8 @@ def _text(model: RealModel, hardware: Hardware, report: dict[str, Any], width: i
         ideal = f"As published, w{ideal[1:]}"
     elif report["precision"] == "mxfp4":
         ideal = f"With dense weights in bf16, as published (GGUF files have q8_0), w{ideal[1:]}"
-    intro = [
-        *_runtimes(report, width),
-        *textwrap.wrap(ideal, width),
-        "",
-        *textwrap.wrap(memory, width),
-        "",
-    ]
-    note_lines = [line for note in notes for line in textwrap.wrap(note, width)]
-    return "\n".join([*intro, *table, *note_lines, ""])
+    intro = [*_runtimes(report, width), *wrap(ideal), "", *wrap(memory), ""]
+    return "\n".join([*intro, *table, *(line for note in notes for line in wrap(note)), ""])
 
 
 def _runtimes(report: dict[str, Any], width: int) -> list[str]:

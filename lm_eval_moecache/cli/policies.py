@@ -36,9 +36,7 @@ def run(arguments: Namespace) -> int:
     axes = AXES if arguments.axis is None else (arguments.axis,)
     if arguments.name is not None:
         explanation = explain(arguments.name, axes)
-        return print_result(
-            arguments.json, explanation, _explained(explanation, terminal_width() - 1)
-        )
+        return print_result(arguments.json, explanation, _explained(explanation))
     listing, in_full = collect(axes), arguments.all or arguments.axis
     text = _in_full(listing, with_sources=arguments.all) if in_full else _in_short(listing)
     return print_result(arguments.json, listing, text)
@@ -167,8 +165,8 @@ def meaning_of(parameter: str, doc: str) -> str:
     return ""
 
 
-def _explained(explanation: Mapping[str, Any], width: int) -> str:
-    """Return the explanation for a terminal of this many columns."""
+def _explained(explanation: Mapping[str, Any]) -> str:
+    width = terminal_width() - 1
 
     def filled(text: str, indent: int) -> list[str]:
         lead = " " * indent

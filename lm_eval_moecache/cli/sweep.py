@@ -38,12 +38,9 @@ def run(arguments: Namespace) -> int:
 
     if arguments.dry_run:
         estimated = estimate(sweep, folder, rerun=arguments.rerun, live=arguments.live)
-        lines = [
-            *(f"{row['state']:9s} {row['run_id']}" for row in estimated["runs"]),
-            as_text(estimated),
-        ]
+        lines = [f"{row['state']:9s} {row['run_id']}" for row in estimated["runs"]]
         dry_run = {"experiment": sweep.name, **estimated}
-        return print_result(arguments.json, dry_run, "\n".join([*lines, ""]))
+        return print_result(arguments.json, dry_run, "\n".join([*lines, as_text(estimated), ""]))
     report = run_sweep(sweep, folder, rerun=arguments.rerun, live=arguments.live)
     failed, by_replay, saved_s = (report[k] for k in ("failed", "by_replay", "saved_seconds"))
     lines = [

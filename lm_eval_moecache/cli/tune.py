@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
@@ -59,33 +60,21 @@ def run(arguments: Namespace) -> int:
     from lm_eval_moecache.tune.outcome import front_table
     from lm_eval_moecache.tune.search import tune
 
+    plain = {
+        key: arguments[key] for key in ("pretrained", "limit", "bandwidth", "metric", "budget")
+    }
     objective = Objective(
-        pretrained=arguments.pretrained,
+        **plain,
         tasks=tuple(listed_names(arguments.tasks)),
-        limit=arguments.limit,
         capacity=str(arguments.capacity),
         hardware=canonical_name(arguments.hardware),
-        bandwidth=arguments.bandwidth,
-        metric=arguments.metric,
-        budget=arguments.budget,
         model_args=_model_args(arguments.model_args),
     )
-
-    def say(text: str) -> None:
-        sys.stderr.write(text + "\n")
-
     space = None if arguments.space is None else Path(arguments.space)
-    outcome = tune(
-        objective,
-        Path(arguments.out),
-        space,
-        say,
-        trials=arguments.trials,
-        timeout_s=arguments.timeout,
-        slack=arguments.slack,
-        seed=arguments.seed,
-        jobs=arguments.jobs,
-    )
+    effort = {key: arguments[key] for key in ("trials", "slack", "seed", "jobs")}
+    say = partial(print, file=sys.stderr)
+    out = Path(arguments.out)
+    outcome = tune(objective, out, space, say, timeout_s=arguments.timeout, **effort)
     return print_result(arguments.json, outcome, front_table(outcome))
 
 
