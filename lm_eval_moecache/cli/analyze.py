@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import finite, unknown_name_error
@@ -70,11 +70,9 @@ def run(arguments: Namespace) -> int:
         raise unknown_name_error("analysis", name, ANALYSES)
     options = _settled(name, arguments)
     analysis = _analyzed(name, model, options, trust_remote_code=arguments.trust_remote_code)
-    if arguments.json:
-        tables = {"rows": analysis.tables[name]} if name in analysis.tables else analysis.tables
-        sys.stdout.write(json.dumps(finite({"model": model, **tables}), indent=2) + "\n")
-    else:
-        sys.stdout.write("\n".join(map(rows_as_markdown, analysis.tables.values())))
+    tables = {"rows": analysis.tables[name]} if name in analysis.tables else analysis.tables
+    text = "\n".join(map(rows_as_markdown, analysis.tables.values()))
+    print_result(arguments.json, {"model": model, **tables}, text)
     if arguments.out:
         from lm_eval_moecache.report.plots import save_as
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.cli.main import make_parser, print_result
@@ -55,7 +55,9 @@ def run_raw(argv: list[str]) -> int:
         pyplot()
     if arguments.timeline is not None:
         check_writable(Path(arguments.timeline))
-    configs = _configs(arguments, parameters)
+    settings = {key: arguments[key] for key in SETTINGS if arguments[key] is not None}
+    lists = {key: _split(text) for key, text in settings.items() if key in LISTS}
+    configs = combinations({**settings, **lists, **parameters})
     if arguments.timeline is not None:
         _write_timeline(arguments.traces, configs, options, arguments.timeline)
     jobs, is_shown = read_jobs(arguments.jobs), sys.stderr.isatty()
@@ -64,13 +66,6 @@ def run_raw(argv: list[str]) -> int:
         plot_miss_rates(rows, arguments.plot)
     text = as_table(rows, in_full=arguments.all) + "\n"
     return print_result(arguments.json, as_json(rows), text)
-
-
-def _configs(arguments: Namespace, parameters: Mapping[str, Any]) -> list[Config]:
-    """Return every combination of the options' values."""
-    settings = {key: arguments[key] for key in SETTINGS if arguments[key] is not None}
-    lists = {key: _split(text) for key, text in settings.items() if key in LISTS}
-    return combinations({**settings, **lists, **parameters})
 
 
 def _write_timeline(

@@ -65,11 +65,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     asked = ("trace", "measured", "hardware", "capacity")
     given = [name for name in asked if getattr(arguments, name) is not None]
-    for key, other in (("model", "counts"), ("counts", "speeds")):
-        value, beside = arguments[key], arguments[other]
-        if value is not None and (beside is None) == (key == "model"):
-            rule = "goes with --counts alone" if key == "model" else "does not go with --speeds"
-            raise ValueError(f"{key}={value!r} {rule}.")
+    if arguments.model is not None and arguments.counts is None:
+        raise ValueError(f"model={arguments.model!r} goes with --counts alone.")
+    if arguments.counts is not None and arguments.speeds is not None:
+        raise ValueError(f"counts={arguments.counts!r} does not go with --speeds.")
     if arguments.counts is not None:
         return _counts(arguments)
     if arguments.speeds is not None:

@@ -43,7 +43,7 @@ class Coactivation:
 
 
 def top_k_shares(logits: FloatArray, temperature: float) -> FloatArray:
-    """Return softmax(z / temperature) over each token's own experts [T, K].
+    """Return softmax(z / temperature) over each token's own experts [..., K].
 
     An expert that routing has dropped has logit -inf and share 0.
     """
@@ -53,7 +53,7 @@ def top_k_shares(logits: FloatArray, temperature: float) -> FloatArray:
 
 
 def activating_entropy(shares: FloatArray) -> FloatArray:
-    """Return the TAE [T] of renormalised shares [T, K] (equation 1); 0 for a single expert."""
+    """Return the TAE [...] of renormalised shares [..., K] (equation 1); 0 for a single expert."""
     positive = shares > 0
     terms = np.where(positive, shares * np.log(np.where(positive, shares, 1.0)), 0.0)
     max_entropy = np.log(np.maximum(positive.sum(axis=-1), 2))
@@ -105,11 +105,8 @@ class BuddyProfile:
             raise ValueError(f"miss.tau={tau} must lie between 0 and {limit} (tau_scale={scale}).")
         if scale == "absolute":
             return np.full(self._num_layers, tau)
-        entropies = [
-            activating_entropy(top_k_shares(logits, temperature))
-            for logits in self._arrays[TOP_LOGITS]
-        ]
-        return np.percentile(np.stack(entropies).astype(np.float64), tau, axis=-1)
+        entropies = activating_entropy(top_k_shares(self._arrays[TOP_LOGITS], temperature))
+        return np.percentile(entropies.astype(np.float64), tau, axis=-1)
 
     def buddies(
         self, measure: str, alpha: float | list[float] | None, k_max: int | None, rank: int | None

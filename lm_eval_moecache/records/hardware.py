@@ -169,11 +169,7 @@ def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
     ValueError for an unknown name or an unreadable file.
     """
     found = canonical_name(name)
-    path = (
-        Path(name)
-        if found.endswith((".yaml", ".yml"))
-        else yaml_files("hardware", PROFILE_DIR)[found]
-    )
+    path = yaml_files("hardware", PROFILE_DIR).get(found, Path(found))
     # Imported late: pydantic is slow to import.
     from lm_eval_moecache.records.schemas.inputs import read_profile
 

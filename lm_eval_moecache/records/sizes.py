@@ -42,10 +42,8 @@ def parse_bytes(text: str, key: str) -> int:
 def parse_bandwidth(text: str) -> float:
     """Read `5GB/s` as bytes per second; it needs a unit and must be positive."""
     body = str(text).strip().removesuffix("/s")
-    rate, problem = (
-        _size(body),
-        f"is not a bandwidth. Allowed: a number with one of {_SIZES} a second",
-    )
+    rate = _size(body)
+    problem = f"is not a bandwidth. Allowed: a number with one of {_SIZES} a second"
     if re.search(r"[0-9\s][kKMGT]i?b$", body):
         problem = (
             "reads as bits per second. Allowed: bytes per second, with a capital B, like "

@@ -255,12 +255,8 @@ def read_safetensors_index(path: Path, what: str) -> RealModel:
         raise ValueError(f"{what}: there is no config.json beside it, which says what tensors are.")
     config = read_json(config_path, f"{what}: config.json")
     names = {path.parent / Path(str(name)).name for name in files.values()}
-    tensors = [
-        tensor
-        for file in sorted(names)
-        if all(map(is_file, names))
-        for tensor in _safetensors(file, f"{what}: {file.name}")
-    ]
+    here = sorted(names) if all(map(is_file, names)) else []
+    tensors = [tensor for file in here for tensor in _safetensors(file, f"{what}: {file.name}")]
     config = {"name": path.resolve().parent.name, **config, "quantization_config": None}
     try:
         model = read_config(config, what)
