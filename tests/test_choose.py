@@ -46,12 +46,8 @@ def test_a_row_has_the_figures_of_its_replay(policy: str, moecache: Moecache) ->
 def test_it_is_sorted_and_says_what_the_fastest_is_that_needs_less(
     tmp_path: Path, moecache: Moecache
 ) -> None:
-    command = (
-        "choose",
-        _first_steps(tmp_path, 5 * BLOCKS, moecache),
-        "--hardware",
-        "rtx-4090-24gb",
-    )
+    steps = _first_steps(tmp_path, 5 * BLOCKS, moecache)
+    command = ("choose", steps, "--hardware", "rtx-4090-24gb")
     found = moecache.json(*command)
     rows = found["rows"]
     times = [row["tpot_ms"] for row in rows]

@@ -109,10 +109,8 @@ def test_its_format_rules_composition_and_device_replay_by_their_names(
 
 
 def test_its_rules_keep_the_contracts(installed: Path) -> None:
-    prefetch, eviction = (
-        find_algorithm("prefetch", "repeat"),
-        find_algorithm("eviction", "aged_lfu"),
-    )
+    prefetch = find_algorithm("prefetch", "repeat")
+    eviction = find_algorithm("eviction", "aged_lfu")
     own_prefetch = type("Own", (PrefetchContract,), {"algorithm": prefetch})
     # 1 is used twice, 2 and 3 once each: of these two the one used first is older.
     script = "load 1 2 3, use 1 2 3, use 1, leave 2 3 1"

@@ -138,6 +138,11 @@ def test_bounds_are_kept_and_told(number: int) -> None:
             read_count("jobs", number, most=5)
 
 
+def modules_with(pattern: str) -> set[str]:
+    paths = PACKAGE.rglob("*.py")
+    return {str(p.relative_to(PACKAGE)) for p in paths if re.search(pattern, p.read_text())}
+
+
 def test_every_yaml_and_json_file_goes_through_these_readers() -> None:
     """All user input goes through these loaders; no other module calls yaml or json on it."""
     allowed = {
@@ -151,20 +156,8 @@ def test_every_yaml_and_json_file_goes_through_these_readers() -> None:
         *("model/predictor/training.py", "trace/file.py"),
         *("sweep/worker.py", "sweep/sharing.py", "harness/judge.py"),
     }
-    calls = (
-        "yaml.safe_load(",
-        "yaml.load(",
-        "json.load(",
-        "json.loads(",
-        "torch.load(",
-        "pickle.",
-    )
-    callers = {
-        str(path.relative_to(PACKAGE))
-        for path in PACKAGE.rglob("*.py")
-        if any(call in path.read_text() for call in calls)
-    }
-    assert callers == allowed
+    reading = r"yaml\.(safe_)?load\(|json\.loads?\(|torch\.load\(|pickle\."
+    assert modules_with(reading) == allowed
 
 
 def test_the_overview_needs_no_heavy_import() -> None:
@@ -218,12 +211,7 @@ def test_a_lock_or_a_journal_that_is_a_link_leaves_its_target_alone(tmp_path: Pa
 def test_one_function_gives_files_their_names() -> None:
     """All others would replace a device, a pipe or a link's target."""
     calls = r"os\.(replace|rename|link)\(|shutil\.(move|copy)|\.rename\(|savefig\((?!image)"
-    writers = {
-        str(path.relative_to(PACKAGE))
-        for path in PACKAGE.rglob("*.py")
-        if re.search(calls, path.read_text())
-    }
-    assert writers == {"records/files.py"}
+    assert modules_with(calls) == {"records/files.py"}
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".csv"])
