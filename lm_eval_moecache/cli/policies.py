@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
@@ -47,43 +47,38 @@ def run(arguments: Namespace) -> int:
 
 def collect(axes: Sequence[str] = AXES) -> dict[str, Any]:
     """Return all compositions and the algorithms of these axes, as `--json` prints them."""
-    algorithms: dict[str, list[dict[str, Any]]] = {axis: [] for axis in axes}
-    for axis, entries in algorithms.items():
-        for name in algorithm_names(axis):
-            algorithm = find_algorithm(axis, name)
-            parameters = {p["name"]: p["default"] for p in _parameters(algorithm)}
-            summary = (inspect.getdoc(algorithm) or "").split("\n")[0]
-            about = {"source": algorithm.source, "summary": summary}
-            entries.append({"name": name, "parameters": parameters, **about})
     return {
         "task_configs": str(task_configs_dir()),
         "hardware": profile_names(),
         "compositions": [load_policy(name).as_dict() for name in policy_names()],
-        "algorithms": algorithms,
+        "algorithms": {axis: [_entry(axis, n) for n in algorithm_names(axis)] for axis in axes},
     }
 
 
-def _parameters(algorithm: Any) -> list[dict[str, Any]]:
-    """Return each parameter's name, default (None where it has none) and annotation."""
-    return [
-        {
-            "name": unmangle(key),
-            "default": None if parameter.default is parameter.empty else parameter.default,
-            "type": inspect.formatannotation(parameter.annotation).replace("typing.", ""),
-        }
-        for key, parameter in parameters_of(algorithm).items()
-    ]
+def _entry(axis: str, name: str) -> dict[str, Any]:
+    algorithm = find_algorithm(axis, name)
+    return {
+        "name": name,
+        "parameters": {key: default for key, default, _ in _parameters(algorithm)},
+        "source": algorithm.source,
+        "summary": (inspect.getdoc(algorithm) or "").split("\n")[0],
+    }
+
+
+def _parameters(algorithm: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield each parameter's name, default (None where it has none) and annotation."""
+    for key, parameter in parameters_of(algorithm).items():
+        default = None if parameter.default is parameter.empty else parameter.default
+        kind = inspect.formatannotation(parameter.annotation).replace("typing.", "")
+        yield unmangle(key), default, kind
 
 
 def _in_short(listing: Mapping[str, Any]) -> str:
     """Return the names alone, with a pointer to `moecache policies NAME`."""
-    rows = [("policy", [policy["name"] for policy in listing["compositions"]])]
-    rows += [
-        (axis, [a["name"] for a in algorithms])
-        for axis, algorithms in listing["algorithms"].items()
-    ]
+    named = {"policy": listing["compositions"], **listing["algorithms"]}
+    rows = {key: [each["name"] for each in entries] for key, entries in named.items()}
     lines = []
-    for key, names in [*rows, ("hardware", listing["hardware"])]:
+    for key, names in {**rows, "hardware": listing["hardware"]}.items():
         lines += [f"{key}=", *wrapped(", ".join(names), 2), ""]
     lines += ["`moecache policies NAME` explains one, `--axis AXIS` summarises those of an"]
     lines += ["axis, `--all` lists everything with parameters and sources."]
@@ -138,14 +133,9 @@ def _explain(axis: str, name: str, overrides: Mapping[str, Any]) -> dict[str, An
     algorithm = find_algorithm(axis, name)
     doc = inspect.getdoc(algorithm) or ""
     parameters = [
-        {
-            "name": parameter["name"],
-            "default": parameter["default"],
-            "value": overrides.get(parameter["name"]),
-            "type": parameter["type"],
-            "meaning": meaning_of(parameter["name"], doc),
-        }
-        for parameter in _parameters(algorithm)
+        {"name": key, "default": default, "value": overrides.get(key), "type": kind}
+        | {"meaning": meaning_of(key, doc)}
+        for key, default, kind in _parameters(algorithm)
     ]
     about = {"source": algorithm.source, "description": doc}
     return {"axis": axis, "name": name, **about, "parameters": parameters}
