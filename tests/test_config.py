@@ -181,12 +181,8 @@ def test_defaults_are_those_of_the_design() -> None:
 
 
 def test_arguments_are_divided_between_us_and_the_host() -> None:
-    model_args = {
-        "policy": "specmd",
-        "eviction.order": "fifo",
-        "dtype": "float32",
-        "device_map": "x",
-    }
+    text = "policy=specmd,eviction.order=fifo,dtype=float32,device_map=x"
+    model_args = simple_parse_args_string(text)
     cache_args, hflm_args = split_arguments(model_args, ["dtype", "batch_size"])
     assert cache_args == {"policy": "specmd", "eviction.order": "fifo"}
     assert hflm_args == {"dtype": "float32", "device_map": "x"}

@@ -39,11 +39,8 @@ def write_gguf(
 ) -> Path:
     writer = GGUFWriter(path, architecture)
     for key, number in {**NUMBERS, **changes}.items():
-        name = f"{architecture}.{key}"
-        writer.add_array(name, number) if isinstance(number, list) else writer.add_uint32(
-            name,
-            number,  # type: ignore[arg-type]
-        )
+        add: Any = writer.add_array if isinstance(number, list) else writer.add_uint32
+        add(f"{architecture}.{key}", number)
     for key, text in (general or {}).items():
         writer.add_string(f"general.{key}", text)
     writer.add_file_type(15)
