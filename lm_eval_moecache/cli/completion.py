@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -41,16 +42,14 @@ def whole_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parser_of(name: str) -> argparse.ArgumentParser:
+def _parser_of(name: str) -> Any:
     module = importlib.import_module(f"lm_eval_moecache.cli.{name}")
     if name == "eval":
         from lm_eval._cli.harness import HarnessCLI
 
-        run: argparse.ArgumentParser = HarnessCLI()._subparsers.choices["run"]
-        return run
+        return HarnessCLI()._subparsers.choices["run"]
     if name == "replay":
-        replay: argparse.ArgumentParser = module.parser()
-        return replay
+        return module.parser()
     if hasattr(module, "add_arguments"):
         return parser_of(name)
     # A command that parses by itself: only the actions of `profile` are listed.

@@ -77,10 +77,8 @@ def _list(as_json: bool) -> int:
     rows = [{"name": name, **recipe.model_dump(include=shown)} for name, recipe in recipes.items()]
     lead = max(map(len, recipes)) + 4
     lines = listed([(name, recipe.title) for name, recipe in recipes.items()], lead)
-    note = (
-        f"{len(recipes)} tables and figures. `moecache reproduce NAME` remakes one on the shipped "
-    )
-    lines += ["", *wrapped(f"{note}model, `--pretrained MODEL` on another.")]
+    note = f"{len(recipes)} tables and figures. `moecache reproduce NAME` remakes one on the "
+    lines += ["", *wrapped(f"{note}shipped model, `--pretrained MODEL` on another.")]
     return print_result(as_json, {"figures": rows}, "\n".join([*lines, ""]))
 
 

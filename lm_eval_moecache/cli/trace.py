@@ -147,10 +147,8 @@ def _convert(arguments: Namespace) -> tuple[dict[str, Any], str]:
     read_back = load_trace(str(out))
     np.testing.assert_array_equal(read_back.keys, trace.keys)
     facts = {"out": str(out), "passes": read_back.num_passes, "rows": len(read_back.columns.layer)}
-    return (
-        facts,
-        f"{out}: {facts['passes']} passes, {facts['rows']} rows, read back as they were.\n",
-    )
+    text = f"{out}: {facts['passes']} passes, {facts['rows']} rows, read back as they were.\n"
+    return facts, text
 
 
 def only_request(trace: Trace, number: int) -> Trace:

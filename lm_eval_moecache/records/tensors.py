@@ -46,9 +46,12 @@ class _Part:
     weights: int = 0
     nbytes: int = 0
 
-    def add(self, tensor: Tensor) -> None:
-        self.weights += tensor.weights
-        self.nbytes += tensor.nbytes
+    def add(self, more: Tensor) -> None:
+        self.weights += more.weights
+        self.nbytes += more.nbytes
+
+    def __add__(self, other: _Part) -> _Part:
+        return _Part(self.weights + other.weights, self.nbytes + other.nbytes)
 
     @property
     def bits(self) -> float:
@@ -299,18 +302,14 @@ def _safetensors(path: Path, what: str) -> Iterator[Tensor]:
             raise ValueError(f"{what} is no safetensors file: {error}.") from None
 
 
-def _checkpoint_parts(tensors: Iterable[Tensor], num_layers: int | None = None) -> _Parts:
+def _checkpoint_parts(tensors: Iterable[Tensor], num_layers: float = math.inf) -> _Parts:
     """Sort a checkpoint's tensors; layers from `num_layers` on predict ahead and are left out."""
     pattern = r".*?layers\.(?P<layer>\d+)\.(?:.*\bexperts\.(?:(?P<expert>\d+)\.)?(?!bias)\w)?"
     own = [
         tensor
         for tensor in tensors
         if not any(part in tensor.name.lower() for part in _LEFT_OUT)
-        and (
-            num_layers is None
-            or not (match := re.match(pattern, tensor.name))
-            or int(match["layer"]) < num_layers
-        )
+        and (not (match := re.match(pattern, tensor.name)) or int(match["layer"]) < num_layers)
     ]
     return _parts(own, pattern, "embed_tokens.", "lm_head.")
 
@@ -324,8 +323,8 @@ def _with_bits(model: RealModel, parts: _Parts, source: str) -> RealModel:
     stored = Stored(
         f"{bits:.3g} bits",
         bits,
-        _Part(dense, parts.layers.nbytes + parts.once.nbytes).bits,
-        _Part(vocabulary, parts.embedding.nbytes + parts.output.nbytes).bits,
+        _Part(dense, (parts.layers + parts.once).nbytes).bits,
+        _Part(vocabulary, (parts.embedding + parts.output).nbytes).bits,
     )
     return replace(model, stored=stored, source=f"config.json, and the tensors of {source}")
 
@@ -408,12 +407,7 @@ def _model(
         raise ValueError(f"{shown(name)}: {top_k} of {num_experts} experts for a token.")
     is_tied = not parts.output.weights
     output = parts.embedding.weights if is_tied else parts.output.weights
-    dense = _Part(
-        parts.layers.weights + parts.once.weights, parts.layers.nbytes + parts.once.nbytes
-    )
-    vocabulary = _Part(
-        parts.embedding.weights + parts.output.weights, parts.embedding.nbytes + parts.output.nbytes
-    )
+    dense, vocabulary = parts.layers + parts.once, parts.embedding + parts.output
     return RealModel(
         name=name,
         num_layers=num_layers,

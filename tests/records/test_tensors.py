@@ -204,13 +204,11 @@ def checkpoint(folder: Path, config: dict[str, Any]) -> Path:
         for e in range(3)
         for name in ("gate", "up", "down")
     }
-    dense = {f"model.layers.{n}.mlp.gate.weight": np.zeros((3, 8), np.float16) for n in range(2)}
-    for n in range(2):
-        for name in "qkvo":
-            key = f"model.layers.{n}.self_attn.{name}_proj.weight"
-            dense[key] = np.zeros((8, 8), np.float16)
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        dense[name] = np.zeros((10, 8), np.float16)
+    shapes = {f"model.layers.{n}.mlp.gate.weight": (3, 8) for n in range(2)}
+    attention = "model.layers.{}.self_attn.{}_proj.weight"
+    shapes |= {attention.format(n, name): (8, 8) for n in range(2) for name in "qkvo"}
+    shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (10, 8))
+    dense = {name: np.zeros(shape, np.float16) for name, shape in shapes.items()}
     save_file(experts, folder / "a.safetensors")
     save_file({**dense, "visual.weight": np.zeros(99, np.float16)}, folder / "b.safetensors")
     names = {**dict.fromkeys(experts, "a.safetensors"), **dict.fromkeys(dense, "b.safetensors")}
