@@ -134,12 +134,12 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
     given = runtimes.known(
         cards=max(cards, 1),
         ram="0B" if arguments.store == "disk" else arguments.ram,
-        **{key: arguments[key] for key in ("host_memory", "disk", "bandwidth", "measured")},
+        **{key: arguments[key] for key in ("host_memory", "disk", "bandwidth")},
     )
     run_as = model
     if arguments.precision is None and model.name in emulated_names():
         run_as = runtimes.usual_precision(model, hardware, cards, context)
-    advice = runtimes.advise(run_as, hardware, given, context, prompt)
+    advice = runtimes.advise(run_as, hardware, given, context, prompt, arguments.measured)
     if run_as is not model:
         why = f"(as published, {model.stored.name}, they do not fit)"
         advice["assumed"].insert(0, f"weights in {run_as.stored.name} {why}")

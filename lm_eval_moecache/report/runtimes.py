@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -16,6 +16,7 @@ from lm_eval_moecache.engine.forecast import (
     Machine,
     Placed,
     Placement,
+    Work,
     automatic,
     forecast,
     hit_rate,
@@ -55,37 +56,25 @@ _PHONE_FLOPS = 1e12
 _FEW_BITS = 6.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Known:
-    """What a user says of a machine; None where the profile's figures or assumptions stand."""
-
-    cards: int = 1
-    ram: float | None = None
-    host: float | None = None
-    disk: float | None = None
-    link: float | None = None
-    measured: str | None = None
-    """`RUNTIME PLACEMENT TOK_S` of this model on this machine, or a CSV of speeds."""
-
-
 def known(
     *,
-    cards: int,
-    ram: str | None,
-    host_memory: str | None,
-    disk: str | None,
-    bandwidth: str | None,
-    measured: str | None,
-) -> Known:
-    """Read the options. Raises ValueError naming the option."""
-    return Known(
-        cards=cards,
-        ram=None if ram is None else parse_bytes(ram, "ram"),
-        host=None if host_memory is None else rate(host_memory, "host_memory"),
-        disk=None if disk is None else rate(disk, "disk"),
-        link=None if bandwidth is None else parse_bandwidth(bandwidth),
-        measured=measured,
-    )
+    cards: int = 1,
+    ram: str | None = None,
+    host_memory: str | None = None,
+    disk: str | None = None,
+    bandwidth: str | None = None,
+) -> dict[str, Any]:
+    """Read what a user says of a machine into arguments of `machine`; None where nobody says.
+
+    Raises ValueError naming the option.
+    """
+    return {
+        "cards": cards,
+        "ram": None if ram is None else parse_bytes(ram, "ram"),
+        "host": None if host_memory is None else rate(host_memory, "host_memory"),
+        "drive": None if disk is None else rate(disk, "disk"),
+        "link": None if bandwidth is None else parse_bandwidth(bandwidth),
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,35 +86,64 @@ class Scale:
     text: str = ""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What is asked: a model with so many tokens of context, on a machine known so far."""
+
+    model: RealModel
+    hardware: Hardware
+    given: Mapping[str, Any]
+    """Arguments of `machine`, as `known` reads them."""
+    context: int
+    scale: Scale = field(default_factory=Scale)
+
+    @property
+    def is_mac(self) -> bool:
+        """Whether the memory is unified, and of more than a phone."""
+        return self.hardware.is_unified and self.hardware.peak_flops >= _PHONE_FLOPS
+
+    def on(self, runtime: Runtime) -> tuple[RealModel, Machine]:
+        """Return the model as the runtime's files store it, and the machine as it finds it."""
+        return stored_for(runtime, self.model), machine(self.hardware, runtime, **self.given)
+
+
 def advise(
-    model: RealModel, hardware: Hardware, given: Known, context: int, prompt: int
+    model: RealModel,
+    hardware: Hardware,
+    given: Mapping[str, Any],
+    context: int,
+    prompt: int,
+    measured: str | None = None,
 ) -> dict[str, Any]:
-    """Return the runtimes' rows, what was assumed, and the line that says what to run."""
-    scale = read_measured(model, hardware, given, context)
-    names: tuple[str, ...] = ON_UNIFIED if hardware.is_unified else ON_CARDS
-    if hardware.is_unified and hardware.peak_flops < _PHONE_FLOPS:
-        names = ON_PHONES
+    """Return the runtimes' rows, what was assumed, and the line that says what to run.
+
+    `given` is what `known` reads, `measured` a `RUNTIME PLACEMENT TOK_S` of this model on this
+    machine, or a CSV of speeds.
+    """
+    setup = Setup(model=model, hardware=hardware, given=given, context=context)
+    if measured is not None:
+        setup = replace(setup, scale=read_measured(setup, measured))
+    names = ON_CARDS if not hardware.is_unified else ON_UNIFIED if setup.is_mac else ON_PHONES
     runtimes = [load_runtime(name) for name in names]
     rows = [
-        row_of(model, hardware, given, runtime, scale, context, prompt)
+        row_of(setup, runtime, prompt)
         for runtime in runtimes
         if re.search(runtime.models, model.name.lower())
     ]
     running = [row for row in rows if row["tok_per_s"] is not None]
     assumed = [
         text
-        for text in machine_of(hardware, given, load_runtime(names[0])).assumed
+        for text in setup.on(runtimes[0])[1].assumed
         if any(row["needs_drive"] for row in running)
         or (not text.startswith("drive") and any(row["mechanism"] != RESIDENT for row in running))
     ]
-    alone = cpu_alone(model, hardware, given, scale, context)
+    alone = cpu_alone(setup)
     return {
         "runtimes": rows,
         "assumed": assumed,
-        "measured": scale.text or None,
+        "measured": setup.scale.text or None,
         "cpu_alone_tok_per_s": alone,
-        "first": first_line(model, running, alone)
-        + raised(model, hardware, given, running, context),
+        "first": first_line(model, running, alone) + raised(setup, running),
     }
 
 
@@ -139,20 +157,12 @@ def usual_precision(model: RealModel, hardware: Hardware, cards: int, context: i
     return replace(model, stored=load_stored("q4_k_m"))
 
 
-def raised(
-    model: RealModel,
-    hardware: Hardware,
-    given: Known,
-    rows: Sequence[Mapping[str, Any]],
-    context: int,
-) -> str:
+def raised(setup: Setup, rows: Sequence[Mapping[str, Any]]) -> str:
     """Return what a Mac would do whose GPU may take all memory but the system's."""
-    if not (hardware.is_unified and hardware.peak_flops >= _PHONE_FLOPS):
+    if not setup.is_mac or not rows or rows[0]["mechanism"] == RESIDENT:
         return ""
-    if not rows or rows[0]["mechanism"] == RESIDENT:
-        return ""
-    runtime = load_runtime("llama.cpp")
-    box = machine_of(hardware, given, runtime)
+    model, context, runtime = setup.model, setup.context, load_runtime("llama.cpp")
+    _, box = setup.on(runtime)
     box = replace(box, card_bytes=box.ram - SYSTEM)
     if automatic(model, box, runtime, context).kind != RESIDENT:
         return ""
@@ -165,57 +175,29 @@ def raised(
     )
 
 
-def machine_of(hardware: Hardware, given: Known, runtime: Runtime) -> Machine:
-    """Return the machine with what is known of it."""
-    return machine(
-        hardware,
-        runtime,
-        cards=given.cards,
-        host=given.host,
-        link=given.link,
-        drive=given.disk,
-        ram=given.ram,
-    )
-
-
-def row_of(
-    model: RealModel,
-    hardware: Hardware,
-    given: Known,
-    runtime: Runtime,
-    scale: Scale,
-    context: int,
-    prompt: int,
-) -> dict[str, Any]:
+def row_of(setup: Setup, runtime: Runtime, prompt: int) -> dict[str, Any]:
     """Return one runtime's row; `tok_per_s` is None, with the reason, where it cannot run."""
-    found = machine_of(hardware, given, runtime)
     row: dict[str, Any] = {
         "runtime": runtime.name,
         **dict.fromkeys(("flags", "placement", "mechanism", "tok_per_s", "low", "high")),
         **dict.fromkeys(("ttft_s", "ttft_low_s", "ttft_high_s", "needs_drive", "why")),
     }
-    model = stored_for(runtime, model)
+    model, found = setup.on(runtime)
     try:
-        placed = settled(model, found, runtime, context)
+        placed = settled(model, found, runtime, setup.context)
     except ValueError as error:
         return {**row, "why": str(error)}
     if placed.mechanism == LAYER:
         row["why"] = "each token would copy whole layers: choose bits that fit"
-    got = scaled(model, found, runtime, placed, scale, context, _is_stated(placed, given))
+    got = scaled(setup, runtime, placed)
     work = prompt_work(model, found, runtime, placed, prompt)
-    first = {}
-    if work is not None:
-        spread = mechanisms().spreads.get("prefill")
+    spread = mechanisms().spreads.get("prefill")
+    if work is not None and spread is not None:
         seconds = prompt / prefill_tok_per_s(work, prompt, runtime)
-        if spread is not None:
-            first = {
-                "ttft_s": seconds,
-                "ttft_low_s": seconds / spread.high,
-                "ttft_high_s": seconds / spread.low,
-            }
+        row["ttft_s"] = seconds
+        row |= {"ttft_low_s": seconds / spread.high, "ttft_high_s": seconds / spread.low}
     return {
         **row,
-        **first,
         "flags": flags(model, runtime, placed),
         "placement": str(placed.placement),
         "mechanism": placed.mechanism,
@@ -270,29 +252,17 @@ def _from_drive(model: RealModel, placed: Placed, held: float, *, by_faults: boo
     return replace(placed, mechanism=READ, on_host=0.0, moved=1 - hit, hit=hit, by_faults=by_faults)
 
 
-def _is_stated(placed: Placed, given: Known) -> bool:
-    """Whether the user gave what matters most to the mechanism."""
-    match placed.mechanism:
-        case "resident":
-            return True
-        case "host":
-            return given.host is not None
-    return False
-
-
-def scaled(
-    model: RealModel,
-    machine: Machine,
-    runtime: Runtime,
-    placed: Placed,
-    scale: Scale,
-    context: int,
-    is_stated: bool,
-) -> Forecast:
+def scaled(setup: Setup, runtime: Runtime, placed: Placed) -> Forecast:
     """Return the forecast, scaled by a measurement on the same machine where there is one."""
+    model, machine = setup.on(runtime)
+    scale = setup.scale
     if scale.drive is not None:
         machine = replace(machine, drive_bytes_per_s=scale.drive)
-    found = forecast(model, machine, runtime, placed, context, is_stated=is_stated)
+    # Whether the user gave what matters most to the mechanism.
+    is_stated = placed.mechanism == RESIDENT
+    if placed.mechanism == HOST and placed.placement.kind != "cpu":
+        is_stated = setup.given["host"] is not None
+    found = forecast(model, machine, runtime, placed, setup.context, is_stated=is_stated)
     if not scale.text:
         return found
     parts = found.work.seconds(mechanisms().constants)
@@ -306,35 +276,27 @@ def scaled(
     return replace(found, tok_per_s=tok_per_s, low=tok_per_s * low, high=tok_per_s * high)
 
 
-def read_measured(model: RealModel, hardware: Hardware, given: Known, context: int) -> Scale:
+def read_measured(setup: Setup, text: str) -> Scale:
     """Return what `--measured` says. Raises ValueError where it cannot be read.
 
     Decoding scales by measured over forecast; where the drive is read, the difference is the
     drive's. Of a CSV, the geometric means over its rows, whatever models they have.
     """
-    text = given.measured
-    if text is None:
-        return Scale()
     if text.endswith(".csv"):
         rows, _ = read_rows(Path(text))
-        ratios, drives = [], []
-        for row in rows:
-            if row.decode is None:
-                continue
-            parts = row.forecast().work.seconds(mechanisms().constants)
-            on_drive = parts["drive"]
-            rest = sum(parts.values()) - on_drive
-            ratio, share = scale_by(row.decode / row.runtime.factor, rest, on_drive)
-            if on_drive and share != 1:
-                drives.append(math.log(row.machine.drive_bytes_per_s * share))
-            else:
-                ratios.append(math.log(ratio))
-        if not ratios and not drives:
+        scales = [
+            _scale(row.decode / row.runtime.factor, row.forecast().work, row.machine)
+            for row in rows
+            if row.decode is not None
+        ]
+        drives = [math.log(drive) for _, drive in scales if drive is not None]
+        ratios = [math.log(ratio) for ratio, drive in scales if drive is None]
+        if not scales:
             raise ValueError(f"measured={text!r} has no row with a decode speed that is forecast.")
         return Scale(
             ratio=math.exp(mean(ratios)) if ratios else 1.0,
             drive=math.exp(mean(drives)) if drives else None,
-            text=f"{len(ratios) + len(drives)} measured rows of {text}",
+            text=f"{len(scales)} measured rows of {text}",
         )
     match = re.fullmatch(
         r"(?P<runtime>.+?)(?: (?P<placement>[a-z_]+(?:=\S+)?))? (?P<speed>[\d.]+)", text.strip()
@@ -346,36 +308,35 @@ def read_measured(model: RealModel, hardware: Hardware, given: Known, context: i
             "'llama.cpp host_layers=all 21.3', or a CSV of `moecache validate --speeds`."
         )
     runtime = load_runtime(match["runtime"])
-    model = stored_for(runtime, model)
-    found = machine_of(hardware, given, runtime)
+    model, found = setup.on(runtime)
     where = read_placement(match["placement"] or "auto", "measured")
     if where.kind == "auto":
-        placed = settled(model, found, runtime, context)
+        placed = settled(model, found, runtime, setup.context)
     else:
-        placed = place(model, found, runtime, where, context)
-    got = forecast(model, found, runtime, placed, context)
-    parts = got.work.seconds(mechanisms().constants)
-    drive = parts["drive"]
-    rest = sum(parts.values()) - drive
+        placed = place(model, found, runtime, where, setup.context)
+    got = forecast(model, found, runtime, placed, setup.context)
+    ratio, drive = _scale(value, got.work, found)
     said = f"measured {runtime.name} {placed.placement}: {value:g} tok/s"
-    ratio, share = scale_by(value, rest, drive)
-    return Scale(
-        ratio=ratio, drive=None if share == 1 else found.drive_bytes_per_s * share, text=said
-    )
+    return Scale(ratio=ratio, drive=drive, text=said)
 
 
-def cpu_alone(
-    model: RealModel, hardware: Hardware, given: Known, scale: Scale, context: int
-) -> float | None:
+def _scale(measured: float, work: Work, machine: Machine) -> tuple[float, float | None]:
+    """Return measured over forecast, and the drive's rate where that explains the difference."""
+    parts = work.seconds(mechanisms().constants)
+    rest = sum(parts.values()) - parts["drive"]
+    ratio, share = scale_by(measured, rest, parts["drive"])
+    return ratio, None if share == 1 else machine.drive_bytes_per_s * share
+
+
+def cpu_alone(setup: Setup) -> float | None:
     """Return the speed of the host's processor alone, None where its RAM is too small."""
-    runtime = load_runtime("llama.cpp")
-    model = stored_for(runtime, model)
-    found = machine_of(hardware, given, runtime)
+    runtime, context = load_runtime("llama.cpp"), setup.context
+    model, found = setup.on(runtime)
     needed = model.all_expert_bytes + model.dense_bytes + model.kv_bytes(context) + SYSTEM
     if found.host_bytes_per_s is None or needed > found.ram:
         return None
     placed = place(model, found, runtime, Placement(kind="cpu"), context)
-    return scaled(model, found, runtime, placed, scale, context, is_stated=False).tok_per_s
+    return scaled(setup, runtime, placed).tok_per_s
 
 
 def flags(model: RealModel, runtime: Runtime, placed: Placed) -> str:

@@ -12,16 +12,13 @@ from lm_eval_moecache.records.stored import load_stored
 from lm_eval_moecache.report.runtimes import advise, known
 from tests.conftest import Moecache
 
-NOTHING: dict[str, str | None] = dict.fromkeys(
-    ("ram", "host_memory", "disk", "bandwidth", "measured")
-)
 MODEL = load_real_model("gpt-oss-120b")
 CARD = load_hardware("rtx-4090-24gb")
 
 
-def rows(**options: str) -> dict[str, dict[str, object]]:
-    given = known(cards=1, **{**NOTHING, **options})
-    return {row["runtime"]: row for row in advise(MODEL, CARD, given, 4096, 512)["runtimes"]}
+def rows(measured: str | None = None, **options: str) -> dict[str, dict[str, object]]:
+    advice = advise(MODEL, CARD, known(**options), 4096, 512, measured)
+    return {row["runtime"]: row for row in advice["runtimes"]}
 
 
 def speed(name: str = "llama.cpp", **options: str) -> float:
@@ -44,9 +41,9 @@ def test_what_is_said_of_a_machine_counts() -> None:
 def test_the_placement_is_the_best_that_fits_and_its_flags_say_so() -> None:
     row = rows()["llama.cpp"]
     assert row["flags"] == f"-ngl 99 --n-cpu-moe {str(row['placement'])[12:]} --no-mmap"
-    text = advise(MODEL, CARD, known(cards=1, **NOTHING), 4096, 512)["first"]
+    text = advise(MODEL, CARD, known(), 4096, 512)["first"]
     assert text.startswith(f"llama.cpp {row['flags']}: ")
-    two = advise(MODEL, CARD, known(cards=3, **NOTHING), 4096, 512)["first"]
+    two = advise(MODEL, CARD, known(cards=3), 4096, 512)["first"]
     assert two.startswith("llama.cpp -ngl 99: ") and two.endswith("all of it fits.")
 
 
@@ -76,7 +73,7 @@ def test_a_measurement_that_is_none_is_refused(text: str) -> None:
 
 def test_unified_memory_reads_the_drive_only_beyond_all_of_it() -> None:
     model, mac = load_real_model("Qwen3-30B-A3B"), load_hardware("m4-pro-24gb")
-    found = advise(model, mac, known(cards=1, **NOTHING), 4096, 512)["runtimes"]
+    found = advise(model, mac, known(), 4096, 512)["runtimes"]
     names = {row["runtime"]: row for row in found}
     assert names["mlx"]["why"]
     assert names["llama.cpp"]["needs_drive"]  # bf16 weights
@@ -111,10 +108,9 @@ def test_weights_that_do_not_fit_as_published_are_planned_in_the_bits_that_peopl
 
 def test_a_mac_may_give_its_gpu_more_memory_and_whole_layers_are_not_advised() -> None:
     model = replace(load_real_model("Qwen3-30B-A3B"), stored=load_stored("q4_k_m"))
-    given = known(cards=1, **NOTHING)
-    mac = advise(model, load_hardware("m4-pro-24gb"), given, 4096, 512)
+    mac = advise(model, load_hardware("m4-pro-24gb"), known(), 4096, 512)
     assert "iogpu.wired_limit_mb=" in mac["first"]
-    assert "iogpu" not in advise(model, load_hardware("m2-16gb"), given, 4096, 512)["first"]
+    assert "iogpu" not in advise(model, load_hardware("m2-16gb"), known(), 4096, 512)["first"]
     card = rows()
     assert "choose bits that fit" in str(card["vllm"]["why"])
     assert str(card["ktransformers"]["placement"]).startswith("resident_experts=")
