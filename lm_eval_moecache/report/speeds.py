@@ -78,6 +78,12 @@ _TELLS_NOTHING = re.compile(
 _TELLS_APART = re.compile(r"ultra|max\+?|pro|ti|super|xtx?|gre|laptop|mobile|max-q")
 """Words after a device's name that make it another device."""
 _CARD = re.compile(r"\b(rtx|gtx|rx|radeon|tesla|arc)\b")
+_READS = {
+    **dict.fromkeys((HOST, BOTH), "host_memory_GBps"),
+    **dict.fromkeys((COPY, LAYER), "link_GBps"),
+    READ: "disk_GBps",
+}
+"""Mechanism -> the column of the rate that matters most to it."""
 _DRAFTED = re.compile(r"(?<!no )(?<!no-)(?<!without )\b(mtp|draft\w*|spec(ulative|[- ]dec)\w*)\b")
 
 
@@ -115,16 +121,7 @@ class Row:
         if re.search(r"\b(assumed|inferred)\b", note):
             return False
         knows_hit = placed.hit is None or self.hit is not None
-        match placed.mechanism:
-            case "host":
-                return bool(self.fields["host_memory_GBps"])
-            case "both":
-                return bool(self.fields["host_memory_GBps"]) and knows_hit
-            case "copy":
-                return bool(self.fields["link_GBps"]) and knows_hit
-            case "layer":
-                return bool(self.fields["link_GBps"])
-        return bool(self.fields["disk_GBps"]) and knows_hit
+        return bool(self.fields[_READS[placed.mechanism]]) and knows_hit
 
     def work(self, placed: Placed) -> Work:
         """Return what a decoded token waits for."""
@@ -367,8 +364,10 @@ def rate(text: str, key: str) -> float | None:
 # --- how far off ---
 
 
-def factor(predicted: float, measured: float) -> float:
-    """Return how many times one is the other, the larger over the smaller."""
+def factor(predicted: float | None, measured: float | None) -> float | None:
+    """Return how many times one is the other, the larger over the smaller; None without both."""
+    if predicted is None or measured is None:
+        return None
     return max(predicted / measured, measured / predicted)
 
 
@@ -388,11 +387,9 @@ def predict(row: Row, known: Mechanisms | None = None) -> dict[str, Any]:
     placed = row.placed(known)
     found = row.forecast(known, placed)
     work = row.prompt_work(placed, known)
-    prefill = (
-        None
-        if work is None or row.prompt is None
-        else prefill_tok_per_s(work, row.prompt, row.runtime, known)
-    )
+    prefill = None
+    if work is not None and row.prompt is not None:
+        prefill = prefill_tok_per_s(work, row.prompt, row.runtime, known)
     thumb = 1 / rule_of_thumb_s(found.work)
     return {
         **row.fields,
@@ -402,15 +399,13 @@ def predict(row: Row, known: Mechanisms | None = None) -> dict[str, Any]:
         "predicted_tok_s": found.tok_per_s,
         "low": found.low,
         "high": found.high,
-        "factor": None if row.decode is None else factor(found.tok_per_s, row.decode),
+        "factor": factor(found.tok_per_s, row.decode),
         "measured_tok_s": row.decode,
         "rule_of_thumb_tok_s": thumb,
-        "rule_of_thumb_factor": None if row.decode is None else factor(thumb, row.decode),
+        "rule_of_thumb_factor": factor(thumb, row.decode),
         "predicted_prefill_tok_s": prefill,
         "measured_prefill_tok_s": row.prefill,
-        "prefill_factor": None
-        if prefill is None or row.prefill is None
-        else factor(prefill, row.prefill),
+        "prefill_factor": factor(prefill, row.prefill),
         "drive_s": found.work.seconds((known or mechanisms()).constants)["drive"],
         "placed": str(placed.placement),
         "key": row.key,
