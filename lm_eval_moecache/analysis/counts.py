@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -213,13 +213,23 @@ def slots_per_layer(capacity_bytes: int, geometry: Any) -> float:
     return float(capacity_bytes * geometry.num_experts / geometry.total_expert_bytes)
 
 
+_ROWS: Mapping[str, tuple[str, str]] = {
+    "hit_rate": ("hit rate", ".1%"),
+    "hits": ("hits", ",.0f"),
+    "misses": ("misses", ",.0f"),
+    "bytes_moved": ("bytes moved", ",.0f"),
+    "steps": ("decode steps", ",.0f"),
+    "oracle_hit_rate": ("static oracle", ".1%"),
+}
+"""Figure -> its words in a table, and its format."""
+
+
 def compare(counts: Counts, ours: Mapping[str, float], **about: Any) -> dict[str, Any]:
     """Return what was counted beside what was replayed, as JSON data.
 
     `hit_rate_difference` is replayed - counted, a share.
     """
-    names = ("hit_rate", "hits", "misses", "bytes_moved", "steps", "oracle_hit_rate")
-    said = {name: getattr(counts, name) for name in names}
+    said = {name: getattr(counts, name) for name in _ROWS}
     return {
         "writer": counts.writer,
         "passes": counts.phase,
@@ -230,32 +240,11 @@ def compare(counts: Counts, ours: Mapping[str, float], **about: Any) -> dict[str
     }
 
 
-def _share(value: float) -> str:
-    return f"{100 * value:.1f}%"
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-_ROWS: Mapping[str, tuple[str, Callable[[float], str]]] = {
-    "hit_rate": ("hit rate", _share),
-    "hits": ("hits", _count),
-    "misses": ("misses", _count),
-    "bytes_moved": ("bytes moved", _count),
-    "steps": ("decode steps", _count),
-    "oracle_hit_rate": ("static oracle", _share),
-}
-
-
 def as_text(result: Mapping[str, Any]) -> str:
     """Return the comparison as a table, with what it may be used for."""
     lines = [f"{'':14s} {result['writer']:>18s} {'replayed':>18s}"]
     for name, value in result["counted"].items():
-        words, spelled = _ROWS[name]
-        lines.append(f"{words:14s} {spelled(value):>18s} {spelled(result['replayed'][name]):>18s}")
-    lines.append(
-        f"replayed - counted: {100 * result['hit_rate_difference']:+.1f} points of hit rate"
-    )
-    lines.append("")
-    return "\n".join(lines)
+        words, form = _ROWS[name]
+        lines.append(f"{words:14s} {value:>18{form}} {result['replayed'][name]:>18{form}}")
+    points = 100 * result["hit_rate_difference"]
+    return "\n".join([*lines, f"replayed - counted: {points:+.1f} points of hit rate", ""])

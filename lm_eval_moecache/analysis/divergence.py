@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows, watched
-from lm_eval_moecache.report.metrics import MEGABYTE, cache_metrics
+from lm_eval_moecache.report.metrics import MEGABYTE, cache_metrics, clustered_stderr
 from lm_eval_moecache.report.plots import legend, look, new_figure
 
 TITLE = "What a policy changes of the output"
@@ -117,14 +117,13 @@ def figures(windows: Sequence[Window]) -> dict[str, Any]:
     """Return perplexity and agreements over all tokens of some windows."""
     tokens = np.array([window.tokens for window in windows], dtype=np.float64)
     kl = np.array([window.kl for window in windows])
-    mean, count = kl.sum() / tokens.sum(), len(windows)
-    # The error of a ratio of sums over windows, as windows differ in length.
-    spread = np.sqrt(((kl - mean * tokens) ** 2).sum() * count / max(count - 1, 1)) / tokens.sum()
+    mean = kl.sum() / tokens.sum()
     return {
         "tokens": int(tokens.sum()),
         "perplexity": float(np.exp(sum(window.loss for window in windows) / tokens.sum())),
         "kl": float(mean),
-        "kl_stderr": float(spread) if count > 1 else None,
+        # That of a ratio of sums over windows, as windows differ in length.
+        "kl_stderr": clustered_stderr(kl - mean * tokens, range(len(windows)), tokens.sum()),
         "top1_agreement": float(sum(window.same_top for window in windows) / tokens.sum()),
         "route_agreement": float(sum(window.routes for window in windows) / tokens.sum()),
     }

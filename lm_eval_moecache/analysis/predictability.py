@@ -35,7 +35,7 @@ from lm_eval_moecache.records.files import TINY
 from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.records.predictor import load_predictor
 from lm_eval_moecache.report.plots import new_figure
-from lm_eval_moecache.report.results import SPEED_FILTER
+from lm_eval_moecache.report.results import scores_of
 from lm_eval_moecache.sweep.evaluation import (
     answers_of,
     evaluate,
@@ -138,20 +138,14 @@ def _watched(lm: MoECacheLM, cell: Cell, network: PredictorNetwork) -> tuple[Any
 
 def _compare(plain: Any, replaced: Any) -> Rows:
     """Return Table 1: each task's metrics without and with the replacement."""
-    rows = []
-    for task, metrics in sorted(plain["results"].items()):
-        for key, value in metrics.items():
-            metric, _, kind = key.partition(",")
-            if not isinstance(value, float) or kind == SPEED_FILTER or metric.endswith("_stderr"):
-                continue
-            stderr = metrics.get(f"{metric}_stderr,{kind}")
-            rows.append(
-                {
-                    "task": task,
-                    "metric": key,
-                    "original": value,
-                    "replaced": replaced["results"][task][key],
-                    "stderr": stderr if isinstance(stderr, float) else None,
-                }
-            )
-    return rows
+    return [
+        {
+            "task": task,
+            "metric": score.key,
+            "original": score.value,
+            "replaced": replaced["results"][task][score.key],
+            "stderr": score.stderr,
+        }
+        for task, metrics in sorted(plain["results"].items())
+        for score in scores_of(metrics)
+    ]

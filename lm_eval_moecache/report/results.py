@@ -86,6 +86,31 @@ class Score:
         return f"{self.metric},{self.filter}"
 
 
+def scores_of(
+    figures: Mapping[str, Any], directions: Mapping[str, bool | None] | None = None
+) -> list[Score]:
+    """Return the accuracy metrics among one task's `results` of lm-eval, in its order.
+
+    `directions`: metric -> whether more is better, which it is where nothing else is said.
+    """
+    scores = []
+    for key, value in figures.items():
+        metric, comma, filter_name = key.partition(",")
+        if not comma or metric.endswith("_stderr") or filter_name == SPEED_FILTER:
+            continue
+        if isinstance(value, (int, float)):
+            error = figures.get(f"{metric}_stderr,{filter_name}")
+            score = Score(
+                metric=metric,
+                filter=filter_name,
+                value=float(value),
+                stderr=float(error) if isinstance(error, (int, float)) else None,
+                higher_is_better=(directions or {}).get(metric) is not False,
+            )
+            scores.append(score)
+    return scores
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """One results file. `model_args` are as given by users; `moecache` is the resolved report."""
@@ -115,23 +140,7 @@ class Run:
 
     def scores(self, task: str) -> list[Score]:
         """Return the accuracy metrics of a task or group, in lm-eval's order."""
-        figures, directions = self.results.get(task, {}), self.higher_is_better.get(task, {})
-        scores = []
-        for key, value in figures.items():
-            metric, comma, filter_name = key.partition(",")
-            if not comma or metric.endswith("_stderr") or filter_name == SPEED_FILTER:
-                continue
-            if isinstance(value, (int, float)):
-                error = figures.get(f"{metric}_stderr,{filter_name}")
-                score = Score(
-                    metric=metric,
-                    filter=filter_name,
-                    value=float(value),
-                    stderr=float(error) if isinstance(error, (int, float)) else None,
-                    higher_is_better=directions.get(metric) is not False,
-                )
-                scores.append(score)
-        return scores
+        return scores_of(self.results.get(task, {}), self.higher_is_better.get(task, {}))
 
     def score(self, task: str) -> Score | None:
         """Return a task's primary metric under its first filter."""
