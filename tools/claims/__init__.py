@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from lm_eval_moecache.report.results import (
 )
 from lm_eval_moecache.report.statistics import Floats, answers_interval, holm
 from lm_eval_moecache.report.tables import line
-from tools.claims.schema import Bounds, Claim, Claims, Part
+from tools.claims.schema import Claim, Claims, Part
 from tools.claims.statistics import (
     LEAST_ANSWERS,
     LEAST_SAMPLES,
@@ -300,7 +300,8 @@ def _of_documents(new: Run, old: Run | None, metric: str, task: str | None) -> S
         task = metric.partition(":")[0]
         sides = [run.samples.get(task, {}).get(score.key, {}) for run in runs]
         scores = [value for side in sides for value in side.values()]
-        kind = "answers" if old is not None and {*map(_scalar, scores)} <= {0, 1} else "figures"
+        right_or_wrong = all(value in (0, 1) for value in scores)
+        kind = "answers" if old is not None and right_or_wrong else "figures"
     documents = [doc for doc in sides[0] if all(doc in side for side in sides)]
     tokens = None
     if isinstance(next(iter(sides[0].values()), None), list):
@@ -316,10 +317,6 @@ def _of_documents(new: Run, old: Run | None, metric: str, task: str | None) -> S
     values = [np.asarray([float(side[doc]) for doc in documents]) for side in sides]
     before = values[1] if len(values) > 1 else np.empty(0)
     return Samples(kind=kind, new=values[0], old=before, unit="documents", tokens=tokens)
-
-
-def _scalar(value: Any) -> Any:
-    return None if isinstance(value, list) else value
 
 
 def _tokens_per_word(run: Run, task: str, texts: Mapping[str, Any]) -> float:
@@ -356,13 +353,10 @@ def _of_rows(part: Part, root: Path) -> Samples:
     for name in names:
         if name not in rows[0]:
             raise unknown_name_error(f"{file}: the column", name, rows[0])
-    complete = [[row[name] for name in names] for row in rows]
-    complete = [
-        cells for cells in complete if all(isinstance(value, int | float) for value in cells)
-    ]
-    columns = np.asarray(complete, dtype=np.float64).reshape(-1, len(names)).T
-    old = columns[1] if part.rows.old else np.empty(0)
-    return Samples(kind="figures", new=columns[0], old=old, unit=part.rows.unit)
+    cells = [[row[name] for name in names] for row in rows]
+    complete = [values for values in cells if all(isinstance(v, int | float) for v in values)]
+    new, *old = np.asarray(complete, dtype=np.float64).reshape(-1, len(names)).T
+    return Samples(kind="figures", new=new, old=old[0] if old else np.empty(0), unit=part.rows.unit)
 
 
 def _of_cells(part: Part, root: Path) -> Samples:
@@ -405,9 +399,9 @@ class Answer:
     estimate: Estimate
     p: float
     verdict: str
-    model: str = ""
+    model: str
     """What its runs are of."""
-    gate: str = ""
+    gate: str
     """Why the models cannot answer it; empty where they can."""
     least_p: float | None = None
     """The smallest p-value the sample could give, uncorrected; None where nothing is tested."""
@@ -439,42 +433,31 @@ def read_claims(path: Path) -> Claims:
 
 def answer(claims: Claims, root: Path) -> list[Verdict]:
     """Return every claim's verdict from the runs under `root`. Raises ValueError without runs."""
-    parts = [part for claim in claims.claims for part in claim.parts]
+    asked = [(claim, part) for claim in claims.claims for part in claim.parts]
     sensitivity = {} if claims.sensitivity is None else read_json(root / claims.sensitivity, "")
     estimates, models = [], []
-    for claim in claims.claims:
-        for part in claim.parts:
-            try:
-                estimates.append(measure(part, root))
-                models.append(rests_on(part, root))
-            except (ValueError, OSError) as error:
-                raise ValueError(f"claim {claim.id}, {part.what!r}: {error}") from None
-    uncorrected = [_chances(each, part.expect) for each, part in zip(estimates, parts, strict=True)]
-    of_all = _corrected(uncorrected, [index for index, part in enumerate(parts) if _counts(part)])
-    verdicts, start = [], 0
-    for claim in claims.claims:
-        span = slice(start, start + len(claim.parts))
-        start = span.stop
-        chances = uncorrected[span]
-        # Parts beside the verdict are a family of their own; traces are not tested.
-        for aside in (False, True):
-            tested = [(index, part) for index, part in enumerate(claim.parts) if part.cells is None]
-            chances = _corrected(chances, [index for index, part in tested if part.aside == aside])
-        each = zip(claim.parts, estimates[span], chances, of_all[span], strict=True)
-        answers = [_answer(*of_part, claims.alpha) for of_part in each]
-        answers = [
-            _gated(answer, model, gate_of(answer.part, model, sensitivity))
-            for answer, model in zip(answers, models[span], strict=True)
-        ]
-        verdicts.append(_verdict(claim, answers))
-    return verdicts
-
-
-def _gated(answer: Answer, model: str, gate: str) -> Answer:
-    """Add what the runs are of; a closed gate leaves nothing to answer."""
-    if not gate:
-        return replace(answer, model=model)
-    return replace(answer, model=model, gate=gate, verdict=GATED, p_of_all=None)
+    for claim, part in asked:
+        try:
+            estimates.append(measure(part, root))
+            models.append(rests_on(part, root))
+        except (ValueError, OSError) as error:
+            raise ValueError(f"claim {claim.id}, {part.what!r}: {error}") from None
+    parts = [part for _, part in asked]
+    chances = list(map(_chances, estimates, parts))
+    of_all = _corrected(chances, [index for index, part in enumerate(parts) if _counts(part)])
+    # Parts beside the verdict are a family of their own; traces are not tested.
+    families: dict[tuple[str, bool], list[int]] = {}
+    for index, (claim, part) in enumerate(asked):
+        if part.cells is None:
+            families.setdefault((claim.id, part.aside), []).append(index)
+    for places in families.values():
+        chances = _corrected(chances, places)
+    answers: dict[str, list[Answer]] = {claim.id: [] for claim in claims.claims}
+    each = zip(asked, estimates, models, chances, of_all, strict=True)
+    for (claim, part), estimate, model, own, overall in each:
+        gate = gate_of(part, model, sensitivity)
+        answers[claim.id].append(_answer(part, estimate, model, gate, own, overall, claims.alpha))
+    return [_verdict(claim, answers[claim.id]) for claim in claims.claims]
 
 
 def _counts(part: Part) -> bool:
@@ -486,9 +469,9 @@ def _is_tested(part: Part) -> bool:
     return part.cells is None and not part.whole
 
 
-def _chances(estimate: Estimate, expect: Bounds) -> tuple[float, float]:
+def _chances(estimate: Estimate, part: Part) -> tuple[float, float]:
     """Return the chances of this figure if the truth lay outside the bounds, and inside them."""
-    inside, outside = [], []
+    expect, inside, outside = part.expect, [], []
     if expect.above is not None:
         inside.append(estimate.p_above(expect.above))
         outside.append(estimate.p_below(expect.above))
@@ -510,14 +493,18 @@ def _corrected(chances: Chances, places: Sequence[int]) -> Chances:
 def _answer(
     part: Part,
     estimate: Estimate,
+    model: str,
+    gate: str,
     chances: tuple[float, float],
     of_all: tuple[float, float],
     alpha: float,
 ) -> Answer:
+    """Judge an estimate by its corrected chances; a closed gate leaves nothing to answer."""
+    answered = partial(Answer, part=part, estimate=estimate, model=model, gate=gate)
     above = -math.inf if part.expect.above is None else part.expect.above
     below = math.inf if part.expect.below is None else part.expect.below
     if estimate.nothing_changed and not above < estimate.figure < below:
-        return Answer(part=part, estimate=estimate, p=1.0, verdict=FAILS)
+        return answered(p=1.0, verdict=GATED if gate else FAILS)
     inside, outside = chances
     verdict, p, p_of_all = UNDECIDED, min(inside, outside), None
     if inside <= alpha and above < estimate.low and estimate.high < below:
@@ -526,13 +513,11 @@ def _answer(
         verdict, p, p_of_all = FAILS, outside, of_all[1]
     bounds = [bound for bound in (part.expect.above, part.expect.below) if bound is not None]
     least = [x for x in map(estimate.least_p, bounds) if x is not None]
-    return Answer(
-        part=part,
-        estimate=estimate,
+    return answered(
         p=p,
-        verdict=verdict,
+        verdict=GATED if gate else verdict,
         least_p=max(least, default=None) if _is_tested(part) else None,
-        p_of_all=p_of_all if _counts(part) else None,
+        p_of_all=p_of_all if _counts(part) and not gate else None,
         is_small=_is_tested(part) and any(map(estimate.is_small, bounds)),
     )
 
