@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -291,9 +292,8 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], options: CompareOptions
         for task, pair in shared.items():
             _check_identity(*pair, task, options)
             before, after = (run.environment.get("versions") or {} for run in pair)
-            known = before.keys() & after.keys()
-            one, other = ({name: side[name] for name in known} for side in (before, after))
-            versions |= _apart(one, other, "none")
+            changed = _apart(before, after, "none").items()
+            versions |= {k: sides for k, sides in changed if k in before and k in after}
         exact_runs += bool(shared) and all(options.is_exact(*pair) for pair in shared.values())
         for task in tasks:
             if task in shared:
@@ -313,29 +313,23 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], options: CompareOptions
         )
 
     # Correct for the number of tests, leaving out those that cannot reach significance.
-    tests = [row.test for row in rows if row.test is not None]
-    testable = tarone([test.least_p for test in tests], options.alpha)
-    adjusted = iter(
-        holm([test.p for test, is_testable in zip(tests, testable, strict=True) if is_testable])
-    )
+    tested = [(row, row.test) for row in rows if row.test is not None]
+    testable = tarone([test.least_p for _, test in tested], options.alpha)
+    adjusted = iter(holm([test.p for _, test in compress(tested, testable)]))
     corrected = iter([next(adjusted) if is_testable else 1.0 for is_testable in testable])
-    judged_rows = []
-    for row in rows:
-        p = None if row.test is None else next(corrected)
-        judged_rows.append(row if row.verdict else row.judged(p, options.alpha))
-    weak_tests = [
-        f"{row.task} {row.metric}"
+    weak = [f"{row.task} {row.metric}" for row, t in tested if t.least_possible > options.alpha]
+    judged = [
+        row if row.verdict else row.judged(next(corrected) if row.test else None, options.alpha)
         for row in rows
-        if row.test is not None and row.test.least_possible > options.alpha
     ]
     return Comparison(
-        rows=tuple(judged_rows),
+        rows=tuple(judged),
         alpha=options.alpha,
         differing=differing,
         versions=versions,
         exact_runs=exact_runs,
-        tests=len(tests),
-        weak_tests=tuple(dict.fromkeys(weak_tests)),
+        tests=len(tested),
+        weak_tests=tuple(dict.fromkeys(weak)),
     )
 
 
@@ -557,16 +551,12 @@ def _differences(comparison: Comparison, everything: bool) -> list[str]:
     lines = []
     for row in rows:
         assert row.difference is not None, "chosen for having one"
-        mean, low, high, documents, p, by = row.difference
-        told = [mean, low, high]
-        unit = ""
-        if "McNemar" in by:
-            told, unit = [100 * figure for figure in told], " points"
-        figures = [f"{figure:+.3g}" for figure in told]
+        *figures, documents, p, by = row.difference
+        scale, unit = (100, " points") if "McNemar" in by else (1, "")
+        mean, low, high = (f"{scale * figure:+.3g}" for figure in figures)
         lines.append(
-            f"difference of {row.task} {row.metric}: {figures[0]}{unit}, 95% interval {figures[1]} "
-            f"to {figures[2]}, n {documents}, p {p:.2g} ({by}, two-sided)"
-            + (f"  [{row.run}]" if several else "")
+            f"difference of {row.task} {row.metric}: {mean}{unit}, 95% interval {low} to {high}, "
+            f"n {documents}, p {p:.2g} ({by}, two-sided)" + (f"  [{row.run}]" if several else "")
         )
     return lines
 
@@ -599,12 +589,9 @@ def _chosen(comparison: Comparison, everything: bool) -> list[Row]:
 
 def _notes(comparison: Comparison) -> list[str]:
     lines = [
-        f"argument differs: {name}: {before} -> {after}"
-        for name, (before, after) in comparison.differing.items()
-    ]
-    lines += [
-        f"version differs: {name}: {before} -> {after}"
-        for name, (before, after) in comparison.versions.items()
+        f"{kind} differs: {name}: {before} -> {after}"
+        for kind, pairs in (("argument", comparison.differing), ("version", comparison.versions))
+        for name, (before, after) in pairs.items()
     ]
     if comparison.exact_runs:
         lines.append(
