@@ -32,7 +32,7 @@ from lm_eval_moecache.records.numbers import finite, shown, unknown_name_error
 from lm_eval_moecache.records.schemas.inputs import read_jobs
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.report.plots import PICTURES, pyplot
-from lm_eval_moecache.report.replay_report import Timeline, as_json, as_table, plot_miss_rates
+from lm_eval_moecache.report.replay_report import ReplayReport, Timeline, as_table, plot_miss_rates
 from lm_eval_moecache.sweep.replay_grid import LISTS, SETTINGS, Replays, combinations, run_all
 
 _MEANING = {
@@ -65,7 +65,7 @@ def run_raw(argv: list[str]) -> int:
     if arguments.plot is not None:
         plot_miss_rates(rows, arguments.plot)
     text = as_table(rows, in_full=arguments.all) + "\n"
-    return print_result(arguments.json, as_json(rows), text)
+    return print_result(arguments.json, ReplayReport(rows).as_dict(), text)
 
 
 def _write_timeline(

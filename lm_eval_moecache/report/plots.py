@@ -86,11 +86,8 @@ def new_figure(rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
 
 def look(index: int) -> dict[str, Any]:
     """Return a series' style: 7 colours by 10 markers, so no two of 70 series look alike."""
-    return {
-        "color": COLOURS[index % len(COLOURS)],
-        "marker": _MARKERS[index % len(_MARKERS)],
-        "markersize": 5,
-    }
+    color, marker = COLOURS[index % len(COLOURS)], _MARKERS[index % len(_MARKERS)]
+    return {"color": color, "marker": marker, "markersize": 5}
 
 
 def fit_shares(axes: Any, ends: Sequence[float]) -> None:
@@ -120,14 +117,8 @@ def legend(figure: Any, series: Mapping[str, Any], title: str | None = None) -> 
         return
     letters = max(map(len, series)) + 6
     columns = max(1, min(4, int(figure.get_figwidth() * _LETTERS_PER_INCH / letters)))
-    figure.legend(
-        series.values(),
-        series.keys(),
-        loc="outside lower center",
-        ncols=columns,
-        fontsize=8,
-        title=title,
-    )
+    options = {"loc": "outside lower center", "fontsize": 8, "title": title}
+    figure.legend(series.values(), series.keys(), ncols=columns, **options)
 
 
 def save_as(figure: Any, stem: Path) -> list[Path]:
@@ -247,11 +238,9 @@ def draw_figure(runs: Sequence[Run], figure: Figure) -> Any:
     with pyplot().rc_context(STYLE):
         for place, panel in zip(places, figure.panels, strict=True):
             _draw_panel(place, runs, figure, panel)
-        bars = any(c.has_xerr or c.has_yerr for place in places for c in place.containers)
-        legend(picture, handles(places), "bars: 95% intervals" if bars else None)
         # matplotlib cuts off titles wider than the figure.
         width = _LETTERS_A_PANEL * len(figure.panels)
-        picture.suptitle("\n".join(wrap(plain(figure.title), width)))
+        _finish(picture, places, "\n".join(wrap(plain(figure.title), width)))
     return picture
 
 
@@ -352,9 +341,7 @@ def draw_tradeoff(runs: Sequence[Run], x: Axis, y: Axis, group: str, *, is_curve
             lows, highs = zip(*(getattr(place, get)() for place in places), strict=True)
             for place in places:
                 getattr(place, put)(min(lows), max(highs))
-        bars = any(c.has_xerr or c.has_yerr for place in places for c in place.containers)
-        legend(figure, handles(places), "bars: 95% intervals" if bars else None)
-        figure.suptitle(plain(f"{y.short.capitalize()} against {x.short}"))
+        _finish(figure, places, plain(f"{y.short.capitalize()} against {x.short}"))
     return figure
 
 
@@ -493,9 +480,11 @@ def _ring_front(place: Any, panel: Drawn, x: Axis, y: Axis) -> None:
         place.plot(xs, ys, linestyle="none", label="Pareto front", **ring)
 
 
-def handles(places: Sequence[Any]) -> dict[str, Any]:
-    """Return the legend entries of all these axes: label -> artist."""
-    entries: dict[str, Any] = {}
+def _finish(figure: Any, places: Sequence[Any], title: str) -> None:
+    """Add a title, and one legend of all series, which says what bars are."""
+    series: dict[str, Any] = {}
     for place in places:
-        entries |= dict(zip(*place.get_legend_handles_labels()[::-1], strict=True))
-    return entries
+        series |= dict(zip(*place.get_legend_handles_labels()[::-1], strict=True))
+    bars = any(c.has_xerr or c.has_yerr for place in places for c in place.containers)
+    legend(figure, series, "bars: 95% intervals" if bars else None)
+    figure.suptitle(title)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,40 +61,34 @@ class Row:
         """Whether the policy changes routing: hidden states in the trace do not follow."""
         return not self.policy.is_lossless
 
-
-def as_json(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the form that `--json` prints."""
-    return {
-        "runs": [
-            {
-                "trace": row.trace,
-                "policy": row.policy.name,
-                "eviction": row.policy.eviction.name,
-                "composition": row.policy.as_dict(),
-                "open_loop": row.open_loop,
-                "capacity": row.capacity.text,
-                "capacity_bytes": row.capacity.total_bytes,
-                "hardware": row.hardware.name,
-                "link_bytes_per_s": row.hardware.link_bytes_per_s,
-                # Where the trace gives no sizes, each expert counts one byte.
-                "has_sizes": row.has_sizes,
-                "emulate": row.emulates or None,
-                "warm": row.warmed_by or None,
-                "regime": row.regime if row.has_sizes else None,
-                "metrics": row.metrics,
-                **{
-                    f"{name}_{phase}miss_rate": row.bounds.get(phase, {}).get(name)
-                    for phase in PHASES_SHOWN
-                    for name in (LRU, FEWEST)
-                },
-                "gap_closed": row.gap_closed,
-                "regret": row.regret,
-                "victim_share": row.victim_share,
-                "warnings": list(row.warnings),
-            }
-            for row in rows
-        ]
-    }
+    def as_dict(self) -> dict[str, Any]:
+        """Return the replay as one of the `runs` that `moecache replay --json` prints."""
+        return {
+            "trace": self.trace,
+            "policy": self.policy.name,
+            "eviction": self.policy.eviction.name,
+            "composition": self.policy.as_dict(),
+            "open_loop": self.open_loop,
+            "capacity": self.capacity.text,
+            "capacity_bytes": self.capacity.total_bytes,
+            "hardware": self.hardware.name,
+            "link_bytes_per_s": self.hardware.link_bytes_per_s,
+            # Where the trace gives no sizes, each expert counts one byte.
+            "has_sizes": self.has_sizes,
+            "emulate": self.emulates or None,
+            "warm": self.warmed_by or None,
+            "regime": self.regime if self.has_sizes else None,
+            "metrics": self.metrics,
+            **{
+                f"{name}_{phase}miss_rate": self.bounds.get(phase, {}).get(name)
+                for phase in PHASES_SHOWN
+                for name in (LRU, FEWEST)
+            },
+            "gap_closed": self.gap_closed,
+            "regret": self.regret,
+            "victim_share": self.victim_share,
+            "warnings": list(self.warnings),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +109,7 @@ class ReplayReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `moecache replay --json` prints."""
-        return as_json(self.rows)
+        return {"runs": [row.as_dict() for row in self.rows]}
 
     def to_dataframe(self) -> Any:
         """Return a pandas DataFrame of a line per row; nested metrics as `tpot_ms.p99`."""
@@ -139,10 +134,10 @@ def _names(rows: Sequence[Row]) -> list[str]:
         }
         for row in rows
     ]
-    values: dict[tuple[str, str], set[str]] = {}
+    values: dict[tuple[str, str], set[str]] = defaultdict(set)
     for row, own in zip(rows, parameters, strict=True):
         for key, value in own.items():
-            values.setdefault((row.policy.name, key), set()).add(str(value))
+            values[row.policy.name, key].add(str(value))
     names = []
     for row, own in zip(rows, parameters, strict=True):
         differ = [f"{k}={v}" for k, v in own.items() if len(values[row.policy.name, k]) > 1]
