@@ -21,6 +21,7 @@ def record(
     miss_rate: float = 0.25,
     tasks: Sequence[str] = ("quiz",),
     clock: str = "virtual",
+    environment: Mapping[str, Any] | None = None,
     **others: Any,
 ) -> dict[str, Any]:
     """Build one record; `answers` are the per-document scores of every task."""
@@ -67,7 +68,7 @@ def record(
         "scores": {
             task: {"acc,none": {str(i): a for i, a in enumerate(answers)}} for task in tasks
         },
-        "environment": {"date": "today"},
+        "environment": {"date": "today"} if environment is None else environment,
     }
 
 

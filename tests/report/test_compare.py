@@ -29,17 +29,24 @@ def lost(count: int) -> tuple[float, ...]:
 
 
 @pytest.fixture
-def gate(tmp_path: Path, capsys: Captured) -> Gate:
-    """Compare an old and a new run; return the exit code and the printed text."""
+def compared(tmp_path: Path, capsys: Captured) -> Gate:
+    """Compare an old and a new record; return the exit code and the printed text."""
+
+    def run(old: dict[str, Any], new: dict[str, Any], *options: str) -> tuple[int, str]:
+        places = [str(write(tmp_path / name, r)) for name, r in (("old", old), ("new", new))]
+        code = main(["compare", *places, *options])
+        return code, "".join(capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def gate(compared: Gate) -> Gate:
+    """Compare two runs of `ANSWERS`, given what is different in each."""
 
     def run(new: dict[str, Any], *options: str, **old: Any) -> tuple[int, str]:
-        for name, figures in (("old", old), ("new", new)):
-            figures = {"answers": ANSWERS, **figures}
-            extra_fields = {key: figures.pop(key) for key in ("environment",) if key in figures}
-            write(tmp_path / name, record("a", **figures) | extra_fields)
-        code = main(["compare", str(tmp_path / "old"), str(tmp_path / "new"), *options])
-        captured = capsys.readouterr()
-        return code, captured.out + captured.err
+        before, after = (record("a", **{"answers": ANSWERS, **side}) for side in (old, new))
+        return compared(before, after, *options)
 
     return run
 
@@ -68,15 +75,13 @@ def test_what_chance_does_passes_and_alpha_decides(
     assert gate({"answers": lost(2)}, *options)[0] == code
 
 
-def test_tests_are_corrected_for_their_number(tmp_path: Path, capsys: Captured) -> None:
+def test_tests_are_corrected_for_their_number(compared: Gate) -> None:
     """Seven lost answers are significant in a single task, not in one of two (and their sum)."""
-    new, lower = record("a", answers=ANSWERS, tasks=("quiz", "exam")), record("a", answers=lost(7))
+    old, new = (record("a", answers=ANSWERS, tasks=("quiz", "exam")) for _ in range(2))
     for key in ("results", "scores"):
-        new[key]["quiz"] = lower[key]["quiz"]
-    write(tmp_path / "old", record("a", answers=ANSWERS, tasks=("quiz", "exam")))
-    write(tmp_path / "new", new)
-    assert main(["compare", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
-    assert "within   quiz acc,none" in capsys.readouterr().out
+        new[key]["quiz"] = record("a", answers=lost(7))[key]["quiz"]
+    code, printed = compared(old, new)
+    assert code == 0 and "within   quiz acc,none" in printed
 
 
 def test_small_losses_in_every_task_are_one_loss(gate: Gate) -> None:
@@ -201,41 +206,40 @@ def in_report(key: str, value: Any) -> tuple[str, dict[str, Any], dict[str, Any]
     ],
 )
 def test_runs_of_different_identity_are_refused_by_the_keys_that_differ(
-    tmp_path: Path, capsys: Captured, key: str, old: dict[str, Any], new: dict[str, Any]
+    compared: Gate, key: str, old: dict[str, Any], new: dict[str, Any]
 ) -> None:
-    for name, change, speed in (("old", old, 2914.0), ("new", new, 1007.0)):
+    sides = []
+    for change, speed in ((old, 2914.0), (new, 1007.0)):
         base = record("a", answers=ANSWERS, tok_per_s=speed)
         changed = change.get("config", {})
         moecache = {**base["config"]["moecache"], **changed.get("moecache", {})}
         config = {**base["config"], **changed, "moecache": moecache}
-        write(tmp_path / name, {**base, **change, "config": config})
-    places = [str(tmp_path / "old"), str(tmp_path / "new")]
-    assert main(["compare", *places]) == 2
-    assert f"different identity on quiz: {key} (" in capsys.readouterr().err
-    assert main(["compare", *places, f"--ignore={key}"]) == 1
+        sides.append({**base, **change, "config": config})
+    code, printed = compared(*sides)
+    assert code == 2 and f"different identity on quiz: {key} (" in printed
+    assert compared(*sides, f"--ignore={key}")[0] == 1
 
 
 @pytest.mark.parametrize(
     "metric", [*METRICS, "decode_miss_rate", "prefill_hit_rate", "ttft_ms.p99", "tok_per_s@quiz"]
 )
-def test_every_metric_that_tables_know_is_compared(
-    tmp_path: Path, capsys: Captured, metric: str
-) -> None:
-    for place, value in (("old", 100.0), ("new", 150.0)):
+def test_every_metric_that_tables_know_is_compared(compared: Gate, metric: str) -> None:
+    sides = []
+    for value in (100.0, 150.0):
         run = record("a", answers=ANSWERS)
         name, _, percentile = metric.partition("@")[0].partition(".")
         figures = run["config"]["moecache"]["tasks"]["quiz"]
         # Hits and misses add up to 1 where a record has both.
         figures.pop({"hit_rate": "miss_rate", "miss_rate": "hit_rate"}.get(name), None)
         figures[name] = {percentile: value} if percentile else value
-        write(tmp_path / place, run)
-    places = [str(tmp_path / "old"), str(tmp_path / "new"), f"--metrics={metric}"]
-    direction = metric_column(metric).higher_is_better
-    assert main(["compare", *places]) == (direction is not True)
+        sides.append(run)
+    option, direction = f"--metrics={metric}", metric_column(metric).higher_is_better
+    code, printed = compared(*sides, option)
+    assert code == (direction is not True)
     verdict = {True: "better", False: "worse", None: "changed"}[direction]
-    assert f"{verdict:8s} quiz {metric.partition('@')[0]}: 100 -> 150" in capsys.readouterr().out
-    assert main(["compare", *places[1::-1], places[2]]) == (direction is not False)
-    assert main(["compare", *places, "--tolerance=50%"]) == 0
+    assert f"{verdict:8s} quiz {metric.partition('@')[0]}: 100 -> 150" in printed
+    assert compared(*sides[::-1], option)[0] == (direction is not False)
+    assert compared(*sides, option, "--tolerance=50%")[0] == 0
 
 
 def test_machine_readable_and_markdown_forms(gate: Gate) -> None:
@@ -250,31 +254,20 @@ def test_machine_readable_and_markdown_forms(gate: Gate) -> None:
     assert "| **worse** | `moecache,capacity=25%,policy=specmd` | quiz | miss_rate |" in printed
 
 
-def test_totals_are_compared_and_nothing_in_common_is_unusable(
-    tmp_path: Path, capsys: Captured
-) -> None:
+def test_totals_are_compared_and_nothing_in_common_is_unusable(compared: Gate) -> None:
     """A replay has no tasks: what the leaderboard prints of it are its totals."""
-
-    def compare(**new: Any) -> tuple[int, str]:
-        for name, figures in (("old", {}), ("new", new)):
-            write(tmp_path / name, record("a", tasks=(), **figures))
-        code = main(["compare", str(tmp_path / "old"), str(tmp_path / "new")])
-        return code, "".join(capsys.readouterr())
-
-    assert compare() == (0, "pass: 3 figures: 3 same\n")
-    code, printed = compare(tok_per_s=0.001, miss_rate=1.0)
+    run = record("a", tasks=())
+    assert compared(run, run) == (0, "pass: 3 figures: 3 same\n")
+    code, printed = compared(run, record("a", tasks=(), tok_per_s=0.001, miss_rate=1.0))
     assert code == 1 and "worse    (whole run) tok_per_s: 100 -> 0.001" in printed
-    for name in ("old", "new"):
-        empty = record("a", tasks=())
-        empty["config"]["moecache"]["totals"] = {"requests": 4}
-        write(tmp_path / name, empty)
-    assert main(["compare", str(tmp_path / "old"), str(tmp_path / "new")]) == 2
-    assert "nothing was compared" in capsys.readouterr().err
+    run["config"]["moecache"]["totals"] = {"requests": 4}
+    code, printed = compared(run, run)
+    assert code == 2 and "nothing was compared" in printed
 
 
 def test_other_weights_are_refused_and_other_versions_named(tmp_path: Path) -> None:
     def side(name: str, inputs: str | None, torch: str) -> list[Run]:
-        run = record(name) | {"environment": {"versions": {"torch": torch}}}
+        run = record(name, environment={"versions": {"torch": torch}})
         run |= {} if inputs is None else {"inputs": inputs}
         return load_runs(write(tmp_path / name, run))
 
