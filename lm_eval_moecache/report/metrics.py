@@ -328,10 +328,8 @@ def task_metrics(requests: Sequence[RequestRecord], peak_cache_bytes: int) -> Me
     generation_s = sum(p.duration_s for p in unique_passes(generating))
     duration_s = sum(p.duration_s for p in passes)
     prefills = [p for p in passes if p.phase == PREFILL]
-    prompt_tokens, prefill_s = (
-        sum(p.num_tokens for p in prefills),
-        sum(p.duration_s for p in prefills),
-    )
+    prompt_tokens = sum(p.num_tokens for p in prefills)
+    prefill_s = sum(p.duration_s for p in prefills)
     output_tokens = sum(r.output_tokens or 0 for r in requests)
     labels = clusters(requests)
     values: dict[str, list[tuple[float, int]]] = {}

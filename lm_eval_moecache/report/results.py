@@ -297,23 +297,17 @@ def _run(data: Any, path: Path) -> Run | None:
     if "moecache" not in data["config"] or "results" not in data:
         return None
     schema = check_record(data, repr(str(path)))
-    config, report = data["config"], data["config"]["moecache"]
-    if schema.configuration is not None:
-        configuration = data["configuration"]
-        options = {
-            k: v for k, v in configuration.items() if k not in ("model", "model_args", "tasks")
-        }
-    else:
-        # lm-eval's own file: put the user's arguments in the form of a sweep's `configuration`.
-        configuration = {
-            "model": "moecache",
-            **config,
-            "model_args": config.get("model_args") or {},
-        }
-        options = {"limit": config["limit"]} if config.get("limit") is not None else {}
-        if isinstance(configuration["model_args"], str):
-            pairs = (item.partition("=") for item in configuration["model_args"].split(",") if item)
-            configuration["model_args"] = {key.strip(): value for key, _, value in pairs}
+    options = dict(data.get("configuration") or {})
+    tasks_given = options.pop("tasks", ())
+    if not options:
+        # lm-eval's own file, whose `config` has the user's arguments, perhaps as one text.
+        config = data["config"]
+        keys = ("model", "model_args", "limit")
+        options = {key: config[key] for key in keys if config.get(key) is not None}
+    model, arguments = options.pop("model", "moecache"), options.pop("model_args", {})
+    if isinstance(arguments, str):
+        pairs = (item.partition("=") for item in arguments.split(",") if item)
+        arguments = {key.strip(): value for key, _, value in pairs}
     scores: dict[str, dict[str, Any]] = {}
     speed: dict[str, dict[str, Any]] = {}
     for task, metrics in schema.scores.items():
@@ -328,11 +322,11 @@ def _run(data: Any, path: Path) -> Run | None:
         run_id=schema.run_id or path.stem,
         experiment=schema.experiment or path.parent.name,
         label=schema.label,
-        model=str(configuration["model"]),
-        tasks_given=() if schema.configuration is None else tuple(schema.configuration.tasks),
-        model_args=dict(configuration["model_args"]),
+        model=str(model),
+        tasks_given=tuple(tasks_given),
+        model_args=dict(arguments),
         options=options,
-        moecache=report,
+        moecache=data["config"]["moecache"],
         results=data["results"],
         higher_is_better={k: v or {} for k, v in schema.higher_is_better.items()},
         subtasks={k: v for k, v in schema.group_subtasks.items() if v},

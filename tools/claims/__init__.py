@@ -203,9 +203,7 @@ def measure(part: Part, root: Path) -> Estimate:
         return estimate(_of_rows(part, root), part.form)
     if part.cells is not None:
         return estimate(_of_cells(part, root), part.form)
-    runs = _runs(str(root / str(part.runs)))
-    new = _one(runs, part.where)
-    old = None if part.versus is None else _one(runs, {**part.where, **part.versus})
+    new, old = (*_sides(part, root), None)[:2]
     if part.whole:
         return estimate(_of_whole(new, old, part.metric), part.form)
     data = _of_documents(new, old, part.metric, part.task)
@@ -227,9 +225,7 @@ def rests_on(part: Part, root: Path) -> str:
         return part.rows.model
     if part.cells is not None:
         return "real routing"
-    runs = _runs(str(root / str(part.runs)))
-    sides = [part.where, *([] if part.versus is None else [{**part.where, **part.versus}])]
-    compared = [_one(runs, where) for where in sides]
+    compared = _sides(part, root)
     if compared[0].model_args.get("pretrained") == "carved_gemma":
         return "carved Gemma"
     return f"tiny version {2 if any(map(is_of_version_2, compared)) else 4}"
@@ -262,12 +258,16 @@ def _runs(folder: str) -> list[Run]:
     return load_runs(Path(folder))
 
 
-def _one(runs: Sequence[Run], where: Mapping[str, Any]) -> Run:
-    matches = [run for run in runs if selected(run, where)]
-    if len(matches) != 1:
-        names = ", ".join(run.run_id for run in matches[:3]) or "none"
-        raise ValueError(f"{dict(where)} picks {len(matches)} runs: {names}.")
-    return matches[0]
+def _sides(part: Part, root: Path) -> list[Run]:
+    """Return the run that a part is about, and with `versus` the one it is compared with."""
+    sides = []
+    for where in (part.where, *([] if part.versus is None else [{**part.where, **part.versus}])):
+        matches = [run for run in _runs(str(root / str(part.runs))) if selected(run, where)]
+        if len(matches) != 1:
+            names = ", ".join(run.run_id for run in matches[:3]) or "none"
+            raise ValueError(f"{dict(where)} picks {len(matches)} runs: {names}.")
+        sides.append(matches[0])
+    return sides
 
 
 def _of_documents(new: Run, old: Run | None, metric: str, task: str | None) -> Samples:
