@@ -671,11 +671,12 @@ def as_html(tables: Sequence[Table]) -> str:
     from jinja2 import Environment
 
     first, *views = tables
-    has_mean = any(column.name == ACCURACY for column in first.columns)
+    names = [column.name for column in first.columns]
+    has_mean = ACCURACY in names
 
     def rank(place: int) -> int:
         """Order columns: Pareto mark, accuracy (or the scores, without a mean), speed, others."""
-        name = first.columns[place].name
+        name = names[place]
         if name == PARETO:
             return -1
         if metric_column(name) is None and name != ACCURACY and not has_mean:
@@ -683,24 +684,22 @@ def as_html(tables: Sequence[Table]) -> str:
         return _FIRST.index(name) if name in _FIRST else len(_FIRST)
 
     # What is drawn above the table: accuracy, or the first score without a mean, against speed.
-    scores = [ACCURACY] if has_mean else [c.name for c in first.columns if _is_score(c)]
-    drawn = [j for name in (*scores[:1], "tok_per_s") for j in _at(first, name)]
-    is_setting = [_kind(column) == "setting" for column in first.columns]
-    settings = [j for j, is_one in enumerate(is_setting) if is_one]
-    figures = sorted((j for j, is_one in enumerate(is_setting) if not is_one), key=rank)
-    places = first.places or [""] * len(first.rows)
+    rising = [column.name for column in first.columns if column.higher_is_better]
+    scores = [ACCURACY] if has_mean else [name for name in rising if metric_column(name) is None]
+    drawn = [names.index(name) for name in (*scores[:1], "tok_per_s") if name in names]
+    settings = [j for j, column in enumerate(first.columns) if _kind(column) == "setting"]
+    figures = sorted((j for j in range(len(names)) if j not in settings), key=rank)
+    places, rows = first.places or [""] * len(first.rows), []
     digits = {
-        place: _digits(
-            first, [row for row, at in zip(first.rows, places, strict=True) if at == place]
-        )
-        for place in dict.fromkeys(places)
+        place: _digits(first, [*compress(first.rows, [at == place for at in places])])
+        for place in set(places)
     }
-    rows = [_row(first, i, settings, figures, digits[places[i]]) for i in range(len(first.rows))]
-    for i, row in enumerate(rows):
-        row["place"] = places[i]
+    for i, place in enumerate(places):
+        row = _row(first, i, settings, figures, digits[place]) | {"place": place}
         if len(drawn) == 2:
             y, x = (first.rows[i][j] for j in drawn)
             row["point"] = [x.number, y.number, y.stderr] if None not in (x.raw, y.raw) else None
+        rows.append(row)
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         _PAGE.read_text(encoding="utf-8")
     )
@@ -733,15 +732,6 @@ def as_html(tables: Sequence[Table]) -> str:
         kind=_kind,
     )
     return text + "\n"
-
-
-def _is_score(column: Column) -> bool:
-    """Whether a column is a task's score of which more is better."""
-    return bool(column.higher_is_better) and metric_column(column.name) is None
-
-
-def _at(table: Table, name: str) -> list[int]:
-    return [j for j, column in enumerate(table.columns) if column.name == name]
 
 
 def _is_apart(table: Table, j: int) -> bool:
