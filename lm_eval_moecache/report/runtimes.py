@@ -216,15 +216,12 @@ def settled(model: RealModel, machine: Machine, runtime: Runtime, context: int) 
     is_unified = machine.host_bytes_per_s is None
     if runtime.devices == "card" and is_unified:
         raise ValueError("needs a card of its own memory")
-    placement = automatic(model, machine, runtime, context)
-    if placement.kind == "slots" and placement.amount < 1:
-        raise ValueError("no expert fits on the card")
-    placed = place(model, machine, runtime, placement, context)
+    placed = place(model, machine, runtime, automatic(model, machine, runtime, context), context)
     every = model.all_expert_bytes
     absent = (1 - placed.cached) * every
     if placed.mechanism == RESIDENT or not absent:
         return placed
-    if placed.mechanism == READ and not is_unified and machine.card_bytes_per_s:
+    if placed.mechanism == READ and not is_unified:
         return placed
     if is_unified:
         # The processor may use more of the one memory than the card: what is absent from both
@@ -235,8 +232,7 @@ def settled(model: RealModel, machine: Machine, runtime: Runtime, context: int) 
             return placed
         return _from_drive(model, placed, held, by_faults=runtime.absent != READ)
     # A program that copies, or maps its file without locking it, needs RAM for what is absent.
-    dense = model.dense_bytes if placed.placement.kind == "cpu" else 0
-    space = machine.ram - SYSTEM - dense
+    space = machine.ram - SYSTEM
     if absent <= space:
         return placed
     if placed.mechanism in (COPY, LAYER):

@@ -430,17 +430,17 @@ def view_table(runs: Sequence[Run], view: View) -> Table:
 def _pivot(flat: Table, width: int, labels: Sequence[str]) -> Table:
     """Pivot a flat table: the column after the first `width` becomes the column heads."""
     across, figures = flat.columns[width].name, flat.columns[width + 1 :]
-    cells: dict[tuple[tuple[str, ...], str], Sequence[Value]] = {}
+    cells: dict[tuple[str, ...], dict[str, Sequence[Value]]] = defaultdict(dict)
     for row in flat.rows:
-        place = (tuple(map(Column("", "").text, row[:width])), str(row[width].raw))
-        if place in cells:
-            names = [column.name for column in flat.columns[: width + 1]]
+        names, label = tuple(map(Column("", "").text, row[:width])), str(row[width].raw)
+        if label in cells[names]:
+            settings = [column.name for column in flat.columns[: width + 1]]
             raise ValueError(
                 f"view {flat.title!r}: several runs at "
-                f"{dict(zip(names, (*place[0], place[1]), strict=True))}. Add a setting to `rows`, "
-                "or a `where`."
+                f"{dict(zip(settings, (*names, label), strict=True))}. Add a setting to `rows`, or "
+                "a `where`."
             )
-        cells[place] = row[width + 1 :]
+        cells[names][label] = row[width + 1 :]
     single = len(figures) == 1
     columns = []
     for label in labels:
@@ -450,8 +450,8 @@ def _pivot(flat: Table, width: int, labels: Sequence[str]) -> Table:
             columns.append(replace(figure, name=name, heading=heading, words=""))
     empty = [Value(None)] * len(figures)
     body = tuple(
-        (*map(Value, names), *(v for label in labels for v in cells.get((names, label), empty)))
-        for names in dict.fromkeys(names for names, _ in cells)
+        (*map(Value, names), *(v for label in labels for v in by_label.get(label, empty)))
+        for names, by_label in cells.items()
     )
     title = ": ".join(filter(None, (flat.title, figures[0].heading if single else "")))
     return Table(title, (*flat.columns[:width], *columns), body, apart=flat.apart)
