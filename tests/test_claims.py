@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,14 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def change(place: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    for path in (place / "a/runs").iterdir():
+        run = json.loads(path.read_text())
+        edit(run)
+        path.write_text(json.dumps(run))
+    _runs.cache_clear()
+
+
 def write(place: Path, *parts: dict[str, Any], **more: Any) -> Path:
     text = dict.fromkeys(("claim", "where", "regime", "why"), "told")
     claim = {"id": "X1", **text, **more, "parts": list(parts)}
@@ -171,16 +180,12 @@ def test_a_claim_on_quality_passes_a_gate_first(
     place: Path, date: str, gate: float, closed: str
 ) -> None:
     """A task that random experts hardly harm says nothing of a rule that loses little."""
-    for path in (place / "a/runs").iterdir():
-        run = json.loads(path.read_text())
-        run["environment"]["date"] = date
-        path.write_text(json.dumps(run))
+    change(place, lambda run: run["environment"].update(date=date))
     losses = {"version 4": {"random": {"quiz": [80.0, 40.0]}, "text": {"100% random": 2.5}}}
     (place / "losses.json").write_text(json.dumps(losses))
     part = {**ANSWERS, "expect": {"above": -0.2}, "gate": gate}
     path = write(place, part, {**FASTER, "aside": True})
     path.write_text(path.read_text() + "sensitivity: losses.json\n")
-    _runs.cache_clear()
     claims = read_claims(path)
     [verdict] = answer(claims, place)
     gated, speed = verdict.answers
@@ -240,11 +245,8 @@ def test_every_answer_is_corrected_over_all_parts_of_all_claims_as_well(place: P
 
 def test_documents_of_one_batch_are_one_sample(place: Path) -> None:
     assert answered(place, FASTER).answers[0].estimate.samples.new.size == DOCS
-    for path in (place / "a/runs").iterdir():
-        run = json.loads(path.read_text())
-        run["scores"]["quiz"]["batch,speed"] = {str(d): d // 4 for d in range(DOCS)}
-        path.write_text(json.dumps(run))
-    _runs.cache_clear()
+    batches = {str(d): d // 4 for d in range(DOCS)}
+    change(place, lambda run: run["scores"]["quiz"].update({"batch,speed": batches}))
     [batched] = answered(place, FASTER).answers
     assert batched.estimate.samples.new.size == DOCS // 4
     assert batched.estimate.figure == pytest.approx(0.9)
@@ -326,16 +328,8 @@ def asked(folder: Path, part: dict[str, Any]) -> str:
 
 
 def of_rows(**given: Any) -> dict[str, Any]:
-    return {
-        "rows": {
-            "file": "rows.json",
-            "new": "a",
-            "old": "b",
-            "unit": "layers",
-            "model": "m",
-            **given,
-        }
-    }
+    rows = {"file": "rows.json", "new": "a", "old": "b", "unit": "layers", "model": "m"}
+    return {"rows": rows | given}
 
 
 def of_cells(**given: Any) -> dict[str, Any]:

@@ -107,18 +107,19 @@ def test_constants_that_made_the_speeds_are_found_again() -> None:
 def test_a_row_is_forecast_with_its_range_and_left_out_ones_say_why(
     tmp_path: Path, moecache: Moecache
 ) -> None:
-    path = write(
-        tmp_path / "rows.csv",
-        {**ROW, "host_memory_GBps": "2x5600", "prompt": 4096, "prefill_tok_s": 400},
-        {**ROW, "model": "a model"},
-        {**ROW, "note": "with MTP"},
-        {**ROW, "decode_tok_s": ""},
-        {**ROW, "note": "left out: a thing"},
-        {**ROW, "note": "batch 8"},
-        {**ROW, "placement": "somewhere"},
-        {**ROW, "note": "top-k 200"},
-        {**ROW, "note": "hit rate 120%"},
-    )
+    left_out = [
+        ("model", "a model", "model='a model'"),
+        ("note", "with MTP", "speculative"),
+        ("decode_tok_s", "", "no speed"),
+        ("note", "left out: a thing", "a thing"),
+        ("note", "batch 8", "8 requests"),
+        ("placement", "somewhere", "placement="),
+        ("note", "top-k 200", "top-k 200 of 128 experts"),
+        ("note", "hit rate 120%", "of 120%"),
+    ]
+    first = {**ROW, "host_memory_GBps": "2x5600", "prompt": 4096, "prefill_tok_s": 400}
+    others = [{**ROW, column: text} for column, text, _ in left_out]
+    path = write(tmp_path / "rows.csv", first, *others)
     result = moecache.json("validate", "--speeds", path)
     (row,) = result["rows"]
     assert row["low"] < row["predicted_tok_s"] < row["high"]
@@ -129,16 +130,8 @@ def test_a_row_is_forecast_with_its_range_and_left_out_ones_say_why(
     assert set(result["within"]) == {"1.25", "1.5", "1.6", "2.5"}
     assert (row["stated"], row["mechanism"]) == (True, "host")
     assert row["prefill_factor"] >= 1
-    reasons = [each["reason"] for each in result["left_out"]]
-    for reason, text in zip(
-        reasons,
-        (
-            *("model='a model'", "speculative", "no speed", "a thing", "8 requests", "placement="),
-            *("top-k 200 of 128 experts", "of 120%"),
-        ),
-        strict=True,
-    ):
-        assert text in reason
+    for each, (*_, reason) in zip(result["left_out"], left_out, strict=True):
+        assert reason in each["reason"]
 
 
 def test_a_file_without_its_columns_and_options_that_do_not_go_together_are_refused(

@@ -22,9 +22,13 @@ def record(
     tasks: Sequence[str] = ("quiz",),
     clock: str = "virtual",
     environment: Mapping[str, Any] | None = None,
+    totals: Mapping[str, Any] | None = None,
     **others: Any,
 ) -> dict[str, Any]:
-    """Build one record; `answers` are the per-document scores of every task."""
+    """Build one record; `answers` are the per-document scores of every task.
+
+    `totals` are further figures of all tasks, `others` further arguments of the model.
+    """
     mean = sum(answers) / len(answers)
     spread = math.sqrt(sum((a - mean) ** 2 for a in answers) / (len(answers) - 1))
     figures = {
@@ -34,6 +38,7 @@ def record(
         "hit_rate": 1 - miss_rate,
         "miss_rate": miss_rate,
         "decode_miss_rate": miss_rate / 2,
+        **(totals or {}),
     }
     scores = {
         "acc,none": mean,
@@ -79,12 +84,13 @@ def write(folder: Path, *records: Mapping[str, Any]) -> Path:
     return folder
 
 
-def leaderboard_of_four(folder: Path) -> Path:
+def leaderboard_of_four(folder: Path, **more: Any) -> Path:
     """Two policies at two capacities; by figures b and d are on the front, by the test d alone."""
+    small, large = {"capacity": "5%", **more}, {"capacity": "50%", **more}
     return write(
         folder,
-        record("a", policy="on_demand", capacity="5%", tok_per_s=80, miss_rate=0.6),
-        record("b", policy="on_demand", capacity="50%", tok_per_s=120, miss_rate=0.2),
-        record("c", capacity="5%", tok_per_s=90, miss_rate=0.5, answers=(1, 0, 0, 0)),
-        record("d", capacity="50%", tok_per_s=200, miss_rate=0.1, answers=(1, 0, 0, 1)),
+        record("a", policy="on_demand", tok_per_s=80, miss_rate=0.6, **small),
+        record("b", policy="on_demand", tok_per_s=120, miss_rate=0.2, **large),
+        record("c", tok_per_s=90, miss_rate=0.5, answers=(1, 0, 0, 0), **small),
+        record("d", tok_per_s=200, miss_rate=0.1, answers=(1, 0, 0, 1), **large),
     )

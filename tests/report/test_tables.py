@@ -54,11 +54,7 @@ def test_the_leaderboard_marks_the_best_and_the_front(tmp_path: Path, table: Tab
 def test_rows_that_a_board_keeps_apart_are_not_ranked_together(
     tmp_path: Path, table: Table
 ) -> None:
-    folder = leaderboard_of_four(tmp_path)
-    for path in (folder / "runs").iterdir():
-        run = json.loads(path.read_text())
-        run["config"]["moecache"]["totals"]["tok_per_s_stderr"] = 0.5
-        path.write_text(json.dumps(run))
+    folder = leaderboard_of_four(tmp_path, totals={"tok_per_s_stderr": 0.5})
     board = "columns: [capacity, policy, tok_per_s, pareto]\nsort: [capacity, tok_per_s]\n"
     marked = []
     for by in ("", "by: [capacity]\n"):
@@ -231,13 +227,15 @@ def test_documents_of_one_batch_are_one_sample_of_the_test(tmp_path: Path, table
 
 
 def test_what_no_test_was_made_of_is_never_bold(tmp_path: Path, table: Table) -> None:
-    runs = [record("a", policy="a", miss_rate=0.1), record("b", policy="b", miss_rate=0.2)]
-    columns = "--columns=policy,decode_miss_rate,ttft_ms.p99,miss_rate"
-    assert "**" not in table(write(tmp_path / "untested", *runs), columns)
-    for run in runs:
-        run["config"]["moecache"]["totals"]["miss_rate_stderr"] = 0.01
-    out = table(write(tmp_path / "tested", *runs), columns)
-    assert "| a | 0.0500 | 4.000 | **0.1000 ±0.0100** |" in out
+    def shown(**totals: float) -> str:
+        rates = {"a": 0.1, "b": 0.2}
+        runs = [record(n, policy=n, miss_rate=rate, totals=totals) for n, rate in rates.items()]
+        return table(
+            write(tmp_path, *runs), "--columns=policy,decode_miss_rate,ttft_ms.p99,miss_rate"
+        )
+
+    assert "**" not in shown()
+    assert "| a | 0.0500 | 4.000 | **0.1000 ±0.0100** |" in shown(miss_rate_stderr=0.01)
 
 
 def test_runs_of_different_identity_are_told_apart_and_not_ranked(
@@ -281,10 +279,8 @@ def test_markdown_cells_stay_cells(tmp_path: Path, table: Table) -> None:
 
 
 def test_percentiles_and_standard_errors_of_speed(tmp_path: Path, table: Table) -> None:
-    run = record("a")
-    figures = run["config"]["moecache"]["totals"]
-    figures["ttft_ms"] = {**figures["ttft_ms"], "stderr": 0.125}
-    figures["miss_rate_stderr"] = 0.0125
+    ttft_ms = {"mean": 2.0, "p50": 1.5, "p90": 3.0, "p99": 4.0, "stderr": 0.125}
+    run = record("a", totals={"ttft_ms": ttft_ms, "miss_rate_stderr": 0.0125})
     out = table(write(tmp_path, run), "--columns=ttft_ms,ttft_ms.*,miss_rate")
     assert "| TTFT ms | TTFT ms mean | TTFT ms p50 | TTFT ms p90 | TTFT ms p99 | Miss |" in out
     row = "| 2.000 ±0.125 | 2.000 ±0.125 | 1.500 | 3.000 | 4.000 | 0.2500 ±0.0125 |"
@@ -292,10 +288,10 @@ def test_percentiles_and_standard_errors_of_speed(tmp_path: Path, table: Table) 
 
 
 def test_fidelity_and_precision_stand_beside_a_lossy_row(tmp_path: Path, table: Table) -> None:
-    plain, lossy, stored = (record(name, policy=name) for name in ("a", "b", "c"))
-    for run, fidelity, low in ((plain, 1.0, 0.0), (lossy, 0.75, 0.0), (stored, 1.0, 0.5)):
-        totals = run["config"]["moecache"]["totals"]
-        totals |= {"routing_fidelity": fidelity, "low_precision_share": low}
+    plain, lossy, stored = (
+        record(name, policy=name, totals={"routing_fidelity": fidelity, "low_precision_share": low})
+        for name, fidelity, low in (("a", 1.0, 0.0), ("b", 0.75, 0.0), ("c", 1.0, 0.5))
+    )
     out = table(write(tmp_path / "exact", plain))
     assert "Fidelity" not in out and "Low precision" not in out
     for run in (lossy, stored):
@@ -321,19 +317,9 @@ def test_changes_are_percent_of_the_baseline_at_the_same_place(
     leaderboard_of_four(tmp_path)
     relative = {"relative_to": {"policy": "on_demand"}}
     keys = ["capacity", "policy"]
-    sweep_file(
-        tmp_path,
-        views=[
-            {
-                "title": "A",
-                "rows": "capacity",
-                "columns": "policy",
-                "values": "tok_per_s",
-                **relative,
-            },
-            {"title": "B", "rows": keys, "values": ["miss_rate"], "sort": keys, **relative},
-        ],
-    )
+    across = {"title": "A", "rows": "capacity", "columns": "policy", "values": "tok_per_s"}
+    flat = {"title": "B", "rows": keys, "values": ["miss_rate"], "sort": keys}
+    sweep_file(tmp_path, views=[across | relative, flat | relative])
     out = table(tmp_path)
     # 90 against 80 and 200 against 120 tokens/s; the baseline itself has no change.
     assert "| 5% | 80.0 | 90.0 | 12.5 |\n| 50% | 120.0 | 200.0 | 66.7 |" in out
@@ -370,13 +356,8 @@ def pickable(folder: Path, loss: float, **rule: object) -> Path:
     for capacity, (name, (right, missed)) in product(("5%", "50%"), figures.items()):
         if (capacity, name) != ("50%", "b"):
             answers = (1,) * right + (0,) * (10 - right)
-            settings = {
-                "policy": name,
-                "capacity": capacity,
-                "answers": answers,
-                "miss_rate": missed,
-            }
-            write(folder, record(f"{name}{capacity}", **settings))
+            run = {"policy": name, "capacity": capacity, "answers": answers, "miss_rate": missed}
+            write(folder, record(f"{name}{capacity}", **run))
     pick = {"best": "miss_rate", "score": "quiz", "loss": loss}
     pick |= {"relative_to": {"policy": "on_demand"}, **rule}
     view = {"title": "P", "rows": "capacity", "values": ["policy", "miss_rate"], "pick": pick}
