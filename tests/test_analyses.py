@@ -12,12 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lm_eval_moecache.analysis import (
-    coactivation,
-    divergence,
-    drafting,
-    optimal_expert,
-)
+from lm_eval_moecache.analysis import coactivation, divergence, drafting, optimal_expert
 from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel, read_texts
 from lm_eval_moecache.analysis.divergence import Reading, Window, compare, figures
 from lm_eval_moecache.analysis.optimal_expert import ForcedExpert

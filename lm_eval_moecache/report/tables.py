@@ -762,11 +762,7 @@ def _digits(table: Table, rows: Sequence[Sequence[Value]]) -> list[int]:
 
 
 def _row(
-    table: Table,
-    i: int,
-    settings: Sequence[int],
-    figures: Sequence[int],
-    digits: Sequence[int],
+    table: Table, i: int, settings: Sequence[int], figures: Sequence[int], digits: Sequence[int]
 ) -> dict[str, Any]:
     """Return a row of the leaderboard: a short name, and its distinguishing settings to unfold."""
     row = list(zip(table.columns, table.rows[i], strict=True))
