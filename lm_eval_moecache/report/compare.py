@@ -215,7 +215,7 @@ def score_test(baseline: Score, new: Score, old_samples: Samples, samples: Sampl
         return Test(z_test(sign * (baseline.value - new.value), error), "standard errors")
     losses = _losses(baseline, old_samples, samples)
     if all(loss in (-1, 0, 1) for loss in losses):
-        return mcnemar(losses.count(-1), losses.count(1), len(losses))
+        return mcnemar(losses)
     return Test(
         p=sign_flip_test(losses),
         by=f"sign flips of {len(losses)} documents",
@@ -243,8 +243,9 @@ def _losses(baseline: Score, old_samples: Samples, samples: Samples) -> list[flo
     return losses
 
 
-def mcnemar(won: int, lost: int, documents: int) -> Test:
+def mcnemar(losses: Sequence[float]) -> Test:
     """Test right-or-wrong answers to the same documents (McNemar, exact, one-sided)."""
+    won, lost, documents = losses.count(-1), losses.count(1), len(losses)
     by = f"McNemar: {lost} lost, {won} won of {documents} documents"
     return Test(sign_test(won, lost), by, 0.5 ** (won + lost), 0.5**documents)
 
@@ -401,9 +402,8 @@ def _tested(
     if floor is None:
         floor = 0.0 if exact else DEFAULT_FLOOR
     judged_by = EXACTLY if exact and not floor else f"floor {floor:g}"
-    if exact or test is None:
-        return replace(row, allowed=floor * unit, judged_by=judged_by)
-    return replace(row, allowed=floor * unit, judged_by=test.by, test=test)
+    judged_by = judged_by if test is None else test.by
+    return replace(row, allowed=floor * unit, judged_by=judged_by, test=test)
 
 
 def _scores(key: str, task: str, old: Run, new: Run, options: CompareOptions) -> Iterator[Row]:
@@ -454,11 +454,10 @@ def _all_tasks(
             exact &= options.is_exact(*pair)
     if tasks > 1:
         before, after = (sum(side) / len(answers) for side in zip(*answers, strict=True))
+        losses = [old - new for old, new in answers]
         row = Row(run=key, task=ALL_TASKS, metric="accuracy", baseline=before, new=after)
-        won, lost = sum(a < b for a, b in answers), sum(a > b for a, b in answers)
-        lost_or_won = [old - new for old, new in answers]
-        row = replace(row, higher_is_better=True, difference=difference(lost_or_won))
-        yield _tested(row, mcnemar(won, lost, len(answers)), exact, options)
+        row = replace(row, higher_is_better=True, difference=difference(losses))
+        yield _tested(row, None if exact else mcnemar(losses), exact, options)
 
 
 def _whole_runs(shared: Mapping[str, tuple[Run, Run]]) -> list[tuple[Run, Run]]:

@@ -203,7 +203,8 @@ def measure(part: Part, root: Path) -> Estimate:
         return estimate(_of_rows(part, root), part.form)
     if part.cells is not None:
         return estimate(_of_cells(part, root), part.form)
-    new, old = (*_sides(part, root), None)[:2]
+    new, *others = _sides(part, root)
+    old = others[0] if others else None
     if part.whole:
         return estimate(_of_whole(new, old, part.metric), part.form)
     data = _of_documents(new, old, part.metric, part.task)
