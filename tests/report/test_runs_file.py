@@ -6,6 +6,8 @@ import gzip
 import json
 import re
 import tempfile
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +158,8 @@ def test_a_changed_bit_of_a_record_is_noticed_and_old_records_are_read(
     assert sound["checksum"] == checksum_of(sound) and len(finished(tmp_path)) == 1
 
     def edited(*place: str) -> dict[str, Any]:
-        changed = json.loads(path.read_text())
-        holder = changed
-        for key in place[:-1]:
-            holder = holder[key]
-        holder[place[-1]] = 0.125
+        changed: dict[str, Any] = json.loads(path.read_text())
+        reduce(getitem, place[:-1], changed)[place[-1]] = 0.125
         return changed
 
     [task] = sound["scores"]
@@ -205,10 +204,7 @@ def test_a_record_without_checksum_agrees_with_its_samples(
     made["scores"]["quiz"]["ttft_ms,speed"] = {str(i): 2.00001 for i in range(4)}
     path = write(tmp_path, made) / "runs" / "a.json"
     assert len(load_runs(path)) == 1
-    holder = made
-    for key in place[:-1]:
-        holder = holder[key]
-    holder[place[-1]] = figure
+    reduce(getitem, place[:-1], made)[place[-1]] = figure
     path.write_text(json.dumps(made))
     with pytest.raises(ValueError, match=f"a.json': .*{re.escape(words)}.*the record was changed"):
         load_runs(path)
