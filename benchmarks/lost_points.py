@@ -45,6 +45,11 @@ SIGNS = {
 ANALYSED = {("tiny", "25%"): FOLDER, ("carved_gemma", "14/layer"): FOLDER / "carved_gemma"}
 """Model and capacity of the runs whose policies were analysed -> where the analysis is."""
 LEAST_DOCUMENTS = 40
+LOST_WEIGHT_SINCE = "2026-11-26T02:40"
+"""Runs before it counted no weight in passes of one token under the rules that look at none."""
+LOOKS_AT_NO_WEIGHT = {
+    *("cache_prior", "max_rank", "cumsum", "pruning", "pre_gated", "drop", "substitute_random")
+}
 WITHIN = 2.0
 """Points within which a forecast would be of use."""
 Pair = Mapping[str, Any]
@@ -71,13 +76,24 @@ def rule_of(run: Run) -> str:
     return " ".join([run.moecache["policy"]["name"], *parameters])
 
 
+def lost_weight_of(run: Run, task: str) -> float | None:
+    """Return the share of its weight that a task lost, where all of its tokens were counted."""
+    figures, date = run.moecache["tasks"][task], str(run.environment.get("date") or "")
+    axes = run.moecache["policy"].values()
+    names = {axis["name"] if isinstance(axis, dict) else axis for axis in axes}
+    has_decoded = figures.get("decode_miss_rate") is not None
+    if has_decoded and date < LOST_WEIGHT_SINCE and run.model_args.get("scoring") != "scan":
+        return None if names & LOOKS_AT_NO_WEIGHT else figures.get("lost_weight_share")
+    return figures.get("lost_weight_share")
+
+
 def of_texts(runs: Sequence[Run]) -> Iterator[list[str]]:
     """Rows of lossy runs on text: rule, lost weight, what it costs of perplexity by word."""
     task = "tiny_wikitext"
     for run in runs:
         if run.tasks != [task] or is_of_version_2(run):
             continue
-        lost = run.moecache["tasks"][task].get("lost_weight_share")
+        lost = lost_weight_of(run, task)
         plain = [
             other
             for other in runs
@@ -114,7 +130,7 @@ def pairs(runs: Sequence[Run]) -> Iterator[Pair]:
                     "capacity": str(run.moecache["capacity"]),
                     "documents": len(answers),
                     "fidelity": fidelity,
-                    "lost_weight": figures.get("lost_weight_share"),
+                    "lost_weight": lost_weight_of(run, task),
                     "kl": analysed.get(rule),
                     "right": mean(answers.values()),
                 }
