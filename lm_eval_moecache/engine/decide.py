@@ -15,6 +15,7 @@ from lm_eval_moecache.records.arrays import IntArray, each_token, softmax
 from lm_eval_moecache.records.event import (
     DROPPED,
     PREFILL,
+    UNSEEN_SCORES,
     Event,
     Fetch,
     unique_in_order,
@@ -39,6 +40,8 @@ class Rules:
         self.num_experts, self.top_k = geometry.num_experts, geometry.top_k
         self.is_lossy = not (self.routing.is_lossless and self.miss.is_lossless)
         """Whether any algorithm may change a selection."""
+        self.reads_changed_weights = True
+        """Whether an algorithm looks at the weights of a changed selection."""
         self.prefetches = self.prefetch.is_active
         self.ladder = len(geometry.precision) > 1
         """Whether the store has several precision levels."""
@@ -78,7 +81,7 @@ def route(event: Event, rules: Rules, resident: Mapping[int, int]) -> Plan:
     selection = rules.routing.select(event, resident)
     if selection is None:
         return Plan(event, event)
-    looked_up = changed(event, selection, rules.num_experts)
+    looked_up = changed(event, selection, rules)
     return Plan(looked_up, looked_up, selection=selection)
 
 
@@ -109,7 +112,7 @@ def resolve(
                     substituted = int(moved.sum())
                     first = plan.selection
                     plan.selection = change if first is None else change.after(first)
-                    plan.event = changed(looked_up, plan.selection, rules.num_experts)
+                    plan.event = changed(looked_up, plan.selection, rules)
                 if len(unclear) < len(absent):
                     plan.demands = _with_late(plan.demands, absent, missed, plan.event)
         if plan.demands is None and rules.ladder:
@@ -145,10 +148,12 @@ def _with_late(
     return sorted(demands, key=lambda fetch: place.get(fetch.key, len(place)))
 
 
-def changed(event: Event, selection: Selection, num_experts: int) -> Event:
+def changed(event: Event, selection: Selection, rules: Rules) -> Event:
     """Return the event with a changed selection: its experts, keys and gate scores."""
-    experts, weights = selection.experts, event.weights
-    if len(weights) and len(event.logits):
+    experts, weights, num_experts = selection.experts, event.weights, rules.num_experts
+    if not rules.reads_changed_weights:
+        weights = UNSEEN_SCORES
+    elif len(weights) and len(event.logits):
         scores, executed = softmax(event.logits), event.experts != DROPPED
         scores[executed.nonzero()[0], event.experts[executed]] = weights[executed]
         weights = scores[each_token(experts), experts]
@@ -167,6 +172,11 @@ def changed(event: Event, selection: Selection, num_experts: int) -> Event:
 
 def _lost_weight(event: Event, selection: Selection) -> float:
     """Return the weight shares (1 per token) of chosen experts that are not executed, summed."""
+    if len(event.experts) == 1 and selection.keep is None:
+        # The same sum, a third of the time: doubles hold a few float32 shares without rounding.
+        chosen, kept = event.experts.tolist()[0], selection.experts.tolist()[0]
+        shares = zip(chosen, weight_shares(event).tolist()[0], strict=True)
+        return float(sum([share for expert, share in shares if expert not in kept]))
     executed_experts = selection.experts
     if selection.keep is not None:
         executed_experts = np.where(selection.keep, executed_experts, DROPPED)

@@ -102,6 +102,9 @@ class Engine(ABC):
         if setting.draft is None and rules.prefetch.needs_draft:
             raise no_draft_error(rules.prefetch)
         self.future, self.eviction = future, evictions[0]
+        rules.reads_changed_weights = any(
+            a.uses_weights for a in (rules.miss, self.eviction)
+        ) or any(a.uses_logits for a in (rules.prefetch, rules.miss, self.eviction))
         # A reference back would keep the engine and a wall clock's slots alive.
         engine = weakref.proxy(self)
         self.outside = Outside(setting, evictions, geometry, lambda: engine.state)

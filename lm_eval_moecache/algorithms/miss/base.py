@@ -166,7 +166,7 @@ def weight_shares(event: Event) -> FloatArray:
     A token's shares sum to 1, whether or not the model family renormalises its router's weights.
     """
     weights = np.where(event.experts != DROPPED, event.weights, 0)
-    total = np.maximum(weights.sum(axis=-1, keepdims=True), 1e-20)
+    total = np.maximum(np.add.reduce(weights, axis=-1, keepdims=True), 1e-20)
     return np.asarray(weights / total, dtype=np.float32)
 
 
