@@ -13,7 +13,7 @@ Beside each lossy run below the folders (default: results) stands a lossless one
 documents; the difference of right answers is what was lost. Lines through 0 are fitted to all rules
 but one, or to all of one model, and predict that one, or the other model's; a sign is of use if it
 predicts within 2 points. With `--write` the
-pairs and the table go to results/lost_points. Runs of version 2 are left out.
+pairs and the table go to results/lost_points.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 import scipy.stats
 from grid import RESULTS, text_table
 
-from lm_eval_moecache.report.results import Run, is_of_version_2, load_runs
+from lm_eval_moecache.report.results import Run, load_runs
 
 FOLDER = RESULTS / "lost_points"
 GENERATED = "tiny_gsm8k"
@@ -91,7 +91,7 @@ def of_texts(runs: Sequence[Run]) -> Iterator[list[str]]:
     """Rows of lossy runs on text: rule, lost weight, what it costs of perplexity by word."""
     task = "tiny_wikitext"
     for run in runs:
-        if run.tasks != [task] or is_of_version_2(run):
+        if run.tasks != [task]:
             continue
         lost = lost_weight_of(run, task)
         plain = [
@@ -115,7 +115,7 @@ def pairs(runs: Sequence[Run]) -> Iterator[Pair]:
             answers, figures = right(run, task), run.moecache["tasks"][task]
             model = str(run.model_args.get("pretrained", "tiny"))
             place = (model, task, " ".join(sorted(answers)))
-            if is_of_version_2(run) or len(answers) < LEAST_DOCUMENTS:
+            if len(answers) < LEAST_DOCUMENTS:
                 continue
             fidelity = figures.get("routing_fidelity", 1.0)
             if fidelity == 1 and "precision" not in run.model_args:

@@ -21,7 +21,6 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.files import (
-    TINY,
     exists,
     parse_json,
     read_gzip,
@@ -166,20 +165,6 @@ class Run:
         return [n for root in self.results if root not in children for n in below(root)]
 
 
-_VERSION_4 = "2026-11-24"
-"""The day from which runs of the shipped model are of its version 4; before, of its version 2."""
-
-
-def is_of_version_2(run: Run) -> bool:
-    """Whether a run is of the shipped model's version 2, whose experts hardly mattered.
-
-    Records do not name the version, but their day.
-    """
-    date = str(run.environment.get("date") or "")
-    pretrained = run.model_args.get("pretrained", "" if "trace" in run.model_args else TINY)
-    return pretrained == TINY and "2026" <= date < _VERSION_4
-
-
 def identity(run: Run, tasks: Sequence[str] | None = None) -> dict[str, str]:
     """Return the settings that change a run's metrics but are not under comparison: name -> text.
 
@@ -192,7 +177,6 @@ def identity(run: Run, tasks: Sequence[str] | None = None) -> dict[str, str]:
     versioned = run.tasks if tasks is None else tasks
     settings: dict[str, Any] = {
         "pretrained": arguments.get("pretrained", arguments.get("trace", "tiny")),
-        "tiny_version": "2" if is_of_version_2(run) else None,
         **{key: config.get(key) for key in _MODEL},
         "tasks": "+".join(sorted(run.tasks)) if tasks is None else None,
         "task_versions": _by_task(facts.get("versions"), versioned),

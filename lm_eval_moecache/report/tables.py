@@ -34,7 +34,6 @@ from lm_eval_moecache.report.results import (
     find_score,
     groups,
     identity,
-    is_of_version_2,
     metric_column,
     metric_value,
     score_column,
@@ -55,7 +54,7 @@ _RESOLVED = ("capacity", "link", "draft", "store")
 _CALLED = ("name", "composition", "source")
 _VERSIONS = ("lm-eval-moecache", "lm-eval", "torch", "transformers")
 _MOST_LISTED = 3
-_BEWARE, _BOUNDS, _OLD = "Beware", "Bounds", "Old model"
+_BEWARE, _BOUNDS = "Beware", "Bounds"
 _OFFLINE = {"eviction": "belady", "prefetch": "oracle"}
 """The algorithms that know the future, by axis."""
 
@@ -377,11 +376,6 @@ def about(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
         ),
         **{name: listed(libraries.get(name) for libraries in versions) for name in _VERSIONS},
     }
-    if num_old := sum(map(is_of_version_2, runs)):
-        facts[_OLD] = (
-            f"{num_old} of {len(runs)} runs are of version 2 of tiny, whose experts hardly matter, "
-            "and not of version 4, which ships"
-        )
     mixed = [name for name in _VERSIONS if len({v[name] for v in versions if v.get(name)}) > 1]
     if mixed:
         facts[_BEWARE] = (
@@ -577,7 +571,7 @@ def notes(table: Table) -> list[str]:
     texts += ["±: standard error"] if any(v.stderr for row in table.rows for v in row) else []
     if table.apart:
         texts.append(f"rows of different {', '.join(table.apart)} are not compared")
-    return [*texts, *(text for name, text in table.about if name in (_OLD, _BEWARE, _BOUNDS))]
+    return [*texts, *(text for name, text in table.about if name in (_BEWARE, _BOUNDS))]
 
 
 def _in_markdown(text: str) -> str:

@@ -428,18 +428,3 @@ def test_each_writes_every_sweeps_table_and_the_leaderboard_over_them(
     table(tmp_path, "--each", code=2)
     (tmp_path / "table.yaml").write_text("{colums: [policy]}")
     assert "Did you mean 'columns'" in table(tmp_path, code=2)
-
-
-def test_runs_of_the_old_shipped_model_are_told_and_kept_apart(
-    tmp_path: Path, table: Table
-) -> None:
-    old, new, other = (
-        record(name, tok_per_s=speed) for name, speed in zip("abc", (9, 5, 3), strict=True)
-    )
-    for run, date in ((old, "2026-11-23"), (new, "2026-11-25"), (other, "2026-11-23")):
-        run["environment"]["date"] = date
-    other["configuration"]["model_args"]["pretrained"] = "org/model"
-    assert "version 2" not in table(write(tmp_path / "new", new, other))
-    text = table(write(tmp_path / "both", old, new))
-    assert "1 of 2 runs are of version 2 of tiny" in text
-    assert "rows of different tiny_version are not compared" in text and "**" not in text

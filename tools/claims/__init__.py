@@ -25,7 +25,6 @@ from lm_eval_moecache.report.results import (
     Run,
     find_score,
     independent,
-    is_of_version_2,
     load_runs,
     metric_value,
     selected,
@@ -226,24 +225,21 @@ def rests_on(part: Part, root: Path) -> str:
         return part.rows.model
     if part.cells is not None:
         return "real routing"
-    compared = _sides(part, root)
-    if compared[0].model_args.get("pretrained") == "carved_gemma":
-        return "carved Gemma"
-    return f"tiny version {2 if any(map(is_of_version_2, compared)) else 4}"
+    carved = _sides(part, root)[0].model_args.get("pretrained") == "carved_gemma"
+    return "carved Gemma" if carved else "tiny version 4"
 
 
 def gate_of(part: Part, model: str, sensitivity: Mapping[str, Any]) -> str:
     """Return why random experts throughout lose less than the paper's loss; empty if they do not.
 
     `sensitivity`: model -> `text`, nats that each change adds, and `random`, by task percentages of
-    right answers with the router's experts and with random ones; version 2, whose experts matter
-    too little for any gate, is not in it.
+    right answers with the router's experts and with random ones.
     """
     if part.gate is None:
         return ""
     losses, task = sensitivity.get(model.removeprefix("tiny ")), part.metric.partition(":")[0]
     if losses is None:
-        return f"{model} hardly needs its experts"
+        return f"what random experts cost {model} is not known"
     if task in losses["random"]:
         plain, random = losses["random"][task]
         loss, unit = (plain - random) / 100, "of the answers"
