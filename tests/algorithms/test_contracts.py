@@ -247,4 +247,6 @@ def test_a_ranked_rule_says_what_a_victim_costs() -> None:
         rule = find_algorithm("eviction", name)
         if issubclass(rule, RankedEviction):
             cost = " ".join((rule.__doc__ or "").partition("Cost:")[2].split())
-            assert "residents" in cost and "per victim" in cost, name
+            assert "residents" in cost and "per victim" in cost, (
+                f"{name}: its docstring has to say 'Cost: ... residents ... per victim'"
+            )
