@@ -193,6 +193,10 @@ def test_a_new_format_is_one_file(
         ),
         ("return build(path.name, path.stem, [], options)", "^trace trace.txt holds no rows.$"),
         (
+            "return build(path.name, path.stem, in_turn([(7, {})]), options)",
+            r"trace trace.txt: .* request 7: a pass has no layer.",
+        ),
+        (
             'raise ValueError(f"trace {path.name}: my own words")',
             r"^trace trace.txt: my own words$",
         ),
@@ -201,7 +205,7 @@ def test_a_new_format_is_one_file(
 def test_a_third_partys_mistake_is_one_line_that_names_file_line_and_importer(
     tmp_path: Path, add_format: Callable[[str], None], moecache: Moecache, change: str, said: str
 ) -> None:
-    text = NEW_FORMAT.replace("import Pass", "import numbered, Pass")
+    text = NEW_FORMAT.replace("import Pass", "import in_turn, numbered, Pass")
     add_format(text.replace("lines = path", f"{change}\n        lines = path"))
     with pytest.raises(ValueError, match=said):
         load_trace(str(tmp_path / "trace.txt"))

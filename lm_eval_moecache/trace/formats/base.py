@@ -289,6 +289,8 @@ def in_turn(steps: Iterable[tuple[int, Layers]]) -> list[Pass]:
     """
     passes, done = [], Counter[int]()
     for request, layers in steps:
+        if not layers:
+            raise ValueError(f"request {request}: a pass has no layer.")
         tokens = len(layers[min(layers)])
         phase = PREFILL if tokens > 1 else DECODE
         passes.append(pass_of(layers, request, phase, done[request]))
