@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from lm_eval_moecache.records.numbers import nearest, read_count, read_number, shown
+from lm_eval_moecache.records.numbers import MOST_COUNT, nearest, read_count, read_number, shown
 
 
 class Stored(NamedTuple):
@@ -118,8 +118,7 @@ def read_stored(config: Mapping[str, Any], what: str) -> Stored:
     if quantized is None:
         return BF16
     what = f"{what}: quantization_config"
-    if not isinstance(quantized, Mapping):
-        raise ValueError(f"{what}={shown(quantized)} must be a mapping.")
+    quantized = _mapping(quantized, what)
     method = str(quantized.get("quant_method", quantized.get("quant_algo", ""))).lower()
     bits = _bits(method, quantized, what)
     exclusions = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
@@ -130,19 +129,38 @@ def read_stored(config: Mapping[str, Any], what: str) -> Stored:
     return Stored(method, bits, dense_bits)
 
 
+def _mapping(value: object, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{what}={shown(value)} must be a mapping.")
+    return value
+
+
+_MOST_BITS = 16
+
+
 def _bits(method: str, quantized: Mapping[str, Any], what: str) -> float:
     def count(fields: Mapping[str, Any], *names: str, default: object = None) -> int:
-        value = next((fields[name] for name in names if name in fields), default)
+        name = next((name for name in names if fields.get(name) is not None), names[0])
+        value = default if fields.get(name) is None else fields[name]
         # A group of -1 is a whole matrix row, taken as 2048 weights.
-        return 2048 if value in (-1, "-1") else read_count(f"{what}: {names[0]}", value, least=1)
+        if "group_size" in name and value in (-1, "-1"):
+            return 2048
+        if isinstance(value, str):
+            raise ValueError(f"{what}: {name}={shown(value)} is text, not a number.")
+        most = MOST_COUNT if "group_size" in name else _MOST_BITS
+        return read_count(f"{what}: {name}", value, least=1, most=most)
 
     match method:
         case "mxfp4":
             return 4.25
         case "fp8" | "fbgemm_fp8":
             block = quantized.get("weight_block_size") or [128, 128]
+            if not isinstance(block, (list, tuple)) or len(block) != 2:
+                raise ValueError(
+                    f"{what}: weight_block_size={shown(block)} must be a list of two numbers."
+                )
             edges = [read_count(f"{what}: weight_block_size", edge, least=1) for edge in block]
-            return 8 + 32 / (edges[0] * edges[-1])
+            return 8 + 32 / (edges[0] * edges[1])
         case "gptq" | "awq" | "auto-round" | "autoround":
             bits = count(quantized, "bits", "w_bit", default=4)
             # An fp16 scale and a zero point per group.
@@ -151,14 +169,18 @@ def _bits(method: str, quantized: Mapping[str, Any], what: str) -> float:
             fourth = 4.127 if quantized.get("bnb_4bit_use_double_quant") else 4.5
             return 8 if quantized.get("load_in_8bit") else fourth
         case "hqq":
-            inner = (quantized.get("quant_config") or {}).get("weight_quant_params", quantized)
+            outer = _mapping(quantized.get("quant_config") or {}, f"{what}: quant_config")
+            inner = outer.get("weight_quant_params", quantized)
+            inner = _mapping(inner, f"{what}: weight_quant_params")
             return count(inner, "nbits", default=4) + 32 / count(inner, "group_size", default=64)
         case "modelopt" | "nvfp4" | "fp8_pb_wo" if "nvfp4" in str(quantized).lower():
             return 4.5  # four bits, plus an 8-bit scale per sixteen weights
         case "modelopt" if "fp8" in str(quantized).lower():
             return 8
         case "compressed-tensors" if groups := quantized.get("config_groups"):
-            weights = next(iter(groups.values())).get("weights") or {}
+            first = next(iter(_mapping(groups, f"{what}: config_groups").values()))
+            first = _mapping(first, f"{what}: config_groups' first")
+            weights = _mapping(first.get("weights"), f"{what}: config_groups' weights")
             bits = count(weights, "num_bits")
             scale = 8 if weights.get("type") == "float" and bits == 4 else 16
             return bits + (scale / count(weights, "group_size") if weights.get("group_size") else 0)

@@ -112,10 +112,11 @@ def read_gguf(path: Path, what: str) -> RealModel:
             f"{what} is no Mixture-of-Experts model: {architecture or 'no architecture'}, {holds}. "
             "A dense model reads all of its weights for every token, and has no experts to cache."
         )
+    attention = _gguf_attention(value, own, blocks - predicting, architecture == "gpt-oss")
     caches, state_bytes = read_caches(
-        _gguf_attention(value, own, blocks - predicting, architecture == "gpt-oss"),
+        attention,
         read_count(f"{what}: embedding_length", value("embedding_length"), least=1),
-        blocks - predicting,
+        len(attention["layer_types"]) or blocks - predicting,
         what,
     )
     file_type = _file_type(values.get("general.file_type"))
