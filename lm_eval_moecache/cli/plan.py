@@ -137,7 +137,7 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
         **{key: arguments[key] for key in ("host_memory", "disk", "bandwidth")},
     )
     run_as = model
-    if arguments.precision is None and model.name in emulated_names():
+    if arguments.precision is None:
         run_as = runtimes.usual_precision(model, hardware, cards, context)
     advice = runtimes.advise(run_as, hardware, given, context, prompt, arguments.measured)
     if run_as is not model:
@@ -150,7 +150,11 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
         hardware = on_disk(hardware)
     if arguments.bandwidth is not None:
         hardware = hardware.with_bandwidth(arguments.bandwidth)
-    room = fit(model, hardware, context)
+    try:
+        room = fit(model, hardware, context)
+    except ValueError:
+        model = run_as  # as published, not even the dense weights fit
+        room = fit(model, hardware, context)
     trace = load_trace(arguments.trace or str(stand_in(model)))
     rows = list(speeds(model, hardware, room, trace, context))
     # The stand-in's tokens take another share of a layer's experts each than the model's.

@@ -57,6 +57,8 @@ class RealModel:
     state_bytes: int = 0
     """Bytes that linear-attention layers keep per sequence, whatever its length."""
     source: str = ""
+    is_as_stored: bool = False
+    """Whether `stored` is what somebody's files have, or asks for, so that no other is tried."""
 
     @property
     def expert_bytes(self) -> int:

@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 from lm_eval_moecache.records.configuration import RealModel, read_caches, read_config
 from lm_eval_moecache.records.files import check_file, is_file, open_file, parse_json, read_json
 from lm_eval_moecache.records.numbers import read_count, shown
-from lm_eval_moecache.records.stored import Stored
+from lm_eval_moecache.records.stored import BF16, Stored
 
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
-_MOST_HEADER = 2**28
+_MOST_HEADER, _MOST_BYTES = 2**28, 2**53
 _LEFT_OUT = ("vision", "visual", "image", "audio", "mtp", "mm_proj", "multi_modal_projector")
 """Parts of checkpoints that a text's tokens do not pass through, and layers that predict ahead."""
+_ALIKE = 0.05
+"""Share by which a file may differ from what is said of it: norms in float32, image encoders."""
 _FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 """Types of safetensors that hold a weight an element; others pack several into one."""
 _KINDS = {
@@ -261,9 +263,9 @@ def read_safetensors_index(path: Path, what: str) -> RealModel:
     names = {path.parent / Path(str(name)).name for name in files.values()}
     here = sorted(names) if all(map(is_file, names)) else []
     tensors = [tensor for file in here for tensor in _safetensors(file, f"{what}: {file.name}")]
-    config = {"name": path.resolve().parent.name, **config, "quantization_config": None}
+    config = {"name": path.resolve().parent.name, **config}
     try:
-        model = read_config(config, what)
+        model = _read_sizes(config, what)
     except ValueError:
         if not tensors:
             raise
@@ -272,8 +274,14 @@ def read_safetensors_index(path: Path, what: str) -> RealModel:
         parts = _checkpoint_parts(tensors, model.num_layers + _dense_before(config))
         return _with_bits(model, parts, path.name)
     total = read_count(
-        f"{what}: metadata.total_size", (index.get("metadata") or {}).get("total_size"), least=1
+        f"{what}: metadata.total_size",
+        (index.get("metadata") or {}).get("total_size"),
+        least=1,
+        most=_MOST_BYTES,
     )
+    if abs(total / (model.all_expert_bytes + model.dense_bytes) - 1) < _ALIKE:
+        return replace(model, source=f"config.json, and the bytes of {path.name}")
+    model = replace(model, stored=BF16)
     experts = model.num_layers * model.num_experts * model.expert_weights
     bits = 8 * (total - model.dense_bytes) / experts
     if not 0 < bits < 64:
@@ -283,6 +291,14 @@ def read_safetensors_index(path: Path, what: str) -> RealModel:
         stored=Stored(f"{bits:.3g} bits", bits),
         source=f"config.json, and the bytes of {path.name} less {model.dense_bytes} of bf16",
     )
+
+
+def _read_sizes(config: Mapping[str, Any], what: str) -> RealModel:
+    """Read a configuration; where it stores in an unknown way, as if it were bf16."""
+    try:
+        return read_config(config, what)
+    except ValueError:
+        return read_config({**config, "quantization_config": None}, what)
 
 
 def _safetensors(path: Path, what: str) -> Iterator[Tensor]:
@@ -327,7 +343,13 @@ def _with_bits(model: RealModel, parts: _Parts, source: str) -> RealModel:
         _Part(dense, (parts.layers + parts.once).nbytes).bits,
         _Part(vocabulary, (parts.embedding + parts.output).nbytes).bits,
     )
+    stored = model.stored if _alike(stored, model.stored) else stored
     return replace(model, stored=stored, source=f"config.json, and the tensors of {source}")
+
+
+def _alike(found: Stored, said: Stored) -> bool:
+    """Whether tensors have the bits that were said of them, but for norms and the like."""
+    return all(abs(a / b - 1) < _ALIKE for a, b in zip(found[1:4], said[1:4], strict=True))
 
 
 def _dense_before(config: Mapping[str, Any]) -> int:
@@ -409,13 +431,16 @@ def _model(
     is_tied = not parts.output.weights
     output = parts.embedding.weights if is_tied else parts.output.weights
     dense, vocabulary = parts.layers + parts.once, parts.embedding + parts.output
+    stored = Stored(precision, parts.experts.bits, dense.bits, vocabulary.bits, source)
+    is_whole = _alike(stored, BF16)
     return RealModel(
         name=name,
         num_layers=num_layers,
         num_experts=num_experts,
         top_k=top_k,
         expert_weights=expert_weights,
-        stored=Stored(precision, parts.experts.bits, dense.bits, vocabulary.bits, source),
+        stored=BF16 if is_whole else stored,
+        is_as_stored=not is_whole,
         layer_weights=round(parts.layers.weights / num_layers),
         read_once=parts.once.weights + output,
         output=output,

@@ -54,6 +54,7 @@ ON_PHONES = ("bigmoeonedge",)
 _PHONE_FLOPS = 1e12
 """A device with unified memory and less is a phone."""
 _FEW_BITS = 6.0
+_USUAL = ("q4_k_m", "q3_k_m", "q2_k")
 
 
 def known(
@@ -148,13 +149,20 @@ def advise(
 
 
 def usual_precision(model: RealModel, hardware: Hardware, cards: int, context: int) -> RealModel:
-    """Return a model in the bits that people run it in: as published where all of it fits, or
-    where it has few bits, else Q4_K_M."""
+    """Return a model in the bits that people run it in, however it was named.
+
+    As published where all of it fits, or where it has few bits and its dense weights fit; else the
+    first of `_USUAL` whose dense weights do. A file that is quantized stays as it is.
+    """
     box = machine(hardware, load_runtime("llama.cpp"), cards=cards)
-    fits = room(model, box, context) >= model.all_expert_bytes
-    if model.stored.expert_bits <= _FEW_BITS or fits:
+    left, is_small = room(model, box, context), model.stored.expert_bits <= _FEW_BITS
+    if model.is_as_stored or left >= model.all_expert_bytes or (is_small and left > 0):
         return model
-    return replace(model, stored=load_stored("q4_k_m"))
+    # Experts of few bits stay, if only the rest is too large.
+    names = ("mxfp4_moe", *_USUAL) if model.stored.name == "mxfp4" else _USUAL
+    smaller = [replace(model, stored=load_stored(name)) for name in names]
+    runs = [each for each in smaller if room(each, box, context) > 0]
+    return (runs or smaller)[0]
 
 
 def raised(setup: Setup, rows: Sequence[Mapping[str, Any]]) -> str:
