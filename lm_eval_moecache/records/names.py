@@ -36,8 +36,8 @@ def find_name(
     says whether a file whose name lacks the optional `words` typed has what they say. Raises
     ValueError, naming `key`, for a name that is unknown or could be any of several.
     """
-    spelled = {_spelled(name, naming): name for name in [*naming.aliases, *names]}
-    wanted = _spelled(typed, naming) if _TYPED.fullmatch(typed) else ""
+    spelled = {spell(name, naming): name for name in [*naming.aliases, *names]}
+    wanted = spell(typed, naming) if _TYPED.fullmatch(typed) else ""
     found = {spelled[wanted]} if wanted in spelled else set()
     optional = re.compile(naming.optional)
     words = "".join(match.group() for match in optional.finditer(wanted))
@@ -58,7 +58,7 @@ def find_name(
     return naming.aliases.get(name := found.pop(), name)
 
 
-def _spelled(name: str, naming: Naming) -> str:
+def spell(name: str, naming: Naming) -> str:
     """Return a name's letters and numbers in lower case, hyphens between: `-rtx-4070-ti`."""
     spelling = "".join(f"-{word}" for word in _WORDS.findall(name.lower()))
     # A name of nothing but such words keeps them.

@@ -114,14 +114,19 @@ def read_stored(config: Mapping[str, Any], what: str) -> Stored:
     if config.get("expert_bits") is not None:
         bits = read_number(f"{what}: expert_bits", config["expert_bits"], above=0, most=64)
         return Stored(f"{bits:g} bits", bits)
-    quantized = config.get("quantization_config")
+    key = "quantization_config"
+    if config.get(key) is None:
+        key = "quantization"  # MLX's name
+    quantized = config.get(key)
     if quantized is None:
         return BF16
-    what = f"{what}: quantization_config"
+    what = f"{what}: {key}"
     quantized = _mapping(quantized, what)
     method = str(quantized.get("quant_method", quantized.get("quant_algo", ""))).lower()
     bits = _bits(method, quantized, what)
     exclusions = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
+    if method == "" and quantized.get("bits") is not None:  # MLX, of every weight
+        return Stored(f"{quantized['bits']}bit", bits, bits, bits)
     excluded = str([quantized.get(key) for key in exclusions])
     dense_bits = 16 if method == "mxfp4" or "attn" in excluded or "attention" in excluded else bits
     if quantized.get("expert_dtype", config.get("expert_dtype")) == "fp4":  # DeepSeek-V4
@@ -165,6 +170,8 @@ def _bits(method: str, quantized: Mapping[str, Any], what: str) -> float:
             bits = count(quantized, "bits", "w_bit", default=4)
             # An fp16 scale and a zero point per group.
             return bits + (16 + bits) / count(quantized, "group_size", "q_group_size", default=128)
+        case "" if quantized.get("bits") is not None:
+            return count(quantized, "bits") + 32 / count(quantized, "group_size", default=64)
         case "bitsandbytes":
             fourth = 4.127 if quantized.get("bnb_4bit_use_double_quant") else 4.5
             return 8 if quantized.get("load_in_8bit") else fourth

@@ -174,7 +174,8 @@ def read_rows(
         try:
             rows.append(read_row(fields, known))
         except ValueError as error:
-            left_out.append({"row": number, **fields, "reason": str(error)})
+            reason = str(error).partition(" Allowed:")[0]
+            left_out.append({"row": number, **fields, "reason": reason})
     return rows, left_out
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lm_eval_moecache.records.emulation import emulated_names, load_real_model
+from lm_eval_moecache.records.emulation import EMULATED_DIR, emulated_names, load_real_model
 from lm_eval_moecache.records.stored import load_stored
 from tests.engine.traces import GEOMETRY
 
@@ -52,6 +52,47 @@ PUBLISHED = {
     "ERNIE-4.5-21B-A3B": (21.8, 0.1),
     "Nemotron-3-Nano-30B-A3B": (31.6, 0.05),
     "LFM2-8B-A1B": (8.3, 0.05),
+    "GLM-4.7": (353, 3),
+    "Kimi-Linear-48B-A3B": (49.1, 0.2),
+    "MiniMax-M3": (427, 2),
+    "MiniMax-Text-01": (456, 1),
+    "Granite-4.0-H-Small": (32, 0.3),
+    "Granite-4.0-H-Tiny": (7, 0.1),
+    "Jamba-Mini": (52, 0.5),
+    "Jamba-Large": (398, 1),
+    "Hunyuan-A13B": (80, 0.5),
+    "Hy3": (295, 0.5),
+    "Ling-mini-2.0": (16.3, 0.1),
+    "Ling-flash-2.0": (103, 0.5),
+    "Ling-1T": (1000, 5),
+    "Step-3": (316, 1),
+    "Step-3.5-Flash": (196.8, 0.2),
+    "MiMo-V2-Flash": (309, 0.5),
+    "Trinity-Nano": (6, 0.15),
+    "Trinity-Mini": (26, 0.3),
+    "Trinity-Large": (398, 2),
+    "dots.llm1": (142, 0.8),
+    "Llama-4-Maverick": (400, 1),
+    "Phi-3.5-MoE": (41.9, 0.05),
+    "DBRX": (132, 0.5),
+    "Mixtral-8x22B": (141, 0.5),
+    "ERNIE-4.5-300B-A47B": (300, 1),
+    "Qwen2-57B-A14B": (57.4, 0.1),
+    "Qwen3-Coder-480B-A35B": (480, 0.5),
+    "DeepSeek-V2": (236, 0.5),
+    "Nemotron-3-Super-120B-A12B": (120.6, 1.5),
+    "LongCat-Flash": (560, 1),
+    "Moonlight-16B-A3B": (16, 0.1),
+    "Aria": (24.9, 0.3),
+    "SmallThinker-21B-A3B": (21.5, 0.1),
+    "Granite-3.1-3B-A800M": (3.3, 0.05),
+    "Solar-Open-100B": (102.6, 0.1),
+    "K-EXAONE-236B-A23B": (236, 1),
+    "A.X-K1": (519, 0.5),
+    "Mistral-Small-4-119B": (119, 0.5),
+    "Mistral-Large-3-675B": (673, 3),
+    "Laguna-XS": (33.2, 0.1),
+    "LFM2-24B-A2B": (23.8, 0.3),
 }
 """Billions of weights by the model cards, and the tolerance for their rounding."""
 
@@ -69,6 +110,37 @@ def test_the_weights_of_a_configuration_add_up_to_the_published_total(name: str)
     total, rounding = PUBLISHED[name]
     assert model.num_weights / 1e9 == pytest.approx(total, abs=rounding)
     assert model.source
+    # As a file of one's own it is the same, and has no key that nothing reads.
+    assert load_real_model(str(EMULATED_DIR / f"{name}.yaml")) == model
+
+
+def test_layers_of_every_kind_by_hand() -> None:
+    """Kimi Delta Attention, lightning attention, Mamba and Mamba-2, in models that mix them."""
+    kimi = load_real_model("Kimi-Linear-48B-A3B")
+    # 20 layers of 32 heads of 128: a state of 128 x 128 in float32; 7 layers cache 512 + 64.
+    assert kimi.kv_bytes(1000) == 20 * 4 * 32 * 128 * 128 + 7 * 2 * (512 + 64) * 1000
+    delta = 4 * 2304 * 4096 + 2 * (2304 + 4096) * 128 + 2304 * 32 + 3 * 4 * 4096
+    latent = 2304 * 32 * 192 + 2304 * 576 + 512 * 32 * 256 + 32 * 128 * 2304
+    mixer = round((20 * delta + 7 * latent) / 27)
+    assert kimi.layer_weights == mixer + 2304 * 256 + 3 * 2304 * 1024
+    lightning = load_real_model("MiniMax-Text-01")
+    assert lightning.kv_bytes(1000) == 70 * 4 * 64 * 128 * 128 + 10 * 2 * 2 * 8 * 128 * 1000
+    # Queries, keys, values, a gate and the output, each of 64 heads of 128.
+    mixer = round((70 * 5 * 6144 * 8192 + 10 * 6144 * 128 * 2 * (64 + 8)) / 80)
+    assert lightning.layer_weights == mixer + 6144 * 32
+    granite = load_real_model("Granite-4.0-H-Small")
+    assert granite.kv_bytes(1000) == 36 * 4 * 128 * 64 * 128 + 4 * 2 * 2 * 8 * 128 * 1000
+    jamba = load_real_model("Jamba-Mini")
+    assert (jamba.num_layers, jamba.kv_bytes(1000)) == (
+        16,
+        28 * 4 * 8192 * 16 + 4 * 2 * 2 * 8 * 128 * 1000,
+    )
+    mimo = load_real_model("MiMo-V2-Flash")
+    # Keys of 192 and values of 128: 4 heads over all tokens, 8 over the last 128.
+    assert mimo.kv_bytes(1000) == 2 * 320 * (9 * 4 * 1000 + 39 * 8 * 128)
+    assert load_real_model("LongCat-Flash").top_k == 8  # of 12 choices, 4 fall on nothing
+    super_ = load_real_model("Nemotron-3-Super-120B-A12B")
+    assert super_.expert_weights == 2 * 1024 * 2688
 
 
 def test_olmoe_by_hand() -> None:
@@ -149,6 +221,7 @@ def test_a_folder_and_a_yaml_are_read_like_the_shipped_ones(tmp_path: Path) -> N
         ({"quant_method": "awq", "bits": 4, "group_size": 64}, 4 + 20 / 64),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.5),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5),
+        ({"group_size": 64, "bits": 4, "mode": "affine"}, 4.5),
         ({"quant_method": "compressed-tensors", "config_groups": {"group_0": GROUP}}, 4.5),
     ],
 )
@@ -196,3 +269,24 @@ def test_windows_and_linear_attention_end_the_growth_of_a_kv_cache() -> None:
     assert gemma.kv_bytes(4096) == 25 * window * 1024 + 5 * whole * 4096
     # 10 layers of 2 heads of 256; 30 states of 32 heads of 128 x 128 in float32.
     assert qwen.kv_bytes(1000) == 10 * 2 * 2 * 256 * 2 * 1000 + 30 * 4 * 32 * 128 * 128
+
+
+def test_a_hub_id_is_read_from_the_local_cache_where_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="is not known"):
+        load_real_model("somebody/my-mixture")
+    for name in ("somebody/my-mixture", "Qwen/Qwen3-30B-A3B"):
+        folder = tmp_path / f"models--{name.replace('/', '--')}"
+        snapshot = folder / "snapshots" / "abc"
+        snapshot.mkdir(parents=True)
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("abc")
+        (snapshot / "config.json").write_text(json.dumps(OLMOE))
+        model = load_real_model(name)
+        assert model.name == name.partition("/")[2]
+        assert model.num_weights == load_real_model("OLMoE-1B-7B").num_weights
+    # A cache of a tokenizer alone says nothing of sizes.
+    (snapshot / "config.json").unlink()
+    assert load_real_model("Qwen/Qwen3-30B-A3B").num_experts == 128

@@ -71,13 +71,64 @@ def test_a_device_that_is_none_of_ours_is_not_taken_for_a_similar_one(
         ("zai-org/GLM-5.2", "GLM-5"),
         ("qwen3.8 flash next", "Qwen3.8-Flash-Next"),
         ("ERNIE-4.5-21B", "ERNIE-4.5-21B-A3B"),
+        *((typed, "GLM-4.7") for typed in ("GLM-4.7", "zai-org/GLM-4.6", "glm4.5")),
+        *((typed, "GLM-4.7-Flash") for typed in ("glm-4.7-flash", "zai-org/GLM-4.7-Flash")),
+        *((typed, "Qwen3-30B-A3B") for typed in ("qwen3:30b", "Qwen/Qwen3-Omni-30B-A3B-Instruct")),
+        ("bartowski/Qwen_Qwen3-30B-A3B-GGUF", "Qwen3-30B-A3B"),
+        ("huihui-ai/Huihui-Qwen3-30B-A3B-Instruct-2507-abliterated", "Qwen3-30B-A3B"),
+        ("Qwen3-30B-A3B-Thinking-2507-Claude-4.5-Sonnet-Distill", "Qwen3-30B-A3B"),
+        ("PrimeIntellect/INTELLECT-3", "GLM-4.5-Air"),
+        ("Qwen3.5-35B", "Qwen3.5-35B-A3B"),
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "Kimi-Linear-48B-A3B"),
+        ("MiniMaxAI/MiniMax-M3", "MiniMax-M3"),
+        ("MiniMaxAI/MiniMax-M1-80k", "MiniMax-Text-01"),
+        ("ibm-granite/granite-4.0-h-small", "Granite-4.0-H-Small"),
+        ("ai21labs/AI21-Jamba-Mini-1.7", "Jamba-Mini"),
+        ("jamba", "Jamba-Mini"),
+        ("tencent/Hunyuan-A13B-Instruct", "Hunyuan-A13B"),
+        ("inclusionAI/Ring-1T", "Ling-1T"),
+        ("inclusionAI/Ring-flash-2.0", "Ling-flash-2.0"),
+        ("stepfun-ai/step3", "Step-3"),
+        ("stepfun-ai/Step-3.5-Flash", "Step-3.5-Flash"),
+        ("XiaomiMiMo/MiMo-V2-Flash", "MiMo-V2-Flash"),
+        ("arcee-ai/Trinity-Large-Preview", "Trinity-Large"),
+        ("rednote-hilab/dots.llm1.inst", "dots.llm1"),
+        ("meta-llama/Llama-4-Maverick-17B-128E-Instruct", "Llama-4-Maverick"),
+        ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", "Nemotron-3-Super-120B-A12B"),
+        ("baidu/ERNIE-4.5-300B-A47B-PT", "ERNIE-4.5-300B-A47B"),
     ],
 )
 def test_a_model_is_found_as_typed_and_as_the_hub_names_it(typed: str, model: str) -> None:
     assert load_real_model(typed).name == model
 
 
-@pytest.mark.parametrize("typed", ["GLM-4.5", "DeepSeek-V2", "gpt-oss", "Qwen3-30B-A6B", "../x/y"])
+@pytest.mark.parametrize(
+    ("typed", "name", "bits"),
+    [
+        ("Qwen/Qwen3-30B-A3B-FP8", "fp8", 8),
+        ("qwen3:30b-a3b-q4_K_M", "q4_k_m", 4.87),
+        ("unsloth/Qwen3-30B-A3B-Instruct-2507-UD-Q4_K_XL-GGUF", "ud-q4_k_xl", 4.87),
+        ("mlx-community/Qwen3-30B-A3B-4bit", "4bit", 4.5),
+        ("cpatonn/Qwen3-30B-A3B-AWQ-4bit", "awq", 4.16),
+        ("unsloth/Qwen3-30B-A3B-bnb-4bit", "nf4", 4.5),
+        ("RedHatAI/Qwen3-30B-A3B-quantized.w4a16", "gptq", 4.16),
+        ("Intel/Qwen3-30B-A3B-int4-AutoRound", "int4", 4.5),
+    ],
+)
+def test_a_name_says_how_its_files_are_stored(typed: str, name: str, bits: float) -> None:
+    model = load_real_model(typed)
+    assert (model.name, model.stored.name) == ("Qwen3-30B-A3B", name)
+    assert model.stored.expert_bits == pytest.approx(bits, abs=0.01) and model.is_as_stored
+
+
+SIBLINGS = (
+    *("GLM-4.8", "GLM-4.7-Air", "Kimi-K3", "DeepSeek-V4", "gpt-oss", "Qwen3-30B-A6B", "../x/y"),
+    *("cerebras/GLM-4.5-Air-REAP-82B-A12B", "deepseek-ai/DeepSeek-R1-Distill-Llama-70B"),
+    *("DavidAU/Qwen3-42B-A3B-2507", "x/Qwen3-30B-A3B-REAP", "Qwen3-30B-A3B-eagle3"),
+)
+
+
+@pytest.mark.parametrize("typed", SIBLINGS)
 def test_a_model_is_not_taken_for_its_sibling(typed: str) -> None:
     with pytest.raises(ValueError, match=r"model='.*not known"):
         load_real_model(typed, "model")
