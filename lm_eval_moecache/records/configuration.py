@@ -287,8 +287,15 @@ def read_config(config: object, what: str) -> RealModel:
         embedding=0 if read.flag("tie_word_embeddings") else vocabulary,
         caches=caches,
         state_bytes=state_bytes,
-        source=str(config.get("source", "its configuration")),
+        source=str(config.get("source", "its configuration" + _without(config))),
     )
+
+
+def _without(config: Mapping[str, Any]) -> str:
+    """Return what a configuration has beside the text's experts, in words."""
+    sizes = config.get("moe_intermediate_size")
+    images = isinstance(sizes, list) and len(sizes) == 2
+    return ", without its experts for images" if images else ""
 
 
 def _flat(config: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -359,6 +366,8 @@ def _dense_layers(read: _Reader, total: int) -> int:
         return sum(kind in ("dense", "mlp") for kind in kinds)
     if isinstance(read.config.get("moe_layer_freq"), list):  # MiMo: one 0 or 1 a layer
         return read.numbers("moe_layer_freq", total)[:total].count(0)
+    if isinstance(flags := read.config.get("is_moe_layer"), list):  # K-EXAONE
+        return flags[:total].count(False)
     if listed := read.config.get("moe_layers_enum"):  # Step-3: "4,5,6"
         return total - len({number.strip() for number in str(listed).split(",")})
     if listed := read.numbers("moe_layers"):

@@ -232,6 +232,14 @@ def _gguf_attention(
         width = value("ssm.inner_size", 0) // ranks
         config |= {"mamba_num_heads": ranks, "mamba_head_dim": width, "ssm_state_size": size}
         config["n_groups"] = value("ssm.group_count")
+    if size := value("kda.head_dim"):  # Kimi-Linear
+        linear_heads = of_kind(heads, "linear_attention") or config["num_attention_heads"]
+        config |= {"linear_num_heads": linear_heads, "linear_head_dim": size}
+    if not {"mamba_num_heads", "linear_num_heads", "conv_L_cache"} & {
+        k for k in config if config[k]
+    }:
+        # States of a kind that the file does not size are not counted.
+        config["layer_types"] = [kind for kind in kinds if kind and kind != "linear_attention"]
     return {key: number for key, number in config.items() if number is not None}
 
 

@@ -139,6 +139,25 @@ def test_windows_of_a_gguf(tmp_path: Path, numbers: dict[str, Any], tokens_bytes
 
 
 @pytest.mark.parametrize(
+    ("numbers", "state_bytes"),
+    [
+        # Kimi-Linear: 4 heads of 16 x 16 in float32; Mamba: 64 channels of 8.
+        ({"kda.head_dim": 16}, 4 * 4 * 16 * 16),
+        ({"ssm.state_size": 8, "ssm.time_step_rank": 4, "ssm.inner_size": 64}, 4 * 64 * 8),
+        ({}, 0),
+    ],
+)
+def test_layers_of_a_gguf_whose_state_does_not_grow(
+    tmp_path: Path, numbers: dict[str, Any], state_bytes: int
+) -> None:
+    linear = [("blk.0.ssm_out.weight", (HIDDEN, HIDDEN), Type.Q8_0)]
+    tensors = [*VOCABULARY_TENSORS, *linear, *layer(0, Type.Q4_K), *layer(1, Type.Q4_K)]
+    mla = {"attention.kv_lora_rank": 32, "rope.dimension_count": 8}
+    path = write_gguf(tmp_path / "a.gguf", tensors, **mla, **numbers)
+    assert load_real_model(str(path)).kv_bytes(100) == 2 * (32 + 8) * 100 + state_bytes
+
+
+@pytest.mark.parametrize(
     ("tensors", "general", "said"),
     [
         (VOCABULARY_TENSORS, {}, r"no Mixture-of-Experts model: qwen3moe, 2 tensors, none of them"),
