@@ -114,6 +114,27 @@ def test_the_weights_of_a_configuration_add_up_to_the_published_total(name: str)
     assert load_real_model(str(EMULATED_DIR / f"{name}.yaml")) == model
 
 
+ACTIVE = {
+    **{"Granite-4.0-H-Small": 9, "Jamba-Mini": 12, "Jamba-Large": 94, "LFM2-24B-A2B": 2.3},
+    **{"MiniMax-Text-01": 45.9, "MiniMax-M3": 23, "Kimi-Linear-48B-A3B": 3, "GLM-4.7": 32},
+    **{"Hunyuan-A13B": 13, "Hy3": 21, "Ling-1T": 50, "Step-3": 38, "Step-3.5-Flash": 11},
+    **{"MiMo-V2-Flash": 15, "Trinity-Large": 13, "Trinity-Mini": 3, "dots.llm1": 14},
+    **{"Llama-4-Maverick": 17, "DBRX": 36, "Mixtral-8x22B": 39, "ERNIE-4.5-300B-A47B": 47},
+    **{"Qwen2-57B-A14B": 14, "Qwen3-Coder-480B-A35B": 35, "DeepSeek-V2": 21},
+    **{"Nemotron-3-Super-120B-A12B": 12, "LongCat-Flash": 27, "K-EXAONE-236B-A23B": 23},
+}
+"""Billions of weights that a token goes through, by the model cards."""
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_a_token_goes_through_the_published_number_of_weights(name: str) -> None:
+    model = load_real_model(name)
+    layers = model.num_layers * (model.layer_weights + model.top_k * model.expert_weights)
+    # Cards differ in whether the vocabulary's two tables count.
+    counts = [layers + model.read_once + table for table in (-model.output, 0, model.embedding)]
+    assert min(abs(n / 1e9 / ACTIVE[name] - 1) for n in counts) < 0.05, counts
+
+
 def test_layers_of_every_kind_by_hand() -> None:
     """Kimi Delta Attention, lightning attention, Mamba and Mamba-2, in models that mix them."""
     kimi = load_real_model("Kimi-Linear-48B-A3B")
