@@ -263,7 +263,11 @@ def read_config(config: object, what: str) -> RealModel:
     between = 2 * hidden * latent if latent != hidden else 0
     beside = hidden * matrices * _shared(read, inner)
     expert = matrices * latent * inner
-    kind = read.text("model_type")
+    routes, kind = num_experts + empty, read.text("model_type")
+    if kind == "doge":
+        # Experts of a row and a column each beside a dense network, found by the products of keys.
+        expert, routes = 2 * hidden, 2 * math.isqrt(num_experts)
+        beside = 3 * hidden * inner
     if kind == "jetmoe":
         # Its attention has experts, too: a query and an output matrix each, chosen apart.
         expert += 2 * hidden * read("kv_channels") * read("num_key_value_heads")
@@ -279,7 +283,7 @@ def read_config(config: object, what: str) -> RealModel:
         top_k=top_k,
         expert_weights=expert,
         stored=read_stored(config, what),
-        layer_weights=attended + hidden * (num_experts + empty) + between + beside,
+        layer_weights=attended + hidden * routes + between + beside,
         read_once=vocabulary
         + dense_layers * attended
         + dense_blocks * matrices * hidden * dense_inner,

@@ -96,8 +96,9 @@ def load_real_model(name: str, key: str = "emulate") -> RealModel:
     Files are a `config.json` under any name ending so, its folder, a YAML of the same keys, a GGUF
     file (any of those it is split into), or an index of safetensors; of weights only the index.
     Names are found as people type them and as the hub has them: `qwen3 30b`,
-    `Qwen/Qwen3-30B-A3B-Instruct-2507`. Raises ValueError, naming `key` and the value, for an
-    unknown name, a configuration without Mixture-of-Experts, and a YAML key that nothing reads.
+    `Qwen/Qwen3-30B-A3B-Instruct-2507`; the local hub cache decides of a hub id that it has. Raises
+    ValueError, naming `key` and the value, for an unknown name, a configuration without
+    Mixture-of-Experts, and a YAML key that nothing reads.
     """
     path, what = Path(name), f"{key}={shown(name)}"
     if is_file(path / "config.json"):
@@ -105,7 +106,7 @@ def load_real_model(name: str, key: str = "emulate") -> RealModel:
     elif os.path.isdir(path) and ("/" in str(name) or any(path.glob("*.gguf"))):
         # A folder of results that is called after a model is not meant.
         path = _model_file(path, what)
-    if path.suffix.lower() in (".gguf", ".json") and (is_file(path) or not _is_id(str(name))):
+    if path.suffix.lower() in (".gguf", ".json"):
         return _read_file(path, what)
     if cached := _cached(str(name)):
         return replace(_read_file(cached, what), name=str(name).partition("/")[2])
@@ -119,22 +120,16 @@ def load_real_model(name: str, key: str = "emulate") -> RealModel:
     return read_config(config, what)
 
 
-def _is_id(name: str) -> bool:
-    """Whether a name has the form of the hub's: an organisation and a model."""
-    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) is not None
-
-
 def _cached(name: str) -> Path | None:
     """Return the configuration or GGUF of a hub id that the local hub cache has."""
-    if not _is_id(name):
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) is None:
         return None
     from huggingface_hub import snapshot_download
 
     try:
         folder = Path(snapshot_download(name, local_files_only=True))
-        return (
-            folder / "config.json" if is_file(folder / "config.json") else _model_file(folder, "")
-        )
+        config = folder / "config.json"
+        return config if is_file(config) else _model_file(folder, name)
     except (OSError, ValueError):
         return None
 
@@ -143,7 +138,6 @@ def _shipped(typed: str, key: str) -> RealModel:
     """Return the shipped model that a name means, in the bits that the name says, if any."""
     text = re.sub(r"^[\w.-]+/(?=[^/]+$)", "", typed)
     text = re.sub(r"(?<=\w):(?=\w)", "-", text)  # ollama: qwen3:30b
-    text = re.sub(r"\.gguf$", "", text, flags=re.IGNORECASE)
     found = _STORED.search(text)
     names = emulated_names()
     bare = _STORED.sub("", text) if found else text

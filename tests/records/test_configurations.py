@@ -30,7 +30,7 @@ _MODELS = (
 )
 _BESIDE = re.compile(r"vision|visual|image|audio|merger|projector|resampler|timestamp|per_layer")
 """Parts that a text's tokens do not pass through, and tables that are looked up on the host."""
-_ROUTED = re.compile(r"(?<!self_attention)\.experts\.|block_sparse_moe\.(in|out)put_linear")
+_ROUTED = re.compile(r"\.experts\.(?!router)|\.mlp\.(in|out)put_linear|mlp\.(up|down)_embed")
 _SET: dict[str, dict[str, Any]] = {
     "gemma4_text": {
         **{"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8},
@@ -45,11 +45,10 @@ _SET: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "granitemoehybrid": {"layer_types": ["linear_attention"] * 30 + ["full_attention"] * 2},
     "jamba": {"num_hidden_layers": 16},
+    "doge": {"is_moe": True},
 }
 """What the defaults of a type leave open, or have only one kind of layer of."""
 _OUT_OF_REACH = {
-    "doge": "experts of one row each, behind a switch that is off",
-    "jetmoe": "routed attention, which names its experts otherwise",
     "longcat_flash": "its module holds places for experts without weights",
     "openai_privacy_filter": "a classifier without an output layer",
 }
