@@ -125,3 +125,19 @@ def test_dense_weights_that_do_not_fit_are_planned_in_fewer_bits(
     assert report["precision"] == "q4_k_m" and report["fit"]["dense"] < 12e9
     asked = moecache("plan", "GLM-5", "--precision", "bf16", code=2)
     assert "GLM-5 does not run on rtx-4090-24gb" in asked
+
+
+def test_bits_that_somebody_names_are_not_exchanged(
+    moecache: Moecache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30 GB of FP8 do not fit on a card of 24 GB, as do not 61 GB of bf16."""
+    replay_little(monkeypatch)
+    fp8 = moecache.json("plan", "Qwen/Qwen3-30B-A3B-FP8")
+    assert fp8["runtimes_precision"] == fp8["precision"] == "fp8"
+    assert not any("weights in" in text for text in fp8["assumed"])
+    assert moecache.json("plan", "Qwen/Qwen3-30B-A3B")["runtimes_precision"] == "q4_k_m"
+    # Experts of four bits stay where they fit beside their layers in bf16; GGUF's are tried first.
+    small = moecache.json("plan", "gpt-oss-120b", "--hardware", "rtx-3060-12gb")
+    assert small["runtimes_precision"] == "mxfp4"
+    none = moecache.json("plan", "gpt-oss-120b", "--hardware", "rtx-3060-12gb", "--context", 200000)
+    assert none["runtimes_precision"] == "mxfp4_moe"
