@@ -482,6 +482,8 @@ _LINEAR_SIZES = (
     *("conv_L_cache", "linear_num_heads", "linear_num_key_heads", "mamba_num_heads"),
     *("mamba_n_heads", "mamba_d_state"),
 )
+_DELTA = ("no_kda_lora", "kda_safe_gate", "kda_lower_bound")
+"""What configurations say of Kimi Delta Attention that give no sizes of their own (Ling 3.0)."""
 _GATED = ("qwen3_next", "qwen3_5", "qwen4", "afmoe", "beam", "inkling2", "muse_spark", "hy_v4")
 """Beginnings of the types whose attention has a gate as wide as its output."""
 
@@ -631,11 +633,13 @@ def _linear(read: _Reader, hidden: int) -> tuple[int, int]:
     if read("conv_L_cache", default=0):
         kernel = read("conv_L_cache")
         return 4 * hidden**2 + kernel * hidden, 4 * kernel * hidden
-    if heads := read("linear_num_heads", default=0):
-        size = read("linear_head_dim")
+    is_delta = any(read.config.get(key) is not None for key in _DELTA)
+    if read("linear_num_heads", default=0) or is_delta:
+        heads = read("linear_num_heads", "num_attention_heads")
+        size = read("linear_head_dim", "head_dim")
         width = heads * size
         kernel = read("linear_conv_kernel_dim", "short_conv_kernel_size", default=4)
-        full_rank = read.text("model_type").startswith("bailing")
+        full_rank = read.flag("no_kda_lora") or read.text("model_type").startswith("bailing")
         gate = hidden * width if full_rank else (hidden + width) * size
         weights = 4 * hidden * width + 2 * gate + hidden * heads + 3 * kernel * width
         return weights, 4 * width * size

@@ -49,6 +49,7 @@ _SAME = {
     "Hy3": "Hy3-295B-A21B, Hunyuan-3",
     "Ling-mini-2.0": "Ling-mini, Ring-mini, Ring-mini-2.0",
     "Ling-flash-2.0": "Ling-flash, Ring-flash, Ring-flash-2.0",
+    "Ling-2.6-flash": "Ring-2.6-flash",
     "Ling-1T": "Ring-1T",
     "Kimi-Linear-48B-A3B": "Kimi-Linear",
     "Trinity-Nano": "Trinity-Nano-6B-A1B",

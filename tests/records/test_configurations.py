@@ -336,6 +336,22 @@ def test_the_keys_of_the_hub_give_the_sizes_of_the_shipped_model(
     assert model.kv_bytes(5000) == shipped.kv_bytes(5000)
 
 
+def test_kimi_delta_attention_without_sizes_of_its_own_has_the_attention_s() -> None:
+    """Ling 3.0 on the hub, and as transformers writes it."""
+    sizes = {
+        **{"model_type": "bailing_hybrid", "hidden_size": 1536, "intermediate_size": 4608, **MLA},
+        **{"moe_intermediate_size": 512, "num_hidden_layers": 24, "first_k_dense_replace": 1},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "num_shared_experts": 1},
+        **{"num_attention_heads": 16, "q_lora_rank": 256, "vocab_size": 157184},
+        "layer_group_size": 4,
+    }
+    hub = {"head_dim": 128, "no_kda_lora": True, "kda_safe_gate": True, "kda_lower_bound": -5}
+    written = {"head_dim": 64, "linear_num_heads": 16, "linear_head_dim": 128}
+    model, same = read_config({**sizes, **hub}, "x"), read_config({**sizes, **written}, "x")
+    assert (model.num_weights, model.state_bytes) == (same.num_weights, same.state_bytes)
+    assert model.state_bytes == 18 * 4 * 16 * 128 * 128
+
+
 def test_experts_for_images_are_left_out_and_said() -> None:
     config = _fields(CONFIG_MAPPING["ernie4_5_vl_moe"]())
     model = read_config(config, "x")
