@@ -352,6 +352,14 @@ def test_kimi_delta_attention_without_sizes_of_its_own_has_the_attention_s() -> 
     assert model.state_bytes == 18 * 4 * 16 * 128 * 128
 
 
+def test_the_index_of_sparse_attention_is_cached_beside_the_latent_vector() -> None:
+    fields = _fields(CONFIG_MAPPING["deepseek_v32"]())
+    assert read_config(fields, "x").kv_bytes(1000) == 61 * 2 * (512 + 64 + 128) * 1000
+    # Layers that share another's choice keep none.
+    shared = {**fields, "indexer_types": ["full"] + ["shared"] * 60}
+    assert read_config(shared, "x").kv_bytes(1000) == 2 * (61 * (512 + 64) + 128) * 1000
+
+
 def test_experts_for_images_are_left_out_and_said() -> None:
     config = _fields(CONFIG_MAPPING["ernie4_5_vl_moe"]())
     model = read_config(config, "x")

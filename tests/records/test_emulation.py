@@ -164,6 +164,10 @@ def test_layers_of_every_kind_by_hand() -> None:
         16,
         28 * 4 * 8192 * 16 + 4 * 2 * 2 * 8 * 128 * 1000,
     )
+    # Two projections in and one out of 8192, a step of rank 256 and two states of 16, kernels of 4.
+    mamba = 3 * 4096 * 8192 + 8192 * (2 * 256 + 2 * 16) + 8192 * (16 + 4)
+    mixer = round((28 * mamba + 4 * 4096 * 128 * 2 * (32 + 8)) / 32)
+    assert jamba.layer_weights == mixer + 4096 * 16
     mimo = load_real_model("MiMo-V2-Flash")
     # Keys of 192 and values of 128: 4 heads over all tokens, 8 over the last 128.
     assert mimo.kv_bytes(1000) == 2 * 320 * (9 * 4 * 1000 + 39 * 8 * 128)
