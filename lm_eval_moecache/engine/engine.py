@@ -9,8 +9,10 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
@@ -45,15 +47,38 @@ _TOTALS = ("bytes_moved", "link_busy_s", "evictions", "lifetime_tokens")
 class TokenPass(NamedTuple):
     """The router choices of a pass of one token, whose events are served together at its end."""
 
+    phase: str
     keys: IntArray
     """Chosen experts, [layers, top_k] in router order."""
-    weights: FloatArray | None
+    experts: IntArray | None = None
+    """The same within their layers, where algorithms look at weights; else None."""
+    weights: FloatArray | None = None
     """Their weights, [layers, top_k]; None where no algorithm uses them."""
-    proposed: tuple[IntArray, IntArray] | None
-    """All keys that the prefetcher proposes, and their bounds by layer [layers + 1]; None where it
-    must be asked at every event."""
-    events: Callable[[], list[Event]]
-    """Builds the events of the pass, one per layer."""
+    logits: FloatArray | None = None
+    """[layers, experts]; None where no algorithm uses them."""
+    targets: Sequence[Sequence[int]] = ()
+    """By layer, the layers that it predicts; empty where it predicts none."""
+    predicted: FloatArray | None = None
+    """The predictions of all layers in turn, [predictions, experts]."""
+    position: int = 0
+    """The token's position in its sequence, where passes are charged by it."""
+
+    def events(self, index: int) -> Iterator[Event]:
+        """Yield the events of the pass with this number, one per layer."""
+        predictions = iter(() if self.predicted is None else self.predicted[:, None])
+        for layer, keys in enumerate(self.keys.tolist()):
+            fields: dict[str, Any] = {}
+            if self.experts is not None and self.weights is not None:
+                fields["experts"] = self.experts[layer : layer + 1]
+                fields["weights"] = self.weights[layer : layer + 1]
+            if self.logits is not None:
+                fields["logits"] = self.logits[layer : layer + 1]
+            if self.targets:
+                targets = self.targets[layer]
+                fields["predicted"] = dict(
+                    zip(targets, islice(predictions, len(targets)), strict=True)
+                )
+            yield Event(index, layer, self.phase, 1, keys, **fields)
 
 
 class Clock(Protocol):
@@ -148,6 +173,10 @@ class Engine(ABC):
             return []
         profile.check(self.own_geometry)
         return [key for pool in self.pools for key in pool.warm_keys(profile.hottest)]
+
+    def fresh(self) -> Engine:
+        """Return an engine of the same setting as it was before its first pass."""
+        raise AssertionError("an engine on the wall clock is the only one of its device")
 
     def close(self) -> None:
         """End background threads (the wall clock's worker). Safe to call twice."""
@@ -422,14 +451,39 @@ class Engine(ABC):
 
     def serve(self, token_pass: TokenPass) -> None:
         """Serve the deferred events of a pass of one token."""
-        if token_pass.proposed is not None:
-            self.answers = proposals_by_event(*token_pass.proposed)
+        proposed = self._proposed_at(token_pass)
+        if proposed is not None:
+            self.answers = proposals_by_event(*proposed)
         try:
-            for event in token_pass.events():
+            for event in token_pass.events(self.record.index):
                 self.enter(event.layer, event.num_tokens)
                 self.run(event)
         finally:
             self.answers = None
+
+    def _proposed_at(self, token_pass: TokenPass) -> tuple[IntArray, IntArray] | None:
+        """Return all keys that the prefetcher proposes in a pass, and their bounds by layer.
+
+        None where it must be asked at every event. A layer proposes nothing where it predicts none.
+        """
+        if token_pass.predicted is None:
+            return None
+        targets = [target for layer in token_pass.targets for target in layer]
+        found = self.rules.prefetch.propose_arrays(targets, token_pass.predicted)
+        if found is None:
+            return None
+        keys, counts = found
+        ends = np.append(0, np.cumsum(counts))
+        bounds = np.cumsum([0, *map(len, token_pass.targets)])
+        return keys, ends[bounds]
+
+    def serve_decoded(self, token_passes: Sequence[TokenPass]) -> None:
+        """Serve passes of one token each, in order; each becomes a pass of the ledger."""
+        for token_pass in token_passes:
+            positions = np.array([token_pass.position]) if self.wants_positions else None
+            self.begin_pass(token_pass.phase, 1, positions=positions)
+            self.serve(token_pass)
+            self.end_pass()
 
     def end_pass(self) -> None:
         """End the pass: record its time, and what link and caches counted since the last one."""
@@ -463,14 +517,14 @@ class Engine(ABC):
         """
         assert len(self.pools) == self.geometry.num_layers, "scanning without a cache per layer"
         base, run = event.layer * self.geometry.num_experts, self.state.run[0]
-        choices: list[Selection | None] = []
+        choices: list[tuple[int, Selection | None]] = []
         for token, record in enumerate(self._scanned):
             run.tokens = self._tokens_before + token
             core.begin_token(self.state, record.index, event.layer)
             self._follow(record)
             start_s, before = self.clock.now, self._totals()
             self.enter(event.layer, 1)
-            choices.append(self.run(event.of_token(token, record.index, base)).selection)
+            choices.append((1, self.run(event.of_token(token, record.index, base)).selection))
             record.end_s += self.clock.now - start_s
             _count(record, before, self._totals())
         return Selection.join(event.experts, choices)
@@ -480,8 +534,12 @@ class Engine(ABC):
         self._scanned = []
         self._before = self._totals()
 
+    def restart(self) -> None:
+        """Start anew for another request (`cache_reset=request`): cache, link and rules."""
+        self.reset_cache()
+
     def reset_cache(self) -> None:
-        """Empty the link and restore the initial caches, cold or warm (`cache_reset`)."""
+        """Empty the link and restore the initial caches, cold or warm."""
         self.flush()
         before = self._totals()
         self._empty()

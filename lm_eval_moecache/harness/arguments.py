@@ -211,9 +211,16 @@ class ModelArguments(Schema):
         description="`parallel`, or `scan`: scored text is routed as if it were decoded "
         "(one precision, caches per layer)",
     )
-    cache_reset: Literal["never", "request"] = Field(
-        "never",
-        description="`never`, or `request`: each request starts with the first one's initial cache",
+    streams: Annotated[int, count(1)] = Field(
+        1,
+        description="requests that the emulated device serves at once, sharing its cache, link and "
+        "clock (how many are computed together is `batch_size`, which changes no figure)",
+    )
+    cache_reset: Literal["never", "request"] | None = Field(
+        None,
+        description="`never`: the device goes on from request to request; `request`: each one "
+        "starts anew, cache, link, clock and every rule (default: `never` for lossless policies, "
+        "`request` for lossy ones)",
     )
     draft: Name = Field(
         None,
@@ -225,11 +232,15 @@ class ModelArguments(Schema):
     )
 
 
+RESETS = ("never", "request")
 KEYS = tuple(ModelArguments.model_fields)
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    key: get_args(field.annotation)
-    for key, field in ModelArguments.model_fields.items()
-    if getattr(field.annotation, "__origin__", None) is Literal
+    **{
+        key: get_args(field.annotation)
+        for key, field in ModelArguments.model_fields.items()
+        if getattr(field.annotation, "__origin__", None) is Literal
+    },
+    "cache_reset": RESETS,
 }
 """Key -> the values it may have, the default first."""
 
@@ -243,6 +254,7 @@ class Config(ModelArguments):
 
     policy: InstanceOf[Policy]
     capacity: str
+    cache_reset: Literal["never", "request"]
     precision: str | None
     hardware: InstanceOf[Hardware]
     emulate: InstanceOf[RealModel] | None
@@ -374,6 +386,7 @@ def read_config(
         "throttle_bytes_per_s": parse_bandwidth(bandwidth) if wall and bandwidth else None,
         "emulate": None if args.emulate is None else load_real_model(args.emulate),
         "warm": None if args.warm is None else load_use(args.warm),
+        "cache_reset": args.cache_reset or RESETS[not policy.is_lossless],
         "draft": draft,
         "draft_tokens": (args.draft_tokens or DEFAULT_DRAFT_TOKENS) if speculative else None,
     }

@@ -90,6 +90,7 @@ class ModelKeys(HFLMKeys, total=False):
     store_dir: Place
     encoded_dir: Place
     scoring: Literal["parallel", "scan"]
+    streams: int
     cache_reset: Literal["never", "request"]
     draft: Place
     draft_tokens: int

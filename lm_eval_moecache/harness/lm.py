@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,10 +23,12 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from torch import Tensor
+from tqdm import tqdm
 
 from lm_eval_moecache.algorithms.policy import Choice, load_policy, policy_names
 from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.rows import Row, serve_kept
 from lm_eval_moecache.engine.setting import PROMPT_LOOKUP
 from lm_eval_moecache.harness.arguments import (
     ALL,
@@ -40,7 +43,16 @@ from lm_eval_moecache.harness.model_loader import ModelLoader
 from lm_eval_moecache.harness.preflight import check_arguments, model_name
 from lm_eval_moecache.harness.run_report import run_report, speed_rows, speed_table
 from lm_eval_moecache.harness.tasks import watch_evaluations
+from lm_eval_moecache.harness.turns import (
+    AUTO,
+    ON_A_CPU,
+    Seeds,
+    chunk_size,
+    turns_of,
+    whole_documents,
+)
 from lm_eval_moecache.model.checkpoint import model_path
+from lm_eval_moecache.model.decoding import RowDecoding, pads_exactly, reads_padding
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.model.speculative import (
     DraftHooks,
@@ -64,6 +76,7 @@ if TYPE_CHECKING:
 
     from lm_eval_moecache.harness.keys import ModelKeys
 
+logger = logging.getLogger(__name__)
 RankRecords = tuple[list[RequestRecord], int]
 """A rank's requests, and the peak bytes of its cache."""
 
@@ -102,7 +115,8 @@ class MoECacheLM(HFLM):
             config, hflm_args = check_arguments(pretrained, arguments, speculative=speculative)
         self._model_name = model_name(pretrained)
         self.loader = ModelLoader(config, pretrained, hflm_args)
-        super().__init__(pretrained=model_path(pretrained), **hflm_args)
+        self._asked_batch = hflm_args.pop("batch_size", 1)
+        super().__init__(pretrained=model_path(pretrained), batch_size=1, **hflm_args)
         # HFLM splits documents over the GPUs of one host; here every process is a rank, even
         # without a GPU or on another host.
         if (accelerator := getattr(self, "accelerator", None)) is not None:
@@ -111,6 +125,9 @@ class MoECacheLM(HFLM):
         self._moe_layers = find_moe_layers(self.model)
         self.geometry = describe(self.model, self._moe_layers, self._model_name, config.ladder)
         self._has_shown = False
+        self._batch: list[RecordedStr] = []
+        self._reaches: dict[tuple[str, ...], int] = {}
+        self._pads: bool | None = None
         self._wrap(config)
 
     @classmethod
@@ -201,6 +218,23 @@ class MoECacheLM(HFLM):
             self._draft_hooks = self._follow(self._draft, stage)
         self._waiting: dict[bytes, list[tuple[RequestRecord, int]]] = {}
         self._last_served: list[int] = []
+        self._rows: dict[int, Row] = {}
+        """Index of a request -> its row, from its first pass until it is served."""
+        self._shared: dict[int, list[RequestRecord]] = {}
+        """Index of a request -> the requests that share its passes, itself included."""
+        self._kept_peak = 0
+        """The most bytes that the caches of requests with an engine of their own have held."""
+        self.decoded_rows = [0, 0]
+        """Rows of all decode steps, and those of them that a request was waiting for."""
+        self.turns = turns_of(config, self.engine, self.wrapped.recorder, self.is_speculative)
+        self._progress: Any = None
+        self._in_documents = False
+        if self._asked_batch not in (1, self.turns.most) and self.turns.why:
+            computed = f"{self.turns.most} at a time"
+            logger.warning(
+                "batch_size=%s: requests are computed %s: %s.",
+                *(self._asked_batch, computed, self.turns.why),
+            )
 
     def _find_draft(self, config: Config) -> DraftModel | None:
         """Return the draft to use, reusing the loaded one if it is the same model."""
@@ -243,17 +277,83 @@ class MoECacheLM(HFLM):
             self.wrapped.recorder.row_requests = rows
         # All windows and forwards of a text are one request: only another request starts cold.
         served = [record.index for record in records]
-        if self.moecache.cache_reset == "request" and served != self._last_served:
-            self.engine.reset_cache()
+        restarts = self.moecache.cache_reset == "request" and served != self._last_served
+        if restarts and not self.turns.apart:
+            self.engine.restart()
         self._last_served = served
         self.engine.ledger.serve(records)
         try:
             yield
-            if self.wrapped.recorder is not None:
+            if self.wrapped.recorder is not None and not self.turns.apart:
                 self.wrapped.recorder.writer.keep(self.engine.ledger.requests)
         finally:
             self.engine.ledger.serve([])
             self.wrapped.forget_batch()
+
+    def _row_of(self, record: RequestRecord) -> Row:
+        """Return the row of a request, with an engine of its own where it needs one."""
+        row = self._rows.get(record.index)
+        if row is None:
+            row = self._rows[record.index] = Row(None if self.engine.can_defer else self._engine())
+            self._shared[record.index] = [record]
+        return row
+
+    def _engine(self) -> Engine:
+        """Return the engine of the next request in turn."""
+        return self.engine.fresh() if self.moecache.cache_reset == "request" else self.engine
+
+    def _finish(self, records: Sequence[RequestRecord]) -> None:
+        """Serve these requests, in this order; enter what they cost and, where asked, record it."""
+        ledger, recorder = self.engine.ledger, self.wrapped.recorder
+        for record in records:
+            row = self._rows.pop(record.index, None)
+            if row is None:
+                continue  # It shared the passes of an earlier one.
+            served = self._shared.pop(record.index)
+            engine, first = row.engine or self._engine(), len(ledger.passes)
+            if row.engine is None:
+                if engine is self.engine:
+                    ledger.serve(served)
+                serve_kept(row, engine)
+                ledger.serve([])
+            if engine is not self.engine:
+                ledger.adopt(engine.ledger.passes, served)
+                self._kept_peak = max(self._kept_peak, engine.peak_cache_bytes)
+            elif row.engine is not None:
+                first -= len(row.noted)
+            for each in served:
+                if each.output_tokens is not None:
+                    cut_passes(each)
+            if recorder is not None:
+                recorder.add_request(record.index, first, row.noted)
+                recorder.writer.keep(ledger.requests)
+
+    def rows_at_once(self, longest: Sequence[int] = (), new_tokens: int = 1) -> int:
+        """Return how many requests are computed together; `auto` is found out by the longest."""
+        if self.turns.most is not None:
+            return self.turns.most
+        if not str(self._asked_batch).startswith(AUTO):
+            return int(self._asked_batch)
+        if self.device.type == "cpu":
+            return ON_A_CPU
+        self.wrapped.is_paused = True
+        try:
+            tokens = [*longest][: self.max_length]
+            return int(self._detect_batch_size([(None, tokens, [0] * new_tokens)]))
+        finally:
+            self.wrapped.is_paused = False
+
+    @contextmanager
+    def _computing(self, rows: int, total: int, kind: str, hidden: bool) -> Iterator[None]:
+        """Compute so many requests together in this block, and show how many are done."""
+        self.batch_size_per_gpu = rows
+        hidden = hidden or self.rank != 0
+        self._progress = tqdm(total=total, disable=hidden, desc=f"Running {kind} requests")
+        try:
+            yield
+        finally:
+            self._progress.close()
+            self._progress, self.batch_size_per_gpu = None, 1
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """As in HFLM; each context carries its record through HFLM's sorting and batching."""
@@ -261,37 +361,152 @@ class MoECacheLM(HFLM):
         for _, of_options in groupby(requests, key=lambda request: request.args[1]):
             check_generation(next(of_options).args[1], self.is_speculative)
         records = self._records(requests)
+        seeds = Seeds()
         # Copies, because lm-eval lists one Instance several times where a task repeats requests.
         copies = [copy.copy(request) for request in requests]
         for request, record in zip(copies, records, strict=True):
             context, *rest = request.arguments
-            request.arguments = (RecordedStr(context, record), *rest)
-        outputs: list[str] = super().generate_until(copies, disable_tqdm=disable_tqdm)
+            request.arguments = (RecordedStr(context, record, seeds.next(record)), *rest)
+        longest = self.tok_encode(max((c.arguments[0] for c in copies), key=len, default=""))
+        rows, outputs = self.rows_at_once(longest, self.max_gen_toks), list[str]()
+        size = chunk_size(self.turns, rows)
+        with self._computing(rows, len(copies), "generate_until", disable_tqdm):
+            for start in range(0, len(copies), size):
+                outputs += super().generate_until(copies[start : start + size], disable_tqdm=True)
+                self._finish(records[start : start + size])
         publish(requests, records)
         return outputs
 
     def tok_batch_encode(self, strings: Sequence[str], *args: Any, **kwargs: Any) -> Any:
-        self._batch = [s.record for s in strings if isinstance(s, RecordedStr)]
+        self._batch = [s for s in strings if isinstance(s, RecordedStr)]
         return super().tok_batch_encode([str(s) for s in strings], *args, **kwargs)
 
     def _model_generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Any:
         mask = kwargs.get("attention_mask")
         lengths = [context.shape[1]] * len(context) if mask is None else mask.sum(-1).tolist()
-        records = self._batch
+        contexts, self._batch = self._batch, []
+        records = [each.record for each in contexts]
         for record, length in zip(records, lengths, strict=True):
             record.prompt_tokens = int(length)
-        with self._serving(records, [record.index for record in records]):
-            end_tokens = self.model.generation_config.eos_token_id
-            self.wrapped.ended = FinishedSequences(kwargs.get("eos_token_id", end_tokens))
-            self.wrapped.prompt_length = context.shape[1]
-            output = self._generate(context, *args, **kwargs)
-        for record, row in zip(records, output[:, context.shape[1] :].tolist(), strict=True):
+        if self.turns.apart:
+            rows = self._generate_apart(context, contexts, *args, **kwargs)
+        else:
+            with self._serving(records, [record.index for record in records]):
+                end_tokens = self.model.generation_config.eos_token_id
+                self.wrapped.ended = FinishedSequences(kwargs.get("eos_token_id", end_tokens))
+                self.wrapped.prompt_length = context.shape[1]
+                output = self._generate(context, *args, **kwargs)
+            rows = output[:, context.shape[1] :].tolist()
+            self._progress.update(len(records))
+        for record, row in zip(records, rows, strict=True):
             record.output_tokens = self._count_output(row, kwargs["stop"])
-            # Passes after a row's end served the other rows of its batch. The prompt's passes
-            # (several where `prefill_chunk_size` divides it) give one token together.
-            num_prefills = sum(p.phase == PREFILL for p in record.passes)
-            del record.passes[max(num_prefills - 1, 0) + record.output_tokens :]
-        return output
+            if not self.turns.apart:
+                cut_passes(record)
+        return Ragged([prompt + row for prompt, row in zip(context.tolist(), rows, strict=True)])
+
+    def _generate_apart(
+        self, context: Tensor, contexts: Sequence[RecordedStr], **kwargs: Any
+    ) -> list[list[int]]:
+        """Return the new tokens of each row, which is served apart from the others."""
+        mask = kwargs.pop("attention_mask", None)
+        if mask is None:
+            mask = torch.ones_like(context)
+        padded = [len(row) - int(sum(row)) for row in mask.tolist()]
+        groups = [[*range(len(contexts))]]
+        if reads_padding(self.model, kwargs) or (any(padded) and not self.pads_exactly):
+            groups = [[row] for row in groups[0]]
+        outputs: list[list[int]] = [[] for _ in contexts]
+        for group in groups:
+            start = min(padded[row] for row in group)
+            own = [contexts[row] for row in group]
+            rows = self._decode(context[group, start:], mask[group, start:], own, start, **kwargs)
+            for row, tokens in zip(group, rows, strict=True):
+                outputs[row] = tokens
+        return outputs
+
+    def _decode(
+        self,
+        context: Tensor,
+        mask: Tensor,
+        contexts: Sequence[RecordedStr],
+        cut: int,
+        *,
+        stop: Sequence[str],
+        max_length: int,
+        **kwargs: Any,
+    ) -> list[list[int]]:
+        """Generate for some rows side by side; `cut` columns of padding are gone already."""
+        records, wrapped = [each.record for each in contexts], self.wrapped
+        kept = [self._row_of(record) for record in records]
+        generators = [torch.Generator(self.device).manual_seed(each.seed) for each in contexts]
+
+        def take(rows: list[int | None]) -> None:
+            wrapped.rows = [None if row is None else kept[row] for row in rows]
+
+        # As in HFLM: without a temperature, decoding is greedy.
+        temperature = kwargs.pop("temperature", 0.0)
+        draws = kwargs.pop("do_sample", None)
+        draws = temperature > 0 if draws is None and not temperature else draws
+        options = {**kwargs, "do_sample": draws}
+        if temperature or draws is not False:
+            options["temperature"] = temperature
+        decoding = RowDecoding(
+            lambda texts: self._have_stopped(texts, stop), generators, take, self._progress.update
+        )
+        beams = max(int(kwargs.get(n) or 1) for n in ("num_beams", "num_return_sequences"))
+        more: dict[str, Any] = {"custom_generate": decoding}
+        if beams > 1:
+            more = {
+                "stopping_criteria": stop_sequences_criteria(
+                    self.tokenizer, list(stop), context.shape[1], len(context)
+                )
+            }
+            take([0])
+        lower = self.mixed_precision_dtype
+        autocast = torch.autocast(self.device.type, dtype=lower, enabled=lower is not None)
+        shared = [] if self.moecache.cache_reset == "request" else records
+        with self._serving(shared, []), torch.random.fork_rng(enabled=beams > 1), autocast:
+            if beams > 1:
+                torch.manual_seed(contexts[0].seed)
+            wrapped.prompt_length = context.shape[1]
+            output = self.model.generate(
+                input_ids=context,
+                attention_mask=mask,
+                max_length=max_length - cut,
+                pad_token_id=self.tokenizer.pad_token_id,
+                **{"use_cache": True, **options, **more},
+            )
+        if beams > 1:
+            self._progress.update(1)
+            return [output[0, context.shape[1] :].tolist()]
+        self.decoded_rows[0] += decoding.computed
+        self.decoded_rows[1] += decoding.useful
+        return decoding.generated
+
+    def _have_stopped(self, texts: Sequence[Sequence[int]], stop: Sequence[str]) -> list[bool]:
+        """Return which of these texts end, as in HFLM, with a stop string in their last tokens."""
+        if not stop:
+            return [False] * len(texts)
+        ends = self.tokenizer.batch_decode([text[-self._reach_of(tuple(stop)) :] for text in texts])
+        return [any(string in end for string in stop) for end in ends]
+
+    def _reach_of(self, stop: tuple[str, ...]) -> int:
+        """Return how many last tokens can hold a stop string: two more than its own."""
+        if stop not in self._reaches:
+            encode = partial(self.tokenizer.encode, add_special_tokens=False)
+            self._reaches[stop] = 2 + max(len(encode(string)) for string in stop)
+        return self._reaches[stop]
+
+    @property
+    def pads_exactly(self) -> bool:
+        """Whether the model gives a left-padded row what it gives it alone; asked of it once."""
+        if self._pads is None:
+            self.wrapped.is_paused = True
+            try:
+                self._pads = pads_exactly(self.model)
+            finally:
+                self.wrapped.is_paused = False
+        return self._pads
 
     def _generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super()._model_generate(context, *args, **kwargs)
@@ -318,47 +533,86 @@ class MoECacheLM(HFLM):
     ) -> list[tuple[float, bool]]:
         """As in HFLM. One-token choices that share a forward share its pass."""
         self._scored = records = self._records(requests)
-        outputs: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        self._in_documents, self._is_hidden = True, disable_tqdm
+        try:
+            outputs: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        finally:
+            self._in_documents = False
         publish(requests, records)
         return outputs
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """As in HFLM; the windows of one text are passes of one request."""
-        records = self._records(requests)
-        self._scored = []
-        for request, record in zip(requests, records, strict=True):
-            windows = utils.get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
-            self._scored += [record for _ in windows]
-        outputs: list[float] = super().loglikelihood_rolling(requests, disable_tqdm)
+        """As in HFLM; the windows of one text are passes of one request, one after another."""
+        records, outputs = self._records(requests), list[float]()
+        with self._computing(1, len(requests), "loglikelihood_rolling", disable_tqdm):
+            for request, record in zip(requests, records, strict=True):
+                windows = utils.get_rolling_token_windows(
+                    token_list=self.tok_encode(request.args[0]),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
+                )
+                self._scored = [record for _ in windows]
+                outputs += super().loglikelihood_rolling([request], disable_tqdm=True)
+                self._finish([record])
+                self._progress.update(1)
         publish(requests, records)
         return outputs
 
-    def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
+    def _loglikelihood_tokens(
+        self, requests: Any, disable_tqdm: bool = False, **kwargs: Any
+    ) -> Any:
         """Note which record waits for which input, then let HFLM sort and batch."""
         records, self._scored = self._scored[: len(requests)], self._scored[len(requests) :]
         # A rank with fewer windows than others gets its first one again, for no request.
         missing = len(requests) - len(records)
         records += [RequestRecord(NO_REQUEST, "", "padding") for _ in range(missing)]
+        inputs = []
         for record, (_, context, continuation) in zip(records, requests, strict=True):
             tokens = (context + continuation)[-(self.max_length + 1) :][:-1]
             record.prompt_tokens += len(tokens)
+            inputs.append(tokens)
+        if not self._in_documents:
+            return self._score(requests, records, inputs, **kwargs)
+        documents = [(record.task, record.document) for record in records]
+        longest = max(inputs, key=len, default=[])
+        rows, outputs = self.rows_at_once(longest), list[Any]()
+        keys = [fingerprint(tokens) for tokens in inputs]
+        if not self.logits_cache:
+            keys = [b"%d" % place for place in range(len(inputs))]
+        size = chunk_size(self.turns, rows)
+        with self._computing(rows, len(requests), "loglikelihood", self._is_hidden):
+            for part in whole_documents(documents, keys, size):
+                outputs += self._score(requests[part], records[part], inputs[part], **kwargs)
+                self._finish(records[part])
+                self._progress.update(len(records[part]))
+        return outputs
+
+    def _score(
+        self,
+        requests: Any,
+        records: Sequence[RequestRecord],
+        inputs: Sequence[list[int]],
+        **kwargs: Any,
+    ) -> Any:
+        """Let HFLM sort, batch and score some requests."""
+        for record, tokens in zip(records, inputs, strict=True):
             self._waiting.setdefault(fingerprint(tokens), []).append((record, len(tokens)))
-        outputs = super()._loglikelihood_tokens(requests, *args, **kwargs)
+        outputs = super()._loglikelihood_tokens(requests, disable_tqdm=True, **kwargs)
         self._waiting.clear()
         return outputs
 
     def _model_call(self, inps: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self._waiting:
+            # Called outside of a task's requests: its pass belongs to none.
+            return super()._model_call(inps, *args, **kwargs)
         # By index: two windows of one text may be in one batch.
         served: dict[int, RequestRecord] = {}
         lengths: list[int] = []
         rows: list[int] = []
+        apart: list[Row | None] = []
         for row in inps.tolist():
             # With its logits cache, HFLM serves all requests with this input in one forward.
             waiting = self._waiting.get(fingerprint(row), [])
@@ -366,17 +620,25 @@ class MoECacheLM(HFLM):
             served |= {record.index: record for record, _ in entries}
             lengths.append(entries[0][1] if entries else len(row))
             rows.append(entries[0][0].index if entries else NO_REQUEST)
+            if self.turns.apart:
+                sharing = [record for record, _ in entries if record.index != NO_REQUEST]
+                apart.append(self._row_of(sharing[0]) if sharing else None)
+                if sharing:
+                    self._shared[sharing[0].index] = sharing
             if not self.logits_cache:
                 del waiting[:1]
         with self._serving(list(served.values()), rows):
             self.wrapped.valid_rows = lengths
             self.wrapped.scan_scoring = self.moecache.scoring == "scan"
+            if self.turns.apart:
+                self.wrapped.rows = apart
             return super()._model_call(inps, *args, **kwargs)
 
     # --- results ------------------------------------------------------------------------------
 
     def _own_records(self) -> RankRecords:
-        return self.engine.ledger.requests, self.engine.peak_cache_bytes
+        peak = max(self._kept_peak, self.engine.peak_cache_bytes)
+        return self.engine.ledger.requests, peak
 
     def gather_object(self, obj: Any, dst: int = 0) -> Any:
         """As in HFLM, but each rank also sends its ledger along with its scores."""
@@ -487,11 +749,31 @@ class RecordedStr(str):
     """A context that carries its request's record through HFLM's sorting and batching."""
 
     record: RequestRecord
+    seed: int
+    """Of what is drawn for the request."""
 
-    def __new__(cls, text: str, record: RequestRecord) -> RecordedStr:
+    def __new__(cls, text: str, record: RequestRecord, seed: int) -> RecordedStr:
         self = super().__new__(cls, text)
-        self.record = record
+        self.record, self.seed = record, seed
         return self
+
+
+class Ragged(list[list[int]]):
+    """Rows of different lengths, in place of the tensor that HFLM makes a list of."""
+
+    def tolist(self) -> list[list[int]]:
+        return self
+
+
+def cut_passes(record: RequestRecord) -> None:
+    """Leave the passes of a generation's prompt and of its output tokens.
+
+    Passes after a row's end served the other rows of its batch. The prompt's passes (several where
+    `prefill_chunk_size` divides it) give one token together.
+    """
+    assert record.output_tokens is not None
+    num_prefills = sum(p.phase == PREFILL for p in record.passes)
+    del record.passes[max(num_prefills - 1, 0) + record.output_tokens :]
 
 
 def fingerprint(tokens: list[int]) -> bytes:

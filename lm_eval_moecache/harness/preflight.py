@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -193,23 +194,34 @@ def check_hflm_arguments(pretrained: object, config: Config, hflm_args: dict[str
         del hflm_args["batch_size"]
     if isinstance(pretrained, str):
         check_place("pretrained", pretrained)
-    batch_size = str(hflm_args.get("batch_size", 1))
-    if batch_size.startswith("auto"):
+    batch_size, streams = str(hflm_args.get("batch_size", 1)), config.streams
+    is_auto = re.fullmatch(r"auto(:\d+)?", batch_size) is not None
+    if batch_size.startswith("auto") and not is_auto:
         raise ValueError(
-            "batch_size='auto' would make the figures depend on free memory. "
-            "Allowed: a whole number."
+            f"batch_size={batch_size!r} is not known. Allowed: a whole number, auto, auto:N."
+        )
+    if config.clock == "wall" and batch_size not in ("1", str(streams)):
+        raise ValueError(
+            f"batch_size={batch_size!r} with clock='wall' and streams={streams}: requests that are "
+            "measured together share the device. Allowed: the same number for both, as "
+            "streams=4,batch_size=4."
+        )
+    if streams > 1 and batch_size not in ("1", str(streams)):
+        raise ValueError(
+            f"batch_size={batch_size!r} with streams={streams}: as many are computed together as "
+            f"the device serves at once. Allowed with it: batch_size={streams}, or none."
         )
     alone = {
         "a draft (--model moecache-spec, prefetch=draft), which follows one request": config.draft,
         "scoring='scan', which reads one text": config.scoring == "scan",
     }
     for what, is_asked in alone.items():
-        if is_asked and batch_size != "1":
+        if is_asked and streams > 1:
             raise ValueError(
-                f"batch_size={batch_size} does not go with {what} at a time. Allowed: 1."
+                f"streams={streams} does not go with {what} at a time. Allowed: streams=1."
             )
     for key, least in _LEAST.items():
-        if hflm_args.get(key) is not None:
+        if hflm_args.get(key) is not None and not (key == "batch_size" and is_auto):
             hflm_args[key] = read_count(key, hflm_args[key], least=least)
     for key in _TYPES:
         value = hflm_args.get(key)

@@ -25,10 +25,11 @@ from lm_eval_moecache.report.tables import padded
 
 _RARE = ("execute", "reads_per_expert", "attention")
 # Settings that the title of the speed table names unless they have their default.
-_TITLED = ("scoring", "cache_reset", "link", *_RARE)
+_TITLED = ("scoring", "streams", "cache_reset", "link", *_RARE)
 _DEFAULTS = {
     "phases": "all",
     **{key: ModelArguments.model_fields[key].default for key in _TITLED},
+    "cache_reset": "never",
 }
 
 
@@ -59,6 +60,7 @@ def run_report(
         },
         "clock": config.clock,
         "scoring": config.scoring,
+        "streams": config.streams,
         "cache_reset": config.cache_reset,
         "link": config.link,
         # Unusual costs and orders of execution.

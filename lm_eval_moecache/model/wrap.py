@@ -8,7 +8,6 @@ Shapes: T tokens, E experts, K experts per token, D hidden size, B rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.engine.engine import Engine, TokenPass
+from lm_eval_moecache.engine.rows import Row, RowPass
 from lm_eval_moecache.model.device import copy_to_host
 from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
 from lm_eval_moecache.model.predictor.network import network_of, pass_predictor_of
@@ -28,15 +28,13 @@ from lm_eval_moecache.model.store import (
     implementation_of,
 )
 from lm_eval_moecache.model.weighting import WeightingRule, changed_output, find_rules, in_numpy
-from lm_eval_moecache.records.arrays import BoolArray, FloatArray
+from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray
 from lm_eval_moecache.records.artifact import check_router_digest
 from lm_eval_moecache.records.event import (
     DECODE,
     NO_PREDICTIONS,
     PASS_START,
     PREFILL,
-    UNSEEN_EXPERTS,
-    UNSEEN_SCORES,
     VERIFY,
     Event,
     unique_in_order,
@@ -47,6 +45,7 @@ from lm_eval_moecache.records.predictor import digest_of, target_of
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.trace.recorder import (
     Detail,
+    NotedPass,
     Predict,
     Propose,
     Recorder,
@@ -86,6 +85,27 @@ class RouterCall(NamedTuple):
     """[T, E]; None where unused."""
     predicted: Mapping[int, Tensor]
     """Target layer -> logits [T, E], not rounded yet."""
+    noted: Mapping[int, Tensor]
+    """The same by the layers' own gates, as far ahead as a recording wants them."""
+
+
+class HostCall(NamedTuple):
+    """A router's call on the host, for the tokens that some request is waiting for."""
+
+    experts: IntArray
+    weights: FloatArray | None
+    logits: FloatArray | None
+    predicted: Mapping[int, FloatArray]
+    noted: Mapping[int, FloatArray]
+
+
+class Part(NamedTuple):
+    """The tokens of a pass that belong to one row: `start` to `stop` of those waited for."""
+
+    row: Row
+    start: int
+    stop: int
+    positions: IntArray | None
 
 
 class WrappedModel:
@@ -112,6 +132,13 @@ class WrappedModel:
         self.reads_first: Callable[[Tensor, int, str], None] | None = None
         """Called before each pass with its tokens [rows, tokens], how many precede them, and its
         phase."""
+        self.is_paused = False
+        """Whether the next forwards are no passes."""
+        self.rows: list[Row | None] | None = None
+        """Who is served by each row of the next passes, apart from the others, or None for rows
+        that have ended; one for several rows, where they are beams of one request. None instead of
+        a list: all rows are served together, as events of one engine."""
+        self._parts: list[Part] = []
         self.recorder: Recorder | None = None
         """Records the routing of every pass, where it is set (`trace=DIR`)."""
         self._scanning = False
@@ -128,6 +155,7 @@ class WrappedModel:
             self._rules = find_rules([layer.gate for layer in layers])
         self._valid: BoolArray | None = None
         self._num_tokens = 0
+        self._phase = PREFILL
         self._record: PassRecord | None = None
         """The pass in progress."""
         self._waits = False
@@ -181,11 +209,15 @@ class WrappedModel:
     def forget_batch(self) -> None:
         """Treat every token of later passes as real, and end scan scoring and chunked prompts."""
         self.valid_rows, self.ended, self.scan_scoring, self.prompt_length = None, None, False, 0
+        self.rows = None
 
     def _begin_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._num_tokens = 0
         input_ids: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         for gate in self._gates_by_token:
             gate.input_ids = input_ids
+        if self.is_paused:
+            return
         past, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
         rows, length = input_ids.shape
         past_length = 0 if past is None else past.get_seq_length()
@@ -200,6 +232,11 @@ class WrappedModel:
         engine, recorder = self.engine, self.recorder
         padding = None if self._valid is None else ~self._valid
         self._store.begin_pass(decoding=phase == DECODE, padding=padding)
+        self._phase = phase
+        self._calls.clear()
+        if self.rows is not None:
+            self._begin_rows(input_ids, mask, past_length)
+            return
         self._scanning = self.scan_scoring and phase == PREFILL
         index = len(engine.ledger.passes)
         if self.reads_first is not None:
@@ -221,19 +258,54 @@ class WrappedModel:
         self._waits = engine.can_defer and not self._scanning and recorder is None
         self._weighed = self._scanning or recorder is not None
         self._weighed |= self._num_tokens > 1 or self._valid is not None
-        self._calls.clear()
         if recorder is not None:
             pass_fields = index, phase, input_ids, mask, past_length, self._valid
             recorder.begin_pass(*pass_fields, is_scan=self._scanning)
 
+    def _begin_rows(self, input_ids: Tensor, mask: Tensor | None, past_length: int) -> None:
+        """Begin a pass whose rows are served apart."""
+        assert self.rows is not None
+        rows, length = input_ids.shape
+        counts = [length] * rows
+        if self._valid is not None:
+            counts = self._valid.reshape(rows, length).sum(-1).tolist()
+        owners = self.rows
+        if len(owners) < rows:
+            owners, counts = self.rows, [sum(counts)]
+        positions = None
+        if self.engine.wants_positions or self.recorder is not None:
+            positions = positions_of(input_ids, mask, past_length).ravel()
+            positions = positions if self._valid is None else positions[self._valid]
+        self._parts, start = [], 0
+        for row, count in zip(owners, counts, strict=True):
+            if row is None or not count:
+                continue
+            own = None if positions is None else positions[start : start + count]
+            self._parts.append(Part(row, start, start + count, own))
+            start += count
+        self._scanning, self._waits = False, self.engine.can_defer
+        self._weighed = self.recorder is not None
+        self._weighed |= self._num_tokens > len(self._parts) or self._valid is not None
+        for part in self._parts:
+            if part.row.engine is not None:
+                charged = part.positions if self.engine.wants_positions else None
+                part.row.engine.begin_pass(self._phase, part.stop - part.start, positions=charged)
+            if self.recorder is not None:
+                assert part.positions is not None
+                part.row.noted.append(NotedPass(self._phase, part.positions, []))
+
     def _valid_tokens(self, input_ids: Tensor, mask: Tensor | None, phase: str) -> BoolArray | None:
         """Mark the tokens of a batch that a request is waiting for: padding needs no experts."""
         rows, length = input_ids.shape
+        if self.rows is not None and None not in self.rows and phase == DECODE:
+            return None
         valid = np.ones((rows, length), dtype=bool)
         if self.valid_rows is not None:
             valid &= np.arange(length)[None, :] < np.asarray(self.valid_rows)[:, None]
         if mask is not None and mask.dim() == 2:
             valid &= mask[:, -length:].bool().cpu().numpy()
+        if self.rows is not None and len(self.rows) == rows:
+            valid &= np.array([row is not None for row in self.rows])[:, None]
         if phase == DECODE and self.ended is not None:
             # transformers feeds padding to rows that have ended while others go on; a row that
             # goes on may have chosen that token, too.
@@ -244,19 +316,56 @@ class WrappedModel:
         if not self._num_tokens:
             return
         engine, calls = self.engine, self._calls
-        if self._scanning:
+        if self.rows is not None:
+            self._end_rows(calls)
+        elif self._scanning:
             engine.end_scan()
         else:
             # Deferred events are served in order.
             if self._num_tokens > 1 or self._valid is not None:
                 for call in calls:
                     engine.enter(call.layer, self._num_tokens)
-                    engine.run(self._event(call))
+                    engine.run(self._event(call.layer, self._on_host(call)))
             elif calls:
-                engine.serve(self._token_pass(calls))
-            calls.clear()
+                engine.serve(self._token_passes(calls, 1)[0])
             engine.end_pass()
+        calls.clear()
         self._record = None
+
+    def _end_rows(self, calls: Sequence[RouterCall]) -> None:
+        """End a pass whose rows are served apart; keep what is not served yet."""
+        if not self._waits:
+            for part in self._parts:
+                assert part.row.engine is not None
+                part.row.engine.end_pass()
+            return
+        is_token = self._valid is None and self._num_tokens == len(self._parts)
+        if is_token and self.recorder is None and calls:
+            kept = self._token_passes(calls, len(self._parts))
+            for part, token_pass in zip(self._parts, kept, strict=True):
+                position = 0 if part.positions is None else int(part.positions[0])
+                part.row.passes.append(token_pass._replace(position=position))
+            return
+        charged = self.engine.wants_positions
+        passes: list[list[Event]] = [[] for _ in self._parts]
+        for call in calls:
+            host = self._on_host(call)
+            for part, events in zip(self._parts, passes, strict=True):
+                events.append(self._event_of_part(call.layer, host, part))
+                self._note(part, events[-1], host)
+        for part, events in zip(self._parts, passes, strict=True):
+            positions = part.positions if charged else None
+            kept_pass = RowPass(self._phase, part.stop - part.start, positions, events)
+            part.row.passes.append(kept_pass)
+
+    def _note(self, part: Part, event: Event, host: HostCall) -> None:
+        """Keep what a recording wants of an event, before any policy changes it."""
+        if self.recorder is None:
+            return
+        own = slice(part.start, part.stop)
+        logits = None if host.logits is None else host.logits[own].astype(np.float16)
+        noted = {ahead: values[own].astype(np.float16) for ahead, values in host.noted.items()}
+        part.row.noted[-1].events.append((event, logits, noted))
 
     def _router_hook(self, layer: int) -> Callable[[nn.Module, Any, Any], Any]:
         levels, gate = self._store.levels, self._layers[layer].gate
@@ -269,16 +378,19 @@ class WrappedModel:
             if self._waits:
                 self._calls.append(call)
                 return None
+            if self.rows is not None:
+                return self._run_rows(layer, output, self._on_host(call))
             if not self._scanning:
                 engine.enter(layer, self._num_tokens)
-            event = self._event(call)
+            event = self._event(layer, self._on_host(call))
             if self.recorder is not None:
                 # Later gates may be queried too; their hooks do not fire.
                 def predict(ahead: int) -> FloatArray:
                     logits = self._layers[ahead].gate.predict(args[0])
                     return np.asarray(self._rows(rounded(logits)))
 
-                self.recorder.add(event, args[0], gate.read(output).logits, self._rows, predict)
+                row_logits = self._rows(gate.read(output).logits.half())
+                self.recorder.add(event, row_logits, predict, args[0], self._rows)
             if self._scanning:
                 selection, executed_levels = engine.scan(event), None
             else:
@@ -293,109 +405,133 @@ class WrappedModel:
 
         return hook
 
+    def _run_rows(self, layer: int, output: Any, host: HostCall) -> Any:
+        """Let each row's engine serve its part of a layer; return the output if they change it."""
+        choices: list[tuple[int, Selection | None]] = []
+        for part in self._parts:
+            event, engine = self._event_of_part(layer, host, part), part.row.engine
+            assert engine is not None
+            self._note(part, event, host)
+            engine.enter(layer, event.num_tokens)
+            plan = engine.run(event)
+            choices.append((event.num_tokens, plan.selection))
+            if self._store.levels is not None:
+                self._store.levels[layer] = plan.levels
+        selection = Selection.join(host.experts, choices)
+        if selection is None:
+            return None
+        rule, choice = self._rules[layer], self._layers[layer].gate.read(output)
+        assert rule is not None, "a lossless policy changed a selection"
+        return changed_output(output, choice, selection, rule, self._valid, host.experts)
+
     def _call(self, layer: int, hidden: Tensor, output: Any) -> RouterCall:
         """Return what a call's event needs, with later layers predicted from the call's input."""
-        assert self._record is not None, "a router was called outside a pass"
-        predicted: dict[int, Tensor] = {}
-        if self._predictor is None:
-            for ahead in range(layer + 1, min(layer + 1 + self._depth, len(self._layers))):
-                predicted[ahead] = self._layers[ahead].gate.predict(hidden)
-        elif (target := target_of(layer, len(self._layers), self._record.phase)) is not None:
-            predicted[target] = self._predictor(layer, hidden)
-        needs_weights = self._weighed or self._reads_weights
-        if not (needs_weights or self._wants_logits):
-            return RouterCall(layer, output[2], None, None, predicted)
+        reach = 0 if self.rows is None or self.recorder is None else self.recorder.reach
+        own = self._depth if self._predictor is None else 0
+        last = min(layer + max(reach, own), len(self._layers) - 1)
+        noted = {
+            ahead: self._layers[ahead].gate.predict(hidden) for ahead in range(layer + 1, last + 1)
+        }
+        predicted = {ahead: logits for ahead, logits in noted.items() if ahead <= layer + own}
+        if self._predictor is not None:
+            target = target_of(layer, len(self._layers), self._phase)
+            if target is not None:
+                predicted[target] = self._predictor(layer, hidden)
+        if not reach:
+            noted = {}
+        wants_weights = self._weighed or self._reads_weights
+        wants_logits = self._wants_logits or bool(reach)
+        if not (wants_weights or wants_logits):
+            return RouterCall(layer, output[2], None, None, predicted, noted)
         choice = self._layers[layer].gate.read(output)
-        logits = choice.logits if self._wants_logits else None
-        weights = choice.weights if needs_weights else None
-        return RouterCall(layer, choice.experts, weights, logits, predicted)
+        logits = choice.logits if wants_logits else None
+        weights = choice.weights if wants_weights else None
+        return RouterCall(layer, choice.experts, weights, logits, predicted, noted)
 
-    def _event(self, call: RouterCall) -> Event:
-        record, valid = self._record, self._valid
-        assert record is not None
-        num_experts = self.engine.geometry.num_experts
-        layer, predicted = call.layer, call.predicted
-        first_key = layer * num_experts
-        if call.weights is None and call.logits is None and not predicted:
-            chosen: list[Any] = call.experts.tolist()
-            while isinstance(chosen[0], list):
-                chosen = chosen[0]
-            keys = [first_key + expert for expert in chosen]
-            return Event(record.index, layer, record.phase, 1, keys, **self._weigh[layer])
-        carries_weights = self._weighed or self._wants_weights
-        fields = self._weigh[layer].copy()
+    def _on_host(self, call: RouterCall) -> HostCall:
+        """Bring a call to the host, restricted to the tokens that a request waits for."""
         tensors = [call.experts]
         if call.weights is not None:
             tensors.append(call.weights.float())
         if call.logits is not None:
             # Without a weighting rule, algorithms see the rounded logits that a trace keeps.
-            tensors.append(call.logits.float() if fields else rounded(call.logits))
-        arrays = copy_to_host([*tensors, *map(rounded, predicted.values())], valid)
-        # Copied where they may be kept, as by a recorder: the originals belong to the model.
-        experts = arrays[0].astype(np.int64, copy=carries_weights)
+            is_weighed = self._rules[call.layer] is not None
+            tensors.append(call.logits.float() if is_weighed else rounded(call.logits))
+        ahead = [*call.predicted.values(), *call.noted.values()]
+        arrays = iter(copy_to_host([*tensors, *map(rounded, ahead)], self._valid))
+        # Copied where they may be kept: the originals belong to the model.
+        keeps = self._weighed or self._wants_weights or self.rows is not None
+        experts = next(arrays).astype(np.int64, copy=keeps)
+        weights = None
         if call.weights is not None:
-            experts, sorted_weights = _in_order(experts, arrays[1].copy(), self._is_sorted[layer])
-            if carries_weights:
-                fields["weights"] = sorted_weights
+            is_sorted = self._is_sorted[call.layer]
+            experts, weights = _in_order(experts, next(arrays).copy(), is_sorted)
+        logits = None if call.logits is None else next(arrays)
+        predicted = {target: next(arrays) for target in call.predicted}
+        noted = {target: next(arrays) for target in call.noted}
+        return HostCall(experts, weights, logits, predicted, noted)
+
+    def _event(self, layer: int, host: HostCall) -> Event:
+        """Return the event of all tokens of the pass in progress."""
+        assert self._record is not None
+        stop = self._num_tokens
+        return self._event_of(layer, host, slice(0, stop), self._record.index)
+
+    def _event_of_part(self, layer: int, host: HostCall, part: Part) -> Event:
+        index = -1 if part.row.engine is None else part.row.engine.record.index
+        return self._event_of(layer, host, slice(part.start, part.stop), index)
+
+    def _event_of(self, layer: int, host: HostCall, own: slice, index: int) -> Event:
+        num_tokens, num_experts = own.stop - own.start, self.engine.geometry.num_experts
+        fields, experts = self._weigh[layer].copy(), host.experts[own]
+        carries_weights = self._weighed or self._wants_weights
+        if carries_weights and host.weights is not None:
+            fields["weights"] = host.weights[own]
         if carries_weights or self._wants_logits:
             fields["experts"] = experts
-        if self._wants_logits:
-            fields["logits"] = arrays[-len(predicted) - 1]
-        if predicted:
-            fields["predicted"] = dict(zip(predicted, arrays[-len(predicted) :], strict=True))
-        if self._num_tokens == 1:
+        if self._wants_logits and host.logits is not None:
+            fields["logits"] = host.logits[own]
+        if host.predicted:
+            fields["predicted"] = {target: values[own] for target, values in host.predicted.items()}
+        if num_tokens == 1:
+            first_key = layer * num_experts
             keys = [first_key + expert for expert in experts.tolist()[0]]
         else:
             keys = unique_in_order(layer, num_experts, experts)
-        return Event(record.index, layer, record.phase, self._num_tokens, keys, **fields)
+        return Event(index, layer, self._phase, num_tokens, keys, **fields)
 
-    def _token_pass(self, calls: Sequence[RouterCall]) -> TokenPass:
-        """Return the router outputs of a one-token pass, all layers in one transfer to the host."""
-        record = self._record
-        assert record is not None
-        tensors = [_stacked([call.experts for call in calls])]
+    def _token_passes(self, calls: Sequence[RouterCall], rows: int) -> list[TokenPass]:
+        """Return the router outputs of a pass of one token a row, in one transfer to the host."""
+        num_layers = len(calls)
+        tensors = [_stacked([call.experts for call in calls], rows)]
         call_weights = [call.weights for call in calls if call.weights is not None]
         if call_weights:
-            tensors.append(_stacked(call_weights).float())
+            tensors.append(_stacked(call_weights, rows).float())
         if self._wants_logits:
             call_logits = [call.logits for call in calls if call.logits is not None]
-            tensors.append(rounded(_stacked(call_logits)))
-        targets = [target for call in calls for target in call.predicted]
-        if targets:
-            values = [logits for call in calls for logits in call.predicted.values()]
-            tensors.append(rounded(_stacked(values)))
-        arrays = copy_to_host(tensors, None)
-        experts, weights = arrays[0].astype(np.int64, copy=False), None
+            tensors.append(rounded(_stacked(call_logits, rows)))
+        targets = [[*call.predicted] for call in calls]
+        values = [logits for call in calls for logits in call.predicted.values()]
+        if values:
+            tensors.append(rounded(_stacked(values, rows)))
+        arrays = [array.reshape(-1, rows, array.shape[-1]) for array in copy_to_host(tensors, None)]
+        experts, weights = arrays[0].astype(np.int64, copy=rows > 1), None
         if call_weights:
-            experts, weights = _in_order(experts, arrays[1], self._is_sorted)
-        keys = experts + self._first_keys
-
-        def events() -> list[Event]:
-            by_weight = logits = [UNSEEN_SCORES] * len(calls)
-            rows = [UNSEEN_EXPERTS] * len(calls)
-            if weights is not None and self._wants_weights:
-                rows, by_weight = [*experts[:, None]], [*weights[:, None]]
-            if self._wants_logits:
-                logits = [*arrays[-1 - bool(targets)][:, None]]
-            predicted: list[Mapping[int, FloatArray]] = [NO_PREDICTIONS] * len(calls)
-            if targets:
-                target_logits = iter(arrays[-1][:, None])
-                predicted = [
-                    {target: next(target_logits) for target in call.predicted} for call in calls
-                ]
-            columns = zip(calls, keys.tolist(), rows, by_weight, logits, predicted, strict=True)
-            index, phase = record.index, record.phase
-            return [Event(index, call.layer, phase, 1, *rest) for call, *rest in columns]
-
-        proposed = None
-        if targets:
-            proposed = self.engine.rules.prefetch.propose_arrays(targets, arrays[-1])
-        if proposed is not None:
-            # A layer proposes nothing where it predicts none.
-            counts = iter(proposed[1].tolist())
-            ends = accumulate((sum(islice(counts, len(c.predicted))) for c in calls), initial=0)
-            proposed = proposed[0], np.array([*ends])
-        return TokenPass(keys, weights, proposed, events)
+            experts, weights = _in_order(experts, arrays[1], self._is_sorted[:, None])
+        keys = experts + self._first_keys[:num_layers, None]
+        wants_weights = self._wants_weights and weights is not None
+        return [
+            TokenPass(
+                self._phase,
+                keys[:, row],
+                experts[:, row] if wants_weights else None,
+                weights[:, row] if wants_weights and weights is not None else None,
+                arrays[1 + bool(call_weights)][:, row] if self._wants_logits else None,
+                targets if values else (),
+                arrays[-1][:, row] if values else None,
+            )
+            for row in range(rows)
+        ]
 
     def _changed(self, layer: int, output: Any, selection: Selection, event: Event) -> Any:
         rule, choice = self._rules[layer], self._layers[layer].gate.read(output)
@@ -418,12 +554,12 @@ def rounded(logits: Tensor) -> Tensor:
     return logits.to(torch.float16).float()
 
 
-def _stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Stack one-row tensors into one [rows, n] on the first one's device."""
+def _stacked(tensors: Sequence[Tensor], rows: int) -> Tensor:
+    """Stack tensors of some rows into one [tensors x rows, n] on the first one's device."""
     device = tensors[0].device
     if any([values.device != device for values in tensors]):
         tensors = [values.to(device) for values in tensors]
-    return torch.cat(tuple(tensors)).view(len(tensors), -1)
+    return torch.cat(tuple(tensors)).view(len(tensors) * rows, -1)
 
 
 def _in_order(experts: Any, weights: Any, is_sorted: Any) -> tuple[Any, Any]:
@@ -451,12 +587,22 @@ class ShadowPrefetcher:
         self._pass_predictor = pass_predictor_of(prefetch, embedding)
         self._pass_predictions: dict[int, FloatArray] = {}
 
+    @property
+    def depth(self) -> int:
+        """How many layers ahead it looks by their gates."""
+        return 0 if self.reads_hidden else self._prefetch.depth
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether it reads texts or hidden states itself."""
+        return self._network is not None or self._pass_predictor is not None
+
     def begin_pass(self, input_ids: torch.Tensor, past_length: int, valid: Any) -> None:
         """Read a pass's tokens if the prefetcher predicts from text; `valid` masks out padding."""
         if self._pass_predictor is not None:
             self._pass_predictions = self._pass_predictor.begin_pass(input_ids, past_length, valid)
 
-    def __call__(self, event: Event, hidden: Any, rows: Rows, predict: Predict) -> list[int]:
+    def __call__(self, event: Event, hidden: Any, rows: Rows | None, predict: Predict) -> list[int]:
         """Return the keys it proposes at the event."""
         if event.layer == 0:
             self._prefetch.on_pass(event.pass_index)

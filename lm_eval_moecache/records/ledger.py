@@ -154,6 +154,14 @@ class Ledger:
         if last:
             del self.requests[-len(last) :]
 
+    def adopt(self, passes: Sequence[PassRecord], requests: Sequence[RequestRecord]) -> None:
+        """Enter passes that another ledger has counted, as those of these requests."""
+        for index, record in enumerate(passes, len(self.passes)):
+            record.index = index
+        self.serve(requests)
+        self.enter(passes)
+        self.serve(())
+
     def serve(self, requests: Sequence[RequestRecord]) -> None:
         """Attribute the following passes to these requests (to none, if empty)."""
         self._open = requests
@@ -161,7 +169,11 @@ class Ledger:
     def begin_pass(self, phase: str, num_tokens: int, now: float) -> PassRecord:
         """Enter a pass that begins at `now` (s), attribute it, and return its record."""
         record = PassRecord(len(self.passes), phase, num_tokens, now)
-        self.passes.append(record)
-        for request in self._open:
-            request.passes.append(record)
+        self.enter([record])
         return record
+
+    def enter(self, passes: Sequence[PassRecord]) -> None:
+        """Enter passes, and attribute them."""
+        self.passes += passes
+        for request in self._open:
+            request.passes += passes

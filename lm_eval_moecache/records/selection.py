@@ -28,24 +28,27 @@ class Selection:
     weights: FloatArray | None = None
 
     @staticmethod
-    def join(experts: IntArray, rows: Sequence[Selection | None]) -> Selection | None:
-        """Stack the selections of single tokens; None stands for the router's choice, `experts`."""
-        changed = [row for row in rows if row is not None]
-        if not changed:
-            return None
+    def join(experts: IntArray, parts: Sequence[tuple[int, Selection | None]]) -> Selection | None:
+        """Stack selections, each with its number of tokens; None is the router's own, `experts`."""
+        changed = [part for _, part in parts if part is not None]
+        if not changed or len(parts) == 1:
+            return changed[0] if changed else None
         chosen, keep, weigh_as = experts.copy(), np.ones(experts.shape, dtype=bool), experts.copy()
         weights = np.full(experts.shape, np.nan, dtype=np.float32)
-        for token, row in enumerate(rows):
-            if row is not None:
-                chosen[token] = row.experts[0]
-                weigh_as[token] = row.experts[0] if row.weigh_as is None else row.weigh_as[0]
-                if row.keep is not None:
-                    keep[token] = row.keep[0]
-                if row.weights is not None:
-                    weights[token] = row.weights[0]
-        own_weights = weights if any(row.weights is not None for row in changed) else None
+        start = 0
+        for num_tokens, part in parts:
+            own = slice(start, start + num_tokens)
+            start += num_tokens
+            if part is not None:
+                chosen[own] = part.experts
+                weigh_as[own] = part.experts if part.weigh_as is None else part.weigh_as
+                if part.keep is not None:
+                    keep[own] = part.keep
+                if part.weights is not None:
+                    weights[own] = part.weights
+        own_weights = weights if any(part.weights is not None for part in changed) else None
         return Selection(
-            chosen, keep, any(row.renormalize for row in changed), weigh_as, own_weights
+            chosen, keep, any(part.renormalize for part in changed), weigh_as, own_weights
         )
 
     def after(self, earlier: Selection) -> Selection:

@@ -51,6 +51,7 @@ _NAMED_SINCE = {
 _COMPARED = {
     *("policy", "phases", "capacity", "precision", "link", "warm", "draft", "draft_tokens"),
     *("store", "store_dir", "encoded_dir", "trace", "trace_keep", "label", *AXES),
+    *("batch_size", "max_batch_size"),  # how many are computed together changes no figure
 }
 """Model arguments that comparisons vary (and the axes' parameters: `eviction.NAME`)."""
 RATES = (
@@ -62,7 +63,7 @@ _MODEL = ("model_revision", "model_sha", "model_num_parameters", "model_dtype")
 _PROMPTS = (("chat_template", "apply_chat_template"), ("system_instruction", "system_instruction"))
 _OPTIONS = ("limit", "fewshot_as_multiturn")
 KEYS = (
-    *("pretrained", *_MODEL, "tasks", "task_versions", "num_fewshot", "batch_size"),
+    *("pretrained", *_MODEL, "tasks", "task_versions", "num_fewshot", "streams"),
     *("chat_template", "system_instruction", "gen_kwargs", *_OPTIONS, *_SEEDS, "seed", "clock"),
     *("scoring", "cache_reset", "hardware", "emulate", *RATES, "device"),
 )
@@ -169,7 +170,7 @@ def identity(run: Run, tasks: Sequence[str] | None = None) -> dict[str, str]:
     """Return the settings that change a run's metrics but are not under comparison: name -> text.
 
     Two runs are ranked, joined or drawn as one line only where their identities agree: the same
-    documents, batch size, prompts, seeds and device. Entries that a record lacks are left out.
+    documents, streams, prompts, seeds and device. Entries that a record lacks are left out.
     `tasks` restricts whose versions count; the default takes all tasks, and their names as well.
     """
     facts, config = run.facts, run.facts.get("config", {})
@@ -181,7 +182,11 @@ def identity(run: Run, tasks: Sequence[str] | None = None) -> dict[str, str]:
         "tasks": "+".join(sorted(run.tasks)) if tasks is None else None,
         "task_versions": _by_task(facts.get("versions"), versioned),
         "num_fewshot": _by_task(facts.get("n-shot"), versioned),
-        "batch_size": arguments.get("batch_size") or config.get("batch_size") or 1,
+        # Before `streams`, the rows of a batch shared the cache.
+        "streams": report.get("streams")
+        or arguments.get("batch_size")
+        or config.get("batch_size")
+        or 1,
         **{
             # lm-eval's files keep only a digest of a prompt's text.
             name: str(facts.get(f"{name}_sha") or "")[:12] or run.options.get(option) or "none"
@@ -663,7 +668,7 @@ def _documents(run: Run, task: str, score: Score | None) -> dict[str, float]:
 def setting(run: Run, name: str) -> Value:
     """Return a setting as text: as given, else as resolved in the run's report.
 
-    Defaults that change metrics (`batch_size`) are read from the run's identity.
+    Defaults that change metrics (`streams`) are read from the run's identity.
     """
     report = run.moecache
     if name == "run":
@@ -726,7 +731,7 @@ def selected(run: Run, where: Mapping[str, Any]) -> bool:
 
 FRAME_SETTINGS = (
     *("policy", *AXES, "capacity", "capacity_bytes", "precision", "hardware", "emulate", "clock"),
-    *("link", "batch_size", "num_fewshot", "limit", "seed"),
+    *("link", "streams", "num_fewshot", "limit", "seed"),
 )
 FRAME_FIGURES = (
     *("ttft_ms", "ttft_ms.p99", "tpot_ms", "tpot_ms.p99", "itl_ms.p99", "tok_per_s", "hit_rate"),

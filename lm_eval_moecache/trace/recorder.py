@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -116,13 +116,32 @@ Rows = Callable[[Any], Any]
 Predict = Callable[[int], FloatArray]
 
 
+class NotedPass(NamedTuple):
+    """What a recording keeps of a pass that was computed beside others' passes."""
+
+    phase: str
+    positions: IntArray
+    events: list[tuple[Event, FloatArray | None, Mapping[int, FloatArray]]]
+    """By layer: the event, its logits [tokens, experts], and later layers' by their own gates."""
+
+
 class Propose(Protocol):
     """A shadow prefetcher: its proposals are recorded, never fetched."""
+
+    @property
+    def depth(self) -> int:
+        """How many layers ahead it looks."""
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether it reads texts or hidden states itself."""
 
     def begin_pass(self, input_ids: Tensor, past_length: int, valid: Any) -> None:
         """Receive the tokens of a pass [rows, length], before its first event."""
 
-    def __call__(self, event: Event, hidden: Any, rows: Rows, predict: Predict) -> Sequence[int]:
+    def __call__(
+        self, event: Event, hidden: Any, rows: Rows | None, predict: Predict
+    ) -> Sequence[int]:
         """Return the keys it proposes at an event with logits.
 
         `rows` picks the valid tokens of hidden states; `predict` returns a later layer's gate
@@ -215,10 +234,43 @@ class Recorder:
         notes = self.draft_notes.take()
         self.writer.begin_pass(index, phase, requests, tokens, notes, is_scan=is_scan)
 
+    @property
+    def reach(self) -> int:
+        """How many layers ahead the gates are asked for the recording alone."""
+        by_gates = self.depth if self._by_gates else 0
+        return max([by_gates, *(shadow.depth for shadow in self._shadows)])
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether a shadow prefetcher reads more of a pass than gates make of it."""
+        return any(shadow.reads_hidden for shadow in self._shadows)
+
+    def add_request(self, request: int, first: int, passes: Sequence[NotedPass]) -> None:
+        """Record the passes of a request that was computed beside others.
+
+        `first` is the ledger's number of its first pass; the others follow it.
+        """
+        for index, noted in enumerate(passes, first):
+            requests = np.full(len(noted.positions), request)
+            drafting = self.draft_notes.take()
+            self.writer.begin_pass(index, noted.phase, requests, noted.positions, drafting)
+            for event, logits, by_layer in noted.events:
+                numbered = event._replace(pass_index=index)
+                self.add(numbered, logits, by_layer.__getitem__)
+
     def add(
-        self, event: Event, hidden: Tensor, logits: Tensor, rows: Rows, predict: Predict
+        self,
+        event: Event,
+        logits: Any,
+        predict: Predict,
+        hidden: Tensor | None = None,
+        rows: Rows | None = None,
     ) -> None:
-        """Record one event before the policy sees it; `rows` picks the valid tokens."""
+        """Record one event before the policy sees it.
+
+        `logits` are float16 [tokens, experts]; `predict` returns a later layer's. Shadows that read
+        `hidden` states pick the valid tokens by `rows`.
+        """
         ahead = range(event.layer + 1, event.layer + 1 + self.depth)
         predicted = list(event.predicted.values()) if self.depth else []
         if self._by_gates:
@@ -227,16 +279,15 @@ class Recorder:
                 for layer in ahead
                 if layer < self._geometry.num_layers
             ]
-        row_logits: Any = rows(logits.half()) if self._detail.logits or self._shadows else None
         proposed = []
         if self._shadows:
-            with_logits = event._replace(logits=row_logits.astype(np.float32))
+            with_logits = event._replace(logits=logits.astype(np.float32))
             proposed = [propose(with_logits, hidden, rows, predict) for propose in self._shadows]
         self.writer.add(
             event.layer,
             event.experts,
             event.weights if self._detail.weights else None,
-            row_logits if self._detail.logits else None,
+            logits if self._detail.logits else None,
             predicted,
             proposed,
         )

@@ -209,6 +209,6 @@ def test_a_lossy_miss_keeps_the_weights_of_what_it_leaves() -> None:
     np.testing.assert_allclose(swapped.weights, [[0.5, np.nan, 0.2]])
     inherited = Selection(np.array([[0, 4, 2]]), weigh_as=np.array([[0, 1, 2]])).after(first)
     np.testing.assert_allclose(inherited.weights, [[0.5, 0.3, 0.2]])
-    joined = Selection.join(np.array([[0, 1, 2], [3, 4, 5]]), [first, None])
+    joined = Selection.join(np.array([[0, 1, 2], [3, 4, 5]]), [(1, first), (1, None)])
     assert joined is not None and joined.weights is not None
     np.testing.assert_allclose(joined.weights, [[0.5, 0.3, 0.2], [np.nan] * 3])

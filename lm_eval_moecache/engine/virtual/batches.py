@@ -9,10 +9,9 @@ import numpy as np
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.virtual.costs import attention_s
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
-from lm_eval_moecache.engine.virtual.loop import COUNTS, NO_WEIGHTS, NOTHING
+from lm_eval_moecache.engine.virtual.loop import NO_WEIGHTS, NOTHING, records_of
 from lm_eval_moecache.records.event import PHASES, Event
 from lm_eval_moecache.records.jit import Array
-from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.trace.trace import Trace
 
 
@@ -71,17 +70,8 @@ def replay_passes(
     )
     counts = engine.serve_passes(batch, events)
     passes = engine.ledger.passes
-    served = phases.tolist(), tokens[:, 0].tolist(), counts["start_s"].tolist()
-    records = [
-        PassRecord(index, PHASES[phase], num_tokens, start_s)
-        for index, (phase, num_tokens, start_s) in enumerate(zip(*served, strict=True), len(passes))
-    ]
-    for name in COUNTS:
-        # Most counts are 0 in most runs.
-        if counts[name].any():
-            for record, value in zip(records, counts[name].tolist(), strict=True):
-                setattr(record, name, value)
-    passes += records
+    names = [PHASES[phase] for phase in phases]
+    passes += records_of(counts, len(passes), names, tokens[:, 0].tolist())
 
 
 def _attention_s(

@@ -22,6 +22,7 @@ from lm_eval_moecache.engine.virtual.loop import (
     NOTHING_PROPOSED,
     Loop,
     joined,
+    records_of,
 )
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.data_aware import cost_of
@@ -38,7 +39,6 @@ LIVE_PASSES = 1500
 
 OF_EVENTS = frozenset(COUNTED) - {"bytes_moved", "link_busy_s", "evictions", "lifetime_tokens"}
 """Counts that events add to; the others are differences of totals (`Engine.end_pass`)."""
-_WARM = np.zeros(1, np.bool_)
 
 
 class VirtualClock:
@@ -146,10 +146,18 @@ class VirtualEngine(Engine):
         self._dense_s, self._num_tokens = 0.0, 0
         """The dense part of the layer entered, and its tokens."""
         self._rows = np.arange(charged.num_layers + 1)
-        self._bounds = self._rows * charged.top_k
         self._seconds_of: dict[tuple[int, str], Array] = {}
         self._fill()
         self._before = self._totals()
+
+    def fresh(self, future: Future | None = None) -> VirtualEngine:
+        """Return an engine of the same setting as it was before its first pass.
+
+        `future` replaces this engine's, which offline algorithms need.
+        """
+        engine = VirtualEngine(self.own_geometry, self.setting, future)
+        engine.loop.follow(self.loop)
+        return engine
 
     def watch_waves(self, on_wave: Callable[[Sequence[int]], object]) -> None:
         """Call `on_wave` with the keys of each wave once all are there, or run on the host."""
@@ -323,40 +331,60 @@ class VirtualEngine(Engine):
         if self.is_stepwise:
             super().serve(token_pass)
             return
-        events = iter(token_pass.events()) if self.needs_events else None
-        [counts] = self.serve_passes(self._batch_of_pass(token_pass), events).tolist()
+        index = self.record.index
+        events = token_pass.events(index) if self.needs_events else None
+        batch = self._batch_of_passes([token_pass], index)
+        [counts] = self.serve_passes(batch, events).tolist()
         for name, value in zip(COUNTS, counts, strict=True):
             if value and name in OF_EVENTS:
                 setattr(self.record, name, value)
+
+    def serve_decoded(self, token_passes: Sequence[TokenPass]) -> None:
+        if self.is_stepwise or self.needs_events or self.wants_positions:
+            super().serve_decoded(token_passes)
+            return
+        if not token_passes:
+            return
+        self._recover()
+        if not self.needs_python:
+            self.loop.expect(len(token_passes))
+        ledger = self.ledger
+        first, size = len(ledger.passes), len(token_passes)
+        counts = self.serve_passes(self._batch_of_passes(token_passes, first))
+        phases = [token_pass.phase for token_pass in token_passes]
+        ledger.enter(records_of(counts, first, phases, [1] * size))
+        self._before, self._is_open = self._totals(), False
 
     def end_pass(self) -> None:
         self.loop.end(self.record)
         super().end_pass()
 
-    def _batch_of_pass(self, token_pass: TokenPass) -> core.PassBatch:
-        """Return the pass in progress as a batch."""
-        record = self.record
-        assert len(token_pass.keys) == self.geometry.num_layers, "a pass that lacks layers"
-        keys, proposed = token_pass.keys.ravel(), NOTHING_PROPOSED
-        if token_pass.proposed is not None:
-            proposed = token_pass.proposed
-        elif self.rules.prefetch.is_active:
-            proposed = joined([self.rules.prefetch.propose(event) for event in token_pass.events()])
+    def _batch_of_passes(self, token_passes: Sequence[TokenPass], first: int) -> core.PassBatch:
+        """Return passes of one token each as a batch; `first` is the number of the first one."""
+        num_layers, num_passes = self.geometry.num_layers, len(token_passes)
+        assert all(len(each.keys) == num_layers for each in token_passes), "a pass lacks layers"
+        keys = np.concatenate([each.keys.ravel() for each in token_passes])
         experts: Array = NOTHING
         weights: Array = NO_WEIGHTS
-        if token_pass.weights is not None and self.eviction.uses_weights:
-            experts, weights = keys % self.geometry.num_experts, token_pass.weights.ravel()
-        kind = record.num_tokens, record.phase
-        if kind not in self._seconds_of:
-            self._seconds_of[kind] = self.seconds(*kind)
-        dense_s, predict_s = self._seconds_of[kind]
+        if self.eviction.uses_weights:
+            experts = keys % self.geometry.num_experts
+            given = [each.weights.ravel() for each in token_passes if each.weights is not None]
+            weights = np.concatenate(given)
+        seconds = []
+        for each in token_passes:
+            if (kind := (1, each.phase)) not in self._seconds_of:
+                self._seconds_of[kind] = self.seconds(*kind)
+            seconds.append(self._seconds_of[kind])
+        dense_s, predict_s = seconds[0] if num_passes == 1 else np.concatenate(seconds, axis=1)
         if self._attention_s:
             dense_s = dense_s + self._attention_s
+        rows = self._rows if num_passes == 1 else np.arange(num_passes * num_layers + 1)
+        proposed = self._proposed_in(token_passes, first)
         return core.PassBatch(
-            first_pass=record.index,
+            first_pass=first,
             keys=keys,
-            bounds=self._bounds,
-            rows=self._rows,
+            bounds=rows * self.geometry.top_k,
+            rows=rows,
             experts=experts,
             weights=weights,
             dense_s=dense_s,
@@ -365,9 +393,32 @@ class VirtualEngine(Engine):
             proposed=proposed[0],
             proposed_bounds=proposed[1],
             proposed_levels=NOTHING,
-            cold=_WARM,
+            cold=np.zeros(num_passes, np.bool_),
             warm=NOTHING,
         )
+
+    def _proposed_in(self, token_passes: Sequence[TokenPass], first: int) -> tuple[Array, Array]:
+        """Return the proposals at the events of some passes: keys, and their bounds by event."""
+        prefetch = self.rules.prefetch
+        if not prefetch.is_active:
+            return NOTHING_PROPOSED
+        each = token_passes[0]
+        if each.predicted is not None:
+            # Passes of one batch predict the same layers at each of theirs.
+            merged = each._replace(
+                targets=[layer for one in token_passes for layer in one.targets],
+                predicted=np.concatenate([one.predicted for one in token_passes]),
+            )
+            found = self._proposed_at(merged)
+            if found is not None:
+                return found
+        proposals: list[Sequence[int]] = []
+        for index, token_pass in enumerate(token_passes, first):
+            # The pass in progress has begun already.
+            if not self._is_open:
+                prefetch.on_pass(index)
+            proposals += [prefetch.propose(event) for event in token_pass.events(index)]
+        return joined(proposals)
 
     def serve_passes(self, batch: core.PassBatch, events: Iterator[Event] | None = None) -> Array:
         """Serve a batch of passes; return their counts, as records of `core.PassCounts`.

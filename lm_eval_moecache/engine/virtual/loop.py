@@ -77,6 +77,11 @@ class Loop:
             if UPGRADE.is_due(done=done, ahead=work):
                 self._compile()
 
+    def follow(self, other: Loop) -> None:
+        """Take the form of another engine's tables."""
+        if other.is_compiled and not self.is_compiled:
+            self._compile()
+
     def leave(self) -> None:
         """Return to plain Python for good: something is asked that only it can do."""
         if self.is_compiled:
@@ -190,3 +195,18 @@ class Loop:
 def joined(keys: Sequence[Sequence[int]]) -> tuple[Array, Array]:
     """Return all keys in one array, and the bounds of each sequence in it [sequences + 1]."""
     return np.array([*chain.from_iterable(keys)], np.int64), np.cumsum([0, *map(len, keys)])
+
+
+def records_of(
+    counts: Array, first: int, phases: Sequence[str], tokens: Sequence[int]
+) -> list[PassRecord]:
+    """Return the records of served passes, numbered from `first`, from their counts."""
+    served = zip(phases, tokens, counts["start_s"].tolist(), strict=True)
+    records = [PassRecord(index, *fields) for index, fields in enumerate(served, first)]
+    assert COUNTS is not None
+    for name in COUNTS:
+        # Most counts are 0 in most runs.
+        if counts[name].any():
+            for record, value in zip(records, counts[name].tolist(), strict=True):
+                setattr(record, name, value)
+    return records

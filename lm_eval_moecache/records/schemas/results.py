@@ -354,6 +354,7 @@ class MoecacheRecord(_Part):
     hardware: Machine
     clock: Literal["virtual", "wall"]
     scoring: Literal["parallel", "scan"]
+    streams: int = Field(1, description="requests that the emulated device serves at once")
     cache_reset: Literal["never", "request"]
     link: Literal["priority", "fifo"] = "priority"
     execute: Literal["together", "as_they_arrive"] = "together"
