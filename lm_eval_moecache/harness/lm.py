@@ -22,7 +22,7 @@ from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils_hf import stop_sequences_criteria
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from lm_eval_moecache.algorithms.policy import Choice, load_policy, policy_names
@@ -52,7 +52,13 @@ from lm_eval_moecache.harness.turns import (
     whole_documents,
 )
 from lm_eval_moecache.model.checkpoint import model_path
-from lm_eval_moecache.model.decoding import RowDecoding, pads_exactly, reads_padding
+from lm_eval_moecache.model.decoding import (
+    BLOCK,
+    LANES,
+    RowDecoding,
+    pads_exactly,
+    reads_padding,
+)
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.model.speculative import (
     DraftHooks,
@@ -62,6 +68,7 @@ from lm_eval_moecache.model.speculative import (
     measure_overlap,
     watched_by,
 )
+from lm_eval_moecache.model.store import LEAST_ROWS
 from lm_eval_moecache.model.wrap import FinishedSequences, WrappedModel, shadow_prefetchers_of
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.files import TINY
@@ -411,15 +418,24 @@ class MoECacheLM(HFLM):
         mask = kwargs.pop("attention_mask", None)
         if mask is None:
             mask = torch.ones_like(context)
-        padded = [len(row) - int(sum(row)) for row in mask.tolist()]
-        groups = [[*range(len(contexts))]]
-        if reads_padding(self.model, kwargs) or (any(padded) and not self.pads_exactly):
-            groups = [[row] for row in groups[0]]
+        most_new = kwargs.pop("max_length") - context.shape[1]
+        lengths = [int(sum(row)) for row in mask.tolist()]
+        alone = reads_padding(self.model, kwargs)
+        lanes = LANES if self.wrapped.is_exact and not alone and self.pads_exactly else 1
+        padded = [-(-length // lanes) * lanes for length in lengths]
+        groups: dict[int, list[int]] = {}
+        for row, length in enumerate(padded):
+            together = self.pads_exactly and (lanes == 1 or length + most_new < BLOCK)
+            groups.setdefault(row if alone else -1 if together else length, []).append(row)
         outputs: list[list[int]] = [[] for _ in contexts]
-        for group in groups:
-            start = min(padded[row] for row in group)
-            own = [contexts[row] for row in group]
-            rows = self._decode(context[group, start:], mask[group, start:], own, start, **kwargs)
+        for group in groups.values():
+            width = max(padded[row] for row in group)
+            left = (width - context.shape[1], 0)
+            own = nn.functional.pad(context[group], left, value=self.tokenizer.pad_token_id)
+            own_mask = nn.functional.pad(mask[group], left)
+            rows = self._decode(
+                *(own, own_mask, [contexts[row] for row in group]), most_new, **kwargs
+            )
             for row, tokens in zip(group, rows, strict=True):
                 outputs[row] = tokens
         return outputs
@@ -429,13 +445,12 @@ class MoECacheLM(HFLM):
         context: Tensor,
         mask: Tensor,
         contexts: Sequence[RecordedStr],
-        cut: int,
+        most_new: int,
         *,
         stop: Sequence[str],
-        max_length: int,
         **kwargs: Any,
     ) -> list[list[int]]:
-        """Generate for some rows side by side; `cut` columns of padding are gone already."""
+        """Generate up to `most_new` tokens for some rows side by side."""
         records, wrapped = [each.record for each in contexts], self.wrapped
         kept = [self._row_of(record) for record in records]
         generators = [torch.Generator(self.device).manual_seed(each.seed) for each in contexts]
@@ -451,7 +466,9 @@ class MoECacheLM(HFLM):
         if temperature or draws is not False:
             options["temperature"] = temperature
         decoding = RowDecoding(
-            lambda texts: self._have_stopped(texts, stop), generators, take, self._progress.update
+            lambda texts: self._have_stopped(texts, stop),
+            *(generators, take, self._progress.update),
+            least_rows=LEAST_ROWS if wrapped.is_exact else 1,
         )
         beams = max(int(kwargs.get(n) or 1) for n in ("num_beams", "num_return_sequences"))
         more: dict[str, Any] = {"custom_generate": decoding}
@@ -472,7 +489,7 @@ class MoECacheLM(HFLM):
             output = self.model.generate(
                 input_ids=context,
                 attention_mask=mask,
-                max_length=max_length - cut,
+                max_length=context.shape[1] + most_new,
                 pad_token_id=self.tokenizer.pad_token_id,
                 **{"use_cache": True, **options, **more},
             )
@@ -630,9 +647,12 @@ class MoECacheLM(HFLM):
         with self._serving(list(served.values()), rows):
             self.wrapped.valid_rows = lengths
             self.wrapped.scan_scoring = self.moecache.scoring == "scan"
-            if self.turns.apart:
-                self.wrapped.rows = apart
-            return super()._model_call(inps, *args, **kwargs)
+            if not self.turns.apart:
+                return super()._model_call(inps, *args, **kwargs)
+            self.wrapped.rows, length = apart, inps.shape[1]
+            if self.wrapped.is_exact:
+                inps = nn.functional.pad(inps, (0, -length % LANES))
+            return super()._model_call(inps, *args, **kwargs)[:, :length]
 
     # --- results ------------------------------------------------------------------------------
 

@@ -138,6 +138,9 @@ class WrappedModel:
         """Who is served by each row of the next passes, apart from the others, or None for rows
         that have ended; one for several rows, where they are beams of one request. None instead of
         a list: all rows are served together, as events of one engine."""
+        self.is_exact = model.device.type == "cpu" and model.dtype == torch.float32
+        """Whether rows are computed so that no bit of one depends on the others: see
+        `model.decoding`."""
         self._parts: list[Part] = []
         self.recorder: Recorder | None = None
         """Records the routing of every pass, where it is set (`trace=DIR`)."""
@@ -225,12 +228,14 @@ class WrappedModel:
             phase = PREFILL
         else:
             phase = DECODE if length == 1 else VERIFY
-        self._valid = None if rows == 1 else self._valid_tokens(input_ids, mask, phase)
+        together = rows == 1 and self.rows is None
+        self._valid = None if together else self._valid_tokens(input_ids, mask, phase)
         self._num_tokens = rows * length if self._valid is None else int(self._valid.sum())
         if not self._num_tokens:
             return
         engine, recorder = self.engine, self.recorder
         padding = None if self._valid is None else ~self._valid
+        self._store.by_row = self.rows is not None and self.is_exact
         self._store.begin_pass(decoding=phase == DECODE, padding=padding)
         self._phase = phase
         self._calls.clear()
