@@ -114,10 +114,11 @@ def test_answers_are_identical_to_those_of_the_hf_model(
     else:
         path = str(checkpoint(family))
         share = COMBINATIONS[(list(FAMILIES).index(family) + batch_size) % 7 :: 7]
-    dtype = "float32" if family == "mixtral" else "bfloat16"
-    host: dict[str, Any] = {**LM_ARGUMENTS, "batch_size": batch_size, "dtype": dtype}
+    # In float32 a batch changes no bit of a row: its answers are those of the plain model alone.
+    dtype = "float32" if family == "mixtral" or batch_size > 1 else "bfloat16"
+    host: dict[str, Any] = {**LM_ARGUMENTS, "dtype": dtype}
     expected = answers(HFLM(pretrained=path, **host))
-    lm = MoECacheLM(pretrained=path, policy="on_demand", **host)
+    lm = MoECacheLM(pretrained=path, policy="on_demand", batch_size=batch_size, **host)
     for policy, capacity in share:
         artifacts = predictor_of(lm.model, load_policy(policy))
         lm.install(read_config({"policy": policy, "capacity": capacity, **artifacts}))

@@ -59,7 +59,7 @@ REAL = {"capacity": "40%", "emulate": "Qwen3-30B-A3B", "hardware": "rtx-4090"}
 
 @pytest.fixture(scope="module")
 def lm(checkpoint: Checkpoint) -> MoECacheLM:
-    return MoECacheLM(pretrained=str(checkpoint("olmoe")), device="cpu", batch_size=2)
+    return MoECacheLM(pretrained=str(checkpoint("olmoe")), device="cpu")
 
 
 def _run(lm: MoECacheLM, **options: Any) -> None:
@@ -81,7 +81,7 @@ def _run_alone(lm: MoECacheLM) -> None:
 
 def _recorded(lm: MoECacheLM, folder: Path, given: dict[str, Any], **options: Any) -> Trace:
     """Run behind the cache of these arguments and read the recorded trace."""
-    lm.install(read_config({**given, "trace": str(folder)}))
+    lm.install(read_config({"streams": 2, **given, "trace": str(folder)}))
     _run(lm, **options)
     return load_trace(str(lm.finish_trace()), logits=True, predicted=True)
 
@@ -109,11 +109,11 @@ def test_a_live_run_equals_the_replay_of_its_trace(
     lm: MoECacheLM, tmp_path: Path, chosen: dict[str, str]
 ) -> None:
     trace = _recorded(lm, tmp_path, {**chosen, **_given(lm, chosen), "seed": 5})
-    _assert_replayed(lm, trace, chosen.get("cache_reset", "never"))
+    _assert_replayed(lm, trace, lm.moecache.cache_reset)
     live = lm.engine.ledger.passes
     if "attention" in chosen:
         assert lm.report()["attention"] == "context"
-        lm.install(read_config(REAL))
+        lm.install(read_config({**REAL, "streams": 2}))
         _run(lm)
         flat = lm.engine.ledger.passes
         assert sum(p.duration_s for p in live) > sum(p.duration_s for p in flat)
@@ -269,7 +269,7 @@ def test_what_a_trace_keeps_is_exact_and_what_it_lacks_is_said(
         for keep in KEPT
     }
     for policy in ("specmd", "mixtral_offloading", "fate", "moe_infinity", "on_demand"):
-        lm.install(read_config({"policy": policy, "capacity": "20%"}))
+        lm.install(read_config({"policy": policy, "capacity": "20%", "streams": 2}))
         _run(lm)
         _assert_replayed(lm, traces["lossless"])
     plain, weighed, far, lossy = (

@@ -30,9 +30,8 @@ def lm(checkpoint: Checkpoint) -> MoECacheLM:
     )
 
 
-def install(lm: MoECacheLM, batch_size: int = 1, **ours: Any) -> MoECacheLM:
+def install(lm: MoECacheLM, **ours: Any) -> MoECacheLM:
     lm.install(read_config({"policy": "on_demand", "capacity": "25%", **ours}))
-    lm.batch_size_per_gpu = batch_size
     return lm
 
 
@@ -55,7 +54,7 @@ def test_a_generation_has_a_pass_for_each_token_the_prompt_being_the_first(lm: M
 def test_a_chunk_of_a_prompt_is_a_prefill_and_its_last_gives_the_first_token(
     lm: MoECacheLM, tmp_path: Path
 ) -> None:
-    install(lm, batch_size=2, trace=str(tmp_path))
+    install(lm, streams=2, trace=str(tmp_path))
     requests = generations(2)
     lengths = [len(lm.tok_encode(request.args[0])) for request in requests]
     for request in requests:
@@ -104,7 +103,7 @@ def test_a_setting_without_effect_on_a_task_is_in_the_report(lm: MoECacheLM) -> 
 
 
 def test_padding_of_a_batch_is_nobodys_token(lm: MoECacheLM) -> None:
-    install(lm, batch_size=3)
+    install(lm, streams=3)
     requests = generations(3)
     lm.generate_until(requests, disable_tqdm=True)
     first = lm.engine.ledger.passes[0]
@@ -113,9 +112,9 @@ def test_padding_of_a_batch_is_nobodys_token(lm: MoECacheLM) -> None:
     assert lm.report()["totals"]["requests"] == 3
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_choices_of_one_token_share_their_forward(lm: MoECacheLM, batch_size: int) -> None:
-    install(lm, batch_size=batch_size)
+@pytest.mark.parametrize("streams", [1, 3])
+def test_choices_of_one_token_share_their_forward(lm: MoECacheLM, streams: int) -> None:
+    install(lm, streams=streams)
     lm.loglikelihood(choices(), disable_tqdm=True)
     a, b, long_one, other, _, other_long = records = lm.engine.ledger.requests
     assert a.passes == b.passes
@@ -128,9 +127,9 @@ def test_choices_of_one_token_share_their_forward(lm: MoECacheLM, batch_size: in
     assert sum(p.num_tokens for p in passes) == sum(r.prompt_tokens for r in inputs)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_windows_of_a_text_are_passes_of_its_request(lm: MoECacheLM, batch_size: int) -> None:
-    install(lm, batch_size=batch_size)
+@pytest.mark.parametrize("streams", [1, 3])
+def test_windows_of_a_text_are_passes_of_its_request(lm: MoECacheLM, streams: int) -> None:
+    install(lm, streams=streams)
     requests = texts()
     lm.loglikelihood_rolling(requests, disable_tqdm=True)
     records = lm.engine.ledger.requests
@@ -138,7 +137,7 @@ def test_windows_of_a_text_are_passes_of_its_request(lm: MoECacheLM, batch_size:
     assert all(r.passes for r in records)
     served = {id(p) for r in records for p in r.passes}
     assert served == {id(p) for p in lm.engine.ledger.passes}
-    if batch_size == 1:
+    if streams == 1:
         assert [len(r.passes) for r in records] == [2, 3]  # 90 and 110 tokens in windows of 48
     assert all("tpot_ms" not in request.moecache for request in requests)
 

@@ -216,6 +216,7 @@ class PassBatch(NamedTuple):
 
     first_pass: int
     """Index in the run of the first one."""
+    num_passes: int
     keys: Array
     bounds: Array
     """Event e needs `keys[bounds[e]:bounds[e + 1]]`, in order of first need."""
@@ -234,8 +235,6 @@ class PassBatch(NamedTuple):
     """Event e proposes `proposed[proposed_bounds[e]:proposed_bounds[e + 1]]`."""
     proposed_levels: Array
     """By place in `proposed`, if there are several levels: that of the prefetch."""
-    cold: Array
-    """[passes] Whether the cache is reset before the pass."""
     warm: Array
     """Keys that a reset cache starts with, in order of loading."""
 
@@ -323,10 +322,7 @@ def act(
 def serve_passes(state: State, rank: Rank, batch: PassBatch, counts: Table) -> None:
     """Serve the passes of a batch; write each one's counts to `counts`."""
     num_layers, run = len(state.layers), state.run[0]
-    for index in range(len(batch.cold)):
-        if batch.cold[index]:
-            flush(state)
-            reset(state, batch.warm)
+    for index in range(batch.num_passes):
         number, event, count = batch.first_pass + index, index * num_layers, counts[index]
         moved, busy_s, evictions, lifetime = run.moved, run.busy_s, run.evictions, run.lifetime
         count.start_s = run.now

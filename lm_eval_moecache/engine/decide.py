@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,7 @@ class Rules:
         self.routing: RoutingAlgorithm = policy.routing.build(geometry, seed)
         self.prefetch: PrefetchAlgorithm = policy.prefetch.build(geometry, seed)
         self.miss: MissAlgorithm = policy.miss.build(geometry, seed)
+        self._geometry = geometry
         self.decode_only = policy.phases == "decode"
         """Whether lossy algorithms are off during prefill (`phases=decode`)."""
         self.num_experts, self.top_k = geometry.num_experts, geometry.top_k
@@ -46,6 +48,11 @@ class Rules:
         self.ladder = len(geometry.precision) > 1
         """Whether the store has several precision levels."""
 
+    def restart(self, policy: Policy, seed: int) -> None:
+        """Put every algorithm back into the state it was made in."""
+        for axis in ("routing", "prefetch", "miss"):
+            renew(getattr(self, axis), getattr(policy, axis).build(self._geometry, seed))
+
     def applies(self, rule: RoutingAlgorithm | MissAlgorithm, event: Event) -> bool:
         """Whether a rule may change results at this event (`phases=decode`)."""
         return not (rule.is_lossless or (self.decode_only and event.phase == PREFILL))
@@ -53,6 +60,12 @@ class Rules:
     def lossy_miss(self, event: Event) -> MissAlgorithm | None:
         """Return the miss algorithm if it acts on this event; None if all misses are loaded."""
         return self.miss if self.applies(self.miss, event) else None
+
+
+def renew(algorithm: Any, new: Any) -> None:
+    """Give an algorithm the state of another of its kind, where others hold on to the object."""
+    vars(algorithm).clear()
+    vars(algorithm).update(vars(new))
 
 
 @dataclass

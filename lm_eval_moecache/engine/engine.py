@@ -17,7 +17,7 @@ import numpy as np
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.engine import core
-from lm_eval_moecache.engine.decide import Plan, Rules, resolve, route
+from lm_eval_moecache.engine.decide import Plan, Rules, renew, resolve, route
 from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.outside import Outside
 from lm_eval_moecache.engine.setting import CONTEXT, Setting, no_draft_error, offline_error
@@ -35,7 +35,7 @@ from lm_eval_moecache.records.event import (
 )
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.jit import compile_midway
-from lm_eval_moecache.records.ledger import Ledger, PassRecord
+from lm_eval_moecache.records.ledger import Ledger, PassRecord, RequestRecord
 from lm_eval_moecache.records.predictor import digest_of
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.trace.future import Future
@@ -160,6 +160,9 @@ class Engine(ABC):
         self.on_event: Callable[[Event], None] | None = None
         """Called with each event once its experts are known, before anything moves."""
         self._is_open = False
+        self.num_adopted = 0
+        """How many of its passes another engine has adopted."""
+        self._adopted_peak, self._adopted_bytes = 0, 0
         self._scanned: list[PassRecord] = []
         self._before: tuple[float, ...] = ()
 
@@ -238,7 +241,15 @@ class Engine(ABC):
     @property
     def peak_cache_bytes(self) -> int:
         """Peak bytes held (summed over layers where each has its own cache)."""
-        return sum(pool.peak_bytes for pool in self.pools)
+        return max(self._adopted_peak, sum(pool.peak_bytes for pool in self.pools))
+
+    def adopt(self, other: Engine, requests: Sequence[RequestRecord] = ()) -> None:
+        """Enter what another engine of this setting has served, as passes of these requests."""
+        passes = other.ledger.passes[other.num_adopted :]
+        other.num_adopted += len(passes)
+        self.ledger.adopt(passes, requests)
+        self._adopted_peak = max(self._adopted_peak, other.peak_cache_bytes)
+        self._adopted_bytes += sum(record.bytes_moved for record in passes)
 
     def begin_draft(self) -> DraftStage:
         """Begin drafting; its time and evictions are attributed to the next pass."""
@@ -445,7 +456,7 @@ class Engine(ABC):
             proposed=proposed,
             proposed_bounds=(0, len(proposed)),
             proposed_levels=proposed_levels,
-            cold=(),
+            num_passes=1,
             warm=(),
         )
 
@@ -535,24 +546,39 @@ class Engine(ABC):
         self._before = self._totals()
 
     def restart(self) -> None:
-        """Start anew for another request (`cache_reset=request`): cache, link and rules."""
-        self.reset_cache()
+        """Start anew for another request: cache, link and the state of every rule.
 
-    def reset_cache(self) -> None:
-        """Empty the link and restore the initial caches, cold or warm."""
+        What `fresh` does with another engine, for the one that holds a device's memory.
+        """
+        self.reset_cache(warm=False)
+        setting, geometry = self.setting, self.geometry
+        evictions = make_evictions(geometry, setting)
+        self.rules.restart(setting.policy, setting.seed)
+        for eviction, new in zip(self.outside.evictions, evictions, strict=True):
+            renew(eviction, new)
+        initial = make_state(geometry, setting, self.rules, evictions, None, self.outside)
+        for table, values in zip(self.state[:4], initial[:4], strict=True):
+            for entry, value in zip(table, values, strict=True):
+                for name in entry.__slots__:
+                    setattr(entry, name, getattr(value, name))
+        self._fill()
+
+    def reset_cache(self, warm: bool = True) -> None:
+        """Empty the link and restore the initial caches: as `warm` says, or empty."""
         self.flush()
         before = self._totals()
-        self._empty()
+        self._empty(self.warm if warm else ())
         # A reset's evictions are not the policy's.
         after = self._totals()
         self._before = tuple(
             b + (a - o) for b, a, o in zip(self._before, after, before, strict=True)
         )
 
-    def _empty(self) -> None:
+    def _empty(self, warm: Sequence[int]) -> None:
         """Restore the initial caches; the link is empty."""
         core.reset(self.state, ())
-        self._fill()
+        if warm:
+            self._fill()
 
     def _fill(self) -> None:
         """Fill the caches with the most used experts; no pass is charged the time or the bytes."""
@@ -564,9 +590,8 @@ class Engine(ABC):
             pool.check_integrity()
         counted = sum(record.bytes_moved for record in self.ledger.passes)
         is_open = self._is_open or (self.draft_stage is not None and self.draft_stage.is_open)
-        assert is_open or counted == self.link.bytes_moved, (
-            f"ledger has {counted} bytes, link {self.link.bytes_moved}"
-        )
+        moved = self.link.bytes_moved + self._adopted_bytes
+        assert is_open or counted == moved, f"ledger has {counted} bytes, link {moved}"
         loads = sum(pool.loads for pool in self.pools)
         transfers = self.link.transfers + self.link.num_issued
         assert loads == transfers, f"{loads} loads, {transfers} transfers"

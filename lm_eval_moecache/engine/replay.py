@@ -62,20 +62,53 @@ def replay(
     if on_engine is not None:
         on_engine(engine)
     waiting = enter_requests(trace, engine)
-    one_by_one = bool(trace.scans) or engine.is_stepwise
     engine.expect(trace.num_passes)
-    last_requests: Set[int] = frozenset()
-    for part in trace.parts():
-        cold: Set[int] = frozenset()
-        if cache_reset == "request":
-            cold, last_requests = cold_passes(part, waiting, last_requests)
-        needs = _needs_of(part, engine, setting)
-        serve = _serve_events if one_by_one else _serve_passes
-        for num_passes in serve(engine, part, needs, waiting, cold):
+    serve = _serve_events if trace.scans or engine.is_stepwise else _serve_passes
+    for server, part, served in _turns(engine, trace, waiting, cache_reset, on_engine):
+        needs = _needs_of(part, server, setting, cache_reset)
+        for num_passes in serve(server, part, needs, served):
             if on_progress is not None:
                 on_progress(num_passes)
     engine.ledger.serve(())
     return engine
+
+
+def _turns(
+    engine: VirtualEngine,
+    trace: Trace | StreamedTrace,
+    waiting: Sequence[Served],
+    cache_reset: str,
+    on_engine: Callable[[VirtualEngine], object] | None,
+) -> Iterator[tuple[VirtualEngine, Trace, Sequence[Served]]]:
+    """Yield the parts of a trace in turn, each with the engine that serves it.
+
+    With it come the requests that its passes serve, by the number of the pass in that engine. With
+    `cache_reset=request` each request has an engine of its own, as in a live run, whose passes the
+    given engine adopts.
+    """
+    if cache_reset != "request":
+        yield from ((engine, part, waiting) for part in trace.parts())
+        return
+    server: VirtualEngine | None = None
+    last_requests: Set[int] = frozenset()
+    begun = 0
+    for part in trace.parts():
+        cold, last_requests = cold_passes(part, waiting, last_requests)
+        for first, last in pairwise([*sorted({0, *cold}), part.num_passes]):
+            if server is None or first in cold:
+                if server is not None:
+                    engine.adopt(server)
+                begun = part.first_pass + first
+                future = None
+                if engine.future is not None:
+                    future = Future(part.between(first, last, 0))
+                server = engine.fresh(future)
+                if on_engine is not None:
+                    on_engine(server)
+            own = part.between(first, last, part.first_pass + first - begun)
+            yield server, own, waiting[begun:]
+    if server is not None:
+        engine.adopt(server)
 
 
 def _check_scans(trace: Trace | StreamedTrace, setting: Setting) -> None:
@@ -100,10 +133,8 @@ def _serve_passes(
     part: Trace,
     needs: EventFields,
     waiting: Sequence[Served],
-    cold: Set[int],
 ) -> Iterator[int]:
     """Serve a part some thousand passes at a time; yield how many."""
-    is_cold = np.isin(np.arange(part.num_passes), [*cold])
     begin, proposals = 0, list[tuple[IntArray, IntArray]]()
     for first, last, _ in _segments(part):
         proposals.append(_proposed(engine, part, needs, first, last))
@@ -112,7 +143,7 @@ def _serve_passes(
         counts = np.concatenate([np.diff(bounds) for _, bounds in proposals])
         proposed = np.concatenate([keys for keys, _ in proposals]), np.append(0, counts.cumsum())
         events = _events(part, needs, begin, last, True) if engine.needs_events else None
-        replay_passes(engine, part, begin, last, proposed, is_cold[begin:last], events)
+        replay_passes(engine, part, begin, last, proposed, events)
         for record in engine.ledger.passes[part.first_pass + begin :]:
             _note_drafts(part, record)
             for request in waiting[record.index]:
@@ -144,7 +175,6 @@ def _serve_events(
     part: Trace,
     needs: EventFields,
     waiting: Sequence[Served],
-    cold: Set[int],
 ) -> Iterator[int]:
     """Serve a part event by event, and scanned texts layer by layer; yield how many passes."""
     _check_drafts(part, engine)
@@ -153,8 +183,6 @@ def _serve_events(
         if not is_scan:
             events = _show(engine, part, needs, first, last)
         for pass_index in range(first, first + 1 if is_scan else last):
-            if pass_index in cold:
-                engine.reset_cache()
             engine.ledger.serve(waiting[part.first_pass + pass_index])
             if is_scan:
                 _run_scan(engine, part, needs, first, last - first)
@@ -189,7 +217,7 @@ class EventFields:
     """The prefetcher, where no other algorithm uses predictions."""
 
 
-def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> EventFields:
+def _needs_of(trace: Trace, engine: Engine, setting: Setting, cache_reset: str) -> EventFields:
     """Return the fields that the policy needs; recorded proposals stand in for its prefetcher.
 
     Raises ValueError where the trace lacks one of them.
@@ -200,7 +228,8 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> EventFields:
     # Some routing algorithms execute the predicted experts, some miss algorithms choose prefetch
     # levels by the predictions: these need the predictions themselves.
     if not (routing.depth or engine.rules.miss.uses_ladder):
-        recorded = trace.proposed.get(identity(choice, setting.seed, engine.prefetch_digest))
+        name = identity(choice, setting.seed, engine.prefetch_digest, cache_reset)
+        recorded = trace.proposed.get(name)
         asked_ahead = prefetch
     if recorded is None and prefetch.predicts_pass:
         raise ValueError(

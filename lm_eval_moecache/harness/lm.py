@@ -22,7 +22,7 @@ from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils_hf import stop_sequences_criteria
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from lm_eval_moecache.algorithms.policy import Choice, load_policy, policy_names
@@ -48,13 +48,12 @@ from lm_eval_moecache.harness.turns import (
     ON_A_CPU,
     Seeds,
     chunk_size,
+    in_turn,
     turns_of,
     whole_documents,
 )
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.decoding import (
-    BLOCK,
-    LANES,
     RowDecoding,
     pads_exactly,
     reads_padding,
@@ -68,7 +67,6 @@ from lm_eval_moecache.model.speculative import (
     measure_overlap,
     watched_by,
 )
-from lm_eval_moecache.model.store import LEAST_ROWS
 from lm_eval_moecache.model.wrap import FinishedSequences, WrappedModel, shadow_prefetchers_of
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.files import TINY
@@ -122,8 +120,7 @@ class MoECacheLM(HFLM):
             config, hflm_args = check_arguments(pretrained, arguments, speculative=speculative)
         self._model_name = model_name(pretrained)
         self.loader = ModelLoader(config, pretrained, hflm_args)
-        self._asked_batch = hflm_args.pop("batch_size", 1)
-        super().__init__(pretrained=model_path(pretrained), batch_size=1, **hflm_args)
+        super().__init__(pretrained=model_path(pretrained), **hflm_args)
         # HFLM splits documents over the GPUs of one host; here every process is a rank, even
         # without a GPU or on another host.
         if (accelerator := getattr(self, "accelerator", None)) is not None:
@@ -229,18 +226,15 @@ class MoECacheLM(HFLM):
         """Index of a request -> its row, from its first pass until it is served."""
         self._shared: dict[int, list[RequestRecord]] = {}
         """Index of a request -> the requests that share its passes, itself included."""
-        self._kept_peak = 0
-        """The most bytes that the caches of requests with an engine of their own have held."""
         self.decoded_rows = [0, 0]
         """Rows of all decode steps, and those of them that a request was waiting for."""
         self.turns = turns_of(config, self.engine, self.wrapped.recorder, self.is_speculative)
         self._progress: Any = None
         self._in_documents = False
-        if self._asked_batch not in (1, self.turns.most) and self.turns.why:
-            computed = f"{self.turns.most} at a time"
+        if self.batch_size not in (1, self.turns.most) and self.turns.why:
             logger.warning(
-                "batch_size=%s: requests are computed %s: %s.",
-                *(self._asked_batch, computed, self.turns.why),
+                "batch_size=%s: requests are computed %s at a time: %s.",
+                *(self.batch_size, self.turns.most, self.turns.why),
             )
 
     def _find_draft(self, config: Config) -> DraftModel | None:
@@ -256,7 +250,7 @@ class MoECacheLM(HFLM):
 
     def _follow(self, draft: DraftModel, stage: DraftStage) -> ReadAlong | DraftHooks:
         """Let the draft of `prefetch=draft` read along before each pass; it drafts no tokens."""
-        read_along = ReadAlong(draft, self._moe_layers, self.engine)
+        read_along = ReadAlong(draft, self._moe_layers, self.wrapped.engine)
         self.wrapped.reads_first = read_along.begin_pass
         return read_along
 
@@ -284,18 +278,41 @@ class MoECacheLM(HFLM):
             self.wrapped.recorder.row_requests = rows
         # All windows and forwards of a text are one request: only another request starts cold.
         served = [record.index for record in records]
-        restarts = self.moecache.cache_reset == "request" and served != self._last_served
-        if restarts and not self.turns.apart:
-            self.engine.restart()
+        if served != self._last_served and not self.turns.apart:
+            self._restart()
         self._last_served = served
-        self.engine.ledger.serve(records)
+        serving = self.wrapped.engine
+        serving.ledger.serve(records)
         try:
             yield
+            if serving is not self.engine:
+                self.engine.adopt(serving)
             if self.wrapped.recorder is not None and not self.turns.apart:
                 self.wrapped.recorder.writer.keep(self.engine.ledger.requests)
         finally:
-            self.engine.ledger.serve([])
+            serving.ledger.serve([])
             self.wrapped.forget_batch()
+
+    def _restart(self) -> None:
+        """Let the next requests find the device as the first ones did."""
+        if self.wrapped.recorder is not None:
+            self.wrapped.recorder.restart()
+        if self.moecache.cache_reset != "request":
+            return
+        if not self.engine.is_virtual:
+            self.engine.restart()
+            return
+        engine = self.engine.fresh()
+        self.wrapped.engine = engine
+        before = self.engine.ledger.passes
+        self.wrapped.passes_before = lambda: len(before) - engine.num_adopted
+        if self._draft_hooks is not None and self._draft is not None:
+            stage = engine.draft_stage
+            assert stage is not None, "a draft model without a draft stage"
+            self._draft_hooks.remove()
+            self._draft_hooks = self._follow(self._draft, stage)
+            if self.wrapped.recorder is not None:
+                stage.notes = self.wrapped.recorder.draft_notes
 
     def _row_of(self, record: RequestRecord) -> Row:
         """Return the row of a request, with an engine of its own where it needs one."""
@@ -324,14 +341,14 @@ class MoECacheLM(HFLM):
                 serve_kept(row, engine)
                 ledger.serve([])
             if engine is not self.engine:
-                ledger.adopt(engine.ledger.passes, served)
-                self._kept_peak = max(self._kept_peak, engine.peak_cache_bytes)
+                self.engine.adopt(engine, served)
             elif row.engine is not None:
                 first -= len(row.noted)
             for each in served:
                 if each.output_tokens is not None:
                     cut_passes(each)
             if recorder is not None:
+                recorder.restart()
                 recorder.add_request(record.index, first, row.noted)
                 recorder.writer.keep(ledger.requests)
 
@@ -339,8 +356,8 @@ class MoECacheLM(HFLM):
         """Return how many requests are computed together; `auto` is found out by the longest."""
         if self.turns.most is not None:
             return self.turns.most
-        if not str(self._asked_batch).startswith(AUTO):
-            return int(self._asked_batch)
+        if self.batch_size != AUTO:
+            return int(self.batch_size)
         if self.device.type == "cpu":
             return ON_A_CPU
         self.wrapped.is_paused = True
@@ -353,14 +370,14 @@ class MoECacheLM(HFLM):
     @contextmanager
     def _computing(self, rows: int, total: int, kind: str, hidden: bool) -> Iterator[None]:
         """Compute so many requests together in this block, and show how many are done."""
-        self.batch_size_per_gpu = rows
+        asked, self.batch_size_per_gpu = self.batch_size_per_gpu, rows
         hidden = hidden or self.rank != 0
         self._progress = tqdm(total=total, disable=hidden, desc=f"Running {kind} requests")
         try:
             yield
         finally:
             self._progress.close()
-            self._progress, self.batch_size_per_gpu = None, 1
+            self._progress, self.batch_size_per_gpu = None, asked
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """As in HFLM; each context carries its record through HFLM's sorting and batching."""
@@ -391,7 +408,7 @@ class MoECacheLM(HFLM):
     def _model_generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Any:
         mask = kwargs.get("attention_mask")
         lengths = [context.shape[1]] * len(context) if mask is None else mask.sum(-1).tolist()
-        contexts, self._batch = self._batch, []
+        contexts = self._batch
         records = [each.record for each in contexts]
         for record, length in zip(records, lengths, strict=True):
             record.prompt_tokens = int(length)
@@ -421,21 +438,15 @@ class MoECacheLM(HFLM):
         most_new = kwargs.pop("max_length") - context.shape[1]
         lengths = [int(sum(row)) for row in mask.tolist()]
         alone = reads_padding(self.model, kwargs)
-        lanes = LANES if self.wrapped.is_exact and not alone and self.pads_exactly else 1
-        padded = [-(-length // lanes) * lanes for length in lengths]
+        together = len(set(lengths)) == 1 or (not alone and self.pads_exactly)
         groups: dict[int, list[int]] = {}
-        for row, length in enumerate(padded):
-            together = self.pads_exactly and (lanes == 1 or length + most_new < BLOCK)
-            groups.setdefault(row if alone else -1 if together else length, []).append(row)
+        for row, length in enumerate(lengths):
+            groups.setdefault(row if alone else 0 if together else length, []).append(row)
         outputs: list[list[int]] = [[] for _ in contexts]
         for group in groups.values():
-            width = max(padded[row] for row in group)
-            left = (width - context.shape[1], 0)
-            own = nn.functional.pad(context[group], left, value=self.tokenizer.pad_token_id)
-            own_mask = nn.functional.pad(mask[group], left)
-            rows = self._decode(
-                *(own, own_mask, [contexts[row] for row in group]), most_new, **kwargs
-            )
+            start = context.shape[1] - max(lengths[row] for row in group)
+            own = [contexts[row] for row in group]
+            rows = self._decode(context[group, start:], mask[group, start:], own, most_new, **kwargs)
             for row, tokens in zip(group, rows, strict=True):
                 outputs[row] = tokens
         return outputs
@@ -468,7 +479,6 @@ class MoECacheLM(HFLM):
         decoding = RowDecoding(
             lambda texts: self._have_stopped(texts, stop),
             *(generators, take, self._progress.update),
-            least_rows=LEAST_ROWS if wrapped.is_exact else 1,
         )
         beams = max(int(kwargs.get(n) or 1) for n in ("num_beams", "num_return_sequences"))
         more: dict[str, Any] = {"custom_generate": decoding}
@@ -482,7 +492,8 @@ class MoECacheLM(HFLM):
         lower = self.mixed_precision_dtype
         autocast = torch.autocast(self.device.type, dtype=lower, enabled=lower is not None)
         shared = [] if self.moecache.cache_reset == "request" else records
-        with self._serving(shared, []), torch.random.fork_rng(enabled=beams > 1), autocast:
+        forked = torch.random.fork_rng(enabled=beams > 1)
+        with self._serving(shared, []), forked, autocast, wrapped.by_row:
             if beams > 1:
                 torch.manual_seed(contexts[0].seed)
             wrapped.prompt_length = context.shape[1]
@@ -603,7 +614,7 @@ class MoECacheLM(HFLM):
         with self._computing(rows, len(requests), "loglikelihood", self._is_hidden):
             for part in whole_documents(documents, keys, size):
                 outputs += self._score(requests[part], records[part], inputs[part], **kwargs)
-                self._finish(records[part])
+                self._finish(in_turn(records[part], inputs[part], documents[part]))
                 self._progress.update(len(records[part]))
         return outputs
 
@@ -649,16 +660,14 @@ class MoECacheLM(HFLM):
             self.wrapped.scan_scoring = self.moecache.scoring == "scan"
             if not self.turns.apart:
                 return super()._model_call(inps, *args, **kwargs)
-            self.wrapped.rows, length = apart, inps.shape[1]
-            if self.wrapped.is_exact:
-                inps = nn.functional.pad(inps, (0, -length % LANES))
-            return super()._model_call(inps, *args, **kwargs)[:, :length]
+            self.wrapped.rows = apart
+            with self.wrapped.by_row:
+                return super()._model_call(inps, *args, **kwargs)
 
     # --- results ------------------------------------------------------------------------------
 
     def _own_records(self) -> RankRecords:
-        peak = max(self._kept_peak, self.engine.peak_cache_bytes)
-        return self.engine.ledger.requests, peak
+        return self.engine.ledger.requests, self.engine.peak_cache_bytes
 
     def gather_object(self, obj: Any, dst: int = 0) -> Any:
         """As in HFLM, but each rank also sends its ledger along with its scores."""
@@ -719,7 +728,7 @@ class MoECacheSpecLM(MoECacheLM):
         return DraftHooks(draft, self._moe_layers, stage)
 
     def _settle(self, drafted: int, accepted: int) -> None:
-        self.engine.settle_drafts(drafted, accepted)
+        self.wrapped.engine.settle_drafts(drafted, accepted)
         if self.wrapped.recorder is not None:
             self.wrapped.recorder.writer.settle(drafted, accepted)
 
@@ -748,7 +757,7 @@ class MoECacheSpecLM(MoECacheLM):
         # As HFLM does around its own call.
         lower = self.mixed_precision_dtype
         autocast = torch.autocast(self.device.type, dtype=lower, enabled=lower is not None)
-        with watched_by(self._settle, self.engine, self.model), autocast:
+        with watched_by(self._settle, self.wrapped.engine, self.model), autocast:
             output: Tensor = self.model.generate(
                 input_ids=context,
                 max_length=max_length,
@@ -879,14 +888,14 @@ def detail_of(config: Config) -> Detail:
     prefetch = config.policy.prefetch
     if config.trace_keep == ALL or not config.policy.is_lossless:
         # No column holds the text that a predictor of passes read: a replay needs its proposals.
-        shadows = ((prefetch, config.seed),) if prefetch.algorithm.predicts_pass else ()
+        shadows = ((prefetch, config.seed, config.cache_reset),) if prefetch.algorithm.predicts_pass else ()
         return dataclasses.replace(FULL, shadows=shadows)
     choices = [*_asking_gates(), *([prefetch] if needs_shadow(prefetch) else [])]
     unique = {identity(choice, config.seed, ""): choice for choice in choices}
     return Detail(
         logits=config.policy.eviction.algorithm.uses_logits,
         predictions=False,
-        shadows=tuple((choice, config.seed) for choice in unique.values()),
+        shadows=tuple((choice, config.seed, config.cache_reset) for choice in unique.values()),
         criticals=(None, prefetch.parameters.get("critical")),
     )
 

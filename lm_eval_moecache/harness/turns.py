@@ -81,6 +81,20 @@ def whole_documents(
         yield slice(start, len(documents))
 
 
+def in_turn(
+    records: Sequence[RequestRecord],
+    inputs: Sequence[Sequence[int]],
+    documents: Sequence[Hashable],
+) -> list[RequestRecord]:
+    """Return requests in the order they are served: by document, and in each as HFLM has them."""
+    first = {document: place for place, document in reversed([*enumerate(documents)])}
+    places = [
+        (first[document], -len(tokens), tuple(tokens), place)
+        for place, (document, tokens) in enumerate(zip(documents, inputs, strict=True))
+    ]
+    return [records[place] for *_, place in sorted(places)]
+
+
 def chunk_size(turns: Turns, batch: int) -> int:
     """Return of how many requests a part is sorted and batched together."""
     if not turns.apart or turns.most is not None:

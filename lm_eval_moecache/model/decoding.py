@@ -1,11 +1,4 @@
-"""Decodes several prompts side by side; a row leaves the batch as soon as it has ended.
-
-In float32 on a CPU a row gets the same bits alone and beside others. The libraries there choose
-kernels by shape, so that three things are the same whatever the batch: a product has `LEAST_ROWS`
-rows or more, a row is padded to a multiple of `LANES` tokens, as vectors then hold the same tokens
-in the same places, and rows of different lengths go together only below `BLOCK` tokens, where
-attention is one block. On other devices, and in other types, near ties may round otherwise.
-"""
+"""Decodes several prompts side by side; a row leaves the batch as soon as it has ended."""
 
 from __future__ import annotations
 
@@ -16,10 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-LANES = 32
-"""Tokens of which a row's padded length is a multiple: those of a block of queries."""
-BLOCK = 512
-"""Tokens of a block of keys."""
 _READS_PADDING = (
     *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size"),
     *("encoder_no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens"),
@@ -54,7 +43,6 @@ class RowDecoding:
         on_rows: Called with the rows that the next passes compute, None for one that has ended but
             cannot leave, as the model's cache gives up no row.
         on_end: Called once for each row that has ended.
-        least_rows: Rows of every decode step; where there are fewer, one is computed several times.
     """
 
     def __init__(
@@ -63,10 +51,8 @@ class RowDecoding:
         generators: Sequence[torch.Generator],
         on_rows: Callable[[list[int | None]], object],
         on_end: Callable[[], object],
-        least_rows: int = 1,
     ) -> None:
         self._has_stopped, self._generators = has_stopped, generators
-        self._least = least_rows
         self._on_rows, self._on_end = on_rows, on_end
         self.generated: list[list[int]] = []
         """By row, the tokens after the prompt."""
@@ -107,13 +93,10 @@ class RowDecoding:
                 self._on_end()
             if not live:
                 return input_ids
-            if len(live) < len(rows) or len(rows) < self._least:
-                places = live + [live[0]] * (self._least - len(live))
-                if len(places) == len(rows) and live == [*range(len(live))]:
-                    rows = [rows[place] for place in live] + [None] * (len(rows) - len(live))
-                elif self._drop(model_kwargs, places, len(rows), input_ids.device):
-                    rows = [rows[place] for place in live] + [None] * (len(places) - len(live))
-                    input_ids = input_ids[places]
+            if len(live) < len(rows):
+                if self._drop(model_kwargs, live, len(rows), input_ids.device):
+                    rows = [rows[place] for place in live]
+                    input_ids = input_ids[live]
                 else:
                     rows = [row if place in live else None for place, row in enumerate(rows)]
                 self._on_rows(rows)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from lm_eval_moecache.model.by_row import forward_by_row
 from lm_eval_moecache.model.precision.codecs import (
     Codec,
     Encoded,
@@ -25,7 +26,7 @@ from lm_eval_moecache.model.precision.codecs import (
     expert_parameters,
     is_matrices,
 )
-from lm_eval_moecache.records.arrays import BoolArray
+from lm_eval_moecache.records.arrays import BoolArray, IntArray
 
 IMPLEMENTATION = "moecache"
 STORE_ATTRIBUTE = "moecache_store"
@@ -41,8 +42,9 @@ _FLAGS = ("config", "has_bias", "has_gate", "has_post_expert_norm", "is_transpos
 class Store(ABC):
     """Holds a model's experts, and executes them."""
 
-    by_row = False
-    """Whether the rows of the next passes must not depend on each other to the last bit."""
+    row_T: IntArray | None = None
+    """Each token's row in the pass in progress, -1 for padding, where rows are computed to the bits
+    that each gets alone; else None."""
     levels: list[Mapping[int, int] | None] | None = None
     """With several precisions, layer -> key -> level, for the layer's next event."""
 
@@ -88,7 +90,7 @@ class InPlaceStore(Store):
 
         def run(module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
             nonlocal matrices, viewed
-            own = self.by_row or self._skips_groups(module, index_TK)
+            own = self._is_divided or self._skips_groups(module, index_TK)
             if not own or hasattr(module, "_hf_hook"):
                 # accelerate's hook brings weights for this call only: no view may outlive it.
                 return self.run(module, hidden_TD, index_TK, w_TK)
@@ -96,20 +98,25 @@ class InPlaceStore(Store):
             current: list[Any] = list(tensors.values())
             if matrices is None or any(a is not b for a, b in zip(current, viewed, strict=True)):
                 matrices, viewed = Matrices(module, tensors), current
-            if self.by_row:
-                return forward_by_row(module, hidden_TD, index_TK, w_TK, matrices)
+            if self._is_divided:
+                return forward_by_row(module, hidden_TD, index_TK, w_TK, matrices, self.row_T)
             return grouped_forward(module, hidden_TD, index_TK, w_TK, matrices)
 
         return run
 
     def run(self, module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
         """Run experts whose tensors are valid for this call only."""
-        if self.by_row:
+        if self._is_divided:
             matrices = Matrices(module, tensors_of(module))
-            return forward_by_row(module, hidden_TD, index_TK, w_TK, matrices)
+            return forward_by_row(module, hidden_TD, index_TK, w_TK, matrices, self.row_T)
         if self._skips_groups(module, index_TK):
             return grouped_forward(module, hidden_TD, index_TK, w_TK)
         return self.kernel(module, hidden_TD, index_TK, w_TK)
+
+    @property
+    def _is_divided(self) -> bool:
+        """Whether the rows of the pass are computed apart, as `grouped_mm` would alone."""
+        return self.row_T is not None and self._implementation == "grouped_mm"
 
     def _skips_groups(self, module: Any, index_TK: Tensor) -> bool:
         """Whether the kernel would visit experts without rows, and ours may replace it."""
@@ -313,52 +320,6 @@ def grouped_forward(
     return call.result()
 
 
-LEAST_ROWS = 4
-"""Rows from which on a float32 product on a CPU gives a row the same bits, however many there are:
-with fewer, the libraries take other kernels."""
-
-
-def forward_by_row(
-    module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor, matrices: Matrices
-) -> Tensor:
-    """Compute the module's output [T, D], a token's to the same bits whatever the others are.
-
-    As `GroupedCall`, but for groups filled up to `LEAST_ROWS`, and not bit for bit transformers'.
-    """
-    top_k = index_TK.shape[-1]
-    sorted_S, order_S = torch.sort(index_TK.reshape(-1), stable=True)
-    unique, counts = torch.unique_consecutive(sorted_S, return_counts=True)
-    experts, sizes = unique.tolist(), counts.clamp_min(LEAST_ROWS)
-    filled = (sizes - counts).cumsum(0) - (sizes - counts)
-    place_S = torch.arange(len(order_S)) + filled.repeat_interleave(counts)
-    dtype, num_rows = matrices.dtype, int(sizes.sum())
-    rows = torch.zeros(num_rows, hidden_TD.shape[-1], dtype=dtype)
-    rows[place_S] = hidden_TD[order_S // top_k].to(dtype)
-    middle = torch.empty(num_rows, matrices.up[0].shape[1], dtype=dtype)
-    out = torch.empty(num_rows, matrices.down[0].shape[1], dtype=dtype)
-    known = len(matrices.up)
-    bounds = [0, *sizes.cumsum(0).tolist()]
-    groups = [(e, a, b) for e, a, b in zip(experts, bounds, bounds[1:], strict=False) if e < known]
-    for expert, start, stop in groups:
-        part = middle[start:stop]
-        torch.mm(rows[start:stop], matrices.up[expert], out=part)
-        if matrices.up_bias is not None:
-            part.add_(matrices.up_bias[expert])
-    active = (module._apply_gate if module.has_gate else module.act_fn)(middle).to(dtype)
-    for expert, start, stop in groups:
-        part = out[start:stop]
-        torch.mm(active[start:stop], matrices.down[expert], out=part)
-        if matrices.down_bias is not None:
-            part.add_(matrices.down_bias[expert])
-    back_S = torch.empty_like(order_S)
-    back_S[order_S] = place_S
-    own_SD = out[back_S]
-    if module.has_post_expert_norm:
-        own_SD = module.post_expert_norm(own_SD)
-    weighted_SD = own_SD * w_TK.reshape(-1, 1)
-    return weighted_SD.view(len(hidden_TD), top_k, -1).sum(dim=1).to(hidden_TD.dtype)
-
-
 def tensors_of(module: Any) -> Tensors:
     """Return name -> tensor of an experts module or of its stand-in."""
     attributes = vars(module)
@@ -393,7 +354,7 @@ class LadderStore(Store):
 
     def begin_pass(self, *, decoding: bool, padding: BoolArray | None = None) -> None:
         self._kernels.begin_pass(decoding=decoding)
-        self._kernels.by_row = self.by_row
+        self._kernels.row_T = self.row_T
 
     def at(self, layer: int, waves: Waves) -> Kernel:
         return partial(self._run, layer)

@@ -8,6 +8,7 @@ Shapes: T tokens, E experts, K experts per token, D hidden size, B rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.engine.engine import Engine, TokenPass
 from lm_eval_moecache.engine.rows import Row, RowPass
+from lm_eval_moecache.model.by_row import ByRow
 from lm_eval_moecache.model.device import copy_to_host
 from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
 from lm_eval_moecache.model.predictor.network import network_of, pass_predictor_of
@@ -138,9 +140,11 @@ class WrappedModel:
         """Who is served by each row of the next passes, apart from the others, or None for rows
         that have ended; one for several rows, where they are beams of one request. None instead of
         a list: all rows are served together, as events of one engine."""
-        self.is_exact = model.device.type == "cpu" and model.dtype == torch.float32
-        """Whether rows are computed so that no bit of one depends on the others: see
-        `model.decoding`."""
+        self.passes_before: Callable[[], int] = lambda: 0
+        """Returns how many passes other engines have served before this one's."""
+        self.by_row = ByRow()
+        self._is_exact = model.device.type == "cpu" and model.dtype == torch.float32
+        """Whether each row gets the bits that it gets alone (`model.by_row`)."""
         self._parts: list[Part] = []
         self.recorder: Recorder | None = None
         """Records the routing of every pass, where it is set (`trace=DIR`)."""
@@ -213,6 +217,7 @@ class WrappedModel:
         """Treat every token of later passes as real, and end scan scoring and chunked prompts."""
         self.valid_rows, self.ended, self.scan_scoring, self.prompt_length = None, None, False, 0
         self.rows = None
+        self.by_row.end_pass()
 
     def _begin_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._num_tokens = 0
@@ -235,7 +240,7 @@ class WrappedModel:
             return
         engine, recorder = self.engine, self.recorder
         padding = None if self._valid is None else ~self._valid
-        self._store.by_row = self.rows is not None and self.is_exact
+        self._divide(input_ids, mask, past_length)
         self._store.begin_pass(decoding=phase == DECODE, padding=padding)
         self._phase = phase
         self._calls.clear()
@@ -243,7 +248,7 @@ class WrappedModel:
             self._begin_rows(input_ids, mask, past_length)
             return
         self._scanning = self.scan_scoring and phase == PREFILL
-        index = len(engine.ledger.passes)
+        index = self.passes_before() + len(engine.ledger.passes)
         if self.reads_first is not None:
             self.reads_first(input_ids, past_length, phase)
         if self._scanning:
@@ -266,6 +271,22 @@ class WrappedModel:
         if recorder is not None:
             pass_fields = index, phase, input_ids, mask, past_length, self._valid
             recorder.begin_pass(*pass_fields, is_scan=self._scanning)
+
+    def _divide(self, input_ids: Tensor, mask: Tensor | None, past_length: int) -> None:
+        """Have the rows of a pass computed to the bits that each gets alone, where that goes."""
+        rows, length = input_ids.shape
+        self._store.row_T = None
+        if self.rows is None or not self._is_exact or (rows == 1 and self._valid is None):
+            return
+        valid = np.ones((rows, length), dtype=bool)
+        if self._valid is not None:
+            valid = self._valid.reshape(rows, length)
+        padding = [0] * rows
+        if mask is not None and mask.dim() == 2 and past_length + length == mask.shape[1]:
+            padding = (mask.cumsum(-1) == 0).sum(-1).tolist()
+        self.by_row.begin_pass(valid, padding, past_length)
+        owners = np.where(valid, np.arange(rows)[:, None], -1)
+        self._store.row_T = owners.ravel()
 
     def _begin_rows(self, input_ids: Tensor, mask: Tensor | None, past_length: int) -> None:
         """Begin a pass whose rows are served apart."""
@@ -321,6 +342,7 @@ class WrappedModel:
         if not self._num_tokens:
             return
         engine, calls = self.engine, self._calls
+        self.by_row.end_pass()
         if self.rows is not None:
             self._end_rows(calls)
         elif self._scanning:
@@ -584,13 +606,23 @@ class ShadowPrefetcher:
     """
 
     def __init__(
-        self, prefetch: PrefetchAlgorithm, layers: Sequence[MoELayer], embedding: nn.Module
+        self,
+        make: Callable[[], PrefetchAlgorithm],
+        layers: Sequence[MoELayer],
+        embedding: nn.Module,
+        restarts: bool,
     ) -> None:
-        self._prefetch = prefetch
+        self._make, self._prefetch, self._restarts = make, make(), restarts
+        prefetch = self._prefetch
         self._num_layers = len(layers)
         self._network = network_of(prefetch, layers[0].gate.hidden_size)
         self._pass_predictor = pass_predictor_of(prefetch, embedding)
         self._pass_predictions: dict[int, FloatArray] = {}
+
+    def restart(self) -> None:
+        """Begin another request: forget all that was seen, under `cache_reset=request`."""
+        if self._restarts:
+            self._prefetch = self._make()
 
     @property
     def depth(self) -> int:
@@ -628,15 +660,20 @@ class ShadowPrefetcher:
 
 
 def shadow_prefetchers_of(
-    detail: Detail, geometry: Geometry, layers: Sequence[MoELayer], embedding: nn.Module
+    detail: Detail,
+    geometry: Geometry,
+    layers: Sequence[MoELayer],
+    embedding: nn.Module,
 ) -> dict[str, Propose]:
     """Build a recording's shadow prefetchers; ValueError for an artifact of another model."""
     shadows: dict[str, Propose] = {}
-    for choice, seed in detail.shadows:
+    for choice, seed, reset in detail.shadows:
         prefetch: PrefetchAlgorithm = choice.build(geometry, seed)
         digest = ""
         if prefetch.artifact is not None:
             check_router_digest(prefetch.artifact, router_digest(list(layers)), geometry.model)
             digest = digest_of(prefetch.artifact)
-        shadows[identity(choice, seed, digest)] = ShadowPrefetcher(prefetch, layers, embedding)
+        make = partial(choice.build, geometry, seed)
+        name = identity(choice, seed, digest, reset)
+        shadows[name] = ShadowPrefetcher(make, layers, embedding, reset == "request")
     return shadows

@@ -132,7 +132,7 @@ def _fingerprint(pretrained: str) -> str | None:
 
 def detail_of(group: Iterable[ResolvedCell]) -> Detail:
     """Return the detail a trace must keep so that all these cells can be replayed."""
-    prefetchers: dict[str, tuple[Any, int]] = {}
+    prefetchers: dict[str, tuple[Any, int, str]] = {}
     criticals: dict[int | None, None] = {}
     weights = logits = False
     for planned in group:
@@ -143,7 +143,8 @@ def detail_of(group: Iterable[ResolvedCell]) -> Detail:
         if policy.prefetch.algorithm.needs_draft:
             criticals[policy.prefetch.parameters.get("critical")] = None
         if needs_shadow(policy.prefetch):
-            prefetchers[identity(policy.prefetch, seed, "")] = (policy.prefetch, seed)
+            shadow = policy.prefetch, seed, planned.config.cache_reset
+            prefetchers[identity(policy.prefetch, seed, "", shadow[-1])] = shadow
     return Detail(
         weights=weights or logits,
         logits=logits,
@@ -158,7 +159,7 @@ def _contents_of(detail: Detail) -> dict[str, Any]:
     return {
         "weights": detail.weights,
         "logits": detail.logits,
-        "prefetchers": [identity(choice, seed, "") for choice, seed in detail.shadows],
+        "prefetchers": [identity(choice, seed, "", reset) for choice, seed, reset in detail.shadows],
         "criticals": list(detail.criticals or ()),
     }
 

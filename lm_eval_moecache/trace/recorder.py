@@ -75,8 +75,8 @@ class Detail:
     logits: bool = True
     predictions: bool = True
     """Whether to keep predictions of the gates (or the policy's predictor), for every expert."""
-    shadows: tuple[tuple[Choice, int], ...] = ()
-    """Prefetchers whose proposals are kept, each with its seed."""
+    shadows: tuple[tuple[Choice, int, str], ...] = ()
+    """Prefetchers whose proposals are kept, each with its seed and its `cache_reset`."""
     criticals: tuple[int | None, ...] | None = None
     """Experts per layer that the draft-stage prefetchers read; an entry of None stands for the
     default's most, the top-k. None instead of a tuple keeps every expert's rank."""
@@ -104,9 +104,14 @@ def needs_shadow(choice: Choice) -> bool:
     return bool(sees_more or choice.is_outside)
 
 
-def identity(choice: Choice, seed: int, predictor: str) -> str:
-    """Return a prefetcher's JSON identity: all that determines its proposals in a given run."""
+def identity(choice: Choice, seed: int, predictor: str, cache_reset: str = "never") -> str:
+    """Return a prefetcher's JSON identity: all that determines its proposals in a given run.
+
+    It may keep a state from request to request, unless `cache_reset=request` gives it a new one.
+    """
     fields: dict[str, Any] = {**choice.as_dict(), "predictor": predictor}
+    if cache_reset != "never":
+        fields["cache_reset"] = cache_reset
     if choice.algorithm.draws:
         fields["seed"] = seed
     return json.dumps(fields, sort_keys=True)
@@ -127,6 +132,9 @@ class NotedPass(NamedTuple):
 
 class Propose(Protocol):
     """A shadow prefetcher: its proposals are recorded, never fetched."""
+
+    def restart(self) -> None:
+        """Begin another request: forget all that was seen, under `cache_reset=request`."""
 
     @property
     def depth(self) -> int:
@@ -245,6 +253,11 @@ class Recorder:
         """Whether a shadow prefetcher reads more of a pass than gates make of it."""
         return any(shadow.reads_hidden for shadow in self._shadows)
 
+    def restart(self) -> None:
+        """Begin another request: a new state for the shadows under `cache_reset=request`."""
+        for shadow in self._shadows:
+            shadow.restart()
+
     def add_request(self, request: int, first: int, passes: Sequence[NotedPass]) -> None:
         """Record the passes of a request that was computed beside others.
 
@@ -255,8 +268,8 @@ class Recorder:
             drafting = self.draft_notes.take()
             self.writer.begin_pass(index, noted.phase, requests, noted.positions, drafting)
             for event, logits, by_layer in noted.events:
-                numbered = event._replace(pass_index=index)
-                self.add(numbered, logits, by_layer.__getitem__)
+                ahead = {layer: values.astype(np.float32) for layer, values in by_layer.items()}
+                self.add(event._replace(pass_index=index), logits, ahead.__getitem__)
 
     def add(
         self,

@@ -8,7 +8,7 @@ layers of the draft, C of them that predict a layer of the model, N experts kept
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -199,6 +199,11 @@ class Lists(NamedTuple):
         """Return the list of pass or event `index`."""
         return self.values[self.bounds[index] : self.bounds[index + 1]]
 
+    def between(self, first: int, last: int) -> Lists:
+        """Return the lists `first` to `last` (excluded)."""
+        bounds = self.bounds[first : last + 1]
+        return Lists(self.values[bounds[0] : bounds[-1]], bounds - bounds[0])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drafted:
@@ -299,6 +304,44 @@ class Trace:
     def parts(self) -> Iterator[Trace]:
         """Yield the parts that a replay serves in turn: a trace in memory is one part."""
         yield self
+
+    def between(self, first: int, last: int, first_pass: int) -> Trace:
+        """Return passes `first` to `last` (excluded) of this part, numbered from `first_pass`."""
+        num_layers = self.geometry.num_layers
+        events = slice(first * num_layers, last * num_layers + 1)
+        row_bounds, key_bounds = self.row_bounds[events], self.key_bounds[events]
+        rows, keys = slice(row_bounds[0], row_bounds[-1]), slice(key_bounds[0], key_bounds[-1])
+        columns = {
+            field.name: None if (column := getattr(self.columns, field.name)) is None else column[rows]
+            for field in fields(Columns)
+        }
+        predicted = self.predicted
+        if predicted is not None:
+            offsets = predicted.offsets[rows.start : rows.stop + 1]
+            values = predicted.values[offsets[0] : offsets[-1]]
+            predicted = replace(predicted, values=values, offsets=offsets - offsets[0])
+        drafted, shift = self.drafted, first_pass - (self.first_pass + first)
+        lists = {
+            name: None if (each := getattr(drafted, name)) is None else each.between(first, last)
+            for name in ("tokens", "experts", "ranks")
+        }
+        settled = {index + shift: counts for index, counts in drafted.settled.items()}
+        return replace(
+            self,
+            columns=Columns(**columns),
+            row_bounds=row_bounds - row_bounds[0],
+            keys=self.keys[keys],
+            key_bounds=key_bounds - key_bounds[0],
+            logits=None if self.logits is None else self.logits[rows],
+            predicted=predicted,
+            proposed={
+                name: each.between(events.start, events.stop - 1)
+                for name, each in self.proposed.items()
+            },
+            scans=tuple((f - first, n) for f, n in self.scans if first <= f < last),
+            first_pass=first_pass,
+            drafted=replace(drafted, settled=settled, **lists),
+        )
 
     def starts_sequence(self, pass_index: int) -> bool:
         """Whether a text, or a window of one, begins in this pass."""

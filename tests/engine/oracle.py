@@ -45,7 +45,6 @@ class Oracle:
         events: Any,
         setting: Any,
         future: Any,
-        reset: str,
         pass_proposals: Any = None,
     ) -> None:
         self.trace, self.events, self.setting, self.hw = trace, events, setting, setting.hardware
@@ -78,13 +77,8 @@ class Oracle:
         self.uploads, self.arrivals = dict[int, float](), dict[int, list[float]]()
         self.passes, self.levels = list[PassRecord](), dict[int, int]()
         self.warm()
-        before, scans, at = set[int](), dict(trace.scans), 0
+        scans, at = dict(trace.scans), 0
         while at < trace.num_passes:
-            served = {i for i, request in enumerate(trace.requests) if at in request.passes}
-            if reset == "request" and trace.starts_sequence(at):
-                if served != before:
-                    self.empty()
-                before = served
             self.scan(at, scans[at]) if at in scans else self.serve(at)
             at += scans.get(at, 1)
 
@@ -463,19 +457,6 @@ class Oracle:
         for key in fitting:
             self.make_room(key, 0, (), 0)
             self.insert(key, 0, prefetched=False)
-
-    def empty(self) -> None:
-        """Start anew, cold or warm: what is queued is dropped, these evictions do not count."""
-        counted, self.queue, self.predicted = {**self.totals}, [], {}
-        if self.flying:
-            self.now = max(self.now, self.free_s)
-            self.land()
-        for key in list(self.level):
-            self.evict(self.pool_of(key // self.g.num_experts), key)
-        self.warm()
-        self.totals = counted
-
-    # --- the clock ---
 
     def stall(self, until_s: float) -> None:
         """Wait for the link, which costs the wait overhead as well."""

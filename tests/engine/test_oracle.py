@@ -42,7 +42,6 @@ FAULTS = [
     ("prefetch", Oracle, "drain", nothing),
     ("lanes", Oracle, "pay", nothing),
     ("demand", Oracle, "warm", nothing),
-    ("demand", Oracle, "empty", nothing),
     ("lossy", Oracle, "judge", nothing),
     ("draft", Oracle, "draft", lambda *args: 0.0),
     ("host", Oracle, "end_host", nothing),

@@ -63,7 +63,7 @@ def test_waiting_for_the_end_of_the_pass_changes_no_count(
     def never(*_: Any) -> None:
         raise AssertionError("an event waited")
 
-    monkeypatch.setattr(WrappedModel, "_token_pass", never)
+    monkeypatch.setattr(WrappedModel, "_token_passes", never)
     assert [ledger(model, *policy) for policy in POLICIES] == deferred
 
 

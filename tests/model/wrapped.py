@@ -54,7 +54,7 @@ COUNTED = (
     *("requests", "misses", "late", "collisions", "token_misses", "bytes_moved", "evictions"),
     *("low_precision", "dropped", "substituted", "unfaithful", "num_tokens"),
 )
-HOST: dict[str, Any] = {"device": "cpu", "max_length": 48, "batch_size": 2}
+HOST: dict[str, Any] = {"device": "cpu", "max_length": 48}
 
 
 def counts(passes: list[PassRecord]) -> list[list[int]]:

@@ -196,12 +196,13 @@ def in_report(key: str, value: Any) -> tuple[str, dict[str, Any], dict[str, Any]
 @pytest.mark.parametrize(
     ("key", "old", "new"),
     [
-        *(in_config("batch_size", 1, 4), in_config("limit", 8, 40)),
+        in_config("limit", 8, 40),
         *(in_config("model_sha", "a", "b"), in_config("gen_kwargs", {}, {"max_gen_toks": 9})),
         ("chat_template", {}, {"chat_template_sha": "5" * 64}),
         ("num_fewshot", {"n-shot": {"quiz": 0}}, {"n-shot": {"quiz": 5}}),
         ("task_versions", {"versions": {"quiz": 1}}, {"versions": {"quiz": 2}}),
         *(in_report("emulate", {"name": "Mixtral-8x7B"}), in_report("seed", 3)),
+        in_report("streams", 4),
         in_report("hardware", {"name": "h200"}),
     ],
 )

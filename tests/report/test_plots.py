@@ -145,13 +145,13 @@ def test_a_perplexity_of_words_is_drawn_against_the_lowest(tmp_path: Path) -> No
 
 def test_a_line_joins_runs_of_one_identity_only(tmp_path: Path) -> None:
     batch_of_1, batch_of_4 = record("a"), record("b", capacity="50%")
-    batch_of_4["config"]["batch_size"] = 4
+    batch_of_4["config"]["moecache"]["streams"] = 4
     runs = load_runs(write(tmp_path, batch_of_1, batch_of_4))
     panels = [{"x": "capacity", "y": "tok_per_s"}]
     figure = Figure.model_validate({"name": "x", "line": True, "panels": panels})
-    with pytest.raises(ValueError, match="would join runs that differ in batch_size"):
+    with pytest.raises(ValueError, match="would join runs that differ in streams"):
         plots.draw_figure(runs, figure)
-    plots.draw_figure(runs, figure.model_copy(update={"group": ["batch_size"]}))
+    plots.draw_figure(runs, figure.model_copy(update={"group": ["streams"]}))
 
 
 def test_no_legend_or_title_is_cut_off(tmp_path: Path) -> None:

@@ -243,14 +243,14 @@ def test_runs_of_different_identity_are_told_apart_and_not_ranked(
 ) -> None:
     batch_of_1, batch_of_4 = many("specmd", 26, 1007), many("specmd", 26, 2914)
     batch_of_4 |= {"run_id": "four"}
-    # `lm_eval run --batch_size 4` does not record it among the model's arguments.
+    # Runs made before `streams` have it as the batch size, which lm-eval may have been given.
     batch_of_1["config"]["batch_size"], batch_of_4["config"]["batch_size"] = 1, 4
     out = table(write(tmp_path, batch_of_1, batch_of_4))
-    assert "| Policy | Capacity | Batch size |" in out
+    assert "| Policy | Capacity | Streams |" in out
     assert "**2914.0**" not in out and "| * |" not in out
-    assert "rows of different batch_size are not compared" in out
-    out = table(tmp_path, "--columns=batch_size,tok_per_s", "--format=csv")
-    assert out.split()[0] == "batch_size,tok_per_s"
+    assert "rows of different streams are not compared" in out
+    out = table(tmp_path, "--columns=streams,tok_per_s", "--format=csv")
+    assert out.split()[0] == "streams,tok_per_s"
 
 
 def test_parameters_of_algorithms_can_stand_in_one_column(tmp_path: Path, table: Table) -> None:
@@ -341,7 +341,7 @@ def test_no_change_is_told_against_a_baseline_of_another_identity(
         write(tmp_path, {**record(name, **figures), "label": name})
     view = {"title": "V", "rows": ["run"], "values": ["tok_per_s"], "sort": ["run"]}
     told = []
-    for relative in ({"run": "base"}, {"run": "base", "batch_size": 1}):
+    for relative in ({"run": "base"}, {"run": "base", "streams": 1}):
         rows = ["run", *(key for key in relative if key != "run")]
         sweep_file(tmp_path, views=[{**view, "rows": rows, "relative_to": relative}])
         told.append(table(tmp_path).partition("## V")[2])

@@ -125,7 +125,7 @@ def test_editing_a_policy_file_makes_another_run(tmp_path: Path) -> None:
 
 
 def test_settings_metrics_and_tasks_of_a_view_are_known(tmp_path: Path) -> None:
-    view = {"rows": ["policy", "batch_size", "eviction.protect"], "columns": "capacity"}
+    view = {"rows": ["policy", "streams", "eviction.protect"], "columns": "capacity"}
     view |= {"values": ["tok_per_s", "ttft_ms.*", "decode_miss_rate@tiny_arc", "tiny_arc:acc_norm"]}
     grid = {"policy": ["on_demand"], "eviction.protect": [1]}
     spec = sweep(tmp_path, tasks="tiny_arc", grid=grid, views=[view])

@@ -21,7 +21,6 @@ def replay_passes(
     first: int,
     last: int,
     proposed: tuple[Array, Array],
-    cold: Array,
     events: Iterator[Event] | None,
 ) -> None:
     """Serve passes `first` to `last` (excluded) of a part; record them in the engine's ledger.
@@ -65,8 +64,8 @@ def replay_passes(
         proposed=proposed[0],
         proposed_bounds=proposed[1],
         proposed_levels=NOTHING,
-        cold=cold,
-        warm=np.array(engine.warm, np.int64),
+        num_passes=last - first,
+        warm=NOTHING,
     )
     counts = engine.serve_passes(batch, events)
     passes = engine.ledger.passes

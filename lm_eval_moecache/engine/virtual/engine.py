@@ -393,7 +393,7 @@ class VirtualEngine(Engine):
             proposed=proposed[0],
             proposed_bounds=proposed[1],
             proposed_levels=NOTHING,
-            cold=np.zeros(num_passes, np.bool_),
+            num_passes=num_passes,
             warm=NOTHING,
         )
 
@@ -460,8 +460,8 @@ class VirtualEngine(Engine):
         self.loop.leave()
         super().begin_scan(num_tokens)
 
-    def _empty(self) -> None:
-        self.loop.step(core.RESET, self.loop.batch(warm=self.warm))
+    def _empty(self, warm: Sequence[int]) -> None:
+        self.loop.step(core.RESET, self.loop.batch(warm=warm))
 
     def flush(self) -> None:
         self.loop.step(core.SETTLE, self.loop.batch())

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _TYPES = (
     *(np.int64, np.int64, np.int64, np.int64, np.float64, np.float64, np.float64),
-    *(np.int64, np.int64, np.int64, np.int64, np.bool_, np.int64),
+    *(np.int64, np.int64, np.int64, np.int64, np.int64),
 )
 """Dtypes of the arrays of a `PassBatch`, in order, for which the loop is compiled.
 
@@ -113,8 +113,8 @@ class Loop:
     ) -> core.PassBatch:
         """Return a batch of an event without keys."""
         batch = core.PassBatch(
-            *(0, (), (0, 0), (0, num_tokens), (), (), (dense_s,), (0.0,)),
-            *((), (), (0, 0), (), (), warm),
+            *(0, 0, (), (0, 0), (0, num_tokens), (), (), (dense_s,), (0.0,)),
+            *((), (), (0, 0), (), warm),
         )
         return self.as_arrays(batch) if self.is_compiled else batch
 
@@ -123,9 +123,9 @@ class Loop:
         arrays: list[Array] = [
             # One token's event leaves most fields empty.
             empty if len(values) == 0 else np.ascontiguousarray(values, empty.dtype)
-            for values, empty in zip(batch[1:], _EMPTY, strict=True)
+            for values, empty in zip(batch[2:], _EMPTY, strict=True)
         ]
-        return core.PassBatch(batch.first_pass, *arrays)
+        return core.PassBatch(batch.first_pass, batch.num_passes, *arrays)
 
     def begin(self, record: PassRecord) -> None:
         """Count for this record from now on."""
@@ -172,7 +172,7 @@ class Loop:
 
     def serve_passes(self, batch: core.PassBatch) -> Array:
         """Serve a batch of passes; return their counts, as records of `core.PassCounts`."""
-        num_passes = len(batch.cold)
+        num_passes = batch.num_passes
         if self.is_compiled:
             counts: Any = np.zeros(num_passes, dtype_of(core.PassCounts))
             call = core.PASSES, 0, 0, NOTHING, NOTHING, 0
@@ -181,7 +181,7 @@ class Loop:
                 self._engine.outside.end_machine_code()
             return counts
         objects = make_table(core.PassCounts, num_passes)
-        lists = [batch.first_pass, *(values.tolist() for values in batch[1:])]
+        lists = [*batch[:2], *(values.tolist() for values in batch[2:])]
         core.serve_passes(self._engine.state, self._rank, core.PassBatch(*lists), objects)
         UPGRADE.is_due(done=num_passes * self._work_per_pass)
         return as_records(objects)

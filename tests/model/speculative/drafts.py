@@ -48,18 +48,18 @@ def untrained_draft(folder: Path, source: Path = MODEL_DIR, **sizes: int) -> Pat
 def generated(lm: MoECacheLM, asked: list[Instance]) -> list[list[int]]:
     """Return the tokens of each answer, the closing one included."""
     rows: dict[int, list[int]] = {}
-    inner = lm._generate
+    inner = lm._model_generate
 
     def keep(context: Any, *args: Any, **kwargs: Any) -> Any:
         output = inner(context, *args, **kwargs)
-        (record,) = lm._batch
-        row = output[0, context.shape[1] :].tolist()
-        rows[record.index] = row[: lm._count_output(row, kwargs["stop"])]
+        row = output.tolist()[0][context.shape[1] :]
+        count = lm._count_output(row, kwargs["stop"])
+        rows[lm._batch[0].record.index] = row[:count]
         return output
 
-    lm._generate = keep  # type: ignore[method-assign]
+    lm._model_generate = keep  # type: ignore[method-assign]
     try:
         lm.generate_until(asked, disable_tqdm=True)
     finally:
-        del lm._generate
+        del lm._model_generate
     return [rows[index] for index in sorted(rows)]

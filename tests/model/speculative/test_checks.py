@@ -45,7 +45,7 @@ ALONG: dict[str, Any] = {"kind": MoECacheLM, "policy": "on_demand", "prefetch": 
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ({"batch_size": 2, "draft": "tiny"}, ["batch_size=2", "one request at a time", "1"]),
+        ({"streams": 2, "draft": "tiny"}, ["streams=2", "one request at a time", "1"]),
         ({"draft": "nowhere/at-all"}, ["draft='nowhere/at-all'", "prompt_lookup"]),
         ({"draft": "self:int5"}, ["self:int5", "Did you mean", "int4"]),
         ({"draft": "prompt_lookup"}, ["draft='prompt_lookup'", "prefetch='draft'", "folder"]),
@@ -54,7 +54,7 @@ ALONG: dict[str, Any] = {"kind": MoECacheLM, "policy": "on_demand", "prefetch": 
         ({"prefetch.critical": 65}, ["prefetch.critical=65", "64"]),
         ({**ALONG, "draft_tokens": 2}, ["draft_tokens=2", "drafts no tokens"]),
         ({**ALONG, "draft": "prompt_lookup"}, ["no attention outputs"]),
-        ({**ALONG, "batch_size": 2}, ["follows one request at a time"]),
+        ({**ALONG, "streams": 2}, ["follows one request at a time"]),
         (
             {**ALONG, "prefetch": "none", "draft": "tiny"},
             ["draft='tiny' is for", "moecache-spec"],

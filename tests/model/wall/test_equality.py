@@ -156,7 +156,7 @@ def test_a_trace_holds_the_virtual_clocks_routing_and_replays_to_the_runs_counts
     path, setting = str(checkpoint("olmoe")), {"capacity": "40%", "policy": policy}
     traces = []
     for clock in ("virtual", "wall"):
-        lm = MoECacheLM(path, clock=clock, trace=str(tmp_path / clock), **setting, **HOST)
+        lm = MoECacheLM(path, clock=clock, trace=str(tmp_path / clock), streams=2, **setting, **HOST)
         answers(lm)
         traces.append(lm.finish_trace())
         lm.wrapped.unwrap()
@@ -195,7 +195,7 @@ def test_a_warmed_run_is_counted_and_answered_as_under_the_virtual_clock(
     setting = {"policy": "on_demand", "warm": trace, "capacity": "40%", **changes}
     path, runs = str(checkpoint("olmoe")), []
     for clock in ("virtual", "wall"):
-        lm = MoECacheLM(path, clock=clock, **setting, **HOST)
+        lm = MoECacheLM(path, clock=clock, streams=2, **setting, **HOST)
         assert lm.engine.link.bytes_moved == 0 and lm.engine.pools[0].resident
         runs.append((answers(lm), counts(lm.engine.ledger.passes)))
         lm.engine.check_integrity()

@@ -1,0 +1,176 @@
+"""Computes the rows of a batch to the bits that each gets alone, in float32 on a CPU.
+
+The libraries there choose their kernels by shape, so that a row's last bits depend on how many
+others it stands beside, and near ties of a router fall otherwise. Three kinds of work are done row
+by row; all else treats rows alike in any case:
+
+- A product with the weights: of one row each while decoding. From `MOST_OWN` rows on a product's
+  rows do not depend on each other, so that prompts are multiplied together.
+- Attention, without the padding of a row.
+- Experts (`forward_by_row`): the tokens of different rows share a product only where each has
+  enough of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from lm_eval_moecache.records.arrays import BoolArray
+
+MOST_OWN = 4
+"""Rows from which on a float32 product on a CPU gives each the same bits, however many there are:
+with fewer, the libraries take other kernels."""
+
+
+class ByRow(TorchFunctionMode):
+    """While entered, products and attention of a pass are computed row by row where it matters.
+
+    `begin_pass` says which tokens of each row count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._spans: Sequence[tuple[int, int]] = ()
+        self._length = 0
+        self._total = 0
+
+    def begin_pass(self, valid: BoolArray, padding: Sequence[int], past_length: int) -> None:
+        """Begin a pass whose rows have these `valid` tokens [rows, tokens].
+
+        `padding` counts the tokens before each row's first one, `past_length` all earlier ones.
+        """
+        self._length = valid.shape[1]
+        starts, counts = valid.argmax(axis=1).tolist(), valid.sum(axis=1).tolist()
+        self._spans = [(a, a + n) for a, n in zip(starts, counts, strict=True)]
+        self._padding = padding
+        self._total = past_length + self._length
+        full = all(span == (0, self._length) for span in self._spans)
+        self._divides = len(self._spans) > 1 or not full
+
+    def end_pass(self) -> None:
+        """End the pass: what follows is computed as ever."""
+        self._spans = ()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._spans and self._divides:
+            if func is linear and self._length < MOST_OWN:
+                return self._multiply(*args, **kwargs)
+            if func is scaled_dot_product_attention:
+                return self._attend(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows, size = len(self._spans), input.shape[-1]
+        if input.numel() != rows * self._length * size:
+            return linear(input, weight, bias)
+        if self._length > 1 or input.dtype != torch.float32:
+            parts = input.reshape(rows, self._length, size).unbind()
+            outputs = torch.stack([linear(part, weight, bias) for part in parts])
+            return outputs.view(*input.shape[:-1], -1)
+        # One call for all rows, with the bits of a product for each.
+        product = torch.bmm(input.reshape(rows, 1, size), weight.t().expand(rows, -1, -1))
+        product = product if bias is None else product + bias
+        return product.view(*input.shape[:-1], -1)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **more: Any
+    ) -> Tensor:
+        rows, queries, keys = len(self._spans), query.shape[-2], key.shape[-2]
+        if query.shape[0] != rows or queries != self._length:
+            return scaled_dot_product_attention(query, key, value, attn_mask, **more)
+        output = query.new_zeros(*query.shape[:-1], value.shape[-1])
+        # A layer with a window keeps only the last keys.
+        gone = self._total - keys
+        for row, (start, stop) in enumerate(self._spans):
+            if start == stop:
+                continue
+            own, first = slice(row, row + 1), max(self._padding[row] - gone, 0)
+            last = keys - (queries - stop)
+            mask = attn_mask
+            if mask is not None:
+                which = own if mask.shape[0] == rows else slice(None)
+                mask = mask[which, :, start:stop, first:last]
+                mask = None if queries == 1 and _is_open(mask) else mask
+            output[own, :, start:stop] = scaled_dot_product_attention(
+                query[own, :, start:stop],
+                key[own, :, first:last],
+                value[own, :, first:last],
+                mask,
+                **more,
+            )
+        return output
+
+
+def _is_open(mask: Tensor) -> bool:
+    return bool(mask.all() if mask.dtype == torch.bool else (mask == 0).all())
+
+
+def forward_by_row(
+    module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor, matrices: Any, row_T: Any
+) -> Tensor:
+    """Compute an experts module's output [T, D]; `row_T` is each token's row, -1 for padding.
+
+    Bit for bit what transformers' `grouped_mm` gives each row alone. Padding gets zeros.
+    """
+    top_k, dtype = index_TK.shape[-1], matrices.dtype
+    own_T = np.flatnonzero(row_T >= 0)
+    if not len(own_T):
+        return torch.zeros_like(hidden_TD)
+    index_S = index_TK.numpy()[own_T].ravel().astype(np.int64)
+    token_S, row_S = np.repeat(own_T, top_k), np.repeat(row_T[own_T], top_k)
+    rows = int(row_T.max()) + 1
+    pair_S = index_S * rows + row_S
+    counts = np.bincount(pair_S, minlength=1)
+    is_small = (counts < MOST_OWN)[pair_S]
+    # By expert; tokens of rows with few of them stay apart, the others go together.
+    part_S = np.where(is_small, row_S + 1, 0)
+    order_S = np.lexsort((part_S, index_S))
+    pairs = (part_S + index_S * (rows + 1))[order_S]
+    starts = np.flatnonzero(np.r_[True, pairs[1:] != pairs[:-1]])
+    bounds = [*starts.tolist(), len(order_S)]
+    experts = index_S[order_S[starts]].tolist()
+    known = len(matrices.up)
+    groups = [
+        (expert, start, stop)
+        for expert, start, stop in zip(experts, bounds[:-1], bounds[1:], strict=True)
+        if expert < known
+    ]
+    order = torch.from_numpy(order_S)
+    source = torch.from_numpy(token_S[order_S])
+    given_SD = hidden_TD[source].to(dtype)
+    middle_SH = torch.zeros(len(order_S), matrices.up[0].shape[1], dtype=dtype)
+    out_SD = torch.zeros(len(order_S), matrices.down[0].shape[1], dtype=dtype)
+    for expert, start, stop in groups:
+        part = middle_SH[start:stop]
+        torch.mm(given_SD[start:stop], matrices.up[expert], out=part)
+        if matrices.up_bias is not None:
+            part.add_(matrices.up_bias[expert])
+    active_SH = (module._apply_gate if module.has_gate else module.act_fn)(middle_SH).to(dtype)
+    for expert, start, stop in groups:
+        part = out_SD[start:stop]
+        torch.mm(active_SH[start:stop], matrices.down[expert], out=part)
+        if matrices.down_bias is not None:
+            part.add_(matrices.down_bias[expert])
+    if module.has_post_expert_norm:
+        out_SD = module.post_expert_norm(out_SD)
+    chosen_SD = torch.empty_like(out_SD)
+    own = torch.from_numpy(own_T)
+    chosen_SD[order] = out_SD
+    weighted_TKD = (chosen_SD * w_TK[own].reshape(-1, 1)).view(len(own_T), top_k, -1)
+    output_TD = torch.zeros_like(hidden_TD)
+    output_TD[own] = weighted_TKD.sum(dim=1).to(hidden_TD.dtype)
+    return output_TD
