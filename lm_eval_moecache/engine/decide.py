@@ -51,7 +51,9 @@ class Rules:
     def restart(self, policy: Policy, seed: int) -> None:
         """Put every algorithm back into the state it was made in."""
         for axis in ("routing", "prefetch", "miss"):
-            renew(getattr(self, axis), getattr(policy, axis).build(self._geometry, seed))
+            # What was planned for a draft stage is no state of its rule.
+            if not getattr(getattr(self, axis), "needs_draft", False):
+                renew(getattr(self, axis), getattr(policy, axis).build(self._geometry, seed))
 
     def applies(self, rule: RoutingAlgorithm | MissAlgorithm, event: Event) -> bool:
         """Whether a rule may change results at this event (`phases=decode`)."""

@@ -40,7 +40,11 @@ from lm_eval_moecache.harness.arguments import (
 from lm_eval_moecache.harness.evaluation_options import check_generation, check_use_cache
 from lm_eval_moecache.harness.keys import shows_keys
 from lm_eval_moecache.harness.model_loader import ModelLoader
-from lm_eval_moecache.harness.preflight import check_arguments, model_name
+from lm_eval_moecache.harness.preflight import (
+    charged_geometry,
+    check_arguments,
+    model_name,
+)
 from lm_eval_moecache.harness.run_report import run_report, speed_rows, speed_table
 from lm_eval_moecache.harness.tasks import watch_evaluations
 from lm_eval_moecache.harness.turns import (
@@ -58,7 +62,7 @@ from lm_eval_moecache.model.decoding import (
     pads_exactly,
     reads_padding,
 )
-from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
+from lm_eval_moecache.model.moe_layers import MoELayer, find_moe_layers
 from lm_eval_moecache.model.speculative import (
     DraftHooks,
     DraftModel,
@@ -127,7 +131,7 @@ class MoECacheLM(HFLM):
             self._rank = int(accelerator.process_index)
             self._world_size = int(accelerator.num_processes)
         self._moe_layers = find_moe_layers(self.model)
-        self.geometry = describe(self.model, self._moe_layers, self._model_name, config.ladder)
+        self.geometry = charged_geometry(self.model, pretrained, config, hflm_args)
         self._has_shown = False
         self._batch: list[RecordedStr] = []
         self._reaches: dict[tuple[str, ...], int] = {}
@@ -446,7 +450,9 @@ class MoECacheLM(HFLM):
         for group in groups.values():
             start = context.shape[1] - max(lengths[row] for row in group)
             own = [contexts[row] for row in group]
-            rows = self._decode(context[group, start:], mask[group, start:], own, most_new, **kwargs)
+            rows = self._decode(
+                context[group, start:], mask[group, start:], own, most_new, **kwargs
+            )
             for row, tokens in zip(group, rows, strict=True):
                 outputs[row] = tokens
         return outputs
@@ -888,7 +894,11 @@ def detail_of(config: Config) -> Detail:
     prefetch = config.policy.prefetch
     if config.trace_keep == ALL or not config.policy.is_lossless:
         # No column holds the text that a predictor of passes read: a replay needs its proposals.
-        shadows = ((prefetch, config.seed, config.cache_reset),) if prefetch.algorithm.predicts_pass else ()
+        shadows = (
+            ((prefetch, config.seed, config.cache_reset),)
+            if prefetch.algorithm.predicts_pass
+            else ()
+        )
         return dataclasses.replace(FULL, shadows=shadows)
     choices = [*_asking_gates(), *([prefetch] if needs_shadow(prefetch) else [])]
     unique = {identity(choice, config.seed, ""): choice for choice in choices}

@@ -41,7 +41,7 @@ from lm_eval_moecache.model.speculative import matching_layers, measure
 from lm_eval_moecache.model.store import IMPLEMENTATION, STORE_ATTRIBUTE
 from lm_eval_moecache.model.wall.loading import LOADS_OTHERWISE, check_wall
 from lm_eval_moecache.model.weighting import check_rules
-from lm_eval_moecache.records.files import check_place
+from lm_eval_moecache.records.files import TINY, check_place
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import read_count, shown, unknown_name_error
 from lm_eval_moecache.records.sizes import parse_capacity
@@ -91,6 +91,9 @@ def check_arguments(
     if isinstance(pretrained, nn.Module):
         hflm_args["device"] = str(pretrained.device)
     config = read_config(own_args, speculative)
+    if pretrained == TINY and config.clock == "virtual" and config.draft is None:
+        # What it is stored in decides what it weighs; a CPU computes float32 twice as fast.
+        hflm_args.setdefault("dtype", "float32")
     check_hflm_arguments(pretrained, config, hflm_args)
     if isinstance(pretrained, nn.Module):
         check_loaded(pretrained, config, hflm_args)
@@ -105,7 +108,7 @@ def check_arguments(
                     "which encodes and places the experts itself. Allowed: one of the two."
                 )
         codecs_of(config.ladder, str(hflm_args["device"]).partition(":")[0])
-    geometry = describe(model, layers, model_name(pretrained), config.ladder)
+    geometry = charged_geometry(model, pretrained, config, hflm_args, bare)
     capacity = parse_capacity(config.capacity, geometry, per_layer=config.policy.per_layer)
     warm = placement(config.policy, config.warm, geometry)
     if warm is not None:
@@ -138,6 +141,23 @@ def _check_algorithms(config: Config, geometry: Geometry, layers: Sequence[MoELa
                 )
     if not (rules["routing"].is_lossless and rules["miss"].is_lossless):
         check_rules([layer.gate for layer in layers])
+
+
+def charged_geometry(
+    model: Any,
+    pretrained: Any,
+    config: Config,
+    hflm_args: Mapping[str, Any],
+    bare: Bare = skeleton,
+) -> Geometry:
+    """Return what a model weighs: as its checkpoint stores it, whatever `dtype` it computes in.
+
+    The wall clock moves what it computes with, and a loaded model is taken as it is.
+    """
+    asked = hflm_args.get("dtype") not in (None, "auto")
+    if asked and isinstance(pretrained, str) and config.clock == "virtual":
+        model = bare(pretrained, {**hflm_args, "dtype": "auto"})
+    return describe(model, find_moe_layers(model), model_name(pretrained), config.ladder)
 
 
 def geometry_of(pretrained: str, *, trust_remote_code: bool = False) -> Geometry:

@@ -38,8 +38,8 @@ class ByRow(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._spans: Sequence[tuple[int, int]] = ()
-        self._length = 0
-        self._total = 0
+        self._length = self._total = 0
+        self._divides = False
 
     def begin_pass(self, valid: BoolArray, padding: Sequence[int], past_length: int) -> None:
         """Begin a pass whose rows have these `valid` tokens [rows, tokens].
@@ -56,7 +56,7 @@ class ByRow(TorchFunctionMode):
 
     def end_pass(self) -> None:
         """End the pass: what follows is computed as ever."""
-        self._spans = ()
+        self._divides = False
 
     def __torch_function__(
         self,
@@ -65,13 +65,12 @@ class ByRow(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if self._spans and self._divides:
+        if self._divides:
             if func is linear and self._length < MOST_OWN:
-                return self._multiply(*args, **kwargs)
+                return self._multiply(*args, **(kwargs or {}))
             if func is scaled_dot_product_attention:
-                return self._attend(*args, **kwargs)
-        return func(*args, **kwargs)
+                return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
     def _multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows, size = len(self._spans), input.shape[-1]
@@ -119,6 +118,16 @@ def _is_open(mask: Tensor) -> bool:
     return bool(mask.all() if mask.dtype == torch.bool else (mask == 0).all())
 
 
+def _multiply(rows_SD: Tensor, matrix_DH: Tensor, out_SH: Tensor, size: int) -> None:
+    """Multiply rows, each `size` of them as a product of their own; 0: all together."""
+    if size in (0, len(rows_SD)):
+        torch.mm(rows_SD, matrix_DH, out=out_SH)
+        return
+    parts = len(rows_SD) // size
+    shared = matrix_DH.expand(parts, -1, -1)
+    torch.bmm(rows_SD.view(parts, size, -1), shared, out=out_SH.view(parts, size, -1))
+
+
 def forward_by_row(
     module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor, matrices: Any, row_T: Any
 ) -> Tensor:
@@ -126,6 +135,13 @@ def forward_by_row(
 
     Bit for bit what transformers' `grouped_mm` gives each row alone. Padding gets zeros.
     """
+    with torch._C.DisableTorchFunction():
+        return _forward(module, hidden_TD, index_TK, w_TK, matrices, row_T)
+
+
+def _forward(
+    module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor, matrices: Any, row_T: Any
+) -> Tensor:
     top_k, dtype = index_TK.shape[-1], matrices.dtype
     own_T = np.flatnonzero(row_T >= 0)
     if not len(own_T):
@@ -134,35 +150,33 @@ def forward_by_row(
     token_S, row_S = np.repeat(own_T, top_k), np.repeat(row_T[own_T], top_k)
     rows = int(row_T.max()) + 1
     pair_S = index_S * rows + row_S
-    counts = np.bincount(pair_S, minlength=1)
-    is_small = (counts < MOST_OWN)[pair_S]
-    # By expert; tokens of rows with few of them stay apart, the others go together.
-    part_S = np.where(is_small, row_S + 1, 0)
-    order_S = np.lexsort((part_S, index_S))
-    pairs = (part_S + index_S * (rows + 1))[order_S]
-    starts = np.flatnonzero(np.r_[True, pairs[1:] != pairs[:-1]])
+    count_S = np.bincount(pair_S)[pair_S]
+    # By expert; rows with few tokens of an expert stay apart, those with equally few side by side.
+    size_S = np.where(count_S < MOST_OWN, count_S, 0)
+    order_S = np.lexsort((row_S, size_S, index_S))
+    kind = (index_S * MOST_OWN + size_S)[order_S]
+    starts = np.flatnonzero(np.r_[True, kind[1:] != kind[:-1]])
     bounds = [*starts.tolist(), len(order_S)]
-    experts = index_S[order_S[starts]].tolist()
     known = len(matrices.up)
-    groups = [
-        (expert, start, stop)
-        for expert, start, stop in zip(experts, bounds[:-1], bounds[1:], strict=True)
-        if expert < known
+    parts = [
+        (*divmod(of, MOST_OWN), start, stop)
+        for of, start, stop in zip(kind[starts].tolist(), bounds[:-1], bounds[1:], strict=True)
+        if of < known * MOST_OWN
     ]
     order = torch.from_numpy(order_S)
     source = torch.from_numpy(token_S[order_S])
     given_SD = hidden_TD[source].to(dtype)
     middle_SH = torch.zeros(len(order_S), matrices.up[0].shape[1], dtype=dtype)
     out_SD = torch.zeros(len(order_S), matrices.down[0].shape[1], dtype=dtype)
-    for expert, start, stop in groups:
+    for expert, size, start, stop in parts:
         part = middle_SH[start:stop]
-        torch.mm(given_SD[start:stop], matrices.up[expert], out=part)
+        _multiply(given_SD[start:stop], matrices.up[expert], part, size)
         if matrices.up_bias is not None:
             part.add_(matrices.up_bias[expert])
     active_SH = (module._apply_gate if module.has_gate else module.act_fn)(middle_SH).to(dtype)
-    for expert, start, stop in groups:
+    for expert, size, start, stop in parts:
         part = out_SD[start:stop]
-        torch.mm(active_SH[start:stop], matrices.down[expert], out=part)
+        _multiply(active_SH[start:stop], matrices.down[expert], part, size)
         if matrices.down_bias is not None:
             part.add_(matrices.down_bias[expert])
     if module.has_post_expert_norm:

@@ -159,7 +159,9 @@ def _contents_of(detail: Detail) -> dict[str, Any]:
     return {
         "weights": detail.weights,
         "logits": detail.logits,
-        "prefetchers": [identity(choice, seed, "", reset) for choice, seed, reset in detail.shadows],
+        "prefetchers": [
+            identity(choice, seed, "", reset) for choice, seed, reset in detail.shadows
+        ],
         "criticals": list(detail.criticals or ()),
     }
 

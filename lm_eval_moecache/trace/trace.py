@@ -312,7 +312,9 @@ class Trace:
         row_bounds, key_bounds = self.row_bounds[events], self.key_bounds[events]
         rows, keys = slice(row_bounds[0], row_bounds[-1]), slice(key_bounds[0], key_bounds[-1])
         columns = {
-            field.name: None if (column := getattr(self.columns, field.name)) is None else column[rows]
+            field.name: None
+            if (column := getattr(self.columns, field.name)) is None
+            else column[rows]
             for field in fields(Columns)
         }
         predicted = self.predicted

@@ -97,7 +97,7 @@ class Checked:
         return False
 
     def load(self, ours: Mapping[str, str]) -> MoECacheLM:
-        return MoECacheLM(pretrained=self.path, batch_size=4, **HOST, **ours)
+        return MoECacheLM(pretrained=self.path, **HOST, **ours)
 
     def judge(self, lm: MoECacheLM, ours: Mapping[str, str]) -> str:
         """Compare a lossless setting's answers with those of the plain model."""

@@ -156,7 +156,9 @@ def test_a_trace_holds_the_virtual_clocks_routing_and_replays_to_the_runs_counts
     path, setting = str(checkpoint("olmoe")), {"capacity": "40%", "policy": policy}
     traces = []
     for clock in ("virtual", "wall"):
-        lm = MoECacheLM(path, clock=clock, trace=str(tmp_path / clock), streams=2, **setting, **HOST)
+        lm = MoECacheLM(
+            path, clock=clock, trace=str(tmp_path / clock), streams=2, **setting, **HOST
+        )
         answers(lm)
         traces.append(lm.finish_trace())
         lm.wrapped.unwrap()
