@@ -1,12 +1,14 @@
 """Computes the rows of a batch to the bits that each gets alone, in float32 on a CPU.
 
 The libraries there choose their kernels by shape, so that a row's last bits depend on how many
-others it stands beside, and near ties of a router fall otherwise. Three kinds of work are done row
+others it stands beside, and near ties of a router fall otherwise. Four kinds of work are done row
 by row; all else treats rows alike in any case:
 
 - A product with the weights: of one row each while decoding. From `MOST_OWN` rows on a product's
   rows do not depend on each other, so that prompts are multiplied together.
 - Attention, without the padding of a row.
+- Functions such as a cosine, where a row is no whole number of vectors: the last elements of an
+  array are computed by other code than those before.
 - Experts (`forward_by_row`): the tokens of different rows share a product only where each has
   enough of them.
 """
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -27,6 +30,18 @@ from lm_eval_moecache.records.arrays import BoolArray
 MOST_OWN = 4
 """Rows from which on a float32 product on a CPU gives each the same bits, however many there are:
 with fewer, the libraries take other kernels."""
+_LANES = 16
+"""A multiple of the float32 elements of a vector."""
+_MOST_HEAD = 256
+"""Size of a head up to which transformers leaves shared keys to torch."""
+_LEAST_PRODUCT = 400
+"""Weights below which torch multiplies batches of matrices by a loop of its own."""
+_BY_VECTOR = {
+    getattr(place, name)
+    for place in (torch, Tensor)
+    for name in ("cos", "sin", "exp", "sigmoid", "tanh", "log", "log1p", "erf", "softmax")
+} | {functional.silu, functional.gelu, functional.softplus, functional.softmax}
+"""Functions of which vectors and single elements round otherwise."""
 
 
 class ByRow(TorchFunctionMode):
@@ -70,13 +85,28 @@ class ByRow(TorchFunctionMode):
                 return self._multiply(*args, **(kwargs or {}))
             if func is scaled_dot_product_attention:
                 return self._attend(*args, **(kwargs or {}))
+            if func in _BY_VECTOR and self._is_uneven(args[0]):
+                return self._apply(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _is_uneven(self, values: Tensor) -> bool:
+        """Whether these are values of the pass's rows, of which one fills no whole vectors."""
+        is_of_rows = values.dim() > 2 and values.shape[:2] == (len(self._spans), self._length)
+        return is_of_rows and bool(values[0, 0].numel() % _LANES)
+
+    def _apply(self, func: Callable[..., Any], values: Tensor, *args: Any, **more: Any) -> Tensor:
+        output = torch.zeros_like(values)
+        for row, (start, stop) in enumerate(self._spans):
+            if stop > start:
+                own = values[row : row + 1, start:stop].contiguous()
+                output[row : row + 1, start:stop] = func(own, *args, **more)
+        return output
 
     def _multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows, size = len(self._spans), input.shape[-1]
         if input.numel() != rows * self._length * size:
             return linear(input, weight, bias)
-        if self._length > 1 or input.dtype != torch.float32:
+        if self._length > 1 or weight.numel() < _LEAST_PRODUCT:
             parts = input.reshape(rows, self._length, size).unbind()
             outputs = torch.stack([linear(part, weight, bias) for part in parts])
             return outputs.view(*input.shape[:-1], -1)
@@ -89,28 +119,35 @@ class ByRow(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **more: Any
     ) -> Tensor:
         rows, queries, keys = len(self._spans), query.shape[-2], key.shape[-2]
-        if query.shape[0] != rows or queries != self._length:
+        decodes = self._length == 1  # a token's heads may stand as queries
+        if query.shape[0] != rows or not (decodes or queries == self._length):
             return scaled_dot_product_attention(query, key, value, attn_mask, **more)
         output = query.new_zeros(*query.shape[:-1], value.shape[-1])
+        # Under a mask transformers packs the heads that share a key; alone there is no mask.
+        packed = decodes and queries > 1 and key.shape[-1] == value.shape[-1] <= _MOST_HEAD
         # A layer with a window keeps only the last keys.
         gone = self._total - keys
         for row, (start, stop) in enumerate(self._spans):
             if start == stop:
                 continue
             own, first = slice(row, row + 1), max(self._padding[row] - gone, 0)
+            if decodes:
+                start, stop = 0, queries
             last = keys - (queries - stop)
             mask = attn_mask
             if mask is not None:
                 which = own if mask.shape[0] == rows else slice(None)
-                mask = mask[which, :, start:stop, first:last]
-                mask = None if queries == 1 and _is_open(mask) else mask
-            output[own, :, start:stop] = scaled_dot_product_attention(
-                query[own, :, start:stop],
-                key[own, :, first:last],
-                value[own, :, first:last],
-                mask,
-                **more,
+                asking = slice(start, stop) if mask.shape[-2] > 1 else slice(None)
+                mask = mask[which, :, asking, first:last]
+                mask = None if decodes and _is_open(mask) else mask
+            asked = query[own, :, start:stop]
+            if packed and mask is None:
+                asked = asked.reshape(1, -1, 1, asked.shape[-1])
+                more = {**more, "enable_gqa": True}
+            found = scaled_dot_product_attention(
+                *(asked, key[own, :, first:last], value[own, :, first:last]), mask, **more
             )
+            output[own, :, start:stop] = found.reshape(output[own, :, start:stop].shape)
         return output
 
 

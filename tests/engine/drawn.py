@@ -30,10 +30,10 @@ from lm_eval_moecache.records.event import (
 )
 from lm_eval_moecache.records.geometry import NO_TARGET, Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.predictor import digest_of, target_of
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import equip
-from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.recorder import identity
 from lm_eval_moecache.trace.trace import Drafted, Lists, Trace

@@ -22,7 +22,7 @@ from tests.families.configs import causal_types, small_model
 from tests.harness import choices, generations
 from tests.models import byte_tokenizer
 
-HOST: dict[str, Any] = {"device": "cpu", "max_length": 48}
+HOST: dict[str, Any] = {"device": "cpu", "max_length": 48, "dtype": "float32"}
 EQUAL, RUNS, REFUSED, FAILED = "equal", "runs", "refused", "FAILED"
 ON_DEMAND = {"policy": "on_demand", "capacity": "25%"}
 PREFETCHING = {"policy": "specmd", "capacity": "25%"}

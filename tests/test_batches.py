@@ -1,0 +1,316 @@
+"""A request is a sample: what is measured of it depends on no batch, order or other request."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from lm_eval_moecache import MoECacheLM
+from lm_eval_moecache.algorithms.policy import load_policy, policy_names
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
+from lm_eval_moecache.harness import turns
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.harness.turns import ON_A_CPU, Seeds, whole_documents
+from lm_eval_moecache.model.by_row import ByRow
+from lm_eval_moecache.model.decoding import RowDecoding
+from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.records.ledger import RequestRecord
+from tests.artifacts import artifacts_of, predictor_of
+from tests.conftest import Checkpoint
+from tests.harness import choices, generations, make_instance, texts
+
+QUICK = ("on_demand", "specmd", "mixture_cache", "buddymoe", "importance_scheduling", "hobbit")
+OF_TOP_8 = ("buddymoe", "commitmoe", "commitmoe_deepseek")
+"""Compositions with parameters for routers that choose many experts: they run on `tiny`."""
+EVERY = [name for name in policy_names() if not load_policy(name).prefetch.algorithm.needs_draft]
+CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EVERY]
+NEAR = {
+    **dict.fromkeys(("stall_s", "start_s", "end_s", "link_busy_s", "host_s", "host_wait_s"), 1e-9),
+    # A sum of the router's own float32 weights.
+    "lost_weight": 1e-6,
+}
+"""Sums of floats, and the relative error that their order and rounding may make."""
+
+
+@pytest.fixture(scope="module")
+def lm(checkpoint: Checkpoint) -> MoECacheLM:
+    path = str(checkpoint("olmoe"))
+    return MoECacheLM(path, device="cpu", dtype="float32", max_length=48, policy="on_demand")
+
+
+def setting(lm: MoECacheLM, policy: str, **changes: Any) -> dict[str, Any]:
+    """Return arguments of a policy with the artifacts and the ladder that it needs."""
+    find = artifacts_of if lm.model.config.hidden_size < 100 else predictor_of
+    return {"policy": policy, "capacity": "40%", **find(lm.model, load_policy(policy)), **changes}
+
+
+Served = dict[tuple[str, Any, int], Any]
+
+
+def serve(
+    lm: MoECacheLM, given: dict[str, Any], requests: Sequence[Instance], batch: Any
+) -> Served:
+    """Return each request's answer and all that is counted of its passes."""
+    lm.install(read_config(given))
+    lm.batch_size_per_gpu = batch
+    answers: Served = {}
+    for kind in ("generate_until", "loglikelihood", "loglikelihood_rolling"):
+        own = [request for request in requests if request.request_type == kind]
+        for request, answer in zip(own, getattr(lm, kind)(own, disable_tqdm=True), strict=True):
+            answers[request.task_name, request.doc_id, request.idx] = answer
+    lm.engine.check_integrity()
+    lm.batch_size_per_gpu = 1
+    return {
+        (record.task, record.document, record.place): (
+            answers[record.task, record.document, record.place],
+            record.prompt_tokens,
+            record.output_tokens,
+            [{**asdict(each), "index": 0} for each in record.passes],
+        )
+        for record in lm.engine.ledger.requests
+    }
+
+
+def assert_same(found: Served, expected: Served, absolute: bool = True) -> None:
+    for name, (answer, *counts, passes) in found.items():
+        wanted, *other_counts, others = expected[name]
+        assert (answer, counts) == (wanted, other_counts), name
+        assert len(passes) == len(others), name
+        for one, other in zip(passes, others, strict=True):
+            for key, value in one.items():
+                if key in NEAR:
+                    near = pytest.approx(other[key], rel=NEAR[key], abs=1e-12)
+                    assert value == near, (name, key)
+                else:
+                    assert value == other[key], (name, key)
+
+
+def all_requests() -> list[Instance]:
+    return [*generations(5), *choices(), *texts()]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> MoECacheLM:
+    return MoECacheLM("tiny", device="cpu", max_length=48, policy="on_demand")
+
+
+@pytest.mark.parametrize("policy", CASES)
+def test_a_request_costs_and_answers_the_same_in_any_batch(
+    lm: MoECacheLM, tiny: MoECacheLM, policy: str
+) -> None:
+    lm = tiny if policy in OF_TOP_8 else lm
+    ladder = load_policy(policy).miss.algorithm.uses_ladder
+    if ladder:
+        pytest.skip("a store of several precisions is loaded for them: see test_a_ladder")
+    given = setting(lm, policy)
+    alone = serve(lm, given, all_requests(), 1)
+    for batch in (3, 16, "auto"):
+        assert_same(serve(lm, given, all_requests(), batch), alone)
+    if lm.moecache.cache_reset == "never":
+        return
+    # Where each starts anew, neither their order nor their number matters.
+    shuffled = all_requests()
+    random.Random(0).shuffle(shuffled)
+    assert_same(serve(lm, given, shuffled, 3), alone)
+    assert_same(serve(lm, given, shuffled[:5], 2), alone)
+
+
+def test_a_ladder_gives_each_request_its_own_precisions(checkpoint: Checkpoint) -> None:
+    path = str(checkpoint("olmoe"))
+    given = {"policy": "hobbit", "capacity": "40%", "precision": "int8:int4"}
+    lm = MoECacheLM(path, device="cpu", dtype="float32", max_length=48, batch_size=4, **given)
+    alone = serve(lm, given, all_requests(), 1)
+    assert_same(serve(lm, given, all_requests()[::-1], 4), alone)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_in_float32_any_batch_answers_as_the_plain_model_alone(
+    lm: MoECacheLM, checkpoint: Checkpoint, batch: int
+) -> None:
+    plain = HFLM(str(checkpoint("olmoe")), device="cpu", dtype="float32", max_length=48)
+    requests = generations(6), choices(), texts()
+    expected = (
+        plain.generate_until(requests[0], disable_tqdm=True),
+        plain.loglikelihood(requests[1], disable_tqdm=True),
+        plain.loglikelihood_rolling(requests[2], disable_tqdm=True),
+    )
+    served = serve(lm, setting(lm, "specmd"), [r for kind in requests for r in kind], batch)
+    for kind, answers in zip(requests, expected, strict=True):
+        for request, answer in zip(kind, answers, strict=True):
+            assert served[request.task_name, request.doc_id, request.idx][0] == answer
+
+
+def test_every_row_that_is_computed_is_waited_for(lm: MoECacheLM) -> None:
+    lengths = {"until": ["zz"], "max_gen_toks": 6}
+    requests = [make_instance("generate_until", "g", i, "ab" * i, lengths) for i in range(1, 6)]
+    serve(lm, setting(lm, "on_demand"), requests, 5)
+    computed, useful = lm.decoded_rows
+    assert computed == useful > 0
+
+
+def test_a_drawn_answer_depends_on_its_request_alone(lm: MoECacheLM) -> None:
+    drawn = {"until": ["\n\n"], "max_gen_toks": 6, "do_sample": True, "temperature": 1.5}
+    requests = [make_instance("generate_until", "g", i, "Draw " + "x" * i, drawn) for i in range(5)]
+    alone = serve(lm, setting(lm, "mixture_cache"), requests, 1)
+    assert_same(serve(lm, setting(lm, "mixture_cache"), requests[::-1], 4), alone)
+    assert len({answer for answer, *_ in alone.values()}) > 1
+    record = RequestRecord(0, "t", "generate_until", document=3)
+    seeds = Seeds()
+    assert seeds.next(record) == Seeds().next(record) != seeds.next(record)
+
+
+@pytest.mark.parametrize(
+    "options", [{"repetition_penalty": 1.3}, {"num_beams": 2}, {"min_new_tokens": 4}]
+)
+def test_options_that_would_see_padding_are_computed_alone(
+    lm: MoECacheLM, options: dict[str, Any]
+) -> None:
+    asked = {"until": ["\n\n"], "max_gen_toks": 5, **options}
+    requests = [make_instance("generate_until", "g", i, "Say " + "y" * i, asked) for i in range(4)]
+    alone = serve(lm, setting(lm, "specmd"), requests, 1)
+    assert_same(serve(lm, setting(lm, "specmd"), requests, 4), alone)
+
+
+# --- seeded faults: the comparison above sees each of them ---
+
+
+def neighbour(patch: pytest.MonkeyPatch) -> None:
+    """A row is served to its neighbour."""
+    begin = WrappedModel._begin_rows
+
+    def turned(self: WrappedModel, *args: Any) -> None:
+        assert self.rows is not None
+        self.rows = [*self.rows[1:], self.rows[0]]
+        begin(self, *args)
+
+    patch.setattr(WrappedModel, "_begin_rows", turned)
+
+
+def carried(patch: pytest.MonkeyPatch) -> None:
+    """A rule's state is carried over to the next request."""
+    make = VirtualEngine.fresh
+
+    def keeping(self: VirtualEngine, future: Any = None) -> VirtualEngine:
+        engine = make(self, future)
+        engine.rules = self.rules
+        return engine
+
+    patch.setattr(VirtualEngine, "fresh", keeping)
+
+
+def padded(patch: pytest.MonkeyPatch) -> None:
+    """A padding token is counted."""
+    patch.setattr(WrappedModel, "_valid_tokens", lambda *_: None)
+
+
+def lingering(patch: pytest.MonkeyPatch) -> None:
+    """A row that has ended goes on being counted."""
+    patch.setattr(RowDecoding, "_drop", lambda *_: False)
+    take = RowDecoding.__init__
+
+    def kept(self: Any, stopped: Any, generators: Any, on_rows: Any, *rest: Any) -> None:
+        rows: list[Any] = []
+
+        def all_rows(asked: list[Any]) -> None:
+            rows[:] = rows or asked
+            on_rows([*rows])
+
+        take(self, stopped, generators, all_rows, *rest)
+
+    patch.setattr(RowDecoding, "__init__", kept)
+
+
+@pytest.mark.parametrize(
+    ("fault", "policy"),
+    [
+        *((fault, policy) for fault in (neighbour, padded) for policy in ("on_demand", "max_rank")),
+        (carried, "specmd"),
+        (lingering, "on_demand"),
+    ],
+)
+def test_a_seeded_fault_is_seen(
+    tiny: MoECacheLM, fault: Callable[[Any], None], policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, given = (
+        tiny,
+        setting(tiny, policy, cache_reset="never" if policy == "on_demand" else "request"),
+    )
+    # A stop string that ends the rows at different places.
+    stops = {"until": ["t"], "max_gen_toks": 12}
+    asked = [
+        make_instance("generate_until", "g", i, f"Tom has {i} " * i, stops) for i in (1, 2, 3, 4)
+    ]
+    requests = [*asked, *choices()]
+    alone = serve(lm, given, requests, 1)
+    assert fault is not lingering or len({counts[1] for _, *counts, _ in alone.values()}) > 2
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, IndexError, ValueError)):
+        assert_same(serve(lm, given, requests, 4), alone)
+    monkeypatch.undo()
+    lm._rows.clear()
+
+
+def test_a_model_that_gives_up_no_row_counts_none_that_has_ended(
+    lm: MoECacheLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = setting(lm, "mixture_cache")
+    alone = serve(lm, given, generations(5), 1)
+    monkeypatch.setattr(RowDecoding, "_drop", lambda *_: False)
+    assert_same(serve(lm, given, generations(5), 5), alone)
+
+
+def test_without_dividing_rows_their_last_bits_differ(
+    lm: MoECacheLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `model.by_row` is for: without it a batch's logits are not those of its rows alone."""
+    given, requests = setting(lm, "on_demand"), [*choices()]
+    alone = serve(lm, given, requests, 1)
+    monkeypatch.setattr(ByRow, "begin_pass", lambda *_: None)
+    monkeypatch.setattr(lm.wrapped.__class__, "_divide", lambda *_: None)
+    beside = serve(lm, given, requests, 4)
+    assert any(beside[name][0] != alone[name][0] for name in alone)
+
+
+# --- in whose turn ---
+
+
+def test_documents_are_never_divided_nor_share_an_input_with_another() -> None:
+    documents, inputs = [*"aabbbcd"], [*"1123452"]
+    parts = [*whole_documents(documents, inputs, 2)]
+    assert not {part.start for part in parts} & {1, 3, 4}
+    for part in parts:
+        owners: dict[str, str] = {}
+        for document, given in zip(documents[part], inputs[part], strict=True):
+            assert owners.setdefault(given, document) == document
+    assert [i for part in parts for i in range(part.start, part.stop)] == [*range(7)]
+
+
+@pytest.mark.parametrize(
+    ("ours", "why"),
+    [
+        ({"scoring": "scan", "capacity": "4/layer"}, "one text token after token"),
+        ({"policy": "mixture_cache", "cache_reset": "never"}, "depends on the request before"),
+        ({"streams": 3}, "share the cache"),
+    ],
+)
+def test_what_cannot_go_in_a_batch_is_computed_alone_and_said_once(
+    lm: MoECacheLM, ours: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    lm.batch_size_per_gpu = 8
+    lm.install(read_config({"policy": "on_demand", "capacity": "40%", **ours}))
+    said = [record.message for record in caplog.records if "batch_size=8" in record.message]
+    assert len(said) == 1 and why in said[0]
+    lm.batch_size_per_gpu = 1
+
+
+def test_auto_is_a_number_of_rows_that_a_cpu_is_fastest_on(lm: MoECacheLM) -> None:
+    lm.install(read_config({"policy": "on_demand"}))
+    lm.batch_size_per_gpu = turns.AUTO
+    assert lm.rows_at_once() == ON_A_CPU
+    lm.batch_size_per_gpu = 1
