@@ -29,6 +29,7 @@ _PLAIN: Mapping[str, Sequence[Any]] = {
     "draft": ("self:int4", "tiny", "prompt_lookup"),
     "draft_tokens": (4,),
     "reads_per_expert": (2,),
+    "streams": (2,),
     "runtime": ("llama.cpp",),
 }
 _BESIDE: Mapping[tuple[str, Any], Mapping[str, Any]] = {

@@ -374,7 +374,8 @@ class MoECacheLM(HFLM):
     @contextmanager
     def _computing(self, rows: int, total: int, kind: str, hidden: bool) -> Iterator[None]:
         """Compute so many requests together in this block, and show how many are done."""
-        asked, self.batch_size_per_gpu = self.batch_size_per_gpu, rows
+        asked: Any = self.batch_size
+        self.batch_size_per_gpu = rows
         hidden = hidden or self.rank != 0
         self._progress = tqdm(total=total, disable=hidden, desc=f"Running {kind} requests")
         try:
@@ -611,7 +612,7 @@ class MoECacheLM(HFLM):
         if not self._in_documents:
             return self._score(requests, records, inputs, **kwargs)
         documents = [(record.task, record.document) for record in records]
-        longest = max(inputs, key=len, default=[])
+        longest: list[int] = max(inputs, key=len, default=[])
         rows, outputs = self.rows_at_once(longest), list[Any]()
         keys = [fingerprint(tokens) for tokens in inputs]
         if not self.logits_cache:

@@ -390,8 +390,8 @@ class WrappedModel:
         if self.recorder is None:
             return
         own = slice(part.start, part.stop)
-        logits = None if host.logits is None else host.logits[own].astype(np.float16)
-        noted = {ahead: values[own].astype(np.float16) for ahead, values in host.noted.items()}
+        logits: Any = None if host.logits is None else host.logits[own].astype(np.float16)
+        noted: Any = {ahead: values[own].astype(np.float16) for ahead, values in host.noted.items()}
         part.row.noted[-1].events.append((event, logits, noted))
 
     def _router_hook(self, layer: int) -> Callable[[nn.Module, Any, Any], Any]:
@@ -651,6 +651,7 @@ class ShadowPrefetcher:
         if self._network is not None:
             target = target_of(event.layer, self._num_layers, event.phase)
             if target is not None:
+                assert rows is not None, "a network without hidden states"
                 logits = self._network(event.layer, hidden)
                 predicted[target] = rows(rounded(logits))
         elif self._prefetch.depth:

@@ -311,7 +311,7 @@ class Trace:
         events = slice(first * num_layers, last * num_layers + 1)
         row_bounds, key_bounds = self.row_bounds[events], self.key_bounds[events]
         rows, keys = slice(row_bounds[0], row_bounds[-1]), slice(key_bounds[0], key_bounds[-1])
-        columns = {
+        columns: dict[str, Any] = {
             field.name: None
             if (column := getattr(self.columns, field.name)) is None
             else column[rows]
@@ -323,7 +323,7 @@ class Trace:
             values = predicted.values[offsets[0] : offsets[-1]]
             predicted = replace(predicted, values=values, offsets=offsets - offsets[0])
         drafted, shift = self.drafted, first_pass - (self.first_pass + first)
-        lists = {
+        lists: dict[str, Any] = {
             name: None if (each := getattr(drafted, name)) is None else each.between(first, last)
             for name in ("tokens", "experts", "ranks")
         }
