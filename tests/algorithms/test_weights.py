@@ -12,8 +12,14 @@ import torch
 
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
+from lm_eval_moecache.model.gate import Choice
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
-from lm_eval_moecache.model.weighting import changed_output, find_rule
+from lm_eval_moecache.model.weighting import (
+    SoftmaxChosen,
+    changed_output,
+    find_rule,
+    in_numpy,
+)
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.artifact import PREDICTOR, write_artifact
 from lm_eval_moecache.records.event import Event
@@ -163,3 +169,25 @@ def test_one_tokens_changed_output_is_that_of_many(
             slow = changed_output(output, choice, selection, rule, None, original)
         assert all(torch.equal(a, b) for a, b in zip(quick[:3], slow[:3], strict=True))
         assert [t.dtype for t in quick[:3]] == [t.dtype for t in slow[:3]]
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_changed_experts_have_the_routers_scale(tokens: int) -> None:
+    """Logits of 1, 1 and 2 parts: half and half of 2.5 become a third and two thirds of it."""
+    rule = SoftmaxChosen(2.5)
+    logits = torch.log(torch.tensor([[1.0, 1.0, 2.0]] * tokens))
+    experts = torch.tensor([[0, 1]] * tokens)
+    choice = Choice(logits, torch.full((tokens, 2), 1.25), experts)
+    output = (logits, choice.weights, experts)
+    selection = Selection(np.array([[2, 1]] * tokens))
+    changed = changed_output(output, choice, selection, rule, None, experts.numpy())
+    expected = torch.tensor([[2.5 * 2 / 3, 2.5 / 3]] * tokens)
+    torch.testing.assert_close(changed[1], expected)
+    np.testing.assert_allclose(in_numpy(rule)(logits.numpy(), selection.experts), expected)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_a_routers_scale_is_found(scale: float) -> None:
+    model = random_model("deepseek_v3", routed_scaling_factor=scale)
+    rule = find_rule(find_moe_layers(model)[-1].gate)
+    assert rule is not None and rule.scale == scale

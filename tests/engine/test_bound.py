@@ -221,3 +221,16 @@ def test_no_eviction_misses_less_than_the_bound(
                 continue
             options = {"decode": decode, "free_prefill": decode, "cache_reset": cache_reset}
             assert bound <= misses(trace, name, form, warm=profile, **options), name
+
+
+def test_after_a_reset_warm_experts_are_ranked_from_there_on() -> None:
+    """Two slots, warmed with 0 and 1 for each request: 0 leaves for 2, as 1 is needed again."""
+    geometry = traces.geometry_of((1,), 3, 1)
+    chosen = [0, 2, 2, 1, 2, 1]
+    rows = [(int(p > 1), p, int(p not in (0, 2)), p if p < 2 else p - 2, 0) for p in range(6)]
+    trace = traces.from_rows(geometry, rows, [[expert] for expert in chosen])
+    warm = UseProfile(model="", counts=((2, 1, 0),))
+    run = setting_for(trace, "2", warm=warm)
+    # Ranked from the first event on, 0 would be the one that is needed next.
+    assert fewest_misses(trace, run, cache_reset="request") == (2, 6)
+    assert misses(trace, "belady", "2", warm=warm, cache_reset="request") == 2

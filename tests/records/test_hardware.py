@@ -59,3 +59,10 @@ def test_bandwidth_replaces_the_link_and_nothing_else_and_says_so(tmp_path: Path
 def test_infinitely_fast_compute_is_a_profile_too(tmp_path: Path) -> None:
     path = write(tmp_path, peak_flops=float("inf"), memory_bytes_per_s=float("inf"))
     assert load_hardware(path).peak_flops == float("inf")
+
+
+def test_a_given_bandwidth_is_reached_whole_by_one_request_and_by_all(tmp_path: Path) -> None:
+    slow = write(tmp_path, link_efficiency=0.5, link_lanes=4, link_lane_bytes_per_s=2e8)
+    own, given = load_hardware(slow), load_hardware(slow, "2GB/s")
+    assert (own.link_rate, own.lane_rate) == (5e8, 2e8)
+    assert (given.link_rate, given.lane_rate) == (2e9, 2e9)

@@ -370,3 +370,27 @@ def test_differences_of_scores_between_0_and_1_are_tested_by_sign_flips() -> Non
     assert found.p == 2 * 4 / 16
     assert found.low < found.mean < found.high
     assert difference([0.0, 0.0, 0.5]).p == 1
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "new", "verdict"),
+    [
+        # Half a percent of a perplexity, half a point of a share.
+        *(("ppl", 20.0, 20.09, "within"), ("ppl", 20.0, 20.11, "worse")),
+        *(("ppl", 1.2, 1.2055, "within"), ("ppl", 1.2, 1.2065, "worse")),
+        *(("acc", 0.5, 0.4955, "within"), ("acc", 0.5, 0.4945, "worse")),
+    ],
+)
+def test_the_floor_is_a_share_of_a_perplexity_and_points_of_a_share(
+    tmp_path: Path, metric: str, value: float, new: float, verdict: str
+) -> None:
+    """Without standard errors and documents no test is made: the floor alone decides."""
+    name = {"ppl": "word_perplexity", "acc": "acc"}[metric]
+    sides = []
+    for side, figure in (("old", value), ("new", new)):
+        made = record("a")
+        made["results"], made["scores"] = {"quiz": {f"{name},none": figure}}, {}
+        made["higher_is_better"] = {"quiz": {name: metric == "acc"}}
+        sides.append(load_runs(write(tmp_path / side, made)))
+    rows = compare(*sides, CompareOptions()).rows
+    assert [row.verdict for row in rows if row.metric == f"{name},none"] == [verdict]

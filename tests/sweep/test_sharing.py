@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -11,11 +12,15 @@ import pytest
 
 from lm_eval_moecache.algorithms.policy import load_policy, policy_names
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.records.artifact import UseProfile, write_use
 from lm_eval_moecache.records.emulation import emulated_names
+from lm_eval_moecache.sweep.identity import ResolvedCell, plan
+from lm_eval_moecache.sweep.sharing import SharedRun, detail_of, share_name
+from lm_eval_moecache.sweep.spec import Cell
 from tests.conftest import Moecache
 from tests.sweep.toy import both_ways, figures, made_by, records, swept, write_sweep
 
@@ -136,6 +141,59 @@ def test_what_changes_outputs_or_is_measured_is_not_shared(
     path = swept(tmp_path / "x", base=base, runs=runs)
     assert made_by(records(path.parent)) == ["run"] * 5
     assert not (path.parent / "traces").exists()
+
+
+def cell(**arguments: Any) -> ResolvedCell:
+    """Return a planned cell of the shipped model on demand."""
+    settings = {"policy": "on_demand", "capacity": "30/layer", **arguments}
+    made = Cell(model="moecache", model_args=settings, tasks=("tiny_mmlu",))
+    return plan(made, read_config(settings), {})
+
+
+EMULATED = {"emulate": emulated_names()[0]}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *({"policy": "specmd"}, {"eviction": "lfu"}, {"capacity": "40/layer"}, {"seed": 3}),
+        *({"hardware": "h200"}, {"runtime": "llama.cpp"}, {"link": "fifo"}, {"warm": "tiny"}),
+        *({"execute": "as_they_arrive"}, {"reads_per_expert": 3}, {"cache_reset": "request"}),
+        *(EMULATED, {**EMULATED, "attention": "context"}),
+    ],
+    ids=str,
+)
+def test_what_changes_no_output_is_shared(changed: dict[str, Any]) -> None:
+    assert share_name(cell(**changed)) == share_name(cell()) is not None
+
+
+@pytest.mark.parametrize("changed", [{"scoring": "scan"}, {"precision": "int8"}], ids=str)
+def test_what_the_model_computes_otherwise_is_not_shared(changed: dict[str, Any]) -> None:
+    """A scan serves a text layer by layer: its trace is no trace of parallel scoring."""
+    other = share_name(cell(**changed))
+    assert other is not None and other != share_name(cell())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lacking"),
+    [
+        ({"eviction": "importance"}, {"logits": False}),
+        ({"eviction": "score"}, {"weights": False, "logits": False}),
+        ({"policy": "specmd"}, {"shadows": ()}),
+        ({"policy": "sp_moe", "draft": "self:int8", "prefetch.critical": 5}, {"criticals": (1,)}),
+    ],
+)
+def test_a_trace_that_lacks_what_a_cell_needs_does_not_serve_it(
+    arguments: dict[str, Any], lacking: dict[str, Any], tmp_path: Path
+) -> None:
+    wanted, shared = detail_of([cell(**arguments)]), SharedRun(tmp_path, "x")
+    for detail, expected in ((wanted, True), (dataclasses.replace(wanted, **lacking), False)):
+        shared.partial.mkdir(parents=True)
+        (shared.partial / "run.parquet").touch()
+        shared.keep("run", detail, {"config": {"moecache": {"device": "cpu"}}})
+        assert shared.serves(wanted) is expected
+    shared.trace.unlink()
+    assert not shared.serves(detail_of([]))
 
 
 def test_a_trace_serves_later_cells_until_it_lacks_something_or_the_model_has_changed(

@@ -312,3 +312,17 @@ def test_a_trace_written_again_is_the_same_and_takes_no_more_bytes(tmp_path: Pat
     np.testing.assert_array_equal(reread.columns.weights, trace.columns.weights)
     np.testing.assert_array_equal(reread.keys, trace.keys)
     assert copy.stat().st_size < 1.02 * shipped.stat().st_size
+
+
+@pytest.mark.parametrize("given", [{"usage": {"prompt_tokens": 5}}, {"prompt_token_ids": [0] * 5}])
+def test_rows_of_a_cached_prefix_are_not_taken_from_the_generation(
+    given: dict[str, object], tmp_path: Path
+) -> None:
+    """Of a prompt of five tokens two were in vLLM's cache: its rows are three, of tokens 2 to 4."""
+    path = tmp_path / "x.json"
+    response = {"routed_experts": IDS.tolist(), "routed_experts_prompt_start": 2, **given}
+    path.write_text(json.dumps(response))
+    columns = load_trace(str(path)).columns
+    first = columns.layer == 0
+    assert columns.token[first].tolist() == [2, 3, 4, 5, 6]
+    assert [PHASES[phase] for phase in columns.phase[first]] == ["prefill"] * 3 + ["decode"] * 2
