@@ -142,6 +142,43 @@ def test_windows_of_a_text_are_passes_of_its_request(lm: MoECacheLM, streams: in
     assert all("tpot_ms" not in request.moecache for request in requests)
 
 
+@pytest.mark.parametrize("streams", [1, 3])
+def test_a_request_has_no_pass_after_its_end_though_others_go_on(
+    lm: MoECacheLM, streams: int
+) -> None:
+    install(lm, streams=streams)
+    answers = lm.generate_until(generations(3), disable_tqdm=True)
+    stop = next(text[:2] for text in answers if sum(text[:2] in other for other in answers) == 1)
+    install(lm, streams=streams)
+    requests = generations(3)
+    for request in requests:
+        request.args[1]["until"] = [stop]
+    lm.generate_until(requests, disable_tqdm=True)
+    records = lm.engine.ledger.requests
+    counts = [record.output_tokens for record in records]
+    assert min(counts) < max(counts) == 6
+    assert [len(record.passes) for record in records] == counts
+    if streams > 1:
+        assert len(lm.engine.ledger.passes) == 6
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_a_scored_text_is_as_long_as_what_the_model_reads_of_it(
+    lm: MoECacheLM, streams: int
+) -> None:
+    """A text longer than `max_length` is cut on the left, and its last token is only scored."""
+    install(lm, streams=streams)
+    lengths = {20: 20, 48: 48, 49: 48, 90: 48}
+    requests = [
+        make_instance("loglikelihood", "text", i, "x" * (length - 2), "abc")
+        for i, length in enumerate(lengths)
+    ]
+    lm.loglikelihood(requests, disable_tqdm=True)
+    records = lm.engine.ledger.requests
+    assert [record.prompt_tokens for record in records] == [*lengths.values()]
+    assert sum(p.num_tokens for p in lm.engine.ledger.passes) == sum(lengths.values())
+
+
 def test_output_ends_with_the_closing_token_or_the_stop_string(lm: MoECacheLM) -> None:
     eos, pad = lm.tokenizer.eos_token_id, lm.tokenizer.pad_token_id
     row = lm.tok_encode("ab\n\ncd")
