@@ -204,3 +204,51 @@ def test_the_runtime_ideal_changes_no_device_and_others_slow_it() -> None:
         device.memory_bytes_per_s * mechanisms().constants["card_share"]
     )
     assert slower.layer_overhead_s > 0
+
+
+@pytest.mark.parametrize(("sockets", "share", "rate"), [(1, 0.5, 32), (2, 0.5, 32), (2, 0.75, 48)])
+def test_of_two_sockets_a_runtime_reaches_its_share(
+    sockets: int, share: float, rate: float
+) -> None:
+    """Four channels of 1,000 MT/s are 32 GB/s a socket."""
+    figures = {"host_memory_channels": 4, "host_memory_mt_per_s": 1000.0, "host_sockets": sockets}
+    server = replace(load_hardware("rtx-3090"), **figures)
+    found = machine(server, replace(HOST, socket_share=share))
+    assert found.host_bytes_per_s == pytest.approx(rate * 1e9)
+
+
+def test_page_faults_of_a_mapped_file_reach_a_fifth_of_the_drive() -> None:
+    """Of 20 MB of experts a token misses 5 MB: 1 ms at 5 GB/s, 5 ms by faults."""
+    reads = Runtime(name="r", absent="read")
+    placed = place(MODEL, MACHINE, reads, read_placement("slots=1"), 0, 0.75, KNOWN)
+    drives = [
+        token_work(MODEL, MACHINE, each, 0).drive
+        for each in (placed, replace(placed, by_faults=True))
+    ]
+    assert drives == pytest.approx([1e-3, 5e-3])
+
+
+def test_each_card_has_buffers_of_its_own() -> None:
+    """24 GB less 1 GB a card, 100 MB of dense weights, and 1 MB for 1,000 tokens of context."""
+    rooms = [room(MODEL, replace(MACHINE, cards=cards), 1000) for cards in (1, 2, 3)]
+    assert rooms == [22.899e9, 21.899e9, 20.899e9]
+
+
+@pytest.mark.parametrize("absent", ["host", "copy", "read", "both"])
+def test_a_runtimes_factor_is_that_of_every_speed(absent: str) -> None:
+    """A program of half the speed of its mechanism takes twice the time, whatever it waits for."""
+    usual, slow = (Runtime(name="r", absent=absent, factor=factor) for factor in (1.0, 0.5))
+    assert seconds("slots=1", slow, 0.75) == pytest.approx(2 * seconds("slots=1", usual, 0.75))
+    device = replace(load_hardware("rtx-3090"), link_efficiency=0.5, link_lane_bytes_per_s=None)
+    plain, halved = usual.on(device), slow.on(device)
+    shares = mechanisms().constants
+    link, host = shares["drive_share" if absent == "read" else "link_share"], shares["host_share"]
+    assert plain.link_rate == pytest.approx(device.link_rate * link)
+    nominal = device.host_nominal_bytes_per_s
+    assert nominal and plain.host_memory_bytes_per_s == pytest.approx(nominal * host)
+    extra = {"copy": "copy_layer_us", "read": "read_layer_us"}.get(absent, "host_layer_us")
+    layer_us = shares["layer_us"] + shares[extra]
+    assert plain.layer_overhead_s == pytest.approx(1e-6 * layer_us)
+    for rate in ("memory_bytes_per_s", "host_memory_bytes_per_s", "link_rate", "lane_rate"):
+        assert getattr(halved, rate) == pytest.approx(getattr(plain, rate) / 2)
+    assert halved.layer_overhead_s == pytest.approx(2 * plain.layer_overhead_s)
