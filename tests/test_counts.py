@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from lm_eval_moecache.analysis.counts import FORMS, read_counts
+from lm_eval_moecache.analysis.counts import FORMS, Counts, read_counts, replayed
 from lm_eval_moecache.records.files import traces_dir
 from tests.conftest import Moecache
+from tests.engine import traces
 
 QWEN = traces_dir() / "qwen3-30b-a3b.parquet"
 IMP = """[INFO] Expert LRU cache: 48 layers {x} 96 slots {x} 1.18 MiB = 5436.00 MiB GPU memory
@@ -156,3 +157,26 @@ def test_what_does_not_fit_is_refused(
 def test_a_model_goes_with_counts_alone(moecache: Moecache) -> None:
     error = moecache("validate", QWEN, "x.csv", "--model", "OLMoE-1B-7B", code=2)
     assert "model='OLMoE-1B-7B' goes with --counts alone" in error
+
+
+def test_windows_weigh_by_their_lookups_and_not_by_their_number(tmp_path: Path) -> None:
+    """64 steps of 6 experts at 20% misses and 16 of 12 at 10%: 96 of 576 lookups."""
+    line = "MoE cache ({} decode steps): miss_rate={}, active/layer={}, missing/layer=1\n"
+    path = tmp_path / "counts.log"
+    path.write_text(line.format(64, 0.2, 6) + line.format(16, 0.1, 12))
+    assert read_counts(str(path)).hit_rate == pytest.approx(1 - 96 / 576)
+
+
+@pytest.mark.parametrize(("phase", "hits", "misses"), [("decode", 1, 2), ("all", 2, 3)])
+def test_a_replay_counts_the_passes_that_the_runtime_counts(
+    phase: str, hits: int, misses: int
+) -> None:
+    """One slot; a prompt needs expert 3 twice, and decoding needs 0, 0 and 1."""
+    phases = ["prefill"] * 2 + ["decode"] * 3
+    trace = traces.decode_trace([[[3]], [[3]], [[0]], [[0]], [[1]]], 4, phases)
+    counts = Counts(writer="x", phase=phase, hit_rate=0.5)
+    found = replayed(trace, traces.setting_for(trace, "1"), counts)
+    assert (found["hits"], found["misses"], found["steps"]) == (hits, misses, 3)
+    assert found["bytes_moved"] == misses
+    # The most used expert of the decode steps, whatever the prompt needs.
+    assert found["oracle_hit_rate"] == pytest.approx(2 / 3)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from lm_eval_moecache.analysis.validation import Series, setting_of, simulate
+from lm_eval_moecache.profiling._fit import Measured, fit
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.trace.importers import load_trace
 from tests.conftest import Moecache
@@ -147,3 +149,24 @@ def test_the_shipped_phone_profile_predicts_the_phone(
     assert comparison["stall_median_error"] <= 0.08
     assert comparison["stall_ratio"] == pytest.approx(1, abs=0.06)
     assert comparison["wall_median_error"] <= 0.09
+
+
+def test_a_tokens_wall_is_stall_management_and_compute(trace: Path) -> None:
+    """A microsecond a loaded byte is a millisecond for each of an expert's 1,000 bytes."""
+    slow = replace(traces.HARDWARE, load_overhead_s_per_byte=1e-6)
+    columns, plain = measured_by(trace, slow).columns, measured_by(trace, traces.HARDWARE).columns
+    assert columns["mgmt_ms"] == pytest.approx(1e-3 * columns["read_bytes"])
+    assert columns["mgmt_ms"].any() and not plain["mgmt_ms"].any()
+    parts = columns["stall_ms"] + columns["mgmt_ms"] + columns["compute_ms"]
+    assert columns["wall_ms"] == pytest.approx(parts)
+    assert columns["compute_ms"] == pytest.approx(plain["compute_ms"])
+
+
+def test_management_is_fitted_on_the_tokens_that_are_asked_for(trace: Path) -> None:
+    slow = replace(traces.HARDWARE, load_overhead_s_per_byte=1e-6)
+    columns, run = dict(measured_by(trace, slow).columns), load_trace(str(trace))
+    columns["mgmt_ms"] = columns["mgmt_ms"] * np.where(np.arange(15) < 10, 1, 9)
+    setting = setting_of(run, traces.HARDWARE, ENGINE, 2)
+    measured = Measured("run", run, setting, Series(columns), slice(0, 10))
+    fitted, *_ = fit([measured], traces.HARDWARE, ["memory_bytes_per_s"])
+    assert fitted.load_overhead_s_per_byte == pytest.approx(1e-6)
