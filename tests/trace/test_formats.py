@@ -234,6 +234,14 @@ def test_counts_of_engines_become_a_profile(file: str, tmp_path: Path, moecache:
     assert json.loads(out.read_text())["counts"] == counts
 
 
+def test_decayed_counts_are_rounded(tmp_path: Path) -> None:
+    """An engine whose counts fade writes fractions; two thirds of a use are one."""
+    path = tmp_path / "x.coli_usage"
+    path.write_text("-1 2 3\n3 0 0.4\n3 2 0.7\n7 1 2.6\n")
+    profile = read_counts(str(path), "trace")
+    assert profile is not None and profile.counts == ((0, 0, 1), (0, 3, 0))
+
+
 def test_a_trace_in_json_is_counted_as_any_other(tmp_path: Path, moecache: Moecache) -> None:
     out = tmp_path / "use.json"
     moecache("profile", "use", FOLDER / "glm_atlas.json", "--out", out)
