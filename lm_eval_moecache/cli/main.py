@@ -33,6 +33,7 @@ from lm_eval_moecache.records.numbers import (
     shown,
     unknown_name_error,
 )
+from lm_eval_moecache.records.sizes import check_one_word
 
 RESUMING = {
     "eval": "Recorded traces hold the finished requests; the same command begins anew.",
@@ -121,6 +122,7 @@ def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
                 raise ValueError(
                     f"{what} must hold a mapping of options; it holds {shown(options)}."
                 )
+    check_one_word(argv)
     arguments = parser.parse_args(list(argv))
     if getattr(arguments, "pretrained", None) is not None:
         check_place("pretrained", arguments.pretrained)

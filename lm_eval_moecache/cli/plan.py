@@ -123,9 +123,11 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
     """Return the model, the machine, and the report that `--json` prints."""
     context = read_count("--context", arguments.context, least=1, most=MOST_CONTEXT)
     prompt = read_count("--prompt", arguments.prompt, least=1, most=MOST_CONTEXT)
-    model = load_real_model(arguments.model, key="model")
+    model, taken = load_real_model(arguments.model, key="model"), []
     if arguments.precision is not None:
         model = replace(model, stored=load_stored(arguments.precision))
+        if model.stored.name.lower() != arguments.precision.lower():
+            taken = [f"weights in {model.stored.name} (--precision {arguments.precision})"]
     if arguments.store not in STORES:
         raise unknown_name_error("store", arguments.store, STORES)
     several = re.fullmatch(r"([0-9]{1,2}) ?[xX] ?(.+)", arguments.hardware.strip())
@@ -140,6 +142,7 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
     if arguments.precision is None:
         run_as = runtimes.usual_precision(model, hardware, cards, context)
     advice = runtimes.advise(run_as, hardware, given, context, prompt, arguments.measured)
+    advice["assumed"] = [*taken, *advice["assumed"]]
     if run_as is not model:
         why = f"(as published, {model.stored.name}, they do not fit)"
         advice["assumed"].insert(0, f"weights in {run_as.stored.name} {why}")

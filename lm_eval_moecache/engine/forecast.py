@@ -52,6 +52,7 @@ FAULTS = 0.2
 """Share of the drive's rate that page faults of a mapped file reach (flash-moe's results.tsv)."""
 AUTO = "auto"
 KINDS = (RESIDENT, "host_layers", "resident_experts", "slots", "cache", AUTO, "cpu")
+_LEAST_CACHE = 2**30
 _FORMS = "resident, host_layers=N, host_layers=all, resident_experts=N, slots=N, cache=8GiB, auto"
 
 
@@ -93,7 +94,10 @@ def read_placement(text: str, key: str = "placement") -> Placement:
         raise ValueError(f"{key}={text!r} is not a placement. Allowed: {_FORMS}.")
     kind = "host_layers" if match[1].startswith("n") else match[1]
     if kind == "cache":
-        return Placement(kind=kind, amount=parse_bytes(match[2] + (match[3] or "MiB"), key))
+        # llama.cpp counts caches in MiB; so small a number was meant in GB.
+        least = 0 if match[3] else _LEAST_CACHE
+        size = parse_bytes(match[2] + (match[3] or "MiB"), f"{key}: cache", least=least)
+        return Placement(kind=kind, amount=size)
     return Placement(kind=kind, amount=math.inf if match[2] == "all" else float(match[2]))
 
 

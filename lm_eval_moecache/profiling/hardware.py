@@ -21,6 +21,7 @@ from lm_eval_moecache.records.sizes import parse_bandwidth, parse_bytes
 
 ON_DEMAND = "on_demand"
 MOST_EDGE = 65536
+_LEAST_COPY = 2**16
 """Largest edge of the measured product: beyond it one takes minutes on any device."""
 
 
@@ -69,7 +70,7 @@ def run(arguments: Namespace) -> int:
         fields = {k: v for k, v in dataclasses.asdict(profile).items() if v is not None}
         write_whole(path, _as_yaml(fields))
         return say(report, [_as_yaml(report).rstrip("\n")], arguments.json)
-    nbytes = parse_bytes(arguments.size, "size")
+    nbytes = parse_bytes(arguments.size, "size", unit="MB", least=_LEAST_COPY)
     wall_options = {"bandwidth": arguments.bandwidth, "policy": arguments.policy}
     for key, value in wall_options.items() if not arguments.pretrained else ():
         if value not in (None, ON_DEMAND):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +13,7 @@ from lm_eval_moecache.records.sizes import parse_bandwidth
 
 PROFILE_DIR = Path(__file__).resolve().parent.parent / "hardware"
 DEFAULT_PROFILE = "a100-5GBps"
+LEAST_LINK = 1e6
 MOST_LANES = 1024
 _MOST_CHANNELS = 64
 RENAMED = {"a100-5gbps": "a100-5GBps"}
@@ -42,6 +43,7 @@ OF_THE_MACHINE = (
     *("drive_bytes_per_s", "drive_random_bytes_per_s"),
 )
 """Figures that forecasts of runtimes use and the virtual clock does not: no part of a run."""
+_LEAST_BYTES = 1e6
 _BYTES_PER_TRANSFER = 8
 """A channel of DDR memory is 64 bits wide."""
 
@@ -106,7 +108,7 @@ class Hardware:
         """Return the device behind a link with this rate (`5GB/s`), for one request or for all."""
         return replace(
             self,
-            link_bytes_per_s=parse_bandwidth(bandwidth),
+            link_bytes_per_s=parse_bandwidth(bandwidth, least=LEAST_LINK),
             link_efficiency=1.0,
             link_lane_bytes_per_s=None,
             source={
@@ -162,6 +164,23 @@ def canonical_name(name: str) -> str:
     return find_name("hardware", str(name), profile_names(), _NAMING, _has_memory)
 
 
+def _check_units(hardware: Hardware, path: str) -> None:
+    """Refuse a figure of somebody's YAML that was given in GB, GB/s, TFLOP/s or microseconds."""
+    for key, value in asdict(hardware).items():
+        meant = None
+        if key.endswith(("_bytes", "_bytes_per_s")) and value and value < _LEAST_BYTES:
+            meant = f"{value:g}e+9"
+        elif key.endswith("_flops") and value and value < _LEAST_BYTES:
+            meant = f"{value:g}e+12"
+        elif key.endswith(("latency_s", "overhead_s")) and value >= 1:
+            meant = f"{value:g}e-6"
+        if meant:
+            raise ValueError(
+                f"hardware={path!r}: {key}={value:g} is in bytes, FLOP or seconds, as its name "
+                f"says. Did you mean {meant}?"
+            )
+
+
 def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
     """Load a profile by name, as people type it (`RTX 4070 Ti`, `rtx3060`), or by path.
 
@@ -174,6 +193,8 @@ def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
     from lm_eval_moecache.records.schemas.inputs import read_profile
 
     hardware = read_profile(Hardware, path, "hardware")
+    if found not in profile_names():
+        _check_units(hardware, found)
     return hardware if bandwidth is None else hardware.with_bandwidth(bandwidth)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lm_eval_moecache.records.files import read_json
 from lm_eval_moecache.records.geometry import Geometry
@@ -22,6 +23,10 @@ LAYER_SIZES = "experts_per_layer"
 _PER_LAYER = "/layer"
 _MOST_BYTES = 10**18
 """A million times today's largest memory: anything more is a typing error."""
+_MOST_BARE = 10**6
+"""GB, or GB/s: a number alone that is larger was meant in bytes."""
+_UNIT = re.compile(r"(?i)[kmgt](i?b)?(/s)?")
+_LETTER = re.compile(r"([0-9]*\.?[0-9]+)\s*([kKmMgGtT])(i?)")
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*")
 _SLOTS = re.compile(r"\[([0-9, ]*)\]/layer|([0-9]+)/layer")
 _SIZES = "B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024)"
@@ -31,29 +36,71 @@ CAPACITY_FORMS = (
 )
 
 
-def parse_bytes(text: str, key: str) -> int:
-    """Read `2GiB` or `500MB`; kB, MB, GB are powers of 1000 and KiB, MiB, GiB of 1024."""
-    size = _size(text)
+def parse_bytes(text: object, key: str, *, unit: str = "B", least: int = 0) -> int:
+    """Read `2GiB` or `500MB`; kB, MB, GB are powers of 1000 and KiB, MiB, GiB of 1024.
+
+    A number alone is in `unit`. Raises ValueError for what is no size, and below `least` bytes,
+    naming what was probably meant.
+    """
+    body = str(text).strip()
+    bare = _bare_number(body)
+    if bare is not None and unit != "B" and bare > _MOST_BARE:
+        raise ValueError(f"{key}={body!r} has no unit. Did you mean '{bare / 1e9:.4g}GB'?")
+    size = _size(body if bare is None else f"{body}{unit}")
     if size is None:
-        raise ValueError(f"{key}={text!r} is not a size. Allowed: a number with one of {_SIZES}.")
+        raise ValueError(
+            f"{key}={shown(text)} is not a size.{_whole_unit(body)} Allowed: a number with one of "
+            f"{_SIZES}."
+        )
+    if size < least:
+        number = body.rstrip("kKMGTmgtiIbB ")
+        raise ValueError(
+            f"{key}={body!r} is {size} bytes, too few for it. Did you mean '{number}GB'?"
+        )
     return size
 
 
-def parse_bandwidth(text: str) -> float:
-    """Read `5GB/s` as bytes per second; it needs a unit and must be positive."""
-    body = str(text).strip().removesuffix("/s")
-    rate = _size(body)
-    problem = f"is not a bandwidth. Allowed: a number with one of {_SIZES} a second"
+def parse_bandwidth(text: object, key: str = "bandwidth", least: float = 0) -> float:
+    """Read `5GB/s` as bytes per second; a number alone is GB/s, and less than `least` a slip."""
+    body = re.sub("(?i) ?/ ?s$|ps$", "", str(text).strip())
     if re.search(r"[0-9\s][kKMGT]i?b$", body):
-        problem = (
-            "reads as bits per second. Allowed: bytes per second, with a capital B, like "
-            f"'{body[:-1]}B/s' for bytes, or an eighth of the number for bits"
+        raise ValueError(
+            f"{key}={text!r} reads as bits per second. Allowed: bytes per second, with a capital "
+            f"B, like '{body[:-1]}B/s' for bytes, or an eighth of the number for bits."
         )
-    elif _bare_number(body) is not None:
-        problem = "has no unit. Allowed: bytes per second"
+    bare = _bare_number(str(text).strip())
+    rate = _size(body if bare is None else f"{body}GB")
+    number = (bare or 0) / 1e9 if bare is not None and bare > _MOST_BARE else None
+    noun = "bandwidth" if key == "bandwidth" else "rate"
+    problem = f"is not a {noun}.{_whole_unit(body, '/s')}"
+    if number is not None:
+        problem = f"has no unit, and is no rate in GB/s. Did you mean '{number:.4g}GB/s'?"
+    elif rate and rate < least:
+        problem = f"is {rate} bytes a second. Did you mean '{body.rstrip('kKMGTiIbB ')}GB/s'?"
     elif rate:
         return float(rate)
-    raise ValueError(f"bandwidth={text!r} {problem}; above 0, like '5GB/s'.")
+    raise ValueError(
+        f"{key}={text!r} {problem} Allowed: a number with one of {_SIZES} a second, or of GB/s; "
+        "above 0, like '5GB/s'."
+    )
+
+
+def check_one_word(words: Sequence[str]) -> None:
+    """Refuse `--ram 64 GB`, which a shell splits in two words. ValueError says what to type."""
+    for word, unit in pairwise(words):
+        number = word.rpartition("=")[2]
+        if _bare_number(number) is not None and _UNIT.fullmatch(unit):
+            whole = unit if unit.rstrip("s").rstrip("/")[-1] in "bB" else f"{unit}B"
+            raise ValueError(f"{number} {unit} is two words. Type '{number}{whole}'.")
+
+
+def _whole_unit(text: str, end: str = "") -> str:
+    """Return ` Type '64GB'.` for the `64G` of other programs."""
+    match = _LETTER.fullmatch(text)
+    if match is None:
+        return ""
+    letter = "k" if match[2] in "kK" else match[2].upper()
+    return f" Type '{match[1]}{letter}{'i' if match[3] else ''}B{end}'."
 
 
 def _size(text: str) -> int | None:
@@ -142,7 +189,8 @@ def _read(text: object) -> tuple[str, str, list[float]]:
         return body, "bytes", [read_count("capacity", size, least=1, most=_MOST_BYTES)]
     except ValueError:
         raise ValueError(
-            f"capacity={shown(text)} is not a capacity. Allowed: {CAPACITY_FORMS}; "
+            f"capacity={shown(text)} is not a capacity.{_whole_unit(body)} Allowed: "
+            f"{CAPACITY_FORMS}; "
             "above zero, and at most 100%."
         ) from None
 

@@ -61,7 +61,13 @@ PRECISION_HELP = (
     f"{', '.join(PRECISIONS)}; of GGUF q4_k_m, ud-q4_k_xl, iq3_s ...; exl3:4.0, 4.5bpw, 4bit (MLX)"
 )
 _SAME = {"bfloat16": "bf16", "f16": "bf16", "fp16": "bf16", "float16": "bf16", "fp4": "mxfp4"}
-_SAME |= {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m", "q8": "q8_0"}
+GGUF_BITS = {
+    **{"1": "iq1_m", "2": "q2_k", "3": "q3_k_m", "4": "q4_k_m", "5": "q5_k_m", "6": "q6_k"},
+    **{"7": "q6_k", "8": "q8_0"},
+}
+"""Bits of a name like `Q4` -> the usual GGUF type."""
+_SAME |= {f"q{bits}": name for bits, name in GGUF_BITS.items()}
+_SAME |= {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m"}
 _Q8_0 = 8.5
 _FORMS = "ud-NAME of a GGUF type, 4bit (MLX), exl3:4.0, 4.5bpw"
 

@@ -29,7 +29,7 @@ from lm_eval_moecache.engine.forecast import (
     stored_for,
 )
 from lm_eval_moecache.records.emulation import RealModel
-from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.hardware import LEAST_LINK, Hardware
 from lm_eval_moecache.records.runtime import (
     BOTH,
     COPY,
@@ -54,6 +54,7 @@ ON_PHONES = ("bigmoeonedge",)
 _PHONE_FLOPS = 1e12
 """A device with unified memory and less is a phone."""
 _FEW_BITS = 6.0
+LEAST_RAM = 10**9
 _USUAL = ("q4_k_m", "q3_k_m", "q2_k")
 
 
@@ -71,10 +72,10 @@ def known(
     """
     return {
         "cards": cards,
-        "ram": None if ram is None else parse_bytes(ram, "ram"),
+        "ram": None if ram is None else parse_bytes(ram, "ram", unit="GB", least=LEAST_RAM),
         "host": None if host_memory is None else rate(host_memory, "host_memory"),
         "drive": None if disk is None else rate(disk, "disk"),
-        "link": None if bandwidth is None else parse_bandwidth(bandwidth),
+        "link": None if bandwidth is None else parse_bandwidth(bandwidth, least=LEAST_LINK),
     }
 
 

@@ -37,7 +37,6 @@ from lm_eval_moecache.engine.forecast import (
 from lm_eval_moecache.records.emulation import RealModel, load_real_model
 from lm_eval_moecache.records.files import read_text
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
-from lm_eval_moecache.records.numbers import plain_number
 from lm_eval_moecache.records.runtime import (
     BOTH,
     COPY,
@@ -50,7 +49,8 @@ from lm_eval_moecache.records.runtime import (
     load_runtime,
     mechanisms,
 )
-from lm_eval_moecache.records.stored import Stored, load_stored
+from lm_eval_moecache.records.sizes import parse_bandwidth
+from lm_eval_moecache.records.stored import GGUF_BITS, Stored, load_stored
 from lm_eval_moecache.report.tables import padded
 
 COLUMNS = (
@@ -60,11 +60,6 @@ COLUMNS = (
 Found = TypeVar("Found")
 NEEDED = ("runtime", "model")
 WITHIN = (1.25, 1.5, 1.6, 2.5)
-GGUF_BITS = {
-    **{"1": "iq1_m", "2": "q2_k", "3": "q3_k_m", "4": "q4_k_m", "5": "q5_k_m", "6": "q6_k"},
-    **{"7": "q6_k", "8": "q8_0"},
-}
-"""Bits of a name like `Q4` -> the usual GGUF type."""
 _SHORT = 256
 """Tokens of context assumed where a row does not say."""
 _NO_CARD = re.compile(
@@ -265,7 +260,9 @@ def _stored(text: str) -> Stored:
     """Return a stored precision, also of names that say less (`Q4`)."""
     name = text.strip().lower().removeprefix("ud-").removeprefix("ud_")
     bits = re.match(r"i?q([1-8])", name)
-    guesses = [text, f"ud-{name}", *([f"ud-{GGUF_BITS[bits[1]]}"] if bits else [])]
+    # Published files called `Q4` are mostly Unsloth's.
+    typed = [] if re.fullmatch("i?q[1-7]", name) else [text]
+    guesses = [*typed, f"ud-{name}", *([f"ud-{GGUF_BITS[bits[1]]}"] if bits else [])]
     return _first(load_stored, guesses)
 
 
@@ -356,10 +353,11 @@ def rate(text: str, key: str) -> float | None:
     channels = _CHANNELS.fullmatch(body)
     if channels:
         return int(channels[1] or 1) * int(channels[2]) * int(channels[3]) * 8e6
-    bare = plain_number(body.removesuffix("/s").removesuffix("gb").strip("~ "))
-    if bare is None or bare <= 0:
-        raise ValueError(f"{key}={text!r} is not a rate. Allowed: GB/s as 83, or 2x5600.")
-    return float(bare) * 1e9
+    try:
+        least = 1e9 if key.startswith("host_memory") else 1e6
+        return parse_bandwidth(text.strip("~ "), key, least)
+    except ValueError as error:
+        raise ValueError(f"{error} Of memory channels: '2x5600'.") from None
 
 
 # --- how far off ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -66,3 +67,19 @@ def test_a_given_bandwidth_is_reached_whole_by_one_request_and_by_all(tmp_path: 
     own, given = load_hardware(slow), load_hardware(slow, "2GB/s")
     assert (own.link_rate, own.lane_rate) == (5e8, 2e8)
     assert (given.link_rate, given.lane_rate) == (2e9, 2e9)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "meant"),
+    [
+        ("memory_bytes", 24, "24e+9"),
+        ("link_bytes_per_s", 25, "25e+9"),
+        ("peak_flops", 82.6, "82.6e+12"),
+        ("link_latency_s", 10, "10e-6"),
+    ],
+)
+def test_a_figure_in_another_unit_is_refused_with_what_was_meant(
+    tmp_path: Path, key: str, value: float, meant: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"{key}={value}.*{re.escape(meant)}"):
+        load_hardware(write(tmp_path, **{key: value}))

@@ -114,3 +114,33 @@ def test_geometry_refuses_what_does_not_fit_together() -> None:
         make_geometry(num_experts=4, top_k=5)
     with pytest.raises(ValueError, match="dense_bytes has 1 entries for num_layers=2"):
         make_geometry(2, dense_bytes=(1,))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("64G", "Type '64GB'"),
+        ("64 Gi", "Type '64GiB'"),
+        ("64MB", "Did you mean '64GB'"),
+        ("64B", "Did you mean '64GB'"),
+        ("68e9", "Did you mean '68GB'"),
+    ],
+)
+def test_a_memory_in_another_unit_is_refused_with_what_to_type(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse_bytes(text, "ram", unit="GB", least=10**9)
+
+
+def test_a_number_alone_has_the_unit_that_everyone_means() -> None:
+    assert parse_bytes("64", "ram", unit="GB") == parse_bytes(64, "ram", unit="GB") == 64 * 10**9
+    assert parse_bandwidth("25") == parse_bandwidth(25) == 25e9
+    assert parse_bandwidth("51.2", "host_memory") == parse_bandwidth("51.2 GB/s") == 51.2e9
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("5e9", "Did you mean '5GB/s'"), ("25G", "Type '25GB/s'"), ("25kB/s", "mean '25GB/s'")],
+)
+def test_a_rate_in_another_unit_is_refused_with_what_to_type(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse_bandwidth(text, least=1e6)

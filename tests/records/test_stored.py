@@ -44,7 +44,7 @@ def test_a_precision_is_known_by_the_name_people_use(
     assert load_stored(stored.name) == stored
 
 
-@pytest.mark.parametrize("typed", ["q4", "ud-int4", "q9_k", "exl3", "exl3:0", "99bpw", "", "17bit"])
+@pytest.mark.parametrize("typed", ["q9", "ud-int4", "q9_k", "exl3", "exl3:0", "99bpw", "", "17bit"])
 def test_other_names_are_refused_with_what_is_allowed(typed: str) -> None:
     with pytest.raises(ValueError, match="precision="):
         load_stored(typed)
