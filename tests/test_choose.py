@@ -13,6 +13,7 @@ import pytest
 from lm_eval_moecache.cli.choose import BLOCKS, CONTENDERS, LRU, find
 from lm_eval_moecache.harness.arguments import Config, read_config
 from lm_eval_moecache.records.emulation import load_real_model
+from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.use import use_of
 from tests.conftest import Moecache
@@ -110,6 +111,26 @@ def test_a_model_of_twice_the_layers_takes_twice_as_long_where_nothing_waits() -
     assert figures[0] == pytest.approx(figures[1])
     once_ms = 1000 * own.read_once * 2 / fast.memory_bytes_per_s
     assert figures[2] == pytest.approx(2 * figures[1] - once_ms)
+
+
+def test_a_token_takes_its_part_of_a_step_with_all_of_the_models_layers_and_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step of 3 s waits 0.6 s for the link and 0.4 s for the host, and gives two tokens.
+
+    Twice the layers take twice as long; of twice the experts the waits, too: 2 (3 + 1) / 2 = 4 s.
+    """
+    step = PassRecord(index=0, phase="decode", num_tokens=2, start_s=1.0, end_s=4.0)
+    step.stall_s, step.host_wait_s, step.accepted, step.requests = 0.6, 0.4, 1, 16
+    monkeypatch.setattr("lm_eval_moecache.cli.choose._decode_steps", lambda *_: [step])
+    own = load_real_model("OLMoE-1B-7B")
+    for model, seconds in (
+        (own, 1.5),
+        (replace(own, num_layers=2 * own.num_layers), 3.0),
+        (replace(own, num_layers=2 * own.num_layers, top_k=2 * own.top_k), 4.0),
+    ):
+        (row,) = find(str(TRACE), model, {LRU: config(LRU, emulate="OLMoE-1B-7B")})["rows"]
+        assert row["tpot_ms"] == pytest.approx(1000 * seconds)
 
 
 def test_a_device_that_says_nothing_of_its_host_leaves_those_policies_out(
