@@ -254,6 +254,17 @@ def test_the_model_as_its_own_draft_is_always_right(analyzed: AnalyzedModel) -> 
         assert row["draft_entropy"] == row["router_entropy"]
 
 
+def test_the_next_gate_reads_the_layer_before_and_the_draft_its_own(
+    analyzed: AnalyzedModel,
+) -> None:
+    gate, generator = analyzed.layers[1].gate, torch.Generator().manual_seed(0)
+    before, own = torch.randn(2, 16, gate.hidden_size, generator=generator).to(gate.dtype)
+    found = drafting._layer_metrics(analyzed, 1, [before, own], [before, own])
+    assert found["draft_topk"].mean() > 0.98 > 0.5 > found["next_gate_topk"].mean()
+    found = drafting._layer_metrics(analyzed, 1, [own, own], [own, before])
+    assert found["next_gate_topk"].mean() > 0.98 > 0.5 > found["draft_topk"].mean()
+
+
 @pytest.mark.slow
 def test_less_precision_predicts_worse_and_better_than_chance(analyzed: AnalyzedModel) -> None:
     fine, coarse = (drafted(analyzed, f"self:{p}")["drafting"] for p in ("int8", "int2"))

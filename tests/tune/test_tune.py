@@ -338,6 +338,11 @@ EQUAL = [entry("a", 0.9, 5.0), entry("b", 0.9, 5.0, SHIPPED), entry("c", 0.9, 4.
         ),
         # Equal figures are one entry of the front, the first of them.
         ("tok_per_s", EQUAL, "a", ["a"], "meets the budget: b (5.0)."),
+        # Of equally fast ones the more accurate is the best.
+        (
+            *("tok_per_s", [entry("a", 0.89, 5.0), entry("b", 0.92, 5.0)], "b", ["b"]),
+            "b (tok_per_s 5.0, accuracy 0.920) meets the budget; no shipped",
+        ),
         ("tok_per_s", [entry("a", 0.5, 1.0)], None, ["a"], "No policy met the budget."),
         (
             *("tok_per_s", [entry("b", 0.5, 9.0, SHIPPED), entry("a", 0.9, 1.0)]),
