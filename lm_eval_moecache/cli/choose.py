@@ -8,7 +8,7 @@ placed beforehand. No output changes: all have the accuracy of the unmodified mo
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from jsonargparse import ArgumentParser, Namespace
 from tqdm import tqdm
 
 from lm_eval_moecache.cli.main import aligned, listed, print_result, wrapped
-from lm_eval_moecache.cli.plan import RECALL, stand_in
+from lm_eval_moecache.cli.plan import MOST_CONTEXT, RECALL, stand_in, step_time, traced_bytes
 from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.harness.arguments import Config, read_config
 from lm_eval_moecache.records.emulation import (
@@ -30,7 +30,8 @@ from lm_eval_moecache.records.emulation import (
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware, profile_names
 from lm_eval_moecache.records.ledger import PassRecord
-from lm_eval_moecache.records.numbers import read_number
+from lm_eval_moecache.records.numbers import read_count, read_number
+from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.records.stored import PRECISION_HELP, load_stored
 from lm_eval_moecache.report.metrics import totals
 from lm_eval_moecache.report.statistics import Floats, mean_interval
@@ -126,12 +127,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--precision", type=str | None, help=text)
     text = "with a model: trace of its routing; default: the most similar shipped one"
     parser.add_argument("--trace", type=str | None, help=text)
+    text = "with a model: tokens that a decoded one attends to"
+    parser.add_argument("--context", type=int, default=4096, help=text)
     text = "recall and precision of the predictors, which an oracle simulates"
     parser.add_argument("--recall", type=float, default=RECALL, help=text)
 
 
 def run(arguments: Namespace) -> int:
     recall = read_number("--recall", arguments.recall, above=0, most=1)
+    context = read_count("--context", arguments.context, least=1, most=MOST_CONTEXT)
     hardware = load_hardware(arguments.hardware, arguments.bandwidth)
     file, model = _read_subject(arguments)
     has_host = bool(hardware.host_flops and hardware.host_memory_bytes_per_s)
@@ -145,7 +149,7 @@ def run(arguments: Namespace) -> int:
         # A seed of None is the trace's own.
         changes = {"hardware": hardware, "emulate": model, "seed": None}
         configs[name] = read_config(args, replayed=True).with_changes(**changes)
-    report = {**find(file, model, configs), "hardware": hardware.name, "recall": recall}
+    report = {**find(file, model, configs, context), "hardware": hardware.name, "recall": recall}
     return print_result(arguments.json, report, _text(report))
 
 
@@ -180,11 +184,14 @@ def _read_subject(arguments: Namespace) -> tuple[str, RealModel | None]:
 # --- the replays ---
 
 
-def find(file: str, model: RealModel | None, configs: Mapping[str, Config]) -> dict[str, Any]:
+def find(
+    file: str, model: RealModel | None, configs: Mapping[str, Config], context: int = 0
+) -> dict[str, Any]:
     """Replay a trace under each contender's configuration; return the ranking as JSON data.
 
-    Where a model is charged, its step takes as many of the trace's layers as it has, and a layer
-    waits in proportion to top-k. Raises ValueError for a trace without sizes or decode steps.
+    Where a model is charged, the capacity is the model's, the trace has a cache of as many cycles,
+    and a step takes what `plan` says: the model's layers, top-k and context (0: none).
+    Raises ValueError for a trace without sizes or decode steps.
     """
     replays = Replays(file, list(configs.values()), None, True)
     trace = replays.trace
@@ -195,12 +202,22 @@ def find(file: str, model: RealModel | None, configs: Mapping[str, Config]) -> d
             f"`moecache choose MODEL --trace {file}`."
         )
     geometry = trace.geometry
-    layers = 1.0 if model is None else model.num_layers / geometry.num_layers
-    top_k = 1.0 if model is None else model.top_k / geometry.top_k
+    first = replays.setting(configs[LRU])
+    charged, capacity = first.charged(geometry), first.capacity
+    step: Callable[[float], float] = float
+    if model is not None:
+        charged = model.geometry()
+        capacity = parse_capacity(configs[LRU].capacity, charged)
+        step = step_time(model, first.hardware, geometry, context)
+        size = traced_bytes(model, geometry, capacity.total_bytes / charged.total_expert_bytes)
+        text = f"{size}B"
+        if capacity.per_layer:
+            per_layer = first.charged(geometry).total_expert_bytes // geometry.num_experts
+            text = f"{max(1, size // per_layer)}/layer"
+        configs = {name: each.with_changes(capacity=text) for name, each in configs.items()}
 
     def step_s(record: PassRecord) -> float:
-        waits_s = record.stall_s + record.host_wait_s
-        return layers * (record.duration_s + (top_k - 1) * waits_s) / (1 + record.accepted)
+        return step(record.duration_s) / (1 + record.accepted)
 
     rows: list[dict[str, Any]] = []
     blocks: dict[str, Floats] = {}
@@ -234,16 +251,14 @@ def find(file: str, model: RealModel | None, configs: Mapping[str, Config]) -> d
     for row in rows:
         row["speedup_over_lru"] = lru_ms / row["tpot_ms"]
         row |= _against(blocks, row, fastest)
-    setting = replays.setting(configs[LRU])
-    size = setting.capacity.total_bytes
     return {
         "model": geometry.model if model is None else model.name,
         "precision": None if model is None else model.stored.name,
         "trace": file,
         "routing": geometry.model,
         "decode_steps": len(steps),
-        "capacity": setting.capacity.text,
-        "capacity_cycles": regime_of(setting.charged(geometry), size, setting.hardware).cycles,
+        "capacity": capacity.text,
+        "capacity_cycles": regime_of(charged, capacity.total_bytes, first.hardware).cycles,
         "fastest": fastest,
         "rows": rows,
         "left_out": [name for name in CONTENDERS if name not in configs],

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -135,9 +135,11 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
     hardware = load_hardware(several[2] if several else arguments.hardware)
     given = runtimes.known(
         cards=max(cards, 1),
-        ram="0B" if arguments.store == "disk" else arguments.ram,
+        ram=arguments.ram,
         **{key: arguments[key] for key in ("host_memory", "disk", "bandwidth")},
     )
+    if arguments.store == "disk":
+        given["ram"] = 0
     run_as = model
     if arguments.precision is None:
         run_as = runtimes.usual_precision(model, hardware, cards, context)
@@ -335,13 +337,11 @@ def speeds(
     # Imported once the options are checked: importing the engine takes half a second.
     from lm_eval_moecache.engine.replay import replay
 
-    last = np.array([context - 1])
-    context_s = model.num_layers * attention_s(model, hardware, DECODE, last)
-    fixed_s = _fixed_s(model, hardware)
+    step_s = step_time(model, hardware, trace.geometry, context)
     cycles_ratio = 1 / cycle_ratio(model, trace.geometry)
 
     def row(
-        share: float, regime: Regime, policy: str, missed: float, layer_s: float, waits: Waits
+        share: float, regime: Regime, policy: str, missed: float, seconds: float, waits: Waits
     ) -> dict[str, Any]:
         return {
             "capacity": f"{100 * share:.3g}%",
@@ -349,7 +349,7 @@ def speeds(
             "capacity_cycles": regime.cycles,
             "policy": policy,
             "decode_miss_rate": missed,
-            "tok_per_s": 1 / (model.num_layers * layer_s + context_s),
+            "tok_per_s": 1 / seconds,
             "bound": regime.bound(waits),
             "transfer_per_layer": regime.transfer_per_layer,
             "in_regime": room.is_whole or share * cycles_ratio < _NEARLY_ALL,
@@ -358,15 +358,14 @@ def speeds(
     if room.is_whole:
         regime = regime_of(model.geometry(), room.experts, hardware)
         layer_s = regime.compute_s + regime.launches_s
-        yield row(1.0, regime, "resident", 0.0, layer_s, Waits(0.0))
+        seconds = model.num_layers * layer_s + context_seconds(model, hardware, context)
+        yield row(1.0, regime, "resident", 0.0, seconds, Waits(0.0))
         return
     future = Future(trace)
-    emulated = model.emulated_by(trace.geometry)
     top_k_ratio = model.top_k / trace.geometry.top_k
     smaller = [share for share in SHARES if share < 0.95 * room.share]
     for share in [*smaller[-_SMALLER:], room.share]:
-        traced_share = min(1.0, share * cycles_ratio)
-        size = max(int(emulated.total_expert_bytes * traced_share), model.expert_bytes)
+        size = traced_bytes(model, trace.geometry, share)
         regime = regime_of(model.geometry(), int(room.all_experts * share), hardware)
         for name, overrides in POLICIES.items():
             if name == "host" and not hardware.host_flops:
@@ -385,19 +384,44 @@ def speeds(
             passes = [p for p in ledger.passes if p.phase == DECODE]
             missed = sum(p.misses + p.late for p in passes) / sum(p.requests for p in passes)
             waits = decode_waits(ledger.requests, trace.geometry.num_layers) or Waits(0.0)
-            duration_s = sum(p.duration_s for p in passes) / len(passes) / trace.geometry.num_layers
-            # Beyond what a layer takes without experts, time grows with the experts of a token.
-            layer_s = fixed_s + (duration_s - fixed_s) * top_k_ratio
+            seconds = step_s(sum(p.duration_s for p in passes) / len(passes))
             scaled = Waits(waits.link_s * top_k_ratio, waits.host_s * top_k_ratio)
-            yield row(share, regime, name, missed, layer_s, scaled)
+            yield row(share, regime, name, missed, seconds, scaled)
     _say("")
 
 
-def _fixed_s(model: RealModel, hardware: Hardware) -> float:
-    """Return the seconds of a layer's decode step beside its experts' arithmetic and reads."""
+def traced_bytes(model: RealModel, traced: Geometry, share: float) -> int:
+    """Return the cache of a trace that is as many cycles as a share of the model's experts."""
+    traced_share = min(1.0, share / cycle_ratio(model, traced))
+    size = int(model.emulated_by(traced).total_expert_bytes * traced_share)
+    return max(size, model.expert_bytes)
+
+
+def context_seconds(model: RealModel, hardware: Hardware, context: int) -> float:
+    """Return the seconds in which a decoded token attends to `context` tokens."""
+    if not context:
+        return 0.0
+    return model.num_layers * attention_s(model, hardware, DECODE, np.array([context - 1]))
+
+
+def step_time(
+    model: RealModel, hardware: Hardware, traced: Geometry, context: int
+) -> Callable[[float], float]:
+    """Return what turns seconds of a replayed decode step into those of the model's step.
+
+    Beyond what a layer takes without experts, time grows with the experts of a token.
+    """
     costs = Costs(hardware, model.geometry())
     dense_s = sum(costs.dense_s(layer, 1) for layer in range(model.num_layers))
-    return dense_s / model.num_layers + costs.expert_overhead_s
+    fixed_s = dense_s / model.num_layers + costs.expert_overhead_s
+    context_s = context_seconds(model, hardware, context)
+    top_k_ratio = model.top_k / traced.top_k
+
+    def step_s(replayed_s: float) -> float:
+        layer_s = fixed_s + (replayed_s / traced.num_layers - fixed_s) * top_k_ratio
+        return model.num_layers * layer_s + context_s
+
+    return step_s
 
 
 def _say(step: str) -> None:
