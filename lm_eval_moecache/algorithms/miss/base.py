@@ -237,6 +237,9 @@ def substitute(
     free[rows, experts[rows, columns]] = False
     factor, left = np.ones(free.shape), budget.copy()
     sought = np.zeros_like(missing)
+    if len(experts) == 1:
+        _substitute_for_one(chosen[0], missing[0], sought[0], free[0], cost, left[0], reuse, order)
+        return chosen, sought
     columns_in_turn = range(experts.shape[1])
     for column in columns_in_turn if order == "heaviest" else reversed(columns_in_turn):
         tokens = (missing[:, column] & (left > 0)).nonzero()[0]
@@ -253,6 +256,36 @@ def substitute(
         else:
             free[tokens, best] = False
     return chosen, sought
+
+
+def _substitute_for_one(
+    chosen: IntArray,
+    missing: BoolArray,
+    sought: BoolArray,
+    free: BoolArray,
+    cost: Cost,
+    left: int,
+    reuse: float,
+    order: Order,
+) -> None:
+    """Do the same for one token, its costs asked for at once; sets `chosen` and `sought`."""
+    columns = missing.nonzero()[0] if order == "heaviest" else missing.nonzero()[0][::-1]
+    prices = np.where(free, cost(np.zeros(len(columns), np.int64), chosen[columns]), np.inf)
+    factor = np.ones(len(free)) if reuse else None
+    for column, row in zip(columns.tolist(), prices, strict=True):
+        if left <= 0:
+            return
+        sought[column] = True
+        row = row if factor is None else row * factor
+        best = int(row.argmin())
+        if row[best] == np.inf:
+            continue
+        chosen[column] = best
+        left -= 1
+        if factor is None:
+            prices[:, best] = np.inf
+        else:
+            factor[best] *= reuse
 
 
 Budget = Annotated[
