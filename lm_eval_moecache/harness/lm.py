@@ -411,6 +411,9 @@ class MoECacheLM(HFLM):
         return super().tok_batch_encode([str(s) for s in strings], *args, **kwargs)
 
     def _model_generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self._progress is None:
+            # Called outside of a task's requests: its passes belong to none.
+            return self._generate(context, *args, **kwargs)
         mask = kwargs.get("attention_mask")
         lengths = [context.shape[1]] * len(context) if mask is None else mask.sum(-1).tolist()
         contexts = self._batch

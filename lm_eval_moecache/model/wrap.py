@@ -7,6 +7,7 @@ Shapes: T tokens, E experts, K experts per token, D hidden size, B rows.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -143,6 +144,7 @@ class WrappedModel:
         self.passes_before: Callable[[], int] = lambda: 0
         """Returns how many passes other engines have served before this one's."""
         self.by_row = ByRow()
+        self._signature = inspect.signature(model.forward)
         self._is_exact = model.device.type == "cpu" and model.dtype == torch.float32
         """Whether each row gets the bits that it gets alone (`model.by_row`)."""
         self._parts: list[Part] = []
@@ -221,7 +223,13 @@ class WrappedModel:
 
     def _begin_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._num_tokens = 0
-        input_ids: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        if args:
+            # However a pass is called, its arguments are found by their names.
+            kwargs = {**self._signature.bind_partial(*args, **kwargs).arguments}
+            kwargs |= kwargs.pop("kwargs", {})
+        input_ids: Tensor | None = kwargs.get("input_ids")
+        if input_ids is None:
+            input_ids = self._shape_of(kwargs.get("inputs_embeds"))
         for gate in self._gates_by_token:
             gate.input_ids = input_ids
         if self.is_paused:
@@ -271,6 +279,18 @@ class WrappedModel:
         if recorder is not None:
             pass_fields = index, phase, input_ids, mask, past_length, self._valid
             recorder.begin_pass(*pass_fields, is_scan=self._scanning)
+
+    def _shape_of(self, embeddings: Tensor | None) -> Tensor:
+        """Return a tensor [rows, tokens] in place of the tokens that embeddings stand for."""
+        if embeddings is None:
+            raise ValueError("a pass without input_ids or inputs_embeds. Allowed: one of them.")
+        reads_text = self._pass_predictor is not None or self.reads_first is not None
+        if self._gates_by_token or reads_text:
+            who = "this model's router" if self._gates_by_token else "this policy's prefetcher"
+            raise ValueError(
+                f"inputs_embeds: {who} reads the tokens themselves. Allowed with it: input_ids."
+            )
+        return embeddings[..., 0]
 
     def _divide(self, input_ids: Tensor, mask: Tensor | None, past_length: int) -> None:
         """Have the rows of a pass computed to the bits that each gets alone, where that goes."""
@@ -357,7 +377,8 @@ class WrappedModel:
                 engine.serve(self._token_passes(calls, 1)[0])
             engine.end_pass()
         calls.clear()
-        self._record = None
+        # What calls a part of the model by itself is no pass.
+        self._record, self._num_tokens = None, 0
 
     def _end_rows(self, calls: Sequence[RouterCall]) -> None:
         """End a pass whose rows are served apart; keep what is not served yet."""
