@@ -140,3 +140,12 @@ def test_a_cell_is_named_by_what_warms_it(tmp_path: Path, path: Path) -> None:
     assert "warm" not in resolve(read_config({}))
     names = [resolve(read_config({"warm": str(file)}))["warm"] for file in (path, copy)]
     assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("name", ["w_tinylfu", "random"])
+def test_an_eviction_with_a_state_of_its_own_is_asked_after_a_reset_too(
+    name: str, trace: Trace
+) -> None:
+    engine = replay(trace, warmed("30%", None, eviction=name))
+    engine.reset_cache()
+    assert engine.state.run[0].own == 1
