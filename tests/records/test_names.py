@@ -40,7 +40,7 @@ def test_a_device_is_found_as_typed(typed: str, profile: str) -> None:
     ("typed", "said"),
     [
         ("RTX 3090 12GB", "not known"),  # 24 GB it has
-        ("RTX 3060 8GB", "not known"),
+        ("RTX 3060 9GB", "not known"),
         ("rtx", "not known"),
         ("RTX 3060 Super", "not known"),
         ("a100", "any of several. Allowed: a100-40gb, a100-80gb"),
