@@ -1,7 +1,8 @@
 """Compare two sets of results: exit 0 if nothing got worse, 1 on a regression, 2 if unusable.
 
 Scores are tested over their samples: without a real change at most `--alpha` of comparisons fail.
-On the baseline's own machine, figures of the virtual clock must repeat exactly.
+On the baseline's own machine, figures of the virtual clock must repeat exactly. "Better" is said by
+the same tests and tolerances as "worse".
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ _SAME_MACHINE = {"auto": None, "yes": True, "no": False}
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("baseline", help="a folder of results, or one results file")
     parser.add_argument("new", help="the same for the change under test")
-    text = "relative tolerance for speed: 5%%, or tok_per_s=5%%,miss_rate=1%%, or both; default: 0 "
-    text += "(exact) on the baseline's machine, 2%% on others, 10%% with the wall clock"
+    text = "relative tolerance for speed, either way: 5%%, or tok_per_s=5%%,miss_rate=1%%, or "
+    text += "both; default: 0 (exact) on the baseline's machine, 2%% on others, 10%% with the wall "
+    text += "clock"
     parser.add_argument("--tolerance", type=str | None, help=text)
-    text = "smallest score loss that counts: 0.5%% is half a point of accuracy or "
+    text = "smallest change of a score that counts: 0.5%% is half a point of accuracy or "
     text += "half a percent of a perplexity; default: 0 on the baseline's machine, else 0.5%%"
     parser.add_argument("--floor", type=str | None, help=text)
     text = "probability of a false alarm over all tested scores; default: 0.01"

@@ -2,8 +2,9 @@
 
 The chance of a false alarm is at most `alpha` for the whole comparison: each score is tested over
 its samples, and the tests are corrected for multiplicity (Holm, over the tests that can reach
-significance: Tarone). Runs whose identities differ (batch size, prompts, device ...) are refused:
-that difference would pass for the change under test.
+significance: Tarone). A gain is held to the same rules as a loss.
+Runs whose identities differ (prompts, seeds, device ...) are refused: that difference would pass
+for the change under test.
 """
 
 from __future__ import annotations
@@ -105,13 +106,15 @@ def same_machine(one: Run, other: Run) -> bool:
 
 
 class Test(NamedTuple):
-    """A test of one metric: its p-value, and `by`, the test and its samples in words.
+    """A test of one metric: its p-values, and `by`, the test and its samples in words.
 
-    `least_p` is the smallest p that this many changed samples can give, `least_possible` the
-    smallest p if every sample had changed for the worse.
+    `p_loss` and `p_gain` are one-sided: the chance of a loss, or a gain, this large if nothing had
+    changed. `least_p` is the smallest p that this many changed samples can give, `least_possible`
+    the smallest p if every sample had changed one way.
     """
 
-    p: float
+    p_loss: float
+    p_gain: float
     by: str
     least_p: float = 0.0
     least_possible: float = 0.0
@@ -150,10 +153,10 @@ def difference(losses: Sequence[float]) -> Difference:
 class Row:
     """One metric of both sides, judged; a missing run has no task, a missing task no metric.
 
-    `allowed` is how much worse the figure may get whatever the test finds. `corrected` is the
-    test's p-value after the correction over the whole comparison; 1 where too few samples changed
-    to tell a loss from chance. `higher_is_better` None: neither direction is better, and any change
-    beyond `allowed` counts.
+    `allowed` is how much the figure may change, for better or worse, whatever the test finds.
+    `corrected` is `p` after the correction over the whole comparison; 1 where too few samples
+    changed to tell the change from chance. `higher_is_better` None: neither direction is better,
+    and any change beyond `allowed` counts.
     """
 
     run: str
@@ -178,6 +181,19 @@ class Row:
         return self.new - self.baseline
 
     @property
+    def loss(self) -> float:
+        """How much worse the new figure is; negative for a gain. Both sides must have a figure."""
+        assert self.baseline is not None and self.new is not None, "a figure that a side lacks"
+        return self.baseline - self.new if self.higher_is_better else self.new - self.baseline
+
+    @property
+    def p(self) -> float | None:
+        """The one-sided p-value of the change that was seen, a loss or a gain; None untested."""
+        if self.test is None:
+            return None
+        return self.test.p_gain if self.loss < 0 else self.test.p_loss
+
+    @property
     def is_regression(self) -> bool:
         """Whether this row alone fails the comparison."""
         return self.verdict in REGRESSIONS
@@ -186,21 +202,20 @@ class Row:
         """Return the row with its verdict; where there is no test, `allowed` alone decides."""
         assert self.baseline is not None and self.new is not None, "a figure that a side lacks"
         slack = _EPSILON * max(abs(self.baseline), abs(self.new))
-        loss = self.baseline - self.new if self.higher_is_better else self.new - self.baseline
         by_chance = corrected is not None and corrected > alpha
-        if abs(loss) <= slack:
+        if abs(self.loss) <= slack:
             verdict = SAME
+        elif by_chance or abs(self.loss) <= self.allowed + slack:
+            verdict = WITHIN
         elif self.higher_is_better is None:
-            verdict = WITHIN if abs(loss) <= self.allowed + slack else CHANGED
-        elif loss < 0:
-            verdict = BETTER
+            verdict = CHANGED
         else:
-            verdict = WITHIN if by_chance or loss <= self.allowed + slack else WORSE
+            verdict = BETTER if self.loss < 0 else WORSE
         return replace(self, corrected=corrected, verdict=verdict)
 
 
 def score_test(baseline: Score, new: Score, old_samples: Samples, samples: Samples) -> Test | None:
-    """Test whether a score fell: McNemar's exact test for right or wrong, else sign flips.
+    """Test whether a score changed: McNemar's exact test for right or wrong, else sign flips.
 
     Paired by document where both sides kept the same documents; pairs (log-likelihood, words) are
     judged by the log-likelihood (higher is better). Otherwise a z-test on the standard errors; None
@@ -212,12 +227,14 @@ def score_test(baseline: Score, new: Score, old_samples: Samples, samples: Sampl
         if baseline.stderr is None or new.stderr is None:
             return None
         error = math.hypot(baseline.stderr, new.stderr)
-        return Test(z_test(sign * (baseline.value - new.value), error), "standard errors")
+        loss = sign * (baseline.value - new.value)
+        return Test(z_test(loss, error), z_test(-loss, error), "standard errors")
     losses = _losses(baseline, old_samples, samples)
     if all(loss in (-1, 0, 1) for loss in losses):
         return mcnemar(losses)
     return Test(
-        p=sign_flip_test(losses),
+        p_loss=sign_flip_test(losses),
+        p_gain=sign_flip_test([-loss for loss in losses]),
         by=f"sign flips of {len(losses)} documents",
         least_p=least_flip_p(losses),
         least_possible=least_flip_p([1.0] * len(losses)),
@@ -247,7 +264,13 @@ def mcnemar(losses: Sequence[float]) -> Test:
     """Test right-or-wrong answers to the same documents (McNemar, exact, one-sided)."""
     won, lost, documents = losses.count(-1), losses.count(1), len(losses)
     by = f"McNemar: {lost} lost, {won} won of {documents} documents"
-    return Test(sign_test(won, lost), by, 0.5 ** (won + lost), 0.5**documents)
+    return Test(
+        p_loss=sign_test(won, lost),
+        p_gain=sign_test(lost, won),
+        by=by,
+        least_p=0.5 ** (won + lost),
+        least_possible=0.5**documents,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -295,7 +318,7 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], options: CompareOptions
             before, after = (run.environment.get("versions") or {} for run in pair)
             changed = _apart(before, after, "none").items()
             versions |= {k: sides for k, sides in changed if k in before and k in after}
-        exact_runs += bool(shared) and all(options.is_exact(*pair) for pair in shared.values())
+        exact_runs += bool(shared) and all(_repeats(*p, options) for p in shared.values())
         for task in tasks:
             if task in shared:
                 rows += _scores(key, task, *shared[task], options)
@@ -315,9 +338,14 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], options: CompareOptions
 
     # Correct for the number of tests, leaving out those that cannot reach significance.
     tested = [(row, row.test) for row in rows if row.test is not None]
-    testable = tarone([test.least_p for _, test in tested], options.alpha)
-    adjusted = iter(holm([test.p for _, test in compress(tested, testable)]))
-    corrected = iter([next(adjusted) if is_testable else 1.0 for is_testable in testable])
+    losses = _corrected([t.p_loss for _, t in tested], [t for _, t in tested], options.alpha)
+    gains = _corrected([t.p_gain for _, t in tested], [t for _, t in tested], options.alpha)
+    corrected = iter(
+        [
+            gain if r.loss < 0 else loss
+            for (r, _), loss, gain in zip(tested, losses, gains, strict=True)
+        ]
+    )
     weak = [f"{row.task} {row.metric}" for row, t in tested if t.least_possible > options.alpha]
     judged = [
         row if row.verdict else row.judged(next(corrected) if row.test else None, options.alpha)
@@ -332,6 +360,13 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], options: CompareOptions
         tests=len(tested),
         weak_tests=tuple(dict.fromkeys(weak)),
     )
+
+
+def _corrected(p_values: Sequence[float], tests: Sequence[Test], alpha: float) -> list[float]:
+    """Return Holm's p-values over the tests that can reach significance, and 1 for the others."""
+    testable = tarone([test.least_p for test in tests], alpha)
+    adjusted = iter(holm([*compress(p_values, testable)]))
+    return [next(adjusted) if is_testable else 1.0 for is_testable in testable]
 
 
 def _units(runs: Sequence[Run], options: CompareOptions, side: str) -> Units:
@@ -406,8 +441,17 @@ def _tested(
     return replace(row, allowed=floor * unit, judged_by=judged_by, test=test)
 
 
+def _repeats(old: Run, new: Run, options: CompareOptions) -> bool:
+    """Whether `new` must answer as `old` did: the same settings on one machine.
+
+    Other settings answer otherwise by design, and which answers turn right is chance.
+    """
+    before, after = ([run.model, run.model_args, run.options] for run in (old, new))
+    return before == after and options.is_exact(old, new)
+
+
 def _scores(key: str, task: str, old: Run, new: Run, options: CompareOptions) -> Iterator[Row]:
-    exact = options.is_exact(old, new)
+    exact = _repeats(old, new, options)
     new_scores = {score.key: score for score in new.scores(task)}
     for score in old.scores(task):
         if score.metric in _SAME_AS_PERPLEXITY:
@@ -451,7 +495,7 @@ def _all_tasks(
         if old and old.keys() == new.keys() and right_or_wrong:
             tasks += 1
             answers += paired
-            exact &= options.is_exact(*pair)
+            exact &= _repeats(*pair, options)
     if tasks > 1:
         before, after = (sum(side) / len(answers) for side in zip(*answers, strict=True))
         losses = [old - new for old, new in answers]
@@ -508,7 +552,7 @@ def as_json(comparison: Comparison, *, everything: bool = True) -> str:
             {
                 **{name: getattr(row, name) for name in _TOLD},
                 "difference": None if row.difference is None else row.difference._asdict(),
-                "p": None if row.test is None else row.test.p,
+                "p": row.p,
                 "p_corrected": row.corrected,
                 "verdict": row.verdict,
             }
@@ -529,8 +573,8 @@ def as_text(comparison: Comparison, *, everything: bool = False) -> str:
         if row.change is not None:
             text += f": {_number(row.baseline)} -> {_number(row.new)} (change {row.change:+.4g}, "
             text += f"allowed {row.allowed:.4g}, {row.judged_by}"
-            if row.test is not None:
-                text += f", p {row.test.p:.2g}, corrected {row.corrected:.2g}"
+            if row.p is not None:
+                text += f", p {row.p:.2g}, corrected {row.corrected:.2g}"
             text += ")"
         lines.append(f"{text}  [{row.run}]")
     told = _differences(comparison, everything)
@@ -597,7 +641,7 @@ def _notes(comparison: Comparison) -> list[str]:
             f"{comparison.exact_runs} runs were made on the baseline's machine and are compared "
             "to the digit."
         )
-    elif comparison.is_regression:
+    elif comparison.is_regression and not comparison.differing:
         lines.append(
             "No run is of the baseline's kind of CPU. Where sums round otherwise, a router's near "
             "ties fall otherwise, and a rule whose cache decides what is executed may alarm by "

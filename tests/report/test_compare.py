@@ -98,6 +98,53 @@ def test_tests_on_too_few_documents_are_named(gate: Gate) -> None:
     assert "1 of them have too few documents to ever fail: quiz acc,none" in printed
 
 
+RANK = {"worse": "better", "better": "worse", "within": "within", "same": "same"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "figures"),
+    [
+        # 0.375 -> 0.625 of eight documents, two won: chance. Seven of ten won: no chance.
+        (
+            {"answers": (1,) * 3 + (0,) * 5},
+            {"answers": (1,) * 5 + (0,) * 3},
+            {"acc,none": "within"},
+        ),
+        ({"answers": lost(7)}, {"answers": ANSWERS}, {"acc,none": "better"}),
+        # 2% is allowed either way on another machine.
+        ({"tok_per_s": 100.0}, {"tok_per_s": 100.000004}, {"tok_per_s": "within"}),
+        ({"tok_per_s": 100.0}, {"tok_per_s": 101.9}, {"tok_per_s": "within"}),
+        ({"tok_per_s": 100.0}, {"tok_per_s": 102.1}, {"tok_per_s": "better"}),
+        ({"miss_rate": 0.25}, {"miss_rate": 0.2499}, {"miss_rate": "within"}),
+        ({"miss_rate": 0.25}, {"miss_rate": 0.24}, {"miss_rate": "better"}),
+    ],
+)
+def test_a_gain_is_held_to_the_rules_of_a_loss(
+    compared: Gate, old: dict[str, Any], new: dict[str, Any], figures: dict[str, str]
+) -> None:
+    """Whichever side is the baseline, the verdict is the same but for its direction."""
+    sides = [record("a", **side) for side in (old, new)]
+    [(metric, verdict)] = figures.items()
+    for records, expected in ((sides, verdict), (sides[::-1], RANK[verdict])):
+        code, printed = compared(*records, "--format=json")
+        rows = [row for row in json.loads(printed)["rows"] if row["metric"] == metric]
+        assert {row["verdict"] for row in rows} == {expected}
+        assert code == (expected == "worse")
+        for form in ("text", "md"):
+            text = compared(*records, f"--format={form}")[1]
+            assert (f"{expected:8s} quiz {metric}" in text) == (form == "text")
+            assert not {"better", "worse"} - {expected} & set(text.replace("*", " ").split())
+
+
+def test_answers_of_other_settings_are_tested_on_one_machine_too(gate: Gate) -> None:
+    """Another capacity repeats no answer: two of ten that turn right or wrong are chance."""
+    for new, old in ((lost(2), ANSWERS), (ANSWERS, lost(2))):
+        changed = {"answers": new, "capacity": "7%", "environment": MACHINE}
+        code, printed = gate(changed, answers=old, environment=MACHINE)
+        assert code == 0 and "within   quiz acc,none" in printed and "p 0.25" in printed
+        assert "to the digit" not in printed
+
+
 MACHINE = {
     "machine": {"cpu": "x86_64", "cpu_model": "Some 6 85 7", "instructions": "AVX2", "threads": 1},
     "versions": {"torch": "2.9", "transformers": "5.1", "numpy": "2.4"},
@@ -289,7 +336,7 @@ def test_many_continuous_scores_that_all_fall_are_a_regression() -> None:
     scores = score("f1", 0.6), score("f1", 0.5)
     test = score_test(*(replace(s, higher_is_better=True) for s in scores), before, after)
     assert test is not None
-    assert test.p == test.least_p == test.least_possible == pytest.approx(1 / 20_001)
+    assert test.p_loss == test.least_p == test.least_possible == pytest.approx(1 / 20_001)
 
 
 def score(metric: str, value: float, stderr: float | None = None) -> Score:
@@ -305,12 +352,12 @@ def test_perplexity_is_judged_by_its_log_likelihoods() -> None:
     new = {str(i): [-2.1 * w, w] for i, w in enumerate(words)}
     test = score_test(before, after, old, new)
     assert test is not None
-    assert (test.p, test.least_p, test.least_possible) == (1 / 32, 1 / 32, 1 / 32)
+    assert (test.p_loss, test.least_p, test.least_possible) == (1 / 32, 1 / 32, 1 / 32)
     # +1, -5, +1, +1, +1 sum to -1: the 16 patterns with +5 reach that, and one with -5.
     losses = (1, -5, 1, 1, 1)
     mixed = {str(i): [-2.0 * w - d, w] for i, (w, d) in enumerate(zip(words, losses, strict=True))}
     test = score_test(before, after, old, mixed)
-    assert test is not None and test.p == 17 / 32
+    assert test is not None and test.p_loss == 17 / 32
     others = {**new, "3": [-2.1 * 41.0, 41.0]}
     with pytest.raises(ValueError, match=r"document 3 has 40 words or bytes .* 41 .* different"):
         score_test(before, after, old, others)
@@ -347,7 +394,7 @@ def test_what_lm_eval_records_of_a_document_is_not_always_its_score(
 def test_without_samples_the_standard_errors_decide() -> None:
     test = score_test(score("acc", 0.8, 0.03), score("acc", 0.7, 0.04), {}, {})
     assert test is not None
-    assert test.p == pytest.approx(0.02275, abs=1e-5)  # two standard errors of 0.05
+    assert test.p_loss == pytest.approx(0.02275, abs=1e-5)  # two standard errors of 0.05
     assert score_test(score("acc", 0.8), score("acc", 0.7, 0.04), {}, {}) is None
 
 
