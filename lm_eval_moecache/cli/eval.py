@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from lm_eval_moecache.harness import hub
 from lm_eval_moecache.harness.arguments import help_text
@@ -26,7 +28,7 @@ def run_raw(argv: list[str]) -> int:
     register()
     sys.argv = ["lm_eval", *words]
     try:
-        with hub.naming_data_sets():
+        with hub.naming_data_sets(), _indexing(words):
             cli_evaluate()
     finally:
         if asks_help:
@@ -34,6 +36,29 @@ def run_raw(argv: list[str]) -> int:
             width = shutil.get_terminal_size((80, 24)).columns
             sys.stdout.write(f"\n{help_text(width - 2)}")
     return 0
+
+
+@contextmanager
+def _indexing(words: Sequence[str]) -> Iterator[None]:
+    """Let lm-eval index its own 15,000 task files only if a name needs them: that takes seconds."""
+    from lm_eval import tasks as place
+
+    given = options_of(words)
+    names, folders = (given.get(key) or [] for key in ("tasks", "include_path"))
+    names = names.split(",") if isinstance(names, str) else names
+    whole: Any = place.TaskManager
+
+    class OwnTasks(whole):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "include_defaults": False})
+
+    own = whole(include_path=folders, include_defaults=False).task_index if names else ()
+    if names and all(name in own for name in names):
+        place.TaskManager = OwnTasks
+    try:
+        yield
+    finally:
+        place.TaskManager = whole
 
 
 def completed(argv: Sequence[str]) -> list[str]:
