@@ -1,8 +1,8 @@
 """Leaderboards and views of runs as Markdown, CSV, JSON and HTML: same runs, same bytes.
 
 The best of a column and the Pareto front are marked only among runs of one identity, and only
-where a test separates them: three documents of forty are no difference. The HTML page is
-self-contained: sortable and filterable, straight from a file.
+where a test separates them: three documents of forty are no difference, nor are they equal. The
+HTML page is self-contained: sortable and filterable, straight from a file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lm_eval_moecache.report.results import (
     setting,
     varying,
 )
-from lm_eval_moecache.report.statistics import holm, sign_test, z_test
+from lm_eval_moecache.report.statistics import holm, sign_test, tango_score, z_test
 
 if TYPE_CHECKING:
     from lm_eval_moecache.records.schemas.inputs import Pick, View
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 ALPHA = 0.05
 """Significance level at which a value counts as worse than the best of its column."""
+MARGIN = 0.01
+"""Non-inferiority: a score is not worse if shown less than this lower, a point of a share."""
 _SPEED = ("ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate")
 _RESOLVED = ("capacity", "link", "draft", "store")
 _CALLED = ("name", "composition", "source")
@@ -241,6 +243,34 @@ class _Sampled(NamedTuple):
             return sign_test(sum(x < 0 for x in losses), sum(x > 0 for x in losses))
         return z_test(best.figure - self.figure, math.hypot(self.stderr, best.stderr))
 
+    @property
+    def margin(self) -> float:
+        """`MARGIN`, in points of a share and relative to any other score."""
+        return MARGIN * max(1.0, abs(self.figure))
+
+    def is_inferior(self, other: _Sampled) -> float:
+        """Return the one-sided p-value of being worse than `other` by the margin or more.
+
+        Small where it is shown not worse (non-inferiority): over the documents of both by Tango's
+        score for right and wrong, else by the standard error of the difference.
+        """
+        samples, others = self.samples, other.samples
+        stderr = math.hypot(self.stderr, other.stderr)
+        if len(samples) > 1 and samples.keys() == others.keys():
+            gains = [samples[doc] - others[doc] for doc in samples]
+            if all(gain in (-1, 0, 1) for gain in gains):
+                distance = tango_score(
+                    gains.count(1), gains.count(-1), len(gains), -min(other.margin, 0.99)
+                )
+                return z_test(distance, 1.0)
+            mean = math.fsum(gains) / len(gains)
+            spread = math.fsum((gain - mean) ** 2 for gain in gains) / (len(gains) - 1)
+            # Scores of texts are log-likelihoods here, and the table's figure is not their mean.
+            if math.isclose(mean, self.figure - other.figure, abs_tol=1e-9):
+                stderr = math.sqrt(spread / len(gains))
+        # Without an error nothing is shown.
+        return z_test(self.figure - other.figure + other.margin, stderr) if stderr else 1.0
+
 
 def _sampled(runs: Sequence[Run], group: Sequence[int], column: Column) -> dict[int, _Sampled]:
     """Return row -> value and samples, for the runs of a group that have a value."""
@@ -257,8 +287,9 @@ def _sampled(runs: Sequence[Run], group: Sequence[int], column: Column) -> dict[
 def _best(runs: Sequence[Run], group: Sequence[int], column: Column) -> set[int]:
     """Return the rows of a group's best value and of those no test separates from it.
 
-    Empty unless the test separates each of these from every other row of the group, and for values
-    with neither documents nor standard errors.
+    Of a score, only those shown not worse than the best by `MARGIN`, so that fewer documents mark
+    fewer rows. Empty unless the test separates each of these from every other row of the group, and
+    for values with neither documents nor standard errors.
     """
     sampled = {} if column.higher_is_better is None else _sampled(runs, group, column)
     if len({row.figure for row in sampled.values()}) < 2:
@@ -267,35 +298,64 @@ def _best(runs: Sequence[Run], group: Sequence[int], column: Column) -> set[int]
         return set()  # nothing to test: a percentile, a rate of one phase, the fidelity
     best = max(sampled.values(), key=lambda row: row.figure)
     chances = holm([row.is_worse(best) for row in sampled.values()])
-    best_rows = {
-        i
-        for (i, row), chance in zip(sampled.items(), chances, strict=True)
-        if row.figure == best.figure or chance > ALPHA
-    }
+    if _is_score(column):
+        chances = [1 - row.is_inferior(best) for row in sampled.values()]
+        best_rows = {i for i, c in zip(sampled, chances, strict=True) if c >= 1 - ALPHA}
+    else:
+        best_rows = {i for i, c in zip(sampled, chances, strict=True) if c > ALPHA}
+    best_rows |= {i for i, row in sampled.items() if row.figure == best.figure}
     others = sampled.keys() - best_rows
     are_separated = all(sampled[i].is_worse(sampled[j]) <= ALPHA for i in others for j in best_rows)
     return best_rows if others and are_separated else set()
 
 
-def pareto_front(runs: Sequence[Run], group: Sequence[int], axes: Sequence[Column]) -> set[int]:
-    """Return the rows of the runs that no other run of the group is shown to beat.
+def _is_score(column: Column) -> bool:
+    """Whether a column is of answers: accuracy, or a task's score."""
+    is_figure = column.is_number and column.higher_is_better is not None
+    return is_figure and metric_column(column.name) is None
 
-    A run beats another where the test finds it better on one axis and not worse on the other. On an
-    axis without a better direction (the capacity), less is better.
+
+def is_lossless(run: Run) -> bool:
+    """Whether a run's record says that it computed what the model without a cache computes."""
+    fidelity, low = (metric_value(run, m).number for m in ("routing_fidelity", _LOW))
+    return fidelity == 1 and not low
+
+
+_LOW = "low_precision_share"
+
+
+def pareto_front(runs: Sequence[Run], group: Sequence[int], axes: Sequence[Column]) -> set[int]:
+    """Return the rows of the runs that keep their place against every other run of the group.
+
+    On axes other than scores the figures count as they are; without a better direction (the
+    capacity), less is better. Against a run that is no worse on those, a row keeps its place by a
+    score that is more than `MARGIN` higher and shown to be higher, so that fewer documents never
+    earn a place. A lossless row keeps it unless the other's score is no lower as observed and,
+    where that run is lossy, shown not worse by `MARGIN`.
     """
     sides = [_sampled(runs, group, axis) for axis in axes]
     complete = [i for i in group if all(i in side for side in sides)]
     if len(complete) < 2:
         return set()
 
-    def is_worse(one: int, other: int) -> bool:
-        return any(side[one].is_worse(side[other]) <= ALPHA for side in sides)
+    def keeps_score(one: _Sampled, other: _Sampled, i: int, j: int) -> bool:
+        if is_lossless(runs[i]):
+            if one.figure > other.figure:
+                return True
+            if not is_lossless(runs[j]):
+                return other.is_inferior(one) > ALPHA
+        return one.figure - other.figure > one.margin and other.is_worse(one) <= ALPHA
 
-    return {
-        i
-        for i in complete
-        if not any(is_worse(i, j) and not is_worse(j, i) for j in complete if j != i)
-    }
+    def keeps(i: int, j: int) -> bool:
+        pairs = [(axis, side[i], side[j]) for axis, side in zip(axes, sides, strict=True)]
+        if all(one.figure == other.figure for _, one, other in pairs):
+            return True
+        return any(
+            keeps_score(one, other, i, j) if _is_score(axis) else one.figure > other.figure
+            for axis, one, other in pairs
+        )
+
+    return {i for i in complete if all(keeps(i, j) for j in complete if j != i)}
 
 
 def sorted_runs(runs: Sequence[Run], names: Sequence[str]) -> list[Run]:
@@ -536,8 +596,13 @@ def _place(run: Run, names: Sequence[str]) -> tuple[str, ...]:
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _TEST = "a test over the documents (p ≤ 0.05)"
-_LEGEND = f"Bold: better than every row that is not, by {_TEST}; bold rows are not told apart"
-_FRONT = "`*`: not dominated by any other row in accuracy and tok/s, by"
+_LEGEND = f"Bold: better than every row that is not, by {_TEST}; bold rows are not told apart, "
+_LEGEND += f"or, of scores, are shown not worse than the best by {100 * MARGIN:g} point"
+_FRONT = (
+    f"`*`: every row as fast is shown less accurate, by over {100 * MARGIN:g} point; a lossless "
+    "row has it unless a row as fast and as accurate is lossless or shown not worse by "
+    f"{100 * MARGIN:g} point,"
+)
 
 
 def as_markdown(tables: Sequence[Table]) -> str:
@@ -567,7 +632,7 @@ def notes(table: Table) -> list[str]:
     """Return what a table's marks mean, and which of its rows are not ranked together."""
     texts = [_LEGEND] if table.best else []
     if any(c.name == PARETO for c in table.columns):
-        texts.append(f"{_FRONT} {'that test' if table.best else _TEST}")
+        texts.append(f"{_FRONT} by {'that test' if table.best else _TEST}")
     texts += ["±: standard error"] if any(v.stderr for row in table.rows for v in row) else []
     if table.apart:
         texts.append(f"rows of different {', '.join(table.apart)} are not compared")

@@ -7,16 +7,20 @@ import functools
 import io
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.tables import leaderboard
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
 
@@ -28,7 +32,8 @@ MARKDOWN = """\
 | specmd | 50% | 0.500 ±0.289 | 2.000 | 200.0 | 0.9000 | 0.1000 | * |
 | specmd | 5% | 0.250 ±0.250 | 2.000 | 90.0 | 0.5000 | 0.5000 |  |
 
-`*`: not dominated by any other row in accuracy and tok/s, by a test over the documents \
+`*`: every row as fast is shown less accurate, by over 1 point; a lossless row has it unless a row \
+as fast and as accurate is lossless or shown not worse by 1 point, by a test over the documents \
 (p ≤ 0.05); ±: standard error.
 """
 
@@ -203,12 +208,82 @@ def test_marks_follow_the_test_and_not_the_digit(tmp_path: Path, table: Table) -
 
     write(tmp_path, many("a", 26, 60), many("pre_gated", 29, 50), many("broken", 8, 300))
     cells = marked()
-    assert cells["pre_gated"][0].startswith("**0.725") and cells["a"][0].startswith("**0.650")
-    assert cells["broken"][0].startswith("0.200")
+    # Nor are 26 of 40 shown not worse than 29: 0.650 is no best accuracy.
+    assert cells["pre_gated"][0].startswith("0.725") and cells["a"][0].startswith("0.650")
     assert [cells[name][2] for name in ("a", "pre_gated", "broken")] == ["*", "", "*"]
     # A third between two, distinguishable from neither: then none is best.
     write(tmp_path, many("between", 26, 10), many("near", 25, 20), many("low", 22, 30))
     assert not any(row[0].startswith("**") for row in marked().values())
+
+
+def stars(folder: Path, *runs: dict[str, Any]) -> set[str]:
+    """The names of the rows with a star."""
+    runs_of = load_runs(write(folder, *runs))
+    board = leaderboard(runs_of, columns=["policy", "accuracy", "tok_per_s", "pareto"])
+    return {str(row[0].raw) for row in board.rows if row[-1].raw == "*"}
+
+
+def lossy(name: str, answers: Sequence[float], speed: float, fidelity: float) -> dict[str, Any]:
+    totals = {"routing_fidelity": fidelity}
+    return record(name, policy=name, answers=answers, tok_per_s=speed, totals=totals)
+
+
+def test_a_lossless_row_keeps_its_star_against_a_lossy_one_on_few_documents(
+    tmp_path: Path,
+) -> None:
+    """14 and 13 of 20: no test tells a loss, which is no sign that there is none."""
+    exact, fast = [1.0] * 14 + [0.0] * 6, [1.0] * 13 + [0.0] * 7
+    runs = [lossy("exact", exact, 50, 1.0), lossy("slow", exact, 40, 1.0)]
+    runs += [lossy("fast", fast, 90, 0.74), lossy("broken", [1.0, *[0.0] * 19], 80, 0.3)]
+    assert stars(tmp_path / "few", *runs) == {"exact", "fast"}
+    # As accurate as observed: 20 documents do not show it, 2000 do.
+    runs[2] = lossy("fast", exact, 90, 0.74)
+    assert stars(tmp_path / "equal", *runs) == {"exact", "fast"}
+    many_documents = [lossy("exact", exact * 100, 50, 1.0), lossy("fast", exact * 100, 90, 0.74)]
+    assert stars(tmp_path / "many", *many_documents) == {"fast"}
+
+
+def test_a_score_is_best_where_it_is_shown_not_worse(tmp_path: Path, table: Table) -> None:
+    right = [1.0] * 14 + [0.0] * 6
+    for times, bold in ((4, 0), (100, 2)):
+        rows = {"a": right * times, "b": right * times, "c": [0.0] * 20 * times}
+        rows["b"][0] = 0.0
+        runs = [record(name, policy=name, answers=answers) for name, answers in rows.items()]
+        text = table(write(tmp_path / str(times), *runs), "--columns=policy,accuracy")
+        assert text.count(" **0.") == bold
+        assert ("shown not worse than the best by 1 point" in text) == bool(bold)
+
+
+ROW = st.tuples(
+    st.lists(st.sampled_from((0.0, 1.0)), min_size=4, max_size=4),
+    st.sampled_from((50.0, 60.0, 70.0)),
+    st.sampled_from((0.5, 1.0)),
+)
+
+
+@given(st.lists(ROW, min_size=2, max_size=4), st.sampled_from((2, 5, 40)))
+@settings(max_examples=60, deadline=None)
+def test_fewer_documents_never_earn_a_star(rows: list[Any], times: int) -> None:
+    """The same shares of answers on more documents: a lossy row has the star there, too.
+
+    A lossless row loses its star only to what more documents show, and never to a row that is less
+    accurate as observed.
+    """
+    few, more = (
+        [lossy(str(i), a * n, speed, f) for i, (a, speed, f) in enumerate(rows)] for n in (1, times)
+    )
+    with TemporaryDirectory() as folder:
+        starred, starred_by_more = (
+            stars(Path(folder) / n, *runs) for n, runs in (("a", few), ("b", more))
+        )
+    exact = {str(i) for i, row in enumerate(rows) if row[2] == 1}
+    assert starred - starred_by_more <= exact
+    for i, (answers, speed, fidelity) in enumerate(rows):
+        if fidelity == 1 and not any(
+            sum(a) >= sum(answers) and s >= speed and (sum(a), s) != (sum(answers), speed)
+            for a, s, _ in rows
+        ):
+            assert str(i) in starred & starred_by_more
 
 
 def test_documents_of_one_batch_are_one_sample_of_the_test(tmp_path: Path, table: Table) -> None:
