@@ -8,7 +8,6 @@ the same tests and tolerances as "worse".
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -59,7 +58,7 @@ def run(arguments: Namespace) -> int:
         ignore=tuple(listed_names(arguments.ignore)),
         same_machine=_SAME_MACHINE[arguments.same_machine],
     )
-    comparison = compare(load_runs(Path(arguments.baseline)), load_runs(Path(arguments.new)), rules)
+    comparison = compare(load_runs(arguments.baseline), load_runs(arguments.new), rules)
     form = FORMS["json" if arguments.json else arguments.format]
     sys.stdout.write(form(comparison, everything=arguments.all))
     return 1 if comparison.is_regression else 0

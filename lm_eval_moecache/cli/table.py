@@ -14,8 +14,10 @@ from lm_eval_moecache.records.numbers import listed_names
 from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.inputs import Board, SweepFields, sweep_fields
 from lm_eval_moecache.records.schemas.results import FrontFile, RowsFile
+from lm_eval_moecache.report.differences import differences
 from lm_eval_moecache.report.results import PACKED, RUNS, load_runs, selected
 from lm_eval_moecache.report.tables import (
+    ALL_FORMS,
     FORMS,
     Table,
     distinct,
@@ -30,7 +32,10 @@ BOARD = "table.yaml"
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("dir", help="a sweep's folder, or any folder with results JSONs below it")
-    parser.add_argument("--format", choices=sorted(FORMS), help="default: md")
+    parser.add_argument("--format", choices=sorted(ALL_FORMS), help="default: md")
+    text = "a run or policy: after the table, each figure's difference to it with a 95%% interval, "
+    text += "over the same documents, and p-values corrected for their number (Holm)"
+    parser.add_argument("--baseline", type=str | None, help=text)
     text = "comma-separated; ttft_ms.* is mean, p50, p90 and p99; default: the columns that vary"
     parser.add_argument("--columns", type=str | None, help=text)
     text = "comma-separated columns, best first; NAME:asc or NAME:desc forces an order; "
@@ -50,6 +55,10 @@ def run(arguments: Namespace) -> int:
     form = "json" if arguments.json else arguments.format
     columns, sort = (listed_names(arguments[key]) or None for key in ("columns", "sort"))
     choices = columns, sort, arguments.title
+    if not arguments.dir:
+        raise ValueError("DIR='' is no path. Allowed: a folder of results, `.` for this one.")
+    if arguments.baseline is not None and (arguments.write or arguments.each or form == "csv"):
+        raise ValueError("--baseline goes with neither --write nor --each, nor with --format=csv.")
     if arguments.each:
         if not arguments.write or any(choices):
             raise ValueError("--each goes with --write, and with no --columns, --sort or --title.")
@@ -65,7 +74,9 @@ def run(arguments: Namespace) -> int:
         for place, column in enumerate(tables[0].columns if choices[0] else ()):
             if all(row[place].raw is None for row in tables[0].rows):
                 sys.stderr.write(f"moecache: no run here has {column.name}: its column is empty.\n")
-        sys.stdout.write(FORMS[form or "md"](tables))
+        if arguments.baseline is not None:
+            tables.append(differences(load_runs(folder), arguments.baseline, columns))
+        sys.stdout.write(ALL_FORMS[form or "md"](tables))
     return 0
 
 
@@ -73,8 +84,9 @@ def _write(folder: Path, tables: Sequence[Table], chosen: str | None) -> None:
     if not folder.is_dir():
         raise ValueError(f"--write: {str(folder)!r} is not a folder.")
     for name in [chosen] if chosen else FORMS:
-        write_whole(folder / f"table.{name}", FORMS[name](tables))
-        sys.stdout.write(f"{folder / f'table.{name}'}\n")
+        path = folder / f"table.{'tex' if name == 'latex' else name}"
+        write_whole(path, ALL_FORMS[name](tables))
+        sys.stdout.write(f"{path}\n")
 
 
 def board_folders(folder: Path) -> list[Path]:

@@ -253,15 +253,20 @@ def groups(runs: Sequence[Run]) -> list[list[int]]:
     return list(by_identity.values())
 
 
-def load_runs(place: Path) -> list[Run]:
+def load_runs(place: str | Path) -> list[Run]:
     """Load every results JSON under a folder (or one file), in order of experiment and run id.
 
     In a folder, an unreadable file is skipped with a warning that names file and field, other JSON
     files silently. Raises FileNotFoundError where `place` does not exist, ValueError where it holds
     no run.
     """
+    if not str(place):
+        raise ValueError(
+            "'' is no path. Allowed: a folder of results (`.` for this one), or a file."
+        )
     if not exists(place):
         raise FileNotFoundError(f"{str(place)!r}: there is no such file or folder.")
+    place = Path(place)
     is_file, runs = place.is_file(), []
     for path in [place] if is_file else sorted([*place.rglob("*.json"), *place.rglob(PACKED)]):
         try:

@@ -51,7 +51,8 @@ ALPHA = 0.05
 """Significance level at which a value counts as worse than the best of its column."""
 MARGIN = 0.01
 """Non-inferiority: a score is not worse if shown less than this lower, a point of a share."""
-_SPEED = ("ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate")
+# Hits are 1 less the misses, and no column of their own.
+_SPEED = ("ttft_ms", "tpot_ms", "tok_per_s", "miss_rate")
 _RESOLVED = ("capacity", "link", "draft", "store")
 _CALLED = ("name", "composition", "source")
 _VERSIONS = ("lm-eval-moecache", "lm-eval", "torch", "transformers")
@@ -208,15 +209,21 @@ def default_columns(runs: Sequence[Run]) -> list[str]:
     columns = [score_column(runs, name) for name in scored]
     if sum(column is not None and column.higher_is_better is True for column in columns) > 1:
         names.append(ACCURACY)
-    names += [*scored, *filter(has, _SPEED)]
-    if any(metric_value(run, "collision_miss_rate").number for run in runs):
-        names.append("collision_miss_rate")
+    names += scored
     lossy = {"routing_fidelity": 1.0, "low_precision_share": 0.0}
+    shown = [*_SPEED, "collision_miss_rate"]
     if any(
         metric_value(run, m).number not in (None, kept) for run in runs for m, kept in lossy.items()
     ):
         # Both: fidelity says nothing of precision, the other nothing of routing.
-        names += filter(has, lossy)
+        shown += lossy
+    told: list[list[float | None]] = []
+    for metric in shown:
+        figures = [metric_value(run, metric).number for run in runs]
+        # Neither what is 0 in all rows nor what another column says already.
+        if any(figures) and figures not in told:
+            names.append(metric)
+            told.append(figures)
     return [*names, PARETO] if has("tok_per_s") else names
 
 
@@ -669,6 +676,41 @@ def padded(heads: Sequence[str], cells: Sequence[Sequence[Any]]) -> str:
     return str(MarkdownTableWriter(headers=heads, value_matrix=cells).dumps())
 
 
+_LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "≤": r"$\leq$",
+    "\n": " ",
+}
+
+
+def as_latex(tables: Sequence[Table]) -> str:
+    """Return each table as a `tabular` of booktabs; a comment above it says what its marks mean."""
+    texts = []
+    for table in tables:
+        about = filter(None, (" ".join(table.title.split()), "; ".join(notes(table))))
+        lines = [f"% {text}" for text in about]
+        ends = "".join(
+            "r" if c.is_number else "c" if c.name == PARETO else "l" for c in table.columns
+        )
+        heads = [_in_latex(column.heading) for column in table.columns]
+        lines += [rf"\begin{{tabular}}{{{ends}}}", r"\toprule", rf"{' & '.join(heads)} \\"]
+        lines += [r"\midrule"]
+        for i, row in enumerate(table.rows):
+            cells = [_in_latex(c.text(v)) for c, v in zip(table.columns, row, strict=True)]
+            best = [rf"\textbf{{{t}}}" if (i, j) in table.best else t for j, t in enumerate(cells)]
+            lines.append(rf"{' & '.join(best)} \\")
+        texts.append("\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""]))
+    return "\n".join(texts)
+
+
+def _in_latex(text: str) -> str:
+    """Escape a text so that it stays one plain cell."""
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
 def as_csv(tables: Sequence[Table]) -> str:
     """Return the first table: full precision, one header line, `<column>_stderr` beside a score."""
     records = _records(tables[0])
@@ -883,3 +925,5 @@ FORMS: Mapping[str, Callable[[Sequence[Table]], str]] = {
     "html": as_html,
     "json": as_json,
 }
+"""The forms that `--write` writes."""
+ALL_FORMS = {**FORMS, "latex": as_latex}

@@ -20,17 +20,18 @@ from hypothesis import strategies as st
 
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.statistics import answers_interval
 from lm_eval_moecache.report.tables import leaderboard
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
 
 MARKDOWN = """\
-| Policy | Capacity | quiz acc | TTFT ms | tok/s | Hit | Miss | Pareto |
-| --- | --- | --: | --: | --: | --: | --: | :-: |
-| on_demand | 50% | 0.750 ±0.250 | 2.000 | 120.0 | 0.8000 | 0.2000 |  |
-| on_demand | 5% | 0.750 ±0.250 | 2.000 | 80.0 | 0.4000 | 0.6000 |  |
-| specmd | 50% | 0.500 ±0.289 | 2.000 | 200.0 | 0.9000 | 0.1000 | * |
-| specmd | 5% | 0.250 ±0.250 | 2.000 | 90.0 | 0.5000 | 0.5000 |  |
+| Policy | Capacity | quiz acc | TTFT ms | tok/s | Miss | Pareto |
+| --- | --- | --: | --: | --: | --: | :-: |
+| on_demand | 50% | 0.750 ±0.250 | 2.000 | 120.0 | 0.2000 |  |
+| on_demand | 5% | 0.750 ±0.250 | 2.000 | 80.0 | 0.6000 |  |
+| specmd | 50% | 0.500 ±0.289 | 2.000 | 200.0 | 0.1000 | * |
+| specmd | 5% | 0.250 ±0.250 | 2.000 | 90.0 | 0.5000 |  |
 
 `*`: every row as fast is shown less accurate, by over 1 point; a lossless row has it unless a row \
 as fast and as accurate is lossless or shown not worse by 1 point, by a test over the documents \
@@ -371,7 +372,7 @@ def test_fidelity_and_precision_stand_beside_a_lossy_row(tmp_path: Path, table: 
     assert "Fidelity" not in out and "Low precision" not in out
     for run in (lossy, stored):
         out = table(write(tmp_path / run["run_id"], plain, run))
-        assert "| Fidelity | Low precision |" in out
+        assert "| Fidelity |" in out and ("| Low precision |" in out) == (run is stored)
 
 
 def test_a_table_of_several_versions_says_so(tmp_path: Path, table: Table) -> None:
@@ -503,3 +504,46 @@ def test_each_writes_every_sweeps_table_and_the_leaderboard_over_them(
     table(tmp_path, "--each", code=2)
     (tmp_path / "table.yaml").write_text("{colums: [policy]}")
     assert "Did you mean 'columns'" in table(tmp_path, code=2)
+
+
+def test_differences_to_a_baseline_have_intervals_and_corrected_p_values(
+    tmp_path: Path, moecache: Moecache
+) -> None:
+    """By hand: 8 of 10 lost, none won: two-sided p = 2 / 256, twice that for two rows."""
+    answers = {"base": (1.0,) * 10, "bad": (1.0, 1.0) + (0.0,) * 8, "like": (1.0,) * 9 + (0.0,)}
+    runs = [record(name, policy=name, answers=a) for name, a in answers.items()]
+    folder = write(tmp_path, *runs)
+    columns = "--columns=policy,quiz"
+    text = moecache("table", folder, columns, "--baseline=base").partition("## Differences")[2]
+    low, high = answers_interval(0, 8, 10)
+    assert (
+        f"| bad | bad | 25% | quiz acc | -0.8000 | {low:.4f} | {high:.4f} | 10 | 0.0156 |" in text
+    )
+    assert "| like | like | 25% | quiz acc | -0.1000 |" in text and text.count("1.0000 |") == 1
+    message = moecache("table", folder, columns, "--baseline=bsae", code=2)
+    assert "Did you mean 'base'" in message
+    write(tmp_path, record("other", policy="base", capacity="5%"))
+    assert "names 2 runs" not in moecache("table", folder, columns, "--baseline=base")
+    assert "--write" in moecache("table", folder, "--write", "--baseline=base", code=2)
+
+
+def test_latex_keeps_names_in_their_cells(tmp_path: Path, table: Table) -> None:
+    folder = write(tmp_path, record("a", policy="a_b & 5%\\"), record("b", policy="b"))
+    text = table(folder, "--format=latex", "--columns=policy,quiz")
+    assert r"Policy & quiz acc \\" in text and r"\begin{tabular}{lr}" in text
+    assert r"a\_b \& 5\%\textbackslash{} & 0.750 $\pm$0.250 \\" in text
+    assert table(folder, "--format=latex", "--write").strip().endswith("table.tex")
+
+
+def test_a_column_that_is_0_in_all_rows_is_left_out(tmp_path: Path, table: Table) -> None:
+    figures = {"routing_fidelity": 0.75, "low_precision_share": 0.0}
+    head = table(write(tmp_path, record("a", totals=figures))).splitlines()[0]
+    assert "Fidelity" in head and "Low precision" not in head
+
+
+@pytest.mark.parametrize("command", [("table", ""), ("compare", "", "."), ("compare", ".", "")])
+def test_an_empty_path_is_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moecache: Moecache, command: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(leaderboard_of_four(tmp_path))
+    assert "is no path" in moecache(*command, code=2)
