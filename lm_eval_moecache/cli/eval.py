@@ -48,7 +48,7 @@ def _indexing(words: Sequence[str]) -> Iterator[None]:
     names = names.split(",") if isinstance(names, str) else names
     whole: Any = place.TaskManager
 
-    class OwnTasks(whole):  # type: ignore[misc]
+    class OwnTasks(whole):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "include_defaults": False})
 
