@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lm_eval_moecache.engine.forecast import Machine, place, read_placement, token_work
-from lm_eval_moecache.records.emulation import load_real_model
+from lm_eval_moecache.planning.forecast import Machine, place, read_placement, token_work
+from lm_eval_moecache.planning.models import load_real_model
+from lm_eval_moecache.planning.runtimes import load_runtime
 from lm_eval_moecache.records.hardware import load_hardware
-from lm_eval_moecache.records.runtime import load_runtime
 
 SHAPES = {
     # Layers, experts, top-k, width, expert width, heads, KV heads, width of a head.

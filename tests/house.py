@@ -25,7 +25,7 @@ MODULES = {
 # tiny/ is the shipped model and its documents, which any folder may open.
 ORDER = (
     *("records", "tiny", "trace", "algorithms", "engine", "testing", "model", "report"),
-    *("harness", "sweep", "tune", "analysis", "profiling", "cli"),
+    *("planning", "harness", "sweep", "tune", "analysis", "profiling", "cli"),
 )
 
 

@@ -13,10 +13,10 @@ import pytest
 from lm_eval_moecache.cli import plan
 from lm_eval_moecache.cli.choose import BLOCKS, CONTENDERS, LRU, find
 from lm_eval_moecache.harness.arguments import Config, read_config
-from lm_eval_moecache.records.emulation import load_real_model
+from lm_eval_moecache.planning.models import load_real_model
+from lm_eval_moecache.planning.stored import load_stored
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.ledger import PassRecord
-from lm_eval_moecache.records.stored import load_stored
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.use import use_of
 from tests.conftest import Moecache

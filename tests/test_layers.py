@@ -67,6 +67,13 @@ def test_a_folder_imports_only_folders_before_it() -> None:
         assert others <= set(ORDER[: ORDER.index(folder)]), folder
 
 
+def test_forecasts_are_seen_by_commands_and_by_runs_that_emulate() -> None:
+    assert {folder for folder, others in imports().items() if "planning" in others} == {
+        "harness",
+        "cli",
+    }
+
+
 def test_algorithms_are_leaves_and_their_bases_see_the_records_only() -> None:
     """They import records, the ranking vocabulary and their axis's base; bases what axes share."""
     for module in algorithms():

@@ -13,9 +13,10 @@ import yaml
 from lm_eval_moecache.cli import plan
 from lm_eval_moecache.cli.plan import first_token_s, fit, stand_in, two_digits
 from lm_eval_moecache.engine.virtual.costs import attention_s
-from lm_eval_moecache.records.emulation import EMULATED_DIR, RealModel, load_real_model
+from lm_eval_moecache.planning.models import EMULATED_DIR, load_real_model
 from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
+from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.trace.importers import load_trace
 from tests.conftest import Moecache
 

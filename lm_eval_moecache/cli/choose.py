@@ -21,18 +21,14 @@ from lm_eval_moecache.cli.main import aligned, listed, print_result, wrapped
 from lm_eval_moecache.cli.plan import MOST_CONTEXT, RECALL, stand_in, step_time, traced_bytes
 from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.harness.arguments import Config, read_config
-from lm_eval_moecache.records.emulation import (
-    MODEL_FILES,
-    RealModel,
-    emulated_names,
-    load_real_model,
-)
+from lm_eval_moecache.planning.models import MODEL_FILES, emulated_names, load_real_model
+from lm_eval_moecache.planning.stored import PRECISION_HELP, load_stored
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware, profile_names
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.numbers import read_count, read_number
+from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.sizes import parse_capacity
-from lm_eval_moecache.records.stored import PRECISION_HELP, load_stored
 from lm_eval_moecache.report.metrics import totals
 from lm_eval_moecache.report.statistics import Floats, mean_interval
 from lm_eval_moecache.sweep.replay_grid import Replays

@@ -55,7 +55,8 @@ NOTHING_KEPT = "The same command begins anew."
 def command_names() -> list[str]:
     """Return the names of all subcommands, sorted."""
     folder = importlib.import_module("lm_eval_moecache.cli").__path__
-    return sorted(m.name for m in pkgutil.iter_modules(folder) if m.name != "main")
+    names = {module.name for module in pkgutil.iter_modules(folder)}
+    return sorted(name for name in names - {"main"} if name[0] != "_")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,21 +22,16 @@ from lm_eval_moecache.cli.main import aligned, print_result
 from lm_eval_moecache.engine.regime import Regime, Waits, decode_waits, regime_of
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.costs import Costs, attention_s
-from lm_eval_moecache.records.emulation import (
-    MODEL_FILES,
-    RealModel,
-    emulated_names,
-    load_real_model,
-)
+from lm_eval_moecache.planning.models import MODEL_FILES, emulated_names, load_real_model
+from lm_eval_moecache.planning.stored import PRECISION_HELP, SUGGESTED, load_stored
+from lm_eval_moecache.planning.table import advise, known, two_digits, usual_precision
 from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.records.files import traces_dir
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware, load_hardware, on_disk, profile_names
 from lm_eval_moecache.records.numbers import read_count, unknown_name_error
+from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.sizes import Capacity
-from lm_eval_moecache.records.stored import PRECISION_HELP, SUGGESTED, load_stored
-from lm_eval_moecache.report import runtimes
-from lm_eval_moecache.report.runtimes import two_digits
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.header import read_header
 from lm_eval_moecache.trace.importers import load_trace
@@ -133,7 +128,7 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
     several = re.fullmatch(r"([0-9]{1,2}) ?[xX] ?(.+)", arguments.hardware.strip())
     cards = int(several[1]) if several else 1
     hardware = load_hardware(several[2] if several else arguments.hardware)
-    given = runtimes.known(
+    given = known(
         cards=max(cards, 1),
         ram=arguments.ram,
         **{key: arguments[key] for key in ("host_memory", "disk", "bandwidth")},
@@ -142,8 +137,8 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
         given["ram"] = 0
     run_as = model
     if arguments.precision is None:
-        run_as = runtimes.usual_precision(model, hardware, cards, context)
-    advice = runtimes.advise(run_as, hardware, given, context, prompt, arguments.measured)
+        run_as = usual_precision(model, hardware, cards, context)
+    advice = advise(run_as, hardware, given, context, prompt, arguments.measured)
     advice["assumed"] = [*taken, *advice["assumed"]]
     if run_as is not model:
         why = f"(as published, {model.stored.name}, they do not fit)"

@@ -23,7 +23,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lm_eval_moecache.cli.main import print_result, wrapped
 from lm_eval_moecache.cli.plan import stand_in
 from lm_eval_moecache.engine.setting import MOST_READS, TOGETHER
-from lm_eval_moecache.records.emulation import load_real_model
+from lm_eval_moecache.planning.models import load_real_model
 from lm_eval_moecache.records.files import check_output
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
 from lm_eval_moecache.records.numbers import read_count
@@ -87,13 +87,13 @@ def run(arguments: Namespace) -> int:
 
 
 def _speeds(arguments: Namespace) -> int:
-    from lm_eval_moecache.report import speeds
+    from lm_eval_moecache.planning import published
 
-    rows, left_out = speeds.read_rows(Path(arguments.speeds))
-    result = speeds.compare([speeds.predict(row) for row in rows], left_out)
+    rows, left_out = published.read_rows(Path(arguments.speeds))
+    result = published.compare([published.predict(row) for row in rows], left_out)
     if arguments.plot is not None:
-        speeds.plot(result["rows"], Path(arguments.plot))
-    text = speeds.as_text(result)
+        published.plot(result["rows"], Path(arguments.plot))
+    text = published.as_text(result)
     if result["rows"]:
         text += (
             "\nForecast by the constants that ship, which were fitted on the rows of "

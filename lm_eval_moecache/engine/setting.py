@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from lm_eval_moecache.algorithms.policy import Policy
 from lm_eval_moecache.records.artifact import UseProfile
-from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.sizes import Capacity
 
 SELF = "self:"

@@ -34,14 +34,15 @@ from lm_eval_moecache.engine.setting import (
     offline_error,
 )
 from lm_eval_moecache.model.precision.ladder import Ladder, parse_ladder
+from lm_eval_moecache.planning.models import load_real_model
+from lm_eval_moecache.planning.runtimes import IDEAL, load_runtime
 from lm_eval_moecache.records.artifact import UseProfile
-from lm_eval_moecache.records.emulation import RealModel, load_real_model
 from lm_eval_moecache.records.errors import ArgumentsError
 from lm_eval_moecache.records.files import check_writable
 from lm_eval_moecache.records.geometry import MOST_DRAFTED, Geometry
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, Hardware, load_hardware
 from lm_eval_moecache.records.numbers import nearest
-from lm_eval_moecache.records.runtime import IDEAL, load_runtime
+from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.schemas import Schema, check, count
 from lm_eval_moecache.records.sizes import (
     capacity_text,

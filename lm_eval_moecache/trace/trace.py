@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray
-from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.records.geometry import NO_TARGET, Draft, Geometry
 from lm_eval_moecache.records.ledger import GENERATE
+from lm_eval_moecache.records.real_model import RealModel
 
 Ints = npt.NDArray[np.int32]
 Halves = npt.NDArray[np.float16]

@@ -20,7 +20,6 @@ from lm_eval_moecache.algorithms.registry import (
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.artifact import UseProfile
-from lm_eval_moecache.records.configuration import LayerCaches, RealModel
 from lm_eval_moecache.records.event import (
     PHASES,
     UNSEEN_SCORES,
@@ -32,6 +31,7 @@ from lm_eval_moecache.records.geometry import NO_TARGET, Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.predictor import digest_of, target_of
+from lm_eval_moecache.records.real_model import LayerCaches, RealModel
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import equip
 from lm_eval_moecache.trace.future import Future

@@ -26,10 +26,11 @@ from lm_eval_moecache.engine.virtual.costs import (
     Costs,
     attention_s,
 )
-from lm_eval_moecache.records.emulation import LayerCaches, load_real_model
+from lm_eval_moecache.planning.models import load_real_model
 from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.real_model import LayerCaches
 from lm_eval_moecache.trace.trace import Trace
 from tests.engine import traces
 from tests.engine.scripted import HUGE, TWO_LEVELS, make_engine, make_geometry, make_hardware

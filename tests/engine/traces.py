@@ -18,11 +18,11 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.arrays import softmax
-from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import make_event
 from lm_eval_moecache.trace.future import Future

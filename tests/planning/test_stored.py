@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lm_eval_moecache.records.emulation import load_real_model
-from lm_eval_moecache.records.stored import SUGGESTED, load_stored
+from lm_eval_moecache.planning.models import load_real_model
+from lm_eval_moecache.planning.stored import SUGGESTED, load_stored
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from lm_eval_moecache.records.emulation import load_real_model
+from lm_eval_moecache.planning.models import load_real_model
+from lm_eval_moecache.planning.stored import load_stored
+from lm_eval_moecache.planning.table import advise, known
 from lm_eval_moecache.records.hardware import load_hardware
-from lm_eval_moecache.records.stored import load_stored
-from lm_eval_moecache.report.runtimes import advise, known
 from tests.conftest import Moecache
 
 MODEL = load_real_model("gpt-oss-120b")

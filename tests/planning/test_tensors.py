@@ -14,8 +14,8 @@ from gguf import GGUFWriter
 from gguf.quants import quant_shape_to_byte_shape
 from safetensors.numpy import save_file
 
-from lm_eval_moecache.records.emulation import load_real_model
-from tests.records.test_emulation import OLMOE
+from lm_eval_moecache.planning.models import load_real_model
+from tests.planning.test_models import OLMOE
 
 HIDDEN, INNER, EXPERTS, VOCABULARY = 256, 512, 4, 1000
 NUMBERS = {

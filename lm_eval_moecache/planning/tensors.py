@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lm_eval_moecache.records.configuration import RealModel, read_caches, read_config
+from lm_eval_moecache.planning.configuration import read_caches, read_config
 from lm_eval_moecache.records.files import check_file, is_file, open_file, parse_json, read_json
 from lm_eval_moecache.records.numbers import read_count, shown
-from lm_eval_moecache.records.stored import BF16, Stored
+from lm_eval_moecache.records.real_model import BF16, RealModel, Stored
 
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _MOST_HEADER, _MOST_BYTES = 2**28, 2**53

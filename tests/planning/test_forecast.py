@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm_eval_moecache.engine.forecast import (
+from lm_eval_moecache.planning.forecast import (
     Machine,
     Placement,
     automatic,
@@ -25,10 +25,9 @@ from lm_eval_moecache.engine.forecast import (
     token_work,
     touched_share,
 )
-from lm_eval_moecache.records.emulation import LayerCaches, RealModel
+from lm_eval_moecache.planning.runtimes import Mechanisms, Runtime, load_runtime, mechanisms
 from lm_eval_moecache.records.hardware import load_hardware
-from lm_eval_moecache.records.runtime import Mechanisms, Runtime, load_runtime, mechanisms
-from lm_eval_moecache.records.stored import Stored
+from lm_eval_moecache.records.real_model import LayerCaches, RealModel, Stored
 
 # Experts of 1 MB, two of four in each of ten layers; 100 MB of dense weights are read, all bytes.
 MODEL = RealModel(

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from lm_eval_moecache.engine.forecast import (
+from lm_eval_moecache.planning.forecast import (
     Forecast,
     Machine,
     Placed,
@@ -34,10 +34,8 @@ from lm_eval_moecache.engine.forecast import (
     stored_for,
     token_work,
 )
-from lm_eval_moecache.records.emulation import RealModel, load_real_model
-from lm_eval_moecache.records.files import read_text
-from lm_eval_moecache.records.hardware import Hardware, load_hardware
-from lm_eval_moecache.records.runtime import (
+from lm_eval_moecache.planning.models import load_real_model
+from lm_eval_moecache.planning.runtimes import (
     BOTH,
     COPY,
     HOST,
@@ -49,8 +47,11 @@ from lm_eval_moecache.records.runtime import (
     load_runtime,
     mechanisms,
 )
+from lm_eval_moecache.planning.stored import GGUF_BITS, load_stored
+from lm_eval_moecache.records.files import read_text
+from lm_eval_moecache.records.hardware import Hardware, load_hardware
+from lm_eval_moecache.records.real_model import RealModel, Stored
 from lm_eval_moecache.records.sizes import parse_bandwidth
-from lm_eval_moecache.records.stored import GGUF_BITS, Stored, load_stored
 from lm_eval_moecache.report.tables import padded
 
 COLUMNS = (

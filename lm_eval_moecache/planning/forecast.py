@@ -19,9 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lm_eval_moecache.records.emulation import RealModel
-from lm_eval_moecache.records.hardware import Hardware
-from lm_eval_moecache.records.runtime import (
+from lm_eval_moecache.planning.runtimes import (
     BOTH,
     COPY,
     HOST,
@@ -33,8 +31,10 @@ from lm_eval_moecache.records.runtime import (
     Runtime,
     mechanisms,
 )
+from lm_eval_moecache.planning.stored import load_stored
+from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.sizes import parse_bytes
-from lm_eval_moecache.records.stored import load_stored
 
 DESKTOP_BYTES_PER_S = 89.6e9
 """Assumed of a host whose memory is not known: two channels of DDR5-5600."""

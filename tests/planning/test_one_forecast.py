@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 
 from lm_eval_moecache.cli import plan
-from lm_eval_moecache.records.emulation import EMULATED_DIR, load_real_model
+from lm_eval_moecache.planning.models import EMULATED_DIR, load_real_model
 from tests.conftest import Moecache
 
 SIZES = {

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from lm_eval_moecache.records.numbers import MOST_COUNT, nearest, read_count, read_number, shown
+from lm_eval_moecache.records.real_model import BF16, Stored
 
-
-class Stored(NamedTuple):
-    """Bits per weight, scales included, of the experts, the other layers and the vocabulary."""
-
-    name: str
-    expert_bits: float
-    dense_bits: float = 16
-    vocab_bits: float = 16
-    """Bits per weight of the embedding and the output layer."""
-    about: str = ""
-
-
-BF16 = Stored("bf16", 16, about="two bytes a weight")
 PRECISIONS = {
     stored.name: stored
     for stored in (

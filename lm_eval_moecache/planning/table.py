@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lm_eval_moecache.engine.forecast import (
+from lm_eval_moecache.planning.forecast import (
     SYSTEM,
     Forecast,
     Machine,
@@ -28,9 +28,8 @@ from lm_eval_moecache.engine.forecast import (
     room,
     stored_for,
 )
-from lm_eval_moecache.records.emulation import RealModel
-from lm_eval_moecache.records.hardware import LEAST_LINK, Hardware
-from lm_eval_moecache.records.runtime import (
+from lm_eval_moecache.planning.published import rate, read_rows, scale_by, speed
+from lm_eval_moecache.planning.runtimes import (
     BOTH,
     COPY,
     HOST,
@@ -41,9 +40,10 @@ from lm_eval_moecache.records.runtime import (
     load_runtime,
     mechanisms,
 )
+from lm_eval_moecache.planning.stored import load_stored
+from lm_eval_moecache.records.hardware import LEAST_LINK, Hardware
+from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.sizes import parse_bandwidth, parse_bytes
-from lm_eval_moecache.records.stored import load_stored
-from lm_eval_moecache.report.speeds import rate, read_rows, scale_by, speed
 
 ON_CARDS = (
     *("llama.cpp", "ik_llama.cpp", "llama.cpp-expert-cache", "ktransformers", "freetoken"),

@@ -8,21 +8,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from lm_eval_moecache.records.configuration import KEYS, LayerCaches, RealModel, read_config
+from lm_eval_moecache.planning.configuration import KEYS, read_config
+from lm_eval_moecache.planning.stored import load_stored
+from lm_eval_moecache.planning.tensors import read_gguf, read_safetensors_index
 from lm_eval_moecache.records.files import is_file, read_json, read_yaml
 from lm_eval_moecache.records.names import Naming, find_name, spell
 from lm_eval_moecache.records.numbers import shown, unknown_name_error
-from lm_eval_moecache.records.stored import load_stored
-from lm_eval_moecache.records.tensors import read_gguf, read_safetensors_index
-
-__all__ = [
-    "EMULATED_DIR",
-    "MODEL_FILES",
-    "LayerCaches",
-    "RealModel",
-    "emulated_names",
-    "load_real_model",
-]
+from lm_eval_moecache.records.real_model import RealModel
 
 EMULATED_DIR = Path(__file__).resolve().parent.parent / "emulate"
 MODEL_FILES = "a config.json, its folder, a YAML, a GGUF, an index of safetensors"

@@ -1,14 +1,10 @@
-"""Fit the constants of runtimes' mechanisms to published speeds, one machine left out at a time.
-
-Writes the constants, and for each mechanism how far forecasts were from machines that played no
-part in their fit (`mechanisms.yaml`); with --report also a table and a plot.
-"""
+"""Fits the constants of mechanisms to published speeds, one machine left out at a time."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import permutations
 from pathlib import Path
@@ -17,29 +13,22 @@ from typing import Any
 
 import numpy as np
 import yaml
-from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.engine.forecast import hit_rate
-from lm_eval_moecache.profiling._texts import say
-from lm_eval_moecache.records.files import traces_dir, write_whole
-from lm_eval_moecache.records.runtime import (
+from lm_eval_moecache.planning.forecast import hit_rate
+from lm_eval_moecache.planning.published import (
+    Row,
+    compare,
+    predict,
+    scale_by,
+    summary,
+)
+from lm_eval_moecache.planning.runtimes import (
     CONSTANTS,
     MECHANISMS,
-    MECHANISMS_FILE,
     PREFILL,
     READ,
     Mechanisms,
     Spread,
-)
-from lm_eval_moecache.report.speeds import (
-    Row,
-    as_text,
-    compare,
-    plot,
-    predict,
-    read_rows,
-    scale_by,
-    summary,
 )
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
@@ -63,30 +52,10 @@ _LEAST_ROWS, _LEAST_MACHINES = 8, 3
 """A group of fewer has no spread of its own."""
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    text = "published speeds, as of `moecache validate --speeds`"
-    parser.add_argument("--from", type=str, required=True, metavar="CSV", help=text)
-    text = "file of the constants (default: the package's own)"
-    parser.add_argument("--out", type=str, default=str(MECHANISMS_FILE), help=text)
-    text = "folder for the table and the plot, each machine left out of its own fit"
-    parser.add_argument("--report", type=str | None, help=text)
-
-
-def run(arguments: Namespace) -> int:
-    shipped = sorted(traces_dir().glob("*.parquet"))
-    routings = {path.stem: hits_of(load_trace(str(path))) for path in shipped}
-    begin = Mechanisms(constants=START, curve=_CURVE, routings=routings)
-    rows, left_out = read_rows(Path(getattr(arguments, "from")), begin)
-    known, result = fit_all(rows, begin)
-    result = {**result, "left_out": left_out}
-    write_whole(Path(arguments.out), as_yaml(known, result["hit_rates"]))
-    if arguments.report:
-        # Every row as forecast without its machine.
-        folder = Path(arguments.report)
-        write_whole(folder / "table.md", as_text(result))
-        plot(result["rows"], folder / "plots" / "predicted.svg")
-    text = as_text(result) + "\n" + as_yaml(known, result["hit_rates"])
-    return say({**result, "constants": dict(known.constants)}, text.splitlines(), arguments.json)
+def begin_at(traces: Iterable[Path]) -> Mechanisms:
+    """Return the constants before any row is seen, with the hits of replayed traces."""
+    routings = {path.stem: hits_of(load_trace(str(path))) for path in sorted(traces)}
+    return Mechanisms(constants=START, curve=_CURVE, routings=routings)
 
 
 # --- hits ---

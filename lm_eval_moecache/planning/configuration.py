@@ -5,162 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from lm_eval_moecache.records.geometry import DTYPES, Geometry
+from lm_eval_moecache.planning.stored import read_stored
 from lm_eval_moecache.records.numbers import MOST_COUNT, read_count, shown
-from lm_eval_moecache.records.stored import BF16, Stored, read_stored
-
-_DTYPE_BYTES = 2
-"""Models compute in bf16, whatever precision their weights are stored in."""
-
-
-class LayerCaches(NamedTuple):
-    """The KV caches of those of a model's layers that keep the same amount per token."""
-
-    num_layers: int
-    bytes_per_token: float
-    multiply_adds: int
-    """Multiply-adds of one query token with one cached token, in one layer."""
-    window: int | None = None
-    """Tokens that such a layer attends to; None for the whole context."""
-
-    def tokens(self, context: int) -> int:
-        """Return the cached tokens that a layer attends to in a context of this length."""
-        return context if self.window is None else min(context, self.window)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RealModel:
-    """One real Mixture-of-Experts model, in numbers of weights; what concerns layers is per layer.
-
-    `layer_weights` are those a pass reads in one MoE layer beside its experts (attention, router,
-    shared experts), averaged over layers of several kinds; `read_once` those it reads outside the
-    MoE layers (output layer, dense layers); `embedding` is held in memory, but looked up rather
-    than read. Multi-token prediction layers (MTP) and image encoders are left out.
-    """
-
-    name: str
-    num_layers: int
-    num_experts: int
-    top_k: int
-    expert_weights: int
-    stored: Stored = BF16
-    """Bits per weight of the checkpoint."""
-    layer_weights: int
-    read_once: int
-    output: int = 0
-    """Weights of the output layer, a part of `read_once`."""
-    embedding: int
-    caches: tuple[LayerCaches, ...] = ()
-    state_bytes: int = 0
-    """Bytes that linear-attention layers keep per sequence, whatever its length."""
-    source: str = ""
-    is_as_stored: bool = False
-    """Whether `stored` is what somebody's files have, or asks for, so that no other is tried."""
-
-    @property
-    def expert_bytes(self) -> int:
-        """Stored bytes of one expert."""
-        return round(self.expert_weights * self.stored.expert_bits / 8)
-
-    @property
-    def all_expert_bytes(self) -> int:
-        """Stored bytes of all experts of all layers."""
-        return self.num_layers * self.num_experts * self.expert_bytes
-
-    @property
-    def num_weights(self) -> int:
-        """Weights of the whole model."""
-        experts = self.num_layers * self.num_experts * self.expert_weights
-        return experts + self.num_layers * self.layer_weights + self.read_once + self.embedding
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of everything but the experts."""
-        vocabulary = self.embedding + self.output
-        dense = self.num_layers * self.layer_weights + self.read_once - self.output
-        return round((dense * self.stored.dense_bits + vocabulary * self.stored.vocab_bits) / 8)
-
-    @property
-    def layer_dense_bytes(self) -> int:
-        """Dense bytes that a pass reads per MoE layer, with the layer's share of `read_once`."""
-        output = self.output // self.num_layers
-        dense = self.layer_weights + self.read_once // self.num_layers - output
-        return int((dense * self.stored.dense_bits + output * self.stored.vocab_bits) / 8)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes by which the KV cache grows with each token of a short context."""
-        return round(sum(cache.num_layers * cache.bytes_per_token for cache in self.caches))
-
-    def kv_bytes(self, context: int) -> int:
-        """Return the bytes of the KV cache at a context length, windows and states considered."""
-        sizes = (c.num_layers * c.bytes_per_token * c.tokens(context) for c in self.caches)
-        return round(sum(sizes)) + self.state_bytes
-
-    def attention_flops(self, context: int) -> float:
-        """Return the FLOP of one token's attention to a context, over all layers."""
-        return 2.0 * sum(c.num_layers * c.multiply_adds * c.tokens(context) for c in self.caches)
-
-    def prompt_flops(self, num_tokens: int) -> float:
-        """Return the FLOP of a prompt's pass, whose last token alone goes through the output."""
-        weights = self.num_layers * (self.layer_weights + self.top_k * self.expert_weights)
-        flops = 2.0 * num_tokens * (weights + self.read_once - self.output) + 2.0 * self.output
-        return flops + num_tokens * self.attention_flops(num_tokens) / 2
-
-    def record(self) -> dict[str, Any]:
-        """Return the figures that charges follow from, for a run's record and identity."""
-        sizes = ("name", "num_layers", "num_experts", "top_k", "expert_weights")
-        others = ("layer_weights", "read_once", "embedding", "kv_bytes_per_token", "source")
-        return {
-            **{name: getattr(self, name) for name in sizes},
-            "expert_bits": float(self.stored.expert_bits),
-            **{name: getattr(self, name) for name in others},
-        }
-
-    def geometry(self) -> Geometry:
-        """Return the geometry of the model itself, all layers alike."""
-        unsized = Geometry(
-            model=self.name,
-            num_layers=self.num_layers,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            expert_bytes=((self.expert_bytes,),) * self.num_layers,
-            dense_bytes=(0,) * self.num_layers,
-        )
-        return self.emulated_by(unsized)
-
-    def emulated_by(self, own: Geometry) -> Geometry:
-        """Return `own` with every layer charged as one of this model.
-
-        Layers, experts and top-k stay, as they determine the routing. So do capacities given as a
-        share or as a number of experts; those in bytes are in this model's bytes. An expert stored
-        encoded (`precision=int4`) keeps its bits per weight, scales included; one stored at a dtype
-        gets this model's. Lower levels keep their ratio to the first.
-        """
-        bf16_bytes = _DTYPE_BYTES * self.expert_weights
-        if own.compute_bytes and own.precision[0] not in DTYPES:
-            first = [
-                bf16_bytes * levels[0] / compute_bytes
-                for levels, compute_bytes in zip(own.expert_bytes, own.compute_bytes, strict=True)
-            ]
-        else:
-            first = [float(self.expert_bytes)] * own.num_layers
-        sizes = tuple(
-            tuple(max(1, round(best * size / levels[0])) for size in levels)
-            for best, levels in zip(first, own.expert_bytes, strict=True)
-        )
-        return replace(
-            own,
-            expert_bytes=sizes,
-            dense_bytes=(self.layer_dense_bytes,) * own.num_layers,
-            element_bytes=float(_DTYPE_BYTES),
-            compute_bytes=(bf16_bytes,) * own.num_layers,
-            emulates=self.name,
-        )
-
+from lm_eval_moecache.records.real_model import DTYPE_BYTES, LayerCaches, RealModel
 
 KEYS = frozenset(
     "name source hidden_size intermediate_size moe_intermediate_size intermediate_size_mlp "
@@ -604,7 +453,7 @@ def _mixer(read: _Reader, hidden: int, kind: str) -> _Mixer:
         queries = hidden * q_rank + q_rank * query if q_rank else hidden * query
         keys = hidden * (rank + rope) + rank * heads * (nope + value)
         outputs = heads * value * hidden * (2 if gated else 1)
-        cached = _DTYPE_BYTES * (rank + rope + indexed)
+        cached = DTYPE_BYTES * (rank + rope + indexed)
         work = heads * (2 * rank + rope)
         return _Mixer(queries + keys + outputs + index, cached, work, window)
     width = read("head_dim", "kv_channels", default=max(1, hidden // heads))
@@ -619,7 +468,7 @@ def _mixer(read: _Reader, hidden: int, kind: str) -> _Mixer:
     outputs = heads * value * hidden * (2 if gated else 1)
     if read.text("model_type") == "jetmoe":
         queries = outputs = 0  # counted as the experts'
-    cached = _DTYPE_BYTES * (groups * (width + value) + indexed)
+    cached = DTYPE_BYTES * (groups * (width + value) + indexed)
     return _Mixer(queries + keys + outputs + index, cached, heads * (width + value), window)
 
 
@@ -689,12 +538,12 @@ def _compressed(
     if not ratios and isinstance(rates, Mapping):  # as transformers writes them
         by_name = _Reader(rates, f"{read.what}: compress_rates")
         ratios = [by_name(name, default=0) for name in read.names("layer_types", num_layers)]
-    local = LayerCaches(num_layers, _DTYPE_BYTES * width, 2 * heads * width, window)
+    local = LayerCaches(num_layers, DTYPE_BYTES * width, 2 * heads * width, window)
     caches = [local]
     for ratio in sorted({r for r in ratios if r}):
         # The least compressing layers choose the tokens they attend to by an index of their own.
         index = read("index_head_dim", default=0) if ratio == min(filter(None, ratios)) else 0
         work = 2 * heads * width // ratio
-        bytes_per_token = _DTYPE_BYTES * (width + index) / ratio
+        bytes_per_token = DTYPE_BYTES * (width + index) / ratio
         caches.append(LayerCaches(ratios.count(ratio), bytes_per_token, work))
     return num_layers * (queries + hidden * width + outputs), tuple(caches), 0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lm_eval_moecache.records.emulation import EMULATED_DIR, emulated_names, load_real_model
-from lm_eval_moecache.records.stored import load_stored
+from lm_eval_moecache.planning.models import EMULATED_DIR, emulated_names, load_real_model
+from lm_eval_moecache.planning.stored import load_stored
 from tests.engine.traces import GEOMETRY
 
 OLMOE = {

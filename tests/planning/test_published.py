@@ -12,17 +12,8 @@ import pytest
 import yaml
 from everyday import QUESTIONS, answer, nearest, table
 
-from lm_eval_moecache.profiling.runtimes import START, fit
-from lm_eval_moecache.records.runtime import (
-    CONSTANTS,
-    MECHANISMS,
-    MECHANISMS_FILE,
-    RUNTIME_DIR,
-    Mechanisms,
-    load_runtime,
-    mechanisms,
-)
-from lm_eval_moecache.report.speeds import (
+from lm_eval_moecache.planning.fit import START, fit
+from lm_eval_moecache.planning.published import (
     COLUMNS,
     find_hardware,
     find_model,
@@ -32,9 +23,18 @@ from lm_eval_moecache.report.speeds import (
     speed,
     tokens,
 )
+from lm_eval_moecache.planning.runtimes import (
+    CONSTANTS,
+    MECHANISMS,
+    MECHANISMS_FILE,
+    RUNTIME_DIR,
+    Mechanisms,
+    load_runtime,
+    mechanisms,
+)
 from tests.conftest import Moecache
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 ROWS = ROOT / "results" / "runtimes" / "rows.csv"
 
 

@@ -17,9 +17,9 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from lm_eval_moecache.records.configuration import read_config
-from lm_eval_moecache.records.emulation import load_real_model
-from tests.records.test_emulation import OLMOE
+from lm_eval_moecache.planning.configuration import read_config
+from lm_eval_moecache.planning.models import load_real_model
+from tests.planning.test_models import OLMOE
 
 NO_EXPERTS = "it is no configuration of a Mixture-of-Experts model"
 _COUNT = re.compile(r"(?<!max_)(num|n)_(local_|routed_)?experts|moe_num_experts")

@@ -1,0 +1,1 @@
+"""Forecasts of what programs make of machines: models, machines, placements, speeds and rows."""
