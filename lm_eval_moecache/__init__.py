@@ -12,12 +12,16 @@ if TYPE_CHECKING:
     from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm as Eviction
     from lm_eval_moecache.algorithms.eviction.base import HitRule
     from lm_eval_moecache.algorithms.miss.base import MissAlgorithm as Miss
+    from lm_eval_moecache.algorithms.miss.base import Resolution
     from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm as Prefetch
     from lm_eval_moecache.algorithms.ranked import RankedEviction
     from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm as Routing
     from lm_eval_moecache.api import load_runs, load_trace, plan, replay
     from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
     from lm_eval_moecache.records.errors import MoECacheError
+    from lm_eval_moecache.records.event import Event, Fetch
+    from lm_eval_moecache.records.geometry import Geometry
+    from lm_eval_moecache.records.selection import Selection
     from lm_eval_moecache.trace.formats.base import TraceFormat
 
     __version__: str
@@ -25,7 +29,10 @@ if TYPE_CHECKING:
 # Name -> where it is, `module:name`; imported on first access: the models import torch, which
 # `moecache --help` does not need.
 _PLACES = {
+    "Event": "records.event:Event",
     "Eviction": "algorithms.eviction.base:EvictionAlgorithm",
+    "Fetch": "records.event:Fetch",
+    "Geometry": "records.geometry:Geometry",
     "HitRule": "algorithms.eviction.base:HitRule",
     "Miss": "algorithms.miss.base:MissAlgorithm",
     "MoECacheError": "records.errors:MoECacheError",
@@ -33,7 +40,9 @@ _PLACES = {
     "MoECacheSpecLM": "harness.lm:MoECacheSpecLM",
     "Prefetch": "algorithms.prefetch.base:PrefetchAlgorithm",
     "RankedEviction": "algorithms.ranked:RankedEviction",
+    "Resolution": "algorithms.miss.base:Resolution",
     "Routing": "algorithms.routing.base:RoutingAlgorithm",
+    "Selection": "records.selection:Selection",
     "TraceFormat": "trace.formats.base:TraceFormat",
     "load_runs": "api:load_runs",
     "load_trace": "api:load_trace",
@@ -41,7 +50,10 @@ _PLACES = {
     "replay": "api:replay",
 }
 __all__ = [
+    "Event",
     "Eviction",
+    "Fetch",
+    "Geometry",
     "HitRule",
     "Miss",
     "MoECacheError",
@@ -49,7 +61,9 @@ __all__ = [
     "MoECacheSpecLM",
     "Prefetch",
     "RankedEviction",
+    "Resolution",
     "Routing",
+    "Selection",
     "TraceFormat",
     "__version__",
     "load_runs",

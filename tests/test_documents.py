@@ -61,8 +61,9 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "responses").mkdir()
     shutil.copy(ROOT / "tests/trace/formats/vllm.json", tmp_path / "responses")
     (tmp_path / "imp.log").write_text(IMP)
-    # As if a user had written an eviction here.
-    shutil.copy(ROOT / "examples/my_eviction.py", tmp_path)
+    # As if a user had written rules here.
+    for rule in ("eviction", "routing", "miss"):
+        shutil.copy(ROOT / f"examples/my_{rule}.py", tmp_path)
     path = tmp_path / "examples/sweep.yaml"
     sweep = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({**sweep, "limit": 1, "tasks": ["tiny_arc", "tiny_bbh"]}))

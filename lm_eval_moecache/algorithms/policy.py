@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import Parameter, getmembers, isfunction, signature
@@ -11,6 +11,7 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.registry import (
     AXES,
+    base_of,
     find_algorithm,
     import_class,
     is_own,
@@ -19,6 +20,7 @@ from lm_eval_moecache.algorithms.registry import (
     reason_of,
     source_of,
 )
+from lm_eval_moecache.algorithms.returned import misfit
 from lm_eval_moecache.records.errors import AlgorithmError
 from lm_eval_moecache.records.files import is_file, policies_dir, read_yaml
 from lm_eval_moecache.records.geometry import Geometry
@@ -68,34 +70,48 @@ class Choice:
 
 
 def _naming_itself(algorithm: Any, choice: Choice, geometry: Geometry) -> Any:
-    """Make every error raised inside an outside algorithm name the algorithm and the layer."""
+    """Make every error of an outside algorithm name it and the layer: raised, or returned."""
 
-    def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
-        words = list(signature(method).parameters)
+    def wrapped(method: Callable[..., Any], words: Sequence[str]) -> Callable[..., Any]:
+        def error_of(given: Mapping[str, Any], what: str) -> AlgorithmError:
+            layer = getattr(given.get("event"), "layer", given.get("layer"))
+            if layer is None and "key" in given:
+                layer = given["key"] // geometry.num_experts
+            return AlgorithmError(
+                f"{choice.axis}={choice.name} ({source_of(choice.algorithm)}): "
+                f"{choice.algorithm.__name__}.{method.__name__}"
+                f"{'' if layer is None else f' at layer {layer}'} {what}"
+            )
 
         @wraps(method)
         def call(*args: Any, **named: Any) -> Any:
+            given = dict(zip(words, args, strict=False)) | named
             try:
-                return method(*args, **named)
+                returned = method(*args, **named)
             except AlgorithmError:
                 raise
             except Exception as error:
-                given = dict(zip(words, args, strict=False)) | named
-                layer = getattr(given.get("event"), "layer", given.get("layer"))
-                if layer is None and "key" in given:
-                    layer = given["key"] // geometry.num_experts
-                raise AlgorithmError(
-                    f"{choice.axis}={choice.name} ({source_of(choice.algorithm)}): "
-                    f"{choice.algorithm.__name__}.{method.__name__}"
-                    f"{'' if layer is None else f' at layer {layer}'} raised "
-                    f"{reason_of(error)}"
-                ) from error
+                raise error_of(given, f"raised {reason_of(error)}") from error
+            if method.__name__ == "on_insert":
+                loaded.add(given["key"])
+            elif method.__name__ == "on_evict":
+                loaded.discard(given["key"])
+            wrong = misfit(method.__name__, returned, {"loaded": loaded, **given}, geometry)
+            if wrong is not None:
+                raise error_of(given, f"returned {wrong}")
+            return returned
 
         return call
 
+    # An eviction's residents, as it is told of them.
+    loaded: set[int] = set()
+    base = base_of(choice.axis)
     for name, _ in getmembers(choice.algorithm, isfunction):
         if not name.startswith("_"):
-            setattr(algorithm, name, wrapped(getattr(algorithm, name)))
+            # A method of its own may call its arguments otherwise than the base does.
+            words = signature(getattr(base, name, None) or getattr(choice.algorithm, name))
+            named = [word for word in words.parameters if word != "self"]
+            setattr(algorithm, name, wrapped(getattr(algorithm, name), named))
     return algorithm
 
 

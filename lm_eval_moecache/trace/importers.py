@@ -113,7 +113,12 @@ def load_trace(
         )
     options = Options(expert_bytes=expert_bytes, top_k=top_k, logits=logits, predicted=predicted)
     with _naming_the_importer(kind, path.name):
-        return kind.read(path, options)
+        read = kind.read(path, options)
+        if not isinstance(read, Trace):
+            raise TypeError(
+                f"read returned {type(read).__name__}. Expected: a Trace, as of `build`"
+            )
+        return read
 
 
 @contextmanager

@@ -191,6 +191,11 @@ def test_a_new_format_is_one_file(
             'return {}["ids"]',
             r"trace trace.txt: the importer Plain failed: KeyError: 'ids' \(.*plain.py, line 17\)",
         ),
+        (
+            "return []",
+            r"trace trace.txt: the importer Plain failed: TypeError: read returned list. Expected: "
+            r"a Trace, as of `build`",
+        ),
         ("return build(path.name, path.stem, [], options)", "^trace trace.txt holds no rows.$"),
         (
             "return build(path.name, path.stem, in_turn([(7, {})]), options)",
