@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.cli.main import main as moecache
-from lm_eval_moecache.planning.forecast import Machine, machine, stored_for
+from lm_eval_moecache.planning.machines import Machine, known, machine
 from lm_eval_moecache.planning.models import load_real_model
+from lm_eval_moecache.planning.placement import stored_for
 from lm_eval_moecache.planning.published import Row, find_hardware, predict, read_rows
 from lm_eval_moecache.planning.runtimes import RESIDENT, load_runtime
-from lm_eval_moecache.planning.table import advise, known, usual_precision
+from lm_eval_moecache.planning.table import advise, usual_precision
 from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.report.tables import padded
 

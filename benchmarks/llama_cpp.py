@@ -28,8 +28,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lm_eval_moecache.planning.forecast import Machine, place, read_placement, token_work
+from lm_eval_moecache.planning.forecast import token_work
+from lm_eval_moecache.planning.machines import Machine
 from lm_eval_moecache.planning.models import load_real_model
+from lm_eval_moecache.planning.placement import place, read_placement
 from lm_eval_moecache.planning.runtimes import load_runtime
 from lm_eval_moecache.records.hardware import load_hardware
 

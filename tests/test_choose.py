@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lm_eval_moecache.cli import plan
-from lm_eval_moecache.cli.choose import BLOCKS, CONTENDERS, LRU, find
+from lm_eval_moecache.analysis.ranking import BLOCKS, CONTENDERS, LRU, find
+from lm_eval_moecache.engine.stand_in import stand_in
 from lm_eval_moecache.harness.arguments import Config, read_config
+from lm_eval_moecache.planning import ideal
 from lm_eval_moecache.planning.models import load_real_model
 from lm_eval_moecache.planning.stored import load_stored
 from lm_eval_moecache.records.hardware import load_hardware
@@ -126,7 +127,7 @@ def test_a_token_takes_its_part_of_a_step_with_all_of_the_models_layers_and_wait
     """
     step = PassRecord(index=0, phase="decode", num_tokens=2, start_s=1.0, end_s=4.0)
     step.stall_s, step.host_wait_s, step.accepted, step.requests = 0.6, 0.4, 1, 16
-    monkeypatch.setattr("lm_eval_moecache.cli.choose._decode_steps", lambda *_: [step])
+    monkeypatch.setattr("lm_eval_moecache.analysis.ranking._decode_steps", lambda *_: [step])
     own = load_real_model("OLMoE-1B-7B")
     for model, seconds in (
         (own, 1.5),
@@ -218,13 +219,13 @@ def test_the_page_shows_three_models_whole_and_advises_what_they_show() -> None:
 def test_plan_and_choose_say_the_same_of_a_model(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "POLICIES", {LRU: {"eviction": "lru"}})
+    monkeypatch.setattr(ideal, "POLICIES", {LRU: {"eviction": "lru"}})
     model = replace(load_real_model(name), stored=load_stored("q4_k_m"))
     hardware = load_hardware("rtx-3060-12gb")
-    file = str(plan.stand_in(model))
+    file = str(stand_in(model))
     every = model.all_expert_bytes
-    room = plan.Fit(memory=every, dense=0, kv_cache=0, experts=int(0.4 * every), all_experts=every)
-    rows = list(plan.speeds(model, hardware, room, load_trace(file), context=2048))
+    room = ideal.Fit(memory=every, dense=0, kv_cache=0, experts=int(0.4 * every), all_experts=every)
+    rows = list(ideal.speeds(model, hardware, room, load_trace(file), context=2048))
     assert len(rows) == 3
     for row in rows:
         asked = config(LRU, capacity=f"{row['capacity_bytes'] + 1}B")

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import yaml
 
-from lm_eval_moecache.cli import plan
-from lm_eval_moecache.cli.plan import first_token_s, fit, stand_in, two_digits
+from lm_eval_moecache.engine.stand_in import stand_in
 from lm_eval_moecache.engine.virtual.costs import attention_s
+from lm_eval_moecache.planning import ideal
+from lm_eval_moecache.planning.ideal import first_token_s, fit
 from lm_eval_moecache.planning.models import EMULATED_DIR, load_real_model
+from lm_eval_moecache.planning.table import two_digits
 from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.records.real_model import RealModel
@@ -52,11 +54,11 @@ def planned(
     monkeypatch: pytest.MonkeyPatch, model: RealModel, card: Hardware, share: float, policy: str
 ) -> dict[str, Any]:
     """Return the one row of this share of experts, at a context of one token."""
-    monkeypatch.setattr(plan, "POLICIES", {policy: plan.POLICIES[policy]})
-    monkeypatch.setattr(plan, "SHARES", ())
+    monkeypatch.setattr(ideal, "POLICIES", {policy: ideal.POLICIES[policy]})
+    monkeypatch.setattr(ideal, "SHARES", ())
     room = fit(model, replace(card, memory_bytes=1e12), 1)
     room = replace(room, experts=int(share * room.all_experts))
-    (row,) = plan.speeds(model, card, room, load_trace(str(QWEN)), 1)
+    (row,) = ideal.speeds(model, card, room, load_trace(str(QWEN)), 1)
     return row
 
 
@@ -79,7 +81,7 @@ def test_it_agrees_with_replay(
     seconds = 1 / row["tok_per_s"] - attended_s
     assert row["decode_miss_rate"] == run["metrics"]["decode_miss_rate"]
     assert seconds == pytest.approx(run["metrics"]["tpot_ms"]["mean"] / 1000, rel=1e-6)
-    notes = plan.routing_notes(load_real_model("Qwen3-30B-A3B"), load_trace(str(QWEN)))
+    notes = ideal.routing_notes(load_real_model("Qwen3-30B-A3B"), load_trace(str(QWEN)))
     assert "recorded with 6 of the model's 8 experts a token" in notes
 
 
@@ -96,7 +98,7 @@ def test_a_stand_in_is_matched_by_cycles_and_named(
     assert row["decode_miss_rate"] == pytest.approx(run["metrics"]["decode_miss_rate"], abs=0.005)
     assert 0.3 < row["decode_miss_rate"] < 0.9
     assert "It is a stand-in: 48 layers x 128 experts, 6 a token, for 58 x 256, 8" in (
-        plan.routing_notes(model, load_trace(str(QWEN)))
+        ideal.routing_notes(model, load_trace(str(QWEN)))
     )
 
 
@@ -120,7 +122,7 @@ def test_cycles_carry_over_from_one_model_to_another_and_shares_do_not(moecache:
 def test_a_regime_that_the_stand_in_lacks_is_marked(
     moecache: Moecache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "POLICIES", {"lru": plan.POLICIES["lru"]})
+    monkeypatch.setattr(ideal, "POLICIES", {"lru": ideal.POLICIES["lru"]})
     command = ["Qwen3-Next-80B-A3B", "--hardware", "rtx-5090", "--precision", "q4_k_m"]
     report = moecache.json("plan", *command)
     by_capacity = {row["capacity"]: row["in_regime"] for row in report["rows"]}

@@ -11,10 +11,12 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import print_result
+from lm_eval_moecache.cli.validate import speeds_text
 from lm_eval_moecache.planning.fit import as_yaml, begin_at, fit_all
-from lm_eval_moecache.planning.published import as_text, plot, read_rows
+from lm_eval_moecache.planning.published import read_rows
 from lm_eval_moecache.planning.runtimes import MECHANISMS_FILE
 from lm_eval_moecache.records.files import traces_dir, write_whole
+from lm_eval_moecache.report.plots import plot_speeds
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -35,7 +37,7 @@ def run(arguments: Namespace) -> int:
     if arguments.report:
         # Every row as forecast without its machine.
         folder = Path(arguments.report)
-        write_whole(folder / "table.md", as_text(result))
-        plot(result["rows"], folder / "plots" / "predicted.svg")
-    text = as_text(result) + "\n" + as_yaml(known, result["hit_rates"]) + "\n"
+        write_whole(folder / "table.md", speeds_text(result))
+        plot_speeds(result["rows"], folder / "plots" / "predicted.svg")
+    text = speeds_text(result) + "\n" + as_yaml(known, result["hit_rates"]) + "\n"
     return print_result(arguments.json, {**result, "constants": dict(known.constants)}, text)

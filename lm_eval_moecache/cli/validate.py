@@ -15,20 +15,23 @@ prompt, prefill_tok_s, decode_tok_s, source, note.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import print_result, wrapped
-from lm_eval_moecache.cli.plan import stand_in
 from lm_eval_moecache.engine.setting import MOST_READS, TOGETHER
+from lm_eval_moecache.engine.stand_in import stand_in
 from lm_eval_moecache.planning.models import load_real_model
+from lm_eval_moecache.planning.published import WITHIN, summary
 from lm_eval_moecache.records.files import check_output
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
 from lm_eval_moecache.records.numbers import read_count
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.plots import PICTURES
+from lm_eval_moecache.report.tables import padded
 from lm_eval_moecache.trace.importers import load_trace
 
 if TYPE_CHECKING:
@@ -88,12 +91,13 @@ def run(arguments: Namespace) -> int:
 
 def _speeds(arguments: Namespace) -> int:
     from lm_eval_moecache.planning import published
+    from lm_eval_moecache.report.plots import plot_speeds
 
     rows, left_out = published.read_rows(Path(arguments.speeds))
     result = published.compare([published.predict(row) for row in rows], left_out)
     if arguments.plot is not None:
-        published.plot(result["rows"], Path(arguments.plot))
-    text = published.as_text(result)
+        plot_speeds(result["rows"], Path(arguments.plot))
+    text = speeds_text(result)
     if result["rows"]:
         text += (
             "\nForecast by the constants that ship, which were fitted on the rows of "
@@ -189,3 +193,51 @@ def _tokens(arguments: Namespace) -> int:
     if arguments.plot is not None:
         validation.plot(predicted, measured_tokens, Path(arguments.plot))
     return print_result(arguments.json, comparison, validation.as_text(comparison, measured_tokens))
+
+
+def speeds_text(result: Mapping[str, Any]) -> str:
+    """Return the comparison as text: every row, the rows left out, and the summaries."""
+    lines = [
+        (
+            *(row["runtime"], row["model"], row["precision"], row["hardware"], row["mechanism"]),
+            row["placed"],
+            *map(_short, (row["predicted_tok_s"], row["measured_tok_s"])),
+            f"{_short(row['low'])} to {_short(row['high'])}",
+            *map(_factor, (row["factor"], row["rule_of_thumb_factor"], row["prefill_factor"])),
+        )
+        for row in result["rows"]
+    ]
+    heads = (
+        *("runtime", "model", "precision", "hardware", "mechanism", "placement"),
+        *("predicted", "measured", "range", "factor", "thumb", "prefill"),
+    )
+    text = f"{padded(heads, lines)}\n" if lines else ""
+    for row in result["left_out"]:
+        text += f"left out: {row['runtime']} {row['model']} {row['hardware']}: {row['reason']}\n"
+    groups = {
+        "decode": summary(row["factor"] for row in result["rows"]),
+        **result["mechanisms"],
+        "rule of thumb": result["rule_of_thumb"],
+        "prefill": result["prefill"],
+    }
+    cells = [
+        (
+            name,
+            group["rows"],
+            group.get("machines", ""),
+            _factor(group["median_factor"]),
+            *(f"{100 * share:.0f}%" for share in group["within"].values()),
+        )
+        for name, group in groups.items()
+        if group["rows"]
+    ]
+    titles = ("", "rows", "machines", "median factor", *(f"within {most:g}" for most in WITHIN))
+    return f"{text}\n{padded(titles, cells)}\n" if cells else text
+
+
+def _short(number: float | None) -> str:
+    return "" if number is None else f"{number:.3g}"
+
+
+def _factor(number: float | None) -> str:
+    return "" if number is None else f"{number:.2f}"

@@ -14,14 +14,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lm_eval_moecache.planning.forecast import hit_rate
-from lm_eval_moecache.planning.published import (
-    Row,
-    compare,
-    predict,
-    scale_by,
-    summary,
-)
+from lm_eval_moecache.planning.placement import hit_rate
+from lm_eval_moecache.planning.published import Row, compare, predict, scale_by, summary
 from lm_eval_moecache.planning.runtimes import (
     CONSTANTS,
     MECHANISMS,

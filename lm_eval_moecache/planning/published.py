@@ -20,21 +20,17 @@ from typing import Any, TypeVar
 
 from lm_eval_moecache.planning.forecast import (
     Forecast,
-    Machine,
-    Placed,
     PromptWork,
     Work,
     forecast,
-    machine,
-    place,
     prefill_tok_per_s,
     prompt_work,
-    read_placement,
     rule_of_thumb_s,
-    stored_for,
     token_work,
 )
+from lm_eval_moecache.planning.machines import Machine, machine, rate
 from lm_eval_moecache.planning.models import load_real_model
+from lm_eval_moecache.planning.placement import Placed, place, read_placement, stored_for
 from lm_eval_moecache.planning.runtimes import (
     BOTH,
     COPY,
@@ -51,8 +47,6 @@ from lm_eval_moecache.planning.stored import GGUF_BITS, load_stored
 from lm_eval_moecache.records.files import read_text
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.records.real_model import RealModel, Stored
-from lm_eval_moecache.records.sizes import parse_bandwidth
-from lm_eval_moecache.report.tables import padded
 
 COLUMNS = (
     *("runtime", "model", "precision", "hardware", "host_memory_GBps", "link_GBps", "disk_GBps"),
@@ -66,7 +60,6 @@ _SHORT = 256
 _NO_CARD = re.compile(
     r"\b(none|cpu|ryzen|epyc|xeon|threadripper|core|i[3579]-\d+|ultra \d|altra|graviton|cobalt)\b"
 )
-_CHANNELS = re.compile(r"(?:(\d) ?x ?)?(\d+)[- ]?(?:x|ch\w*) ?(?:l?p?ddr\dx?-?)? ?(\d{4,5})")
 _TELLS_NOTHING = re.compile(
     r"\d+-?c(ores?)?|unified|mini|air|mac|macbook|studio|base|desktop|vram|gddr\w*|single"
 )
@@ -345,23 +338,6 @@ def tokens(text: str) -> int | None:
     return round(float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]]) if match else None
 
 
-def rate(text: str, key: str) -> float | None:
-    """Read GB/s (`83`, `83GB/s`) or memory channels (`2x5600`, `8x DDR4-3200`) as bytes/s."""
-    body = text.strip().lower()
-    if not body:
-        return None
-    for word, number in (("single", "1"), ("dual", "2"), ("quad", "4"), ("octa", "8")):
-        body = body.replace(word, number)
-    channels = _CHANNELS.fullmatch(body)
-    if channels:
-        return int(channels[1] or 1) * int(channels[2]) * int(channels[3]) * 8e6
-    try:
-        least = 1e9 if key.startswith("host_memory") else 1e6
-        return parse_bandwidth(text.strip("~ "), key, least)
-    except ValueError as error:
-        raise ValueError(f"{error} Of memory channels: '2x5600'.") from None
-
-
 # --- how far off ---
 
 
@@ -445,72 +421,3 @@ def compare(rows: Sequence[Mapping[str, Any]], left_out: Sequence[Mapping[str, A
         "rule_of_thumb": summary(row["rule_of_thumb_factor"] for row in rows),
         "prefill": summary(row["prefill_factor"] for row in rows),
     }
-
-
-def as_text(result: Mapping[str, Any]) -> str:
-    """Return the comparison as text: every row, the rows left out, and the summaries."""
-    lines = [
-        (
-            *(row["runtime"], row["model"], row["precision"], row["hardware"], row["mechanism"]),
-            row["placed"],
-            *map(_short, (row["predicted_tok_s"], row["measured_tok_s"])),
-            f"{_short(row['low'])} to {_short(row['high'])}",
-            *map(_factor, (row["factor"], row["rule_of_thumb_factor"], row["prefill_factor"])),
-        )
-        for row in result["rows"]
-    ]
-    heads = (
-        *("runtime", "model", "precision", "hardware", "mechanism", "placement"),
-        *("predicted", "measured", "range", "factor", "thumb", "prefill"),
-    )
-    text = f"{padded(heads, lines)}\n" if lines else ""
-    for row in result["left_out"]:
-        text += f"left out: {row['runtime']} {row['model']} {row['hardware']}: {row['reason']}\n"
-    groups = {
-        "decode": summary(row["factor"] for row in result["rows"]),
-        **result["mechanisms"],
-        "rule of thumb": result["rule_of_thumb"],
-        "prefill": result["prefill"],
-    }
-    cells = [
-        (
-            name,
-            group["rows"],
-            group.get("machines", ""),
-            _factor(group["median_factor"]),
-            *(f"{100 * share:.0f}%" for share in group["within"].values()),
-        )
-        for name, group in groups.items()
-        if group["rows"]
-    ]
-    titles = ("", "rows", "machines", "median factor", *(f"within {most:g}" for most in WITHIN))
-    return f"{text}\n{padded(titles, cells)}\n" if cells else text
-
-
-def _short(number: float | None) -> str:
-    return "" if number is None else f"{number:.3g}"
-
-
-def _factor(number: float | None) -> str:
-    return "" if number is None else f"{number:.2f}"
-
-
-def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Plot predicted against measured decode speeds, a colour a mechanism."""
-    # matplotlib is an extra, and slow to import.
-    from lm_eval_moecache.report.plots import look, new_figure, save
-
-    figure, (axes,) = new_figure()
-    speeds = [1.0, *(row["measured_tok_s"] for row in rows if row["measured_tok_s"])]
-    ends = [min(speeds) / 1.5, max(speeds) * 1.5]
-    axes.fill_between(ends, [end / 1.5 for end in ends], [end * 1.5 for end in ends], alpha=0.12)
-    axes.plot(ends, ends, color="black", linewidth=0.8)
-    for index, name in enumerate(dict.fromkeys(row["mechanism"] for row in rows)):
-        points = [row for row in rows if row["mechanism"] == name and row["measured_tok_s"]]
-        x = [row["measured_tok_s"] for row in points]
-        y = [row["predicted_tok_s"] for row in points]
-        axes.plot(x, y, **{**look(index), "linestyle": "none"}, label=name)
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-    axes.set(xlabel="measured, tok/s", ylabel="predicted, tok/s")
-    axes.legend()
-    save(figure, path)

@@ -11,27 +11,27 @@ from statistics import mean
 from typing import Any
 
 from lm_eval_moecache.planning.forecast import (
-    SYSTEM,
     Forecast,
-    Machine,
-    Placed,
-    Placement,
     Work,
-    automatic,
     forecast,
-    hit_rate,
-    machine,
-    place,
     prefill_tok_per_s,
     prompt_work,
+)
+from lm_eval_moecache.planning.machines import Machine, machine
+from lm_eval_moecache.planning.placement import (
+    SYSTEM,
+    Placed,
+    Placement,
+    automatic,
+    place,
     read_placement,
     room,
+    settled,
     stored_for,
 )
-from lm_eval_moecache.planning.published import rate, read_rows, scale_by, speed
+from lm_eval_moecache.planning.published import read_rows, scale_by, speed
 from lm_eval_moecache.planning.runtimes import (
     BOTH,
-    COPY,
     HOST,
     LAYER,
     READ,
@@ -41,9 +41,8 @@ from lm_eval_moecache.planning.runtimes import (
     mechanisms,
 )
 from lm_eval_moecache.planning.stored import load_stored
-from lm_eval_moecache.records.hardware import LEAST_LINK, Hardware
+from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.real_model import RealModel
-from lm_eval_moecache.records.sizes import parse_bandwidth, parse_bytes
 
 ON_CARDS = (
     *("llama.cpp", "ik_llama.cpp", "llama.cpp-expert-cache", "ktransformers", "freetoken"),
@@ -56,27 +55,6 @@ _PHONE_FLOPS = 1e12
 _FEW_BITS = 6.0
 LEAST_RAM = 10**9
 _USUAL = ("q4_k_m", "q3_k_m", "q2_k")
-
-
-def known(
-    *,
-    cards: int = 1,
-    ram: str | None = None,
-    host_memory: str | None = None,
-    disk: str | None = None,
-    bandwidth: str | None = None,
-) -> dict[str, Any]:
-    """Read what a user says of a machine into arguments of `machine`; None where nobody says.
-
-    Raises ValueError naming the option.
-    """
-    return {
-        "cards": cards,
-        "ram": None if ram is None else parse_bytes(ram, "ram", unit="GB", least=LEAST_RAM),
-        "host": None if host_memory is None else rate(host_memory, "host_memory"),
-        "drive": None if disk is None else rate(disk, "disk"),
-        "link": None if bandwidth is None else parse_bandwidth(bandwidth, least=LEAST_LINK),
-    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,46 +193,6 @@ def row_of(setup: Setup, runtime: Runtime, prompt: int) -> dict[str, Any]:
         "high": got.high,
         "needs_drive": placed.mechanism == READ,
     }
-
-
-def settled(model: RealModel, machine: Machine, runtime: Runtime, context: int) -> Placed:
-    """Return where the runtime puts the model, the drive included where RAM is too small.
-
-    Raises ValueError where it cannot run.
-    """
-    is_unified = machine.host_bytes_per_s is None
-    if runtime.devices == "card" and is_unified:
-        raise ValueError("needs a card of its own memory")
-    placed = place(model, machine, runtime, automatic(model, machine, runtime, context), context)
-    every = model.all_expert_bytes
-    absent = (1 - placed.cached) * every
-    if placed.mechanism == RESIDENT or not absent:
-        return placed
-    if placed.mechanism == READ and not is_unified:
-        return placed
-    if is_unified:
-        # The processor may use more of the one memory than the card: what is absent from both
-        # lies on the drive.
-        held = (machine.ram - SYSTEM - model.dense_bytes - model.kv_bytes(context)) / every
-        held = max(held, placed.cached)
-        if held >= 1 and placed.mechanism == HOST:
-            return placed
-        return _from_drive(model, placed, held, by_faults=runtime.absent != READ)
-    # A program that copies, or maps its file without locking it, needs RAM for what is absent.
-    space = machine.ram - SYSTEM
-    if absent <= space:
-        return placed
-    if placed.mechanism in (COPY, LAYER):
-        raise ValueError(
-            f"needs {(absent + SYSTEM) / 1e9:.0f} GB of RAM, and there are {machine.ram / 1e9:.0f}"
-        )
-    held = placed.cached + max(space, 0.0) / every
-    return _from_drive(model, placed, held, by_faults=True)
-
-
-def _from_drive(model: RealModel, placed: Placed, held: float, *, by_faults: bool) -> Placed:
-    hit = hit_rate(model, min(held, 1.0))
-    return replace(placed, mechanism=READ, on_host=0.0, moved=1 - hit, hit=hit, by_faults=by_faults)
 
 
 def scaled(setup: Setup, runtime: Runtime, placed: Placed) -> Forecast:

@@ -488,3 +488,21 @@ def _finish(figure: Any, places: Sequence[Any], title: str) -> None:
     bars = any(c.has_xerr or c.has_yerr for place in places for c in place.containers)
     legend(figure, series, "bars: 95% intervals" if bars else None)
     figure.suptitle(title)
+
+
+def plot_speeds(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Plot predicted against measured decode speeds, a colour a mechanism."""
+    figure, (axes,) = new_figure()
+    speeds = [1.0, *(row["measured_tok_s"] for row in rows if row["measured_tok_s"])]
+    ends = [min(speeds) / 1.5, max(speeds) * 1.5]
+    axes.fill_between(ends, [end / 1.5 for end in ends], [end * 1.5 for end in ends], alpha=0.12)
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    for index, name in enumerate(dict.fromkeys(row["mechanism"] for row in rows)):
+        points = [row for row in rows if row["mechanism"] == name and row["measured_tok_s"]]
+        x = [row["measured_tok_s"] for row in points]
+        y = [row["predicted_tok_s"] for row in points]
+        axes.plot(x, y, **{**look(index), "linestyle": "none"}, label=name)
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set(xlabel="measured, tok/s", ylabel="predicted, tok/s")
+    axes.legend()
+    save(figure, path)

@@ -10,20 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm_eval_moecache.planning.forecast import (
-    Machine,
-    Placement,
-    automatic,
     forecast,
-    hit_rate,
-    machine,
-    place,
     prefill_tok_per_s,
     prompt_work,
-    read_placement,
-    room,
     rule_of_thumb_s,
     token_work,
-    touched_share,
+)
+from lm_eval_moecache.planning.ideal import touched_share
+from lm_eval_moecache.planning.machines import Machine, machine
+from lm_eval_moecache.planning.placement import (
+    Placement,
+    automatic,
+    hit_rate,
+    place,
+    read_placement,
+    room,
 )
 from lm_eval_moecache.planning.runtimes import Mechanisms, Runtime, load_runtime, mechanisms
 from lm_eval_moecache.records.hardware import load_hardware

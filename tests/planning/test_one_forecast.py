@@ -14,7 +14,7 @@ import yaml
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 
-from lm_eval_moecache.cli import plan
+from lm_eval_moecache.planning import ideal
 from lm_eval_moecache.planning.models import EMULATED_DIR, load_real_model
 from tests.conftest import Moecache
 
@@ -78,8 +78,8 @@ def write_gguf(path: Path, name: str) -> Path:
 
 
 def replay_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "POLICIES", {"lru": plan.POLICIES["lru"]})
-    monkeypatch.setattr(plan, "SHARES", ())
+    monkeypatch.setattr(ideal, "POLICIES", {"lru": ideal.POLICIES["lru"]})
+    monkeypatch.setattr(ideal, "SHARES", ())
 
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "GLM-4.5-Air", "MiniMax-M2"])

@@ -13,11 +13,11 @@ import yaml
 from everyday import QUESTIONS, answer, nearest, table
 
 from lm_eval_moecache.planning.fit import START, fit
+from lm_eval_moecache.planning.machines import rate
 from lm_eval_moecache.planning.published import (
     COLUMNS,
     find_hardware,
     find_model,
-    rate,
     read_rows,
     scale_by,
     speed,

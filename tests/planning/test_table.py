@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from lm_eval_moecache.planning.machines import known
 from lm_eval_moecache.planning.models import load_real_model
 from lm_eval_moecache.planning.stored import load_stored
-from lm_eval_moecache.planning.table import advise, known
+from lm_eval_moecache.planning.table import advise
 from lm_eval_moecache.records.hardware import load_hardware
 from tests.conftest import Moecache
 

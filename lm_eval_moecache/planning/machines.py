@@ -1,0 +1,158 @@
+"""Machines as programs find them: nominal rates, memory, and what was assumed of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from lm_eval_moecache.planning.runtimes import Runtime
+from lm_eval_moecache.records.hardware import LEAST_LINK, Hardware
+from lm_eval_moecache.records.sizes import parse_bandwidth, parse_bytes
+
+LEAST_RAM = 10**9
+_CHANNELS = re.compile(r"(?:(\d) ?x ?)?(\d+)[- ]?(?:x|ch\w*) ?(?:l?p?ddr\dx?-?)? ?(\d{4,5})")
+DESKTOP_BYTES_PER_S = 89.6e9
+"""Assumed of a host whose memory is not known: two channels of DDR5-5600."""
+DESKTOP_RAM = 64e9
+NVME_BYTES_PER_S = 5.6e9
+"""Assumed of an unknown drive: scattered reads at 80% of the 7 GB/s of a PCIe 4.0 NVMe drive."""
+LINK_SHARE = 0.8
+_NOMINAL = (7.88e9, 8e9, 15.75e9, 16e9, 31.5e9, 32e9, 63e9, 64e9)
+"""Nominal rates of PCIe, of which large pinned copies reach `LINK_SHARE`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """A machine as a program finds it; rates are nominal, in bytes/s, None where it has none."""
+
+    name: str
+    card_bytes_per_s: float | None
+    """One card's memory; None where the processor computes everything."""
+    card_bytes: float = 0.0
+    """Of all cards."""
+    cards: int = 1
+    is_split: bool = False
+    """Whether each layer lies on all cards (tensor parallel), not each card has its own layers."""
+    peak_flops: float = 0.0
+    host_bytes_per_s: float | None
+    """None where the card shares the host's memory."""
+    ram: float = DESKTOP_RAM
+    link_bytes_per_s: float | None = None
+    """What large pinned copies reach."""
+    drive_bytes_per_s: float = NVME_BYTES_PER_S
+    """Scattered reads of about an expert each."""
+    assumed: tuple[str, ...] = ()
+    """What nobody said of this machine, in words."""
+
+    @property
+    def together_bytes_per_s(self) -> float | None:
+        """Rate at which a layer's weights are read on the card or cards."""
+        rate = self.card_bytes_per_s
+        return rate if rate is None or not self.is_split else rate * self.cards
+
+
+def machine(
+    hardware: Hardware | None,
+    runtime: Runtime,
+    *,
+    cards: int = 1,
+    is_split: bool | None = None,
+    host: float | None = None,
+    link: float | None = None,
+    drive: float | None = None,
+    ram: float | None = None,
+) -> Machine:
+    """Return the machine of a hardware profile (None: no card), with what is known of it.
+
+    `host`, `link` and `drive` are bytes/s that replace the profile's. On a device with unified
+    memory `host` is that memory's rate.
+    """
+    assumed = []
+    guesses = {} if hardware is None else hardware.sources
+
+    def is_guess(key: str) -> bool:
+        return guesses.get(key, "assumed").startswith("assumed")
+
+    unified = hardware is not None and hardware.is_unified
+    card = None if hardware is None else hardware.memory_bytes_per_s
+    if unified:
+        card, host = host or card, None
+    elif host is None:
+        sockets = 1 if hardware is None else hardware.host_sockets
+        nominal = None if hardware is None else hardware.host_nominal_bytes_per_s
+        host = nominal or DESKTOP_BYTES_PER_S
+        if sockets > 1:
+            host *= sockets * runtime.socket_share
+        if is_guess("host_memory_mt_per_s"):
+            assumed.append(f"host memory {host / 1e9:.3g} GB/s")
+    if drive is None:
+        if hardware is not None:
+            # Of machines with unified memory the profiles' link is the drive.
+            drive = hardware.drive_random_bytes_per_s or (hardware.link_rate if unified else None)
+        key = "link_bytes_per_s" if unified else "drive_bytes_per_s"
+        is_assumed = drive is None or is_guess(key)
+        drive = drive or NVME_BYTES_PER_S
+        if is_assumed:
+            assumed.append(f"drive {drive / 1e9:.2g} GB/s")
+    if ram is None and unified and hardware is not None:
+        ram = hardware.host_memory_bytes or hardware.memory_bytes
+    if ram is None:
+        ram = hardware.host_memory_bytes if hardware is not None else None
+        if ram is None or is_guess("host_memory_bytes"):
+            ram = ram or DESKTOP_RAM
+            assumed.append(f"RAM {ram / 1e9:.0f} GB")
+    if link is None and hardware is not None and not unified:
+        is_nominal = hardware.link_efficiency == 1 and hardware.link_bytes_per_s in _NOMINAL
+        link = hardware.link_rate * (LINK_SHARE if is_nominal else 1.0)
+    return Machine(
+        name="cpu" if hardware is None else hardware.name,
+        card_bytes_per_s=card,
+        card_bytes=0.0 if hardware is None else hardware.memory_bytes * cards,
+        cards=cards,
+        is_split=runtime.splits == "tensor" and cards > 1 if is_split is None else is_split,
+        peak_flops=0.0 if hardware is None else hardware.peak_flops,
+        host_bytes_per_s=host,
+        ram=ram or 0.0,
+        link_bytes_per_s=link,
+        drive_bytes_per_s=drive,
+        assumed=tuple(assumed),
+    )
+
+
+def known(
+    *,
+    cards: int = 1,
+    ram: str | None = None,
+    host_memory: str | None = None,
+    disk: str | None = None,
+    bandwidth: str | None = None,
+) -> dict[str, Any]:
+    """Read what a user says of a machine into arguments of `machine`; None where nobody says.
+
+    Raises ValueError naming the option.
+    """
+    return {
+        "cards": cards,
+        "ram": None if ram is None else parse_bytes(ram, "ram", unit="GB", least=LEAST_RAM),
+        "host": None if host_memory is None else rate(host_memory, "host_memory"),
+        "drive": None if disk is None else rate(disk, "disk"),
+        "link": None if bandwidth is None else parse_bandwidth(bandwidth, least=LEAST_LINK),
+    }
+
+
+def rate(text: str, key: str) -> float | None:
+    """Read GB/s (`83`, `83GB/s`) or memory channels (`2x5600`, `8x DDR4-3200`) as bytes/s."""
+    body = text.strip().lower()
+    if not body:
+        return None
+    for word, number in (("single", "1"), ("dual", "2"), ("quad", "4"), ("octa", "8")):
+        body = body.replace(word, number)
+    channels = _CHANNELS.fullmatch(body)
+    if channels:
+        return int(channels[1] or 1) * int(channels[2]) * int(channels[3]) * 8e6
+    try:
+        least = 1e9 if key.startswith("host_memory") else 1e6
+        return parse_bandwidth(text.strip("~ "), key, least)
+    except ValueError as error:
+        raise ValueError(f"{error} Of memory channels: '2x5600'.") from None
