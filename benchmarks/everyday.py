@@ -82,8 +82,8 @@ def nearest(question: str, rows: Sequence[Row]) -> list[Row]:
     hardware, cards = find_hardware(options["hardware"])
     assert hardware is not None
     runtime, context = load_runtime("llama.cpp"), 4096
-    model = usual_precision(load_real_model(words[0]), hardware, cards, context)
     given = known(cards=cards, ram=options.get("ram"))
+    model = usual_precision(load_real_model(words[0]), hardware, given, context)
     mechanism = advise(model, hardware, given, context, 512)["runtimes"][0]["mechanism"]
     model, box = stored_for(runtime, model), machine(hardware, runtime, cards=cards)
     # Few rows divide a model on one memory: beside them, those that lie whole in it.

@@ -148,6 +148,27 @@ def test_a_device_that_says_nothing_of_its_host_leaves_those_policies_out(
     assert BLOCKS * 4 > 12 and {row["slower_by"] for row in found["rows"]} == {None}
 
 
+def test_a_processor_alone_reads_what_its_ram_does_not_hold_off_the_drive(
+    tmp_path: Path, moecache: Moecache
+) -> None:
+    steps = _first_steps(tmp_path, 12, moecache)
+    words = ("choose", "OLMoE-1B-7B", "--trace", steps, "--hardware", "none", "--capacity")
+    slow = moecache.json(*words, "25%", "--ram", "9GB", "--host_memory", "1x1600")
+    fast = moecache.json(*words, "25%", "--ram", "9GB", "--host_memory", "8x4800")
+    assert slow["hardware"] == "none" and "host" in slow["left_out"]
+    miss = [next(r for r in each["rows"] if r["policy"] == LRU) for each in (slow, fast)]
+    assert miss[0]["decode_miss_rate"] == miss[1]["decode_miss_rate"]
+    model = load_real_model("OLMoE-1B-7B")
+    reads = model.num_layers * (model.layer_dense_bytes + model.top_k * model.expert_bytes)
+    reads += model.kv_bytes(4096)
+    saved_ms = 1000 * reads * (1 / 12.8e9 - 1 / 307.2e9)
+    assert miss[0]["tpot_ms"] - miss[1]["tpot_ms"] == pytest.approx(saved_ms, rel=0.02)
+    # 7.4 GB, and 4 of the system's.
+    assert "ram=8GB is too small" in moecache(*words, "50%", "--ram", "8GB", code=2)
+    card = ("choose", "OLMoE-1B-7B", "--trace", steps, "--hardware", "rtx-3090", "--ram", "8GB")
+    assert "ram=8GB is too small for the 12.9 GB" in moecache(*card, code=2)
+
+
 def _first_steps(folder: Path, count: int, moecache: Moecache) -> Path:
     moecache("trace", "convert", ROOT / "traces/gemma-4-26b-a4b.parquet", folder / "all.csv")
     lines = (folder / "all.csv").read_text().splitlines(keepends=True)

@@ -29,11 +29,19 @@ from lm_eval_moecache.cli.plan import MOST_CONTEXT
 from lm_eval_moecache.engine.stand_in import stand_in
 from lm_eval_moecache.harness.arguments import Config, read_config
 from lm_eval_moecache.planning.ideal import RECALL
+from lm_eval_moecache.planning.machines import SYSTEM, charged, known
 from lm_eval_moecache.planning.models import MODEL_FILES, emulated_names, load_real_model
 from lm_eval_moecache.planning.stored import PRECISION_HELP, load_stored
-from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware, profile_names
+from lm_eval_moecache.records.hardware import (
+    DEFAULT_PROFILE,
+    NO_CARD,
+    Hardware,
+    load_hardware,
+    profile_names,
+)
 from lm_eval_moecache.records.numbers import read_count, read_number
 from lm_eval_moecache.records.real_model import RealModel
+from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.importers import trace_formats
 
 
@@ -47,6 +55,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--hardware", type=str, default=DEFAULT_PROFILE, help=text)
     text = "link bandwidth, overrides the profile's: '5GB/s'"
     parser.add_argument("--bandwidth", type=str | None, help=text)
+    parser.add_argument("--ram", type=str | None, help="the machine's RAM: 64GB")
+    text = "nominal rate of the RAM: 83GB/s, or channels and MT/s: 2x5600"
+    parser.add_argument("--host_memory", type=str | None, help=text)
     text = f"stored weights of a model: {PRECISION_HELP}; default: as published"
     parser.add_argument("--precision", type=str | None, help=text)
     text = "with a model: trace of its routing; default: the most similar shipped one"
@@ -61,7 +72,11 @@ def run(arguments: Namespace) -> int:
     recall = read_number("--recall", arguments.recall, above=0, most=1)
     context = read_count("--context", arguments.context, least=1, most=MOST_CONTEXT)
     hardware = load_hardware(arguments.hardware, arguments.bandwidth)
+    given = known(ram=arguments.ram, host_memory=arguments.host_memory)
+    hardware = charged(hardware, given)
     file, model = _read_subject(arguments)
+    if model is not None and given["ram"] is not None:
+        _check_ram(model, hardware, given["ram"], arguments.capacity)
     has_host = bool(hardware.host_flops and hardware.host_memory_bytes_per_s)
     configs: dict[str, Config] = {}
     for name, contender in CONTENDERS.items():
@@ -75,6 +90,22 @@ def run(arguments: Namespace) -> int:
         configs[name] = read_config(args, replayed=True).with_changes(**changes)
     report = {**find(file, model, configs, context), "hardware": hardware.name, "recall": recall}
     return print_result(arguments.json, report, _text(report))
+
+
+def _check_ram(model: RealModel, hardware: Hardware, ram: float, capacity: str) -> None:
+    """Refuse a RAM without room for what lies in it: the cache of a processor alone, beside a card
+    all experts."""
+    needed: float = model.all_expert_bytes
+    if hardware.is_processor:
+        needed = parse_capacity(capacity, model.geometry()).total_bytes + model.dense_bytes
+    elif hardware.is_unified:
+        return
+    if needed > ram - SYSTEM:
+        raise ValueError(
+            f"ram={ram / 1e9:g}GB is too small for the {needed / 1e9:.1f} GB of {model.name} "
+            f"({model.stored.name}) that lie in it, beside {SYSTEM / 1e9:g} GB of the system's. "
+            "Allowed: more, fewer bits (--precision), or on a processor alone a smaller --capacity."
+        )
 
 
 def _read_subject(arguments: Namespace) -> tuple[str, RealModel | None]:
@@ -158,7 +189,10 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
     notes = []
     if report["left_out"]:
         names = ", ".join(report["left_out"])
-        notes.append(f"Left out: {names}. {report['hardware']} says nothing of its host's compute.")
+        why = f"{report['hardware']} says nothing of its host's compute"
+        if report["hardware"] == NO_CARD:
+            why = "there is no card beside the processor"
+        notes.append(f"Left out: {names}. {why[0].upper()}{why[1:]}.")
     share = f"{100 * report['recall']:.0f}%"
     notes.append(
         f"predictor: an oracle names {share} of the next layer's experts, and {share} of what it "

@@ -22,7 +22,7 @@ from lm_eval_moecache.planning.ideal import (
     speeds,
     touched_share,
 )
-from lm_eval_moecache.planning.machines import known
+from lm_eval_moecache.planning.machines import charged, known
 from lm_eval_moecache.planning.models import MODEL_FILES, emulated_names, load_real_model
 from lm_eval_moecache.planning.stored import PRECISION_HELP, load_stored
 from lm_eval_moecache.planning.table import advise, two_digits, usual_precision
@@ -113,12 +113,13 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
         given["ram"] = 0
     run_as = model
     if arguments.precision is None:
-        run_as = usual_precision(model, hardware, cards, context)
+        run_as = usual_precision(model, hardware, given, context)
     advice = advise(run_as, hardware, given, context, prompt, arguments.measured)
     advice["assumed"] = [*taken, *advice["assumed"]]
     if run_as is not model:
         why = f"(as published, {model.stored.name}, they do not fit)"
         advice["assumed"].insert(0, f"weights in {run_as.stored.name} {why}")
+    hardware = charged(hardware, given)
     if cards > 1:
         name, memory_bytes = f"{cards}x {hardware.name}", cards * hardware.memory_bytes
         hardware = replace(hardware, name=name, memory_bytes=memory_bytes)

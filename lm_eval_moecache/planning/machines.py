@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lm_eval_moecache.planning.runtimes import Runtime
@@ -15,6 +16,8 @@ _CHANNELS = re.compile(r"(?:(\d) ?x ?)?(\d+)[- ]?(?:x|ch\w*) ?(?:l?p?ddr\dx?-?)?
 DESKTOP_BYTES_PER_S = 89.6e9
 """Assumed of a host whose memory is not known: two channels of DDR5-5600."""
 DESKTOP_RAM = 64e9
+SYSTEM = 4.0e9
+"""Bytes of RAM that the operating system and its programs take."""
 NVME_BYTES_PER_S = 5.6e9
 """Assumed of an unknown drive: scattered reads at 80% of the 7 GB/s of a PCIe 4.0 NVMe drive."""
 LINK_SHARE = 0.8
@@ -63,11 +66,15 @@ def machine(
     drive: float | None = None,
     ram: float | None = None,
 ) -> Machine:
-    """Return the machine of a hardware profile (None: no card), with what is known of it.
+    """Return the machine of a hardware profile, with what is known of it.
+
+    None and the profile `none` are a processor alone.
 
     `host`, `link` and `drive` are bytes/s that replace the profile's. On a device with unified
     memory `host` is that memory's rate.
     """
+    if hardware is not None and hardware.is_processor:
+        hardware = None
     assumed = []
     guesses = {} if hardware is None else hardware.sources
 
@@ -139,6 +146,26 @@ def known(
         "drive": None if disk is None else rate(disk, "disk"),
         "link": None if bandwidth is None else parse_bandwidth(bandwidth, least=LEAST_LINK),
     }
+
+
+def charged(hardware: Hardware, given: Mapping[str, Any]) -> Hardware:
+    """Return the device that the virtual clock charges, with what `known` read of its host.
+
+    A processor alone has RAM for memory, and the drive for a link; beside a card the host reaches
+    as large a share of its memory's rate as the profile's.
+    """
+    host, ram, drive = (given[key] for key in ("host", "ram", "drive"))
+    changes: dict[str, Any] = {}
+    if hardware.is_processor:
+        changes = {"memory_bytes_per_s": host, "link_bytes_per_s": drive}
+        changes |= {"host_memory_bytes": ram, "memory_bytes": ram and max(ram - SYSTEM, 1.0)}
+        changes["link_efficiency"] = None if drive is None else 1.0
+    elif host is not None and hardware.host_memory_bytes_per_s is not None:
+        share = hardware.host_memory_bytes_per_s / (hardware.host_nominal_bytes_per_s or host)
+        changes = {"host_memory_bytes_per_s": host * min(share, 1.0)}
+    changes = {key: value for key, value in changes.items() if value is not None}
+    said = dict.fromkeys(changes, "given for this run")
+    return replace(hardware, **changes, source={**hardware.sources, **said})
 
 
 def rate(text: str, key: str) -> float | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lm_eval_moecache.planning.machines import Machine
+from lm_eval_moecache.planning.machines import SYSTEM, Machine
 from lm_eval_moecache.planning.runtimes import (
     BOTH,
     COPY,
@@ -26,8 +26,6 @@ from lm_eval_moecache.records.sizes import parse_bytes
 
 BUFFERS = 1.0e9
 """Bytes a card that compute buffers, a context and the allocator take."""
-SYSTEM = 4.0e9
-"""Bytes of RAM that the operating system and its programs take."""
 AUTO = "auto"
 KINDS = (RESIDENT, "host_layers", "resident_experts", "slots", "cache", AUTO, "cpu")
 _LEAST_CACHE = 2**30
@@ -105,9 +103,14 @@ def stored_for(runtime: Runtime, model: RealModel) -> RealModel:
 
 
 def room(model: RealModel, machine: Machine, context: int) -> float:
-    """Return the bytes of the cards' memory that are left for experts; may be negative."""
-    used = model.dense_bytes + model.kv_bytes(context) + BUFFERS * machine.cards
-    return machine.card_bytes - used
+    """Return the bytes of the cards' memory, without a card of RAM, left for experts.
+
+    May be negative.
+    """
+    used = model.dense_bytes + model.kv_bytes(context)
+    if machine.card_bytes_per_s is None:
+        return machine.ram - SYSTEM - used
+    return machine.card_bytes - used - BUFFERS * machine.cards
 
 
 def hit_rate(model: RealModel, cached: float, known: Mechanisms | None = None) -> float:
@@ -202,8 +205,6 @@ def automatic(model: RealModel, machine: Machine, runtime: Runtime, context: int
     left, every = room(model, machine, context), model.all_expert_bytes
     if left >= every:
         return Placement(kind=RESIDENT)
-    if runtime.absent == READ and machine.card_bytes_per_s is None:
-        left = machine.ram - SYSTEM - model.dense_bytes - model.kv_bytes(context)
     if left < 0 and runtime.absent != HOST:
         raise ValueError(
             f"{model.name} does not run on {machine.name}: beside dense weights of "
@@ -251,6 +252,8 @@ def settled(model: RealModel, machine: Machine, runtime: Runtime, context: int) 
         return _from_drive(model, placed, held, by_faults=runtime.absent != READ)
     # A program that copies, or maps its file without locking it, needs RAM for what is absent.
     space = machine.ram - SYSTEM
+    if placed.placement.kind == "cpu":
+        space = room(model, replace(machine, card_bytes_per_s=None), context)
     if absent <= space:
         return placed
     if placed.mechanism in (COPY, LAYER):

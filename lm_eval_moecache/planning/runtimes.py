@@ -59,6 +59,8 @@ class Runtime:
     flags: str = ""
     resident_flags: str = ""
     """Flags where all experts fit."""
+    processor_flags: str = ""
+    """Flags where the processor computes everything."""
     devices: Literal["any", "unified", "card"] = "any"
     """`unified`: runs on machines whose device shares the host's memory only; `card`: on others."""
     models: str = ""

@@ -17,9 +17,8 @@ from lm_eval_moecache.planning.forecast import (
     prefill_tok_per_s,
     prompt_work,
 )
-from lm_eval_moecache.planning.machines import Machine, machine
+from lm_eval_moecache.planning.machines import SYSTEM, Machine, machine
 from lm_eval_moecache.planning.placement import (
-    SYSTEM,
     Placed,
     Placement,
     automatic,
@@ -50,6 +49,7 @@ ON_CARDS = (
 )
 ON_UNIFIED = ("llama.cpp", "mlx", "slotstream", "ds4", "flash-moe")
 ON_PHONES = ("bigmoeonedge",)
+ON_PROCESSORS = ("llama.cpp", "ik_llama.cpp", "ollama")
 _PHONE_FLOPS = 1e12
 """A device with unified memory and less is a phone."""
 _FEW_BITS = 6.0
@@ -79,8 +79,9 @@ class Setup:
 
     @property
     def is_mac(self) -> bool:
-        """Whether the memory is unified, and of more than a phone."""
-        return self.hardware.is_unified and self.hardware.peak_flops >= _PHONE_FLOPS
+        """Whether a card shares the host's memory, and is more than a phone's."""
+        has_card = self.hardware.is_unified and not self.hardware.is_processor
+        return has_card and self.hardware.peak_flops >= _PHONE_FLOPS
 
     def on(self, runtime: Runtime) -> tuple[RealModel, Machine]:
         """Return the model as the runtime's files store it, and the machine as it finds it."""
@@ -103,7 +104,11 @@ def advise(
     setup = Setup(model=model, hardware=hardware, given=given, context=context)
     if measured is not None:
         setup = replace(setup, scale=read_measured(setup, measured))
-    names = ON_CARDS if not hardware.is_unified else ON_UNIFIED if setup.is_mac else ON_PHONES
+    names: tuple[str, ...] = ON_CARDS
+    if hardware.is_unified:
+        names = ON_UNIFIED if setup.is_mac else ON_PHONES
+    if hardware.is_processor:
+        names = ON_PROCESSORS
     runtimes = [load_runtime(name) for name in names]
     rows = [
         row_of(setup, runtime, prompt)
@@ -127,13 +132,15 @@ def advise(
     }
 
 
-def usual_precision(model: RealModel, hardware: Hardware, cards: int, context: int) -> RealModel:
+def usual_precision(
+    model: RealModel, hardware: Hardware, given: Mapping[str, Any], context: int
+) -> RealModel:
     """Return a model in the bits that people run it in, however it was named.
 
     As published where all of it fits, or where it has few bits and its dense weights fit; else the
     first of `_USUAL` whose dense weights do. A file that is quantized stays as it is.
     """
-    box = machine(hardware, load_runtime("llama.cpp"), cards=cards)
+    box = machine(hardware, load_runtime("llama.cpp"), **given)
     left, is_small = room(model, box, context), model.stored.expert_bits <= _FEW_BITS
     if model.is_as_stored or left >= model.all_expert_bytes or (is_small and left > 0):
         return model
@@ -276,7 +283,8 @@ def cpu_alone(setup: Setup) -> float | None:
     runtime, context = load_runtime("llama.cpp"), setup.context
     model, found = setup.on(runtime)
     needed = model.all_expert_bytes + model.dense_bytes + model.kv_bytes(context) + SYSTEM
-    if found.host_bytes_per_s is None or needed > found.ram:
+    no_choice = found.host_bytes_per_s is None or found.card_bytes_per_s is None
+    if no_choice or needed > found.ram:
         return None
     placed = place(model, found, runtime, Placement(kind="cpu"), context)
     return scaled(setup, runtime, placed).tok_per_s
@@ -287,6 +295,9 @@ def flags(model: RealModel, runtime: Runtime, placed: Placed) -> str:
     if placed.mechanism == RESIDENT:
         return runtime.resident_flags
     kind, amount = placed.placement.kind, placed.placement.amount
+    if kind == "cpu":
+        text = runtime.processor_flags
+        return text.replace(" --no-mmap", "") if placed.by_faults else text
     host_layers = math.ceil(amount) if kind == "host_layers" else model.num_layers
     slots = math.floor(placed.cached * model.num_experts)
     cache = placed.cached * model.all_expert_bytes

@@ -16,6 +16,8 @@ from lm_eval_moecache.records.sizes import parse_bandwidth
 
 PROFILE_DIR = Path(__file__).resolve().parent.parent / "hardware"
 DEFAULT_PROFILE = "a100-5GBps"
+NO_CARD = "none"
+"""The profile of a processor alone."""
 LEAST_LINK = 1e6
 MOST_LANES = 1024
 _MOST_CHANNELS = 64
@@ -24,6 +26,8 @@ RENAMED = {"a100-5gbps": "a100-5GBps"}
 
 _NAMING = Naming(
     aliases={
+        "cpu": NO_CARD,
+        "no card": NO_CARD,
         "GB10": "dgx-spark",
         "DGX Spark 128GB": "dgx-spark",
         "Ryzen AI Max+ 395": "strix-halo",
@@ -124,6 +128,11 @@ class Hardware:
                 "link_bytes_per_s": f"given for this run: bandwidth={bandwidth}",
             },
         )
+
+    @property
+    def is_processor(self) -> bool:
+        """Whether there is no card: the processor computes everything."""
+        return self.name == NO_CARD
 
     @property
     def is_unified(self) -> bool:

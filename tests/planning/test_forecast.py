@@ -16,7 +16,6 @@ from lm_eval_moecache.planning.forecast import (
     rule_of_thumb_s,
     token_work,
 )
-from lm_eval_moecache.planning.ideal import touched_share
 from lm_eval_moecache.planning.machines import Machine, machine
 from lm_eval_moecache.planning.placement import (
     Placement,
@@ -25,6 +24,7 @@ from lm_eval_moecache.planning.placement import (
     place,
     read_placement,
     room,
+    touched_share,
 )
 from lm_eval_moecache.planning.runtimes import Mechanisms, Runtime, load_runtime, mechanisms
 from lm_eval_moecache.records.hardware import load_hardware

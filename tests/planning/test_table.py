@@ -8,6 +8,7 @@ import pytest
 
 from lm_eval_moecache.planning.machines import known
 from lm_eval_moecache.planning.models import load_real_model
+from lm_eval_moecache.planning.runtimes import mechanisms
 from lm_eval_moecache.planning.stored import load_stored
 from lm_eval_moecache.planning.table import advise
 from lm_eval_moecache.records.hardware import load_hardware
@@ -116,3 +117,22 @@ def test_a_mac_may_give_its_gpu_more_memory_and_whole_layers_are_not_advised() -
     assert "choose bits that fit" in str(card["vllm"]["why"])
     assert str(card["ktransformers"]["placement"]).startswith("resident_experts=")
     assert str(card["ktransformers"]["placement"])[17:] in str(card["ktransformers"]["flags"])
+
+
+@pytest.mark.parametrize("name", ["none", "cpu"])
+def test_a_processor_alone_reads_all_of_a_token_from_its_ram(name: str, moecache: Moecache) -> None:
+    words = ("qwen3-30b-a3b", "--precision", "q4_k_m", "--hardware", name)
+    report = moecache.json("plan", *words, "--host_memory", "2x2666", "--ram", "64GB")
+    assert {row["placement"] for row in report["runtimes"]} == {"cpu"}
+    assert report["first"].startswith("llama.cpp -ngl 0 --no-mmap: ") and not report["assumed"]
+    model = replace(load_real_model("qwen3-30b-a3b"), stored=load_stored("q4_k_m"))
+    layers, cost = model.num_layers, mechanisms().constants
+    nbytes = layers * (model.layer_dense_bytes + 8 * model.expert_bytes) + model.kv_bytes(4096)
+    seconds = nbytes / (2 * 2666 * 8e6 * cost["host_share"]) + 4096e-6 * cost["context_us"]
+    seconds += 1e-6 * layers * (cost["layer_us"] + cost["host_layer_us"])
+    assert report["runtimes"][0]["tok_per_s"] == pytest.approx(1 / seconds)
+    small = moecache.json("plan", *words, "--host_memory", "2x2666", "--ram", "16GB")
+    assert small["runtimes"][0]["needs_drive"] and "--no-mmap" not in small["first"]
+    # bf16 does not fit in 64 GB beside the system.
+    usual = moecache.json("plan", "qwen3-30b-a3b", "--hardware", name)
+    assert usual["runtimes_precision"] == "q4_k_m"
