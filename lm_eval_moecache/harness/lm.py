@@ -446,7 +446,8 @@ class MoECacheLM(HFLM):
         most_new = kwargs.pop("max_length") - context.shape[1]
         lengths = [int(sum(row)) for row in mask.tolist()]
         alone = reads_padding(self.model, kwargs)
-        together = len(set(lengths)) == 1 or (not alone and self.pads_exactly)
+        mixes = not alone and self.wrapped.mixes_lengths
+        together = len(set(lengths)) == 1 or (mixes and self.pads_exactly)
         groups: dict[int, list[int]] = {}
         for row, length in enumerate(lengths):
             groups.setdefault(row if alone else 0 if together else length, []).append(row)
@@ -502,7 +503,9 @@ class MoECacheLM(HFLM):
         lower = self.mixed_precision_dtype
         autocast = torch.autocast(self.device.type, dtype=lower, enabled=lower is not None)
         shared = [] if self.moecache.cache_reset == "request" else records
-        forked = torch.random.fork_rng(enabled=beams > 1)
+        kind = self.device.type
+        devices = [] if kind == "cpu" else [self.device]
+        forked = torch.random.fork_rng(devices, enabled=beams > 1, device_type=kind)
         with self._serving(shared, []), forked, autocast, wrapped.by_row:
             if beams > 1:
                 torch.manual_seed(contexts[0].seed)
@@ -617,6 +620,8 @@ class MoECacheLM(HFLM):
         documents = [(record.task, record.document) for record in records]
         longest: list[int] = max(inputs, key=len, default=[])
         rows, outputs = self.rows_at_once(longest), list[Any]()
+        if self.turns.apart and not self.wrapped.mixes_lengths:
+            rows = 1
         keys = [fingerprint(tokens) for tokens in inputs]
         if not self.logits_cache:
             keys = [b"%d" % place for place in range(len(inputs))]

@@ -5,8 +5,10 @@ others it stands beside, and near ties of a router fall otherwise. Four kinds of
 by row; all else treats rows alike in any case:
 
 - A product with the weights: of one row each while decoding. From `MOST_OWN` rows on a product's
-  rows do not depend on each other, so that prompts are multiplied together.
-- Attention, without the padding of a row.
+  rows do not depend on each other, so that prompts are multiplied together, but by the narrowest
+  weights.
+- Attention, without the padding of a row, where torch computes it in one call. Where a model
+  multiplies by itself (`eager`), only rows of one length stand side by side.
 - Functions such as a cosine, where a row is no whole number of vectors: the last elements of an
   array are computed by other code than those before.
 - Experts (`forward_by_row`): the tokens of different rows share a product only where each has
@@ -53,7 +55,7 @@ class ByRow(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._spans: Sequence[tuple[int, int]] = ()
-        self._length = self._total = 0
+        self._length = self._least = self._total = 0
         self._divides = False
 
     def begin_pass(self, valid: BoolArray, padding: Sequence[int], past_length: int) -> None:
@@ -64,6 +66,7 @@ class ByRow(TorchFunctionMode):
         self._length = valid.shape[1]
         starts, counts = valid.argmax(axis=1).tolist(), valid.sum(axis=1).tolist()
         self._spans = [(a, a + n) for a, n in zip(starts, counts, strict=True)]
+        self._least = min((count for count in counts if count), default=0)
         self._padding = padding
         self._total = past_length + self._length
         full = all(span == (0, self._length) for span in self._spans)
@@ -81,7 +84,7 @@ class ByRow(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if self._divides:
-            if func is linear and self._length < MOST_OWN:
+            if func is linear:
                 return self._multiply(*args, **(kwargs or {}))
             if func is scaled_dot_product_attention:
                 return self._attend(*args, **(kwargs or {}))
@@ -91,25 +94,35 @@ class ByRow(TorchFunctionMode):
 
     def _is_uneven(self, values: Tensor) -> bool:
         """Whether these are values of the pass's rows, of which one fills no whole vectors."""
-        is_of_rows = values.dim() > 2 and values.shape[:2] == (len(self._spans), self._length)
+        rows, length = len(self._spans), self._length
+        if values.dim() == 2:
+            return values.shape[0] == rows * length and bool(values.shape[1] % _LANES)
+        is_of_rows = values.dim() > 2 and values.shape[:2] == (rows, length)
         return is_of_rows and bool(values[0, 0].numel() % _LANES)
 
     def _apply(self, func: Callable[..., Any], values: Tensor, *args: Any, **more: Any) -> Tensor:
-        output = torch.zeros_like(values)
+        flat = values.dim() == 2
+        by_row = values.reshape(len(self._spans), self._length, *values.shape[2 - flat :])
+        output = torch.zeros_like(by_row)
         for row, (start, stop) in enumerate(self._spans):
             if stop > start:
-                own = values[row : row + 1, start:stop].contiguous()
+                own = by_row[row : row + 1, start:stop]
+                own = own.flatten(0, 1) if flat else own.contiguous()
                 output[row : row + 1, start:stop] = func(own, *args, **more)
-        return output
+        return output.view(values.shape)
 
     def _multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows, size = len(self._spans), input.shape[-1]
-        if input.numel() != rows * self._length * size:
+        has_own = min(self._least, len(weight)) < MOST_OWN
+        if not has_own or input.numel() != rows * self._length * size:
             return linear(input, weight, bias)
         if self._length > 1 or weight.numel() < _LEAST_PRODUCT:
-            parts = input.reshape(rows, self._length, size).unbind()
-            outputs = torch.stack([linear(part, weight, bias) for part in parts])
-            return outputs.view(*input.shape[:-1], -1)
+            by_row = input.reshape(rows, self._length, size)
+            output = by_row.new_zeros(rows, self._length, len(weight))
+            for row, (start, stop) in enumerate(self._spans):
+                if stop > start:
+                    output[row, start:stop] = linear(by_row[row, start:stop], weight, bias)
+            return output.view(*input.shape[:-1], -1)
         # One call for all rows, with the bits of a product for each.
         product = torch.bmm(input.reshape(rows, 1, size), weight.t().expand(rows, -1, -1))
         product = product if bias is None else product + bias

@@ -147,6 +147,9 @@ class WrappedModel:
         self._signature = inspect.signature(model.forward)
         self._is_exact = model.device.type == "cpu" and model.dtype == torch.float32
         """Whether each row gets the bits that it gets alone (`model.by_row`)."""
+        attention = model.config.get_text_config()._attn_implementation
+        self.mixes_lengths = not self._is_exact or attention == "sdpa"
+        """Whether rows of different lengths may stand side by side."""
         self._parts: list[Part] = []
         self.recorder: Recorder | None = None
         """Records the routing of every pass, where it is set (`trace=DIR`)."""
