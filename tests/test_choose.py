@@ -8,6 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 from lm_eval_moecache.analysis.ranking import BLOCKS, CONTENDERS, LRU, find
@@ -67,7 +70,9 @@ def test_it_is_sorted_and_says_what_the_fastest_is_that_needs_less(
             # Blocks of equal length: the middle of the interval is the difference of the means.
             assert (low + high) / 2 == pytest.approx(row["tpot_ms"] / best["tpot_ms"] - 1)
             assert row["verdict"] == ("slower" if low > 0 else "tied")
-    intro = moecache(*command).partition("\n\n")[0].replace("\n", " ")
+    page = moecache(*command)
+    assert "rtx-4090 is the server of two papers" in " ".join(page.split())
+    intro = page.partition("\n\n")[0].replace("\n", " ")
     free = next(row for row in rows if not row["needs"])
     args = ",".join(f"{key}={value}" for key, value in free["model_args"].items())
     assert f"fastest is {best['policy']} (" in intro and f": {free['policy']} ({args})" in intro
@@ -125,7 +130,7 @@ def test_a_token_takes_its_part_of_a_step_with_all_of_the_models_layers_and_wait
     Twice the layers take twice as long; of twice the experts, too,
     all but what a layer takes without them.
     """
-    step = PassRecord(index=0, phase="decode", num_tokens=2, start_s=1.0, end_s=4.0)
+    step = PassRecord(index=0, phase="verify", num_tokens=2, start_s=1.0, end_s=4.0)
     step.stall_s, step.host_wait_s, step.accepted, step.requests = 0.6, 0.4, 1, 16
     monkeypatch.setattr("lm_eval_moecache.analysis.ranking._decode_steps", lambda *_: [step])
     own = load_real_model("OLMoE-1B-7B")
@@ -146,6 +151,34 @@ def test_a_device_that_says_nothing_of_its_host_leaves_those_policies_out(
     assert found["left_out"] == ["ktransformers", "host", "host+hazard"]
     # Twelve steps: nothing is said about differences.
     assert BLOCKS * 4 > 12 and {row["slower_by"] for row in found["rows"]} == {None}
+
+
+def test_of_a_batch_the_rate_is_that_of_all_streams_and_a_token_waits_for_one_step(
+    tmp_path: Path, moecache: Moecache
+) -> None:
+    """Two streams of equal routing need the experts of one: each waits as long, twice the rate."""
+    alone = pq.read_table(TRACE).filter(pc.field("pass") < 40)
+    twin = alone.set_column(0, "request", pa.array([1] * len(alone), pa.int32()))
+    both = pa.concat_tables([alone, twin])
+    both = both.sort_by([("pass", "ascending"), ("layer", "ascending"), ("request", "ascending")])
+    rows, pages = [], []
+    for name, table in (("alone", alone), ("both", both)):
+        header = json.loads(table.schema.metadata[b"moecache"])
+        del header["digest"]
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(
+            table.replace_schema_metadata({b"moecache": json.dumps(header).encode()}), path
+        )
+        found = moecache.json("choose", "OLMoE-1B-7B", "--trace", path, "--context", "1")
+        rows.append(next(row for row in found["rows"] if row["policy"] == LRU))
+        pages.append(moecache("choose", "OLMoE-1B-7B", "--trace", path, "--context", "1"))
+    assert rows[0]["decode_miss_rate"] == rows[1]["decode_miss_rate"]
+    assert rows[0]["tpot_ms"] == pytest.approx(rows[1]["tpot_ms"], rel=0.01)
+    speeds = [row["decode_tok_per_s"] for row in rows]
+    assert speeds[1] == pytest.approx(2 * speeds[0], rel=0.01)
+    assert speeds == pytest.approx([1000 / rows[0]["tpot_ms"], 2000 / rows[1]["tpot_ms"]])
+    assert "for one stream;" in pages[0]
+    assert "2 streams at once: tok/s is that of all" in " ".join(pages[1].split())
 
 
 def test_a_processor_alone_reads_what_its_ram_does_not_hold_off_the_drive(

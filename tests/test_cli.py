@@ -273,6 +273,16 @@ def test_lists_go_with_any_axis_and_with_a_class_of_the_current_folder(
     assert rates["on_demand"] == rates[f"on_demand + eviction={mine}"]
 
 
+def test_a_changed_composition_is_not_called_by_its_name_alone(
+    trace: Path, moecache: Moecache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    words = ("replay", trace, "--policy", "edgemoe", "--bound", "false")
+    own, changed = moecache(*words), moecache(*words, "--eviction.layer", "index")
+    assert "edgemoe" in own and "eviction.layer" not in own
+    assert "edgemoe (eviction.layer=index)" in changed
+
+
 def test_the_table_shows_what_varies_and_fits_a_terminal(
     trace: Path, moecache: Moecache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

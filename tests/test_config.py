@@ -89,6 +89,13 @@ def test_a_policy_is_named_after_what_runs() -> None:
     assert name(routing="standard") == "on_demand"
     assert name(routing="pruning") == "on_demand + routing=pruning"
     assert name(miss="drop", routing="pruning") == "on_demand + routing=pruning + miss=drop"
+    # The composition keeps no expert by rank, the algorithm's own parameters one.
+    changed = load_policy("specmd_4", {"routing": "cache_prior"})
+    assert changed.routing.parameters["top_j"] == 1
+    assert (changed.name, changed.composition) == ("specmd_4 + routing=cache_prior", "specmd_4")
+    assert (
+        load_policy("specmd_4", {"routing": "cache_prior", "routing.top_j": 0}).name == "specmd_4"
+    )
     replaced = load_policy("on_demand", {"eviction": "lfu"}).as_dict()
     assert (replaced["name"], replaced["composition"]) == ("on_demand + eviction=lfu", "on_demand")
     assert "composition" not in load_policy("on_demand").as_dict()

@@ -186,10 +186,12 @@ def load_policy(
     if phases not in PHASES:
         raise unknown_name_error("phases", phases, PHASES)
     choices = {axis: _choose(axis, merged[axis]) for axis in AXES}
+    # Parameters of a composition's own algorithm are settings of a run, with columns of their own.
     replaced = [
         f"{axis}={choice.name}"
         for axis, choice in choices.items()
         if choice.name != composed[axis].get("class_path", composed[axis].get("name"))
+        or (axis in (overrides or {}) and choice != _choose(axis, composed[axis]))
     ]
     composition = str(data.get("name", stem))
     # Placement is for experts that stay in place, which a replaced miss algorithm need not do.

@@ -10,9 +10,9 @@ import numpy as np
 from tqdm import tqdm
 
 from lm_eval_moecache.engine.regime import regime_of
-from lm_eval_moecache.engine.stand_in import step_time, traced_bytes
+from lm_eval_moecache.engine.stand_in import context_seconds, step_time, traced_bytes
 from lm_eval_moecache.harness.arguments import Config
-from lm_eval_moecache.records.event import PREFILL
+from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.sizes import parse_capacity
@@ -127,8 +127,12 @@ def find(
             text = f"{max(1, size // per_layer)}/layer"
         configs = {name: each.with_changes(capacity=text) for name, each in configs.items()}
 
+    context_s = 0.0 if model is None else context_seconds(model, first.hardware, context)
+
     def step_s(record: PassRecord) -> float:
-        return step(record.duration_s) / (1 + record.accepted)
+        """Return what one stream waits for a token; each stream attends to a context of its own."""
+        others_s = (streams_of(record) - 1) * context_s
+        return (step(record.duration_s) + others_s) / (1 + record.accepted)
 
     rows: list[dict[str, Any]] = []
     blocks: dict[str, Floats] = {}
@@ -142,6 +146,7 @@ def find(
             if not steps:
                 raise ValueError(f"trace {trace.name} decodes no token: there is no speed to rank.")
             times = np.array([step_s(record) for record in steps])
+            streams = float(np.mean([streams_of(record) for record in steps]))
             if len(steps) >= _LEAST_STEPS * BLOCKS:
                 blocks[name] = np.array([part.mean() for part in np.array_split(times, BLOCKS)])
             sums = totals(steps)
@@ -151,7 +156,7 @@ def find(
                     "model_args": CONTENDERS[name].args,
                     "needs": list(CONTENDERS[name].needs),
                     "tpot_ms": 1000 * float(times.mean()),
-                    "decode_tok_per_s": 1 / float(times.mean()),
+                    "decode_tok_per_s": streams / float(times.mean()),
                     "decode_miss_rate": sums.missed / sums.requests,
                 }
             )
@@ -168,12 +173,18 @@ def find(
         "trace": file,
         "routing": geometry.model,
         "decode_steps": len(steps),
+        "streams": streams,
         "capacity": capacity.text,
         "capacity_cycles": regime_of(charged, capacity.total_bytes, first.hardware).cycles,
         "fastest": fastest,
         "rows": rows,
         "left_out": [name for name in CONTENDERS if name not in configs],
     }
+
+
+def streams_of(record: PassRecord) -> int:
+    """Return how many requests a decode step gives tokens to."""
+    return record.num_tokens if record.phase == DECODE else 1
 
 
 def _decode_steps(

@@ -38,6 +38,7 @@ from lm_eval_moecache.records.hardware import (
     Hardware,
     load_hardware,
     profile_names,
+    same_card_note,
 )
 from lm_eval_moecache.records.numbers import read_count, read_number
 from lm_eval_moecache.records.real_model import RealModel
@@ -193,6 +194,8 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
         if report["hardware"] == NO_CARD:
             why = "there is no card beside the processor"
         notes.append(f"Left out: {names}. {why[0].upper()}{why[1:]}.")
+    if text := same_card_note(report["hardware"]):
+        notes.append(text)
     share = f"{100 * report['recall']:.0f}%"
     notes.append(
         f"predictor: an oracle names {share} of the next layer's experts, and {share} of what it "
@@ -206,5 +209,8 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
         "holds 0. However cut, this is one text: on another the order may change. Choose by a "
         "trace of your own texts where you can."
     )
-    notes.append("A forecast of the virtual clock for one stream; nothing was run on the device.")
+    what = "one stream"
+    if (streams := report["streams"]) > 1:
+        what = f"{streams:.3g} streams at once: tok/s is that of all, TPOT what each waits"
+    notes.append(f"A forecast of the virtual clock for {what}; nothing was run on the device.")
     return notes

@@ -26,7 +26,13 @@ from lm_eval_moecache.planning.machines import charged, known
 from lm_eval_moecache.planning.models import MODEL_FILES, emulated_names, load_real_model
 from lm_eval_moecache.planning.stored import PRECISION_HELP, load_stored
 from lm_eval_moecache.planning.table import advise, two_digits, usual_precision
-from lm_eval_moecache.records.hardware import Hardware, load_hardware, on_disk, profile_names
+from lm_eval_moecache.records.hardware import (
+    Hardware,
+    load_hardware,
+    on_disk,
+    profile_names,
+    same_card_note,
+)
 from lm_eval_moecache.records.numbers import read_count, unknown_name_error
 from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.trace.importers import load_trace
@@ -222,6 +228,8 @@ def _text(model: RealModel, hardware: Hardware, report: dict[str, Any], width: i
         notes.append(report["routing_notes"])
     if assumed := [key for key, text in hardware.sources.items() if "assumed" in text]:
         notes.append(f"Assumed, not measured, of {hardware.name}: {', '.join(assumed)}.")
+    if text := same_card_note(hardware.name):
+        notes.append(text)
     notes.append("A forecast of the virtual clock for one stream; nothing was run on the device.")
     ideal = f"Were every bandwidth reached (the ideal clock): {report['verdict']}"
     if report["runtimes_precision"] != report["precision"]:

@@ -164,6 +164,38 @@ def profile_names() -> list[str]:
     return list(yaml_files("hardware", PROFILE_DIR))
 
 
+def same_card(name: str) -> dict[str, str]:
+    """Return the profiles of the card that a profile has, each with what its machine is.
+
+    Empty where no other profile has that card.
+    """
+    files = yaml_files("hardware", PROFILE_DIR)
+    if name not in files:
+        return {}
+    stem = re.sub("-[0-9]+gb$", "", name)
+    alike = [each for each in files if re.sub("-[0-9]+gb$", "", each) == stem]
+    if len(alike) == 1:
+        return {}
+    memory = load_hardware(name).memory_bytes
+    same = [each for each in alike if load_hardware(each).memory_bytes == memory]
+    firsts = {each: files[each].read_text(encoding="utf-8").partition("\n")[0] for each in same}
+    return {each: text.lstrip("# ") for each, text in firsts.items()} if len(same) > 1 else {}
+
+
+def same_card_note(name: str) -> str:
+    """Return a sentence on the other profiles of a card, empty where there are none."""
+    found = same_card(name)
+    if not found:
+        return ""
+    own = found.pop(name)
+    others = "; ".join(f"{other} is {_lower(text)}" for other, text in found.items())
+    return f"{name} is {_lower(own)}; {others}."
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:].rstrip(".")
+
+
 def _has_memory(name: str, words: str) -> bool:
     """Whether a profile's memory is what the words of a name say, as in `-24-gb`."""
     gigabytes = float(words.split("-")[1])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.algorithms.policy import Policy
+from lm_eval_moecache.algorithms.policy import Policy, load_policy, policy_names
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
@@ -124,25 +124,38 @@ class ReplayReport:
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
-    """Return each row's policy, with the parameters that distinguish rows of one name."""
-    parameters = [
-        {
-            f"{axis}.{key}": value
-            for axis in AXES
-            for key, value in getattr(row.policy, axis).as_dict().items()
-            if key not in ("name", "class_path")
-        }
-        for row in rows
-    ]
+    """Return each row's policy, with the parameters that distinguish rows of one name.
+
+    And those that a shipped composition has otherwise: its name alone is that of what ships.
+    """
+    parameters = [_parameters(row.policy) for row in rows]
+    shipped = {
+        name: _parameters(load_policy(name))
+        for name in {row.policy.composition for row in rows} & {*policy_names()}
+    }
     values: dict[tuple[str, str], set[str]] = defaultdict(set)
     for row, own in zip(rows, parameters, strict=True):
         for key, value in own.items():
             values[row.policy.name, key].add(str(value))
     names = []
     for row, own in zip(rows, parameters, strict=True):
-        differ = [f"{k}={v}" for k, v in own.items() if len(values[row.policy.name, k]) > 1]
+        own_values = shipped.get(row.policy.composition, {})
+        differ = [
+            f"{k}={v}"
+            for k, v in own.items()
+            if len(values[row.policy.name, k]) > 1 or own_values.get(k, v) != v
+        ]
         names.append(f"{row.policy.name} ({', '.join(differ)})" if differ else row.policy.name)
     return names
+
+
+def _parameters(policy: Policy) -> dict[str, Any]:
+    return {
+        f"{axis}.{key}": value
+        for axis in AXES
+        for key, value in getattr(policy, axis).as_dict().items()
+        if key not in ("name", "class_path")
+    }
 
 
 def _hardware(row: Row) -> str:
@@ -193,7 +206,7 @@ def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
     named = [f"{name}: {parts}" for name, parts in axes.items() if " + " not in name]
     shared = {
         "Trace": Path(first.trace).name,
-        "Policy": f"{first.policy.name}: {axes[first.policy.name]}",
+        "Policy": f"{names['Policy'][0]}: {axes[first.policy.name]}",
         "": f"layers charged as: {first.emulates}" if first.emulates else "",
         "warm": f"warmed by: {first.warmed_by}" if first.warmed_by else "",
         "Hardware": f"hardware: {_hardware(first)}",

