@@ -11,11 +11,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import lm_eval.__main__
+import lm_eval.tasks
 import pytest
+from lm_eval.tasks import TaskManager
 
 from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names
-from lm_eval_moecache.cli.eval import completed
+from lm_eval_moecache.cli.eval import completed, run_raw
 from lm_eval_moecache.cli.main import command_names
 from lm_eval_moecache.cli.policies import meaning_of
 from lm_eval_moecache.harness.arguments import KEYS
@@ -112,6 +115,29 @@ def test_eval_help_names_our_keys_below_lm_evals_options(moecache: Moecache) -> 
     text = moecache("eval", "--help")
     assert text.index("--model_args") < text.index("keys of --model_args")
     assert all(f"\n  {key} " in text for key in KEYS)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "is_whole"),
+    [("tiny_arc", False), ("tiny_arc,tiny_mmlu", False), ("tiny_arc,gsm8k", True), ("", True)],
+)
+def test_eval_indexes_no_task_files_of_lm_evals_unless_a_name_needs_them(
+    monkeypatch: pytest.MonkeyPatch, tasks: str, is_whole: bool
+) -> None:
+    """Its 15,000 files take seconds to index."""
+    defaults: list[bool] = []
+
+    class Noting(TaskManager):
+        def __init__(self, *args: Any, include_defaults: bool = True, **kwargs: Any) -> None:
+            defaults.append(include_defaults)
+            super().__init__(*args, **kwargs, include_defaults=False)
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", Noting)
+    monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", lambda: lm_eval.tasks.TaskManager())
+    monkeypatch.setattr(sys, "argv", ["moecache"])
+    run_raw(["--tasks", tasks] if tasks else [])
+    assert defaults[-1] is is_whole
+    assert defaults[:-1] == [False] * len(defaults[:-1])
 
 
 FILES = ("--config FILE", "--config=FILE", "-C FILE", "-CFILE")

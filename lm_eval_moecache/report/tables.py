@@ -227,7 +227,7 @@ def default_columns(runs: Sequence[Run]) -> list[str]:
     return [*names, PARETO] if has("tok_per_s") else names
 
 
-class _Sampled(NamedTuple):
+class Sampled(NamedTuple):
     """A run's value in a column, its standard error (0 for none), and its samples.
 
     Higher is better: the sign is flipped for columns in which it is not.
@@ -237,7 +237,7 @@ class _Sampled(NamedTuple):
     stderr: float
     samples: Mapping[str, float]
 
-    def is_worse(self, best: _Sampled) -> float:
+    def is_worse(self, best: Sampled) -> float:
         """Return the one-sided p-value of being worse than `best`.
 
         From the exact sign test over the documents of both (McNemar's for right and wrong answers;
@@ -255,7 +255,7 @@ class _Sampled(NamedTuple):
         """`MARGIN`, in points of a share and relative to any other score."""
         return MARGIN * max(1.0, abs(self.figure))
 
-    def is_inferior(self, other: _Sampled) -> float:
+    def is_inferior(self, other: Sampled) -> float:
         """Return the one-sided p-value of being worse than `other` by the margin or more.
 
         Small where it is shown not worse (non-inferiority): over the documents of both by Tango's
@@ -279,7 +279,7 @@ class _Sampled(NamedTuple):
         return z_test(self.figure - other.figure + other.margin, stderr) if stderr else 1.0
 
 
-def _sampled(runs: Sequence[Run], group: Sequence[int], column: Column) -> dict[int, _Sampled]:
+def _sampled(runs: Sequence[Run], group: Sequence[int], column: Column) -> dict[int, Sampled]:
     """Return row -> value and samples, for the runs of a group that have a value."""
     sign = 1 if column.higher_is_better else -1
     by_row = {}
@@ -287,7 +287,7 @@ def _sampled(runs: Sequence[Run], group: Sequence[int], column: Column) -> dict[
         value = column.read(runs[i])
         if value.number is not None:
             samples = {doc: sign * figure for doc, figure in column.samples(runs[i]).items()}
-            by_row[i] = _Sampled(sign * value.number, value.stderr or 0.0, samples)
+            by_row[i] = Sampled(sign * value.number, value.stderr or 0.0, samples)
     return by_row
 
 
@@ -331,6 +331,16 @@ def is_lossless(run: Run) -> bool:
 _LOW = "low_precision_share"
 
 
+def keeps_score(one: Sampled, other: Sampled, is_lossless: bool, is_other_lossless: bool) -> bool:
+    """Whether a row keeps its place by its score against another one that is as good otherwise."""
+    if is_lossless:
+        if one.figure > other.figure:
+            return True
+        if not is_other_lossless:
+            return other.is_inferior(one) > ALPHA
+    return one.figure - other.figure > one.margin and other.is_worse(one) <= ALPHA
+
+
 def pareto_front(runs: Sequence[Run], group: Sequence[int], axes: Sequence[Column]) -> set[int]:
     """Return the rows of the runs that keep their place against every other run of the group.
 
@@ -344,21 +354,16 @@ def pareto_front(runs: Sequence[Run], group: Sequence[int], axes: Sequence[Colum
     complete = [i for i in group if all(i in side for side in sides)]
     if len(complete) < 2:
         return set()
-
-    def keeps_score(one: _Sampled, other: _Sampled, i: int, j: int) -> bool:
-        if is_lossless(runs[i]):
-            if one.figure > other.figure:
-                return True
-            if not is_lossless(runs[j]):
-                return other.is_inferior(one) > ALPHA
-        return one.figure - other.figure > one.margin and other.is_worse(one) <= ALPHA
+    lossless = {i: is_lossless(runs[i]) for i in complete}
 
     def keeps(i: int, j: int) -> bool:
         pairs = [(axis, side[i], side[j]) for axis, side in zip(axes, sides, strict=True)]
         if all(one.figure == other.figure for _, one, other in pairs):
             return True
         return any(
-            keeps_score(one, other, i, j) if _is_score(axis) else one.figure > other.figure
+            keeps_score(one, other, lossless[i], lossless[j])
+            if _is_score(axis)
+            else one.figure > other.figure
             for axis, one, other in pairs
         )
 

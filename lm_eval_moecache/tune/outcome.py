@@ -12,13 +12,14 @@ from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.results import Column, Value, choice_name
-from lm_eval_moecache.report.tables import Table, as_markdown
+from lm_eval_moecache.report.tables import Sampled, Table, as_markdown, keeps_score
 
 SHIPPED, SEARCHED = "shipped", "searched"
 
 
 Entry = Mapping[str, Any]
-"""One measured policy: name, kind, policy, accuracy, stderr, speed, measured_by, within_budget."""
+"""One measured policy: name, kind, policy, is_lossless, accuracy, stderr, speed, measured_by,
+within_budget."""
 
 
 def sign_of(metric: str) -> int:
@@ -35,8 +36,9 @@ def outcome_of(
 ) -> dict[str, Any]:
     """Return the outcome; `best` is the fastest policy within the budget, shipped or searched.
 
-    Ties go to the more accurate, then to the earlier. `front` holds the entries that no other
-    dominates in accuracy and speed, fastest first.
+    Ties go to the more accurate, then to the earlier. `front` holds the entries that keep their
+    place against every other, as in a table (`report.tables.pareto_front`): one faster, shown more
+    accurate, or lossless and not shown to be matched. Fastest first.
     """
     metric, sign = question["metric"], sign_of(question["metric"])
     within_budget = [e for e in entries if e["within_budget"]]
@@ -47,10 +49,19 @@ def outcome_of(
 
     best = fastest(within_budget)
     best_shipped = fastest(e for e in within_budget if e["kind"] == SHIPPED)
+    scores = [Sampled(e["accuracy"], e["stderr"] or 0.0, {}) for e in entries]
+    rows = [
+        ((score.figure, sign * e["speed"]), score, bool(e.get("is_lossless")))
+        for e, score in zip(entries, scores, strict=True)
+    ]
     front: dict[tuple[float, float], Entry] = {}
-    points = [(e["accuracy"], sign * e["speed"]) for e in entries]
-    for entry, point in zip(entries, points, strict=True):
-        if not any(a >= point[0] and s >= point[1] and (a, s) != point for a, s in points):
+    for entry, (point, score, lossless) in zip(entries, rows, strict=True):
+        if all(
+            point == other_point
+            or point[1] > other_point[1]
+            or keeps_score(score, other, lossless, is_other_lossless)
+            for other_point, other, is_other_lossless in rows
+        ):
             front.setdefault(point, entry)
     return {
         "question": dict(question),
@@ -93,6 +104,7 @@ def read_outcome(study: Any, floor: float) -> dict[str, Any]:
                     "name": composition or f"trial {trial.number}",
                     "kind": attributes["kind"],
                     "policy": attributes["policy"],
+                    "is_lossless": attributes["is_lossless"],
                     **figures,
                     "within_budget": figures["accuracy"] >= floor,
                 }

@@ -317,6 +317,7 @@ class Search:
         name, policy = str(planned.cell.label), planned.config.policy.as_dict()
         figures, excess = dataclasses.asdict(measured), self.floor - measured.accuracy
         attributes = {"policy": policy, "figures": figures, "excess": excess}
+        attributes["is_lossless"] = planned.config.policy.is_lossless
         self._close(name, trial, "COMPLETE", attributes, [measured.accuracy, measured.speed])
         source = "replayed" if measured.measured_by == BY_REPLAY else "run"
         message = f"{name}: accuracy {measured.accuracy:.3f}, speed {measured.speed:.1f} ({source})"

@@ -296,13 +296,22 @@ def test_a_space_draws_whole_numbers_for_whole_ones_and_knows_sizes_and_depths(
 QUESTION = {**dataclasses.asdict(OBJECTIVE), "tasks": ["quiz"], "limit": None}
 
 
-def entry(name: str, accuracy: float, speed: float, kind: str = SEARCHED, **policy: Any) -> Any:
+def entry(
+    name: str,
+    accuracy: float,
+    speed: float,
+    kind: str = SEARCHED,
+    stderr: float = 0.01,
+    **policy: Any,
+) -> Any:
+    """Return a measured policy; those that ship are lossless here."""
     return {
         "name": name,
         "kind": kind,
         "policy": load_policy("on_demand", policy).as_dict(),
+        "is_lossless": kind == SHIPPED,
         "accuracy": accuracy,
-        "stderr": 0.01,
+        "stderr": stderr,
         "speed": speed,
         "measured_by": "model",
         "within_budget": accuracy >= 0.89,
@@ -348,6 +357,21 @@ EQUAL = [entry("a", 0.9, 5.0), entry("b", 0.9, 5.0, SHIPPED), entry("c", 0.9, 4.
             *("tok_per_s", [entry("b", 0.5, 9.0, SHIPPED), entry("a", 0.9, 1.0)]),
             *("a", ["b", "a"], "meets the budget; no shipped composition does."),
         ),
+        # What few documents observed earns no place beside a faster one.
+        (
+            *("tok_per_s", [entry("a", 0.95, 5.0, stderr=0.1), entry("b", 0.9, 6.0, stderr=0.1)]),
+            *("b", ["b"], "b (tok_per_s 6.0, accuracy 0.900) meets the budget"),
+        ),
+        # A lossless one leaves only for one that is shown not worse by a point.
+        (
+            *("tok_per_s", [entry("a", 0.9, 5.0, SHIPPED), entry("b", 0.9, 9.0)]),
+            *("b", ["b", "a"], "faster than every shipped composition"),
+        ),
+        (
+            "tok_per_s",
+            [entry("a", 0.9, 5.0, SHIPPED, stderr=0.002), entry("b", 0.9, 9.0, stderr=0.002)],
+            *("b", ["b"], "faster than every shipped composition"),
+        ),
     ],
 )
 def test_the_best_the_front_and_what_is_said_of_them(
@@ -373,6 +397,7 @@ def test_a_loss_of_exactly_the_budget_meets_it_whatever_its_last_digits() -> Non
     for number, (name, accuracy) in enumerate(accuracies.items()):
         figures = {"accuracy": accuracy, "stderr": 0.0, "speed": 1.0, "measured_by": "model"}
         attributes = {"composition": name, "kind": SHIPPED, "policy": {}, "figures": figures}
+        attributes["is_lossless"] = True
         trials.append(SimpleNamespace(number=number, user_attrs=attributes))
     objective = dataclasses.replace(OBJECTIVE, budget=10.0)
     runner: Any = SimpleNamespace(objective=objective, reference=SimpleNamespace(accuracy=0.8))
