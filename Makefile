@@ -5,7 +5,7 @@ DEMO_VENV := .venv-demo
 VENV := .venv
 DEMO_OUTPUT ?= output/demo
 
-.PHONY: demo test test-all lint docs families soak kills races clean
+.PHONY: demo test test-all lint dist docs families soak kills races clean
 
 # One model under seven policies. One thread a process: tiny is too small for a second to help.
 demo:
@@ -27,6 +27,10 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# Wheel and sdist, into dist/.
+dist: $(VENV)/.installed
+	rm -rf dist && $(VENV)/bin/python -m build --no-isolation
 
 # The site, into output/site.
 docs: $(VENV)/.installed
