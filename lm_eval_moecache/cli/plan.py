@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import aligned, print_result
 from lm_eval_moecache.engine.stand_in import cycle_ratio, stand_in
+from lm_eval_moecache.planning.here import Here, here
 from lm_eval_moecache.planning.ideal import (
     POLICIES,
     first_token_s,
@@ -22,8 +24,10 @@ from lm_eval_moecache.planning.ideal import (
     speeds,
     touched_share,
 )
-from lm_eval_moecache.planning.machines import charged, known
+from lm_eval_moecache.planning.machines import charged, known, of_its_time, sized
 from lm_eval_moecache.planning.models import MODEL_FILES, emulated_names, load_real_model
+from lm_eval_moecache.planning.placement import stored_for
+from lm_eval_moecache.planning.runtimes import load_runtime
 from lm_eval_moecache.planning.stored import PRECISION_HELP, load_stored
 from lm_eval_moecache.planning.table import advise, two_digits, usual_precision
 from lm_eval_moecache.records.hardware import (
@@ -39,6 +43,8 @@ from lm_eval_moecache.trace.importers import load_trace
 
 STORES = ("ram", "disk")
 MOST_CONTEXT = 2**24
+_LINES, _NAMES = 15, 24
+"""Most lines of the answer, and letters of the programs that share one."""
 _BUILDABLE = {
     "lru": "with an LRU cache",
     "hazard": "evicting by forecast (hazard)",
@@ -70,7 +76,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("model", type=str, help=text)
     text = f"one of {', '.join(profile_names())}; or a YAML"
     text += "; several cards: '2x rtx-3090'"
-    parser.add_argument("--hardware", type=str, default="rtx-4090-24gb", help=text)
+    text += "; none: a processor alone; default: the machine it runs on"
+    parser.add_argument("--hardware", type=str | None, help=text)
     text = f"stored weights: {PRECISION_HELP}; default: as published"
     parser.add_argument("--precision", type=str | None, help=text)
     parser.add_argument("--context", type=int, default=4096, help="tokens in the KV cache")
@@ -88,16 +95,27 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--disk", type=str | None, help=text)
     text = "a speed of this model here: 'llama.cpp host_layers=all 21.3', or a CSV of speeds"
     parser.add_argument("--measured", type=str | None, help=text)
+    text = "also what the ideal clock says: capacities, policies, and its assumptions"
+    parser.add_argument("--all", action="store_true", help=text)
 
 
 def run(arguments: Namespace) -> int:
-    model, hardware, report = find(arguments)
+    with_ideal = arguments.all or arguments.json
+    model, hardware, report = find(arguments, with_ideal=with_ideal)
     width = max(min(shutil.get_terminal_size((80, 24)).columns, 100), 60)
-    return print_result(arguments.json, report, _text(model, hardware, report, width))
+    lines = _answer(report, width, is_whole=arguments.all)
+    if with_ideal:
+        lines += ["", *_text(model, hardware, report, width)]
+    return print_result(arguments.json, report, "\n".join([*lines, ""]))
 
 
-def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
-    """Return the model, the machine, and the report that `--json` prints."""
+def find(
+    arguments: Namespace, *, with_ideal: bool = True
+) -> tuple[RealModel, Hardware, dict[str, Any]]:
+    """Return the model, the machine, and the report that `--json` prints.
+
+    Replaying for the ideal clock takes seconds: without it those fields are missing.
+    """
     context = read_count("--context", arguments.context, least=1, most=MOST_CONTEXT)
     prompt = read_count("--prompt", arguments.prompt, least=1, most=MOST_CONTEXT)
     model, taken = load_real_model(arguments.model, key="model"), []
@@ -107,16 +125,17 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
             taken = [f"weights in {model.stored.name} (--precision {arguments.precision})"]
     if arguments.store not in STORES:
         raise unknown_name_error("store", arguments.store, STORES)
-    several = re.fullmatch(r"([0-9]{1,2}) ?[xX] ?(.+)", arguments.hardware.strip())
-    cards = int(several[1]) if several else 1
-    hardware = load_hardware(several[2] if several else arguments.hardware)
+    hardware, cards, found = _machine(arguments)
     given = known(
         cards=max(cards, 1),
         ram=arguments.ram,
         **{key: arguments[key] for key in ("host_memory", "disk", "bandwidth")},
     )
+    hardware = of_its_time(sized(hardware, given["ram"]))
     if arguments.store == "disk":
         given["ram"] = 0
+    elif found is not None and given["ram"] is None:
+        given["ram"] = found.ram
     run_as = model
     if arguments.precision is None:
         run_as = usual_precision(model, hardware, given, context)
@@ -125,6 +144,7 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
     if run_as is not model:
         why = f"(as published, {model.stored.name}, they do not fit)"
         advice["assumed"].insert(0, f"weights in {run_as.stored.name} {why}")
+    where = _where(hardware, cards, given, found)
     hardware = charged(hardware, given)
     if cards > 1:
         name, memory_bytes = f"{cards}x {hardware.name}", cards * hardware.memory_bytes
@@ -133,23 +153,68 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
         hardware = on_disk(hardware)
     if arguments.bandwidth is not None:
         hardware = hardware.with_bandwidth(arguments.bandwidth)
-    try:
-        room = fit(model, hardware, context)
-    except ValueError:
-        model = run_as  # as published, not even the dense weights fit
-        room = fit(model, hardware, context)
-    trace = load_trace(arguments.trace or str(stand_in(model)))
-    rows = list(speeds(model, hardware, room, trace, context))
-    # The stand-in's tokens take another share of a layer's experts each than the model's.
-    prompt_share = touched_share(trace, max(1, round(prompt * cycle_ratio(model, trace.geometry))))
-    compute_s, link_s = first_token_s(model, hardware, room, prompt, prompt_share)
     report = {
         "model": model.name,
         "precision": model.stored.name,
         "hardware": hardware.name,
+        "machine": where,
         "link_bytes_per_s": hardware.link_rate,
         "context": context,
         "prompt": prompt,
+        "runtimes_precision": run_as.stored.name,
+        **advice,
+    }
+    stored = stored_for(load_runtime("llama.cpp"), run_as)
+    left = fit(stored, hardware, context, cards)
+    report["memory"] = {**asdict(left), "share": left.share}
+    if with_ideal:
+        if not _fits(model, hardware, context, cards):
+            model = run_as  # as published, not even the dense weights fit
+        report |= _ideal(model, hardware, report, arguments.trace, cards)
+    return model, hardware, report
+
+
+def _machine(arguments: Namespace) -> tuple[Hardware, int, Here | None]:
+    """Return the device, how many, and this machine where nobody names another."""
+    if arguments.hardware is None:
+        found = here()
+        return found.hardware, found.cards, found
+    several = re.fullmatch(r"([0-9]{1,2}) ?[xX] ?(.+)", arguments.hardware.strip())
+    cards = int(several[1]) if several else 1
+    return load_hardware(several[2] if several else arguments.hardware), max(cards, 1), None
+
+
+def _where(hardware: Hardware, cards: int, given: Mapping[str, Any], found: Here | None) -> str:
+    """Return what machine is planned for, in words."""
+    if found is not None:
+        return f"this machine ({found.text})"
+    name = f"{cards}x {hardware.name}" if cards > 1 else hardware.name
+    if hardware.is_processor:
+        return "a processor alone"
+    return f"{name} ({cards * hardware.memory_bytes / 1e9:.0f} GB)"
+
+
+def _fits(model: RealModel, hardware: Hardware, context: int, cards: int) -> bool:
+    try:
+        fit(model, hardware, context, cards)
+    except ValueError:
+        return False
+    return True
+
+
+def _ideal(
+    model: RealModel, hardware: Hardware, report: dict[str, Any], routing: str | None, cards: int
+) -> dict[str, Any]:
+    """Return what the virtual clock says, were every bandwidth reached."""
+    context, prompt = report["context"], report["prompt"]
+    room = fit(model, hardware, context, cards)
+    trace = load_trace(routing or str(stand_in(model)))
+    rows = list(speeds(model, hardware, room, trace, context))
+    # The stand-in's tokens take another share of a layer's experts each than the model's.
+    prompt_share = touched_share(trace, max(1, round(prompt * cycle_ratio(model, trace.geometry))))
+    compute_s, link_s = first_token_s(model, hardware, room, prompt, prompt_share)
+    found = {
+        "precision": model.stored.name,
         "fit": {**asdict(room), "share": room.share, "whole": room.is_whole},
         "routing": trace.geometry.model,
         "routing_notes": routing_notes(model, trace),
@@ -157,10 +222,8 @@ def find(arguments: Namespace) -> tuple[RealModel, Hardware, dict[str, Any]]:
         "ttft_loads_ms": 1000 * link_s,
         "fits_at": None if room.is_whole else fitting_precision(model, hardware, context),
         "rows": rows,
-        "runtimes_precision": run_as.stored.name,
-        **advice,
     }
-    return model, hardware, {**report, "verdict": _verdict(report, hardware)}
+    return {**found, "verdict": _verdict({**report, **found}, hardware)}
 
 
 # --- the page ---
@@ -201,14 +264,11 @@ def _verdict(report: dict[str, Any], hardware: Hardware) -> str:
     return f"{text}."
 
 
-def _text(model: RealModel, hardware: Hardware, report: dict[str, Any], width: int) -> str:
+def _text(model: RealModel, hardware: Hardware, report: dict[str, Any], width: int) -> list[str]:
+    """Return the ideal clock's page."""
     room, is_whole = report["fit"], report["fit"]["whole"]
     wrap = partial(textwrap.wrap, width=width)
-    memory = (
-        f"Memory: {_gb(room['memory'])} GB = dense weights {_gb(room['dense'])} + KV cache of "
-        f"{report['context']:,} tokens {_gb(room['kv_cache'])} + experts {_gb(room['experts'])} of "
-        f"{_gb(room['all_experts'])}; activations not included."
-    )
+    memory = _memory(room, report["context"])
     notes = [f"Stored weights: {model.stored.name}. Sizes: {model.source}."]
     table: list[str] = []
     if not is_whole:
@@ -236,50 +296,78 @@ def _text(model: RealModel, hardware: Hardware, report: dict[str, Any], width: i
         ideal = f"As published, w{ideal[1:]}"
     elif report["precision"] == "mxfp4":
         ideal = f"With dense weights in bf16, as published (GGUF files have q8_0), w{ideal[1:]}"
-    intro = [*_runtimes(report, width), *wrap(ideal), "", *wrap(memory), ""]
-    return "\n".join([*intro, *table, *(line for note in notes for line in wrap(note)), ""])
+    intro = [*wrap(ideal), "", *wrap(memory), ""]
+    return [*intro, *table, *(line for note in notes for line in wrap(note))]
 
 
-def _runtimes(report: dict[str, Any], width: int) -> list[str]:
-    """Return what to run, what was assumed, and one line per runtime."""
-    first = report["first"]
-    rows = [row for row in report["rows"] if row["policy"] == "bound" and row["in_regime"]]
-    speeds_shown = [row["tok_per_s"] for row in report["runtimes"] if row["tok_per_s"]]
-    best = max((row["tok_per_s"] for row in rows), default=0.0)
-    # Where the processor computes what is absent, the link bounds nothing.
-    if report["runtimes_precision"] == report["precision"] and best > max(speeds_shown[:1] or [0]):
-        first = f"{first.rstrip('.')}; bound of the link {two_digits(best)}."
-    lines = textwrap.wrap(first, width, break_on_hyphens=False)
+def _memory(room: dict[str, Any], context: int) -> str:
+    buffers = f" + card's context and buffers {_gb(room['buffers'])}" if room["buffers"] else ""
+    return (
+        f"Memory: {_gb(room['memory'])} GB = dense weights {_gb(room['dense'])} + KV cache of "
+        f"{context:,} tokens {_gb(room['kv_cache'])}{buffers} + experts {_gb(room['experts'])} of "
+        f"{_gb(room['all_experts'])}."
+    )
+
+
+def _memory_line(room: dict[str, Any]) -> str:
+    buffers = f" + buffers {_gb(room['buffers'])}" if room["buffers"] else ""
+    return (
+        f"Memory, GB: {_gb(room['memory'])} = dense {_gb(room['dense'])} + KV cache "
+        f"{_gb(room['kv_cache'])}{buffers} + experts {_gb(room['experts'])} of "
+        f"{_gb(room['all_experts'])}."
+    )
+
+
+def _answer(report: dict[str, Any], width: int, *, is_whole: bool) -> list[str]:
+    """Return the machine, what to run on it, a line a speed, and what makes it nearer.
+
+    Of flags as many as fit in `_LINES`, those of the first programs, unless `is_whole`.
+    """
+    wrap = partial(textwrap.wrap, width=width, break_on_hyphens=False)
+    assumed = report["assumed"]
+    line = f"{report['model']} on {report['machine']}"
+    lines = wrap(f"{line}; assumed: {', '.join(assumed)}." if assumed else f"{line}.")
+    lines += wrap(report["first"])
     if report["measured"]:
-        lines += textwrap.wrap(f"Scaled to {report['measured']}.", width)
-    if assumed := report["assumed"]:
-        options = [option for word, option in _SAYS.items() if any(word in a for a in assumed)]
-        say = f"{', '.join(options)} {'says' if len(options) == 1 else 'say'} what yours has"
-        lines += textwrap.wrap(f"Assumed: {', '.join(assumed)}; {say}.", width)
-    cells = [["runtime", "placement", "tok/s", "80% of rows", "first token"]]
+        lines += wrap(f"Scaled to {report['measured']}.")
+    table = [["runtime", "placement", "tok/s", "80% of rows", "first token"]]
     whys: dict[str, list[str]] = {}
-    flags: dict[str, str] = {}
+    flags: dict[str, list[str]] = {}
     for row in report["runtimes"]:
         if row["why"]:
-            cells.append([row["runtime"], "-", "-", "-", "-"])
             whys.setdefault(row["why"].rstrip("."), []).append(row["runtime"])
             continue
-        if row["flags"] not in flags.values():
-            flags[row["runtime"]] = row["flags"]
+        if row["flags"] and row["flags"] not in report["first"]:
+            flags.setdefault(row["flags"], []).append(row["runtime"])
         placement = row["placement"] + (" + drive" if row["needs_drive"] else "")
         speed = f"{two_digits(row['low'])} to {two_digits(row['high'])}"
         ttft = "not modelled"
         if row["ttft_s"] is not None:
             low, high = two_digits(row["ttft_low_s"]), two_digits(row["ttft_high_s"])
             ttft = f"{low} to {high} s"
-        cells.append([row["runtime"], placement, two_digits(row["tok_per_s"]), speed, ttft])
-    lines += ["", *aligned(cells, "<" * len(cells[0]))]
+        cells = [placement, two_digits(row["tok_per_s"]), speed, ttft]
+        name = row["runtime"]
+        for each in table:
+            # Programs of one mechanism are one line, as far as their names fit in it.
+            if each[1:] == cells and len(each[0]) + len(name) <= _NAMES:
+                each[0] += f", {name}"
+                break
+        else:
+            table.append([name, *cells])
+    if len(table) > 1:
+        lines += ["", *aligned(table, "<" * len(table[0]))]
     for why, names in whys.items():
-        lines += textwrap.wrap(f"- {', '.join(names)}: {why}.", width, subsequent_indent="  ")
-    said = [f"{name} {text}" for name, text in flags.items() if text and name not in first]
-    if said:
-        lines += textwrap.wrap(f"Flags: {'; '.join(said)}.", width, break_on_hyphens=False)
-    return [*lines, ""]
+        lines += wrap(f"- {', '.join(names)}: {why}.", subsequent_indent="  ")
+    last = wrap(_memory_line(report["memory"]))
+    options = [option for word, option in _SAYS.items() if any(word in a for a in assumed)]
+    say = f"Nearer: {', '.join([*options, '--measured'])}."
+    last += wrap(say if is_whole else f"{say} More: --all.")
+    said = [f"{', '.join(names)} {text}" for text, names in flags.items()]
+    shown = wrap(f"Flags: {'; '.join(said)}.") if said else []
+    while said and not is_whole and len(lines) + len(shown) + len(last) > _LINES:
+        said.pop()
+        shown = wrap(f"Flags: {'; '.join(said)}.") if said else []
+    return [*lines, *shown, *last]
 
 
 def _words(rows: list[dict[str, Any]]) -> dict[str, str]:

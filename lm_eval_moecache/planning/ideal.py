@@ -13,6 +13,7 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.regime import Regime, Waits, decode_waits, regime_of
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.stand_in import context_seconds, cycle_ratio, step_time, traced_bytes
+from lm_eval_moecache.planning.placement import BUFFERS
 from lm_eval_moecache.planning.stored import SUGGESTED, load_stored
 from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.records.hardware import Hardware
@@ -48,6 +49,8 @@ class Fit:
     memory: int
     dense: int
     kv_cache: int
+    buffers: int = 0
+    """What compute buffers, a context and the allocator take of a card."""
     experts: int
     """Bytes left for experts, at most `all_experts`."""
     all_experts: int
@@ -63,25 +66,28 @@ class Fit:
         return self.experts == self.all_experts
 
 
-def fit(model: RealModel, hardware: Hardware, context: int) -> Fit:
-    """Return what fits beside the dense weights and a KV cache of `context` tokens.
+def fit(model: RealModel, hardware: Hardware, context: int, cards: int = 1) -> Fit:
+    """Return what fits beside the dense weights, a KV cache of `context` tokens, and buffers.
 
-    Activations and allocator losses are not counted. Raises ValueError where not one expert fits.
+    Raises ValueError where not one expert fits.
     """
     kv_cache = model.kv_bytes(context)
-    room = int(hardware.memory_bytes) - model.dense_bytes - kv_cache
+    buffers = 0 if hardware.is_processor else int(BUFFERS * cards)
+    room = int(hardware.memory_bytes) - model.dense_bytes - kv_cache - buffers
     if room < model.expert_bytes:
         raise ValueError(
             f"{model.name} does not run on {hardware.name}: of "
             f"{hardware.memory_bytes / 1e9:.1f} GB the dense weights take "
             f"{model.dense_bytes / 1e9:.1f} ({model.stored.name}) and a KV cache of {context} "
-            f"tokens {kv_cache / 1e9:.1f}, and one expert needs {model.expert_bytes / 1e9:.2f}. "
+            f"tokens {kv_cache / 1e9:.1f}, buffers {buffers / 1e9:.1f}, and one expert needs "
+            f"{model.expert_bytes / 1e9:.2f}. "
             "Allowed: a shorter --context, fewer bits (--precision), or a device with more memory."
         )
     return Fit(
         memory=int(hardware.memory_bytes),
         dense=model.dense_bytes,
         kv_cache=kv_cache,
+        buffers=buffers,
         experts=min(room, model.all_expert_bytes),
         all_experts=model.all_expert_bytes,
     )
@@ -91,6 +97,7 @@ def fitting_precision(model: RealModel, hardware: Hardware, context: int) -> str
     """Return the highest precision below the model's at which all of it fits, or None."""
     fewer = [p for p in map(load_stored, SUGGESTED) if p.expert_bits < model.stored.expert_bits]
     room = hardware.memory_bytes - model.kv_bytes(context)
+    room -= 0 if hardware.is_processor else BUFFERS
     for stored in sorted(fewer, key=lambda each: -each.expert_bits):
         smaller = replace(model, stored=stored)
         if smaller.all_expert_bytes + smaller.dense_bytes <= room:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lm_eval_moecache.planning.runtimes import Runtime
-from lm_eval_moecache.records.hardware import LEAST_LINK, Hardware
+from lm_eval_moecache.records.cards import release_year
+from lm_eval_moecache.records.hardware import LEAST_LINK, Hardware, load_hardware
 from lm_eval_moecache.records.sizes import parse_bandwidth, parse_bytes
 
 LEAST_RAM = 10**9
@@ -21,6 +22,8 @@ SYSTEM = 4.0e9
 NVME_BYTES_PER_S = 5.6e9
 """Assumed of an unknown drive: scattered reads at 80% of the 7 GB/s of a PCIe 4.0 NVMe drive."""
 LINK_SHARE = 0.8
+DDR4, DDR5_FROM = 3200.0, 2022
+"""MT/s of desktops' memory before the year in which DDR5 came."""
 _NOMINAL = (7.88e9, 8e9, 15.75e9, 16e9, 31.5e9, 32e9, 63e9, 64e9)
 """Nominal rates of PCIe, of which large pinned copies reach `LINK_SHARE`."""
 
@@ -146,6 +149,43 @@ def known(
         "drive": None if disk is None else rate(disk, "disk"),
         "link": None if bandwidth is None else parse_bandwidth(bandwidth, least=LEAST_LINK),
     }
+
+
+def of_its_time(hardware: Hardware) -> Hardware:
+    """Return a device with the desktop memory of its card's time, where nobody said which.
+
+    Desktops had DDR4 until 2022.
+    """
+    guessed = hardware.sources.get("host_memory_mt_per_s", "").startswith("assumed")
+    year = release_year(hardware.name) if guessed and hardware.host_memory_channels == 2 else None
+    if year is None or year >= DDR5_FROM:
+        return hardware
+    reached = (hardware.host_memory_bytes_per_s or 0.0) / hardware.host_memory_mt_per_s
+    why = f"assumed, DDR4-3200, as beside cards of {year}"
+    return replace(
+        hardware,
+        host_memory_mt_per_s=DDR4,
+        host_memory_bytes_per_s=reached * DDR4 or None,
+        source={**hardware.sources, "host_memory_mt_per_s": why, "host_memory_bytes_per_s": why},
+    )
+
+
+def sized(hardware: Hardware, ram: float | None) -> Hardware:
+    """Return a device of unified memory with so much of it: its card may take as large a share."""
+    if ram is None or not hardware.is_unified or hardware.is_processor:
+        return hardware
+    name = re.sub("(-[0-9]+gb)?$", f"-{ram / 1e9:.0f}gb", hardware.name, count=1)
+    try:
+        return load_hardware(name)  # a size that it is sold with may have another rate
+    except ValueError:
+        share = hardware.memory_bytes / (
+            hardware.host_memory_bytes or hardware.memory_bytes * 4 / 3
+        )
+    said = dict.fromkeys(("memory_bytes", "host_memory_bytes"), "given for this run")
+    source = {**hardware.sources, **said}
+    return replace(
+        hardware, name=name, memory_bytes=share * ram, host_memory_bytes=ram, source=source
+    )
 
 
 def charged(hardware: Hardware, given: Mapping[str, Any]) -> Hardware:

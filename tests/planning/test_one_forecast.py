@@ -18,6 +18,7 @@ from lm_eval_moecache.planning import ideal
 from lm_eval_moecache.planning.models import EMULATED_DIR, load_real_model
 from tests.conftest import Moecache
 
+CARD = "rtx-4090-24gb"
 SIZES = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -104,7 +105,7 @@ def test_one_model_has_one_forecast_however_it_is_named(
     named |= {"index": index, "gguf": gguf}
     said, shipped = {}, {}
     for way, path in named.items():
-        report = moecache.json("plan", path)
+        report = moecache.json("plan", path, "--hardware", CARD)
         said[way] = report["first"], report["assumed"][1:]
         rows = [(row["runtime"], row["tok_per_s"]) for row in report["runtimes"]]
         speeds = {runtime: speed for runtime, speed in rows if speed}
@@ -120,10 +121,10 @@ def test_dense_weights_that_do_not_fit_are_planned_in_fewer_bits(
 ) -> None:
     """In bf16 what is beside the experts of GLM-5 takes 37 GB of a card's 24."""
     replay_little(monkeypatch)
-    report = moecache.json("plan", "GLM-5")
+    report = moecache.json("plan", "GLM-5", "--hardware", CARD)
     assert report["assumed"][0] == "weights in q4_k_m (as published, bf16, they do not fit)"
     assert report["precision"] == "q4_k_m" and report["fit"]["dense"] < 12e9
-    asked = moecache("plan", "GLM-5", "--precision", "bf16", code=2)
+    asked = moecache("plan", "GLM-5", "--hardware", CARD, "--precision", "bf16", code=2)
     assert "GLM-5 does not run on rtx-4090-24gb" in asked
 
 
@@ -132,10 +133,11 @@ def test_bits_that_somebody_names_are_not_exchanged(
 ) -> None:
     """30 GB of FP8 do not fit on a card of 24 GB, as do not 61 GB of bf16."""
     replay_little(monkeypatch)
-    fp8 = moecache.json("plan", "Qwen/Qwen3-30B-A3B-FP8")
+    fp8 = moecache.json("plan", "Qwen/Qwen3-30B-A3B-FP8", "--hardware", CARD)
     assert fp8["runtimes_precision"] == fp8["precision"] == "fp8"
     assert not any("weights in" in text for text in fp8["assumed"])
-    assert moecache.json("plan", "Qwen/Qwen3-30B-A3B")["runtimes_precision"] == "q4_k_m"
+    named = moecache.json("plan", "Qwen/Qwen3-30B-A3B", "--hardware", CARD)
+    assert named["runtimes_precision"] == "q4_k_m"
     # Experts of four bits stay where they fit beside their layers in bf16; GGUF's are tried first.
     small = moecache.json("plan", "gpt-oss-120b", "--hardware", "rtx-3060-12gb")
     assert small["runtimes_precision"] == "mxfp4"

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from lm_eval_moecache.planning.machines import known
+from lm_eval_moecache.planning.machines import known, machine, of_its_time, sized
 from lm_eval_moecache.planning.models import load_real_model
-from lm_eval_moecache.planning.runtimes import mechanisms
+from lm_eval_moecache.planning.runtimes import load_runtime, mechanisms
 from lm_eval_moecache.planning.stored import load_stored
 from lm_eval_moecache.planning.table import advise
 from lm_eval_moecache.records.hardware import load_hardware
@@ -85,12 +85,16 @@ def test_unified_memory_reads_the_drive_only_beyond_all_of_it() -> None:
 def test_plan_prints_what_to_run_first(moecache: Moecache) -> None:
     words = ("gpt-oss-120b", "--hardware", "2x rtx-3090", "--ram", "64GB")
     lines = moecache("plan", *words).splitlines()
-    assert lines[0].startswith("llama.cpp -ngl 99 --n-cpu-moe ")
-    assert "Assumed: host memory 89.6 GB/s" in "\n".join(lines[:4])
+    # The card first: one of 2020 is taken to lie beside DDR4.
+    assert lines[0] == "gpt-oss-120b on 2x rtx-3090 (48 GB); assumed: host memory 51.2 GB/s."
+    assert lines[1].startswith("llama.cpp -ngl 99 --n-cpu-moe ") and len(lines) <= 15
+    assert any(line.startswith("Memory, GB: 48 = ") and "buffers 2.0" in line for line in lines)
+    assert lines[-1] == "Nearer: --host_memory, --measured. More: --all."
     report = moecache.json("plan", *words)
     assert report["hardware"] == "2x rtx-3090" and report["fit"]["memory"] == 48e9
+    assert report["fit"]["buffers"] == report["memory"]["buffers"] == 2e9
     assert report["runtimes"][0]["low"] < report["runtimes"][0]["tok_per_s"]
-    assert "ram='many'" in moecache("plan", "gpt-oss-120b", "--ram", "many", code=2)
+    assert "ram='many'" in moecache("plan", *words[:3], "--ram", "many", code=2)
 
 
 def test_weights_that_do_not_fit_as_published_are_planned_in_the_bits_that_people_run(
@@ -136,3 +140,25 @@ def test_a_processor_alone_reads_all_of_a_token_from_its_ram(name: str, moecache
     # bf16 does not fit in 64 GB beside the system.
     usual = moecache.json("plan", "qwen3-30b-a3b", "--hardware", name)
     assert usual["runtimes_precision"] == "q4_k_m"
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [("rtx-3060-12gb", 51.2), ("RTX 2080", 51.2), ("RTX 3070", 51.2), ("rtx-4070", 89.6)],
+)
+def test_a_cards_generation_decides_which_memory_is_assumed_beside_it(
+    name: str, rate: float
+) -> None:
+    found = machine(of_its_time(load_hardware(name)), load_runtime("llama.cpp"))
+    assert found.host_bytes_per_s == pytest.approx(rate * 1e9)
+    assert f"host memory {rate} GB/s" in found.assumed
+
+
+def test_the_ram_that_is_said_of_a_unified_machine_is_its_cards() -> None:
+    """Of an M3 Max with 36 GB the memory is narrower; a size that none is sold with is scaled."""
+    mac = load_hardware("M3 Max 64GB")
+    assert sized(mac, 36e9) == load_hardware("M3 Max 36GB")
+    odd = sized(mac, 80e9)
+    assert (odd.name, odd.memory_bytes, odd.host_memory_bytes) == ("m3-max-80gb", 60e9, 80e9)
+    card = load_hardware("rtx-3090")
+    assert sized(card, 36e9) is card

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from lm_eval_moecache.records.cards import card_of
+from lm_eval_moecache.records.chips import CHIPS, chip_of
 from lm_eval_moecache.records.hardware import Hardware, load_hardware, profile_names, same_card_note
 
 GOOD = {
@@ -96,6 +97,9 @@ def test_a_figure_in_another_unit_is_refused_with_what_was_meant(
         ("P40", "p40", 24, 347, 11.8, 15.8),
         ("T4", "t4", 16, 320, 65.1, 15.8),
         ("V100 32GB", "v100-pcie-32gb", 32, 897, 28.3, 15.8),
+        ("laptop 4060", "rtx-4060-mobile", 8, 256, 23.2, 15.8),
+        ("A770 16GB", "arc-a770", 16, 512, 39.3, 31.5),
+        ("RTX 6000 Ada", "rtx-6000-ada-generation", 48, 960, 182, 31.5),
     ],
 )
 def test_a_card_without_a_profile_is_found_by_the_name_on_its_box(
@@ -118,6 +122,45 @@ def test_a_card_under_two_names_says_which_machine_each_is() -> None:
     assert {name for name in profile_names() if same_card_note(name)} == {
         *("rtx-4090", "rtx-4090-24gb"),
     }
+
+
+@pytest.mark.parametrize(
+    ("typed", "name", "rate", "memory", "for_card"),
+    [
+        ("M4 Max 64GB", "m4-max-64gb", 546, 64, 48),
+        ("MacBook Pro M3 Max", "m3-max-64gb", 400, 64, 48),
+        ("M3 Max 36GB", "m3-max-36gb", 300, 36, 24),
+        ("Mac Studio M2 Ultra 192GB", "m2-ultra-192gb", 800, 192, 144),
+        ("MacBook Pro 16 M4 Max 48GB", "m4-max-48gb", 546, 48, 36),
+        ("M1", "m1-16gb", 68.3, 16, 32 / 3),
+        ("Ryzen AI Max+ 395 64GB", "strix-halo-64gb", 256, 64, 48),
+        ("Jetson AGX Orin 64GB", "jetson-agx-orin-64gb", 204.8, 64, 56),
+        ("Snapdragon X Elite 32GB", "snapdragon-x-elite-32gb", 135, 32, 64 / 3),
+        ("iPhone 16 Pro", "a18-pro-8gb", 60, 8, 4),
+    ],
+)
+def test_a_chip_is_found_by_the_name_on_its_box_and_its_memory(
+    typed: str, name: str, rate: float, memory: float, for_card: float
+) -> None:
+    found = load_hardware(typed)
+    assert found.name == name and load_hardware(name) == found and found.is_unified
+    assert found.memory_bytes_per_s == rate * 1e9
+    assert found.host_memory_bytes == memory * 1e9
+    assert found.memory_bytes == pytest.approx(for_card * 1e9)
+
+
+def test_a_chip_has_the_sizes_that_it_is_sold_with_and_the_figures_of_its_profiles() -> None:
+    with pytest.raises(ValueError, match="m1-max is sold with 32, 64 GB, not 48"):
+        load_hardware("M1 Max 48GB")
+    assert load_hardware("GB10").name == "dgx-spark"
+    assert load_hardware("Framework Desktop").name == "strix-halo"
+    for name in profile_names():
+        chip = chip_of(name)
+        if chip is not None and name != "strix-halo":  # its rate is a measured one
+            profile = load_hardware(name)
+            for key, figure in chip.figures.items():
+                own = getattr(profile, key)
+                assert own is None or name in CHIPS or figure == pytest.approx(own, rel=0.02), name
 
 
 @pytest.mark.parametrize("name", ["rtx-4090-24gb", "rtx-4080", "rtx-5090", "rx-7900-xtx"])
