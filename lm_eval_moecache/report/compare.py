@@ -26,6 +26,7 @@ from lm_eval_moecache.report.statistics import (
     holm,
     least_flip_p,
     mean_interval,
+    noticeable_loss,
     sign_flip_test,
     sign_test,
     tarone,
@@ -36,7 +37,7 @@ from lm_eval_moecache.report.tables import line
 SAME, BETTER, WITHIN, WORSE, CHANGED = "same", "better", "within", "worse", "changed"
 MISSING, NEW = "missing", "new"
 REGRESSIONS = (WORSE, CHANGED, MISSING)
-EXACTLY = "exactly"
+EXACTLY, MCNEMAR = "exactly", "McNemar"
 Samples = Mapping[str, Any]
 # Absorbs rounding where floats differ only by the order of a sum.
 _EPSILON = 1e-9
@@ -263,7 +264,7 @@ def _losses(baseline: Score, old_samples: Samples, samples: Samples) -> list[flo
 def mcnemar(losses: Sequence[float]) -> Test:
     """Test right-or-wrong answers to the same documents (McNemar, exact, one-sided)."""
     won, lost, documents = losses.count(-1), losses.count(1), len(losses)
-    by = f"McNemar: {lost} lost, {won} won of {documents} documents"
+    by = f"{MCNEMAR}: {lost} lost, {won} won of {documents} documents"
     return Test(
         p_loss=sign_test(won, lost),
         p_gain=sign_test(lost, won),
@@ -288,6 +289,20 @@ class Comparison:
     tests: int
     weak_tests: tuple[str, ...]
     """Tests with too few samples: not even losing all of them would fail."""
+
+    @property
+    def noticeable(self) -> dict[int, float]:
+        """Documents of a tested score of right answers -> the loss noticed in four cases of five.
+
+        A share; of a change that turns answers wrong and none right, and of this score alone.
+        """
+        sizes = {
+            row.difference.documents
+            for row in self.rows
+            if row.test is not None and row.test.by.startswith(MCNEMAR) and row.difference
+        }
+        losses = {size: noticeable_loss(size, self.alpha) for size in sorted(sizes)}
+        return {size: loss for size, loss in losses.items() if loss is not None}
 
     @property
     def is_regression(self) -> bool:
@@ -539,12 +554,13 @@ def _speeds(
 
 
 def as_json(comparison: Comparison, *, everything: bool = True) -> str:
-    """Return `{"verdict", "alpha", "tests", "differing", "rows": [...]}`, always with all rows."""
+    """Return `{"verdict", "alpha", "tests", "noticeable", "rows": [...], ...}`, always with all rows."""
     report = {
         "verdict": "regression" if comparison.is_regression else "pass",
         "alpha": comparison.alpha,
         "tests": comparison.tests,
         "weak_tests": list(comparison.weak_tests),
+        "noticeable": {str(size): loss for size, loss in comparison.noticeable.items()},
         "exact_runs": comparison.exact_runs,
         "versions": {name: list(pair) for name, pair in comparison.versions.items()},
         "differing": {name: list(pair) for name, pair in comparison.differing.items()},
@@ -651,6 +667,12 @@ def _notes(comparison: Comparison) -> list[str]:
         lines.append(
             f"{comparison.tests} scores are tested; the chance that chance alone fails this "
             f"comparison is at most {100 * comparison.alpha:g}% (Holm, Tarone)."
+        )
+    if comparison.noticeable:
+        losses = [f"{100 * v:.2g} on {size}" for size, v in comparison.noticeable.items()]
+        lines.append(
+            "A change that only turns answers wrong is noticed in four cases of five from so many "
+            f"points on: {', '.join(losses)} documents."
         )
     if comparison.weak_tests:
         lines.append(

@@ -139,6 +139,20 @@ def tarone(least_p: Sequence[float], alpha: float) -> list[bool]:
     return [False] * len(least_p)
 
 
+def noticeable_loss(documents: int, alpha: float, power: float = 0.8) -> float | None:
+    """Return the share of answers whose loss the sign test notices at `alpha` with this power.
+
+    Of a change that turns answers wrong and none right. None: losing all would not be noticed.
+    """
+    from scipy.special import betaincinv
+
+    least = math.ceil(-math.log2(alpha))
+    if documents < least:
+        return None
+    # The chance of `least` losses or more, as a function of each answer's chance to be lost.
+    return float(betaincinv(least, documents - least + 1, power))
+
+
 def mean_interval(samples: Floats) -> tuple[float, float]:
     """Return Student's 95% interval of a mean of samples that are not skewed."""
     from scipy.stats import t

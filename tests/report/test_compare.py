@@ -63,6 +63,7 @@ def test_lower_accuracy_fails_naming_task_metric_and_test(gate: Gate) -> None:
     assert "McNemar: 7 lost, 0 won of 10 documents, p 0.0078, corrected 0.0078" in printed
     assert "1 scores are tested; the chance that chance alone fails" in printed
     assert "at most 1% (Holm, Tarone)" in printed
+    assert "noticed in four cases of five from so many points on: 76 on 10 documents" in printed
 
 
 @pytest.mark.parametrize(
@@ -96,6 +97,7 @@ def test_tests_on_too_few_documents_are_named(gate: Gate) -> None:
     code, printed = gate({"answers": (0.0,) * 4}, answers=(1.0,) * 4)
     assert code == 0
     assert "1 of them have too few documents to ever fail: quiz acc,none" in printed
+    assert "is noticed" not in printed
 
 
 RANK = {"worse": "better", "better": "worse", "within": "within", "same": "same"}

@@ -15,6 +15,7 @@ from lm_eval_moecache.report.statistics import (
     answers_interval,
     holm,
     mean_interval,
+    noticeable_loss,
     sign_flip_test,
     sign_test,
     tarone,
@@ -112,6 +113,16 @@ def test_tarone_and_holm_keep_the_error_rate_exactly(changed: list[int]) -> None
         if any(p <= alpha for p in holm(p_values)):
             chance += weight
     assert chance <= alpha + 1e-12
+
+
+def test_a_loss_is_noticeable_where_four_cases_of_five_reach_the_alarm() -> None:
+    """At 1% seven losses alarm: 2^-7 < 0.01 < 2^-6."""
+    for documents in (7, 10, 24, 200):
+        share = noticeable_loss(documents, 0.01)
+        assert share is not None
+        assert stats.binom.sf(6, documents, share) == pytest.approx(0.8)
+    assert noticeable_loss(7, 0.01) == pytest.approx(0.8 ** (1 / 7))
+    assert noticeable_loss(6, 0.01) is None
 
 
 def test_the_normal_test_is_scipys() -> None:
