@@ -554,7 +554,7 @@ def _speeds(
 
 
 def as_json(comparison: Comparison, *, everything: bool = True) -> str:
-    """Return `{"verdict", "alpha", "tests", "noticeable", "rows": [...], ...}`, always with all rows."""
+    """Return `{"verdict", "alpha", "tests", "noticeable", "rows", ...}`, always with all rows."""
     report = {
         "verdict": "regression" if comparison.is_regression else "pass",
         "alpha": comparison.alpha,
