@@ -28,7 +28,7 @@ from lm_eval_moecache.planning.machines import charged, known, of_its_time, size
 from lm_eval_moecache.planning.models import MODEL_FILES, emulated_names, load_real_model
 from lm_eval_moecache.planning.placement import stored_for
 from lm_eval_moecache.planning.runtimes import load_runtime
-from lm_eval_moecache.planning.stored import PRECISION_HELP, load_stored
+from lm_eval_moecache.planning.stored import CACHE_BITS, PRECISION_HELP, load_stored
 from lm_eval_moecache.planning.table import advise, two_digits, usual_precision
 from lm_eval_moecache.records.hardware import (
     Hardware,
@@ -37,7 +37,7 @@ from lm_eval_moecache.records.hardware import (
     profile_names,
     same_card_note,
 )
-from lm_eval_moecache.records.numbers import read_count, unknown_name_error
+from lm_eval_moecache.records.numbers import listed_names, read_count, unknown_name_error
 from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.trace.importers import load_trace
 
@@ -95,6 +95,16 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--disk", type=str | None, help=text)
     text = "a speed of this model here: 'llama.cpp host_layers=all 21.3', or a CSV of speeds"
     parser.add_argument("--measured", type=str | None, help=text)
+    text = "programs, a comma between them: 'llama.cpp,ollama'; default: those of such a machine"
+    parser.add_argument("--runtime", type=str | None, help=text)
+    text = "where experts lie: host_layers=25 (--n-cpu-moe), cpu, resident, slots=39; default: the "
+    text += "best that fits"
+    parser.add_argument("--placement", type=str | None, help=text)
+    text = f"type of the KV cache: {', '.join(CACHE_BITS)}"
+    parser.add_argument("--cache_type", type=str | None, help=text)
+    parser.add_argument("--sockets", type=int, default=1, help="sockets of --host_memory each")
+    text = "several cards: layer after layer, or each layer over all (tensor)"
+    parser.add_argument("--split", type=str | None, help=text)
     text = "also what the ideal clock says: capacities, policies, and its assumptions"
     parser.add_argument("--all", action="store_true", help=text)
 
@@ -123,13 +133,18 @@ def find(
         model = replace(model, stored=load_stored(arguments.precision))
         if model.stored.name.lower() != arguments.precision.lower():
             taken = [f"weights in {model.stored.name} (--precision {arguments.precision})"]
+    if arguments.cache_type is not None:
+        if arguments.cache_type not in CACHE_BITS:
+            raise unknown_name_error("cache_type", arguments.cache_type, CACHE_BITS)
+        model = model.with_cache_bits(CACHE_BITS[arguments.cache_type])
     if arguments.store not in STORES:
         raise unknown_name_error("store", arguments.store, STORES)
     hardware, cards, found = _machine(arguments)
     given = known(
         cards=max(cards, 1),
         ram=arguments.ram,
-        **{key: arguments[key] for key in ("host_memory", "disk", "bandwidth")},
+        sockets=read_count("--sockets", arguments.sockets, least=1, most=16),
+        **{key: arguments[key] for key in ("host_memory", "disk", "bandwidth", "split")},
     )
     hardware = of_its_time(sized(hardware, given["ram"]))
     if arguments.store == "disk":
@@ -139,7 +154,17 @@ def find(
     run_as = model
     if arguments.precision is None:
         run_as = usual_precision(model, hardware, given, context)
-    advice = advise(run_as, hardware, given, context, prompt, arguments.measured)
+    advice = advise(
+        run_as,
+        hardware,
+        given,
+        context,
+        prompt,
+        arguments.measured,
+        runtimes=listed_names(arguments.runtime),
+        placement=arguments.placement,
+        cache_type=arguments.cache_type,
+    )
     advice["assumed"] = [*taken, *advice["assumed"]]
     if run_as is not model:
         why = f"(as published, {model.stored.name}, they do not fit)"

@@ -98,6 +98,10 @@ def _speeds(arguments: Namespace) -> int:
     if arguments.plot is not None:
         plot_speeds(result["rows"], Path(arguments.plot))
     text = speeds_text(result)
+    unknown = sorted({row["runtime"] for row in result["rows"] if not row["has_profile"]})
+    if unknown:
+        said = f"{', '.join(unknown)}: no profile; forecast by the rows' placements alone."
+        text += "\n".join([*wrapped(said), ""])
     if result["rows"]:
         text += (
             "\nForecast by the constants that ship, which were fitted on the rows of "

@@ -10,9 +10,12 @@ from typing import Any
 from lm_eval_moecache.planning.runtimes import Runtime
 from lm_eval_moecache.records.cards import release_year
 from lm_eval_moecache.records.hardware import LEAST_LINK, Hardware, load_hardware
+from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.records.sizes import parse_bandwidth, parse_bytes
 
 LEAST_RAM = 10**9
+SPLITS = ("layer", "tensor")
+"""Several cards have layers of their own, or a part of each."""
 _CHANNELS = re.compile(r"(?:(\d) ?x ?)?(\d+)[- ]?(?:x|ch\w*) ?(?:l?p?ddr\dx?-?)? ?(\d{4,5})")
 DESKTOP_BYTES_PER_S = 89.6e9
 """Assumed of a host whose memory is not known: two channels of DDR5-5600."""
@@ -68,13 +71,14 @@ def machine(
     link: float | None = None,
     drive: float | None = None,
     ram: float | None = None,
+    sockets: int = 1,
 ) -> Machine:
     """Return the machine of a hardware profile, with what is known of it.
 
     None and the profile `none` are a processor alone.
 
-    `host`, `link` and `drive` are bytes/s that replace the profile's. On a device with unified
-    memory `host` is that memory's rate.
+    `host`, `link` and `drive` are bytes/s that replace the profile's, `host` those of one of so
+    many `sockets`. On a device with unified memory `host` is that memory's rate.
     """
     if hardware is not None and hardware.is_processor:
         hardware = None
@@ -88,8 +92,10 @@ def machine(
     card = None if hardware is None else hardware.memory_bytes_per_s
     if unified:
         card, host = host or card, None
-    elif host is None:
-        sockets = 1 if hardware is None else hardware.host_sockets
+    elif host is not None:
+        host *= max(sockets * runtime.socket_share, 1.0)
+    else:
+        sockets = max(sockets, 1 if hardware is None else hardware.host_sockets)
         nominal = None if hardware is None else hardware.host_nominal_bytes_per_s
         host = nominal or DESKTOP_BYTES_PER_S
         if sockets > 1:
@@ -137,13 +143,19 @@ def known(
     host_memory: str | None = None,
     disk: str | None = None,
     bandwidth: str | None = None,
+    sockets: int = 1,
+    split: str | None = None,
 ) -> dict[str, Any]:
     """Read what a user says of a machine into arguments of `machine`; None where nobody says.
 
     Raises ValueError naming the option.
     """
+    if split not in (None, *SPLITS):
+        raise unknown_name_error("split", split, SPLITS)
     return {
         "cards": cards,
+        "is_split": None if split is None else split == "tensor" and cards > 1,
+        "sockets": sockets,
         "ram": None if ram is None else parse_bytes(ram, "ram", unit="GB", least=LEAST_RAM),
         "host": None if host_memory is None else rate(host_memory, "host_memory"),
         "drive": None if disk is None else rate(disk, "disk"),

@@ -227,15 +227,30 @@ def automatic(model: RealModel, machine: Machine, runtime: Runtime, context: int
     return Placement(kind="slots", amount=max(math.floor(share * model.num_experts), 1))
 
 
-def settled(model: RealModel, machine: Machine, runtime: Runtime, context: int) -> Placed:
+def settled(
+    model: RealModel,
+    machine: Machine,
+    runtime: Runtime,
+    context: int,
+    placement: Placement | None = None,
+) -> Placed:
     """Return where the runtime puts the model, the drive included where RAM is too small.
 
-    Raises ValueError where it cannot run.
+    `placement` is where its user does; by default most experts lie on the device. Raises
+    ValueError where it cannot run.
     """
     is_unified = machine.host_bytes_per_s is None
     if runtime.devices == "card" and is_unified:
         raise ValueError("needs a card of its own memory")
-    placed = place(model, machine, runtime, automatic(model, machine, runtime, context), context)
+    where = placement or automatic(model, machine, runtime, context)
+    placed = place(model, machine, runtime, where, context)
+    if placement is not None and placed.placement.kind != "cpu":
+        left, held = room(model, machine, context), placed.cached * model.all_expert_bytes
+        if held > left:
+            raise ValueError(
+                f"{placed.placement} needs {held / 1e9:.1f} GB for experts, and beside dense "
+                f"weights, KV cache and buffers {max(left, 0.0) / 1e9:.1f} GB are left"
+            )
     every = model.all_expert_bytes
     absent = (1 - placed.cached) * every
     if placed.mechanism == RESIDENT or not absent:

@@ -386,6 +386,7 @@ def predict(row: Row, known: Mechanisms | None = None) -> dict[str, Any]:
         "prefill_factor": factor(prefill, row.prefill),
         "drive_s": found.work.seconds((known or mechanisms()).constants)["drive"],
         "placed": str(placed.placement),
+        "has_profile": bool(row.runtime.source),
         "key": row.key,
     }
 

@@ -40,6 +40,11 @@ _GGUF = {
     **{"tq1_0": 1.6875, "tq2_0": 2.0625},
 }
 """Mean bits per weight of GGUF files by their type; a file itself says it exactly (`plan FILE`)."""
+CACHE_BITS = {
+    **{"f16": 16.0, "bf16": 16.0, "fp8": 8.0, "q8_0": 8.5},
+    **{"q5_1": 6.0, "q5_0": 5.5, "q4_1": 5.0, "q4_0": 4.5},
+}
+"""Bits of an element of the KV cache, by the name of its type."""
 SUGGESTED = (
     *("bf16", "fp8", "int8", "int4", "nf4", "mxfp4", "nvfp4"),
     *("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k"),

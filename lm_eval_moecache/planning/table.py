@@ -19,6 +19,7 @@ from lm_eval_moecache.planning.forecast import (
 )
 from lm_eval_moecache.planning.machines import SYSTEM, Machine, machine
 from lm_eval_moecache.planning.placement import (
+    AUTO,
     Placed,
     Placement,
     automatic,
@@ -31,6 +32,7 @@ from lm_eval_moecache.planning.placement import (
 from lm_eval_moecache.planning.published import read_rows, scale_by, speed
 from lm_eval_moecache.planning.runtimes import (
     BOTH,
+    COPY,
     HOST,
     LAYER,
     READ,
@@ -76,6 +78,10 @@ class Setup:
     """Arguments of `machine`, as `known` reads them."""
     context: int
     scale: Scale = field(default_factory=Scale)
+    placement: Placement | None = None
+    """Where the user puts experts; None for the best that fits."""
+    cache_type: str | None = None
+    """Of the KV cache, where the user says one: the model's caches are in it."""
 
     @property
     def is_mac(self) -> bool:
@@ -95,13 +101,21 @@ def advise(
     context: int,
     prompt: int,
     measured: str | None = None,
+    *,
+    runtimes: Sequence[str] = (),
+    placement: str | None = None,
+    cache_type: str | None = None,
 ) -> dict[str, Any]:
     """Return the runtimes' rows, what was assumed, and the line that says what to run.
 
     `given` is what `known` reads, `measured` a `RUNTIME PLACEMENT TOK_S` of this model on this
-    machine, or a CSV of speeds.
+    machine, or a CSV of speeds. `runtimes` are the programs that are asked for, by default those
+    that such a machine has; `placement` and `cache_type` what their user types. Raises ValueError
+    for a program without a profile, or a placement that none of them has.
     """
-    setup = Setup(model=model, hardware=hardware, given=given, context=context)
+    setup = Setup(
+        model=model, hardware=hardware, given=given, context=context, cache_type=cache_type
+    )
     if measured is not None:
         setup = replace(setup, scale=read_measured(setup, measured))
     names: tuple[str, ...] = ON_CARDS
@@ -109,20 +123,29 @@ def advise(
         names = ON_UNIFIED if setup.is_mac else ON_PHONES
     if hardware.is_processor:
         names = ON_PROCESSORS
-    runtimes = [load_runtime(name) for name in names]
+    asked = [load_runtime(name) for name in runtimes or names]
+    if placement is not None and (where := read_placement(placement)).kind != AUTO:
+        setup = replace(setup, placement=where)
+        asked = [each for each in asked if has_placement(each, where)]
+        if not asked:
+            raise ValueError(
+                f"placement={placement!r} is none of {', '.join(runtimes or names)}. Allowed: host_"
+                "layers=N, resident and cpu of llama.cpp, resident_experts=N of ktransformers, "
+                "slots=N and cache=8GiB of programs with a cache of experts."
+            )
     rows = [
         row_of(setup, runtime, prompt)
-        for runtime in runtimes
+        for runtime in asked
         if re.search(runtime.models, model.name.lower())
     ]
     running = [row for row in rows if row["tok_per_s"] is not None]
     assumed = [
         text
-        for text in setup.on(runtimes[0])[1].assumed
+        for text in setup.on(asked[0])[1].assumed
         if any(row["needs_drive"] for row in running)
         or (not text.startswith("drive") and any(row["mechanism"] != RESIDENT for row in running))
     ]
-    alone = cpu_alone(setup)
+    alone = cpu_alone(setup) if setup.placement is None else None
     return {
         "runtimes": rows,
         "assumed": assumed,
@@ -177,8 +200,10 @@ def row_of(setup: Setup, runtime: Runtime, prompt: int) -> dict[str, Any]:
         **dict.fromkeys(("ttft_s", "ttft_low_s", "ttft_high_s", "needs_drive", "why")),
     }
     model, found = setup.on(runtime)
+    if setup.given["is_split"] and not runtime.tensor_flags:
+        return {**row, "why": "no flag known here divides a layer over several cards"}
     try:
-        placed = settled(model, found, runtime, setup.context)
+        placed = settled(model, found, runtime, setup.context, setup.placement)
     except ValueError as error:
         return {**row, "why": str(error)}
     if placed.mechanism == LAYER:
@@ -192,7 +217,7 @@ def row_of(setup: Setup, runtime: Runtime, prompt: int) -> dict[str, Any]:
         row |= {"ttft_low_s": seconds / spread.high, "ttft_high_s": seconds / spread.low}
     return {
         **row,
-        "flags": flags(model, runtime, placed),
+        "flags": _all_flags(setup, runtime, placed, found),
         "placement": str(placed.placement),
         "mechanism": placed.mechanism,
         "tok_per_s": got.tok_per_s,
@@ -290,6 +315,30 @@ def cpu_alone(setup: Setup) -> float | None:
     return scaled(setup, runtime, placed).tok_per_s
 
 
+def has_placement(runtime: Runtime, placement: Placement) -> bool:
+    """Whether a program's user can put experts so."""
+    match placement.kind:
+        case "resident":
+            return True
+        case "cpu":
+            return bool(runtime.processor_flags)
+        case "resident_experts":
+            return runtime.placement == "resident_experts"
+        case "host_layers":
+            return "{host_layers}" in runtime.flags
+    return runtime.absent in (COPY, READ, BOTH)
+
+
+def _all_flags(setup: Setup, runtime: Runtime, placed: Placed, found: Machine) -> str:
+    """Return the flags of a placement, of a KV cache's type and of several cards."""
+    parts = [flags(setup.model, runtime, placed)]
+    if found.is_split and found.cards > 1:
+        parts.append(runtime.tensor_flags.format(cards=found.cards))
+    if setup.cache_type:
+        parts.append(runtime.cache_flags.format(cache_type=setup.cache_type))
+    return " ".join(part for part in parts if part)
+
+
 def flags(model: RealModel, runtime: Runtime, placed: Placed) -> str:
     """Return the flags that a user types for this placement."""
     if placed.mechanism == RESIDENT:
@@ -333,7 +382,7 @@ def first_line(model: RealModel, rows: Sequence[Mapping[str, Any]], alone: float
     by_name = {row["runtime"]: row for row in rows}
     usual = by_name.get("llama.cpp") or (rows[0] if rows else None)
     if usual is None:
-        return f"No runtime known here runs {model.name} on this machine."
+        return f"No program known here runs {model.name} so on this machine."
     if usual["needs_drive"] and (
         better := [row for row in rows if row["tok_per_s"] > 1.5 * usual["tok_per_s"]]
     ):

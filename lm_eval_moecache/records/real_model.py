@@ -109,6 +109,12 @@ class RealModel:
         sizes = (c.num_layers * c.bytes_per_token * c.tokens(context) for c in self.caches)
         return round(sum(sizes)) + self.state_bytes
 
+    def with_cache_bits(self, bits: float) -> RealModel:
+        """Return the model with its KV cache in so many bits an element, states as they are."""
+        share = bits / (8 * DTYPE_BYTES)
+        caches = (c._replace(bytes_per_token=share * c.bytes_per_token) for c in self.caches)
+        return replace(self, caches=tuple(caches))
+
     def attention_flops(self, context: int) -> float:
         """Return the FLOP of one token's attention to a context, over all layers."""
         return 2.0 * sum(c.num_layers * c.multiply_adds * c.tokens(context) for c in self.caches)

@@ -24,6 +24,7 @@ from lm_eval_moecache.planning.placement import (
     place,
     read_placement,
     room,
+    settled,
     touched_share,
 )
 from lm_eval_moecache.planning.runtimes import Mechanisms, Runtime, load_runtime, mechanisms
@@ -226,6 +227,35 @@ def test_page_faults_of_a_mapped_file_reach_a_fifth_of_the_drive() -> None:
         for each in (placed, replace(placed, by_faults=True))
     ]
     assert drives == pytest.approx([1e-3, 5e-3])
+
+
+def test_of_two_given_sockets_a_runtime_reaches_its_share() -> None:
+    """Each has 100 GB/s: one of them, or a copy of the weights on each."""
+    card = load_hardware("rtx-3090")
+    for share, rate in ((0.5, 100e9), (0.75, 150e9)):
+        runtime = replace(HOST, socket_share=share)
+        assert machine(card, runtime, host=100e9, sockets=2).host_bytes_per_s == rate
+        assert machine(card, runtime, host=100e9).host_bytes_per_s == 100e9
+
+
+def test_a_given_placement_fits_or_is_refused_with_what_is_left() -> None:
+    """Of 1.131 GB a GB is for buffers, 100 MB are dense weights, 1 MB KV cache: 30 MB are left.
+
+    Experts of three of ten layers on the host leave 28 MB of 40 on the card, of two 32.
+    """
+    small = replace(MACHINE, card_bytes=1.131e9)
+    fits = settled(MODEL, small, HOST, 1000, read_placement("n-cpu-moe 3"))
+    assert (fits.mechanism, fits.on_host) == ("host", 0.3)
+    with pytest.raises(ValueError, match=r"host_layers=2 needs 0\.0 GB for experts, and beside"):
+        settled(MODEL, small, HOST, 1000, read_placement("--n-cpu-moe 2"))
+    # In eight bits the KV cache takes half of its MB, in q4_0 4.5 of 16 parts.
+    assert MODEL.with_cache_bits(8).kv_bytes(1000) == 500_000
+    assert MODEL.with_cache_bits(4.5).kv_bytes(1000) == 281_250
+    # A processor needs all of it in RAM, beside 4 GB of the system's; else the drive is read.
+    for ram, mechanism in ((4.2e9, "host"), (4.12e9, "read")):
+        where = settled(MODEL, replace(small, ram=ram), HOST, 1000, read_placement("cpu"))
+        assert (where.mechanism, where.placement.kind) == (mechanism, "cpu")
+        assert where.by_faults == (mechanism == "read")
 
 
 def test_each_card_has_buffers_of_its_own() -> None:

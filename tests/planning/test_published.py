@@ -275,6 +275,16 @@ def test_gguf_files_of_mxfp4_have_the_rest_in_eight_bits_but_where_f16_is_said(
     assert [row.model.stored.dense_bits for row in rows] == [8.5, 16, 16, 16]
 
 
+def test_a_program_without_a_profile_is_named(tmp_path: Path, moecache: Moecache) -> None:
+    file = tmp_path / "rows.csv"
+    head = "runtime,model,precision,hardware,placement,decode_tok_s"
+    one, other = (f"{name},gpt-oss-20b,,RTX 3090,resident,100" for name in ("tinygrad", "vllm"))
+    file.write_text("\n".join([head, one, other]) + "\n")
+    assert "tinygrad: no profile; forecast by" in moecache("validate", "--speeds", file)
+    file.write_text("\n".join([head, other]) + "\n")
+    assert "no profile" not in moecache("validate", "--speeds", file)
+
+
 def test_rows_whose_placement_nobody_stated_are_not_stated(tmp_path: Path) -> None:
     resident = {**ROW, "placement": "resident"}
     path = write(

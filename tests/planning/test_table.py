@@ -162,3 +162,46 @@ def test_the_ram_that_is_said_of_a_unified_machine_is_its_cards() -> None:
     assert (odd.name, odd.memory_bytes, odd.host_memory_bytes) == ("m3-max-80gb", 60e9, 80e9)
     card = load_hardware("rtx-3090")
     assert sized(card, 36e9) is card
+
+
+def test_flags_are_those_of_the_placement_the_cache_and_the_cards_that_are_asked_for() -> None:
+    found = advise(MODEL, CARD, known(), 4096, 512, placement="n-cpu-moe=30", cache_type="q8_0")[
+        "runtimes"
+    ]
+    assert {row["runtime"]: row["flags"] for row in found} == {
+        "llama.cpp": "-ngl 99 --n-cpu-moe 30 --no-mmap -ctk q8_0 -ctv q8_0 -fa on",
+        "ik_llama.cpp": "-ngl 99 --n-cpu-moe 30 -fmoe -rtr -ctk q8_0 -ctv q8_0",
+    }
+    assert found[0]["tok_per_s"] < speed()  # six layers more than fit
+    small = replace(load_real_model("Qwen3-30B-A3B"), stored=load_stored("q4_k_m"))
+    programs = ("llama.cpp", "ik_llama.cpp", "vllm")
+    rows_ = advise(
+        small,
+        load_hardware("rtx-3090"),
+        known(cards=2, split="tensor"),
+        4096,
+        512,
+        runtimes=programs,
+    )["runtimes"]
+    assert "divides a layer" in str(rows_[0]["why"])
+    assert [row["flags"] for row in rows_[1:]] == [
+        "-ngl 99 -fmoe -sm graph",
+        "--tensor-parallel-size 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--runtime", "tinygrad"), "runtime='tinygrad' is not known"),
+        (("--runtime", "vllm", "--placement", "cpu"), "placement='cpu' is none of vllm"),
+        (("--placement", "somewhere"), "placement='somewhere' is not a placement"),
+        (("--cache_type", "q9"), "cache_type='q9' is not known"),
+        (("--split", "rows"), "split='rows' is not known"),
+        (("--sockets", "0"), "--sockets=0 must be"),
+    ],
+)
+def test_what_no_program_does_is_refused(
+    options: tuple[str, ...], said: str, moecache: Moecache
+) -> None:
+    assert said in moecache("plan", "gpt-oss-120b", "--hardware", "rtx-3090", *options, code=2)
