@@ -32,7 +32,7 @@ FOLDERS = sorted({RESULTS / path.relative_to(RESULTS).parts[0] for path in FOUND
 BOARDS = board_folders(RESULTS)
 SCRIPTED = (
     *("real_routing", "layer_sizes", "policy_space", "miss_answers", "evictions", "sensitivity"),
-    *("lossy_answers/accuracy", "lost_points"),
+    *("lossy_answers/accuracy", "lost_points", "published_losses"),
 )
 PAPERS = sorted(RESULTS.rglob("paper.md"))
 PRUNED = "cache_conditional/figure_4"

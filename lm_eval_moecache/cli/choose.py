@@ -2,7 +2,8 @@
 
 A MODEL is replayed on the most similar shipped trace, its layers charged as the model's; a TRACE as
 it was recorded. Every policy serves the whole trace, from an empty cache unless its experts are
-placed beforehand. No output changes: all have the accuracy of the unmodified model.
+placed beforehand. No output changes: all have the accuracy of the unmodified model. What a lossy
+rule was published to lose is said beside them (`--lossy`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from lm_eval_moecache.analysis.ranking import (
     TIED,
     find,
 )
+from lm_eval_moecache.cli import _losses
 from lm_eval_moecache.cli.main import aligned, listed, print_result, wrapped
 from lm_eval_moecache.cli.plan import MOST_CONTEXT
 from lm_eval_moecache.engine.stand_in import stand_in
@@ -67,6 +69,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=4096, help=text)
     text = "recall and precision of the predictors, which an oracle simulates"
     parser.add_argument("--recall", type=float, default=RECALL, help=text)
+    _losses.add_arguments(parser)
 
 
 def run(arguments: Namespace) -> int:
@@ -78,6 +81,12 @@ def run(arguments: Namespace) -> int:
     file, model = _read_subject(arguments)
     if model is not None and given["ram"] is not None:
         _check_ram(model, hardware, given["ram"], arguments.capacity)
+    lossy = _losses.read(arguments)
+    if model is None and lossy is not None:
+        raise ValueError(
+            f"--lossy={arguments.lossy!r} goes with a model, and {file!r} is a trace. Allowed: "
+            f"`moecache choose MODEL --trace {file} --lossy {arguments.lossy}`."
+        )
     has_host = bool(hardware.host_flops and hardware.host_memory_bytes_per_s)
     configs: dict[str, Config] = {}
     for name, contender in CONTENDERS.items():
@@ -90,6 +99,8 @@ def run(arguments: Namespace) -> int:
         changes = {"hardware": hardware, "emulate": model, "seed": None}
         configs[name] = read_config(args, replayed=True).with_changes(**changes)
     report = {**find(file, model, configs, context), "hardware": hardware.name, "recall": recall}
+    if model is not None:
+        report |= _losses.report(lossy, model, _share(arguments, model))
     return print_result(arguments.json, report, _text(report))
 
 
@@ -107,6 +118,12 @@ def _check_ram(model: RealModel, hardware: Hardware, ram: float, capacity: str) 
             f"({model.stored.name}) that lie in it, beside {SYSTEM / 1e9:g} GB of the system's. "
             "Allowed: more, fewer bits (--precision), or on a processor alone a smaller --capacity."
         )
+
+
+def _share(arguments: Namespace, model: RealModel) -> float:
+    """Return the share of a model's experts that the capacity holds."""
+    held = parse_capacity(arguments.capacity, model.geometry()).total_bytes
+    return min(held / model.all_expert_bytes, 1.0)
 
 
 def _read_subject(arguments: Namespace) -> tuple[str, RealModel | None]:
@@ -155,7 +172,8 @@ def _text(report: Mapping[str, Any]) -> str:
     lead = max(8, *(len(name) for name, _ in legend)) + 3
     notes = [line for note in _notes(report) for line in wrapped(note)]
     table = [*wrapped(_verdict(report)), "", *aligned(cells, "<>>>><<"), ""]
-    return "\n".join([*table, *listed(legend, lead), "", *notes, ""])
+    lossy = ["", *_losses.lines(report["losses"])] if "losses" in report else [""]
+    return "\n".join([*table, *listed(legend, lead), "", *notes, *lossy])
 
 
 def _digits(number: float) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.cli import _losses
 from lm_eval_moecache.cli.main import aligned, print_result
 from lm_eval_moecache.engine.stand_in import cycle_ratio, stand_in
 from lm_eval_moecache.planning.here import Here, here
@@ -107,6 +108,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--split", type=str | None, help=text)
     text = "also what the ideal clock says: capacities, policies, and its assumptions"
     parser.add_argument("--all", action="store_true", help=text)
+    _losses.add_arguments(parser)
 
 
 def run(arguments: Namespace) -> int:
@@ -116,6 +118,8 @@ def run(arguments: Namespace) -> int:
     lines = _answer(report, width, is_whole=arguments.all)
     if with_ideal:
         lines += ["", *_text(model, hardware, report, width)]
+    if lossy := _losses.lines(report.get("losses", ())):
+        lines += ["", *lossy[:-1]]
     return print_result(arguments.json, report, "\n".join([*lines, ""]))
 
 
@@ -126,6 +130,7 @@ def find(
 
     Replaying for the ideal clock takes seconds: without it those fields are missing.
     """
+    lossy = _losses.read(arguments)
     context = read_count("--context", arguments.context, least=1, most=MOST_CONTEXT)
     prompt = read_count("--prompt", arguments.prompt, least=1, most=MOST_CONTEXT)
     model, taken = load_real_model(arguments.model, key="model"), []
@@ -192,6 +197,7 @@ def find(
     stored = stored_for(load_runtime("llama.cpp"), run_as)
     left = fit(stored, hardware, context, cards)
     report["memory"] = {**asdict(left), "share": left.share}
+    report |= _losses.report(lossy, model, left.share)
     if with_ideal:
         if not _fits(model, hardware, context, cards):
             model = run_as  # as published, not even the dense weights fit

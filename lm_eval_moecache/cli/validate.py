@@ -11,6 +11,9 @@ BigMoeOnEdge's CSV) against a replay of that run's trace, or with --model of the
 moecache validate --speeds ROWS: forecasts published speeds of runtimes, a CSV with the columns
 runtime, model, precision, hardware, host_memory_GBps, link_GBps, disk_GBps, placement, context,
 prompt, prefill_tok_s, decode_tok_s, source, note.
+
+moecache validate --losses ROWS: forecasts published losses of accuracy, each without its model, a
+CSV with the columns of results/published_losses/README.md.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("measured", type=str | None, nargs="?", help=text)
     text = "published speeds of runtimes, a CSV: forecasts every row instead of replaying a trace"
     parser.add_argument("--speeds", type=str | None, help=text)
+    text = "published losses of accuracy, a CSV: forecasts every row without its model"
+    parser.add_argument("--losses", type=str | None, help=text)
     text = "a runtime's own counts of its cache: its log, statistics, or CSV"
     parser.add_argument("--counts", type=str | None, help=text)
     text = "with --counts and no trace: the model that ran; the nearest shipped routing is replayed"
@@ -74,13 +79,14 @@ def run(arguments: Namespace) -> int:
         raise ValueError(f"counts={arguments.counts!r} does not go with --speeds.")
     if arguments.counts is not None:
         return _counts(arguments)
-    if arguments.speeds is not None:
-        if given:
-            raise ValueError(
-                f"{given[0]}={getattr(arguments, given[0])!r} does not go with --speeds, whose "
-                "rows say where they were measured. Allowed with it: --plot, --json."
-            )
-        return _speeds(arguments)
+    for key, judged in (("speeds", _speeds), ("losses", _losses)):
+        if getattr(arguments, key) is not None:
+            if given:
+                raise ValueError(
+                    f"{given[0]}={getattr(arguments, given[0])!r} does not go with --{key}, whose "
+                    "rows say what was measured. Allowed with it: --plot, --json."
+                )
+            return judged(arguments)
     if missing := [name for name in asked if name not in given]:
         raise ValueError(
             f"{', '.join(missing)} is missing. Allowed: TRACE MEASURED --hardware NAME --capacity "
@@ -109,6 +115,75 @@ def _speeds(arguments: Namespace) -> int:
             "forecasts each without its machine.\n"
         )
     return print_result(arguments.json, result, text)
+
+
+def _losses(arguments: Namespace) -> int:
+    from lm_eval_moecache.planning.losses import judge, read_losses
+
+    if arguments.plot is not None:
+        raise ValueError(
+            f"plot={arguments.plot!r} does not go with --losses. Allowed: "
+            "`python benchmarks/published_losses.py`, which draws the plot of the shipped rows."
+        )
+    found = judge(read_losses(Path(arguments.losses)))
+    return print_result(arguments.json, found, losses_text(found))
+
+
+def losses_text(found: Mapping[str, Any]) -> str:
+    """Return how far off the forecasts of losses are, as text."""
+    forms = [
+        (
+            name,
+            *(f"{form[key]:.1f}" for key in ("median_error", "rms_error")),
+            *(f"{100 * form[key]:.0f}%" for key in ("within_2", "within_5", "no_better")),
+            *(
+                "-" if name == "no loss" else f"{100 * form[key]:.0f}%"
+                for key in ("covered", "covered_cells", "covered_models")
+            ),
+            f"{form['median_width']:.0f}",
+        )
+        for name, form in found["forms"].items()
+    ]
+    heads = (
+        *("forecast by the median of", "median error", "rms", "within 2", "within 5"),
+        *("no better than none", "range holds", "a cell", "a model", "width"),
+    )
+    rules = [
+        (
+            *(row[name] for name in ("rule", "kind", "rows", "models")),
+            *(f"{row[name]:.1f}" for name in ("median_points", "median_error", "no_loss_error")),
+            f"{100 * row['covered']:.0f}%",
+        )
+        for row in found["rules"]
+    ]
+    titles = ("rule", "kind of task", "rows", "models", "points lost", "median error")
+    none = [
+        f"{row['rule']}, {row['kind']} ({row['rows']} rows, {row['models']} models)"
+        for row in found["no_forecast"]
+    ]
+    untested = [f"{row['rule']}, {row['kind']} ({row['rows']} rows)" for row in found["untested"]]
+    noise, logit = found["noise_points"], found["logit"]
+    intro = (
+        f"{found['rows']} rows of {found['models']} models, {found['shares']} of them shares of "
+        f"right answers; {found['forecast']} are forecast, each without its model (at least three "
+        "others must have its rule). Points of 100 questions."
+    )
+    about = (
+        "range: eight of ten rows of the others, every model counting once; a cell: by model, rule "
+        "and kind of task; no better than none: rows that 'no loss' forecasts as well. The median "
+        f"of the kind of task alone is as near in {100 * found['constant_as_good']:.0f}% of rows: "
+        "a rule tells how far a loss may go, and hardly where it lies. Student's interval on the "
+        "logit of the share kept, by rule and kind, holds "
+        f"{100 * logit['covered']:.0f}% at a median width of {logit['median_width']:.0f} points. "
+        f"Equal configurations of one source differ by {noise:g} points (rms): no forecast is "
+        "better than that."
+    )
+    tables = [padded(heads, forms), padded((*titles, "no loss errs", "range holds"), rules)]
+    last = f"No forecast, for want of models: {'; '.join(none)}."
+    if untested:
+        last += f" Three models only, so never tested on a fourth: {'; '.join(untested)}."
+    parts = ["\n".join(wrapped(intro)), tables[0].strip(), "\n".join(wrapped(about))]
+    return "\n\n".join([*parts, tables[1].strip(), "\n".join(wrapped(last))]) + "\n"
 
 
 def _counts(arguments: Namespace) -> int:

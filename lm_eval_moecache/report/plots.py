@@ -506,3 +506,24 @@ def plot_speeds(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set(xlabel="measured, tok/s", ylabel="predicted, tok/s")
     axes.legend()
     save(figure, path)
+
+
+def plot_losses(points: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Plot points lost against the share changed: a panel per `panel`, a look per `family`.
+
+    A point has `x`, the share, and `y`, the points lost.
+    """
+    panels = list(dict.fromkeys(point["panel"] for point in points))
+    families = list(dict.fromkeys(point["family"] for point in points))
+    figure, all_axes = new_figure(-(-len(panels) // 2), 2)
+    for axes, panel in zip(all_axes, panels, strict=False):
+        axes.axhline(0, color="black", linewidth=0.8)
+        for index, family in enumerate(families):
+            shown = [p for p in points if (p["panel"], p["family"]) == (panel, family)]
+            style = {**look(index), "linestyle": "none", "alpha": 0.6}
+            axes.plot([p["x"] for p in shown], [p["y"] for p in shown], **style, label=family)
+        axes.set(title=panel, xlabel="share changed", ylabel="points lost", xlim=(0, 1))
+    for axes in all_axes[len(panels) :]:
+        axes.set_visible(False)
+    figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside right upper")
+    save(figure, path)

@@ -1,0 +1,106 @@
+"""Remakes results/published_losses: the forecasts of every row without its model, and the plot.
+
+Usage: python benchmarks/published_losses.py
+
+Reads rows.csv, and writes table.md, the plot, and here.csv: what the shipped model and the carved
+one lose under each rule here, from the pairs of `benchmarks/lost_points.py`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from grid import RESULTS
+
+from lm_eval_moecache.cli.validate import losses_text
+from lm_eval_moecache.planning.losses import (
+    ALGORITHMS,
+    CHOICE,
+    GENERATE,
+    Loss,
+    judge,
+    read_losses,
+    rules_of,
+)
+from lm_eval_moecache.records.files import write_whole
+from lm_eval_moecache.report.plots import plot_losses
+
+FOLDER = RESULTS / "published_losses"
+GENERATED = {"tiny_gsm8k", "tiny_bbh"}
+COLUMNS = "model rule class task kind capacity changed documents right points".split()
+
+
+def class_of(rule: str) -> str:
+    """Return the class of a rule as `lost_points` names it: `on_demand + miss=drop h=6`."""
+    replaced = re.findall(r"\b(?:routing|miss)=(\w+)", rule)
+    return ALGORITHMS[replaced[-1]] if replaced else rules_of(rule.split()[0])[0]
+
+
+def own_losses() -> list[dict[str, Any]]:
+    pairs = json.loads((RESULTS / "lost_points/pairs.json").read_text())["answers"]
+    rows = [
+        {
+            **{name: pair[name] for name in ("model", "rule", "task", "capacity", "documents")},
+            "class": class_of(pair["rule"]),
+            "kind": GENERATE if pair["task"] in GENERATED else CHOICE,
+            "changed": round(1 - pair["fidelity"], 3) + 0.0,
+            "right": round(pair["right"], 4),
+            "points": round(pair["points"], 2) + 0.0,
+        }
+        for pair in pairs
+    ]
+    return sorted(rows, key=lambda row: [str(row[name]) for name in COLUMNS])
+
+
+def picture(rows: Iterable[Loss], ours: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the points to plot: published rows whose source says the share, and our own."""
+    of = {"experts": "experts removed or merged", "executed": "executed experts changed"}
+    kinds = {GENERATE: "generation", CHOICE: "choice"}
+    points = [
+        {
+            "panel": f"{of[row.share_of]}: {kinds[row.kind]}",
+            "family": row.family,
+            "x": row.share,
+            "y": row.points,
+        }
+        for row in rows
+        if row.is_share and row.share is not None
+    ]
+    points += [
+        {
+            "panel": f"{of['executed']}: {kinds[row['kind']]}",
+            "family": f"{row['model']} (ours)",
+            "x": row["changed"],
+            "y": row["points"],
+        }
+        for row in ours
+    ]
+    return sorted(points, key=lambda point: point["panel"], reverse=True)
+
+
+def as_csv(rows: list[dict[str, Any]]) -> str:
+    file = io.StringIO()
+    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def main() -> None:
+    rows, ours = read_losses(FOLDER / "rows.csv"), own_losses()
+    write_whole(FOLDER / "here.csv", as_csv(ours))
+    found: Mapping[str, Any] = judge(rows)
+    text = losses_text(found)
+    write_whole(FOLDER / "table.md", f"# Forecasts of published losses\n\n{text}")
+    (FOLDER / "plots").mkdir(exist_ok=True)
+    plot_losses(picture(rows, ours), FOLDER / "plots/lost.svg")
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    main()
