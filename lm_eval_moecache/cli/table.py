@@ -14,7 +14,7 @@ from lm_eval_moecache.records.numbers import listed_names
 from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.inputs import Board, SweepFields, sweep_fields
 from lm_eval_moecache.records.schemas.results import FrontFile, RowsFile
-from lm_eval_moecache.report.differences import differences
+from lm_eval_moecache.report.differences import differences, lost_points
 from lm_eval_moecache.report.results import PACKED, RUNS, load_runs, selected
 from lm_eval_moecache.report.tables import (
     ALL_FORMS,
@@ -76,6 +76,8 @@ def run(arguments: Namespace) -> int:
                 sys.stderr.write(f"moecache: no run here has {column.name}: its column is empty.\n")
         if arguments.baseline is not None:
             tables.append(differences(load_runs(folder), arguments.baseline, columns))
+        elif form != "csv" and not any(choices) and (lost := lost_points(load_runs(folder))):
+            tables.append(lost)
         sys.stdout.write(ALL_FORMS[form or "md"](tables))
     return 0
 

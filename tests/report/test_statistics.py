@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from lm_eval_moecache.report.statistics import (
     answers_interval,
+    documents_needed,
     holm,
     mean_interval,
     noticeable_loss,
+    other_documents_interval,
     sign_flip_test,
     sign_test,
     tarone,
@@ -261,3 +263,73 @@ def test_the_interval_of_a_ratio_is_fiellers_and_may_have_no_end() -> None:
     assert equal == pytest.approx((0.9, 0.9))
     zeros = np.asarray([1.0] + [0.0] * 7)
     assert accepted_interval(8.0, lambda bound: np.ones(8) - bound * zeros)[1] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("loss", "changed", "documents"),
+    [
+        # z of 5% 1.644854, of 80% 0.841621.
+        # (1.644854 sqrt(.2) + 0.841621 sqrt(.2 - .0025))^2 / .0025 = 1.109623^2 / .0025 = 492.5
+        (0.05, 0.2, 493),
+        # (1.644854 x .3 + 0.841621 sqrt(.09 - .0009))^2 / .0009 = .744674^2 / .0009 = 616.2
+        (0.03, 0.09, 617),
+        # Every change is a loss: (1.644854 x .1 + 0.841621 sqrt(.0099))^2 / .0001 = 616.2
+        (0.01, 0.01, 617),
+        # At least the loss must change.
+        (0.01, 0.0, 617),
+    ],
+)
+def test_documents_needed_are_those_worked_by_hand(
+    loss: float, changed: float, documents: int
+) -> None:
+    assert documents_needed(loss, changed) == pytest.approx(documents, abs=1)
+
+
+@pytest.mark.parametrize(("loss", "changed"), [(0.05, 0.2), (0.03, 0.1), (0.1, 0.3)])
+def test_as_many_documents_find_the_loss_in_four_of_five_samples(
+    loss: float, changed: float
+) -> None:
+    """McNemar's exact test, over every number of changed answers: about 80%, never under 75."""
+    count = documents_needed(loss, changed)
+    lost = (changed + loss) / 2 / changed
+    power = 0.0
+    for k in range(count + 1):
+        # The fewest lost answers that are significant among k changed ones.
+        least = int(stats.binom.isf(0.05, k, 0.5)) + 1
+        power += stats.binom.pmf(k, count, changed) * stats.binom.sf(least - 1, k, lost)
+    assert 0.75 < power < 0.85
+
+
+def test_more_documents_are_needed_for_less_and_nonsense_is_refused() -> None:
+    assert documents_needed(0.01, 0.1) > 8 * documents_needed(0.03, 0.1)
+    assert documents_needed(0.03, 0.1, power=0.9) > documents_needed(0.03, 0.1)
+    for given_wrong in ((0.0, 0.1), (0.1, 1.5)):
+        with pytest.raises(ValueError, match="must be shares"):
+            documents_needed(*given_wrong)
+    with pytest.raises(ValueError, match="power=1 must lie between"):
+        documents_needed(0.1, 0.1, power=1.0)
+
+
+def test_the_interval_of_other_documents_is_worked_by_hand() -> None:
+    won, lost, answers = 4, 49, 200
+    low, high = answers_interval(won, lost, answers)
+    # 53 of 200 changed, -.225: 1.96 sqrt((.265 - .050625) / 1000) = .028697.
+    expected = (
+        -0.225 - math.sqrt((-0.225 - low) ** 2 + 0.028697**2),
+        -0.225 + math.sqrt((high + 0.225) ** 2 + 0.028697**2),
+    )
+    assert other_documents_interval(won, lost, answers, 1000) == pytest.approx(expected, abs=1e-5)
+    assert other_documents_interval(0, 5, 5, 10)[0] == -1.0
+
+
+@pytest.mark.parametrize(("won", "lost", "answers"), [(0.02, 0.07, 50), (0.1, 0.1, 200)])
+def test_it_holds_what_other_documents_show(won: float, lost: float, answers: int) -> None:
+    random = np.random.default_rng(0)
+    held = 0
+    shares = (won, lost, 1 - won - lost)
+    for here, there in zip(
+        random.multinomial(answers, shares, 400), random.multinomial(1000, shares, 400), strict=True
+    ):
+        low, high = other_documents_interval(int(here[0]), int(here[1]), answers, 1000)
+        held += low <= (there[0] - there[1]) / 1000 <= high
+    assert 0.93 < held / 400 <= 1

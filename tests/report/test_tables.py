@@ -19,8 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.report.differences import lost_points
 from lm_eval_moecache.report.results import load_runs
-from lm_eval_moecache.report.statistics import answers_interval
+from lm_eval_moecache.report.statistics import (
+    answers_interval,
+    documents_needed,
+    other_documents_interval,
+)
 from lm_eval_moecache.report.tables import leaderboard
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
@@ -547,3 +552,39 @@ def test_an_empty_path_is_no_folder(
 ) -> None:
     monkeypatch.chdir(leaderboard_of_four(tmp_path))
     assert "is no path" in moecache(*command, code=2)
+
+
+def test_a_lossy_run_says_what_it_loses_and_what_a_thousand_documents_would(
+    tmp_path: Path, moecache: Moecache
+) -> None:
+    right = [1] * 30 + [0] * 10
+    wrong = [0] * 6 + [1] * 24 + [1, 1] + [0] * 8
+    exact = record("exact", answers=right, totals={"routing_fidelity": 1})
+    lossy = record("lossy", policy="cut", answers=wrong, totals={"routing_fidelity": 0.5})
+    write(tmp_path, exact, lossy)
+    found = lost_points(load_runs(tmp_path))
+    assert found is not None
+    (row,) = found.rows
+    figures = dict(
+        zip((column.name for column in found.columns), (v.raw for v in row), strict=True)
+    )
+    assert (figures["documents"], figures["won"], figures["lost"]) == (40, 2, 6)
+    assert figures["points_lost"] == pytest.approx(10)
+    low, high = other_documents_interval(2, 6, 40, 1000)
+    assert (figures["low"], figures["high"]) == pytest.approx((-100 * high, -100 * low))
+    assert figures["documents_for_1"] == documents_needed(0.01, 0.2)
+    assert figures["documents_for_3"] == documents_needed(0.03, 0.2)
+    text = moecache("table", tmp_path)
+    assert "## Points lost to the lossless run beside" in text
+    assert [view["title"] for view in moecache.json("table", tmp_path)["views"]] == [found.title]
+    # What is written to a folder is the leaderboard alone.
+    moecache("table", tmp_path, "--write")
+    assert "Points lost" not in (tmp_path / "table.md").read_text()
+
+
+def test_runs_without_a_lossless_one_beside_them_lose_nothing_known(tmp_path: Path) -> None:
+    write(tmp_path, record("lossy", totals={"routing_fidelity": 0.5}))
+    assert lost_points(load_runs(tmp_path)) is None
+    other = record("exact", totals={"routing_fidelity": 1}, pretrained="other")
+    write(tmp_path, other)
+    assert lost_points(load_runs(tmp_path)) is None
