@@ -87,7 +87,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--store", type=str, default="ram", help=text)
     text = "link bandwidth, overrides the profile's: '5GB/s'"
     parser.add_argument("--bandwidth", type=str | None, help=text)
-    text = "trace whose routing is replayed; default: the most similar shipped one"
+    text = "with --all: trace whose routing is replayed; default: the most similar shipped one"
     parser.add_argument("--trace", type=str | None, help=text)
     parser.add_argument("--ram", type=str | None, help="the machine's RAM: 64GB")
     text = "nominal rate of the RAM: 83GB/s, or channels and MT/s: 2x5600"
@@ -112,10 +112,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    with_ideal = arguments.all or arguments.json
+    # A trace is replayed for the ideal clock alone.
+    is_whole = arguments.all or arguments.trace is not None
+    with_ideal = is_whole or arguments.json
     model, hardware, report = find(arguments, with_ideal=with_ideal)
     width = max(min(shutil.get_terminal_size((80, 24)).columns, 100), 60)
-    lines = _answer(report, width, is_whole=arguments.all)
+    lines = _answer(report, width, is_whole=is_whole)
     if with_ideal:
         lines += ["", *_text(model, hardware, report, width)]
     if lossy := _losses.lines(report.get("losses", ())):

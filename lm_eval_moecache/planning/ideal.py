@@ -75,8 +75,9 @@ def fit(model: RealModel, hardware: Hardware, context: int, cards: int = 1) -> F
     buffers = 0 if hardware.is_processor else int(BUFFERS * cards)
     room = int(hardware.memory_bytes) - model.dense_bytes - kv_cache - buffers
     if room < model.expert_bytes:
+        name = "a processor alone" if hardware.is_processor else hardware.name
         raise ValueError(
-            f"{model.name} does not run on {hardware.name}: of "
+            f"{model.name} does not run on {name}: of "
             f"{hardware.memory_bytes / 1e9:.1f} GB the dense weights take "
             f"{model.dense_bytes / 1e9:.1f} ({model.stored.name}) and a KV cache of {context} "
             f"tokens {kv_cache / 1e9:.1f}, buffers {buffers / 1e9:.1f}, and one expert needs "
