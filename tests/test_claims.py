@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from lm_eval_moecache.report.statistics import documents_needed
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record
 from tools.claims import (
@@ -79,6 +80,24 @@ def test_few_samples_are_told_unless_all_lie_on_one_side() -> None:
     for count, few in ((49, True), (50, False)):
         right = np.ones(count)
         assert estimate(samples("answers", right, right * 0), "difference").is_small(0) == few
+
+
+def test_documents_for_a_power_of_80_percent_are_worked_by_hand() -> None:
+    # 40 differences of mean 1 and standard deviation 2: (2.4865 x 2 / 1)^2 = 24.7.
+    spread = np.tile([-1.0, 1.0], 20) * 2 * np.sqrt(39 / 40)
+    mean = estimate(samples("figures", 1 + spread, np.zeros(40)), "difference")
+    assert mean.documents_needed([0.0]) == 25
+    # The nearest of two bounds tells: half as far, four times as many.
+    assert mean.documents_needed([0.0, 1.5]) == 99
+    assert mean.documents_needed([1.0]) is None
+    # 10 lost and 4 won of 100, against -1 point: 5 points with 14% changed.
+    old = np.array([1.0] * 50 + [0.0] * 50)
+    new = old.copy()
+    new[:10], new[50:54] = 0.0, 1.0
+    answers = estimate(samples("answers", new, old), "difference")
+    assert answers.documents_needed([-0.01]) == documents_needed(0.05, 0.14)
+    traces = estimate(samples("traces", [1.0, 2.0], [2.0, 3.0]), "ratio")
+    assert traces.documents_needed([1.0]) is None
 
 
 def test_traces_are_too_few_for_a_test_and_have_to_agree() -> None:
