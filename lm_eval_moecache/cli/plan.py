@@ -155,6 +155,11 @@ def find(
     )
     hardware = of_its_time(sized(hardware, given["ram"]))
     if arguments.store == "disk":
+        if hardware.is_processor:
+            raise ValueError(
+                "store='disk' goes with a card: a processor alone reads experts from its RAM, and "
+                "what that does not hold off the drive. Allowed: --ram SIZE, --disk RATE."
+            )
         given["ram"] = 0
     elif found is not None and given["ram"] is None:
         given["ram"] = found.ram

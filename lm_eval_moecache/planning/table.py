@@ -50,10 +50,13 @@ ON_CARDS = (
     *("imp", "vllm", "accelerate"),
 )
 ON_UNIFIED = ("llama.cpp", "mlx", "slotstream", "ds4", "flash-moe")
+ON_SHARED = ("llama.cpp", "ollama")
+"""Programs of chips whose card shares the memory, and that are no Macs."""
 ON_PHONES = ("bigmoeonedge",)
 ON_PROCESSORS = ("llama.cpp", "ik_llama.cpp", "ollama")
 _PHONE_FLOPS = 1e12
 """A device with unified memory and less is a phone."""
+_NO_MAC = re.compile(r"(strix|ryzen|radeon|arc|snapdragon|dgx|jetson)-")
 _FEW_BITS = 6.0
 LEAST_RAM = 10**9
 _USUAL = ("q4_k_m", "q3_k_m", "q2_k")
@@ -84,10 +87,15 @@ class Setup:
     """Of the KV cache, where the user says one: the model's caches are in it."""
 
     @property
-    def is_mac(self) -> bool:
+    def shares(self) -> bool:
         """Whether a card shares the host's memory, and is more than a phone's."""
         has_card = self.hardware.is_unified and not self.hardware.is_processor
         return has_card and self.hardware.peak_flops >= _PHONE_FLOPS
+
+    @property
+    def is_mac(self) -> bool:
+        """Whether it is a Mac, as every device that shares memory and whose chip is not known."""
+        return self.shares and not _NO_MAC.match(self.hardware.name)
 
     def on(self, runtime: Runtime) -> tuple[RealModel, Machine]:
         """Return the model as the runtime's files store it, and the machine as it finds it."""
@@ -120,7 +128,7 @@ def advise(
         setup = replace(setup, scale=read_measured(setup, measured))
     names: tuple[str, ...] = ON_CARDS
     if hardware.is_unified:
-        names = ON_UNIFIED if setup.is_mac else ON_PHONES
+        names = ON_UNIFIED if setup.is_mac else ON_SHARED if setup.shares else ON_PHONES
     if hardware.is_processor:
         names = ON_PROCESSORS
     asked = [load_runtime(name) for name in runtimes or names]

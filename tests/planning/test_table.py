@@ -205,3 +205,26 @@ def test_what_no_program_does_is_refused(
     options: tuple[str, ...], said: str, moecache: Moecache
 ) -> None:
     assert said in moecache("plan", "gpt-oss-120b", "--hardware", "rtx-3090", *options, code=2)
+
+
+@pytest.mark.parametrize(
+    ("chip", "names"),
+    [
+        ("M1 Max 64GB", {"llama.cpp", "mlx", "ds4", "flash-moe"}),
+        ("Strix Halo", {"llama.cpp", "ollama"}),
+        ("Jetson AGX Orin 64GB", {"llama.cpp", "ollama"}),
+        ("iPhone 16 Pro", {"bigmoeonedge"}),
+    ],
+)
+def test_programs_of_macs_are_offered_on_macs_alone(chip: str, names: set[str]) -> None:
+    model = replace(load_real_model("Qwen3-30B-A3B"), stored=load_stored("q4_k_m"))
+    found = advise(model, load_hardware(chip), known(), 4096, 512)["runtimes"]
+    assert {row["runtime"] for row in found} <= names
+    assert {"mlx", "ollama", "bigmoeonedge"} & {row["runtime"] for row in found} == (
+        {"mlx", "ollama", "bigmoeonedge"} & names
+    )
+
+
+def test_a_processor_alone_has_no_store_but_its_ram(moecache: Moecache) -> None:
+    said = moecache("plan", "gpt-oss-20b", "--hardware", "none", "--store", "disk", code=2)
+    assert "store='disk' goes with a card" in said
