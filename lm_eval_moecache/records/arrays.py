@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
+DoubleArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 Weigh = Callable[[FloatArray, IntArray], FloatArray]
 """(logits [tokens, experts], chosen experts [tokens, top_k]) -> their weights [tokens, top_k]."""
-
-
-def as_float32(values: Iterable[float]) -> list[float]:
-    """Round numbers to float32; a sum of two float32 rounds to the result of float32 arithmetic.
-
-    (A double has more than twice the digits plus two, so rounding twice does no harm.) For the few
-    numbers of one token, where numpy is slower than Python.
-    """
-    return array("f", values).tolist()
 
 
 def each_token(rows: IntArray | FloatArray) -> IntArray:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm, parameters_of
-from lm_eval_moecache.algorithms.routing import cache_prior
 from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.event import DECODE, Event
+from lm_eval_moecache.records.tokens import Tokens
 from lm_eval_moecache.testing.contracts import Pool
 from lm_eval_moecache.testing.streams import fresh, make_event, make_geometry, make_stream
 from tests.algorithms import oracles
@@ -196,30 +196,50 @@ FINE_LOGITS = st.lists(
 
 @given(
     st.lists(FINE_LOGITS, min_size=1, max_size=5),
-    st.sets(st.integers(0, 9)),
+    st.lists(st.sets(st.integers(0, 9)), min_size=5, max_size=5),
     st.sampled_from([0.1, 0.5, 1.0]),
     st.integers(0, 2),
     st.booleans(),
 )
-def test_cache_prior_chooses_for_one_token_as_for_many(
-    texts: list[list[float]], cached: set[int], lambda_: float, top_j: int, is_unusual: bool
+def test_a_rule_chooses_for_rows_together_as_for_each_alone(
+    texts: list[list[float]],
+    cached: list[set[int]],
+    lambda_: float,
+    top_j: int,
+    is_unusual: bool,
 ) -> None:
     geometry = make_geometry(num_layers=2, num_experts=10, top_k=3)
-    quick, slow = (cache_prior.CachePrior(geometry, lambda_=lambda_, top_j=top_j) for _ in range(2))
-    resident = {geometry.key(1, expert) for expert in cached}
-    for step, logits in enumerate(texts):
-        event = make_event(geometry, step, 1, [logits])
-        if is_unusual:
-            # The choice of a router that selects by more than its logits.
-            event = event._replace(experts=np.array([[7, 1, 4]]), keys=[17, 11, 14])
-        selection = quick.select(event, resident)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cache_prior, "is_by_logits", lambda *_: False)
-            expected = slow.select(event, resident)
-        assert (selection is None) == (expected is None)
-        if selection is not None and expected is not None:
-            assert selection.experts.tolist() == expected.experts.tolist()
-            assert selection.experts.dtype == expected.experts.dtype
+    event = make_event(geometry, 0, 1, texts)
+    if is_unusual:
+        # The choice of a router that selects by more than its logits.
+        event = event._replace(experts=np.array([[7, 1, 4]] * len(texts)))
+    resident = np.array([[e in held for e in range(10)] for held in cached[: len(texts)]])
+    for name, parameters in (
+        ("cache_prior", {"lambda_": lambda_, "top_j": top_j}),
+        ("cache_prior", {"lambda_": lambda_, "delta": "token"}),
+        ("max_rank", {"J": top_j}),
+        ("cumsum", {"p": lambda_, "J": top_j}),
+        ("swap_rank", {"rank": 1 + top_j}),
+    ):
+        rules = [find_algorithm("routing", name)(geometry, **parameters) for _ in texts]
+        alone = [
+            rule.select(
+                event._replace(experts=event.experts[row : row + 1], logits=logits[None]),
+                {geometry.key(1, e) for e in cached[row]},
+            )
+            for row, (rule, logits) in enumerate(zip(rules, event.logits, strict=True))
+        ]
+        state = np.zeros((len(texts), rules[0].num_kept))
+        tokens = Tokens(
+            *(1, DECODE, [0] * len(texts), event.experts, event.weights, event.logits),
+            *(resident, ~resident, state),
+        )
+        together = find_algorithm("routing", name)(geometry, **parameters).choose(tokens)
+        experts = event.experts if together is None else together.experts
+        for row, selection in enumerate(alone):
+            own = event.experts[row : row + 1] if selection is None else selection.experts
+            assert experts[row : row + 1].tolist() == own.tolist()
+            assert state[row].tolist() == rules[row].state[1].tolist()
 
 
 @LIGHT

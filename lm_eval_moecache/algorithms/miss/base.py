@@ -16,6 +16,7 @@ from lm_eval_moecache.records.event import DROPPED, Event, Fetch, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens, tokens_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,38 @@ class MissAlgorithm(Algorithm):
     def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
         """Return the level at which to prefetch each of a layer's keys, most wanted first."""
         return [0] * len(keys)
+
+
+class MissOverRows(MissAlgorithm):
+    """Base of the rules that decide the tokens of many rows at once, each by its own residents.
+
+    What they still execute and is absent is loaded, at full precision and in order of need.
+    """
+
+    num_kept: ClassVar[int] = 0
+    """How many numbers the rule keeps of each layer, all 0 at first: `Tokens.state`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.state = np.zeros((self.geometry.num_layers, self.num_kept))
+
+    @abstractmethod
+    def choose(self, tokens: Tokens) -> Selection | None:
+        """Return the experts to execute instead, with DROPPED where it is, or None to load all.
+
+        What it returns for a token depends on that token's row alone, and where nothing is absent
+        it changes nothing.
+        """
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Container[int]
+    ) -> Resolution | None:
+        num_experts = self.geometry.num_experts
+        selection = self.choose(tokens_of(event, resident, num_experts, self.state, absent))
+        if selection is None:
+            return None
+        fetch = still_needed(event, absent, selection.experts, selection.keep, num_experts)
+        return Resolution(fetch, selection)
 
 
 class LosslessMiss(MissAlgorithm):
@@ -160,7 +193,7 @@ Cost = Callable[[IntArray, IntArray], npt.NDArray[np.floating[Any]]]
 Order = Literal["heaviest", "lightest"]
 
 
-def weight_shares(event: Event) -> FloatArray:
+def weight_shares(event: Event | Tokens) -> FloatArray:
     """Return each expert's share of its token's weight, [tokens, top_k]; 0 where dropped.
 
     A token's shares sum to 1, whether or not the model family renormalises its router's weights.
@@ -192,14 +225,9 @@ def absent_entries(event: Event, resident: Container[int], geometry: Geometry) -
     return np.asarray((event.experts != DROPPED) & ~is_resident[event.experts])
 
 
-def left_out(
-    event: Event, absent: Sequence[int], keep: BoolArray, geometry: Geometry, renormalize: bool
-) -> Resolution | None:
-    """Drop the entries that `keep` [tokens, top_k] leaves out; load what is absent and kept."""
-    if keep.all():
-        return None
-    fetch = still_needed(event, absent, event.experts, keep, geometry.num_experts)
-    return Resolution(fetch, Selection(event.experts, keep, renormalize))
+def unless_all(tokens: Tokens, keep: BoolArray, renormalize: bool) -> Selection | None:
+    """Drop the entries that `keep` [tokens, top_k] leaves out."""
+    return None if keep.all() else Selection(tokens.experts, keep, renormalize)
 
 
 def still_needed(
@@ -214,78 +242,42 @@ def still_needed(
 
 
 def substitute(
-    experts: IntArray,
-    missing: BoolArray,
-    is_resident: BoolArray,
-    cost: Cost,
-    budget: IntArray,
-    reuse: float = 0.0,
-    order: Order = "heaviest",
+    tokens: Tokens, cost: Cost, budget: IntArray, reuse: float = 0.0, order: Order = "heaviest"
 ) -> tuple[IntArray, BoolArray]:
     """Replace absent experts by resident ones: BuddyMoE algorithm 1 for any order of preference.
 
-    Each of a token's `missing` experts [tokens, top_k] in turn, heaviest (or lightest) first, is
-    replaced by the cheapest resident expert that the token does not have yet, until `budget`
-    [tokens] replacements are made; infinite cost forbids, ties go to the smaller index. The cost of
-    a substitute used before is multiplied by `reuse` (costs are negative where `reuse` is above 0);
-    with `reuse` 0 it is excluded. Returns the experts [tokens, top_k] and a mask of the entries for
-    which a substitute was sought.
+    Each of a token's absent experts in turn, heaviest (or lightest) first, is replaced by the
+    cheapest resident expert that the token does not have yet, until `budget` [tokens] replacements
+    are made; infinite cost forbids, ties go to the smaller index. The cost of a substitute used
+    before is multiplied by `reuse` (costs are negative where `reuse` is above 0); with `reuse` 0 it
+    is excluded. Returns the experts [tokens, top_k] and a mask of the entries for which a
+    substitute was sought.
     """
+    experts, missing = tokens.experts, tokens.is_missing
     chosen: IntArray = experts.copy()
-    free = np.broadcast_to(is_resident, (len(experts), len(is_resident))).copy()
+    free = tokens.resident.copy()
     rows, columns = (experts != DROPPED).nonzero()
     free[rows, experts[rows, columns]] = False
-    factor, left = np.ones(free.shape), budget.copy()
+    factor, left = np.ones(free.shape) if reuse else None, budget.copy()
     sought = np.zeros_like(missing)
-    if len(experts) == 1:
-        _substitute_for_one(chosen[0], missing[0], sought[0], free[0], cost, left[0], reuse, order)
-        return chosen, sought
-    columns_in_turn = range(experts.shape[1])
-    for column in columns_in_turn if order == "heaviest" else reversed(columns_in_turn):
-        tokens = (missing[:, column] & (left > 0)).nonzero()[0]
-        sought[tokens, column] = True
-        prices = cost(tokens, experts[tokens, column]) * factor[tokens]
-        prices = np.where(free[tokens], prices, np.inf)
+    in_turn = missing.any(axis=0).nonzero()[0].tolist()
+    for column in in_turn if order == "heaviest" else reversed(in_turn):
+        found = (missing[:, column] & (left > 0)).nonzero()[0]
+        sought[found, column] = True
+        prices = cost(found, experts[found, column])
+        if factor is not None:
+            prices = prices * factor[found]
+        prices = np.where(free[found], prices, np.inf)
         best = prices.argmin(axis=-1)
-        found = np.isfinite(prices[np.arange(len(tokens)), best])
-        tokens, best = tokens[found], best[found]
-        chosen[tokens, column] = best
-        left[tokens] -= 1
-        if reuse:
-            factor[tokens, best] *= reuse
+        is_allowed = prices[np.arange(len(found)), best] < np.inf
+        found, best = found[is_allowed], best[is_allowed]
+        chosen[found, column] = best
+        left[found] -= 1
+        if factor is not None:
+            factor[found, best] *= reuse
         else:
-            free[tokens, best] = False
+            free[found, best] = False
     return chosen, sought
-
-
-def _substitute_for_one(
-    chosen: IntArray,
-    missing: BoolArray,
-    sought: BoolArray,
-    free: BoolArray,
-    cost: Cost,
-    left: int,
-    reuse: float,
-    order: Order,
-) -> None:
-    """Do the same for one token, its costs asked for at once; sets `chosen` and `sought`."""
-    columns = missing.nonzero()[0] if order == "heaviest" else missing.nonzero()[0][::-1]
-    prices = np.where(free, cost(np.zeros(len(columns), np.int64), chosen[columns]), np.inf)
-    factor = np.ones(len(free)) if reuse else None
-    for column, row in zip(columns.tolist(), prices, strict=True):
-        if left <= 0:
-            return
-        sought[column] = True
-        row = row if factor is None else row * factor
-        best = int(row.argmin())
-        if row[best] == np.inf:
-            continue
-        chosen[column] = best
-        left -= 1
-        if factor is None:
-            prices[:, best] = np.inf
-        else:
-            factor[best] *= reuse
 
 
 Budget = Annotated[
@@ -295,11 +287,8 @@ Budget = Annotated[
 """How many of a token's experts may be replaced in a layer."""
 
 
-def resolve_substitution(
-    event: Event,
-    absent: Sequence[int],
-    resident: Container[int],
-    geometry: Geometry,
+def substituted(
+    tokens: Tokens,
     cost: Cost,
     *,
     fallback: Literal["fetch", "drop"],
@@ -307,23 +296,17 @@ def resolve_substitution(
     budget: IntArray | None = None,
     reuse: float = 0.0,
     order: Order = "heaviest",
-) -> Resolution | None:
+) -> Selection | None:
     """Replace absent experts; fetch or drop those without a substitute, fetch those over budget.
 
     `weight` chooses a substitute's weight: its own or the missing expert's; `budget` [tokens] (no
     limit by default), `reuse` and `order` are those of `substitute`.
     """
     if budget is None:
-        budget = np.full(len(event.experts), event.experts.shape[1])
-    is_resident = resident_mask(event.layer, geometry.num_experts, resident)
-    gone = np.zeros_like(is_resident)
-    gone[[key % len(gone) for key in absent]] = True
-    missing = (event.experts != DROPPED) & gone[event.experts]
-    chosen, sought = substitute(event.experts, missing, is_resident, cost, budget, reuse, order)
-    lost = sought & (chosen == event.experts)
+        budget = np.full(len(tokens.experts), tokens.experts.shape[1])
+    chosen, sought = substitute(tokens, cost, budget, reuse, order)
+    lost = sought & (chosen == tokens.experts)
     keep = ~lost if fallback == "drop" and lost.any() else None
-    if keep is None and np.array_equal(chosen, event.experts):
+    if keep is None and (chosen == tokens.experts).all():
         return None
-    weigh_as = event.experts if weight == "missing" else None
-    selection = Selection(chosen, keep, weigh_as=weigh_as)
-    return Resolution(still_needed(event, absent, chosen, keep, len(is_resident)), selection)
+    return Selection(chosen, keep, weigh_as=tokens.experts if weight == "missing" else None)

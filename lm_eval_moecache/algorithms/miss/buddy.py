@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.miss.base import (
-    Budget,
-    MissAlgorithm,
-    Order,
-    Resolution,
-    resolve_substitution,
-)
+from lm_eval_moecache.algorithms.miss.base import Budget, MissOverRows, Order, substituted
 from lm_eval_moecache.records.arrays import BoolArray, IntArray
 from lm_eval_moecache.records.artifact import BUDDIES, load_artifact
 from lm_eval_moecache.records.coactivation import (
@@ -23,14 +16,16 @@ from lm_eval_moecache.records.coactivation import (
     activating_entropy,
     top_k_shares,
 )
-from lm_eval_moecache.records.event import DROPPED, Event
+from lm_eval_moecache.records.event import DROPPED
 from lm_eval_moecache.records.ranges import Experts, Positive, Range, Share, ZeroOrMore
+from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 Reuse = Annotated[float, Range(least=0, below=1)]
 
 
 @dataclass(eq=False, kw_only=True)
-class Buddy(MissAlgorithm):
+class Buddy(MissOverRows):
     """BuddyMoE section 3 and algorithm 1: three gates, then the best resident buddy on the list.
 
     1. Residency gate: nothing is replaced in an event whose share of absent experts reaches beta.
@@ -109,44 +104,46 @@ class Buddy(MissAlgorithm):
         device = np.arange(num_experts) * self.partitions // num_experts
         self.q *= np.maximum(1 - self.kappa * np.abs(device[:, None] - device), 0.0)
 
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Container[int]
-    ) -> Resolution | None:
-        if len(absent) >= self.beta * len(event.keys):
-            return None
+    def choose(self, tokens: Tokens) -> Selection | None:
+        is_open = self.tolerates(tokens) & self.has_residents(tokens)
 
-        def cost(tokens: IntArray, missing: IntArray) -> Counts:
-            return np.where(
-                self.is_buddy[event.layer, missing], -self._psi(event, tokens, missing), np.inf
-            )
+        def cost(places: IntArray, missing: IntArray) -> Counts:
+            is_buddy = self.is_buddy[tokens.layer, missing]
+            return np.where(is_buddy, -self._psi(tokens, places, missing), np.inf)
 
-        return resolve_substitution(
-            event,
-            absent,
-            resident,
-            self.geometry,
+        return substituted(
+            tokens,
             cost,
             fallback=self.fallback,
             weight=self.weight,
-            budget=np.where(self.tolerates(event), self._budget, 0),
+            budget=np.where(is_open, self._budget, 0),
             reuse=self.reuse,
             order=self.order,
         )
 
-    def tolerates(self, event: Event) -> BoolArray:
+    def has_residents(self, tokens: Tokens) -> BoolArray:
+        """Return a mask [tokens] of those whose row passes the residency gate."""
+        is_chosen = np.zeros((len(tokens.passes), self.geometry.num_experts + 1), dtype=bool)
+        is_chosen[tokens.rows[:, None], tokens.experts] = True
+        is_chosen = is_chosen[:, :-1]  # without what is DROPPED
+        absent = is_chosen & tokens.absent[:: tokens.by_row[1]]
+        is_open = absent.sum(axis=-1) < self.beta * is_chosen.sum(axis=-1)
+        return np.asarray(is_open[tokens.rows])
+
+    def tolerates(self, tokens: Tokens) -> BoolArray:
         """Return a mask [tokens] of those that pass the entropy and margin gates."""
-        live = event.experts != DROPPED
-        own = np.take_along_axis(event.logits, np.where(live, event.experts, 0), axis=-1)
+        live = tokens.experts != DROPPED
+        own = np.take_along_axis(tokens.logits, np.where(live, tokens.experts, 0), axis=-1)
         shares = top_k_shares(np.where(live, own, -np.inf), self.temperature)
         best = np.sort(shares, axis=-1)
-        is_open = activating_entropy(shares) > self.thresholds[event.layer]
+        is_open = activating_entropy(shares) > self.thresholds[tokens.layer]
         return np.asarray(is_open & (best[:, -1] - best[:, -2] < self.gamma))
 
-    def _psi(self, event: Event, tokens: IntArray, missing: IntArray) -> Counts:
+    def _psi(self, tokens: Tokens, places: IntArray, missing: IntArray) -> Counts:
         """Return Psi (equation 3) for n tokens and the missing expert of each: [n, experts]."""
-        q: Counts = self.q[event.layer, missing]
+        q: Counts = self.q[tokens.layer, missing]
         if self.eta:
-            logits = event.logits[tokens].astype(np.float64)
+            logits = tokens.logits[places].astype(np.float64)
             low, high = logits.min(axis=-1, keepdims=True), logits.max(axis=-1, keepdims=True)
             q = q * (1 + self.eta * (logits - low) / np.maximum(high - low, 1e-9))
         return q

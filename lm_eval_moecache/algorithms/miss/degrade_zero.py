@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.miss.base import (
-    MissAlgorithm,
-    Resolution,
-    absent_entries,
-    keep_one,
-    left_out,
-    weight_shares,
-)
-from lm_eval_moecache.records.event import PREFILL, Event
+from lm_eval_moecache.algorithms.miss.base import MissOverRows, keep_one, unless_all, weight_shares
+from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.ranges import Share
+from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 
 @dataclass(eq=False, kw_only=True)
-class DegradeZero(MissAlgorithm):
+class DegradeZero(MissOverRows):
     """While decoding, drops absent experts whose share of the token's weight is below tau.
 
     colibri#906: each token keeps at least one expert, the heaviest if all would go, and the kept
@@ -35,12 +29,10 @@ class DegradeZero(MissAlgorithm):
 
     tau: Share = 0.1
 
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Container[int]
-    ) -> Resolution | None:
-        if event.phase == PREFILL:
+    def choose(self, tokens: Tokens) -> Selection | None:
+        if tokens.phase == PREFILL:
             return None
-        shares = weight_shares(event)
-        keep = ~(absent_entries(event, resident, self.geometry) & (shares < self.tau))
+        shares = weight_shares(tokens)
+        keep = ~(tokens.is_missing & (shares < self.tau))
         keep_one(keep, shares)
-        return left_out(event, absent, keep, self.geometry, renormalize=True)
+        return unless_all(tokens, keep, renormalize=True)

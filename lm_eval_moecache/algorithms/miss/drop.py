@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.miss.base import (
-    MissAlgorithm,
-    Resolution,
-    absent_entries,
-    left_out,
-)
-from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.algorithms.miss.base import MissOverRows, unless_all
 from lm_eval_moecache.records.ranges import Range
+from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 FewerExperts = Annotated[
     int, Range(least=0, below="top_k", why=": with none to drop it is miss=fetch")
@@ -23,7 +18,7 @@ FewerExperts = Annotated[
 
 
 @dataclass(eq=False, kw_only=True)
-class Drop(MissAlgorithm):
+class Drop(MissOverRows):
     """Fetches a token's absent expert if it is among the h heaviest, and drops it otherwise.
 
     SpecMD section 3.1.2: models are "resilient beyond rank 2", so it drops "only low-rank experts
@@ -40,9 +35,6 @@ class Drop(MissAlgorithm):
     h: FewerExperts = 2
     renormalize: bool = False
 
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Container[int]
-    ) -> Resolution | None:
-        light = np.arange(event.experts.shape[1]) >= self.h
-        keep = ~(absent_entries(event, resident, self.geometry) & light)
-        return left_out(event, absent, keep, self.geometry, self.renormalize)
+    def choose(self, tokens: Tokens) -> Selection | None:
+        light = np.arange(self.geometry.top_k) >= self.h
+        return unless_all(tokens, ~(tokens.is_missing & light), self.renormalize)

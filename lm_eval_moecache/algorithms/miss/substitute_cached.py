@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.miss.base import (
-    MissAlgorithm,
-    Resolution,
-    resolve_substitution,
-    weight_shares,
-)
+from lm_eval_moecache.algorithms.miss.base import MissOverRows, substituted, weight_shares
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
-from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.ranges import Share
+from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 
 @dataclass(eq=False, kw_only=True)
-class SubstituteCached(MissAlgorithm):
+class SubstituteCached(MissOverRows):
     """Replaces an absent expert with a share below tau by the resident one with the highest gate.
 
     colibri#865; heavier absent experts are loaded. Residents that the token already has are not
@@ -36,16 +31,12 @@ class SubstituteCached(MissAlgorithm):
     tau: Share = 0.1
     weight: Literal["own", "missing"] = "own"
 
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Container[int]
-    ) -> Resolution | None:
-        scores, shares = softmax(event.logits), weight_shares(event)
+    def choose(self, tokens: Tokens) -> Selection | None:
+        scores, shares = softmax(tokens.logits), weight_shares(tokens)
 
-        def cost(tokens: IntArray, missing: IntArray) -> FloatArray:
-            is_it = event.experts[tokens] == missing[:, None]
-            light = (np.where(is_it, shares[tokens], 0).sum(axis=-1) < self.tau)[:, None]
-            return np.asarray(np.where(light, -scores[tokens], np.inf), dtype=np.float32)
+        def cost(places: IntArray, missing: IntArray) -> FloatArray:
+            is_it = tokens.experts[places] == missing[:, None]
+            light = (np.where(is_it, shares[places], 0).sum(axis=-1) < self.tau)[:, None]
+            return np.asarray(np.where(light, -scores[places], np.inf), dtype=np.float32)
 
-        return resolve_substitution(
-            event, absent, resident, self.geometry, cost, fallback="fetch", weight=self.weight
-        )
+        return substituted(tokens, cost, fallback="fetch", weight=self.weight)

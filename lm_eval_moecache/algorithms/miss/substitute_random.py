@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from lm_eval_moecache.algorithms.miss.base import (
-    Budget,
-    MissAlgorithm,
-    Resolution,
-    resolve_substitution,
-)
-from lm_eval_moecache.records.arrays import IntArray
-from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.algorithms.miss.base import Budget, MissOverRows, substituted
+from lm_eval_moecache.records.arrays import DoubleArray, IntArray
+from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 
 @dataclass(eq=False, kw_only=True)
-class SubstituteRandom(MissAlgorithm):
+class SubstituteRandom(MissOverRows):
     """Replaces an absent expert by a random resident one that the token does not use already.
 
     The "random replacement" baseline of BuddyMoE, section 5.1 and Tables 2 to 4: "uniformly
@@ -48,22 +42,14 @@ class SubstituteRandom(MissAlgorithm):
         self.awaits_late = self.late == "await"
         self._budget = self.geometry.top_k if self.rho is None else self.rho
 
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Container[int]
-    ) -> Resolution | None:
-        num_experts = self.geometry.num_experts
-        rng = np.random.default_rng((self.seed, event.pass_index, event.layer))
+    def choose(self, tokens: Tokens) -> Selection | None:
+        seeds = [(self.seed, index, tokens.layer) for index in tokens.passes]
+        draws = [np.random.default_rng(seed) for seed in seeds]
+        rows, num_experts = tokens.rows, self.geometry.num_experts
 
-        def cost(tokens: IntArray, missing: IntArray) -> npt.NDArray[np.float64]:
-            return rng.random((len(tokens), num_experts))
+        def cost(places: IntArray, missing: IntArray) -> DoubleArray:
+            own = [draws[row].random(num_experts) for row in rows[places].tolist()]
+            return np.array(own).reshape(-1, num_experts)
 
-        return resolve_substitution(
-            event,
-            absent,
-            resident,
-            self.geometry,
-            cost,
-            fallback=self.fallback,
-            weight=self.weight,
-            budget=np.full(event.num_tokens, self._budget),
-        )
+        budget = np.full(len(rows), self._budget)
+        return substituted(tokens, cost, fallback=self.fallback, weight=self.weight, budget=budget)

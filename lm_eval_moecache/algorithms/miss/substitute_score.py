@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution, resolve_substitution
+from lm_eval_moecache.algorithms.miss.base import MissOverRows, substituted
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
-from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.ranges import Share
+from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 
 @dataclass(eq=False, kw_only=True)
-class SubstituteScore(MissAlgorithm):
+class SubstituteScore(MissOverRows):
     """Replaces an absent expert by the resident one whose softmax score for the token is closest.
 
     SpecMD sections 2 and 3.1.2 after Zhu et al. 2025: cached experts "whose scores fall within
@@ -42,17 +42,13 @@ class SubstituteScore(MissAlgorithm):
         super().__post_init__()
         self.awaits_late = self.late == "await"
 
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Container[int]
-    ) -> Resolution | None:
-        scores = softmax(event.logits)
+    def choose(self, tokens: Tokens) -> Selection | None:
+        scores = softmax(tokens.logits)
 
-        def cost(tokens: IntArray, missing: IntArray) -> FloatArray:
-            own = scores[tokens, missing][:, None]
-            gap = np.abs(scores[tokens] - own)
+        def cost(places: IntArray, missing: IntArray) -> FloatArray:
+            own = scores[places, missing][:, None]
+            gap = np.abs(scores[places] - own)
             allowed = self.tolerance * (own if self.scale == "relative" else 1.0)
             return np.asarray(np.where(gap <= allowed, gap, np.inf), dtype=np.float32)
 
-        return resolve_substitution(
-            event, absent, resident, self.geometry, cost, fallback=self.fallback, weight=self.weight
-        )
+        return substituted(tokens, cost, fallback=self.fallback, weight=self.weight)

@@ -34,6 +34,8 @@ class PrefetchAlgorithm(Algorithm):
     event of layer `PASS_START`, whose `predicted` are a trained network's; at no other event."""
     needs_draft: ClassVar[bool] = False
     """Whether it prefetches while a draft model drafts: a subclass of `DraftStagePrefetch`."""
+    remembers: ClassVar[bool] = True
+    """Whether a proposal may depend on earlier events."""
     depth: int = 0
     """How many layers ahead `Event.predicted` must reach; each layer's gate costs time."""
     after_layer: bool = False
@@ -109,6 +111,7 @@ class DraftStagePrefetch(PrefetchAlgorithm):
 class LikeliestPrefetch(PrefetchAlgorithm):
     """Base of the rules that propose each token's likeliest experts by the predicted logits."""
 
+    remembers: ClassVar[bool] = False
     count: int
     """Experts proposed for each token of a predicted layer."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from lm_eval_moecache.records.arrays import FloatArray, IntArray, each_token
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens, tokens_of
 
 
 class RoutingAlgorithm(Algorithm):
@@ -43,7 +44,28 @@ class RoutingAlgorithm(Algorithm):
         """
 
 
-def ranking(event: Event) -> IntArray:
+class RoutingOverRows(RoutingAlgorithm):
+    """Base of the rules that decide the tokens of many rows at once, each by its own residents."""
+
+    num_kept: ClassVar[int] = 0
+    """How many numbers the rule keeps of each layer, all 0 at first: `Tokens.state`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.state = np.zeros((self.geometry.num_layers, self.num_kept))
+
+    @abstractmethod
+    def choose(self, tokens: Tokens) -> Selection | None:
+        """Return the experts [tokens, top_k] to execute, heaviest first, or None for the router's.
+
+        What it returns for a token depends on that token's row alone.
+        """
+
+    def select(self, event: Event, resident: Collection[int]) -> Selection | None:
+        return self.choose(tokens_of(event, resident, self.geometry.num_experts, self.state))
+
+
+def ranking(event: Event | Tokens) -> IntArray:
     """Return every token's experts [tokens, experts] from best to worst: the papers' vector r.
 
     The router's own choice comes first, in its order, then the others by descending logit, ties to
@@ -57,11 +79,6 @@ def ranking(event: Event) -> IntArray:
     return ranked
 
 
-def is_by_logits(asked: Sequence[int], logits: Sequence[float]) -> bool:
-    """Whether a token's experts are those of the largest logits, in descending order."""
-    return [logits[expert] for expert in asked] == sorted(logits, reverse=True)[: len(asked)]
-
-
 def take_best(ranked: IntArray, cost: FloatArray | IntArray, count: int) -> IntArray:
     """Return the `count` cheapest experts of each token, in the order of their original ranks.
 
@@ -71,7 +88,7 @@ def take_best(ranked: IntArray, cost: FloatArray | IntArray, count: int) -> IntA
     return ranked[each_token(ranked), places]
 
 
-def unless_same(event: Event, experts: IntArray) -> Selection | None:
+def unless_same(event: Event | Tokens, experts: IntArray) -> Selection | None:
     """Return the selection, or None if it is the router's own for every token."""
     return None if (experts == event.experts).all() else Selection(experts)
 

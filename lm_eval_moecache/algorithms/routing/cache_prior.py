@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.routing.base import (
     AlwaysKept,
-    RoutingAlgorithm,
-    is_by_logits,
+    RoutingOverRows,
     ranking,
     take_best,
     unless_same,
 )
-from lm_eval_moecache.records.arrays import FloatArray, as_float32
-from lm_eval_moecache.records.event import Event, resident_mask
+from lm_eval_moecache.records.arrays import FloatArray, each_token
 from lm_eval_moecache.records.ranges import Positive, Range
 from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 Lambda = Annotated[float, Range(above=0, most=1, why="; 0 is routing=standard")]
 
 
 @dataclass(eq=False, kw_only=True)
-class CachePrior(RoutingAlgorithm):
+class CachePrior(RoutingOverRows):
     """Selects by z' = z + lambda * Delta_avg * m, where m marks the cached and the top-J experts.
 
     Mixture of Cache-Conditional Experts section 3.3, equations 9 and 10; SpecMD equation 1 is
@@ -44,6 +42,7 @@ class CachePrior(RoutingAlgorithm):
 
     source: ClassVar[str] = "Cache-conditional experts section 3.3, eq. 9-10; SpecMD eq. 1"
     uses_logits: ClassVar[bool] = True
+    num_kept: ClassVar[int] = 2  # the sum of what Delta_avg averages, and the number of tokens
 
     lambda_: Lambda = 0.5
     top_j: AlwaysKept = 1
@@ -51,77 +50,35 @@ class CachePrior(RoutingAlgorithm):
     logit_range: Positive | list[float] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.logit_range is not None and self.delta != "range":
             raise ValueError(
                 f"routing.logit_range has no effect with routing.delta={self.delta!r}."
             )
-        layers = self.geometry.num_layers
-        self._calibrated = _per_layer(self.logit_range, layers)
-        self._sum, self._count = [0.0] * layers, [0] * layers
+        self._calibrated = _per_layer(self.logit_range, self.geometry.num_layers)
 
-    def select(self, event: Event, resident: Collection[int]) -> Selection | None:
-        if event.num_tokens == 1 and self.delta != "mean":  # which may be negative
-            asked, logits = event.experts.tolist()[0], event.logits.tolist()[0]
-            if is_by_logits(asked, logits):
-                prior = self._prior(event.layer, event.logits, logits)
-                found = self._of_one(event.layer, asked, logits, resident, prior)
-                return Selection(np.array([found])) if found != asked else None
-        prior = self._prior(event.layer, event.logits)
-        ranked = ranking(event)
-        by_rank = -np.sort(-event.logits, axis=-1)
-        boosted = resident_mask(event.layer, self.geometry.num_experts, resident)[ranked]
+    def choose(self, tokens: Tokens) -> Selection | None:
+        ranked = ranking(tokens)
+        by_rank = -np.sort(-tokens.logits, axis=-1)
+        boosted = tokens.resident[each_token(ranked), ranked]
         boosted[:, : self.top_j] = True
-        modified = by_rank + np.asarray(prior, dtype=np.float32) * boosted
-        return unless_same(event, take_best(ranked, -modified, self.geometry.top_k))
+        modified = by_rank + self._prior(tokens) * boosted
+        return unless_same(tokens, take_best(ranked, -modified, self.geometry.top_k))
 
-    def _of_one(
-        self,
-        layer: int,
-        asked: Sequence[int],
-        logits: Sequence[float],
-        resident: Collection[int],
-        prior: float,
-    ) -> list[int]:
-        """Return the selection for one token, as `select` would, without ranking all experts.
-
-        An expert that the router did not choose has to be raised, and beats none that is raised
-        too: the best of these experts replace the worst that are not.
-        """
-        base, found = layer * self.geometry.num_experts, list(asked)
-        keys = range(base, base + len(logits))
-        held = {key - base for key in resident if key in keys}
-        unraised = [expert for expert in asked[self.top_j :] if expert not in held]
-        others = sorted(held.difference(asked))
-        others.sort(key=logits.__getitem__, reverse=True)
-        [prior] = as_float32([prior])
-        modified = as_float32([logits[expert] + prior for expert in others])
-        for other, raised, worst in zip(others, modified, reversed(unraised), strict=False):
-            if raised <= logits[worst]:
-                break
-            found.remove(worst)
-            found.append(other)
-        return found
-
-    def _prior(self, layer: int, logits: FloatArray, of_one: Sequence[float] | None = None) -> Any:
-        """Return lambda * Delta_avg, these tokens included; `of_one` holds a single token's logits.
-
-        With `delta=token` and several tokens, one value per token: [tokens, 1].
-        """
-        if self.delta == "token":
-            if of_one is not None:
-                return self.lambda_ * as_float32([max(of_one) - min(of_one)])[0]
-            return self.lambda_ * np.ptp(logits, axis=-1, keepdims=True)
+    def _prior(self, tokens: Tokens) -> FloatArray:
+        """Return lambda * Delta_avg, these tokens included: one, or one each [tokens, 1]."""
         if self._calibrated:
-            return self.lambda_ * self._calibrated[layer]
-        if self.delta == "mean":
-            total = float(logits.mean(-1).sum(dtype=np.float64))
-        elif of_one is not None:
-            total = as_float32([max(of_one) - min(of_one)])[0]
-        else:
-            total = float((logits.max(-1) - logits.min(-1)).sum(dtype=np.float64))
-        self._sum[layer] += total
-        self._count[layer] += len(logits)
-        return self.lambda_ * (self._sum[layer] / self._count[layer])
+            return np.array(self.lambda_ * self._calibrated[tokens.layer], np.float32)
+        logits = tokens.logits
+        own = logits.mean(-1) if self.delta == "mean" else logits.max(-1) - logits.min(-1)
+        if self.delta == "token":
+            prior = self.lambda_ * own.astype(np.float64)
+            return np.asarray(prior, np.float32)[:, None]
+        state, (_, per_row) = tokens.state, tokens.by_row
+        state[:, 0] += own.reshape(tokens.by_row).sum(axis=-1, dtype=np.float64)
+        state[:, 1] += per_row
+        average = self.lambda_ * (state[:, 0] / state[:, 1])
+        return np.asarray(average, np.float32).repeat(per_row)[:, None]
 
 
 def _per_layer(value: float | list[float] | None, num_layers: int) -> list[float]:

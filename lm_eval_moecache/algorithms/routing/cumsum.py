@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -10,21 +9,21 @@ import numpy as np
 
 from lm_eval_moecache.algorithms.routing.base import (
     AlwaysKept,
-    RoutingAlgorithm,
+    RoutingOverRows,
     ranking,
     take_best,
     unless_same,
 )
 from lm_eval_moecache.records.arrays import each_token, softmax
-from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 Mass = Annotated[float, Range(above=0, most=1, why="; 0 is routing=standard")]
 
 
 @dataclass(eq=False, kw_only=True)
-class Cumsum(RoutingAlgorithm):
+class Cumsum(RoutingOverRows):
     """Promotes the cached experts among the fewest top experts that sum to p, then the top J.
 
     Mixture of Cache-Conditional Experts section 3.2, equation 8 and algorithm 2. The
@@ -42,13 +41,13 @@ class Cumsum(RoutingAlgorithm):
     p: Mass = 0.9
     J: AlwaysKept = 1
 
-    def select(self, event: Event, resident: Container[int]) -> Selection | None:
-        ranked = ranking(event)
-        weights = softmax(event.logits)[each_token(ranked), ranked]
+    def choose(self, tokens: Tokens) -> Selection | None:
+        ranked = ranking(tokens)
+        weights = softmax(tokens.logits)[each_token(ranked), ranked]
         sums = np.cumsum(weights, axis=-1, dtype=np.float64)
         # Rank i is within M where the sum of those before it has not reached p yet.
         before = np.concatenate([np.zeros((len(sums), 1)), sums[:, :-1]], axis=-1)
-        cached = resident_mask(event.layer, self.geometry.num_experts, resident)[ranked]
+        cached = tokens.resident[each_token(ranked), ranked]
         place = np.where(cached & (before < self.p), 1, 2)
         place[:, : self.J] = 0
-        return unless_same(event, take_best(ranked, place, self.geometry.top_k))
+        return unless_same(tokens, take_best(ranked, place, self.geometry.top_k))

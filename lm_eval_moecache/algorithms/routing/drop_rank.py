@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
-from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.algorithms.routing.base import RoutingOverRows
 from lm_eval_moecache.records.ranges import Rank
 from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 
 @dataclass(eq=False, kw_only=True)
-class DropRank(RoutingAlgorithm):
+class DropRank(RoutingOverRows):
     """Drops each token's expert of the given rank and all lighter ones, or that one only.
 
     Mixture of Cache-Conditional Experts section 2.3, Figure 2 left: "completely removing experts
@@ -33,7 +32,7 @@ class DropRank(RoutingAlgorithm):
     scope: Literal["from", "only"] = "from"
     renormalize: bool = False
 
-    def select(self, event: Event, resident: Container[int]) -> Selection | None:
-        keep = np.ones(event.experts.shape, dtype=bool)
+    def choose(self, tokens: Tokens) -> Selection | None:
+        keep = np.ones(tokens.experts.shape, dtype=bool)
         keep[:, self.rank - 1 : self.rank if self.scope == "only" else None] = False
-        return Selection(event.experts, keep, self.renormalize)
+        return Selection(tokens.experts, keep, self.renormalize)

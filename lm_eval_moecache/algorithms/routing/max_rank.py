@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,17 +9,18 @@ import numpy as np
 
 from lm_eval_moecache.algorithms.routing.base import (
     AlwaysKept,
-    RoutingAlgorithm,
+    RoutingOverRows,
     ranking,
     take_best,
     unless_same,
 )
-from lm_eval_moecache.records.event import Event, resident_mask
+from lm_eval_moecache.records.arrays import each_token
 from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 
 @dataclass(eq=False, kw_only=True)
-class MaxRank(RoutingAlgorithm):
+class MaxRank(RoutingOverRows):
     """Promotes the cached experts of rank up to M, then the top J whether cached or not.
 
     Mixture of Cache-Conditional Experts section 3.1, equations 5-7 and algorithm 1. M counts
@@ -39,6 +39,7 @@ class MaxRank(RoutingAlgorithm):
     J: AlwaysKept = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         top_k, num_experts = self.geometry.top_k, self.geometry.num_experts
         self._first = min(2 * top_k, num_experts) if self.M is None else self.M
         if not top_k < self._first <= num_experts:
@@ -47,11 +48,11 @@ class MaxRank(RoutingAlgorithm):
                 f"nothing changes) and be at most the {num_experts} experts of a layer."
             )
 
-    def select(self, event: Event, resident: Container[int]) -> Selection | None:
-        ranked = ranking(event)
-        cached = resident_mask(event.layer, self.geometry.num_experts, resident)[ranked]
+    def choose(self, tokens: Tokens) -> Selection | None:
+        ranked = ranking(tokens)
+        cached = tokens.resident[each_token(ranked), ranked]
         cached[:, self._first :] = False
         # promote(r[:J]; promote(r[:M] & C; r)): three classes, each in the order of r.
         place = np.where(cached, 1, 2)
         place[:, : self.J] = 0
-        return unless_same(event, take_best(ranked, place, self.geometry.top_k))
+        return unless_same(tokens, take_best(ranked, place, self.geometry.top_k))

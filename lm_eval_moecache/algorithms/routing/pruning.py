@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.routing.base import FewerExperts, RoutingAlgorithm, fewer_experts
-from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.algorithms.routing.base import FewerExperts, RoutingOverRows, fewer_experts
 from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 
 @dataclass(eq=False, kw_only=True)
-class Pruning(RoutingAlgorithm):
+class Pruning(RoutingOverRows):
     """Keeps the h heaviest experts of each token and discards the rest, cached or not.
 
     Mixture of Cache-Conditional Experts section 4.2: "experts ranked >= h (with 1 < h <= k) are
@@ -31,9 +30,10 @@ class Pruning(RoutingAlgorithm):
     renormalize: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._left = fewer_experts(self.h, self.geometry.top_k)
 
-    def select(self, event: Event, resident: Container[int]) -> Selection | None:
-        keep = np.zeros(event.experts.shape, dtype=bool)
+    def choose(self, tokens: Tokens) -> Selection | None:
+        keep = np.zeros(tokens.experts.shape, dtype=bool)
         keep[:, : self._left] = True
-        return Selection(event.experts, keep, self.renormalize)
+        return Selection(tokens.experts, keep, self.renormalize)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
-from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.algorithms.routing.base import RoutingOverRows
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 Mass = Annotated[float, Range(above=0, below=1, why=", which keeps all")]
 
 
 @dataclass(eq=False, kw_only=True)
-class SkipMass(RoutingAlgorithm):
+class SkipMass(RoutingOverRows):
     """Keeps a token's heaviest experts until their share of its weight reaches p, cached or not.
 
     colibri#704 (`TOPP`; the same in #676 and the first engine): sorted by weight, the expert that
@@ -34,11 +33,11 @@ class SkipMass(RoutingAlgorithm):
     p: Mass = 0.9
     renormalize: bool = False
 
-    def select(self, event: Event, resident: Container[int]) -> Selection | None:
-        order = np.argsort(-event.weights, axis=-1, kind="stable")
-        sorted_weights = np.take_along_axis(event.weights, order, axis=-1).astype(np.float64)
+    def choose(self, tokens: Tokens) -> Selection | None:
+        order = np.argsort(-tokens.weights, axis=-1, kind="stable")
+        sorted_weights = np.take_along_axis(tokens.weights, order, axis=-1).astype(np.float64)
         before = sorted_weights.cumsum(axis=-1) - sorted_weights
         keep = np.empty(order.shape, dtype=bool)
         total = sorted_weights.sum(axis=-1, keepdims=True)
         np.put_along_axis(keep, order, before < self.p * total, axis=-1)
-        return None if keep.all() else Selection(event.experts, keep, self.renormalize)
+        return None if keep.all() else Selection(tokens.experts, keep, self.renormalize)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.routing.base import FewerExperts, RoutingAlgorithm, fewer_experts
-from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.algorithms.routing.base import FewerExperts, RoutingOverRows, fewer_experts
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 Threshold = Annotated[float, Range(above=0, most=1, why="; 0 keeps all")]
 
 
 @dataclass(eq=False, kw_only=True)
-class SkipRatio(RoutingAlgorithm):
+class SkipRatio(RoutingOverRows):
     """Keeps a token's k_min heaviest experts, and of the others those with p_i > t p_0.
 
     ik_llama.cpp#239 (smart expert reduction, `-ser k_min,t`), cached or not; t = 1 keeps k_min of
@@ -37,10 +36,11 @@ class SkipRatio(RoutingAlgorithm):
     renormalize: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._least = fewer_experts(self.k_min, self.geometry.top_k)
 
-    def select(self, event: Event, resident: Container[int]) -> Selection | None:
-        keep = event.weights > self.t * event.weights.max(axis=-1, keepdims=True)
-        ranks = np.argsort(np.argsort(-event.weights, axis=-1, kind="stable"), axis=-1)
+    def choose(self, tokens: Tokens) -> Selection | None:
+        keep = tokens.weights > self.t * tokens.weights.max(axis=-1, keepdims=True)
+        ranks = np.argsort(np.argsort(-tokens.weights, axis=-1, kind="stable"), axis=-1)
         keep |= ranks < self._least
-        return None if keep.all() else Selection(event.experts, keep, self.renormalize)
+        return None if keep.all() else Selection(tokens.experts, keep, self.renormalize)

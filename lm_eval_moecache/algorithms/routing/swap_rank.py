@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
-from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.algorithms.routing.base import RoutingOverRows
 from lm_eval_moecache.records.ranges import Rank
 from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 
 @dataclass(eq=False, kw_only=True)
-class SwapRank(RoutingAlgorithm):
+class SwapRank(RoutingOverRows):
     """Replaces each token's expert of one rank by a random expert that the token did not select.
 
     Mixture of Cache-Conditional Experts section 2.3, Figure 2 right. The substitute is drawn
@@ -32,13 +31,15 @@ class SwapRank(RoutingAlgorithm):
     rank: Rank = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.geometry.top_k == self.geometry.num_experts:
             raise ValueError("the router selects every expert: there is none to swap in.")
 
-    def select(self, event: Event, resident: Container[int]) -> Selection | None:
-        rng = np.random.default_rng((self.seed, event.pass_index, event.layer))
-        draws = rng.random((len(event.experts), self.geometry.num_experts))
-        np.put_along_axis(draws, event.experts, -1.0, axis=-1)
-        experts = event.experts.copy()
+    def choose(self, tokens: Tokens) -> Selection | None:
+        size = tokens.by_row[1], self.geometry.num_experts
+        seeds = [(self.seed, index, tokens.layer) for index in tokens.passes]
+        draws = np.concatenate([np.random.default_rng(seed).random(size) for seed in seeds])
+        np.put_along_axis(draws, tokens.experts, -1.0, axis=-1)
+        experts = tokens.experts.copy()
         experts[:, self.rank - 1] = draws.argmax(axis=-1)
         return Selection(experts)
