@@ -24,7 +24,7 @@ from lm_eval_moecache.algorithms.features import (
     note_pass,
     note_wish,
 )
-from lm_eval_moecache.records.jit import Array, Table, by_reference
+from lm_eval_moecache.records.jit import Array, Table, by_reference, table_at
 from lm_eval_moecache.records.ledger import Counters
 
 IN_PYTHON = True
@@ -241,8 +241,9 @@ class PassBatch(NamedTuple):
 
 # Passes and events.
 
-SETTLE, RESET, BEGIN, ENTER, LOOK_UP, DEMAND, CLOSE = 1, 2, 4, 8, 16, 32, 64
+SETTLE, RESET, BEGIN, ENTER, FIND, LOOK_UP, DEMAND, CLOSE = 1, 2, 4, 8, 128, 16, 32, 64
 """What `step` does with an event, in this order."""
+RESIDENT, PENDING = 1, 2
 PASSES = 0
 """What `step` does with a batch of whole passes: everything."""
 
@@ -269,31 +270,84 @@ def step(
     demands: Array,
     demanded_levels: Array,
     num_demands: int,
+    rows: Array,
+    numbers: Array,
+    demand_bounds: Array,
+    found: Array,
 ) -> int:
-    """As `act`, on tables that are arguments: what compiled code is entered by."""
+    """As `act`, on tables that are arguments: what compiled code is entered by.
+
+    `rows` [rows, tables + 1] are the addresses of the tables and counts of several runs of one
+    setting, to do `what` is asked with event r of the batch in run r: that of `numbers[r]`, with
+    its part of the demands. It has no rows where the tables given are the run's own.
+    """
     tables = experts, layers, now, forecasts, slots, levels, layer_states, queues, caches, runs
-    state, events = by_reference(State(*tables, messages, outside)), by_reference(batch)
-    return act(
-        state, rank, events, counts, what, number, layer, demands, demanded_levels, num_demands
-    )
+    state, events = State(*tables, messages, outside), by_reference(batch)
+    if len(rows) == 0:
+        call = what, number, layer, demands, demanded_levels, 0, num_demands, found
+        return act(by_reference(state), rank, events, 0, counts, *call)
+    for row in range(len(rows)):
+        own = demand_bounds[row], demand_bounds[row + 1]
+        call_of_row = what, numbers[row], layer, demands, demanded_levels, *own, found
+        act_in_row(state, rows[row], rank, events, row, counts, *call_of_row)
+    return 0
 
 
-def act(
-    state: State,
+def act_in_row(
+    like: State,
+    places: Array,
     rank: Rank,
     batch: PassBatch,
+    event: int,
     counts: Table,
     what: int,
     number: int,
     layer: int,
     demands: Array,
     demanded_levels: Array,
-    num_demands: int,
+    first: int,
+    last: int,
+    found: Array,
 ) -> int:
-    """Serve the passes of a batch, or do `what` is asked with its single event.
+    """As `act`, on the tables at these addresses, whose types and sizes are like those given."""
+    state = State(
+        table_at(like.experts, places[0]),
+        table_at(like.layers, places[1]),
+        table_at(like.now, places[2]),
+        table_at(like.forecasts, places[3]),
+        table_at(like.slots, places[4]),
+        table_at(like.levels, places[5]),
+        table_at(like.layer_states, places[6]),
+        table_at(like.queues, places[7]),
+        table_at(like.caches, places[8]),
+        table_at(like.run, places[9]),
+        like.messages,
+        like.outside,
+    )
+    count = table_at(counts, places[10])
+    call = what, number, layer, demands, demanded_levels, first, last, found
+    return act(by_reference(state), rank, batch, event, count, *call)
 
-    `number` is that of the event in the run, with `BEGIN` that of its pass. Returns how many keys a
-    `LOOK_UP` demands.
+
+def act(
+    state: State,
+    rank: Rank,
+    batch: PassBatch,
+    event: int,
+    counts: Table,
+    what: int,
+    number: int,
+    layer: int,
+    demands: Array,
+    demanded_levels: Array,
+    first: int,
+    last: int,
+    found: Array,
+) -> int:
+    """Serve the passes of a batch, or do `what` is asked with one event of it.
+
+    `number` is that of the event in the run, with `BEGIN` that of its pass; it demands
+    `demands[first:last]`. Returns how many keys a `LOOK_UP` demands.
     """
     run = state.run[0]
     if what == PASSES:
@@ -306,17 +360,35 @@ def act(
     if what & BEGIN:
         begin_pass(state, number, batch.rows[1])
     if what & ENTER:
-        enter(state, rank, batch.dense_s[0], layer, batch.rows[1])
+        tokens = batch.rows[event + 1] - batch.rows[event]
+        enter(state, rank, batch.dense_s[event], layer, tokens)
+    if what & FIND:
+        find(state, layer, found[event])
     if what & LOOK_UP:
-        run.absent = look_up(state, batch, 0, layer, counts[0])
+        run.absent = look_up(state, batch, event, layer, counts[0])
+    start, stop = batch.bounds[event], batch.bounds[event + 1]
     if what & DEMAND:
-        demand(state, batch.keys, batch.bounds[1], layer, demands, demanded_levels, num_demands)
+        demand(state, batch.keys, start, stop, layer, demands, demanded_levels, first, last)
     if what & CLOSE:
-        chosen, last, wanted = batch.keys, batch.bounds[1], run.absent
-        if what & DEMAND:
-            chosen, last, wanted = demands, num_demands, num_demands
-        close_event(state, rank, batch, 0, number, layer, chosen, 0, last, wanted, counts[0])
+        chosen, wanted = demands, last - first
+        if not what & DEMAND:
+            chosen, first, last, wanted = batch.keys, start, stop, run.absent
+        close_event(
+            state, rank, batch, event, number, layer, chosen, first, last, wanted, counts[0]
+        )
     return run.absent
+
+
+def find(state: State, layer: int, found: Array) -> None:
+    """Write where a layer's experts are: `RESIDENT`, `PENDING` (prefetched) or 0."""
+    base = layer * state.now[0].num_experts
+    for expert in range(state.now[0].num_experts):
+        slot = state.slots[base + expert]
+        found[expert] = 0
+        if state.experts[base + expert].resident:
+            found[expert] = RESIDENT
+        elif slot.arriving or slot.due >= 0:
+            found[expert] = PENDING
 
 
 def serve_passes(state: State, rank: Rank, batch: PassBatch, counts: Table) -> None:
@@ -457,16 +529,18 @@ def score_predictions(
 def demand(
     state: State,
     keys: Array,
-    num_keys: int,
+    start: int,
+    stop: int,
     layer: int,
     demands: Array,
     demanded_levels: Array,
-    num_demands: int,
+    first: int,
+    last: int,
 ) -> None:
     """Pin the keys to execute instead of those looked up; mark the chosen demands."""
     run = state.run[0]
-    pin(state, keys, 0, num_keys, layer)
-    for place in range(num_demands):
+    pin(state, keys, start, stop, layer)
+    for place in range(first, last):
         state.slots[demands[place]].demanded = run.mark
         state.slots[demands[place]].demanded_level = demanded_levels[place]
 

@@ -12,7 +12,7 @@ from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, weight_shares
 from lm_eval_moecache.algorithms.policy import Policy
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
-from lm_eval_moecache.records.arrays import IntArray, each_token, softmax
+from lm_eval_moecache.records.arrays import FloatArray, IntArray, each_token, softmax
 from lm_eval_moecache.records.event import (
     DROPPED,
     PREFILL,
@@ -24,6 +24,7 @@ from lm_eval_moecache.records.event import (
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import Counters
 from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 
 class Rules:
@@ -165,16 +166,8 @@ def _with_late(
 
 def changed(event: Event, selection: Selection, rules: Rules) -> Event:
     """Return the event with a changed selection: its experts, keys and gate scores."""
-    experts, weights, num_experts = selection.experts, event.weights, rules.num_experts
-    if not rules.reads_changed_weights:
-        weights = UNSEEN_SCORES
-    elif len(weights) and len(event.logits):
-        scores, executed = softmax(event.logits), event.experts != DROPPED
-        scores[executed.nonzero()[0], event.experts[executed]] = weights[executed]
-        weights = scores[each_token(experts), experts]
-        if selection.weights is not None:
-            by_rule = np.isnan(selection.weights)
-            weights = np.where(by_rule, weights, selection.weights)
+    experts, num_experts = selection.experts, rules.num_experts
+    weights = weights_of(event, selection) if rules.reads_changed_weights else UNSEEN_SCORES
     keep, base = selection.keep, event.layer * num_experts
     if keep is None and event.num_tokens == 1:
         keys = [*dict.fromkeys([base + expert for expert in experts.tolist()[0]])]
@@ -183,6 +176,19 @@ def changed(event: Event, selection: Selection, rules: Rules) -> Event:
             experts = np.where(keep, experts, DROPPED)
         keys = unique_in_order(event.layer, num_experts, experts[experts >= 0])
     return event._replace(keys=keys, experts=experts, weights=weights)
+
+
+def weights_of(event: Event | Tokens, selection: Selection) -> FloatArray:
+    """Return the gate scores of a changed selection's experts, [tokens, top_k]."""
+    experts, weights = selection.experts, event.weights
+    if not (len(weights) and len(event.logits)):
+        return weights
+    scores, executed = softmax(event.logits), event.experts != DROPPED
+    scores[executed.nonzero()[0], event.experts[executed]] = weights[executed]
+    weights = scores[each_token(experts), experts]
+    if selection.weights is None:
+        return weights
+    return np.where(np.isnan(selection.weights), weights, selection.weights)
 
 
 def _lost_weight(event: Event, selection: Selection) -> float:

@@ -405,7 +405,8 @@ class Engine(ABC):
         """Demand these experts instead of those that were looked up and are absent."""
         keys, levels = [key for key, _ in demands], [level for _, level in demands]
         num_keys = len(event.keys)
-        core.demand(self.state, event.keys, num_keys, event.layer, keys, levels, len(keys))
+        demanded = keys, levels, 0, len(keys)
+        core.demand(self.state, event.keys, 0, num_keys, event.layer, *demanded)
 
     def _is_pending(self, key: int) -> bool:
         """Whether a prefetch of this key is in flight or queued."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.engine.engine import Engine, TokenPass
 from lm_eval_moecache.engine.rows import Row, RowPass
+from lm_eval_moecache.engine.virtual.together import Together, can_serve
 from lm_eval_moecache.model.by_row import ByRow
 from lm_eval_moecache.model.device import copy_to_host
 from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
@@ -38,6 +39,7 @@ from lm_eval_moecache.records.event import (
     NO_PREDICTIONS,
     PASS_START,
     PREFILL,
+    UNSEEN_SCORES,
     VERIFY,
     Event,
     unique_in_order,
@@ -151,6 +153,8 @@ class WrappedModel:
         self.mixes_lengths = not self._is_exact or attention == "sdpa"
         """Whether rows of different lengths may stand side by side."""
         self._parts: list[Part] = []
+        self._together: Together | None = None
+        """Serves the layers of all rows of the pass in progress at once, where that goes."""
         self.recorder: Recorder | None = None
         """Records the routing of every pass, where it is set (`trace=DIR`)."""
         self._scanning = False
@@ -342,6 +346,12 @@ class WrappedModel:
             if self.recorder is not None:
                 assert part.positions is not None
                 part.row.noted.append(NotedPass(self._phase, part.positions, []))
+        self._together = None
+        is_token = self._phase == DECODE and self._num_tokens == len(self._parts)
+        if is_token and self.recorder is None and not self._waits:
+            engines: list[Any] = [part.row.engine for part in self._parts]
+            if can_serve(engines):
+                self._together = Together(engines)
 
     def _valid_tokens(self, input_ids: Tensor, mask: Tensor | None, phase: str) -> BoolArray | None:
         """Mark the tokens of a batch that a request is waiting for: padding needs no experts."""
@@ -386,6 +396,8 @@ class WrappedModel:
     def _end_rows(self, calls: Sequence[RouterCall]) -> None:
         """End a pass whose rows are served apart; keep what is not served yet."""
         if not self._waits:
+            if self._together is not None:
+                self._together.end()
             for part in self._parts:
                 assert part.row.engine is not None
                 part.row.engine.end_pass()
@@ -458,6 +470,11 @@ class WrappedModel:
 
     def _run_rows(self, layer: int, output: Any, host: HostCall) -> Any:
         """Let each row's engine serve its part of a layer; return the output if they change it."""
+        if self._together is not None:
+            weights, logits = host.weights, UNSEEN_SCORES if host.logits is None else host.logits
+            assert weights is not None, "a lossy policy without weights"
+            chosen = host.experts, weights, logits, host.predicted
+            return self._changed_rows(layer, output, self._together.run(layer, *chosen), host)
         choices: list[tuple[int, Selection | None]] = []
         for part in self._parts:
             event, engine = self._event_of_part(layer, host, part), part.row.engine
@@ -468,7 +485,11 @@ class WrappedModel:
             choices.append((event.num_tokens, plan.selection))
             if self._store.levels is not None:
                 self._store.levels[layer] = plan.levels
-        selection = Selection.join(host.experts, choices)
+        return self._changed_rows(layer, output, Selection.join(host.experts, choices), host)
+
+    def _changed_rows(
+        self, layer: int, output: Any, selection: Selection | None, host: HostCall
+    ) -> Any:
         if selection is None:
             return None
         rule, choice = self._rules[layer], self._layers[layer].gate.read(output)

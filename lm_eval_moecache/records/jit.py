@@ -89,6 +89,27 @@ def by_reference(values: Any) -> Any:
     return values
 
 
+def table_at(like: Table, address: int) -> Table:
+    """Return the array at an address, of the type and size of another. In machine code only."""
+    raise AssertionError("plain Python has its tables at hand")
+
+
+@cache
+def _table_at() -> Any:
+    """Return what `table_at` is in machine code."""
+    extending, arrays = import_module("numba.extending"), import_module("numba.np.arrayobj")
+
+    def place(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        table = arrays.make_array(signature.return_type)(context, builder, arguments[0])
+        table.data = builder.inttoptr(arguments[1], table.data.type)
+        return table._getvalue()
+
+    def like(context: Any, table: Any, address: Any) -> Any:
+        return table(table, address), place
+
+    return extending.intrinsic(like)
+
+
 @cache
 def _by_reference() -> Any:
     """Return what `by_reference` is in machine code."""
@@ -207,8 +228,9 @@ def compiled(modules: tuple[ModuleType, ...], entry: str) -> Callable[..., Any]:
         for function in functions
         if function.__name__ != entry
     }
-    if any("by_reference" in scope for scope in scopes.values()):
-        copies["by_reference"] = _by_reference()
+    for name, make in (("by_reference", _by_reference), ("table_at", _table_at)):
+        if any(name in scope for scope in scopes.values()):
+            copies[name] = make()
     for scope in scopes.values():
         scope.update({name: value for name, value in copies.items() if name in scope})
     function, kept_as = getattr(modules[-1], entry), _digest(*(m.__file__ for m in modules))

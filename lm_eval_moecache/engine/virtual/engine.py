@@ -136,7 +136,7 @@ class VirtualEngine(Engine):
         if prefetch.uses_predictor:
             assert prefetch.artifact is not None, "a predictor without its artifact"
             self._predictor = costs(prefetch.artifact)
-        self._attention_s = 0.0
+        self.attention_s = 0.0
         """Seconds of each layer's attention to the context, in the pass in progress."""
         if self.draft_stage is not None:
             self.draft_stage.plan(charged, setting.capacity.bytes_by_partition)
@@ -232,7 +232,7 @@ class VirtualEngine(Engine):
         setting = self.setting
         if positions is not None and setting.emulate is not None:
             seconds = attention_s(setting.emulate, setting.hardware, record.phase, positions)
-            self._attention_s = seconds
+            self.attention_s = seconds
 
     def _predict_pass(self, event: Event) -> None:
         # A third-party prefetcher without an artifact has no known cost.
@@ -244,7 +244,7 @@ class VirtualEngine(Engine):
         core.wait_until(self.state, ready_s)
 
     def enter(self, layer: int, num_tokens: int) -> None:
-        self._dense_s = self.costs.dense_s(layer, num_tokens) + self._attention_s
+        self._dense_s = self.costs.dense_s(layer, num_tokens) + self.attention_s
         self._entered, self._num_tokens = core.ENTER, num_tokens
 
     def _enter(self, layer: int) -> None:
@@ -376,8 +376,8 @@ class VirtualEngine(Engine):
                 self._seconds_of[kind] = self.seconds(*kind)
             seconds.append(self._seconds_of[kind])
         dense_s, predict_s = seconds[0] if num_passes == 1 else np.concatenate(seconds, axis=1)
-        if self._attention_s:
-            dense_s = dense_s + self._attention_s
+        if self.attention_s:
+            dense_s = dense_s + self.attention_s
         rows = self._rows if num_passes == 1 else np.arange(num_passes * num_layers + 1)
         proposed = self._proposed_in(token_passes, first)
         return core.PassBatch(

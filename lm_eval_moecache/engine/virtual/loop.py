@@ -47,7 +47,9 @@ _KINDS = (
 """What the tables hold, in the order of `core.State`."""
 NOTHING, NO_WEIGHTS = np.zeros(0, np.int64), np.zeros(0, np.float64)
 NOTHING_PROPOSED = NOTHING, np.zeros(1, np.int64)
-COUNTS = dtype_of(core.PassCounts).names
+NO_ROWS = np.zeros((0, 0), np.int64), NOTHING, NOTHING, np.zeros((0, 0), np.uint8)
+COUNTS_TYPE = dtype_of(core.PassCounts)
+COUNTS = COUNTS_TYPE.names
 MODULES = features, core
 _MESSAGES = 4096
 """To evictions with a state of their own, before they have to be read."""
@@ -63,12 +65,16 @@ class Loop:
         self.is_compiled = False
         self._can_compile = True
         prefetches = engine.rules.prefetch.is_active
-        self._work_per_pass = engine.geometry.num_layers * (2 if prefetches else 1)
+        # Rules act between the steps of an event, which then takes plain Python twice as long.
+        weight = (2 if prefetches else 1) * (2 if engine.rules.is_lossy else 1)
+        self._work_per_pass = engine.geometry.num_layers * weight
         self._step: Callable[..., int] = core.step
         self._rank: Any = engine.rank
         self._asks = engine.rank is None
         """Whether machine code asks evictions for victims, as they keep a state of their own."""
-        self._counts: Any = [engine.record]
+        self.counts: Any = [engine.record]
+        self.addresses: Sequence[int] = ()
+        """Where the tables and counts of machine code are, which stay there."""
 
     def expect(self, num_passes: int, done: int = 0) -> None:
         """Switch to machine code if that pays for the passes done and those known to come."""
@@ -90,7 +96,7 @@ class Loop:
             self._engine.state = core.State(*[*objects, (), self._engine.outside])
             self._step, self._rank = core.step, self._engine.rank
         self._can_compile = self.is_compiled = False
-        self._counts = [self._engine.record]
+        self.counts = [self._engine.record]
 
     def _compile(self) -> None:
         engine = self._engine
@@ -106,7 +112,8 @@ class Loop:
         ask = callback(engine.outside.answer if self._asks else min, 4)
         engine.state = core.State(*[*tables, messages, ask])
         self._step, self._rank, self.is_compiled = compiled(MODULES, "step"), rank, True
-        self._counts = np.zeros(1, dtype_of(core.PassCounts))
+        self.counts = np.zeros(1, COUNTS_TYPE)
+        self.addresses = [table.ctypes.data for table in (*tables, self.counts)]
 
     def batch(
         self, num_tokens: int = 0, dense_s: float = 0.0, warm: Sequence[int] = ()
@@ -130,14 +137,14 @@ class Loop:
     def begin(self, record: PassRecord) -> None:
         """Count for this record from now on."""
         if self.is_compiled:
-            self._counts[:] = 0
+            self.counts[:] = 0
         else:
-            self._counts = [record]
+            self.counts = [record]
 
     def end(self, record: PassRecord) -> None:
         """Add what was counted to the record."""
         if self.is_compiled:
-            [values] = self._counts.tolist()
+            [values] = self.counts.tolist()
             for name, value in zip(COUNTED, values, strict=False):
                 if value:
                     setattr(record, name, getattr(record, name) + value)
@@ -158,24 +165,31 @@ class Loop:
         state, count = self._engine.state, len(demands)
         if not self.is_compiled:
             return core.act(
-                *(state, self._rank, batch, self._counts, what, number, layer),
-                *(keys, levels, count),
+                *(state, self._rank, batch, 0, self.counts, what, number, layer),
+                *(keys, levels, 0, count, ()),
             )
         arrays = NOTHING, NOTHING
         if count:
             arrays = np.array(keys, np.int64), np.array(levels, np.int64)
-        call = what, number, layer, *arrays, count
-        absent = self._step(*state, self._rank, batch, self._counts, *call)
+        call = what, number, layer, *arrays, count, *NO_ROWS
+        absent = self._step(*state, self._rank, batch, self.counts, *call)
         if self._asks:
             self._engine.outside.end_machine_code()
         return absent
+
+    def step_rows(
+        self, batch: core.PassBatch, what: int, layer: int, demands: Array, rows: Sequence[Array]
+    ) -> None:
+        """Do a step of an event of each of several engines alike (see `core.step`)."""
+        call = what, 0, layer, demands, np.zeros(len(demands), np.int64), 0, *rows
+        self._step(*self._engine.state, self._rank, batch, self.counts, *call)
 
     def serve_passes(self, batch: core.PassBatch) -> Array:
         """Serve a batch of passes; return their counts, as records of `core.PassCounts`."""
         num_passes = batch.num_passes
         if self.is_compiled:
-            counts: Any = np.zeros(num_passes, dtype_of(core.PassCounts))
-            call = core.PASSES, 0, 0, NOTHING, NOTHING, 0
+            counts: Any = np.zeros(num_passes, COUNTS_TYPE)
+            call = core.PASSES, 0, 0, NOTHING, NOTHING, 0, *NO_ROWS
             self._step(*self._engine.state, self._rank, self.as_arrays(batch), counts, *call)
             if self._asks:
                 self._engine.outside.end_machine_code()

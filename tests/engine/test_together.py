@@ -1,0 +1,211 @@
+"""Rows served together get, to the last digit, what each gets of its engine alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lm_eval_moecache.algorithms.miss.base import MissOverRows
+from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
+from lm_eval_moecache.algorithms.routing.base import RoutingOverRows
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.virtual import loop
+from lm_eval_moecache.engine.virtual.engine import VirtualEngine
+from lm_eval_moecache.engine.virtual.loop import MODULES
+from lm_eval_moecache.engine.virtual.together import Together, can_serve
+from lm_eval_moecache.records.event import DECODE, Event
+from lm_eval_moecache.records.jit import Upgrade, column, has_numba
+from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.testing.streams import (
+    equip,
+    make_event,
+    make_geometry,
+    make_hardware,
+    policy_of,
+)
+
+GEOMETRY = make_geometry(num_layers=3, num_experts=12, top_k=4)
+ROWS, STEPS = 5, 6
+MISSES = [
+    name
+    for name in algorithm_names("miss")
+    if issubclass(find_algorithm("miss", name), MissOverRows)
+]
+ROUTINGS = [
+    name
+    for name in algorithm_names("routing")
+    if issubclass(find_algorithm("routing", name), RoutingOverRows)
+]
+CASES: list[dict[str, Any]] = [
+    *({"routing": name} for name in ROUTINGS),
+    *({"miss": name} for name in MISSES),
+    *(
+        {"routing": routing, "miss": miss, "prefetch": prefetch, "eviction": eviction}
+        for (routing, miss), prefetch, eviction in zip(
+            product(("standard", "cache_prior", "pruning"), MISSES),
+            ("next_gate", "score", "none") * 7,
+            ("score", "lru") * 11,
+            strict=False,
+        )
+    ),
+    {"routing": "cache_prior", "routing.delta": "token"},
+    {"routing": "cache_prior", "routing.delta": "mean"},
+    {"routing": "cache_prior", "routing.logit_range": 2.5},
+    {"miss": "drop_cold", "miss.renormalize": False, "routing": "drop_rank"},
+    {"miss": "drop", "miss.h": 0, "miss.renormalize": True},
+    {"miss": "buddy", "miss.reuse": 0.7, "miss.eta": 1.0, "miss.tau": 0.0},
+    {"miss": "buddy", "miss.beta": 0.5, "miss.fallback": "drop", "miss.weight": "own"},
+    {"miss": "buddy", "miss.late": "await", "miss.rho": 1, "prefetch": "next_gate"},
+    {"miss": "buddy", "miss.order": "lightest", "prefetch": "next_gate", "prefetch.depth": 2},
+    {"miss": "substitute_random", "miss.late": "await", "prefetch": "score"},
+    {"miss": "substitute_score", "miss.fallback": "drop", "miss.scale": "relative"},
+    {"miss": "substitute_cached", "miss.tau": 0.9, "miss.weight": "missing"},
+]
+
+
+def engines_of(case: Mapping[str, Any]) -> list[VirtualEngine]:
+    policy = equip(policy_of(case), GEOMETRY)
+    setting = Setting(
+        policy=policy,
+        capacity=parse_capacity("40%", GEOMETRY),
+        hardware=make_hardware(),
+        seed=3,
+    )
+    return [VirtualEngine(GEOMETRY, setting) for _ in range(ROWS)]
+
+
+def step_of(step: int, layer: int, depth: int) -> Event:
+    """Return an event with a token of each row, with ties between its logits."""
+    rng = np.random.default_rng((step, layer))
+    rows = np.arange(ROWS)[:, None]
+    logits = (np.sin(np.arange(12) * (1 + rows)) * 2 + rng.normal(size=(ROWS, 12))).round(1)
+    ahead = range(layer + 1, min(layer + depth, 2) + 1)
+    predicted = {at: rng.normal(size=(ROWS, 12)).round(1).astype(np.float32) for at in ahead}
+    return make_event(GEOMETRY, step, layer, logits, DECODE, predicted)
+
+
+def own_event(event: Event, row: int) -> Event:
+    """Return a row's part of an event, as a model's hook makes it."""
+    own = slice(row, row + 1)
+    return Event(
+        *(event.pass_index, event.layer, DECODE, 1),
+        (event.experts[row] + event.layer * GEOMETRY.num_experts).tolist(),
+        *(event.experts[own], event.weights[own], event.logits[own]),
+        {at: values[own] for at, values in event.predicted.items()},
+    )
+
+
+def executed(selection: Selection | None, event: Event) -> list[Any]:
+    """What a token's selection computes: experts, what weighs them, and what is left out."""
+    if selection is None:
+        selection = Selection(event.experts)
+    kept = np.ones(event.experts.shape, bool) if selection.keep is None else selection.keep
+    source = selection.experts if selection.weigh_as is None else selection.weigh_as
+    return [np.where(kept, x, -1).tolist() for x in (selection.experts, source)]
+
+
+def figures(engine: VirtualEngine) -> list[Any]:
+    engine.check_integrity()
+    pools = [(pool.resident, pool.arriving, pool.loads, pool.evictions) for pool in engine.pools]
+    names = "unused", "predicted", "since", "due"
+    return [
+        [asdict(record) for record in engine.ledger.passes],
+        (engine.clock.now, engine.link.busy_s, engine.link.bytes_moved),
+        pools,
+        [column(engine.state.slots, name).tolist() for name in names],
+        [
+            rule.state.tolist()
+            for rule in (engine.rules.routing, engine.rules.miss)
+            if hasattr(rule, "state")
+        ],
+    ]
+
+
+def compare(case: Mapping[str, Any]) -> int:
+    """Serve the same steps both ways; return how many selections were changed."""
+    alone, rows = engines_of(case), engines_of(case)
+    changed = 0
+    for step in range(STEPS):
+        # Some rows end earlier than others.
+        live = [row for row in range(ROWS) if row != 1 or step < 4]
+        for engine in [*(alone[row] for row in live), *(rows[row] for row in live)]:
+            engine.begin_pass(DECODE, 1)
+        served = [rows[row] for row in live]
+        assert can_serve(served)
+        together = Together(served)
+        for layer in range(GEOMETRY.num_layers):
+            event = step_of(step, layer, alone[0].depth)
+            plans = []
+            for row in live:
+                alone[row].enter(layer, 1)
+                plans.append(alone[row].run(own_event(event, row)))
+            predicted = {at: values[live] for at, values in event.predicted.items()}
+            given = event.experts[live], event.weights[live], event.logits[live], predicted
+            selection = together.run(layer, *given)
+            whole = executed(selection, event._replace(experts=given[0]))
+            for place, (row, plan) in enumerate(zip(live, plans, strict=True)):
+                expected = executed(plan.selection, own_event(event, row))
+                assert [part[place : place + 1] for part in whole] == expected
+                changed += plan.selection is not None
+        together.end()
+        for engine in [*(alone[row] for row in live), *served]:
+            engine.end_pass()
+    assert list(map(figures, rows)) == list(map(figures, alone))
+    return changed
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_rows_get_what_each_gets_alone(case: dict[str, Any]) -> None:
+    assert compare(case)
+
+
+@pytest.fixture
+def machine_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    numba = pytest.importorskip("numba")
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", False)
+    monkeypatch.setattr(loop, "UPGRADE", Upgrade(MODULES, "step", load=0, make=0))
+    has_numba.cache_clear()
+    yield
+    has_numba.cache_clear()
+
+
+def test_machine_code_goes_through_the_rows_as_plain_python_does(machine_code: None) -> None:
+    for case in CASES[::3]:
+        assert compare(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"routing": "pre_gated"},
+        {"miss": "expert_budget"},
+        {"miss": "drop", "eviction": "arc"},
+        {"miss": "drop", "prefetch": "history"},
+        {"miss": "my_rules.Mine"},
+        {"miss": "my_rules.Other"},
+    ],
+    ids=str,
+)
+def test_what_decides_otherwise_is_served_row_by_row(
+    case: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_rules.py").write_text(
+        "from lm_eval_moecache import Miss\n"
+        "from lm_eval_moecache.algorithms.miss.drop import Drop\n"
+        "class Mine(Miss):\n"
+        "    source = 'a test'\n"
+        "    def resolve(self, event, absent, resident):\n"
+        "        return None\n"
+        "class Other(Drop):\n"
+        "    def resolve(self, event, absent, resident):\n"
+        "        return None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not can_serve(engines_of(case))
