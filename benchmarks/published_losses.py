@@ -1,8 +1,8 @@
-"""Remakes results/published_losses: the forecasts of every row without its model, and the plot.
+"""Remakes results/published_losses: the forecasts of every row without its model, and the plots.
 
 Usage: python benchmarks/published_losses.py
 
-Reads rows.csv, and writes table.md, the plot, and here.csv: what the shipped model and the carved
+Reads rows.csv, and writes table.md, the plots, and here.csv: what the shipped model and the carved
 one lose under each rule here, from the pairs of `benchmarks/lost_points.py`.
 """
 
@@ -28,7 +28,7 @@ from lm_eval_moecache.planning.losses import (
     rules_of,
 )
 from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.report.plots import plot_losses
+from lm_eval_moecache.report.plots import plot_losses, plot_rules
 
 FOLDER = RESULTS / "published_losses"
 GENERATED = {"tiny_gsm8k", "tiny_bbh"}
@@ -83,6 +83,23 @@ def picture(rows: Iterable[Loss], ours: Iterable[Mapping[str, Any]]) -> list[dic
     return sorted(points, key=lambda point: point["panel"], reverse=True)
 
 
+def by_rule(rows: Iterable[Loss], ours: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the points to plot by rule and kind of task, published ones and our own."""
+    points = [
+        {"panel": f"{row.rule}, {row.kind}", "family": row.family, "y": row.points}
+        for row in rows
+        if row.is_share
+    ]
+    return points + [
+        {
+            "panel": f"{row['class']}, {row['kind']}",
+            "family": f"{row['model']} (ours)",
+            "y": row["points"],
+        }
+        for row in ours
+    ]
+
+
 def as_csv(rows: list[dict[str, Any]]) -> str:
     file = io.StringIO()
     writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -99,6 +116,7 @@ def main() -> None:
     write_whole(FOLDER / "table.md", f"# Forecasts of published losses\n\n{text}")
     (FOLDER / "plots").mkdir(exist_ok=True)
     plot_losses(picture(rows, ours), FOLDER / "plots/lost.svg")
+    plot_rules(by_rule(rows, ours), FOLDER / "plots/by_rule.svg")
     print(text, end="")
 
 

@@ -82,11 +82,18 @@ def _lines(told: Mapping[str, Any]) -> list[str]:
                 *(_points(median(points)), f"{task}, cache {capacity}, {fewest} documents or more"),
             ]
         )
-    worth = (
-        "A range and no number: on models left out the range holds eight rows in ten, and the "
-        "median errs by 5 points, as much as the task and the text of calibration decide. "
-        f"The sources' own noise is {told['noise_points']:g} points (rms). Measure yours: "
-        "`moecache eval`. Sources and settings: --json; results/published_losses."
+    worth = "A range and no number. "
+    if judged := told["judged"]:
+        worth += (
+            f"Of {judged['rows']} such rows, each forecast without its model, the range holds "
+            f"{100 * judged['covered']:.0f}%; the median errs by {judged['median_error']:.1f} "
+            f"points, 'no loss' by {judged['no_loss_error']:.1f}. "
+        )
+    elif forecast is not None:
+        worth += "It was never tested on a fourth model. "
+    worth += (
+        f"Equal settings of one source differ by {told['noise_points']:g} points (rms). Measure "
+        "yours: `moecache eval`. Sources and settings: --json; results/published_losses."
     )
     return [*wrapped(head), "", *aligned(cells, "<>><<"), "", *wrapped(worth), ""]
 

@@ -379,6 +379,12 @@ def _logit(
     return {"covered": mean(covered), "median_width": median(widths)}
 
 
+@cache
+def judged() -> Mapping[str, Any]:
+    """Return how far off the forecasts of the shipped rows are."""
+    return judge(shipped())
+
+
 # --- what is asked of one model ---
 
 
@@ -469,6 +475,9 @@ def _of_rule(
         "amount": asked,
         "score": before,
         "forecast": None,
+        "judged": next(
+            (row for row in judged()["rules"] if (row["rule"], row["kind"]) == (rule, kind)), None
+        ),
         "nearest": nearest[:3],
         "here": _own(rule, lossy, kind),
         "noise_points": NOISE,

@@ -527,3 +527,24 @@ def plot_losses(points: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.set_visible(False)
     figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside right upper")
     save(figure, path)
+
+
+def plot_rules(points: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Plot points lost, `y`, a strip per `panel` and a look per `family`, ours in black on top."""
+    panels = sorted({point["panel"] for point in points}, reverse=True)
+    families = list(dict.fromkeys(point["family"] for point in points))
+    figure, (axes,) = new_figure()
+    figure.set_size_inches(8, 1.2 + 0.3 * len(panels))
+    axes.axvline(0, color="black", linewidth=0.8)
+    for index, family in enumerate(families):
+        shown = [point for point in points if point["family"] == family]
+        ours = "(ours)" in family
+        style = {**look(index), "linestyle": "none", "alpha": 0.9 if ours else 0.5}
+        if ours:
+            style |= {"color": "black", "markersize": 4}
+        # Ours lie below a strip's published ones.
+        heights = [panels.index(point["panel"]) - 0.2 * ours for point in shown]
+        axes.plot([point["y"] for point in shown], heights, **style, label=family)
+    axes.set(xlabel="points lost", yticks=range(len(panels)), yticklabels=panels)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
+    save(figure, path)

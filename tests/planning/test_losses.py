@@ -221,6 +221,7 @@ def test_what_cache_aware_routing_costs_with_half_of_the_experts_in_memory() -> 
     forecast = report["forecast"]
     assert forecast["least"] < forecast["points"] < forecast["most"]
     assert forecast["rows"] == 68 and forecast["models"] == 10
+    assert report["judged"]["rows"] == 68 and 0.74 < report["judged"]["covered"] < 0.9
     first, second = report["nearest"][:2]
     # As many experts, and twice as many; both with an LRU cache of half of them.
     assert (first["model"], first["octaves"]) == ("Gemma-4-26B-A4B", 0)
@@ -236,8 +237,15 @@ def test_what_cache_aware_routing_costs_with_half_of_the_experts_in_memory() -> 
 
 def test_a_rule_of_one_model_has_rows_and_no_forecast() -> None:
     (report,) = published(QWEN, "buddymoe", resident=0.5)
-    assert report["forecast"] is None
+    assert report["forecast"] is None and report["judged"] is None
+    assert "No forecast: it was published on DeepSeek-V2-Lite" in " ".join(lines([report]))
     assert [each["model"] for each in report["nearest"]] == ["DeepSeek-V2-Lite"]
+
+
+def test_a_rule_of_three_models_is_forecast_and_said_to_be_untested() -> None:
+    (report,) = published(QWEN, "commit", task="gsm8k")
+    assert report["forecast"]["models"] == 3 and report["judged"] is None
+    assert "never tested on a fourth model" in " ".join(lines([report]))
 
 
 def test_removed_experts_are_asked_for_by_share_and_of_the_model_itself_first() -> None:
