@@ -369,6 +369,8 @@ def _answer(report: dict[str, Any], width: int, *, is_whole: bool) -> list[str]:
     if report["measured"]:
         lines += wrap(f"Scaled to {report['measured']}.")
     table = [["runtime", "placement", "tok/s", "80% of rows", "first token"]]
+    # The drive stands beside placements only where some need none: else the answer says so.
+    drives = {row["needs_drive"] for row in report["runtimes"] if not row["why"]}
     whys: dict[str, list[str]] = {}
     flags: dict[str, list[str]] = {}
     for row in report["runtimes"]:
@@ -377,7 +379,9 @@ def _answer(report: dict[str, Any], width: int, *, is_whole: bool) -> list[str]:
             continue
         if row["flags"] and row["flags"] not in report["first"]:
             flags.setdefault(row["flags"], []).append(row["runtime"])
-        placement = row["placement"] + (" + drive" if row["needs_drive"] else "")
+        placement = row["placement"] + (
+            " + drive" if row["needs_drive"] and len(drives) > 1 else ""
+        )
         speed = f"{two_digits(row['low'])} to {two_digits(row['high'])}"
         ttft = "not modelled"
         if row["ttft_s"] is not None:

@@ -97,6 +97,16 @@ def test_plan_prints_what_to_run_first(moecache: Moecache) -> None:
     assert "ram='many'" in moecache("plan", *words[:3], "--ram", "many", code=2)
 
 
+@pytest.mark.parametrize("model", ["GLM-5", "Kimi-K2", "Mixtral-8x7B", "gpt-oss-120b"])
+def test_the_answer_is_fifteen_lines_that_fit_a_terminal(
+    model: str, moecache: Moecache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for card in ("rtx-3060", "none"):
+        lines = moecache("plan", model, "--hardware", card, "--ram", "128GB").splitlines()
+        assert len(lines) <= 15 and max(map(len, lines)) <= 80, lines
+
+
 def test_weights_that_do_not_fit_as_published_are_planned_in_the_bits_that_people_run(
     moecache: Moecache,
 ) -> None:
