@@ -12,6 +12,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval_moecache.algorithms.policy import check_cache_form, load_policy, policy_names
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.store import implementation_of
 from lm_eval_moecache.records.sizes import is_per_layer
 from lm_eval_moecache.tiny import MODEL_DIR
@@ -70,6 +71,17 @@ def test_logits_are_identical_under_every_lossless_composition_and_capacity(
         assert sum(p.misses for p in passes) > 0
         assert [p.num_tokens for p in passes] == [17, 27 - 4, 3, 3, 3]
         assert traces_left_on(model) == state
+
+
+def test_experts_of_older_transformers_are_found_and_answer_alike() -> None:
+    """Releases before 5.23 give experts neither a post norm nor a flag of expert parallelism."""
+    model = random_model("olmoe")
+    expected = logits_of(model)
+    for layer in find_moe_layers(model):
+        for name in ("_is_expert_parallel", "has_post_expert_norm"):
+            vars(layer.experts).pop(name, None)
+    wrapped = WRAP["wall"](model, "on_demand", "25%")
+    assert_same(expected, logits_of(model, wrapped))
 
 
 @pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])

@@ -229,7 +229,7 @@ def _forward(
         _multiply(active_SH[start:stop], matrices.down[expert], part, size)
         if matrices.down_bias is not None:
             part.add_(matrices.down_bias[expert])
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):
         out_SD = module.post_expert_norm(out_SD)
     chosen_SD = torch.empty_like(out_SD)
     own = torch.from_numpy(own_T)

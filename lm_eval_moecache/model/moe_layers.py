@@ -45,7 +45,7 @@ def find_moe_layers(model: Any) -> list[MoELayer]:
     layers = []
     for path, module in modules.items():
         # Attributes that transformers' `use_experts_implementation` gives every experts module.
-        if not (hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")):
+        if not (hasattr(module, "has_gate") and hasattr(module, "is_transposed")):
             continue
         parent = path.rpartition(".")[0]
         routers = [modules[f"{parent}.{n}"] for n in _ROUTER_NAMES if f"{parent}.{n}" in modules]

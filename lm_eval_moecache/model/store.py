@@ -292,7 +292,7 @@ class GroupedCall:
         if self._out_SD is None:
             return torch.zeros_like(self._hidden_TD)
         out_SD, w_S = self._out_SD, self._w_TK.reshape(-1)
-        if self._module.has_post_expert_norm:
+        if getattr(self._module, "has_post_expert_norm", False):
             out_SD = self._module.post_expert_norm(out_SD)
         if self._places is None:
             w_S = w_S[self._order_S]

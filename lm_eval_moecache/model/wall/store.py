@@ -232,7 +232,7 @@ class WorkOnPool(Work):
             return self._done
         if self._on_host is not None:
             host_SD = copy_to_device(self._on_host.unweighted(), self._hidden_TD.device)
-            if self._module.has_post_expert_norm:
+            if getattr(self._module, "has_post_expert_norm", False):
                 host_SD = self._module.post_expert_norm(host_SD)  # type: ignore[operator]
             self._add(host_SD)
         if self._out_SD is None:
