@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
+from transformers import DynamicCache
 
 from lm_eval_moecache.algorithms.policy import check_cache_form, load_policy, policy_names
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.model.moe_layers import find_moe_layers
+from lm_eval_moecache.model.moe_layers import cache_of, find_moe_layers
 from lm_eval_moecache.model.store import implementation_of
+from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.sizes import is_per_layer
 from lm_eval_moecache.tiny import MODEL_DIR
 from tests.artifacts import predictor_of
@@ -82,6 +84,19 @@ def test_experts_of_older_transformers_are_found_and_answer_alike() -> None:
             vars(layer.experts).pop(name, None)
     wrapped = WRAP["wall"](model, "on_demand", "25%")
     assert_same(expected, logits_of(model, wrapped))
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_step_is_a_decode_step_by_either_name_of_the_cache(name: str) -> None:
+    """Transformers 5.24 hands it over as `cache`."""
+    past = DynamicCache()
+    past.update(torch.ones(1, 1, 5, 8), torch.ones(1, 1, 5, 8), 0)
+    assert cache_of({name: past}) is past
+    model = random_model("olmoe")
+    wrapped = wrap_virtual(model, "on_demand", "25%")
+    wrapped._begin_pass(model, (), {"input_ids": torch.ones(1, 1, dtype=torch.long), name: past})
+    assert wrapped._phase == DECODE
+    wrapped.unwrap()
 
 
 @pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])

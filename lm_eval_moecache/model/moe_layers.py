@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -70,6 +70,15 @@ def find_moe_layers(model: Any) -> list[MoELayer]:
             "Allowed: Mixture-of-Experts models; use `--model hf` for dense ones."
         )
     return layers
+
+
+def cache_of(kwargs: Mapping[str, Any]) -> Any:
+    """Return the cache of past keys and values that a model is called with, or None.
+
+    transformers 5.24 calls it `cache`.
+    """
+    past = kwargs.get("past_key_values")
+    return kwargs.get("cache") if past is None else past
 
 
 def describe(

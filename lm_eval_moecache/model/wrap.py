@@ -22,7 +22,7 @@ from lm_eval_moecache.engine.rows import Row, RowPass
 from lm_eval_moecache.engine.virtual.together import Together, can_serve
 from lm_eval_moecache.model.by_row import ByRow
 from lm_eval_moecache.model.device import copy_to_host
-from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
+from lm_eval_moecache.model.moe_layers import MoELayer, cache_of, router_digest
 from lm_eval_moecache.model.predictor.network import network_of, pass_predictor_of
 from lm_eval_moecache.model.store import (
     IMPLEMENTATION,
@@ -241,7 +241,7 @@ class WrappedModel:
             gate.input_ids = input_ids
         if self.is_paused:
             return
-        past, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        past, mask = cache_of(kwargs), kwargs.get("attention_mask")
         rows, length = input_ids.shape
         past_length = 0 if past is None else past.get_seq_length()
         if past_length == 0 or past_length + length <= self.prompt_length:

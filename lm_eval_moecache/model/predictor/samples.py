@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lm_eval_moecache.model.gate import Gate
-from lm_eval_moecache.model.moe_layers import MoELayer
+from lm_eval_moecache.model.moe_layers import MoELayer, cache_of
 from lm_eval_moecache.model.predictor.network import PredictorNetwork
 from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, softmax
 from lm_eval_moecache.records.files import write_whole
@@ -117,7 +117,7 @@ class RouterCapture(ExitStack):
             self.callback(layer.router.register_forward_hook(keep).remove)
 
     def _begin(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        past = kwargs.get("past_key_values")
+        past = cache_of(kwargs)
         self._decoding = past is not None and past.get_seq_length() > 0
         if self._decoding:
             self.prompts.append(self._prompt)
