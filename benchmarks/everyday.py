@@ -1,4 +1,4 @@
-"""Six questions that people ask, as `moecache plan` answers them, beside the nearest measured rows.
+"""Forty questions that people ask, as `plan` answers them, beside the nearest measured rows.
 
     python benchmarks/everyday.py > results/runtimes/questions.md
 
@@ -23,8 +23,9 @@ from lm_eval_moecache.planning.machines import Machine, known, machine
 from lm_eval_moecache.planning.models import load_real_model
 from lm_eval_moecache.planning.placement import stored_for
 from lm_eval_moecache.planning.published import Row, find_hardware, predict, read_rows
-from lm_eval_moecache.planning.runtimes import RESIDENT, load_runtime
+from lm_eval_moecache.planning.runtimes import PROCESSOR, RESIDENT, load_runtime
 from lm_eval_moecache.planning.table import advise, usual_precision
+from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.report.tables import padded
 
@@ -36,9 +37,46 @@ QUESTIONS = (
     "Qwen3-30B --hardware 'RTX 2080 Ti' --ram 32GB",
     "GLM-4.5-Air --hardware '2x RTX 3090'",
 )
+OTHERS = (
+    "gpt-oss-20b --hardware 'RTX 3060 Ti' --ram 32GB",
+    "gpt-oss-20b --hardware 'RTX 4060 Laptop' --ram 16GB",
+    "gpt-oss-20b --hardware 'RTX 4070'",
+    "gpt-oss-20b --hardware 'M4 Pro 24GB'",
+    "gpt-oss-20b --hardware none --ram 32GB",
+    "gpt-oss-120b --hardware 'RTX 3090' --ram 128GB",
+    "gpt-oss-120b --hardware 'RTX 5090' --ram 96GB --host_memory 2x6000",
+    "gpt-oss-120b --hardware '2x RTX 3090' --ram 64GB",
+    "gpt-oss-120b --hardware 'Strix Halo'",
+    "gpt-oss-120b --hardware 'DGX Spark'",
+    "gpt-oss-120b --hardware 'M4 Max 128GB'",
+    "gpt-oss-120b --hardware none --ram 128GB",
+    "Qwen3-30B --hardware 'RTX 4060 Ti 16GB' --ram 32GB",
+    "Qwen3-30B --hardware 'RX 7900 XTX'",
+    "Qwen3-30B --hardware 'Strix Halo'",
+    "Qwen3-30B --hardware none --ram 32GB --host_memory 2x3200",
+    "Qwen3.6-35B --hardware 'RTX 3060 12GB' --ram 32GB",
+    "Qwen3.6-35B --hardware 'RTX 4070' --ram 32GB",
+    "Qwen3.6-35B --hardware 'RTX 4090' --ram 64GB",
+    "Qwen3.6-35B --hardware 'M3 Max 48GB'",
+    "Qwen3.6-35B --hardware 'RX 9070 XT' --ram 32GB",
+    "Qwen3.6-35B --hardware none --ram 64GB",
+    "Qwen3-Next-80B --hardware 'RTX 4090' --ram 64GB",
+    "Qwen3-Next-80B --hardware 'DGX Spark'",
+    "GLM-4.5-Air --hardware 'RTX 4090' --ram 128GB",
+    "GLM-4.5-Air --hardware 'Strix Halo'",
+    "GLM-4.7-Flash --hardware 'RTX 3060 12GB' --ram 32GB",
+    "Gemma-4-26B-A4B --hardware 'RTX 4060 Ti 16GB' --ram 32GB",
+    "Qwen3-235B --hardware 'RTX 3090' --ram 128GB",
+    "Qwen3-235B --hardware 'M3 Ultra 512GB'",
+    "DeepSeek-V3 --hardware 'RTX 4090' --ram 512GB",
+    "DeepSeek-V3 --hardware 'M3 Ultra 512GB'",
+    "Kimi-K2 --hardware 'RTX PRO 6000' --ram 768GB",
+    "Mixtral-8x7B --hardware 'RTX 3090' --ram 64GB",
+)
+"""Of these the page has one line each."""
 ROWS = Path(__file__).resolve().parent.parent / "results" / "runtimes" / "rows.csv"
 SHOWN = 4
-HEAD = """# Six everyday questions
+HEAD = """# Forty everyday questions
 
 Written by `python benchmarks/everyday.py`: what `moecache plan` answers, and the rows of
 [rows.csv](rows.csv) nearest to each question, with their forecasts by the constants that
@@ -77,22 +115,31 @@ def distance(row: Row, model: RealModel, box: Machine) -> float:
 
 def nearest(question: str, rows: Sequence[Row]) -> list[Row]:
     """Return the rows nearest to a question, of the mechanism that `plan` advises first."""
+    return advised(question, rows)[1]
+
+
+def advised(question: str, rows: Sequence[Row]) -> tuple[str, list[Row]]:
+    """Return what `plan` says first, and the rows nearest to a question."""
     words = shlex.split(question)
     options = {key[2:]: value for key, value in zip(words[1::2], words[2::2], strict=True)}
-    hardware, cards = find_hardware(options["hardware"])
-    assert hardware is not None
+    asked, cards = find_hardware(options["hardware"])
+    hardware = asked or load_hardware("none")
     runtime, context = load_runtime("llama.cpp"), 4096
-    given = known(cards=cards, ram=options.get("ram"))
+    given = known(cards=cards, ram=options.get("ram"), host_memory=options.get("host_memory"))
     model = usual_precision(load_real_model(words[0]), hardware, given, context)
-    mechanism = advise(model, hardware, given, context, 512)["runtimes"][0]["mechanism"]
-    model, box = stored_for(runtime, model), machine(hardware, runtime, cards=cards)
+    advice = advise(model, hardware, given, context, 512)
+    first = advice["runtimes"][0]
+    mechanism = PROCESSOR if first["placement"] == "cpu" else first["mechanism"]
+    model, box = stored_for(runtime, model), machine(hardware, runtime, **given)
     # Few rows divide a model on one memory: beside them, those that lie whole in it.
-    mechanisms = {mechanism, RESIDENT} if hardware.is_unified else {mechanism}
-    chosen = [row for row in rows if row.decode and row.placed().mechanism in mechanisms]
+    is_unified = hardware.is_unified and not hardware.is_processor
+    mechanisms = {mechanism, RESIDENT} if is_unified else {mechanism}
+    chosen = [row for row in rows if row.decode and row.placed().group in mechanisms]
     chosen.sort(key=lambda row: distance(row, model, box))
     # One row of those that differ in a flag or a layer.
     alike = {(row.key, row.runtime.name, row.model.name): row for row in reversed(chosen)}
-    return sorted(alike.values(), key=lambda row: distance(row, model, box))[:SHOWN]
+    near = sorted(alike.values(), key=lambda row: distance(row, model, box))[:SHOWN]
+    return advice["first"], near
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -109,6 +156,17 @@ def table(rows: Sequence[Row]) -> str:
     return padded((*heads, "measured tok/s", "forecast"), lines)
 
 
+def lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Return the other questions with the first sentence of `plan`'s answers."""
+    found = []
+    for question in OTHERS:
+        first, near_rows = advised(question, rows)
+        row = near_rows[0]
+        near = ", ".join(row.fields[key] for key in ("runtime", "model", "precision", "hardware"))
+        found.append((question, first, near, f"{row.decode:.3g}"))
+    return found
+
+
 def main() -> None:
     rows, _ = read_rows(ROWS)
     print(HEAD)
@@ -116,6 +174,8 @@ def main() -> None:
         page = answer(question)
         print(f"\n## `moecache plan {question}`\n\n```text\n{page}\n```\n\nNearest rows:\n")
         print(table(nearest(question, rows)))
+    print("\n## Others\n\nWhat `plan` says first, and the nearest row.\n")
+    print(padded(("question", "answer", "nearest row", "measured tok/s"), lines(rows)))
 
 
 if __name__ == "__main__":

@@ -398,6 +398,8 @@ def _answer(report: dict[str, Any], width: int, *, is_whole: bool) -> list[str]:
             table.append([name, *cells])
     if len(table) > 1:
         lines += ["", *aligned(table, "<" * len(table[0]))]
+    for row in [row for row in report["runtimes"] if row["range"]][:1]:
+        lines += wrap(f"Range of {row['runtime']}: {row['range']}.")
     for why, names in whys.items():
         lines += wrap(f"- {', '.join(names)}: {why}.", subsequent_indent="  ")
     last = wrap(_memory_line(report["memory"]))

@@ -294,7 +294,10 @@ def speeds_text(result: Mapping[str, Any]) -> str:
     for row in result["left_out"]:
         text += f"left out: {row['runtime']} {row['model']} {row['hardware']}: {row['reason']}\n"
     groups = {
-        "decode": summary(row["factor"] for row in result["rows"]),
+        "decode": {
+            **summary(row["factor"] for row in result["rows"]),
+            "covered": result["covered"],
+        },
         **result["mechanisms"],
         "rule of thumb": result["rule_of_thumb"],
         "prefill": result["prefill"],
@@ -306,11 +309,13 @@ def speeds_text(result: Mapping[str, Any]) -> str:
             group.get("machines", ""),
             _factor(group["median_factor"]),
             *(f"{100 * share:.0f}%" for share in group["within"].values()),
+            "" if (share := group.get("covered")) is None else f"{100 * share:.0f}%",
         )
         for name, group in groups.items()
         if group["rows"]
     ]
-    titles = ("", "rows", "machines", "median factor", *(f"within {most:g}" for most in WITHIN))
+    within = [f"within {most:g}" for most in WITHIN]
+    titles = ("", "rows", "machines", "median factor", *within, "in range")
     return f"{text}\n{padded(titles, cells)}\n" if cells else text
 
 

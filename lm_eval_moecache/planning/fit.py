@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import yaml
 
+from lm_eval_moecache.planning.forecast import Work, costs
 from lm_eval_moecache.planning.placement import hit_rate
-from lm_eval_moecache.planning.published import Row, compare, predict, scale_by, summary
+from lm_eval_moecache.planning.published import GROUPS, Row, compare, predict, scale_by, summary
 from lm_eval_moecache.planning.runtimes import (
     CONSTANTS,
-    MECHANISMS,
+    DECODE,
     PREFILL,
     READ,
     Mechanisms,
@@ -29,10 +30,13 @@ from lm_eval_moecache.trace.trace import Trace
 from lm_eval_moecache.trace.use import touched
 
 START = {
-    **{"card_share": 0.5, "host_share": 0.5, "link_share": 0.9, "drive_share": 0.8},
-    **{"layer_us": 30.0, "host_layer_us": 100.0, "copy_layer_us": 150.0, "read_layer_us": 300.0},
-    **{"context_us": 0.2, "prefill_compute_share": 0.25, "prefill_link_share": 0.7},
-    **{"prefill_card_share": 0.3, "prefill_chunk_ms": 30.0},
+    **{"card_share": 0.7, "host_share": 0.5, "link_share": 0.9, "drive_share": 0.8},
+    **{"attention_share": 0.1, "cuda_layer_us": 45.0, "rocm_layer_us": 80.0},
+    **{"metal_layer_us": 120.0, "eager_layer_us": 300.0, "host_layer_us": 100.0},
+    **{"copy_layer_us": 150.0, "read_layer_us": 300.0, "card_state_us": 60.0},
+    **{"host_state_us": 700.0, "host_attention_us": 10000.0, "crossing_us": 2500.0},
+    **{"prefill_compute_share": 0.25, "prefill_link_share": 0.7, "prefill_card_share": 0.3},
+    **{"prefill_chunk_ms": 30.0},
 }
 """Where fits begin, and what they are held to where rows say little."""
 _HELD = 0.3
@@ -44,6 +48,7 @@ _POINTS = 32
 """Shares of a layer's experts at which a replay's hits are written down."""
 _LEAST_ROWS, _LEAST_MACHINES = 8, 3
 """A group of fewer has no spread of its own."""
+_COVERED = 0.8
 
 
 def begin_at(traces: Iterable[Path]) -> Mechanisms:
@@ -143,58 +148,76 @@ def fit(rows: Sequence[Row], begin: Mechanisms) -> Mechanisms:
     """
     curve = fit_curve(known_hits(rows, begin), begin)
     known = replace(begin, curve=curve)
-    constants = dict(begin.constants)
-    decode = [name for name in CONSTANTS if name not in PREFILL]
     placed = [row.placed(known) for row in rows]
     works = [
         (row, row.work(where))
         for row, where in zip(rows, placed, strict=True)
         if row.decode is not None and not row.runtime.is_ideal
     ]
-    constants |= _least_squares(
-        decode,
-        [(row, row.decode or 1.0) for row, _ in works],
-        lambda index, values: (
-            works[index][0].runtime.factor / sum(works[index][1].seconds(values).values())
-        ),
-        begin.constants,
-    )
+    constants = {**begin.constants, **_fit_decode(works)}
     prompts = [
         (row, work)
         for row, where in zip(rows, placed, strict=True)
         if (work := row.prompt_work(where, known)) is not None and row.prefill and row.prompt
     ]
-    constants |= _least_squares(
-        list(PREFILL),
-        [(row, row.prefill or 1.0) for row, _ in prompts],
-        lambda index, values: (prompts[index][0].prompt or 1) / prompts[index][1].seconds(values),
+    measured = np.log([row.prefill or 1.0 for row, _ in prompts])
+
+    def errors(point: Any) -> Any:
         # Reads of the drive are fitted on decoding.
-        {**begin.constants, **constants},
-    )
+        values = {**constants, **dict(zip(PREFILL, np.exp(point).tolist(), strict=True))}
+        found = [(row.prompt or 1) / work.seconds(values) for row, work in prompts]
+        return np.log(found) - measured
+
+    constants |= _least_squares(PREFILL, [row for row, _ in prompts], errors)
     return replace(known, constants=constants)
 
 
-def _least_squares(
-    names: Sequence[str],
-    measured: Sequence[tuple[Row, float]],
-    speed: Any,
-    begin: Mapping[str, float],
-) -> dict[str, float]:
-    from scipy.optimize import least_squares
+def _fit_decode(works: Sequence[tuple[Row, Work]]) -> dict[str, float]:
+    names = [name.removesuffix("_share").removesuffix("_us") for name in DECODE]
+    units = np.array([[getattr(work, name) for name in names] for _, work in works])
+    measured = np.log([(row.decode or 1.0) / row.runtime.factor for row, _ in works])
+    # A share's logarithm lowers the seconds, an overhead's raises them.
+    signs = np.array([-1 if name.endswith("_share") else 1 for name in DECODE])
 
-    if not measured:
-        return {name: begin[name] for name in names}
-    machines = Counter(row.key for row, _ in measured)
-    weights = np.array([machines[row.key] ** -0.25 for row, _ in measured])
-    logs = np.log([value for _, value in measured])
-    start = np.log([START[name] for name in names])
+    def parts(point: Any) -> Any:
+        cost = costs(dict(zip(DECODE, np.exp(point).tolist(), strict=True)))
+        return units.reshape(-1, len(names)) * [cost[name] for name in names]
 
     def errors(point: Any) -> Any:
-        values = {**begin, **dict(zip(names, np.exp(point).tolist(), strict=True))}
-        found = np.log([speed(index, values) for index in range(len(measured))])
-        return np.concatenate([weights * (found - logs), _HELD * (point - start)])
+        return -np.log(parts(point).sum(1)) - measured
 
-    point = least_squares(errors, start, loss="soft_l1", f_scale=_ROBUST).x
+    def slopes(point: Any) -> Any:
+        seconds = parts(point)
+        return -signs * seconds / seconds.sum(1, keepdims=True)
+
+    return _least_squares(DECODE, [row for row, _ in works], errors, slopes)
+
+
+def _least_squares(
+    names: Sequence[str], rows: Sequence[Row], errors: Any, slopes: Any = None
+) -> dict[str, float]:
+    """Return the constants at which `errors` of their logarithms are least."""
+    from scipy.optimize import least_squares
+
+    if not rows:
+        return {name: START[name] for name in names}
+    machines = Counter(row.key for row in rows)
+    weights = np.array([machines[row.key] ** -0.25 for row in rows])
+    start = np.log([START[name] for name in names])
+
+    def held(point: Any) -> Any:
+        return np.concatenate([weights * errors(point), _HELD * (point - start)])
+
+    def jacobian(point: Any) -> Any:
+        return np.concatenate([weights[:, None] * slopes(point), _HELD * np.eye(len(names))])
+
+    point = least_squares(
+        held,
+        start,
+        jac="2-point" if slopes is None else jacobian,
+        loss="soft_l1",
+        f_scale=_ROBUST,
+    ).x
     return {name: float(value) for name, value in zip(names, np.exp(point), strict=True)}
 
 
@@ -212,11 +235,12 @@ def fit_all(rows: Sequence[Row], begin: Mechanisms) -> tuple[Mechanisms, dict[st
             predicted[index] = predict(rows[index], others)
         points = known_hits([rows[index] for index in mine], others)
         misses += [math.exp(abs(_log_misses(*point, others))) for point in points]
-    known = replace(fit(rows, begin), spreads=spread_of(predicted))
+    groups = groups_of(predicted)
+    known = replace(fit(rows, begin), spreads=spreads_of(groups))
     for row in predicted:
-        found = known.spread(row["mechanism"], row["stated"])
-        row["low"] = row["predicted_tok_s"] * found.low
-        row["high"] = row["predicted_tok_s"] * found.high
+        name = known.group(row["group"], row["stated"])
+        reach = _reach(groups, name, without=row["key"])
+        row["low"], row["high"] = row["predicted_tok_s"] / reach, row["predicted_tok_s"] * reach
     result = compare(predicted, [])
     result["hit_rates"] = {
         "rows": len(misses),
@@ -226,48 +250,74 @@ def fit_all(rows: Sequence[Row], begin: Mechanisms) -> tuple[Mechanisms, dict[st
     return known, result
 
 
-def spread_of(predicted: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
-    """Return the spread of every group of rows that is large enough.
+Groups = Mapping[str, Sequence[tuple[str, float]]]
+"""Name of a group of rows -> each one's machine, and the factor between forecast and measured."""
 
-    `measured` is that of forecasts scaled by another row of the same machine, and `read, measured`
-    where the drive's rate is scaled; `prefill` that of prompts.
+
+def groups_of(predicted: Sequence[Mapping[str, Any]]) -> Groups:
+    """Return the groups of rows that are large enough.
+
+    `GROUP, measured` is that of forecasts scaled by another row of the same machine; `prefill` that
+    of prompts.
     """
     groups: dict[str, list[tuple[str, float]]] = defaultdict(list)
-    by_machine: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    by_machine: dict[tuple[str, bool], list[Mapping[str, Any]]] = defaultdict(list)
     for row in predicted:
         if row["prefill_factor"] is not None:
-            prefill = float(row["measured_prefill_tok_s"]) / row["predicted_prefill_tok_s"]
-            groups["prefill"].append((row["key"], prefill))
+            groups["prefill"].append((row["key"], row["prefill_factor"]))
         if row["factor"] is None:
             continue
-        ratio = row["measured_tok_s"] / row["predicted_tok_s"]
-        name = "read, measured" if row["mechanism"] == READ else "measured"
-        by_machine[name, row["key"]].append(row)
+        by_machine[row["key"], row["mechanism"] == READ].append(row)
         stated = "stated" if row["stated"] else "assumed"
-        for name in ("all", row["mechanism"], f"{row['mechanism']}, {stated}"):
-            groups[name].append((row["key"], ratio))
-    for (name, key), mine in by_machine.items():
-        pairs = [_scaled_ratio(one, other) for one, other in permutations(mine, 2)]
-        # A machine with many rows has many pairs: each machine weighs as its rows.
-        step = max(len(pairs) // max(len(mine), 1), 1)
-        groups[name] += [(key, ratio) for ratio in sorted(pairs)[step // 2 :: step]]
+        for name in ("all", stated, row["group"], f"{row['group']}, {stated}"):
+            groups[name].append((row["key"], row["factor"]))
+    for (key, _), mine in by_machine.items():
+        ratios = defaultdict(list)
+        for one, other in permutations(mine, 2):
+            ratios[one["group"]].append(_scaled_ratio(one, other))
+        for name, pairs in ratios.items():
+            # A row has a pair with every other of its machine: the middle ones, as many as rows.
+            step = len(mine) - 1
+            scaled = sorted(pairs)[step // 2 :: step]
+            groups[f"{name}, measured"] += [(key, max(ratio, 1 / ratio)) for ratio in scaled]
+    return {name: group for name, group in groups.items() if _is_whole(name, group)}
+
+
+def spreads_of(groups: Groups) -> dict[str, Spread]:
+    """Return the spread of each group."""
     spreads = {}
     for name, group in groups.items():
-        machines, ratios = {key for key, _ in group}, [ratio for _, ratio in group]
-        whole = name in ("all", *MECHANISMS)
-        if len(group) < _LEAST_ROWS or not (whole or len(machines) >= _LEAST_MACHINES):
-            continue
-        figures = summary(max(ratio, 1 / ratio) for ratio in ratios)
-        low, high = np.quantile(ratios, (0.1, 0.9))
+        figures = summary(factor for _, factor in group)
+        inside = [factor <= _reach(groups, name, without=key) for key, factor in group]
         spreads[name] = Spread(
             rows=len(group),
-            machines=len(machines),
+            machines=len({key for key, _ in group}),
             median_factor=round(figures["median_factor"], 3),
             within={most: round(share, 3) for most, share in figures["within"].items()},
-            low=round(min(float(low), 1.0), 3),
-            high=round(max(float(high), 1.0), 3),
+            reach=round(_reach(groups, name), 3),
+            coverage=round(sum(inside) / len(inside), 3),
         )
     return spreads
+
+
+def _is_whole(name: str, group: Sequence[tuple[str, float]]) -> bool:
+    is_large = len(group) >= _LEAST_ROWS
+    return is_large and (name in GROUPS or len({key for key, _ in group}) >= _LEAST_MACHINES)
+
+
+def _reach(groups: Groups, name: str, without: str | None = None) -> float:
+    """Return the factor within which `_COVERED` of another machine's rows are expected.
+
+    The conformal quantile: of n rows' factors the one at rank (n + 1) x `_COVERED`. Where inputs
+    were assumed, no less than the whole group's.
+    """
+    factors = sorted(factor for key, factor in groups[name] if key != without)
+    if not factors:
+        return math.inf
+    rank = math.ceil((len(factors) + 1) * _COVERED)
+    reach = factors[min(rank, len(factors)) - 1]
+    whole = name.removesuffix(", assumed")
+    return reach if whole == name else max(reach, _reach(groups, whole, without))
 
 
 def _scaled_ratio(row: Mapping[str, Any], other: Mapping[str, Any]) -> float:

@@ -3,8 +3,10 @@
     seconds a token = bytes read on the card / (share x its bandwidth)
                     + bytes the host reads / (share x its memory's)
                     + bytes that come over the link, or off the drive / (share x its rate)
-                    + layers x an overhead, by mechanism
-                    + an overhead a token of context
+                    + attention's FLOP / (share x the card's peak), or by the host
+                    + layers x an overhead, by how the card's kernels are launched, by mechanism
+                    + states of linear attention x an overhead a MB
+                    + cards after the first x an overhead
 
 The shares and overheads are constants of mechanisms (`runtimes/mechanisms.yaml`), fitted to
 published speeds. The sum is linear in `1 / share` and in the overheads: `Work` holds what they are
@@ -22,12 +24,15 @@ from lm_eval_moecache.planning.placement import Placed, touched_share
 from lm_eval_moecache.planning.runtimes import (
     BOTH,
     COPY,
+    CUDA,
     HOST,
     LAYER,
+    MICROSECONDS,
     READ,
     SHARES,
     Mechanisms,
     Runtime,
+    Spread,
     mechanisms,
 )
 from lm_eval_moecache.records.real_model import RealModel
@@ -36,52 +41,82 @@ FAULTS = 0.2
 """Share of the drive's rate that page faults of a mapped file reach (flash-moe's results.tsv)."""
 
 
+def costs(constants: Mapping[str, float]) -> dict[str, float]:
+    """Return seconds per unit of each part of `Work`, under these constants."""
+    shares = {name.removesuffix("_share"): 1 / constants[name] for name in SHARES}
+    return shares | {name.removesuffix("_us"): 1e-6 * constants[name] for name in MICROSECONDS}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """Seconds by what they wait for, were every share 1; layers and tokens that cost overheads."""
+    """Seconds by what they wait for, were every share 1, and numbers of what costs overheads."""
 
     card: float = 0.0
     host: float = 0.0
     link: float = 0.0
     drive: float = 0.0
-    layer: float = 0.0
+    attention: float = 0.0
+    cuda_layer: float = 0.0
+    rocm_layer: float = 0.0
+    metal_layer: float = 0.0
+    eager_layer: float = 0.0
     host_layer: float = 0.0
     copy_layer: float = 0.0
     read_layer: float = 0.0
-    context: float = 0.0
+    card_state: float = 0.0
+    """MB that linear attention reads and writes on a card, or on the host."""
+    host_state: float = 0.0
+    host_attention: float = 0.0
+    """GFLOP."""
+    crossing: float = 0.0
+    """Times that a token goes on to another card."""
 
     def seconds(self, constants: Mapping[str, float]) -> dict[str, float]:
         """Return the seconds of each part under these constants."""
-        shares = {name[: -len("_share")]: 1 / constants[name] for name in SHARES}
-        layers = ("layer", "host_layer", "copy_layer", "read_layer", "context")
-        shares |= {name: 1e-6 * constants[f"{name}_us"] for name in layers}
-        return {name: getattr(self, name) * cost for name, cost in shares.items()}
+        return {name: getattr(self, name) * cost for name, cost in costs(constants).items()}
 
 
 def token_work(
-    model: RealModel, machine: Machine, placed: Placed, context: int, top_k: int | None = None
+    model: RealModel,
+    machine: Machine,
+    runtime: Runtime,
+    placed: Placed,
+    context: int,
+    top_k: int | None = None,
 ) -> Work:
     """Return what one decoded token at this context length waits for."""
-    routed = model.num_layers * (top_k or model.top_k) * model.expert_bytes
-    dense = model.num_layers * model.layer_dense_bytes + model.kv_bytes(context)
-    layers = model.num_layers
+    is_alone = machine.card_bytes_per_s is None or placed.placement.kind == "cpu"
+    layers, whole = model.num_layers, 1.0 if is_alone else placed.whole
+    routed = layers * (top_k or model.top_k) * model.expert_bytes
+    dense = layers * model.layer_dense_bytes + model.kv_bytes(context) - model.state_bytes
+    flops, state = model.attention_flops(context), 1e-6 * model.state_bytes
     card_rate, host_rate = machine.together_bytes_per_s, machine.host_bytes_per_s
-    on_host = placed.on_host * routed
-    if card_rate is None or placed.placement.kind == "cpu":
+    on_host = (1.0 if is_alone else placed.on_host) * routed + whole * dense
+    if card_rate is None or is_alone:
         # A unified machine's processor reads the memory that its card reads.
         rate = host_rate or machine.card_bytes_per_s or DESKTOP_BYTES_PER_S
-        work = Work(host=(dense + routed) / rate, layer=layers, context=context)
+        work = Work(host=on_host / rate)
         host_layers: float = layers
     else:
         host_layers = layers if placed.mechanism == BOTH else layers * math.ceil(placed.on_host)
         if placed.placement.kind == "host_layers":
             host_layers = min(placed.placement.amount, layers)
+        elif placed.placement.kind == "gpu_layers":
+            host_layers = layers * whole
         work = Work(
             card=(dense + routed - on_host) / card_rate,
             host=on_host / (host_rate or card_rate),
-            layer=layers,
-            context=context,
+            **{f"{machine.launches or CUDA}_layer": layers * (1 - whole)},
+            eager_layer=layers * (1 - whole) if runtime.eager else 0.0,
         )
+        together = machine.cards if machine.is_split else 1
+        work = replace(
+            work,
+            attention=(1 - whole) * flops / (machine.peak_flops * together or math.inf),
+            card_state=(1 - whole) * state / together,
+            crossing=0.0 if machine.is_split else machine.cards - 1,
+        )
+    work = replace(work, host_attention=whole * 1e-9 * flops, host_state=whole * state)
     if placed.mechanism in (HOST, BOTH):
         return replace(work, host_layer=host_layers)
     if placed.mechanism == READ:
@@ -111,6 +146,8 @@ class Forecast:
     work: Work
     is_stated: bool
     """Whether all inputs that matter to the mechanism were given, not assumed."""
+    spread: Spread
+    """Where the range is from."""
 
 
 def forecast(
@@ -126,12 +163,12 @@ def forecast(
 ) -> Forecast:
     """Return the decode speed of a placed model, by the shipped constants or by `known`."""
     known = known or mechanisms()
-    work = token_work(model, machine, placed, context, top_k)
+    work = token_work(model, machine, runtime, placed, context, top_k)
     if runtime.is_ideal:
         speed = 1 / (work.card + work.host + work.link + work.drive)
     else:
         speed = runtime.factor / sum(work.seconds(known.constants).values())
-    spread = known.spread(placed.mechanism, is_stated)
+    spread = known.spread(placed.group, is_stated)
     return Forecast(
         tok_per_s=speed,
         low=speed * spread.low,
@@ -139,6 +176,7 @@ def forecast(
         placed=placed,
         work=work,
         is_stated=is_stated,
+        spread=spread,
     )
 
 
@@ -190,7 +228,8 @@ def prompt_work(
     if placed.on_host and (runtime.prefill == HOST or prompt < runtime.ships_from):
         return None
     if runtime.prefill == "token" and placed.mechanism == READ:
-        return PromptWork(chunks=prompt, token=token_work(model, machine, placed, prompt // 2))
+        token = token_work(model, machine, runtime, placed, prompt // 2)
+        return PromptWork(chunks=prompt, token=token)
     chunks = math.ceil(prompt / (chunk or runtime.chunk))
     touched = touched_share(model, prompt / chunks, known)
     every = model.all_expert_bytes

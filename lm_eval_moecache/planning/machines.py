@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lm_eval_moecache.planning.runtimes import Runtime
+from lm_eval_moecache.planning.runtimes import Runtime, launches
 from lm_eval_moecache.records.cards import release_year
 from lm_eval_moecache.records.hardware import LEAST_LINK, Hardware, load_hardware
 from lm_eval_moecache.records.numbers import unknown_name_error
@@ -20,6 +20,11 @@ _CHANNELS = re.compile(r"(?:(\d) ?x ?)?(\d+)[- ]?(?:x|ch\w*) ?(?:l?p?ddr\dx?-?)?
 DESKTOP_BYTES_PER_S = 89.6e9
 """Assumed of a host whose memory is not known: two channels of DDR5-5600."""
 DESKTOP_RAM = 64e9
+SERVER_BYTES_PER_S = 307.2e9
+"""Assumed of a host with more RAM than a desktop takes: eight channels of DDR5-4800."""
+MOST_DESKTOP_RAM = 2**38
+MEASURED_SHARE = 0.8
+"""Share of memory's nominal rate that triads and copies measure."""
 SYSTEM = 4.0e9
 """Bytes of RAM that the operating system and its programs take."""
 NVME_BYTES_PER_S = 5.6e9
@@ -44,6 +49,8 @@ class Machine:
     is_split: bool = False
     """Whether each layer lies on all cards (tensor parallel), not each card has its own layers."""
     peak_flops: float = 0.0
+    launches: str = ""
+    """How its kernels are launched (`runtimes.launches`); empty without a card."""
     host_bytes_per_s: float | None
     """None where the card shares the host's memory."""
     ram: float = DESKTOP_RAM
@@ -72,13 +79,15 @@ def machine(
     drive: float | None = None,
     ram: float | None = None,
     sockets: int = 1,
+    held: float = 0.0,
 ) -> Machine:
     """Return the machine of a hardware profile, with what is known of it.
 
     None and the profile `none` are a processor alone.
 
     `host`, `link` and `drive` are bytes/s that replace the profile's, `host` those of one of so
-    many `sockets`. On a device with unified memory `host` is that memory's rate.
+    many `sockets`. On a device with unified memory `host` is that memory's rate. `held` are bytes
+    that its RAM is known to hold: nobody's desktop holds more than `MOST_DESKTOP_RAM`.
     """
     if hardware is not None and hardware.is_processor:
         hardware = None
@@ -98,9 +107,12 @@ def machine(
         sockets = max(sockets, 1 if hardware is None else hardware.host_sockets)
         nominal = None if hardware is None else hardware.host_nominal_bytes_per_s
         host = nominal or DESKTOP_BYTES_PER_S
+        is_assumed = is_guess("host_memory_mt_per_s")
+        if is_assumed and max(held, ram or 0.0) > MOST_DESKTOP_RAM:
+            host, sockets = max(host, SERVER_BYTES_PER_S), 1
         if sockets > 1:
             host *= sockets * runtime.socket_share
-        if is_guess("host_memory_mt_per_s"):
+        if is_assumed:
             assumed.append(f"host memory {host / 1e9:.3g} GB/s")
     if drive is None:
         if hardware is not None:
@@ -128,6 +140,7 @@ def machine(
         cards=cards,
         is_split=runtime.splits == "tensor" and cards > 1 if is_split is None else is_split,
         peak_flops=0.0 if hardware is None else hardware.peak_flops,
+        launches="" if hardware is None else launches(hardware),
         host_bytes_per_s=host,
         ram=ram or 0.0,
         link_bytes_per_s=link,
@@ -221,10 +234,16 @@ def charged(hardware: Hardware, given: Mapping[str, Any]) -> Hardware:
 
 
 def rate(text: str, key: str) -> float | None:
-    """Read GB/s (`83`, `83GB/s`) or memory channels (`2x5600`, `8x DDR4-3200`) as bytes/s."""
+    """Read GB/s (`83`, `83GB/s`) or memory channels (`2x5600`, `8x DDR4-3200`) as bytes/s.
+
+    Of the host's memory `measured 186` is a measured rate: `MEASURED_SHARE` of the nominal one.
+    """
     body = text.strip().lower()
     if not body:
         return None
+    if key.startswith("host_memory") and (match := re.fullmatch(r"measured (.+)", body)):
+        measured = rate(match[1], key)
+        return measured and measured / MEASURED_SHARE
     for word, number in (("single", "1"), ("dual", "2"), ("quad", "4"), ("octa", "8")):
         body = body.replace(word, number)
     channels = _CHANNELS.fullmatch(body)

@@ -14,6 +14,7 @@ from lm_eval_moecache.planning.runtimes import (
     COPY,
     HOST,
     LAYER,
+    PROCESSOR,
     READ,
     RESIDENT,
     Mechanisms,
@@ -27,9 +28,12 @@ from lm_eval_moecache.records.sizes import parse_bytes
 BUFFERS = 1.0e9
 """Bytes a card that compute buffers, a context and the allocator take."""
 AUTO = "auto"
-KINDS = (RESIDENT, "host_layers", "resident_experts", "slots", "cache", AUTO, "cpu")
+KINDS = (RESIDENT, "host_layers", "gpu_layers", "resident_experts", "slots", "cache", AUTO, "cpu")
 _LEAST_CACHE = 2**30
-_FORMS = "resident, host_layers=N, host_layers=all, resident_experts=N, slots=N, cache=8GiB, auto"
+_FORMS = (
+    "resident, host_layers=N, host_layers=all, gpu_layers=N, resident_experts=N, slots=N, "
+    "cache=8GiB, auto"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,13 +66,16 @@ def read_placement(text: str, key: str = "placement") -> Placement:
     if body in ("host", "host all", "offload", "all", "cmoe", "cpu-moe", "exps=cpu", "ot exps=cpu"):
         return Placement(kind="host_layers", amount=math.inf)
     match = re.match(
-        r"(host_layers|n[-_]?cpu[-_]?moe|ncmoe|resident_experts|slots|cache)\s*=?\s*"
+        r"(host_layers|n[-_]?cpu[-_]?moe|ncmoe|gpu_layers|ngl|num_gpu|n[-_]gpu[-_]layers"
+        r"|resident_experts|slots|cache)\s*=?\s*"
         r"(all|[0-9.]+)\s*([kmgt]i?b)?(/layer)?",
         body,
     )
     if match is None or (match[3] and match[1] != "cache"):
         raise ValueError(f"{key}={text!r} is not a placement. Allowed: {_FORMS}.")
-    kind = "host_layers" if match[1].startswith("n") else match[1]
+    kind = match[1]
+    if kind.startswith("n"):
+        kind = "host_layers" if "moe" in kind else "gpu_layers"
     if kind == "cache":
         # llama.cpp counts caches in MiB; so small a number was meant in GB.
         least = 0 if match[3] else _LEAST_CACHE
@@ -85,6 +92,8 @@ class Placed:
     placement: Placement
     on_host: float = 0.0
     """Share of a token's experts that the host computes."""
+    whole: float = 0.0
+    """Share of the layers that the host computes whole, attention included."""
     moved: float = 0.0
     """Share of a token's experts that are copied or read; under `layer`, of all experts."""
     cached: float = 1.0
@@ -93,6 +102,11 @@ class Placed:
     """Hits that a cache was taken to have; None without a cache."""
     by_faults: bool = False
     """Whether misses are page faults of a mapped file."""
+
+    @property
+    def group(self) -> str:
+        """The rows whose errors its forecast is expected to have."""
+        return PROCESSOR if self.placement.kind == "cpu" else self.mechanism
 
 
 def stored_for(runtime: Runtime, model: RealModel) -> RealModel:
@@ -174,13 +188,23 @@ def place(
     layers, experts = model.num_layers, model.num_experts
     kind, amount = placement.kind, placement.amount
     if kind == "cpu" or (machine.card_bytes_per_s is None and runtime.absent != READ):
-        return Placed(mechanism=HOST, placement=Placement(kind="cpu"), on_host=1.0, cached=0.0)
+        cpu = Placement(kind="cpu")
+        return Placed(mechanism=HOST, placement=cpu, on_host=1.0, whole=1.0, cached=0.0)
     if kind == AUTO:
         placement = automatic(model, machine, runtime, context)
         kind, amount = placement.kind, placement.amount
     if kind == RESIDENT:
         return Placed(mechanism=RESIDENT, placement=placement)
     absent = runtime.absent
+    if kind == "gpu_layers":
+        share = 1 - min(amount / layers, 1.0)
+        return Placed(
+            mechanism=HOST if share else RESIDENT,
+            placement=placement,
+            on_host=share,
+            whole=share,
+            cached=1 - share,
+        )
     if kind in ("host_layers", "resident_experts"):
         share = amount / layers if kind == "host_layers" else 1 - min(amount / experts, 1.0)
         share = min(share, 1.0)
@@ -218,6 +242,11 @@ def automatic(model: RealModel, machine: Machine, runtime: Runtime, context: int
                 f"needs {every / 1e9:.1f} GB for them where {machine.name} has "
                 f"{max(left, 0) / 1e9:.1f}."
             )
+        case "host" if runtime.placement == "gpu_layers":
+            held = left + model.dense_bytes + model.kv_bytes(context)
+            whole = every + model.dense_bytes + model.kv_bytes(context)
+            amount = math.floor(model.num_layers * max(held, 0.0) / whole)
+            return Placement(kind="gpu_layers", amount=amount)
         case "host" if runtime.placement == "resident_experts":
             amount = math.floor(share * model.num_experts)
             return Placement(kind="resident_experts", amount=amount)

@@ -3,7 +3,8 @@
 Columns: runtime, model, precision, hardware, host_memory_GBps, link_GBps, disk_GBps, placement,
 context, prompt, prefill_tok_s, decode_tok_s, source, note; and `machine`, which tells machines of
 one kind apart. Names are read as people type them. An empty bandwidth is the profile's. Notes are
-read too: `hit 71%`, `top-k 4`, `-ub 2048`, `tensor parallel`, `assumed`, `left out: REASON`.
+read too: `hit 71%`, `top-k 4`, `-ub 2048`, `KV cache q8_0`, `tensor parallel`, `eager`, `assumed`,
+`left out: REASON`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from lm_eval_moecache.planning.runtimes import (
     COPY,
     HOST,
     LAYER,
+    PROCESSOR,
     READ,
     RESIDENT,
     Mechanisms,
@@ -43,7 +45,7 @@ from lm_eval_moecache.planning.runtimes import (
     load_runtime,
     mechanisms,
 )
-from lm_eval_moecache.planning.stored import GGUF_BITS, load_stored
+from lm_eval_moecache.planning.stored import CACHE_BITS, GGUF_BITS, load_stored
 from lm_eval_moecache.records.files import read_text
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.records.real_model import RealModel, Stored
@@ -54,6 +56,7 @@ COLUMNS = (
 )
 Found = TypeVar("Found")
 NEEDED = ("runtime", "model")
+GROUPS = (RESIDENT, HOST, PROCESSOR, BOTH, COPY, LAYER, READ)
 WITHIN = (1.25, 1.5, 1.6, 2.5)
 _SHORT = 256
 """Tokens of context assumed where a row does not say."""
@@ -73,6 +76,7 @@ _READS = {
     READ: "disk_GBps",
 }
 """Mechanism -> the column of the rate that matters most to it."""
+_KV = re.compile(r"\bkv cache (?:in )?(q[45]_[01]|q8_0|fp8)\b")
 _DRAFTED = re.compile(r"(?<!no )(?<!no-)(?<!without )\b(mtp|draft\w*|spec(ulative|[- ]dec)\w*)\b")
 
 
@@ -114,7 +118,7 @@ class Row:
 
     def work(self, placed: Placed) -> Work:
         """Return what a decoded token waits for."""
-        return token_work(self.model, self.machine, placed, self.context, self.top_k)
+        return token_work(self.model, self.machine, self.runtime, placed, self.context, self.top_k)
 
     def forecast(self, known: Mechanisms | None = None, placed: Placed | None = None) -> Forecast:
         """Return the forecast of the decode speed."""
@@ -185,17 +189,20 @@ def read_row(fields: Mapping[str, str], known: Mechanisms | None = None) -> Row:
     model = find_model(fields["model"], fields["precision"])
     if not re.search(r"\b(b?f16|fp16)\b", f"{said} {fields['precision']}".lower()):
         model = stored_for(runtime, model)
+    if match := _KV.search(said):
+        model = model.with_cache_bits(CACHE_BITS[match[1]])
+    if re.search(r"\beager\b", said):
+        runtime = replace(runtime, eager=True)
     hardware, cards = find_hardware(fields["hardware"])
     is_split = True if re.search(r"\btp\b|\btp[ =-]?\d|tensor[- ]parallel", said) else None
-    found = machine(
-        hardware,
-        runtime,
-        cards=cards,
-        is_split=is_split,
-        host=rate(fields["host_memory_GBps"], "host_memory_GBps"),
-        link=rate(fields["link_GBps"], "link_GBps"),
-        drive=rate(fields["disk_GBps"], "disk_GBps"),
-    )
+    given: dict[str, Any] = {
+        "cards": cards,
+        "is_split": is_split,
+        "host": rate(fields["host_memory_GBps"], "host_memory_GBps"),
+        "link": rate(fields["link_GBps"], "link_GBps"),
+        "drive": rate(fields["disk_GBps"], "disk_GBps"),
+    }
+    found = machine(hardware, runtime, **given)
     hit = re.search(r"(?<!no )\bhits?(?: rate)?(?: of)?[ =:~]*([\d.]+) ?%", said)
     missed = re.search(r"\bmiss(?:es)?(?: rate)?(?: of)?[ =:~]*([\d.]+) ?%", said)
     names = f"{said} {fields['model'].lower()}"
@@ -224,7 +231,11 @@ def read_row(fields: Mapping[str, str], known: Mechanisms | None = None) -> Row:
         decode=decode,
         prefill=prefill,
     )
-    row.placed(known)  # refuses what does not run
+    placed = row.placed(known)  # refuses what does not run
+    if found.assumed and placed.mechanism in (HOST, BOTH, COPY, LAYER):
+        # What nobody's desktop holds is in a server's memory.
+        held = (1 - placed.cached) * model.all_expert_bytes + placed.whole * model.dense_bytes
+        row = replace(row, machine=machine(hardware, runtime, **given, held=held))
     return row
 
 
@@ -272,7 +283,7 @@ def find_hardware(name: str) -> tuple[Hardware | None, int]:
         raise ValueError(f"hardware={name!r} has cards of several kinds")
     try:
         found = _first(_hardware, _readings(body))
-        return (None if found.is_processor else found), cards
+        return (None, 1) if found.is_processor else (found, cards)
     except ValueError:
         if not body or _NO_CARD.search(body.lower()):
             return None, 1
@@ -282,18 +293,17 @@ def find_hardware(name: str) -> tuple[Hardware | None, int]:
 def _hardware(text: str) -> Hardware:
     text = re.sub(r"(\b\d{4})d\b", r"\1", text, flags=re.IGNORECASE)  # the RTX 4090 D of China
     try:
-        # The constants are fitted to rows of machines with profiles.
-        return load_hardware(text, any_card=False)
+        return load_hardware(text)
     except ValueError as error:
         if more := re.fullmatch(r"(.+?) (\d+) ?gb", text, re.IGNORECASE):
             # A card with more memory soldered on.
-            card = load_hardware(more[1], any_card=False)
+            card = load_hardware(more[1])
             if not card.is_unified:
                 return replace(card, memory_bytes=float(more[2]) * 1e9)
         # A name that several sizes of memory share: the largest.
         for gigabytes in (512, 256, 192, 128, 96, 80, 64, 48, 40, 36, 32, 24, 16, 12, 8):
             try:
-                return load_hardware(f"{text} {gigabytes}GB", any_card=False)
+                return load_hardware(f"{text} {gigabytes}GB")
             except ValueError:
                 continue
         raise error
@@ -372,6 +382,7 @@ def predict(row: Row, known: Mechanisms | None = None) -> dict[str, Any]:
     return {
         **row.fields,
         "mechanism": placed.mechanism,
+        "group": placed.group,
         "stated": found.is_stated,
         "hit": placed.hit,
         "predicted_tok_s": found.tok_per_s,
@@ -400,12 +411,22 @@ def summary(factors: Iterable[float | None]) -> dict[str, Any]:
     return {"rows": len(known), "median_factor": median(known), "within": shares}
 
 
+def covered(rows: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return the share of decode speeds within their ranges."""
+    inside = [
+        row["low"] <= row["measured_tok_s"] <= row["high"]
+        for row in rows
+        if row["measured_tok_s"] is not None
+    ]
+    return sum(inside) / len(inside) if inside else None
+
+
 def compare(rows: Sequence[Mapping[str, Any]], left_out: Sequence[Mapping[str, Any]]) -> Any:
     """Return `validate --speeds`' result: rows, those left out, and how far off they were."""
     total = summary(row["factor"] for row in rows)
     by = {}
-    for name in (RESIDENT, HOST, BOTH, COPY, LAYER, READ):
-        group = [row for row in rows if row["mechanism"] == name]
+    for name in GROUPS:
+        group = [row for row in rows if row["group"] == name]
         for title, chosen in (
             (name, group),
             (f"{name}, stated", [row for row in group if row["stated"]]),
@@ -413,12 +434,14 @@ def compare(rows: Sequence[Mapping[str, Any]], left_out: Sequence[Mapping[str, A
         ):
             figures = summary(row["factor"] for row in chosen)
             if figures["rows"] and (title == name or len(chosen) < len(group)):
-                by[title] = {"machines": len({row["key"] for row in chosen}), **figures}
+                machines = len({row["key"] for row in chosen})
+                by[title] = {"machines": machines, **figures, "covered": covered(chosen)}
     return {
         "rows": list(rows),
         "left_out": list(left_out),
         "median_factor": total["median_factor"],
         "within": total["within"],
+        "covered": covered(rows),
         "mechanisms": by,
         "rule_of_thumb": summary(row["rule_of_thumb_factor"] for row in rows),
         "prefill": summary(row["prefill_factor"] for row in rows),

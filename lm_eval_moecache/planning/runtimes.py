@@ -33,11 +33,21 @@ MECHANISMS = {
     BOTH: "the device has a cache of experts, and the host computes those that are absent",
 }
 """What `absent` may be, and what it means."""
-SHARES = ("card_share", "host_share", "link_share", "drive_share")
-"""Constants that are shares of a bandwidth; the other constants are microseconds."""
-LAYERS = ("layer_us", "host_layer_us", "copy_layer_us", "read_layer_us")
+PROCESSOR = "processor"
+"""Rows of a processor alone, whose errors are others than those of one beside a card."""
+CUDA, ROCM, METAL = "cuda", "rocm", "metal"
+"""How a card's kernels are launched: by CUDA graphs, one by one (HIP, Vulkan, SYCL), or Metal."""
+SHARES = ("card_share", "host_share", "link_share", "drive_share", "attention_share")
+"""Constants that are shares of a rate."""
+MICROSECONDS = (
+    *("cuda_layer_us", "rocm_layer_us", "metal_layer_us", "eager_layer_us"),
+    *("host_layer_us", "copy_layer_us", "read_layer_us"),
+    *("card_state_us", "host_state_us", "host_attention_us", "crossing_us"),
+)
+"""A layer's; of a MB of linear attention's state; of a GFLOP of attention; of one more card."""
+DECODE = (*SHARES, *MICROSECONDS)
 PREFILL = ("prefill_compute_share", "prefill_link_share", "prefill_card_share", "prefill_chunk_ms")
-CONSTANTS = (*SHARES, *LAYERS, "context_us", *PREFILL)
+CONSTANTS = (*DECODE, *PREFILL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +55,9 @@ class Runtime:
     """One program that serves Mixture-of-Experts models.
 
     `absent` is one of `MECHANISMS`. `placement` is how it divides a model of which a part fits:
-    `auto`, by layers or slots, or `resident_experts`, so many of each layer. `flags` are what a
-    user types, with `{host_layers}`, `{slots}` and `{cache_gib}` to be filled in.
+    `auto`, by layers or slots; `resident_experts`, so many of each layer; or `gpu_layers`, whole
+    layers, attention included. `flags` are what a user types, with `{host_layers}`, `{slots}` and
+    `{cache_gib}` to be filled in.
     """
 
     name: str
@@ -55,7 +66,7 @@ class Runtime:
     """The runtime that this one is a variant of."""
     called: str = ""
     """Pattern of the names that people give it, in lower case."""
-    placement: Literal["auto", "resident_experts"] = "auto"
+    placement: Literal["auto", "resident_experts", "gpu_layers"] = "auto"
     flags: str = ""
     resident_flags: str = ""
     """Flags where all experts fit."""
@@ -70,7 +81,9 @@ class Runtime:
     models: str = ""
     """Pattern of the models that it runs, in lower case; empty for any."""
     gguf: bool = False
-    """Whether its MXFP4 files are llama.cpp's, all but the experts in q8_0 (Ollama's: bf16)."""
+    """Whether its MXFP4 files have all but the experts in eight bits (Ollama's: bf16)."""
+    eager: bool = False
+    """Whether PyTorch launches its kernels one by one, where others replay captured graphs."""
     prefill: Literal["copy", "layer", "host", "read", "token"] = "copy"
     """What it does with a prompt's absent experts: `copy` those that are needed, copy whole
     layers (`layer`), `host`, `read`, or read for one `token` after the other."""
@@ -112,7 +125,8 @@ class Runtime:
             return hardware
         shares = mechanisms().constants
         extra = {HOST: "host_layer_us", BOTH: "host_layer_us", READ: "read_layer_us"}
-        layer_us = shares["layer_us"] + shares[extra.get(self.absent, "copy_layer_us")]
+        layer_us = shares[f"{launches(hardware)}_layer_us"]
+        layer_us += shares[extra.get(self.absent, "copy_layer_us")]
         link_share = shares["drive_share" if self.absent == READ else "link_share"]
         host = hardware.host_nominal_bytes_per_s
         host_rate = None if host is None else host * shares["host_share"] * self.factor
@@ -134,6 +148,15 @@ class Runtime:
         )
 
 
+def launches(hardware: Hardware) -> str:
+    """Return how kernels are launched on a device: `CUDA`, `ROCM` (others' too) or `METAL`."""
+    name = hardware.name.lower()
+    if re.match(r"m[1-9](-|$)|a1[0-9]-pro", name):
+        return METAL
+    others = r"rx|radeon|ai-pro|pro-[wv]|ryzen|strix|mi\d|instinct|arc|flex|snapdragon|adreno|mali"
+    return ROCM if re.match(others, name) else CUDA
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
     """How far forecasts were from a group of measured rows, each machine left out of its fit."""
@@ -142,12 +165,26 @@ class Spread:
     machines: int
     median_factor: float
     within: Mapping[str, float]
-    low: float
-    """A tenth of the rows were slower than this share of their forecast."""
-    high: float
+    reach: float
+    """80% of rows of an unknown machine are expected within forecast / reach and x reach."""
+    coverage: float
+    """Share of the rows within ranges that were made without their machine."""
+
+    @property
+    def low(self) -> float:
+        """The lower end of the range, as a share of the forecast, its geometric middle."""
+        return 1 / self.reach
+
+    @property
+    def high(self) -> float:
+        """The upper end of the range, as a share of the forecast."""
+        return self.reach
+
+    def __str__(self) -> str:
+        return f"80% of rows; {self.coverage:.0%} of {self.rows} rows of other machines"
 
 
-UNKNOWN = Spread(rows=0, machines=0, median_factor=1.0, within={}, low=1.0, high=1.0)
+UNKNOWN = Spread(rows=0, machines=0, median_factor=1.0, within={}, reach=1.0, coverage=1.0)
 """The spread while constants are being fitted."""
 
 
@@ -162,12 +199,17 @@ class Mechanisms:
     routings: Mapping[str, Mapping[str, Any]]
     """Hits of replays of the shipped traces, at shares of a layer's experts."""
     spreads: Mapping[str, Spread] = field(default_factory=dict)
-    """Mechanism, or `mechanism, stated` or `mechanism, assumed` -> its spread."""
+    """Group of rows (a mechanism, or `PROCESSOR`), or `group, stated` or `group, assumed`."""
 
-    def spread(self, mechanism: str, is_stated: bool) -> Spread:
-        """Return the spread of the narrowest group of rows that there is for this mechanism."""
-        names = (f"{mechanism}, {'stated' if is_stated else 'assumed'}", mechanism, "all")
-        return next((self.spreads[name] for name in names if name in self.spreads), UNKNOWN)
+    def group(self, group: str, is_stated: bool) -> str:
+        """Return the narrowest group of rows that there is."""
+        said = "stated" if is_stated else "assumed"
+        names = (f"{group}, {said}", group if is_stated else "", said)
+        return next((name for name in names if name in self.spreads), "all")
+
+    def spread(self, group: str, is_stated: bool) -> Spread:
+        """Return the spread of the narrowest group of rows that there is."""
+        return self.spreads.get(self.group(group, is_stated), UNKNOWN)
 
 
 @cache

