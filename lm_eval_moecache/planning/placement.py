@@ -275,6 +275,8 @@ def settled(
     placed = place(model, machine, runtime, where, context)
     if placement is not None and placed.placement.kind != "cpu":
         left, held = room(model, machine, context), placed.cached * model.all_expert_bytes
+        # Layers that the host computes whole have their dense weights and KV cache there, too.
+        left += placed.whole * (model.dense_bytes + model.kv_bytes(context))
         if held > left:
             raise ValueError(
                 f"{placed.placement} needs {held / 1e9:.1f} GB for experts, and beside dense "

@@ -70,6 +70,8 @@ class Runtime:
     flags: str = ""
     resident_flags: str = ""
     """Flags where all experts fit."""
+    layer_flags: str = ""
+    """Flags that put whole layers on the card, with `{gpu_layers}` to be filled in."""
     processor_flags: str = ""
     """Flags where the processor computes everything."""
     cache_flags: str = ""

@@ -138,8 +138,8 @@ def advise(
         if not asked:
             raise ValueError(
                 f"placement={placement!r} is none of {', '.join(runtimes or names)}. Allowed: host_"
-                "layers=N, resident and cpu of llama.cpp, resident_experts=N of ktransformers, "
-                "slots=N and cache=8GiB of programs with a cache of experts."
+                "layers=N, gpu_layers=N, resident and cpu of llama.cpp, resident_experts=N of "
+                "ktransformers, slots=N and cache=8GiB of programs with a cache of experts."
             )
     rows = [
         row_of(setup, runtime, prompt)
@@ -335,7 +335,7 @@ def has_placement(runtime: Runtime, placement: Placement) -> bool:
         case "resident_experts":
             return runtime.placement == "resident_experts"
         case "host_layers" | "gpu_layers":
-            return f"{{{placement.kind}}}" in runtime.flags
+            return f"{{{placement.kind}}}" in f"{runtime.flags} {runtime.layer_flags}"
     return runtime.absent in (COPY, READ, BOTH)
 
 
@@ -362,8 +362,9 @@ def flags(model: RealModel, runtime: Runtime, placed: Placed) -> str:
         host_layers -= min(math.floor(amount), host_layers)
     slots = math.floor(placed.cached * model.num_experts)
     cache = placed.cached * model.all_expert_bytes
-    # What RAM cannot hold must stay a mapped file.
-    text = runtime.flags.replace(" --no-mmap", "") if placed.by_faults else runtime.flags
+    text = (runtime.layer_flags if kind == "gpu_layers" else "") or runtime.flags
+    if placed.by_faults:
+        text = text.replace(" --no-mmap", "")  # what RAM cannot hold must stay a mapped file
     return text.format(
         host_layers=host_layers,
         gpu_layers=model.num_layers - host_layers,

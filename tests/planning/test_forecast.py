@@ -308,6 +308,12 @@ def test_a_given_placement_fits_or_is_refused_with_what_is_left() -> None:
     assert (fits.mechanism, fits.on_host) == ("host", 0.3)
     with pytest.raises(ValueError, match=r"host_layers=2 needs 0\.0 GB for experts, and beside"):
         settled(MODEL, small, HOST, 1000, read_placement("--n-cpu-moe 2"))
+    # Of layers that go whole to the host, dense weights and KV cache go, too: 141 MB in ten of
+    # them, of which nine need 126.9 of 131 MB that buffers leave.
+    whole = settled(MODEL, small, HOST, 1000, read_placement("-ngl 9"))
+    assert whole.whole == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="gpu_layers=10 needs"):
+        settled(MODEL, small, HOST, 1000, read_placement("-ngl 10"))
     # In eight bits the KV cache takes half of its MB, in q4_0 4.5 of 16 parts.
     assert MODEL.with_cache_bits(8).kv_bytes(1000) == 500_000
     assert MODEL.with_cache_bits(4.5).kv_bytes(1000) == 281_250

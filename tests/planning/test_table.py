@@ -183,6 +183,12 @@ def test_flags_are_those_of_the_placement_the_cache_and_the_cards_that_are_asked
         "ik_llama.cpp": "-ngl 99 --n-cpu-moe 30 -fmoe -rtr -ctk q8_0 -ctv q8_0",
     }
     assert found[0]["tok_per_s"] < speed()  # six layers more than fit
+    asked = ("llama.cpp", "ollama", "vllm")
+    layers = advise(MODEL, CARD, known(), 4096, 512, runtimes=asked, placement="-ngl 10")
+    assert {row["runtime"]: row["flags"] for row in layers["runtimes"]} == {
+        "llama.cpp": "-ngl 10 --no-mmap",
+        "ollama": "num_gpu 10",
+    }
     small = replace(load_real_model("Qwen3-30B-A3B"), stored=load_stored("q4_k_m"))
     programs = ("llama.cpp", "ik_llama.cpp", "vllm")
     rows_ = advise(
