@@ -253,11 +253,14 @@ def changed_output(
     kept_weights = weighted
     if selection.keep is not None:
         kept_weights = weighted * copy_to_device(selection.keep[changed], device)
-    if selection.renormalize:
+    shares = np.broadcast_to(selection.renormalize, changed.shape)[changed]
+    if shares.any():
         # The kept experts share the token's total weight; a token may keep none.
-        kept_weights = kept_weights * (
-            weighted.sum(-1, keepdim=True) / kept_weights.sum(-1, keepdim=True).clamp_min(1e-20)
-        )
+        ratio = weighted.sum(-1, keepdim=True)
+        ratio = ratio / kept_weights.sum(-1, keepdim=True).clamp_min(1e-20)
+        if not shares.all():
+            ratio = torch.where(copy_to_device(shares[:, None], device), ratio, 1.0)
+        kept_weights = kept_weights * ratio
     chosen = copy_to_device(selection.experts[changed], device, experts_TK.dtype)
     kept_weights = kept_weights.to(weights_TK.dtype)
     if is_single:

@@ -252,7 +252,8 @@ def weigh(event: Event, selection: Selection | None) -> Output:
             weights = [w if math.isnan(g) else g for w, g in zip(weights, fixed, strict=True)]
         keep = [True] * len(experts) if chosen.keep is None else chosen.keep[token].tolist()
         kept_weight = sum(w for w, k in zip(weights, keep, strict=True) if k)
-        factor = sum(weights) / kept_weight if chosen.renormalize and kept_weight else 1.0
+        shares = np.broadcast_to(chosen.renormalize, len(output))[token]
+        factor = sum(weights) / kept_weight if shares and kept_weight else 1.0
         for expert, weight, keeps in zip(experts, weights, keep, strict=True):
             output[token, expert] += weight * factor * keeps
     return output

@@ -138,6 +138,9 @@ def test_dropped_weight_is_lost_or_shared_and_a_substitute_may_take_the_missing_
     shared = changed_by(routed, chosen, keep, renormalize=True)[1].float()
     torch.testing.assert_close(lost[:, :2], weights[:, :2], rtol=0.02, atol=0.001)
     assert (lost[:, 2] == 0).all() and (shared[:, 2] == 0).all()
+    own = np.arange(len(chosen)) % 2 == 1
+    some = changed_by(routed, chosen, keep, renormalize=own)[1].float()
+    assert torch.equal(some[own], shared[own]) and torch.equal(some[~own], lost[~own])
     torch.testing.assert_close(shared.sum(-1), weights.sum(-1), rtol=0.02, atol=0.002)
     swapped = chosen.copy()
     swapped[:, 0] = [next(e for e in range(8) if e not in row) for row in chosen.tolist()]
