@@ -338,22 +338,20 @@ def _text(model: RealModel, hardware: Hardware, report: dict[str, Any], width: i
     return [*intro, *table, *(line for note in notes for line in wrap(note))]
 
 
-def _memory(room: dict[str, Any], context: int) -> str:
-    buffers = f" + card's context and buffers {_gb(room['buffers'])}" if room["buffers"] else ""
-    return (
-        f"Memory: {_gb(room['memory'])} GB = dense weights {_gb(room['dense'])} + KV cache of "
-        f"{context:,} tokens {_gb(room['kv_cache'])}{buffers} + experts {_gb(room['experts'])} of "
-        f"{_gb(room['all_experts'])}."
-    )
-
-
-def _memory_line(room: dict[str, Any]) -> str:
-    buffers = f" + buffers {_gb(room['buffers'])}" if room["buffers"] else ""
-    return (
-        f"Memory, GB: {_gb(room['memory'])} = dense {_gb(room['dense'])} + KV cache "
-        f"{_gb(room['kv_cache'])}{buffers} + experts {_gb(room['experts'])} of "
-        f"{_gb(room['all_experts'])}."
-    )
+def _memory(room: dict[str, Any], context: int = 0) -> str:
+    """Return what lies in the memory, in long words where the `context` is given."""
+    parts = {
+        "dense weights" if context else "dense": room["dense"],
+        f"KV cache of {context:,} tokens" if context else "KV cache": room["kv_cache"],
+        "card's context and buffers" if context else "buffers": room["buffers"],
+    }
+    free = room["memory"] - sum(parts.values()) - room["experts"]
+    listed = [f"{name} {_gb(size)}" for name, size in parts.items() if size]
+    listed.append(f"experts {_gb(room['experts'])} of {_gb(room['all_experts'])}")
+    # What the rounded figures beside it would hide is not told.
+    listed += [f"free {_gb(free)}"] if free > room["memory"] / 50 else []
+    size = _gb(room["memory"])
+    return f"{f'Memory: {size} GB' if context else f'Memory, GB: {size}'} = {' + '.join(listed)}."
 
 
 def _answer(report: dict[str, Any], width: int, *, is_whole: bool) -> list[str]:
@@ -402,7 +400,7 @@ def _answer(report: dict[str, Any], width: int, *, is_whole: bool) -> list[str]:
         lines += wrap(f"Range of {row['runtime']}: {row['range']}.")
     for why, names in whys.items():
         lines += wrap(f"- {', '.join(names)}: {why}.", subsequent_indent="  ")
-    last = wrap(_memory_line(report["memory"]))
+    last = wrap(_memory(report["memory"]))
     options = [option for word, option in _SAYS.items() if any(word in a for a in assumed)]
     say = f"Nearer: {', '.join([*options, '--measured'])}."
     last += wrap(say if is_whole else f"{say} More: --all.")
