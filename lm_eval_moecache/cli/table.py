@@ -14,6 +14,7 @@ from lm_eval_moecache.records.numbers import listed_names
 from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.inputs import Board, SweepFields, sweep_fields
 from lm_eval_moecache.records.schemas.results import FrontFile, RowsFile
+from lm_eval_moecache.report import every_eval_ever
 from lm_eval_moecache.report.differences import differences, lost_points
 from lm_eval_moecache.report.results import PACKED, RUNS, load_runs, selected
 from lm_eval_moecache.report.tables import (
@@ -32,7 +33,12 @@ BOARD = "table.yaml"
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("dir", help="a sweep's folder, or any folder with results JSONs below it")
-    parser.add_argument("--format", choices=sorted(ALL_FORMS), help="default: md")
+    text = (
+        f"default: md; {every_eval_ever.NAME}: no table but each run in the form of that schema, a "
+    )
+    text += f"JSON a line (with --write: DIR/{every_eval_ever.NAME}/UUID.json, a file a run)"
+    forms = [*sorted(ALL_FORMS), every_eval_ever.NAME]
+    parser.add_argument("--format", choices=forms, help=text)
     text = "a run or policy: after the table, each figure's difference to it with a 95%% interval, "
     text += "over the same documents, and p-values corrected for their number (Holm)"
     parser.add_argument("--baseline", type=str | None, help=text)
@@ -59,6 +65,13 @@ def run(arguments: Namespace) -> int:
         raise ValueError("DIR='' is no path. Allowed: a folder of results, `.` for this one.")
     if arguments.baseline is not None and (arguments.write or arguments.each or form == "csv"):
         raise ValueError("--baseline goes with neither --write nor --each, nor with --format=csv.")
+    if form == every_eval_ever.NAME:
+        if any(choices) or arguments.each or arguments.baseline is not None:
+            raise ValueError(
+                f"--format={form} takes every run with all its figures: it goes with no "
+                "--columns, --sort, --title, --each or --baseline."
+            )
+        return _exchange(folder, arguments.write)
     if arguments.each:
         if not arguments.write or any(choices):
             raise ValueError("--each goes with --write, and with no --columns, --sort or --title.")
@@ -79,6 +92,18 @@ def run(arguments: Namespace) -> int:
         elif form != "csv" and not any(choices) and (lost := lost_points(load_runs(folder))):
             tables.append(lost)
         sys.stdout.write(ALL_FORMS[form or "md"](tables))
+    return 0
+
+
+def _exchange(folder: Path, write: bool) -> int:
+    if write and not folder.is_dir():
+        raise ValueError(f"--write: {str(folder)!r} is not a folder.")
+    # All before the first is written; copies of a run are one document.
+    texts = {every_eval_ever.file_name(run): every_eval_ever.line(run) for run in load_runs(folder)}
+    for name, text in texts.items():
+        if write:
+            write_whole(folder / every_eval_ever.NAME / name, text)
+        sys.stdout.write(f"{folder / every_eval_ever.NAME / name}\n" if write else text)
     return 0
 
 

@@ -42,7 +42,10 @@ _PERPLEXITIES = ("word_perplexity", "byte_perplexity", "bits_per_byte")
 SPEED_FILTER = "speed"
 BATCH = "batch"
 """Number of the batch that a document shares with others, among its speed metrics."""
-_FACTS = ("inputs", "config", "versions", "n-shot", "chat_template_sha", "system_instruction_sha")
+_FACTS = (
+    *("inputs", "config", "versions", "n-shot", "chat_template_sha", "system_instruction_sha"),
+    *("date", "lm_eval_version"),
+)
 # Old records name means over requests like the pooled metrics: old name -> today's.
 _NAMED_SINCE = {
     name: f"request_{name}"
@@ -327,7 +330,7 @@ def _run(data: Any, path: Path) -> Run | None:
         samples=scores,
         speed=speed,
         environment=data.get("environment", {}),
-        facts={key: data[key] for key in _FACTS if isinstance(data.get(key), (str, dict))},
+        facts={key: data[key] for key in _FACTS if isinstance(data.get(key), (str, dict, float))},
     )
 
 

@@ -1,0 +1,198 @@
+"""Runs in the form of Every Eval Ever, against the rules of its schema 0.2.2, written out here."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from lm_eval_moecache.report.every_eval_ever import SCHEMA
+from tests.conftest import Moecache
+from tests.report.runs import record, write
+
+FORMAT = "--format=every_eval_ever"
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+def check_texts(values: object) -> None:
+    assert isinstance(values, dict) and all(isinstance(v, str) for v in values.values()), values
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check(document: Mapping[str, Any]) -> None:
+    """Assert what the schema requires of a document, and the types of all that is in it."""
+    required = {"schema_version", "evaluation_id", "retrieved_timestamp", "source_metadata"}
+    required |= {"model_info", "eval_library", "evaluation_results"}
+    # It allows these two besides, and nothing else.
+    optional = {"evaluation_timestamp", "detailed_evaluation_results"}
+    assert required <= set(document) <= required | optional
+    for name in ("schema_version", "evaluation_id", "retrieved_timestamp", "evaluation_timestamp"):
+        assert isinstance(document[name], str), name
+    float(document["retrieved_timestamp"])
+    source, model = document["source_metadata"], document["model_info"]
+    assert source["source_type"] in ("documentation", "evaluation_run")
+    assert source["evaluator_relationship"] in (
+        *("first_party", "third_party", "collaborative", "other"),
+    )
+    check_texts({k: v for k, v in source.items() if k != "additional_details"})
+    assert isinstance(source["source_organization_name"], str)
+    engine, details = model["inference_engine"], model["additional_details"]
+    for texts in (source["additional_details"], document["eval_library"], engine, details):
+        check_texts(texts)
+    assert {"name", "version"} <= set(document["eval_library"])
+    assert {"name", "id"} <= set(model)
+    check_texts({k: v for k, v in model.items() if v not in (engine, details)})
+    for result in document["evaluation_results"]:
+        check_result(result)
+
+
+def check_result(result: Mapping[str, Any]) -> None:
+    assert isinstance(result["evaluation_name"], str)
+    assert isinstance(result["evaluation_result_id"], str)
+    check_texts(result["source_data"])
+    assert {"dataset_name", "source_type"} <= set(result["source_data"])
+    assert result["source_data"]["source_type"] == "other"  # the one that needs no address
+    metric, score = result["metric_config"], result["score_details"]
+    assert isinstance(metric["lower_is_better"], bool)
+    assert metric.get("score_type") in (None, "continuous")
+    if "score_type" in metric:
+        assert is_number(metric["min_score"]) and is_number(metric["max_score"])
+        assert metric["min_score"] <= score["score"] <= metric["max_score"]
+    check_texts(metric.get("additional_details", {}))
+    assert is_number(score["score"])
+    check_texts(score["details"])
+    uncertainty = score["uncertainty"]
+    assert set(uncertainty) <= {"standard_error", "num_samples"}
+    assert isinstance(uncertainty.get("num_samples", 0), int)
+    assert is_number(uncertainty.get("standard_error", {"value": 0})["value"])
+    check_texts(result["generation_config"]["additional_details"])
+
+
+def documents(moecache: Moecache, folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in moecache("table", folder, FORMAT).splitlines()]
+
+
+def made(name: str = "a", **others: Any) -> dict[str, Any]:
+    made_record = record(
+        name,
+        pretrained="allenai/OLMoE-1B-7B-0924",
+        environment={
+            "date": "2026-11-27T08:58:46+00:00",
+            "versions": {"lm-eval": "0.4.13", "lm-eval-moecache": "1.0.0"},
+        },
+        **others,
+    )
+    made_record["results"]["quiz"] |= {"sample_len": 4, "word_perplexity,none": 12.5}
+    made_record["higher_is_better"]["quiz"]["word_perplexity"] = False
+    return made_record | {"versions": {"quiz": 2.0}}
+
+
+@pytest.mark.parametrize("name", ["demo", "baseline", "real_lm", "sp_moe"])
+def test_the_runs_of_this_repository_have_the_form_of_the_schema(
+    name: str, moecache: Moecache
+) -> None:
+    made_of = documents(moecache, RESULTS / name)
+    for document in made_of:
+        check(document)
+        assert document["schema_version"] == SCHEMA == "0.2.2"
+        assert document["evaluation_results"]
+    assert len({document["evaluation_id"] for document in made_of}) == len(made_of)
+
+
+def test_a_run_keeps_its_scores_settings_and_speed(tmp_path: Path, moecache: Moecache) -> None:
+    [document] = documents(moecache, write(tmp_path, made()))
+    check(document)
+    assert document["evaluation_id"] == "made-up.a/allenai/OLMoE-1B-7B-0924/1795769926"
+    assert document["eval_library"] == {"name": "lm_eval", "version": "0.4.13"}
+    model = document["model_info"]
+    assert (model["id"], model["developer"]) == ("allenai/OLMoE-1B-7B-0924", "allenai")
+    assert model["inference_engine"] == {"name": "lm-eval-moecache", "version": "1.0.0"}
+    details = model["additional_details"]
+    assert (details["policy"], details["capacity"], details["clock"]) == (
+        *("specmd", "25%", "virtual"),
+    )
+    acc, perplexity = document["evaluation_results"]
+    assert acc["evaluation_name"] == "quiz" and acc["source_data"]["source_version"] == "2"
+    assert acc["metric_config"] == {
+        "metric_name": "acc",
+        "metric_parameters": {"filter": "none"},
+        "lower_is_better": False,
+        "score_type": "continuous",
+        "min_score": 0.0,
+        "max_score": 1.0,
+    }
+    assert acc["score_details"]["score"] == 0.75
+    assert acc["score_details"]["uncertainty"] == {
+        "num_samples": 4,
+        "standard_error": {"value": 0.25},
+    }
+    speed = acc["score_details"]["details"]
+    assert (speed["ttft_ms.p99"], speed["tok_per_s"], speed["miss_rate"]) == (
+        "4.0",
+        "100.0",
+        "0.25",
+    )
+    # A perplexity has no highest value, which a continuous score would need.
+    assert perplexity["score_details"]["score"] == 12.5
+    assert perplexity["metric_config"] == {
+        "metric_name": "word_perplexity",
+        "metric_parameters": {"filter": "none"},
+        "lower_is_better": True,
+        "additional_details": {"bounds_status": "unknown"},
+    }
+
+
+def test_a_score_outside_of_its_metrics_range_has_no_range(
+    tmp_path: Path, moecache: Moecache
+) -> None:
+    [document] = documents(moecache, write(tmp_path, made(answers=(100, 100, 0, 100))))
+    check(document)
+    assert "score_type" not in document["evaluation_results"][0]["metric_config"]
+
+
+def test_a_file_of_lm_eval_itself_gives_its_date_and_version(
+    tmp_path: Path, moecache: Moecache
+) -> None:
+    data = made()
+    for key in ("configuration", "scores", "run_id", "experiment", "label", "environment"):
+        del data[key]
+    data["config"] |= {"model": "moecache", "model_args": "trace=traces/x.parquet,capacity=5%"}
+    data |= {"date": 1795769926.75, "lm_eval_version": "0.4.12"}
+    (tmp_path / "results_2026.json").write_text(json.dumps(data))
+    [document] = documents(moecache, tmp_path)
+    check(document)
+    assert document["evaluation_timestamp"] == "1795769926"
+    assert document["eval_library"]["version"] == "0.4.12"
+    assert document["model_info"]["id"] == "traces/x.parquet"
+    assert "developer" not in document["model_info"], "a trace's folder made no model"
+
+
+def test_files_of_one_run_each_are_written_anew_in_the_same_place(
+    tmp_path: Path, moecache: Moecache
+) -> None:
+    folder = write(tmp_path, made("a"), made("b"))
+    first = moecache("table", folder, FORMAT, "--write").split()
+    assert [Path(path).parent for path in first] == [folder / "every_eval_ever"] * 2
+    assert [UUID(Path(path).stem).version for path in first] == [4, 4]
+    texts = [Path(path).read_text() for path in first]
+    assert "".join(texts) == moecache("table", folder, FORMAT), "written files are no runs"
+    # A copy of a run is the same evaluation.
+    write(tmp_path / "copy", made("a"))
+    assert moecache("table", folder, FORMAT, "--write").split() == first
+
+
+@pytest.mark.parametrize(
+    "option", ["--columns=policy", "--sort=policy", "--title=x", "--baseline=a", "--each"]
+)
+def test_what_shapes_a_table_is_refused(option: str, tmp_path: Path, moecache: Moecache) -> None:
+    folder = write(tmp_path, made())
+    assert option.partition("=")[0] in moecache("table", folder, FORMAT, option, code=2)
+    assert not (folder / "every_eval_ever").exists()
