@@ -13,6 +13,7 @@ import yaml
 from everyday import QUESTIONS, answer, nearest, table
 from hypothesis import given
 from hypothesis import strategies as st
+from planners import Answer, picked, standing
 
 from lm_eval_moecache.planning.fit import START, fit, spreads_of
 from lm_eval_moecache.planning.machines import rate
@@ -248,6 +249,28 @@ def test_the_page_of_everyday_questions_shows_the_nearest_rows() -> None:
     for question in QUESTIONS:
         assert f"## `moecache plan {question}`" in page
         assert table(nearest(question, rows)).strip() in page
+
+
+def test_the_page_of_planners_asks_every_kth_row_that_all_can_be_asked() -> None:
+    page = (ROOT / "results/runtimes/planners.md").read_text()
+    rows, _ = read_rows(ROWS)
+    able, chosen = picked(rows)
+    assert chosen == able[:: len(able) // 20][:20]
+    assert f"## 20 of {len(able)} rows that all can be asked" in page
+    lines = [re.sub(" +", "", line) for line in page.splitlines()]
+    for row in chosen:
+        asked = [row.fields[key] for key in ("runtime", "model", "precision", "hardware")]
+        told = "|".join(["", *asked, row.fields["host_memory_GBps"] or "unstated"])
+        assert any(line.startswith(told.replace(" ", "")) for line in lines)
+
+
+def test_a_planner_stands_by_the_questions_it_answers() -> None:
+    rows = picked(read_rows(ROWS)[0])[1][:3]
+    right, twice = rows[0].decode or 0.0, 2 * (rows[1].decode or 0.0)
+    answers = [Answer(speed=right), Answer(speed=twice, low=twice / 4, high=twice), Answer()]
+    line = ("any", "2 of 3", "1.50", "1 of 2", "2.0", "1 of 1", "4.0")
+    assert standing("any", answers, rows) == line
+    assert standing("none", [Answer()] * 3, rows) == ("none", "0 of 3", *"-----")
 
 
 def test_ranges_hold_the_rows_of_machines_that_made_none_of_them() -> None:
