@@ -104,6 +104,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     text = f"type of the KV cache: {', '.join(CACHE_BITS)}"
     parser.add_argument("--cache_type", type=str | None, help=text)
     parser.add_argument("--sockets", type=int, default=1, help="sockets of --host_memory each")
+    text = "cores of the processor, for prompts that it computes alone; default: this machine's"
+    parser.add_argument("--cores", type=int | None, help=text)
     text = "several cards: layer after layer, or each layer over all (tensor)"
     parser.add_argument("--split", type=str | None, help=text)
     text = "also what the ideal clock says: capacities, policies, and its assumptions"
@@ -147,10 +149,13 @@ def find(
     if arguments.store not in STORES:
         raise unknown_name_error("store", arguments.store, STORES)
     hardware, cards, found = _machine(arguments)
+    if arguments.cores is not None:
+        read_count("--cores", arguments.cores, least=1, most=1024)
     given = known(
         cards=max(cards, 1),
         ram=arguments.ram,
         sockets=read_count("--sockets", arguments.sockets, least=1, most=16),
+        cores=found.cores if arguments.cores is None and found else arguments.cores,
         **{key: arguments[key] for key in ("host_memory", "disk", "bandwidth", "split")},
     )
     hardware = of_its_time(sized(hardware, given["ram"]))

@@ -29,6 +29,7 @@ from lm_eval_moecache.engine.setting import MOST_READS, TOGETHER
 from lm_eval_moecache.engine.stand_in import stand_in
 from lm_eval_moecache.planning.models import load_real_model
 from lm_eval_moecache.planning.published import WITHIN, summary
+from lm_eval_moecache.planning.runtimes import PROMPTS
 from lm_eval_moecache.records.files import check_output
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
 from lm_eval_moecache.records.numbers import read_count
@@ -300,7 +301,7 @@ def speeds_text(result: Mapping[str, Any]) -> str:
         },
         **result["mechanisms"],
         "rule of thumb": result["rule_of_thumb"],
-        "prefill": result["prefill"],
+        **{name: result[name] for name in PROMPTS.values()},
     }
     cells = [
         (

@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lm_eval_moecache.planning.forecast import Work, costs
+from lm_eval_moecache.planning.forecast import PromptWork, Work, costs
 from lm_eval_moecache.planning.placement import hit_rate
 from lm_eval_moecache.planning.published import GROUPS, Row, compare, predict, scale_by, summary
 from lm_eval_moecache.planning.runtimes import (
     CONSTANTS,
     DECODE,
     PREFILL,
+    PREFILL_ALONE,
+    PROCESSOR,
+    PROMPTS,
     READ,
     Mechanisms,
     Spread,
@@ -36,7 +39,7 @@ START = {
     **{"copy_layer_us": 150.0, "read_layer_us": 300.0, "card_state_us": 60.0},
     **{"host_state_us": 700.0, "host_attention_us": 10000.0, "crossing_us": 2500.0},
     **{"prefill_compute_share": 0.25, "prefill_link_share": 0.7, "prefill_card_share": 0.3},
-    **{"prefill_chunk_ms": 30.0},
+    **{"prefill_chunk_ms": 30.0, "prefill_core_gflops": 50.0},
 }
 """Where fits begin, and what they are held to where rows say little."""
 _HELD = 0.3
@@ -160,16 +163,24 @@ def fit(rows: Sequence[Row], begin: Mechanisms) -> Mechanisms:
         for row, where in zip(rows, placed, strict=True)
         if (work := row.prompt_work(where, known)) is not None and row.prefill and row.prompt
     ]
+    for names, is_alone in ((PREFILL, False), (PREFILL_ALONE, True)):
+        chosen = [(row, work) for row, work in prompts if (work.core > 0) == is_alone]
+        constants |= _fit_prefill(names, chosen, constants)
+    return replace(known, constants=constants)
+
+
+def _fit_prefill(
+    names: Sequence[str], prompts: Sequence[tuple[Row, PromptWork]], others: Mapping[str, float]
+) -> dict[str, float]:
     measured = np.log([row.prefill or 1.0 for row, _ in prompts])
 
     def errors(point: Any) -> Any:
         # Reads of the drive are fitted on decoding.
-        values = {**constants, **dict(zip(PREFILL, np.exp(point).tolist(), strict=True))}
+        values = {**START, **others, **dict(zip(names, np.exp(point).tolist(), strict=True))}
         found = [(row.prompt or 1) / work.seconds(values) for row, work in prompts]
         return np.log(found) - measured
 
-    constants |= _least_squares(PREFILL, [row for row, _ in prompts], errors)
-    return replace(known, constants=constants)
+    return _least_squares(names, [row for row, _ in prompts], errors)
 
 
 def _fit_decode(works: Sequence[tuple[Row, Work]]) -> dict[str, float]:
@@ -257,14 +268,15 @@ Groups = Mapping[str, Sequence[tuple[str, float]]]
 def groups_of(predicted: Sequence[Mapping[str, Any]]) -> Groups:
     """Return the groups of rows that are large enough.
 
-    `GROUP, measured` is that of forecasts scaled by another row of the same machine; `prefill` that
-    of prompts.
+    `GROUP, measured` is that of forecasts scaled by another row of the same machine; `PROMPTS` are
+    those of prompts.
     """
     groups: dict[str, list[tuple[str, float]]] = defaultdict(list)
     by_machine: dict[tuple[str, bool], list[Mapping[str, Any]]] = defaultdict(list)
     for row in predicted:
         if row["prefill_factor"] is not None:
-            groups["prefill"].append((row["key"], row["prefill_factor"]))
+            name = PROMPTS[row["group"] == PROCESSOR]
+            groups[name].append((row["key"], row["prefill_factor"]))
         if row["factor"] is None:
             continue
         by_machine[row["key"], row["mechanism"] == READ].append(row)

@@ -192,6 +192,8 @@ class PromptWork:
     card: float = 0.0
     drive: float = 0.0
     chunks: float = 0.0
+    core: float = 0.0
+    """GFLOP of each of the processor's cores, which then computes all of it."""
     token: Work | None = None
     """What each token waits for where they go through the model one by one."""
 
@@ -199,6 +201,8 @@ class PromptWork:
         """Return the seconds of the prompt under these constants."""
         if self.token is not None:
             return self.chunks * sum(self.token.seconds(constants).values())
+        if self.core:
+            return self.core / constants["prefill_core_gflops"]
         return (
             self.compute / constants["prefill_compute_share"]
             + self.link / constants["prefill_link_share"]
@@ -219,12 +223,14 @@ def prompt_work(
 ) -> PromptWork | None:
     """Return what a prompt waits for, from a cold cache, or None where that is not modelled.
 
-    Not modelled are prompts that the processor computes: its rate differs by 20 times between
-    programs with and without matrix instructions. Copied are the experts that a chunk needs
-    (`touched_share`), or all of a layer.
+    Not modelled are prompts that the processor computes beside a card, or by cores of which nobody
+    says how many. Copied are the experts that a chunk needs (`touched_share`), or all of a layer.
     """
     if machine.card_bytes_per_s is None or placed.placement.kind == "cpu":
-        return None
+        if not machine.cores or placed.mechanism == READ:
+            return None
+        core = 1e-9 * model.prompt_flops(prompt) / (machine.cores * runtime.core_factor)
+        return PromptWork(core=core)
     if placed.on_host and (runtime.prefill == HOST or prompt < runtime.ships_from):
         return None
     if runtime.prefill == "token" and placed.mechanism == READ:

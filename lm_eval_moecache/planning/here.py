@@ -29,6 +29,7 @@ class Here:
     hardware: Hardware
     cards: int
     ram: float
+    cores: int | None
     text: str
 
 
@@ -44,11 +45,11 @@ def here() -> Here:
     where = f"{processor}, {cores} cores, " if cores else f"{processor}, "
     where += f"{ram / 2**30:.0f} GiB of RAM"
     if processor.startswith("Apple") and (chip := chip_of(f"{processor} {_sold(ram)}GB")):
-        return Here(hardware=load_hardware(chip.name), cards=1, ram=ram, text=where)
+        return Here(hardware=load_hardware(chip.name), cards=1, ram=ram, cores=cores, text=where)
     found = _nvidia() or _amd()
     if not found:
         text = f"no card, {where}"
-        return Here(hardware=load_hardware(NO_CARD), cards=1, ram=ram, text=text)
+        return Here(hardware=load_hardware(NO_CARD), cards=1, ram=ram, cores=cores, text=text)
     # Of cards of several kinds the one with the most memory, and those like it.
     name, memory, link = max(found, key=lambda card: card[1])
     count = sum(card[0] == name for card in found)
@@ -64,7 +65,7 @@ def here() -> Here:
             hardware, link_bytes_per_s=link, link_efficiency=efficiency, source=source
         )
         text += f", link of {link / 1e9:.2g} GB/s"
-    return Here(hardware=hardware, cards=count, ram=ram, text=f"{text}, {where}")
+    return Here(hardware=hardware, cards=count, ram=ram, cores=cores, text=f"{text}, {where}")
 
 
 def _output(*command: str) -> str:

@@ -58,6 +58,8 @@ class Machine:
     """What large pinned copies reach."""
     drive_bytes_per_s: float = NVME_BYTES_PER_S
     """Scattered reads of about an expert each."""
+    cores: int | None = None
+    """Cores of the processor; None where nobody says."""
     assumed: tuple[str, ...] = ()
     """What nobody said of this machine, in words."""
 
@@ -79,6 +81,7 @@ def machine(
     drive: float | None = None,
     ram: float | None = None,
     sockets: int = 1,
+    cores: int | None = None,
     held: float = 0.0,
 ) -> Machine:
     """Return the machine of a hardware profile, with what is known of it.
@@ -145,6 +148,7 @@ def machine(
         ram=ram or 0.0,
         link_bytes_per_s=link,
         drive_bytes_per_s=drive,
+        cores=cores,
         assumed=tuple(assumed),
     )
 
@@ -157,6 +161,7 @@ def known(
     disk: str | None = None,
     bandwidth: str | None = None,
     sockets: int = 1,
+    cores: int | None = None,
     split: str | None = None,
 ) -> dict[str, Any]:
     """Read what a user says of a machine into arguments of `machine`; None where nobody says.
@@ -169,6 +174,7 @@ def known(
         "cards": cards,
         "is_split": None if split is None else split == "tensor" and cards > 1,
         "sockets": sockets,
+        "cores": cores,
         "ram": None if ram is None else parse_bytes(ram, "ram", unit="GB", least=LEAST_RAM),
         "host": None if host_memory is None else rate(host_memory, "host_memory"),
         "drive": None if disk is None else rate(disk, "disk"),

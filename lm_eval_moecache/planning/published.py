@@ -3,8 +3,8 @@
 Columns: runtime, model, precision, hardware, host_memory_GBps, link_GBps, disk_GBps, placement,
 context, prompt, prefill_tok_s, decode_tok_s, source, note; and `machine`, which tells machines of
 one kind apart. Names are read as people type them. An empty bandwidth is the profile's. Notes are
-read too: `hit 71%`, `top-k 4`, `-ub 2048`, `KV cache q8_0`, `tensor parallel`, `eager`, `assumed`,
-`left out: REASON`.
+read too: `hit 71%`, `top-k 4`, `16 cores`, `-ub 2048`, `KV cache q8_0`, `tensor parallel`,
+`eager`, `assumed`, `left out: REASON`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from lm_eval_moecache.planning.runtimes import (
     HOST,
     LAYER,
     PROCESSOR,
+    PROMPTS,
     READ,
     RESIDENT,
     Mechanisms,
@@ -202,6 +203,8 @@ def read_row(fields: Mapping[str, str], known: Mechanisms | None = None) -> Row:
         "link": rate(fields["link_GBps"], "link_GBps"),
         "drive": rate(fields["disk_GBps"], "disk_GBps"),
     }
+    if match := re.search(r"\b(\d+) cores\b", said):
+        given["cores"] = int(match[1])
     found = machine(hardware, runtime, **given)
     hit = re.search(r"(?<!no )\bhits?(?: rate)?(?: of)?[ =:~]*([\d.]+) ?%", said)
     missed = re.search(r"\bmiss(?:es)?(?: rate)?(?: of)?[ =:~]*([\d.]+) ?%", said)
@@ -444,5 +447,10 @@ def compare(rows: Sequence[Mapping[str, Any]], left_out: Sequence[Mapping[str, A
         "covered": covered(rows),
         "mechanisms": by,
         "rule_of_thumb": summary(row["rule_of_thumb_factor"] for row in rows),
-        "prefill": summary(row["prefill_factor"] for row in rows),
+        **{
+            name: summary(
+                row["prefill_factor"] for row in rows if (row["group"] == PROCESSOR) == is_alone
+            )
+            for is_alone, name in PROMPTS.items()
+        },
     }

@@ -35,6 +35,8 @@ MECHANISMS = {
 """What `absent` may be, and what it means."""
 PROCESSOR = "processor"
 """Rows of a processor alone, whose errors are others than those of one beside a card."""
+PROMPTS = {True: "prefill, processor", False: "prefill"}
+"""Whether a processor alone computes a prompt -> the rows whose errors its forecast has."""
 CUDA, ROCM, METAL = "cuda", "rocm", "metal"
 """How a card's kernels are launched: by CUDA graphs, one by one (HIP, Vulkan, SYCL), or Metal."""
 SHARES = ("card_share", "host_share", "link_share", "drive_share", "attention_share")
@@ -47,7 +49,8 @@ MICROSECONDS = (
 """A layer's; of a MB of linear attention's state; of a GFLOP of attention; of one more card."""
 DECODE = (*SHARES, *MICROSECONDS)
 PREFILL = ("prefill_compute_share", "prefill_link_share", "prefill_card_share", "prefill_chunk_ms")
-CONSTANTS = (*DECODE, *PREFILL)
+PREFILL_ALONE = ("prefill_core_gflops",)
+CONSTANTS = (*DECODE, *PREFILL, *PREFILL_ALONE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +96,8 @@ class Runtime:
     """Prompt tokens from which absent experts are copied; the host computes shorter prompts."""
     chunk: Count = 512
     """Tokens of a prompt that go through the model together."""
+    core_factor: Positive = 1.0
+    """FLOP/s of a prompt that a core reaches with its kernels, over llama.cpp's."""
     splits: Literal["layer", "tensor"] = "layer"
     """Several cards: `layer` after `layer`, or every layer over all of them (`tensor`)."""
     socket_share: Share = 0.5

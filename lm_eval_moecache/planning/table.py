@@ -35,6 +35,8 @@ from lm_eval_moecache.planning.runtimes import (
     COPY,
     HOST,
     LAYER,
+    PROCESSOR,
+    PROMPTS,
     READ,
     RESIDENT,
     Runtime,
@@ -218,7 +220,7 @@ def row_of(setup: Setup, runtime: Runtime, prompt: int) -> dict[str, Any]:
         row["why"] = "each token would copy whole layers: choose bits that fit"
     got = scaled(setup, runtime, placed)
     work = prompt_work(model, found, runtime, placed, prompt)
-    spread = mechanisms().spreads.get("prefill")
+    spread = mechanisms().spreads.get(PROMPTS[placed.group == PROCESSOR])
     if work is not None and spread is not None:
         seconds = prompt / prefill_tok_per_s(work, prompt, runtime)
         row["ttft_s"] = seconds

@@ -61,7 +61,7 @@ KNOWN = Mechanisms(
         **{"attention_share": 0.1, "card_state_us": 50, "host_state_us": 500},
         **{"host_attention_us": 1e4, "crossing_us": 1000},
         **{"prefill_compute_share": 0.5, "prefill_link_share": 1.0},
-        **{"prefill_card_share": 0.5, "prefill_chunk_ms": 10.0},
+        **{"prefill_card_share": 0.5, "prefill_chunk_ms": 10.0, "prefill_core_gflops": 50.0},
     },
     curve=0.1,
     routings={
@@ -211,7 +211,21 @@ def test_a_prompt_ships_what_its_chunks_touch_and_the_processors_share_is_not_mo
     assert whole is not None and whole.link == pytest.approx(4 * 16e6 / 2e10)
     assert prompt_work(MODEL, MACHINE, HOST, placed, 8) is None
     cpu = place(MODEL, MACHINE, HOST, read_placement("cpu"), 0)
-    assert prompt_work(MODEL, MACHINE, HOST, cpu, 1024) is None
+    assert prompt_work(MODEL, MACHINE, HOST, cpu, 1024) is None, "of how many cores?"
+
+
+def test_a_processors_cores_compute_a_prompt_at_their_programs_rate() -> None:
+    alone = replace(MACHINE, card_bytes_per_s=None, cores=8)
+    cpu = place(MODEL, alone, HOST, read_placement("cpu"), 0)
+    work = prompt_work(MODEL, alone, HOST, cpu, 1024, known=KNOWN)
+    assert work is not None and work.core == pytest.approx(1e-9 * MODEL.prompt_flops(1024) / 8)
+    # 1,024 tokens of 120 M weights are 246 GFLOP and attention: at 50 GFLOP/s a core 0.6 s.
+    speed = prefill_tok_per_s(work, 1024, HOST, KNOWN)
+    assert speed == pytest.approx(1024 / (246 / 8 / 50), rel=0.01)
+    faster = replace(HOST, core_factor=3.0)
+    twice = prompt_work(MODEL, replace(alone, cores=16), faster, cpu, 1024, known=KNOWN)
+    assert twice is not None
+    assert prefill_tok_per_s(twice, 1024, faster, KNOWN) == pytest.approx(6 * speed)
 
 
 def test_a_prompt_token_after_token_is_as_fast_as_decoding() -> None:
