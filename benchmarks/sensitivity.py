@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,11 @@ from tools.train_tiny.skills.generator import ASKED
 SHIFT = 17
 LABELS = {1: REPLACED_BY_SCORE, 4: "cache-aware routing"}
 """Anchor's number -> the demo's run that answers it."""
+LEVELS = (
+    *("first 4 of 8 kept, renormalised", "10% random", "first 2 of 8 kept, renormalised"),
+    *("30% random", "50% random", "100% random"),
+)
+"""Changes under which answers are asked for, from the one that text shows least."""
 RATES = (0.75, 0.5, 0.375)
 TASKS = ("gsm8k", "arc")
 Change = Callable[[Tensor, Tensor, int, torch.Generator], tuple[Tensor, Tensor]]
@@ -149,16 +154,18 @@ def answers(specimen: Specimen, num_documents: int) -> dict[str, list[float]]:
     }
 
 
-def random_throughout(specimen: Specimen, num_documents: int) -> dict[str, list[float]]:
-    """By task the percentages of right answers: unmodified, and with random experts throughout.
+def right_answers(specimen: Specimen, num_documents: int) -> dict[str, dict[str, float]]:
+    """By task the percentages of right answers, unmodified and under changes of growing damage.
 
-    What a task can lose on this model: the claims' gates compare with it.
+    What a task can lose on this model, which the claims' gates compare with, and what it can rank.
     """
+    known = {"unmodified": None, **changes(specimen.top_k)}
     found = {}
     for task in ASKED:
-        plain = specimen.accuracy(task, num_documents)
-        with changed(specimen, at_random(1.0)):
-            found[f"tiny_{task}"] = [plain, specimen.accuracy(task, num_documents)]
+        rates = found[f"tiny_{task}"] = {}
+        for level in ("unmodified", *(name for name in known if name in LEVELS)):
+            with changed(specimen, known[level]) if known[level] else nullcontext():
+                rates[level] = specimen.accuracy(task, num_documents)
     return found
 
 
@@ -185,19 +192,27 @@ def render(models: Mapping[str, Any]) -> str:
         [*anchor, *(_shares(one, number) for one in found)] for number, anchor in enumerate(ANCHORS)
     ]
     kept = text_table(["share of right answers kept", "real models", "where", *names], rows)
-    random = [one.get("random") or {} for one in found]
+    asked = {name: one for name, one in models.items() if one["right"]}
+    tasks = list(dict.fromkeys(task for one in asked.values() for task in one["right"]))
     rows = [
-        [task, *("{:.1f}, {:.1f}".format(*one[task]) if one else "-" for one in random)]
-        for task in dict.fromkeys(task for one in random for task in one)
+        [f"{name}: {level}", _nats(one["text"], level)]
+        + [f"{one['right'][task][level]:.0f}" for task in tasks]
+        for name, one in asked.items()
+        for level in ("unmodified", *LEVELS)
     ]
-    right = text_table(["% of answers right, with random experts", *names], rows)
+    right = text_table(["% of answers right", "nats", *tasks], rows, others="--:")
     read = "; ".join(f"{name}: {one['read']}" for name, one in models.items())
     return (
         "# What each model loses when its experts are changed\n\n"
         f"Added to the loss, in nats a token, mean over pages ({read}):\n\n{text}\n\n"
-        f"What a task can lose:\n\n{right}\n\n"
+        "What a task can lose, and which changes it can rank (100 documents each; a percentage is "
+        f"known to 4 or 5 points):\n\n{right}\n\n"
         f"Beside real models, whose figures are the papers':\n\n{kept}\n"
     )
+
+
+def _nats(text: Mapping[str, float], level: str) -> str:
+    return f"{text[level]:+.2f}" if level in text else "0"
 
 
 def _shares(one: Mapping[str, Any], number: int) -> str:
@@ -238,7 +253,7 @@ def main() -> None:
             "read": f"{len(texts)} pages of {source}, {options.tokens} tokens",
             "text": losses(specimen, texts),
             "answers": answers(specimen, options.documents) if asked else {},
-            "random": random_throughout(specimen, options.documents) if asked else {},
+            "right": right_answers(specimen, options.documents) if asked else {},
             "demo": demo() if folder == TINY and asked else {},
         }
     if options.write:

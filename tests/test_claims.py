@@ -170,8 +170,10 @@ TOO_FAST = {**FASTER, "what": "y", "expect": {"below": 0.8}}
         ([FASTER, {**TOO_FAST, "size": True}], SIZE),
         ([{**FASTER, "regime": "slow link"}, {**TOO_FAST, "regime": "fast link"}], DEPENDS),
         ([{**TOO_FAST, "regime": "slow link"}, {**TOO_FAST, "regime": "fast link"}], FAILS),
-        # What is undecided speaks neither for nor against.
+        # What is undecided speaks neither for nor against, if its figure is the claim's.
         ([FASTER, {**ANSWERS, "what": "z", "expect": {"below": 0}}], HOLDS),
+        ([FASTER, {**ANSWERS, "what": "z", "expect": {"above": -0.01}}], OPEN),
+        ([FASTER, {**ANSWERS, "what": "z", "expect": {"above": -0.01}, "size": True}], HOLDS),
         ([FASTER, {**TOO_FAST, "aside": True}], HOLDS),
     ],
 )
@@ -187,6 +189,27 @@ def test_verdicts_follow_from_interval_and_test(
         assert claim_verdict.told == "holds: slow link; does not hold: fast link"
 
 
+def test_half_of_a_claim_that_is_not_shown_is_told_beside_the_other(place: Path) -> None:
+    halves = [{**FASTER, "regime": "speed"}, {**TOO_FAST, "regime": "speed", "size": True}]
+    unshown = {**ANSWERS, "what": "z", "regime": "answers", "expect": {"above": -0.01}}
+    verdict = answered(place, *halves, unshown)
+    assert verdict.verdict == DEPENDS
+    assert verdict.told == "holds: speed; not shown: answers; size differs: y: 0.9"
+    assert answered(place, {**TOO_FAST, "regime": "speed"}, unshown).verdict == FAILS
+    alone = answered(place, unshown)
+    assert (alone.verdict, alone.told) == (OPEN, "undecided: z: -0.025")
+
+
+@pytest.mark.parametrize("alike", [0.4, 0.6])
+def test_a_claim_that_supposes_what_is_not_there_is_not_testable(place: Path, alike: float) -> None:
+    rows = [{"layer": 0, "cosine": alike - 0.1}, {"layer": 1, "cosine": alike + 0.1}]
+    (place / "alike.json").write_text(json.dumps({"rows": rows}))
+    premise = {"what": "cosine", "file": "alike.json", "column": "cosine", "least": 0.5}
+    verdict = answered(place, {**FASTER, "premise": {**premise, "why": "not alike"}})
+    found = (OPEN, "cosine is 0.4: not alike") if alike < 0.5 else (HOLDS, "")
+    assert (verdict.verdict, verdict.told) == found
+
+
 @pytest.mark.parametrize(
     ("gate", "closed"),
     [
@@ -196,7 +219,7 @@ def test_verdicts_follow_from_interval_and_test(
 )
 def test_a_claim_on_quality_passes_a_gate_first(place: Path, gate: float, closed: str) -> None:
     """A task that random experts hardly harm says nothing of a rule that loses little."""
-    losses = {"version 4": {"random": {"quiz": [80.0, 40.0]}, "text": {"100% random": 2.5}}}
+    losses = {"version 4": {"right": {"quiz": {"unmodified": 80.0, "100% random": 40.0}}}}
     (place / "losses.json").write_text(json.dumps(losses))
     part = {**ANSWERS, "expect": {"above": -0.2}, "gate": gate}
     path = write(place, part, {**FASTER, "aside": True})

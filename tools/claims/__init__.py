@@ -36,7 +36,7 @@ from lm_eval_moecache.report.statistics import (
     holm,
 )
 from lm_eval_moecache.report.tables import line
-from tools.claims.schema import Claim, Claims, Part
+from tools.claims.schema import Claim, Claims, Part, Premise
 from tools.claims.statistics import (
     LEAST_ANSWERS,
     LEAST_SAMPLES,
@@ -51,9 +51,14 @@ HOLDS, SIZE, DEPENDS, FAILS, OPEN = VERDICTS = (
 )
 _TO_TELL = 2.4864749
 """Standard errors to a bound that is passed at 5% in four of five cases: z of 5% and of 20%."""
-UNDECIDED, GATED = "undecided", "not testable"
-"""Verdicts of parts, beside HOLDS and FAILS: the sample does not tell, the models cannot."""
+UNDECIDED, GATED, INSIDE, OUTSIDE = "undecided", "not testable", "inside", "outside"
+"""Verdicts of parts, beside HOLDS and FAILS: the sample does not tell, the models cannot; and of
+whole runs, which no test is of."""
 FEW_DOCUMENTS = 15
+TOKENS_PER_WORD = 1.3
+"""Papers report perplexity by token, and their tokenizers have 1.2 to 1.4 to a word of such text.
+
+`tiny`'s has 2.04, so that by its own tokens every loss would look a third smaller."""
 _MOST = 1e150
 """Ratios and squares of larger values overflow."""
 Kind = Literal["figures", "answers", "texts", "traces"]
@@ -253,25 +258,35 @@ def rests_on(part: Part, root: Path) -> str:
     return "carved Gemma" if carved else "tiny version 4"
 
 
-def gate_of(part: Part, model: str, sensitivity: Mapping[str, Any]) -> str:
-    """Return why random experts throughout lose less than the paper's loss; empty if they do not.
+def gate_of(part: Part, model: str, sensitivity: Mapping[str, Any], root: Path) -> str:
+    """Return what the model lacks that the claim supposes; empty where it lacks nothing.
 
-    `sensitivity`: model -> `text`, nats that each change adds, and `random`, by task percentages of
-    right answers with the router's experts and with random ones.
+    That is the part's premise, and that random experts throughout lose at least the paper's loss.
+
+    `sensitivity`: model -> `text`, nats that each change adds, and `right`, by task and change the
+    percentages of right answers.
     """
+    if part.premise is not None and (lacking := _lacking(part.premise, root)):
+        return lacking
     if part.gate is None:
         return ""
     losses, task = sensitivity.get(model.removeprefix("tiny ")), part.metric.partition(":")[0]
     if losses is None:
         return f"what random experts cost {model} is not known"
-    if task in losses["random"]:
-        plain, random = losses["random"][task]
+    if task in losses["right"]:
+        plain, random = (losses["right"][task][level] for level in ("unmodified", "100% random"))
         loss, unit = (plain - random) / 100, "of the answers"
     else:
         loss, unit = math.expm1(losses["text"]["100% random"]), "of perplexity"
     if loss >= part.gate:
         return ""
     return f"random experts cost {task} {loss:.3g} {unit}, and the paper's loss is {part.gate:g}"
+
+
+def _lacking(premise: Premise, root: Path) -> str:
+    rows = check(RowsFile, read_json(root / premise.file, premise.file), premise.file).rows
+    found = float(np.mean([row[premise.column] for row in rows]))
+    return "" if found >= premise.least else f"{premise.what} is {_rough(found)}: {premise.why}"
 
 
 @lru_cache(maxsize=64)
@@ -332,25 +347,12 @@ def _of_documents(new: Run, old: Run | None, metric: str, task: str | None) -> S
             raise ValueError(
                 f"{new.run_id}: {task} {other[0]} is another document in {old.run_id}."
             )
-        kind, per_word = "texts", _tokens_per_word(new, task, sides[0])
-        tokens = np.asarray([sides[0][doc][1] * per_word for doc in documents])
+        kind = "texts"
+        tokens = np.asarray([sides[0][doc][1] * TOKENS_PER_WORD for doc in documents])
         sides = [{doc: side[doc][0] for doc in documents} for side in sides]
     values = [np.asarray([float(side[doc]) for doc in documents]) for side in sides]
     before = values[1] if len(values) > 1 else np.empty(0)
     return Samples(kind=kind, new=values[0], old=before, unit="documents", tokens=tokens)
-
-
-def _tokens_per_word(run: Run, task: str, texts: Mapping[str, Any]) -> float:
-    """Return tokens per word: papers report perplexity per token, the records count words.
-
-    The token count comes from bytes moved / bytes per token.
-    """
-    figures = run.moecache["tasks"][task]
-    per_token = figures.get("bytes_per_token")
-    if not per_token:
-        raise ValueError(f"{run.run_id}: nothing was moved, and so no tokens are told of.")
-    words = sum(pair[1] for pair in texts.values())
-    return float(figures["bytes_moved"] / per_token / words)
 
 
 def _of_whole(new: Run, old: Run | None, metric: str) -> Samples:
@@ -476,7 +478,7 @@ def answer(claims: Claims, root: Path) -> list[Verdict]:
     answers: dict[str, list[Answer]] = {claim.id: [] for claim in claims.claims}
     each = zip(asked, estimates, models, chances, of_all, strict=True)
     for (claim, part), estimate, model, own, overall in each:
-        gate = gate_of(part, model, sensitivity)
+        gate = gate_of(part, model, sensitivity, root)
         answers[claim.id].append(_answer(part, estimate, model, gate, own, overall, claims.alpha))
     return [_verdict(claim, answers[claim.id]) for claim in claims.claims]
 
@@ -522,10 +524,11 @@ def _answer(
 ) -> Answer:
     """Judge an estimate by its corrected chances; a closed gate leaves nothing to answer."""
     answered = partial(Answer, part=part, estimate=estimate, model=model, gate=gate)
-    above = -math.inf if part.expect.above is None else part.expect.above
-    below = math.inf if part.expect.below is None else part.expect.below
+    above, below = _ends(part)
     if estimate.nothing_changed and not above < estimate.figure < below:
         return answered(p=1.0, verdict=GATED if gate else FAILS)
+    if part.whole:
+        return answered(p=1.0, verdict=INSIDE if above < estimate.figure < below else OUTSIDE)
     inside, outside = chances
     verdict, p, p_of_all = UNDECIDED, min(inside, outside), None
     if inside <= alpha and above < estimate.low and estimate.high < below:
@@ -555,35 +558,61 @@ def _of_regimes(counted: Sequence[Answer]) -> tuple[str, str]:
     by_regime: dict[str, list[Answer]] = {}
     for answer in counted:
         by_regime.setdefault(answer.part.regime, []).append(answer)
-    directions = {regime: _direction(parts) for regime, parts in by_regime.items()}
-    decided = {regime: word for regime, word in directions.items() if word is not None}
-    if not decided:
-        gates = dict.fromkeys(answer.gate for answer in counted if answer.gate)
-        return OPEN, "; ".join(gates) or "the samples do not tell"
-    if len(set(decided.values())) > 1:
-        by_word = {word: [r for r, w in decided.items() if w == word] for word in (HOLDS, FAILS)}
-        return DEPENDS, "; ".join(f"{word}: {', '.join(names)}" for word, names in by_word.items())
-    [word] = set(decided.values())
-    if word == FAILS:
-        failing = (a for a in counted if a.verdict == FAILS and not a.part.size)
-        return FAILS, ", ".join(a.part.what for a in failing)
-    sizes = [a for a in counted if a.part.size and a.verdict == FAILS]
+    names: dict[str, list[str]] = {HOLDS: [], FAILS: [], OPEN: []}
+    for regime, parts in by_regime.items():
+        names[_direction(parts)].append(regime)
+    if not names[HOLDS]:
+        if names[FAILS]:
+            failing = (a for a in counted if a.verdict == FAILS and not a.part.size)
+            return FAILS, ", ".join(a.part.what for a in failing)
+        return OPEN, _why_open(counted) or "the samples do not tell"
+    sizes = [
+        a for a in counted if a.part.size and a.verdict == FAILS and a.part.regime in names[HOLDS]
+    ]
     told = [f"{a.part.what}: {_rough(a.estimate.figure)}" for a in sizes]
+    if names[FAILS] or names[OPEN]:
+        said = {HOLDS: HOLDS, FAILS: FAILS, OPEN: "not shown"}
+        split = [f"{said[word]}: {' / '.join(each)}" for word, each in names.items() if each]
+        unshown = [a for a in counted if a.part.regime in names[OPEN]]
+        gates = _why_open([a for a in unshown if a.gate])
+        sized = [f"size differs: {', '.join(told)}"] if told else []
+        return DEPENDS, "; ".join([*split, *([gates] if gates else []), *sized])
     open_parts = [a.part.what for a in counted if a.verdict == UNDECIDED]
     told += [f"{UNDECIDED}: {', '.join(open_parts)}"] if open_parts else []
     return SIZE if sizes else HOLDS, "; ".join(told)
 
 
-def _direction(parts: Sequence[Answer]) -> str | None:
-    """Return whether what shows a direction holds in one regime; None where nothing tells.
+def _why_open(parts: Sequence[Answer]) -> str:
+    """Return why these parts show nothing: what the models lack, and figures beside the claim."""
+    gates = dict.fromkeys(answer.gate for answer in parts if answer.gate)
+    beside = [f"{a.part.what}: {_rough(a.estimate.figure)}" for a in parts if _is_beside(a)]
+    return "; ".join([*gates, *([f"{UNDECIDED}: {', '.join(beside)}"] if beside else [])])
 
-    A part that the models cannot answer leaves open what the others say, unless one fails.
+
+def _is_beside(answer: Answer) -> bool:
+    """Whether a sample that does not tell has a figure other than the claim's."""
+    above, below = _ends(answer.part)
+    is_open = answer.verdict == UNDECIDED and not answer.part.size
+    return is_open and not above < answer.estimate.figure < below
+
+
+def _ends(part: Part) -> tuple[float, float]:
+    above, below = part.expect.above, part.expect.below
+    return -math.inf if above is None else above, math.inf if below is None else below
+
+
+def _direction(parts: Sequence[Answer]) -> str:
+    """Return whether what shows a direction holds in one regime; OPEN where that is not shown.
+
+    A part that fails is enough. A part that the models cannot answer, or whose figure is not the
+    claim's though the sample does not tell, leaves open what the others say.
     """
     asked = [answer for answer in parts if not answer.part.size] or parts
     words = {answer.verdict for answer in asked}
     if FAILS in words:
         return FAILS
-    return HOLDS if HOLDS in words and GATED not in words else None
+    is_open = GATED in words or any(map(_is_beside, asked))
+    return HOLDS if HOLDS in words and not is_open else OPEN
 
 
 # --- the page ---
@@ -600,14 +629,17 @@ many answers could have given, *p of all* the verdict's chance corrected over al
 parts of all claims. *For 80%* is how many samples would tell the figure from what is claimed in
 four of five cases (one-sided 5%, one part alone), were it the truth. Parts in *italics* are
 reported but do not count towards the verdict.
-Perplexities are by token. A part is *undecided* where its sample does not tell, and *not testable*
-where the models cannot: random experts throughout would lose less than the paper reports.
+Perplexities are by {per_word:g} tokens a word, as papers' tokenizers have (`tiny`'s has 2.04). A
+part is *undecided* where its sample does not tell, and *not testable* where the models cannot:
+random experts throughout would lose less than the paper reports, or what the claim supposes is not
+there. Whole runs lie *inside* or *outside* of what is claimed; no test is of them.
 
-Claims have one of five words. *Holds*: every part does that tells, and the models can answer each.
-*Direction holds, size differs*: what shows which way it goes does, and a part on how much does not
-(by what is said). *Depends on the regime*: it holds in some of the settings it is asked in. *Does
-not hold*: a part on which way it goes fails wherever it is asked. *Not testable on these models*:
-no part tells, or one that has to hold cannot be answered.
+Claims have one of five words. *Holds*: every part does that tells, the models can answer each, and
+none that does not tell has a figure other than the claim's. *Direction holds, size differs*: what
+shows which way it goes does, and a part on how much does not (by what is said). *Depends on the
+regime*: it holds in some of the settings, or halves, that it is asked in, and in others fails or is
+not shown. *Does not hold*: a part on which way it goes fails wherever it is asked. *Not testable on
+these models*: no part tells, or one that has to hold cannot be answered.
 
 Chances speak of other documents of the same kind, never of another model: the number of models is
 two: `tiny`, by version, and, for some parts on quality, Gemma 3 270M carved into experts."""
@@ -673,7 +705,11 @@ def page(claims: Claims, verdicts: Sequence[Verdict]) -> str:
         "## The figures",
         "",
         _HOW.format(
-            alpha=claims.alpha, parts=len(tested), answers=LEAST_ANSWERS, samples=LEAST_SAMPLES
+            alpha=claims.alpha,
+            parts=len(tested),
+            answers=LEAST_ANSWERS,
+            samples=LEAST_SAMPLES,
+            per_word=TOKENS_PER_WORD,
         ),
         *figures,
     ]

@@ -37,6 +37,17 @@ class Rows(Schema):
     """The model and version that the analysis ran on."""
 
 
+class Premise(Schema):
+    """What a claim supposes of a model: the mean of a column of an analysis's JSON."""
+
+    what: Name
+    file: Name
+    column: Name
+    least: Number
+    why: Name
+    """Why less leaves nothing to ask."""
+
+
 class Part(Schema):
     """One comparison. `where` picks one run of `runs`, `versus` replaces settings for the other."""
 
@@ -61,6 +72,8 @@ class Part(Schema):
     gate: Annotated[float, number(above=0)] | None = None
     """The paper's loss: a share of the answers, or a ratio of perplexities less 1. The part is not
     testable where random experts throughout lose less."""
+    premise: Premise | None = None
+    """The part is not testable where it does not hold."""
     whole: bool = False
     """A figure of whole runs, for metrics without one per document: reported, never tested."""
     documents: Literal["even", "odd"] | None = None
