@@ -51,7 +51,7 @@ _BUILDABLE = {
     "hazard": "evicting by forecast (hazard)",
     "host": "with non-resident experts computed on the host",
 }
-_SAYS = {"weights": "--precision", "host": "--host_memory", "RAM": "--ram", "drive": "--disk"}
+_SAYS = {"weights": "--precision", "memory": "--host_memory", "RAM": "--ram", "drive": "--disk"}
 """What may be assumed of a machine -> the option that says it."""
 _WORDS = {
     "cycles": "tokens' worth of experts (layers x top-k) that the memory holds; below 1 an LRU "

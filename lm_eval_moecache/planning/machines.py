@@ -103,6 +103,8 @@ def machine(
     unified = hardware is not None and hardware.is_unified
     card = None if hardware is None else hardware.memory_bytes_per_s
     if unified:
+        if host is None and guesses.get("memory_bytes_per_s", "").startswith("assumed"):
+            assumed.append(f"memory {(card or 0.0) / 1e9:.3g} GB/s")
         card, host = host or card, None
     elif host is not None:
         host *= max(sockets * runtime.socket_share, 1.0)

@@ -152,7 +152,8 @@ def advise(
     assumed = [
         text
         for text in setup.on(asked[0])[1].assumed
-        if any(row["needs_drive"] for row in running)
+        if text.startswith("memory")
+        or any(row["needs_drive"] for row in running)
         or (not text.startswith("drive") and any(row["mechanism"] != RESIDENT for row in running))
     ]
     alone = cpu_alone(setup) if setup.placement is None else None

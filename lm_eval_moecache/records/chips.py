@@ -1,7 +1,7 @@
 """Chips whose card shares the memory, by the name on the box: Macs, other SoCs, phones.
 
-Rates of memory are the makers' (Apple's, AMD's, NVIDIA's, Qualcomm's data sheets), nominal. What a
-name does not tell is that of a profile of the same kind.
+Rates of memory are nominal: the makers' of Macs, of Strix Halo and of GB10, of others as their
+`source` says. What a name does not tell is that of a profile of the same kind.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class Chip(NamedTuple):
     """Sizes of memory that come with less of the chip -> GB/s."""
     called: str = ""
     """Other names, a comma between them."""
+    source: str = "the maker's data sheet, nominal"
+    """Where the memory's rate is from; `assumed` where nothing read says which memory it has."""
 
 
 _BASE, _PRO, _MAX, _ULTRA = "m4-16gb", "m4-pro-24gb", "m4-max-64gb", "m3-ultra-96gb"
@@ -59,31 +61,128 @@ CHIPS: Mapping[str, Chip] = {
     ),
     "ryzen-ai-max-385": Chip(256, 46.0, (32, 64, 96, 128), _HALO, called="Radeon 8050S"),
     "ryzen-ai-9-hx-370": Chip(
-        120, 23.8, (16, 24, 32, 64, 96), _HALO, called="HX 370, Radeon 890M, Strix Point"
+        120,
+        23.8,
+        (16, 24, 32, 64, 96),
+        _HALO,
+        called="HX 370, Radeon 890M, Strix Point",
+        source="assumed, LPDDR5X-7500 on 128 bits (8000 is the most, DDR5-5600 the least)",
     ),
-    "radeon-780m": Chip(89.6, 16.6, (16, 32, 64, 96), _HALO, called="780M"),
-    "arc-140v": Chip(136.5, 8.2, (16, 32), _HALO, called="Lunar Lake, Core Ultra 7 258V"),
-    "arc-140t": Chip(134.4, 9.2, (16, 32, 64, 96), _HALO, called="Core Ultra 9 285H"),
-    "snapdragon-x-elite": Chip(135, 9.2, (16, 32, 64), _HALO, called="X Elite, X1E-80-100"),
-    "snapdragon-x-plus": Chip(135, 7.6, (16, 32), _HALO, called="X Plus, Snapdragon X"),
-    "snapdragon-x2-elite": Chip(152, 11.4, (16, 32, 48), _HALO, called="X2 Elite"),
-    "snapdragon-x2-elite-extreme": Chip(228, 14.6, (48, 128), _HALO, called="X2 Elite Extreme"),
+    "radeon-780m": Chip(
+        89.6,
+        16.6,
+        (16, 32, 64, 96),
+        _HALO,
+        called="780M",
+        source="assumed, DDR5-5600 on 128 bits (LPDDR5X-7500: 120)",
+    ),
+    "arc-140v": Chip(
+        136.5,
+        8.2,
+        (16, 32),
+        _HALO,
+        called="Lunar Lake, Core Ultra 7 258V",
+        source="LPDDR5X-8533 on 128 bits: igorslab.de, Lunar Lake MX",
+    ),
+    "arc-140t": Chip(
+        134.4,
+        9.2,
+        (16, 32, 64, 96),
+        _HALO,
+        called="Core Ultra 9 285H",
+        source="assumed, LPDDR5X-8400 on 128 bits (DDR5-6400: 102.4)",
+    ),
+    "snapdragon-x-elite": Chip(
+        135,
+        9.2,
+        (16, 32, 64),
+        _HALO,
+        called="X Elite, X1E-80-100",
+        source="assumed, LPDDR5X-8448 on 128 bits",
+    ),
+    "snapdragon-x-plus": Chip(
+        135,
+        7.6,
+        (16, 32),
+        _HALO,
+        called="X Plus, Snapdragon X",
+        source="assumed, LPDDR5X-8448 on 128 bits",
+    ),
+    "snapdragon-x2-elite": Chip(
+        152,
+        11.4,
+        (16, 32, 48),
+        _HALO,
+        called="X2 Elite",
+        source="Qualcomm, by en.shiftdelete.net/?p=706596",
+    ),
+    "snapdragon-x2-elite-extreme": Chip(
+        228,
+        14.6,
+        (48, 128),
+        _HALO,
+        called="X2 Elite Extreme",
+        source="LPDDR5X-9523 on 192 bits: heise.de/-10676658",
+    ),
     "dgx-spark": Chip(273, 62.5, (128,), _SPARK, called="GB10, Ascent GX10, Dell Pro Max GB10"),
-    "jetson-agx-thor": Chip(273, 62.5, (128,), _SPARK, called="Jetson Thor, Jetson T5000"),
-    "jetson-agx-orin": Chip(204.8, 42.5, (32, 64), _SPARK, called="AGX Orin"),
-    "jetson-orin-nx": Chip(102.4, 25.0, (8, 16), _SPARK, called="Orin NX"),
+    "jetson-agx-thor": Chip(
+        273,
+        62.5,
+        (128,),
+        _SPARK,
+        called="Jetson Thor, Jetson T5000",
+        source="developer.ridgerun.com, NVIDIA Jetson AGX Thor, SoM overview",
+    ),
+    "jetson-agx-orin": Chip(
+        204.8, 42.5, (32, 64), _SPARK, called="AGX Orin", source="assumed, LPDDR5-6400 on 256 bits"
+    ),
+    "jetson-orin-nx": Chip(
+        102.4, 25.0, (8, 16), _SPARK, called="Orin NX", source="assumed, LPDDR5-6400 on 128 bits"
+    ),
     "jetson-orin-nano": Chip(
-        102.4, 16.7, (8,), _SPARK, called="Orin Nano, Orin Nano Super, Jetson Orin Nano Super"
+        102.4,
+        16.7,
+        (8,),
+        _SPARK,
+        called="Orin Nano, Orin Nano Super, Jetson Orin Nano Super",
+        source="since JetPack 6.1 (68 GB/s before): NVIDIA, by brojogopalsapui.com",
     ),
-    "snapdragon-8-gen-3": Chip(76.8, 0.3, (8, 12, 16, 24), _PHONE, called="Galaxy S24 Ultra"),
+    "snapdragon-8-gen-3": Chip(
+        76.8,
+        0.3,
+        (8, 12, 16, 24),
+        _PHONE,
+        called="Galaxy S24 Ultra",
+        source="LPDDR5X at 4,800 MHz on 64 bits: droidholic.com/snapdragon-8-gen-3-launched",
+    ),
     "snapdragon-8-elite": Chip(
-        85.3, 0.3, (12, 16, 24), _PHONE, called="Galaxy S25, Galaxy S25 Ultra, OnePlus 13"
+        84.8,
+        0.3,
+        (12, 16, 24),
+        _PHONE,
+        called="Galaxy S25, Galaxy S25 Ultra, OnePlus 13",
+        source="LPDDR5X at 5,300 MHz on 64 bits: geektopia.es, 22 October 2024",
     ),
-    "dimensity-9400": Chip(85.3, 0.3, (12, 16, 24), _PHONE),
-    "tensor-g4": Chip(68.3, 0.3, (12, 16), _PHONE, called="Pixel 9, Pixel 9 Pro"),
-    "a17-pro": Chip(51.2, 0.3, (8,), _PHONE, called="iPhone 15 Pro"),
-    "a18-pro": Chip(60.0, 0.3, (8,), _PHONE, called="iPhone 16 Pro"),
-    "a19-pro": Chip(76.8, 0.3, (12,), _PHONE, called="iPhone 17 Pro"),
+    "dimensity-9400": Chip(
+        85.3, 0.3, (12, 16, 24), _PHONE, source="assumed, LPDDR5X-10667 on 64 bits"
+    ),
+    "tensor-g4": Chip(
+        68.3,
+        0.3,
+        (12, 16),
+        _PHONE,
+        called="Pixel 9, Pixel 9 Pro",
+        source="assumed, LPDDR5X-8533 on 64 bits",
+    ),
+    "a17-pro": Chip(
+        51.2, 0.3, (8,), _PHONE, called="iPhone 15 Pro", source="assumed, LPDDR5-6400 on 64 bits"
+    ),
+    "a18-pro": Chip(
+        60.0, 0.3, (8,), _PHONE, called="iPhone 16 Pro", source="assumed, LPDDR5X-7500 on 64 bits"
+    ),
+    "a19-pro": Chip(
+        76.8, 0.3, (12,), _PHONE, called="iPhone 17 Pro", source="assumed, LPDDR5X-9600 on 64 bits"
+    ),
 }
 _NAMING = Naming(
     aliases={
@@ -126,7 +225,7 @@ def chip_of(typed: str) -> Card | None:
     sold = "so many GB of unified memory" if size else f"assumed, {memory} GB of {chip.sizes}"
     sources = {
         "peak_flops": "assumed, the order of its card in fp16",
-        "memory_bytes_per_s": "the maker's data sheet, nominal",
+        "memory_bytes_per_s": chip.source,
         "memory_bytes": "assumed, what the system lets the card take by default",
         "host_memory_bytes": sold,
     }
