@@ -20,7 +20,7 @@ from scipy.optimize import least_squares
 
 from lm_eval_moecache.planning.published import Row, read_rows
 from lm_eval_moecache.planning.runtimes import PROCESSOR, mechanisms
-from lm_eval_moecache.report.tables import padded
+from lm_eval_moecache.report.tables.text import padded
 
 ROWS = Path(__file__).resolve().parent.parent / "results" / "runtimes" / "rows.csv"
 HELD, ROBUST = 0.3, 0.1

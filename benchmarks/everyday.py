@@ -27,7 +27,7 @@ from lm_eval_moecache.planning.runtimes import PROCESSOR, RESIDENT, load_runtime
 from lm_eval_moecache.planning.table import advise, usual_precision
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.real_model import RealModel
-from lm_eval_moecache.report.tables import padded
+from lm_eval_moecache.report.tables.text import padded
 
 QUESTIONS = (
     "gpt-oss-20b --hardware 'RTX 3060 12GB' --ram 64GB",

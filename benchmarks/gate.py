@@ -25,7 +25,8 @@ import numpy as np
 from grid import RESULTS, arguments
 
 from lm_eval_moecache.report.compare import CompareOptions, compare
-from lm_eval_moecache.report.results import Run, load_runs
+from lm_eval_moecache.report.runs.files import load_runs
+from lm_eval_moecache.report.runs.run import Run
 
 FLIPS, LOG_LIKELIHOOD, SPEED = 0.005, 0.01, 0.005
 

@@ -18,7 +18,7 @@ from grid import RESULTS, arguments, shipped_traces
 from pandas import DataFrame
 
 from lm_eval_moecache.profiling.layer_sizes import best_sizes, equal_sizes, miss_curves, miss_rate
-from lm_eval_moecache.report.tables import padded
+from lm_eval_moecache.report.tables.text import padded
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 

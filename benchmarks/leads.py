@@ -16,8 +16,10 @@ from typing import Any
 
 from grid import RESULTS, arguments
 
-from lm_eval_moecache.report.results import Run, load_runs, selected
-from lm_eval_moecache.report.tables import rows_as_markdown
+from lm_eval_moecache.report.runs.columns import selected
+from lm_eval_moecache.report.runs.files import load_runs
+from lm_eval_moecache.report.runs.run import Run
+from lm_eval_moecache.report.tables.text import rows_as_markdown
 
 Where = Mapping[str, Any]
 Columns = Mapping[str, tuple[Where, Where, int]]

@@ -24,7 +24,7 @@ from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
 from lm_eval_moecache.analysis.divergence import Reading, compare, read_window
 from lm_eval_moecache.records.ledger import total
 from lm_eval_moecache.report.plots import legend, look, new_figure, save
-from lm_eval_moecache.report.tables import padded
+from lm_eval_moecache.report.tables.text import padded
 from lm_eval_moecache.sweep.evaluation import leaf_tasks
 
 DOCUMENTS, TRIED = 200, 10

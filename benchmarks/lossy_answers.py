@@ -29,7 +29,7 @@ from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import total
 from lm_eval_moecache.report.plots import legend, look, new_figure, save
-from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.trace.trace import Trace
 
 FOLDER = RESULTS / "lossy_answers"

@@ -30,7 +30,8 @@ import numpy as np
 import scipy.stats
 from grid import RESULTS, text_table
 
-from lm_eval_moecache.report.results import Run, load_runs
+from lm_eval_moecache.report.runs.files import load_runs
+from lm_eval_moecache.report.runs.run import Run
 
 FOLDER = RESULTS / "lost_points"
 GENERATED = "tiny_gsm8k"

@@ -42,7 +42,7 @@ from lm_eval_moecache.planning.published import Row, factor, find_hardware, read
 from lm_eval_moecache.planning.runtimes import METAL, READ, Mechanisms
 from lm_eval_moecache.planning.table import flags
 from lm_eval_moecache.records.files import traces_dir
-from lm_eval_moecache.report.tables import padded
+from lm_eval_moecache.report.tables.text import padded
 
 ROWS = Path(__file__).resolve().parent.parent / "results" / "runtimes" / "rows.csv"
 ASKED = 20

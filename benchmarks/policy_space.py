@@ -29,8 +29,8 @@ from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.plots import look, new_figure, save
-from lm_eval_moecache.report.results import load_runs
-from lm_eval_moecache.report.tables import padded
+from lm_eval_moecache.report.runs.files import load_runs
+from lm_eval_moecache.report.tables.text import padded
 from lm_eval_moecache.sweep.evaluation import evaluate
 from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.trace.importers import load_trace

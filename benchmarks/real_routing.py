@@ -27,7 +27,7 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.plots import new_figure, save
-from lm_eval_moecache.report.tables import padded
+from lm_eval_moecache.report.tables.text import padded
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Trace
 

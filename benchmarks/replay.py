@@ -26,7 +26,7 @@ import numpy as np
 from grid import arguments, decode_trace, setting_of
 
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.report.tables import padded
+from lm_eval_moecache.report.tables.text import padded
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Predicted, Trace
 

@@ -24,7 +24,7 @@ from specimen import REPLACED_BY_SCORE, Specimen, random_resident, rerouted
 from torch import Tensor
 
 from lm_eval_moecache.records.files import TINY
-from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.tiny import documents
 from tools.train_tiny.skills.generator import ASKED
 

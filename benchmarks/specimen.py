@@ -37,7 +37,7 @@ from lm_eval_moecache.analysis.analyzed_model import watched
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.records.ledger import total
-from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.tiny import documents
 from lm_eval_moecache.trace.future import Future
 from tools.train_tiny.skills.generator import ASKED, held_out

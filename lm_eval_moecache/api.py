@@ -16,7 +16,7 @@ from lm_eval_moecache.trace.trace import Trace
 
 if TYPE_CHECKING:
     from lm_eval_moecache.report.replay_report import ReplayReport
-    from lm_eval_moecache.report.results import Runs
+    from lm_eval_moecache.report.runs.columns import Runs
 
 Place = str | PathLike[str]
 
@@ -100,10 +100,10 @@ def load_runs(place: Place) -> Runs:
     In a folder, files that hold no run are skipped, unreadable ones with a warning. The list that
     is returned has `to_dataframe()`, a line per run under forty names.
     """
-    from lm_eval_moecache.report import results
+    from lm_eval_moecache.report.runs import columns, files
 
     with as_moecache_error():
-        return results.Runs(results.load_runs(Path(place)))
+        return columns.Runs(files.load_runs(Path(place)))
 
 
 def plan(model: Place, **options: Any) -> Mapping[str, Any]:

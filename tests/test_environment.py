@@ -23,7 +23,7 @@ from lm_eval_moecache.cli.analyze import ANALYSES
 from lm_eval_moecache.cli.profile import action_names
 from lm_eval_moecache.records.artifact import write_artifact
 from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.report.results import PACKED, RUNS, write_packed
+from lm_eval_moecache.report.runs.files import PACKED, RUNS, write_packed
 from lm_eval_moecache.sweep import files, worker
 from lm_eval_moecache.sweep.files import only_sweep, write_record
 from tests.conftest import Moecache

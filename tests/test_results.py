@@ -17,8 +17,11 @@ from lm_eval.utils import make_table
 from lm_eval_moecache.cli.reproduce import paper_page
 from lm_eval_moecache.cli.table import board_folders, collect, other_tables
 from lm_eval_moecache.harness.run_report import speed_table
-from lm_eval_moecache.report.results import PACKED, Run, load_runs, selected
-from lm_eval_moecache.report.tables import FORMS, distinct
+from lm_eval_moecache.report.runs.columns import selected
+from lm_eval_moecache.report.runs.files import PACKED, load_runs
+from lm_eval_moecache.report.runs.run import Run
+from lm_eval_moecache.report.tables import FORMS
+from lm_eval_moecache.report.tables.leaderboard import distinct
 from lm_eval_moecache.sweep.files import finished
 from lm_eval_moecache.sweep.run import check_cells
 from lm_eval_moecache.sweep.spec import fit, read_sweep

@@ -21,7 +21,7 @@ from grid import RESULTS, TRACES, frame, load, shipped_trace
 
 from lm_eval_moecache import replay
 from lm_eval_moecache.algorithms.policy import policy_names
-from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.runs.files import load_runs
 
 ROWS = json.loads((RESULTS / "layer_sizes/layer_sizes.json").read_text())
 ROUTING = load(RESULTS / "real_routing/cells.json.gz")

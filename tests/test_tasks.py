@@ -26,7 +26,8 @@ from lm_eval_moecache.harness.tasks import SpeedTask, add_speed_rows, document_m
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.ledger import PassRecord, RequestRecord
-from lm_eval_moecache.report.results import BATCH, independent
+from lm_eval_moecache.report.runs.columns import independent
+from lm_eval_moecache.report.runs.run import BATCH
 from tests.harness import small_tasks
 
 SPEED = "!function lm_eval_moecache.harness.tasks.SpeedTask"

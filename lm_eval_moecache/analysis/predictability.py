@@ -35,7 +35,7 @@ from lm_eval_moecache.records.files import TINY
 from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.records.predictor import load_predictor
 from lm_eval_moecache.report.plots import new_figure
-from lm_eval_moecache.report.results import scores_of
+from lm_eval_moecache.report.runs.run import scores_of
 from lm_eval_moecache.sweep.evaluation import answers_of, evaluate, leaf_tasks, quiet
 from lm_eval_moecache.sweep.spec import Cell
 

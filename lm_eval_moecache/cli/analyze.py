@@ -16,7 +16,7 @@ from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import finite, unknown_name_error
 from lm_eval_moecache.records.sizes import is_per_layer, parse_capacity
-from lm_eval_moecache.report.tables import rows_as_markdown
+from lm_eval_moecache.report.tables.text import rows_as_markdown
 
 _LOSSY = "big_moe_on_edge_drop_cold,ik_llama_cpp_ser,mixture_cache"
 _OF_A_TEXT = {"text": None, "max_tokens": 4096}

@@ -19,7 +19,7 @@ from lm_eval_moecache.report.compare import (
     CompareOptions,
     compare,
 )
-from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.runs.files import load_runs
 
 _SAME_MACHINE = {"auto": None, "yes": True, "no": False}
 

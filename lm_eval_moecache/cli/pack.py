@@ -10,7 +10,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import print_result
-from lm_eval_moecache.report.results import PACKED, RUNS, pack, unpack
+from lm_eval_moecache.report.runs.files import PACKED, RUNS, pack, unpack
 from lm_eval_moecache.sweep.files import only_sweep
 
 

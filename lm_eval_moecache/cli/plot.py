@@ -9,7 +9,8 @@ from jsonargparse import ArgumentParser, Namespace
 from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.records.schemas.inputs import SweepFields, sweep_fields
 from lm_eval_moecache.report.plots import write_figures, write_plots
-from lm_eval_moecache.report.results import load_runs, selected
+from lm_eval_moecache.report.runs.columns import selected
+from lm_eval_moecache.report.runs.files import load_runs
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -14,16 +14,11 @@ from lm_eval_moecache.cli.main import listed, print_result, wrapped
 from lm_eval_moecache.cli.main import main as moecache
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.schemas.inputs import Recipe, ReproducedValue, check_limit, read_jobs
-from lm_eval_moecache.report.results import (
-    RUNS,
-    Column,
-    Run,
-    Value,
-    figure_column,
-    load_runs,
-    selected,
-)
-from lm_eval_moecache.report.tables import Table, as_markdown
+from lm_eval_moecache.report.runs.columns import Column, Value, figure_column, selected
+from lm_eval_moecache.report.runs.files import RUNS, load_runs
+from lm_eval_moecache.report.runs.run import Run
+from lm_eval_moecache.report.tables.leaderboard import Table
+from lm_eval_moecache.report.tables.text import as_markdown
 from lm_eval_moecache.sweep.spec import fit, load_recipe, recipe_names
 
 SAID = "paper.md"

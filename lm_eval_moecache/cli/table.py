@@ -15,17 +15,13 @@ from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.inputs import Board, SweepFields, sweep_fields
 from lm_eval_moecache.records.schemas.results import FrontFile, RowsFile
 from lm_eval_moecache.report import every_eval_ever
-from lm_eval_moecache.report.differences import differences, lost_points
-from lm_eval_moecache.report.results import PACKED, RUNS, load_runs, selected
-from lm_eval_moecache.report.tables import (
-    ALL_FORMS,
-    FORMS,
-    Table,
-    distinct,
-    leaderboard,
-    rows_as_markdown,
-    view_table,
-)
+from lm_eval_moecache.report.runs.columns import selected
+from lm_eval_moecache.report.runs.files import PACKED, RUNS, load_runs
+from lm_eval_moecache.report.tables import ALL_FORMS, FORMS
+from lm_eval_moecache.report.tables.differences import differences, lost_points
+from lm_eval_moecache.report.tables.leaderboard import Table, distinct, leaderboard
+from lm_eval_moecache.report.tables.text import rows_as_markdown
+from lm_eval_moecache.report.tables.views import view_table
 
 logger = logging.getLogger(__name__)
 BOARD = "table.yaml"

@@ -35,7 +35,7 @@ from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
 from lm_eval_moecache.records.numbers import read_count
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.plots import PICTURES
-from lm_eval_moecache.report.tables import padded
+from lm_eval_moecache.report.tables.text import padded
 from lm_eval_moecache.trace.importers import load_trace
 
 if TYPE_CHECKING:

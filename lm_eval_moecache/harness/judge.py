@@ -39,7 +39,7 @@ from lm_eval_moecache.harness.tasks import SpeedTask
 from lm_eval_moecache.records.files import check_place, check_writable, task_configs_dir
 from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.records.numbers import shown, unknown_name_error
-from lm_eval_moecache.report.results import SPEED_FILTER as SPEED
+from lm_eval_moecache.report.runs.run import SPEED_FILTER as SPEED
 
 logger = logging.getLogger(__name__)
 FILTER = "judge"

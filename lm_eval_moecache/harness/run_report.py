@@ -20,8 +20,8 @@ from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.hardware import OF_THE_MACHINE
 from lm_eval_moecache.records.ledger import GENERATE, RequestRecord
 from lm_eval_moecache.report.metrics import MEGABYTE, task_metrics
-from lm_eval_moecache.report.results import choice_name, metric_column
-from lm_eval_moecache.report.tables import padded
+from lm_eval_moecache.report.runs.columns import choice_name, metric_column
+from lm_eval_moecache.report.tables.text import padded
 
 _RARE = ("execute", "reads_per_expert", "attention")
 # Settings that the title of the speed table names unless they have their default.

@@ -43,7 +43,7 @@ def run(arguments: Namespace) -> int:
     from lm_eval_moecache.model.checkpoint import load_model
     from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
     from lm_eval_moecache.model.predictor.training import TextRecipe, record_texts, train_on_texts
-    from lm_eval_moecache.report.tables import rows_as_markdown
+    from lm_eval_moecache.report.tables.text import rows_as_markdown
 
     trusted = {"trust_remote_code": arguments.trust_remote_code}
     geometry_of(arguments.pretrained, **trusted)  # says what cannot be read

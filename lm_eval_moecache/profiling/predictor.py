@@ -45,7 +45,7 @@ def run(arguments: Namespace) -> int:
     # Imported late: they bring torch, and a wrong option should not wait for it.
     from lm_eval_moecache.harness.preflight import geometry_of
     from lm_eval_moecache.model.predictor.training import Recipe, make
-    from lm_eval_moecache.report.tables import rows_as_markdown
+    from lm_eval_moecache.report.tables.text import rows_as_markdown
 
     trusted = {"trust_remote_code": arguments.trust_remote_code}
     geometry_of(arguments.pretrained, **trusted)  # says what cannot be read

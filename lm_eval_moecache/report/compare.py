@@ -20,7 +20,8 @@ import numpy as np
 
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.results import Run, Score, identity, metric_column
+from lm_eval_moecache.report.runs.columns import metric_column
+from lm_eval_moecache.report.runs.run import Run, Score, identity
 from lm_eval_moecache.report.statistics import (
     answers_interval,
     holm,
@@ -32,7 +33,7 @@ from lm_eval_moecache.report.statistics import (
     tarone,
     z_test,
 )
-from lm_eval_moecache.report.tables import line
+from lm_eval_moecache.report.tables.text import line
 
 SAME, BETTER, WITHIN, WORSE, CHANGED = "same", "better", "within", "worse", "changed"
 MISSING, NEW = "missing", "new"

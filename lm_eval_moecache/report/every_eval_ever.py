@@ -16,7 +16,8 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from lm_eval_moecache.report.results import FRAME_SETTINGS, Run, Score, identity, setting
+from lm_eval_moecache.report.runs.columns import FRAME_SETTINGS, setting
+from lm_eval_moecache.report.runs.run import Run, Score, identity
 
 NAME = "every_eval_ever"
 SCHEMA = "0.2.2"

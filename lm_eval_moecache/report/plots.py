@@ -19,20 +19,17 @@ from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.records.schemas.inputs import Figure, Panel
 from lm_eval_moecache.report.metrics import MEGABYTE
-from lm_eval_moecache.report.results import (
+from lm_eval_moecache.report.runs.columns import (
     ACCURACY,
-    RATES,
     Column,
-    Run,
-    distinguishing,
     find_column,
-    groups,
     score_column,
     selected,
     setting,
-    varying,
 )
-from lm_eval_moecache.report.tables import pareto_front, sort_key
+from lm_eval_moecache.report.runs.run import RATES, Run, distinguishing, groups, varying
+from lm_eval_moecache.report.tables.front import pareto_front
+from lm_eval_moecache.report.tables.leaderboard import sort_key
 
 # Okabe and Ito's colour-blind-safe palette, without the yellow, which is invisible on paper.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")

@@ -22,7 +22,7 @@ from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import Capacity
 from lm_eval_moecache.report.metrics import MEGABYTE
 from lm_eval_moecache.report.plots import new_figure, plain, save
-from lm_eval_moecache.report.tables import padded
+from lm_eval_moecache.report.tables.text import padded
 
 LRU, FEWEST = "lru", "bound"
 PHASES_SHOWN = ("", "decode_")

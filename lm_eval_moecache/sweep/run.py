@@ -25,17 +25,17 @@ from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.records.files import read_json
 from lm_eval_moecache.records.numbers import counted, unknown_name_error
 from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.results import (
+from lm_eval_moecache.report.runs.columns import (
     ACCURACY,
-    KEYS,
     PARETO,
-    RUNS,
     SETTINGS,
     is_setting,
     metric_column,
     unknown_column_error,
 )
-from lm_eval_moecache.report.tables import expanded, split_order
+from lm_eval_moecache.report.runs.files import RUNS
+from lm_eval_moecache.report.runs.run import KEYS
+from lm_eval_moecache.report.tables.leaderboard import expanded, split_order
 from lm_eval_moecache.sweep.evaluation import check_data, check_task_names
 from lm_eval_moecache.sweep.files import (
     TRACES,

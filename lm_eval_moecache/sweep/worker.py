@@ -37,7 +37,7 @@ from lm_eval_moecache.records.errors import MoECacheError
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.records.sizes import check_sized, parse_bytes
-from lm_eval_moecache.report.results import SPEED_FILTER
+from lm_eval_moecache.report.runs.run import SPEED_FILTER
 from lm_eval_moecache.sweep.evaluation import evaluate, loadable, quiet, recorded_speed
 from lm_eval_moecache.sweep.files import write_failure, write_record
 from lm_eval_moecache.sweep.identity import ResolvedCell, plan

@@ -18,7 +18,8 @@ from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.report.metrics import task_metrics
-from lm_eval_moecache.report.results import RUNS, accuracy, load_runs, metric_value
+from lm_eval_moecache.report.runs.columns import accuracy, metric_value
+from lm_eval_moecache.report.runs.files import RUNS, load_runs
 from lm_eval_moecache.sweep.files import FAILED, finished, unedited
 from lm_eval_moecache.sweep.identity import ResolvedCell
 from lm_eval_moecache.sweep.pool import submit

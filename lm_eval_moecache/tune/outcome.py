@@ -11,8 +11,10 @@ import yaml
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.results import Column, Value, choice_name
-from lm_eval_moecache.report.tables import Sampled, Table, as_markdown, keeps_score
+from lm_eval_moecache.report.runs.columns import Column, Value, choice_name
+from lm_eval_moecache.report.tables.front import Sampled, keeps_score
+from lm_eval_moecache.report.tables.leaderboard import Table
+from lm_eval_moecache.report.tables.text import as_markdown
 
 SHIPPED, SEARCHED = "shipped", "searched"
 
@@ -37,8 +39,8 @@ def outcome_of(
     """Return the outcome; `best` is the fastest policy within the budget, shipped or searched.
 
     Ties go to the more accurate, then to the earlier. `front` holds the entries that keep their
-    place against every other, as in a table (`report.tables.pareto_front`): one faster, shown more
-    accurate, or lossless and not shown to be matched. Fastest first.
+    place against every other, as in a table (`report.tables.front.pareto_front`): one faster, shown
+    more accurate, or lossless and not shown to be matched. Fastest first.
     """
     metric, sign = question["metric"], sign_of(question["metric"])
     within_budget = [e for e in entries if e["within_budget"]]

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from lm_eval_moecache.report.results import Value, metric_column
-from lm_eval_moecache.report.tables import Table, _digits, brief
+from lm_eval_moecache.report.runs.columns import Value, metric_column
+from lm_eval_moecache.report.tables.leaderboard import Table
+from lm_eval_moecache.report.tables.page import _digits, brief
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
 

@@ -36,7 +36,7 @@ from lm_eval_moecache.report.metrics import (
     task_metrics,
     unique_passes,
 )
-from lm_eval_moecache.report.results import metric_column
+from lm_eval_moecache.report.runs.columns import metric_column
 
 ROOT = Path(__file__).resolve().parents[2]
 

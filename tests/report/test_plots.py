@@ -12,7 +12,7 @@ import pytest
 from lm_eval_moecache.records.schemas.inputs import Figure
 from lm_eval_moecache.report import plots
 from lm_eval_moecache.report.plots import COLOURS
-from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.runs.files import load_runs
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lm_eval_moecache.records import files
 from lm_eval_moecache.records.schemas.results import check_record, checksum_of
-from lm_eval_moecache.report.results import (
+from lm_eval_moecache.report.runs.files import (
     PACKED,
     load_runs,
     pack,

@@ -19,14 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.report.differences import lost_points
-from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.report.statistics import (
     answers_interval,
     documents_needed,
     other_documents_interval,
 )
-from lm_eval_moecache.report.tables import leaderboard
+from lm_eval_moecache.report.tables.differences import lost_points
+from lm_eval_moecache.report.tables.leaderboard import leaderboard
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
 

@@ -32,8 +32,10 @@ from lm_eval_moecache.records.schemas.inputs import Board
 from lm_eval_moecache.records.sizes import capacity_text, parse_capacity
 from lm_eval_moecache.report.compare import CompareOptions, compare
 from lm_eval_moecache.report.metrics import task_metrics
-from lm_eval_moecache.report.results import load_runs, setting
-from lm_eval_moecache.report.tables import as_json, as_markdown, distinct, leaderboard
+from lm_eval_moecache.report.runs.columns import setting
+from lm_eval_moecache.report.runs.files import load_runs
+from lm_eval_moecache.report.tables.leaderboard import distinct, leaderboard
+from lm_eval_moecache.report.tables.text import as_json, as_markdown
 from lm_eval_moecache.sweep.run import check_report
 from lm_eval_moecache.sweep.spec import REPLAY, read_sweep
 from lm_eval_moecache.sweep.worker import check_trace_cell

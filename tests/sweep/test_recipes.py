@@ -11,7 +11,7 @@ import yaml
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.cli.reproduce import our_value
 from lm_eval_moecache.records.schemas.inputs import ReproducedValue
-from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.sweep.run import check_cells
 from lm_eval_moecache.sweep.spec import fit, read_sweep, recipe_names
 from tests.conftest import Checkpoint, Moecache

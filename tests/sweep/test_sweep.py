@@ -17,7 +17,7 @@ import yaml
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.records.files import traces_dir
-from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.sweep import worker
 from lm_eval_moecache.sweep.files import LOCK, only_sweep
 from lm_eval_moecache.sweep.replay_grid import run_cells

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.sweep import evaluation, worker
 from lm_eval_moecache.sweep.worker import BY_MODEL, BY_REPLAY
 from lm_eval_moecache.testing.streams import make_geometry

@@ -20,22 +20,16 @@ from lm_eval_moecache.records.files import parse_json, read_gzip, read_json, rea
 from lm_eval_moecache.records.numbers import shown, unknown_name_error
 from lm_eval_moecache.records.schemas import check, check_as
 from lm_eval_moecache.records.schemas.results import RowsFile, TraceCell
-from lm_eval_moecache.report.results import (
-    BATCH,
-    Run,
-    find_score,
-    independent,
-    load_runs,
-    metric_value,
-    selected,
-)
+from lm_eval_moecache.report.runs.columns import find_score, independent, metric_value, selected
+from lm_eval_moecache.report.runs.files import load_runs
+from lm_eval_moecache.report.runs.run import BATCH, Run
 from lm_eval_moecache.report.statistics import (
     Floats,
     answers_interval,
     documents_needed,
     holm,
 )
-from lm_eval_moecache.report.tables import line
+from lm_eval_moecache.report.tables.text import line
 from tools.claims.schema import Claim, Claims, Part, Premise
 from tools.claims.statistics import (
     LEAST_ANSWERS,

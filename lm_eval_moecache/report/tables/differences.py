@@ -12,21 +12,11 @@ from dataclasses import replace
 
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.report.compare import Difference, difference
-from lm_eval_moecache.report.results import (
-    Column,
-    Run,
-    Value,
-    find_column,
-    identity,
-    metric_column,
-    setting,
-)
-from lm_eval_moecache.report.statistics import (
-    documents_needed,
-    holm,
-    other_documents_interval,
-)
-from lm_eval_moecache.report.tables import Table, default_columns, is_lossless
+from lm_eval_moecache.report.runs.columns import Column, Value, find_column, metric_column, setting
+from lm_eval_moecache.report.runs.run import Run, identity
+from lm_eval_moecache.report.statistics import documents_needed, holm, other_documents_interval
+from lm_eval_moecache.report.tables.front import is_lossless
+from lm_eval_moecache.report.tables.leaderboard import Table, default_columns
 
 _NAMES = ("run", "policy", "capacity")
 _FIGURES = ("Difference", "95% low", "95% high")

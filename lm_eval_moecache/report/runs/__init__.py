@@ -1,0 +1,1 @@
+"""Runs read back from their files, and what is told of each."""

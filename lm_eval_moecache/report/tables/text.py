@@ -1,0 +1,165 @@
+"""Tables as Markdown, LaTeX, CSV and JSON: same runs, same bytes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lm_eval_moecache.report.runs.columns import PARETO
+from lm_eval_moecache.report.tables.front import MARGIN
+from lm_eval_moecache.report.tables.leaderboard import BEWARE, BOUNDS, Table
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_TEST = "a test over the documents (p ≤ 0.05)"
+_LEGEND = f"Bold: better than every row that is not, by {_TEST}; bold rows are not told apart, "
+_LEGEND += f"or, of scores, are shown not worse than the best by {100 * MARGIN:g} point"
+_FRONT = (
+    f"`*`: every row as fast is shown less accurate, by over {100 * MARGIN:g} point; a lossless "
+    "row has it unless a row as fast and as accurate is lossless or shown not worse by "
+    f"{100 * MARGIN:g} point,"
+)
+
+
+def as_markdown(tables: Sequence[Table]) -> str:
+    """Return the tables one below the other, each followed by a legend of its marks."""
+    texts = []
+    for table in tables:
+        lines = [f"## {_in_markdown(table.title)}", ""] if table.title else []
+        lines.append(line([_in_markdown(column.heading) for column in table.columns]))
+        marks = [":-:" if c.name == PARETO else "---" for c in table.columns]
+        numbers = zip(table.columns, marks, strict=True)
+        lines.append(line(["--:" if c.is_number else mark for c, mark in numbers]))
+        for i, row in enumerate(table.rows):
+            cells = [_in_markdown(c.text(v)) for c, v in zip(table.columns, row, strict=True)]
+            best = [f"**{text}**" if (i, j) in table.best else text for j, text in enumerate(cells)]
+            lines.append(line(best))
+        legend = "; ".join(notes(table))
+        texts.append("\n".join([*lines, "", *([f"{legend}.", ""] if legend else [])]))
+    return "\n".join(texts)
+
+
+def line(cells: Sequence[str]) -> str:
+    """Return one line of a Markdown table; the cells must be escaped already."""
+    return f"| {' | '.join(cells)} |"
+
+
+def notes(table: Table) -> list[str]:
+    """Return what a table's marks mean, and which of its rows are not ranked together."""
+    texts = [_LEGEND] if table.best else []
+    if any(c.name == PARETO for c in table.columns):
+        texts.append(f"{_FRONT} by {'that test' if table.best else _TEST}")
+    texts += ["±: standard error"] if any(v.stderr for row in table.rows for v in row) else []
+    if table.apart:
+        texts.append(f"rows of different {', '.join(table.apart)} are not compared")
+    return [*texts, *(text for name, text in table.about if name in (BEWARE, BOUNDS))]
+
+
+def _in_markdown(text: str) -> str:
+    """Escape a text so that it stays one plain cell: names may come from untrusted files."""
+    escaped = harmless(text.replace("\\", "\\\\").replace("|", "\\|"))
+    return " ".join(escaped.splitlines())
+
+
+def harmless(text: str) -> str:
+    """Escape HTML and links in a Markdown text, which could run scripts."""
+    return text.replace("<", "&lt;").replace("[", "\\[")
+
+
+def rows_as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows with the same keys as a table; floats get four decimals, None stays empty."""
+
+    def cell(value: Any) -> Any:
+        if isinstance(value, str):
+            return harmless(value)
+        return f"{value:.4f}" if isinstance(value, float) else value
+
+    cells = [[cell(value) for value in row.values()] for row in rows]
+    return padded([harmless(name) for name in rows[0]], cells)
+
+
+def padded(heads: Sequence[str], cells: Sequence[Sequence[Any]]) -> str:
+    """Return a Markdown table with columns aligned for a terminal."""
+    from pytablewriter import MarkdownTableWriter
+
+    return str(MarkdownTableWriter(headers=heads, value_matrix=cells).dumps())
+
+
+_LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "≤": r"$\leq$",
+    "\n": " ",
+}
+
+
+def as_latex(tables: Sequence[Table]) -> str:
+    """Return each table as a `tabular` of booktabs; a comment above it says what its marks mean."""
+    texts = []
+    for table in tables:
+        about = filter(None, (" ".join(table.title.split()), "; ".join(notes(table))))
+        lines = [f"% {text}" for text in about]
+        ends = "".join(
+            "r" if c.is_number else "c" if c.name == PARETO else "l" for c in table.columns
+        )
+        heads = [_in_latex(column.heading) for column in table.columns]
+        lines += [rf"\begin{{tabular}}{{{ends}}}", r"\toprule", rf"{' & '.join(heads)} \\"]
+        lines += [r"\midrule"]
+        for i, row in enumerate(table.rows):
+            cells = [_in_latex(c.text(v)) for c, v in zip(table.columns, row, strict=True)]
+            best = [rf"\textbf{{{t}}}" if (i, j) in table.best else t for j, t in enumerate(cells)]
+            lines.append(rf"{' & '.join(best)} \\")
+        texts.append("\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""]))
+    return "\n".join(texts)
+
+
+def _in_latex(text: str) -> str:
+    """Escape a text so that it stays one plain cell."""
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
+def as_csv(tables: Sequence[Table]) -> str:
+    """Return the first table: full precision, one header line, `<column>_stderr` beside a score."""
+    records = _records(tables[0])
+    recorded = {name for record in records for name in record}
+    names = []
+    for column in tables[0].columns:
+        names += [column.name, *({f"{column.name}_stderr"} & recorded)]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    for record in records:
+        # A spreadsheet would evaluate a text like `=1+1`: quote texts, not numbers.
+        writer.writerow(
+            {
+                name: f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
+                for name, cell in record.items()
+            }
+        )
+    return text.getvalue()
+
+
+def as_json(tables: Sequence[Table]) -> str:
+    """Return `{"title", "columns", "rows", "views": [{"title", "columns", "rows"}]}`."""
+    first, *views = [
+        {"title": table.title, "columns": [c.name for c in table.columns], "rows": _records(table)}
+        for table in tables
+    ]
+    return json.dumps({**first, "views": views}, indent=1, ensure_ascii=False) + "\n"
+
+
+def _records(table: Table) -> list[dict[str, Any]]:
+    """Return the rows as plain mappings, standard errors under `<column>_stderr`."""
+    records = []
+    for row in table.rows:
+        record: dict[str, Any] = {}
+        for column, value in zip(table.columns, row, strict=True):
+            record[column.name] = value.raw
+            if value.stderr is not None:
+                record[f"{column.name}_stderr"] = value.stderr
+        records.append(record)
+    return records
