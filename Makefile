@@ -1,4 +1,5 @@
-# make demo: the main job in a fresh environment.   make test: the tests, on two processes.
+# make demo: the main job in a fresh environment.   make test: the tests, on two processes;
+# make test PART=engine: those of one folder.
 # make test-all: those that start whole commands, too, as CI does.   make lint: what CI checks.
 PYTHON ?= python3
 DEMO_VENV := .venv-demo
@@ -18,7 +19,7 @@ demo:
 
 # One thread a process: two processes share the cores better than threads that wait for each other.
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow"
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" tests/$(PART)
 
 test-all: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist worksteal
