@@ -11,7 +11,8 @@ import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
 
-from lm_eval_moecache.harness.lm import MoECacheLM, merge, without_padding
+from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.harness.requests import merge, without_padding
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.ledger import Ledger, PassRecord, RequestRecord
 from lm_eval_moecache.report.metrics import task_metrics

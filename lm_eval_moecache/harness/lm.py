@@ -4,19 +4,17 @@ the same with a draft model for speculative decoding (`moecache-spec`)."""
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
-from itertools import groupby, takewhile
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import torch
 from lm_eval import utils
 from lm_eval.api.instance import Instance
@@ -25,14 +23,11 @@ from lm_eval.models.utils_hf import stop_sequences_criteria
 from torch import Tensor
 from tqdm import tqdm
 
-from lm_eval_moecache.algorithms.policy import Choice, load_policy, policy_names
 from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.rows import Row, serve_kept
 from lm_eval_moecache.engine.setting import PROMPT_LOOKUP
 from lm_eval_moecache.harness.arguments import (
-    ALL,
-    ROUTING,
     Config,
     as_arguments_error,
     exit_with_message,
@@ -40,10 +35,17 @@ from lm_eval_moecache.harness.arguments import (
 from lm_eval_moecache.harness.evaluation_options import check_generation, check_use_cache
 from lm_eval_moecache.harness.keys import shows_keys
 from lm_eval_moecache.harness.model_loader import ModelLoader
-from lm_eval_moecache.harness.preflight import (
-    charged_geometry,
-    check_arguments,
-    model_name,
+from lm_eval_moecache.harness.preflight import charged_geometry, check_arguments, model_name
+from lm_eval_moecache.harness.recording import recorder_of
+from lm_eval_moecache.harness.requests import (
+    Ragged,
+    RankRecords,
+    RecordedStr,
+    cut_passes,
+    fingerprint,
+    merge,
+    publish,
+    without_padding,
 )
 from lm_eval_moecache.harness.run_report import run_report, speed_rows, speed_table
 from lm_eval_moecache.harness.tasks import watch_evaluations
@@ -57,12 +59,8 @@ from lm_eval_moecache.harness.turns import (
     whole_documents,
 )
 from lm_eval_moecache.model.checkpoint import model_path
-from lm_eval_moecache.model.decoding import (
-    RowDecoding,
-    pads_exactly,
-    reads_padding,
-)
-from lm_eval_moecache.model.moe_layers import MoELayer, find_moe_layers
+from lm_eval_moecache.model.decoding import RowDecoding, pads_exactly, reads_padding
+from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.speculative import (
     DraftHooks,
     DraftModel,
@@ -71,13 +69,10 @@ from lm_eval_moecache.model.speculative import (
     measure_overlap,
     watched_by,
 )
-from lm_eval_moecache.model.wrap import FinishedSequences, WrappedModel, shadow_prefetchers_of
-from lm_eval_moecache.records.event import PREFILL
+from lm_eval_moecache.model.wrap import FinishedSequences, WrappedModel
 from lm_eval_moecache.records.files import TINY
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.numbers import check_typed
-from lm_eval_moecache.report.metrics import request_metrics
-from lm_eval_moecache.trace.recorder import FULL, Detail, Recorder, identity, needs_shadow
 from lm_eval_moecache.trace.trace import NO_REQUEST
 
 if TYPE_CHECKING:
@@ -86,8 +81,6 @@ if TYPE_CHECKING:
     from lm_eval_moecache.harness.keys import ModelKeys
 
 logger = logging.getLogger(__name__)
-RankRecords = tuple[list[RequestRecord], int]
-"""A rank's requests, and the peak bytes of its cache."""
 
 
 class MoECacheLM(HFLM):
@@ -784,152 +777,6 @@ class MoECacheSpecLM(MoECacheLM):
             )
         row: list[int] = output[0, context.shape[1] :].tolist()
         return output[:, : context.shape[1] + self._count_output(row, stop)]
-
-
-# --- requests, records and inputs ---
-
-
-class RecordedStr(str):
-    """A context that carries its request's record through HFLM's sorting and batching."""
-
-    record: RequestRecord
-    seed: int
-    """Of what is drawn for the request."""
-
-    def __new__(cls, text: str, record: RequestRecord, seed: int) -> RecordedStr:
-        self = super().__new__(cls, text)
-        self.record, self.seed = record, seed
-        return self
-
-
-class Ragged(list[list[int]]):
-    """Rows of different lengths, in place of the tensor that HFLM makes a list of."""
-
-    def tolist(self) -> list[list[int]]:
-        return self
-
-
-def cut_passes(record: RequestRecord) -> None:
-    """Leave the passes of a generation's prompt and of its output tokens.
-
-    Passes after a row's end served the other rows of its batch. The prompt's passes (several where
-    `prefill_chunk_size` divides it) give one token together.
-    """
-    assert record.output_tokens is not None
-    num_prefills = sum(p.phase == PREFILL for p in record.passes)
-    del record.passes[max(num_prefills - 1, 0) + record.output_tokens :]
-
-
-def fingerprint(tokens: list[int]) -> bytes:
-    """Return a key of an input that does not depend on its right padding with zeros."""
-    return np.trim_zeros(np.asarray(tokens, dtype=np.int64), "b").tobytes()
-
-
-def publish(requests: Sequence[Instance], records: Sequence[RequestRecord]) -> None:
-    """Put each request's metrics on its Instance, where the tasks of `task_configs/` read them."""
-    for request, record in zip(requests, records, strict=True):
-        request.moecache = request_metrics(record)
-
-
-# --- data parallel: one cache per rank, and the requests of all ranks in one report ---
-
-
-def without_padding(requests: Sequence[Any]) -> int:
-    """Return how many of a rank's requests are not padding.
-
-    A rank with fewer documents than others gets its last request again, so that all ranks make
-    equally many calls.
-    """
-    if not requests:
-        return 0
-    last = requests[-1]
-    same = sum(1 for _ in takewhile(lambda request: request is last, reversed(requests)))
-    return len(requests) - same + min(same, last.repeats or 1)
-
-
-def merge(ranks: Sequence[RankRecords]) -> RankRecords:
-    """Join the ranks' requests, with passes renumbered consecutively, and take the highest peak."""
-    if len(ranks) == 1:
-        return ranks[0]
-    merged: list[RequestRecord] = []
-    first = 0
-    for requests, _ in ranks:
-        passes = {p.index: p for request in requests for p in request.passes}
-        for record in passes.values():
-            record.index += first
-        first += max(passes, default=-1) + 1
-        merged += requests
-    return merged, max(peak for _, peak in ranks)
-
-
-# --- the recorder of a routing trace, and what the trace keeps ---
-
-
-def recorder_of(
-    config: Config, engine: Engine, layers: Sequence[MoELayer], model: Any
-) -> Recorder | None:
-    """Return the recorder into the folder of `trace=`, or None without one."""
-    if config.trace is None:
-        return None
-    detail = detail_of(config)
-    recorder = Recorder(
-        config.trace,
-        f"{config.policy.name}-{config.capacity}",
-        engine.own_geometry,
-        seed=config.seed,
-        depth=engine.rules.prefetch.depth,
-        predicted_by=engine.predictor_digest,
-        detail=detail,
-        shadows=shadow_prefetchers_of(
-            detail, engine.geometry, layers, model.get_input_embeddings()
-        ),
-        draft=engine.setting.draft,
-    )
-    if engine.draft_stage is not None:
-        engine.draft_stage.notes = recorder.draft_notes
-    return recorder
-
-
-def detail_of(config: Config) -> Detail:
-    """Return what a run's trace keeps: the sweep's `config.detail`, else that of `trace_keep=`.
-
-    A lossy policy's prefetcher sees the routing as the policy changed it, which no shadow
-    prefetcher does: such a run keeps everything.
-    """
-    if config.detail is not None:
-        return config.detail
-    if config.trace_keep == ROUTING:
-        return Detail(weights=False, logits=False, predictions=False, criticals=())
-    prefetch = config.policy.prefetch
-    if config.trace_keep == ALL or not config.policy.is_lossless:
-        # No column holds the text that a predictor of passes read: a replay needs its proposals.
-        shadows = (
-            ((prefetch, config.seed, config.cache_reset),)
-            if prefetch.algorithm.predicts_pass
-            else ()
-        )
-        return dataclasses.replace(FULL, shadows=shadows)
-    choices = [*_asking_gates(), *([prefetch] if needs_shadow(prefetch) else [])]
-    unique = {identity(choice, config.seed, ""): choice for choice in choices}
-    return Detail(
-        logits=config.policy.eviction.algorithm.uses_logits,
-        predictions=False,
-        shadows=tuple((choice, config.seed, config.cache_reset) for choice in unique.values()),
-        criticals=(None, prefetch.parameters.get("critical")),
-    )
-
-
-@cache
-def _asking_gates() -> tuple[Choice, ...]:
-    """Return the compositions' prefetchers that apply the next layers' gates."""
-    choices = []
-    for choice in (load_policy(name).prefetch for name in policy_names()):
-        rule = choice.algorithm
-        if needs_shadow(choice) and not (
-            rule.uses_predictor or rule.predicts_pass or rule.uses_logits
-        ):
-            choices.append(choice)
-    return tuple(choices)
 
 
 watch_evaluations(MoECacheLM)
