@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -224,3 +225,19 @@ def test_its_page_fits_a_terminal_and_explains_its_words(
 )
 def test_figures_have_two_significant_digits(number: float, shown: str) -> None:
     assert two_digits(number) == shown
+
+
+def test_a_processors_first_token_is_told_where_its_cores_are_known(moecache: Moecache) -> None:
+    asked = ("plan", "gpt-oss-20b", "--hardware", "none", "--ram", "64GB")
+    assert "not modelled" in moecache(*asked)
+    page = moecache(*asked, "--cores", "16")
+    assert "not modelled" not in page and re.search(r"llama\.cpp +cpu .* s\n", page)
+    assert "--cores" in moecache(*asked, "--cores", "0", code=2)
+
+
+def test_a_chips_memory_that_nobody_names_is_told_as_assumed(moecache: Moecache) -> None:
+    asked = ("plan", "gpt-oss-20b", "--hardware", "Radeon 890M 32GB")
+    page = moecache(*asked)
+    assert "assumed: memory 120 GB/s" in page and "Nearer: --host_memory" in page
+    assert "assumed" not in moecache(*asked, "--host_memory", "2x5600")
+    assert "assumed" not in moecache("plan", "gpt-oss-20b", "--hardware", "Jetson Thor")
