@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from lm_eval_moecache.engine.virtual import loop
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.engine.virtual.loop import MODULES
 from lm_eval_moecache.records.errors import AlgorithmError
-from lm_eval_moecache.records.jit import Upgrade, column, has_numba, is_kept
+from lm_eval_moecache.records.jit import column, is_kept
 from lm_eval_moecache.testing.streams import fresh, make_geometry, make_hardware, make_stream, run
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
@@ -69,17 +69,6 @@ def test_random_settings() -> None:
 def test_five_hundred_random_settings_in_machine_code(machine_code: None) -> None:
     for seed in range(60, 560):
         check(seed)
-
-
-@pytest.fixture
-def machine_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compile at once the loop that runs as plain Python in the other tests (conftest)."""
-    numba = pytest.importorskip("numba")
-    monkeypatch.setattr(numba.config, "DISABLE_JIT", False)
-    monkeypatch.setattr(loop, "UPGRADE", Upgrade(MODULES, "step", load=0, make=0))
-    has_numba.cache_clear()
-    yield
-    has_numba.cache_clear()
 
 
 def test_compiled_by_numba(machine_code: None) -> None:

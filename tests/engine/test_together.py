@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import product
 from typing import Any
@@ -14,12 +14,10 @@ from lm_eval_moecache.algorithms.miss.base import MissOverRows
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingOverRows
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.virtual import loop
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
-from lm_eval_moecache.engine.virtual.loop import MODULES
 from lm_eval_moecache.engine.virtual.together import Together, can_serve
 from lm_eval_moecache.records.event import DECODE, Event
-from lm_eval_moecache.records.jit import Upgrade, column, has_numba
+from lm_eval_moecache.records.jit import column
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import (
@@ -163,16 +161,6 @@ def compare(case: Mapping[str, Any]) -> int:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_rows_get_what_each_gets_alone(case: dict[str, Any]) -> None:
     assert compare(case)
-
-
-@pytest.fixture
-def machine_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    numba = pytest.importorskip("numba")
-    monkeypatch.setattr(numba.config, "DISABLE_JIT", False)
-    monkeypatch.setattr(loop, "UPGRADE", Upgrade(MODULES, "step", load=0, make=0))
-    has_numba.cache_clear()
-    yield
-    has_numba.cache_clear()
 
 
 def test_machine_code_goes_through_the_rows_as_plain_python_does(machine_code: None) -> None:
