@@ -1,4 +1,4 @@
-"""Shared by the actions that read text: their options and checks, the text, the artifact.
+"""Shared by the actions that read text: their options and checks, and the text.
 
 The text is files and tasks' documents outside their test split, or prompts for a model to continue.
 """
@@ -15,14 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.records.artifact import Artifact
 from lm_eval_moecache.records.files import TINY, parse_json, read_text
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import finite, listed_names
 
 if TYPE_CHECKING:
     from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
-    from lm_eval_moecache.model.moe_layers import MoELayer
 
 # --- options ---
 
@@ -204,29 +201,7 @@ def read_prompts(path: str) -> list[str]:
     return prompts
 
 
-# --- artifacts and output ---
-
-
-def artifact_of(
-    kind: str,
-    geometry: Geometry,
-    layers: Sequence[MoELayer],
-    made_from: dict[str, Any],
-    arrays: dict[str, Any],
-) -> Artifact:
-    """Return an artifact of a model, with the digest of its routers."""
-    from lm_eval_moecache.model.moe_layers import router_digest
-
-    return Artifact(
-        kind=kind,
-        model=geometry.model,
-        num_layers=geometry.num_layers,
-        num_experts=geometry.num_experts,
-        top_k=geometry.top_k,
-        router_digest=router_digest(layers),
-        made_from=made_from,
-        arrays=arrays,
-    )
+# --- output ---
 
 
 def say(report: Mapping[str, Any], lines: Sequence[str], as_json: bool) -> int:

@@ -16,18 +16,18 @@ from lm_eval_moecache.profiling._texts import (
     add_options,
     add_text_options,
     analyzed_texts,
-    artifact_of,
     check_counts,
     check_out,
     say,
 )
-from lm_eval_moecache.records.artifact import BUDDIES, write_artifact
+from lm_eval_moecache.records.artifact import BUDDIES, artifact_of, write_artifact
 from lm_eval_moecache.records.coactivation import (
     NO_BUDDY,
     PAIRS,
     SIMILARITY,
     TOP_LOGITS,
     WEIGHTED,
+    alphas_of,
     buddy_lists,
     check_profile,
     conditional,
@@ -64,15 +64,10 @@ def run(arguments: Namespace) -> int:
             f"warmup_weight={arguments.warmup_weight} has no effect without warmup_tokens above 0."
         )
     analyzed, data = analyzed_texts(arguments)
-    num_layers, alpha = analyzed.geometry.num_layers, arguments.alpha
-    alphas = list(map(float, alpha)) if isinstance(alpha, list) else [float(alpha)] * num_layers
-    if len(alphas) != num_layers or not all(0 < share <= 1 for share in alphas):
-        raise ValueError(
-            f"alpha={alpha} must be above 0 and at most 1: one number, or {num_layers}, one for "
-            "each MoE layer."
-        )
+    alphas = alphas_of("alpha", arguments.alpha, analyzed.geometry.num_layers)
 
     from lm_eval_moecache.analysis.coactivation import observe
+    from lm_eval_moecache.model.moe_layers import router_digest
 
     def warmup(num_tokens: int) -> npt.NDArray[np.float64]:
         """Return the weight of each token of a text (section 3.3, iii)."""
@@ -89,7 +84,8 @@ def run(arguments: Namespace) -> int:
         TOP_LOGITS: reading.top_logits,
         SIMILARITY: reading.similarity(),
     }
-    artifact = artifact_of(BUDDIES, analyzed.geometry, analyzed.layers, data, arrays)
+    routers = router_digest(analyzed.layers)
+    artifact = artifact_of(BUDDIES, analyzed.geometry, routers, data, arrays)
     check_profile(artifact)
     write_artifact(arguments.out, artifact)
     lines = [f"{arguments.out}: buddies from {data['tokens']} tokens; sizes of the lists:"]

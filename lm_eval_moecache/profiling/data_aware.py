@@ -13,12 +13,11 @@ from jsonargparse import ArgumentParser, Namespace
 from lm_eval_moecache.profiling._texts import (
     add_options,
     add_training_options,
-    artifact_of,
     check_training,
     collect_prompts,
     say,
 )
-from lm_eval_moecache.records.artifact import DATA_AWARE, write_artifact
+from lm_eval_moecache.records.artifact import DATA_AWARE, artifact_of, write_artifact
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -41,7 +40,7 @@ def run(arguments: Namespace) -> int:
     # Imported late: they bring torch, and a wrong option should not wait for it.
     from lm_eval_moecache.harness.preflight import geometry_of
     from lm_eval_moecache.model.checkpoint import load_model
-    from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+    from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
     from lm_eval_moecache.model.predictor.training import TextRecipe, record_texts, train_on_texts
     from lm_eval_moecache.report.tables.text import rows_as_markdown
 
@@ -66,7 +65,7 @@ def run(arguments: Namespace) -> int:
     counts = {"prompts": len(prompts), "tokens": sum(len(text.ids) for text in texts)}
     made_from = data | dataclasses.asdict(recipe) | counts | summary
     arrays = {name: value.half().numpy() for name, value in network.state_dict().items()}
-    artifact = artifact_of(DATA_AWARE, geometry, layers, made_from, arrays)
+    artifact = artifact_of(DATA_AWARE, geometry, router_digest(layers), made_from, arrays)
     write_artifact(arguments.out, artifact)
     rows = artifact.made_from["layers"]
     title = "share of the experts named rightly, on held-out prompts"

@@ -7,14 +7,8 @@ from __future__ import annotations
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.profiling._texts import (
-    add_text_options,
-    analyzed_texts,
-    artifact_of,
-    check_out,
-    say,
-)
-from lm_eval_moecache.records.artifact import SENSITIVITY, write_artifact
+from lm_eval_moecache.profiling._texts import add_text_options, analyzed_texts, check_out, say
+from lm_eval_moecache.records.artifact import SENSITIVITY, artifact_of, write_artifact
 from lm_eval_moecache.records.sensitivity import LAYERS, THRESHOLDS
 
 
@@ -34,12 +28,14 @@ def run(arguments: Namespace) -> int:
             f"pretrained={arguments.pretrained!r} has one expert per token: none to leave out."
         )
     from lm_eval_moecache.analysis.sensitivity import Fisher
+    from lm_eval_moecache.model.moe_layers import router_digest
 
     fisher = Fisher(analyzed)
     fisher.read()
     arrays = {LAYERS: fisher.sensitivity, THRESHOLDS: fisher.thresholds()}
     made_from = data | {"tokens": fisher.num_tokens}
-    artifact = artifact_of(SENSITIVITY, geometry, analyzed.layers, made_from, arrays)
+    routers = router_digest(analyzed.layers)
+    artifact = artifact_of(SENSITIVITY, geometry, routers, made_from, arrays)
     write_artifact(arguments.out, artifact)
     layers: list[float] = arrays[LAYERS].tolist()
     thresholds: list[float] = arrays[THRESHOLDS].tolist()

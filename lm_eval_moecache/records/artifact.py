@@ -75,6 +75,25 @@ class Artifact:
                 raise ValueError(f"{self.path}: the array {name!r} has entries that are no number.")
 
 
+def artifact_of(
+    kind: str,
+    geometry: Geometry,
+    router_digest: str,
+    made_from: Mapping[str, Any],
+    arrays: Mapping[str, npt.NDArray[Any]],
+) -> Artifact:
+    """Return an artifact of the model with this geometry and these routers."""
+    sizes = {name: getattr(geometry, name) for name in ("num_layers", "num_experts", "top_k")}
+    return Artifact(
+        kind=kind,
+        model=geometry.model,
+        **sizes,
+        router_digest=router_digest,
+        made_from=made_from,
+        arrays=arrays,
+    )
+
+
 def write_artifact(path: str | Path, artifact: Artifact) -> None:
     """Write the file atomically; the same artifact gives the same bytes."""
     from safetensors.numpy import save

@@ -112,7 +112,8 @@ class BuddyProfile:
         self, measure: str, alpha: float | list[float] | None, k_max: int | None, rank: int | None
     ) -> tuple[Counts, npt.NDArray[np.bool_]]:
         """Return q [L, E, E], and which experts j are among the first `rank` buddies of i."""
-        alphas = self._alphas(alpha)
+        value = self._settings["alpha"] if alpha is None else alpha
+        alphas = alphas_of("miss.alpha", value, self._num_layers)
         k_max = int(self._settings["k_max"]) if k_max is None else k_max
         if k_max < 1:
             raise ValueError(f"miss.k_max={k_max} must be 1 or more.")
@@ -134,15 +135,16 @@ class BuddyProfile:
             is_buddy[layer, pivots, lists[pivots, places]] = True
         return q, is_buddy
 
-    def _alphas(self, alpha: float | list[float] | None) -> list[float]:
-        value = self._settings["alpha"] if alpha is None else alpha
-        alphas = value if isinstance(value, list) else [value] * self._num_layers
-        if len(alphas) != self._num_layers or not all(0 < a <= 1 for a in alphas):
-            raise ValueError(
-                f"miss.alpha={value} must be above 0 and at most 1: one number, or "
-                f"{self._num_layers}, one for each MoE layer."
-            )
-        return [float(a) for a in alphas]
+
+def alphas_of(key: str, alpha: float | list[float], num_layers: int) -> list[float]:
+    """Return each layer's alpha. Raises ValueError naming `key`, the option that gave it."""
+    alphas = alpha if isinstance(alpha, list) else [alpha] * num_layers
+    if len(alphas) != num_layers or not all(0 < each <= 1 for each in alphas):
+        raise ValueError(
+            f"{key}={alpha} must be above 0 and at most 1: one number, or {num_layers}, one for "
+            "each MoE layer."
+        )
+    return [float(each) for each in alphas]
 
 
 def check_profile(artifact: Artifact) -> None:

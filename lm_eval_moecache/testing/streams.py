@@ -30,6 +30,7 @@ from lm_eval_moecache.records.artifact import (
     PREDICTOR,
     SENSITIVITY,
     Artifact,
+    artifact_of,
     write_artifact,
 )
 from lm_eval_moecache.records.coactivation import (
@@ -337,16 +338,7 @@ def artifact_folder() -> tempfile.TemporaryDirectory[str]:
 def artifact_for(kind: str, geometry: Geometry, seed: int = 0, **given: Any) -> Artifact:
     """Return an artifact of this kind that fits the geometry; `given` goes to its maker."""
     arrays, made_from = MAKERS[kind](geometry, seed, **given)
-    return Artifact(
-        kind=kind,
-        model=geometry.model,
-        num_layers=geometry.num_layers,
-        num_experts=geometry.num_experts,
-        top_k=geometry.top_k,
-        router_digest="0" * 64,
-        made_from=made_from,
-        arrays=arrays,
-    )
+    return artifact_of(kind, geometry, "0" * 64, made_from, arrays)
 
 
 @cache

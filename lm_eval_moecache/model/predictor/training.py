@@ -42,7 +42,7 @@ from lm_eval_moecache.model.predictor.samples import (
     record,
     top_k,
 )
-from lm_eval_moecache.records.artifact import PREDICTOR, Artifact
+from lm_eval_moecache.records.artifact import PREDICTOR, Artifact, artifact_of
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.predictor import HIDDEN_FACTOR, array_name, num_stages
@@ -155,16 +155,7 @@ def make(
         "held_out_prompts": len(held_out),
         "samples": len(samples.prompts),
     }
-    artifact = Artifact(
-        kind=PREDICTOR,
-        model=geometry.model,
-        num_layers=num_layers,
-        num_experts=geometry.num_experts,
-        top_k=top,
-        router_digest=routers,
-        made_from=made_from,
-        arrays=arrays,
-    )
+    artifact = artifact_of(PREDICTOR, geometry, routers, made_from, arrays)
     network = PredictorNetwork(artifact)
     judgements = judge(samples, network, layers, num_chosen=top, known=known, held_out=held_out)
     rows = zip(layer_rows(judgements, top), trainings, strict=True)
