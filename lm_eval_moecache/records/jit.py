@@ -282,8 +282,8 @@ def _pointer(function: Any, signature: Any, address: int) -> Any:
 
 
 def _digest(*files: object) -> str:
-    pointer = str(Path(__file__).with_name("pointer.py"))
-    paths = map(Path, sorted((__file__, pointer, *map(str, files))))
+    own = [str(Path(__file__).with_name(name)) for name in ("pointer.py", "linking.py")]
+    paths = map(Path, sorted((__file__, *own, *map(str, files))))
     sources = b"".join(path.read_bytes() for path in paths if path.exists())
     return hashlib.sha256(sources).hexdigest()[:16]
 
@@ -299,10 +299,16 @@ def _compiled(
     if not kept_as:
         # Called by compiled functions only.
         options |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-        inner = numba.njit(**options)(copy)
+        linking = import_module("lm_eval_moecache.records.linking")
+        inner = numba.njit(**options, pipeline_class=linking.Pipeline)(copy)
         template, unliteral = inner.get_call_template, numba.types.unliteral
-        # Else numba would compile it anew for each constant it is called with.
-        inner.get_call_template = lambda args, kws: template(tuple(map(unliteral, args)), kws)
+
+        def get_call_template(args: Any, kws: Any) -> Any:
+            with linking.as_parts():
+                # Else numba would compile it anew for each constant it is called with.
+                return template(tuple(map(unliteral, args)), kws)
+
+        inner.get_call_template = get_call_template
         return inner
     if make is not None:
         try:

@@ -77,3 +77,28 @@ def test_numba_is_asked_wherever_its_cache_lies(tmp_path: Path) -> None:
     assert ask(**elsewhere, NUMBA_CPU_NAME="generic") == ["False"]
     (tmp_path / "twice.py").write_text("def double(x):\n    return x + x\n")
     assert ask(**elsewhere) == ["False"]
+
+
+PARTS = """
+import sys
+from numba.core.codegen import JITCodeLibrary
+from lm_eval_moecache.records import jit
+import parts
+
+finalize, made = JITCodeLibrary.finalize, []
+JITCodeLibrary.finalize = lambda self: (made.append(self.name.split("_")[0]), finalize(self))
+print(jit.compiled((parts,), "outer")(4), *(name for name in made if name in dir(parts)))
+"""
+
+
+def test_only_the_outermost_function_is_made_executable(tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    source = "def inner(x):\n    return x + 1\n\n\ndef middle(x):\n    return inner(inner(x))\n"
+    source += "\n\ndef outer(x):\n    return middle(x) * inner(x)\n"
+    (tmp_path / "parts.py").write_text(source)
+    (tmp_path / "ask.py").write_text(PARTS)
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "0", "NUMBA_CACHE_DIR": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(Path(jit.__file__).parents[2])])
+    command = [sys.executable, str(tmp_path / "ask.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == ["30", "outer"], done.stderr

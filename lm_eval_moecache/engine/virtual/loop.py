@@ -54,7 +54,7 @@ COUNTS = COUNTS_TYPE.names
 MODULES = features, core
 _MESSAGES = 4096
 """To evictions with a state of their own, before they have to be read."""
-UPGRADE = Upgrade(MODULES, "step", load=20_000, make=400_000)
+UPGRADE = Upgrade(MODULES, "step", load=20_000, make=200_000)
 """Counts events, of which plain Python serves one in about 15 us; twice with a prefetcher."""
 EVENT_S = 40e-6
 """Seconds that count as an event, so that time is worth compiling for when it has cost as much."""
