@@ -20,6 +20,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Rules run as plain Python: numba would compile each for ten seconds.
 os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
+# So do bitsandbytes' functions for odd shapes: a C++ compiler would take as long for one.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 Checkpoint = Callable[[str], Path]
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None

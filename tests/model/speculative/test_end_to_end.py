@@ -33,7 +33,7 @@ def test_a_sweep_runs_both_models_and_names_drafts_that_do_not_fit(
 ) -> None:
     base = {"pretrained": str(checkpoint("olmoe")), "device": "cpu", "policy": "on_demand"}
     drafted = {"model": "moecache-spec", "draft": "self:int8"}
-    settings = {"base": base, "tasks": ["tiny_gsm8k"], "limit": 3}
+    settings = {"base": base, "tasks": ["tiny_gsm8k"], "limit": 1}
     runs = [{}, {**drafted, "draft_tokens": 1}, {**drafted, "draft_tokens": 4}]
     path = write_sweep(tmp_path / "sweep", **settings, grid={}, runs=runs)
     report = run_sweep(read_sweep(path), path.parent)

@@ -23,7 +23,8 @@ from tests.algorithms.test_parameters import alternatives, parameters_of
 from tests.harness import choices, make_instance, texts
 from tests.model.speculative.drafts import STOP, generated, install, prompts, requests
 
-COUNT = 4
+COUNT = 2
+"""A word problem and a question of logic."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def test_lossless_policies_leave_the_tokens_alone(
 ) -> None:
     for policy in ("mixtral_offloading", "moe_infinity", "specmd", "sp_moe_vanilla", "on_demand"):
         install(spec, policy=policy, draft="tiny", draft_tokens=3)
-        assert generated(spec, requests(3)) == expected[:3], policy
+        assert generated(spec, requests(COUNT)) == expected, policy
 
 
 def test_a_stop_string_inside_accepted_drafts_ends_the_answer_there(
