@@ -176,6 +176,20 @@ def copy_to_device(values: Any, device: torch.device, dtype: torch.dtype | None 
     return tensor.to(device=device, dtype=dtype or tensor.dtype, non_blocking=True)
 
 
+def copies_on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Return host arrays on a device, without waiting for it.
+
+    They travel in a single transfer as float32, exact for integers below 2^24, and keep their
+    types. For a CPU they are viewed in place.
+    """
+    tensors = [torch.from_numpy(values) for values in arrays]
+    if device.type == "cpu":
+        return tensors
+    packed = copy_to_device(torch.cat([values.ravel().float() for values in tensors]), device)
+    parts = torch.split(packed, [values.numel() for values in tensors])
+    return [part.view(t.shape).to(t.dtype) for part, t in zip(parts, tensors, strict=True)]
+
+
 def _rows(values: Any) -> Any:
     return values if values.ndim == 2 else values.reshape(-1, values.shape[-1])
 

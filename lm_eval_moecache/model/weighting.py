@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lm_eval_moecache.model.device import copy_to_device
+from lm_eval_moecache.model.device import copies_on_device, copy_to_device
 from lm_eval_moecache.model.gate import Choice, Gate, value_of
 from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, Weigh
 from lm_eval_moecache.records.selection import Selection
@@ -238,30 +238,27 @@ def changed_output(
     if not changed.any():
         return output
     device = experts_TK.device
-    valid_index = np.arange(len(changed)) if valid is None else valid.nonzero()[0]
+    tokens = np.arange(len(changed)) if valid is None else valid.nonzero()[0]
     is_single = len(changed) == 1 and valid is None
-    # One token's row is a view: no index is copied to the device.
-    rows: Any = slice(None) if is_single else copy_to_device(valid_index[changed], device)
-    weighted = rule(
-        logits_TE.reshape(-1, logits_TE.shape[-1])[rows],
-        copy_to_device(weigh_as[changed], device, torch.int64),
-        torch.float32,
-    )
-    if selection.weights is not None:
-        explicit = copy_to_device(selection.weights[changed], device, weighted.dtype)
+    shares = np.broadcast_to(selection.renormalize, changed.shape)
+    given: dict[str, Any] = {"rows": tokens, "chosen": selection.experts, "weigh_as": weigh_as}
+    given |= {"explicit": selection.weights, "keep": selection.keep, "shares": shares[:, None]}
+    told = {name: values[changed] for name, values in given.items() if values is not None}
+    sent = dict(zip(told, copies_on_device([*told.values()], device), strict=True))
+    # One token's row is a view.
+    rows: Any = slice(None) if is_single else sent["rows"]
+    logits = logits_TE.reshape(-1, logits_TE.shape[-1])[rows]
+    weighted = rule(logits, sent["weigh_as"].long(), torch.float32)
+    if "explicit" in sent:
+        explicit = sent["explicit"].to(weighted.dtype)
         weighted = torch.where(explicit.isnan(), weighted, explicit)
-    kept_weights = weighted
-    if selection.keep is not None:
-        kept_weights = weighted * copy_to_device(selection.keep[changed], device)
-    shares = np.broadcast_to(selection.renormalize, changed.shape)[changed]
-    if shares.any():
+    kept_weights = weighted * sent["keep"] if "keep" in sent else weighted
+    if told["shares"].any():
         # The kept experts share the token's total weight; a token may keep none.
         ratio = weighted.sum(-1, keepdim=True)
         ratio = ratio / kept_weights.sum(-1, keepdim=True).clamp_min(1e-20)
-        if not shares.all():
-            ratio = torch.where(copy_to_device(shares[:, None], device), ratio, 1.0)
-        kept_weights = kept_weights * ratio
-    chosen = copy_to_device(selection.experts[changed], device, experts_TK.dtype)
+        kept_weights = kept_weights * torch.where(sent["shares"], ratio, 1.0)
+    chosen = sent["chosen"].to(experts_TK.dtype)
     kept_weights = kept_weights.to(weights_TK.dtype)
     if is_single:
         experts, weights = chosen.reshape(experts_TK.shape), kept_weights.reshape(weights_TK.shape)

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from lm_eval_moecache.engine.rows import Row
+from lm_eval_moecache.model import device, weighting
 from lm_eval_moecache.model.wrap import WrappedModel
 from tests.model.wall.races import FOLDERS, KERNEL, Family, config_of, ways
 from tests.model.wall.scripted import NAME, Device, scripted
-from tests.model.wrapped import loader_of, wrap_wall
+from tests.model.wrapped import loader_of, wrap_virtual, wrap_wall
 from tests.models import random_model, sizes_of
 
 # Its routers do not sort their choices.
@@ -107,3 +109,29 @@ def test_every_way_waits_once_a_layer(
         num_ways += 1
     family.close()
     assert num_ways == len(names) or (not names and num_ways > 60)
+
+
+@pytest.mark.parametrize("policy", ["mixture_cache", "buddy_random", "importance_scheduling"])
+def test_samples_of_a_batch_cross_once_a_layer_each_way(
+    policy: str, waits: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many rows choose for themselves, and whatever their rule tells the device."""
+    sent, copy = list[int](), device.copy_to_device
+
+    def counted(*given: Any) -> torch.Tensor:
+        sent.append(1)
+        return copy(*given)
+
+    for module in (device, weighting):
+        monkeypatch.setattr(module, "copy_to_device", counted)
+    wrapped = wrap_virtual(random_model(FAMILY, **sizes_of(FAMILY)).to(NAME), policy, "25%")
+    layers, past = len(wrapped._layers), None
+    text = torch.randint(2, 300, (5, 9), generator=torch.Generator().manual_seed(1)).to(NAME)
+    wrapped.rows = [Row(wrapped.engine.fresh()) for _ in text]
+    for count in (9, 1, 1):
+        waits.clear(), sent.clear()
+        with torch.no_grad():
+            output = wrapped.model(text[:, -count:], use_cache=True, past_key_values=past)
+        past = output.past_key_values
+    assert waits.total() == layers, waits
+    assert 0 < len(sent) <= layers
