@@ -12,7 +12,8 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from grid import RESULTS
@@ -28,7 +29,7 @@ from lm_eval_moecache.planning.losses import (
     rules_of,
 )
 from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.report.plots import plot_losses, plot_rules
+from lm_eval_moecache.report.plots import look, new_figure, save
 
 FOLDER = RESULTS / "published_losses"
 GENERATED = {"tiny_gsm8k", "tiny_bbh"}
@@ -106,6 +107,48 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return file.getvalue()
+
+
+def plot_losses(points: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Plot points lost against the share changed: a panel per `panel`, a look per `family`.
+
+    A point has `x`, the share, and `y`, the points lost.
+    """
+    panels = list(dict.fromkeys(point["panel"] for point in points))
+    families = list(dict.fromkeys(point["family"] for point in points))
+    figure, all_axes = new_figure(-(-len(panels) // 2), 2)
+    for axes, panel in zip(all_axes, panels, strict=False):
+        axes.axhline(0, color="black", linewidth=0.8)
+        for index, family in enumerate(families):
+            shown = [p for p in points if (p["panel"], p["family"]) == (panel, family)]
+            style = {**look(index), "linestyle": "none", "alpha": 0.6}
+            axes.plot([p["x"] for p in shown], [p["y"] for p in shown], **style, label=family)
+        axes.set(title=panel, xlabel="share changed", ylabel="points lost", xlim=(0, 1))
+    for axes in all_axes[len(panels) :]:
+        axes.set_visible(False)
+    figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside right upper")
+    save(figure, path)
+
+
+def plot_rules(points: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Plot points lost, `y`, a strip per `panel` and a look per `family`, ours in black on top."""
+    panels = sorted({point["panel"] for point in points}, reverse=True)
+    families = list(dict.fromkeys(point["family"] for point in points))
+    figure, (axes,) = new_figure()
+    figure.set_size_inches(8, 1.2 + 0.3 * len(panels))
+    axes.axvline(0, color="black", linewidth=0.8)
+    for index, family in enumerate(families):
+        shown = [point for point in points if point["family"] == family]
+        ours = "(ours)" in family
+        style = {**look(index), "linestyle": "none", "alpha": 0.9 if ours else 0.5}
+        if ours:
+            style |= {"color": "black", "markersize": 4}
+        # Ours lie below a strip's published ones.
+        heights = [panels.index(point["panel"]) - 0.2 * ours for point in shown]
+        axes.plot([point["y"] for point in shown], heights, **style, label=family)
+    axes.set(xlabel="points lost", yticks=range(len(panels)), yticklabels=panels)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
+    save(figure, path)
 
 
 def main() -> None:
