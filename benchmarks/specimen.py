@@ -387,7 +387,7 @@ def conditions() -> list[Condition]:
     folder = RESULTS / "sensitivity"
     losses = json.loads((folder / "models.json").read_text())["version 4"]
     measured = json.loads((folder / "specimen.json").read_text())["version 4"]
-    added, random = losses["text"], losses["random"]
+    added, right = losses["text"], losses["right"]
 
     def ppl(change: str) -> float:
         return math.exp(added[change])
@@ -406,7 +406,8 @@ def conditions() -> list[Condition]:
     runs = load_runs(RESULTS / "cache_conditional/table_2")
     misses = {run.label: run.moecache["totals"]["miss_rate"] for run in runs}
     fewer = misses["Original"] / misses["Cache-Prior"]
-    letters = max(random[task][1] for task in ("tiny_mmlu", "tiny_arc", "tiny_truthfulqa"))
+    tasks = ("tiny_mmlu", "tiny_arc", "tiny_truthfulqa")
+    letters = max(right[task]["100% random"] for task in tasks)
     hits, skills = measured["LRU hits on prompts at 2 cycles"], measured["skills"]
     top4, top2, top1 = costs(4), costs(2), costs(1)
     return [
