@@ -38,21 +38,21 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
 
 
-def nodes_of(module: str) -> Iterator[ast.AST]:
-    """Walk a module without its `if TYPE_CHECKING` blocks."""
+def nodes_of(module: str, typing: bool = False) -> Iterator[ast.AST]:
+    """Walk a module, without its `if TYPE_CHECKING` blocks unless `typing`."""
     waiting: list[ast.AST] = [tree_of(module)]
     while waiting:
         node = waiting.pop()
         yield node
         children = ast.iter_child_nodes(node)
-        waiting += [child for child in children if not is_type_checking(child)]
+        waiting += [child for child in children if typing or not is_type_checking(child)]
 
 
 @cache
-def imports_of(module: str) -> frozenset[str]:
+def imports_of(module: str, typing: bool = False) -> frozenset[str]:
     """Return the full dotted names that a module imports, `from a import b` as both a and a.b."""
     names = set()
-    for node in nodes_of(module):
+    for node in nodes_of(module, typing):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -62,9 +62,9 @@ def imports_of(module: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def own_imports_of(module: str) -> set[str]:
+def own_imports_of(module: str, typing: bool = False) -> set[str]:
     """Return the modules of this package that a module imports."""
-    names = (name.partition(f"{NAME}.") for name in imports_of(module))
+    names = (name.partition(f"{NAME}.") for name in imports_of(module, typing))
     return {name for prefix, _, name in names if not prefix and name in MODULES}
 
 

@@ -91,8 +91,20 @@ def test_nobody_imports_an_algorithm_by_name() -> None:
     assert {module: names for module, names in imports_by_module.items() if names} == {}
 
 
-def test_there_are_no_cycles() -> None:
-    TopologicalSorter({name: own_imports_of(name) - {name} for name in MODULES}).prepare()
+def test_there_are_no_cycles_not_even_of_types() -> None:
+    graph = {name: own_imports_of(name, typing=True) - {name} for name in MODULES}
+    TopologicalSorter(graph).prepare()
+
+
+def test_no_function_takes_more_than_eight_arguments_by_place() -> None:
+    long = []
+    for module in MODULES:
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                names = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
+                if len(names) - (names[:1] in (["self"], ["cls"])) > 8:
+                    long.append(f"{module}:{node.lineno}")
+    assert long == []
 
 
 def test_every_module_says_what_it_is_for() -> None:

@@ -284,26 +284,26 @@ def note_wish(tables: Any, key: int, home: int) -> None:
         expert.ahead = now.wishes
 
 
-def note_event(
-    tables: Any,
-    layer: int,
-    tokens: int,
-    keys: Array,
-    start: int,
-    stop: int,
-    next_use: Array,
-    experts: Array,
-    weights: Array,
-    first: int,
-    last: int,
-) -> None:
-    """Note an executed event of a number of tokens, which needed `keys[start:stop]`.
+class Chosen(NamedTuple):
+    """What an event consists of; `engine.core.PassBatch` has the same of several."""
 
-    Its tokens chose `experts[first:last]` with these `weights`, dropped experts being negative.
-    `next_use` holds, by place in `keys`, the number of the next event that needs the key.
+    keys: Array
+    next_use: Array
+    """By place in `keys`: number of the next event that needs the key."""
+    experts: Array
+    """Dropped ones are negative."""
+    weights: Array
+
+
+def note_event(
+    tables: Any, layer: int, tokens: int, chosen: Any, start: int, stop: int, first: int, last: int
+) -> None:
+    """Note an executed event of a number of tokens, which needed the keys from `start` to `stop`.
+
+    Its tokens chose the experts from `first` to `last` of what is `chosen`.
     """
     now, cache = tables.now[0], tables.layers[tables.layers[layer].cache]
-    base = layer * now.num_experts
+    base, keys, experts = layer * now.num_experts, chosen.keys, chosen.experts
     if now.weighs:
         for place in range(start, stop):
             expert = tables.experts[keys[place]]
@@ -311,21 +311,34 @@ def note_event(
         for entry in range(first, last):
             if experts[entry] >= 0:
                 expert = tables.experts[base + experts[entry]]
-                expert.fresh_weight += weights[entry]
+                expert.fresh_weight += chosen.weights[entry]
                 expert.fresh_tokens += 1
         for place in range(start, stop):
             expert = tables.experts[keys[place]]
             add_weight(tables, keys[place], expert.fresh_weight, expert.fresh_tokens)
+    rows, turns = tables.experts, cache.turns
     for place in range(start, stop):
-        note_use(tables, keys[place], cache)
+        expert = rows[keys[place]]
+        expert.uses += 1 - expert.lesser if now.only_best else 1
+        cache.accesses += 1
+        expert.accessed = cache.accesses
+        expert.hits += expert.demanded != now.pass_index
+        expert.demanded = -2
+        if expert.resident:
+            expert.last_use = expert.wanted = now.order
+            now.order += 1
+            expert.current = now.pass_index
+            expert.turn = turns
         if now.offline:
-            tables.experts[keys[place]].next_use = next_use[place]
+            expert.next_use = chosen.next_use[place]
     if now.by_token and tokens > 1:
         for entry in range(first, last):
             if experts[entry] >= 0:
                 tables.experts[base + experts[entry]].last_use = now.order
                 now.order += 1
     if now.forecasts:
+        for place in range(start, stop):
+            tables.forecasts[keys[place]].asked = turns + 1
         for place in range(start, stop):
             end_use(tables, keys[place], layer, tokens)
         if tokens > 1:
@@ -346,26 +359,6 @@ def add_served(tables: Any, base: int, tokens: int, experts: Array, first: int, 
         slow *= SLOW
 
 
-def note_use(tables: Any, key: int, cache: Layer) -> None:
-    """Note that an executed event needed a key of this cache (its row).
-
-    `note_turn` follows the event's last key.
-    """
-    now, expert, turns = tables.now[0], tables.experts[key], cache.turns
-    expert.uses += 1 - expert.lesser if now.only_best else 1
-    cache.accesses += 1
-    expert.accessed = cache.accesses
-    expert.hits += expert.demanded != now.pass_index
-    expert.demanded = -2
-    if expert.resident:
-        expert.last_use = expert.wanted = now.order
-        now.order += 1
-        expert.current = now.pass_index
-        expert.turn = turns
-    if now.forecasts:
-        tables.forecasts[key].asked = turns + 1
-
-
 def note_turn(tables: Any, layer: int, tokens: int) -> None:
     """End an event of a number of tokens."""
     now = tables.now[0]
@@ -380,7 +373,7 @@ def note_turn(tables: Any, layer: int, tokens: int) -> None:
 
 
 def add_weight(tables: Any, key: int, weight: float, tokens: int) -> None:
-    """Add the weight that an event's tokens gave a key, before its `note_use`.
+    """Add the weight that an event's tokens gave a key, before its use is noted.
 
     With a `growth`, later weights grow instead of earlier ones decaying; in logarithms, because the
     factor outgrows a float.
@@ -413,7 +406,7 @@ def note_served(tables: Any, key: int, fast: float, middle: float, slow: float) 
 def end_use(tables: Any, key: int, home: int, tokens: int) -> None:
     """For forecasts: end the key's duel and, for a single token, add it to the key's rates.
 
-    Called after the `note_use` of all keys of an event and before its `note_turn`.
+    Called once all uses of an event are noted and before its `note_turn`.
     """
     if tokens == 1:
         note_served(tables, key, 1.0, 1.0, 1.0)

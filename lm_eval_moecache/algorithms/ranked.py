@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.features import (
+    Chosen,
     Expert,
     Features,
     Layer,
@@ -101,8 +102,9 @@ class RankedEviction(EvictionAlgorithm):
     def on_event(self, event: Event) -> None:
         keys, rows = event.keys, (event.experts.ravel().tolist(), event.weights.ravel().tolist())
         next_use = self._next_uses(event) if self.is_offline else ()
-        sizes = 0, len(keys), next_use, *rows, 0, len(rows[0])
-        note_event(self._features, event.layer, event.num_tokens, keys, *sizes)
+        sizes = 0, len(keys), 0, len(rows[0])
+        chosen = Chosen(keys, next_use, *rows)
+        note_event(self._features, event.layer, event.num_tokens, chosen, *sizes)
 
     def _next_uses(self, event: Event) -> list[int]:
         """Return, for offline rules, the next event that needs each of the event's keys."""

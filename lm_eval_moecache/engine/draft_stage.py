@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch
 from lm_eval_moecache.engine.virtual.costs import Costs
@@ -16,8 +16,17 @@ from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.trace.recorder import DraftNotes
 
-if TYPE_CHECKING:
-    from lm_eval_moecache.engine.engine import Engine
+
+class DraftedEngine(Protocol):
+    """An engine, as the draft's stage sees it (see `engine.engine.Engine`)."""
+
+    clock: Any
+
+    def advance(self, seconds: float) -> None: ...
+
+    def submit_draft(self, keys: Sequence[int], pass_index: int, batched: bool) -> None: ...
+
+    def await_prefetches(self) -> float: ...
 
 
 class DraftStage:
@@ -35,7 +44,7 @@ class DraftStage:
         self,
         draft: Draft,
         hardware: Hardware,
-        engine: Engine,
+        engine: DraftedEngine,
         prefetch: DraftStagePrefetch | None,
     ) -> None:
         self.draft = draft

@@ -262,10 +262,9 @@ class Engine(ABC):
     def submit_draft(self, keys: Sequence[int], pass_index: int, batched: bool) -> None:
         """Queue one layer's keys, proposed while drafting for a pass that has not yet begun."""
         self._num_batches += 1
-        first, num_keys = pass_index * self.geometry.num_layers, len(keys)
+        proposed, first = core.Keys(keys, 0, len(keys)), pass_index * self.geometry.num_layers
         now, batch = self.clock.now, self._num_batches if batched else -1
-        levels = [0] * num_keys
-        core.submit_keys(self.state, keys, levels, 0, num_keys, first, PASS_START, now, batch)
+        core.submit_keys(self.state, proposed, [0] * len(keys), first, PASS_START, now, batch)
 
     @abstractmethod
     def advance(self, seconds: float) -> None:
@@ -322,9 +321,8 @@ class Engine(ABC):
         """Queue the prefetcher's proposals at an event, which are ready at `ready_s`."""
         keys, levels = self._propose(event)
         first_event = event.pass_index * self.geometry.num_layers
-        core.submit_keys(
-            self.state, keys, levels, 0, len(keys), first_event, event.layer, ready_s, -1
-        )
+        proposed = core.Keys(keys, 0, len(keys))
+        core.submit_keys(self.state, proposed, levels, first_event, event.layer, ready_s, -1)
 
     def _propose(self, event: Event) -> tuple[Sequence[int], Sequence[int]]:
         """Return the prefetcher's proposals, and their precision levels if not all are the best.
@@ -404,9 +402,11 @@ class Engine(ABC):
     def _mark_demands(self, event: Event, demands: Sequence[Fetch]) -> None:
         """Demand these experts instead of those that were looked up and are absent."""
         keys, levels = [key for key, _ in demands], [level for _, level in demands]
-        num_keys = len(event.keys)
-        demanded = keys, levels, 0, len(keys)
-        core.demand(self.state, event.keys, 0, num_keys, event.layer, *demanded)
+        executed, demanded = (
+            core.Keys(event.keys, 0, len(event.keys)),
+            core.Keys(keys, 0, len(keys)),
+        )
+        core.demand(self.state, executed, event.layer, demanded, levels)
 
     def _is_pending(self, key: int) -> bool:
         """Whether a prefetch of this key is in flight or queued."""
@@ -421,8 +421,13 @@ class Engine(ABC):
 
     def _look_up(self, plan: Plan) -> None:
         """Look up the keys of a decided event."""
-        batch, layer = as_lists(self._batch_of(plan.looked_up)), plan.event.layer
-        self.state.run[0].absent = core.look_up(self.state, batch, 0, layer, self.record)
+        looked_up = self._event_of(plan.looked_up)
+        self.state.run[0].absent = core.look_up(self.state, looked_up, self.record)
+
+    def _event_of(self, event: Event) -> core.BatchEvent:
+        """Return an event as the only one of a batch, in plain Python."""
+        number = event.pass_index * self.geometry.num_layers + event.layer
+        return core.event_of(as_lists(self._batch_of(event)), 0, number, event.layer)
 
     def _batch_of(
         self,

@@ -223,17 +223,12 @@ class Outside:
                 self._arrivals[key] = [ready_s] * len(self._shares)
 
     def execute_piecewise(
-        self,
-        state: core.State,
-        keys: Sequence[int],
-        counts_serves: bool,
-        mark: int,
-        layer: int,
-        count: Counters,
+        self, state: core.State, event: core.BatchEvent, mark: int, count: Counters
     ) -> None:
         """Execute projection by projection: residents first, the others as each read arrives."""
-        slots = state.slots
+        slots, keys = state.slots, event.batch.keys[event.start : event.stop]
         keys = [key for key in keys if slots[key].done != mark]
+        counts_serves = event.tokens > 1 or state.run[0].lossy
         arriving = {key: self._arrivals[key] for key in keys if key in self._arrivals}
         present = [key for key in keys if key not in arriving]
         self.wave = list(keys)
@@ -247,7 +242,7 @@ class Outside:
                 served = len(ready_keys)
                 if counts_serves:
                     served = sum([slots[key].serves for key in ready_keys])
-                core.execute_level(state, layer, 0, len(ready_keys), served, share, launched)
+                core.execute_level(state, event.layer, 0, len(ready_keys), served, share, launched)
                 launched = True
 
     # The host.

@@ -221,7 +221,7 @@ def compiled(modules: tuple[ModuleType, ...], entry: str) -> Callable[..., Any]:
     """
     scopes = {module.__name__: {**vars(module), "IN_PYTHON": False} for module in modules}
     functions = [
-        f for m in modules for f in vars(m).values() if isfunction(f) and f.__module__ in scopes
+        f for m in modules for f in vars(m).values() if isfunction(f) and f.__module__ == m.__name__
     ]
     copies = {
         function.__name__: _compiled(function, scopes[function.__module__], "")

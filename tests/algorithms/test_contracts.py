@@ -14,7 +14,7 @@ import pytest
 
 from lm_eval_moecache.algorithms.eviction.fifo import FIFO
 from lm_eval_moecache.algorithms.eviction.lru import LRU
-from lm_eval_moecache.algorithms.features import note_use
+from lm_eval_moecache.algorithms.features import Chosen, note_event
 from lm_eval_moecache.algorithms.miss.drop import Drop
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.ranked import RankedEviction
@@ -110,7 +110,7 @@ class NoisyLRU(LRU):
     def victim(self, pinned: Container[int], layer: int) -> int | None:
         key = super().victim(pinned, layer)
         if key is not None:
-            note_use(self._features, key, self._features.layers[0])
+            note_event(self._features, 0, 1, Chosen([key], (), (), ()), 0, 1, 0, 0)
         return key
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from lm_eval_moecache.algorithms.features import (
+    Chosen,
     Features,
     Now,
     make_features,
+    note_event,
     note_eviction,
     note_load,
     note_pass,
-    note_turn,
-    note_use,
     note_wish,
 )
 
@@ -51,9 +51,7 @@ def test_an_expert_that_returns_brings_nothing_of_its_last_stay() -> None:
     note_pass(tables, 0)
     load(tables, 0, prefetched=True)
     load(tables, 1)
-    for _ in range(2):
-        note_use(tables, 0, tables.layers[0])
-    note_turn(tables, 0, 1)
+    note_event(tables, 0, 1, Chosen([0, 0], (), (), ()), 0, 2, 0, 0)
     note_wish(tables, 0, 0)  # for the next pass, as the layer was served
     expert = tables.experts[0]
     assert (expert.hits, expert.predicted, expert.ahead, expert.resident) == (2, 1, 1, 1)

@@ -31,7 +31,7 @@ def test_lifetime_counts_tokens_between_arrival_and_eviction() -> None:
 def test_a_reset_evicts_what_is_resident_and_keeps_the_books_and_the_peak() -> None:
     engine = make_engine(capacity=3)
     core.fill(engine.state, [0])
-    core.submit_keys(engine.state, [1], [0], 0, 1, 0, 0, 0.0, -1)
+    core.submit_keys(engine.state, core.Keys([1], 0, 1), [0], 0, 0, 0.0, -1)
     core.reserve(engine.state, 1)
     core.reset(engine.state, [])
     (pool,) = engine.pools

@@ -10,6 +10,7 @@ import pytest
 
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine import core
+from lm_eval_moecache.engine.core.link import begin
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE
 from lm_eval_moecache.engine.virtual.costs import arrivals
@@ -30,13 +31,13 @@ def make_queue() -> core.State:
 
 def submit(state: core.State, key: int, now: float = 0.0, first: int = 0, batch: int = -1) -> None:
     """Queue a prefetch of a layer's only expert for that layer's event after event `first`."""
-    core.submit_keys(state, [key], [0], 0, 1, first, PASS_START, now, batch)
+    core.submit_keys(state, core.Keys([key], 0, 1), [0], first, PASS_START, now, batch)
 
 
 def start(state: core.State, now: float) -> tuple[int, float]:
     """Move the next prefetch; return its key and when it lands."""
     key = core.head(state)
-    assert core.begin(state, None, key, max(state.slots[key].earliest_s, now), -1, 0)  # type: ignore[arg-type]
+    assert begin(state, None, key, max(state.slots[key].earliest_s, now), -1, 0)  # type: ignore[arg-type]
     core.land(state)
     return key, state.run[0].busy_until
 

@@ -15,8 +15,8 @@ import pytest
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import find_algorithm
-from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.bound import fewest_misses
+from lm_eval_moecache.engine.core import event
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.report.metrics import task_metrics
@@ -40,13 +40,13 @@ def test_an_eviction_sees_the_same_weights_whatever_others_look_at(
 ) -> None:
     run = traces.setting("on_demand", "25%", eviction="score", **change)
     seen_weights: list[list[Any]] = []
-    note_event = core.note_event
+    note_event = event.note_event
 
     def seen(*arguments: Any) -> None:
-        seen_weights[-1].append([*arguments[8]])
+        seen_weights[-1].append([*arguments[3].weights])
         note_event(*arguments)
 
-    monkeypatch.setattr(core, "note_event", seen)
+    monkeypatch.setattr(event, "note_event", seen)
     engines = []
     for uses_logits in (False, True):
         monkeypatch.setattr(find_algorithm("prefetch", "none"), "uses_logits", uses_logits)

@@ -208,7 +208,7 @@ def make(transfer_s: float) -> tuple[Traffic, ScriptedLink, Callable[..., None]]
 
     def submit(keys: Sequence[int], now: float, batch: int = -1) -> None:
         state, levels = engine.state, [0] * len(keys)
-        core.submit_keys(state, keys, levels, 0, len(keys), 0, 0, now, batch)
+        core.submit_keys(state, core.Keys(keys, 0, len(keys)), levels, 0, 0, now, batch)
 
     link: Any = ScriptedLink(transfer_s)
     return Traffic(engine.caches, link, engine.state), link, submit

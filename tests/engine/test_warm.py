@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lm_eval_moecache.engine import core
+from lm_eval_moecache.algorithms.features import find_lowest
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
@@ -50,7 +50,7 @@ def test_the_most_used_that_fit_are_there_at_no_cost(capacity: str, held: set[in
     engine.check_integrity()
     if capacity == "4500B":
         # The least used is the first to leave under LRU.
-        assert core.find_lowest(engine.state, engine.rank, 0, 3, -1, 0) == 2
+        assert find_lowest(engine.state, engine.rank, 0, 3, -1, 0) == 2
     assert engine.clock.now == engine.link.bytes_moved == engine.link.busy_s == 0
     assert sum(pool.loads + pool.evictions for pool in engine.pools) == 0
 

@@ -283,38 +283,24 @@ class VirtualEngine(Engine):
     def run(self, event: Event) -> Plan:
         rules, layer = self.rules, event.layer
         number = event.pass_index * self.geometry.num_layers + layer
-        if not self.decides:
-            return self._serve(event, number)
-        plan = self._decide(event)
+        if self.decides:
+            plan = self._decide(event)
+        else:
+            # Served in one step: Python has nothing to decide.
+            plan, self._entered = Plan(event, event), self._entered | core.LOOK_UP
+            self.outside.begin(event)
         event, demands = plan.event, plan.demands
         proposed: tuple[Sequence[int], Sequence[int]] = (), ()
         if rules.prefetches and (self.answers is not None or not rules.prefetch.predicts_pass):
             proposed = self._propose(event)
         predict_s = self.predicting_s(layer, len(event.predicted), event.num_tokens)
         batch = self._batch_of(event, *proposed, predict_s, self._dense_s)
-        what, self._entered = self._entered | core.CLOSE, 0
-        if demands is None:
-            self.loop.step(what, batch, number, layer)
-        else:
-            self.loop.step(what | core.DEMAND, batch, number, layer, demands)
+        what = self._entered | core.CLOSE | (0 if demands is None else core.DEMAND)
+        self._entered = 0
+        self.loop.step(what, batch, number, layer, demands or ())
         if rules.ladder:
             plan.levels = self.loop.levels(event.keys)
         return plan
-
-    def _serve(self, event: Event, number: int) -> Plan:
-        """Serve an event in one step: Python has nothing to decide."""
-        proposed: tuple[Sequence[int], Sequence[int]] = (), ()
-        if self.rules.prefetches and (
-            self.answers is not None or not self.rules.prefetch.predicts_pass
-        ):
-            proposed = self._propose(event)
-        predict_s = self.predicting_s(event.layer, len(event.predicted), event.num_tokens)
-        self.outside.begin(event)
-        batch = self._batch_of(event, *proposed, predict_s, self._dense_s)
-        what = self._entered | core.LOOK_UP | core.CLOSE
-        self._entered = 0
-        self.loop.step(what, batch, number, event.layer)
-        return Plan(event, event)
 
     def _batch_of(
         self,

@@ -8,16 +8,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from lm_eval_moecache.algorithms import features
+from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.ranked import compiled_rank, no_rank
 from lm_eval_moecache.algorithms.registry import is_own
 from lm_eval_moecache.engine import core
-from lm_eval_moecache.engine.tables import read_some
+from lm_eval_moecache.engine.decide import Rules
+from lm_eval_moecache.engine.outside import Outside
+from lm_eval_moecache.engine.tables import HasState, read_some
 from lm_eval_moecache.records.event import Fetch
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.jit import (
     Array,
     NotCompilable,
@@ -29,9 +33,6 @@ from lm_eval_moecache.records.jit import (
     make_table,
 )
 from lm_eval_moecache.records.ledger import COUNTED, PassRecord
-
-if TYPE_CHECKING:
-    from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 
 _TYPES = (
     *(np.int64, np.int64, np.int64, np.int64, np.float64, np.float64, np.float64),
@@ -48,10 +49,11 @@ _KINDS = (
 """What the tables hold, in the order of `core.State`."""
 NOTHING, NO_WEIGHTS = np.zeros(0, np.int64), np.zeros(0, np.float64)
 NOTHING_PROPOSED = NOTHING, np.zeros(1, np.int64)
-NO_ROWS = np.zeros((0, 0), np.int64), NOTHING, NOTHING, np.zeros((0, 0), np.uint8)
+NO_KEYS = core.Keys(NOTHING, 0, 0)
+NO_ROWS = core.Rows(np.zeros((0, 0), np.int64), NOTHING, NOTHING, np.zeros((0, 0), np.uint8))
 COUNTS_TYPE = dtype_of(core.PassCounts)
 COUNTS = COUNTS_TYPE.names
-MODULES = features, core
+MODULES = features, *core.MODULES
 _MESSAGES = 4096
 """To evictions with a state of their own, before they have to be read."""
 UPGRADE = Upgrade(MODULES, "step", load=20_000, make=200_000)
@@ -60,10 +62,21 @@ EVENT_S = 40e-6
 """Seconds that count as an event, so that time is worth compiling for when it has cost as much."""
 
 
+class Looped(HasState, Protocol):
+    """An engine, as its loop sees it."""
+
+    geometry: Geometry
+    rules: Rules
+    eviction: EvictionAlgorithm
+    rank: Any
+    record: PassRecord
+    outside: Outside
+
+
 class Loop:
     """The form of an engine's tables, and the function that serves them."""
 
-    def __init__(self, engine: VirtualEngine) -> None:
+    def __init__(self, engine: Looped) -> None:
         self._engine = engine
         self.is_compiled = False
         self._can_compile = True
@@ -165,35 +178,37 @@ class Loop:
         levels: Any = ()
         if demands:
             keys, levels = zip(*demands, strict=True)
-        state, count = self._engine.state, len(demands)
+        state, counts = self._engine.state, self.counts
         if not self.is_compiled:
-            return core.act(
-                *(state, self._rank, batch, 0, self.counts, what, number, layer),
-                *(keys, levels, 0, count, ()),
+            event, demanded = (
+                core.event_of(batch, 0, number, layer),
+                core.Keys(keys, 0, len(keys)),
             )
-        arrays = NOTHING, NOTHING
-        if count:
-            arrays = np.array(keys, np.int64), np.array(levels, np.int64)
-        call = what, number, layer, *arrays, count, *NO_ROWS
-        absent = self._step(*state, self._rank, batch, self.counts, *call)
+            return core.act(state, self._rank, event, counts, what, demanded, levels)
+        task = core.Task(what, number, layer, NO_KEYS, NOTHING)
+        if demands:
+            demanded = core.Keys(np.array(keys, np.int64), 0, len(keys))
+            task = task._replace(demands=demanded, levels=np.array(levels, np.int64))
+        absent = self._step(state, self._rank, batch, counts, task, NO_ROWS)
         if self._asks:
             self._engine.outside.end_machine_code()
         return absent
 
     def step_rows(
-        self, batch: core.PassBatch, what: int, layer: int, demands: Array, rows: Sequence[Array]
+        self, batch: core.PassBatch, what: int, layer: int, demands: Array, rows: core.Rows
     ) -> None:
         """Do a step of an event of each of several engines alike (see `core.step`)."""
-        call = what, 0, layer, demands, np.zeros(len(demands), np.int64), 0, *rows
-        self._step(*self._engine.state, self._rank, batch, self.counts, *call)
+        keys = core.Keys(demands, 0, 0)
+        task = core.Task(what, 0, layer, keys, np.zeros(len(demands), np.int64))
+        self._step(self._engine.state, self._rank, batch, self.counts, task, rows)
 
     def serve_passes(self, batch: core.PassBatch) -> Array:
         """Serve a batch of passes; return their counts, as records of `core.PassCounts`."""
         num_passes = batch.num_passes
         if self.is_compiled:
             counts: Any = np.zeros(num_passes, COUNTS_TYPE)
-            call = core.PASSES, 0, 0, NOTHING, NOTHING, 0, *NO_ROWS
-            self._step(*self._engine.state, self._rank, self.as_arrays(batch), counts, *call)
+            task, arrays = core.Task(core.PASSES, 0, 0, NO_KEYS, NOTHING), self.as_arrays(batch)
+            self._step(self._engine.state, self._rank, arrays, counts, task, NO_ROWS)
             if self._asks:
                 self._engine.outside.end_machine_code()
             return counts

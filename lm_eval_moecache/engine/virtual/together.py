@@ -237,14 +237,18 @@ class Together:
             bounds = _bounds(is_demanded.sum(axis=-1))
         numbers = self._numbers + layer
         if self._first.loop.is_compiled:
-            rows = self._places, numbers, bounds, self._found
+            rows = core.Rows(self._places, numbers, bounds, self._found)
             self._first.loop.step_rows(batch, what, layer, demands, rows)
             return
         lists = core.PassBatch(*batch[:2], *(values.tolist() for values in batch[2:]))
         own = zip(self._engines, numbers.tolist(), pairwise(bounds.tolist()), strict=True)
+        keys, levels = demands.tolist(), [0] * len(demands)
         for row, (engine, number, ends) in enumerate(own):
-            call = what, number, layer, demands.tolist(), [0] * len(demands), *ends, self._found
-            core.act(engine.state, engine.rank, lists, row, engine.loop.counts, *call)
+            event, own_keys = core.event_of(lists, row, number, layer), core.Keys(keys, *ends)
+            counts = engine.loop.counts
+            core.act(engine.state, engine.rank, event, counts, what, own_keys, levels)
+            if what & core.FIND:
+                core.find(engine.state, layer, self._found[row])
 
 
 def _bounds(counts: IntArray) -> IntArray:

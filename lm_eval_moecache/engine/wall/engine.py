@@ -14,7 +14,7 @@ from itertools import count
 
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.decide import Plan
-from lm_eval_moecache.engine.engine import Engine, as_lists
+from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.host import HOST, HostShare
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.wall.link import (
@@ -171,7 +171,7 @@ class WallEngine(Engine):
         for key, level in (pending.levels or {}).items():
             state.slots[key].executed_level = level
             state.experts[key].lesser = int(level > 0)
-        core.note(state, as_lists(self._batch_of(event)), 0, event.layer)
+        core.note(state, self._event_of(event))
         self._pending = None  # Up to here `_recover` has demands to wait for.
 
     def _recover(self) -> None:
@@ -389,7 +389,7 @@ class ScanScript:
             if remaining and state.run[0].own:
                 cache.eviction.on_executed(layer, [*slots])
             self._steps.append((transfers, slots, record))
-        core.note(state, as_lists(engine._batch_of(event)), 0, layer)
+        core.note(state, engine._event_of(event))
 
     def play(self, clock: WallClock) -> Iterator[tuple[Mapping[int, int], bool]]:
         """Carry out all steps; yield experts on their first arrival, with their slots."""

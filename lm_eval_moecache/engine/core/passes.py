@@ -1,0 +1,172 @@
+"""What a run consists of: steps of an event, or batches of whole passes."""
+
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lm_eval_moecache.algorithms.features import Rank, note_pass
+from lm_eval_moecache.engine.core.cache import EVENT, PASS, find, reset, tell
+from lm_eval_moecache.engine.core.event import close_event, demand, enter, look_up
+from lm_eval_moecache.engine.core.link import flush
+from lm_eval_moecache.engine.core.state import (
+    IN_PYTHON,
+    BatchEvent,
+    Keys,
+    PassBatch,
+    State,
+    event_of,
+)
+from lm_eval_moecache.records.jit import Array, Table, by_reference, table_at
+from lm_eval_moecache.records.ledger import Counters
+
+SETTLE, RESET, BEGIN, ENTER, LOOK_UP, DEMAND, CLOSE, FIND = 1, 2, 4, 8, 16, 32, 64, 128
+"""What `step` does with an event, in this order."""
+
+PASSES = 0
+"""What `step` does with a batch of whole passes: everything."""
+
+
+class Task(NamedTuple):
+    """What to do with an event, or a batch."""
+
+    what: int
+    number: int
+    layer: int
+    """See `BatchEvent`."""
+    demands: Keys
+    levels: Array
+    """By place in the array of demands."""
+
+
+class Rows(NamedTuple):
+    """Several runs of one setting, whose event r of a batch is in run r."""
+
+    places: Array
+    """Addresses of each run's tables and counts: [rows, tables + 1]."""
+    numbers: Array
+    """Number of each event in its run."""
+    bounds: Array
+    """Run r demands the keys `bounds[r]` to `bounds[r + 1]` of the task's array."""
+    found: Array
+    """Where `FIND` writes: [rows, experts]."""
+
+
+def step(state: State, rank: Rank, batch: PassBatch, counts: Table, task: Task, rows: Rows) -> int:
+    """Do a task on a batch or its first event, or on an event of each row if there are any.
+
+    Compiled code is entered by it. Where there are rows, their tables are like those of `state`.
+    """
+    events, what, layer = by_reference(batch), task.what, task.layer
+    if len(rows.numbers) == 0:
+        event = event_of(events, 0, task.number, layer)
+        return act(by_reference(state), rank, event, counts, what, task.demands, task.levels)
+    for row in range(len(rows.numbers)):
+        own, count = tables_at(state, counts, rows.places[row])
+        event = event_of(events, row, rows.numbers[row], layer)
+        demands = Keys(task.demands.keys, rows.bounds[row], rows.bounds[row + 1])
+        act(by_reference(own), rank, event, count, what, demands, task.levels)
+        if what & FIND:
+            find(own, layer, rows.found[row])
+    return 0
+
+
+def tables_at(like: State, counts: Table, places: Array) -> tuple[State, Table]:
+    """Return the tables and counts at these addresses, of types and sizes like those given."""
+    state = State(
+        table_at(like.experts, places[0]),
+        table_at(like.layers, places[1]),
+        table_at(like.now, places[2]),
+        table_at(like.forecasts, places[3]),
+        table_at(like.slots, places[4]),
+        table_at(like.levels, places[5]),
+        table_at(like.layer_states, places[6]),
+        table_at(like.queues, places[7]),
+        table_at(like.caches, places[8]),
+        table_at(like.run, places[9]),
+        like.messages,
+        like.outside,
+    )
+    return state, table_at(counts, places[10])
+
+
+def act(
+    state: State,
+    rank: Rank,
+    event: BatchEvent,
+    counts: Table,
+    what: int,
+    demands: Keys,
+    levels: Array,
+) -> int:
+    """Serve the passes of a batch, or do `what` is asked with one event of it.
+
+    Returns how many keys a `LOOK_UP` demands.
+    """
+    run, batch = state.run[0], event.batch
+    if what == PASSES:
+        serve_passes(state, rank, batch, counts)
+        return 0
+    if what & SETTLE:
+        flush(state)
+    if what & RESET:
+        reset(state, batch.warm)
+    if what & BEGIN:
+        begin_pass(state, event.number, batch.rows[1])
+    if what & ENTER:
+        enter(state, rank, event)
+    if what & LOOK_UP:
+        run.absent = look_up(state, event, counts[0])
+    keys, wanted = Keys(batch.keys, event.start, event.stop), run.absent
+    if what & DEMAND:
+        demand(state, keys, event.layer, demands, levels)
+        keys, wanted = demands, demands.stop - demands.start
+    if what & CLOSE:
+        close_event(state, rank, event, keys, wanted, counts[0])
+    return run.absent
+
+
+def serve_passes(state: State, rank: Rank, batch: PassBatch, counts: Table) -> None:
+    """Serve the passes of a batch; write each one's counts to `counts`."""
+    num_layers, run = len(state.layers), state.run[0]
+    for index in range(batch.num_passes):
+        number, event, count = batch.first_pass + index, index * num_layers, counts[index]
+        moved, busy_s, evictions, lifetime = run.moved, run.busy_s, run.evictions, run.lifetime
+        count.start_s = run.now
+        if number != state.now[0].pass_index:
+            begin_pass(state, number, batch.rows[event + 1] - batch.rows[event])
+        for layer in range(num_layers):
+            place = event_of(batch, event + layer, number * num_layers + layer, layer)
+            serve(state, rank, place, count)
+        count.end_s = run.now
+        count.bytes_moved = run.moved - moved
+        count.evictions = run.evictions - evictions
+        count.lifetime_tokens = run.lifetime - lifetime
+        count.link_busy_s = run.busy_s - busy_s
+
+
+def begin_pass(state: State, number: int, tokens: int) -> None:
+    """Begin a pass of a number of tokens."""
+    state.run[0].tokens += tokens
+    note_pass(state, number)
+    if state.run[0].own:
+        tell(state, PASS, number)
+
+
+def begin_token(state: State, number: int, layer: int) -> None:
+    """Begin a token that is served layer by layer with others, at this layer."""
+    state.run[0].tokens += 1
+    note_pass(state, number)
+    if IN_PYTHON and state.run[0].own:
+        state.outside.by_layer[layer].on_pass(number)
+
+
+def serve(state: State, rank: Rank, event: BatchEvent, count: Counters) -> None:
+    """Serve one event with all that its router chose."""
+    if IN_PYTHON or state.run[0].own:
+        tell(state, EVENT, event.layer)
+    enter(state, rank, event)
+    num_demands = look_up(state, event, count)
+    keys = Keys(event.batch.keys, event.start, event.stop)
+    close_event(state, rank, event, keys, num_demands, count)
