@@ -57,6 +57,9 @@ class ByRow(TorchFunctionMode):
         self._spans: Sequence[tuple[int, int]] = ()
         self._length = self._least = self._total = 0
         self._divides = False
+        self._mask: Tensor | None = None
+        self._open: dict[int, bool] = {}
+        """Whether `_mask` hides nothing from a row: all layers of a decode step share one."""
 
     def begin_pass(self, valid: BoolArray, padding: Sequence[int], past_length: int) -> None:
         """Begin a pass whose rows have these `valid` tokens [rows, tokens].
@@ -74,7 +77,7 @@ class ByRow(TorchFunctionMode):
 
     def end_pass(self) -> None:
         """End the pass: what follows is computed as ever."""
-        self._divides = False
+        self._divides, self._mask = False, None
 
     def __torch_function__(
         self,
@@ -140,6 +143,8 @@ class ByRow(TorchFunctionMode):
         packed = decodes and queries > 1 and key.shape[-1] == value.shape[-1] <= _MOST_HEAD
         # A layer with a window keeps only the last keys.
         gone = self._total - keys
+        if attn_mask is not self._mask:
+            self._mask, self._open = attn_mask, {}
         for row, (start, stop) in enumerate(self._spans):
             if start == stop:
                 continue
@@ -152,7 +157,9 @@ class ByRow(TorchFunctionMode):
                 which = own if mask.shape[0] == rows else slice(None)
                 asking = slice(start, stop) if mask.shape[-2] > 1 else slice(None)
                 mask = mask[which, :, asking, first:last]
-                mask = None if decodes and _is_open(mask) else mask
+                if decodes and row not in self._open:
+                    self._open[row] = _is_open(mask)
+                mask = None if decodes and self._open[row] else mask
             asked = query[own, :, start:stop]
             if packed and mask is None:
                 asked = asked.reshape(1, -1, 1, asked.shape[-1])
@@ -168,12 +175,12 @@ def _is_open(mask: Tensor) -> bool:
     return bool(mask.all() if mask.dtype == torch.bool else (mask == 0).all())
 
 
-def _multiply(rows_SD: Tensor, matrix_DH: Tensor, out_SH: Tensor, size: int) -> None:
-    """Multiply rows, each `size` of them as a product of their own; 0: all together."""
-    if size in (0, len(rows_SD)):
+def _multiply(rows_SD: Tensor, matrix_DH: Tensor, out_SH: Tensor, count: int, size: int) -> None:
+    """Multiply `count` rows, each `size` of them as a product of their own; 0: all together."""
+    if size in (0, count):
         torch.mm(rows_SD, matrix_DH, out=out_SH)
         return
-    parts = len(rows_SD) // size
+    parts = count // size
     shared = matrix_DH.expand(parts, -1, -1)
     torch.bmm(rows_SD.view(parts, size, -1), shared, out=out_SH.view(parts, size, -1))
 
@@ -220,13 +227,13 @@ def _forward(
     out_SD = torch.zeros(len(order_S), matrices.down[0].shape[1], dtype=dtype)
     for expert, size, start, stop in parts:
         part = middle_SH[start:stop]
-        _multiply(given_SD[start:stop], matrices.up[expert], part, size)
+        _multiply(given_SD[start:stop], matrices.up[expert], part, stop - start, size)
         if matrices.up_bias is not None:
             part.add_(matrices.up_bias[expert])
     active_SH = (module._apply_gate if module.has_gate else module.act_fn)(middle_SH).to(dtype)
     for expert, size, start, stop in parts:
         part = out_SD[start:stop]
-        _multiply(active_SH[start:stop], matrices.down[expert], part, size)
+        _multiply(active_SH[start:stop], matrices.down[expert], part, stop - start, size)
         if matrices.down_bias is not None:
             part.add_(matrices.down_bias[expert])
     if getattr(module, "has_post_expert_norm", False):

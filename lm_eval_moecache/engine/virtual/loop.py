@@ -91,6 +91,8 @@ class Loop:
         self.counts: Any = [engine.record]
         self.addresses: Sequence[int] = ()
         """Where the tables and counts of machine code are, which stay there."""
+        self._initial: list[Array] = []
+        """The tables of an engine of this setting before its first pass, as records."""
 
     def expect(self, num_passes: int, done: int = 0) -> None:
         """Switch to machine code if that pays for the passes done and those known to come."""
@@ -100,9 +102,17 @@ class Loop:
                 self._compile()
 
     def follow(self, other: Loop) -> None:
-        """Take the form of another engine's tables."""
+        """Take the form of another engine's tables, of the same setting, before the first pass."""
         if other.is_compiled and not self.is_compiled:
-            self._compile()
+            if self._engine.future is not None:
+                self._compile()
+                return
+            # Without a future in them, the tables of all such engines are alike.
+            other._initial = other._initial or self._as_records()
+            self._compile([table.copy() for table in other._initial])
+
+    def _as_records(self) -> list[Array]:
+        return [as_records(table) for table in self._engine.state[: len(_KINDS)]]
 
     def leave(self) -> None:
         """Return to plain Python for good: something is asked that only it can do."""
@@ -114,7 +124,7 @@ class Loop:
         self._can_compile = self.is_compiled = False
         self.counts = [self._engine.record]
 
-    def _compile(self) -> None:
+    def _compile(self, tables: list[Array] | None = None) -> None:
         engine = self._engine
         try:
             rank = compiled_rank(self._rank or no_rank)
@@ -123,7 +133,7 @@ class Loop:
                 raise
             self._can_compile = False
             return
-        tables: list[Any] = [as_records(table) for table in engine.state[: len(_KINDS)]]
+        tables = tables or self._as_records()
         messages = np.zeros(_MESSAGES if self._asks else 1, np.int64)
         ask = callback(engine.outside.answer if self._asks else min, 4)
         engine.state = core.State(*[*tables, messages, ask])
