@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, weight_shares
+from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, MissOverRows, weight_shares
 from lm_eval_moecache.algorithms.policy import Policy
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
-from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
+from lm_eval_moecache.algorithms.registry import is_own
+from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm, RoutingOverRows
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, each_token, softmax
 from lm_eval_moecache.records.event import (
     DROPPED,
@@ -33,10 +34,20 @@ class Rules:
     The eviction algorithms are the caches'.
     """
 
-    def __init__(self, geometry: Geometry, policy: Policy, seed: int) -> None:
-        self.routing: RoutingAlgorithm = policy.routing.build(geometry, seed)
-        self.prefetch: PrefetchAlgorithm = policy.prefetch.build(geometry, seed)
-        self.miss: MissAlgorithm = policy.miss.build(geometry, seed)
+    def __init__(
+        self, geometry: Geometry, policy: Policy, seed: int, like: Rules | None = None
+    ) -> None:
+        """`like` are rules of the same setting: what they have read and worked out is shared."""
+
+        def made(axis: str) -> Any:
+            rule = getattr(like, axis, None)
+            if isinstance(rule, RoutingOverRows | MissOverRows) and is_own(type(rule)):
+                return rule.anew()
+            return getattr(policy, axis).build(geometry, seed)
+
+        self.routing: RoutingAlgorithm = made("routing")
+        self.prefetch: PrefetchAlgorithm = made("prefetch")
+        self.miss: MissAlgorithm = made("miss")
         self._geometry = geometry
         self.decode_only = policy.phases == "decode"
         """Whether lossy algorithms are off during prefill (`phases=decode`)."""

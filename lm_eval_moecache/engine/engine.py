@@ -110,12 +110,15 @@ class Engine(ABC):
         setting: Setting,
         costs: Costs | None = None,
         future: Future | None = None,
+        like: Engine | None = None,
     ) -> None:
         # The model's own sizes, and those it is charged by, which differ under `emulate`.
         self.setting, self.own_geometry = setting, geometry
         self.geometry = geometry = setting.charged(geometry)
         self.ledger = Ledger()
-        self.rules = rules = Rules(geometry, setting.policy, setting.seed)
+        known = None if like is None else like.rules
+        self.rules: Rules = Rules(geometry, setting.policy, setting.seed, known)
+        rules = self.rules
         compile_midway(self.is_virtual)
         evictions = make_evictions(geometry, setting)
         seers: list[PrefetchAlgorithm | EvictionAlgorithm] = [rules.prefetch, *evictions]

@@ -18,6 +18,7 @@ by row; all else treats rows alike in any case:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -215,25 +216,24 @@ def _forward(
     starts = np.flatnonzero(np.r_[True, kind[1:] != kind[:-1]])
     bounds = [*starts.tolist(), len(order_S)]
     known = len(matrices.up)
-    parts = [
-        (*divmod(of, MOST_OWN), start, stop)
-        for of, start, stop in zip(kind[starts].tolist(), bounds[:-1], bounds[1:], strict=True)
-        if of < known * MOST_OWN
-    ]
+    # By expert, so that absent ones come last.
+    parts = [divmod(of, MOST_OWN) for of in kind[starts].tolist() if of < known * MOST_OWN]
     order = torch.from_numpy(order_S)
     source = torch.from_numpy(token_S[order_S])
     given_SD = hidden_TD[source].to(dtype)
     middle_SH = torch.zeros(len(order_S), matrices.up[0].shape[1], dtype=dtype)
     out_SD = torch.zeros(len(order_S), matrices.down[0].shape[1], dtype=dtype)
-    for expert, size, start, stop in parts:
-        part = middle_SH[start:stop]
-        _multiply(given_SD[start:stop], matrices.up[expert], part, stop - start, size)
+    # Cut in one call each: slices of their own took as long as the products.
+    counts = [stop - start for start, stop in pairwise(bounds)]
+    cut = given_SD.split_with_sizes(counts), middle_SH.split_with_sizes(counts)
+    for (expert, size), count, given, part in zip(parts, counts, *cut, strict=False):
+        _multiply(given, matrices.up[expert], part, count, size)
         if matrices.up_bias is not None:
             part.add_(matrices.up_bias[expert])
     active_SH = (module._apply_gate if module.has_gate else module.act_fn)(middle_SH).to(dtype)
-    for expert, size, start, stop in parts:
-        part = out_SD[start:stop]
-        _multiply(active_SH[start:stop], matrices.down[expert], part, stop - start, size)
+    cut = active_SH.split_with_sizes(counts), out_SD.split_with_sizes(counts)
+    for (expert, size), count, given, part in zip(parts, counts, *cut, strict=False):
+        _multiply(given, matrices.down[expert], part, count, size)
         if matrices.down_bias is not None:
             part.add_(matrices.down_bias[expert])
     if getattr(module, "has_post_expert_norm", False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -101,6 +102,12 @@ class MissOverRows(MissAlgorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.state = np.zeros((self.geometry.num_layers, self.num_kept))
+
+    def anew(self) -> MissOverRows:
+        """Return the rule as it was made: it keeps nothing but `state`."""
+        twin = copy(self)
+        twin.state = np.zeros_like(self.state)
+        return twin
 
     @abstractmethod
     def choose(self, tokens: Tokens) -> Selection | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection
+from copy import copy
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -53,6 +54,12 @@ class RoutingOverRows(RoutingAlgorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.state = np.zeros((self.geometry.num_layers, self.num_kept))
+
+    def anew(self) -> RoutingOverRows:
+        """Return the rule as it was made: it keeps nothing but `state`."""
+        twin = copy(self)
+        twin.state = np.zeros_like(self.state)
+        return twin
 
     @abstractmethod
     def choose(self, tokens: Tokens) -> Selection | None:

@@ -118,7 +118,13 @@ class VirtualEngine(Engine):
 
     is_virtual = True
 
-    def __init__(self, geometry: Geometry, setting: Setting, future: Future | None = None) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        setting: Setting,
+        future: Future | None = None,
+        like: VirtualEngine | None = None,
+    ) -> None:
         charged, hardware = setting.charged(geometry), setting.hardware
         self.costs = Costs(hardware, charged)
         if setting.execute == AS_THEY_ARRIVE and len(charged.precision) > 1:
@@ -126,7 +132,7 @@ class VirtualEngine(Engine):
                 f"execute={setting.execute!r} is for a store of one precision, and this one has "
                 f"{':'.join(charged.precision)}. Allowed: execute='together'."
             )
-        super().__init__(geometry, setting, self.costs, future)
+        super().__init__(geometry, setting, self.costs, future, like)
         prefetch, miss = self.rules.prefetch, self.rules.miss
         if miss.host_rule:
             self.outside.host = HostStage(miss.host_rule, hardware, charged, self.costs)
@@ -155,7 +161,7 @@ class VirtualEngine(Engine):
 
         `future` replaces this engine's, which offline algorithms need.
         """
-        engine = VirtualEngine(self.own_geometry, self.setting, future)
+        engine = VirtualEngine(self.own_geometry, self.setting, future, self)
         engine.loop.follow(self.loop)
         return engine
 
