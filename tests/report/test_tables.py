@@ -38,9 +38,9 @@ MARKDOWN = """\
 | specmd | 50% | 0.500 ±0.289 | 2.000 | 200.0 | 0.1000 | * |
 | specmd | 5% | 0.250 ±0.250 | 2.000 | 90.0 | 0.5000 |  |
 
-`*`: every row as fast is shown less accurate, by over 1 point; a lossless row has it unless a row \
-as fast and as accurate is lossless or shown not worse by 1 point, by a test over the documents \
-(p ≤ 0.05); ±: standard error.
+`*`: on the Pareto front. Each row that is as fast scores over 1 point lower, by a test over the \
+documents (p ≤ 0.05). A lossless row is there unless a row as fast scores no lower and is lossless \
+or shown to be less than 1 point below. ±: standard error.
 """
 
 
@@ -72,7 +72,7 @@ def test_rows_that_a_board_keeps_apart_are_not_ranked_together(
         (folder / "table.yaml").write_text(board + by)
         text = table(folder)
         marked.append([line for line in text.splitlines() if "**" in line])
-        assert ("rows of different capacity are not compared" in text) is bool(by)
+        assert ("Rows of different capacity are not compared" in text) is bool(by)
     assert len(marked[0]) == 1 and "200.0" in marked[0][0]
     assert [line.split("|")[1].strip() for line in marked[1]] == ["5%", "50%"]
     assert all(line.endswith("| * |") for line in marked[1])
@@ -257,7 +257,7 @@ def test_a_score_is_best_where_it_is_shown_not_worse(tmp_path: Path, table: Tabl
         runs = [record(name, policy=name, answers=answers) for name, answers in rows.items()]
         text = table(write(tmp_path / str(times), *runs), "--columns=policy,accuracy")
         assert text.count(" **0.") == bold
-        assert ("shown not worse than the best by 1 point" in text) == bool(bold)
+        assert ("less than 1 point below it" in text) == bool(bold)
 
 
 ROW = st.tuples(
@@ -329,7 +329,7 @@ def test_runs_of_different_identity_are_told_apart_and_not_ranked(
     out = table(write(tmp_path, batch_of_1, batch_of_4))
     assert "| Policy | Capacity | Streams |" in out
     assert "**2914.0**" not in out and "| * |" not in out
-    assert "rows of different streams are not compared" in out
+    assert "Rows of different streams are not compared" in out
     out = table(tmp_path, "--columns=streams,tok_per_s", "--format=csv")
     assert out.split()[0] == "streams,tok_per_s"
 
@@ -384,7 +384,7 @@ def test_a_table_of_several_versions_says_so(tmp_path: Path, table: Table) -> No
     runs = [record(name) for name in "ab"]
     for run, version in zip(runs, ("2.12.0", "2.13.0"), strict=True):
         run["environment"]["versions"] = {"torch": version, "transformers": "5.0"}
-    assert "made by several versions of torch: rows may differ" in table(write(tmp_path, *runs))
+    assert "Made by several versions of torch: rows may differ" in table(write(tmp_path, *runs))
     runs[0]["environment"]["versions"]["torch"] = "2.13.0"
     assert "several versions" not in table(write(tmp_path, *runs))
 

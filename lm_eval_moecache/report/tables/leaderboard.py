@@ -100,7 +100,7 @@ def leaderboard(
     places = tuple(_place_text(run, apart) for run in ordered) if apart else ()
     facts = about(runs)
     if 0 < (num_bounds := sum(map(knows_the_future, runs))) < len(runs):
-        facts += ((BOUNDS, "rows that know the future stand last and are not ranked"),)
+        facts += ((BOUNDS, "Rows that know the future stand last and are not ranked"),)
     table = Table(title, tuple(table_columns), table_rows, frozenset(best), facts, apart, places)
     return merged(table, len(rows) - num_bounds) if merge else table
 
@@ -285,7 +285,7 @@ def about(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
     mixed = [name for name in _VERSIONS if len({v[name] for v in versions if v.get(name)}) > 1]
     if mixed:
         facts[BEWARE] = (
-            f"made by several versions of {', '.join(mixed)}: rows may differ by that alone"
+            f"Made by several versions of {', '.join(mixed)}: rows may differ by that alone"
         )
     return tuple((name, text) for name, text in facts.items() if text)
 

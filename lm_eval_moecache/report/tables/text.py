@@ -13,13 +13,17 @@ from lm_eval_moecache.report.tables.front import MARGIN
 from lm_eval_moecache.report.tables.leaderboard import BEWARE, BOUNDS, Table
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
-_TEST = "a test over the documents (p ≤ 0.05)"
-_LEGEND = f"Bold: better than every row that is not, by {_TEST}; bold rows are not told apart, "
-_LEGEND += f"or, of scores, are shown not worse than the best by {100 * MARGIN:g} point"
+_TEST = "test over the documents (p ≤ 0.05)"
+_POINT = f"{100 * MARGIN:g} point"
+_LEGEND = (
+    f"Bold: the best of a column, and rows that may be as good: a {_TEST} shows no difference, or "
+    f"of a score that they are less than {_POINT} below it. It shows each bold row better than "
+    "each other row"
+)
 _FRONT = (
-    f"`*`: every row as fast is shown less accurate, by over {100 * MARGIN:g} point; a lossless "
-    "row has it unless a row as fast and as accurate is lossless or shown not worse by "
-    f"{100 * MARGIN:g} point,"
+    f"`*`: on the Pareto front. Each row that is as fast scores over {_POINT} lower, {{}}. "
+    "A lossless row is there unless a row as fast scores no lower and is lossless or shown to be "
+    f"less than {_POINT} below"
 )
 
 
@@ -36,7 +40,7 @@ def as_markdown(tables: Sequence[Table]) -> str:
             cells = [_in_markdown(c.text(v)) for c, v in zip(table.columns, row, strict=True)]
             best = [f"**{text}**" if (i, j) in table.best else text for j, text in enumerate(cells)]
             lines.append(line(best))
-        legend = "; ".join(notes(table))
+        legend = ". ".join(notes(table))
         texts.append("\n".join([*lines, "", *([f"{legend}.", ""] if legend else [])]))
     return "\n".join(texts)
 
@@ -50,10 +54,10 @@ def notes(table: Table) -> list[str]:
     """Return what a table's marks mean, and which of its rows are not ranked together."""
     texts = [_LEGEND] if table.best else []
     if any(c.name == PARETO for c in table.columns):
-        texts.append(f"{_FRONT} by {'that test' if table.best else _TEST}")
+        texts.append(_FRONT.format("by that test" if table.best else f"by a {_TEST}"))
     texts += ["±: standard error"] if any(v.stderr for row in table.rows for v in row) else []
     if table.apart:
-        texts.append(f"rows of different {', '.join(table.apart)} are not compared")
+        texts.append(f"Rows of different {', '.join(table.apart)} are not compared")
     return [*texts, *(text for name, text in table.about if name in (BEWARE, BOUNDS))]
 
 
@@ -101,7 +105,7 @@ def as_latex(tables: Sequence[Table]) -> str:
     """Return each table as a `tabular` of booktabs; a comment above it says what its marks mean."""
     texts = []
     for table in tables:
-        about = filter(None, (" ".join(table.title.split()), "; ".join(notes(table))))
+        about = filter(None, (" ".join(table.title.split()), ". ".join(notes(table))))
         lines = [f"% {text}" for text in about]
         ends = "".join(
             "r" if c.is_number else "c" if c.name == PARETO else "l" for c in table.columns
