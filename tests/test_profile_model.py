@@ -139,7 +139,7 @@ def test_tasks_without_other_documents_than_those_tested_on_are_refused(
     tasks = {"only_test": task}
     manager = SimpleNamespace(task_index=tasks, load=lambda names: {"tasks": tasks})
     monkeypatch.setattr(evaluation, "_task_manager", lambda *_: manager)
-    with pytest.raises(ValueError, match="tasks='only_test' has no documents beside those it is"):
+    with pytest.raises(ValueError, match="tasks='only_test' has no documents but those it is"):
         task_examples(["only_test"], 5)
 
 

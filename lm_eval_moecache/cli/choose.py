@@ -115,7 +115,7 @@ def _check_ram(model: RealModel, hardware: Hardware, ram: float, capacity: str) 
     if needed > ram - SYSTEM:
         raise ValueError(
             f"ram={ram / 1e9:g}GB is too small for the {needed / 1e9:.1f} GB of {model.name} "
-            f"({model.stored.name}) that lie in it, beside {SYSTEM / 1e9:g} GB of the system's. "
+            f"({model.stored.name}) that lie in it and {SYSTEM / 1e9:g} GB of the system. "
             "Allowed: more, fewer bits (--precision), or on a processor alone a smaller --capacity."
         )
 

@@ -65,7 +65,7 @@ def _formats(arguments: Namespace) -> tuple[dict[str, Any], str]:
     for row in rows:
         ways = "read and written" if row["written"] else "read"
         lines += [f"{row['format']} ({' '.join(row['suffixes'])}; {ways})", f"  {row['about']}"]
-        lines += [f"  beside the ids: {row['holds']}"]
+        lines += [f"  besides the ids: {row['holds']}"]
     return {"formats": rows}, "\n".join([*lines, ""])
 
 

@@ -486,7 +486,10 @@ def _conflicts(
 
 def help_text(width: int) -> str:
     """Return the help on our keys, printed below lm-eval's own."""
-    lines = ["keys of --model_args (--model moecache and moecache-spec), beside those of `hf`:", ""]
+    lines = [
+        "keys of --model_args (--model moecache and moecache-spec), in addition to those of `hf`:",
+        "",
+    ]
     for key, field in ModelArguments.model_fields.items():
         default = "" if field.default is None else f" (default: {field.default})"
         text = f"{field.description}{default}".replace("`", "")

@@ -135,9 +135,9 @@ def _check_algorithms(config: Config, geometry: Geometry, layers: Sequence[MoELa
             if gate.missing:
                 raise ValueError(
                     f"prefetch, routing, trace: the router {gate.name} needs "
-                    f"{', '.join(gate.missing)} beside the hidden states, so a later layer's gate "
-                    "cannot be asked ahead of time. Allowed for this model: prefetch=none, and no "
-                    "trace or trace_keep=routing."
+                    f"{', '.join(gate.missing)} in addition to hidden states, so a "
+                    "later layer's gate cannot be asked ahead of time. Allowed for this model: "
+                    "prefetch=none, and no trace or trace_keep=routing."
                 )
     if not (rules["routing"].is_lossless and rules["miss"].is_lossless):
         check_rules([layer.gate for layer in layers])

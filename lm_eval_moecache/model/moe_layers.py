@@ -52,7 +52,7 @@ def find_moe_layers(model: Any) -> list[MoELayer]:
         if not routers:
             raise ValueError(
                 f"pretrained: {type(model).__name__} has no {' or '.join(_ROUTER_NAMES)} module "
-                f"beside its experts at {path!r}; its routing cannot be observed."
+                f"next to its experts at {path!r}; its routing cannot be observed."
             )
         hidden_size = model.config.get_text_config().hidden_size
         gate = Gate(routers[0], modules[parent], hidden_size, int(module.num_experts))

@@ -231,8 +231,8 @@ def automatic(model: RealModel, machine: Machine, runtime: Runtime, context: int
         return Placement(kind=RESIDENT)
     if left < 0 and runtime.absent != HOST:
         raise ValueError(
-            f"{model.name} does not run on {machine.name}: beside dense weights of "
-            f"{model.dense_bytes / 1e9:.1f} GB and a KV cache no memory is left for experts."
+            f"{model.name} does not run on {machine.name}: dense weights of "
+            f"{model.dense_bytes / 1e9:.1f} GB and a KV cache leave no memory for experts."
         )
     share = max(left, 0.0) / every
     match runtime.absent:
@@ -279,8 +279,8 @@ def settled(
         left += placed.whole * (model.dense_bytes + model.kv_bytes(context))
         if held > left:
             raise ValueError(
-                f"{placed.placement} needs {held / 1e9:.1f} GB for experts, and beside dense "
-                f"weights, KV cache and buffers {max(left, 0.0) / 1e9:.1f} GB are left"
+                f"{placed.placement} needs {held / 1e9:.1f} GB for experts; dense weights, "
+                f"KV cache and buffers leave {max(left, 0.0) / 1e9:.1f} GB"
             )
     every = model.all_expert_bytes
     absent = (1 - placed.cached) * every

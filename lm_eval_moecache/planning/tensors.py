@@ -145,7 +145,7 @@ def _split_files(path: Path, what: str) -> list[Path]:
     missing = [file.name for file in files if not is_file(file)]
     if missing or not files:
         raise ValueError(
-            f"{what} is one of {count} files, of which {len(missing)} are not beside it: "
+            f"{what} is one of {count} files, of which {len(missing)} are not in its folder: "
             f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}."
         )
     return files
@@ -266,7 +266,7 @@ def read_safetensors_index(path: Path, what: str) -> RealModel:
         raise ValueError(f"{what} has no `weight_map`: it is no index of safetensors.")
     config_path = path.with_name("config.json")
     if not is_file(config_path):
-        raise ValueError(f"{what}: there is no config.json beside it, which says what tensors are.")
+        raise ValueError(f"{what}: its folder has no config.json, which says what tensors are.")
     config = read_json(config_path, f"{what}: config.json")
     names = {path.parent / Path(str(name)).name for name in files.values()}
     here = sorted(names) if all(map(is_file, names)) else []

@@ -123,7 +123,7 @@ def task_examples(
             documents = task.validation_docs()
         else:
             raise ValueError(
-                f"tasks={name!r} has no documents beside those it is tested on; what is learned "
+                f"tasks={name!r} has no documents but those it is tested on; what is learned "
                 "from them would be tested on them. Allowed: a task with a training split, or "
                 "--data TEXT.txt."
             )

@@ -171,7 +171,7 @@ def check_profile(artifact: Artifact) -> None:
                 f"{expert} of layer {layer}" for layer, expert in empty[:5].tolist()
             )
             raise ValueError(
-                f"{where}: {len(empty)} of {layers * experts} experts were never activated beside "
+                f"{where}: {len(empty)} of {layers * experts} experts were never activated with "
                 f"another (expert {examples}{', ...' if len(empty) > 5 else ''}), so their buddies "
                 "would rest on no evidence. Profile more, or more varied, text."
             )

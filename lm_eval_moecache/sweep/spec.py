@@ -140,8 +140,8 @@ def read_sweep(path: Path) -> SweepFile:
         value = getattr(sweep, key)
         if sweep.traces and key in sweep.model_fields_set and value:
             raise ValueError(
-                f"sweep {sweep.name!r}: {key}={value!r} beside `traces`, where no model runs. "
-                "Allowed: one of `tasks` and `traces`."
+                f"sweep {sweep.name!r}: {key}={value!r} together with `traces`, where no "
+                "model runs. Allowed: one of `tasks` and `traces`."
             )
     check_include_path(sweep.include_path)
     for key in (key for grid in sweep.grid for key in grid):

@@ -320,7 +320,7 @@ def test_a_given_placement_fits_or_is_refused_with_what_is_left() -> None:
     small = replace(MACHINE, card_bytes=1.131e9)
     fits = settled(MODEL, small, HOST, 1000, read_placement("n-cpu-moe 3"))
     assert (fits.mechanism, fits.on_host) == ("host", 0.3)
-    with pytest.raises(ValueError, match=r"host_layers=2 needs 0\.0 GB for experts, and beside"):
+    with pytest.raises(ValueError, match=r"host_layers=2 needs 0\.0 GB for experts; dense weights"):
         settled(MODEL, small, HOST, 1000, read_placement("--n-cpu-moe 2"))
     # Of layers that go whole to the host, dense weights and KV cache go, too: 141 MB in ten of
     # them, of which nine need 126.9 of 131 MB that buffers leave.

@@ -92,7 +92,7 @@ def test_a_gguf_is_sized_by_every_tensor(tmp_path: Path) -> None:
 def test_a_split_gguf_is_read_whole_whichever_part_is_named(tmp_path: Path) -> None:
     first = write_gguf(tmp_path / "m-00001-of-00002.gguf", WHOLE[:7])
     second = tmp_path / "m-00002-of-00002.gguf"
-    with pytest.raises(ValueError, match=r"one of 2 files.*not beside it: m-00002-of-00002\.gguf"):
+    with pytest.raises(ValueError, match=r"one of 2.*not in its folder: m-00002-of-00002\.gguf"):
         load_real_model(str(first))
     write_gguf(second, WHOLE[7:])
     for path in (first, second, tmp_path):
@@ -270,5 +270,5 @@ def test_a_checkpoint_whose_configuration_has_no_sizes_is_sized_by_its_tensors(
 def test_an_index_without_its_configuration_or_its_map_says_so(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, SMALL)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"no config\.json beside it"):
+    with pytest.raises(ValueError, match=r"folder has no config\.json"):
         load_real_model(str(path))

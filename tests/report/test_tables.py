@@ -575,7 +575,7 @@ def test_a_lossy_run_says_what_it_loses_and_what_a_thousand_documents_would(
     assert figures["documents_for_1"] == documents_needed(0.01, 0.2)
     assert figures["documents_for_3"] == documents_needed(0.03, 0.2)
     text = moecache("table", tmp_path)
-    assert "## Points lost to the lossless run beside" in text
+    assert "## Points lost against the lossless run" in text
     assert [view["title"] for view in moecache.json("table", tmp_path)["views"]] == [found.title]
     # What is written to a folder is the leaderboard alone.
     moecache("table", tmp_path, "--write")

@@ -131,7 +131,7 @@ def lost_points(runs: Sequence[Run]) -> Table | None:
         Column(f"documents_for_{points}", f"To tell {points}: documents", 0, is_number=True)
         for points in POINTS
     ]
-    return Table("Points lost to the lossless run beside", tuple(heads), tuple(body))
+    return Table("Points lost against the lossless run", tuple(heads), tuple(body))
 
 
 def _answers(run: Run, task: str) -> dict[str, float]:
