@@ -69,6 +69,7 @@ class Looped(HasState, Protocol):
     rules: Rules
     eviction: EvictionAlgorithm
     rank: Any
+    future: Any
     record: PassRecord
     outside: Outside
 
