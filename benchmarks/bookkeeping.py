@@ -2,7 +2,7 @@
 
 A random model of OLMoE's layers, experts and top-k (16, 64, 8) with matrices too small to matter.
 Measures the decoding thread's CPU time inside the router hooks and the hooks around the pass, which
-other jobs on the machine hardly affect.
+other jobs on the machine affect little.
 
     python benchmarks/bookkeeping.py [--policies on_demand,specmd] [--clock virtual]
 """

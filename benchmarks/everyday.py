@@ -1,4 +1,4 @@
-"""Forty questions that people ask, as `plan` answers them, beside the nearest measured rows.
+"""Forty questions that people ask, as `plan` answers them, next to the nearest measured rows.
 
     python benchmarks/everyday.py > results/runtimes/questions.md
 
@@ -131,7 +131,7 @@ def advised(question: str, rows: Sequence[Row]) -> tuple[str, list[Row]]:
     first = advice["runtimes"][0]
     mechanism = PROCESSOR if first["placement"] == "cpu" else first["mechanism"]
     model, box = stored_for(runtime, model), machine(hardware, runtime, **given)
-    # Few rows divide a model on one memory: beside them, those that lie whole in it.
+    # Few rows divide a model on one memory: next to them, those that lie whole in it.
     is_unified = hardware.is_unified and not hardware.is_processor
     mechanisms = {mechanism, RESIDENT} if is_unified else {mechanism}
     chosen = [row for row in rows if row.decode and row.placed().group in mechanisms]

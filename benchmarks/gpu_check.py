@@ -4,7 +4,7 @@
 
 Takes `--minutes` on one device, without network, with random models, the most important first: the
 tests marked `gpu` (equality under random delays, slots, fences, pinned copies, codecs); lossless
-policies against plain transformers, bit for bit, alone and in batches; whole evaluations beside
+policies against plain transformers, bit for bit, alone and in batches; whole evaluations against
 `--model hf`; copies of experts against one large pinned copy; prefill and decode against plain
 transformers at 100% and against accelerate's offloading at 25%; the virtual clock's prediction,
 from a profile measured in the same run, against the wall; and the shipped model's answers here and

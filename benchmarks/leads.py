@@ -68,7 +68,7 @@ FOUND: Mapping[str, Columns] = {
     "sp_moe/figure_3/slope_large": slope("Mixtral-8x7B"),
     "sp_moe/figure_3/slope_small": slope("DeepSeek-V2-Lite"),
 }
-"""By file, written beside its runs."""
+"""By file, written next to its runs."""
 
 
 def main() -> None:

@@ -197,7 +197,7 @@ def work_of(path: Path, cell: Cell, rate: float) -> tuple[float, float]:
     """Return the seconds that a token's reads would take at this rate, and its multiply-adds.
 
     The latter by thread: one or two threads multiply about as long as they read, where the many of
-    a host beside a card only wait for its memory.
+    a host with a card only wait for its memory.
     """
     context = cell.context + TOKENS // 2
     model = load_real_model(str(path))

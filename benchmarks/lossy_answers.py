@@ -6,7 +6,7 @@ Usage: python benchmarks/lossy_answers.py, less than a minute on one core, after
 The plot: loads saved are the bytes not moved, relative to loading everything with the same cache;
 weight lost is the routing weight of dropped or replaced experts over the decoded tokens.
 
-The table: misses avoided and weight lost by drop_cold, beside its authors' figures. BigMoeOnEdge
+The table: misses avoided and weight lost by drop_cold, with its authors' figures. BigMoeOnEdge
 (docs/expert-dropping.md) recorded the residency of its engine while it loaded everything and
 counted the decode misses below F / top-k; `static` does the same in the cache of a replay that
 loads everything. `replayed` drops them, so the cache never loads them. The recorded residencies are

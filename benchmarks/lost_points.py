@@ -3,13 +3,13 @@
 Usage: python benchmarks/lost_points.py [FOLDER ...] [--write]
 
 A run reports how much routing weight it lost and which share of the router's choices it executed.
-How far it moves the output takes an analysis of a text with the unmodified model beside it:
+How far it moves the output takes an analysis of a text with the unmodified model next to it:
 
     moecache analyze divergence --capacity 16/layer --policies A,B --out results/lost_points
     moecache analyze divergence --pretrained carved_gemma --trust_remote_code true \
       --capacity 14/layer --policies A,B --out results/lost_points/carved_gemma
 
-Beside each lossy run below the folders (default: results) stands a lossless one of the same
+Each lossy run below the folders (default: results) is paired with a lossless one of the same
 documents; the difference of right answers is what was lost. Lines through 0 are fitted to all rules
 but one, or to all of one model, and predict that one, or the other model's; a sign is of use if it
 predicts within 2 points. With `--write` the

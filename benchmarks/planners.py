@@ -394,7 +394,7 @@ def main() -> None:
             each |= {"card": 0, "ram": min(held / 0.8, held + 8e9)}
         _, found = in_python(given.moe_fit, "moe-fit", MOE_FIT, asked)
         reading[f"moe-fit {number}"] = list(map(Answer.of, found))
-    print("# Planners beside each other\n")
+    print("# Planners compared\n")
     print(f"Written by `python benchmarks/planners.py` on {datetime.date.today():%-d %B %Y}: its")
     print("first lines say how questions are picked, and what everybody is told. Speeds are")
     print("tokens/s, with the range that a planner prints. *Factor*: how many times off;")

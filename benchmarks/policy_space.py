@@ -47,7 +47,7 @@ DEVICES = {
     "rtx-4090": "DeepSeek-V2-Lite",
     "phone-12gb": "Qwen1.5-MoE-A2.7B",
 }
-"""Device -> the model that `tiny`'s layers are charged as."""
+"""Device -> the model whose sizes `tiny`'s layers take."""
 CAPACITIES = ("5%", "10%", "25%", "50%")
 FIGURES = (
     *("tok_per_s", "hit_rate", "miss_rate", "decode_miss_rate", "collision_miss_rate"),

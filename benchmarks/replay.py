@@ -1,4 +1,4 @@
-"""Prints how many expert requests a replay serves per second of one core, beside libCacheSim.
+"""Prints how many expert requests a replay serves per second of one core, against libCacheSim.
 
 Usage: python benchmarks/replay.py [--requests 100000,1000000] [--experts 64,512] [--rounds 5]
 [--out results/real_routing/replay_speed.txt]. Each round takes all in turn, ours and libCacheSim's

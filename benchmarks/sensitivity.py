@@ -1,4 +1,4 @@
-"""What a model loses when its routed experts are changed, beside what papers report of real ones.
+"""What a model loses when its routed experts are changed, against what papers report of real ones.
 
 Usage: python benchmarks/sensitivity.py --model NAME=FOLDER [--model ...] [--text FILE] [--write]
 
@@ -62,7 +62,8 @@ ANCHORS = (
 )
 """Share of right answers that real models kept, SpecMD's of configuration 1, which loses nothing.
 
-Two equal configurations of its Table 1 differ by 2 points (rms): .98 and 1.00 are not told apart.
+Two equal configurations of its Table 1 differ by 2 points (rms): .98 and 1.00 are no
+significant difference.
 """
 
 
@@ -207,7 +208,7 @@ def render(models: Mapping[str, Any]) -> str:
         f"Added to the loss, in nats a token, mean over pages ({read}):\n\n{text}\n\n"
         "What a task can lose, and which changes it can rank (100 documents each; a percentage is "
         f"known to 4 or 5 points):\n\n{right}\n\n"
-        f"Beside real models, whose figures are the papers':\n\n{kept}\n"
+        f"Against real models, whose figures are the papers':\n\n{kept}\n"
     )
 
 

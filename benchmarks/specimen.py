@@ -5,7 +5,7 @@ Usage: python benchmarks/specimen.py --model new=tiny --model old=FOLDER --draft
 
 `--pages FILE` are more held-out pages, one line of JSON each.
 
-`--release` prints the conditions under which a version of `tiny` is released, beside its version 2
+`--release` prints the conditions under which a version of `tiny` is released, against its version 2
 and real models, from the committed measurements (results/sensitivity and the runs named there).
 
 Shapes: T tokens, L layers, E experts, K top-k, D hidden.

@@ -9,7 +9,7 @@ One model, plain and wrapped in turn, alternating which runs first; medians of t
     python benchmarks/vs_hf.py --evaluate 32    (documents a task; on `tiny`, float32, one thread)
     python benchmarks/vs_hf.py --evaluate 16 --shape olmoe --batches 1,16,64
 
-With `--evaluate` whole evaluations stand beside `--model hf`: the same weights, dtype, tasks and
+With `--evaluate` compares whole evaluations to `--model hf`: the same weights, dtype, tasks and
 batch size, in turn. Machine code serves the events from the start, as in a run of many documents:
 whether 32 of them have it depends on what ran before on the machine. A batch lasts as long as its
 longest answer, and a lossy policy answers otherwise than hf: the passes of both are printed, too.

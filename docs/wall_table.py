@@ -1,6 +1,6 @@
 """What runs with `clock=wall`: every value of every axis and key, tried with a run's own checks.
 
-A cell is empty only if a check refuses the value; the check's own message stands beside it, so the
+A cell is empty only if a check refuses the value; the check's own message is next to it, so the
 table cannot contradict a run. A page of the site, generated at each build.
 """
 
@@ -32,7 +32,7 @@ _PLAIN: Mapping[str, Sequence[Any]] = {
     "streams": (2,),
     "runtime": ("llama.cpp",),
 }
-_BESIDE: Mapping[tuple[str, Any], Mapping[str, Any]] = {
+_COMPANIONS: Mapping[tuple[str, Any], Mapping[str, Any]] = {
     ("scoring", "scan"): {"capacity": "4/layer"},
     ("phases", "decode"): {"miss": "drop"},
     ("seed", 1): {"eviction": "random"},
@@ -43,7 +43,7 @@ _HEAD = """# What runs on the wall clock
 
 Every axis and every key of `--model_args` with `clock=wall`, made from the checks that a run makes
 before anything is loaded.
-`runs` may need what stands beside it; an empty cell has the reason that a run would be given.
+`runs` may need what is given next to it; an empty cell has the reason that a run would be given.
 """
 
 
@@ -53,7 +53,7 @@ class Cell:
 
     key: str
     value: str
-    beside: str
+    companions: str
     reason: str
 
 
@@ -88,8 +88,8 @@ def _values(folder: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     chosen = {key: values for key, values in CHOICES.items() if key != "clock"}
     for key, values in {**chosen, **_PLAIN}.items():
         for value in values:
-            beside = {"trace": folder} if key == "trace_keep" else _BESIDE.get((key, value), {})
-            yield key, str(value), {key: value, **beside}
+            extra = {"trace": folder} if key == "trace_keep" else _COMPANIONS.get((key, value), {})
+            yield key, str(value), {key: value, **extra}
     yield "store_dir", "a folder", {"store_dir": folder, "store": "disk"}
     yield "encoded_dir", "a folder", {"encoded_dir": folder, "precision": "int8"}
     yield "trace", "a folder", {"trace": folder}
@@ -120,8 +120,8 @@ def _with_ladder(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cell(key: str, value: str, given: Mapping[str, Any]) -> Cell:
-    beside = {k: v for k, v in given.items() if k != key and k not in _FOLDERS}
-    words = [f"{k}={v}" for k, v in beside.items()]
+    companions = {k: v for k, v in given.items() if k != key and k not in _FOLDERS}
+    words = [f"{k}={v}" for k, v in companions.items()]
     if _is_speculative(given):
         words.insert(0, "--model moecache-spec")
     reason = _refusal({"clock": "wall", **given}) or ""
@@ -156,10 +156,10 @@ def _refusal(given: Mapping[str, Any]) -> str | None:
 
 def page(cells: Sequence[Cell]) -> str:
     """Return the page in Markdown."""
-    lines = [_HEAD, "| key | value | with `clock=wall` | beside it, or why not |"]
+    lines = [_HEAD, "| key | value | with `clock=wall` | together with, or why not |"]
     lines.append("|---|---|---|---|")
     for cell in cells:
         state = "" if cell.reason else "runs"
-        beside = cell.reason or (f"`{cell.beside}`" if cell.beside else "")
-        lines.append(f"| {cell.key} | `{cell.value}` | {state} | {beside} |")
+        companions = cell.reason or (f"`{cell.companions}`" if cell.companions else "")
+        lines.append(f"| {cell.key} | `{cell.value}` | {state} | {companions} |")
     return "\n".join(lines) + "\n"

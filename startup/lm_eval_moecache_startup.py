@@ -1,6 +1,6 @@
 """Register our models with lm-eval once it has loaded its own list; start-up does nothing else.
 
-Installed beside the package and run by `lm_eval_moecache.pth` (Python < 3.15) or
+Installed next to the package and run by `lm_eval_moecache.pth` (Python < 3.15) or
 `lm_eval_moecache.start` (PEP 829). At start-up it imports nothing but `sys`, not even our package.
 `lm_eval_moecache/harness/plugin.py` explains why it exists and what is fragile in it.
 """

@@ -273,8 +273,8 @@ def test_without_dividing_rows_their_last_bits_differ(
     alone = serve(lm, given, requests, 1)
     monkeypatch.setattr(ByRow, "begin_pass", lambda *_: None)
     monkeypatch.setattr(lm.wrapped.__class__, "_divide", lambda *_: None)
-    beside = serve(lm, given, requests, 4)
-    assert any(beside[name][0] != alone[name][0] for name in alone)
+    batched = serve(lm, given, requests, 4)
+    assert any(batched[name][0] != alone[name][0] for name in alone)
 
 
 # --- in whose turn ---

@@ -189,7 +189,7 @@ def test_verdicts_follow_from_interval_and_test(
         assert claim_verdict.told == "holds: slow link; does not hold: fast link"
 
 
-def test_half_of_a_claim_that_is_not_shown_is_told_beside_the_other(place: Path) -> None:
+def test_half_of_a_claim_that_is_not_shown_is_named_with_the_other(place: Path) -> None:
     halves = [{**FASTER, "regime": "speed"}, {**TOO_FAST, "regime": "speed", "size": True}]
     unshown = {**ANSWERS, "what": "z", "regime": "answers", "expect": {"above": -0.01}}
     verdict = answered(place, *halves, unshown)
@@ -218,7 +218,7 @@ def test_a_claim_that_supposes_what_is_not_there_is_not_testable(place: Path, al
     ],
 )
 def test_a_claim_on_quality_passes_a_gate_first(place: Path, gate: float, closed: str) -> None:
-    """A task that random experts hardly harm says nothing of a rule that loses little."""
+    """A task that random experts do little harm to says nothing of a rule that loses little."""
     losses = {"version 4": {"right": {"quiz": {"unmodified": 80.0, "100% random": 40.0}}}}
     (place / "losses.json").write_text(json.dumps(losses))
     part = {**ANSWERS, "expect": {"above": -0.2}, "gate": gate}

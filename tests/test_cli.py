@@ -348,7 +348,7 @@ def test_what_a_parameter_means_is_not_cut_at_an_abbreviation() -> None:
     assert meaning_of("percentile", doc) == "Zhu et al. 2025 take a `percentile` of the scores."
 
 
-def test_bounds_stand_beside_the_rate_they_bound(replay: Replay) -> None:
+def test_bounds_are_listed_with_the_rate_they_bound(replay: Replay) -> None:
     run = replay.by_file("capacity: 25%\nprefetch: none\n")
     for phase in ("", "decode_"):
         rate = run["metrics"][f"{phase}miss_rate"]

@@ -1,4 +1,4 @@
-"""`moecache validate --counts`: runtimes' own lines, as they print them, beside a replay."""
+"""`moecache validate --counts`: runtimes' own lines, as they print them, against a replay."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_every_writers_own_lines_are_read(written: tuple[str, Path]) -> None:
         assert getattr(counts, name) == pytest.approx(value, rel=1e-4), name
 
 
-def test_what_they_say_stands_beside_the_same_of_a_replay(
+def test_what_they_count_is_listed_with_the_same_of_a_replay(
     written: tuple[str, Path], moecache: Moecache
 ) -> None:
     writer, path = written

@@ -364,7 +364,7 @@ def test_each_evaluation_has_a_trace_of_its_own(
     assert len([load_trace(str(path)) for path in tmp_path.glob("*.parquet")]) == 2
 
 
-def test_figures_of_any_task_stand_beside_its_scores_and_on_its_samples(
+def test_figures_of_any_task_join_its_scores_and_on_its_samples(
     lm: MoECacheLM, manager: TaskManager
 ) -> None:
     install(lm)

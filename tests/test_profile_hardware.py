@@ -156,7 +156,7 @@ def test_a_prefill_is_charged_what_it_took() -> None:
     assert with_prefill_rate(slow, one_byte, 10, 3 * 4, 21.0) == slow
 
 
-def test_where_reading_takes_longer_than_the_whole_nothing_is_beside_it() -> None:
+def test_where_reading_takes_longer_than_the_whole_nothing_else_is_left() -> None:
     measured = Parts(layer_s=3.0, bookkeeping_s=0.5, outside_s=2.0, wait_s=0.0)
     profile = profile_of(make_hardware(), measured, GEOMETRY, 0.0)
     assert (profile.kernel_overhead_s, profile.pass_overhead_s) == (0.0, 0.0)

@@ -120,7 +120,7 @@ def test_the_claims_page_is_what_the_command_writes() -> None:
 
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda p: str(p.parent.relative_to(RESULTS)))
-def test_the_papers_numbers_stand_beside_those_of_the_runs(path: Path) -> None:
+def test_the_papers_numbers_are_listed_with_those_of_the_runs(path: Path) -> None:
     name = str(path.parent.relative_to(RESULTS))
     recipe = fit(name, "tiny", None)
     runs = load_runs(path.parent) if recipe.sweep else []

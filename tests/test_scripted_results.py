@@ -83,7 +83,7 @@ def test_the_rows_of_a_real_trace_are_what_the_script_finds() -> None:
 
 
 @pytest.mark.parametrize("name", leads.FOUND)
-def test_leads_and_slopes_follow_from_the_runs_beside_them(name: str) -> None:
+def test_leads_and_slopes_follow_from_their_runs(name: str) -> None:
     file = RESULTS / f"{name}.json"
     rows = json.loads(file.read_text())["rows"]
     assert rows == leads.rows_of(load_runs(file.parent), leads.FOUND[name])

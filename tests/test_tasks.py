@@ -106,7 +106,7 @@ def speedy(manager: TaskManager) -> dict[str, Any]:
     return evaluate(manager, measure_by_document, ["speedy"])
 
 
-def test_speed_stands_beside_the_score_with_a_standard_error(speedy: dict[str, Any]) -> None:
+def test_speed_joins_the_score_with_a_standard_error(speedy: dict[str, Any]) -> None:
     results = speedy["results"]
     # Documents 0 to 3; the mean over two choices adds half a millisecond to each.
     assert results["generated"]["ttft_ms,speed"] == pytest.approx(15.0)

@@ -47,7 +47,7 @@ BATCH = 1
 """Windows of a training step: many small steps, as the time is short."""
 RATE, WARM_UP = 1e-5, 8
 HIDDEN = 5.0
-"""Weight of the layers' states beside the KL divergence: each layer's own states say more of its
+"""Weight of the layers' states next to the KL divergence: each layer's own states say more of its
 experts than the words at the end do."""
 KL_EVERY = 4
 """Tokens of which one goes through the head, which costs as much as all layers. All words count:

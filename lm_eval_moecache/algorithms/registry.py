@@ -1,4 +1,4 @@
-"""Finds algorithms: the folder of an axis is its registry, beside what other packages add."""
+"""Finds algorithms: the folder of an axis is its registry; other packages add to it."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def observe(
 def analyze(counts: Coactivation, similarity: FloatArray, alpha: float, k_max: int) -> Rows:
     """Return a row for each layer: how uneven its experts and their pairs are, and its lists.
 
-    The similarity (mean output cosine) of buddies is beside that of all pairs: whether experts
+    The similarity (mean output cosine) of buddies is listed with that of all pairs: whether experts
     chosen together compute alike. `correlation` is that of the two over all pairs.
     """
     rows = []

@@ -225,7 +225,7 @@ _ROWS: Mapping[str, tuple[str, str]] = {
 
 
 def compare(counts: Counts, ours: Mapping[str, float], **about: Any) -> dict[str, Any]:
-    """Return what was counted beside what was replayed, as JSON data.
+    """Return what was counted and what was replayed, as JSON data.
 
     `hit_rate_difference` is replayed - counted, a share.
     """

@@ -35,7 +35,7 @@ _NEIGHBOURS = (1, 2, 3, 4, 6, 8)
 def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
     """Return how often each predictor is right, and how sure it is: by MoE layer, and by text.
 
-    Beside it the experts that neighbouring tokens of a text share, as drafts do (`_neighbours`).
+    Next to it the experts that neighbouring tokens of a text share, as drafts do (`_neighbours`).
 
     `top1`: share of tokens whose likeliest expert is the router's heaviest; `topk`: share of the
     router's K experts among the K likeliest. `draft` is the target's gate on the draft's attention

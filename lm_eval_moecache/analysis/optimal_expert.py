@@ -111,7 +111,7 @@ def _search(
 
 
 def draw(rows: Rows, title: str) -> Any:
-    """Draw Figure 10: agreement over the layers, beside chance."""
+    """Draw Figure 10: agreement over the layers, against chance."""
     figure, (axes,) = new_figure()
     layers = [row["layer"] for row in rows]
     axes.plot(layers, [row["agreement"] for row in rows], marker="o", label="router")

@@ -1,4 +1,4 @@
-"""Lossless compositions replayed on one routing at a capacity, and which are told apart."""
+"""Lossless compositions replayed on one routing at a capacity, and which of them differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validates the clock against a device: a replayed routing beside measurements, token by token.
+"""Validates the clock against a device: a replayed routing against measurements, token by token.
 
 A measured table is a CSV with one row per decoded token, in order, and any of the `COLUMNS`;
 lines that begin with # are comments. `cache_hit_pct` counts from the start of the run, prefill
@@ -175,7 +175,7 @@ def compare(predicted: Series, measured: Series) -> dict[str, float | int | None
 
 
 def plot(predicted: Series, measured: Series, path: Path) -> None:
-    """Draw each measured column over the tokens, and the predicted one beside it."""
+    """Draw each measured column over the tokens, and the predicted one with it."""
     labels = {WALL: "wall (ms)", STALL: "stall (ms)", READ: "bytes read", HIT: "hits (%)"}
     columns = [name for name in labels if name in measured.columns and name in predicted.columns]
     size = (7, 2.2 * len(columns))

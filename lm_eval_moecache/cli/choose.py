@@ -1,9 +1,9 @@
 """Rank lossless policies for a model at a capacity: how fast each is, and what it needs.
 
-A MODEL is replayed on the most similar shipped trace, its layers charged as the model's; a TRACE as
+A MODEL is replayed on the most similar shipped trace, with the model's sizes; a TRACE as
 it was recorded. Every policy serves the whole trace, from an empty cache unless its experts are
 placed beforehand. No output changes: all have the accuracy of the unmodified model. What a lossy
-rule was published to lose is said beside them (`--lossy`).
+rule was published to lose is printed with them (`--lossy`).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _check_ram(model: RealModel, hardware: Hardware, ram: float, capacity: str) -> None:
-    """Refuse a RAM without room for what lies in it: the cache of a processor alone, beside a card
+    """Refuse a RAM without room for what lies in it: the cache of a processor alone, with a card
     all experts."""
     needed: float = model.all_expert_bytes
     if hardware.is_processor:
@@ -210,7 +210,7 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
         names = ", ".join(report["left_out"])
         why = f"{report['hardware']} says nothing of its host's compute"
         if report["hardware"] == NO_CARD:
-            why = "there is no card beside the processor"
+            why = "there is no card, only the processor"
         notes.append(f"Left out: {names}. {why[0].upper()}{why[1:]}.")
     if text := same_card_note(report["hardware"]):
         notes.append(text)

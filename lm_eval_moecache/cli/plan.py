@@ -353,7 +353,7 @@ def _memory(room: dict[str, Any], context: int = 0) -> str:
     free = room["memory"] - sum(parts.values()) - room["experts"]
     listed = [f"{name} {_gb(size)}" for name, size in parts.items() if size]
     listed.append(f"experts {_gb(room['experts'])} of {_gb(room['all_experts'])}")
-    # What the rounded figures beside it would hide is not told.
+    # What the rounded figures next to it would hide is not printed.
     listed += [f"free {_gb(free)}"] if free > room["memory"] / 50 else []
     size = _gb(room["memory"])
     return f"{f'Memory: {size} GB' if context else f'Memory, GB: {size}'} = {' + '.join(listed)}."
@@ -372,7 +372,7 @@ def _answer(report: dict[str, Any], width: int, *, is_whole: bool) -> list[str]:
     if report["measured"]:
         lines += wrap(f"Scaled to {report['measured']}.")
     table = [["runtime", "placement", "tok/s", "80% of rows", "first token"]]
-    # The drive stands beside placements only where some need none: else the answer says so.
+    # The drive is named with placements only where some need none: else the answer says so.
     drives = {row["needs_drive"] for row in report["runtimes"] if not row["why"]}
     whys: dict[str, list[str]] = {}
     flags: dict[str, list[str]] = {}

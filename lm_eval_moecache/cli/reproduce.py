@@ -1,4 +1,4 @@
-"""Remake a paper's table or figure by one command, with the paper's own numbers beside ours."""
+"""Remake a paper's table or figure by one command, with the paper's own numbers and ours."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _list(as_json: bool) -> int:
 
 
 def paper_page(name: str, recipe: Recipe, runs: list[Run]) -> str:
-    """Return the page of the paper's numbers beside ours, and the source of ours."""
+    """Return the page of the paper's numbers and ours, and the source of ours."""
     head = [f"# {name}: {recipe.title}", "", f"{recipe.paper}, {recipe.where}."]
     if recipe.claims:
         head.append(f"Claims: {', '.join(recipe.claims)}.")
@@ -96,7 +96,7 @@ def paper_page(name: str, recipe: Recipe, runs: list[Run]) -> str:
         texts = (entry.what, paper if isinstance(paper, str) else f"{paper:g}", ours, source)
         rows.append(tuple(map(Value, texts)))
     columns = tuple(Column(*pair) for pair in heads.items())
-    table = Table("The paper's numbers beside ours", columns, tuple(rows))
+    table = Table("The paper's numbers and ours", columns, tuple(rows))
     return "\n".join([*head, "", as_markdown([table])])
 
 

@@ -125,7 +125,7 @@ def board_folders(folder: Path) -> list[Path]:
 
 
 def other_tables(folder: Path) -> dict[Path, str]:
-    """Return path -> Markdown of analyses and searches, remade from the JSON beside each.
+    """Return path -> Markdown of analyses and searches, made again from the JSON next to each.
 
     A file that does not fit is left out with a warning that names file and field.
     """

@@ -234,7 +234,7 @@ def _counts(arguments: Namespace) -> int:
     about = {"trace": trace.name, "capacity": capacity, "own_trace": arguments.trace is not None}
     result = runtime.compare(counted, ours, policy=arguments.policy, **about)
     head = (
-        f"{counted.writer}'s counts ({_PASSES[counted.phase]}) beside a replay of {trace.name}: "
+        f"{counted.writer}'s counts ({_PASSES[counted.phase]}) against a replay of {trace.name}: "
         f"{arguments.policy}, {arguments.eviction}, a cache of {capacity}."
     )
     text = "\n".join([*wrapped(head), "", runtime.as_text(result), *wrapped(note), ""])

@@ -204,7 +204,7 @@ def _serve_events(
 
 @dataclass(frozen=True, slots=True)
 class EventFields:
-    """The fields of an event, beside its keys, that the algorithms of a policy need."""
+    """The fields of an event, besides its keys, that the algorithms of a policy need."""
 
     weights: bool
     logits: bool

@@ -47,7 +47,7 @@ class Setting:
     attention: str = NO_ATTENTION
     """How attention is charged (virtual clock only): one of `ATTENTIONS`."""
     emulate: RealModel | None = None
-    """The model whose sizes each layer is charged as (virtual clock only)."""
+    """The model whose sizes each layer takes (virtual clock only)."""
     warm: UseProfile | None = None
     """Use profile that fills the cache before the first request."""
     throttle_bytes_per_s: float | None = None

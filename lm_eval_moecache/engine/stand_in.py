@@ -1,4 +1,4 @@
-"""Routing that stands in for a model's: the nearest shipped trace, charged as the model."""
+"""Routing that stands in for a model's: the nearest shipped trace, with the model's sizes."""
 
 from __future__ import annotations
 

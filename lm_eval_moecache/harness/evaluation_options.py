@@ -1,4 +1,4 @@
-"""Checks of lm-eval's options beside the model's arguments, and of its whole command lines.
+"""Checks of lm-eval's options together with the model's arguments, and of its whole command lines.
 
 A command line is checked before torch is imported (`check_command`); from Python, where
 `simple_evaluate` is called, generation options and a store of outputs are checked at the first

@@ -1,4 +1,4 @@
-"""A language model as judge of free text, beside a task's own scores.
+"""A language model as judge of free text, in addition to a task's own scores.
 
     - task: nq_open
       class: !function lm_eval_moecache.harness.judge.JudgedTask
@@ -205,7 +205,7 @@ def checked_judge(settings: Mapping[str, Any]) -> Judge:
 
 
 class JudgedTask(SpeedTask):
-    """Any generative YAML task of lm-eval, with a judge's verdict beside its scores and speed.
+    """Any generative YAML task of lm-eval, with a judge's verdict added to its scores and speed.
 
     The verdicts have a filter of their own, `judge`, because the judge reads the whole answer.
     """

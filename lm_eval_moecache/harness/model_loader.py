@@ -70,7 +70,7 @@ class ModelLoader:
                 )
 
     def arguments(self) -> Mapping[str, Any]:
-        """Return arguments for `from_pretrained` beside HFLM's own."""
+        """Return arguments for `from_pretrained` in addition to HFLM's own."""
         return {} if self._experts is None else self._experts.arguments
 
     def load(self, create: Callable[[], Any], device: str) -> None:

@@ -1,6 +1,6 @@
 """The report of one run: its full setting and its metrics, `config.moecache` in a results JSON.
 
-Also the warnings about settings without effect, and the speed table that a run prints beside
+Also the warnings about settings without effect, and the speed table that a run prints with
 lm-eval's accuracy table.
 """
 
@@ -110,7 +110,7 @@ def _regime(engine: Engine, config: Config, requests: Sequence[RequestRecord]) -
 
 
 def _draft(engine: Engine, config: Config) -> dict[str, Any]:
-    """Return the draft model and the memory that it takes beside the cache."""
+    """Return the draft model and the memory that it takes besides the cache."""
     if config.draft is None:
         return {}
     # Under `prefetch=draft` alone the draft only reads along and drafts no token.
@@ -235,7 +235,7 @@ def _title(report: Mapping[str, Any]) -> str:
         f"clock: {report['clock']}",
     ]
     if "emulate" in report:
-        parts.append(f"layers charged as: {report['emulate']['name']}")
+        parts.append(f"emulated model: {report['emulate']['name']}")
     if "warm" in report:
         parts.append(f"warmed by: {report['warm']}")
     if "draft" in report:

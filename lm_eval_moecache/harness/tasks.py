@@ -116,7 +116,7 @@ def drop_group_errors(results: Mapping[str, Any], documents: Iterable[Mapping[st
 
 
 class SpeedTask(ConfigurableTask):
-    """Any YAML task of lm-eval, with the speed of its requests beside its scores.
+    """Any YAML task of lm-eval, with the speed of its requests in addition to its scores.
 
     Under a model that sets no `instance.moecache` (`--model hf`) it is the plain task. A document
     without a metric (TPOT of a one-token answer) is left out of that metric's mean and count. Not
@@ -186,7 +186,7 @@ def watch_evaluations(model_class: type[Any]) -> None:
 def add_speed_rows(
     results: dict[str, Any], records: Sequence[RequestRecord], chosen: Mapping[str, Sequence[int]]
 ) -> None:
-    """Put each task's metrics beside its scores, and each document's on its sample.
+    """Put each task's metrics next to its scores, and each document's on its sample.
 
     Of rows that `SpeedTask` has added, the errors alone are set: a batch is one sample. `chosen` is
     lm-eval's `samples`: task -> documents, for tasks of which only some documents were requested.

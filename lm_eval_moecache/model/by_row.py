@@ -1,7 +1,7 @@
 """Computes the rows of a batch to the bits that each gets alone, in float32 on a CPU.
 
 The libraries there choose their kernels by shape, so that a row's last bits depend on how many
-others it stands beside, and near ties of a router fall otherwise. Four kinds of work are done row
+others it is batched with, and near ties of a router fall otherwise. Four kinds of work are done row
 by row; all else treats rows alike in any case:
 
 - A product with the weights: of one row each while decoding. From `MOST_OWN` rows on a product's

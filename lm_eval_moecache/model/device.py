@@ -1,7 +1,7 @@
 """Accelerators through torch's generic interface: devices, memory and streams; and host memory.
 
 The only vendor-specific module: what CUDA alone has (locking host memory in place) is here
-beside its plain fallback, and nothing else in the package asks which accelerator it runs on. For
+next to its plain fallback, and nothing else in the package asks which accelerator it runs on. For
 the host: how much memory this process uses, and how much is available.
 """
 

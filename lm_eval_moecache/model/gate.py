@@ -235,7 +235,7 @@ def _are_probabilities(values: Tensor) -> bool:
 
 @cache
 def _arguments(router: type[Any]) -> dict[str, Any]:
-    """Return the arguments of a router's forward beside the hidden states, as name -> default."""
+    """Return the arguments of a router's forward besides the hidden states, as name -> default."""
     parameters = list(inspect.signature(router.forward).parameters.values())[2:]
     keywords = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
     return {p.name: p.default for p in keywords}

@@ -194,7 +194,7 @@ def in_numpy(rule: WeightingRule) -> Weigh:
 
 
 def _unknown_rule_error(gate: Gate) -> ValueError:
-    needs = f" and needs {', '.join(gate.missing)} beside hidden states" if gate.missing else ""
+    needs = f" and needs {', '.join(gate.missing)} besides hidden states" if gate.missing else ""
     return ValueError(
         f"routing, miss: the router {gate.name} weighs its experts by a rule that is not known"
         f"{needs}, so a changed selection cannot be weighted. Allowed for this model: "

@@ -110,13 +110,13 @@ def read_config(config: object, what: str) -> RealModel:
     matrices = 2 if config.get("mlp_hidden_act") == "relu2" else 3
     latent = read("moe_latent_size", "moe_hidden_size", default=hidden)
     between = 2 * hidden * latent if latent != hidden else 0
-    beside = hidden * matrices * _shared(read, inner)
+    shared = hidden * matrices * _shared(read, inner)
     expert = matrices * latent * inner
     routes, kind = num_experts + empty, read.text("model_type")
     if kind == "doge":
-        # Experts of a row and a column each beside a dense network, found by the products of keys.
+        # Experts of a row and a column each with a dense network, found by the products of keys.
         expert, routes = 2 * hidden, 2 * math.isqrt(num_experts)
-        beside = 3 * hidden * inner
+        shared = 3 * hidden * inner
     if kind == "jetmoe":
         # Its attention has experts, too: a query and an output matrix each, chosen apart.
         expert += 2 * hidden * read("kv_channels") * read("num_key_value_heads")
@@ -124,7 +124,7 @@ def read_config(config: object, what: str) -> RealModel:
         # Two blocks of attention and of a dense network a layer, around one of experts.
         attended *= 2
         caches = tuple(cache._replace(num_layers=2 * cache.num_layers) for cache in caches)
-        beside = 2 * matrices * hidden * dense_inner
+        shared = 2 * matrices * hidden * dense_inner
     return RealModel(
         name=str(config.get("name", "model")),
         num_layers=num_layers,
@@ -132,7 +132,7 @@ def read_config(config: object, what: str) -> RealModel:
         top_k=top_k,
         expert_weights=expert,
         stored=read_stored(config, what),
-        layer_weights=attended + hidden * routes + between + beside,
+        layer_weights=attended + hidden * routes + between + shared,
         read_once=vocabulary
         + dense_layers * attended
         + dense_blocks * matrices * hidden * dense_inner,
@@ -145,14 +145,14 @@ def read_config(config: object, what: str) -> RealModel:
 
 
 def _without(config: Mapping[str, Any]) -> str:
-    """Return what a configuration has beside the text's experts, in words."""
+    """Return what a configuration has besides the text's experts, in words."""
     sizes = config.get("moe_intermediate_size")
     images = isinstance(sizes, list) and len(sizes) == 2
     return ", without its experts for images" if images else ""
 
 
 def _flat(config: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Return a configuration with the keys of its text model's parts beside its own."""
+    """Return a configuration with the keys of its text model's parts added to its own."""
     flat = dict(config)
     for key in (*_NESTED, *_PARTS):
         if flat.get(key) is None:

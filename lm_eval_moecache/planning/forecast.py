@@ -223,7 +223,7 @@ def prompt_work(
 ) -> PromptWork | None:
     """Return what a prompt waits for, from a cold cache, or None where that is not modelled.
 
-    Not modelled are prompts that the processor computes beside a card, or by cores of which nobody
+    Not modelled are prompts that the processor computes for a card, or by cores of which nobody
     says how many. Copied are the experts that a chunk needs (`touched_share`), or all of a layer.
     """
     if machine.card_bytes_per_s is None or placed.placement.kind == "cpu":

@@ -67,7 +67,7 @@ class Fit:
 
 
 def fit(model: RealModel, hardware: Hardware, context: int, cards: int = 1) -> Fit:
-    """Return what fits beside the dense weights, a KV cache of `context` tokens, and buffers.
+    """Return what fits next to the dense weights, a KV cache of `context` tokens, and buffers.
 
     Raises ValueError where not one expert fits.
     """
@@ -117,7 +117,7 @@ def routing_notes(model: RealModel, trace: Trace) -> str:
         f"{'one text' if texts == 1 else f'{texts:,} texts'}, replayed from an empty cache"
     )
     if traced.model != model.name:
-        text += f" of as many cycles; its layers are charged as {model.name}'s"
+        text += f" of as many cycles; its layers take {model.name}'s sizes"
     sizes = (traced.num_layers, traced.num_experts)
     if sizes != (model.num_layers, model.num_experts):
         text += (
@@ -165,7 +165,7 @@ def speeds(
 ) -> Iterator[dict[str, Any]]:
     """Yield one row for each capacity and policy; one row where all experts fit.
 
-    The trace's layers are charged as the model's. Capacities are shares of all experts: what fits,
+    The trace's layers take the model's sizes. Capacities are shares of all experts: what fits,
     and up to two round shares below; the trace has a cache of as many cycles. A layer takes what
     the replayed layers take, reads of experts and waits in proportion to top-k; a token takes the
     model's number of such layers, and attends to `context` tokens. Where both have the same top-k

@@ -194,7 +194,7 @@ def of_its_time(hardware: Hardware) -> Hardware:
     if year is None or year >= DDR5_FROM:
         return hardware
     reached = (hardware.host_memory_bytes_per_s or 0.0) / hardware.host_memory_mt_per_s
-    why = f"assumed, DDR4-3200, as beside cards of {year}"
+    why = f"assumed, DDR4-3200, as with cards of {year}"
     return replace(
         hardware,
         host_memory_mt_per_s=DDR4,
@@ -224,7 +224,7 @@ def sized(hardware: Hardware, ram: float | None) -> Hardware:
 def charged(hardware: Hardware, given: Mapping[str, Any]) -> Hardware:
     """Return the device that the virtual clock charges, with what `known` read of its host.
 
-    A processor alone has RAM for memory, and the drive for a link; beside a card the host reaches
+    A processor alone has RAM for memory, and the drive for a link; with a card the host reaches
     as large a share of its memory's rate as the profile's.
     """
     host, ram, drive = (given[key] for key in ("host", "ram", "drive"))

@@ -75,7 +75,7 @@ _STORED = re.compile(
 """What a repository's name says of how its files are stored."""
 _STORED_AS = {"bnb-4bit": "nf4", "w4a16": "gptq", "w8a8": "int8", "w8a16": "int8", "w4a8": "int4"}
 _OTHER = re.compile(r"-[0-9.]+-[bmt](?=-|$)|reap|prune|merge|draft|eagle|mtp|lora|adapter")
-"""What a finetune of a model has not in its name beside the model's: other sizes, parts of it."""
+"""What a finetune of a model has not in its name besides the model's: other sizes, parts of it."""
 
 
 def emulated_names() -> list[str]:

@@ -67,7 +67,7 @@ _NO_CARD = re.compile(
 _TELLS_NOTHING = re.compile(
     r"\d+-?c(ores?)?|unified|mini|air|mac|macbook|studio|base|desktop|vram|gddr\w*|single"
 )
-"""Words of a device's name beside what identifies it."""
+"""Words of a device's name besides what identifies it."""
 _TELLS_APART = re.compile(r"ultra|max\+?|pro|ti|super|xtx?|gre|laptop|mobile|max-q")
 """Words after a device's name that make it another device."""
 _CARD = re.compile(r"\b(rtx|gtx|rx|radeon|tesla|arc)\b")

@@ -34,7 +34,7 @@ MECHANISMS = {
 }
 """What `absent` may be, and what it means."""
 PROCESSOR = "processor"
-"""Rows of a processor alone, whose errors are others than those of one beside a card."""
+"""Rows of a processor alone, whose errors differ from those of one with a card."""
 PROMPTS = {True: "prefill, processor", False: "prefill"}
 """Whether a processor alone computes a prompt -> the rows whose errors its forecast has."""
 CUDA, ROCM, METAL = "cuda", "rocm", "metal"

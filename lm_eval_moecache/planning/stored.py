@@ -68,7 +68,7 @@ _FORMS = "ud-NAME of a GGUF type, 4bit (MLX), exl3:4.0, 4.5bpw"
 def load_stored(name: str) -> Stored:
     """Return the stored precision of a name of the field, in any case.
 
-    Beside `PRECISIONS` and GGUF's types: `ud-q4_k_xl` (Unsloth's: experts of that type, the rest in
+    Allowed are `PRECISIONS`, the types of GGUF, `ud-q4_k_xl` (experts of that type, the rest in
     eight bits), `q4_k_xl` (GGUF's with the vocabulary in eight bits), `4bit` (MLX in groups of 64),
     `exl3:4.0` and `4.5bpw`. Raises ValueError with what is allowed.
     """

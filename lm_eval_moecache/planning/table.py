@@ -405,7 +405,7 @@ def first_line(model: RealModel, rows: Sequence[Mapping[str, Any]], alone: float
         usual = max(better, key=lambda row: row["tok_per_s"])
     if alone is not None and usual["mechanism"] == HOST and alone > usual["tok_per_s"]:
         return (
-            f"llama.cpp -ngl 0: {two_digits(alone)} tok/s; do not split: the card beside it makes "
+            f"llama.cpp -ngl 0: {two_digits(alone)} tok/s; do not split: adding the card makes "
             f"{two_digits(usual['tok_per_s'])}."
         )
     text = f"{usual['runtime']} {usual['flags']}".rstrip() + f": {ranged(usual)}"

@@ -66,7 +66,7 @@ class _Parts:
 
     experts: _Part = field(default_factory=_Part)
     layers: _Part = field(default_factory=_Part)
-    """What a pass reads in the layers that have experts, beside these."""
+    """What a pass reads in the layers that have experts, besides the experts."""
     once: _Part = field(default_factory=_Part)
     embedding: _Part = field(default_factory=_Part)
     output: _Part = field(default_factory=_Part)
@@ -255,7 +255,7 @@ def _file_type(number: Any) -> str:
 def read_safetensors_index(path: Path, what: str) -> RealModel:
     """Return the sizes of a checkpoint by its `*.safetensors.index.json`.
 
-    Sizes are those of the `config.json` beside it; the bits of the experts and of the rest are
+    Sizes are those of the `config.json` next to it; the bits of the experts and of the rest are
     those of the tensors where the files are there, else of the index's total. Where the
     configuration does not give the sizes of experts, the tensors do. Raises ValueError, beginning
     with `what`.

@@ -61,7 +61,7 @@ class Measured(NamedTuple):
     series: Series
     tokens: slice
 
-    def beside(self, hardware: Hardware) -> tuple[Series, Series]:
+    def aligned(self, hardware: Hardware) -> tuple[Series, Series]:
         """Return those tokens as the clock predicts them on this hardware, and as measured."""
         ours = simulate(self.trace, replace(self.setting, hardware=hardware))
         return same_tokens(ours, self.series, self.tokens)
@@ -88,7 +88,7 @@ def fit_to_files(profile_name: str, arguments: Namespace) -> tuple[Hardware, dic
         "intervals": intervals,
         "cannot_tell_apart": confounded,
         "says_nothing_of": [name for name, (low, high) in intervals.items() if high > WIDE * low],
-        "runs": {run.name: compare(*run.beside(profile)) for run in runs},
+        "runs": {run.name: compare(*run.aligned(profile)) for run in runs},
     }
     return profile, finite(report)
 
@@ -112,7 +112,7 @@ def _measured_runs(arguments: Namespace) -> tuple[list[Measured], Hardware]:
         trace = load_trace(trace_file)
         setting, series = setting_of(trace, base, engine, count), read_measured(Path(table), {})
         runs.append(Measured(Path(trace_file).name.split(".")[0], trace, setting, series, tokens))
-        runs[-1].beside(base)  # refuses a table of another run
+        runs[-1].aligned(base)  # refuses a table of another run
     return runs, base
 
 
@@ -187,7 +187,7 @@ def fit(
 
 
 def _residuals(run: Measured, hardware: Hardware) -> Values:
-    ours, measured = run.beside(hardware)
+    ours, measured = run.aligned(hardware)
     residuals = []
     for name in (STALL, WALL):
         if name in measured.columns and measured.columns[name].any():

@@ -262,9 +262,9 @@ class Parts(NamedTuple):
     """One layer with its bookkeeping, without waits."""
     bookkeeping_s: float
     outside_s: float
-    """The rest of a pass beside its layers."""
+    """The rest of a pass besides its layers."""
     wait_s: float
-    """The extra time of a layer that waited, beside its experts' transfer time."""
+    """The extra time of a layer that waited, besides its experts' transfer time."""
 
 
 def parts_of(hot: Sequence[Step], cold: Sequence[Step]) -> Parts:
@@ -294,8 +294,8 @@ def profile_of(hardware: Hardware, parts: Parts, geometry: Geometry, gates: floa
     rate, num_layers = hardware.memory_bytes_per_s, geometry.num_layers
     layer_dense = min(geometry.dense_bytes)
     token_experts = statistics.mean(levels[0] for levels in geometry.expert_bytes) * geometry.top_k
-    beside_s = parts.layer_s - parts.bookkeeping_s - (layer_dense + token_experts) / rate
-    kernel_s = max(beside_s, 0.0) / (DENSE_KERNELS + EXPERT_KERNELS)
+    rest_s = parts.layer_s - parts.bookkeeping_s - (layer_dense + token_experts) / rate
+    kernel_s = max(rest_s, 0.0) / (DENSE_KERNELS + EXPERT_KERNELS)
     outside_s = parts.outside_s - (sum(geometry.dense_bytes) - num_layers * layer_dense) / rate
     return dataclasses.replace(
         hardware,
@@ -410,7 +410,7 @@ def measure_on_wall(
         "kernel_overhead_s": f"{how}a layer less its bookkeeping and reading, over its kernels",
         "layer_overhead_s": f"{how}the hooks of a layer's router, predicting gates apart",
         "pass_overhead_s": f"{how}a decode step less its layers",
-        "wait_overhead_s": f"{how}layers that waited, less the moving, beside those that did not",
+        "wait_overhead_s": f"{how}layers that waited, less the moving, against those that did not",
     }
     return dataclasses.replace(profile, source=sources)
 

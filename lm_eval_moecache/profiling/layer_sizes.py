@@ -1,7 +1,7 @@
 """Solve for cache sizes that differ by layer (AdapMoE), from a routing trace.
 
 Prints the experts each MoE layer should keep for the fewest expected loads, and the miss rate
-beside that of equal sizes; `--out sizes.json` writes the file that `capacity=sizes.json` takes.
+next to that of equal sizes; `--out sizes.json` writes the file that `capacity=sizes.json` takes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Artifacts: data that algorithms learned offline, each in one safetensors file.
 
-JSON metadata beside the arrays records their kind, the model they were made from and the data. An
+JSON metadata next to the arrays records their kind, the model they were made from and the data. An
 algorithm that carries one exposes it as `artifact`; its file ships with the package for models that
 have a folder in `artifacts/`. Use counts of experts have a file format of their own: the JSON of
 `moecache profile use`, by which a cache is warmed.

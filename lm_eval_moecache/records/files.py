@@ -37,7 +37,7 @@ MOST_NODES = 100_000
 TINY = "tiny"
 """Name of the shipped model in `pretrained=`."""
 TINY_DRAFT = "tiny-draft"
-"""Name of the dense draft model shipped beside it, in `draft=`."""
+"""Name of the dense draft model shipped with it, in `draft=`."""
 _LONGEST_ID = 96
 """Most characters of a model's name on the hub."""
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -158,7 +158,7 @@ def parse_json(text: str | bytes, what: str) -> Any:
 
 
 def write_whole(path: Path, data: bytes | str) -> None:
-    """Write beside `path`, then rename: readers see, and a kill leaves, the old file or the new.
+    """Write next to `path`, then rename: readers see, and a kill leaves, the old file or the new.
 
     OSError names the file, which the error of a write to a full disk does not.
     """

@@ -84,7 +84,7 @@ class Draft:
     level: int = 0
     """Precision level at which its experts are stored and read."""
     nbytes: int = 0
-    """Bytes it takes beside the target; all of it stays resident."""
+    """Bytes it takes in addition to the target's; all of it stays resident."""
     tokens: int = 1
     """Tokens drafted for each verify pass."""
     targets: tuple[int, ...] = ()

@@ -31,7 +31,7 @@ def forget() -> None:
 
 
 def added_classes(kind: str, own: Collection[str]) -> Mapping[str, EntryPoint]:
-    """Return name -> entry point of the classes that packages add beside our `own` names.
+    """Return name -> entry point of the classes that packages add to our `own` names.
 
     Raises MoECacheError, naming the package, for a name that is taken or that has a dot, as class
     paths have.

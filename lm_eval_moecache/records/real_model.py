@@ -44,7 +44,7 @@ class LayerCaches(NamedTuple):
 class RealModel:
     """One real Mixture-of-Experts model, in numbers of weights; what concerns layers is per layer.
 
-    `layer_weights` are those a pass reads in one MoE layer beside its experts (attention, router,
+    `layer_weights` are those a pass reads in one MoE layer besides its experts (attention, router,
     shared experts), averaged over layers of several kinds; `read_once` those it reads outside the
     MoE layers (output layer, dense layers); `embedding` is held in memory, but looked up rather
     than read. Multi-token prediction layers (MTP) and image encoders are left out.
@@ -148,7 +148,7 @@ class RealModel:
         return self.emulated_by(unsized)
 
     def emulated_by(self, own: Geometry) -> Geometry:
-        """Return `own` with every layer charged as one of this model.
+        """Return `own` with every layer of this model's sizes.
 
         Layers, experts and top-k stay, as they determine the routing. So do capacities given as a
         share or as a number of experts; those in bytes are in this model's bytes. An expert stored

@@ -207,7 +207,7 @@ def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
     shared = {
         "Trace": Path(first.trace).name,
         "Policy": f"{names['Policy'][0]}: {axes[first.policy.name]}",
-        "": f"layers charged as: {first.emulates}" if first.emulates else "",
+        "": f"emulated model: {first.emulates}" if first.emulates else "",
         "warm": f"warmed by: {first.warmed_by}" if first.warmed_by else "",
         "Hardware": f"hardware: {_hardware(first)}",
     }

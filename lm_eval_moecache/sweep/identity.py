@@ -65,7 +65,7 @@ class ResolvedCell:
 
     @property
     def inputs(self) -> str | None:
-        """Digest of what the run reads beside the package: weights, drafts, artefacts, tasks.
+        """Digest of what the run reads besides the package: weights, drafts, artefacts, tasks.
 
         None where it reads nothing of the kind. Like `sources`, it is not part of the hash: the run
         on retrained weights replaces the one before.

@@ -81,7 +81,7 @@ def _start_worker() -> None:
 
 
 def _end_with_parent() -> None:
-    """Exit with the parent: workers outlive a killed one and would run beside the resumed sweep."""
+    """Exit with the parent: workers outlive a killed one and would run with the resumed sweep."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker of a pool"
     parent.join()

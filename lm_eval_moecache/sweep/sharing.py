@@ -188,7 +188,7 @@ class SharedRun:
             return False
 
     def keep(self, run_id: str, detail: Detail, results: Mapping[str, Any]) -> None:
-        """Move the recorded trace to its final name and write the results beside it."""
+        """Move the recorded trace to its final name and write the results next to it."""
         [recording] = self.partial.glob("*.parquet")
         self.results.unlink(missing_ok=True)
         replace(recording, self.trace)

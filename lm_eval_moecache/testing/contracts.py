@@ -52,7 +52,7 @@ def declared(event: Event, algorithm: Any) -> Event:
     """Return the event with only the fields that the algorithm declares.
 
     A run may fill more fields because another axis needs them: a rule that reads an undeclared
-    field would work beside one partner and fail beside the next.
+    field would work with one partner and fail with the next.
     """
     logits = getattr(algorithm, "uses_logits", False)
     weights = logits or getattr(algorithm, "uses_weights", False)

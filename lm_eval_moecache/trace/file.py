@@ -1,6 +1,6 @@
 """Routing traces on disk: Parquet files, read whole or part by part, and their streams.
 
-A trace is recorded into an Arrow stream beside the file it will become (`recorder`). A stream is
+A trace is recorded into an Arrow stream next to the file it will become (`recorder`). A stream is
 readable without its end, so a killed run keeps every finished request: some batches carry a mark,
 and all batches up to the last mark belong to finished requests.
 

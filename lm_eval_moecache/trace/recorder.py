@@ -63,7 +63,7 @@ _LEVEL = 9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Detail:
-    """What a recording keeps beside the experts. The default serves every replay a trace can serve.
+    """What a recording keeps besides the experts. The default serves every possible replay.
 
     Everything kept is exact: a replay that needs no more reproduces the live run's metrics.
 
@@ -122,7 +122,7 @@ Predict = Callable[[int], FloatArray]
 
 
 class NotedPass(NamedTuple):
-    """What a recording keeps of a pass that was computed beside others' passes."""
+    """What a recording keeps of a pass that was computed together with others' passes."""
 
     phase: str
     positions: IntArray
@@ -259,7 +259,7 @@ class Recorder:
             shadow.restart()
 
     def add_request(self, request: int, first: int, passes: Sequence[NotedPass]) -> None:
-        """Record the passes of a request that was computed beside others.
+        """Record the passes of a request that was computed together with others.
 
         `first` is the ledger's number of its first pass; the others follow it.
         """
@@ -367,7 +367,7 @@ def check_folder(folder: str) -> Path:
 
 
 class TraceWriter:
-    """Writes to a stream beside the target; the target appears under its name once complete.
+    """Writes to a stream next to the target; the target appears under its name once complete.
 
     Call `begin_pass`, then `add` for each layer, `keep` whenever all requests so far are finished,
     and `close` at the end. A killed recording leaves its stream, which can be read as a trace of

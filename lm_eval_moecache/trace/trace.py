@@ -169,7 +169,7 @@ def _check_sequences(columns: Columns, refuse: Refuse) -> BoolArray:
     step = np.diff(token)
     goes_on = same & (step == 1)
     reads = same & (columns.phase[1:] != _DECODE)
-    beside = np.append(False, goes_on[:-1]) | np.append(goes_on[1:], False)
+    neighbour = np.append(False, goes_on[:-1]) | np.append(goes_on[1:], False)
 
     def problem(row: int) -> str:
         before = token[row - 1]
@@ -177,7 +177,7 @@ def _check_sequences(columns: Columns, refuse: Refuse) -> BoolArray:
             return "appears twice"
         return f"is {token[row]} after {before}: one is missing"
 
-    refuse(reads & ((step > 1) | ((step == 0) & beside)), "token", problem, 1)
+    refuse(reads & ((step > 1) | ((step == 0) & neighbour)), "token", problem, 1)
     return np.append(~goes_on, True)
 
 

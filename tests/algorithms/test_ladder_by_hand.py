@@ -105,7 +105,7 @@ def test_drop_cascade_drops_what_is_absent_beyond_the_last_threshold() -> None:
     [
         ("fetch_priority", GEOMETRY, {"percentile": 0.0}, "percentile=0.0.*one at least"),
         ("fetch_priority", GEOMETRY, {"h": 4}, "h from 1 to 3"),
-        ("fetch_priority", GEOMETRY, {"h": 2, "percentile": 50.0}, "no effect beside miss.h=2"),
+        ("fetch_priority", GEOMETRY, {"h": 2, "percentile": 50.0}, "no effect with miss.h=2"),
         ("cascade", GEOMETRY, {"t1": 0.9, "t2": 0.5}, "0 < t1 <= t2 < 1"),
         ("cascade", TWO, {"t2": 0.9}, "miss.t2=0.9 has no effect with the two levels"),
         ("drop_cascade", GEOMETRY, {"t1": 0.9}, "0 < t1 < t2 < 1"),

@@ -40,7 +40,7 @@ EXTRA: dict[tuple[str, str, str], tuple[Any, ...]] = {
     },
 }
 # Settings without which a parameter has no effect, or its other values are refused.
-BESIDE: dict[tuple[str, str, str], dict[str, Any]] = {
+COMPANIONS: dict[tuple[str, str, str], dict[str, Any]] = {
     ("miss", "buddy", "tau_scale"): {"miss.tau": 0.5},
     ("miss", "expert_budget", "renormalize"): {"miss.budget": 2},
     ("miss", "expert_budget", "rescue"): {"miss.budget": 1},
@@ -78,7 +78,7 @@ def alternatives(parameter: inspect.Parameter) -> list[Any]:
 
 def companions(axis: str, name: str, parameter: str) -> Iterator[dict[str, Any]]:
     """The required settings, then each reading or switch that may let the parameter act."""
-    yield BESIDE.get((axis, name, parameter), {})
+    yield COMPANIONS.get((axis, name, parameter), {})
     for other, other_parameter in parameters_of(find_algorithm(axis, name)).items():
         if other != parameter and get_origin(other_parameter.annotation) is Literal:
             yield from ({f"{axis}.{other}": value} for value in alternatives(other_parameter))

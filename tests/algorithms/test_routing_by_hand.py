@@ -164,7 +164,7 @@ def weighed(routing: Any, *weights: list[float]) -> Any:
     return None if selection is None else selection.keep.tolist()
 
 
-def test_skip_ratio_keeps_k_min_and_what_is_heavy_enough_beside_the_first() -> None:
+def test_skip_ratio_keeps_k_min_and_what_is_heavy_enough_next_to_the_first() -> None:
     routing = make("skip_ratio", 8, 4, k_min=2, t=0.5)
     # Half of 0.5 is 0.25: no other weight exceeds it; the second is kept as one of k_min = 2.
     assert weighed(routing, [0.5, 0.25, 0.25, 0.0]) == [[True, True, False, False]]

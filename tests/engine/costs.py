@@ -44,7 +44,7 @@ class Costs:
         return len(event.predicted) * self.gate_s
 
     def network_s(self, cost: PredictorCost, tokens: int) -> float:
-        """A small network beside the model."""
+        """A small network next to the model."""
         flop_s = 2 * cost.num_weights * tokens / self.hw.peak_flops
         roofline_s = max(flop_s, cost.num_bytes / self.hw.memory_bytes_per_s)
         return roofline_s + cost.num_kernels * self.hw.kernel_overhead_s

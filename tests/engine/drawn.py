@@ -349,7 +349,7 @@ def draw_case(rng: np.random.Generator, kind: str) -> Case:
 
 
 def draw_model(rng: np.random.Generator) -> RealModel:
-    """A model to be charged as, with a sliding window in some layers and without one in others."""
+    """A model to emulate, with a sliding window in some layers and without one in others."""
     caches = (LayerCaches(3, 64.0, 32, None), LayerCaches(2, 64.0, 32, 3))
     return RealModel(
         name="emulated",

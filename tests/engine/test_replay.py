@@ -154,7 +154,7 @@ def test_the_olmoe_figures_are_reproduced(capacity: str, lru: float, belady: flo
 
 
 def test_what_the_olmoe_trace_would_hit_if_experts_may_bypass_the_cache() -> None:
-    """Published beside Belady's 32.0% at 51 slots: an expert may be dropped right after use."""
+    """Published next to Belady's 32.0% at 51 slots: an expert may be dropped right after use."""
     trace = load_trace(str(traces.published("trace_olmoe_299.jsonl")))
     setting = traces.setting_for(trace, "51")
     missed, requests = fewest_misses(trace, setting, allow_bypass=True)
@@ -200,7 +200,7 @@ def test_the_command_prints_a_table_and_draws_the_line_of_the_bound(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--emulate", "OLMoE-1B-7B", "--capacity", "50%"], "layers charged as: OLMoE-1B-7B"),
+        (["--emulate", "OLMoE-1B-7B", "--capacity", "50%"], "emulated model: OLMoE-1B-7B"),
         (["--warm", "{trace}"], "warmed by: {trace.name}"),
         (["--policy", "specmd", "--link", "fifo"], "|Fewest|Decode miss|"),
         (["--routing=pruning", "--routing.h=1", "--json"], '"open_loop": true'),

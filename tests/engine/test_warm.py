@@ -37,7 +37,7 @@ def warmed(capacity: str, profile: UseProfile | None = PROFILE, **axes: Any) -> 
     [
         # By use: 1 and 11 (9 each, ties by key), 16 (7), 2 (2), 15 (1); the others are unused.
         ("1500B", {1}),
-        ("2000B", {1, 16}),  # 11 is passed over: its 1500 bytes do not fit beside 1
+        ("2000B", {1, 16}),  # 11 is passed over: its 1500 bytes do not fit next to 1
         ("2500B", {1, 11}),
         ("4500B", {1, 11, 16, 2}),
         ("100%", {1, 11, 16, 2, 15}),

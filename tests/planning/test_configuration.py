@@ -28,7 +28,7 @@ _MODELS = (
     transformers.AutoModelForMultimodalLM,
     transformers.AutoModelForSeq2SeqLM,
 )
-_BESIDE = re.compile(r"vision|visual|image|audio|merger|projector|resampler|timestamp|per_layer")
+_OTHERS = re.compile(r"vision|visual|image|audio|merger|projector|resampler|timestamp|per_layer")
 """Parts that a text's tokens do not pass through, and tables that are looked up on the host."""
 _ROUTED = re.compile(r"\.experts\.(?!router)|\.mlp\.(in|out)put_linear|mlp\.(up|down)_embed")
 _SET: dict[str, dict[str, Any]] = {
@@ -113,7 +113,7 @@ def _parameters(config: Any) -> dict[str, int] | None:
         except ValueError:
             continue  # another kind of model
         found = {name: math.prod(p.shape) for name, p in model.named_parameters()}
-        return {name: count for name, count in found.items() if not _BESIDE.search(name)}
+        return {name: count for name, count in found.items() if not _OTHERS.search(name)}
     return None
 
 
@@ -352,7 +352,7 @@ def test_kimi_delta_attention_without_sizes_of_its_own_has_the_attention_s() -> 
     assert model.state_bytes == 18 * 4 * 16 * 128 * 128
 
 
-def test_the_index_of_sparse_attention_is_cached_beside_the_latent_vector() -> None:
+def test_the_index_of_sparse_attention_is_cached_with_the_latent_vector() -> None:
     fields = _fields(CONFIG_MAPPING["deepseek_v32"]())
     assert read_config(fields, "x").kv_bytes(1000) == 61 * 2 * (512 + 64 + 128) * 1000
     # Layers that share another's choice keep none.

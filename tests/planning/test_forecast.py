@@ -331,7 +331,7 @@ def test_a_given_placement_fits_or_is_refused_with_what_is_left() -> None:
     # In eight bits the KV cache takes half of its MB, in q4_0 4.5 of 16 parts.
     assert MODEL.with_cache_bits(8).kv_bytes(1000) == 500_000
     assert MODEL.with_cache_bits(4.5).kv_bytes(1000) == 281_250
-    # A processor needs all of it in RAM, beside 4 GB of the system's; else the drive is read.
+    # A processor needs all of it in RAM, besides 4 GB of the system's; else the drive is read.
     for ram, mechanism in ((4.2e9, "host"), (4.12e9, "read")):
         where = settled(MODEL, replace(small, ram=ram), HOST, 1000, read_placement("cpu"))
         assert (where.mechanism, where.placement.kind) == (mechanism, "cpu")

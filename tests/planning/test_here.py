@@ -32,7 +32,7 @@ def box(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     return said
 
 
-def test_a_card_is_found_with_its_link_and_what_lies_beside_it(box: dict[str, str]) -> None:
+def test_a_card_is_found_with_its_link_and_its_host(box: dict[str, str]) -> None:
     box["nvidia-smi"] = "NVIDIA GeForce RTX 3060, 12288, 3, 8\n"
     found = here()
     assert (found.hardware.name, found.cards, found.ram) == ("rtx-3060-12gb", 1, 32 * 2**30)

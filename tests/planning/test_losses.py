@@ -266,7 +266,7 @@ def test_what_tiny_and_the_carved_model_lose_here_follows_from_the_pairs() -> No
     assert {row["model"] for row in here()} == {"tiny", "carved_gemma"}
 
 
-def test_plan_says_it_beside_its_own_figures(moecache: Moecache) -> None:
+def test_plan_prints_it_with_its_own_figures(moecache: Moecache) -> None:
     # It fits whole, so that nothing is replayed.
     card = "rtx-4090-24gb"
     report = plan("OLMoE-1B-7B", hardware=card, lossy="cache_prior", task="gsm8k")

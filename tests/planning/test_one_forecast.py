@@ -119,7 +119,7 @@ def test_one_model_has_one_forecast_however_it_is_named(
 def test_dense_weights_that_do_not_fit_are_planned_in_fewer_bits(
     moecache: Moecache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bf16 what is beside the experts of GLM-5 takes 37 GB of a card's 24."""
+    """In bf16 what is not in experts of GLM-5 takes 37 GB of a card's 24."""
     replay_little(monkeypatch)
     report = moecache.json("plan", "GLM-5", "--hardware", CARD)
     assert report["assumed"][0] == "weights in q4_k_m (as published, bf16, they do not fit)"
@@ -138,7 +138,7 @@ def test_bits_that_somebody_names_are_not_exchanged(
     assert not any("weights in" in text for text in fp8["assumed"])
     named = moecache.json("plan", "Qwen/Qwen3-30B-A3B", "--hardware", CARD)
     assert named["runtimes_precision"] == "q4_k_m"
-    # Experts of four bits stay where they fit beside their layers in bf16; GGUF's are tried first.
+    # Experts of four bits stay where they fit next to their layers in bf16; GGUF's are tried first.
     small = moecache.json("plan", "gpt-oss-120b", "--hardware", "rtx-3060-12gb")
     assert small["runtimes_precision"] == "mxfp4"
     none = moecache.json("plan", "gpt-oss-120b", "--hardware", "rtx-3060-12gb", "--context", 200000)

@@ -85,7 +85,7 @@ def test_unified_memory_reads_the_drive_only_beyond_all_of_it() -> None:
 def test_plan_prints_what_to_run_first(moecache: Moecache) -> None:
     words = ("gpt-oss-120b", "--hardware", "2x rtx-3090", "--ram", "64GB")
     lines = moecache("plan", *words).splitlines()
-    # The card first: one of 2020 is taken to lie beside DDR4.
+    # The card first: one of 2020 is taken to come with DDR4.
     assert lines[0] == "gpt-oss-120b on 2x rtx-3090 (48 GB); assumed: host memory 51.2 GB/s."
     assert lines[1].startswith("llama.cpp -ngl 99 --n-cpu-moe ") and len(lines) <= 15
     assert any(line.startswith("Memory, GB: 48 = ") and "buffers 2.0" in line for line in lines)
@@ -147,7 +147,7 @@ def test_a_processor_alone_reads_all_of_a_token_from_its_ram(name: str, moecache
     assert report["runtimes"][0]["tok_per_s"] == pytest.approx(1 / seconds)
     small = moecache.json("plan", *words, "--host_memory", "2x2666", "--ram", "16GB")
     assert small["runtimes"][0]["needs_drive"] and "--no-mmap" not in small["first"]
-    # bf16 does not fit in 64 GB beside the system.
+    # bf16 does not fit in 64 GB with the system.
     usual = moecache.json("plan", "qwen3-30b-a3b", "--hardware", name)
     assert usual["runtimes_precision"] == "q4_k_m"
 
@@ -156,9 +156,7 @@ def test_a_processor_alone_reads_all_of_a_token_from_its_ram(name: str, moecache
     ("name", "rate"),
     [("rtx-3060-12gb", 51.2), ("RTX 2080", 51.2), ("RTX 3070", 51.2), ("rtx-4070", 89.6)],
 )
-def test_a_cards_generation_decides_which_memory_is_assumed_beside_it(
-    name: str, rate: float
-) -> None:
+def test_a_cards_generation_decides_which_memory_is_assumed_with_it(name: str, rate: float) -> None:
     found = machine(of_its_time(load_hardware(name)), load_runtime("llama.cpp"))
     assert found.host_bytes_per_s == pytest.approx(rate * 1e9)
     assert f"host memory {rate} GB/s" in found.assumed

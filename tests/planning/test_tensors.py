@@ -246,7 +246,7 @@ def test_an_index_of_safetensors_gives_the_bits_of_the_tensors(tmp_path: Path) -
         *(8, 16, 16),
     )
     assert (model.expert_bytes, model.dense_bytes) == (96, 2 * (2 * (4 * 64 + 24) + 2 * 80))
-    # Without the files the total has to do: what is left beside the rest in bf16.
+    # Without the files the total has to do: what is left next to the rest in bf16.
     (tmp_path / "a.safetensors").unlink()
     assert load_real_model(str(path)).expert_bytes == 96
 

@@ -368,7 +368,7 @@ def test_percentiles_and_standard_errors_of_speed(tmp_path: Path, table: Table) 
     assert row in out
 
 
-def test_fidelity_and_precision_stand_beside_a_lossy_row(tmp_path: Path, table: Table) -> None:
+def test_fidelity_and_precision_are_shown_in_a_lossy_row(tmp_path: Path, table: Table) -> None:
     plain, lossy, stored = (
         record(name, policy=name, totals={"routing_fidelity": fidelity, "low_precision_share": low})
         for name, fidelity, low in (("a", 1.0, 0.0), ("b", 0.75, 0.0), ("c", 1.0, 0.5))
@@ -582,7 +582,7 @@ def test_a_lossy_run_says_what_it_loses_and_what_a_thousand_documents_would(
     assert "Points lost" not in (tmp_path / "table.md").read_text()
 
 
-def test_runs_without_a_lossless_one_beside_them_lose_nothing_known(tmp_path: Path) -> None:
+def test_runs_without_a_lossless_partner_lose_nothing_known(tmp_path: Path) -> None:
     write(tmp_path, record("lossy", totals={"routing_fidelity": 0.5}))
     assert lost_points(load_runs(tmp_path)) is None
     other = record("exact", totals={"routing_fidelity": 1}, pretrained="other")

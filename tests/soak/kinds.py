@@ -105,7 +105,7 @@ def _use_claims(path: Path) -> object:
 
 
 def _use_table(path: Path) -> object:
-    """Remake the table beside the JSON of an analysis or a search."""
+    """Remake the table next to the JSON of an analysis or a search."""
     path.with_suffix(".md").touch()
     try:
         return other_table(path)

@@ -71,7 +71,7 @@ def test_a_limit_that_is_asked_for_holds_for_every_cell(tmp_path: Path) -> None:
     assert {cell.options["limit"] for cell in read_sweep(path).cells()} == {3}
 
 
-def test_a_figure_is_remade_with_the_papers_numbers_beside_ours(
+def test_a_figure_is_made_again_with_the_papers_numbers_and_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

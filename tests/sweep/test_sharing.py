@@ -240,7 +240,7 @@ def test_a_dry_run_counts_runs_and_replays(
     assert "2 runs of the model" in printed and "2 replays" in printed and "about" in printed
 
 
-def test_bounds_stand_beside_the_cells_of_a_sweep(tmp_path: Path, base: dict[str, Any]) -> None:
+def test_bounds_are_listed_with_the_cells_of_a_sweep(tmp_path: Path, base: dict[str, Any]) -> None:
     grid = {"eviction": ["lru", "fifo"], "capacity": ["50%", "75%"], "miss": ["fetch", "drop"]}
     fields = {**base, "policy": "on_demand"}
     path = swept(tmp_path / "x", base=fields, grid=grid, bounds=["belady", "oracle"])
@@ -272,7 +272,7 @@ def test_bounds_stand_beside_the_cells_of_a_sweep(tmp_path: Path, base: dict[str
 def test_a_kill_at_any_step_leaves_a_trace_that_is_whole_or_made_again(
     tmp_path: Path, base: dict[str, Any], lost: str, moecache: Moecache
 ) -> None:
-    """A kill may hit after the trace, after the results beside it, or while recording."""
+    """A kill may hit after the trace, after the results next to it, or while recording."""
     grid = {"capacity": ["25%", "50%", "75%"]}
     path = swept(tmp_path / "x", base=base, grid=grid)
     expected = figures(path.parent)

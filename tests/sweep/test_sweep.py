@@ -268,7 +268,7 @@ def test_another_content_of_a_trace_is_another_run_that_replaces_the_one_before(
     [before] = load_runs(path.parent)
     shutil.copy(TRACE.with_name("qwen3-30b-a3b.parquet"), copy)
     assert len(run_sweep(read_sweep(path), path.parent)["done"]) == 1
-    # One setting has one row: the former trace's figures do not stand beside the new ones.
+    # One setting has one row: the former trace's figures are not listed next to the new ones.
     [after] = load_runs(path.parent)
     assert after.moecache["totals"] != before.moecache["totals"]
 

@@ -71,7 +71,7 @@ def write_tasks(folder: Path) -> Path:
 
 
 def write_sweep(folder: Path, **fields: Any) -> Path:
-    """Write `folder/sweep.yaml` for the toy tasks, which are stored beside the folder."""
+    """Write `folder/sweep.yaml` for the toy tasks, which are stored next to the folder."""
     tasks = folder.parent / "tasks"
     if not tasks.is_dir():
         write_tasks(tasks)

@@ -54,7 +54,7 @@ def record(folder: Path, told: list[int], made: list[TraceWriter]) -> None:
 def passes_in(folder: Path) -> int:
     """Return the number of passes kept of a folder's only recording, and check for other files.
 
-    A stream remains beside its trace if the kill or interrupt came just before its removal.
+    A stream remains next to its trace if the kill or interrupt came just before its removal.
     """
     recordings = sorted(folder.iterdir())
     assert all(path.name.startswith("run-000.parquet") for path in recordings), recordings

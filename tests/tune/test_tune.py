@@ -357,7 +357,7 @@ EQUAL = [entry("a", 0.9, 5.0), entry("b", 0.9, 5.0, SHIPPED), entry("c", 0.9, 4.
             *("tok_per_s", [entry("b", 0.5, 9.0, SHIPPED), entry("a", 0.9, 1.0)]),
             *("a", ["b", "a"], "meets the budget; no shipped composition does."),
         ),
-        # What few documents observed earns no place beside a faster one.
+        # What few documents observed earns no place next to a faster one.
         (
             *("tok_per_s", [entry("a", 0.95, 5.0, stderr=0.1), entry("b", 0.9, 6.0, stderr=0.1)]),
             *("b", ["b"], "b (tok_per_s 6.0, accuracy 0.900) meets the budget"),

@@ -46,7 +46,7 @@ HOLDS, SIZE, DEPENDS, FAILS, OPEN = VERDICTS = (
 _TO_TELL = 2.4864749
 """Standard errors to a bound that is passed at 5% in four of five cases: z of 5% and of 20%."""
 UNDECIDED, GATED, INSIDE, OUTSIDE = "undecided", "not testable", "inside", "outside"
-"""Verdicts of parts, beside HOLDS and FAILS: the sample does not tell, the models cannot; and of
+"""Verdicts of parts, besides HOLDS and FAILS: the sample does not tell, the models cannot; and of
 whole runs, which no test is of."""
 FEW_DOCUMENTS = 15
 TOKENS_PER_WORD = 1.3
@@ -462,7 +462,7 @@ def answer(claims: Claims, root: Path) -> list[Verdict]:
     parts = [part for _, part in asked]
     chances = list(map(_chances, estimates, parts))
     of_all = _corrected(chances, [index for index, part in enumerate(parts) if _counts(part)])
-    # Parts beside the verdict are a family of their own; traces are not tested.
+    # Parts that the verdict does not count are a family of their own; traces are not tested.
     families: dict[tuple[str, bool], list[int]] = {}
     for index, (claim, part) in enumerate(asked):
         if part.cells is None:
@@ -577,13 +577,13 @@ def _of_regimes(counted: Sequence[Answer]) -> tuple[str, str]:
 
 
 def _why_open(parts: Sequence[Answer]) -> str:
-    """Return why these parts show nothing: what the models lack, and figures beside the claim."""
+    """Return why these parts show nothing: what the models lack, and uncounted figures."""
     gates = dict.fromkeys(answer.gate for answer in parts if answer.gate)
-    beside = [f"{a.part.what}: {_rough(a.estimate.figure)}" for a in parts if _is_beside(a)]
-    return "; ".join([*gates, *([f"{UNDECIDED}: {', '.join(beside)}"] if beside else [])])
+    uncounted = [f"{a.part.what}: {_rough(a.estimate.figure)}" for a in parts if _is_uncounted(a)]
+    return "; ".join([*gates, *([f"{UNDECIDED}: {', '.join(uncounted)}"] if uncounted else [])])
 
 
-def _is_beside(answer: Answer) -> bool:
+def _is_uncounted(answer: Answer) -> bool:
     """Whether a sample that does not tell has a figure other than the claim's."""
     above, below = _ends(answer.part)
     is_open = answer.verdict == UNDECIDED and not answer.part.size
@@ -605,7 +605,7 @@ def _direction(parts: Sequence[Answer]) -> str:
     words = {answer.verdict for answer in asked}
     if FAILS in words:
         return FAILS
-    is_open = GATED in words or any(map(_is_beside, asked))
+    is_open = GATED in words or any(map(_is_uncounted, asked))
     return HOLDS if HOLDS in words and not is_open else OPEN
 
 

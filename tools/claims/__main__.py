@@ -1,7 +1,7 @@
 """Answer what papers claim from the runs of a results folder, with intervals and tests.
 
 A claims file names for each claim the runs to compare, the metric and what is expected; the page
-of verdicts (CLAIMS.md beside it) follows from it and the runs alone.
+of verdicts (CLAIMS.md next to it) follows from it and the runs alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code, 2 with a one-line message for a user's error."""
     parser = make_parser("python -m tools.claims", __doc__)
     parser.add_argument("file", nargs="?", default="results/claims.yaml", help="the claims file")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE} beside the file")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE} next to the file")
     try:
         return run(parsed(parser, sys.argv[1:] if argv is None else argv))
     except ValueError as error:

@@ -102,7 +102,7 @@ class Claim(Schema):
     paper: str = ""
     """The paper's figure, in words."""
     ours: str = ""
-    """Ours beside it: `{0}` is the figure of the first part, `{0:inverse}` 1 over it, `{0:gain}`
+    """Ours for it: `{0}` is the figure of the first part, `{0:inverse}` 1 over it, `{0:gain}`
     and `{0:loss}` how many percent it lies above or below 1 (a difference: above or below 0)."""
     untestable: str | None = None
     """Why it cannot be answered here, whatever the parts show."""

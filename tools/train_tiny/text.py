@@ -33,7 +33,7 @@ def encode_package(index: int, tokenizer: PreTrainedTokenizerFast, cache: Path) 
 
 
 class Text:
-    """Token streams of all packages, encoded once and stored beside the run."""
+    """Token streams of all packages, encoded once and stored next to the run."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, cache: Path, kept: Path) -> None:
         self.streams = list[np.ndarray]()

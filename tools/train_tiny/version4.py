@@ -5,7 +5,7 @@ English, the other that of the problems, and each orthogonalises half of the upd
 `touch DIR/stop` stops after a checkpoint; the same command resumes. `--steps` may be changed while
 the run is stopped: the rate is constant after the warm-up and falls over the last `--decay-steps`.
 
-The weights' sum is the main lever: with a sum of 1, the residual stream hardly needs the routed
+The weights' sum is the main lever: with a sum of 1, the residual stream needs little of the routed
 experts. The saved model is an ordinary OLMoE, whose `down_proj` is k times as large.
 """
 

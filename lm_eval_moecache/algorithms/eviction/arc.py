@@ -14,7 +14,7 @@ class ARC(HitRule):
     Megiddo and Modha, FAST 2003. T1 holds experts loaded and not hit since, T2 those that were hit;
     the ghost lists B1 and B2 hold the keys evicted from them. Loading an expert in B1 raises the
     target size p of T1, loading one in B2 lowers it. Pinned experts are skipped; if one list has
-    no candidate, the other provides the victim. Cost: O(1) per call, beside pinned keys.
+    no candidate, the other provides the victim. Cost: O(1) per call, not counting pinned keys.
     """
 
     source: ClassVar[str] = "Megiddo and Modha, FAST 2003, figure 4; as libCacheSim's ARC"

@@ -13,7 +13,7 @@ class Clock(HitRule):
 
     Corbato 1968. One bit per resident, set by a hit; the hand clears it in passing, which gives
     that expert another round. Pinned experts are skipped and keep their bit and place. Cost: O(1)
-    amortised per call, beside pinned keys.
+    amortised per call, not counting pinned keys.
     """
 
     source: ClassVar[str] = "Corbato 1968; as libCacheSim's Clock with a one-bit counter"

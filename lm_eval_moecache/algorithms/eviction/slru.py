@@ -20,7 +20,7 @@ class SLRU(HitRule):
     Karedla et al. 1994 with two segments; libCacheSim's has four of equal size, the default here.
     An expert that overflows a segment falls into the one below. A new expert enters the lowest
     segment that has room (as in libCacheSim, so that a cold cache fills completely). Pinned experts
-    are skipped. Cost: O(segments) per call, beside pinned keys.
+    are skipped. Cost: O(segments) per call, not counting pinned keys.
 
     Parameters: segments, at least 2 (4).
     """

@@ -17,7 +17,7 @@ class TwoQ(HitRule):
     Johnson and Shasha, VLDB 1994 (2Q full version). A new expert enters `A1in`, a FIFO that hits do
     not reorder; keys evicted from it enter the ghost list `A1out`, and the LRU list `Am` when
     loaded again. Pinned experts are skipped; if one list has no candidate, the other provides the
-    victim. Cost: O(1) per call, beside pinned keys.
+    victim. Cost: O(1) per call, not counting pinned keys.
 
     Parameters: in_share (0.25) and out_share (0.5), sizes of A1in and A1out as shares of the cache.
     """

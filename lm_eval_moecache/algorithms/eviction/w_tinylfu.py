@@ -21,7 +21,7 @@ class WTinyLFU(HitRule):
     Requests are counted exactly where the paper has a sketch, as keys are few, and halved every
     `period` requests per slot, so that old heat fades. A demanded expert cannot be refused: it is
     admitted to the window, and compared when it leaves. Pinned experts are skipped.
-    Cost: O(1) per call, beside pinned keys and the halving.
+    Cost: O(1) per call, not counting pinned keys and the halving.
 
     Parameters: window_share of the cache (0.01, at least one slot); period, requests per slot (10).
     """

@@ -42,7 +42,7 @@ class FetchPriority(LadderMiss):
         super().__post_init__()
         percentile, h = self.percentile, self.h
         if h is not None and percentile != 60.0:
-            raise ValueError(f"miss.percentile={percentile} has no effect beside miss.h={h}.")
+            raise ValueError(f"miss.percentile={percentile} has no effect with miss.h={h}.")
         top_k, light = self.geometry.top_k, 0
         if 0 < percentile <= 100:
             light = math.ceil(percentile / 100 * (top_k - 1)) if h is None else top_k - h

@@ -15,7 +15,7 @@ class Host(LosslessMiss):
     """Executes absent experts on the host, always or where that is faster than loading them.
 
     The activations go over the link and back, once for all experts of an event; the weights are
-    read from the host's memory. The host is a second server beside the link: while both work, the
+    read from the host's memory. The host is a second server next to the link: while both work, the
     resident experts run on the device, and prefetches use the link's gaps. Experts executed on the
     host do not become resident. The results are those of `fetch`.
 

@@ -27,7 +27,7 @@ class Costs:
 
     A pass of n tokens through a part with W weights costs 2 W n FLOP and reads W once. Attention
     over the context and the KV cache are left out (`attention_s` has them, for
-    `attention=context`): they are the same for every policy, and small beside the weights at the
+    `attention=context`): they are the same for every policy, and small against the weights at the
     tasks' context lengths.
 
     Experts stored at a low precision are read at that precision's bytes and multiplied at the
@@ -74,7 +74,7 @@ class Costs:
         return num_gates * self._gate_s
 
     def network_s(self, cost: PredictorCost, num_tokens: int) -> float:
-        """Return the seconds of a small network beside the model, for `num_tokens` tokens."""
+        """Return the seconds of a small network next to the model, for `num_tokens` tokens."""
         hardware = self._hardware
         flop_s = 2 * cost.num_weights * num_tokens / hardware.peak_flops
         read_s = cost.num_bytes / hardware.memory_bytes_per_s

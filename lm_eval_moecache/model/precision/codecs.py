@@ -437,7 +437,7 @@ def takes_no_memory(tensor: Tensor) -> bool:
 
 
 BYTES_PER_WEIGHT = 20
-"""Temporary memory of any codec while it encodes, beside the matrix and its codes."""
+"""Temporary memory of any codec while it encodes, besides the matrix and its codes."""
 MOST_BYTES = 2**30
 """Limit on the temporary memory of all matrices encoded at one time."""
 

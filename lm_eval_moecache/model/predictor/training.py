@@ -241,7 +241,7 @@ class TextRecipe:
     width: int = 128
     truncate: int = 30
     hard_weight: float = 0.1
-    """Weight of the chosen experts' cross-entropy, beside the distillation loss."""
+    """Weight of the chosen experts' cross-entropy, added to the distillation loss."""
     learning_rate: float = 1e-3
     batch_size: int = 16
     max_epochs: int = 60

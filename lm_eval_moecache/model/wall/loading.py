@@ -198,17 +198,17 @@ class ExpertLoader:
         assert self._files is not None
         levels = range(1 if self.codecs is None else len(self.codecs))
         rows: list[list[dict[str, OnDisk]]] = [[] for _ in levels]
-        beside: list[dict[str, Tensor]] = []
+        small: list[dict[str, Tensor]] = []
         for index, layer in enumerate(layers):
             store_layer(index, layer, self._files)
-            beside.append(plain_parameters(layer.experts))
+            small.append(plain_parameters(layer.experts))
             for level in levels:
                 tensors = tensors_in(self._files.file(level, index))
                 if self.codecs is None:
                     matrices = expert_matrices(layer.experts)
                     tensors = {name: tensors[part_of(name, 0)] for name in matrices}
                 rows[level].append({name: entry.by_expert for name, entry in tensors.items()})
-        return [DiskTier(entry, beside) for entry in rows]
+        return [DiskTier(entry, small) for entry in rows]
 
 
 def names_of(layers: Sequence[MoELayer]) -> set[str]:

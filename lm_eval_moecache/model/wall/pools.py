@@ -152,10 +152,10 @@ class DiskTier(Tier):
     def __init__(
         self,
         parameters: Sequence[Mapping[str, OnDisk]],
-        beside: Sequence[Mapping[str, Tensor]] | None = None,
+        small: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> None:
-        """`beside`: layer -> small parameters [experts, ...] that stay in memory, like biases."""
-        self._parameters, self._beside = parameters, beside
+        """`small`: layer -> small parameters [experts, ...] that stay in memory, like biases."""
+        self._parameters, self._small = parameters, small
         rows = (row.values() for row in parameters)
         files = {f for row in rows for experts in row for spans in experts for f, _, _ in spans}
         self._files = {file: os.open(file, os.O_RDONLY) for file in sorted(files)}
@@ -169,8 +169,8 @@ class DiskTier(Tier):
                 for file, offset, size in experts[expert]:
                     os.posix_fadvise(self._files[file], offset, size, os.POSIX_FADV_WILLNEED)
         for name, tensor in target.items():
-            if self._beside is not None and name in self._beside[layer]:
-                tensor.copy_(self._beside[layer][name][expert])
+            if self._small is not None and name in self._small[layer]:
+                tensor.copy_(self._small[layer][name][expert])
                 continue
             buffer = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
             for file, offset, size in self._parameters[layer][name][expert]:

@@ -35,7 +35,7 @@ class ArtifactHeader(Schema):
 
 
 class MadeBuddies(OpenSchema):
-    """The settings that a buddy artifact's lists were made with, beside its data."""
+    """The settings that a buddy artifact's lists were made with, besides its data."""
 
     alpha: Share | Annotated[list[Share], Field(min_length=1)]
     """Coverage of the lists, for all layers or for each."""

@@ -286,7 +286,7 @@ class SweepFields(Schema):
     Each mapping of `runs` (by default one empty run) is crossed with every combination of each
     `grid`, on top of `base`. Keys are model arguments, or `model`, `label`, `tasks` and the
     evaluation's `OPTIONS`. Cells with all items of an `exclude` entry are left out. `bounds`
-    (belady, oracle) adds a replay that knows the future beside each lossless cell.
+    (belady, oracle) adds a replay that knows the future next to each lossless cell.
 
     `traces` (files, or patterns like `traces/*.parquet`) replaces `tasks`: every cell is replayed
     on each of them, without a model. `eviction: belady` is then a value like any other.
@@ -329,7 +329,7 @@ def sweep_fields(path: Path, kind: type[Sweep]) -> Sweep:
 
 
 class ReproducedValue(Schema):
-    """Our figure beside the paper's: a metric of the one run with these settings."""
+    """Our figure for the paper's: a metric of the one run with these settings."""
 
     metric: Text
     where: dict[str, Any] = Field(default_factory=dict)

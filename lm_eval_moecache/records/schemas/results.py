@@ -253,7 +253,7 @@ class FrontFile(OpenSchema):
 
 
 class TraceCell(OpenSchema):
-    """One cell of `cells.json.gz`: its setting in `cell`, its metrics beside it."""
+    """One cell of `cells.json.gz`: its setting in `cell`, its metrics next to it."""
 
     cell: dict[str, Plain]
 

@@ -1,4 +1,4 @@
-"""Differences of a leaderboard's runs to a named baseline, or to the lossless run beside each.
+"""Differences of a leaderboard's runs to a named baseline, or to the lossless run paired with each.
 
 Paired by document, and only among runs of one identity: another identity's difference is not the
 run's.
@@ -89,7 +89,7 @@ _ON = ("points_lost", "low", "high")
 def lost_points(runs: Sequence[Run]) -> Table | None:
     """Return a row per lossy run and task: points lost, on its documents and on 1,000 others.
 
-    Right and wrong answers beside those of a lossless run of the same documents and identity; None
+    Right and wrong answers against those of a lossless run of the same documents and identity; None
     where no lossy run has one. The interval is of the difference that other documents of the kind
     would show (95%); the last columns are the documents that tell 1 and 3 points in four of five
     cases, at one-sided 5%, where answers change as often as here.

@@ -127,7 +127,7 @@ def _in_latex(text: str) -> str:
 
 
 def as_csv(tables: Sequence[Table]) -> str:
-    """Return the first table: full precision, one header line, `<column>_stderr` beside a score."""
+    """Return the first table: full precision, one header line, `<column>_stderr` after a score."""
     records = _records(tables[0])
     recorded = {name for record in records for name in record}
     names = []

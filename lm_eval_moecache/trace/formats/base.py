@@ -45,7 +45,7 @@ class TraceFormat(ABC):
     suffixes: ClassVar[tuple[str, ...]]
     """File suffixes; the first is used for files we write."""
     holds: ClassVar[str]
-    """Fields of the format beside the expert ids."""
+    """Fields of the format besides the expert ids."""
     says_sizes: ClassVar[bool] = False
     """Whether files give the bytes of an expert, so that the user need not."""
     reads_folders: ClassVar[bool] = False

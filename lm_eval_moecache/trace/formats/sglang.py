@@ -24,7 +24,7 @@ from lm_eval_moecache.trace.trace import Trace
 class SGLang(TraceFormat):
     """SGLang's responses with `meta_info.routed_experts` (`return_routed_experts`).
 
-    The routes of OpenAI's form have it as `sglext.routed_experts`, beside `usage`.
+    The routes of OpenAI's form have it as `sglext.routed_experts`, next to `usage`.
     Base64 of int32 [tokens, layers, top_k] without its shape. `prompt_tokens` plus
     `completion_tokens` count the tokens, the last of which never ran. The top-k is `top_k`, or else
     the largest divisor of the ids per token that gives no (token, layer) an expert twice.

@@ -331,7 +331,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(source, DeviceTensor):
         if stream is not DEVICE.compute:
             if not (non_blocking and DEVICE.is_locked(source)):
-                raise Misuse("a copy beside the compute that is pageable, or that blocks")
+                raise Misuse("a copy during the compute that is pageable, or that blocks")
             owner = DEVICE.owners.get(target.inner.untyped_storage().data_ptr())
             if owner is not stream and target.inner.untyped_storage().data_ptr() not in KEPT:
                 raise Misuse("a copy into memory of another stream, which may give it away")

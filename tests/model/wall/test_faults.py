@@ -78,7 +78,7 @@ def within_the_limit(work: Callable[[], Any]) -> Any:
 
 
 def load(way: Way, shared: Family, folder: Path, **more: Any) -> MoECacheLM:
-    """Load a way's model from files: experts under `folder`, the checkpoint beside them."""
+    """Load a way's model from files: experts under `folder`, the checkpoint next to them."""
     path = folder / "model"
     if not path.is_dir():
         save_model(path, "olmoe", **sizes_of("olmoe"))

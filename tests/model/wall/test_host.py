@@ -30,7 +30,7 @@ def engine_of(wrapped: WrappedModel) -> WallEngine:
 
 
 def costs(host_fixed_s: float, host_each_s: float, load_s: float) -> HostCosts:
-    """Costs of a host beside a device that takes no time, and neither does the way to it."""
+    """Costs of a host with a device that takes no time, and neither does the way to it."""
     free = dict.fromkeys(("device_fixed_s", "device_each_s", "way_s"), 0.0)
     host = {"host_fixed_s": host_fixed_s, "host_each_s": host_each_s, "load_s": load_s}
     return HostCosts(**host, **free)
