@@ -6,7 +6,7 @@ DEMO_VENV := .venv-demo
 VENV := .venv
 DEMO_OUTPUT ?= output/demo
 
-.PHONY: demo test test-all lint dist docs families soak kills races portable clean
+.PHONY: demo test test-all lint dist docs families soak races portable clean
 
 # One model under seven policies. One thread a process: tiny is too small for a second to help.
 demo:
@@ -51,11 +51,6 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(wildcard startup/*)
 SECONDS ?= 600
 soak: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.soak --seconds $(SECONDS)
-
-# Whole commands killed at random moments and run again: TIMES by each signal, a quarter of an hour on two cores.
-TIMES ?= 10
-kills: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.soak.kills --times $(TIMES)
 
 # Every way of the wall clock with every family, 20 times under injected races. FAMILY: only these.
 races: $(VENV)/.installed

@@ -1,4 +1,4 @@
-"""The long-running tests, soak and kills, each its own command."""
+"""The long-running tests, a command of their own."""
 
 import os
 

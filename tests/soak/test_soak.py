@@ -11,7 +11,6 @@ import pytest
 
 from tests.soak.corpus import LIGHT, table
 from tests.soak.judge import CLEAR, Tally, places_in, try_damaged, try_table
-from tests.soak.kills import Ended, Eval, Fault, Sweep
 from tests.soak.kinds import damages
 
 
@@ -57,30 +56,3 @@ def test_damaged_files_are_refused_in_words_or_still_sound(tmp_path: Path) -> No
         try_damaged(next(stream), tmp_path, tally)
     assert tally.problems == []
     assert tally.counts[CLEAR] > 150
-
-
-def test_the_kills_ask_for_a_recording_once_a_request_was_finished(tmp_path: Path) -> None:
-    traced = Eval("traced", "trace=traces", limit=1)
-    progress = "Running loglikelihood requests:   0%|     | {}/4 [00:00<?, ?it/s]"
-    ended = Ended(130, "", progress.format(0), True, 1.0)
-    assert traced.check_killed(tmp_path, ended) == 0
-    with pytest.raises(Fault, match="1 requests were finished and no recording is there"):
-        traced.check_killed(tmp_path, ended._replace(err=progress.format(1)))
-
-
-def test_the_kills_see_what_is_lost_doubled_or_left(tmp_path: Path) -> None:
-    """`make kills` runs the kills themselves, which take minutes."""
-    sweep, runs = Sweep(), tmp_path / Sweep.out / "runs"
-    runs.mkdir(parents=True)
-    (runs / "a.json").write_text('{"configuration_hash": "1"}')
-    ended = Ended(0, "{}", "", True, 1.0)
-    kept_runs = sweep.check_killed(tmp_path, ended)
-    (runs / "b.json").write_text('{"configuration_hash": "1"}')
-    with pytest.raises(Fault, match="twice"):
-        sweep.check_killed(tmp_path, ended)
-    (runs / ".b.json.1.part").touch()
-    with pytest.raises(Fault, match="litter"):
-        sweep.check_rerun(tmp_path, ended, kept_runs)
-    (runs / "a.json").unlink()
-    with pytest.raises(Fault, match="lost or ran again"):
-        sweep.check_rerun(tmp_path, ended, kept_runs)
