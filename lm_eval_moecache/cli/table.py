@@ -17,7 +17,7 @@ from lm_eval_moecache.records.schemas.results import FrontFile, RowsFile
 from lm_eval_moecache.report import every_eval_ever
 from lm_eval_moecache.report.runs.columns import selected
 from lm_eval_moecache.report.runs.files import PACKED, RUNS, load_runs
-from lm_eval_moecache.report.tables import ALL_FORMS, FORMS
+from lm_eval_moecache.report.tables import FORMS
 from lm_eval_moecache.report.tables.differences import differences, lost_points
 from lm_eval_moecache.report.tables.leaderboard import Table, distinct, leaderboard
 from lm_eval_moecache.report.tables.text import rows_as_markdown
@@ -33,7 +33,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         f"default: md; {every_eval_ever.NAME}: no table but each run in the form of that schema, a "
     )
     text += f"JSON a line (with --write: DIR/{every_eval_ever.NAME}/UUID.json, a file a run)"
-    forms = [*sorted(ALL_FORMS), every_eval_ever.NAME]
+    forms = [*sorted(FORMS), every_eval_ever.NAME]
     parser.add_argument("--format", choices=forms, help=text)
     text = "a run or policy: after the table, each figure's difference to it with a 95%% interval, "
     text += "over the same documents, and p-values corrected for their number (Holm)"
@@ -87,7 +87,7 @@ def run(arguments: Namespace) -> int:
             tables.append(differences(load_runs(folder), arguments.baseline, columns))
         elif form != "csv" and not any(choices) and (lost := lost_points(load_runs(folder))):
             tables.append(lost)
-        sys.stdout.write(ALL_FORMS[form or "md"](tables))
+        sys.stdout.write(FORMS[form or "md"](tables))
     return 0
 
 
@@ -107,8 +107,8 @@ def _write(folder: Path, tables: Sequence[Table], chosen: str | None) -> None:
     if not folder.is_dir():
         raise ValueError(f"--write: {str(folder)!r} is not a folder.")
     for name in [chosen] if chosen else FORMS:
-        path = folder / f"table.{'tex' if name == 'latex' else name}"
-        write_whole(path, ALL_FORMS[name](tables))
+        path = folder / f"table.{name}"
+        write_whole(path, FORMS[name](tables))
         sys.stdout.write(f"{path}\n")
 
 

@@ -532,14 +532,6 @@ def test_differences_to_a_baseline_have_intervals_and_corrected_p_values(
     assert "--write" in moecache("table", folder, "--write", "--baseline=base", code=2)
 
 
-def test_latex_keeps_names_in_their_cells(tmp_path: Path, table: Table) -> None:
-    folder = write(tmp_path, record("a", policy="a_b & 5%\\"), record("b", policy="b"))
-    text = table(folder, "--format=latex", "--columns=policy,quiz")
-    assert r"Policy & quiz acc \\" in text and r"\begin{tabular}{lr}" in text
-    assert r"a\_b \& 5\%\textbackslash{} & 0.750 $\pm$0.250 \\" in text
-    assert table(folder, "--format=latex", "--write").strip().endswith("table.tex")
-
-
 def test_a_column_that_is_0_in_all_rows_is_left_out(tmp_path: Path, table: Table) -> None:
     figures = {"routing_fidelity": 0.75, "low_precision_share": 0.0}
     head = table(write(tmp_path, record("a", totals=figures))).splitlines()[0]

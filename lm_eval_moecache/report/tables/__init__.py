@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from lm_eval_moecache.report.tables.leaderboard import Table
 from lm_eval_moecache.report.tables.page import as_html
-from lm_eval_moecache.report.tables.text import as_csv, as_json, as_latex, as_markdown
+from lm_eval_moecache.report.tables.text import as_csv, as_json, as_markdown
 
 FORMS: Mapping[str, Callable[[Sequence[Table]], str]] = {
     "md": as_markdown,
@@ -14,5 +14,3 @@ FORMS: Mapping[str, Callable[[Sequence[Table]], str]] = {
     "html": as_html,
     "json": as_json,
 }
-"""The forms that `--write` writes."""
-ALL_FORMS = {**FORMS, "latex": as_latex}

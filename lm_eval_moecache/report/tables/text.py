@@ -1,4 +1,4 @@
-"""Tables as Markdown, LaTeX, CSV and JSON: same runs, same bytes."""
+"""Tables as Markdown, CSV and JSON: same runs, same bytes."""
 
 from __future__ import annotations
 
@@ -89,41 +89,6 @@ def padded(heads: Sequence[str], cells: Sequence[Sequence[Any]]) -> str:
     from pytablewriter import MarkdownTableWriter
 
     return str(MarkdownTableWriter(headers=heads, value_matrix=cells).dumps())
-
-
-_LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "±": r"$\pm$",
-    "≤": r"$\leq$",
-    "\n": " ",
-}
-
-
-def as_latex(tables: Sequence[Table]) -> str:
-    """Return each table as a `tabular` of booktabs; a comment above it says what its marks mean."""
-    texts = []
-    for table in tables:
-        about = filter(None, (" ".join(table.title.split()), ". ".join(notes(table))))
-        lines = [f"% {text}" for text in about]
-        ends = "".join(
-            "r" if c.is_number else "c" if c.name == PARETO else "l" for c in table.columns
-        )
-        heads = [_in_latex(column.heading) for column in table.columns]
-        lines += [rf"\begin{{tabular}}{{{ends}}}", r"\toprule", rf"{' & '.join(heads)} \\"]
-        lines += [r"\midrule"]
-        for i, row in enumerate(table.rows):
-            cells = [_in_latex(c.text(v)) for c, v in zip(table.columns, row, strict=True)]
-            best = [rf"\textbf{{{t}}}" if (i, j) in table.best else t for j, t in enumerate(cells)]
-            lines.append(rf"{' & '.join(best)} \\")
-        texts.append("\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""]))
-    return "\n".join(texts)
-
-
-def _in_latex(text: str) -> str:
-    """Escape a text so that it stays one plain cell."""
-    return "".join(_LATEX.get(character, character) for character in text)
 
 
 def as_csv(tables: Sequence[Table]) -> str:
