@@ -82,8 +82,8 @@ COMMANDS = {
     "plot elsewhere": "plot {0} --output={0}/new/plots",
     "pack": "pack {0}",
     "pack, undo": "pack {0}/packed --undo",
-    "replay": f"replay {TRACE} --plot={{0}}/curve.svg",
-    "replay into a new folder": f"replay {TRACE} --plot={{0}}/new/curve.png",
+    "replay": f"replay {TRACE} --timeline={{0}}/timeline.json",
+    "replay into a new folder": f"replay {TRACE} --timeline={{0}}/new/timeline.json",
     "sweep": "sweep {0}/sweep.yaml",
     "sweep over traces": "sweep {0}/traces/sweep.yaml",
     "reproduce": "reproduce specmd/table-2 --out={0}/new",
@@ -105,10 +105,9 @@ COMMANDS = {
         for name in ("buddies", "data_aware", "predictor", "sensitivity")
     },
     **{f"analyze {name}": f"analyze {name} --out={{0}}/new" for name in ANALYSES},
-    "validate": f"validate {TRACE} {TRACE} --hardware=h200 --capacity=1 --plot={{0}}/new/x.svg",
     "trace": f"trace convert {ROUTED} {{0}}/new.csv",
 }
-READERS = {"choose", "compare", "completion", "plan", "policies"}
+READERS = {"choose", "compare", "completion", "plan", "policies", "validate"}
 """Commands that write nothing."""
 
 

@@ -24,7 +24,6 @@ from lm_eval_moecache.records.files import is_file
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.numbers import plain_number, read_count, shown, unknown_name_error
 from lm_eval_moecache.records.sizes import parse_capacity
-from lm_eval_moecache.report.plots import pyplot, save
 from lm_eval_moecache.trace.trace import Trace
 
 Values = NDArray[np.float64]
@@ -172,24 +171,6 @@ def compare(predicted: Series, measured: Series) -> dict[str, float | int | None
         "wall_ratio": wall[0],
         "wall_median_error": wall[1],
     }
-
-
-def plot(predicted: Series, measured: Series, path: Path) -> None:
-    """Draw each measured column over the tokens, and the predicted one with it."""
-    labels = {WALL: "wall (ms)", STALL: "stall (ms)", READ: "bytes read", HIT: "hits (%)"}
-    columns = [name for name in labels if name in measured.columns and name in predicted.columns]
-    size = (7, 2.2 * len(columns))
-    figure, axes = pyplot().subplots(len(columns), 1, figsize=size, squeeze=False, sharex=True)
-    for name, axis in zip(columns, axes.flat, strict=True):
-        axis.plot(measured.columns[name], color="#0072B2", linewidth=1.2, label="measured")
-        axis.plot(
-            predicted.columns[name], color="#D55E00", linewidth=1.2, linestyle="--", label="clock"
-        )
-        axis.set_ylabel(labels[name])
-    axes.flat[0].legend(loc="upper right", frameon=False)
-    axes.flat[-1].set_xlabel("decoded token")
-    figure.tight_layout()
-    save(figure, path)
 
 
 def as_text(comparison: Mapping[str, Any], measured: Series) -> str:

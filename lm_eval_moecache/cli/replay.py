@@ -21,18 +21,11 @@ from jsonargparse import ArgumentParser
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.cli.main import make_parser, print_result
 from lm_eval_moecache.harness.arguments import CHOICES, Config, ModelArguments
-from lm_eval_moecache.records.files import (
-    check_output,
-    check_writable,
-    parse_yaml,
-    read_yaml,
-    write_whole,
-)
+from lm_eval_moecache.records.files import check_writable, parse_yaml, read_yaml, write_whole
 from lm_eval_moecache.records.numbers import finite, shown, unknown_name_error
 from lm_eval_moecache.records.schemas.inputs import read_jobs
 from lm_eval_moecache.records.sizes import parse_bytes
-from lm_eval_moecache.report.plots import PICTURES, pyplot
-from lm_eval_moecache.report.replay_report import ReplayReport, Timeline, as_table, plot_miss_rates
+from lm_eval_moecache.report.replay_report import ReplayReport, Timeline, as_table
 from lm_eval_moecache.sweep.replay_grid import LISTS, SETTINGS, Replays, combinations, run_all
 
 _MEANING = {
@@ -50,9 +43,6 @@ def run_raw(argv: list[str]) -> int:
         options["expert_bytes"] = parse_bytes(arguments.expert_bytes, "expert_bytes")
         if options["expert_bytes"] < 1:
             raise ValueError(f"expert_bytes={arguments.expert_bytes!r} must be above 0.")
-    if arguments.plot is not None:
-        check_output("plot", arguments.plot, PICTURES)
-        pyplot()
     if arguments.timeline is not None:
         check_writable(Path(arguments.timeline))
     settings = {key: arguments[key] for key in SETTINGS if arguments[key] is not None}
@@ -62,8 +52,6 @@ def run_raw(argv: list[str]) -> int:
         _write_timeline(arguments.traces, configs, options, arguments.timeline)
     jobs, is_shown = read_jobs(arguments.jobs), sys.stderr.isatty()
     rows = run_all(arguments.traces, configs, **options, jobs=jobs, show_progress=is_shown)
-    if arguments.plot is not None:
-        plot_miss_rates(rows, arguments.plot)
     text = as_table(rows, in_full=arguments.all) + "\n"
     return print_result(arguments.json, ReplayReport(rows).as_dict(), text)
 
@@ -97,9 +85,6 @@ def parser(needs_traces: bool = True) -> ArgumentParser:
         replay_parser.add_argument(f"--{key}", default=default, help=text, **kind)
     size = "size of one expert, for .jsonl and .npz traces: 12MiB"
     replay_parser.add_argument("--expert_bytes", type=str | None, help=size)
-    replay_parser.add_argument(
-        "--plot", type=str | None, help="draw miss rate over capacity: .svg, .png"
-    )
     what = "write what compute, link and host did, for Perfetto: .json"
     replay_parser.add_argument("--timeline", type=str | None, help=what)
     bounds = "also report on-demand LRU's misses and the lower bound of any eviction"

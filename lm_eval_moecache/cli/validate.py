@@ -30,11 +30,9 @@ from lm_eval_moecache.engine.stand_in import stand_in
 from lm_eval_moecache.planning.models import load_real_model
 from lm_eval_moecache.planning.published import WITHIN, summary
 from lm_eval_moecache.planning.runtimes import PROMPTS
-from lm_eval_moecache.records.files import check_output
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
 from lm_eval_moecache.records.numbers import read_count
 from lm_eval_moecache.records.sizes import parse_capacity
-from lm_eval_moecache.report.plots import PICTURES
 from lm_eval_moecache.report.tables.text import padded
 from lm_eval_moecache.trace.importers import load_trace
 
@@ -67,8 +65,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     names = "column names: '{wall_ms: total_ms}'"
     parser.add_argument("--columns", type=dict[str, str] | None, help=names)
     parser.add_argument("--tokens", type=str, default=":", help="FIRST:LAST, as in Python")
-    text = "plot predicted and measured times per token, or speeds, to this file"
-    parser.add_argument("--plot", type=str | None, help=text)
 
 
 def run(arguments: Namespace) -> int:
@@ -85,7 +81,7 @@ def run(arguments: Namespace) -> int:
             if given:
                 raise ValueError(
                     f"{given[0]}={getattr(arguments, given[0])!r} does not go with --{key}, whose "
-                    "rows say what was measured. Allowed with it: --plot, --json."
+                    "rows say what was measured. Allowed with it: --json."
                 )
             return judged(arguments)
     if missing := [name for name in asked if name not in given]:
@@ -98,12 +94,9 @@ def run(arguments: Namespace) -> int:
 
 def _speeds(arguments: Namespace) -> int:
     from lm_eval_moecache.planning import published
-    from lm_eval_moecache.report.plots import plot_speeds
 
     rows, left_out = published.read_rows(Path(arguments.speeds))
     result = published.compare([published.predict(row) for row in rows], left_out)
-    if arguments.plot is not None:
-        plot_speeds(result["rows"], Path(arguments.plot))
     text = speeds_text(result)
     unknown = sorted({row["runtime"] for row in result["rows"] if not row["has_profile"]})
     if unknown:
@@ -121,11 +114,6 @@ def _speeds(arguments: Namespace) -> int:
 def _losses(arguments: Namespace) -> int:
     from lm_eval_moecache.planning.losses import judge, read_losses
 
-    if arguments.plot is not None:
-        raise ValueError(
-            f"plot={arguments.plot!r} does not go with --losses. Allowed: "
-            "`python benchmarks/published_losses.py`, which draws the plot of the shipped rows."
-        )
     found = judge(read_losses(Path(arguments.losses)))
     return print_result(arguments.json, found, losses_text(found))
 
@@ -259,8 +247,6 @@ def _tokens(arguments: Namespace) -> int:
     from lm_eval_moecache.analysis import validation
 
     tokens = validation.read_tokens(arguments.tokens)
-    if arguments.plot is not None:
-        check_output("plot", arguments.plot, PICTURES)
     trace = load_trace(arguments.trace)
     hardware = load_hardware(arguments.hardware)
     reads = read_count("reads_per_expert", arguments.reads_per_expert, least=1, most=MOST_READS)
@@ -270,8 +256,6 @@ def _tokens(arguments: Namespace) -> int:
         validation.simulate(trace, setting), measured, tokens
     )
     comparison = validation.compare(predicted, measured_tokens)
-    if arguments.plot is not None:
-        validation.plot(predicted, measured_tokens, Path(arguments.plot))
     return print_result(arguments.json, comparison, validation.as_text(comparison, measured_tokens))
 
 

@@ -203,19 +203,6 @@ def check_replaceable(path: Path) -> None:
         raise OSError(errno.EINVAL, reason, str(path))
 
 
-def check_output(key: str, path: str, suffixes: Sequence[str]) -> None:
-    """Check the file that an option writes, before the work whose result it will hold.
-
-    Raises ValueError for another suffix, OSError where it cannot be written.
-    """
-    suffix = Path(path).suffix
-    if suffix not in suffixes:
-        raise ValueError(
-            f"{key}={path!r}: the suffix {suffix!r} is not known. Allowed: {', '.join(suffixes)}."
-        )
-    check_writable(Path(path))
-
-
 def check_writable(path: Path) -> None:
     """Raise OSError naming this path where nothing can be written at it.
 

@@ -1,4 +1,4 @@
-"""The output of `moecache replay`: its runs as JSON, a Markdown table, a plot.
+"""The output of `moecache replay`: its runs as JSON, a Markdown table.
 
 Below: one replay as a timeline.
 """
@@ -21,7 +21,6 @@ from lm_eval_moecache.records.errors import MoECacheError
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import Capacity
 from lm_eval_moecache.report.metrics import MEGABYTE
-from lm_eval_moecache.report.plots import new_figure, plain, save
 from lm_eval_moecache.report.tables.text import padded
 
 LRU, FEWEST = "lru", "bound"
@@ -236,37 +235,6 @@ def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
     table = padded(list(columns), [*zip(*columns.values(), strict=True)])
     width = max(shutil.get_terminal_size((80, 24)).columns, 40)
     return "\n".join([*textwrap.wrap(title, width), table, *notes])
-
-
-def plot_miss_rates(rows: Sequence[Row], file: str) -> None:
-    """Plot miss rate over capacity: per trace a curve for each policy and each bound."""
-    series: dict[tuple[str, str, str], list[Row]] = {}
-    for row, policy in zip(rows, _names(rows), strict=True):
-        series.setdefault((row.trace, policy, _hardware(row)), []).append(row)
-    names_machine = len({machine for *_, machine in series}) > 1
-    figure, (axes,) = new_figure()
-    drawn_traces: set[str] = set()
-    for (trace, policy, machine), own_rows in series.items():
-        replays = sorted(own_rows, key=lambda row: row.capacity.total_bytes)
-        # Where the trace gives no sizes, a byte stands for one expert.
-        unit = MEGABYTE if replays[0].has_sizes else 1
-        sizes = [row.capacity.total_bytes / unit for row in replays]
-        name, eviction = Path(trace).name, replays[0].policy.eviction.name
-        label = f"{name}: {policy} ({eviction}){f', {machine}' if names_machine else ''}"
-        axes.plot(
-            sizes, [row.metrics["miss_rate"] for row in replays], marker="o", label=plain(label)
-        )
-        for bound, style in ((LRU, ":"), (FEWEST, "--")):
-            if trace not in drawn_traces and replays[0].bounds and not bound == eviction == LRU:
-                rates = [row.bounds[""][bound] for row in replays]
-                label = plain(f"{name}: {bound}, on demand")
-                axes.plot(sizes, rates, style, color="black", label=label)
-        drawn_traces.add(trace)
-    axes.set_xlabel("capacity of the cache [MB]" if rows[0].has_sizes else "capacity [experts]")
-    axes.set_ylabel("miss rate [of requests]")
-    axes.set_ylim(0, 1)
-    axes.legend(fontsize="small")
-    save(figure, file)
 
 
 # --- a replay as a timeline of compute, link and host, in the Trace Event format ---

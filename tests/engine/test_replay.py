@@ -187,16 +187,6 @@ def test_the_command_prints_one_run_per_trace_and_capacity(
         assert not run["open_loop"]
 
 
-def test_the_command_prints_a_table_and_draws_the_line_of_the_bound(
-    tmp_path: Path, path: Path, moecache: Moecache
-) -> None:
-    pytest.importorskip("matplotlib")
-    plot = tmp_path / "sweep.svg"
-    printed = moecache("replay", path, "--capacity", "25%,50%", "--plot", plot)
-    assert "|Fewest|Decode miss|" in printed
-    assert "<svg" in plot.read_text()
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
