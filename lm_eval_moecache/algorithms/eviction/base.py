@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.parameters import Algorithm
@@ -141,6 +141,44 @@ class HitRule(EvictionAlgorithm):
     @abstractmethod
     def forget(self, key: int) -> None:
         """Note that a key was evicted, chosen by `victim` or not."""
+
+
+class SecondChance(HitRule):
+    """Base of the rules whose hand passes over residents that were hit, and clears their bit.
+
+    A rule implements `in_order`, and `forget`, where what `victim` has passed takes effect.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._hit: dict[int, bool] = {}
+        """Resident key -> its bit, set by a hit."""
+        self._passed: tuple[int, list[int]] = (-1, [])
+        """The last answer of `victim`, and whom the hand passes on its way there."""
+
+    @abstractmethod
+    def in_order(self) -> Iterable[int]:
+        """Return the residents, the next under the hand first."""
+
+    def admit(self, key: int) -> None:
+        self._hit[key] = False
+
+    def hit(self, key: int) -> None:
+        if key in self._hit:
+            self._hit[key] = True
+
+    def victim(self, pinned: Container[int], layer: int) -> int | None:
+        passed: list[int] = []
+        for key in self.in_order():
+            if key in pinned:
+                continue
+            if not self._hit[key]:
+                self._passed = (key, passed)
+                return key
+            passed.append(key)
+        # All were hit: the hand returns to the first.
+        self._passed = (passed[0] if passed else -1, passed)
+        return passed[0] if passed else None
 
 
 class GhostQueue:

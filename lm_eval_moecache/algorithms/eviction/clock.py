@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Iterable
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.eviction.base import HitRule
+from lm_eval_moecache.algorithms.eviction.base import SecondChance
 
 
-class Clock(HitRule):
+class Clock(SecondChance):
     """Evicts the longest-resident expert that was not hit since the hand last passed it.
 
     Corbato 1968. One bit per resident, set by a hit; the hand clears it in passing, which gives
@@ -18,19 +18,8 @@ class Clock(HitRule):
 
     source: ClassVar[str] = "Corbato 1968; as libCacheSim's Clock with a one-bit counter"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._hit: dict[int, bool] = {}
-        """Resident key -> its bit, the next under the hand first."""
-        self._passed: tuple[int, list[int]] = (-1, [])
-        """The last answer of `victim`, and whom the hand passes on its way there."""
-
-    def admit(self, key: int) -> None:
-        self._hit[key] = False
-
-    def hit(self, key: int) -> None:
-        if key in self._hit:
-            self._hit[key] = True
+    def in_order(self) -> Iterable[int]:
+        return self._hit
 
     def forget(self, key: int) -> None:
         chosen, passed = self._passed
@@ -40,16 +29,3 @@ class Clock(HitRule):
                 self._hit[each] = False
         self._hit.pop(key, None)
         self._passed = (-1, [])
-
-    def victim(self, pinned: Container[int], layer: int) -> int | None:
-        passed: list[int] = []
-        for key, was_hit in self._hit.items():
-            if key in pinned:
-                continue
-            if not was_hit:
-                self._passed = (key, passed)
-                return key
-            passed.append(key)
-        # All were hit: the hand returns to the first.
-        self._passed = (passed[0] if passed else -1, passed)
-        return passed[0] if passed else None
