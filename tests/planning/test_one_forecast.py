@@ -14,10 +14,10 @@ import yaml
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 
-from lm_eval_moecache.planning import ideal
 from lm_eval_moecache.planning.models import EMULATED_DIR, load_real_model
 from tests.conftest import Moecache
 
+pytestmark = pytest.mark.usefixtures("replay_little")
 CARD = "rtx-4090-24gb"
 SIZES = {
     "num_hidden_layers": "block_count",
@@ -78,16 +78,10 @@ def write_gguf(path: Path, name: str) -> Path:
     return path
 
 
-def replay_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ideal, "POLICIES", {"lru": ideal.POLICIES["lru"]})
-    monkeypatch.setattr(ideal, "SHARES", ())
-
-
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "GLM-4.5-Air", "MiniMax-M2"])
 def test_one_model_has_one_forecast_however_it_is_named(
-    name: str, tmp_path: Path, moecache: Moecache, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, moecache: Moecache
 ) -> None:
-    replay_little(monkeypatch)
     config = hub_config(name)
     folder = tmp_path / name
     folder.mkdir()
@@ -116,11 +110,8 @@ def test_one_model_has_one_forecast_however_it_is_named(
     gguf.unlink()
 
 
-def test_dense_weights_that_do_not_fit_are_planned_in_fewer_bits(
-    moecache: Moecache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dense_weights_that_do_not_fit_are_planned_in_fewer_bits(moecache: Moecache) -> None:
     """In bf16 what is not in experts of GLM-5 takes 37 GB of a card's 24."""
-    replay_little(monkeypatch)
     report = moecache.json("plan", "GLM-5", "--hardware", CARD)
     assert report["assumed"][0] == "weights in q4_k_m (as published, bf16, they do not fit)"
     assert report["precision"] == "q4_k_m" and report["fit"]["dense"] < 12e9
@@ -128,11 +119,8 @@ def test_dense_weights_that_do_not_fit_are_planned_in_fewer_bits(
     assert "GLM-5 does not run on rtx-4090-24gb" in asked
 
 
-def test_bits_that_somebody_names_are_not_exchanged(
-    moecache: Moecache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_that_somebody_names_are_not_exchanged(moecache: Moecache) -> None:
     """30 GB of FP8 do not fit on a card of 24 GB, as do not 61 GB of bf16."""
-    replay_little(monkeypatch)
     fp8 = moecache.json("plan", "Qwen/Qwen3-30B-A3B-FP8", "--hardware", CARD)
     assert fp8["runtimes_precision"] == fp8["precision"] == "fp8"
     assert not any("weights in" in text for text in fp8["assumed"])
