@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +19,10 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.requests import merge, without_padding
 from lm_eval_moecache.records.event import PREFILL
+from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.ledger import Ledger, PassRecord, RequestRecord
 from lm_eval_moecache.report.metrics import task_metrics
 from tests.harness import texts
-from tests.test_end_to_end import evaluate
 
 
 def rank_of(*durations: float) -> list[RequestRecord]:
@@ -100,15 +105,33 @@ def test_a_forgotten_request_leaves_its_index_to_no_other() -> None:
     assert ledger.new_request("task", "generate_until").index == 3
 
 
+def evaluate(
+    folder: Path, launcher: Sequence[str] = (sys.executable,), **environment: str
+) -> dict[str, Any]:
+    """Run five documents through the command in `folder`; return its results JSON."""
+    # `lm_eval run` where the start-up file is installed; else our command, which needs none.
+    startup_file = importlib.util.find_spec("lm_eval_moecache_startup")
+    module = ("lm_eval", "run") if startup_file else ("lm_eval_moecache", "eval")
+    command = [*launcher, "-m", *module, "--model", "moecache", "--model_args"]
+    command += ["policy=on_demand,capacity=25%,max_length=256", "--device", "cpu"]
+    command += ["--include_path", str(task_configs_dir()), "--tasks", "tiny_arc", "--limit", "5"]
+    folder.mkdir()
+    env = {**os.environ, "HF_HOME": str(folder / "home"), **environment}
+    process = subprocess.run(
+        [*command, "--output_path", "out"], cwd=folder, env=env, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    [path] = (folder / "out").rglob("results_*.json")
+    results: dict[str, Any] = json.loads(path.read_text())
+    return results
+
+
 @pytest.mark.slow
 def test_two_ranks_give_the_scores_and_the_requests_of_one(tmp_path: Path) -> None:
     """`accelerate launch` does the same on GPUs; here two processes share a CPU."""
-    model_args = "policy=on_demand,capacity=25%,max_length=256"
-    options = ("--tasks", "tiny_arc", "--limit", "5")
-    _, single = evaluate(model_args, tmp_path / "one", *options)
+    single = evaluate(tmp_path / "one")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    launch = {"launcher": launcher, "ACCELERATE_USE_CPU": "true"}
-    _, parallel = evaluate(model_args, tmp_path / "two", *options, **launch)
+    parallel = evaluate(tmp_path / "two", launcher, ACCELERATE_USE_CPU="true")
     assert parallel["results"]["tiny_arc"]["acc,none"] == single["results"]["tiny_arc"]["acc,none"]
     one_rank, two_ranks = (r["config"]["moecache"] for r in (single, parallel))
     assert two_ranks["ranks"] == 2 and "ranks" not in one_rank

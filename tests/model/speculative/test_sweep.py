@@ -1,4 +1,4 @@
-"""The real `lm_eval` command with `--model moecache-spec`, and a sweep with both models."""
+"""A sweep with both models."""
 
 from __future__ import annotations
 
@@ -11,21 +11,6 @@ from lm_eval_moecache.sweep.run import run_sweep
 from lm_eval_moecache.sweep.spec import read_sweep
 from tests.conftest import Checkpoint
 from tests.sweep.toy import records, write_sweep
-from tests.test_end_to_end import THREE, evaluate
-
-
-@pytest.mark.slow
-def test_one_command_gives_accuracy_speed_and_acceptance(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    model = checkpoint("olmoe")
-    arguments = f"pretrained={model},policy=sp_moe,capacity=25%,draft=self:int8,draft_tokens=2"
-    stdout, results = evaluate(arguments, tmp_path, *THREE, model="moecache-spec")
-    assert "draft: self:int8, 2 tokens" in stdout
-    report = results["config"]["moecache"]
-    assert report["draft"]["cutoff"]["used"] <= 3
-    assert 0 <= report["tasks"]["tiny_gsm8k"]["draft_acceptance"] <= 1
-    assert report["policy"]["prefetch"]["name"] == "draft"
 
 
 def test_a_sweep_runs_both_models_and_names_drafts_that_do_not_fit(
