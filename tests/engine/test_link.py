@@ -1,24 +1,18 @@
-"""The virtual link: one transfer at a time, lanes that share it, and FIFO; by hand and by laws."""
+"""The virtual link by hand: one transfer at a time, lanes that share it, and FIFO."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.core.link import begin
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE
 from lm_eval_moecache.engine.virtual.costs import arrivals
-from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.event import PASS_START
-from lm_eval_moecache.records.ledger import Counters, total
 from lm_eval_moecache.trace.future import Future
-from lm_eval_moecache.trace.trace import Trace
 from tests.engine import traces
 from tests.engine.scripted import make_engine, make_geometry, make_hardware
 from tests.engine.traces import decode_trace
@@ -120,65 +114,6 @@ def test_two_reads_are_gate_and_up_together_then_down() -> None:
         assert [*engine.outside._arrivals.values()] == [pytest.approx(arrivals_s)] * 2
 
 
-def replay_lanes(
-    trace: Trace, execute: str = "together", reads: int = 1, eviction: str = "lru", **link: float
-) -> Counters:
-    hardware = replace(traces.HARDWARE, **link)
-    options = {"hardware": hardware, "execute": execute, "reads_per_expert": reads}
-    engine = replay(trace, traces.setting_for(trace, "12kB", {"eviction": eviction}, **options))
-    counters = total(engine.ledger.passes)
-    counters.host_s = engine.ledger.passes[-1].end_s  # the end of the run
-    return counters
-
-
-# A lane gets a quarter of the link, so that four lanes use all of it. Two experts a token.
-ONE: dict[str, Any] = {"link_lane_bytes_per_s": 2.5e6}
-FOUR: dict[str, Any] = {**ONE, "link_lanes": 4}
-
-
-def test_lanes_that_give_nothing_change_nothing_and_management_is_the_computes(
-    trace: Trace,
-) -> None:
-    """One lane in batches is one server: equal counts and, up to rounding, equal times."""
-    plain = replay_lanes(trace)
-    for overhead_s in (1e-30, 1e-6):
-        batched = replay_lanes(trace, load_overhead_s_per_byte=overhead_s)
-        assert (batched.misses, batched.bytes_moved) == (plain.misses, plain.bytes_moved)
-        assert batched.stall_s == pytest.approx(plain.stall_s, rel=1e-6)
-        management_s = overhead_s * plain.bytes_moved
-        assert batched.host_s == pytest.approx(plain.host_s + management_s, rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    "eviction",
-    [
-        name
-        for name in traces.ON_DEMAND_EVICTIONS
-        if not (found := find_algorithm("eviction", name)).is_offline and not found.uses_logits
-    ],
-)
-def test_lanes_show_a_rule_what_a_queue_shows_it(trace: Trace, eviction: str) -> None:
-    """Ghost lists and waves included: the link decides when experts move, never which."""
-    plain, fast = (replay_lanes(trace, eviction=eviction, **link) for link in ({}, FOUR))
-    assert (fast.misses, fast.evictions) == (plain.misses, plain.evictions)
-
-
-def test_lanes_and_the_order_of_execution_move_time_and_no_counts(trace: Trace) -> None:
-    slow, fast = replay_lanes(trace, **ONE), replay_lanes(trace, **FOUR)
-    arriving = replay_lanes(trace, AS_THEY_ARRIVE, **FOUR)
-    assert slow.bytes_moved == fast.bytes_moved == arriving.bytes_moved
-    assert slow.misses == fast.misses == arriving.misses
-    assert slow.stall_s > fast.stall_s > 1.02 * arriving.stall_s > 0
-    assert slow.host_s > fast.host_s > arriving.host_s
-    # Two reads an expert use lanes that one leaves idle.
-    assert replay_lanes(trace, reads=2, **FOUR).stall_s < fast.stall_s
-
-
-def test_an_effective_rate_is_the_nominal_times_its_share(trace: Trace) -> None:
-    half = {"link_bytes_per_s": traces.HARDWARE.link_bytes_per_s / 2}
-    assert replay_lanes(trace, link_efficiency=0.5) == replay_lanes(trace, **half)
-
-
 # --- link=fifo: in order of issue, nothing overtaken, nothing withdrawn ---
 
 
@@ -190,37 +125,14 @@ SECOND_EACH = make_hardware(
 """One second to move an expert of one byte; the only other cost is 0.5 s a layer."""
 
 
-def replay_steps(link: str, experts: list[list[list[int]]], **prefetch: object) -> VirtualEngine:
-    """Serve decode steps of experts [passes, layers, top_k] from a cache that holds them all."""
-    trace = decode_trace(np.array(experts), 8)
-    overrides = {"prefetch": "oracle"} | {f"prefetch.{k}": v for k, v in prefetch.items()}
-    setting = traces.setting_for(trace, "100%", overrides, hardware=SECOND_EACH, link=link)
-    engine = replay(trace, setting, future=Future(trace))
-    engine.check_integrity()
-    return engine
-
-
 def test_a_demand_waits_behind_what_was_asked_for_before_it() -> None:
     """Three layers of one expert, each predicted two layers ahead; a second a transfer.
 
     At 0.5 s layer 0 demands its expert (arrives at 1.5 s) and prefetches those of layers 1 and 2.
     Layer 1, at 2 s, needs its expert, whose transfer started at 1.5 s: it waits until 2.5 s.
     """
+    trace = decode_trace(np.array([[[0], [1], [2]]]), 8)
+    prefetch = {"prefetch": "oracle", "prefetch.horizon": 2}
     for link in ("fifo", "priority"):
-        assert replay_steps(link, [[[0], [1], [2]]], horizon=2).clock.now == pytest.approx(3.5)
-
-
-def test_wrong_prefetches_are_moved_under_fifo_and_withdrawn_under_priority() -> None:
-    experts = [[[0, 1], [2, 3], [4, 5]], [[6, 7], [0, 1], [2, 3]]]
-    fifo, priority = (
-        replay_steps(link, experts, recall=0.5, precision=0.25) for link in ("fifo", "priority")
-    )
-    assert fifo.link.bytes_moved > priority.link.bytes_moved
-    assert fifo.clock.now > priority.clock.now
-
-
-def test_without_prefetches_the_discipline_changes_nothing(trace: Trace) -> None:
-    plain, fifo = (
-        replay(trace, traces.setting_for(trace, "30%", link=link)) for link in ("priority", "fifo")
-    )
-    assert plain.ledger.passes == fifo.ledger.passes
+        setting = traces.setting_for(trace, "100%", prefetch, hardware=SECOND_EACH, link=link)
+        assert replay(trace, setting, future=Future(trace)).clock.now == pytest.approx(3.5)

@@ -83,10 +83,7 @@ def test_compiled_by_numba(machine_code: None) -> None:
         ("specmd", {"eviction": "s3_fifo"}),
         ("specmd", {"eviction": "importance"}),
     ):
-        for capacity in ("2", "30%", "5/layer"):
-            for link in ("priority", "fifo"):
-                fast = assert_equal(trace, setting_for(trace, capacity, axes, policy, link=link))
-                assert fast.loop.is_compiled
+        assert assert_equal(trace, setting_for(trace, "30%", axes, policy)).loop.is_compiled
     assert is_kept(MODULES, "step")
 
 
