@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import pyarrow.parquet
 import pytest
-from pyarrow import compute
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.event import DROPPED, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.future import Future
-from lm_eval_moecache.trace.header import sealed
-from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 from tests.engine.test_loop import figures
 from tests.engine.traces import decode_trace, draw_trace, misses, setting_for
-
-TRACES = Path(__file__).resolve().parents[2] / "traces"
-
 
 DECAYS = (0.6, 0.9, 0.98)
 """Per turn of an expert's own layer: averages over about the last two, ten and fifty tokens."""
@@ -149,16 +141,6 @@ def test_it_is_its_slow_form(prefetch: str, capacity: str, memory: int) -> None:
     parameters = {"prefetch": prefetch, "eviction.memory": memory, "eviction.nearness": memory / 10}
     for link in ("priority", "fifo"):
         assert_as_slow(trace, capacity, link, parameters)
-
-
-def test_it_is_its_slow_form_on_real_routing(tmp_path: Path) -> None:
-    table = pyarrow.parquet.read_table(TRACES / "olmoe-1b-7b.parquet")
-    # A third of its passes: the slow form takes a tenth of a second for three.
-    head = table.filter(compute.field("pass") < 100)
-    metadata = sealed(head.schema.metadata, head.schema, len(head))
-    pyarrow.parquet.write_table(head.replace_schema_metadata(metadata), tmp_path / "t.parquet")
-    trace = load_trace(str(tmp_path / "t.parquet"))
-    assert_as_slow(trace, "6.25%", "priority", {"prefetch": "frequency"})
 
 
 def assert_as_slow(trace: Trace, capacity: str, link: str, parameters: Mapping[str, Any]) -> None:
