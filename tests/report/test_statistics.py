@@ -202,7 +202,6 @@ def test_halls_statistic_by_hand() -> None:
 
 
 SKEWED = {
-    "normal": lambda random, size: random.normal(size=size),
     "exponential": lambda random, size: random.exponential(size=size) - 1,
     "log-normal": lambda random, size: random.lognormal(0, 0.5, size) - math.exp(0.125),
 }
