@@ -151,7 +151,7 @@ def losses_text(found: Mapping[str, Any]) -> str:
         for row in found["no_forecast"]
     ]
     untested = [f"{row['rule']}, {row['kind']} ({row['rows']} rows)" for row in found["untested"]]
-    noise, logit = found["noise_points"], found["logit"]
+    noise = found["noise_points"]
     intro = (
         f"{found['rows']} rows of {found['models']} models, {found['shares']} of them shares of "
         f"right answers; {found['forecast']} are forecast, each without its model (at least three "
@@ -161,9 +161,7 @@ def losses_text(found: Mapping[str, Any]) -> str:
         "range: eight of ten rows of the others, every model counting once; a cell: by model, rule "
         "and kind of task; no better than none: rows that 'no loss' forecasts as well. The median "
         f"of the kind of task alone is as near in {100 * found['constant_as_good']:.0f}% of rows: "
-        "a rule bounds a loss and does not predict it. Student's interval on the "
-        "logit of the share kept, by rule and kind, holds "
-        f"{100 * logit['covered']:.0f}% at a median width of {logit['median_width']:.0f} points. "
+        "a rule bounds a loss and does not predict it. "
         f"Equal configurations of one source differ by {noise:g} points (rms): no forecast is "
         "better than that."
     )

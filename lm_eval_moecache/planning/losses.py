@@ -279,7 +279,6 @@ def judge(rows: Sequence[Loss]) -> dict[str, Any]:
         "shares": len(scored),
         "forecast": len(told),
         "forms": {name: _summary(told, each, nothing) for name, each in misses.items()},
-        "logit": _logit(told, cells[of_rule]),
         "rules": [
             {
                 "rule": rule,
@@ -344,39 +343,6 @@ def _summary(
         "covered_models": mean(mean(each) for each in by_model.values()),
         "median_width": median(each["width"] for each in misses),
     }
-
-
-def _logit(
-    told: Sequence[Loss], cells: Mapping[tuple[str, ...], Sequence[Loss]]
-) -> dict[str, float]:
-    """Return what Student's interval on the logit of the share kept covers, by rule and kind."""
-    from scipy.stats import t
-
-    def logit(row: Loss) -> float:
-        kept = min(max(row.kept, 0.02), 0.98)
-        return math.log(kept / (1 - kept))
-
-    covered, widths = [], []
-    for key in {of_rule(row) for row in told}:
-        for model in {row.model for row in cells[key]}:
-            others: dict[str, list[float]] = {}
-            for row in cells[key]:
-                if row.model != model:
-                    others.setdefault(row.model, []).append(logit(row))
-            count = len(others)
-            if count < LEAST_MODELS:
-                continue
-            centre = median(median(values) for values in others.values())
-            spread = sum(mean((v - centre) ** 2 for v in values) for values in others.values())
-            half = float(t.ppf((1 + LEVEL) / 2, count - 1)) * math.sqrt(
-                spread / (count - 1) * (1 + 1 / count)
-            )
-            for row in cells[key]:
-                if row.model == model:
-                    covered.append(abs(logit(row) - centre) <= half)
-                    ends = [1 / (1 + math.exp(-(centre + sign * half))) for sign in (-1, 1)]
-                    widths.append(100 * row.before * (ends[1] - ends[0]))
-    return {"covered": mean(covered), "median_width": median(widths)}
 
 
 @cache
