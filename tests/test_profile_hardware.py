@@ -119,6 +119,8 @@ def test_a_step_is_taken_apart_by_hand() -> None:
     assert parts.bookkeeping_s == pytest.approx(0.4)
     assert parts.outside_s == 20.0 - 3 * 6.0
     assert parts.wait_s == pytest.approx((5.0 + 3.0) / 2)
+    odd = Step(400.0, (300.0, 7.0), (9.0, 9.0, 9.0), (8.0, 0.0))
+    assert parts_of([CALM], [first, second, odd]).wait_s == 5.0
 
 
 def test_without_waits_a_wait_costs_nothing_and_odd_steps_are_outvoted() -> None:

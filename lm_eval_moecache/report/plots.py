@@ -49,8 +49,6 @@ _UNDATED: dict[str, dict[str, None]] = {
     ".png": {"Software": None},
     ".pdf": {"CreationDate": None},
 }
-PICTURES = tuple(_UNDATED)
-"""Suffixes of the kinds of picture that are written."""
 _MARKERS = "osD^vP*X<>"
 _LETTERS_PER_INCH = 15
 _PANELS = {"figure.constrained_layout.use": True, "font.size": 9}
