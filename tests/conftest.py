@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # Before lm-eval, datasets or transformers are imported; read by the subprocesses of tests, too.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,6 +23,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 # So do bitsandbytes' functions for odd shapes: a C++ compiler would take as long for one.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+# An example that takes long on a busy machine is no fault.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 Checkpoint = Callable[[str], Path]
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None

@@ -44,7 +44,7 @@ def test_sizes_by_layer_are_bytes_by_layer_and_may_lie_in_a_file(tmp_path: Path)
     st.lists(st.lists(st.integers(0, 20), min_size=5, max_size=5), min_size=1, max_size=4),
     st.integers(1, 16),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_solver_finds_the_best_of_all_divisions(rows: list[list[int]], slots: int) -> None:
     assert equal_sizes(3, 8) == [3, 3, 2], "every slot is used"
     curves = -np.sort(-np.array(rows), axis=1)

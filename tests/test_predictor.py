@@ -386,7 +386,7 @@ def drawn() -> tuple[Artifact, nn.Embedding]:
     return artifact_for(DATA_AWARE, GEOMETRY), nn.Embedding(20, 6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_pass_by_pass_it_says_of_each_rows_text_what_its_oracle_does(
     drawn: tuple[Artifact, nn.Embedding], seed: int

@@ -37,7 +37,7 @@ from tests.algorithms import oracles
 
 GEOMETRY = make_geometry(num_layers=1, num_experts=5, top_k=3)
 WIDE = make_geometry(num_layers=2, num_experts=8, top_k=3)
-LIGHT = settings(max_examples=60, deadline=None, derandomize=True)
+LIGHT = settings(max_examples=60, derandomize=True)
 # M(0, .) is 4 with expert 3, 3 with 2, 2 with 1, 1 with 4; the other rows follow by symmetry.
 M = np.array(
     [[0, 2, 3, 4, 1], [2, 0, 1, 1, 1], [3, 1, 0, 1, 1], [4, 1, 1, 0, 1], [1, 1, 1, 1, 0]],

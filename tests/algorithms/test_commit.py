@@ -18,7 +18,7 @@ from lm_eval_moecache.testing.streams import make_event, make_geometry, policy_o
 from tests.algorithms import oracles
 
 GEOMETRY = make_geometry(num_layers=2, num_experts=6, top_k=4)
-LIGHT = settings(max_examples=60, deadline=None, derandomize=True)
+LIGHT = settings(max_examples=60, derandomize=True)
 LOGITS = st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=6, max_size=6, unique=True)
 
 

@@ -144,7 +144,7 @@ def wishes(name: str, event: Event, token: int, t1: float, t2: float, h: int) ->
 NUMBER = st.floats(-3, 3).map(lambda x: round(x, 2))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     name=st.sampled_from(["fetch_priority", "cascade", "drop_cascade"]),
     logits=st.lists(st.lists(NUMBER, min_size=6, max_size=6), min_size=1, max_size=3),

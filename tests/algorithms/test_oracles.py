@@ -52,7 +52,7 @@ READINGS: list[tuple[str, dict[str, Any]]] = [
     ("hysteresis", {"half_life": 2}),
     ("least_stale", {"protect": "none", "order": "fifo"}),
 ]
-LIGHT = settings(max_examples=25, deadline=None, derandomize=True)
+LIGHT = settings(max_examples=25, derandomize=True)
 
 
 class Witness(Pool):

@@ -195,7 +195,7 @@ def test_fifo_has_beladys_anomaly_where_lru_has_not(name: str, expected: list[in
 FORMS = ("1/layer", "2/layer", "4/layer", "3", "5", "30%", "70%", "7B")
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 10_000),
     sizes=st.sampled_from([(1, 1), (1, 1, 1), (1, 2), (3, 1, 2)]),

@@ -106,7 +106,7 @@ def events(num_layers: int, num_experts: int, top_k: int) -> Any:
     return st.lists(pass_keys, min_size=1, max_size=6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(passes=events(3, 4, 4), capacity=st.sampled_from([1, 2, 4, 7, 12, "2/layer"]))
 def test_without_prefetching_every_count_is_the_virtual_clocks(
     passes: list[list[list[int]]], capacity: object
@@ -123,7 +123,7 @@ def test_without_prefetching_every_count_is_the_virtual_clocks(
     assert wall.pools[0].resident.keys() == virtual.pools[0].resident.keys()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     passes=events(3, 4, 3),
     script=st.dictionaries(

@@ -30,7 +30,7 @@ def batches(draw: st.DrawFn) -> Batch:
     return Batch(lengths, draw(st.lists(step, max_size=4)), draw(st.integers(0, 3)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     batch=batches(),
     # GPT-OSS's gate rounds by position, mixtral's products of few rows by the number of rows.

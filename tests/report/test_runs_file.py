@@ -37,7 +37,7 @@ TREES = st.recursive(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.dictionaries(st.text(min_size=1), st.dictionaries(st.text(), TREES), min_size=1, max_size=3)
 )

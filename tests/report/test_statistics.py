@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lm_eval_moecache.report.statistics import (
@@ -38,7 +38,6 @@ def slow_sign_flip(losses: list[float]) -> float:
     return sum(s >= sum(integers) for s in sums) / len(sums)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 60), st.integers(0, 60))
 def test_the_sign_test_is_the_binomial_test(better: int, worse: int) -> None:
     changed = better + worse
@@ -59,7 +58,6 @@ def test_what_is_no_count_chance_or_loss_is_refused(test: Any, given: Any, said:
         test(*given)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(-9, 9).map(lambda n: n / 8), max_size=9))
 def test_the_sign_flip_test_looks_at_every_pattern(losses: list[float]) -> None:
     assert sign_flip_test(losses) == pytest.approx(slow_sign_flip(losses), abs=1e-12)
@@ -75,7 +73,6 @@ def test_many_samples_are_drawn_and_repeat() -> None:
     assert sign_flip_test([1.0] * 100) == 1 / 20_001
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), max_size=12))
 def test_holm_is_the_step_down_rule(p_values: list[float]) -> None:
     """The rule as Holm states it: the smallest against alpha/m, the next against alpha/(m-1) ..."""
@@ -101,7 +98,6 @@ def test_tarones_rule_by_hand() -> None:
     assert tarone([0.0] * 5, 0.05) == [True] * 5
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=3))
 def test_tarone_and_holm_keep_the_error_rate_exactly(changed: list[int]) -> None:
     """Over all outcomes of fair coins the chance of any rejection is at most alpha."""

@@ -55,7 +55,7 @@ def test_training_record_names_the_command_and_has_every_step(
     assert steps == list(range(first, record["steps"]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text())
 def test_any_text_round_trips_through_the_tokenizer(text: str) -> None:
     for token in (TOKENIZER.eos_token, TOKENIZER.pad_token):

@@ -40,7 +40,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return traces.record(folder, listed=served.ledger.requests)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(rows=st.integers(1, 120))
 def test_parts_are_whole_passes_and_together_the_trace(recorded: Path, rows: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

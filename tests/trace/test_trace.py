@@ -23,9 +23,7 @@ from lm_eval_moecache.trace.recorder import TraceWriter, check_folder
 from lm_eval_moecache.trace.trace import Columns, Trace
 from tests.engine import traces
 
-FAST = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FAST = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")
