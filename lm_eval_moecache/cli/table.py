@@ -18,8 +18,8 @@ from lm_eval_moecache.report import every_eval_ever
 from lm_eval_moecache.report.runs.columns import selected
 from lm_eval_moecache.report.runs.files import PACKED, RUNS, load_runs
 from lm_eval_moecache.report.tables import FORMS
-from lm_eval_moecache.report.tables.differences import differences, lost_points
 from lm_eval_moecache.report.tables.leaderboard import Table, distinct, leaderboard
+from lm_eval_moecache.report.tables.lost import lost_points
 from lm_eval_moecache.report.tables.text import rows_as_markdown
 from lm_eval_moecache.report.tables.views import view_table
 
@@ -35,9 +35,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     text += f"JSON a line (with --write: DIR/{every_eval_ever.NAME}/UUID.json, a file a run)"
     forms = [*sorted(FORMS), every_eval_ever.NAME]
     parser.add_argument("--format", choices=forms, help=text)
-    text = "a run or policy: after the table, each figure's difference to it with a 95%% interval, "
-    text += "over the same documents, and p-values corrected for their number (Holm)"
-    parser.add_argument("--baseline", type=str | None, help=text)
     text = "comma-separated; ttft_ms.* is mean, p50, p90 and p99; default: the columns that vary"
     parser.add_argument("--columns", type=str | None, help=text)
     text = "comma-separated columns, best first; NAME:asc or NAME:desc forces an order; "
@@ -59,13 +56,11 @@ def run(arguments: Namespace) -> int:
     choices = columns, sort, arguments.title
     if not arguments.dir:
         raise ValueError("DIR='' is no path. Allowed: a folder of results, `.` for this one.")
-    if arguments.baseline is not None and (arguments.write or arguments.each or form == "csv"):
-        raise ValueError("--baseline goes with neither --write nor --each, nor with --format=csv.")
     if form == every_eval_ever.NAME:
-        if any(choices) or arguments.each or arguments.baseline is not None:
+        if any(choices) or arguments.each:
             raise ValueError(
                 f"--format={form} takes every run with all its figures: it goes with no "
-                "--columns, --sort, --title, --each or --baseline."
+                "--columns, --sort, --title or --each."
             )
         return _exchange(folder, arguments.write)
     if arguments.each:
@@ -83,9 +78,7 @@ def run(arguments: Namespace) -> int:
         for place, column in enumerate(tables[0].columns if choices[0] else ()):
             if all(row[place].raw is None for row in tables[0].rows):
                 sys.stderr.write(f"moecache: no run here has {column.name}: its column is empty.\n")
-        if arguments.baseline is not None:
-            tables.append(differences(load_runs(folder), arguments.baseline, columns))
-        elif form != "csv" and not any(choices) and (lost := lost_points(load_runs(folder))):
+        if form != "csv" and not any(choices) and (lost := lost_points(load_runs(folder))):
             tables.append(lost)
         sys.stdout.write(FORMS[form or "md"](tables))
     return 0

@@ -189,9 +189,7 @@ def test_files_of_one_run_each_are_written_anew_in_the_same_place(
     assert moecache("table", folder, FORMAT, "--write").split() == first
 
 
-@pytest.mark.parametrize(
-    "option", ["--columns=policy", "--sort=policy", "--title=x", "--baseline=a", "--each"]
-)
+@pytest.mark.parametrize("option", ["--columns=policy", "--sort=policy", "--title=x", "--each"])
 def test_what_shapes_a_table_is_refused(option: str, tmp_path: Path, moecache: Moecache) -> None:
     folder = write(tmp_path, made())
     assert option.partition("=")[0] in moecache("table", folder, FORMAT, option, code=2)

@@ -21,12 +21,11 @@ from hypothesis import strategies as st
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.report.statistics import (
-    answers_interval,
     documents_needed,
     other_documents_interval,
 )
-from lm_eval_moecache.report.tables.differences import lost_points
 from lm_eval_moecache.report.tables.leaderboard import leaderboard
+from lm_eval_moecache.report.tables.lost import lost_points
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
 
@@ -509,27 +508,6 @@ def test_each_writes_every_sweeps_table_and_the_leaderboard_over_them(
     table(tmp_path, "--each", code=2)
     (tmp_path / "table.yaml").write_text("{colums: [policy]}")
     assert "Did you mean 'columns'" in table(tmp_path, code=2)
-
-
-def test_differences_to_a_baseline_have_intervals_and_corrected_p_values(
-    tmp_path: Path, moecache: Moecache
-) -> None:
-    """By hand: 8 of 10 lost, none won: two-sided p = 2 / 256, twice that for two rows."""
-    answers = {"base": (1.0,) * 10, "bad": (1.0, 1.0) + (0.0,) * 8, "like": (1.0,) * 9 + (0.0,)}
-    runs = [record(name, policy=name, answers=a) for name, a in answers.items()]
-    folder = write(tmp_path, *runs)
-    columns = "--columns=policy,quiz"
-    text = moecache("table", folder, columns, "--baseline=base").partition("## Differences")[2]
-    low, high = answers_interval(0, 8, 10)
-    assert (
-        f"| bad | bad | 25% | quiz acc | -0.8000 | {low:.4f} | {high:.4f} | 10 | 0.0156 |" in text
-    )
-    assert "| like | like | 25% | quiz acc | -0.1000 |" in text and text.count("1.0000 |") == 1
-    message = moecache("table", folder, columns, "--baseline=bsae", code=2)
-    assert "Did you mean 'base'" in message
-    write(tmp_path, record("other", policy="base", capacity="5%"))
-    assert "names 2 runs" not in moecache("table", folder, columns, "--baseline=base")
-    assert "--write" in moecache("table", folder, "--write", "--baseline=base", code=2)
 
 
 def test_a_column_that_is_0_in_all_rows_is_left_out(tmp_path: Path, table: Table) -> None:

@@ -1,0 +1,79 @@
+"""What a leaderboard's lossy runs lose against the lossless run of the same documents.
+
+Paired by document, and only among runs of one identity: another identity's difference is not the
+run's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lm_eval_moecache.report.runs.columns import Column, Value, setting
+from lm_eval_moecache.report.runs.run import Run, identity
+from lm_eval_moecache.report.statistics import documents_needed, other_documents_interval
+from lm_eval_moecache.report.tables.front import is_lossless
+from lm_eval_moecache.report.tables.leaderboard import Table
+
+_NAMES = ("run", "policy", "capacity")
+DOCUMENTS = 1_000
+POINTS = (1, 3)
+_COUNTS = ("documents", "won", "lost")
+_ON = ("points_lost", "low", "high")
+
+
+def lost_points(runs: Sequence[Run]) -> Table | None:
+    """Return a row per lossy run and task: points lost, on its documents and on 1,000 others.
+
+    Right and wrong answers against those of a lossless run of the same documents and identity; None
+    where no lossy run has one. The interval is of the difference that other documents of the kind
+    would show (95%); the last columns are the documents that tell 1 and 3 points in four of five
+    cases, at one-sided 5%, where answers change as often as here.
+    """
+    exact = [run for run in runs if is_lossless(run)]
+    body = []
+    for run in runs:
+        if is_lossless(run):
+            continue
+        for task in run.scored:
+            answers = _answers(run, task)
+            bases = (_answers(other, task) for other in exact if identity(other) == identity(run))
+            base = next((old for old in bases if old.keys() == answers.keys()), None)
+            if not answers or base is None:
+                continue
+            won = sum(answers[doc] > old for doc, old in base.items())
+            lost = sum(answers[doc] < old for doc, old in base.items())
+            low, high = other_documents_interval(won, lost, len(base), DOCUMENTS)
+            changed = (won + lost) / len(base)
+            body.append(
+                (
+                    *(setting(run, name) for name in _NAMES),
+                    Value(task),
+                    *map(Value, (len(base), won, lost)),
+                    *(Value(100 * each) for each in ((lost - won) / len(base), -high, -low)),
+                    *(Value(documents_needed(points / 100, changed)) for points in POINTS),
+                )
+            )
+    if not body:
+        return None
+    heads = [Column(name, name.capitalize()) for name in (*_NAMES, "task")]
+    heads += [Column(name, name.capitalize(), 0, is_number=True) for name in _COUNTS]
+    headings = ("Points lost", f"95% low on {DOCUMENTS:,}", "95% high")
+    heads += [
+        Column(name, heading, 1, is_number=True)
+        for name, heading in zip(_ON, headings, strict=True)
+    ]
+    heads += [
+        Column(f"documents_for_{points}", f"To tell {points}: documents", 0, is_number=True)
+        for points in POINTS
+    ]
+    return Table("Points lost against the lossless run", tuple(heads), tuple(body))
+
+
+def _answers(run: Run, task: str) -> dict[str, float]:
+    """Return document -> right (1) or wrong (0); empty for scores of another kind."""
+    score = run.score(task)
+    answers = run.samples.get(task, {}).get(score.key, {}) if score else {}
+    is_right = all(value in (0, 1) for value in answers.values() if not isinstance(value, list))
+    if not is_right or any(isinstance(value, list) for value in answers.values()):
+        return {}
+    return dict(answers)
