@@ -136,6 +136,8 @@ def resolve(
                 plan.demands, change = resolution.fetch, resolution.selection
                 if change is not None:
                     moved = (change.experts != looked_up.experts) & (looked_up.experts != DROPPED)
+                    if change.keep is not None:
+                        moved &= change.keep
                     substituted = int(moved.sum())
                     first = plan.selection
                     plan.selection = change if first is None else change.after(first)

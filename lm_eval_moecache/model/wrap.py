@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,6 +95,9 @@ class RouterCall(NamedTuple):
     """The same by the layers' own gates, as far ahead as a recording wants them."""
 
 
+_NONE: Mapping[int, Tensor] = MappingProxyType({})
+
+
 class HostCall(NamedTuple):
     """A router's call on the host, for the tokens that some request is waiting for."""
 
@@ -146,7 +150,7 @@ class WrappedModel:
         self.passes_before: Callable[[], int] = lambda: 0
         """Returns how many passes other engines have served before this one's."""
         self.by_row = ByRow()
-        self._signature = inspect.signature(model.forward)
+        self._names = tuple(inspect.signature(model.forward).parameters)
         self._is_exact = model.device.type == "cpu" and model.dtype == torch.float32
         """Whether each row gets the bits that it gets alone (`model.by_row`)."""
         attention = model.config.get_text_config()._attn_implementation
@@ -174,6 +178,8 @@ class WrappedModel:
         self._phase = PREFILL
         self._record: PassRecord | None = None
         """The pass in progress."""
+        self._is_whole = False
+        """Whether this pass is of one token, and begun, served and ended at its end."""
         self._waits = False
         """Whether this pass's events are deferred to its end, since no computation depends on
         them: they then come to the host together."""
@@ -191,7 +197,8 @@ class WrappedModel:
         self._wants_weights = engine.wants_weights or rules.is_lossy
         self._wants_logits = engine.wants_logits
         # An unsorted choice is sorted by its weights.
-        self._reads_weights = self._wants_weights or not self._is_sorted.all()
+        self._sorts = bool(self._is_sorted.all())
+        self._reads_weights = self._wants_weights or not self._sorts
         self._pass_predictor = pass_predictor_of(rules.prefetch, model.get_input_embeddings())
         self._before = model.get_experts_implementation()
         if store is None:
@@ -232,8 +239,7 @@ class WrappedModel:
         self._num_tokens = 0
         if args:
             # However a pass is called, its arguments are found by their names.
-            kwargs = {**self._signature.bind_partial(*args, **kwargs).arguments}
-            kwargs |= kwargs.pop("kwargs", {})
+            kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs}
         input_ids: Tensor | None = kwargs.get("input_ids")
         if input_ids is None:
             input_ids = self._shape_of(kwargs.get("inputs_embeds"))
@@ -257,15 +263,23 @@ class WrappedModel:
         padding = None if self._valid is None else ~self._valid
         self._divide(input_ids, mask, past_length)
         self._store.begin_pass(decoding=phase == DECODE, padding=padding)
-        self._phase = phase
+        self._phase, self._together = phase, None
         self._calls.clear()
         if self.rows is not None:
             self._begin_rows(input_ids, mask, past_length)
             return
         self._scanning = self.scan_scoring and phase == PREFILL
-        index = self.passes_before() + len(engine.ledger.passes)
+        # A recorder reads hidden states, which are not kept until the end of the pass.
+        self._waits = engine.can_defer and not self._scanning and recorder is None
+        self._weighed = self._scanning or recorder is not None
+        self._weighed |= self._num_tokens > 1 or self._valid is not None
         if self.reads_first is not None:
             self.reads_first(input_ids, past_length, phase)
+        self._is_whole = self._waits and not self._weighed and not engine.wants_positions
+        self._is_whole &= self._pass_predictor is None
+        if self._is_whole:
+            return
+        index = self.passes_before() + len(engine.ledger.passes)
         if self._scanning:
             # Each token of a scan has its own pass; this one counts nothing.
             engine.begin_scan(self._num_tokens)
@@ -279,10 +293,8 @@ class WrappedModel:
             if self._pass_predictor is not None:
                 predicted = self._pass_predictor.begin_pass(input_ids, past_length, self._valid)
             self._record = engine.begin_pass(phase, self._num_tokens, predicted, positions)
-        # A recorder reads hidden states, which are not kept until the end of the pass.
-        self._waits = engine.can_defer and not self._scanning and recorder is None
-        self._weighed = self._scanning or recorder is not None
-        self._weighed |= self._num_tokens > 1 or self._valid is not None
+        if together and phase == DECODE and not self._waits:
+            self._serve_together([engine])
         if recorder is not None:
             pass_fields = index, phase, input_ids, mask, past_length, self._valid
             recorder.begin_pass(*pass_fields, is_scan=self._scanning)
@@ -346,12 +358,14 @@ class WrappedModel:
             if self.recorder is not None:
                 assert part.positions is not None
                 part.row.noted.append(NotedPass(self._phase, part.positions, []))
-        self._together = None
         is_token = self._phase == DECODE and self._num_tokens == len(self._parts)
-        if is_token and self.recorder is None and not self._waits:
-            engines: list[Any] = [part.row.engine for part in self._parts]
-            if can_serve(engines):
-                self._together = Together(engines)
+        if is_token and not self._waits:
+            self._serve_together([part.row.engine for part in self._parts])
+
+    def _serve_together(self, engines: list[Any]) -> None:
+        """Have the layers of a decode step served for all rows at once, where that goes."""
+        if self.recorder is None and can_serve(engines):
+            self._together = Together(engines)
 
     def _valid_tokens(self, input_ids: Tensor, mask: Tensor | None, phase: str) -> BoolArray | None:
         """Mark the tokens of a batch that a request is waiting for: padding needs no experts."""
@@ -380,6 +394,11 @@ class WrappedModel:
             self._end_rows(calls)
         elif self._scanning:
             engine.end_scan()
+        elif self._together is not None:
+            self._together.end()
+            engine.end_pass()
+        elif self._is_whole:
+            engine.serve_decoded(self._token_passes(calls, 1) if calls else ())
         else:
             # Deferred events are served in order.
             if self._num_tokens > 1 or self._valid is not None:
@@ -441,7 +460,7 @@ class WrappedModel:
             if self._waits:
                 self._calls.append(call)
                 return None
-            if self.rows is not None:
+            if self.rows is not None or self._together is not None:
                 return self._run_rows(layer, output, self._on_host(call))
             if not self._scanning:
                 engine.enter(layer, self._num_tokens)
@@ -500,19 +519,18 @@ class WrappedModel:
         """Return what a call's event needs, with later layers predicted from the call's input."""
         reach = 0 if self.rows is None or self.recorder is None else self.recorder.reach
         own = self._depth if self._predictor is None else 0
-        last = min(layer + max(reach, own), len(self._layers) - 1)
-        noted = {
-            ahead: self._layers[ahead].gate.predict(hidden) for ahead in range(layer + 1, last + 1)
-        }
-        predicted = {ahead: logits for ahead, logits in noted.items() if ahead <= layer + own}
+        noted, predicted = _NONE, _NONE
+        if reach or own:
+            ahead = range(layer + 1, min(layer + max(reach, own), len(self._layers) - 1) + 1)
+            noted = {target: self._layers[target].gate.predict(hidden) for target in ahead}
+            predicted = {target: noted[target] for target in ahead[:own]}
         if self._predictor is not None:
             target = target_of(layer, len(self._layers), self._phase)
-            if target is not None:
-                predicted[target] = self._predictor(layer, hidden)
+            predicted = {} if target is None else {target: self._predictor(layer, hidden)}
         if not reach:
-            noted = {}
+            noted = _NONE
         wants_weights = self._weighed or self._reads_weights
-        wants_logits = self._wants_logits or bool(reach)
+        wants_logits = self._wants_logits or reach > 0
         if not (wants_weights or wants_logits):
             return RouterCall(layer, output[2], None, None, predicted, noted)
         choice = self._layers[layer].gate.read(output)
@@ -536,8 +554,9 @@ class WrappedModel:
         experts = next(arrays).astype(np.int64, copy=keeps)
         weights = None
         if call.weights is not None:
-            is_sorted = self._is_sorted[call.layer]
-            experts, weights = _in_order(experts, next(arrays).copy(), is_sorted)
+            weights = next(arrays).copy()
+            if not self._sorts:
+                experts, weights = _in_order(experts, weights, self._is_sorted[call.layer])
         logits = None if call.logits is None else next(arrays)
         predicted = {target: next(arrays) for target in call.predicted}
         noted = {target: next(arrays) for target in call.noted}
@@ -589,7 +608,9 @@ class WrappedModel:
         arrays = [array.reshape(-1, rows, array.shape[-1]) for array in copy_to_host(tensors, None)]
         experts, weights = arrays[0].astype(np.int64, copy=rows > 1), None
         if call_weights:
-            experts, weights = _in_order(experts, arrays[1], self._is_sorted[:, None])
+            weights = arrays[1]
+            if not self._sorts:
+                experts, weights = _in_order(experts, weights, self._is_sorted[:, None])
         keys = experts + self._first_keys[:num_layers, None]
         wants_weights = self._wants_weights and weights is not None
         return [
@@ -635,9 +656,7 @@ def _stacked(tensors: Sequence[Tensor], rows: int) -> Tensor:
 
 
 def _in_order(experts: Any, weights: Any, is_sorted: Any) -> tuple[Any, Any]:
-    """Sort each token's experts [T, K] heaviest first, where the router has not done so."""
-    if np.all(is_sorted):
-        return experts, weights
+    """Sort each token's experts [T, K] heaviest first, where a router has not done so."""
     order = np.argsort(-weights, axis=-1, kind="stable")
     order = np.where(is_sorted, np.arange(weights.shape[-1]), order)
     return np.take_along_axis(experts, order, -1), np.take_along_axis(weights, order, -1)

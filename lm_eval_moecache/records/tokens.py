@@ -13,6 +13,8 @@ import numpy as np
 from lm_eval_moecache.records.arrays import BoolArray, DoubleArray, FloatArray, IntArray, each_token
 from lm_eval_moecache.records.event import DROPPED, Event, resident_mask
 
+NO_STATE: DoubleArray = np.zeros((0, 0))
+
 
 class Tokens(NamedTuple):
     """The router's choice for some tokens, and where the experts of the layer are for each."""

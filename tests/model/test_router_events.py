@@ -87,12 +87,11 @@ def test_a_pass_that_breaks_off_leaves_no_event_behind(monkeypatch: pytest.Monke
 
         patch.setattr(model.lm_head, "forward", out_of_memory)
         model(torch.tensor([[5]]))
-    broken = engine.ledger.passes[-1]
+    assert len(engine.ledger.passes) == 3
     decode(model, 2)
     wrapped.unwrap()
     engine.check_integrity()
-    assert broken.requests == 0
-    assert [p.requests > 0 for p in engine.ledger.passes] == [True] * 3 + [False] + [True] * 3
+    assert [p.requests > 0 for p in engine.ledger.passes] == [True] * 6
 
 
 BENT = ("gemma4_text", "zaya", "deepseek_v4")

@@ -97,7 +97,8 @@ def take_best(ranked: IntArray, cost: FloatArray | IntArray, count: int) -> IntA
 
 def unless_same(event: Event | Tokens, experts: IntArray) -> Selection | None:
     """Return the selection, or None if it is the router's own for every token."""
-    return None if (experts == event.experts).all() else Selection(experts)
+    is_same = np.logical_and.reduce(experts == event.experts, axis=None)
+    return None if is_same else Selection(experts)
 
 
 AlwaysKept = Annotated[

@@ -59,23 +59,23 @@ class CachePrior(RoutingOverRows):
 
     def choose(self, tokens: Tokens) -> Selection | None:
         ranked = ranking(tokens)
-        by_rank = -np.sort(-tokens.logits, axis=-1)
+        by_rank = np.sort(-tokens.logits, axis=-1)  # -z, and so the cost -z'
         boosted = tokens.resident[each_token(ranked), ranked]
         boosted[:, : self.top_j] = True
-        modified = by_rank + self._prior(tokens) * boosted
-        return unless_same(tokens, take_best(ranked, -modified, self.geometry.top_k))
+        cost = by_rank - self._prior(tokens, by_rank) * boosted
+        return unless_same(tokens, take_best(ranked, cost, self.geometry.top_k))
 
-    def _prior(self, tokens: Tokens) -> FloatArray:
+    def _prior(self, tokens: Tokens, by_rank: FloatArray) -> FloatArray:
         """Return lambda * Delta_avg, these tokens included: one, or one each [tokens, 1]."""
         if self._calibrated:
             return np.array(self.lambda_ * self._calibrated[tokens.layer], np.float32)
-        logits = tokens.logits
-        own = logits.mean(-1) if self.delta == "mean" else logits.max(-1) - logits.min(-1)
+        is_mean = self.delta == "mean"
+        own = tokens.logits.mean(-1) if is_mean else by_rank[:, -1] - by_rank[:, 0]
         if self.delta == "token":
             prior = self.lambda_ * own.astype(np.float64)
             return np.asarray(prior, np.float32)[:, None]
         state, (_, per_row) = tokens.state, tokens.by_row
-        state[:, 0] += own.reshape(tokens.by_row).sum(axis=-1, dtype=np.float64)
+        state[:, 0] += np.add.reduce(own.reshape(tokens.by_row), axis=-1, dtype=np.float64)
         state[:, 1] += per_row
         average = self.lambda_ * (state[:, 0] / state[:, 1])
         return np.asarray(average, np.float32).repeat(per_row)[:, None]

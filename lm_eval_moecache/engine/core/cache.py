@@ -8,19 +8,16 @@ from lm_eval_moecache.algorithms.features import Rank, find_lowest, note_evictio
 from lm_eval_moecache.engine.core.state import IN_PYTHON, State
 from lm_eval_moecache.records.jit import Array
 
-RESIDENT, PENDING = 1, 2
 
-
-def find(state: State, layer: int, found: Array) -> None:
-    """Write where a layer's experts are: `RESIDENT`, `PENDING` (prefetched) or 0."""
+def find(state: State, layer: int, resident: Array, absent: Array, awaits: int) -> None:
+    """Write which of a layer's experts are resident, and which are neither that nor awaited."""
     base = layer * state.now[0].num_experts
     for expert in range(state.now[0].num_experts):
-        slot = state.slots[base + expert]
-        found[expert] = 0
-        if state.experts[base + expert].resident:
-            found[expert] = RESIDENT
-        elif slot.arriving or slot.due >= 0:
-            found[expert] = PENDING
+        slot, is_awaited = state.slots[base + expert], False
+        if awaits:
+            is_awaited = slot.arriving > 0 or slot.due >= 0
+        resident[expert] = state.experts[base + expert].resident
+        absent[expert] = resident[expert] == 0 and not is_awaited
 
 
 def pin(state: State, keys: Array, start: int, stop: int, layer: int) -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lm_eval_moecache.algorithms.features import Rank, note_pass
-from lm_eval_moecache.engine.core.cache import EVENT, PASS, find, reset, tell
+from lm_eval_moecache.engine.core.cache import EVENT, PASS, reset, tell
 from lm_eval_moecache.engine.core.event import close_event, demand, enter, look_up
 from lm_eval_moecache.engine.core.link import flush
+from lm_eval_moecache.engine.core.rows import Rows, serve_row, tables_at
 from lm_eval_moecache.engine.core.state import (
     IN_PYTHON,
     BatchEvent,
@@ -18,10 +19,10 @@ from lm_eval_moecache.engine.core.state import (
     State,
     event_of,
 )
-from lm_eval_moecache.records.jit import Array, Table, by_reference, table_at
+from lm_eval_moecache.records.jit import Array, Table, by_reference
 from lm_eval_moecache.records.ledger import Counters
 
-SETTLE, RESET, BEGIN, ENTER, LOOK_UP, DEMAND, CLOSE, FIND = 1, 2, 4, 8, 16, 32, 64, 128
+SETTLE, RESET, BEGIN, ENTER, LOOK_UP, DEMAND, CLOSE = 1, 2, 4, 8, 16, 32, 64
 """What `step` does with an event, in this order."""
 
 PASSES = 0
@@ -40,21 +41,8 @@ class Task(NamedTuple):
     """By place in the array of demands."""
 
 
-class Rows(NamedTuple):
-    """Several runs of one setting, whose event r of a batch is in run r."""
-
-    places: Array
-    """Addresses of each run's tables and counts: [rows, tables + 1]."""
-    numbers: Array
-    """Number of each event in its run."""
-    bounds: Array
-    """Run r demands the keys `bounds[r]` to `bounds[r + 1]` of the task's array."""
-    found: Array
-    """Where `FIND` writes: [rows, experts]."""
-
-
 def step(state: State, rank: Rank, batch: PassBatch, counts: Table, task: Task, rows: Rows) -> int:
-    """Do a task on a batch or its first event, or on an event of each row if there are any.
+    """Do a task on a batch or its first event, or on the events of each row if there are any.
 
     Compiled code is entered by it. Where there are rows, their tables are like those of `state`.
     """
@@ -64,31 +52,8 @@ def step(state: State, rank: Rank, batch: PassBatch, counts: Table, task: Task, 
         return act(by_reference(state), rank, event, counts, what, task.demands, task.levels)
     for row in range(len(rows.numbers)):
         own, count = tables_at(state, counts, rows.places[row])
-        event = event_of(events, row, rows.numbers[row], layer)
-        demands = Keys(task.demands.keys, rows.bounds[row], rows.bounds[row + 1])
-        act(by_reference(own), rank, event, count, what, demands, task.levels)
-        if what & FIND:
-            find(own, layer, rows.found[row])
+        serve_row(by_reference(own), rank, events, count, what, layer, by_reference(rows), row)
     return 0
-
-
-def tables_at(like: State, counts: Table, places: Array) -> tuple[State, Table]:
-    """Return the tables and counts at these addresses, of types and sizes like those given."""
-    state = State(
-        table_at(like.experts, places[0]),
-        table_at(like.layers, places[1]),
-        table_at(like.now, places[2]),
-        table_at(like.forecasts, places[3]),
-        table_at(like.slots, places[4]),
-        table_at(like.levels, places[5]),
-        table_at(like.layer_states, places[6]),
-        table_at(like.queues, places[7]),
-        table_at(like.caches, places[8]),
-        table_at(like.run, places[9]),
-        like.messages,
-        like.outside,
-    )
-    return state, table_at(counts, places[10])
 
 
 def act(

@@ -152,7 +152,7 @@ class VirtualEngine(Engine):
         self._dense_s, self._num_tokens = 0.0, 0
         """The dense part of the layer entered, and its tokens."""
         self._rows = np.arange(charged.num_layers + 1)
-        self._seconds_of: dict[tuple[int, str], Array] = {}
+        self._seconds_of: dict[str, Array] = {}
         self._fill()
         self._before = self._totals()
 
@@ -362,11 +362,7 @@ class VirtualEngine(Engine):
             experts = keys % self.geometry.num_experts
             given = [each.weights.ravel() for each in token_passes if each.weights is not None]
             weights = np.concatenate(given)
-        seconds = []
-        for each in token_passes:
-            if (kind := (1, each.phase)) not in self._seconds_of:
-                self._seconds_of[kind] = self.seconds(*kind)
-            seconds.append(self._seconds_of[kind])
+        seconds = [self.seconds_of(each.phase) for each in token_passes]
         dense_s, predict_s = seconds[0] if num_passes == 1 else np.concatenate(seconds, axis=1)
         if self.attention_s:
             dense_s = dense_s + self.attention_s
@@ -394,13 +390,14 @@ class VirtualEngine(Engine):
         prefetch = self.rules.prefetch
         if not prefetch.is_active:
             return NOTHING_PROPOSED
-        each = token_passes[0]
-        if each.predicted is not None:
+        merged = token_passes[0]
+        if merged.predicted is not None:
             # Passes of one batch predict the same layers at each of theirs.
-            merged = each._replace(
-                targets=[layer for one in token_passes for layer in one.targets],
-                predicted=np.concatenate([one.predicted for one in token_passes]),
-            )
+            if len(token_passes) > 1:
+                merged = merged._replace(
+                    targets=[layer for one in token_passes for layer in one.targets],
+                    predicted=np.concatenate([one.predicted for one in token_passes]),
+                )
             found = self._proposed_at(merged)
             if found is not None:
                 return found
@@ -419,6 +416,12 @@ class VirtualEngine(Engine):
         """
         self.outside.events = events
         return self.loop.serve_passes(batch)
+
+    def seconds_of(self, phase: str) -> Array:
+        """Return `seconds` of a pass of one token."""
+        if phase not in self._seconds_of:
+            self._seconds_of[phase] = self.seconds(1, phase)
+        return self._seconds_of[phase]
 
     def seconds(self, tokens: int, phase: str) -> Array:
         """Return the seconds of each layer's dense part and of its predictions: [2, layers]."""

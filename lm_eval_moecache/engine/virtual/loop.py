@@ -50,7 +50,8 @@ _KINDS = (
 NOTHING, NO_WEIGHTS = np.zeros(0, np.int64), np.zeros(0, np.float64)
 NOTHING_PROPOSED = NOTHING, np.zeros(1, np.int64)
 NO_KEYS = core.Keys(NOTHING, 0, 0)
-NO_ROWS = core.Rows(np.zeros((0, 0), np.int64), NOTHING, NOTHING, np.zeros((0, 0), np.uint8))
+_NO_FLAGS = np.zeros((0, 0), np.uint8)
+NO_ROWS = core.Rows(np.zeros((0, 0), np.int64), NOTHING, NOTHING, _NO_FLAGS, _NO_FLAGS, 0)
 COUNTS_TYPE = dtype_of(core.PassCounts)
 COUNTS = COUNTS_TYPE.names
 MODULES = features, *core.MODULES
@@ -205,12 +206,9 @@ class Loop:
             self._engine.outside.end_machine_code()
         return absent
 
-    def step_rows(
-        self, batch: core.PassBatch, what: int, layer: int, demands: Array, rows: core.Rows
-    ) -> None:
-        """Do a step of an event of each of several engines alike (see `core.step`)."""
-        keys = core.Keys(demands, 0, 0)
-        task = core.Task(what, 0, layer, keys, np.zeros(len(demands), np.int64))
+    def step_rows(self, batch: core.PassBatch, what: int, layer: int, rows: core.Rows) -> None:
+        """Serve a layer of several engines alike (see `core.serve_row`), in machine code."""
+        task = core.Task(what, 0, layer, NO_KEYS, NOTHING)
         self._step(self._engine.state, self._rank, batch, self.counts, task, rows)
 
     def serve_passes(self, batch: core.PassBatch) -> Array:
@@ -246,9 +244,12 @@ def records_of(
     counts: Array, first: int, phases: Sequence[str], tokens: Sequence[int]
 ) -> list[PassRecord]:
     """Return the records of served passes, numbered from `first`, from their counts."""
+    assert COUNTS is not None
+    if len(counts) == 1:
+        values = dict(zip(COUNTS, counts.tolist()[0], strict=True))
+        return [PassRecord(index=first, phase=phases[0], num_tokens=tokens[0], **values)]
     served = zip(phases, tokens, counts["start_s"].tolist(), strict=True)
     records = [PassRecord(index, *fields) for index, fields in enumerate(served, first)]
-    assert COUNTS is not None
     for name in COUNTS:
         # Most counts are 0 in most runs.
         if counts[name].any():
