@@ -24,7 +24,7 @@ from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
 
 SHAPE = {**SHAPES["narrow"], "vocab_size": 512}
-TARGETS_US = {"on_demand": 12, "specmd": 40, "mixture_cache": 50}
+TARGETS_US = {"on_demand": 12, "specmd": 40, "mixture_cache": 30, "buddymoe": 60}
 
 
 class Hooks:

@@ -21,14 +21,19 @@ import torch
 import transformers
 from grid import setting_of
 
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.setting import TOGETHER
 from lm_eval_moecache.engine.virtual.engine import LIVE_PASSES, VirtualEngine
 from lm_eval_moecache.model.device import best_device, synchronize
-from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
+from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers, router_digest
 from lm_eval_moecache.model.wall.loading import ExpertLoader, assemble
 from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.records.artifact import write_artifact
+from lm_eval_moecache.records.coactivation import PAIRS, WEIGHTED
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.testing.streams import artifact_folder, artifact_for
 
 COMMON = {"shape": "cpu", "device": "auto", "policy": "on_demand", "tokens": 16}
 """Options shared by most scripts."""
@@ -95,6 +100,22 @@ def described(model: Any) -> tuple[list[MoELayer], Geometry]:
     return layers, describe(model, layers, "benchmark")
 
 
+def drawn(policy: str, layers: list[MoELayer], geometry: Geometry) -> dict[str, str]:
+    """Return the key of each artifact that a policy needs, drawn at random for this model."""
+    keys, composed = {}, load_policy(policy)
+    for axis in AXES:
+        kind = getattr(getattr(composed, axis).algorithm, "artifact_kind", None)
+        if kind is not None:
+            artifact = replace(artifact_for(kind, geometry), router_digest=router_digest(layers))
+            for name in (PAIRS, WEIGHTED):
+                if name in artifact.arrays:
+                    artifact.arrays[name][:] += 1  # every expert has been activated with others
+            path = Path(artifact_folder().name) / f"{policy}-{axis}.safetensors"
+            write_artifact(path, artifact)
+            keys[f"{axis}.profile"] = str(path)
+    return keys
+
+
 def wall(
     model: Any, loader: ExpertLoader, policy: str, capacity: str, rate: float | None = None
 ) -> WrappedModel:
@@ -112,7 +133,7 @@ def virtual(
     execute: str = TOGETHER,
 ) -> WrappedModel:
     layers, geometry = described(model)
-    setting = setting_of(geometry, capacity, policy=policy)
+    setting = setting_of(geometry, capacity, drawn(policy, layers, geometry), policy=policy)
     setting = replace(setting, hardware=hardware or setting.hardware, execute=execute)
     engine = VirtualEngine(geometry, setting)
     engine.expect(LIVE_PASSES)
