@@ -285,11 +285,6 @@ def test_the_texts_figures_are_those_of_the_layers_divided_anew(analyzed: Analyz
         assert np.average([row[name] for row in texts], weights=weights) == pytest.approx(by_layer)
 
 
-def test_a_draft_that_does_not_fit_is_refused(moecache: Moecache) -> None:
-    assert "self:int9" in moecache("analyze", "drafting", "--draft=self:int9", code=2)
-    assert "analyze drafting" in moecache("analyze", "locality", "--draft=tiny", code=2)
-
-
 @pytest.mark.parametrize("family", ["gemma4_text", "inkling_text", "deepseek_v4"])
 def test_routers_with_other_outputs_or_inputs_are_read_as_by_the_cache(
     family: str, tmp_path: Path

@@ -154,11 +154,6 @@ def test_what_does_not_fit_is_refused(
     assert re.search(said, " ".join(error.split())), error
 
 
-def test_a_model_goes_with_counts_alone(moecache: Moecache) -> None:
-    error = moecache("validate", QWEN, "x.csv", "--model", "OLMoE-1B-7B", code=2)
-    assert "model='OLMoE-1B-7B' goes with --counts alone" in error
-
-
 def test_windows_weigh_by_their_lookups_and_not_by_their_number(tmp_path: Path) -> None:
     """64 steps of 6 experts at 20% misses and 16 of 12 at 10%: 96 of 576 lookups."""
     line = "MoE cache ({} decode steps): miss_rate={}, active/layer={}, missing/layer=1\n"

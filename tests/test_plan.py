@@ -232,7 +232,6 @@ def test_a_processors_first_token_is_told_where_its_cores_are_known(moecache: Mo
     assert "not modelled" in moecache(*asked)
     page = moecache(*asked, "--cores", "16")
     assert "not modelled" not in page and re.search(r"llama\.cpp +cpu .* s\n", page)
-    assert "--cores" in moecache(*asked, "--cores", "0", code=2)
 
 
 def test_a_chips_memory_that_nobody_names_is_told_as_assumed(moecache: Moecache) -> None:

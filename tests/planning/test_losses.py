@@ -11,7 +11,7 @@ from pathlib import Path
 import published_losses
 import pytest
 
-from lm_eval_moecache import MoECacheError, plan
+from lm_eval_moecache import plan
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.cli._losses import lines
 from lm_eval_moecache.planning.losses import (
@@ -285,14 +285,3 @@ def test_choose_takes_the_share_in_memory_from_its_capacity(moecache: Moecache) 
     for capacity, of in (("50%", "over a quarter in memory"), ("6/layer", "up to a quarter")):
         (lost,) = moecache.json(*words, "--capacity", capacity)["losses"]
         assert lost["amount"].startswith(of)
-
-
-def test_a_trace_alone_has_no_published_losses(moecache: Moecache) -> None:
-    trace = FOLDER.parents[1] / "traces/olmoe-1b-7b.parquet"
-    text = moecache("choose", trace, "--lossy=prune", code=2)
-    assert "goes with a model" in text
-
-
-def test_an_option_of_a_lossy_rule_needs_one() -> None:
-    with pytest.raises(MoECacheError, match="--task='gsm8k' goes with --lossy"):
-        plan("Qwen3-30B-A3B", task="gsm8k")

@@ -190,23 +190,6 @@ def test_flags_are_those_of_the_placement_the_cache_and_the_cards_that_are_asked
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--runtime", "tinygrad"), "runtime='tinygrad' is not known"),
-        (("--runtime", "vllm", "--placement", "cpu"), "placement='cpu' is none of vllm"),
-        (("--placement", "somewhere"), "placement='somewhere' is not a placement"),
-        (("--cache_type", "q9"), "cache_type='q9' is not known"),
-        (("--split", "rows"), "split='rows' is not known"),
-        (("--sockets", "0"), "--sockets=0 must be"),
-    ],
-)
-def test_what_no_program_does_is_refused(
-    options: tuple[str, ...], said: str, moecache: Moecache
-) -> None:
-    assert said in moecache("plan", "gpt-oss-120b", "--hardware", "rtx-3090", *options, code=2)
-
-
-@pytest.mark.parametrize(
     ("chip", "names"),
     [
         ("M1 Max 64GB", {"llama.cpp", "mlx", "ds4", "flash-moe"}),
@@ -222,8 +205,3 @@ def test_programs_of_macs_are_offered_on_macs_alone(chip: str, names: set[str]) 
     assert {"mlx", "ollama", "bigmoeonedge"} & {row["runtime"] for row in found} == (
         {"mlx", "ollama", "bigmoeonedge"} & names
     )
-
-
-def test_a_processor_alone_has_no_store_but_its_ram(moecache: Moecache) -> None:
-    said = moecache("plan", "gpt-oss-20b", "--hardware", "none", "--store", "disk", code=2)
-    assert "store='disk' goes with a card" in said
