@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lm_eval_moecache.planning.fit import START, fit, spreads_of
 from lm_eval_moecache.planning.machines import rate
 from lm_eval_moecache.planning.published import (
     COLUMNS,
+    Row,
     find_hardware,
     find_model,
     read_rows,
@@ -56,6 +58,11 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
     return path
 
 
+@cache
+def shipped() -> tuple[list[Row], list[dict[str, Any]]]:
+    return read_rows(ROWS)
+
+
 ROW: dict[str, object] = {
     "runtime": "llama.cpp",
     "model": "gpt-oss-120b",
@@ -67,7 +74,7 @@ ROW: dict[str, object] = {
 
 
 def test_the_shipped_rows_are_many_and_each_has_its_source() -> None:
-    rows, left_out = read_rows(ROWS)
+    rows, left_out = shipped()
     assert len([row for row in rows if row.decode]) >= 120
     page = " ".join((ROWS.parent / "README.md").read_text().split())
     assert f"holds {len(rows) + len(left_out)} published measurements" in page
@@ -95,7 +102,7 @@ def test_the_shipped_constants_and_table_are_what_the_command_writes(
 
 def test_constants_that_made_the_speeds_are_found_again() -> None:
     """Rows of the shipped file, their speeds replaced by those of other constants."""
-    rows, _ = read_rows(ROWS)
+    rows, _ = shipped()
     begin = Mechanisms(constants=START, curve=mechanisms().curve, routings=mechanisms().routings)
     truth = {**START, "card_share": 0.6, "host_share": 0.35}
     made = []
@@ -245,7 +252,7 @@ def test_models_speeds_tokens_and_rates_are_read_as_typed() -> None:
 
 def test_the_page_of_everyday_questions_shows_the_nearest_rows() -> None:
     page = (ROOT / "results/runtimes/questions.md").read_text()
-    rows, _ = read_rows(ROWS)
+    rows, _ = shipped()
     for question in QUESTIONS:
         assert f"## `moecache plan {question}`" in page
         assert table(nearest(question, rows)).strip() in page
@@ -253,7 +260,7 @@ def test_the_page_of_everyday_questions_shows_the_nearest_rows() -> None:
 
 def test_the_page_of_planners_asks_every_kth_row_that_all_can_be_asked() -> None:
     page = (ROOT / "results/runtimes/planners.md").read_text()
-    rows, _ = read_rows(ROWS)
+    rows, _ = shipped()
     able, chosen = picked(rows)
     assert chosen == able[:: len(able) // 20][:20]
     assert f"## 20 of {len(able)} rows that all can be asked" in page
@@ -265,7 +272,7 @@ def test_the_page_of_planners_asks_every_kth_row_that_all_can_be_asked() -> None
 
 
 def test_a_planner_stands_by_the_questions_it_answers() -> None:
-    rows = picked(read_rows(ROWS)[0])[1][:3]
+    rows = picked(shipped()[0])[1][:3]
     right, twice = rows[0].decode or 0.0, 2 * (rows[1].decode or 0.0)
     answers = [Answer(speed=right), Answer(speed=twice, low=twice / 4, high=twice), Answer()]
     line = ("any", "2 of 3", "1.50", "1 of 2", "2.0", "1 of 1", "4.0")
