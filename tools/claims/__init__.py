@@ -559,7 +559,7 @@ def _of_regimes(counted: Sequence[Answer]) -> tuple[str, str]:
         if names[FAILS]:
             failing = (a for a in counted if a.verdict == FAILS and not a.part.size)
             return FAILS, ", ".join(a.part.what for a in failing)
-        return OPEN, _why_open(counted) or "the samples do not tell"
+        return OPEN, _why_open(counted) or "the samples cannot answer it"
     sizes = [
         a for a in counted if a.part.size and a.verdict == FAILS and a.part.regime in names[HOLDS]
     ]
@@ -612,31 +612,30 @@ def _direction(parts: Sequence[Answer]) -> str:
 # --- the page ---
 
 _HOW = """\
-A part is answered where the figure's 95% interval lies inside (or outside) of what the claim says
-and the test's chance, corrected over the claim's parts (Holm), is at most {alpha:g}. Answers right
-or wrong: against 0 McNemar's exact test, against a margin Tango's score test, with his interval;
-times, rates and log-likelihoods, over the documents that both runs have: Hall's test of a mean of
-skewed samples, with the interval of what it does not reject. *Few* marks tests of fewer than
-{answers} answers, or of fewer than {samples} other samples that do not all lie on one side of what
-is claimed: their chance of error may be twice the nominal. *Least p* is the smallest chance that as
-many answers could have given, *p of all* the verdict's chance corrected over all {parts} tested
-parts of all claims. *For 80%* is how many samples would tell the figure from what is claimed in
-four of five cases (one-sided 5%, one part alone), were it the truth. Parts in *italics* are
-reported but do not count towards the verdict.
-Perplexities are by {per_word:g} tokens a word, as papers' tokenizers have (`tiny`'s has 2.04). A
-part is *undecided* where its sample does not tell, and *not testable* where the models cannot:
-random experts throughout would lose less than the paper reports, or what the claim supposes is not
-there. Whole runs lie *inside* or *outside* of what is claimed; no test is of them.
+A part is answered where the figure's 95% interval lies wholly inside (or outside) of what the claim
+says and the test's p, corrected over the claim's parts (Holm), is at most {alpha:g}. Tests: for
+right or wrong answers McNemar's exact test against 0, and Tango's score test (with his interval)
+against a margin; for times, rates and log-likelihoods Hall's test of a mean of skewed samples, over
+the documents that both runs have, with the interval that it does not reject. *Few* marks tests of
+fewer than {answers} answers, or of fewer than {samples} other samples that do not all lie on one
+side of what is claimed: their probability of error may be twice the nominal. *Least p* is the
+smallest p that as many answers could have given. *p of all* is the p corrected over all {parts}
+tested parts of all claims. *For 80%* is how many samples would detect the measured figure in four
+of five cases (one-sided 5%, one part alone). Parts in *italics* are reported but do not count
+towards the verdict. Perplexities are at {per_word:g} tokens a word, as in papers' tokenizers
+(`tiny`'s has 2.04). A part is *undecided* if its sample cannot answer it, and *not testable* if the
+models cannot: random experts throughout would lose less than the paper reports, or what the claim
+supposes is missing. Whole runs lie *inside* or *outside* of what is claimed, without a test.
 
-Claims have one of five words. *Holds*: every part does that tells, the models can answer each, and
-none that does not tell has a figure other than the claim's. *Direction holds, size differs*: what
-shows which way it goes does, and a part on how much does not (by what is said). *Depends on the
-regime*: it holds in some of the settings, or halves, that it is asked in, and in others fails or is
-not shown. *Does not hold*: a part on which way it goes fails wherever it is asked. *Not testable on
-these models*: no part tells, or one that has to hold cannot be answered.
+A claim has one of five verdicts. *Holds*: every answered part holds, the models can answer each,
+and no undecided part has a figure that contradicts the claim. *Direction holds, size differs*: the
+parts about the direction hold, and a part about the size does not (the difference follows).
+*Depends on the regime*: it holds in some of the tested settings or halves, and fails or is not
+shown in others. *Does not hold*: a part about the direction fails in every setting. *Not testable
+on these models*: no part is answered, or a necessary one cannot be.
 
-Chances speak of other documents of the same kind, never of another model: the number of models is
-two: `tiny`, by version, and, for some parts on quality, Gemma 3 270M carved into experts."""
+p values speak of other documents of the same kind, never of another model. There are two models:
+`tiny`, by version, and, for some parts on quality, Gemma 3 270M carved into experts."""
 _COLUMNS = (
     *("compared", "figure", "95% interval", "claimed", "p", "least p", "p of all"),
     *("test", "for 80%", "model", "verdict", "runs"),
