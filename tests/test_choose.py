@@ -178,7 +178,7 @@ def test_of_a_batch_the_rate_is_that_of_all_streams_and_a_token_waits_for_one_st
     assert speeds[1] == pytest.approx(2 * speeds[0], rel=0.01)
     assert speeds == pytest.approx([1000 / rows[0]["tpot_ms"], 2000 / rows[1]["tpot_ms"]])
     assert "for one stream;" in pages[0]
-    assert "2 streams at once: tok/s is that of all" in " ".join(pages[1].split())
+    assert "2 streams at once: tok/s is their sum" in " ".join(pages[1].split())
 
 
 def test_a_processor_alone_reads_what_its_ram_does_not_hold_off_the_drive(

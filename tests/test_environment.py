@@ -147,7 +147,7 @@ def test_an_interrupt_is_exit_130_and_a_line_on_how_to_go_on(
     for name in module.command_names():
         [line] = moecache(name, code=130).splitlines()
         assert line.startswith(f"moecache {name}: interrupted. ")
-    assert "the same command goes on" in moecache("sweep", code=130)
+    assert "the same command runs the others" in moecache("sweep", code=130)
 
 
 def test_an_interrupt_while_python_imports_is_told_as_one(

@@ -288,8 +288,8 @@ def test_a_loaded_model_may_draft_for_itself(loaded: Loaded) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"clock": "wall"}, "clock='wall' does not go with a model that is already loaded"),
-        ({"precision": "int8"}, "precision='int8' does not go with a model that is already"),
+        ({"clock": "wall"}, "clock='wall' cannot be combined with a model that is already loaded"),
+        ({"precision": "int8"}, "precision='int8' cannot be combined with a model that is already"),
         ({"dtype": "float16"}, "dtype='float16' has no effect on a model that is already loaded"),
         ({"subfolder": "x"}, "subfolder='x' has no effect"),
     ],

@@ -129,7 +129,7 @@ def test_a_regime_that_the_stand_in_lacks_is_marked(
     report = moecache.json("plan", *command)
     by_capacity = {row["capacity"]: row["in_regime"] for row in report["rows"]}
     assert by_capacity["25%"] and not by_capacity["50%"]  # 26 of the trace's 21.3 cycles
-    assert "the replayed routing cannot say" in report["verdict"]
+    assert "cannot show how many of them miss" in report["verdict"]
     page = moecache("plan", *command, "--all").splitlines()
     assert any(line.split()[:4] == ["50%", "24", "26", "?"] for line in page)
     assert any(line.startswith("?  ") for line in page)
@@ -237,6 +237,6 @@ def test_a_processors_first_token_is_told_where_its_cores_are_known(moecache: Mo
 def test_a_chips_memory_that_nobody_names_is_told_as_assumed(moecache: Moecache) -> None:
     asked = ("plan", "gpt-oss-20b", "--hardware", "Radeon 890M 32GB")
     page = moecache(*asked)
-    assert "assumed: memory 120 GB/s" in page and "Nearer: --host_memory" in page
+    assert "assumed: memory 120 GB/s" in page and "For a closer forecast: --host_memory" in page
     assert "assumed" not in moecache(*asked, "--host_memory", "2x5600")
     assert "assumed" not in moecache("plan", "gpt-oss-20b", "--hardware", "Jetson Thor")

@@ -361,7 +361,7 @@ def test_an_endpoint_that_fails_ends_no_run_and_is_left_alone_after_three_failur
     assert scores["judge_unread,judge"] == 1.0 and "exact_match,strict-match" in scores
     said = [r.getMessage() for r in caplog.records if r.name.endswith(".judge")]
     assert sum("gave no answer" in line for line in said) == 3
-    assert "asked no more" in said[-1] and ("answered 500" in said[0]) == (reply == "broken")
+    assert "not called again" in said[-1] and ("answered 500" in said[0]) == (reply == "broken")
     assert not (tmp_path / "v.jsonl").exists()
 
 
@@ -392,7 +392,7 @@ def test_a_local_model_judges_without_an_endpoint(tmp_path: Path) -> None:
         ({"judge_modle": "x"}, "Did you mean 'judge_model'"),
         ({"judge_model": "m", "judge_url": "localhost:8000/v1"}, "judge_url='localhost:8000/v1'"),
         ({"judge_model": "m", "judge_url": "ftp://host/v1"}, "Allowed: http://HOST:PORT/v1"),
-        ({"judge_model": "m", "judge_url": "http:///v1"}, "is no address of an endpoint"),
+        ({"judge_model": "m", "judge_url": "http:///v1"}, "is not an address of an endpoint"),
         ({"judge_model": "tiny", "judge_cache": "/dev/null/v.jsonl"}, "Not a directory"),
         ({"judge_model": "tiny", "judge_cache": "/dev/full"}, "a device or a pipe"),
         ({"judge_model": "tiny", "judge_cache": "/tmp"}, "it is a folder"),

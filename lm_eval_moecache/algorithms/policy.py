@@ -259,7 +259,7 @@ def _check_pairs(choices: Mapping[str, Choice], is_lossless: bool) -> None:
             # An outside algorithm is its author's responsibility.
             if name not in allowed and not choices[other].is_outside:
                 raise ValueError(
-                    f"{other}={name!r} does not go with {axis}={choice.name!r}: "
+                    f"{other}={name!r} cannot be combined with {axis}={choice.name!r}: "
                     f"{choice.algorithm.pairs_because}. Allowed: {', '.join(allowed)}."
                 )
     for choice in (choices["prefetch"], choices["eviction"]):
@@ -267,15 +267,15 @@ def _check_pairs(choices: Mapping[str, Choice], is_lossless: bool) -> None:
             is_routed = choices["routing"].algorithm.is_lossless
             lossy = choices["miss"] if is_routed else choices["routing"]
             raise ValueError(
-                f"{lossy.axis}={lossy.name!r} does not go with {choice.axis}={choice.name!r}, "
-                "which knows the future of the router's own choices; lossy algorithms change them. "
-                "Allowed: routing=standard with miss=fetch."
+                f"{lossy.axis}={lossy.name!r} cannot be combined with "
+                f"{choice.axis}={choice.name!r}, which knows the future of the router's own "
+                "choices; lossy algorithms change them. Allowed: routing=standard with miss=fetch."
             )
     miss, prefetch = choices["miss"], choices["prefetch"]
     if miss.parameters.get("late") == "await" and not prefetch.algorithm.is_active:
         raise ValueError(
-            f"miss.late='await' has no effect with prefetch={prefetch.name!r}, which lets nothing "
-            "be on its way. Leave it out, or choose another prefetch algorithm."
+            f"miss.late='await' has no effect with prefetch={prefetch.name!r}, with which no "
+            "expert is ever on its way. Leave it out, or choose another prefetch algorithm."
         )
 
 

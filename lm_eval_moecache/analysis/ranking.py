@@ -55,7 +55,7 @@ CONTENDERS: Mapping[str, Contender] = {
     ),
     "hazard": Contender(
         "policy=on_demand,eviction=hazard",
-        "on demand, evicts the expert whose next use is forecast to be furthest",
+        "on demand, evicts the expert whose next use it forecasts to be furthest away",
     ),
     "specmd": Contender(
         "policy=specmd",
@@ -79,17 +79,19 @@ CONTENDERS: Mapping[str, Contender] = {
     ),
     "host": Contender(
         f"policy=on_demand,{_BALANCED}",
-        "the host computes an absent expert where that ends the event sooner, else it is loaded; "
+        "absent experts are computed by the host if that ends the event sooner, else loaded; "
         "evicts by recency",
         (HOST,),
     ),
     "host+hazard": Contender(
-        f"policy=on_demand,eviction=hazard,{_BALANCED}", "as host, evicts as hazard does", (HOST,)
+        f"policy=on_demand,eviction=hazard,{_BALANCED}",
+        "as host, but evicts as hazard does",
+        (HOST,),
     ),
     "bound": Contender(
         "policy=on_demand,eviction=belady",
-        "the fewest misses of any eviction that loads on demand (Belady); the host and "
-        "prefetching may be faster",
+        "the fewest misses without prefetching (Belady); policies that prefetch or compute "
+        "on the host may be faster",
         (FUTURE,),
     ),
 }

@@ -101,7 +101,7 @@ def read_measured(path: Path, names: Mapping[str, str]) -> Series:
         if None in values:
             number = values.index(None)
             cell = shown(rows[number][column])
-            raise ValueError(f"{label}: row {number + 1}, {column}={cell}: no number.")
+            raise ValueError(f"{label}: row {number + 1}, {column}={cell} is not a number.")
         columns[ours] = np.array(values, dtype=np.float64)
     return Series(columns)
 

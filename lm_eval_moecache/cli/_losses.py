@@ -15,7 +15,7 @@ from lm_eval_moecache.records.real_model import RealModel
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    text = "also say what a lossy rule was published to lose: a composition, a routing or miss "
+    text = "also print what a lossy rule lost in publications: a composition, a routing or miss "
     text += "algorithm, prune, merge or quantise"
     parser.add_argument("--lossy", type=str | None, help=text)
     text = "with --lossy: a published task (gsm8k, mmlu ...), generate or choice"
@@ -29,7 +29,7 @@ def read(arguments: Namespace) -> dict[str, Any] | None:
     if arguments.lossy is None:
         for key in ("task", "changed"):
             if (value := arguments[key]) is not None:
-                raise ValueError(f"--{key}={value!r} goes with --lossy.")
+                raise ValueError(f"--{key}={value!r} needs --lossy.")
         return None
     changed, task = arguments.changed, arguments.task or losses.GENERATE
     if changed is not None:
@@ -51,19 +51,19 @@ def lines(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _lines(told: Mapping[str, Any]) -> list[str]:
     of = ", ".join(filter(None, (told["task"], told["amount"])))
-    head = f"What {told['lossy']} may cost ({told['rule']}: {told['words']}), {of}. "
+    head = f"What {told['lossy']} may cost ({told['rule']}: {told['words']}) on {of}. "
     forecast = told["forecast"]
     if forecast is None:
         names = " and ".join(each["model"] for each in told["nearest"]) or "no model"
-        head += f"No forecast: it was published on {names}, and three models are needed."
+        head += f"No forecast: published on {names} only, and three models are needed."
     else:
         head += (
-            f"{forecast['rows']} published rows of {forecast['models']} models ({forecast['of']}): "
-            f"of a score of {100 * told['score']:.1f} they lose {_points(forecast['points'])} "
-            f"points in the median, eight in ten {_points(forecast['least'])} to "
-            f"{_points(forecast['most'])}."
+            f"In {forecast['rows']} published rows of {forecast['models']} models "
+            f"({forecast['of']}) a score of {100 * told['score']:.1f} loses "
+            f"{_points(forecast['points'])} points in the median, and in eight of ten "
+            f"{_points(forecast['least'])} to {_points(forecast['most'])} (below 0: a gain)."
         )
-    cells = [["nearest models", "rows", "points lost", "median", "of"]]
+    cells = [["nearest models", "rows", "points lost", "median", "measured on"]]
     for each in told["nearest"]:
         ends = f"{_points(each['least_points'])} to {_points(each['most_points'])}"
         cells.append(
@@ -82,17 +82,18 @@ def _lines(told: Mapping[str, Any]) -> list[str]:
                 *(_points(median(points)), f"{task}, cache {capacity}, {fewest} documents or more"),
             ]
         )
-    worth = "A range and no number. "
+    worth = "Take the range, not the median. "
     if judged := told["judged"]:
         worth += (
-            f"Of {judged['rows']} such rows, each forecast without its model, the range holds "
-            f"{100 * judged['covered']:.0f}%; the median errs by {judged['median_error']:.1f} "
-            f"points, 'no loss' by {judged['no_loss_error']:.1f}. "
+            f"Of {judged['rows']} such rows, each forecast without its model, "
+            f"{100 * judged['covered']:.0f}% fall in the range; the median is off by "
+            f"{judged['median_error']:.1f} points, a forecast of no loss by "
+            f"{judged['no_loss_error']:.1f}. "
         )
     elif forecast is not None:
         worth += "It was never tested on a fourth model. "
     worth += (
-        f"Equal settings of one source differ by {told['noise_points']:g} points (rms). Measure "
+        f"Repeated settings of one source differ by {told['noise_points']:g} points (rms). Measure "
         "yours: `moecache eval`. Sources and settings: --json; results/published_losses."
     )
     return [*wrapped(head), "", *aligned(cells, "<>><<"), "", *wrapped(worth), ""]

@@ -35,9 +35,9 @@ ANALYSES: Mapping[str, Mapping[str, Any]] = {
 _OPTIONS: Mapping[str, tuple[type, str]] = {
     "text": (
         str,
-        "a plain text, or a .jsonl with one a line (default for tiny: its held-out pages)",
+        "a plain text, or a .jsonl with one per line (default for tiny: its held-out pages)",
     ),
-    "max_tokens": (int, "how much of it to read (4096)"),
+    "max_tokens": (int, "tokens of it to read (4096)"),
     "tasks": (str, "predictability: a,b (tiny: its tasks that generate)"),
     "limit": (int, "predictability: documents of each task (100)"),
     "profile": (str, "predictability: the predictor (tiny has its own)"),
@@ -46,7 +46,7 @@ _OPTIONS: Mapping[str, tuple[type, str]] = {
     "capacity": (str, "locality, divergence: the cache of each layer (default: 8/layer)"),
     "policies": (str, f"divergence: a,b (default: {_LOSSY})"),
     "layer": (int, "the MoE layer to draw (locality: 0, coactivation: 1)"),
-    "alpha": (float, "coactivation: what a buddy list covers (default: 0.95)"),
+    "alpha": (float, "coactivation: share of co-activations in a buddy list (default: 0.95)"),
     "k_max": (int, "coactivation: the longest buddy list (default: 16)"),
     "sample_tokens": (int, "coactivation: tokens on which outputs are compared (default: 256)"),
     "draft": (str, "drafting: the draft model (default: self:int4)"),

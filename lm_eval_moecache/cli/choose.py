@@ -1,9 +1,9 @@
 """Rank lossless policies for a model at a capacity: how fast each is, and what it needs.
 
-A MODEL is replayed on the most similar shipped trace, with the model's sizes; a TRACE as
-it was recorded. Every policy serves the whole trace, from an empty cache unless its experts are
-placed beforehand. No output changes: all have the accuracy of the unmodified model. What a lossy
-rule was published to lose is printed with them (`--lossy`).
+A MODEL is replayed on the most similar shipped trace, with the model's sizes; a TRACE as it was
+recorded. Every policy serves the whole trace, from an empty cache unless its experts are placed
+beforehand. No policy changes an output: all have the accuracy of the unmodified model. `--lossy`
+prints what a lossy rule lost in publications.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from lm_eval_moecache.trace.importers import trace_formats
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    text = "a trace (no .json or folder: those by --trace); or a model: "
+    text = "a trace (give .json files and folders by --trace); or a model: "
     text += f"{', '.join(emulated_names())}, or {MODEL_FILES}"
     parser.add_argument("model_or_trace", type=str, help=text)
     text = "cache size: 5%% of all expert bytes, 2GiB, 51 experts"
@@ -84,7 +84,7 @@ def run(arguments: Namespace) -> int:
     lossy = _losses.read(arguments)
     if model is None and lossy is not None:
         raise ValueError(
-            f"--lossy={arguments.lossy!r} goes with a model, and {file!r} is a trace. Allowed: "
+            f"--lossy={arguments.lossy!r} needs a model, but {file!r} is a trace. Allowed: "
             f"`moecache choose MODEL --trace {file} --lossy {arguments.lossy}`."
         )
     has_host = bool(hardware.host_flops and hardware.host_memory_bytes_per_s)
@@ -129,7 +129,7 @@ def _share(arguments: Namespace, model: RealModel) -> float:
 def _read_subject(arguments: Namespace) -> tuple[str, RealModel | None]:
     """Return the trace to replay, and the model by which its layers are charged, if one is given.
 
-    Raises ValueError for an option that does not go with it.
+    Raises ValueError for an option that cannot be combined with it.
     """
     subject = arguments.model_or_trace
     suffixes = {suffix for kind in trace_formats().values() for suffix in kind.suffixes}
@@ -138,7 +138,7 @@ def _read_subject(arguments: Namespace) -> tuple[str, RealModel | None]:
         for key in ("precision", "trace"):
             if (value := arguments[key]) is not None:
                 raise ValueError(
-                    f"--{key}={value!r} goes with a model, and {subject!r} is a trace. Allowed: "
+                    f"--{key}={value!r} needs a model, but {subject!r} is a trace. Allowed: "
                     f"`moecache choose MODEL --trace {subject}`, which charges a model's layers."
                 )
         return subject, None
@@ -194,7 +194,8 @@ def _verdict(report: Mapping[str, Any]) -> str:
     for without in ([PROFILE], [PROFILE, HOST], [PROFILE, HOST, PREDICTOR]):
         if {*without} & {*best["needs"]}:
             best = next(row for row in rows if not {*without} & {*row["needs"]})
-            text += f" Without {' or '.join(without)}: {_row_text(best)}."
+            names = " or ".join(", ".join(without).rsplit(", ", 1))
+            text += f" Without {names}: {_row_text(best)}."
     return text
 
 
@@ -208,7 +209,7 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
     notes = []
     if report["left_out"]:
         names = ", ".join(report["left_out"])
-        why = f"{report['hardware']} says nothing of its host's compute"
+        why = f"{report['hardware']} has no figures for its host's compute"
         if report["hardware"] == NO_CARD:
             why = "there is no card, only the processor"
         notes.append(f"Left out: {names}. {why[0].upper()}{why[1:]}.")
@@ -216,19 +217,19 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
         notes.append(text)
     share = f"{100 * report['recall']:.0f}%"
     notes.append(
-        f"predictor: an oracle names {share} of the next layer's experts, and {share} of what it "
-        "names is right (--recall); a live run predicts by the model's gates. profile: experts "
-        "placed in one half of the trace by their use in the other."
+        f"predictor: simulated here. It names {share} of the next layer's experts, and {share} of "
+        "those it names are right (--recall). A live run predicts with the model's gates. "
+        "profile: each half of the trace runs with the most used experts of the other half."
     )
     notes.append(
         f"Routing: {report['routing']}, {report['decode_steps']} decode steps of "
-        f"{Path(report['trace']).name}. slower by: how much longer a step takes than the fastest "
-        f"policy's, a 95% interval over {BLOCKS} consecutive stretches of the trace; tied where it "
-        "holds 0. However cut, this is one text: on another the order may change. Choose by a "
-        "trace of your own texts where you can."
+        f"{Path(report['trace']).name}. x LRU: speed over that of lru. slower by: how much longer "
+        f"a step takes than the fastest policy's, a 95% interval over {BLOCKS} consecutive parts "
+        "of the trace; tied where it contains 0. All parts are of one text, and another text may "
+        "order policies differently: if you can, use a trace of your own texts."
     )
     what = "one stream"
     if (streams := report["streams"]) > 1:
-        what = f"{streams:.3g} streams at once: tok/s is that of all, TPOT what each waits"
+        what = f"{streams:.3g} streams at once: tok/s is their sum, TPOT that of each"
     notes.append(f"A forecast of the virtual clock for {what}; nothing was run on the device.")
     return notes

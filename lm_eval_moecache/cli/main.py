@@ -36,11 +36,11 @@ from lm_eval_moecache.records.numbers import (
 from lm_eval_moecache.records.sizes import check_one_word
 
 RESUMING = {
-    "eval": "Recorded traces hold the finished requests; the same command begins anew.",
-    "replay": "Nothing was written; the same command begins anew.",
-    "reproduce": "Finished runs are kept: the same command goes on with the others.",
-    "sweep": "Finished runs are kept: the same command goes on with the others.",
-    "tune": "The study and its runs are kept: the same command goes on with the search.",
+    "eval": "Recorded traces hold the finished requests; the same command starts over.",
+    "replay": "Nothing was written; the same command starts over.",
+    "reproduce": "Finished runs are kept: the same command runs the others.",
+    "sweep": "Finished runs are kept: the same command runs the others.",
+    "tune": "The study and its runs are kept: the same command continues the search.",
 }
 """What an interrupted command has kept, and how to resume it."""
 WRITTEN = ("out", "output", "plot", "report", "work")
@@ -49,7 +49,7 @@ _HINTS = (
     "`moecache COMMAND --help` shows a command's options, `moecache --version` the\n"
     "version, `moecache completion bash` (zsh, tcsh) a script that completes both."
 )
-NOTHING_KEPT = "The same command begins anew."
+NOTHING_KEPT = "The same command starts over."
 
 
 def command_names() -> list[str]:

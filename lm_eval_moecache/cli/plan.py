@@ -57,17 +57,16 @@ _WORDS = {
     "cycles": "tokens' worth of experts (layers x top-k) that the memory holds; below 1 an LRU "
     "cache keeps nothing from token to token",
     "miss": "share of the requested experts that an LRU cache has to load",
-    "hazard": "evicts the expert whose next use is forecast to be furthest",
-    "prefetch": "hazard, and the next layer's experts are loaded ahead by a predictor that names "
-    "85% of them (recall) and is right in 85% of what it names",
-    "host": "LRU, and the host computes an absent expert where that ends this event sooner; it "
-    "stays absent, so that the whole may be slower than LRU",
-    "bound": "the fewest misses of any eviction that loads on demand (Belady); prefetching and "
-    "the host may be faster",
-    "-": "not replayed: hazard and prefetch are at the largest capacity alone{no_host}",
-    "?": "a regime that the replayed routing does not have: so many cycles are nearly all of its "
-    "experts",
-    "waits for": "what a token's time mostly goes to under LRU: the link, memory (compute), "
+    "hazard": "evicts the expert whose next use it forecasts to be furthest away",
+    "prefetch": "hazard, with the next layer's experts prefetched by a predictor: it names 85% of "
+    "them, and 85% of those it names are right",
+    "host": "LRU, but the host computes an absent expert if that ends this event sooner; the "
+    "expert then stays absent, so the run may be slower than LRU",
+    "bound": "the fewest misses without prefetching (Belady); policies that prefetch or compute "
+    "on the host may be faster",
+    "-": "not replayed: hazard and prefetch are shown at the largest capacity only{no_host}",
+    "?": "cannot be replayed: so many cycles are nearly all experts of the replayed trace",
+    "waits for": "what takes most of a token's time under LRU: the link, memory (compute), "
     "launches",
 }
 
@@ -96,19 +95,21 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--disk", type=str | None, help=text)
     text = "a speed of this model here: 'llama.cpp host_layers=all 21.3', or a CSV of speeds"
     parser.add_argument("--measured", type=str | None, help=text)
-    text = "programs, a comma between them: 'llama.cpp,ollama'; default: those of such a machine"
+    text = "programs, separated by commas: 'llama.cpp,ollama'; default: those of such a machine"
     parser.add_argument("--runtime", type=str | None, help=text)
-    text = "where experts lie: host_layers=25 (--n-cpu-moe), cpu, resident, slots=39; default: the "
-    text += "best that fits"
+    text = "where experts are kept: host_layers=25 (--n-cpu-moe), cpu, resident, slots=39; "
+    text += "default: the best that fits"
     parser.add_argument("--placement", type=str | None, help=text)
     text = f"type of the KV cache: {', '.join(CACHE_BITS)}"
     parser.add_argument("--cache_type", type=str | None, help=text)
     parser.add_argument("--sockets", type=int, default=1, help="sockets of --host_memory each")
     text = "cores of the processor, for prompts that it computes alone; default: this machine's"
     parser.add_argument("--cores", type=int | None, help=text)
-    text = "several cards: layer after layer, or each layer over all (tensor)"
+    text = "several cards: whole layers on each (layer), or each layer on all (tensor)"
     parser.add_argument("--split", type=str | None, help=text)
-    text = "also what the ideal clock says: capacities, policies, and its assumptions"
+    text = (
+        "also print what an ideal program would reach, by capacity and policy, and the assumptions"
+    )
     parser.add_argument("--all", action="store_true", help=text)
     _losses.add_arguments(parser)
 
@@ -162,7 +163,7 @@ def find(
     if arguments.store == "disk":
         if hardware.is_processor:
             raise ValueError(
-                "store='disk' goes with a card: a processor alone reads experts from its RAM, and "
+                "store='disk' needs a card: a processor alone reads experts from its RAM, and "
                 "what that does not hold off the drive. Allowed: --ram SIZE, --disk RATE."
             )
         given["ram"] = 0
@@ -296,10 +297,8 @@ def _verdict(report: dict[str, Any], hardware: Hardware) -> str:
     if lru["in_regime"]:
         text += f" With an LRU cache about {two_digits(lru['tok_per_s'])} tok/s, {ttft_text}"
     else:
-        text += (
-            f" How many of them are missed, the replayed routing cannot say (--trace takes "
-            f"another); {ttft_text}"
-        )
+        text += " The replayed trace cannot show how many of them miss (--trace takes another); "
+        text += ttft_text
     if lru["in_regime"] and best["tok_per_s"] > 1.05 * lru["tok_per_s"]:
         text += f"; {_BUILDABLE[best['policy']]}, {two_digits(best['tok_per_s'])} tok/s"
     if report["fits_at"]:
@@ -334,7 +333,7 @@ def _text(model: RealModel, hardware: Hardware, report: dict[str, Any], width: i
     if text := same_card_note(hardware.name):
         notes.append(text)
     notes.append("A forecast of the virtual clock for one stream; nothing was run on the device.")
-    ideal = f"Were every bandwidth reached (the ideal clock): {report['verdict']}"
+    ideal = f"If every bandwidth were reached (runtime=ideal): {report['verdict']}"
     if report["runtimes_precision"] != report["precision"]:
         ideal = f"As published, w{ideal[1:]}"
     elif report["precision"] == "mxfp4":
@@ -371,7 +370,7 @@ def _answer(report: dict[str, Any], width: int, *, is_whole: bool) -> list[str]:
     lines += wrap(report["first"])
     if report["measured"]:
         lines += wrap(f"Scaled to {report['measured']}.")
-    table = [["runtime", "placement", "tok/s", "80% of rows", "first token"]]
+    table = [["runtime", "placement", "tok/s", "80% range", "first token"]]
     # The drive is named with placements only where some need none: else the answer says so.
     drives = {row["needs_drive"] for row in report["runtimes"] if not row["why"]}
     whys: dict[str, list[str]] = {}
@@ -402,12 +401,12 @@ def _answer(report: dict[str, Any], width: int, *, is_whole: bool) -> list[str]:
     if len(table) > 1:
         lines += ["", *aligned(table, "<" * len(table[0]))]
     for row in [row for row in report["runtimes"] if row["range"]][:1]:
-        lines += wrap(f"Range of {row['runtime']}: {row['range']}.")
+        lines += wrap(f"80% range of {row['runtime']}: {row['range']}.")
     for why, names in whys.items():
         lines += wrap(f"- {', '.join(names)}: {why}.", subsequent_indent="  ")
     last = wrap(_memory(report["memory"]))
     options = [option for word, option in _SAYS.items() if any(word in a for a in assumed)]
-    say = f"Nearer: {', '.join([*options, '--measured'])}."
+    say = f"For a closer forecast: {', '.join([*options, '--measured'])}."
     last += wrap(say if is_whole else f"{say} More: --all.")
     said = [f"{', '.join(names)} {text}" for text, names in flags.items()]
     shown = wrap(f"Flags: {'; '.join(said)}.") if said else []
@@ -420,7 +419,7 @@ def _answer(report: dict[str, Any], width: int, *, is_whole: bool) -> list[str]:
 def _words(rows: list[dict[str, Any]]) -> dict[str, str]:
     """Return the words of the table that there are, with what they mean."""
     has_host = any(row["policy"] == "host" for row in rows)
-    no_host = "" if has_host else "; host: the profile says nothing of host compute"
+    no_host = "" if has_host else "; host: the profile has no figures for the host's compute"
     words = {word: means.format(no_host=no_host) for word, means in _WORDS.items()}
     capacities = {row["capacity"] for row in rows}
     if len(capacities) == 1 and has_host:

@@ -29,10 +29,8 @@ BOARD = "table.yaml"
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("dir", help="a sweep's folder, or any folder with results JSONs below it")
-    text = (
-        f"default: md; {every_eval_ever.NAME}: no table but each run in the form of that schema, a "
-    )
-    text += f"JSON a line (with --write: DIR/{every_eval_ever.NAME}/UUID.json, a file a run)"
+    text = f"default: md; {every_eval_ever.NAME}: each run in that schema instead, one "
+    text += f"JSON per line (with --write: DIR/{every_eval_ever.NAME}/UUID.json, one file per run)"
     forms = [*sorted(FORMS), every_eval_ever.NAME]
     parser.add_argument("--format", choices=forms, help=text)
     text = "comma-separated; ttft_ms.* is mean, p50, p90 and p99; default: the columns that vary"
@@ -55,17 +53,19 @@ def run(arguments: Namespace) -> int:
     columns, sort = (listed_names(arguments[key]) or None for key in ("columns", "sort"))
     choices = columns, sort, arguments.title
     if not arguments.dir:
-        raise ValueError("DIR='' is no path. Allowed: a folder of results, `.` for this one.")
+        raise ValueError("DIR='' is not a path. Allowed: a folder of results, `.` for this one.")
     if form == every_eval_ever.NAME:
         if any(choices) or arguments.each:
             raise ValueError(
-                f"--format={form} takes every run with all its figures: it goes with no "
+                f"--format={form} takes every run with all its figures: it cannot be combined with "
                 "--columns, --sort, --title or --each."
             )
         return _exchange(folder, arguments.write)
     if arguments.each:
         if not arguments.write or any(choices):
-            raise ValueError("--each goes with --write, and with no --columns, --sort or --title.")
+            raise ValueError(
+                "--each needs --write, and cannot be combined with --columns, --sort or --title."
+            )
         for board_folder in board_folders(folder):
             _write(board_folder, collect(board_folder), form)
         for path, text in other_tables(folder).items():

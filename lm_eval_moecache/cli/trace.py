@@ -90,8 +90,8 @@ def _show(arguments: Namespace) -> tuple[dict[str, Any], str]:
         ("hits and misses of lossless policies, Belady's bound", False, ""),
         ("what a prompt costs the cache", only_steps, "every token is a decode step"),
         ("times, and capacities in bytes", size is None, f"it has no sizes: {sizes}"),
-        ("evictions by weight, misses answered by weight", weights is None, "it has no weights"),
-        ("routing that looks at scores (open loop)", logits is None, _NO_LOGITS),
+        ("evictions and miss rules that use weights", weights is None, "it has no weights"),
+        ("routing rules that use scores (open loop)", logits is None, _NO_LOGITS),
         ("prefetch by the next layer's gate", gates is None, "it has no predictions of the gates"),
     )
     facts = {

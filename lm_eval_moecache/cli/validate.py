@@ -71,17 +71,17 @@ def run(arguments: Namespace) -> int:
     asked = ("trace", "measured", "hardware", "capacity")
     given = [name for name in asked if getattr(arguments, name) is not None]
     if arguments.model is not None and arguments.counts is None:
-        raise ValueError(f"model={arguments.model!r} goes with --counts alone.")
+        raise ValueError(f"model={arguments.model!r} needs --counts.")
     if arguments.counts is not None and arguments.speeds is not None:
-        raise ValueError(f"counts={arguments.counts!r} does not go with --speeds.")
+        raise ValueError(f"counts={arguments.counts!r} cannot be combined with --speeds.")
     if arguments.counts is not None:
         return _counts(arguments)
     for key, judged in (("speeds", _speeds), ("losses", _losses)):
         if getattr(arguments, key) is not None:
             if given:
                 raise ValueError(
-                    f"{given[0]}={getattr(arguments, given[0])!r} does not go with --{key}, whose "
-                    "rows say what was measured. Allowed with it: --json."
+                    f"{given[0]}={getattr(arguments, given[0])!r} cannot be combined with --{key}, "
+                    "whose rows say what was measured. Allowed with it: --json."
                 )
             return judged(arguments)
     if missing := [name for name in asked if name not in given]:
@@ -104,8 +104,8 @@ def _speeds(arguments: Namespace) -> int:
         text += "\n".join([*wrapped(said), ""])
     if result["rows"]:
         text += (
-            "\nForecast by the constants that ship, which were fitted on the rows of "
-            "results/runtimes:\nof those rows this is no test. `moecache profile runtimes` "
+            "\nForecast by the shipped constants, which were fitted on the rows of "
+            "results/runtimes:\nfor those rows this is not a test. `moecache profile runtimes` "
             "forecasts each without its machine.\n"
         )
     return print_result(arguments.json, result, text)
@@ -155,20 +155,23 @@ def losses_text(found: Mapping[str, Any]) -> str:
     intro = (
         f"{found['rows']} rows of {found['models']} models, {found['shares']} of them shares of "
         f"right answers; {found['forecast']} are forecast, each without its model (at least three "
-        "others must have its rule). Points of 100 questions."
+        "other models must have the rule). Points are questions of 100."
     )
     about = (
-        "range: eight of ten rows of the others, every model counting once; a cell: by model, rule "
-        "and kind of task; no better than none: rows that 'no loss' forecasts as well. The median "
-        f"of the kind of task alone is as near in {100 * found['constant_as_good']:.0f}% of rows: "
-        "a rule bounds a loss and does not predict it. "
+        "range: holds eight of ten rows of the other models, each model counting once. Cell: one "
+        "model, rule and kind of task. No better than none: rows for which a forecast of no loss "
+        "is as close. The median of the kind of task alone is as close in "
+        f"{100 * found['constant_as_good']:.0f}% of rows: a rule bounds a loss and does not "
+        "predict it. "
         f"Equal configurations of one source differ by {noise:g} points (rms): no forecast is "
         "better than that."
     )
     tables = [padded(heads, forms), padded((*titles, "no loss errs", "range holds"), rules)]
-    last = f"No forecast, for want of models: {'; '.join(none)}."
+    last = f"No forecast, too few models: {'; '.join(none)}."
     if untested:
-        last += f" Three models only, so never tested on a fourth: {'; '.join(untested)}."
+        last += (
+            f" Forecast from only three models, so not tested on a fourth: {'; '.join(untested)}."
+        )
     parts = ["\n".join(wrapped(intro)), tables[0].strip(), "\n".join(wrapped(about))]
     return "\n\n".join([*parts, tables[1].strip(), "\n".join(wrapped(last))]) + "\n"
 
@@ -178,7 +181,7 @@ def _counts(arguments: Namespace) -> int:
     from lm_eval_moecache.analysis import validation
 
     if arguments.measured is not None:
-        raise ValueError(f"measured={arguments.measured!r} does not go with --counts.")
+        raise ValueError(f"measured={arguments.measured!r} cannot be combined with --counts.")
     if (arguments.trace is None) == (arguments.model is None):
         what = "is given twice" if arguments.trace else "is missing"
         raise ValueError(
@@ -189,7 +192,7 @@ def _counts(arguments: Namespace) -> int:
     if arguments.trace is not None:
         trace = load_trace(arguments.trace)
         capacity = arguments.capacity or _counted_capacity(counted, trace.geometry.num_layers)
-        note = "Routing: the trace that was given. Of the same prompt, counts are equal too."
+        note = "Routing: the given trace. If it is of the same prompt, counts should be equal, too."
     else:
         model = load_real_model(arguments.model, key="model")
         trace = load_trace(str(stand_in(model)))
@@ -235,7 +238,7 @@ def _counted_capacity(counted: Counts, num_layers: int) -> str:
     slots = counted.slots_per_layer
     if slots is None:
         raise ValueError(
-            f"capacity is missing, and {counted.writer}'s counts do not tell it. Allowed: "
+            f"capacity is missing, and {counted.writer}'s counts do not state it. Allowed: "
             "--capacity 62/layer, 25%, 2GiB or a number of experts."
         )
     return f"{int(slots)}/layer" if counted.has_layer_caches else str(round(slots * num_layers))

@@ -123,8 +123,8 @@ def _check_scans(trace: Trace | StreamedTrace, setting: Setting) -> None:
     ):
         if is_refused:
             raise ValueError(
-                f"{key}={value!r} does not go with trace {trace.name}, whose texts were scanned"
-                f" layer by layer. Allowed with it: {allowed}."
+                f"{key}={value!r} cannot be combined with trace {trace.name}, which was recorded "
+                f"with scoring=scan. Allowed with it: {allowed}."
             )
 
 
@@ -235,7 +235,7 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting, cache_reset: str) 
         raise ValueError(
             f"trace {trace.name} was not recorded with prefetch={choice.name!r} and this profile, "
             "which reads the text itself. Record the run again with trace=DIR and this policy, or "
-            "choose one that does without."
+            "choose one that does not need it."
         )
     # A lossy policy's loss is measured by weight wherever there are weights.
     weighs = engine.rules.is_lossy and trace.columns.weights is not None
@@ -262,10 +262,10 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting, cache_reset: str) 
             stand_in = ", or this one with prefetch=oracle,prefetch.recall=0.85 as its predictor"
             stand_in += " (`moecache choose` ranks both kinds)"
         raise ValueError(
-            f"trace {trace.name}: {lacks}, which an algorithm of this policy has to see. Record "
-            "the run again with trace=DIR and this policy, or with trace_keep=all (from Python, "
-            "load_trace reads the columns only with logits=True, predicted=True), or choose one "
-            f"that does without: policy=on_demand,eviction=hazard{stand_in}."
+            f"trace {trace.name}: {lacks}, which an algorithm of this policy reads. Record the run "
+            "again with trace=DIR and this policy, or with trace_keep=all (from Python, load_trace "
+            "reads the columns only with logits=True, predicted=True), or choose one that does not "
+            f"need it: policy=on_demand,eviction=hazard{stand_in}."
         )
     return needs
 
@@ -389,8 +389,8 @@ def _check_drafts(trace: Trace, engine: Engine) -> None:
     again = " Record the run again with trace=DIR and this policy."
     if not prefetch.by_order:
         raise ValueError(
-            f"{lacks}it looks at more of a prediction than its order (by_order is False), "
-            "which is what traces keep. Run it with --model moecache-spec."
+            f"{lacks}it reads more of a prediction than its order (by_order is False), but traces "
+            "keep the order only. Run it with --model moecache-spec."
         )
     if set(drafted.predicted_layers) != set(range(trace.geometry.num_layers)):
         raise ValueError(f"{lacks}the drafts' predictions were not recorded.{again}")

@@ -148,8 +148,8 @@ class ModelArguments(Schema):
     )
     runtime: Name = Field(
         IDEAL,
-        description="program whose share of the device's rates is charged (`llama.cpp`, "
-        "`ktransformers` ...): name or YAML of a runtime profile",
+        description="program to forecast, which reaches a share of the device's rates "
+        "(`llama.cpp`, `ktransformers` ...): name or YAML of a runtime profile",
     )
     bandwidth: Any = Field(None, description="link bandwidth, overrides the profile's: `5GB/s`")
     link: Literal["priority", "fifo"] = Field(
@@ -167,12 +167,13 @@ class ModelArguments(Schema):
     )
     attention: Literal["none", "context"] = Field(
         "none",
-        description="`context` charges attention over the context and its KV cache by the "
+        description="`context` adds attention over the context and its KV cache, from the "
         "configuration of `emulate`; `none` omits both",
     )
     emulate: Name = Field(
         None,
-        description="charge each layer as a layer of this model: a name, a folder or a YAML",
+        description="compute bytes and times with the sizes of this model: a name, a folder or "
+        "a YAML",
     )
     warm: Name = Field(
         None,
@@ -219,8 +220,8 @@ class ModelArguments(Schema):
     )
     cache_reset: Literal["never", "request"] | None = Field(
         None,
-        description="`never`: the device goes on from request to request; `request`: each one "
-        "starts anew, cache, link, clock and every rule (default: `never` for lossless policies, "
+        description="`never`: cache, link, clock and rules carry over from request to request; "
+        "`request`: each request starts with fresh ones (default: `never` for lossless policies, "
         "`request` for lossy ones)",
     )
     draft: Name = Field(
@@ -405,7 +406,7 @@ def _conflicts(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield conflicting settings: (key, why its value does not fit, allowed values)."""
     miss, needs_draft = policy.miss, policy.prefetch.algorithm.needs_draft
-    wall = "does not go with clock='wall', "
+    wall = "cannot be combined with clock='wall', "
     if asked.clock == "virtual":
         for key in [k for k in ("store", "store_dir") if k in given]:
             yield key, "has no effect with clock='virtual', where nothing is moved", "clock=wall"
@@ -426,13 +427,15 @@ def _conflicts(
         if "store_dir" in given and asked.store != "disk":
             yield "store_dir", "has no effect with store='ram'", "store=disk"
         if miss.name == "bounded_insertion":
-            why = "does not go with miss='bounded_insertion', whose uploads no event waits for"
+            why = (
+                "cannot be combined with miss='bounded_insertion', whose uploads no event waits for"
+            )
             yield "clock", why, "clock=virtual, or miss=host"
         if miss.algorithm.uses_host and asked.scoring == "scan":
             why = (
-                f"does not go with miss={miss.name!r} and clock='wall': who is sooner done, host "
-                "or link, shows only while a token is served, and all tokens of a text are "
-                "decided first"
+                f"cannot be combined with miss={miss.name!r} and clock='wall': whether host or "
+                "link ends first is known only while a token is served, but scan decides all "
+                "tokens of a text beforehand"
             )
             yield "scoring", why, "miss=fetch, or clock=virtual"
     # Settings under which scanning a text layer by layer differs from decoding it.
@@ -442,21 +445,22 @@ def _conflicts(
             why += " routing token after token inside a layer has no order across layers"
             yield "scoring", why, "a capacity like '30/layer'"
         if policy.prefetch.algorithm.is_active:
-            why = f"does not go with prefetch={policy.prefetch.name!r}: prefetches cross layers, "
-            yield "scoring", why + "and scan goes through one layer at a time", "prefetch=none"
+            why = f"cannot be combined with prefetch={policy.prefetch.name!r}: "
+            why += "prefetches cross layers, and scan goes through one layer at a time"
+            yield "scoring", why, "prefetch=none"
         if getattr(policy.routing.algorithm, "depth", 0):
-            why = f"does not go with routing={policy.routing.name!r}, "
+            why = f"cannot be combined with routing={policy.routing.name!r}, "
             why += "which decides a layer's experts in the layer before"
             yield "scoring", why, "a routing of one layer"
         if ladder and miss.algorithm.uses_ladder:
-            why = f"does not go with miss={miss.name!r}: tokens of one text would run one "
+            why = f"cannot be combined with miss={miss.name!r}: tokens of one text would run one "
             why += "expert at different precisions, but are executed together"
             yield "scoring", why, "one precision"
         if asked.attention == CONTEXT:
-            why = "does not go with scoring='scan', which goes through a text layer by layer"
+            why = "cannot be combined with scoring='scan', which goes through a text layer by layer"
             yield "attention", why, "scoring=parallel"
     if asked.attention == CONTEXT and asked.emulate is None:
-        why = "needs emulate=, whose configuration says what heads and KV caches there are"
+        why = "needs emulate=, whose configuration gives the heads and KV caches"
         allowed = "emulate=NAME, or the folder of the model itself; or attention=none"
         yield "attention", why, allowed
     if asked.encoded_dir is not None and not ladder:

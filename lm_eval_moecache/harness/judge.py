@@ -50,7 +50,7 @@ DEFAULT_CACHE = Path("~/.cache/lm-eval-moecache/verdicts.jsonl")
 _EXACT = ("exact_match", "acc", "em")
 _TIMEOUT_S = 120
 MOST_FAILURES = 3
-"""Failures in a row after which a judge is asked no more."""
+"""Failures in a row after which a judge is not called again."""
 
 _SUBJECT = r"(?:it|this|that|(?:final |my |the |given )*(?:verdict|answer|judge?ment|grade))"
 _VERDICT = re.compile(
@@ -124,8 +124,8 @@ class Judge:
             logger.warning("judge %s gave no answer, so a verdict is missing: %s", self.name, error)
             if self._failures == MOST_FAILURES:
                 logger.warning(
-                    "judge %s failed %d times in a row and is asked no more: the verdicts of the "
-                    "other answers are missing. A rerun asks for these alone.",
+                    "judge %s failed %d times in a row and is not called again: the verdicts of "
+                    "the other answers are missing. A rerun judges only those.",
                     self.name,
                     MOST_FAILURES,
                 )
@@ -185,7 +185,7 @@ def checked_judge(settings: Mapping[str, Any]) -> Judge:
         parts = urlsplit(url if isinstance(url, str) else "")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(
-                f"judge_url={shown(url)} is no address of an endpoint. Allowed: "
+                f"judge_url={shown(url)} is not an address of an endpoint. Allowed: "
                 "http://HOST:PORT/v1 or https://HOST/v1."
             )
     else:

@@ -66,7 +66,7 @@ class ModelLoader:
             if loaded != required:
                 raise ValueError(
                     f"{key}={required!r}: the model was loaded with {key}={loaded!r} and has to be "
-                    "loaded anew."
+                    "loaded again."
                 )
 
     def arguments(self) -> Mapping[str, Any]:

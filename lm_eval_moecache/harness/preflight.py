@@ -104,8 +104,9 @@ def check_arguments(
         for key in LOADS_OTHERWISE:
             if hflm_args.get(key):
                 raise ValueError(
-                    f"{key}={hflm_args[key]!r} does not go with precision={config.precision!r}, "
-                    "which encodes and places the experts itself. Allowed: one of the two."
+                    f"{key}={hflm_args[key]!r} cannot be combined with "
+                    f"precision={config.precision!r}, which encodes and places the experts itself. "
+                    "Allowed: one of the two."
                 )
         codecs_of(config.ladder, str(hflm_args["device"]).partition(":")[0])
     geometry = charged_geometry(model, pretrained, config, hflm_args, bare)
@@ -136,7 +137,7 @@ def _check_algorithms(config: Config, geometry: Geometry, layers: Sequence[MoELa
                 raise ValueError(
                     f"prefetch, routing, trace: the router {gate.name} needs "
                     f"{', '.join(gate.missing)} in addition to hidden states, so a "
-                    "later layer's gate cannot be asked ahead of time. Allowed for this model: "
+                    "later layer's gate cannot be evaluated early. Allowed for this model: "
                     "prefetch=none, and no trace or trace_keep=routing."
                 )
     if not (rules["routing"].is_lossless and rules["miss"].is_lossless):
@@ -238,7 +239,7 @@ def check_hflm_arguments(pretrained: object, config: Config, hflm_args: dict[str
     for what, is_asked in alone.items():
         if is_asked and streams > 1:
             raise ValueError(
-                f"streams={streams} does not go with {what} at a time. Allowed: streams=1."
+                f"streams={streams} cannot be combined with {what} at a time. Allowed: streams=1."
             )
     for key, least in _LEAST.items():
         if hflm_args.get(key) is not None and not (key == "batch_size" and is_auto):
@@ -303,9 +304,9 @@ def check_loaded(model: nn.Module, config: Config, hflm_args: Mapping[str, Any])
     if config.clock == "wall" or config.ladder is not None:
         key = "clock" if config.clock == "wall" else "precision"
         raise ValueError(
-            f"{key}={getattr(config, key)!r} does not go with a model that is already loaded: it "
-            "decides where the experts lie while they are loaded. Allowed: pretrained= a folder or "
-            "a hub id."
+            f"{key}={getattr(config, key)!r} cannot be combined with a model that is already "
+            "loaded: it decides where the experts lie while they are loaded. Allowed: pretrained= "
+            "a folder or a hub id."
         )
     if any(hasattr(module, STORE_ATTRIBUTE) for module in model.modules()):
         raise ValueError(

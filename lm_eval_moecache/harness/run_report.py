@@ -145,8 +145,8 @@ def settings_without_effect(
     warnings = []
     if config.seed and not policy.draws:
         warnings.append(
-            f"seed={config.seed}: no algorithm of this policy draws at random, so the figures are "
-            "those of any other seed."
+            f"seed={config.seed}: no algorithm of this policy draws at random, so the seed changes "
+            "no figure."
         )
     if len(levels) > 1 and not policy.miss.algorithm.uses_ladder:
         warnings.append(

@@ -174,6 +174,6 @@ def dense_bytes(model: Any, layers: Sequence[MoELayer]) -> tuple[int, ...]:
 
 
 def place_of(path: str) -> tuple[str, int]:
-    """Split `model.layers.3.mlp.experts` into (`model.layers.`, 3); -1 where there is no index."""
+    """Split `model.layers.3.mlp.experts` into (`model.layers.`, 3); -1 without an index."""
     match = _INDEX.match(path + ".")
     return (match[1], int(match[2])) if match else ("", -1)

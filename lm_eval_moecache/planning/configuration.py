@@ -177,7 +177,7 @@ def _mapping(value: object, what: str) -> Mapping[str, Any]:
 
 def _check_experts(read: _Reader) -> None:
     """Raise ValueError where a configuration says that there are no routed experts."""
-    no_experts = "it is no configuration of a Mixture-of-Experts model."
+    no_experts = "it is not a configuration of a Mixture-of-Experts model."
     for key in ("enable_moe_block", "is_moe"):
         if key in read.config and not read.flag(key):
             raise ValueError(f"{read.what}: {key} is not set: {no_experts}")
@@ -305,7 +305,7 @@ class _Reader:
         """
         values = self._list(key, total)
         if wrong := [value for value in values if not isinstance(value, str)]:
-            raise ValueError(f"{self.what}: {key} has {shown(wrong[0])}, which is no name.")
+            raise ValueError(f"{self.what}: {key} has {shown(wrong[0])}, which is not a name.")
         return values if total is None else values[:total]
 
     def _list(self, key: str, total: int | None) -> list[Any]:

@@ -31,19 +31,19 @@ COLUMNS = (
     *("kind", "task", "metric", "before", "after", "n", "shots", "source", "exactness", "quote"),
 )
 RULES = {
-    "reroute": "routing raised towards resident experts",
-    "residents": "routing held to the resident experts",
-    "substitute": "absent experts replaced by residents of like score",
+    "reroute": "routing biased towards resident experts",
+    "residents": "routing restricted to resident experts",
+    "substitute": "absent experts replaced by residents of similar score",
     "buddy": "absent experts replaced by their buddies",
     "random": "experts replaced at random",
-    "drop": "light or absent experts not run",
+    "drop": "light or absent experts left out",
     "top_k": "fewer experts a token",
-    "cascade": "absent experts run at fewer bits, or not at all",
+    "cascade": "absent experts run at lower precision, or left out",
     "commit": "predicted experts run, whatever the router says",
-    "prune": "experts removed for good",
+    "prune": "experts removed from the model",
     "merge": "experts merged into fewer",
     "quantise": "experts stored at fewer bits",
-    "lossless": "nothing changed: what the source's own noise is",
+    "lossless": "nothing changed: the noise of the source",
 }
 """Class of rule -> its words."""
 ALGORITHMS = {
@@ -183,7 +183,7 @@ def _loss(cells: Mapping[str, str]) -> Loss:
     numbers = {name: float(cells[name]) if cells[name] else None for name in ("share", "resident")}
     for name, value in numbers.items():
         if value is not None and not 0 <= value <= 1:
-            raise ValueError(f"{name}={cells[name]!r} is no share. Allowed: 0 to 1.")
+            raise ValueError(f"{name}={cells[name]!r} is not a share. Allowed: 0 to 1.")
     counts = {name: int(cells[name]) if cells[name] else None for name in ("experts", "top_k", "n")}
     scores = {name: float(cells[name]) for name in ("before", "after")}
     return Loss(**words, **numbers, **counts, **scores)  # type: ignore[arg-type]

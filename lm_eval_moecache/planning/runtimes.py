@@ -115,7 +115,7 @@ class Runtime:
             re.compile(self.called)
         except re.error as error:
             raise ValueError(
-                f"runtime {self.name!r}: called={self.called!r} is no pattern: {error}."
+                f"runtime {self.name!r}: called={self.called!r} is not a pattern: {error}."
             ) from error
 
     @property
@@ -188,7 +188,7 @@ class Spread:
         return self.reach
 
     def __str__(self) -> str:
-        return f"80% of rows; {self.coverage:.0%} of {self.rows} rows of other machines"
+        return f"{self.coverage:.0%} of {self.rows} speeds on other machines fell within it"
 
 
 UNKNOWN = Spread(rows=0, machines=0, median_factor=1.0, within={}, reach=1.0, coverage=1.0)
@@ -239,7 +239,7 @@ def read_mechanisms(path: Path) -> Mechanisms:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"mechanisms={str(path)!r} is no output of `moecache profile runtimes`: {error!r}."
+            f"mechanisms={str(path)!r} is not an output of `moecache profile runtimes`: {error!r}."
         ) from error
 
 

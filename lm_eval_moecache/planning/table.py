@@ -218,7 +218,7 @@ def row_of(setup: Setup, runtime: Runtime, prompt: int) -> dict[str, Any]:
     except ValueError as error:
         return {**row, "why": str(error)}
     if placed.mechanism == LAYER:
-        row["why"] = "each token would copy whole layers: choose bits that fit"
+        row["why"] = "they would copy whole layers for each token; use fewer bits"
     got = scaled(setup, runtime, placed)
     work = prompt_work(model, found, runtime, placed, prompt)
     spread = mechanisms().spreads.get(PROMPTS[placed.group == PROCESSOR])
@@ -398,7 +398,7 @@ def first_line(model: RealModel, rows: Sequence[Mapping[str, Any]], alone: float
     by_name = {row["runtime"]: row for row in rows}
     usual = by_name.get("llama.cpp") or (rows[0] if rows else None)
     if usual is None:
-        return f"No program known here runs {model.name} so on this machine."
+        return f"No known program runs {model.name} this way on this machine."
     if usual["needs_drive"] and (
         better := [row for row in rows if row["tok_per_s"] > 1.5 * usual["tok_per_s"]]
     ):

@@ -111,8 +111,9 @@ def read_gguf(path: Path, what: str) -> RealModel:
     if not parts.expert_layers:
         holds = f"{len(tensors)} tensors, none of them experts (`*_exps`)" if tensors else "none"
         raise ValueError(
-            f"{what} is no Mixture-of-Experts model: {architecture or 'no architecture'}, {holds}. "
-            "A dense model reads all of its weights for every token, and has no experts to cache."
+            f"{what} is not a Mixture-of-Experts model: {architecture or 'no architecture'}, "
+            f"{holds}. A dense model reads all of its weights for every token, and has no experts "
+            "to cache."
         )
     attention = _gguf_attention(value, own, blocks - predicting, architecture == "gpt-oss")
     caches, state_bytes = read_caches(
@@ -157,7 +158,7 @@ def _read_index(path: Path, what: str) -> tuple[dict[str, Any], list[Tensor]]:
     check_file(path, what)
     with open_file(path, what) as file:
         if file.read(4) != b"GGUF":
-            raise ValueError(f"{what} is no GGUF file: it does not begin with the letters GGUF.")
+            raise ValueError(f"{what} is not a GGUF file: it does not begin with the letters GGUF.")
     try:
         reader = GGUFReader(path)
         values = {
@@ -169,7 +170,7 @@ def _read_index(path: Path, what: str) -> tuple[dict[str, Any], list[Tensor]]:
     except (ValueError, KeyError, IndexError, OverflowError, MemoryError, TypeError) as error:
         reason = str(error).split("\n")[0][:200]
         raise ValueError(
-            f"{what}: {path.name} is no whole GGUF file, or of a newer kind than the package "
+            f"{what}: {path.name} is not a whole GGUF file, or of a newer kind than the package "
             f"`gguf` reads: {reason}."
         ) from None
     return values, found
@@ -263,7 +264,7 @@ def read_safetensors_index(path: Path, what: str) -> RealModel:
     index = read_json(path, what)
     files = index.get("weight_map") if isinstance(index, Mapping) else None
     if not isinstance(files, Mapping):
-        raise ValueError(f"{what} has no `weight_map`: it is no index of safetensors.")
+        raise ValueError(f"{what} has no `weight_map`: it is not an index of safetensors.")
     config_path = path.with_name("config.json")
     if not is_file(config_path):
         raise ValueError(f"{what}: its folder has no config.json, which says what tensors are.")
@@ -315,7 +316,7 @@ def _safetensors(path: Path, what: str) -> Iterator[Tensor]:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= _MOST_HEADER:
-            raise ValueError(f"{what} is no safetensors file.")
+            raise ValueError(f"{what} is not a safetensors file.")
         try:
             header = parse_json(file.read(length), what)
             for name, entry in header.items():
@@ -324,7 +325,7 @@ def _safetensors(path: Path, what: str) -> Iterator[Tensor]:
                     weights = math.prod(entry["shape"]) if entry["dtype"] in _FLOATS else 0
                     yield Tensor(name, weights, end - begin)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{what} is no safetensors file: {error}.") from None
+            raise ValueError(f"{what} is not a safetensors file: {error}.") from None
 
 
 def _checkpoint_parts(tensors: Iterable[Tensor], num_layers: float = math.inf) -> _Parts:

@@ -73,7 +73,7 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
     dtype, device = _dtype(dtype_name), _device(device_name)
     memory_bytes = int(total_memory(device) or total_memory(CPU) or 0)
     if nbytes < 16 * _SMALL_BYTES:
-        raise ValueError(f"size={nbytes} bytes is too small to tell bandwidth from latency.")
+        raise ValueError(f"size={nbytes} bytes is too small to separate bandwidth from latency.")
     if nbytes > memory_bytes:
         raise ValueError(f"size={nbytes} bytes is more than the {memory_bytes} bytes of {device}.")
 
@@ -375,7 +375,9 @@ def measure_on_wall(
     """
     geometry = describe(model, find_moe_layers(model), "calibration")
     if geometry.num_layers < 2:
-        raise ValueError("pretrained: a model of one MoE layer says nothing of a layer's time.")
+        raise ValueError(
+            "pretrained: the time of a layer cannot be measured on a model with one MoE layer."
+        )
     hot, cold, rates, prefills = [], [], [], []
     for _ in range(ROUNDS):
         steps, engine, rate = _decode(model, loader, geometry, policy, ALL, None)

@@ -148,7 +148,7 @@ def _recorder(path: Path, what: str) -> tuple[Counts, int | None]:
         dump: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
         reason = str(error).split("\n")[0][:200]
-        raise ValueError(f"{what} is no file that torch reads: {reason}.") from None
+        raise ValueError(f"{what} is not a file that torch reads: {reason}.") from None
     table = dump.get("logical_count") if isinstance(dump, dict) else None
     if not isinstance(table, torch.Tensor) or table.dim() < 2:
         raise ValueError(f"{what} has no tensor `logical_count` [..., layers, experts].")
@@ -167,7 +167,7 @@ def _imatrix(path: Path, what: str) -> tuple[Counts, int | None]:
                     tokens_by_expert = dict(enumerate(values))
                     counts.setdefault(int(parts[1]), tokens_by_expert)
         except (struct.error, ValueError, KeyError, UnicodeDecodeError, MemoryError) as error:
-            raise ValueError(f"{what} is no whole GGUF file: {error}.") from None
+            raise ValueError(f"{what} is not a whole GGUF file: {error}.") from None
     width = {len(layer) for layer in counts.values()}
     return counts, max(width, default=None)
 

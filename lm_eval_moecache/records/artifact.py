@@ -72,7 +72,9 @@ class Artifact:
                     f"{self.path}: the array {name!r} has the shape {array.shape}, not {shape}."
                 )
             if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
-                raise ValueError(f"{self.path}: the array {name!r} has entries that are no number.")
+                raise ValueError(
+                    f"{self.path}: the array {name!r} has entries that are not numbers."
+                )
 
 
 def artifact_of(
@@ -134,8 +136,8 @@ def read_artifact(path: str | Path, kind: str, key: str) -> Artifact:
     digest = header.pop("digest")
     if content_digest(header, arrays) != digest:
         raise ValueError(
-            f"{what}: its content is not what was written: the checksum in its metadata is "
-            "another. Copy or make the file anew."
+            f"{what}: its content was changed after it was written: the checksum in its metadata "
+            "differs. Copy or make the file again."
         )
     fields = {name: header[name] for name in _FIELDS}
     return Artifact(kind=kind, arrays=arrays, path=str(path), **fields)
@@ -194,7 +196,7 @@ def _header(text: str | None, kind: str, what: str) -> dict[str, Any]:
     if header["format"] != FORMAT_VERSION:
         raise ValueError(
             f"{what} has format version {shown(header['format'])}; this release reads "
-            f"{FORMAT_VERSION}. Make it anew with `moecache profile {kind}`."
+            f"{FORMAT_VERSION}. Make it again with `moecache profile {kind}`."
         )
     check(ArtifactHeader, header, f"{what}: its metadata")
     if header["kind"] != kind:

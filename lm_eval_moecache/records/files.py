@@ -70,7 +70,9 @@ def open_file(path: str | Path, what: str, most: int | None = None) -> BinaryIO:
         raise ValueError(f"{what} cannot be read: {reason}.") from error
     if stat.S_ISREG(status.st_mode):
         raise ValueError(f"{what} has {status.st_size} bytes, more than the {most} that are read.")
-    raise ValueError(f"{what} is no regular file. Allowed: a file on a disk, no pipe, no device.")
+    raise ValueError(
+        f"{what} is not a regular file. Allowed: a file on a disk, not a pipe or a device."
+    )
 
 
 def check_file(path: str | Path, what: str, most: int | None = None) -> None:
@@ -105,7 +107,8 @@ def parse_yaml(text: str, what: str) -> Any:
         raise ValueError(f"{what} is not readable YAML: {reason}") from error
     except (KeyError, AttributeError, TypeError) as error:  # PyYAML, of a tag and its text
         raise ValueError(
-            f"{what} is not readable YAML: a tag (!!bool, !!timestamp ...) on a text that is none."
+            f"{what} is not readable YAML: a tag (!!bool, !!timestamp ...) that does not fit its "
+            "text."
         ) from error
 
 
@@ -291,7 +294,7 @@ def _check_characters(text: str | bytes, data: Any) -> None:
             json.dumps(data, ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start : error.end]
-            raise ValueError(f"{half!r} is half of a surrogate pair, and no character") from None
+            raise ValueError(f"{half!r} is half of a surrogate pair, not a character") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -343,7 +346,7 @@ class _PlainLoader(yaml.SafeLoader):
                 continue
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
             if not isinstance(key, Hashable):
-                raise ValueError(f"line {line}: a key is no plain value")
+                raise ValueError(f"line {line}: a key is not a plain value")
             if key in seen:
                 raise ValueError(f"line {line}: duplicate key {shown(key)} in one mapping")
             seen.add(key)

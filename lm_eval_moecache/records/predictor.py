@@ -90,9 +90,9 @@ def load_predictor(profile: str | None, loss: str, geometry: Geometry) -> Artifa
         silent = ~artifact.arrays[last].any(axis=1)
         if silent.any():
             raise ValueError(
-                f"{key}={artifact.path!r} says nothing of expert {int(silent.argmax())} of layer "
-                f"{(layer + 1) % geometry.num_layers}: its row of {last!r} is all zero. Make a new "
-                "one with `moecache profile predictor`."
+                f"{key}={artifact.path!r} predicts nothing for expert {int(silent.argmax())} of "
+                f"layer {(layer + 1) % geometry.num_layers}: its row of {last!r} is all zero. Make "
+                "a new one with `moecache profile predictor`."
             )
     trained = artifact.made_from.get("loss")
     if trained != loss:

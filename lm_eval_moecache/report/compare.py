@@ -441,7 +441,7 @@ def _check_identity(old: Run, new: Run, task: str, options: CompareOptions) -> N
         changes = ", ".join(f"{key} ({one} -> {other})" for key, (one, other) in unexpected.items())
         raise ValueError(
             f"{old.run_id} and {new.run_id} are runs of different identity on {task}: {changes}. "
-            f"`--ignore {','.join(unexpected)}` compares them all the same."
+            f"`--ignore {','.join(unexpected)}` compares them anyway."
         )
 
 
@@ -655,29 +655,29 @@ def _notes(comparison: Comparison) -> list[str]:
     ]
     if comparison.exact_runs:
         lines.append(
-            f"{comparison.exact_runs} runs were made on the baseline's machine and are compared "
-            "to the digit."
+            f"{comparison.exact_runs} runs were made on the baseline's machine and must "
+            "repeat every digit."
         )
     elif comparison.is_regression and not comparison.differing:
         lines.append(
-            "No run is of the baseline's kind of CPU. Where sums round otherwise, a router's near "
-            "ties fall otherwise, and a rule whose cache decides what is executed may alarm by "
-            "that alone: repeat it with the baseline's arithmetic (results/baseline/README.md)."
+            "No run was made on the baseline's kind of CPU. Another kind rounds differently and "
+            "routes near ties differently, which alone may fail a lossy policy: repeat the run "
+            "with the baseline's arithmetic (results/baseline/README.md)."
         )
     if comparison.tests:
         lines.append(
-            f"{comparison.tests} scores are tested; the chance that chance alone fails this "
-            f"comparison is at most {100 * comparison.alpha:g}% (Holm, Tarone)."
+            f"{comparison.tests} scores are tested; without a real change, this comparison fails "
+            f"with a probability of at most {100 * comparison.alpha:g}% (Holm, Tarone)."
         )
     if comparison.noticeable:
         losses = [f"{100 * v:.2g} on {size}" for size, v in comparison.noticeable.items()]
         lines.append(
-            "A change that only turns answers wrong is noticed in four cases of five from so many "
-            f"points on: {', '.join(losses)} documents."
+            "Smallest loss of accuracy, in points, that is found in four cases of five: "
+            f"{', '.join(losses)} documents."
         )
     if comparison.weak_tests:
         lines.append(
-            f"{len(comparison.weak_tests)} of them have too few documents to ever fail: "
+            f"{len(comparison.weak_tests)} of them have too few documents to fail at all: "
             f"{', '.join(comparison.weak_tests)}."
         )
     return lines

@@ -221,17 +221,26 @@ def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
 
     notes = []
     if any(row.open_loop for row in rows):
-        notes.append("open loop: the policy changes routing, and hidden states do not follow.")
+        notes.append(
+            "open loop: the policy changes the routing, but a replay keeps the recorded hidden "
+            "states. For exact figures run the model."
+        )
     if any(row.metrics.get(name) for row in rows for name in ("avoided_miss_share", "host_share")):
         notes.append(
-            "Miss counts every absent expert, also one that was dropped, replaced or computed by "
-            "the host: MB read (--all) says what was loaded."
+            "Miss counts every absent expert, also those that were dropped, replaced or computed "
+            "by the host; MB read (--all) shows what was loaded."
         )
     if not all(row.has_sizes for row in rows):
-        notes.append("No bytes and no times where the trace says no expert size: --expert_bytes.")
+        notes.append(
+            "Bytes and times need the size of an expert, which the trace lacks: give "
+            "--expert_bytes."
+        )
     notes += dict.fromkeys(f"Warning: {text}" for row in rows for text in row.warnings)
     if has_bounds:
-        notes.append("Fewest: no eviction on demand misses less (Belady, where all events fit).")
+        notes.append(
+            "Fewest: a lower bound for evictions without prefetching (Belady, where all events "
+            "fit)."
+        )
     table = padded(list(columns), [*zip(*columns.values(), strict=True)])
     width = max(shutil.get_terminal_size((80, 24)).columns, 40)
     return "\n".join([*textwrap.wrap(title, width), table, *notes])

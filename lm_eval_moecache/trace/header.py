@@ -102,8 +102,8 @@ def check_seal(
     """Raise ValueError if the metadata changed since they were written. No digest, no check."""
     if header.digest not in (None, _digest(metadata, schema, num_rows)):
         raise ValueError(
-            f"trace {name}: what it says of its model, columns and requests is not what was "
-            "written: the digest in its metadata is another. Copy or record the trace anew."
+            f"trace {name}: its model, columns or requests were changed after it was written: the "
+            "digest in its metadata differs. Copy or record the trace again."
         )
 
 

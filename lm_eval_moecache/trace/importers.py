@@ -49,7 +49,7 @@ def trace_formats() -> dict[str, type[TraceFormat]]:
     for name, point in plugins.added_classes("formats", formats_by_name.keys()).items():
         kind = plugins.load(point)
         if not (inspect.isclass(kind) and issubclass(kind, TraceFormat)):
-            raise MoECacheError(f"{plugins.described(point)} is no subclass of TraceFormat.")
+            raise MoECacheError(f"{plugins.described(point)} is not a subclass of TraceFormat.")
         if inspect.isabstract(kind):
             lacking = ", ".join(sorted(kind.__abstractmethods__))
             raise MoECacheError(f"{plugins.described(point)} is abstract: it lacks {lacking}.")
@@ -84,11 +84,11 @@ def find_format(file: str) -> str:
     if len(by_suffix) == 1 and not is_folder:
         return by_suffix[0]
     if not head.strip():
-        raise ValueError(f"trace {file!r} holds no rows.")
+        raise ValueError(f"trace {file!r} has no rows.")
     lines = head[:60].decode("utf-8", "replace").splitlines()
     raise ValueError(
-        f"trace {file!r} begins with {(lines or [''])[0]!r}, as none of the formats does that a "
-        f"{head_of.suffix} may be: {', '.join(by_suffix)}. `moecache trace formats` shows them."
+        f"trace {file!r} begins with {(lines or [''])[0]!r}, which no format of {head_of.suffix} "
+        f"files does ({', '.join(by_suffix)}). `moecache trace formats` shows them."
     )
 
 

@@ -362,7 +362,7 @@ def check_folder(folder: str) -> Path:
         if path.exists() and not path.is_dir():
             raise NotADirectoryError("it is a file")
     except (OSError, ValueError) as error:  # ValueError: a null byte
-        raise ValueError(f"trace={folder!r}: no folder that can be written to: {error}.") from error
+        raise ValueError(f"trace={folder!r}: this folder cannot be written to: {error}.") from error
     return path
 
 

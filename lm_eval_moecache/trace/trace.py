@@ -68,7 +68,7 @@ class Refuse(NamedTuple):
 def check_rows(geometry: Geometry, columns: Columns, refuse: Refuse) -> IntArray:
     """Check all rows; return event bounds [events + 1]. ValueError names the row and the field."""
     if not len(columns.layer):
-        raise ValueError(f"trace {refuse.name} holds no rows.")
+        raise ValueError(f"trace {refuse.name} has no rows.")
     _check_values(geometry, columns, refuse)
     bounds = _check_order(geometry.num_layers - 1, columns, refuse)
     _check_tokens(geometry.num_layers, columns, bounds, refuse)

@@ -310,7 +310,7 @@ class Search:
         if name == REFERENCE or not self._is_over:
             return False
         timeout = f"--timeout={self.timeout_s:g}"
-        self._fail(name, None, f"{timeout} was over; the same command goes on with it")
+        self._fail(name, None, f"{timeout} was over; the same command continues the search")
         return True
 
     def _enter(self, planned: ResolvedCell, trial: Any, measured: Measured) -> None:
@@ -448,8 +448,9 @@ def open_study(
         raise
     except Exception as error:  # Optuna trusts its journal: KeyError, AssertionError ...
         raise ValueError(
-            f"out={str(folder)!r}: {JOURNAL} is no readable journal of a search "
-            f"({type(error).__name__}: {error}). Give another folder, or remove it to begin anew."
+            f"out={str(folder)!r}: {JOURNAL} is not a readable journal of a search "
+            f"({type(error).__name__}: {error}). Give another folder, or remove it to start from "
+            "the beginning."
         ) from error
     question = {**dataclasses.asdict(objective), "tasks": list(objective.tasks), **(reads or {})}
     recorded = {**question, **study.user_attrs.get("question", {})}
@@ -460,7 +461,7 @@ def open_study(
                 raise ValueError(
                     f"out={str(folder)!r} holds a search on other weights, artefacts, tasks or "
                     f"code ({key} {recorded[key]}, now {value}): its accuracies and speeds are not "
-                    "theirs. Give another folder, or remove it to begin anew."
+                    "theirs. Give another folder, or remove it to start from the beginning."
                 )
             raise ValueError(
                 f"out={str(folder)!r} holds a search with {key}={recorded[key]!r}, not {value!r}. "

@@ -155,7 +155,7 @@ OUT_OF_RANGE: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
         ({"trigger_max": 2}, "trigger_max=2 has no effect"),
         ({**OWA, "trigger_max": 3}, "must lie between 1 and top_k - 1 = 2"),
         ({**OWA, "trigger_min": 2, "trigger_max": 1}, "right in part"),
-        ({**OWA, **FEW}, "does not go with routing.weights='owa'"),
+        ({**OWA, **FEW}, "cannot be combined with routing.weights='owa'"),
         ({"most_right": 2}, "most_right=2 has no effect with tokens='all'"),
     ],
 }

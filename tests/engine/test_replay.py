@@ -232,5 +232,7 @@ def test_scanned_texts_need_a_cache_per_layer_and_a_routing_of_one_layer(
     rows = [(0, token, prefill, token, layer) for token in range(2) for layer in range(3)]
     trace = traces.from_rows(traces.GEOMETRY, rows, [[0, 1]] * 6, scans=((0, 2),))
     replay(trace, traces.setting_for(trace, "3/layer"))
-    with pytest.raises(ValueError, match=f"{key} does not go with trace generated, whose texts"):
+    with pytest.raises(
+        ValueError, match=f"{key} cannot be combined with trace generated, which was recorded"
+    ):
         replay(trace, traces.setting_for(trace, capacity, axes))

@@ -21,7 +21,7 @@ from lm_eval_moecache.planning.configuration import read_config
 from lm_eval_moecache.planning.models import load_real_model
 from tests.planning.test_models import OLMOE
 
-NO_EXPERTS = "it is no configuration of a Mixture-of-Experts model"
+NO_EXPERTS = "it is not a configuration of a Mixture-of-Experts model"
 _COUNT = re.compile(r"(?<!max_)(num|n)_(local_|routed_)?experts|moe_num_experts")
 _MODELS = (
     transformers.AutoModelForCausalLM,
@@ -167,7 +167,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         ({"hidden_size": None}, r"lacks hidden_size .*which is null or no finite number"),
         ({"model_type": 5}, r"model_type=5 must be a text"),
         ({"layer_types": ["full_attention"]}, r"layer_types has 1 entries for 16 layers"),
-        ({"layer_types": [1] * 16}, r"layer_types has 1, which is no name"),
+        ({"layer_types": [1] * 16}, r"layer_types has 1, which is not a name"),
         ({"mlp_layer_types": ["dense"] * 16}, r"none of its 16 layers has experts"),
         ({"tie_word_embeddings": "no"}, r"tie_word_embeddings='no' must be true or false"),
         ({"text_config": 5}, r"text_config=5 must be a mapping"),

@@ -200,7 +200,7 @@ def test_a_file_is_refused_by_line(tmp_path: Path) -> None:
         read_losses(file)
     cells |= {"rule": "drop", "before": "0.5", "after": "0.4", "share": "50"}
     file.write_text(f"{','.join(cells)}\n{','.join(cells.values())}\n")
-    with pytest.raises(ValueError, match="line 2: share='50' is no share"):
+    with pytest.raises(ValueError, match="line 2: share='50' is not a share"):
         read_losses(file)
 
 
@@ -238,7 +238,7 @@ def test_what_cache_aware_routing_costs_with_half_of_the_experts_in_memory() -> 
 def test_a_rule_of_one_model_has_rows_and_no_forecast() -> None:
     (report,) = published(QWEN, "buddymoe", resident=0.5)
     assert report["forecast"] is None and report["judged"] is None
-    assert "No forecast: it was published on DeepSeek-V2-Lite" in " ".join(lines([report]))
+    assert "No forecast: published on DeepSeek-V2-Lite" in " ".join(lines([report]))
     assert [each["model"] for each in report["nearest"]] == ["DeepSeek-V2-Lite"]
 
 

@@ -90,7 +90,7 @@ def test_plan_prints_what_to_run_first(moecache: Moecache) -> None:
     assert lines[0] == "gpt-oss-120b on 2x rtx-3090 (48 GB); assumed: host memory 51.2 GB/s."
     assert lines[1].startswith("llama.cpp -ngl 99 --n-cpu-moe ") and len(lines) <= 15
     assert any(line.startswith("Memory, GB: 48 = ") and "buffers 2.0" in line for line in lines)
-    assert lines[-1] == "Nearer: --host_memory, --measured. More: --all."
+    assert lines[-1] == "For a closer forecast: --host_memory, --measured. More: --all."
     report = moecache.json("plan", *words)
     assert report["hardware"] == "2x rtx-3090" and report["fit"]["memory"] == 48e9
     assert report["fit"]["buffers"] == report["memory"]["buffers"] == 2e9
@@ -114,7 +114,7 @@ def test_a_mac_may_give_its_gpu_more_memory_and_whole_layers_are_not_advised() -
     assert "iogpu.wired_limit_mb=" in mac["first"]
     assert "iogpu" not in advise(model, load_hardware("m2-16gb"), known(), 4096, 512)["first"]
     card = rows()
-    assert "choose bits that fit" in str(card["vllm"]["why"])
+    assert "use fewer bits" in str(card["vllm"]["why"])
     assert str(card["ktransformers"]["placement"]).startswith("resident_experts=")
     assert str(card["ktransformers"]["placement"])[17:] in str(card["ktransformers"]["flags"])
 

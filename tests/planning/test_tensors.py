@@ -160,7 +160,11 @@ def test_layers_of_a_gguf_whose_state_does_not_grow(
 @pytest.mark.parametrize(
     ("tensors", "general", "said"),
     [
-        (VOCABULARY_TENSORS, {}, r"no Mixture-of-Experts model: qwen3moe, 2 tensors, none of them"),
+        (
+            VOCABULARY_TENSORS,
+            {},
+            r"not a Mixture-of-Experts model: qwen3moe, 2 tensors, none of them",
+        ),
         ([], {"type": "imatrix"}, r"is an importance matrix, to be read by `moecache profile use`"),
         (WHOLE, {"type": "adapter"}, r"is an adapter"),
         (WHOLE, {"type": "mmproj"}, r"is an image encoder"),
@@ -178,7 +182,7 @@ def test_a_gguf_that_cannot_be_run_says_why(
 def test_a_gguf_that_is_cut_short_says_so(tmp_path: Path, kept: int) -> None:
     path = write_gguf(tmp_path / "a.gguf", WHOLE)
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=r"model='.*no (whole )?GGUF file"):
+    with pytest.raises(ValueError, match=r"model='.*not a (whole )?GGUF file"):
         load_real_model(str(path), "model")
 
 

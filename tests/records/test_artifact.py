@@ -107,7 +107,7 @@ def test_arrays_that_are_missing_misshapen_or_not_finite_are_refused(file: Path)
     with pytest.raises(ValueError, match=r"'counts' has the shape \(2, 4\), not \(4, 2\)"):
         artifact.require(counts=(4, 2))
     broken = make(arrays={"counts": np.array([1.0, np.nan])})
-    with pytest.raises(ValueError, match="'counts' has entries that are no number"):
+    with pytest.raises(ValueError, match="'counts' has entries that are not numbers"):
         broken.require(counts=(2,))
 
 

@@ -50,7 +50,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("{" * 3000, "nested too deeply"),
         ("[" * 100_000, "nested too deeply"),
         ("a: 2020-13-45\n", "month must be in"),
-        ("? [1, 2]\n: 3\n", "a key is no plain value"),
+        ("? [1, 2]\n: 3\n", "a key is not a plain value"),
         ("a: 1" + "0" * 5000, "Exceeds the limit"),
         ("a: b: c", "mapping values are not allowed"),
         ("\0", "special characters are not allowed"),

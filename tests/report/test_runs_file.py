@@ -98,7 +98,7 @@ def test_what_is_broken_is_named_and_nothing_is_lost(tmp_path: Path, moecache: M
     no_run = gzip.compress(json.dumps({"x": 1}).encode())
     for broken, message in (
         (data[: len(data) // 2], "is not readable: "),
-        (no_run, "line 1 is no run"),
+        (no_run, "line 1 is not a run"),
     ):
         (folder / PACKED).write_bytes(broken)
         with pytest.raises(ValueError, match=message):
@@ -136,7 +136,7 @@ def test_what_somebody_else_packed_writes_nowhere_else(
     write_packed(folder / PACKED, [record("fine"), {**record("x"), "run_id": run_id}])
     before = sorted(tmp_path.rglob("*"))
     message = moecache("pack", folder, "--undo", code=2)
-    assert f"run_id={run_id!r} is no name of a file" in message
+    assert f"run_id={run_id!r} is not a name of a file" in message
     assert sorted(tmp_path.rglob("*")) == before
 
 

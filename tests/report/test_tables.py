@@ -37,9 +37,9 @@ MARKDOWN = """\
 | specmd | 50% | 0.500 ±0.289 | 2.000 | 200.0 | 0.1000 | * |
 | specmd | 5% | 0.250 ±0.250 | 2.000 | 90.0 | 0.5000 |  |
 
-`*`: on the Pareto front. Each row that is as fast scores over 1 point lower, by a test over the \
-documents (p ≤ 0.05). A lossless row is there unless a row as fast scores no lower and is lossless \
-or shown to be less than 1 point below. ±: standard error.
+`*`: Pareto front: each row at least as fast scores over 1 point lower, by a test over the \
+documents (p ≤ 0.05). A lossless row is on it unless a row at least as fast scores no lower and is \
+either lossless or shown to be less than 1 point worse. ±: standard error.
 """
 
 
@@ -88,7 +88,7 @@ def test_bounds_stand_last_and_neither_win_a_column_nor_the_front(
     assert rows[-1].startswith("| on_demand + eviction=belady |") and not blank
     assert "**" not in rows[-1] and rows[-1].endswith("|  |")
     assert [row for row in rows if " 200.0 " in row and row.endswith("| * |")]
-    assert "know the future stand last and are not ranked" in legend
+    assert "know the future are listed last, without a rank" in legend
     assert "know the future" not in table(leaderboard_of_four(tmp_path / "without"))
 
 
@@ -256,7 +256,7 @@ def test_a_score_is_best_where_it_is_shown_not_worse(tmp_path: Path, table: Tabl
         runs = [record(name, policy=name, answers=answers) for name, answers in rows.items()]
         text = table(write(tmp_path / str(times), *runs), "--columns=policy,accuracy")
         assert text.count(" **0.") == bold
-        assert ("less than 1 point below it" in text) == bool(bold)
+        assert ("less than 1 point worse" in text) == bool(bold)
 
 
 ROW = st.tuples(
@@ -521,7 +521,7 @@ def test_an_empty_path_is_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moecache: Moecache, command: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(leaderboard_of_four(tmp_path))
-    assert "is no path" in moecache(*command, code=2)
+    assert "is not a path" in moecache(*command, code=2)
 
 
 def test_a_lossy_run_says_what_it_loses_and_what_a_thousand_documents_would(

@@ -159,7 +159,7 @@ ARGUMENTS: list[tuple[str, Any, str]] = [
     ("phases", ["all"], "phases="),
     ("eviction", "lruu", "eviction='lruu' … Did you mean 'lru'? … least_stale"),
     ("eviction", None, "eviction='none' … lru"),
-    ("eviction", "lhu", "miss='fetch' does not go with eviction='lhu'"),
+    ("eviction", "lhu", "miss='fetch' cannot be combined with eviction='lhu'"),
     ("eviction", "os.system", "eviction"),
     ("eviction", "no.such.module", "cannot be imported"),
     ("eviction", "lm_eval_moecache.algorithms.eviction.base.EvictionAlgorithm", "not a subclass"),
@@ -201,11 +201,11 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"prefetch": "score", "prefetch.percentile": "most"}, "prefetch.percentile='most' … prefetch=score"),
     ({"prefetch": "next_gate", "prefetch.depth": 1.5}, "prefetch.depth=1.5"),
     ({"eviction": "lru", "eviction.seed": 3}, "eviction.seed=3 … is not used"),
-    ({"policy": "on_demand", "precision": "int8:int4", "miss": "cascade", "scoring": "scan", "capacity": "4/layer"}, "scoring='scan' does not go with miss='cascade'"),
+    ({"policy": "on_demand", "precision": "int8:int4", "miss": "cascade", "scoring": "scan", "capacity": "4/layer"}, "scoring='scan' cannot be combined with miss='cascade'"),
     ({"execute": "as_they_arrive", "precision": "int8:int4"}, "precision='int8:int4' has 2"),
     ({"attention": "context", "emulate": "OLMoE-1B-7B", "scoring": "scan", "policy": "on_demand", "capacity": "2/layer"}, "attention='context' … scoring=parallel"),
-    ({**WALL, "miss": "host", "policy": "on_demand", "scoring": "scan", "capacity": "2/layer"}, "scoring='scan' does not go with miss='host'"),
-    ({**WALL, "link": "fifo"}, "link='fifo' does not go with clock='wall'"),
+    ({**WALL, "miss": "host", "policy": "on_demand", "scoring": "scan", "capacity": "2/layer"}, "scoring='scan' cannot be combined with miss='host'"),
+    ({**WALL, "link": "fifo"}, "link='fifo' cannot be combined with clock='wall'"),
     ({**WALL, "hardware": "h200"}, "hardware='h200' … bandwidth"),
     ({**WALL, "store_dir": "x"}, "store_dir='x' … store=disk"),
     ({**WALL, "execute": "as_they_arrive"}, "execute='as_they … clock=virtual"),
@@ -266,8 +266,8 @@ FILES: list[tuple[str, str, str]] = [
     *((kind, LAUGHS, "more than 100000 values") for kind in ("policy", "hardware", "sweep", "space", "board")),
     *((kind, "", "must hold a mapping") for kind in ("policy", "hardware", "sweep", "board")),
     *((kind, "- a\n", "must hold a mapping") for kind in ("policy", "hardware", "sweep", "space", "board")),
-    *((kind, text, "a tag (!!bool, !!timestamp ...) on a text that is none") for kind in ("policy", "hardware", "sweep", "space", "board") for text in ('a: !!bool "x"', 'name: !!timestamp "x"', "a: !!int {}")),
-    *((kind, 'name: "a\\ud800b"', "is half of a surrogate pair, and no character") for kind in ("policy", "hardware", "sweep", "space", "board")),
+    *((kind, text, "a tag (!!bool, !!timestamp ...) that does not fit its text") for kind in ("policy", "hardware", "sweep", "space", "board") for text in ('a: !!bool "x"', 'name: !!timestamp "x"', "a: !!int {}")),
+    *((kind, 'name: "a\\ud800b"', "is half of a surrogate pair, not a character") for kind in ("policy", "hardware", "sweep", "space", "board")),
     ("sweep", SWEEP + "include_path: no/such\n", "include_path='no/such': there is no such folder"),
     ("sweep", SWEEP + "model: ''\n", "model='' is not known"),
     ("sweep", SWEEP + "base: {emulate: true}\n", "emulate=True must be text"),
@@ -408,9 +408,9 @@ FILES: list[tuple[str, str, str]] = [
     ("vllm.json", _response(usage=None), "does not say how many of its 5 rows are the prompt's"),
     ("vllm.json", _response(num_prompt_tokens=9), "5 rows of a prompt of 9 tokens"),
     ("vllm.json", _response(num_prompt_tokens=-1), "num_prompt_tokens=-1 must be"),
-    ("vllm.json", '{"routed_experts": "!!"}', "is no base64 of an .npy"),
-    ("vllm.json", _response(broken=b"}"), "is no base64 of an .npy: … EOF in multi-line"),
-    ("vllm.json", '{"hello": 1}', "as none of the formats does"),
+    ("vllm.json", '{"routed_experts": "!!"}', "is not a base64 of an .npy"),
+    ("vllm.json", _response(broken=b"}"), "is not a base64 of an .npy: … EOF in multi-line"),
+    ("vllm.json", '{"hello": 1}', "which no format of"),
     ("jsonl", '{"layer_idx": 0, "token_idx": 0, "selected_ids": [-1, 2]}', "token 0: experts is "),
     ("jsonl", '{"layer_idx": true, "token_idx": 0, "selected_ids": [1, 2]}', "line 1: layer_idx=True must be"),
     ("jsonl", '{"layer_idx": 0, "token_idx": 0, "selected_ids": [true, 2]}', "token 0: experts is [True, 2], must hold"),
@@ -452,7 +452,7 @@ OF_OTHERS: list[tuple[str, str, str, str]] = [
     ("jsonl", "[[1, 3]", "[[true, 3]", "layer 0, token 2: experts is [True, 3], must hold 2 whole"),
     ("csv", "0,1,2,0,0,0,0.6", "0,1,2,0,0,0,-0.6", "line 12: weight is -0.6"),
     ("jsonl", '{"tok": 2', '{"tok" 2', "line 2 is not readable JSON"),
-    ("jsonl", JSONL, "", "holds no rows"),
+    ("jsonl", JSONL, "", "has no rows"),
 ]
 """Traces in foreign formats: kind, a text, its replacement, and words of the refusal."""
 ARRAYS: list[tuple[dict[str, Any], str]] = [
@@ -476,7 +476,7 @@ ARRAYS: list[tuple[dict[str, Any], str]] = [
         "weights is [0.5, -0.5], must be 0 or more",
     ),
     ({"routed_experts": ROUTED, "weights": ROUTED * np.nan}, "must be finite"),
-    ({"routed_experts": np.array([[[print]]])}, "no readable .npz: Object arrays cannot"),
+    ({"routed_experts": np.array([[[print]]])}, "not a readable .npz: Object arrays cannot"),
 ]
 
 
@@ -490,7 +490,7 @@ EDITED: list[tuple[tuple[str, ...], Any, str]] = [
     *((("results",), value, "results") for value in ([], "x", {"tiny_arc": [1]})),
     *((("config", "moecache", "totals"), value, "config.moecache.totals") for value in ([], "x", {"tok_per_s": "fast"}, {"ttft_ms": [1]})),
     *((("config", "moecache", "hardware"), value, "config.moecache.hardware") for value in ("h200", {}, {"name": 7})),
-    *((path, "a\ud800b", "is half of a surrogate pair, and no character") for path in (("label",), ("run_id",), ("configuration", "model"), ("config", "moecache", "policy", "name"))),
+    *((path, "a\ud800b", "is half of a surrogate pair, not a character") for path in (("label",), ("run_id",), ("configuration", "model"), ("config", "moecache", "policy", "name"))),
 ]  # fmt: skip
 """Edits of a run's record: the place, the new value, and words of the refusal."""
 FOREIGN: list[tuple[dict[str, str] | None, str]] = [
@@ -536,19 +536,19 @@ def table() -> Iterator[Bad]:
     yield from (Bad("arguments", given, words) for given, words in TOGETHER)
     yield Bad("trace", _trace(), "the column 'layer' appears twice")
     yield Bad("trace", _trace(precision="int9"), "precision='int9' is not known")
-    yield Bad("trace", _trace(digest="0" * 64), "the digest in its metadata is another")
+    yield Bad("trace", _trace(digest="0" * 64), "the digest in its metadata differs")
     yield from (Bad("trace", _trace(**{field: value}), field) for field, value in HEADERS)
     sound = {"csv": CSV, "jsonl": JSONL}
     yield from (Bad(kind, sound[kind].replace(a, b), words) for kind, a, b, words in OF_OTHERS)
     yield from (Bad("npz", arrays_of(**arrays), words) for arrays, words in ARRAYS)
     whole = arrays_of(routed_experts=np.tile(ROUTED, (500, 1, 1)))
     for data in (b"", b"PK", b"\x93NUMPY", whole[:-30], whole[:90]):
-        yield Bad("npz", data, "trace x.npz is no readable .npz")
+        yield Bad("npz", data, "trace x.npz is not a readable .npz")
     foreign = [(save({"x": np.zeros(3)}, metadata=about), words) for about, words in FOREIGN]
     yield from (Bad("artifact", data, words) for data, words in foreign)
     yield Bad("artifact", _artifact(format=1), "format version 1; this release reads 2")
     yield Bad("artifact", _artifact(), "lacks 'digest'")
-    yield Bad("artifact", _artifact(digest="0" * 64), "the checksum in its metadata is another")
+    yield Bad("artifact", _artifact(digest="0" * 64), "the checksum in its metadata differs")
     yield from (Bad("host", {key: value}, words) for key, value, words in HOST)
     yield from (Bad("host", given, words) for given, words in UNFIT)
     yield from (Bad("host", {**WALL, key: value}, words) for key, value, words in ON_WALL)

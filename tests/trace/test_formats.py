@@ -122,7 +122,7 @@ def test_show_says_what_a_trace_holds_and_cannot_answer(moecache: Moecache) -> N
     summary = moecache.json("trace", "show", FOLDER / "lattice.jsonl")
     assert (summary["format"], summary["passes"], summary["cycle"]) == ("lattice", {"decode": 5}, 4)
     answers = {question: why is None for question, why in summary["answers"].items()}
-    assert answers["evictions by weight, misses answered by weight"]
+    assert answers["evictions and miss rules that use weights"]
     assert not answers["times, and capacities in bytes"]
     assert not answers["what a prompt costs the cache"]
     listed = moecache("trace", "formats")
@@ -196,7 +196,7 @@ def test_a_new_format_is_one_file(
             r"trace trace.txt: the importer Plain failed: TypeError: read returned list. Expected: "
             r"a Trace, as of `build`",
         ),
-        ("return build(path.name, path.stem, [], options)", "^trace trace.txt holds no rows.$"),
+        ("return build(path.name, path.stem, [], options)", "^trace trace.txt has no rows.$"),
         (
             "return build(path.name, path.stem, in_turn([(7, {})]), options)",
             r"trace trace.txt: .* request 7: a pass has no layer.",

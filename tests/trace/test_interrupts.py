@@ -61,7 +61,7 @@ def passes_in(folder: Path) -> int:
     try:
         return max((read_trace(path).num_passes for path in recordings), default=0)
     except ValueError as error:
-        assert re.search("is not a readable stream|holds no rows", str(error))
+        assert re.search("is not a readable stream|has no rows", str(error))
         return 0
 
 

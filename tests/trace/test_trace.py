@@ -214,7 +214,7 @@ def test_a_file_that_is_empty_or_has_no_rows_or_no_metadata_is_refused(
         with pytest.raises(ValueError, match=r"trace cut\.parquet is not a readable Parquet file"):
             read_trace(tmp_path / "cut.parquet")
     table = pq.read_table(good)
-    refused(table.slice(0, 0), tmp_path, "holds no rows")
+    refused(table.slice(0, 0), tmp_path, "has no rows")
     refused(table.replace_schema_metadata({}), tmp_path, "no metadata key 'moecache'")
 
 

@@ -263,7 +263,7 @@ def test_the_shipped_space_names_algorithms_that_exist_and_draws_policies() -> N
         try:
             policy = load_policy("on_demand", overrides)
         except ValueError as error:
-            assert "does not go with" in str(error)
+            assert "cannot be combined with" in str(error)
             continue
         pairs.add((policy.routing.name, policy.miss.name))
         for key, value in overrides.items():

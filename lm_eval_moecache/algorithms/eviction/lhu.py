@@ -25,7 +25,7 @@ class LHU(RankedEviction):
         "miss": ("fetch_lowest", "fetch_priority", "drop_cascade", "cascade")
     }
     pairs_because: ClassVar[str] = (
-        "it counts uses at high precision, which are all uses where nothing is loaded lower"
+        "it counts uses at high precision only, and this loads nothing at a lower one"
     )
     moves: ClassVar[bool] = False
     only_best: ClassVar[bool] = True

@@ -46,7 +46,7 @@ class Score(RankedEviction):
         if self.decay is not None and self.history != "decayed":
             raise ValueError(
                 f"eviction.decay={self.decay} has no effect with eviction.history={self.history!r}:"
-                " it goes with history=decayed."
+                " it needs history=decayed."
             )
         self.rank = lowest_mean if self.history == "mean" else lowest_sum
         if self.history == "decayed":

@@ -92,8 +92,8 @@ class Buddy(MissOverRows):
             )
         if self.reuse > 0 and self.weight == "own":
             raise ValueError(
-                f"miss.reuse={self.reuse} must be above 0 only with weight=missing: a buddy used "
-                "twice has no two weights of its own."
+                f"miss.reuse={self.reuse} must be above 0 only with weight=missing: a buddy that "
+                "is used twice has only one weight of its own."
             )
         self.awaits_late = self.late == "await"
         self._budget = top_k if self.rho is None else self.rho

@@ -70,8 +70,8 @@ class Commit(RoutingAlgorithm):
                 raise ValueError(f"routing.{name}={value} has no effect with weights='plain'.")
         if weights == "owa" and tokens == "mispredicted":
             raise ValueError(
-                "routing.tokens='mispredicted' does not go with routing.weights='owa': OWA is for "
-                "predictions that are right in part."
+                "routing.tokens='mispredicted' cannot be combined with routing.weights='owa': OWA "
+                "is for predictions that are right in part."
             )
         if most_right is not None and tokens == "all":
             raise ValueError(f"routing.most_right={most_right} has no effect with tokens='all'.")

@@ -279,10 +279,10 @@ def check_wall(
     for key in LOADS_OTHERWISE:
         if hflm_args.get(key):
             raise ValueError(
-                f"{key}={hflm_args[key]!r} does not go with clock='wall', which loads and places "
-                "the experts itself, behind one cache on one device. Allowed: one device per "
-                "process (`accelerate launch` runs one process, with its own cache, on each), or "
-                "clock=virtual, whose cache is emulated wherever the layers lie."
+                f"{key}={hflm_args[key]!r} cannot be combined with clock='wall', which loads and "
+                "places the experts itself, behind one cache on one device. Allowed: one device "
+                "per process (`accelerate launch` runs one process, with its own cache, on each), "
+                "or clock=virtual, whose cache is emulated wherever the layers lie."
             )
     kernel = hflm_args.get("experts_implementation") or implementation_of(model)
     if kernel not in KERNELS:

@@ -121,7 +121,7 @@ def _settings(value: object) -> object:
     for setting in value.values():
         choices = setting if isinstance(setting, list) else [setting]
         if not choices or any(isinstance(choice, (dict, list)) for choice in choices):
-            raise ValueError(f"has {shown(setting)}, which is no value or list of values")
+            raise ValueError(f"has {shown(setting)}, which is not a value or list of values")
     return value
 
 
@@ -232,7 +232,7 @@ def read_jobs(value: object) -> int:
 
 
 def check_limit(limit: object, what: str) -> None:
-    """Raise ValueError if `--limit` is given but is no number or share of documents."""
+    """Raise ValueError if `--limit` is given but is not a number or share of documents."""
     if limit is not None:
         check(Options, {"limit": limit}, what)
 

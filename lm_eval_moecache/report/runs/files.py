@@ -48,7 +48,7 @@ def load_runs(place: str | Path) -> list[Run]:
     """
     if not str(place):
         raise ValueError(
-            "'' is no path. Allowed: a folder of results (`.` for this one), or a file."
+            "'' is not a path. Allowed: a folder of results (`.` for this one), or a file."
         )
     if not exists(place):
         raise FileNotFoundError(f"{str(place)!r}: there is no such file or folder.")
@@ -138,12 +138,12 @@ def read_packed(path: Path) -> list[Record]:
         # Not splitlines: a text may contain Unicode line separators.
         lines = data.decode().removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is no text in UTF-8: {error}") from error
+        raise ValueError(f"{str(path)!r} is not a text in UTF-8: {error}") from error
     records = []
     for number, line in enumerate(lines, 1):
         record = parse_json(line, f"{str(path)!r}: line {number}")
         if not isinstance(record, dict) or not isinstance(record.get("run_id"), str):
-            raise ValueError(f"{str(path)!r}: line {number} is no run: it has no `run_id`.")
+            raise ValueError(f"{str(path)!r}: line {number} is not a run: it has no `run_id`.")
         records.append(record)
     return records
 
@@ -195,7 +195,7 @@ def unpack(folder: Path) -> int:
     for name in records:
         # The id becomes a file name: an untrusted archive must not write elsewhere.
         if set(name) & {"/", "\\", "\0"}:
-            raise ValueError(f"{str(source)!r}: run_id={shown(name)} is no name of a file.")
+            raise ValueError(f"{str(source)!r}: run_id={shown(name)} is not a name of a file.")
         path = folder / RUNS / f"{name}.json"
         if path.exists():
             _own_record(path)
@@ -224,7 +224,7 @@ def _by_id(packed: Path) -> dict[str, Record]:
 def _own_record(path: Path) -> Record:
     """Read `runs/<run-id>.json`. Raises ValueError unless it is a file that holds that run."""
     if not path.is_file():
-        raise ValueError(f"{str(path)!r} is no file, where the run of its name should be.")
+        raise ValueError(f"{str(path)!r} is not a file, where the run of its name should be.")
     record = read_json(path, repr(str(path)))
     if not isinstance(record, dict) or record.get("run_id") != path.stem:
         raise ValueError(f"{str(path)!r} is not the run that its name says.")

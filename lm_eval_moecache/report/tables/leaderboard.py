@@ -100,7 +100,7 @@ def leaderboard(
     places = tuple(_place_text(run, apart) for run in ordered) if apart else ()
     facts = about(runs)
     if 0 < (num_bounds := sum(map(knows_the_future, runs))) < len(runs):
-        facts += ((BOUNDS, "Rows that know the future stand last and are not ranked"),)
+        facts += ((BOUNDS, "Rows that know the future are listed last, without a rank"),)
     table = Table(title, tuple(table_columns), table_rows, frozenset(best), facts, apart, places)
     return merged(table, len(rows) - num_bounds) if merge else table
 

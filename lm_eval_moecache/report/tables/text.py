@@ -16,14 +16,14 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _TEST = "test over the documents (p ≤ 0.05)"
 _POINT = f"{100 * MARGIN:g} point"
 _LEGEND = (
-    f"Bold: the best of a column, and rows that may be as good: a {_TEST} shows no difference, or "
-    f"of a score that they are less than {_POINT} below it. It shows each bold row better than "
-    "each other row"
+    f"Bold: the best of a column, and rows that a {_TEST} does not show to be worse (of a score: "
+    f"shows to be less than {_POINT} worse). Each bold row is significantly better than each row "
+    "that is not"
 )
 _FRONT = (
-    f"`*`: on the Pareto front. Each row that is as fast scores over {_POINT} lower, {{}}. "
-    "A lossless row is there unless a row as fast scores no lower and is lossless or shown to be "
-    f"less than {_POINT} below"
+    f"`*`: Pareto front: each row at least as fast scores over {_POINT} lower, {{}}. A lossless "
+    "row is on it unless a row at least as fast scores no lower and is either lossless or shown to "
+    f"be less than {_POINT} worse"
 )
 
 

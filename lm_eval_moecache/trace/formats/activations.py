@@ -59,7 +59,7 @@ class Activations(TraceFormat):
         ]
         sizes = [len(ids) for text in batches for _, ids in text]
         if not sizes:
-            raise ValueError(f"{what} holds no rows.")
+            raise ValueError(f"{what} has no rows.")
         top_k = options.top_k or min(sizes)
         if math.gcd(*sizes, top_k) != top_k:
             raise ValueError(

@@ -87,4 +87,6 @@ class Array(TraceFormat):
             with np.load(path, allow_pickle=False) as stored:
                 return {n: stored[n] if n in cls.ARRAYS else np.zeros(0) for n in stored.files}
         except UNREADABLE as error:
-            raise ValueError(f"trace {path.name} is no readable {path.suffix}: {error}.") from None
+            raise ValueError(
+                f"trace {path.name} is not a readable {path.suffix}: {error}."
+            ) from None

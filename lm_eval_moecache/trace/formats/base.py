@@ -97,7 +97,7 @@ def build(
     the last expert. All experts have the size in `options`, by default one byte.
     """
     if not passes:
-        raise ValueError(f"trace {name} holds no rows.")
+        raise ValueError(f"trace {name} has no rows.")
     num_layers = len(passes[0].experts)
     for index, pass_ in enumerate(passes):
         if len(pass_.experts) != num_layers:

@@ -62,7 +62,7 @@ class CacheLab(JsonLines):
                     row = (token, ids, record.get("selected_probabilities"))
                     layers.setdefault(layer, []).append(row)
                 case _:
-                    raise ValueError(f"{what}: line {number} is no routing selection.")
+                    raise ValueError(f"{what}: line {number} is not a routing selection.")
         passes: list[Pass] = []
         end = -1  # position of the last token so far
         for (phase, _), layers in texts.items():
@@ -106,7 +106,7 @@ class CacheLab(JsonLines):
         }
         weights = None if columns.weights is None else columns.weights.tolist()
         if weights is not None and any(not 0 <= w <= 1 for row in weights for w in row):
-            raise ValueError(f"{what}: weights outside of 0..1 are no probabilities.")
+            raise ValueError(f"{what}: weights outside of 0..1 are not probabilities.")
         selections = (
             {
                 "record_type": "routing_selection",

@@ -151,5 +151,5 @@ def _values(name: str, text: str, skip: int) -> dict[str, Any]:
         reason = str(error).replace("Row #", f"{skip} comment lines, then row #")
         raise ValueError(f"trace {name}: {reason}") from error
     if not table.num_rows:
-        raise ValueError(f"trace {name} holds no rows.")
+        raise ValueError(f"trace {name} has no rows.")
     return {c: table[c].to_numpy() for c in READ}

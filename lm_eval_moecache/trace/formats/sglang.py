@@ -50,7 +50,9 @@ class SGLang(TraceFormat):
                 case {"sglext": dict(extension), "usage": dict(usage)}:
                     info = {**usage, **extension}
             if not isinstance(info, dict) or not isinstance(info.get(ROUTED), str):
-                raise ValueError(f"{what} has no meta_info.routed_experts: was it asked for?")
+                raise ValueError(
+                    f"{what} has no meta_info.routed_experts: did the request ask for it?"
+                )
             prompt = whole(what, info.get("prompt_tokens"), "prompt_tokens")
             output = whole(what, info.get("completion_tokens"), "completion_tokens")
             if prompt is None or not output:
@@ -58,16 +60,19 @@ class SGLang(TraceFormat):
             try:
                 ids = np.frombuffer(base64.b64decode(info[ROUTED], validate=True), dtype="<i4")
             except ValueError as error:
-                raise ValueError(f"{what}: {ROUTED} is no base64 of int32: {error}.") from None
+                raise ValueError(f"{what}: {ROUTED} is not a base64 of int32: {error}.") from None
             tokens = prompt + output - 1
             if not tokens or not len(ids) or len(ids) % tokens:
                 raise ValueError(
-                    f"{what}: {len(ids)} ids of {tokens} tokens that ran do not go up."
+                    f"{what}: {len(ids)} ids do not divide evenly among the {tokens} tokens that "
+                    "ran."
                 )
             width = len(ids) // tokens
             top_k = top_k or cls._top_k(what, ids, width)
             if width % top_k:
-                raise ValueError(f"{what} has {width} ids a token, no multiple of top_k={top_k}.")
+                raise ValueError(
+                    f"{what} has {width} ids a token, not a multiple of top_k={top_k}."
+                )
             routed = ids.reshape(tokens, -1, top_k)
             passes += generation(routed[:prompt], routed[prompt:], request)
         return build(path.name, path.stem, passes, options)

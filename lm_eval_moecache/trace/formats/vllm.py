@@ -63,7 +63,7 @@ class VLLM(TraceFormat):
         cls, what: str, response: Mapping[str, Any], routed: Any, request: int
     ) -> Iterator[Pass]:
         if routed is None:
-            raise ValueError(f"{what} has no {ROUTED!r}: was it asked for?")
+            raise ValueError(f"{what} has no {ROUTED!r}: did the request ask for it?")
         rows = cls._array(f"{what}: {ROUTED}", routed)
         key = "routed_experts_prompt_start"
         start = whole(what, response.get(key), key) or 0
@@ -97,6 +97,6 @@ class VLLM(TraceFormat):
         except UNREADABLE as error:
             if str(error).startswith(what):
                 raise
-            raise ValueError(f"{what} is no base64 of an .npy: {error}.") from None
+            raise ValueError(f"{what} is not a base64 of an .npy: {error}.") from None
         check_routed(what, array)
         return array

@@ -133,7 +133,7 @@ def test_a_ladder_whose_lower_levels_are_never_used_is_warned_of(checkpoint: Che
         ({"precision": "int4", "miss": "cascade"}, "precision='int4' is the only one stored"),
         ({"miss": "fetch_lowest"}, "precision='bf16' is the only one stored"),
         ({"precision": "int8:int4", "miss": "cascade", "miss.t2": 0.8}, "miss.t2=0.8 has no"),
-        ({"precision": "int4", "device_map": "auto"}, "device_map='auto' does not go with"),
+        ({"precision": "int4", "device_map": "auto"}, "device_map='auto' cannot be combined with"),
         ({"precision": "int8:int4", "capacity": "10B"}, "too small for one expert of"),
     ],
 )

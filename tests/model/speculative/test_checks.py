@@ -65,7 +65,7 @@ ALONG: dict[str, Any] = {"kind": MoECacheLM, "policy": "on_demand", "prefetch": 
         ),
         (
             {**ALONG, "scoring": "scan", "capacity": "8/layer"},
-            ["scoring='scan' does not go with"],
+            ["scoring='scan' cannot be combined with"],
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

@@ -75,7 +75,7 @@ def test_answers_are_those_of_the_hf_model(
 def test_a_model_loaded_for_one_clock_is_not_put_behind_the_other(checkpoint: Checkpoint) -> None:
     lm = MoECacheLM(pretrained=str(checkpoint("olmoe")), **HOST, **WALL)
     for other in ({}, {**WALL, "store": "disk"}):
-        with pytest.raises(ValueError, match="loaded anew"):
+        with pytest.raises(ValueError, match="loaded again"):
             lm.install(read_config(other))
     lm.wrapped.unwrap()
 
