@@ -1,4 +1,4 @@
-"""Whether a processor's cores tell how fast it decodes: forms with them, one machine left out.
+"""Whether a processor's cores determine how fast it decodes: forms with them, one machine left out.
 
     python benchmarks/cores.py
 

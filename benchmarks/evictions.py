@@ -120,7 +120,7 @@ def gaps_of(runs: Sequence[Run]) -> DataFrame:
 
 
 def render(runs: Sequence[Run], costs: Sequence[Run]) -> str:
-    """Rank rules by the median gap closed from two cycles on; below, LRU keeps next to nothing."""
+    """Rank rules by the median gap closed from two cycles on; below, LRU keeps almost nothing."""
     gaps, rates = gaps_of(runs), rates_of(runs)
     summary = _summary(gaps, grid.frame(costs).groupby("eviction").us_per_request.median())
     names = [row[0].strip("`") for row in summary]

@@ -11,7 +11,7 @@ The questions are every k-th, in the order of results/runtimes/rows.csv, of the 
 be asked: decode speeds of llama.cpp and Ollama, of a model that llmfit's database has, in bits that
 all know, on one NVIDIA card, on unified memory, or on a processor alone. k is their number over 20.
 
-All are told the same: model and bits, the device's memory and its rate, the host's rate where the
+All get the same inputs: model and bits, the device's memory and its rate, the host's rate where the
 row says it (89.6 GB/s else), RAM that holds the model, the context. Where experts lie is theirs to
 say, but on a processor alone. Ours answers by constants and ranges made without the row's machine;
 the others' come from their authors, llmfit's partly from rows of this very table.
@@ -84,7 +84,7 @@ OURS = "moecache plan"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """A row, and what everybody is told of its machine, in bytes and bytes/s."""
+    """A row, and what every planner is given of its machine, in bytes and bytes/s."""
 
     row: Row
     ram: float
@@ -138,7 +138,7 @@ class Answer:
 
 
 def can_be_asked(row: Row) -> bool:
-    """Whether every planner can be told of this row's program, model, bits and machine."""
+    """Whether every planner can be given this row's program, model, bits and machine."""
     one, nvidia = row.machine.cards == 1, row.machine.launches == "cuda"
     is_known = row.runtime.name in PROGRAMS and row.model.name in IDS
     has_speed = row.decode is not None and row.top_k is None
@@ -153,7 +153,7 @@ def picked(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def question(row: Row) -> Question:
-    """Return what is told of a row's machine."""
+    """Return what planners are given of a row's machine."""
     hardware, _ = find_hardware(row.fields["hardware"])
     model, box = row.model, row.machine
     is_unified = hardware is not None and hardware.is_unified
@@ -396,7 +396,7 @@ def main() -> None:
         reading[f"moe-fit {number}"] = list(map(Answer.of, found))
     print("# Planners compared\n")
     print(f"Written by `python benchmarks/planners.py` on {datetime.date.today():%-d %B %Y}: its")
-    print("first lines say how questions are picked, and what everybody is told. Speeds are")
+    print("first lines say how questions are picked, and what every planner is given. Speeds are")
     print("tokens/s, with the range that a planner prints. *Factor*: how many times off;")
     print("*high / low*: how wide its range is, in the median.\n")
     for name in missing:

@@ -103,7 +103,7 @@ def _naming_itself(algorithm: Any, choice: Choice, geometry: Geometry) -> Any:
 
         return call
 
-    # An eviction's residents, as it is told of them.
+    # An eviction's residents, as it was notified of them.
     loaded: set[int] = set()
     base = base_of(choice.axis)
     for name, _ in getmembers(choice.algorithm, isfunction):

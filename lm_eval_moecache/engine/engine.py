@@ -102,7 +102,7 @@ class Engine(ABC):
     """Whether time is computed: events take machine time for bookkeeping only."""
     clock: Clock
     link: Any
-    """What both clocks' links tell: `busy_s`, `bytes_moved`, `transfers`, `num_issued`."""
+    """What both clocks' links report: `busy_s`, `bytes_moved`, `transfers`, `num_issued`."""
 
     def __init__(
         self,

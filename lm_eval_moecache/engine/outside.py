@@ -127,7 +127,7 @@ class Outside:
             self.by_layer[layer].on_event(self.event)
 
     def tell_reset(self, state: core.State) -> None:
-        """Tell of the eviction of all residents."""
+        """Notify of the eviction of all residents."""
         for key in in_order_of_loading(state.experts, state.slots):
             self.tell[core.EVICTED](key)
 

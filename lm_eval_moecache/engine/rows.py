@@ -1,4 +1,4 @@
-"""Requests computed together and served apart: each as if it were alone in its batch.
+"""Requests computed together and served separately: each as if it were alone in its batch.
 
 What the experts compute with does not depend on the cache as long as the policy is lossless. A
 row's passes are then kept, and served when it is the request's turn. Where decisions change the

@@ -43,7 +43,7 @@ class Setting:
     execute: str = TOGETHER
     """When an event's experts are executed (virtual clock only): one of `EXECUTIONS`."""
     reads_per_expert: int = 1
-    """Read requests per expert: more than one where an engine reads its projections apart."""
+    """Read requests per expert: more than one where an engine reads its projections separately."""
     attention: str = NO_ATTENTION
     """How attention is charged (virtual clock only): one of `ATTENTIONS`."""
     emulate: RealModel | None = None

@@ -432,7 +432,7 @@ class MoECacheLM(HFLM):
     def _generate_apart(
         self, context: Tensor, contexts: Sequence[RecordedStr], **kwargs: Any
     ) -> list[list[int]]:
-        """Return the new tokens of each row, which is served apart from the others."""
+        """Return the new tokens of each row, which is served separately from the others."""
         mask = kwargs.pop("attention_mask", None)
         if mask is None:
             mask = torch.ones_like(context)

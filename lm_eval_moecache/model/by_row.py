@@ -209,7 +209,7 @@ def _forward(
     rows = int(row_T.max()) + 1
     pair_S = index_S * rows + row_S
     count_S = np.bincount(pair_S)[pair_S]
-    # By expert; rows with few tokens of an expert stay apart, those with equally few side by side.
+    # By expert; rows with few tokens of an expert alone, those with equally few side by side.
     size_S = np.where(count_S < MOST_OWN, count_S, 0)
     order_S = np.lexsort((row_S, size_S, index_S))
     kind = (index_S * MOST_OWN + size_S)[order_S]

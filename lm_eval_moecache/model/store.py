@@ -115,7 +115,7 @@ class InPlaceStore(Store):
 
     @property
     def _is_divided(self) -> bool:
-        """Whether the rows of the pass are computed apart, as `grouped_mm` would alone."""
+        """Whether the rows of the pass are computed separately, as `grouped_mm` would alone."""
         return self.row_T is not None and self._implementation == "grouped_mm"
 
     def _skips_groups(self, module: Any, index_TK: Tensor) -> bool:

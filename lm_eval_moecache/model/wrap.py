@@ -328,7 +328,7 @@ class WrappedModel:
         self._store.row_T = owners.ravel()
 
     def _begin_rows(self, input_ids: Tensor, mask: Tensor | None, past_length: int) -> None:
-        """Begin a pass whose rows are served apart."""
+        """Begin a pass whose rows are served separately."""
         assert self.rows is not None
         rows, length = input_ids.shape
         counts = [length] * rows
@@ -413,7 +413,7 @@ class WrappedModel:
         self._record, self._num_tokens = None, 0
 
     def _end_rows(self, calls: Sequence[RouterCall]) -> None:
-        """End a pass whose rows are served apart; keep what is not served yet."""
+        """End a pass whose rows are served separately; keep what is not served yet."""
         if not self._waits:
             if self._together is not None:
                 self._together.end()

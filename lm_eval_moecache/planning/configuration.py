@@ -118,7 +118,7 @@ def read_config(config: object, what: str) -> RealModel:
         expert, routes = 2 * hidden, 2 * math.isqrt(num_experts)
         shared = 3 * hidden * inner
     if kind == "jetmoe":
-        # Its attention has experts, too: a query and an output matrix each, chosen apart.
+        # Its attention has experts, too: a query and an output matrix each, chosen separately.
         expert += 2 * hidden * read("kv_channels") * read("num_key_value_heads")
     if kind.startswith("longcat_flash"):
         # Two blocks of attention and of a dense network a layer, around one of experts.

@@ -195,7 +195,7 @@ def _loss(cells: Mapping[str, str]) -> Loss:
 def band(rows: Iterable[Loss], of: str = "") -> Band | None:
     """Return the band of rows, None where they are of fewer than three models.
 
-    Quantiles over rows of which each model's weigh one together, drawn apart by sqrt(1 + 1 / M) for
+    Quantiles over rows of which each model's weigh one together, widened by sqrt(1 + 1 / M) for
     M models, as the model asked about is one more.
     """
     by_model: dict[str, list[float]] = {}

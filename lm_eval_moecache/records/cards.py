@@ -22,7 +22,7 @@ LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 
 
 
 class Card(NamedTuple):
-    """What a card's name tells; rates are nominal."""
+    """What a card's name states; rates are nominal."""
 
     name: str
     like: str

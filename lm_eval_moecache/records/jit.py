@@ -215,7 +215,7 @@ def compiled(modules: tuple[ModuleType, ...], entry: str) -> Callable[..., Any]:
 
     The functions it calls in these modules are compiled with it: they are copied, so that the
     copies call each other. A module's constant IN_PYTHON is False there, and numba leaves out the
-    branches that hang on it. The machine code is kept on disk next to the module (or in the user's
+    branches that depend on it. The machine code is kept on disk by the module (or in the user's
     cache folder) under a name derived from all sources, because numba itself checks the entry's
     file only.
     """

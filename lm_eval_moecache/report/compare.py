@@ -157,7 +157,7 @@ class Row:
 
     `allowed` is how much the figure may change, for better or worse, whatever the test finds.
     `corrected` is `p` after the correction over the whole comparison; 1 where too few samples
-    changed to tell the change from chance. `higher_is_better` None: neither direction is better,
+    changed to exclude chance. `higher_is_better` None: neither direction is better,
     and any change beyond `allowed` counts.
     """
 

@@ -105,7 +105,7 @@ def tango_score(won: int, lost: int, answers: int, margin: float) -> float:
 def documents_needed(
     loss: float, changed: float, *, power: float = 0.8, level: float = 0.05
 ) -> int:
-    """Return how many documents tell a loss of a share of right answers, paired and one-sided.
+    """Return how many documents detect a loss of a share of right answers, paired and one-sided.
 
     Args:
         loss: The share lost, 0.01 for a point; above 0.
@@ -134,7 +134,7 @@ def other_documents_interval(
 ) -> tuple[float, float]:
     """Return the 95% interval of the difference that as many other documents would show.
 
-    The ends of `answers_interval`, drawn apart by the chance of the new documents, in quadrature:
+    The ends of `answers_interval`, widened by the chance of the new documents, in quadrature:
     theirs is sqrt(changed / documents), where the share of answers that change is the run's, or
     one answer's where none did.
     """

@@ -46,7 +46,7 @@ HOLDS, SIZE, DEPENDS, FAILS, OPEN = VERDICTS = (
 _TO_TELL = 2.4864749
 """Standard errors to a bound that is passed at 5% in four of five cases: z of 5% and of 20%."""
 UNDECIDED, GATED, INSIDE, OUTSIDE = "undecided", "not testable", "inside", "outside"
-"""Verdicts of parts, besides HOLDS and FAILS: the sample does not tell, the models cannot; and of
+"""Verdicts of parts, besides HOLDS and FAILS: the sample cannot answer, the models cannot; and of
 whole runs, which no test is of."""
 FEW_DOCUMENTS = 15
 TOKENS_PER_WORD = 1.3
@@ -118,7 +118,7 @@ class Estimate:
         return self.p_above(bound, -1.0)
 
     def documents_needed(self, bounds: Sequence[float]) -> int | None:
-        """Return how many samples tell this figure from the nearest bound, were it the truth.
+        """Return how many samples separate this figure from the nearest bound, were it the truth.
 
         In four of five cases, one-sided at 5%, before any correction. None for traces, and where no
         number does.
@@ -584,7 +584,7 @@ def _why_open(parts: Sequence[Answer]) -> str:
 
 
 def _is_uncounted(answer: Answer) -> bool:
-    """Whether a sample that does not tell has a figure other than the claim's."""
+    """Whether a sample that cannot answer has a figure other than the claim's."""
     above, below = _ends(answer.part)
     is_open = answer.verdict == UNDECIDED and not answer.part.size
     return is_open and not above < answer.estimate.figure < below
@@ -599,7 +599,7 @@ def _direction(parts: Sequence[Answer]) -> str:
     """Return whether what shows a direction holds in one regime; OPEN where that is not shown.
 
     A part that fails is enough. A part that the models cannot answer, or whose figure is not the
-    claim's though the sample does not tell, leaves open what the others say.
+    claim's though the sample cannot answer, leaves open what the others say.
     """
     asked = [answer for answer in parts if not answer.part.size] or parts
     words = {answer.verdict for answer in asked}

@@ -20,7 +20,7 @@ class Cascade(LadderMiss):
     lower-precision versions ... based on gating score thresholds". An expert's unimportance is
     the share of the top-k weight on heavier experts, 0 for the heaviest. Up to t1 it is loaded at
     the best level, above t2 at the lowest; with more than three levels the others share the range
-    in between. The papers at hand give no thresholds: 0.6 and 0.9 are HOBBIT's for Mixtral.
+    in between. The papers give no thresholds: 0.6 and 0.9 are HOBBIT's for Mixtral.
     A prefetched expert gets the level that the predicted gate gives it, or the best without a
     prediction. With `upgrade` an important expert that is resident at a lower level is loaded
     again. Cost: O(k) per token.

@@ -1,4 +1,4 @@
-"""The caches: what is resident, who leaves, and what evictions of their own state are told."""
+"""The caches: what is resident, who leaves, and what stateful evictions are notified of."""
 
 # mypy: disable-error-code="no-any-return"
 
@@ -137,12 +137,12 @@ def fill(state: State, warm: Array) -> None:
 
 
 PASS, EVENT, DEMANDED, PREFETCHED, WISHED, MISSED, EVICTED, EXECUTED, WAVE, NOTED = range(10)
-"""What they are told of: a pass, an event that begins (its layer), a key's loading and the like, a
+"""What they are notified of: a pass, an event that begins (its layer), a key's loading and such, a
 wave that ends (its layer, after its keys), and that the event has been executed."""
 
 
 def tell(state: State, kind: int, number: int) -> None:
-    """Tell them at once or, from machine code, before they are next asked."""
+    """Notify them at once or, from machine code, before they are next called."""
     if IN_PYTHON:
         state.outside.tell[kind](number)
     else:

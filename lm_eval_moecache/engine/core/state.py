@@ -151,7 +151,7 @@ class RunState:
     piecewise: int = 0
     """Whether experts are executed as they arrive."""
     watched: int = 0
-    """Whether somebody is told of each wave."""
+    """Whether somebody is notified of each wave."""
     told: int = 0
     """Number of messages not yet read."""
     placed: int = 0

@@ -146,7 +146,7 @@ class Int8(Codec):
     """bitsandbytes int8_vectorwise_quant: int8 weights, a float32 absmax per row.
 
     The weights of LLM.int8() (Dettmers et al. 2022), as in SpecMD section 5.1. Its other half,
-    int8 activations with outliers kept apart, belongs to its matrix product: here decoded
+    int8 activations with outliers kept separate, belongs to its matrix product: here decoded
     weights are multiplied at the compute dtype. Quantised from float16, as the library requires.
     """
 

@@ -1,1 +1,1 @@
-"""Runs read back from their files, and what is told of each."""
+"""Runs read back from their files, and what is said of each."""

@@ -65,7 +65,7 @@ def leaderboard(
     by: Sequence[str] = (),
     merge: bool = False,
 ) -> Table:
-    """Build the leaderboard; rows that differ in a setting of `by` are ranked apart.
+    """Build the leaderboard; rows that differ in a setting of `by` are ranked separately.
 
     Rows of runs that know the future come last and are not ranked. `merge` makes one row of those
     that differ in nothing but the policy's name. Raises ValueError naming a column that no run has.
@@ -113,7 +113,7 @@ def knows_the_future(run: Run) -> bool:
 def merged(table: Table, num_ranked: int) -> Table:
     """Make one row of those that differ in nothing but the policy, whose names it lists.
 
-    Rows from `num_ranked` on, which are not ranked, keep apart from the others.
+    Rows from `num_ranked` on, which are not ranked, stay separate from the others.
     """
     at = [j for j, column in enumerate(table.columns) if column.name == "policy"]
     if not at:

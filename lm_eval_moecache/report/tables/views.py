@@ -94,7 +94,7 @@ def with_changes(table: Table, num_settings: int, relative_to: Mapping[str, Any]
 
     A row's baseline has the settings of `relative_to` and otherwise the row's own; all are among
     the first `num_settings` columns. A run of another identity is none, unless `relative_to` names
-    what sets them apart. The baselines themselves have no change.
+    what distinguishes them. The baselines themselves have no change.
     """
     names = [column.name for column in table.columns[:num_settings]]
     for name in relative_to:

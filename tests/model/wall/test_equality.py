@@ -262,7 +262,7 @@ def test_scanned_texts_are_answered_and_counted_as_under_the_virtual_clock(famil
 
 def test_a_tokens_time_is_its_own_transfers_and_its_share_of_the_rest() -> None:
     model = random_model("olmoe")
-    # 3 kB an expert: at 1 MB/s a missed expert takes 3 ms, and the model itself next to nothing.
+    # 3 kB an expert: at 1 MB/s a missed expert takes 3 ms, and the model itself almost nothing.
     wrapped = wrap_wall(model, "on_demand", "2/layer", throttle_bytes_per_s=1e6)
     scanned(wrapped)
     passes = wrapped.engine.ledger.passes
