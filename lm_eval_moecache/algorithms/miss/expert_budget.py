@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.miss.base import (
-    MissAlgorithm,
-    Resolution,
+    MissOverRows,
     keep_one,
-    still_needed,
+    unless_all,
     weight_shares,
 )
-from lm_eval_moecache.records.event import DROPPED, Event
+from lm_eval_moecache.records.arrays import each_token
+from lm_eval_moecache.records.event import DROPPED
 from lm_eval_moecache.records.ranges import Count
 from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 
 @dataclass(eq=False, kw_only=True)
-class ExpertBudget(MissAlgorithm):
+class ExpertBudget(MissOverRows):
     """Keeps an event's hits and, up to a budget of distinct experts, its heaviest misses.
 
     MoE-Spec (arXiv 2602.16052) and colibri#254 bound the union of experts that a verify pass of
@@ -48,20 +48,18 @@ class ExpertBudget(MissAlgorithm):
         super().__post_init__()
         self._budget = 2 * self.geometry.top_k if self.budget is None else self.budget
 
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Container[int]
-    ) -> Resolution | None:
-        room = max(0, self._budget - (len(event.keys) - len(absent)))
-        if len(absent) <= room:
-            return None
-        num_experts = self.geometry.num_experts
-        live = event.experts != DROPPED
-        shares = weight_shares(event)
-        summed = np.bincount(event.experts[live], weights=shares[live], minlength=num_experts)
-        ranked = sorted(absent, key=lambda key: (-summed[key % num_experts], key))
-        left_out = [key % num_experts for key in ranked[room:]]
-        keep = ~np.isin(event.experts, left_out)
+    def choose(self, tokens: Tokens) -> Selection | None:
+        (rows, per_row), num_experts = tokens.by_row, self.geometry.num_experts
+        live, shares = tokens.experts != DROPPED, weight_shares(tokens)
+        places = (tokens.rows[:, None] * num_experts + tokens.experts)[live]
+        summed = np.bincount(places, shares[live], rows * num_experts).reshape(rows, -1)
+        needed = np.bincount(places, minlength=rows * num_experts).reshape(rows, -1) > 0
+        missed = needed & tokens.absent[::per_row]
+        room = np.maximum(self._budget - (needed & ~missed).sum(axis=-1), 0)
+        ranked = np.where(missed, -summed, np.inf).argsort(axis=-1, kind="stable")
+        left_out = missed.copy()
+        left_out[each_token(ranked), ranked] &= np.arange(num_experts) >= room[:, None]
+        keep = ~(left_out[tokens.rows[:, None], tokens.experts] & live)
         if self.rescue:
             keep_one(keep, shares)
-        fetch = still_needed(event, absent, event.experts, keep, num_experts)
-        return Resolution(fetch, Selection(event.experts, keep, self.renormalize))
+        return unless_all(tokens, keep, self.renormalize)
