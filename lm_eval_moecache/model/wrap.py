@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.engine.engine import Engine, TokenPass
 from lm_eval_moecache.engine.rows import Row, RowPass
-from lm_eval_moecache.engine.virtual.together import Together, can_serve
+from lm_eval_moecache.engine.virtual.together import Together, serving
 from lm_eval_moecache.model.by_row import ByRow
 from lm_eval_moecache.model.device import copy_to_host
 from lm_eval_moecache.model.moe_layers import MoELayer, cache_of, router_digest
@@ -159,6 +159,8 @@ class WrappedModel:
         self._parts: list[Part] = []
         self._together: Together | None = None
         """Serves the layers of all rows of the pass in progress at once, where that goes."""
+        self._begun: Together | None = None
+        """The last one."""
         self.recorder: Recorder | None = None
         """Records the routing of every pass, where it is set (`trace=DIR`)."""
         self._scanning = False
@@ -293,8 +295,8 @@ class WrappedModel:
             if self._pass_predictor is not None:
                 predicted = self._pass_predictor.begin_pass(input_ids, past_length, self._valid)
             self._record = engine.begin_pass(phase, self._num_tokens, predicted, positions)
-        if together and phase == DECODE and not self._waits:
-            self._serve_together([engine])
+        if together and phase == DECODE and recorder is None and not self._waits:
+            self._together = self._begun = serving([engine], self._begun)
         if recorder is not None:
             pass_fields = index, phase, input_ids, mask, past_length, self._valid
             recorder.begin_pass(*pass_fields, is_scan=self._scanning)
@@ -359,13 +361,9 @@ class WrappedModel:
                 assert part.positions is not None
                 part.row.noted.append(NotedPass(self._phase, part.positions, []))
         is_token = self._phase == DECODE and self._num_tokens == len(self._parts)
-        if is_token and not self._waits:
-            self._serve_together([part.row.engine for part in self._parts])
-
-    def _serve_together(self, engines: list[Any]) -> None:
-        """Have the layers of a decode step served for all rows at once, where that goes."""
-        if self.recorder is None and can_serve(engines):
-            self._together = Together(engines)
+        if is_token and self.recorder is None and not self._waits:
+            engines: list[Any] = [part.row.engine for part in self._parts]
+            self._together = self._begun = serving(engines, self._begun)
 
     def _valid_tokens(self, input_ids: Tensor, mask: Tensor | None, phase: str) -> BoolArray | None:
         """Mark the tokens of a batch that a request is waiting for: padding needs no experts."""

@@ -205,7 +205,12 @@ def weight_shares(event: Event | Tokens) -> FloatArray:
 
     A token's shares sum to 1, whether or not the model family renormalises its router's weights.
     """
-    weights = np.where(event.experts != DROPPED, event.weights, 0)
+    return shares_of(event.experts, event.weights)
+
+
+def shares_of(experts: IntArray, weights: FloatArray) -> FloatArray:
+    """Return the shares of `weight_shares`, [..., top_k]."""
+    weights = np.where(experts != DROPPED, weights, 0)
     total = np.maximum(np.add.reduce(weights, axis=-1, keepdims=True), 1e-20)
     return np.asarray(weights / total, dtype=np.float32)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.miss.base import MissOverRows, weight_shares
+from lm_eval_moecache.algorithms.miss.base import MissOverRows, shares_of
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.algorithms.registry import is_own
 from lm_eval_moecache.algorithms.routing.base import RoutingOverRows
@@ -44,30 +44,44 @@ def can_serve(engines: Sequence[Engine]) -> bool:
     )
 
 
+def serving(engines: Sequence[Engine], last: Together | None) -> Together | None:
+    """Begin a decode step of these engines together, where that goes; else return None.
+
+    `last` is what served the last step: it serves this one if the rows are the same.
+    """
+    if not can_serve(engines):
+        return None
+    own: Any = engines
+    if last is None or last.engines != own or not last.is_current:
+        last = Together(own)
+    last.begin()
+    return last
+
+
 class Together:
-    """A decode step of some rows, whose engines have begun a pass of one token each."""
+    """Decode steps of some rows, each with an engine of its own."""
 
     def __init__(self, engines: Sequence[VirtualEngine]) -> None:
-        self._engines, self._first = engines, engines[0]
+        self.engines, self._first = engines, engines[0]
         size, geometry = len(engines), self._first.geometry
         self._num_experts, self._last = geometry.num_experts, geometry.num_layers - 1
-        self._passes = [engine.record.index for engine in engines]
-        self._numbers = np.array(self._passes) * geometry.num_layers
-        attention_s = np.array([engine.attention_s for engine in engines])
-        dense_s, self._predict_s = self._first.seconds_of(DECODE)
-        self._dense_s = dense_s[:, None] + attention_s
+        rules = self._first.rules
+        self._routes = isinstance(rules.routing, RoutingOverRows)
+        self._resolves = isinstance(rules.miss, MissOverRows)
+        self._weighs = self._first.eviction.uses_weights
         self._resident, self._absent = np.zeros((2, size, geometry.num_experts), dtype=bool)
-        self._experts = np.zeros((3, size, geometry.top_k), np.int64)
-        """What the router chose, what is looked up and what is executed."""
-        self._weights = np.zeros(self._experts.shape)
-        scratch = np.zeros((2, self._experts.size), np.int64)
-        self._batch = core.PassBatch(
+        self._experts = np.zeros((geometry.num_layers, 3, size, geometry.top_k), np.int64)
+        """Of each layer what routers chose, what is looked up and what is executed."""
+        self._chosen_weights = np.zeros(self._experts[:, 0].shape, np.float32)
+        self._weights = np.zeros(self._experts[0].shape)
+        scratch = np.zeros((2, self._weights.size), np.int64)
+        batch = core.PassBatch(
             first_pass=0,
             num_passes=1,
             keys=scratch[0],
             bounds=NOTHING,
             rows=np.arange(3 * size + 1),
-            experts=self._experts.reshape(-1),
+            experts=NOTHING,
             weights=self._weights.reshape(-1),
             dense_s=np.zeros(size),
             predict_s=np.zeros(3 * size),
@@ -77,34 +91,41 @@ class Together:
             proposed_levels=NOTHING,
             warm=NOTHING,
         )
+        self._batches = [batch._replace(experts=experts.reshape(-1)) for experts in self._experts]
+        self._addresses = [engine.loop.addresses for engine in engines]
         self._rows = core.Rows(
-            places=np.array([engine.loop.addresses for engine in engines], np.int64),
-            numbers=self._numbers.copy(),
+            places=np.array(self._addresses, np.int64),
+            numbers=np.zeros(size, np.int64),
             demands=scratch[1],
             resident=self._resident.view(np.uint8),
             absent=self._absent.view(np.uint8),
-            awaits=int(self._first.rules.miss.awaits_late),
+            awaits=int(rules.miss.awaits_late),
         )
-        self._routes = isinstance(self._first.rules.routing, RoutingOverRows)
-        self._resolves = isinstance(self._first.rules.miss, MissOverRows)
-        self._weighs = self._first.eviction.uses_weights
-        self._changes: list[tuple[Tokens, IntArray]] = []
-        """What routers chose in each layer that rules have changed, and what is executed."""
-        self._serve(0, -1, self._batch)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the engines' tables are where they were."""
+        own = [engine.loop.addresses for engine in self.engines]
+        return all(now is then for now, then in zip(own, self._addresses, strict=True))
+
+    def begin(self) -> None:
+        """Begin a step, as the engines have begun a pass of one token each."""
+        self._passes = [engine.record.index for engine in self.engines]
+        self._numbers = np.array(self._passes) * (self._last + 1)
+        dense_s, self._predict_s = self._first.seconds_of(DECODE)
+        self._dense_s = dense_s[:, None] + [engine.attention_s for engine in self.engines]
+        self._is_changed = False
+        self._serve(0, -1, self._batches[0])
 
     def end(self) -> None:
         """Enter what the rules have changed into the passes' records; they end next."""
-        if not self._changes:
+        if not self._is_changed:
             return
-        size, (asked, executed) = len(self._engines), zip(*self._changes, strict=True)
-        chosen = asked[0]._replace(
-            experts=np.concatenate([each.experts for each in asked]),
-            weights=np.concatenate([each.weights for each in asked]),
-        )
-        is_kept = chosen.experts[:, :, None] == np.concatenate(executed)[:, None, :]
-        lost = np.where(is_kept.any(axis=-1), 0, weight_shares(chosen))
-        for shares in lost.sum(axis=-1, dtype=np.float64).reshape(-1, size).tolist():
-            for engine, share in zip(self._engines, shares, strict=True):
+        chosen, executed = self._experts[:, 0], self._experts[:, 2]
+        is_kept = (chosen[..., None] == executed[..., None, :]).any(axis=-1)
+        lost = np.where(is_kept, 0, shares_of(chosen, self._chosen_weights))
+        for shares in lost.sum(axis=-1, dtype=np.float64).tolist():
+            for engine, share in zip(self.engines, shares, strict=True):
                 engine.record.lost_weight += share
 
     def run(
@@ -120,7 +141,7 @@ class Together:
         `experts` and `weights` are [rows, top_k], `logits` and the predictions by layer
         [rows, experts].
         """
-        selection, batch = None, self._batch
+        selection, batch = None, self._batches[layer]
         asked = Tokens(
             *(layer, DECODE, self._passes, experts, weights, logits),
             *(self._resident, self._absent, NO_STATE),
@@ -134,10 +155,10 @@ class Together:
             if change is not None:
                 selection = change if selection is None else change.after(selection)
                 executed = self._changed(looked_up, selection)
-        if selection is not None:
-            self._changes.append((asked, executed.experts))
+        self._is_changed |= selection is not None
+        self._chosen_weights[layer] = weights
         for place, each in enumerate((asked, looked_up, executed)):
-            self._experts[place] = each.experts
+            self._experts[layer, place] = each.experts
             if self._weighs:
                 self._weights[place] = each.weights
         if self._first.depth:
@@ -160,13 +181,13 @@ class Together:
             return
         batch = core.PassBatch(*batch[:2], *(values.tolist() for values in batch[2:]))
         rows = self._rows._replace(demands=[0] * len(batch.keys))
-        for row, engine in enumerate(self._engines):
+        for row, engine in enumerate(self.engines):
             state, counts = engine.state, engine.loop.counts
             core.serve_row(state, engine.rank, batch, counts, what, layer, rows, row)
 
     def _choose(self, axis: str, tokens: Tokens) -> Selection | None:
         """Let the rule of an axis choose, with what each row's own keeps of the layer."""
-        rules = [getattr(engine.rules, axis) for engine in self._engines]
+        rules = [getattr(engine.rules, axis) for engine in self.engines]
         if not rules[0].num_kept:
             chosen: Selection | None = rules[0].choose(tokens)
             return chosen
@@ -193,14 +214,14 @@ class Together:
 
     def _proposed(self, predicted: Mapping[int, FloatArray]) -> tuple[Array, Array]:
         """Return what the rows' prefetchers propose: keys, and their bounds by row."""
-        size, targets = len(self._engines), [*predicted]
+        size, targets = len(self.engines), [*predicted]
         logits = np.stack([*predicted.values()], axis=1)
         if not self._first.rules.prefetch.remembers:
             flat = logits.reshape(-1, self._num_experts)
             found: Any = self._first.rules.prefetch.propose_arrays(targets * size, flat)
             keys, counts = found
             return keys, _bounds(counts.reshape(size, -1).sum(axis=-1))
-        own = zip(self._engines, logits, strict=True)
+        own = zip(self.engines, logits, strict=True)
         told: Any = [engine.rules.prefetch.propose_arrays(targets, row) for engine, row in own]
         counts = np.array([len(keys) for keys, _ in told])
         return np.concatenate([keys for keys, _ in told]), _bounds(counts)
