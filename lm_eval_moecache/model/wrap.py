@@ -599,8 +599,8 @@ class WrappedModel:
         if self._wants_logits:
             call_logits = [call.logits for call in calls if call.logits is not None]
             tensors.append(rounded(_stacked(call_logits, rows)))
-        targets = [[*call.predicted] for call in calls]
         values = [logits for call in calls for logits in call.predicted.values()]
+        targets = [[*call.predicted] for call in calls] if values else ()
         if values:
             tensors.append(rounded(_stacked(values, rows)))
         arrays = [array.reshape(-1, rows, array.shape[-1]) for array in copy_to_host(tensors, None)]
@@ -618,7 +618,7 @@ class WrappedModel:
                 experts[:, row] if wants_weights else None,
                 weights[:, row] if wants_weights and weights is not None else None,
                 arrays[1 + bool(call_weights)][:, row] if self._wants_logits else None,
-                targets if values else (),
+                targets,
                 arrays[-1][:, row] if values else None,
             )
             for row in range(rows)

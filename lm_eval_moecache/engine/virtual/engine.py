@@ -28,7 +28,7 @@ from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.data_aware import cost_of
 from lm_eval_moecache.records.event import NO_PREDICTIONS, Event, Fetch
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.jit import Array
+from lm_eval_moecache.records.jit import Array, dtype_of
 from lm_eval_moecache.records.ledger import COUNTED, PassRecord
 from lm_eval_moecache.records.predictor import FREE, PredictorCost, costs, target_of
 from lm_eval_moecache.trace.future import Future
@@ -37,6 +37,9 @@ LIVE_PASSES = 1500
 """What a live run is expected to have: enough to load machine code, not to make it."""
 
 
+_RUN: Any = dtype_of(core.RunState).names
+_TOTALS = [_RUN.index(name) for name in ("moved", "busy_s", "evictions", "lifetime")]
+"""Where a record of the run has what `Engine._totals` returns."""
 OF_EVENTS = frozenset(COUNTED) - {"bytes_moved", "link_busy_s", "evictions", "lifetime_tokens"}
 """Counts that events add to; the others are differences of totals (`Engine.end_pass`)."""
 
@@ -152,6 +155,7 @@ class VirtualEngine(Engine):
         self._dense_s, self._num_tokens = 0.0, 0
         """The dense part of the layer entered, and its tokens."""
         self._rows = np.arange(charged.num_layers + 1)
+        self._bounds = self._rows * charged.top_k
         self._seconds_of: dict[str, Array] = {}
         self._fill()
         self._before = self._totals()
@@ -355,7 +359,9 @@ class VirtualEngine(Engine):
         """Return passes of one token each as a batch; `first` is the number of the first one."""
         num_layers, num_passes = self.geometry.num_layers, len(token_passes)
         assert all(len(each.keys) == num_layers for each in token_passes), "a pass lacks layers"
-        keys = np.concatenate([each.keys.ravel() for each in token_passes])
+        keys = token_passes[0].keys.ravel()
+        if num_passes > 1:
+            keys = np.concatenate([each.keys.ravel() for each in token_passes])
         experts: Array = NOTHING
         weights: Array = NO_WEIGHTS
         if self.eviction.uses_weights:
@@ -366,12 +372,15 @@ class VirtualEngine(Engine):
         dense_s, predict_s = seconds[0] if num_passes == 1 else np.concatenate(seconds, axis=1)
         if self.attention_s:
             dense_s = dense_s + self.attention_s
-        rows = self._rows if num_passes == 1 else np.arange(num_passes * num_layers + 1)
+        rows, bounds = self._rows, self._bounds
+        if num_passes > 1:
+            rows = np.arange(num_passes * num_layers + 1)
+            bounds = rows * self.geometry.top_k
         proposed = self._proposed_in(token_passes, first)
         return core.PassBatch(
             first_pass=first,
             keys=keys,
-            bounds=rows * self.geometry.top_k,
+            bounds=bounds,
             rows=rows,
             experts=experts,
             weights=weights,
@@ -454,6 +463,12 @@ class VirtualEngine(Engine):
     def begin_scan(self, num_tokens: int) -> None:
         self.loop.leave()
         super().begin_scan(num_tokens)
+
+    def _totals(self) -> tuple[float, ...]:
+        if not self.loop.is_compiled:
+            return super()._totals()
+        values = self.state.run.item()  # one read of all takes as long as that of one
+        return tuple([values[place] for place in _TOTALS])
 
     def _empty(self, warm: Sequence[int]) -> None:
         self.loop.step(core.RESET, self.loop.batch(warm=warm))
