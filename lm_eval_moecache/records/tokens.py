@@ -5,13 +5,13 @@ A row is a run of its own, with a cache and a state of its own; all rows have eq
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from lm_eval_moecache.records.arrays import BoolArray, DoubleArray, FloatArray, IntArray, each_token
-from lm_eval_moecache.records.event import DROPPED, Event, resident_mask
+from lm_eval_moecache.records.event import DROPPED, NO_PREDICTIONS, Event, resident_mask
 
 NO_STATE: DoubleArray = np.zeros((0, 0))
 
@@ -36,6 +36,8 @@ class Tokens(NamedTuple):
     absent are on their way, and waited for."""
     state: DoubleArray
     """[rows, numbers]: what the rule keeps of this layer. It may be changed."""
+    predicted: Mapping[int, FloatArray] = NO_PREDICTIONS
+    """Target layer -> predicted logits [tokens, experts], as in `Event`."""
 
     @property
     def by_row(self) -> tuple[int, int]:
@@ -70,4 +72,5 @@ def tokens_of(
     else:
         is_resident, is_absent = is_resident[None], is_absent[None]
     given = event.experts, event.weights, event.logits, is_resident, is_absent
-    return Tokens(layer, event.phase, (event.pass_index,), *given, state[layer : layer + 1])
+    own = state[layer : layer + 1]
+    return Tokens(layer, event.phase, (event.pass_index,), *given, own, event.predicted)

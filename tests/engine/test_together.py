@@ -55,6 +55,7 @@ CASES: list[dict[str, Any]] = [
             strict=False,
         )
     ),
+    {"routing": "pre_gated", "prefetch": "next_gate", "miss": "drop"},
     {"routing": "cache_prior", "routing.delta": "token"},
     {"routing": "cache_prior", "routing.delta": "mean"},
     {"routing": "cache_prior", "routing.logit_range": 2.5},
@@ -177,7 +178,6 @@ def test_machine_code_goes_through_the_rows_as_plain_python_does(machine_code: N
     "case",
     [
         {},
-        {"routing": "pre_gated"},
         {"miss": "drop", "eviction": "arc"},
         {"miss": "drop", "prefetch": "history"},
         {"miss": "my_rules.Mine"},

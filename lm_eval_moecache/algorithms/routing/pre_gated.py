@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.routing.base import (
-    RoutingAlgorithm,
+    RoutingOverRows,
     ranking,
     take_best,
     unless_same,
 )
 from lm_eval_moecache.records.arrays import FloatArray
-from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 
 @dataclass(eq=False, kw_only=True)
-class PreGated(RoutingAlgorithm):
+class PreGated(RoutingOverRows):
     """Selects each layer's experts by its gate applied to the previous layer's input.
 
     Pre-gated MoE (Hwang et al. 2024), as described in CommitMoE section 1: "each layer's router
@@ -42,19 +42,20 @@ class PreGated(RoutingAlgorithm):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._decided: FloatArray | None = None
+        """Of all rows alike: the layer before has decided it in the same pass."""
 
     def on_pass(self, pass_index: int) -> None:
         self._decided = None
 
-    def select(self, event: Event, resident: Container[int]) -> Selection | None:
-        decided, after = self._decided, event.layer + 1
-        self._decided = event.predicted[after] if after < self.geometry.num_layers else None
+    def choose(self, tokens: Tokens) -> Selection | None:
+        decided, self._decided = self._decided, tokens.predicted.get(tokens.layer + 1)
         if decided is None:
             return None
         top = np.argsort(-decided, axis=-1, kind="stable")[:, : self.geometry.top_k]
         chosen = np.zeros(decided.shape, dtype=bool)
         np.put_along_axis(chosen, top, True, axis=-1)
-        ranked = ranking(event)
+        ranked = ranking(tokens)
         cost = np.where(np.take_along_axis(chosen, ranked, axis=-1), 0, 1)
-        return unless_same(event, take_best(ranked, cost, self.geometry.top_k))
+        return unless_same(tokens, take_best(ranked, cost, self.geometry.top_k))

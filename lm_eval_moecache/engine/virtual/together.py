@@ -144,7 +144,7 @@ class Together:
         selection, batch = None, self._batches[layer]
         asked = Tokens(
             *(layer, DECODE, self._passes, experts, weights, logits),
-            *(self._resident, self._absent, NO_STATE),
+            *(self._resident, self._absent, NO_STATE, predicted),
         )
         looked_up = executed = asked
         if self._routes:
