@@ -59,7 +59,7 @@ def _lines(told: Mapping[str, Any]) -> list[str]:
     else:
         head += (
             f"In {forecast['rows']} published rows of {forecast['models']} models "
-            f"({forecast['of']}) a score of {100 * told['score']:.1f} loses "
+            f"(same kind: {forecast['of']}) a score of {100 * told['score']:.1f} loses "
             f"{_points(forecast['points'])} points in the median, and in eight of ten "
             f"{_points(forecast['least'])} to {_points(forecast['most'])} (below 0: a gain)."
         )

@@ -379,8 +379,8 @@ def _check_vocabulary(draft: str, pretrained: Any, size: int, target_size: int) 
             problem = f"a tokenizer of {size} tokens that are not the model's"
     if problem:
         raise ValueError(
-            f"draft={draft!r} has {problem}: its tokens mean something else. Allowed: a draft with "
-            "the model's tokenizer, or prompt_lookup."
+            f"draft={draft!r} has {problem}: its token ids mean other tokens. Allowed: a draft "
+            "with the model's tokenizer, or prompt_lookup."
         )
 
 

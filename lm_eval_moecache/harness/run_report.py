@@ -215,7 +215,9 @@ def regime_line(regime: Mapping[str, Any]) -> str:
     ratio = regime["transfer_per_layer"]
     parts = [
         f"capacity {regime['capacity_cycles']:.2f} token cycles",
-        "layers take no time" if ratio is None else f"one expert's transfer {ratio:.3g} layers",
+        "layers take no time"
+        if ratio is None
+        else f"one expert's transfer takes {ratio:.3g} times a layer",
     ]
     if "bound" in regime:
         parts.append(f"decoding bound by {regime['bound']}")

@@ -40,13 +40,13 @@ def turns_of(config: Config, engine: Engine, recorder: Recorder | None, drafts: 
         return Turns(False, config.streams, f"streams={config.streams} of them share the cache")
     reads_texts = engine.rules.prefetch.predicts_pass
     for is_so, why in (
-        (config.clock == "wall", "clock=wall measures one stream; more are streams=N"),
+        (config.clock == "wall", "clock=wall measures one stream (streams=N for more)"),
         (drafts or config.draft is not None, "a draft follows one request at a time"),
         (config.scoring == "scan", "scoring=scan routes one text token after token"),
         (reads_texts, f"prefetch={config.policy.prefetch.name} reads one text at a time"),
         (
             recorder is not None and recorder.reads_hidden,
-            "trace= asks a prefetcher that reads hidden states",
+            "trace= records a prefetcher that reads hidden states",
         ),
     ):
         if is_so:
