@@ -180,18 +180,6 @@ def test_the_future_lists_each_need_of_each_key() -> None:
     assert future.keys_of(1) == [2, 0] and future.keys_of(3) == []
 
 
-def test_lru_misses_never_rise_with_capacity() -> None:
-    for seed in range(12):
-        by_size = [misses(mixed_trace(seed, passes=20), "lru", size) for size in range(5, 11)]
-        assert by_size == sorted(by_size, reverse=True)
-
-
-@pytest.mark.parametrize(("name", "expected"), [("fifo", [9, 10]), ("lru", [10, 8])])
-def test_fifo_has_beladys_anomaly_where_lru_has_not(name: str, expected: list[int]) -> None:
-    classic = decode_trace([[[key]] for key in (1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 5)], 6)
-    assert [misses(classic, name, size) for size in (3, 4)] == expected
-
-
 FORMS = ("1/layer", "2/layer", "4/layer", "3", "5", "30%", "70%", "7B")
 
 
