@@ -4,9 +4,8 @@ The libraries there choose their kernels by shape, so that a row's last bits dep
 others it is batched with, and near ties of a router fall otherwise. Four kinds of work are done row
 by row; all else treats rows alike in any case:
 
-- A product with the weights: of one row each while decoding. From `MOST_OWN` rows on a product's
-  rows do not depend on each other, so that prompts are multiplied together, but by the narrowest
-  weights.
+- A product with the weights: of one row each while decoding. From a few rows on a product's rows do
+  not depend on each other (`least_shared`), so that prompts are multiplied together.
 - Attention, without the padding of a row, where torch computes it in one call. Where a model
   multiplies by itself (`eager`), only rows of one length stand side by side.
 - Functions such as a cosine, where a row is no whole number of vectors: the last elements of an
@@ -17,8 +16,9 @@ by row; all else treats rows alike in any case:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,9 +30,10 @@ from torch.overrides import TorchFunctionMode
 
 from lm_eval_moecache.records.arrays import BoolArray
 
-MOST_OWN = 4
-"""Rows from which on a float32 product on a CPU gives each the same bits, however many there are:
-with fewer, the libraries take other kernels."""
+_FEW = 16
+"""Rows from which on a product's rows are taken to be independent, if they are at all."""
+_PROBED = (*range(1, 3 * _FEW), 57, 100, 192, 257)
+"""Rows of the products by which `least_shared` finds out what a machine's kernels do."""
 _LANES = 16
 """A multiple of the float32 elements of a vector."""
 _MOST_HEAD = 256
@@ -58,9 +59,13 @@ class ByRow(TorchFunctionMode):
         self._spans: Sequence[tuple[int, int]] = ()
         self._length = self._least = self._total = 0
         self._divides = False
-        self._mask: Tensor | None = None
-        self._open: dict[int, bool] = {}
-        """Whether `_mask` hides nothing from a row: all layers of a decode step share one."""
+        self._own: dict[Any, Callable[..., Tensor]] = {
+            **{func: partial(self._apply, func) for func in _BY_VECTOR},
+            linear: self._multiply,
+            scaled_dot_product_attention: self._attend,
+        }
+        self._open: dict[int, tuple[Tensor, Sequence[bool]]] = {}
+        """A decode step's masks, which layers share, and of which rows one hides only padding."""
 
     def begin_pass(self, valid: BoolArray, padding: Sequence[int], past_length: int) -> None:
         """Begin a pass whose rows have these `valid` tokens [rows, tokens].
@@ -78,7 +83,8 @@ class ByRow(TorchFunctionMode):
 
     def end_pass(self) -> None:
         """End the pass: what follows is computed as ever."""
-        self._divides, self._mask = False, None
+        self._divides = False
+        self._open.clear()
 
     def __torch_function__(
         self,
@@ -87,14 +93,10 @@ class ByRow(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if self._divides:
-            if func is linear:
-                return self._multiply(*args, **(kwargs or {}))
-            if func is scaled_dot_product_attention:
-                return self._attend(*args, **(kwargs or {}))
-            if func in _BY_VECTOR and self._is_uneven(args[0]):
-                return self._apply(func, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        own = self._own.get(func) if self._divides else None
+        if own is None or (func in _BY_VECTOR and not self._is_uneven(args[0])):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return own(*args, **(kwargs or {}))
 
     def _is_uneven(self, values: Tensor) -> bool:
         """Whether these are values of the pass's rows, of which one fills no whole vectors."""
@@ -117,8 +119,8 @@ class ByRow(TorchFunctionMode):
 
     def _multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows, size = len(self._spans), input.shape[-1]
-        has_own = min(self._least, len(weight)) < MOST_OWN
-        if not has_own or input.numel() != rows * self._length * size:
+        is_of_rows = input.numel() == rows * self._length * size
+        if not is_of_rows or self._least >= least_shared(weight.t()):
             return linear(input, weight, bias)
         if self._length > 1 or weight.numel() < _LEAST_PRODUCT:
             by_row = input.reshape(rows, self._length, size)
@@ -139,51 +141,84 @@ class ByRow(TorchFunctionMode):
         decodes = self._length == 1  # a token's heads may stand as queries
         if query.shape[0] != rows or not (decodes or queries == self._length):
             return scaled_dot_product_attention(query, key, value, attn_mask, **more)
-        output = query.new_zeros(*query.shape[:-1], value.shape[-1])
-        # Under a mask transformers packs the heads that share a key; alone there is no mask.
-        packed = decodes and queries > 1 and key.shape[-1] == value.shape[-1] <= _MOST_HEAD
         # A layer with a window keeps only the last keys.
-        gone = self._total - keys
-        if attn_mask is not self._mask:
-            self._mask, self._open = attn_mask, {}
-        for row, (start, stop) in enumerate(self._spans):
+        firsts = [max(padding - (self._total - keys), 0) for padding in self._padding]
+        if decodes:
+            return self._attend_once(query, key, value, attn_mask, firsts, more)
+        output = query.new_zeros(*query.shape[:-1], value.shape[-1])
+        for row, ((start, stop), first) in enumerate(zip(self._spans, firsts, strict=True)):
             if start == stop:
                 continue
-            own, first = slice(row, row + 1), max(self._padding[row] - gone, 0)
-            if decodes:
-                start, stop = 0, queries
-            last = keys - (queries - stop)
-            mask = attn_mask
+            own, last, mask = slice(row, row + 1), keys - (queries - stop), attn_mask
             if mask is not None:
                 which = own if mask.shape[0] == rows else slice(None)
                 asking = slice(start, stop) if mask.shape[-2] > 1 else slice(None)
                 mask = mask[which, :, asking, first:last]
-                if decodes and row not in self._open:
-                    self._open[row] = _is_open(mask)
-                mask = None if decodes and self._open[row] else mask
-            asked = query[own, :, start:stop]
-            if packed and mask is None:
-                asked = asked.reshape(1, -1, 1, asked.shape[-1])
-                more = {**more, "enable_gqa": True}
-            found = scaled_dot_product_attention(
-                *(asked, key[own, :, first:last], value[own, :, first:last]), mask, **more
-            )
-            output[own, :, start:stop] = found.reshape(output[own, :, start:stop].shape)
+            asked = query[own, :, start:stop], key[own, :, first:last], value[own, :, first:last]
+            output[own, :, start:stop] = scaled_dot_product_attention(*asked, mask, **more)
         return output
 
+    def _attend_once(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        firsts: Sequence[int],
+        more: dict[str, Any],
+    ) -> Tensor:
+        """Let each row's one token attend to its keys."""
+        rows, keys, packed = len(firsts), key.shape[-2], query
+        is_open = [True] * rows if mask is None else self._is_open(mask, firsts)
+        # Under a mask transformers packs the heads that share a key; alone there is no mask.
+        packs = query.shape[-2] > 1 and key.shape[-1] == value.shape[-1] <= _MOST_HEAD
+        unpacked = {**more, "enable_gqa": True} if packs else more
+        if packs:
+            packed = query.reshape(rows, -1, 1, query.shape[-1])
+        found, each = list[Tensor](), (packed.split(1), key.split(1), value.split(1))
+        for row, (asked, own_key, own_value) in enumerate(zip(*each, strict=True)):
+            if first := firsts[row]:
+                own_key = own_key.narrow(2, first, keys - first)
+                own_value = own_value.narrow(2, first, keys - first)
+            if is_open[row]:
+                result = scaled_dot_product_attention(asked, own_key, own_value, **unpacked)
+            else:
+                assert mask is not None, "nothing hides a key"
+                own_mask = mask[row if len(mask) == rows else 0][None, ..., first:]
+                asked = query[row : row + 1]
+                result = scaled_dot_product_attention(asked, own_key, own_value, own_mask, **more)
+            found.append(result.reshape(1, *query.shape[1:-1], -1))
+        return torch.cat(found)
 
-def _is_open(mask: Tensor) -> bool:
-    return bool(mask.all() if mask.dtype == torch.bool else (mask == 0).all())
+    def _is_open(self, mask: Tensor, firsts: Sequence[int]) -> Sequence[bool]:
+        """Return for each row whether a decode step's mask hides nothing from it but padding."""
+        if id(mask) not in self._open:
+            seen = mask if mask.dtype == torch.bool else mask == 0
+            seen_BK = seen.all(1).all(1).expand(len(firsts), -1).numpy()
+            own = zip(firsts, seen_BK, strict=True)
+            self._open[id(mask)] = mask, [bool(row[first:].all()) for first, row in own]
+        return self._open[id(mask)][1]
 
 
-def _multiply(rows_SD: Tensor, matrix_DH: Tensor, out_SH: Tensor, count: int, size: int) -> None:
-    """Multiply `count` rows, each `size` of them as a product of their own; 0: all together."""
-    if size in (0, count):
-        torch.mm(rows_SD, matrix_DH, out=out_SH)
-        return
-    parts = count // size
-    shared = matrix_DH.expand(parts, -1, -1)
-    torch.bmm(rows_SD.view(parts, size, -1), shared, out=out_SH.view(parts, size, -1))
+_least_shared: dict[tuple[int, ...], int] = {}
+
+
+def least_shared(matrix_DH: Tensor) -> int:
+    """Return from how many rows on a float32 product gives each its bits, however many there are.
+
+    With fewer, the libraries take other kernels: below four on one processor, below six on another.
+    Some give the last rows of any product to another kernel: the number is then beyond any. Found
+    out once for each shape, by products of few rows beside those of many.
+    """
+    key = *matrix_DH.shape, *matrix_DH.stride(), torch.get_num_threads()
+    if key not in _least_shared:
+        source = torch.Generator().manual_seed(0)
+        rows_SD = torch.randn(_PROBED[-1], len(matrix_DH), generator=source)
+        all_SH = torch.mm(rows_SD, matrix_DH)
+        other = [n for n in _PROBED if not torch.mm(rows_SD[:n], matrix_DH).equal(all_SH[:n])]
+        most = max(other, default=0)
+        _least_shared[key] = most + 1 if most < _FEW else sys.maxsize
+    return _least_shared[key]
 
 
 def forward_by_row(
@@ -194,54 +229,87 @@ def forward_by_row(
     Bit for bit what transformers' `grouped_mm` gives each row alone. Padding gets zeros.
     """
     with torch._C.DisableTorchFunction():
-        return _forward(module, hidden_TD, index_TK, w_TK, matrices, row_T)
+        own_T = np.flatnonzero(row_T >= 0)
+        if len(own_T) == len(row_T):
+            return _forward(module, hidden_TD, index_TK, w_TK, matrices, row_T)
+        output_TD = torch.zeros_like(hidden_TD)
+        if len(own_T):
+            own, of_own = torch.from_numpy(own_T), row_T[own_T]
+            given = hidden_TD[own], index_TK[own], w_TK[own]
+            output_TD[own] = _forward(module, *given, matrices, of_own)
+        return output_TD
 
 
 def _forward(
     module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor, matrices: Any, row_T: Any
 ) -> Tensor:
-    top_k, dtype = index_TK.shape[-1], matrices.dtype
-    own_T = np.flatnonzero(row_T >= 0)
-    if not len(own_T):
-        return torch.zeros_like(hidden_TD)
-    index_S = index_TK.numpy()[own_T].ravel().astype(np.int64)
-    token_S, row_S = np.repeat(own_T, top_k), np.repeat(row_T[own_T], top_k)
-    rows = int(row_T.max()) + 1
-    pair_S = index_S * rows + row_S
-    count_S = np.bincount(pair_S)[pair_S]
-    # By expert; rows with few tokens of an expert alone, those with equally few side by side.
-    size_S = np.where(count_S < MOST_OWN, count_S, 0)
-    order_S = np.lexsort((row_S, size_S, index_S))
-    kind = (index_S * MOST_OWN + size_S)[order_S]
-    starts = np.flatnonzero(np.r_[True, kind[1:] != kind[:-1]])
-    bounds = [*starts.tolist(), len(order_S)]
-    known = len(matrices.up)
+    """Compute the output of tokens in the order of their rows."""
+    (num_tokens, top_k), dtype = index_TK.shape, matrices.dtype
+    index_S = index_TK.numpy().ravel().astype(np.int64)
+    own_S, size_S = np.arange(len(index_S)), np.ones(1, np.int64)
+    tokens_of = np.bincount(row_T)
+    tokens_of = tokens_of[tokens_of > 0]
+    if num_tokens > len(tokens_of):
+        # Where a token stands in a product may count: `grouped_mm` sorts a row so, and not stably.
+        each = index_TK.flatten().split_with_sizes((tokens_of * top_k).tolist())
+        starts = np.repeat((tokens_of.cumsum() - tokens_of) * top_k, tokens_of * top_k)
+        own_S = starts + torch.cat([torch.sort(own).indices for own in each]).numpy()
+        index_S = index_S[own_S]
+        pair_S = index_S * (int(row_T[-1]) + 1) + np.repeat(row_T, top_k)
+        count_S = np.bincount(pair_S)[pair_S]
+        # By expert; rows with few tokens of one stay apart, those with equally few side by side.
+        least = max(least_shared(matrices.up[0]), least_shared(matrices.down[0]))
+        size_S = np.where(count_S < least, count_S, 0)
+    sizes = int(size_S.max()) + 1
+    kind_S = index_S * sizes + size_S
+    order_S = own_S[np.argsort(kind_S, kind="stable")]
+    count_of = np.bincount(kind_S)
+    kinds = np.flatnonzero(count_of)
+    counts: list[int] = count_of[kinds].tolist()
     # By expert, so that absent ones come last.
-    parts = [divmod(of, MOST_OWN) for of in kind[starts].tolist() if of < known * MOST_OWN]
+    known = np.searchsorted(kinds, len(matrices.up) * sizes)
+    parts = [divmod(kind, sizes) for kind in kinds[:known].tolist()]
     order = torch.from_numpy(order_S)
-    source = torch.from_numpy(token_S[order_S])
-    given_SD = hidden_TD[source].to(dtype)
-    middle_SH = torch.zeros(len(order_S), matrices.up[0].shape[1], dtype=dtype)
-    out_SD = torch.zeros(len(order_S), matrices.down[0].shape[1], dtype=dtype)
-    # Cut in one call each: slices of their own took as long as the products.
-    counts = [stop - start for start, stop in pairwise(bounds)]
-    cut = given_SD.split_with_sizes(counts), middle_SH.split_with_sizes(counts)
-    for (expert, size), count, given, part in zip(parts, counts, *cut, strict=False):
-        _multiply(given, matrices.up[expert], part, count, size)
-        if matrices.up_bias is not None:
-            part.add_(matrices.up_bias[expert])
-    active_SH = (module._apply_gate if module.has_gate else module.act_fn)(middle_SH).to(dtype)
-    cut = active_SH.split_with_sizes(counts), out_SD.split_with_sizes(counts)
-    for (expert, size), count, given, part in zip(parts, counts, *cut, strict=False):
-        _multiply(given, matrices.down[expert], part, count, size)
-        if matrices.down_bias is not None:
-            part.add_(matrices.down_bias[expert])
+    given_S1D = hidden_TD[torch.from_numpy(order_S // top_k)].to(dtype).unsqueeze(1)
+    make = torch.empty if known == len(kinds) else torch.zeros
+    middle_S1H = make(len(order_S), 1, matrices.up[0].shape[1], dtype=dtype)
+    _multiply(given_S1D, matrices.up, matrices.up_bias, middle_S1H, counts, parts)
+    activate = module._apply_gate if module.has_gate else module.act_fn
+    active_S1H = activate(middle_S1H.squeeze(1)).to(dtype).unsqueeze(1)
+    out_S1D = make(len(order_S), 1, matrices.down[0].shape[1], dtype=dtype)
+    _multiply(active_S1H, matrices.down, matrices.down_bias, out_S1D, counts, parts)
+    out_SD = out_S1D.squeeze(1)
     if getattr(module, "has_post_expert_norm", False):
         out_SD = module.post_expert_norm(out_SD)
     chosen_SD = torch.empty_like(out_SD)
-    own = torch.from_numpy(own_T)
     chosen_SD[order] = out_SD
-    weighted_TKD = (chosen_SD * w_TK[own].reshape(-1, 1)).view(len(own_T), top_k, -1)
-    output_TD = torch.zeros_like(hidden_TD)
-    output_TD[own] = weighted_TKD.sum(dim=1).to(hidden_TD.dtype)
-    return output_TD
+    weighted_TKD = (chosen_SD * w_TK.reshape(-1, 1)).view(num_tokens, top_k, -1)
+    return weighted_TKD.sum(dim=1).to(hidden_TD.dtype)
+
+
+def _multiply(
+    rows_S1D: Tensor,
+    matrices: Sequence[Tensor],
+    biases: Any,
+    out_S1H: Tensor,
+    counts: list[int],
+    parts: Sequence[tuple[int, int]],
+) -> None:
+    """Multiply consecutive rows by the experts of these parts, so many each.
+
+    A part is an expert and how many rows share a product; 0: all of them.
+    """
+    # Cut in one call each: slices of their own took as long as the products.
+    given, out = rows_S1D.split_with_sizes(counts), out_S1H.split_with_sizes(counts)
+    for (expert, size), count, own, product in zip(parts, counts, given, out, strict=False):
+        matrix = matrices[expert]
+        if size in (0, count):
+            torch.mm(own.squeeze(1), matrix, out=product.squeeze(1))
+        elif size == 1:
+            torch.bmm(own, matrix.expand(count, -1, -1), out=product)
+        else:
+            shape = count // size, size, -1
+            shared = matrix.expand(count // size, -1, -1)
+            torch.bmm(own.view(shape), shared, out=product.view(shape))
+        if biases is not None:
+            product.add_(biases[expert])
