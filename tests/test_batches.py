@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
@@ -17,7 +18,9 @@ from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.harness import turns
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.turns import ON_A_CPU, Seeds, whole_documents
+from lm_eval_moecache.model import decoding
 from lm_eval_moecache.model.by_row import ByRow
+from lm_eval_moecache.model.carried import MASK
 from lm_eval_moecache.model.decoding import RowDecoding
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.ledger import RequestRecord
@@ -211,31 +214,51 @@ def padded(patch: pytest.MonkeyPatch) -> None:
 
 def lingering(patch: pytest.MonkeyPatch) -> None:
     """A row that has ended goes on being counted."""
-    patch.setattr(RowDecoding, "_drop", lambda *_: False)
+    patch.setattr(decoding, "keep_rows", lambda *_: False)
     take = RowDecoding.__init__
 
-    def kept(self: Any, stopped: Any, generators: Any, on_rows: Any, *rest: Any) -> None:
+    def kept(self: Any, *given: Any) -> None:
         rows: list[Any] = []
+        *before, on_rows, on_end = given
 
-        def all_rows(asked: list[Any]) -> None:
-            rows[:] = rows or asked
-            on_rows([*rows])
+        def all_rows(asked: list[Any], prompt_length: int) -> None:
+            rows[:] = asked if prompt_length else rows
+            on_rows([*rows], prompt_length)
 
-        take(self, stopped, generators, all_rows, *rest)
+        take(self, *before, all_rows, on_end)
 
     patch.setattr(RowDecoding, "__init__", kept)
 
 
+def unmasked(patch: pytest.MonkeyPatch) -> None:
+    """A prompt that takes the place of an ended row sees its padding."""
+    join = decoding.join_rows
+
+    def seeing(first: Any, second: Any) -> Any:
+        joined = join(first, second)
+        return {**joined, MASK: torch.ones_like(joined[MASK])}
+
+    patch.setattr(decoding, "join_rows", seeing)
+
+
 @pytest.mark.parametrize(
-    ("fault", "policy"),
+    ("fault", "policy", "batch"),
     [
-        *((fault, policy) for fault in (neighbour, padded) for policy in ("on_demand", "max_rank")),
-        (carried, "specmd"),
-        (lingering, "on_demand"),
+        (neighbour, "on_demand", 4),
+        (neighbour, "max_rank", 4),
+        (padded, "on_demand", 4),
+        (padded, "max_rank", 4),
+        (carried, "specmd", 4),
+        (lingering, "on_demand", 4),
+        (unmasked, "on_demand", 2),
     ],
 )
 def test_a_seeded_fault_is_seen(
-    tiny: MoECacheLM, fault: Callable[[Any], None], policy: str, monkeypatch: pytest.MonkeyPatch
+    tiny: MoECacheLM,
+    fault: Callable[[Any], None],
+    policy: str,
+    batch: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lm, given = (
         tiny,
@@ -251,7 +274,7 @@ def test_a_seeded_fault_is_seen(
     assert fault is not lingering or len({counts[1] for _, *counts, _ in alone.values()}) > 2
     fault(monkeypatch)
     with pytest.raises((AssertionError, IndexError, ValueError)):
-        assert_same(serve(lm, given, requests, 4), alone)
+        assert_same(serve(lm, given, requests, batch), alone)
     monkeypatch.undo()
     lm._rows.clear()
 
@@ -261,8 +284,26 @@ def test_a_model_that_gives_up_no_row_counts_none_that_has_ended(
 ) -> None:
     given = setting(lm, "mixture_cache")
     alone = serve(lm, given, generations(5), 1)
-    monkeypatch.setattr(RowDecoding, "_drop", lambda *_: False)
+    monkeypatch.setattr(decoding, "keep_rows", lambda *_: False)
     assert_same(serve(lm, given, generations(5), 5), alone)
+
+
+def test_a_prompt_takes_the_place_of_a_row_that_has_ended(tiny: MoECacheLM) -> None:
+    stops = {"until": ["t"], "max_gen_toks": 12}
+    asked = [
+        make_instance("generate_until", "g", i, f"Tom has {i} " * i, stops) for i in (1, 2, 3, 4)
+    ]
+    given, shapes = setting(tiny, "on_demand"), list[tuple[int, int]]()
+    alone = serve(tiny, given, asked, 1)
+    handle = tiny.model.register_forward_pre_hook(
+        lambda _, __, more: shapes.append((*more["input_ids"].shape,)), with_kwargs=True
+    )
+    assert_same(serve(tiny, given, asked, 2), alone)
+    handle.remove()
+    read = [place for place, (rows, tokens) in enumerate(shapes) if rows == 1 and tokens > 1]
+    assert any(shapes[place + 1] == (2, 1) for place in read)
+    computed, useful = tiny.decoded_rows
+    assert computed == useful == sum(counts[1] - 1 for _, *counts, _ in alone.values())
 
 
 def test_without_dividing_rows_their_last_bits_differ(

@@ -227,6 +227,8 @@ class MoECacheLM(HFLM):
         """Rows of all decode steps, and those of them that a request was waiting for."""
         self.turns = turns_of(config, self.engine, self.wrapped.recorder, self.is_speculative)
         self._progress: Any = None
+        self._at_once = 1
+        """Requests decoded side by side."""
         self._in_documents = False
         if self.batch_size not in (1, self.turns.most) and self.turns.why:
             logger.warning(
@@ -392,7 +394,9 @@ class MoECacheLM(HFLM):
         longest = self.tok_encode(max((c.arguments[0] for c in copies), key=len, default=""))
         rows, outputs = self.rows_at_once(longest, self.max_gen_toks), list[str]()
         size = chunk_size(self.turns, rows)
-        with self._computing(rows, len(copies), "generate_until", disable_tqdm):
+        # HFLM sorts and pads what it gets; a row that has ended makes place for the next of it.
+        self._at_once = rows
+        with self._computing(size, len(copies), "generate_until", disable_tqdm):
             for start in range(0, len(copies), size):
                 outputs += super().generate_until(copies[start : start + size], disable_tqdm=True)
                 self._finish(records[start : start + size])
@@ -439,8 +443,10 @@ class MoECacheLM(HFLM):
         most_new = kwargs.pop("max_length") - context.shape[1]
         lengths = [int(sum(row)) for row in mask.tolist()]
         alone = reads_padding(self.model, kwargs)
-        mixes = not alone and self.wrapped.mixes_lengths
-        together = len(set(lengths)) == 1 or (mixes and self.pads_exactly)
+        # Only asked where lengths differ, or may once prompts take the places of ended rows.
+        differ = len(set(lengths)) > 1 or len(lengths) > self._at_once
+        mixes = differ and not alone and self.wrapped.mixes_lengths and self.pads_exactly
+        together = len(set(lengths)) == 1 or mixes
         groups: dict[int, list[int]] = {}
         for row, length in enumerate(lengths):
             groups.setdefault(row if alone else 0 if together else length, []).append(row)
@@ -449,7 +455,7 @@ class MoECacheLM(HFLM):
             start = context.shape[1] - max(lengths[row] for row in group)
             own = [contexts[row] for row in group]
             rows = self._decode(
-                context[group, start:], mask[group, start:], own, most_new, **kwargs
+                *(context[group, start:], mask[group, start:], own, most_new, mixes), **kwargs
             )
             for row, tokens in zip(group, rows, strict=True):
                 outputs[row] = tokens
@@ -461,17 +467,21 @@ class MoECacheLM(HFLM):
         mask: Tensor,
         contexts: Sequence[RecordedStr],
         most_new: int,
+        joins: bool,
         *,
         stop: Sequence[str],
         **kwargs: Any,
     ) -> list[list[int]]:
-        """Generate up to `most_new` tokens for some rows side by side."""
+        """Generate up to `most_new` tokens for some rows, side by side.
+
+        `joins` is whether those of different lengths may be.
+        """
         records, wrapped = [each.record for each in contexts], self.wrapped
-        kept = [self._row_of(record) for record in records]
         generators = [torch.Generator(self.device).manual_seed(each.seed) for each in contexts]
 
-        def take(rows: list[int | None]) -> None:
-            wrapped.rows = [None if row is None else kept[row] for row in rows]
+        def take(rows: list[int | None], prompt_length: int) -> None:
+            wrapped.rows = [None if row is None else self._row_of(records[row]) for row in rows]
+            wrapped.prompt_length = prompt_length
 
         # As in HFLM: without a temperature, decoding is greedy.
         temperature = kwargs.pop("temperature", 0.0)
@@ -481,6 +491,9 @@ class MoECacheLM(HFLM):
         if temperature or draws is not False:
             options["temperature"] = temperature
         decoding = RowDecoding(
+            self._at_once,
+            most_new,
+            joins,
             lambda texts: self._have_stopped(texts, stop),
             *(generators, take, self._progress.update),
         )
@@ -492,7 +505,7 @@ class MoECacheLM(HFLM):
                     self.tokenizer, list(stop), context.shape[1], len(context)
                 )
             }
-            take([0])
+            take([0], context.shape[1])
         lower = self.mixed_precision_dtype
         autocast = torch.autocast(self.device.type, dtype=lower, enabled=lower is not None)
         shared = [] if self.moecache.cache_reset == "request" else records
@@ -502,7 +515,6 @@ class MoECacheLM(HFLM):
         with self._serving(shared, []), forked, autocast, wrapped.by_row:
             if beams > 1:
                 torch.manual_seed(contexts[0].seed)
-            wrapped.prompt_length = context.shape[1]
             output = self.model.generate(
                 input_ids=context,
                 attention_mask=mask,

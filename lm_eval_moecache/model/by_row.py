@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ class ByRow(TorchFunctionMode):
         self._length = self._least = self._total = 0
         self._divides = False
         self._own: dict[Any, Callable[..., Tensor]] = {
-            **{func: partial(self._apply, func) for func in _BY_VECTOR},
+            **{func: partial(self._apply, cast(Any, func)) for func in _BY_VECTOR},
             linear: self._multiply,
             scaled_dot_product_attention: self._attend,
         }
@@ -175,8 +175,8 @@ class ByRow(TorchFunctionMode):
         unpacked = {**more, "enable_gqa": True} if packs else more
         if packs:
             packed = query.reshape(rows, -1, 1, query.shape[-1])
-        found, each = list[Tensor](), (packed.split(1), key.split(1), value.split(1))
-        for row, (asked, own_key, own_value) in enumerate(zip(*each, strict=True)):
+        found, each = list[Tensor](), zip(*map(_cut, (packed, key, value)), strict=True)
+        for row, (asked, own_key, own_value) in enumerate(each):
             if first := firsts[row]:
                 own_key = own_key.narrow(2, first, keys - first)
                 own_value = own_value.narrow(2, first, keys - first)
@@ -198,6 +198,12 @@ class ByRow(TorchFunctionMode):
             own = zip(firsts, seen_BK, strict=True)
             self._open[id(mask)] = mask, [bool(row[first:].all()) for first, row in own]
         return self._open[id(mask)][1]
+
+
+def _cut(values: Tensor) -> Sequence[Tensor]:
+    """Return the rows [1, ..] of a tensor."""
+    rows: Sequence[Tensor] = values.split(1)  # type: ignore[no-untyped-call]
+    return rows
 
 
 _least_shared: dict[tuple[int, ...], int] = {}

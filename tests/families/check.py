@@ -27,7 +27,7 @@ EQUAL, RUNS, REFUSED, FAILED = "equal", "runs", "refused", "FAILED"
 ON_DEMAND = {"policy": "on_demand", "capacity": "25%"}
 PREFETCHING = {"policy": "specmd", "capacity": "25%"}
 LOSSY = ({**ON_DEMAND, "routing": "swap_rank"}, {**ON_DEMAND, "miss": "drop", "miss.h": "1"})
-BATCH_SIZES = (1, 4)
+BATCH_SIZES = (1, 2)
 
 
 @dataclass

@@ -52,9 +52,9 @@ def generated(lm: MoECacheLM, asked: list[Instance]) -> list[list[int]]:
 
     def keep(context: Any, *args: Any, **kwargs: Any) -> Any:
         output = inner(context, *args, **kwargs)
-        row = output.tolist()[0][context.shape[1] :]
-        count = lm._count_output(row, kwargs["stop"])
-        rows[lm._batch[0].record.index] = row[:count]
+        for asked_for, row in zip(lm._batch, output.tolist(), strict=True):
+            own = row[context.shape[1] :]
+            rows[asked_for.record.index] = own[: lm._count_output(own, kwargs["stop"])]
         return output
 
     lm._model_generate = keep  # type: ignore[method-assign]
