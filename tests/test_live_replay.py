@@ -237,7 +237,7 @@ def test_a_predictor_of_other_routers_is_refused_once_they_are_known(
     ("damage", "message"),
     [
         ("layers", "with num_layers=4, but .* has num_layers=3"),
-        ("zero", "has no row for expert 2 of layer 0: its row of '2.1.weight' is all zero"),
+        ("zero", "predicts nothing for expert 2 of layer 0: its row of '2.1.weight' is all zero"),
         ("loss", "was trained with loss='bce', but prefetch.loss='kl'"),
         ("none", "prefetch.profile must be given: no predictor artifact ships for .*profile predi"),
     ],
