@@ -34,7 +34,7 @@ _RESOLVED = ("capacity", "link", "draft", "store")
 _CALLED = ("name", "composition", "source")
 _VERSIONS = ("lm-eval-moecache", "lm-eval", "torch", "transformers")
 _MOST_LISTED = 3
-BEWARE, BOUNDS = "Beware", "Bounds"
+BEWARE, BOUNDS, EMULATED, INTERVAL = "Beware", "Bounds", "Emulated", "Interval"
 _OFFLINE = {"eviction": "belady", "prefetch": "oracle"}
 """The algorithms that know the future, by axis."""
 
@@ -282,6 +282,12 @@ def about(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
         ),
         **{name: listed(libraries.get(name) for libraries in versions) for name in _VERSIONS},
     }
+    emulated = listed((run.moecache.get("emulate") or {}).get("name") for run in runs)
+    if emulated:
+        facts[EMULATED] = (
+            f"Answers are those of the model that ran ({facts['Model']}), times those of a model with "
+            f"the sizes of {emulated}"
+        )
     mixed = [name for name in _VERSIONS if len({v[name] for v in versions if v.get(name)}) > 1]
     if mixed:
         facts[BEWARE] = (

@@ -10,16 +10,23 @@ from typing import Any
 
 from lm_eval_moecache.report.runs.columns import PARETO
 from lm_eval_moecache.report.tables.front import MARGIN
-from lm_eval_moecache.report.tables.leaderboard import BEWARE, BOUNDS, Table
+from lm_eval_moecache.report.tables.leaderboard import (
+    BEWARE,
+    BOUNDS,
+    EMULATED,
+    INTERVAL,
+    Table,
+)
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _TEST = "test over the documents (p ≤ 0.05)"
 _POINT = f"{100 * MARGIN:g} point"
 _LEGEND = (
-    f"Bold: the best of a column, and rows that a {_TEST} does not show to be worse (of a score: "
-    f"shows to be less than {_POINT} worse). Each bold row is significantly better than each row "
-    "that is not"
+    f"Bold: the best figure of a column, with those that a {_TEST} does not show to be worse "
+    f"(scores: shows to be less than {_POINT} worse). A column has bold figures only where each of "
+    "them is significantly better than all that are not"
 )
+_PROMPT = "tok/s counts the time to the first token, TPOT does not"
 _FRONT = (
     f"`*`: Pareto front: each row at least as fast scores over {_POINT} lower, {{}}. A lossless "
     "row is on it unless a row at least as fast scores no lower and is either lossless or shown to "
@@ -58,7 +65,10 @@ def notes(table: Table) -> list[str]:
     texts += ["±: standard error"] if any(v.stderr for row in table.rows for v in row) else []
     if table.apart:
         texts.append(f"Rows of different {', '.join(table.apart)} are not compared")
-    return [*texts, *(text for name, text in table.about if name in (BEWARE, BOUNDS))]
+    if {"tok_per_s", "tpot_ms"} <= {c.name for c in table.columns}:
+        texts.append(_PROMPT)
+    noted = (EMULATED, INTERVAL, BEWARE, BOUNDS)
+    return [*texts, *(text for name, text in table.about if name in noted)]
 
 
 def _in_markdown(text: str) -> str:
