@@ -219,7 +219,8 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
     notes.append(
         f"predictor: simulated here. It names {share} of the next layer's experts, and {share} of "
         "those it names are right (--recall). A live run predicts with the model's gates. "
-        "profile: each half of the trace runs with the most used experts of the other half."
+        "profile: each half of the trace starts with the most used experts of the other half in "
+        "place; the other policies start empty."
     )
     notes.append(
         f"Routing: {report['routing']}, {report['decode_steps']} decode steps of "
@@ -231,5 +232,8 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
     what = "one stream"
     if (streams := report["streams"]) > 1:
         what = f"{streams:.3g} streams at once: tok/s is their sum, TPOT that of each"
-    notes.append(f"A forecast of the virtual clock for {what}; nothing was run on the device.")
+    notes.append(
+        f"A forecast of the virtual clock for {what}; nothing was run on the device. Compare its "
+        "rows: no program's overhead is in it (moecache plan forecasts speeds with it)."
+    )
     return notes

@@ -188,7 +188,7 @@ class Spread:
         return self.reach
 
     def __str__(self) -> str:
-        return f"{self.coverage:.0%} of {self.rows} speeds on other machines fell within it"
+        return f"such ranges held {self.coverage:.0%} of {self.rows} published speeds"
 
 
 UNKNOWN = Spread(rows=0, machines=0, median_factor=1.0, within={}, reach=1.0, coverage=1.0)

@@ -285,8 +285,8 @@ def about(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
     emulated = listed((run.moecache.get("emulate") or {}).get("name") for run in runs)
     if emulated:
         facts[EMULATED] = (
-            f"Answers are those of the model that ran ({facts['Model']}), times those of a model with "
-            f"the sizes of {emulated}"
+            f"Answers are those of the model that ran ({facts['Model']}), times those of a model "
+            f"with the sizes of {emulated}"
         )
     mixed = [name for name in _VERSIONS if len({v[name] for v in versions if v.get(name)}) > 1]
     if mixed:

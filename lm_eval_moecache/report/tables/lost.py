@@ -18,9 +18,9 @@ _NAMES = ("run", "policy", "capacity")
 DOCUMENTS = 1_000
 POINTS = (1, 3)
 _NOTE = (
-    f"95%: of the points lost on {DOCUMENTS:,} other documents of the kind. Documents for 1: on so "
-    "many a loss of 1 point is shown in four cases of five (one-sided, 5%), where answers change as "
-    "often as here"
+    f"95%: of the points lost on {DOCUMENTS:,} other documents of the kind. Documents for 1: on "
+    "so many a loss of 1 point is shown in four cases of five (one-sided, 5%), where answers "
+    "change as often as here"
 )
 _COUNTS = ("documents", "won", "lost")
 _ON = ("points_lost", "low", "high")
