@@ -14,6 +14,7 @@ from lm_eval.models.huggingface import HFLM
 
 from lm_eval_moecache import MoECacheLM
 from lm_eval_moecache.algorithms.policy import load_policy, policy_names
+from lm_eval_moecache.engine.rows import Row
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.harness import turns
 from lm_eval_moecache.harness.arguments import read_config
@@ -304,6 +305,29 @@ def test_a_prompt_takes_the_place_of_a_row_that_has_ended(tiny: MoECacheLM) -> N
     assert any(shapes[place + 1] == (2, 1) for place in read)
     computed, useful = tiny.decoded_rows
     assert computed == useful == sum(counts[1] - 1 for _, *counts, _ in alone.values())
+
+
+def test_the_last_row_of_a_batch_has_its_own_bits_behind_its_padding(tiny: MoECacheLM) -> None:
+    tiny.install(read_config(setting(tiny, "on_demand")))
+    own = torch.tensor([tiny.tok_encode("Tom has 3 apples and buys 14 more. How many now?")])
+
+    def logits(padding: int) -> torch.Tensor:
+        tokens = torch.nn.functional.pad(own, (padding, 0))
+        mask = torch.nn.functional.pad(torch.ones_like(own), (padding, 0))
+        tiny.wrapped.rows, tiny.wrapped.prompt_length = [Row()], tokens.shape[1]
+        found, cache = list[torch.Tensor](), None
+        with torch.no_grad(), tiny.wrapped.by_row:
+            for _ in range(4):
+                positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
+                more = {"attention_mask": mask, "position_ids": positions}
+                output = tiny.model(tokens, past_key_values=cache, **more)
+                cache, tokens = output.past_key_values, output.logits[:, -1:].argmax(-1)
+                mask = torch.cat([mask, torch.ones_like(tokens)], dim=-1)
+                found.append(output.logits[:, -1])
+        tiny.wrapped.forget_batch()
+        return torch.cat(found)
+
+    assert all(torch.equal(logits(padding), logits(0)) for padding in (1, 5, 11))
 
 
 def test_without_dividing_rows_their_last_bits_differ(

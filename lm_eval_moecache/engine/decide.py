@@ -155,7 +155,7 @@ def resolve(
         count.dropped += dropped
         count.unfaithful += unfaithful
     if (miss is not None or rules.applies(rules.routing, original)) and len(original.weights):
-        if absent or plan.selection is not None:
+        if absent or (plan.selection is not None and plan.selection.changes(original.experts)):
             count.weighed_tokens += original.num_tokens
         if plan.selection is not None:
             count.lost_weight += _lost_weight(original, plan.selection)

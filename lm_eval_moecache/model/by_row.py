@@ -79,7 +79,7 @@ class ByRow(TorchFunctionMode):
         self._padding = padding
         self._total = past_length + self._length
         full = all(span == (0, self._length) for span in self._spans)
-        self._divides = len(self._spans) > 1 or not full
+        self._divides = len(self._spans) > 1 or not full or any(padding)
 
     def end_pass(self) -> None:
         """End the pass: what follows is computed as ever."""

@@ -317,7 +317,11 @@ class WrappedModel:
         """Have the rows of a pass computed to the bits that each gets alone, where that goes."""
         rows, length = input_ids.shape
         self._store.row_T = None
-        if self.rows is None or not self._is_exact or (rows == 1 and self._valid is None):
+        if self.rows is None or not self._is_exact:
+            return
+        # The last row of a batch keeps its padding.
+        is_padded = mask is not None and mask.dim() == 2 and not mask[0, 0]
+        if rows == 1 and self._valid is None and not is_padded:
             return
         valid = np.ones((rows, length), dtype=bool)
         if self._valid is not None:

@@ -27,6 +27,11 @@ class Selection:
     weigh_as: IntArray | None = None
     weights: FloatArray | None = None
 
+    def changes(self, experts: IntArray) -> bool:
+        """Whether others than these experts are executed, in any place."""
+        is_other = self.experts != experts
+        return bool((is_other if self.keep is None else is_other | ~self.keep).any())
+
     @staticmethod
     def join(experts: IntArray, parts: Sequence[tuple[int, Selection | None]]) -> Selection | None:
         """Stack selections, each with its number of tokens; None is the router's own, `experts`."""

@@ -38,10 +38,17 @@ def can_serve(engines: Sequence[Engine]) -> bool:
         rules.is_lossy
         and not (rules.ladder or first.needs_python)
         and not (prefetch.is_active and (asks or not is_own(type(prefetch))))
-        and (rules.routing.is_lossless or type(rules.routing).select is RoutingOverRows.select)
-        and (rules.miss.is_lossless or type(rules.miss).resolve is MissOverRows.resolve)
+        and _is_over_rows(rules.routing, RoutingOverRows, "select")
+        and _is_over_rows(rules.miss, MissOverRows, "resolve")
         and len({engine.loop.is_compiled for engine in engines}) == 1  # type: ignore[attr-defined]
     )
+
+
+def _is_over_rows(rule: Any, base: type[Any], method: str) -> bool:
+    """Whether a rule that may change a selection decides for rows; what others' return is checked,
+    row by row."""
+    is_written_so = getattr(type(rule), method) is getattr(base, method, None)
+    return rule.is_lossless or (is_written_so and is_own(type(rule)))
 
 
 def serving(engines: Sequence[Engine], last: Together | None) -> Together | None:
