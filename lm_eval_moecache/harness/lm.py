@@ -445,8 +445,9 @@ class MoECacheLM(HFLM):
         alone = reads_padding(self.model, kwargs)
         # Only asked where lengths differ, or may once prompts take the places of ended rows.
         differ = len(set(lengths)) > 1 or len(lengths) > self._at_once
-        mixes = differ and not alone and self.wrapped.mixes_lengths and self.pads_exactly
-        together = len(set(lengths)) == 1 or mixes
+        mixes = differ and self._at_once > 1 and not alone
+        mixes = mixes and self.wrapped.mixes_lengths and self.pads_exactly
+        together = mixes or len(set(lengths)) == 1 or self._at_once == 1
         groups: dict[int, list[int]] = {}
         for row, length in enumerate(lengths):
             groups.setdefault(row if alone else 0 if together else length, []).append(row)

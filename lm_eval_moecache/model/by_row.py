@@ -34,8 +34,9 @@ _FEW = 16
 """Rows from which on a product's rows are taken to be independent, if they are at all."""
 _PROBED = (*range(1, 3 * _FEW), 57, 100, 192, 257)
 """Rows of the products by which `least_shared` finds out what a machine's kernels do."""
-_LANES = 16
-"""A multiple of the float32 elements of a vector."""
+_LANES = 32
+"""A multiple of the float32 elements that torch's loops take at a time, two vectors of AVX-512:
+what is left at the end of an array is computed by other code."""
 _MOST_HEAD = 256
 """Size of a head up to which transformers leaves shared keys to torch."""
 _LEAST_PRODUCT = 400

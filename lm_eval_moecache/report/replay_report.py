@@ -238,8 +238,7 @@ def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
     notes += dict.fromkeys(f"Warning: {text}" for row in rows for text in row.warnings)
     if has_bounds:
         notes.append(
-            "Fewest: a lower bound for evictions without prefetching (Belady, where all events "
-            "fit)."
+            "Fewest: a lower bound for evictions without prefetching (Belady, if events fit)."
         )
     table = padded(list(columns), [*zip(*columns.values(), strict=True)])
     width = max(shutil.get_terminal_size((80, 24)).columns, 40)

@@ -223,7 +223,11 @@ class Oracle:
         record.token_requests += event.num_tokens * self.g.top_k
         record.token_misses += self.served(looked_up, absent)
         record.avoided += len(set(absent) - set(executed.keys)) if lossy else 0
-        if (routes or lossy) and len(event.weights) and (absent or selection is not None):
+        differs = selection is not None and not (
+            np.array_equal(selection.experts, event.experts)
+            and (selection.keep is None or bool(np.all(selection.keep)))
+        )
+        if (routes or lossy) and len(event.weights) and (absent or differs):
             record.weighed_tokens += event.num_tokens
         if selection is not None:
             self.judge(event, selection)
