@@ -44,9 +44,9 @@ _LEAST_PRODUCT = 400
 _BY_VECTOR = {
     getattr(place, name)
     for place in (torch, Tensor)
-    for name in ("cos", "sin", "exp", "sigmoid", "tanh", "log", "log1p", "erf", "softmax")
-} | {functional.silu, functional.gelu, functional.softplus, functional.softmax}
-"""Functions of which vectors and single elements round otherwise."""
+    for name in ("cos", "sin", "exp", "sigmoid", "tanh", "log", "log1p", "erf")
+} | {functional.silu, functional.gelu, functional.softplus}
+"""Functions of which vectors and single elements round otherwise. A softmax takes each row anew."""
 
 
 class ByRow(TorchFunctionMode):

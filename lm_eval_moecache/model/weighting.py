@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lm_eval_moecache.model.device import copies_on_device, copy_to_device
+from lm_eval_moecache.model.device import copies_on_device
 from lm_eval_moecache.model.gate import Choice, Gate, value_of
 from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, Weigh
 from lm_eval_moecache.records.selection import Selection
@@ -223,10 +223,7 @@ def changed_output(
     Tokens that keep the router's experts keep its weights untouched. `own` holds the router's
     experts of the valid tokens, in any order.
     """
-    logits_TE, weights_TK, experts_TK = choice
-    if valid is None and _is_plain(selection):
-        # Every decode step of a changed routing comes here: half the time of the general path.
-        return _of_one_token(output, choice, selection.experts, rule, own)
+    _, weights_TK, experts_TK = choice
     weigh_as = selection.experts if selection.weigh_as is None else selection.weigh_as
     changed: BoolArray = (np.sort(selection.experts) != np.sort(own)).any(-1)
     if selection.keep is not None:
@@ -237,56 +234,34 @@ def changed_output(
         changed |= ~np.isnan(selection.weights).all(-1)
     if not changed.any():
         return output
-    device = experts_TK.device
-    tokens = np.arange(len(changed)) if valid is None else valid.nonzero()[0]
-    is_single = len(changed) == 1 and valid is None
-    shares = np.broadcast_to(selection.renormalize, changed.shape)
-    given: dict[str, Any] = {"rows": tokens, "chosen": selection.experts, "weigh_as": weigh_as}
-    given |= {"explicit": selection.weights, "keep": selection.keep, "shares": shares[:, None]}
-    told = {name: values[changed] for name, values in given.items() if values is not None}
-    sent = dict(zip(told, copies_on_device([*told.values()], device), strict=True))
-    # One token's row is a view.
-    rows: Any = slice(None) if is_single else sent["rows"]
-    logits = logits_TE.reshape(-1, logits_TE.shape[-1])[rows]
-    weighted = rule(logits, sent["weigh_as"].long(), torch.float32)
+    arrays = {"changed": changed[:, None], "chosen": selection.experts}
+    # All tokens are weighed, also those that change nothing: a batch's rows stay a batch's rows.
+    given: dict[str, Any] = {"weigh_as": selection.weigh_as, "explicit": selection.weights}
+    given |= {"keep": selection.keep, "rows": None if valid is None else valid.nonzero()[0]}
+    if np.any(selection.renormalize):
+        given["shares"] = np.broadcast_to(selection.renormalize, changed.shape)[:, None].copy()
+    arrays |= {name: values for name, values in given.items() if values is not None}
+    sent = dict(zip(arrays, copies_on_device([*arrays.values()], experts_TK.device), strict=True))
+    rows = sent.get("rows", slice(None))
+    logits, own_weights, own_experts = (values.flatten(0, -2)[rows] for values in choice)
+    weighted = rule(logits, sent.get("weigh_as", sent["chosen"]).long(), torch.float32)
     if "explicit" in sent:
         explicit = sent["explicit"].to(weighted.dtype)
         weighted = torch.where(explicit.isnan(), weighted, explicit)
     kept_weights = weighted * sent["keep"] if "keep" in sent else weighted
-    if told["shares"].any():
+    if "shares" in sent:
         # The kept experts share the token's total weight; a token may keep none.
         ratio = weighted.sum(-1, keepdim=True)
         ratio = ratio / kept_weights.sum(-1, keepdim=True).clamp_min(1e-20)
         kept_weights = kept_weights * torch.where(sent["shares"], ratio, 1.0)
-    chosen = sent["chosen"].to(experts_TK.dtype)
-    kept_weights = kept_weights.to(weights_TK.dtype)
-    if is_single:
-        experts, weights = chosen.reshape(experts_TK.shape), kept_weights.reshape(weights_TK.shape)
-    else:
-        experts, weights = experts_TK.clone(), weights_TK.clone()
-        experts[rows], weights[rows] = chosen, kept_weights
-    return (output[0], weights, experts, *output[3:])
-
-
-def _of_one_token(
-    output: Any, choice: Choice, experts: IntArray, rule: WeightingRule, own: IntArray
-) -> Any:
-    """Return the output with these experts [1, K] in place of the router's `own`."""
-    if sorted(experts.tolist()[0]) == sorted(own.tolist()[0]):
-        return output
-    logits_TE, weights_TK, experts_TK = choice
-    chosen = copy_to_device(experts, experts_TK.device)
-    weights = rule(logits_TE.reshape(1, -1), chosen, weights_TK.dtype)
-    chosen = chosen.to(experts_TK.dtype).reshape(experts_TK.shape)
-    return (output[0], weights.reshape(weights_TK.shape), chosen, *output[3:])
-
-
-def _is_plain(selection: Selection) -> bool:
-    """Whether it is one token's and changes nothing but the experts."""
-    return (
-        len(selection.experts) == 1
-        and selection.keep is None
-        and selection.weigh_as is None
-        and selection.weights is None
-        and not selection.renormalize
-    )
+    experts, weights = sent["chosen"].to(experts_TK.dtype), kept_weights.to(weights_TK.dtype)
+    if not changed.all():
+        experts = torch.where(sent["changed"], experts, own_experts)
+        weights = torch.where(sent["changed"], weights, own_weights)
+    if valid is not None:
+        kept = torch.contiguous_format
+        every = [own.clone(memory_format=kept) for own in (experts_TK, weights_TK)]
+        for own, new in zip(every, (experts, weights), strict=True):
+            own.flatten(0, -2)[rows] = new
+        experts, weights = every
+    return (output[0], weights.view_as(weights_TK), experts.view_as(experts_TK), *output[3:])

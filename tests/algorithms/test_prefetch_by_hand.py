@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 from lm_eval_moecache.algorithms.eviction.importance import Importance
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.prefetch import score
-from lm_eval_moecache.algorithms.prefetch.base import by_mass
+from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, by_mass
+from lm_eval_moecache.algorithms.prefetch.next_gate import NextGate
 from lm_eval_moecache.algorithms.prefetch.score import Score
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.records.arrays import FloatArray, softmax
 from lm_eval_moecache.records.event import DECODE, Event
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.testing.streams import StreamFuture, make_event, make_geometry, run
 from tests.engine.traces import geometry_of
 
@@ -184,14 +187,19 @@ def test_where_most_scores_are_below_a_bin_all_experts_are_proposed() -> None:
     assert len(proposed(Score(TWO_LAYERS, scope="token"), logits)) == 3
 
 
+def set_form(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let many events be taken in machine code from the first one on, or never."""
+    if compiles:
+        monkeypatch.setattr(pytest.importorskip("numba").config, "DISABLE_JIT", False)
+    monkeypatch.setattr(score.UPGRADE, "is_due", lambda done=0: compiles)
+
+
 @pytest.mark.parametrize("percentile", [0.0, 33.0, 80.0, 99.5, 100.0])
 @pytest.mark.parametrize("compiles", [False, True])
 def test_many_steps_at_once_move_the_bar_as_single_ones_do(
     percentile: float, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(score.UPGRADE, "is_due", lambda done: compiles)
-    # The same source, as plain Python.
-    monkeypatch.setattr(score, "compiled", lambda modules, entry: getattr(modules[-1], entry))
+    set_form(compiles, monkeypatch)
     rng = np.random.default_rng(8)
     at_once, alone = (Score(TWO_LAYERS, percentile=percentile) for _ in range(2))
     for size in (1, 2, 30, 7, 60, 5):
@@ -203,6 +211,23 @@ def test_many_steps_at_once_move_the_bar_as_single_ones_do(
         rows = np.split(keys, counts.cumsum()[:-1])
         one_by_one = [alone.propose(single(row[None])) for row in logits]
         assert [row.tolist() for row in rows] == one_by_one
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("make", [Score, partial(Score, scope="token"), NextGate])
+def test_rows_propose_together_what_each_proposes_alone(
+    make: Callable[[Geometry], PrefetchAlgorithm], compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_form(compiles, monkeypatch)
+    rng = np.random.default_rng(9)
+    together, alone = ([make(TWO_LAYERS) for _ in range(3)] for _ in range(2))
+    for _ in range(5):
+        # Other spreads, so that the rows' own histories differ.
+        logits = rng.normal(0, [[[1]], [[5]], [[40]]], (3, 2, 16)).astype(np.float32)
+        keys, counts = together[0].propose_rows(together, [0, 1], logits)
+        told = [rule.propose_arrays([0, 1], own) for rule, own in zip(alone, logits, strict=True)]
+        assert keys.tolist() == [key for own in told if own is not None for key in own[0]]
+        assert counts.tolist() == [count for own in told if own is not None for count in own[1]]
 
 
 # --- oracle: a predictor of stated quality has that quality ---

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -74,6 +74,21 @@ class PrefetchAlgorithm(Algorithm):
         batches many steps of one layer, a live run all layers of a step.
         """
         return None
+
+    def propose_rows(
+        self, rules: Sequence[Any], layers: Sequence[int], logits: FloatArray
+    ) -> tuple[IntArray, IntArray]:
+        """Return what `propose_arrays` of each of these rules, alike but for memory, proposes.
+
+        Each predicts the same layers [n] in a run of its own; `logits` are [rules, n, experts], and
+        the numbers returned are [rules x n].
+        """
+        if not self.remembers:
+            layers, rules = [*layers] * len(logits), [self]
+            logits = logits.reshape(1, -1, logits.shape[-1])
+        told = [each.propose_arrays(layers, own) for each, own in zip(rules, logits, strict=True)]
+        keys, counts = zip(*told, strict=True)
+        return np.concatenate(keys), np.concatenate(counts)
 
 
 class DraftStagePrefetch(PrefetchAlgorithm):

@@ -13,7 +13,7 @@ import numpy as np
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, by_mass
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.jit import Upgrade, compiled
+from lm_eval_moecache.records.jit import Upgrade, compiled, table_at
 from lm_eval_moecache.records.ranges import Range
 
 _BINS = 4096
@@ -66,22 +66,23 @@ class Score(PrefetchAlgorithm):
         self, layers: Sequence[int], logits: FloatArray
     ) -> tuple[IntArray, IntArray]:
         scores, history = softmax(logits), self._history
-        is_plain = self.scope == "token" or not UPGRADE.is_due(len(scores))
-        if is_plain:
-            rows = [scores[i : i + 1] for i in range(len(scores))]
-            bars: Iterable[Any] = map(history.add, layers, rows)
-            if self.scope == "token":
-                bars = np.percentile(scores, self.percentile, axis=-1, keepdims=True)
-            own = zip(layers, rows, bars, strict=True)
-            told = [by_mass(layer, row > bar, row) for layer, row, bar in own]
-            return np.array([*chain(*told)], np.int64), np.array([*map(len, told)])
-        ranks, found = np.full(scores.shape, _LAST), np.empty(len(scores), np.int64)
-        take: Any = compiled(UPGRADE.modules, UPGRADE.entry)
-        state = history.share, history.counts, history.places
-        take(np.array(layers), scores, scores.view(np.int32), *state, ranks, found)
-        # numpy sorts a whole chunk several times as fast as compiled code does row by row.
-        ranks = np.sort(ranks[:, : found.max(initial=0)], axis=-1)
-        return ranks[ranks < _LAST] & 0xFFFFFFFF, found
+        if self.scope == "history" and UPGRADE.is_due(len(scores)):
+            return _taken([history], layers, scores)
+        rows = [scores[i : i + 1] for i in range(len(scores))]
+        bars: Iterable[Any] = map(history.add, layers, rows)
+        if self.scope == "token":
+            bars = np.percentile(scores, self.percentile, axis=-1, keepdims=True)
+        own = zip(layers, rows, bars, strict=True)
+        told = [by_mass(layer, row > bar, row) for layer, row, bar in own]
+        return np.array([*chain(*told)], np.int64), np.array([*map(len, told)])
+
+    def propose_rows(
+        self, rules: Sequence[Score], layers: Sequence[int], logits: FloatArray
+    ) -> tuple[IntArray, IntArray]:
+        if self.scope == "token" or not UPGRADE.is_due():
+            return super().propose_rows(rules, layers, logits)
+        scores = softmax(logits.reshape(-1, logits.shape[-1]))
+        return _taken([rule._history for rule in rules], [*layers] * len(rules), scores)
 
 
 class _History:
@@ -125,30 +126,49 @@ def take_rows(
     scores: Any,
     bits: Any,
     share: float,
-    counts: Any,
+    like: Any,
     places: Any,
     ranks: Any,
     found: Any,
 ) -> None:
     """Add one-token events in turn; write the ranks of the keys above each threshold.
 
-    A key's rank is lower the higher its score, whose `bits` order positive floats as their values
-    do; ties go to the smaller key. So `_History.add` and `by_mass` do for each event.
+    `places` [runs, 2] has where the `counts` and `places` of each run's history are, which are like
+    the two in `like`, and the runs have equally many of the events. A key's rank is lower the
+    higher its score, whose `bits` order positive floats as their values do; ties go to the smaller
+    key. So `_History.add` and `by_mass` do for each event.
     """
-    num_experts = scores.shape[1]
+    num_experts, per_run = scores.shape[1], len(layers) // len(places)
     for row in range(len(layers)):
-        layer, taken = layers[row], 0
+        layer, taken, run = layers[row], 0, row // per_run
+        counts = table_at(like[0], places[run, 0])[layer]
+        place = table_at(like[1], places[run, 1])[layer]
         for expert in range(num_experts):
             own = int(scores[row, expert] * _BINS)
-            counts[layer, own] += 1
-            places[layer, 2] += own < places[layer, 1]
-        places[layer, 0] += num_experts
-        bar, base = step(counts[layer], places[layer], share) / _BINS, layer * num_experts
+            counts[own] += 1
+            place[2] += own < place[1]
+        place[0] += num_experts
+        bar, base = step(counts, place, share) / _BINS, layer * num_experts
         for expert in range(num_experts):
             if scores[row, expert] > bar:
                 ranks[row, taken] = base + expert - (int(bits[row, expert]) << 32)
                 taken += 1
         found[row] = taken
+
+
+def _taken(
+    histories: Sequence[_History], layers: Sequence[int], scores: FloatArray
+) -> tuple[IntArray, IntArray]:
+    """Add each history's share of the scores [events, experts]; return the keys, and how many."""
+    ranks, found = np.full(scores.shape, _LAST), np.empty(len(scores), np.int64)
+    take: Any = compiled(UPGRADE.modules, UPGRADE.entry)
+    places = [(own.counts.ctypes.data, own.places.ctypes.data) for own in histories]
+    like, bits = (histories[0].counts, histories[0].places), scores.view(np.int32)
+    share = histories[0].share
+    take(np.array(layers), scores, bits, share, like, np.array(places), ranks, found)
+    # numpy sorts a whole chunk several times as fast as compiled code does row by row.
+    ranks = np.sort(ranks[:, : found.max(initial=0)], axis=-1)
+    return ranks[ranks < _LAST] & 0xFFFFFFFF, found
 
 
 UPGRADE = Upgrade((sys.modules[__name__],), "take_rows", load=2_000, make=20_000)

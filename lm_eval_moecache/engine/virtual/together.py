@@ -71,7 +71,7 @@ class Together:
     def __init__(self, engines: Sequence[VirtualEngine]) -> None:
         self.engines, self._first = engines, engines[0]
         size, geometry = len(engines), self._first.geometry
-        self._num_experts, self._last = geometry.num_experts, geometry.num_layers - 1
+        self._last = geometry.num_layers - 1
         rules = self._first.rules
         self._routes = isinstance(rules.routing, RoutingOverRows)
         self._resolves = isinstance(rules.miss, MissOverRows)
@@ -221,18 +221,8 @@ class Together:
 
     def _proposed(self, predicted: Mapping[int, FloatArray]) -> tuple[Array, Array]:
         """Return what the rows' prefetchers propose: keys, and their bounds by row."""
-        size, targets = len(self.engines), [*predicted]
+        rules = [engine.rules.prefetch for engine in self.engines]
         logits = np.stack([*predicted.values()], axis=1)
-        if not self._first.rules.prefetch.remembers:
-            flat = logits.reshape(-1, self._num_experts)
-            found: Any = self._first.rules.prefetch.propose_arrays(targets * size, flat)
-            keys, counts = found
-            return keys, _bounds(counts.reshape(size, -1).sum(axis=-1))
-        own = zip(self.engines, logits, strict=True)
-        told: Any = [engine.rules.prefetch.propose_arrays(targets, row) for engine, row in own]
-        counts = np.array([len(keys) for keys, _ in told])
-        return np.concatenate([keys for keys, _ in told]), _bounds(counts)
-
-
-def _bounds(counts: IntArray) -> IntArray:
-    return np.concatenate([[0], counts.cumsum()])
+        keys, counts = rules[0].propose_rows(rules, [*predicted], logits)
+        bounds = counts.reshape(len(rules), -1).sum(axis=-1).cumsum()
+        return keys, np.concatenate([[0], bounds])
