@@ -225,25 +225,29 @@ def changed_output(
     """
     _, weights_TK, experts_TK = choice
     weigh_as = selection.experts if selection.weigh_as is None else selection.weigh_as
-    changed: BoolArray = (np.sort(selection.experts) != np.sort(own)).any(-1)
+    changed: BoolArray = np.logical_or.reduce(np.sort(selection.experts) != np.sort(own), axis=-1)
     if selection.keep is not None:
         changed |= ~selection.keep.all(-1)
     if selection.weigh_as is not None:
         changed |= (weigh_as != selection.experts).any(-1)
     if selection.weights is not None:
         changed |= ~np.isnan(selection.weights).all(-1)
-    if not changed.any():
+    told = changed.tolist()
+    if True not in told:
         return output
-    arrays = {"changed": changed[:, None], "chosen": selection.experts}
+    arrays: dict[str, Any] = {"changed": changed[:, None], "chosen": selection.experts}
     # All tokens are weighed, also those that change nothing: a batch's rows stay a batch's rows.
-    given: dict[str, Any] = {"weigh_as": selection.weigh_as, "explicit": selection.weights}
-    given |= {"keep": selection.keep, "rows": None if valid is None else valid.nonzero()[0]}
-    if np.any(selection.renormalize):
-        given["shares"] = np.broadcast_to(selection.renormalize, changed.shape)[:, None].copy()
+    given = {"weigh_as": selection.weigh_as, "explicit": selection.weights, "keep": selection.keep}
     arrays |= {name: values for name, values in given.items() if values is not None}
+    logits, own_weights, own_experts = (values.flatten(0, -2) for values in choice)
+    if valid is not None:
+        arrays["rows"] = valid.nonzero()[0]
+    if selection.renormalize is not False:
+        arrays["shares"] = np.broadcast_to(selection.renormalize, changed.shape)[:, None].copy()
     sent = dict(zip(arrays, copies_on_device([*arrays.values()], experts_TK.device), strict=True))
-    rows = sent.get("rows", slice(None))
-    logits, own_weights, own_experts = (values.flatten(0, -2)[rows] for values in choice)
+    if valid is not None:
+        rows = sent["rows"]
+        logits, own_weights, own_experts = logits[rows], own_weights[rows], own_experts[rows]
     weighted = rule(logits, sent.get("weigh_as", sent["chosen"]).long(), torch.float32)
     if "explicit" in sent:
         explicit = sent["explicit"].to(weighted.dtype)
@@ -255,13 +259,13 @@ def changed_output(
         ratio = ratio / kept_weights.sum(-1, keepdim=True).clamp_min(1e-20)
         kept_weights = kept_weights * torch.where(sent["shares"], ratio, 1.0)
     experts, weights = sent["chosen"].to(experts_TK.dtype), kept_weights.to(weights_TK.dtype)
-    if not changed.all():
+    if False in told:
         experts = torch.where(sent["changed"], experts, own_experts)
         weights = torch.where(sent["changed"], weights, own_weights)
     if valid is not None:
         kept = torch.contiguous_format
-        every = [own.clone(memory_format=kept) for own in (experts_TK, weights_TK)]
-        for own, new in zip(every, (experts, weights), strict=True):
-            own.flatten(0, -2)[rows] = new
+        every = [whole.clone(memory_format=kept) for whole in (experts_TK, weights_TK)]
+        for whole, new in zip(every, (experts, weights), strict=True):
+            whole.flatten(0, -2)[rows] = new
         experts, weights = every
     return (output[0], weights.view_as(weights_TK), experts.view_as(experts_TK), *output[3:])
