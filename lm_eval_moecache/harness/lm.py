@@ -27,6 +27,7 @@ from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.rows import Row, serve_kept
 from lm_eval_moecache.engine.setting import PROMPT_LOOKUP
+from lm_eval_moecache.engine.virtual.engine import ANSWER_PASSES, VirtualEngine
 from lm_eval_moecache.harness.arguments import (
     Config,
     as_arguments_error,
@@ -396,6 +397,8 @@ class MoECacheLM(HFLM):
         size = chunk_size(self.turns, rows)
         # HFLM sorts and pads what it gets; a row that has ended makes place for the next of it.
         self._at_once = rows
+        if isinstance(self.engine, VirtualEngine):
+            self.engine.expect(len(copies) * ANSWER_PASSES)
         with self._computing(size, len(copies), "generate_until", disable_tqdm):
             for start in range(0, len(copies), size):
                 outputs += super().generate_until(copies[start : start + size], disable_tqdm=True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any, cast
 
 import numpy as np
@@ -168,7 +169,7 @@ class ByRow(TorchFunctionMode):
         firsts: Sequence[int],
         more: dict[str, Any],
     ) -> Tensor:
-        """Let each row's one token attend to its keys."""
+        """Let each row's one token attend to its keys; rows with equally many, in one call."""
         rows, keys, packed = len(firsts), key.shape[-2], query
         is_open = [True] * rows if mask is None else self._is_open(mask, firsts)
         # Under a mask transformers packs the heads that share a key; alone there is no mask.
@@ -176,8 +177,14 @@ class ByRow(TorchFunctionMode):
         unpacked = {**more, "enable_gqa": True} if packs else more
         if packs:
             packed = query.reshape(rows, -1, 1, query.shape[-1])
-        found, each = list[Tensor](), zip(*map(_cut, (packed, key, value)), strict=True)
-        for row, (asked, own_key, own_value) in enumerate(each):
+        alike = [
+            f if o else -1 - row for row, (f, o) in enumerate(zip(firsts, is_open, strict=True))
+        ]
+        sizes = [len([*group]) for _, group in groupby(alike)]
+        found, row = list[Tensor](), 0
+        for asked, own_key, own_value in zip(
+            *(_cut(values, sizes) for values in (packed, key, value)), strict=True
+        ):
             if first := firsts[row]:
                 own_key = own_key.narrow(2, first, keys - first)
                 own_value = own_value.narrow(2, first, keys - first)
@@ -188,7 +195,8 @@ class ByRow(TorchFunctionMode):
                 own_mask = mask[row if len(mask) == rows else 0][None, ..., first:]
                 asked = query[row : row + 1]
                 result = scaled_dot_product_attention(asked, own_key, own_value, own_mask, **more)
-            found.append(result.reshape(1, *query.shape[1:-1], -1))
+            found.append(result.reshape(len(asked), *query.shape[1:-1], -1))
+            row += len(asked)
         return torch.cat(found)
 
     def _is_open(self, mask: Tensor, firsts: Sequence[int]) -> Sequence[bool]:
@@ -201,10 +209,10 @@ class ByRow(TorchFunctionMode):
         return self._open[id(mask)][1]
 
 
-def _cut(values: Tensor) -> Sequence[Tensor]:
-    """Return the rows [1, ..] of a tensor."""
-    rows: Sequence[Tensor] = values.split(1)  # type: ignore[no-untyped-call]
-    return rows
+def _cut(values: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    """Return consecutive parts of a tensor, of so many rows each."""
+    parts: Sequence[Tensor] = values.split_with_sizes(sizes)
+    return parts
 
 
 _least_shared: dict[tuple[int, ...], int] = {}

@@ -162,7 +162,10 @@ def _taken(
     """Add each history's share of the scores [events, experts]; return the keys, and how many."""
     ranks, found = np.full(scores.shape, _LAST), np.empty(len(scores), np.int64)
     take: Any = compiled(UPGRADE.modules, UPGRADE.entry)
-    places = [(own.counts.ctypes.data, own.places.ctypes.data) for own in histories]
+    places = [
+        [array.__array_interface__["data"][0] for array in (own.counts, own.places)]
+        for own in histories
+    ]
     like, bits = (histories[0].counts, histories[0].places), scores.view(np.int32)
     share = histories[0].share
     take(np.array(layers), scores, bits, share, like, np.array(places), ranks, found)

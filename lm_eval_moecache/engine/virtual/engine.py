@@ -35,6 +35,8 @@ from lm_eval_moecache.trace.future import Future
 
 LIVE_PASSES = 1500
 """What a live run is expected to have: enough to load machine code, not to make it."""
+ANSWER_PASSES = 32
+"""What an answer is expected to have, before any is known."""
 
 
 _RUN: Any = dtype_of(core.RunState).names

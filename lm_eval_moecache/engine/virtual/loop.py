@@ -83,8 +83,8 @@ class Loop:
         self.is_compiled = False
         self._can_compile = True
         prefetches = engine.rules.prefetch.is_active
-        # Rules act between the steps of an event, which then takes plain Python twice as long.
-        weight = (2 if prefetches else 1) * (2 if engine.rules.is_lossy else 1)
+        # Rules act between the steps of an event: plain Python then takes several times as long.
+        weight = (2 if prefetches else 1) * (4 if engine.rules.is_lossy else 1)
         self._work_per_pass = engine.geometry.num_layers * weight
         self._step: Callable[..., int] = core.step
         self._rank: Any = engine.rank
