@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lm_eval_moecache.engine.rows import Row
-from lm_eval_moecache.model import device, weighting
+from lm_eval_moecache.model import device
 from lm_eval_moecache.model.wrap import WrappedModel
 from tests.model.wall.races import FOLDERS, KERNEL, Family, config_of, ways
 from tests.model.wall.scripted import NAME, Device, scripted
@@ -122,8 +122,7 @@ def test_samples_of_a_batch_cross_once_a_layer_each_way(
         sent.append(1)
         return copy(*given)
 
-    for module in (device, weighting):
-        monkeypatch.setattr(module, "copy_to_device", counted)
+    monkeypatch.setattr(device, "copy_to_device", counted)
     wrapped = wrap_virtual(random_model(FAMILY, **sizes_of(FAMILY)).to(NAME), policy, "25%")
     layers, past = len(wrapped._layers), None
     text = torch.randint(2, 300, (5, 9), generator=torch.Generator().manual_seed(1)).to(NAME)
