@@ -54,13 +54,11 @@ def evaluate(options: argparse.Namespace) -> None:
     from lm_eval.tasks import TaskManager
 
     from lm_eval_moecache import MoECacheLM
-    from lm_eval_moecache.algorithms.prefetch import score
-    from lm_eval_moecache.engine.virtual import loop
     from lm_eval_moecache.records.files import task_configs_dir
+    from lm_eval_moecache.records.jit import compile_at_once
     from lm_eval_moecache.tiny import MODEL_DIR
 
-    for upgrade in (loop.UPGRADE, score.UPGRADE):
-        upgrade.load = upgrade.make = 1
+    compile_at_once()
     rounds, device = min(options.rounds, 3), device_of(options.device)
     manager = TaskManager(include_path=str(task_configs_dir()), include_defaults=False)
 

@@ -34,3 +34,7 @@ class Algorithm(ABC):
     def __post_init__(self) -> None:
         """Check what ranges cannot say, and make what the rule needs; all fields are set."""
         return
+
+    def get_ready(self) -> None:
+        """Load or make machine code that decides, before a run that must not pause for it."""
+        return

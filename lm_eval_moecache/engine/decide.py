@@ -67,6 +67,12 @@ class Rules:
             if not getattr(getattr(self, axis), "needs_draft", False):
                 renew(getattr(self, axis), getattr(policy, axis).build(self._geometry, seed))
 
+    def get_ready(self) -> None:
+        """Load or make the machine code of the rules that may change a selection."""
+        for rule in (self.routing, self.miss):
+            if not rule.is_lossless:
+                rule.get_ready()
+
     def applies(self, rule: RoutingAlgorithm | MissAlgorithm, event: Event) -> bool:
         """Whether a rule may change results at this event (`phases=decode`)."""
         return not (rule.is_lossless or (self.decode_only and event.phase == PREFILL))

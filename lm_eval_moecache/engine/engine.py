@@ -119,6 +119,9 @@ class Engine(ABC):
         known = None if like is None else like.rules
         self.rules: Rules = Rules(geometry, setting.policy, setting.seed, known)
         rules = self.rules
+        if not self.is_virtual:
+            compile_midway(True)
+            rules.get_ready()
         compile_midway(self.is_virtual)
         evictions = make_evictions(geometry, setting)
         seers: list[PrefetchAlgorithm | EvictionAlgorithm] = [rules.prefetch, *evictions]

@@ -169,6 +169,15 @@ def is_kept(modules: Sequence[ModuleType], entry: str) -> bool:
     return any(codegen.magic_tuple() in key for key in overloads)
 
 
+UPGRADES: list[Upgrade] = []
+
+
+def compile_at_once() -> None:
+    """Have all machine code of this process loaded or made before its first use."""
+    for upgrade in UPGRADES:
+        upgrade.load = upgrade.make = 1
+
+
 class Upgrade:
     """Decides when a function's work moves from plain Python to machine code: the one place.
 
@@ -181,6 +190,7 @@ class Upgrade:
         self.modules, self.entry = modules, entry
         self.load, self.make = load, make
         """Work that takes plain Python as long as loading the code, and as compiling it."""
+        UPGRADES.append(self)
         self.restart()
 
     def restart(self) -> None:

@@ -195,7 +195,7 @@ def test_all_resident_none_resident_and_empty_lists_change_nothing(profile: str)
     assert resolve(handler, set()) is None
     event = make_event(GEOMETRY, 0, 0, [TEXT])
     assert handler.resolve(event, [], {0, 1, 2, 3, 4}) is None
-    handler.is_buddy[0, 0] = False
+    handler.affinities[0, 0] = -1
     assert resolve(handler, {1, 2, 3, 4}) is None
 
 

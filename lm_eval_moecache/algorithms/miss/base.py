@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from lm_eval_moecache.algorithms.costs import (
+    NO_SCORES,
+    NO_TABLE,
+    SubstituteCost,
+    choose_once,
+    substitutes,
+)
 from lm_eval_moecache.algorithms.parameters import Algorithm
-from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, softmax
+from lm_eval_moecache.records.arrays import BoolArray, DoubleArray, FloatArray, IntArray, softmax
 from lm_eval_moecache.records.event import DROPPED, Event, Fetch, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Range
@@ -195,8 +201,6 @@ class LadderMiss(MissAlgorithm):
         return [Fetch(key, level) for key, level in wanted if level < resident.get(key, never)]
 
 
-Cost = Callable[[IntArray, IntArray], npt.NDArray[np.floating[Any]]]
-"""(tokens [n], the missing expert of each [n]) -> cost of each substitute [n, experts]."""
 Order = Literal["heaviest", "lightest"]
 
 
@@ -253,45 +257,6 @@ def still_needed(
     return [Fetch(key) for key in absent if wanted[key - base]]
 
 
-def substitute(
-    tokens: Tokens, cost: Cost, budget: IntArray, reuse: float = 0.0, order: Order = "heaviest"
-) -> tuple[IntArray, BoolArray]:
-    """Replace absent experts by resident ones: BuddyMoE algorithm 1 for any order of preference.
-
-    Each of a token's absent experts in turn, heaviest (or lightest) first, is replaced by the
-    cheapest resident expert that the token does not have yet, until `budget` [tokens] replacements
-    are made; infinite cost forbids, ties go to the smaller index. The cost of a substitute used
-    before is multiplied by `reuse` (costs are negative where `reuse` is above 0); with `reuse` 0 it
-    is excluded. Returns the experts [tokens, top_k] and a mask of the entries for which a
-    substitute was sought.
-    """
-    experts, missing = tokens.experts, tokens.is_missing
-    chosen: IntArray = experts.copy()
-    free = tokens.resident.copy()
-    rows, columns = (experts != DROPPED).nonzero()
-    free[rows, experts[rows, columns]] = False
-    factor, left = np.ones(free.shape) if reuse else None, budget.copy()
-    sought = np.zeros_like(missing)
-    in_turn = missing.any(axis=0).nonzero()[0].tolist()
-    for column in in_turn if order == "heaviest" else reversed(in_turn):
-        found = (missing[:, column] & (left > 0)).nonzero()[0]
-        sought[found, column] = True
-        prices = cost(found, experts[found, column])
-        if factor is not None:
-            prices = prices * factor[found]
-        prices = np.where(free[found], prices, np.inf)
-        best = prices.argmin(axis=-1)
-        is_allowed = prices[np.arange(len(found)), best] < np.inf
-        found, best = found[is_allowed], best[is_allowed]
-        chosen[found, column] = best
-        left[found] -= 1
-        if factor is not None:
-            factor[found, best] *= reuse
-        else:
-            free[found, best] = False
-    return chosen, sought
-
-
 Budget = Annotated[
     int,
     Range(least=1, below="top_k", why=": give a smaller one, or leave it out to have no budget"),
@@ -299,26 +264,61 @@ Budget = Annotated[
 """How many of a token's experts may be replaced in a layer."""
 
 
-def substituted(
-    tokens: Tokens,
-    cost: Cost,
-    *,
-    fallback: Literal["fetch", "drop"],
-    weight: Literal["own", "missing"],
-    budget: IntArray | None = None,
-    reuse: float = 0.0,
-    order: Order = "heaviest",
-) -> Selection | None:
-    """Replace absent experts; fetch or drop those without a substitute, fetch those over budget.
+class SubstitutingMiss(MissOverRows):
+    """Base of the rules that have a token's absent experts replaced by its cheapest residents.
 
-    `weight` chooses a substitute's weight: its own or the missing expert's; `budget` [tokens] (no
-    limit by default), `reuse` and `order` are those of `substitute`.
+    Each in turn, heaviest first, takes the cheapest resident expert that the token does not have
+    yet: BuddyMoE algorithm 1 for any order of preference. Those over the budget are loaded.
     """
-    if budget is None:
-        budget = np.full(len(tokens.experts), tokens.experts.shape[1])
-    chosen, sought = substitute(tokens, cost, budget, reuse, order)
-    lost = sought & (chosen == tokens.experts)
-    keep = ~lost if fallback == "drop" and lost.any() else None
-    if keep is None and (chosen == tokens.experts).all():
-        return None
-    return Selection(chosen, keep, weigh_as=tokens.experts if weight == "missing" else None)
+
+    uses_scores: ClassVar[bool] = False
+    """Whether `cost` looks at softmax scores."""
+    uses_shares: ClassVar[bool] = False
+    """Whether it looks at shares of the token's weight."""
+    fallback: Literal["fetch", "drop"] = "fetch"
+    """What becomes of an expert without a substitute."""
+    weight: Literal["own", "missing"] = "own"
+    """Whose weight a substitute has."""
+    order: Order = "heaviest"
+    reuse: float = 0.0
+    """Factor of the cost of a substitute that the token has taken already; 0 excludes it."""
+    late: Literal["replace", "await"] = "replace"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.awaits_late = self.late == "await"
+        self._cost = self.cost()
+
+    @abstractmethod
+    def cost(self) -> SubstituteCost:
+        """Return what a substitute costs, as a function of numbers that numba can compile."""
+
+    def budget(self, tokens: Tokens) -> IntArray:
+        """Return how many experts each token may have replaced, [tokens]; all by default."""
+        return np.full(len(tokens.experts), tokens.experts.shape[1])
+
+    def table(self, tokens: Tokens) -> tuple[DoubleArray, IntArray]:
+        """Return numbers [any, experts] for `Substitute.given`, and each expert's row of them."""
+        return NO_TABLE, tokens.experts
+
+    def get_ready(self) -> None:
+        choose_once(self)
+
+    def choose(self, tokens: Tokens) -> Selection | None:
+        chosen, sought = substitutes(
+            tokens,
+            self._cost,
+            self.budget(tokens),
+            scores=softmax(tokens.logits) if self.uses_scores else NO_SCORES,
+            shares=weight_shares(tokens) if self.uses_shares else NO_SCORES,
+            table=self.table(tokens),
+            reuse=self.reuse,
+            heaviest_first=self.order == "heaviest",
+        )
+        is_same = chosen == tokens.experts
+        lost = sought & is_same
+        keep = ~lost if self.fallback == "drop" and lost.any() else None
+        if keep is None and is_same.all():
+            return None
+        weigh_as = tokens.experts if self.weight == "missing" else None
+        return Selection(chosen, keep, weigh_as=weigh_as)

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.miss.base import Budget, MissOverRows, Order, substituted
-from lm_eval_moecache.records.arrays import BoolArray, IntArray
+from lm_eval_moecache.algorithms.costs import Missing, Substitute, SubstituteCost
+from lm_eval_moecache.algorithms.miss.base import Budget, Order, SubstitutingMiss
+from lm_eval_moecache.records.arrays import BoolArray, DoubleArray, IntArray
 from lm_eval_moecache.records.artifact import BUDDIES, load_artifact
 from lm_eval_moecache.records.coactivation import (
     BuddyProfile,
-    Counts,
     activating_entropy,
     top_k_shares,
 )
 from lm_eval_moecache.records.event import DROPPED
 from lm_eval_moecache.records.ranges import Experts, Positive, Range, Share, ZeroOrMore
-from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.tokens import Tokens
 
 Reuse = Annotated[float, Range(least=0, below=1)]
 
 
 @dataclass(eq=False, kw_only=True)
-class Buddy(MissOverRows):
+class Buddy(SubstitutingMiss):
     """BuddyMoE section 3 and algorithm 1: three gates, then the best resident buddy on the list.
 
     1. Residency gate: nothing is replaced in an event whose share of absent experts reaches beta.
@@ -95,7 +95,6 @@ class Buddy(MissOverRows):
                 f"miss.reuse={self.reuse} must be above 0 only with weight=missing: a buddy that "
                 "is used twice has only one weight of its own."
             )
-        self.awaits_late = self.late == "await"
         self._budget = top_k if self.rho is None else self.rho
         self.artifact = load_artifact(BUDDIES, self.profile, self.geometry, "miss.profile")
         known = BuddyProfile(self.artifact)
@@ -103,23 +102,24 @@ class Buddy(MissOverRows):
         self.q, self.is_buddy = known.buddies(self.measure, self.alpha, self.k_max, self.H)
         device = np.arange(num_experts) * self.partitions // num_experts
         self.q *= np.maximum(1 - self.kappa * np.abs(device[:, None] - device), 0.0)
+        self.affinities = np.where(self.is_buddy, self.q, -1.0)
 
-    def choose(self, tokens: Tokens) -> Selection | None:
+    def cost(self) -> SubstituteCost:
+        eta = self.eta
+
+        def cost(missing: Missing, other: Substitute) -> tuple[float, float]:
+            # Psi, equation 3, the larger the better; below 0 is no buddy.
+            psi = other.given * (1 + eta * other.standing)
+            return (-psi if other.given >= 0 else inf), 0.0
+
+        return cost
+
+    def budget(self, tokens: Tokens) -> IntArray:
         is_open = self.tolerates(tokens) & self.has_residents(tokens)
+        return np.where(is_open, self._budget, 0)
 
-        def cost(places: IntArray, missing: IntArray) -> Counts:
-            is_buddy = self.is_buddy[tokens.layer, missing]
-            return np.where(is_buddy, -self._psi(tokens, places, missing), np.inf)
-
-        return substituted(
-            tokens,
-            cost,
-            fallback=self.fallback,
-            weight=self.weight,
-            budget=np.where(is_open, self._budget, 0),
-            reuse=self.reuse,
-            order=self.order,
-        )
+    def table(self, tokens: Tokens) -> tuple[DoubleArray, IntArray]:
+        return self.affinities[tokens.layer], tokens.experts
 
     def has_residents(self, tokens: Tokens) -> BoolArray:
         """Return a mask [tokens] of those whose row passes the residency gate."""
@@ -138,12 +138,3 @@ class Buddy(MissOverRows):
         best = np.sort(shares, axis=-1)
         is_open = activating_entropy(shares) > self.thresholds[tokens.layer]
         return np.asarray(is_open & (best[:, -1] - best[:, -2] < self.gamma))
-
-    def _psi(self, tokens: Tokens, places: IntArray, missing: IntArray) -> Counts:
-        """Return Psi (equation 3) for n tokens and the missing expert of each: [n, experts]."""
-        q: Counts = self.q[tokens.layer, missing]
-        if self.eta:
-            logits = tokens.logits[places].astype(np.float64)
-            low, high = logits.min(axis=-1, keepdims=True), logits.max(axis=-1, keepdims=True)
-            q = q * (1 + self.eta * (logits - low) / np.maximum(high - low, 1e-9))
-        return q

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar, Literal
 
-import numpy as np
-
-from lm_eval_moecache.algorithms.miss.base import MissOverRows, substituted, weight_shares
-from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
+from lm_eval_moecache.algorithms.costs import Missing, Substitute, SubstituteCost
+from lm_eval_moecache.algorithms.miss.base import SubstitutingMiss
 from lm_eval_moecache.records.ranges import Share
-from lm_eval_moecache.records.selection import Selection
-from lm_eval_moecache.records.tokens import Tokens
 
 
 @dataclass(eq=False, kw_only=True)
-class SubstituteCached(MissOverRows):
+class SubstituteCached(SubstitutingMiss):
     """Replaces an absent expert with a share below tau by the resident one with the highest gate.
 
     colibri#865; heavier absent experts are loaded. Residents that the token already has are not
@@ -27,16 +24,16 @@ class SubstituteCached(MissOverRows):
 
     source: ClassVar[str] = "colibri#865 (cached substitution)"
     uses_logits: ClassVar[bool] = True
+    uses_scores: ClassVar[bool] = True
+    uses_shares: ClassVar[bool] = True
 
     tau: Share = 0.1
     weight: Literal["own", "missing"] = "own"
 
-    def choose(self, tokens: Tokens) -> Selection | None:
-        scores, shares = softmax(tokens.logits), weight_shares(tokens)
+    def cost(self) -> SubstituteCost:
+        tau = self.tau
 
-        def cost(places: IntArray, missing: IntArray) -> FloatArray:
-            is_it = tokens.experts[places] == missing[:, None]
-            light = (np.where(is_it, shares[places], 0).sum(axis=-1) < self.tau)[:, None]
-            return np.asarray(np.where(light, -scores[places], np.inf), dtype=np.float32)
+        def cost(missing: Missing, other: Substitute) -> tuple[float, float]:
+            return (-other.score if missing.share < tau else inf), 0.0
 
-        return substituted(tokens, cost, fallback="fetch", weight=self.weight)
+        return cost

@@ -7,14 +7,14 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.miss.base import Budget, MissOverRows, substituted
+from lm_eval_moecache.algorithms.costs import Missing, Substitute, SubstituteCost
+from lm_eval_moecache.algorithms.miss.base import Budget, SubstitutingMiss
 from lm_eval_moecache.records.arrays import DoubleArray, IntArray
-from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.tokens import Tokens
 
 
 @dataclass(eq=False, kw_only=True)
-class SubstituteRandom(MissOverRows):
+class SubstituteRandom(SubstitutingMiss):
     """Replaces an absent expert by a random resident one that the token does not use already.
 
     The "random replacement" baseline of BuddyMoE, section 5.1 and Tables 2 to 4: "uniformly
@@ -37,19 +37,28 @@ class SubstituteRandom(MissOverRows):
     weight: Literal["own", "missing"] = "own"
     late: Literal["replace", "await"] = "replace"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.awaits_late = self.late == "await"
-        self._budget = self.geometry.top_k if self.rho is None else self.rho
+    def cost(self) -> SubstituteCost:
+        return _draw
 
-    def choose(self, tokens: Tokens) -> Selection | None:
-        seeds = [(self.seed, index, tokens.layer) for index in tokens.passes]
-        draws = [np.random.default_rng(seed) for seed in seeds]
-        rows, num_experts = tokens.rows, self.geometry.num_experts
+    def budget(self, tokens: Tokens) -> IntArray:
+        return np.full(len(tokens.experts), self._budget)
 
-        def cost(places: IntArray, missing: IntArray) -> DoubleArray:
-            own = [draws[row].random(num_experts) for row in rows[places].tolist()]
-            return np.array(own).reshape(-1, num_experts)
+    def table(self, tokens: Tokens) -> tuple[DoubleArray, IntArray]:
+        missing, num_experts = tokens.is_missing, self.geometry.num_experts
+        within = missing & (missing.cumsum(axis=-1) <= self._budget)
+        columns, found = within.T.nonzero()
+        draws, rows = np.empty((len(found), num_experts)), tokens.rows[found]
+        for row in np.unique(rows).tolist():
+            own = np.random.default_rng((self.seed, tokens.passes[row], tokens.layer))
+            draws[rows == row] = own.random((np.count_nonzero(rows == row), num_experts))
+        places = np.zeros(missing.shape, np.int64)
+        places[found, columns] = np.arange(len(found))
+        return draws, places
 
-        budget = np.full(len(rows), self._budget)
-        return substituted(tokens, cost, fallback=self.fallback, weight=self.weight, budget=budget)
+    @property
+    def _budget(self) -> int:
+        return self.geometry.top_k if self.rho is None else self.rho
+
+
+def _draw(missing: Missing, other: Substitute) -> tuple[float, float]:
+    return other.given, 0.0

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar, Literal
 
-import numpy as np
-
-from lm_eval_moecache.algorithms.miss.base import MissOverRows, substituted
-from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
+from lm_eval_moecache.algorithms.costs import Missing, Substitute, SubstituteCost
+from lm_eval_moecache.algorithms.miss.base import SubstitutingMiss
 from lm_eval_moecache.records.ranges import Share
-from lm_eval_moecache.records.selection import Selection
-from lm_eval_moecache.records.tokens import Tokens
 
 
 @dataclass(eq=False, kw_only=True)
-class SubstituteScore(MissOverRows):
+class SubstituteScore(SubstitutingMiss):
     """Replaces an absent expert by the resident one whose softmax score for the token is closest.
 
     SpecMD sections 2 and 3.1.2 after Zhu et al. 2025: cached experts "whose scores fall within
@@ -31,6 +28,7 @@ class SubstituteScore(MissOverRows):
 
     source: ClassVar[str] = "SpecMD section 3.1.2 (substitution); Zhu et al. 2025"
     uses_logits: ClassVar[bool] = True
+    uses_scores: ClassVar[bool] = True
 
     tolerance: Share = 0.1
     scale: Literal["absolute", "relative"] = "absolute"
@@ -38,17 +36,12 @@ class SubstituteScore(MissOverRows):
     weight: Literal["own", "missing"] = "own"
     late: Literal["replace", "await"] = "replace"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.awaits_late = self.late == "await"
+    def cost(self) -> SubstituteCost:
+        tolerance, is_relative = self.tolerance, self.scale == "relative"
 
-    def choose(self, tokens: Tokens) -> Selection | None:
-        scores = softmax(tokens.logits)
+        def cost(missing: Missing, other: Substitute) -> tuple[float, float]:
+            gap = abs(other.score - missing.score)
+            allowed = tolerance * missing.score if is_relative else tolerance
+            return (gap if gap <= allowed else inf), 0.0
 
-        def cost(places: IntArray, missing: IntArray) -> FloatArray:
-            own = scores[places, missing][:, None]
-            gap = np.abs(scores[places] - own)
-            allowed = self.tolerance * (own if self.scale == "relative" else 1.0)
-            return np.asarray(np.where(gap <= allowed, gap, np.inf), dtype=np.float32)
-
-        return substituted(tokens, cost, fallback=self.fallback, weight=self.weight)
+        return cost

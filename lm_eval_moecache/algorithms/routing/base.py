@@ -9,8 +9,9 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.costs import NO_SCORES, RankCost, cheapest, choose_once
 from lm_eval_moecache.algorithms.parameters import Algorithm
-from lm_eval_moecache.records.arrays import FloatArray, IntArray, each_token
+from lm_eval_moecache.records.arrays import FloatArray, IntArray, each_token, softmax
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
@@ -70,6 +71,34 @@ class RoutingOverRows(RoutingAlgorithm):
 
     def select(self, event: Event, resident: Collection[int]) -> Selection | None:
         return self.choose(tokens_of(event, resident, self.geometry.num_experts, self.state))
+
+
+class RoutingByCost(RoutingOverRows):
+    """Base of the rules that take a token's cheapest experts, by a cost of each rank.
+
+    They stay in the order of their ranks.
+    """
+
+    uses_logits: ClassVar[bool] = True
+    uses_scores: ClassVar[bool] = False
+    """Whether `cost` looks at softmax scores."""
+    num_kept: ClassVar[int] = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._cost = self.cost()
+
+    @abstractmethod
+    def cost(self) -> RankCost:
+        """Return what an expert costs, as a function of numbers that numba can compile."""
+
+    def get_ready(self) -> None:
+        choose_once(self)
+
+    def choose(self, tokens: Tokens) -> Selection | None:
+        scores = softmax(tokens.logits) if self.uses_scores else NO_SCORES
+        chosen = cheapest(tokens, self._cost, scores)
+        return None if chosen is None else Selection(chosen)
 
 
 def ranking(event: Event | Tokens) -> IntArray:

@@ -5,22 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
-from lm_eval_moecache.algorithms.routing.base import (
-    AlwaysKept,
-    RoutingOverRows,
-    ranking,
-    take_best,
-    unless_same,
-)
-from lm_eval_moecache.records.arrays import each_token
-from lm_eval_moecache.records.selection import Selection
-from lm_eval_moecache.records.tokens import Tokens
+from lm_eval_moecache.algorithms.costs import RankCost, Ranked, Seen
+from lm_eval_moecache.algorithms.routing.base import AlwaysKept, RoutingByCost
 
 
 @dataclass(eq=False, kw_only=True)
-class MaxRank(RoutingOverRows):
+class MaxRank(RoutingByCost):
     """Promotes the cached experts of rank up to M, then the top J whether cached or not.
 
     Mixture of Cache-Conditional Experts section 3.1, equations 5-7 and algorithm 1. M counts
@@ -33,13 +23,11 @@ class MaxRank(RoutingOverRows):
     """
 
     source: ClassVar[str] = "Cache-conditional experts section 3.1, algorithm 1"
-    uses_logits: ClassVar[bool] = True
 
     M: int | None = None
     J: AlwaysKept = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         top_k, num_experts = self.geometry.top_k, self.geometry.num_experts
         self._first = min(2 * top_k, num_experts) if self.M is None else self.M
         if not top_k < self._first <= num_experts:
@@ -47,12 +35,15 @@ class MaxRank(RoutingOverRows):
                 f"routing.M={self._first} must lie above the router's top_k={top_k} (below that "
                 f"nothing changes) and be at most the {num_experts} experts of a layer."
             )
+        super().__post_init__()
 
-    def choose(self, tokens: Tokens) -> Selection | None:
-        ranked = ranking(tokens)
-        cached = tokens.resident[each_token(ranked), ranked]
-        cached[:, self._first :] = False
-        # promote(r[:J]; promote(r[:M] & C; r)): three classes, each in the order of r.
-        place = np.where(cached, 1, 2)
-        place[:, : self.J] = 0
-        return unless_same(tokens, take_best(ranked, place, self.geometry.top_k))
+    def cost(self) -> RankCost:
+        first, kept = self._first, self.J
+
+        def cost(expert: Ranked, seen: Seen) -> tuple[float, float]:
+            # promote(r[:J]; promote(r[:M] & C; r)): three classes, each in the order of r.
+            if expert.rank < kept:
+                return 0.0, 0.0
+            return (1.0 if expert.resident and expert.rank < first else 2.0), 0.0
+
+        return cost

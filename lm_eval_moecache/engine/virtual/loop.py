@@ -135,6 +135,8 @@ class Loop:
                 raise
             self._can_compile = False
             return
+        if tables is None:
+            engine.rules.get_ready()
         tables = tables or self._as_records()
         messages = np.zeros(_MESSAGES if self._asks else 1, np.int64)
         ask = callback(engine.outside.answer if self._asks else min, 4)
