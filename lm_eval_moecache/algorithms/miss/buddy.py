@@ -10,7 +10,7 @@ import numpy as np
 
 from lm_eval_moecache.algorithms.costs import Missing, Substitute, SubstituteCost
 from lm_eval_moecache.algorithms.miss.base import Budget, Order, SubstitutingMiss
-from lm_eval_moecache.records.arrays import BoolArray, DoubleArray, IntArray
+from lm_eval_moecache.records.arrays import BoolArray, DoubleArray, IntArray, each_token
 from lm_eval_moecache.records.artifact import BUDDIES, load_artifact
 from lm_eval_moecache.records.coactivation import (
     BuddyProfile,
@@ -123,6 +123,9 @@ class Buddy(SubstitutingMiss):
 
     def has_residents(self, tokens: Tokens) -> BoolArray:
         """Return a mask [tokens] of those whose row passes the residency gate."""
+        if tokens.by_row[1] == 1:
+            missing, live = tokens.is_missing, tokens.experts != DROPPED
+            return np.asarray(missing.sum(axis=-1) < self.beta * live.sum(axis=-1))
         is_chosen = np.zeros((len(tokens.passes), self.geometry.num_experts + 1), dtype=bool)
         is_chosen[tokens.rows[:, None], tokens.experts] = True
         is_chosen = is_chosen[:, :-1]  # without what is DROPPED
@@ -133,7 +136,7 @@ class Buddy(SubstitutingMiss):
     def tolerates(self, tokens: Tokens) -> BoolArray:
         """Return a mask [tokens] of those that pass the entropy and margin gates."""
         live = tokens.experts != DROPPED
-        own = np.take_along_axis(tokens.logits, np.where(live, tokens.experts, 0), axis=-1)
+        own = tokens.logits[each_token(tokens.experts), tokens.experts]
         shares = top_k_shares(np.where(live, own, -np.inf), self.temperature)
         best = np.sort(shares, axis=-1)
         is_open = activating_entropy(shares) > self.thresholds[tokens.layer]

@@ -84,8 +84,10 @@ class PrefetchAlgorithm(Algorithm):
         the numbers returned are [rules x n].
         """
         if not self.remembers:
-            layers, rules = [*layers] * len(logits), [self]
-            logits = logits.reshape(1, -1, logits.shape[-1])
+            every = [*layers] * len(logits)
+            found = self.propose_arrays(every, logits.reshape(-1, logits.shape[-1]))
+            assert found is not None, "asked of a rule that cannot"
+            return found
         told = [each.propose_arrays(layers, own) for each, own in zip(rules, logits, strict=True)]
         keys, counts = zip(*told, strict=True)
         return np.concatenate(keys), np.concatenate(counts)
@@ -192,6 +194,9 @@ def _top(ranks: FloatArray, count: int) -> IntArray:
     Sorts 64-bit integers that hold rank and index: numpy vectorises this, which makes it several
     times as fast as an argsort.
     """
+    if len(ranks) < 3:
+        # Numbers too few for it to pay.
+        return ranks.argsort(axis=-1, kind="stable")[:, :count]
     bits = np.add(ranks, 0, dtype=np.float32).view(np.int32)  # adding 0 turns -0 into 0
     bits ^= (bits >> 31) & np.int32(0x7FFFFFFF)
     places: IntArray = (bits.astype(np.int64) << 32) | np.arange(ranks.shape[-1])

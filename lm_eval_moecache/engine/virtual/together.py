@@ -171,8 +171,8 @@ class Together:
         if self._first.depth:
             batch.predict_s[:], batch.proposed_bounds[:] = self._predict_s[layer], 0
             if predicted and self._first.rules.prefetches:
-                proposed, bounds = self._proposed(predicted)
-                batch.proposed_bounds[-len(bounds) :] = bounds
+                proposed, ends = self._proposed(predicted)
+                batch.proposed_bounds[-len(ends) :] = ends
                 batch = batch._replace(proposed=proposed)
         self._serve(core.CLOSE_ROW, layer, batch)
         return selection
@@ -220,9 +220,8 @@ class Together:
         return tokens._replace(experts=experts, weights=weights)
 
     def _proposed(self, predicted: Mapping[int, FloatArray]) -> tuple[Array, Array]:
-        """Return what the rows' prefetchers propose: keys, and their bounds by row."""
+        """Return what the rows' prefetchers propose: keys, and where those of each row end."""
         rules = [engine.rules.prefetch for engine in self.engines]
         logits = np.stack([*predicted.values()], axis=1)
         keys, counts = rules[0].propose_rows(rules, [*predicted], logits)
-        bounds = counts.reshape(len(rules), -1).sum(axis=-1).cumsum()
-        return keys, np.concatenate([[0], bounds])
+        return keys, counts.reshape(len(rules), -1).sum(axis=-1).cumsum()
