@@ -37,8 +37,8 @@ MAY_IMPORT = {
 TORCH_FREE = ("records.", "trace.", "algorithms.", "engine.", "report.")
 # A replay's future is a record, too: offline algorithms take it.
 ALGORITHM_MAY_IMPORT = ("records.", "trace.future")
-# The vocabulary of rules that rank residents.
-RANKINGS = ("algorithms.features", "algorithms.ranked")
+# The vocabulary of rules that rank residents, or state what an expert costs.
+RANKINGS = ("algorithms.features", "algorithms.ranked", "algorithms.costs")
 
 
 def matches(module: str, allowed: tuple[str, ...]) -> bool:
@@ -81,7 +81,7 @@ def test_algorithms_are_leaves_and_their_bases_see_the_records_only() -> None:
         assert [n for n in own_imports_of(module) if not matches(n, allowed)] == [], module
     for axis in AXES:
         base_imports = own_imports_of(f"algorithms.{axis}.base")
-        allowed = (*ALGORITHM_MAY_IMPORT, "algorithms.parameters")
+        allowed = (*ALGORITHM_MAY_IMPORT, "algorithms.parameters", "algorithms.costs")
         assert [name for name in base_imports if not matches(name, allowed)] == [], axis
 
 
