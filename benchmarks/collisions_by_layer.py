@@ -1,12 +1,9 @@
 """Counts collision misses by layer under four evictions (SpecMD, Figures 5 and 9).
 
 Usage: python benchmarks/collisions_by_layer.py TRACE [--out results/specmd/figure_5]. Writes
-`layers.json`, which results/claims.yaml reads, and `layers.svg`. The trace is recorded by
-
-    moecache eval --model moecache --tasks tiny_gsm8k --limit 8
-        --model_args pretrained=tiny,policy=specmd,precision=int4,trace=DIR,trace_keep=all
-
-and replayed on SpecMD's machine with OLMoE's sizes at 1.4 cycles of 4-bit experts, its 5%.
+`layers.json`, which results/claims.yaml reads, and `layers.svg`. The trace is the one that
+`moecache reproduce specmd/figure_8` leaves in `traces/`. It is replayed on SpecMD's
+machine with OLMoE's sizes at 1.4 cycles of 4-bit experts, its 5%.
 """
 
 from __future__ import annotations
