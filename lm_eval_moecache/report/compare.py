@@ -21,7 +21,7 @@ import numpy as np
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.runs.columns import metric_column
-from lm_eval_moecache.report.runs.run import Run, Score, identity
+from lm_eval_moecache.report.runs.run import ONLY_HOW, Run, Score, identity
 from lm_eval_moecache.report.statistics import (
     answers_interval,
     holm,
@@ -390,7 +390,8 @@ def _units(runs: Sequence[Run], options: CompareOptions, side: str) -> Units:
     units: Units = {}
     for run in runs:
         arguments = {**run.model_args, **run.options}
-        compared = {k: v for k, v in sorted(arguments.items()) if k not in options.ignore}
+        left_out = {*options.ignore, *ONLY_HOW}
+        compared = {k: v for k, v in sorted(arguments.items()) if k not in left_out}
         key = ",".join([run.model, *(f"{k}={v}" for k, v in compared.items())])
         tasks = units.setdefault(key, {})
         # A replay has no tasks: its metrics are those of the whole run.

@@ -18,13 +18,12 @@ from lm_eval_moecache.algorithms.registry import AXES, source_digest
 from lm_eval_moecache.harness.arguments import Config, read_config
 from lm_eval_moecache.records.files import TINY, task_configs_dir
 from lm_eval_moecache.records.hardware import OF_THE_MACHINE, RENAMED
+from lm_eval_moecache.report.runs.run import ONLY_HOW
 from lm_eval_moecache.sweep.spec import REPLAY, Cell
 from lm_eval_moecache.tiny import MODEL_DIR
 
 _SLUG_LENGTH = 60
-_ONLY_HOW = ("batch_size", "max_batch_size")
-"""What says how many requests are computed together, and changes no figure."""
-_UNNAMED = ("pretrained", "hardware", "device", "dtype", *_ONLY_HOW)
+_UNNAMED = ("pretrained", "hardware", "device", "dtype", *ONLY_HOW)
 # Always part of the hash. Other settings count only where they differ from the default, so that a
 # setting added by a later release does not make every finished run look unfinished.
 _ESSENTIAL = ("policy", "capacity", "hardware")
@@ -180,7 +179,7 @@ def plan(cell: Cell, config: Config, hflm_arguments: Mapping[str, Any]) -> Resol
         "host_arguments": {
             key: cell.arguments.get(key, value) if key == "device" else value
             for key, value in hflm_arguments.items()
-            if (key != "device" or key in cell.arguments) and key not in _ONLY_HOW
+            if (key != "device" or key in cell.arguments) and key not in ONLY_HOW
         },
         "moecache": resolve(config),
         "tasks": list(cell.tasks),

@@ -235,6 +235,15 @@ def test_two_single_runs_are_compared_whatever_their_arguments(gate: Gate) -> No
     assert "worse    quiz miss_rate: 0.25 -> 0.5" in printed
 
 
+def test_how_many_requests_are_computed_together_is_no_setting(tmp_path: Path) -> None:
+    for name, batch_size in (("old", 16), ("new", 200)):
+        for policy in ("lru", "lfu"):
+            run = record(policy, policy=policy, batch_size=batch_size, answers=ANSWERS)
+            run["config"]["moecache"]["streams"] = 1
+            write(tmp_path / name, run)
+    assert main(["compare", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
+
+
 def in_config(key: str, *sides: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
     before, after = ({"config": {key: value}} for value in sides)
     return key, before, after

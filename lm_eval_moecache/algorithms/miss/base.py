@@ -6,7 +6,8 @@ from abc import abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -284,10 +285,14 @@ class SubstitutingMiss(MissOverRows):
     """Factor of the cost of a substitute that the token has taken already; 0 excludes it."""
     late: Literal["replace", "await"] = "replace"
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        cls.uses_logits |= cls.uses_scores
+        cls.uses_weights |= cls.uses_shares
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.awaits_late = self.late == "await"
-        self._cost = self.cost()
 
     @abstractmethod
     def cost(self) -> SubstituteCost:
@@ -300,6 +305,10 @@ class SubstitutingMiss(MissOverRows):
     def table(self, tokens: Tokens) -> tuple[DoubleArray, IntArray]:
         """Return numbers [any, experts] for `Substitute.given`, and each expert's row of them."""
         return NO_TABLE, tokens.experts
+
+    @cached_property
+    def _cost(self) -> SubstituteCost:
+        return self.cost()
 
     def get_ready(self) -> None:
         choose_once(self)

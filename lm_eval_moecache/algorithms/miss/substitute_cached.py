@@ -23,7 +23,6 @@ class SubstituteCached(SubstitutingMiss):
     """
 
     source: ClassVar[str] = "colibri#865 (cached substitution)"
-    uses_logits: ClassVar[bool] = True
     uses_scores: ClassVar[bool] = True
     uses_shares: ClassVar[bool] = True
 

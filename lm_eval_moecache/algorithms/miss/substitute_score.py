@@ -27,7 +27,6 @@ class SubstituteScore(SubstitutingMiss):
     """
 
     source: ClassVar[str] = "SpecMD section 3.1.2 (substitution); Zhu et al. 2025"
-    uses_logits: ClassVar[bool] = True
     uses_scores: ClassVar[bool] = True
 
     tolerance: Share = 0.1

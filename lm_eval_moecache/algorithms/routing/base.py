@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection
 from copy import copy
+from functools import cached_property
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -84,13 +85,13 @@ class RoutingByCost(RoutingOverRows):
     """Whether `cost` looks at softmax scores."""
     num_kept: ClassVar[int] = 3
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._cost = self.cost()
-
     @abstractmethod
     def cost(self) -> RankCost:
         """Return what an expert costs, as a function of numbers that numba can compile."""
+
+    @cached_property
+    def _cost(self) -> RankCost:
+        return self.cost()
 
     def get_ready(self) -> None:
         choose_once(self)

@@ -40,16 +40,17 @@ class CachePrior(RoutingByCost):
     logit_range: Positive | list[float] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.logit_range is not None and self.delta != "range":
             raise ValueError(
                 f"routing.logit_range has no effect with routing.delta={self.delta!r}."
             )
-        super().__post_init__()
+        self._calibrated = _per_layer(self.logit_range, self.geometry.num_layers) or (0.0,)
 
     def cost(self) -> RankCost:
         strength, top_j, delta = self.lambda_, self.top_j, self.delta
         by_token, by_mean, fixed = delta == "token", delta == "mean", self.logit_range is not None
-        calibrated = _per_layer(self.logit_range, self.geometry.num_layers) or (0.0,)
+        calibrated = self._calibrated
 
         def cost(expert: Ranked, seen: Seen) -> tuple[float, float]:
             if not (expert.resident or expert.rank < top_j):

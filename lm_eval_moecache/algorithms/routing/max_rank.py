@@ -28,6 +28,7 @@ class MaxRank(RoutingByCost):
     J: AlwaysKept = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         top_k, num_experts = self.geometry.top_k, self.geometry.num_experts
         self._first = min(2 * top_k, num_experts) if self.M is None else self.M
         if not top_k < self._first <= num_experts:
@@ -35,7 +36,6 @@ class MaxRank(RoutingByCost):
                 f"routing.M={self._first} must lie above the router's top_k={top_k} (below that "
                 f"nothing changes) and be at most the {num_experts} experts of a layer."
             )
-        super().__post_init__()
 
     def cost(self) -> RankCost:
         first, kept = self._first, self.J

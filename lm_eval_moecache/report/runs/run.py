@@ -14,10 +14,12 @@ _PREFERRED = ("exact_match", "acc", "mc2", "f1", "word_perplexity", "rouge1_max"
 SPEED_FILTER = "speed"
 BATCH = "batch"
 """Number of the batch that a document shares with others, among its speed metrics."""
+ONLY_HOW = ("batch_size", "max_batch_size")
+"""Arguments that say how many requests are computed together, and change no figure."""
 _COMPARED = {
     *("policy", "phases", "capacity", "precision", "link", "warm", "draft", "draft_tokens"),
     *("store", "store_dir", "encoded_dir", "trace", "trace_keep", "label", *AXES),
-    *("batch_size", "max_batch_size"),  # how many are computed together changes no figure
+    *ONLY_HOW,
 }
 """Model arguments that comparisons vary (and the axes' parameters: `eviction.NAME`)."""
 RATES = (
