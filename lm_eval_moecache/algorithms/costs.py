@@ -167,13 +167,14 @@ def rank_experts(given: Routed, token: int) -> None:
     """Write a token's experts from best to worst (see `ranking`), and its logits sorted."""
     (_, num_experts), top_k = given.logits.shape, given.experts.shape[1]
     place = top_k
-    for rank in range(top_k):
-        given.ranked[token, rank] = given.experts[token, rank]
     for expert in range(num_experts):
-        is_own = False
-        for rank in range(top_k):
-            is_own |= given.experts[token, rank] == expert
-        if not is_own:
+        given.sorted[token, expert] = 0.0
+    for rank in range(top_k):
+        own = given.experts[token, rank]
+        given.ranked[token, rank] = own
+        given.sorted[token, own] = 1.0  # a mark, for now
+    for expert in range(num_experts):
+        if given.sorted[token, expert] == 0.0:
             given.ranked[token, place] = expert
             place += 1
     # Shell's sort, of the others by logit and index.
