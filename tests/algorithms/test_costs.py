@@ -121,3 +121,15 @@ def test_a_rule_made_again_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch
     assert len(costs.CHEAPEST._pointers) == known
     rule_of(case | {"routing.lambda": 0.75}).choose(tokens)
     assert len(costs.CHEAPEST._pointers) == known + 1
+
+
+def test_getting_ready_compiles_the_cost_and_leaves_the_rule_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_compiling(monkeypatch, True)
+    for case in ({"routing": "cache_prior", "routing.lambda": 0.375}, {"miss": "buddy"}):
+        rule = rule_of(case)
+        loop = costs.CHEAPEST if "routing" in case else costs.SUBSTITUTES
+        monkeypatch.setattr(loop, "_pointers", {})
+        rule.get_ready()
+        assert len(loop._pointers) == 1 and not rule.state.any()
