@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from lm_eval_moecache.algorithms import costs
-from lm_eval_moecache.algorithms.costs import Missing, Substitute, SubstituteCost
+from lm_eval_moecache.algorithms.costs import Missing, Substitute, SubstituteCost, ranking
 from lm_eval_moecache.algorithms.miss.base import SubstitutingMiss
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
-from lm_eval_moecache.algorithms.routing.base import RoutingByCost, ranking, take_best
+from lm_eval_moecache.algorithms.routing.base import RoutingByCost, take_best
 from lm_eval_moecache.records.tokens import Tokens
 from lm_eval_moecache.testing.streams import equip, make_geometry, policy_of
 

@@ -102,20 +102,6 @@ class RoutingByCost(RoutingOverRows):
         return None if chosen is None else Selection(chosen)
 
 
-def ranking(event: Event | Tokens) -> IntArray:
-    """Return every token's experts [tokens, experts] from best to worst: the papers' vector r.
-
-    The router's own choice comes first, in its order, then the others by descending logit, ties to
-    the smaller index. For most routers this is the order of the logits; if the router selects by
-    more than its logits (a correction bias, groups), its decision stands.
-    """
-    cost, top_k = np.negative(event.logits), event.experts.shape[-1]
-    cost[each_token(event.experts), event.experts] = -np.inf
-    ranked = cost.argsort(axis=-1, kind="stable")
-    ranked[:, :top_k] = event.experts
-    return ranked
-
-
 def take_best(ranked: IntArray, cost: FloatArray | IntArray, count: int) -> IntArray:
     """Return the `count` cheapest experts of each token, in the order of their original ranks.
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.costs import ranking
 from lm_eval_moecache.algorithms.routing.base import (
     RoutingOverRows,
-    ranking,
     take_best,
     unless_same,
 )
