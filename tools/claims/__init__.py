@@ -680,9 +680,10 @@ def page(claims: Claims, verdicts: Sequence[Verdict]) -> str:
         f"{len(verdicts)} claims: {told}. "
         f"Tests answer {answered} of {len(tested)} parts; {surviving} of these answers survive "
         "correction over all parts of all claims (last column). "
-        f"{sum(a.is_small for a in tested)} rest on few samples (see *few*), and "
-        f"{sum(a.estimate.samples.new.size < FEW_DOCUMENTS for a in tested)} on fewer than "
-        f"{FEW_DOCUMENTS}. The models are `tiny`, by version, and a carved Gemma 3 270M.",
+        f"Parts that rest on few samples (see *few*): {sum(a.is_small for a in tested)}; on fewer "
+        f"than {FEW_DOCUMENTS}: "
+        f"{sum(a.estimate.samples.new.size < FEW_DOCUMENTS for a in tested)}. "
+        "The models are `tiny`, by version, and a carved Gemma 3 270M.",
         "",
         "| id | claim | the paper | here (95% interval) | verdict | model "
         "| answers that survive correction |",
