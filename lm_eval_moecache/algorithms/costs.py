@@ -8,7 +8,7 @@ function, they stay in plain Python. Either chooses the same.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -125,49 +125,58 @@ def take_cheapest(given: Routed, cost: RankCost, one: Table, context: Table) -> 
 
     `one` and `context` have a record each.
     """
-    (num_tokens, num_experts), top_k = given.logits.shape, given.chosen.shape[1]
-    rows, per_row, best = len(given.state), num_tokens // len(given.state), given.best
-    expert, seen, has_scores = one[0], context[0], len(given.scores) > 0
-    seen.layer, is_changed = given.layer, False
+    rows, num_tokens, is_changed = len(given.state), len(given.chosen), False
+    per_row = num_tokens // rows
     for row in range(rows):
-        state = given.state[row]
-        for token in range(row * per_row, (row + 1) * per_row):
-            if not given.is_ranked:
-                rank_experts(given, token)
-            state[0] += 1
-            state[1] += spread(given, token)
-            state[2] += mean(given, token)
-        seen.tokens, seen.ranges, seen.means = state[0], state[1], state[2]
-        for token in range(row * per_row, (row + 1) * per_row):
-            seen.range, seen.mean = spread(given, token), mean(given, token)
-            expert.before, taken = 0.0, 0
-            for rank in range(num_experts):
-                own = given.ranked[token, rank]
-                expert.rank, expert.logit = rank, float(given.sorted[token, rank])
-                expert.resident = 1 if given.resident[row, own] else 0
-                expert.score = float(given.scores[token, own]) if has_scores else 0.0
-                first, second = cost(expert, seen)
-                expert.before += expert.score
-                place = taken
-                while place > 0 and (
-                    first < best[place - 1, 0]
-                    or (first == best[place - 1, 0] and second < best[place - 1, 1])
-                ):
-                    place -= 1
-                if place == top_k:
-                    continue
-                taken = min(taken + 1, top_k)
-                for behind in range(taken - 1, place, -1):
-                    best[behind, 0], best[behind, 1] = best[behind - 1, 0], best[behind - 1, 1]
-                    best[behind, 2] = best[behind - 1, 2]
-                best[place, 0], best[place, 1], best[place, 2] = first, second, rank
-            for place in range(top_k):
-                lower = 0
-                for other in range(top_k):
-                    lower += best[other, 2] < best[place, 2]
-                given.chosen[token, lower] = given.ranked[token, int(best[place, 2])]
-            for place in range(top_k):
-                is_changed |= given.chosen[token, place] != given.experts[token, place]
+        first = row * per_row
+        is_changed |= take_for_row(given, cost, one[0], context[0], row, first, first + per_row)
+    return is_changed
+
+
+def take_for_row(
+    given: Routed, cost: RankCost, expert: Ranked, seen: Seen, row: int, start: int, stop: int
+) -> bool:
+    """Choose the experts of tokens that a row routes at once, as `take_cheapest` does."""
+    num_experts, top_k, best = given.logits.shape[1], given.chosen.shape[1], given.best
+    state, has_scores, is_changed = given.state[row], len(given.scores) > 0, False
+    seen.layer = given.layer
+    for token in range(start, stop):
+        if not given.is_ranked:
+            rank_experts(given, token)
+        state[0] += 1
+        state[1] += spread(given, token)
+        state[2] += mean(given, token)
+    seen.tokens, seen.ranges, seen.means = state[0], state[1], state[2]
+    for token in range(start, stop):
+        seen.range, seen.mean = spread(given, token), mean(given, token)
+        expert.before, taken = 0.0, 0
+        for rank in range(num_experts):
+            own = given.ranked[token, rank]
+            expert.rank, expert.logit = rank, float(given.sorted[token, rank])
+            expert.resident = 1 if given.resident[row, own] else 0
+            expert.score = float(given.scores[token, own]) if has_scores else 0.0
+            first, second = cost(expert, seen)
+            expert.before += expert.score
+            place = taken
+            while place > 0 and (
+                first < best[place - 1, 0]
+                or (first == best[place - 1, 0] and second < best[place - 1, 1])
+            ):
+                place -= 1
+            if place == top_k:
+                continue
+            taken = min(taken + 1, top_k)
+            for behind in range(taken - 1, place, -1):
+                best[behind, 0], best[behind, 1] = best[behind - 1, 0], best[behind - 1, 1]
+                best[behind, 2] = best[behind - 1, 2]
+            best[place, 0], best[place, 1], best[place, 2] = first, second, rank
+        for place in range(top_k):
+            lower = 0
+            for other in range(top_k):
+                lower += best[other, 2] < best[place, 2]
+            given.chosen[token, lower] = given.ranked[token, int(best[place, 2])]
+        for place in range(top_k):
+            is_changed |= given.chosen[token, place] != given.experts[token, place]
     return is_changed
 
 
@@ -315,32 +324,35 @@ class _Loop:
         self.upgrade = Upgrade(modules, function.__name__, load=10_000, make=200_000)
         """Counts experts looked at, of which plain Python serves one in some 8 us."""
         self._records: list[Table] = []
-        self._pointers: dict[Any, Any] = {}
-        """Of costs in machine code, by what they consist of; None where numba cannot."""
+        self._compiled: dict[Any, Sequence[Any] | None] = {}
+        """By what a cost consists of."""
 
     def __call__(self, given: Any, cost: Callable[..., Any], work: int) -> Any:
         """Run the loop over what is `given`, which makes it look at `work` experts or fewer."""
-        pointer = self._pointer(cost) if self.upgrade.is_due(done=work) else None
-        if pointer is None:
+        found = self.compiled(cost) if self.upgrade.is_due(done=work) else None
+        if found is None:
             if isinstance(given, Routed):
                 # numpy ranks in a tenth of the time of plain Python.
                 given.ranked[:], given.sorted[:] = ranking(given), -np.sort(-given.logits)
                 given = given._replace(is_ranked=1)
             return self._function(given, cost, *([kind()] for kind in self._kinds))
-        self._records = self._records or [as_records([kind()]) for kind in self._kinds]
-        run = compiled(self.upgrade.modules, self.upgrade.entry)
-        return run(given, pointer, *self._records)
+        return compiled(self.upgrade.modules, self.upgrade.entry)(given, *found)
 
-    def _pointer(self, cost: Callable[..., Any]) -> Any:
-        """Return a cost in machine code. A rule made again has the one that it had before."""
+    def compiled(self, cost: Callable[..., Any]) -> Sequence[Any] | None:
+        """Return a cost in machine code and its records; None where numba cannot compile it.
+
+        A rule made again has the code that it had before.
+        """
         values = [cell.cell_contents for cell in cost.__closure__ or ()]
         key = cost.__code__, *(v if isinstance(v, Hashable) else cost for v in values)
-        if key not in self._pointers:
+        if key not in self._compiled:
             try:
-                self._pointers[key] = compiled_function(cost, *self._kinds)
+                pointer = compiled_function(cost, *self._kinds)
+                self._records = self._records or [as_records([kind()]) for kind in self._kinds]
+                self._compiled[key] = (pointer, *self._records)
             except NotCompilable:
-                self._pointers[key] = None
-        return self._pointers[key]
+                self._compiled[key] = None
+        return self._compiled[key]
 
 
 CHEAPEST = _Loop(take_cheapest, Ranked, Seen)
@@ -371,18 +383,30 @@ def choose_once(rule: Any) -> None:
     rule.choose(Tokens(0, DECODE, (0,), experts, scores[:, :top_k], scores, none, none, state))
 
 
+def no_cost(expert: Ranked, seen: Seen) -> tuple[float, float]:
+    """Cost nothing, so that the router's own are taken."""
+    return 0.0, 0.0
+
+
 def cheapest(tokens: Tokens, cost: RankCost, scores: FloatArray) -> IntArray | None:
     """Return each token's top_k cheapest experts, best rank first, or None for the router's own.
 
     Ranks are those of `ranking`. Adds the tokens to the rows' state (see `Seen`).
     """
+    resident = np.ascontiguousarray(tokens.resident[:: tokens.by_row[1]])
+    given = routed(tokens, scores, resident)
+    return given.chosen if CHEAPEST(given, cost, tokens.logits.size) else None
+
+
+def routed(tokens: Tokens, scores: FloatArray, resident: Array) -> Routed:
+    """Return what `take_cheapest` reads and writes for these tokens."""
     logits = np.ascontiguousarray(tokens.logits)
-    given = Routed(
+    return Routed(
         layer=tokens.layer,
         experts=np.ascontiguousarray(tokens.experts),
         logits=logits,
         scores=scores,
-        resident=np.ascontiguousarray(tokens.resident[:: tokens.by_row[1]]),
+        resident=resident,
         state=tokens.state,
         chosen=np.empty(tokens.experts.shape, np.int64),
         ranked=np.empty(logits.shape, np.int64),
@@ -390,7 +414,6 @@ def cheapest(tokens: Tokens, cost: RankCost, scores: FloatArray) -> IntArray | N
         is_ranked=0,
         best=np.empty((tokens.experts.shape[1], 3)),
     )
-    return given.chosen if CHEAPEST(given, cost, logits.size) else None
 
 
 def substitutes(

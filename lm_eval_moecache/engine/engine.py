@@ -527,7 +527,7 @@ class Engine(ABC):
         self._recover()
         now = self.clock.now
         self._scanned = [self.ledger.begin_pass(DECODE, 1, now) for _ in range(num_tokens)]
-        self._tokens_before = self.state.run[0].tokens
+        self._tokens_before = int(read(self.state.run, 0, "tokens"))
         for record in self._scanned:
             record.end_s = now
 

@@ -63,10 +63,10 @@ def dtype_of(kind: Any) -> Any:
     return np.dtype([(field.name, types[str(field.type)]) for field in fields(kind)], align=True)
 
 
-def as_records(table: Table) -> Table:
-    """Return an array of records with the values of a table of objects."""
+def as_records(table: Table, dtype: Any = None) -> Table:
+    """Return a table of objects as an array of records: with all fields, or those of a dtype."""
     entry_type: Any = type(table[0])
-    dtype = dtype_of(entry_type)
+    dtype = dtype_of(entry_type) if dtype is None else dtype
     records = np.zeros(len(table), dtype)
     for name in dtype.names:
         records[name] = [getattr(entry, name) for entry in table]

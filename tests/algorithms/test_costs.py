@@ -116,11 +116,11 @@ def test_a_rule_made_again_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch
     case = {"routing": "cache_prior", "routing.lambda": 0.25}
     tokens = tokens_of_rows(1, 1, 3, False)
     rule_of(case).choose(tokens)
-    known = len(costs.CHEAPEST._pointers)
+    known = len(costs.CHEAPEST._compiled)
     rule_of(case).choose(tokens)
-    assert len(costs.CHEAPEST._pointers) == known
+    assert len(costs.CHEAPEST._compiled) == known
     rule_of(case | {"routing.lambda": 0.75}).choose(tokens)
-    assert len(costs.CHEAPEST._pointers) == known + 1
+    assert len(costs.CHEAPEST._compiled) == known + 1
 
 
 def test_getting_ready_compiles_the_cost_and_leaves_the_rule_as_it_was(
@@ -130,6 +130,6 @@ def test_getting_ready_compiles_the_cost_and_leaves_the_rule_as_it_was(
     for case in ({"routing": "cache_prior", "routing.lambda": 0.375}, {"miss": "buddy"}):
         rule = rule_of(case)
         loop = costs.CHEAPEST if "routing" in case else costs.SUBSTITUTES
-        monkeypatch.setattr(loop, "_pointers", {})
+        monkeypatch.setattr(loop, "_compiled", {})
         rule.get_ready()
-        assert len(loop._pointers) == 1 and not rule.state.any()
+        assert len(loop._compiled) == 1 and not rule.state.any()

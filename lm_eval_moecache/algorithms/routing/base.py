@@ -52,6 +52,8 @@ class RoutingOverRows(RoutingAlgorithm):
 
     num_kept: ClassVar[int] = 0
     """How many numbers the rule keeps of each layer, all 0 at first: `Tokens.state`."""
+    uses_residents: ClassVar[bool] = True
+    """Whether it looks at the residents: else all tokens of a text may choose at once."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,15 +92,19 @@ class RoutingByCost(RoutingOverRows):
         """Return what an expert costs, as a function of numbers that numba can compile."""
 
     @cached_property
-    def _cost(self) -> RankCost:
+    def stated_cost(self) -> RankCost:
+        """What `cost` returned the first time."""
         return self.cost()
+
+    def scores(self, tokens: Tokens) -> FloatArray:
+        """Return the tokens' softmax scores, where the cost looks at them."""
+        return softmax(tokens.logits) if self.uses_scores else NO_SCORES
 
     def get_ready(self) -> None:
         choose_once(self)
 
     def choose(self, tokens: Tokens) -> Selection | None:
-        scores = softmax(tokens.logits) if self.uses_scores else NO_SCORES
-        chosen = cheapest(tokens, self._cost, scores)
+        chosen = cheapest(tokens, self.stated_cost, self.scores(tokens))
         return None if chosen is None else Selection(chosen)
 
 

@@ -26,6 +26,8 @@ class Pruning(RoutingOverRows):
 
     source: ClassVar[str] = "Cache-conditional experts section 4.2 (pruning baseline)"
 
+    uses_residents: ClassVar[bool] = False
+
     h: FewerExperts | None = None
     renormalize: bool = False
 

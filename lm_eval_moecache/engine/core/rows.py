@@ -68,18 +68,33 @@ def serve_row(
     row: int,
 ) -> None:
     """Close a row's event of a layer as rules have decided it, or enter the next layer, or both."""
-    number, size, count = rows.numbers[row], len(rows.numbers), counts[0]
+    number = rows.numbers[row]
     if what & CLOSE_ROW:
-        looked_up = spelled_out(state, batch, size + row, number, layer)
-        executed = spelled_out(state, batch, 2 * size + row, number, layer)
-        absent = look_up(state, looked_up, count)
-        count_changes(state, batch, row, size, absent, count)
-        demands = demanded(state, looked_up, executed, rows.demands, count)
-        num_demands = demands.stop - demands.start
-        close_event(state, rank, executed, demands, num_demands, count)
+        close_row(state, rank, batch, counts[0], layer, rows, row, number)
     if what & ENTER_ROW:
         enter(state, rank, BatchEvent(batch, row, number + 1, layer + 1, 0, 0, 1))
         find(state, layer + 1, rows.resident[row], rows.absent[row], rows.awaits)
+
+
+def close_row(
+    state: State,
+    rank: Rank,
+    batch: PassBatch,
+    count: Counters,
+    layer: int,
+    rows: Rows,
+    row: int,
+    number: int,
+) -> None:
+    """Serve a row's event, whose number in its run is given, as rules have decided it."""
+    size = len(rows.numbers)
+    looked_up = spelled_out(state, batch, size + row, number, layer)
+    executed = spelled_out(state, batch, 2 * size + row, number, layer)
+    absent = look_up(state, looked_up, count)
+    if state.run[0].lossy:
+        count_changes(state, batch, row, size, absent, count)
+    demands = demanded(state, looked_up, executed, rows.demands, count)
+    close_event(state, rank, executed, demands, demands.stop - demands.start, count)
 
 
 def spelled_out(state: State, batch: PassBatch, place: int, number: int, layer: int) -> BatchEvent:

@@ -14,6 +14,7 @@ from lm_eval_moecache.engine.engine import Engine, TokenPass, as_lists
 from lm_eval_moecache.engine.host import HostStage
 from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE, Setting
 from lm_eval_moecache.engine.tables import HasState, read
+from lm_eval_moecache.engine.virtual import scanning
 from lm_eval_moecache.engine.virtual.costs import Costs, attention_s
 from lm_eval_moecache.engine.virtual.loop import (
     COUNTS,
@@ -31,6 +32,7 @@ from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.jit import Array, dtype_of
 from lm_eval_moecache.records.ledger import COUNTED, PassRecord
 from lm_eval_moecache.records.predictor import FREE, PredictorCost, costs, target_of
+from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.trace.future import Future
 
 LIVE_PASSES = 1500
@@ -159,6 +161,8 @@ class VirtualEngine(Engine):
         self._rows = np.arange(charged.num_layers + 1)
         self._bounds = self._rows * charged.top_k
         self._seconds_of: dict[str, Array] = {}
+        self._scans = False
+        """Whether machine code serves the text in progress."""
         self._fill()
         self._before = self._totals()
 
@@ -463,8 +467,15 @@ class VirtualEngine(Engine):
         return float(count * (move_s + latency_s))
 
     def begin_scan(self, num_tokens: int) -> None:
-        self.loop.leave()
+        self._scans = scanning.can_scan(self, num_tokens)
+        if not self._scans:
+            self.loop.leave()
         super().begin_scan(num_tokens)
+
+    def scan(self, event: Event) -> Selection | None:
+        if self._scans:
+            return scanning.scan(self, event, self._scanned, self._tokens_before)
+        return super().scan(event)
 
     def _totals(self) -> tuple[float, ...]:
         if not self.loop.is_compiled:

@@ -87,7 +87,7 @@ class Loop:
         weight = (2 if prefetches else 1) * (4 if engine.rules.is_lossy else 1)
         self._work_per_pass = engine.geometry.num_layers * weight
         self._step: Callable[..., int] = core.step
-        self._rank: Any = engine.rank
+        self.rank: Any = engine.rank
         self._asks = engine.rank is None
         """Whether machine code asks evictions for victims, as they keep a state of their own."""
         self.counts: Any = [engine.record]
@@ -122,14 +122,14 @@ class Loop:
             tables = zip(_KINDS, self._engine.state, strict=False)
             objects: list[Any] = [[kind(*row) for row in table.tolist()] for kind, table in tables]
             self._engine.state = core.State(*[*objects, (), self._engine.outside])
-            self._step, self._rank = core.step, self._engine.rank
+            self._step, self.rank = core.step, self._engine.rank
         self._can_compile = self.is_compiled = False
         self.counts = [self._engine.record]
 
     def _compile(self, tables: list[Array] | None = None) -> None:
         engine = self._engine
         try:
-            rank = compiled_rank(self._rank or no_rank)
+            rank = compiled_rank(self.rank or no_rank)
         except NotCompilable:
             if is_own(type(engine.eviction)):
                 raise
@@ -141,7 +141,7 @@ class Loop:
         messages = np.zeros(_MESSAGES if self._asks else 1, np.int64)
         ask = callback(engine.outside.answer if self._asks else min, 4)
         engine.state = core.State(*[*tables, messages, ask])
-        self._step, self._rank, self.is_compiled = compiled(MODULES, "step"), rank, True
+        self._step, self.rank, self.is_compiled = compiled(MODULES, "step"), rank, True
         self.counts = np.zeros(1, COUNTS_TYPE)
         self.addresses = [table.ctypes.data for table in (*tables, self.counts)]
 
@@ -198,12 +198,12 @@ class Loop:
                 core.event_of(batch, 0, number, layer),
                 core.Keys(keys, 0, len(keys)),
             )
-            return core.act(state, self._rank, event, counts, what, demanded, levels)
+            return core.act(state, self.rank, event, counts, what, demanded, levels)
         task = core.Task(what, number, layer, NO_KEYS, NOTHING)
         if demands:
             demanded = core.Keys(np.array(keys, np.int64), 0, len(keys))
             task = task._replace(demands=demanded, levels=np.array(levels, np.int64))
-        absent = self._step(state, self._rank, batch, counts, task, NO_ROWS)
+        absent = self._step(state, self.rank, batch, counts, task, NO_ROWS)
         if self._asks:
             self._engine.outside.end_machine_code()
         return absent
@@ -211,7 +211,7 @@ class Loop:
     def step_rows(self, batch: core.PassBatch, what: int, layer: int, rows: core.Rows) -> None:
         """Serve a layer of several engines alike (see `core.serve_row`), in machine code."""
         task = core.Task(what, 0, layer, NO_KEYS, NOTHING)
-        self._step(self._engine.state, self._rank, batch, self.counts, task, rows)
+        self._step(self._engine.state, self.rank, batch, self.counts, task, rows)
 
     def serve_passes(self, batch: core.PassBatch) -> Array:
         """Serve a batch of passes; return their counts, as records of `core.PassCounts`."""
@@ -219,14 +219,14 @@ class Loop:
         if self.is_compiled:
             counts: Any = np.zeros(num_passes, COUNTS_TYPE)
             task, arrays = core.Task(core.PASSES, 0, 0, NO_KEYS, NOTHING), self.as_arrays(batch)
-            self._step(self._engine.state, self._rank, arrays, counts, task, NO_ROWS)
+            self._step(self._engine.state, self.rank, arrays, counts, task, NO_ROWS)
             if self._asks:
                 self._engine.outside.end_machine_code()
             return counts
         objects = make_table(core.PassCounts, num_passes)
         lists = [*batch[:2], *(values.tolist() for values in batch[2:])]
         begin = time.thread_time()
-        core.serve_passes(self._engine.state, self._rank, core.PassBatch(*lists), objects)
+        core.serve_passes(self._engine.state, self.rank, core.PassBatch(*lists), objects)
         # By time: a ranking that looks at every resident takes plain Python many times as long.
         UPGRADE.is_due(done=int((time.thread_time() - begin) / EVENT_S))
         return as_records(objects)

@@ -1,0 +1,146 @@
+"""Serves a layer of a scanned text in machine code, where rules leave that to it.
+
+What a token gets is what `Engine.scan`, in plain Python, gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from lm_eval_moecache.algorithms import costs, features
+from lm_eval_moecache.algorithms.miss.base import shares_of
+from lm_eval_moecache.algorithms.registry import is_own
+from lm_eval_moecache.algorithms.routing.base import (
+    RoutingAlgorithm,
+    RoutingByCost,
+    RoutingOverRows,
+)
+from lm_eval_moecache.engine import core
+from lm_eval_moecache.engine.core import scan as core_scan
+from lm_eval_moecache.engine.virtual.costs import Costs
+from lm_eval_moecache.engine.virtual.loop import COUNTS, COUNTS_TYPE, NOTHING, Loop, Looped
+from lm_eval_moecache.records.event import DECODE, DROPPED, Event
+from lm_eval_moecache.records.jit import Upgrade, as_records, compiled
+from lm_eval_moecache.records.ledger import PassRecord
+from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import NO_STATE, Tokens
+
+MODULES = features, costs, *core.MODULES, core_scan
+UPGRADE = Upgrade(MODULES, "scan", load=4_000, make=80_000)
+"""Counts events, of which plain Python serves one in some 200 us."""
+
+
+class Scanning(Looped, Protocol):
+    """An engine, as its scans see it."""
+
+    loop: Loop
+    costs: Costs
+    attention_s: float
+    on_event: Callable[[Event], None] | None
+
+    @property
+    def needs_python(self) -> bool: ...
+
+    def predicting_s(self, layer: int, num_predicted: int, num_tokens: int) -> float: ...
+
+
+def can_scan(engine: Scanning, num_tokens: int) -> bool:
+    """Whether machine code serves a text of so many tokens, which may then be made or loaded."""
+    if not _is_servable(engine):
+        return False
+    work, loop = num_tokens * engine.geometry.num_layers, engine.loop
+    # Tables that are records already would have to become objects for plain Python.
+    if UPGRADE.is_due(done=work, ahead=UPGRADE.make if loop.is_compiled else 0):
+        loop.expect(UPGRADE.make)
+    return loop.is_compiled
+
+
+def _is_servable(engine: Scanning) -> bool:
+    rules, routing = engine.rules, engine.rules.routing
+    if engine.rank is None or engine.eviction.is_offline or engine.needs_python:
+        return False
+    if engine.on_event is not None or rules.ladder or not rules.miss.is_lossless:
+        return False
+    if routing.is_lossless:
+        return True
+    is_plain = is_own(type(routing)) and type(routing).on_pass is RoutingAlgorithm.on_pass
+    if engine.eviction.uses_weights or not is_plain:
+        return False
+    if isinstance(routing, RoutingByCost):
+        return type(routing).choose is RoutingByCost.choose
+    return isinstance(routing, RoutingOverRows) and not routing.uses_residents
+
+
+def scan(
+    engine: Scanning, event: Event, records: Sequence[PassRecord], tokens_before: int
+) -> Selection | None:
+    """Serve one layer of a text for all its tokens (see `Engine.scan`)."""
+    geometry, rules, layer = engine.geometry, engine.rules, event.layer
+    routing: Any = rules.routing
+    size, chosen, selection = len(records), event.experts, None
+    none = np.zeros((1, geometry.num_experts), dtype=bool)
+    tokens = Tokens(
+        *(layer, DECODE, [record.index for record in records], chosen, event.weights),
+        *(event.logits, none, none, NO_STATE),
+    )
+    by_cost = isinstance(routing, RoutingByCost)
+    if not (routing.is_lossless or by_cost):
+        selection = routing.choose(tokens)
+    executed = chosen
+    if selection is not None:
+        executed = selection.experts
+        if selection.keep is not None:
+            executed = np.where(selection.keep, executed, DROPPED)
+    experts = np.concatenate([chosen, executed, executed]).ravel()
+    weights = np.tile(event.weights.ravel(), 3) if engine.eviction.uses_weights else NOTHING
+    scratch = np.zeros((2, experts.size), np.int64)
+    batch = core.PassBatch(
+        first_pass=0,
+        num_passes=1,
+        keys=scratch[0],
+        bounds=NOTHING,
+        rows=np.arange(3 * size + 1),
+        experts=experts,
+        weights=weights,
+        dense_s=np.full(size, engine.costs.dense_s(layer, 1) + engine.attention_s),
+        predict_s=np.full(3 * size, engine.predicting_s(layer, 0, 1)),
+        next_use=NOTHING,
+        proposed=NOTHING,
+        proposed_bounds=np.zeros(3 * size + 1, np.int64),
+        proposed_levels=NOTHING,
+        warm=NOTHING,
+    )
+    resident, absent = np.zeros((2, 1, geometry.num_experts), np.uint8)
+    rows = core.Rows(
+        places=np.zeros((0, 0), np.int64),
+        numbers=np.zeros(size, np.int64),
+        demands=scratch[1],
+        resident=resident,
+        absent=absent,
+        awaits=0,
+    )
+    task = core_scan.Scan(layer, records[0].index, tokens_before, int(by_cost))
+    scores, cost = costs.NO_SCORES, costs.CHEAPEST.compiled(costs.no_cost)
+    if by_cost:
+        scores, cost = routing.scores(tokens), costs.CHEAPEST.compiled(routing.stated_cost)
+        tokens = tokens._replace(state=routing.state[layer, None])
+    assert cost is not None, "a rule of ours that numba cannot compile"
+    routed, counts = costs.routed(tokens, scores, resident), as_records(records, COUNTS_TYPE)
+    is_changed = compiled(MODULES, "scan")(
+        *(engine.state, engine.loop.rank, engine.loop.as_arrays(batch), counts, rows),
+        *(task, routed, core_scan.Choice(*cost)),
+    )
+    if is_changed:
+        executed, selection = routed.chosen, Selection(routed.chosen)
+    for name in COUNTS:
+        for record, value in zip(records, counts[name].tolist(), strict=True):
+            setattr(record, name, value)
+    if selection is not None:
+        is_kept = (chosen[..., None] == executed[..., None, :]).any(axis=-1)
+        lost = np.where(is_kept, 0, shares_of(chosen, event.weights)).sum(-1, dtype=np.float64)
+        for record, share in zip(records, lost.tolist(), strict=True):
+            record.lost_weight += share
+    return selection
