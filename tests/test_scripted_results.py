@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from statistics import mean, median
 
@@ -57,6 +58,15 @@ def test_every_lossy_run_on_the_shipped_model_is_paired() -> None:
     runs = load_runs(RESULTS)
     assert json.loads(json.dumps(list(lost_points.pairs(runs)))) == LOST_POINTS["answers"]
     assert list(lost_points.of_texts(runs)) == LOST_POINTS["texts"]
+
+
+def test_the_dictionary_says_how_little_fidelity_tells_of_the_points_lost() -> None:
+    pairs = lost_points.forecasts(LOST_POINTS["answers"], "choices not executed")
+    errors = [predicted - lost for predicted, lost in pairs]
+    within = sum(abs(error) <= lost_points.WITHIN for error in errors)
+    rms = mean(error**2 for error in errors) ** 0.5
+    [row] = re.findall("^.*`routing_fidelity`.*$", (RESULTS / "README.md").read_text(), re.M)
+    assert f"error of {rms:.0f} (root mean square; {within} of {len(errors)} forecasts" in row
 
 
 def test_collisions_by_layer_add_up_to_those_of_the_replay() -> None:
