@@ -23,6 +23,7 @@ from tools.claims import (
     HOLDS,
     OPEN,
     SIZE,
+    TOO_FEW,
     Estimate,
     Samples,
     Verdict,
@@ -161,9 +162,9 @@ TOO_FAST = {**FASTER, "what": "y", "expect": {"below": 0.8}}
         ([{**FASTER, "expect": {"above": 1}}], FAILS),
         ([{**FASTER, "expect": {"above": 0.95, "below": 1.05}}], FAILS),
         # One answer lost of forty: too few to show either a loss or none.
-        ([{**ANSWERS, "expect": {"below": 0}}], OPEN),
-        ([{**ANSWERS, "expect": {"above": -0.01}}], OPEN),
-        ([{**ANSWERS, "expect": {"above": -0.05}}], OPEN),
+        ([{**ANSWERS, "expect": {"below": 0}}], TOO_FEW),
+        ([{**ANSWERS, "expect": {"above": -0.01}}], TOO_FEW),
+        ([{**ANSWERS, "expect": {"above": -0.05}}], TOO_FEW),
         ([{**ANSWERS, "expect": {"above": -0.2}}], HOLDS),
         # One part that fails is enough, unless it is on how large, or in another setting.
         ([FASTER, TOO_FAST], FAILS),
@@ -172,7 +173,7 @@ TOO_FAST = {**FASTER, "what": "y", "expect": {"below": 0.8}}
         ([{**TOO_FAST, "regime": "slow link"}, {**TOO_FAST, "regime": "fast link"}], FAILS),
         # What is undecided speaks neither for nor against, if its figure is the claim's.
         ([FASTER, {**ANSWERS, "what": "z", "expect": {"below": 0}}], HOLDS),
-        ([FASTER, {**ANSWERS, "what": "z", "expect": {"above": -0.01}}], OPEN),
+        ([FASTER, {**ANSWERS, "what": "z", "expect": {"above": -0.01}}], TOO_FEW),
         ([FASTER, {**ANSWERS, "what": "z", "expect": {"above": -0.01}, "size": True}], HOLDS),
         ([FASTER, {**TOO_FAST, "aside": True}], HOLDS),
     ],
@@ -194,10 +195,51 @@ def test_half_of_a_claim_that_is_not_shown_is_named_with_the_other(place: Path) 
     unshown = {**ANSWERS, "what": "z", "regime": "answers", "expect": {"above": -0.01}}
     verdict = answered(place, *halves, unshown)
     assert verdict.verdict == DEPENDS
-    assert verdict.told == "holds: speed; not shown: answers; size differs: y: 0.9"
+    assert verdict.told == "holds: speed; undecided: answers; size differs: y: 0.9"
     assert answered(place, {**TOO_FAST, "regime": "speed"}, unshown).verdict == FAILS
-    alone = answered(place, unshown)
-    assert (alone.verdict, alone.told) == (OPEN, "undecided: z: -0.025")
+
+
+def test_too_few_documents_are_told_with_the_most_that_a_part_asks_for(place: Path) -> None:
+    part = {**ANSWERS, "what": "z", "expect": {"above": -0.01}}
+    alone = answered(place, part)
+    # 1.5 points from the bound, 2.5% changed (Connor's equation 1):
+    # ((1.6449 sqrt(0.025) + 0.8416 sqrt(0.025 - 0.015^2)) / 0.015)^2 = 684.8.
+    told = "z: -0.025; the largest asks for 685 documents"
+    assert (alone.verdict, alone.told) == (TOO_FEW, told)
+
+    def win_one(run: dict[str, Any]) -> None:
+        run["scores"]["quiz"]["acc,none"]["5"] = float(run["label"] == "new")
+        run["results"]["quiz"]["acc,none"] = 39 / 40
+
+    change(place, win_one)
+    level = {**ANSWERS, "what": "y", "expect": {"below": 0}}
+    # One lost and one won: at 0 the figure is the bound; 5% changed, a point from the other:
+    # ((1.6449 sqrt(0.05) + 0.8416 sqrt(0.05 - 0.01^2)) / 0.01)^2 = 3089.3.
+    told = "y: 0, z: 0; the largest asks for 3,090 documents, no number decides 1 of 2"
+    assert answered(place, level, part).told == told
+    assert answered(place, level).told == "y: 0; no number decides 1 of 1"
+
+
+def test_only_what_no_number_of_documents_answers_is_not_testable(place: Path) -> None:
+    (place / "alike.json").write_text(json.dumps({"rows": [{"cosine": 0.4}]}))
+    premise = {"what": "cosine", "file": "alike.json", "column": "cosine", "least": 0.5}
+    gated = {**FASTER, "regime": "g", "premise": {**premise, "why": "not alike"}}
+    open_part = {**ANSWERS, "what": "z", "expect": {"above": -0.01}, "regime": "o"}
+    why = "cosine is 0.4: not alike"
+    # In one setting a closed gate stays closed, however many documents the other part gets.
+    for claim in (
+        [gated],
+        [gated, {**open_part, "regime": "g"}],
+        [gated, {**FASTER, "regime": "g"}],
+    ):
+        verdict = answered(place, *claim)
+        assert (verdict.verdict, verdict.told) == (OPEN, why)
+    verdict = answered(place, gated, open_part)
+    told = f"z: -0.025; the largest asks for 685 documents; {why}"
+    assert (verdict.verdict, verdict.told) == (TOO_FEW, told)
+    verdict = answered(place, gated, open_part, {**FASTER, "regime": "h"})
+    told = f"holds: h; undecided: o; not testable: g; {why}"
+    assert (verdict.verdict, verdict.told) == (DEPENDS, told)
 
 
 @pytest.mark.parametrize("alike", [0.4, 0.6])

@@ -39,9 +39,9 @@ from tools.claims.statistics import (
     mean_test,
 )
 
-HOLDS, SIZE, DEPENDS, FAILS, OPEN = VERDICTS = (
-    *("holds", "direction holds, size differs", "depends on the regime"),
-    *("does not hold", "not testable on these models"),
+HOLDS, SIZE, DEPENDS, FAILS, TOO_FEW, OPEN = VERDICTS = (
+    *("holds", "direction holds, size differs", "depends on the regime", "does not hold"),
+    *("undecided: too few documents", "not testable here"),
 )
 _TO_TELL = 2.4864749
 """Standard errors to a bound that is passed at 5% in four of five cases: z of 5% and of 20%."""
@@ -436,7 +436,7 @@ class Verdict:
     answers: tuple[Answer, ...]
     verdict: str
     told: str
-    """By what the size differs, which regimes it depends on, or what the models lack."""
+    """By what the size differs, which regimes it depends on, what is undecided or not testable."""
 
     @property
     def counted(self) -> list[Answer]:
@@ -552,35 +552,50 @@ def _of_regimes(counted: Sequence[Answer]) -> tuple[str, str]:
     by_regime: dict[str, list[Answer]] = {}
     for answer in counted:
         by_regime.setdefault(answer.part.regime, []).append(answer)
-    names: dict[str, list[str]] = {HOLDS: [], FAILS: [], OPEN: []}
+    names: dict[str, list[str]] = {HOLDS: [], FAILS: [], UNDECIDED: [], GATED: []}
     for regime, parts in by_regime.items():
         names[_direction(parts)].append(regime)
+    gates = dict.fromkeys(a.gate for a in counted if a.gate and a.part.regime in names[GATED])
     if not names[HOLDS]:
         if names[FAILS]:
             failing = (a for a in counted if a.verdict == FAILS and not a.part.size)
             return FAILS, ", ".join(a.part.what for a in failing)
-        return OPEN, _why_open(counted) or "the samples cannot answer it"
+        if names[UNDECIDED]:
+            return TOO_FEW, "; ".join([_undecided(counted), *gates])
+        return OPEN, "; ".join(gates) or "no part of it counts"
     sizes = [
         a for a in counted if a.part.size and a.verdict == FAILS and a.part.regime in names[HOLDS]
     ]
     told = [f"{a.part.what}: {_rough(a.estimate.figure)}" for a in sizes]
-    if names[FAILS] or names[OPEN]:
-        said = {HOLDS: HOLDS, FAILS: FAILS, OPEN: "not shown"}
-        split = [f"{said[word]}: {' / '.join(each)}" for word, each in names.items() if each]
-        unshown = [a for a in counted if a.part.regime in names[OPEN]]
-        gates = _why_open([a for a in unshown if a.gate])
+    if names[FAILS] or names[UNDECIDED] or names[GATED]:
+        split = [f"{word}: {' / '.join(each)}" for word, each in names.items() if each]
         sized = [f"size differs: {', '.join(told)}"] if told else []
-        return DEPENDS, "; ".join([*split, *([gates] if gates else []), *sized])
+        return DEPENDS, "; ".join([*split, *gates, *sized])
     open_parts = [a.part.what for a in counted if a.verdict == UNDECIDED]
     told += [f"{UNDECIDED}: {', '.join(open_parts)}"] if open_parts else []
     return SIZE if sizes else HOLDS, "; ".join(told)
 
 
-def _why_open(parts: Sequence[Answer]) -> str:
-    """Return why these parts show nothing: what the models lack, and uncounted figures."""
-    gates = dict.fromkeys(answer.gate for answer in parts if answer.gate)
-    uncounted = [f"{a.part.what}: {_rough(a.estimate.figure)}" for a in parts if _is_uncounted(a)]
-    return "; ".join([*gates, *([f"{UNDECIDED}: {', '.join(uncounted)}"] if uncounted else [])])
+def _undecided(parts: Sequence[Answer]) -> str:
+    """Return the figures that these samples leave undecided, and the most documents one asks for.
+
+    A figure at its bound asks for no number.
+    """
+    undecided = [answer for answer in parts if answer.verdict == UNDECIDED]
+    told = ", ".join(f"{a.part.what}: {_rough(a.estimate.figure)}" for a in undecided)
+    asked = [number for each in undecided if (number := _needed(each)) is not None]
+    without = len(undecided) - len(asked)
+    most = [f"the largest asks for {max(asked):,} documents"] if asked else []
+    none = [f"no number decides {without} of {len(undecided)}"] if without else []
+    return "; ".join([told, ", ".join([*most, *none])])
+
+
+def _needed(answer: Answer) -> int | None:
+    """Return how many samples a part asks for (*for 80%*); None where no number decides it."""
+    expect = answer.part.expect
+    bounds = [end for end in (expect.above, expect.below) if end is not None]
+    needed = answer.estimate.documents_needed(bounds) if _is_tested(answer.part) else None
+    return None if needed is None else max(needed, 2)
 
 
 def _is_uncounted(answer: Answer) -> bool:
@@ -596,17 +611,19 @@ def _ends(part: Part) -> tuple[float, float]:
 
 
 def _direction(parts: Sequence[Answer]) -> str:
-    """Return whether what shows a direction holds in one regime; OPEN where that is not shown.
+    """Return whether what shows a direction holds in one regime, or why that is not shown.
 
-    A part that fails is enough. A part that the models cannot answer, or whose figure is not the
-    claim's though the sample cannot answer, leaves open what the others say.
+    A part that fails is enough. A part that the models cannot answer leaves open what the others
+    say, whatever the number of documents; so does, until there are enough, a part whose figure is
+    not the claim's though the sample cannot answer.
     """
     asked = [answer for answer in parts if not answer.part.size] or parts
     words = {answer.verdict for answer in asked}
     if FAILS in words:
         return FAILS
-    is_open = GATED in words or any(map(_is_uncounted, asked))
-    return HOLDS if HOLDS in words and not is_open else OPEN
+    if GATED in words:
+        return GATED
+    return HOLDS if HOLDS in words and not any(map(_is_uncounted, asked)) else UNDECIDED
 
 
 # --- the page ---
@@ -621,18 +638,23 @@ fewer than {answers} answers, or of fewer than {samples} other samples that do n
 side of what is claimed: their probability of error may be twice the nominal. *Least p* is the
 smallest p that as many answers could have given. *p of all* is the p corrected over all {parts}
 tested parts of all claims. *For 80%* is how many samples would detect the measured figure in four
-of five cases (one-sided 5%, one part alone). Parts in *italics* are reported but do not count
-towards the verdict. Perplexities are at {per_word:g} tokens a word, as in papers' tokenizers
-(`tiny`'s has 2.04). A part is *undecided* if its sample cannot answer it, and *not testable* if the
-models cannot: random experts throughout would lose less than the paper reports, or what the claim
-supposes is missing. Whole runs lie *inside* or *outside* of what is claimed, without a test.
+of five cases (one-sided 5%, one part alone, before any correction), by a normal approximation:
+where a few samples lie far from the others, the tests ask for more. A figure at its bound has no
+such number. Parts in *italics* are reported but do not count towards the verdict. Perplexities are
+at {per_word:g} tokens a word, as in papers' tokenizers (`tiny`'s has 2.04). A part is *undecided*
+if its sample cannot answer it, and *not testable* if the models cannot: random experts throughout
+would lose less than the paper reports, or what the claim supposes is missing. Whole runs lie
+*inside* or *outside* of what is claimed, without a test.
 
-A claim has one of five verdicts. *Holds*: every answered part holds, the models can answer each,
+A claim has one of six verdicts. *Holds*: every answered part holds, the models can answer each,
 and no undecided part has a figure that contradicts the claim. *Direction holds, size differs*: the
-parts about the direction hold, and a part about the size does not (the difference follows).
-*Depends on the regime*: it holds in some of the tested settings or halves, and fails or is not
-shown in others. *Does not hold*: a part about the direction fails in every setting. *Not testable
-on these models*: no part is answered, or a necessary one cannot be.
+answered parts about the direction hold, and a part about the size does not (the difference
+follows). *Depends on the regime*: it holds in some of the tested settings or halves, and fails, is
+undecided or is not testable in others. *Does not hold*: a part about the direction fails in every
+setting that the runs answer. *Undecided: too few documents*: no setting holds or fails, as no part
+is answered or the figure of an undecided one contradicts the claim; the number is the most that an
+undecided part asks for (*for 80%*). *Not testable here*: no number of documents would answer it,
+as the models lack what it supposes, or as it reads another claim's figure again.
 
 p values speak of other documents of the same kind, never of another model. There are two models:
 `tiny`, by version, and, for some parts on quality, Gemma 3 270M carved into experts."""
@@ -669,7 +691,7 @@ def page(claims: Claims, verdicts: Sequence[Verdict]) -> str:
             figures.append(f"No figures: {each.told}.")
 
     counts = Counter(each.verdict for each in verdicts)
-    told = ", ".join(f"{counts[word]} {word}" for word in VERDICTS if counts[word])
+    told = "; ".join(f"{counts[word]} {word}" for word in VERDICTS if counts[word])
     tested = [a for each in verdicts for a in each.answers if _counts(a.part)]
     surviving, answered = standing(tested)
     lines = [
@@ -775,9 +797,8 @@ def _row(answer: Answer) -> str:
     by = estimate.by + (", *few*" if answer.is_small else "")
     cells = [f"{style}{part.what}{style}", figure, f"{low} to {high}", f"{measured} {claimed}"]
     verdict = answer.verdict + (f": {answer.gate}" if answer.gate else "")
-    bounds = [end for end in (expect.above, expect.below) if end is not None]
-    needed = estimate.documents_needed(bounds) if _is_tested(part) else None
-    enough = "" if needed is None else f"{max(needed, 2):,}"
+    needed = _needed(answer)
+    enough = "" if needed is None else f"{needed:,}"
     return line([*cells, *chances, by, enough, answer.model, verdict, source])
 
 
