@@ -2,9 +2,13 @@
 
 from abc import ABC
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
+
+from lm_eval_moecache.records.arrays import DoubleArray
 from lm_eval_moecache.records.artifact import Artifact
 from lm_eval_moecache.records.geometry import Geometry
 
@@ -38,3 +42,24 @@ class Algorithm(ABC):
     def get_ready(self) -> None:
         """Load or make machine code that decides, before a run that must not pause for it."""
         return
+
+
+class OverRows(Algorithm):
+    """A rule that decides the tokens of many rows at once, each by its own residents."""
+
+    num_kept: ClassVar[int] = 0
+    """How many numbers the rule keeps of each layer, all 0 at first: `Tokens.state`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.state: DoubleArray = np.zeros((self.geometry.num_layers, self.num_kept))
+
+    def anew(self) -> Any:
+        """Return the rule as it was made: it keeps nothing but `state`."""
+        twin = copy(self)
+        twin.state = np.zeros_like(self.state)
+        return twin
+
+    def kept(self, layer: int, num_tokens: int) -> DoubleArray:
+        """Return what the rule, of a single row, keeps for its next event, [1, numbers]."""
+        return self.state[layer, None]

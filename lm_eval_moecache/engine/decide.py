@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, MissOverRows, weight_shares
+from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, weight_shares
+from lm_eval_moecache.algorithms.parameters import OverRows
 from lm_eval_moecache.algorithms.policy import Policy
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.algorithms.registry import is_own
-from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm, RoutingOverRows
+from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, each_token, softmax
 from lm_eval_moecache.records.event import (
     DROPPED,
@@ -41,7 +42,7 @@ class Rules:
 
         def made(axis: str) -> Any:
             rule = getattr(like, axis, None)
-            if isinstance(rule, RoutingOverRows | MissOverRows) and is_own(type(rule)):
+            if isinstance(rule, OverRows) and is_own(type(rule)):
                 return rule.anew()
             return getattr(policy, axis).build(geometry, seed)
 

@@ -495,7 +495,8 @@ class WrappedModel:
             weights, logits = host.weights, UNSEEN_SCORES if host.logits is None else host.logits
             assert weights is not None, "a lossy policy without weights"
             chosen = host.experts, weights, logits, host.predicted
-            return self._changed_rows(layer, output, self._together.run(layer, *chosen), host)
+            selection = self._together.run(layer, *chosen, **self._weigh[layer])
+            return self._changed_rows(layer, output, selection, host)
         choices: list[tuple[int, Selection | None]] = []
         for part in self._parts:
             event, engine = self._event_of_part(layer, host, part), part.row.engine

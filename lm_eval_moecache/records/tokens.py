@@ -10,7 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm_eval_moecache.records.arrays import BoolArray, DoubleArray, FloatArray, IntArray, each_token
+from lm_eval_moecache.records.arrays import (
+    BoolArray,
+    DoubleArray,
+    FloatArray,
+    IntArray,
+    Weigh,
+    each_token,
+    softmax_weights,
+)
 from lm_eval_moecache.records.event import DROPPED, NO_PREDICTIONS, Event, resident_mask
 
 NO_STATE: DoubleArray = np.zeros((0, 0))
@@ -35,9 +43,11 @@ class Tokens(NamedTuple):
     """[tokens, experts]: what a miss rule is asked about. Experts that are neither resident nor
     absent are on their way, and waited for."""
     state: DoubleArray
-    """[rows, numbers]: what the rule keeps of this layer. It may be changed."""
+    """[rows, numbers]: what the rule keeps of this layer (`OverRows.kept`). It may be changed."""
     predicted: Mapping[int, FloatArray] = NO_PREDICTIONS
     """Target layer -> predicted logits [tokens, experts], as in `Event`."""
+    weigh: Weigh = softmax_weights
+    """The model family's rule for the weights of chosen experts."""
 
     @property
     def by_row(self) -> tuple[int, int]:
@@ -63,7 +73,7 @@ def tokens_of(
     state: DoubleArray,
     absent: Container[int] | None = None,
 ) -> Tokens:
-    """Return the tokens of one event; `state` [layers, numbers] is changed with theirs."""
+    """Return the tokens of one event; `state` [1, numbers] is changed with theirs."""
     size, layer = (len(event.experts), num_experts), event.layer
     is_resident = resident_mask(layer, num_experts, resident)
     is_absent = ~is_resident if absent is None else resident_mask(layer, num_experts, absent)
@@ -72,5 +82,5 @@ def tokens_of(
     else:
         is_resident, is_absent = is_resident[None], is_absent[None]
     given = event.experts, event.weights, event.logits, is_resident, is_absent
-    own = state[layer : layer + 1]
-    return Tokens(layer, event.phase, (event.pass_index,), *given, own, event.predicted)
+    seen = event.predicted, event.weigh
+    return Tokens(layer, event.phase, (event.pass_index,), *given, state, *seen)

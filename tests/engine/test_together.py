@@ -40,10 +40,13 @@ ROUTINGS = [
     for name in algorithm_names("routing")
     if issubclass(find_algorithm("routing", name), RoutingOverRows)
 ]
-MORE = {"expert_budget": {"miss.budget": 2}}
-"""Without it one token loses nothing."""
+MORE = {
+    # Without it one token loses nothing.
+    "expert_budget": {"miss.budget": 2},
+    "commit": {"prefetch": "predictor"},
+}
 CASES: list[dict[str, Any]] = [
-    *({"routing": name} for name in ROUTINGS),
+    *({"routing": name, **MORE.get(name, {})} for name in ROUTINGS),
     *({"miss": name, **MORE.get(name, {})} for name in MISSES),
     *(
         {"routing": routing, "miss": miss, "prefetch": prefetch, "eviction": eviction}
@@ -56,6 +59,9 @@ CASES: list[dict[str, Any]] = [
         )
     ),
     {"routing": "pre_gated", "prefetch": "next_gate", "miss": "drop"},
+    {"routing": "commit", "routing.weights": "owa", "miss": "drop", **MORE["commit"]},
+    {"routing": "commit", "routing.tokens": "mispredicted", **MORE["commit"]},
+    {"routing": "commit", "routing.scores": "router", "miss": "buddy", **MORE["commit"]},
     {"routing": "cache_prior", "routing.delta": "token"},
     {"routing": "cache_prior", "routing.delta": "mean"},
     {"routing": "cache_prior", "routing.logit_range": 2.5},
@@ -84,12 +90,16 @@ def engines_of(case: Mapping[str, Any]) -> list[VirtualEngine]:
     return [VirtualEngine(GEOMETRY, setting) for _ in range(ROWS)]
 
 
-def step_of(step: int, layer: int, depth: int) -> Event:
-    """Return an event with a token of each row, with ties between its logits."""
+def step_of(step: int, layer: int, depth: int, wraps: bool) -> Event:
+    """Return an event with a token of each row, with ties between its logits.
+
+    `wraps`: the last layer predicts the next token's first one.
+    """
     rng = np.random.default_rng((step, layer))
     rows = np.arange(ROWS)[:, None]
     logits = (np.sin(np.arange(12) * (1 + rows)) * 2 + rng.normal(size=(ROWS, 12))).round(1)
-    ahead = range(layer + 1, min(layer + depth, 2) + 1)
+    ahead = [*range(layer + 1, min(layer + depth, 2) + 1)]
+    ahead += [0] if wraps and layer == 2 else []
     predicted = {at: rng.normal(size=(ROWS, 12)).round(1).astype(np.float32) for at in ahead}
     return make_event(GEOMETRY, step, layer, logits, DECODE, predicted)
 
@@ -134,21 +144,22 @@ def figures(engine: VirtualEngine) -> list[Any]:
 def compare(case: Mapping[str, Any]) -> int:
     """Serve the same steps both ways; return how many selections were changed."""
     alone, rows = engines_of(case), engines_of(case)
-    changed, together = 0, None
+    changed, together, first = 0, None, alone[0]
     for step in range(STEPS):
-        # Some rows end earlier than others.
-        live = [row for row in range(ROWS) if row != 1 or step < 4]
+        # Some rows end earlier than others, and some come later.
+        live = [row for row in range(ROWS) if (row != 1 or step < 4) and (row != 3 or step > 1)]
         for engine in [*(alone[row] for row in live), *(rows[row] for row in live)]:
             engine.begin_pass(DECODE, 1)
         served = [rows[row] for row in live]
         together = serving(served, together)
         assert together is not None
         for layer in range(GEOMETRY.num_layers):
-            event = step_of(step, layer, alone[0].depth)
+            event = step_of(step, layer, first.depth, first.rules.prefetch.uses_predictor)
             plans = []
             for row in live:
                 alone[row].enter(layer, 1)
-                plans.append(alone[row].run(own_event(event, row)))
+                own = own_event(event, row)._replace(pass_index=alone[row].record.index)
+                plans.append(alone[row].run(own))
             predicted = {at: values[live] for at, values in event.predicted.items()}
             given = event.experts[live], event.weights[live], event.logits[live], predicted
             selection = together.run(layer, *given)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Container, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -18,7 +17,7 @@ from lm_eval_moecache.algorithms.costs import (
     choose_once,
     substitutes,
 )
-from lm_eval_moecache.algorithms.parameters import Algorithm
+from lm_eval_moecache.algorithms.parameters import Algorithm, OverRows
 from lm_eval_moecache.records.arrays import BoolArray, DoubleArray, FloatArray, IntArray, softmax
 from lm_eval_moecache.records.event import DROPPED, Event, Fetch, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
@@ -97,24 +96,11 @@ class MissAlgorithm(Algorithm):
         return [0] * len(keys)
 
 
-class MissOverRows(MissAlgorithm):
+class MissOverRows(OverRows, MissAlgorithm):
     """Base of the rules that decide the tokens of many rows at once, each by its own residents.
 
     What they still execute and is absent is loaded, at full precision and in order of need.
     """
-
-    num_kept: ClassVar[int] = 0
-    """How many numbers the rule keeps of each layer, all 0 at first: `Tokens.state`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.state = np.zeros((self.geometry.num_layers, self.num_kept))
-
-    def anew(self) -> MissOverRows:
-        """Return the rule as it was made: it keeps nothing but `state`."""
-        twin = copy(self)
-        twin.state = np.zeros_like(self.state)
-        return twin
 
     @abstractmethod
     def choose(self, tokens: Tokens) -> Selection | None:
@@ -128,7 +114,8 @@ class MissOverRows(MissAlgorithm):
         self, event: Event, absent: Sequence[int], resident: Container[int]
     ) -> Resolution | None:
         num_experts = self.geometry.num_experts
-        selection = self.choose(tokens_of(event, resident, num_experts, self.state, absent))
+        kept = self.kept(event.layer, event.num_tokens)
+        selection = self.choose(tokens_of(event, resident, num_experts, kept, absent))
         if selection is None:
             return None
         fetch = still_needed(event, absent, selection.experts, selection.keep, num_experts)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection
-from copy import copy
 from functools import cached_property
 from typing import Annotated, ClassVar
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.costs import NO_SCORES, RankCost, cheapest, choose_once
-from lm_eval_moecache.algorithms.parameters import Algorithm
+from lm_eval_moecache.algorithms.parameters import Algorithm, OverRows
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, each_token, softmax
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.ranges import Range
@@ -47,23 +46,11 @@ class RoutingAlgorithm(Algorithm):
         """
 
 
-class RoutingOverRows(RoutingAlgorithm):
+class RoutingOverRows(OverRows, RoutingAlgorithm):
     """Base of the rules that decide the tokens of many rows at once, each by its own residents."""
 
-    num_kept: ClassVar[int] = 0
-    """How many numbers the rule keeps of each layer, all 0 at first: `Tokens.state`."""
     uses_residents: ClassVar[bool] = True
     """Whether it looks at the residents: else all tokens of a text may choose at once."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.state = np.zeros((self.geometry.num_layers, self.num_kept))
-
-    def anew(self) -> RoutingOverRows:
-        """Return the rule as it was made: it keeps nothing but `state`."""
-        twin = copy(self)
-        twin.state = np.zeros_like(self.state)
-        return twin
 
     @abstractmethod
     def choose(self, tokens: Tokens) -> Selection | None:
@@ -73,7 +60,8 @@ class RoutingOverRows(RoutingAlgorithm):
         """
 
     def select(self, event: Event, resident: Collection[int]) -> Selection | None:
-        return self.choose(tokens_of(event, resident, self.geometry.num_experts, self.state))
+        kept = self.kept(event.layer, event.num_tokens)
+        return self.choose(tokens_of(event, resident, self.geometry.num_experts, kept))
 
 
 class RoutingByCost(RoutingOverRows):

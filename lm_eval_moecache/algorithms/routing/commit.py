@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
-from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray
-from lm_eval_moecache.records.event import DECODE, Event
+from lm_eval_moecache.algorithms.routing.base import RoutingOverRows
+from lm_eval_moecache.records.arrays import BoolArray, DoubleArray, FloatArray, IntArray, each_token
+from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Positive, Range
 from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 MostRight = Annotated[
     int, Range(least=0, below="top_k", why=": where all are right nothing is replaced")
 ]
 
 
-class Commit(RoutingAlgorithm):
+class Commit(RoutingOverRows):
     """Executes the experts predicted at the previous layer, without fallback.
 
     CommitMoE sections 4.1 to 4.3. A token's first layer is predicted at the previous token's last
@@ -88,40 +89,49 @@ class Commit(RoutingAlgorithm):
                 f"lie between 1 and top_k - 1 = {top_k - 1}: OWA is for predictions that are right "
                 "in part."
             )
-        self._decided: FloatArray | None = None
-        self._due = (-1, -1)
+        self.state = np.zeros((1, 1 + geometry.num_experts))
+        """Of each token: the number of the event that is decided, from 1, and by which logits."""
 
-    def select(self, event: Event, resident: Container[int]) -> Selection | None:
-        decided = self._decided if self._due == (event.pass_index, event.layer) else None
-        after = (event.layer + 1) % self.geometry.num_layers
-        self._decided = event.predicted.get(after)
-        self._due = (event.pass_index + (after == 0), after)
-        if decided is None or len(decided) != event.num_tokens:
-            return None
-        if event.layer == 0 and event.phase != DECODE:
+    def kept(self, layer: int, num_tokens: int) -> DoubleArray:
+        if len(self.state) != num_tokens:
+            self.state = np.zeros((num_tokens, self.state.shape[1]))
+        return self.state
+
+    def choose(self, tokens: Tokens) -> Selection | None:
+        num_layers, (_, per_row) = self.geometry.num_layers, tokens.by_row
+        number = np.array(tokens.passes).repeat(per_row) * num_layers + tokens.layer + 1
+        is_decided = tokens.state[:, :1] == number[:, None]
+        decided = tokens.state[:, 1:].astype(np.float32)
+        ahead = tokens.predicted.get((tokens.layer + 1) % num_layers)
+        tokens.state[:, 0] = 0
+        if ahead is not None:
+            tokens.state[:, 0], tokens.state[:, 1:] = number + 1, ahead
+        if not is_decided.any() or (tokens.layer == 0 and tokens.phase != DECODE):
             return None
         best = np.argsort(-decided, axis=-1, kind="stable")[:, : self.geometry.top_k]
-        weights = self._weigh(event, decided, best)
+        weights, is_used = self._weigh(tokens, decided, best), is_decided
         if self.tokens == "mispredicted":
-            found = _right(best, event.experts).sum(axis=-1, keepdims=True)
-            wrong = found <= self.most_right
-            best = np.where(wrong, best, event.experts)
-            weights = None if weights is None else np.where(wrong, weights, np.float32(np.nan))
-        return _heaviest_first(event, best, weights)
+            found = _right(best, tokens.experts).sum(axis=-1, keepdims=True)
+            is_used = is_used & (found <= self.most_right)
+        if not is_used.all():
+            best = np.where(is_used, best, tokens.experts)
+            weights = None if weights is None else np.where(is_used, weights, np.float32(np.nan))
+        return _heaviest_first(tokens, best, weights, is_decided)
 
-    def _weigh(self, event: Event, decided: FloatArray, best: IntArray) -> FloatArray | None:
+    def _weigh(self, tokens: Tokens, decided: FloatArray, best: IntArray) -> FloatArray | None:
         """Return the weights [tokens, top_k], or None for those of the router's logits."""
         if (self.scores, self.weights) == ("router", "plain"):
             return None
-        plain = event.weigh(decided if self.scores == "predicted" else event.logits, best)
-        return plain if self.weights == "plain" else self._owa(event, best, plain)
+        plain = tokens.weigh(decided if self.scores == "predicted" else tokens.logits, best)
+        return plain if self.weights == "plain" else self._owa(tokens, best, plain)
 
-    def _owa(self, event: Event, best: IntArray, plain: FloatArray) -> FloatArray:
+    def _owa(self, tokens: Tokens, best: IntArray, plain: FloatArray) -> FloatArray:
         """Adjust the weights [tokens, top_k] of the executed experts by eq. 5 and 6."""
-        true = np.zeros((event.num_tokens, self.geometry.num_experts))
-        np.put_along_axis(true, event.experts, event.weights, axis=-1)
-        right = _right(best, event.experts)
-        own = np.take_along_axis(true, best, axis=-1) * right
+        true = np.zeros(tokens.logits.shape)
+        each = each_token(best)
+        true[each, tokens.experts] = tokens.weights
+        right = _right(best, tokens.experts)
+        own = true[each, best] * right
         total = true.sum(axis=-1, keepdims=True)
         # A token without a correct prediction is never triggered; this avoids its 0 / 0.
         kept = np.maximum(own.sum(axis=-1, keepdims=True), 1e-20)
@@ -132,15 +142,18 @@ class Commit(RoutingAlgorithm):
         return np.where(triggered, scaled * self.alpha2, plain).astype(np.float32)
 
 
-def _heaviest_first(event: Event, best: IntArray, weights: FloatArray | None) -> Selection:
-    """Sort the experts by weight, descending, as miss algorithms and caches expect them."""
-    ruled = event.weigh(event.logits, best)
+def _heaviest_first(
+    tokens: Tokens, best: IntArray, weights: FloatArray | None, is_decided: BoolArray
+) -> Selection:
+    """Sort the experts by weight, descending, as miss algorithms and caches expect them.
+
+    Those of tokens that are not decided [tokens, 1] stay in the router's order.
+    """
+    ruled = tokens.weigh(tokens.logits, best)
     weighed = ruled if weights is None else np.where(np.isnan(weights), ruled, weights)
-    order = np.argsort(-weighed, axis=-1, kind="stable")
-    best = np.take_along_axis(best, order, axis=-1)
-    return Selection(
-        best, weights=None if weights is None else np.take_along_axis(weights, order, axis=-1)
-    )
+    weighed = np.where(is_decided, weighed, 0)
+    each, order = each_token(best), np.argsort(-weighed, axis=-1, kind="stable")
+    return Selection(best[each, order], weights=None if weights is None else weights[each, order])
 
 
 def _right(best: IntArray, experts: IntArray) -> BoolArray:

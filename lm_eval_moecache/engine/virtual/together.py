@@ -20,7 +20,7 @@ from lm_eval_moecache.engine.decide import weights_of
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.engine.virtual.loop import NOTHING
-from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.records.arrays import FloatArray, IntArray, Weigh, softmax_weights
 from lm_eval_moecache.records.event import DECODE, DROPPED
 from lm_eval_moecache.records.jit import Array
 from lm_eval_moecache.records.selection import Selection
@@ -142,16 +142,17 @@ class Together:
         weights: FloatArray,
         logits: FloatArray,
         predicted: Mapping[int, FloatArray],
+        weigh: Weigh = softmax_weights,
     ) -> Selection | None:
         """Serve a layer of all rows; return what they execute if a rule changes it for any.
 
         `experts` and `weights` are [rows, top_k], `logits` and the predictions by layer
-        [rows, experts].
+        [rows, experts]; `weigh` is the model family's rule for weights.
         """
         selection, batch = None, self._batches[layer]
         asked = Tokens(
             *(layer, DECODE, self._passes, experts, weights, logits),
-            *(self._resident, self._absent, NO_STATE, predicted),
+            *(self._resident, self._absent, NO_STATE, predicted, weigh),
         )
         looked_up = executed = asked
         if self._routes:
@@ -195,17 +196,15 @@ class Together:
     def _choose(self, axis: str, tokens: Tokens) -> Selection | None:
         """Let the rule of an axis choose, with what each row's own keeps of the layer."""
         rules = [getattr(engine.rules, axis) for engine in self.engines]
-        if not rules[0].num_kept:
-            chosen: Selection | None = rules[0].choose(tokens)
+        state = rules[0].kept(tokens.layer, 1)
+        if len(rules) == 1 or not state.size:
+            chosen: Selection | None = rules[0].choose(tokens._replace(state=state))
             return chosen
-        if len(rules) == 1:
-            own = rules[0].state[tokens.layer, None]
-            chosen = rules[0].choose(tokens._replace(state=own))
-            return chosen
-        state = np.stack([rule.state[tokens.layer] for rule in rules])
+        kept = [rule.kept(tokens.layer, 1) for rule in rules]
+        state = np.concatenate(kept)
         chosen = rules[0].choose(tokens._replace(state=state))
-        for rule, own in zip(rules, state, strict=True):
-            rule.state[tokens.layer] = own
+        for own, changed in zip(kept, state, strict=True):
+            own[0] = changed
         return chosen
 
     def _changed(self, tokens: Tokens, selection: Selection | None) -> Tokens:
