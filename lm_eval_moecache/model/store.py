@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -45,8 +46,9 @@ class Store(ABC):
     row_T: IntArray | None = None
     """Each token's row in the pass in progress, -1 for padding, where rows are computed to the bits
     that each gets alone; else None."""
-    levels: list[Mapping[int, int] | None] | None = None
-    """With several precisions, layer -> key -> level, for the layer's next event."""
+    levels: list[IntArray | None] | None = None
+    """With several precisions, of each layer's next call the level at which each row executes each
+    expert [rows, experts], -1 where it does not. A row is an equal part of the call's tokens."""
 
     @abstractmethod
     def begin_pass(self, *, decoding: bool, padding: BoolArray | None = None) -> None:
@@ -347,7 +349,7 @@ class LadderStore(Store):
     ) -> None:
         self.stored, self.codecs = stored, codecs
         self.levels = [None] * len(stored)
-        """Layer -> key -> level of its event; None where all are at the best level."""
+        """None where all experts are at the best level."""
         self._kernels = InPlaceStore(implementation, device_type)
         self._decoded: OrderedDict[tuple[int, str, int, int], Tensor] = OrderedDict()
         self._decoded_bytes = 0
@@ -362,31 +364,39 @@ class LadderStore(Store):
     def _run(
         self, layer: int, module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor
     ) -> Tensor:
-        """Run the chosen experts, each at the level of the layer's event.
+        """Run the chosen experts, each at the level at which its row executes it.
 
-        Assignments to experts outside the event (padding, dropped ones) run on another expert:
-        the output at padding positions is discarded, and the weight of a dropped expert is 0.
+        An expert at two levels has two slots. Assignments to experts that a row does not execute
+        (padding, dropped ones) run on its first one: the output at padding positions is discarded,
+        and the weight of a dropped expert is 0.
         """
         assert self.levels is not None
-        levels = self.levels[layer]
+        levels_RE, num_levels = self.levels[layer], len(self.codecs)
         num_experts = len(next(iter(module.parameters(recurse=False))))
-        if levels is None:
-            level_of = dict.fromkeys(torch.unique(index_TK).tolist(), 0)
-        else:
-            level_of = {key % num_experts: level for key, level in levels.items()}
-        experts = sorted(level_of)
-        if not experts:
-            return torch.zeros_like(hidden_TD)
-        slots = {
-            name: torch.stack([self._matrix(layer, module, name, e, level_of[e]) for e in experts])
-            if is_matrices(module, parameter)
-            else parameter[experts]
-            for name, parameter in expert_parameters(module).items()
-        }
+        if levels_RE is None:
+            levels_RE = np.full((1, num_experts), -1)
+            levels_RE[0, torch.unique(index_TK).tolist()] = 0
+        is_executed = levels_RE >= 0
         # Slots in ascending order of expert: kernels sort, and rows keep their usual order.
-        table_E = torch.zeros(num_experts, dtype=index_TK.dtype)
-        table_E[experts] = torch.arange(len(experts), dtype=index_TK.dtype)
-        slot_TK = table_E.to(index_TK.device)[index_TK]
+        numbers_RE = np.arange(num_experts) * num_levels + levels_RE
+        numbers, slot_of = np.unique(numbers_RE[is_executed], return_inverse=True)
+        if not len(numbers):
+            return torch.zeros_like(hidden_TD)
+        pairs = [divmod(number, num_levels) for number in numbers.tolist()]
+        with torch._C.DisableTorchFunction():
+            slots = {
+                name: torch.stack([self._matrix(layer, module, name, *pair) for pair in pairs])
+                if is_matrices(module, parameter)
+                else parameter[[expert for expert, _ in pairs]]
+                for name, parameter in expert_parameters(module).items()
+            }
+        table_RE = np.zeros_like(levels_RE)
+        table_RE[is_executed] = slot_of
+        first_R1 = np.take_along_axis(table_RE, is_executed.argmax(-1)[:, None], -1)
+        table_RE = np.where(is_executed, table_RE, first_R1)
+        rows_T1 = np.arange(len(index_TK))[:, None] * len(table_RE) // len(index_TK)
+        sent = [torch.from_numpy(each).to(index_TK.device) for each in (table_RE, rows_T1)]
+        slot_TK = sent[0].to(index_TK.dtype)[sent[1], index_TK]
         return self._kernels.run(OnSlots(module, slots), hidden_TD, slot_TK, w_TK)
 
     def _matrix(self, layer: int, module: nn.Module, name: str, expert: int, level: int) -> Tensor:

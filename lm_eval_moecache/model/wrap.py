@@ -157,6 +157,8 @@ class WrappedModel:
         self.mixes_lengths = not self._is_exact or attention == "sdpa"
         """Whether rows of different lengths may stand side by side."""
         self._parts: list[Part] = []
+        self._num_rows, self._places = 1, [0]
+        """Number of rows of the pass in progress that may be served separately, and which are."""
         self._together: Together | None = None
         """Serves the layers of all rows of the pass in progress at once, where that goes."""
         self._begun: Together | None = None
@@ -270,6 +272,7 @@ class WrappedModel:
         if self.rows is not None:
             self._begin_rows(input_ids, mask, past_length)
             return
+        self._num_rows, self._places = 1, [0]
         self._scanning = self.scan_scoring and phase == PREFILL
         # A recorder reads hidden states, which are not kept until the end of the pass.
         self._waits = engine.can_defer and not self._scanning and recorder is None
@@ -348,9 +351,11 @@ class WrappedModel:
             positions = positions_of(input_ids, mask, past_length).ravel()
             positions = positions if self._valid is None else positions[self._valid]
         self._parts, start = [], 0
-        for row, count in zip(owners, counts, strict=True):
+        self._num_rows, self._places = len(owners), []
+        for place, (row, count) in enumerate(zip(owners, counts, strict=True)):
             if row is None or not count:
                 continue
+            self._places.append(place)
             own = None if positions is None else positions[start : start + count]
             self._parts.append(Part(row, start, start + count, own))
             start += count
@@ -452,7 +457,7 @@ class WrappedModel:
         part.row.noted[-1].events.append((event, logits, noted))
 
     def _router_hook(self, layer: int) -> Callable[[nn.Module, Any, Any], Any]:
-        levels, gate = self._store.levels, self._layers[layer].gate
+        gate = self._layers[layer].gate
 
         def hook(router: nn.Module, args: Any, output: Any) -> Any:
             if not self._num_tokens:
@@ -476,13 +481,13 @@ class WrappedModel:
                 row_logits = self._rows(gate.read(output).logits.half())
                 self.recorder.add(event, row_logits, predict, args[0], self._rows)
             if self._scanning:
-                selection, executed_levels = engine.scan(event), None
+                # Its tokens' lossless misses load the best level.
+                selection = engine.scan(event)
+                self._tell_levels(layer, None)
             else:
                 plan = engine.run(event)
-                selection, executed_levels = plan.selection, plan.levels
-            if levels is not None:
-                # None after a scan: its tokens' lossless misses load the best level.
-                levels[layer] = executed_levels
+                selection = plan.selection
+                self._tell_levels(layer, [plan.levels])
             if selection is None:
                 return None
             return self._changed(layer, output, selection, event)
@@ -496,8 +501,11 @@ class WrappedModel:
             assert weights is not None, "a lossy policy without weights"
             chosen = host.experts, weights, logits, host.predicted
             selection = self._together.run(layer, *chosen, **self._weigh[layer])
+            if self._store.levels is not None:
+                self._tell_levels(layer, self._together.levels_of(layer))
             return self._changed_rows(layer, output, selection, host)
         choices: list[tuple[int, Selection | None]] = []
+        levels: list[Mapping[int, int] | None] = []
         for part in self._parts:
             event, engine = self._event_of_part(layer, host, part), part.row.engine
             assert engine is not None
@@ -505,9 +513,29 @@ class WrappedModel:
             engine.enter(layer, event.num_tokens)
             plan = engine.run(event)
             choices.append((event.num_tokens, plan.selection))
-            if self._store.levels is not None:
-                self._store.levels[layer] = plan.levels
+            levels.append(plan.levels)
+        self._tell_levels(layer, levels)
         return self._changed_rows(layer, output, Selection.join(host.experts, choices), host)
+
+    def _tell_levels(
+        self, layer: int, levels: IntArray | Sequence[Mapping[int, int] | None] | None
+    ) -> None:
+        """Tell a store of several precisions at which level the rows served execute each expert.
+
+        `levels` are [rows, experts], key -> level of each row, or None for the best level.
+        """
+        if self._store.levels is None or not self.engine.rules.ladder:
+            return
+        self._store.levels[layer] = None
+        if levels is not None:
+            executed = np.full((self._num_rows, self.engine.geometry.num_experts), -1)
+            for place, own in zip(self._places, levels, strict=True):
+                if isinstance(own, Mapping):
+                    keys = np.fromiter(own, np.int64)
+                    executed[place, keys % executed.shape[1]] = [*own.values()]
+                else:
+                    executed[place] = own
+            self._store.levels[layer] = executed
 
     def _changed_rows(
         self, layer: int, output: Any, selection: Selection | None, host: HostCall

@@ -22,6 +22,7 @@ from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import (
     equip,
+    laddered,
     make_event,
     make_geometry,
     make_hardware,
@@ -76,18 +77,30 @@ CASES: list[dict[str, Any]] = [
     {"miss": "substitute_random", "miss.late": "await", "prefetch": "score"},
     {"miss": "substitute_score", "miss.fallback": "drop", "miss.scale": "relative"},
     {"miss": "substitute_cached", "miss.tau": 0.9, "miss.weight": "missing"},
+    {"miss": "drop", "precision": "", "prefetch": "next_gate"},
+    {"routing": "cache_prior", "precision": "", "prefetch": "next_gate"},
+    *(
+        {"miss": name, "miss.upgrade": upgrade, "prefetch": "next_gate"}
+        for name in ("cascade", "fetch_priority")
+        for upgrade in (True, False)
+    ),
+    {"miss": "drop_cascade", "miss.t1": 0.3, "miss.t2": 0.5, "routing": "drop_rank"},
+    {"miss": "drop_cascade", "miss.renormalize": True, "prefetch": "score", "eviction": "score"},
 ]
 
 
 def engines_of(case: Mapping[str, Any]) -> list[VirtualEngine]:
-    policy = equip(policy_of(case), GEOMETRY)
+    given = {key: value for key, value in case.items() if key != "precision"}
+    policy, geometry = equip(policy_of(given), GEOMETRY), GEOMETRY
+    if policy.miss.algorithm.uses_ladder or given != case:
+        geometry = laddered(GEOMETRY)
     setting = Setting(
         policy=policy,
-        capacity=parse_capacity("40%", GEOMETRY),
+        capacity=parse_capacity("40%", geometry),
         hardware=make_hardware(),
         seed=3,
     )
-    return [VirtualEngine(GEOMETRY, setting) for _ in range(ROWS)]
+    return [VirtualEngine(geometry, setting) for _ in range(ROWS)]
 
 
 def step_of(step: int, layer: int, depth: int, wraps: bool) -> Event:
@@ -127,7 +140,7 @@ def executed(selection: Selection | None, event: Event) -> list[Any]:
 def figures(engine: VirtualEngine) -> list[Any]:
     engine.check_integrity()
     pools = [(pool.resident, pool.arriving, pool.loads, pool.evictions) for pool in engine.pools]
-    names = "unused", "predicted", "since", "due"
+    names = "unused", "predicted", "since", "due", "level", "queued_level"
     return [
         [asdict(record) for record in engine.ledger.passes],
         (engine.clock.now, engine.link.busy_s, engine.link.bytes_moved),
@@ -142,7 +155,7 @@ def figures(engine: VirtualEngine) -> list[Any]:
 
 
 def compare(case: Mapping[str, Any]) -> int:
-    """Serve the same steps both ways; return how many selections were changed."""
+    """Serve the same steps both ways; return how many selections or levels were changed."""
     alone, rows = engines_of(case), engines_of(case)
     changed, together, first = 0, None, alone[0]
     for step in range(STEPS):
@@ -168,6 +181,12 @@ def compare(case: Mapping[str, Any]) -> int:
                 expected = executed(plan.selection, own_event(event, row))
                 assert [part[place : place + 1] for part in whole] == expected
                 changed += plan.selection is not None
+                if plan.levels is not None:
+                    levels = together.levels_of(layer)[place]
+                    base = layer * GEOMETRY.num_experts
+                    ran = {base + int(e): int(levels[e]) for e in np.flatnonzero(levels >= 0)}
+                    assert ran == plan.levels
+                    changed += any(ran.values())
         together.end()
         for engine in [*(alone[row] for row in live), *served]:
             engine.end_pass()

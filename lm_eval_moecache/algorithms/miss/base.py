@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -18,7 +19,14 @@ from lm_eval_moecache.algorithms.costs import (
     substitutes,
 )
 from lm_eval_moecache.algorithms.parameters import Algorithm, OverRows
-from lm_eval_moecache.records.arrays import BoolArray, DoubleArray, FloatArray, IntArray, softmax
+from lm_eval_moecache.records.arrays import (
+    BoolArray,
+    DoubleArray,
+    FloatArray,
+    IntArray,
+    each_token,
+    softmax,
+)
 from lm_eval_moecache.records.event import DROPPED, Event, Fetch, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Range
@@ -96,10 +104,13 @@ class MissAlgorithm(Algorithm):
         return [0] * len(keys)
 
 
+NOTHING_HELD: Mapping[int, int] = MappingProxyType({})
+
+
 class MissOverRows(OverRows, MissAlgorithm):
     """Base of the rules that decide the tokens of many rows at once, each by its own residents.
 
-    What they still execute and is absent is loaded, at full precision and in order of need.
+    What they still execute and is absent is loaded, in order of need, at the level of `levels`.
     """
 
     @abstractmethod
@@ -110,15 +121,34 @@ class MissOverRows(OverRows, MissAlgorithm):
         it changes nothing.
         """
 
+    def levels(self, experts: IntArray, weights: FloatArray) -> IntArray:
+        """Return the level that each entry requires, from experts and weights [tokens, top_k]."""
+        return np.zeros(experts.shape, np.int64)
+
+    def predicted_levels(self, logits: FloatArray) -> IntArray:
+        """Return at which level to prefetch each expert for a token, given a gate's predicted
+        logits: [tokens, experts]."""
+        return np.zeros(logits.shape, np.int64)
+
     def resolve(
-        self, event: Event, absent: Sequence[int], resident: Container[int]
+        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
     ) -> Resolution | None:
-        num_experts = self.geometry.num_experts
-        kept = self.kept(event.layer, event.num_tokens)
+        kept, num_experts = self.kept(event.layer, event.num_tokens), self.geometry.num_experts
         selection = self.choose(tokens_of(event, resident, num_experts, kept, absent))
-        if selection is None:
+        if selection is None and not self.uses_ladder:
             return None
-        fetch = still_needed(event, absent, selection.experts, selection.keep, num_experts)
+        executed = event.experts if selection is None else selection.experts
+        live = executed != DROPPED
+        if selection is not None and selection.keep is not None:
+            live &= selection.keep
+        # An expert is loaded once, at the best level that any token requires.
+        never = len(self.geometry.precision)
+        best = np.full(num_experts, never)
+        np.minimum.at(best, executed[live], self.levels(event.experts, event.weights)[live])
+        base = event.layer * num_experts
+        keys, held = (event.keys, resident) if self.upgrade else (absent, NOTHING_HELD)
+        wanted = [(key, int(best[key - base])) for key in keys]
+        fetch = [Fetch(key, level) for key, level in wanted if level < held.get(key, never)]
         return Resolution(fetch, selection)
 
 
@@ -133,7 +163,7 @@ class LosslessMiss(MissAlgorithm):
         return None
 
 
-class LadderMiss(MissAlgorithm):
+class LadderMiss(MissOverRows):
     """Base of the rules that load a token's lesser experts at lower levels of precision.
 
     A prefetched expert gets the best level that any token would require of it by the predicted
@@ -146,47 +176,26 @@ class LadderMiss(MissAlgorithm):
     def levels(self, experts: IntArray, weights: FloatArray) -> IntArray:
         """Return the level that each entry requires, from experts and weights [tokens, top_k]."""
 
+    def choose(self, tokens: Tokens) -> Selection | None:
+        return None
+
     def unpredicted(self, count: int) -> Sequence[int]:
         """Return the levels of keys, most wanted first, of a layer whose gate is not predicted."""
         return [0] * count
 
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
-    ) -> Resolution | None:
-        keys = event.keys if self.upgrade else absent
-        levels = self.levels(event.experts, event.weights)
-        return Resolution(self.fetches(event, keys, levels, event.experts != DROPPED, resident))
+    def predicted_levels(self, logits: FloatArray) -> IntArray:
+        lowest, each = len(self.geometry.precision) - 1, each_token(logits)
+        experts = np.argsort(-logits, axis=-1, kind="stable")[:, : self.geometry.top_k]
+        best = np.full(logits.shape, lowest)
+        levels = self.levels(experts, softmax(logits)[each, experts])
+        best[each, experts] = np.minimum(levels, lowest)
+        return best
 
     def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
-        geometry = self.geometry
         if layer not in event.predicted:
             return self.unpredicted(len(keys))
-        logits = event.predicted[layer]
-        experts = np.argsort(-logits, axis=-1, kind="stable")[:, : geometry.top_k]
-        weights = np.take_along_axis(softmax(logits), experts, axis=-1)
-        best = np.full(geometry.num_experts, len(geometry.precision) - 1)
-        np.minimum.at(best, experts, self.levels(experts, weights))
-        return [int(best[key % geometry.num_experts]) for key in keys]
-
-    def fetches(
-        self,
-        event: Event,
-        keys: Sequence[int],
-        levels: IntArray,
-        live: BoolArray,
-        resident: Mapping[int, int],
-    ) -> list[Fetch]:
-        """Return fetches of the needed keys that are not resident at a sufficient level.
-
-        `levels` [tokens, top_k] are the required levels, `live` whether an entry is executed. An
-        expert is fetched once, at the best level that any token requires.
-        """
-        never = len(self.geometry.precision)
-        best = np.full(self.geometry.num_experts, never)
-        np.minimum.at(best, event.experts[live], levels[live])
-        base = event.layer * self.geometry.num_experts
-        wanted = [(key, int(best[key - base])) for key in keys]
-        return [Fetch(key, level) for key, level in wanted if level < resident.get(key, never)]
+        best = self.predicted_levels(event.predicted[layer]).min(axis=0).tolist()
+        return [best[key % self.geometry.num_experts] for key in keys]
 
 
 Order = Literal["heaviest", "lightest"]
@@ -232,17 +241,6 @@ def absent_entries(event: Event, resident: Container[int], geometry: Geometry) -
 def unless_all(tokens: Tokens, keep: BoolArray, renormalize: bool) -> Selection | None:
     """Drop the entries that `keep` [tokens, top_k] leaves out."""
     return None if keep.all() else Selection(tokens.experts, keep, renormalize)
-
-
-def still_needed(
-    event: Event, absent: Sequence[int], experts: IntArray, keep: BoolArray | None, num_experts: int
-) -> list[Fetch]:
-    """Return full-precision fetches of the absent keys that some token still executes."""
-    live = experts != DROPPED if keep is None else (experts != DROPPED) & keep
-    wanted = np.zeros(num_experts, dtype=bool)
-    wanted[experts[live]] = True
-    base = event.layer * num_experts
-    return [Fetch(key) for key in absent if wanted[key - base]]
 
 
 Budget = Annotated[

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.miss.base import (
-    LadderMiss,
-    Resolution,
-    absent_entries,
-    weight_before,
-)
+from lm_eval_moecache.algorithms.miss.base import LadderMiss, unless_all, weight_before
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
-from lm_eval_moecache.records.event import DROPPED, Event
+from lm_eval_moecache.records.event import DROPPED
 from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 
 @dataclass(eq=False, kw_only=True)
@@ -47,16 +42,9 @@ class DropCascade(LadderMiss):
         self._num_levels = len(self.geometry.precision)
         self._bounds = np.linspace(self.t1, self.t2, self._num_levels, dtype=np.float32)
 
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
-    ) -> Resolution | None:
-        levels = self.levels(event.experts, event.weights)
-        is_absent = absent_entries(event, resident, self.geometry)
-        keep = ~(is_absent & (levels == self._num_levels))
-        live = (event.experts != DROPPED) & keep
-        fetch = self.fetches(event, absent, levels, live, resident)
-        selection = None if keep.all() else Selection(event.experts, keep, self.renormalize)
-        return Resolution(fetch, selection)
+    def choose(self, tokens: Tokens) -> Selection | None:
+        is_beyond = self.levels(tokens.experts, tokens.weights) == self._num_levels
+        return unless_all(tokens, ~(tokens.is_missing & is_beyond), self.renormalize)
 
     def levels(self, experts: IntArray, weights: FloatArray) -> IntArray:
         return np.searchsorted(self._bounds, weight_before(weights, experts != DROPPED))

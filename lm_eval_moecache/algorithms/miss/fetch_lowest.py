@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
-from lm_eval_moecache.records.event import Event, Fetch
+import numpy as np
+
+from lm_eval_moecache.algorithms.miss.base import MissOverRows
+from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.tokens import Tokens
 
 
-class FetchLowest(MissAlgorithm):
+class FetchLowest(MissOverRows):
     """Loads every absent expert at the lowest level of the ladder.
 
     SpecMD section 3.1.2: it "fetches the lowest available precision to minimize latency". This
@@ -20,8 +23,8 @@ class FetchLowest(MissAlgorithm):
     source: ClassVar[str] = "SpecMD section 3.1.2 (fetch-lowest-bit)"
     uses_ladder: ClassVar[bool] = True
 
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
-    ) -> Resolution | None:
-        lowest = len(self.geometry.precision) - 1
-        return Resolution([Fetch(key, lowest) for key in absent])
+    def choose(self, tokens: Tokens) -> Selection | None:
+        return None
+
+    def levels(self, experts: IntArray, weights: FloatArray) -> IntArray:
+        return np.full(experts.shape, len(self.geometry.precision) - 1)

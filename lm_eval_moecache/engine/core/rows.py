@@ -36,6 +36,10 @@ class Rows(NamedTuple):
     """Where it is written where the next layer's experts are: [rows, experts]."""
     awaits: int
     """Whether experts whose prefetch is under way are not absent."""
+    levels: Array
+    """Level that each entry of each row requires, and at which it was then executed."""
+    upgrades: int
+    """Whether residents below that level are loaded again."""
 
 
 def tables_at(like: State, counts: Table, places: Array) -> tuple[State, Table]:
@@ -87,14 +91,16 @@ def close_row(
     number: int,
 ) -> None:
     """Serve a row's event, whose number in its run is given, as rules have decided it."""
-    size = len(rows.numbers)
+    size, seen = len(rows.numbers), count.misses + count.late
     looked_up = spelled_out(state, batch, size + row, number, layer)
     executed = spelled_out(state, batch, 2 * size + row, number, layer)
-    absent = look_up(state, looked_up, count)
+    look_up(state, looked_up, count)
     if state.run[0].lossy:
-        count_changes(state, batch, row, size, absent, count)
-    demands = demanded(state, looked_up, executed, rows.demands, count)
+        count_changes(state, batch, row, size, count.misses + count.late - seen, count)
+    demands = demanded(state, looked_up, executed, rows, row, count)
     close_event(state, rank, executed, demands, demands.stop - demands.start, count)
+    if state.run[0].num_levels > 1:
+        note_levels(state, executed, rows.levels, row)
 
 
 def spelled_out(state: State, batch: PassBatch, place: int, number: int, layer: int) -> BatchEvent:
@@ -137,21 +143,48 @@ def count_changes(
 
 
 def demanded(
-    state: State, looked_up: BatchEvent, executed: BatchEvent, demands: Array, count: Counters
+    state: State,
+    looked_up: BatchEvent,
+    executed: BatchEvent,
+    rows: Rows,
+    row: int,
+    count: Counters,
 ) -> Keys:
     """Pin what is executed; demand what of it is absent, in order of need, and count the rest."""
-    keys, start = looked_up.batch.keys, looked_up.start
-    stop = start
+    keys, start, demands = looked_up.batch.keys, looked_up.start, rows.demands
+    stop, run = start, state.run[0]
     pin(state, keys, executed.start, executed.stop, executed.layer)
     for place in range(start, looked_up.stop):
         key = keys[place]
-        if state.experts[key].resident:
+        slot, is_absent = state.slots[key], state.experts[key].resident == 0
+        if not (is_absent or rows.upgrades):
             continue
-        if is_among(keys, executed.start, executed.stop, key):
-            state.slots[key].demanded = state.run[0].mark
-            state.slots[key].demanded_level = 0
+        if not is_among(keys, executed.start, executed.stop, key):
+            count.avoided += is_absent
+            continue
+        level = required(state, executed, rows.levels, row, key)
+        if is_absent or level < slot.level:
+            slot.demanded = run.mark
+            slot.demanded_level = level
             demands[stop] = key
             stop += 1
-        else:
-            count.avoided += 1
     return Keys(demands, start, stop)
+
+
+def required(state: State, executed: BatchEvent, levels: Array, row: int, key: int) -> int:
+    """Return the best level that an entry of a row requires of an expert."""
+    top_k, best = state.run[0].top_k, state.run[0].num_levels - 1
+    expert = key - executed.layer * state.now[0].num_experts
+    for place in range(top_k):
+        if executed.batch.experts[executed.place * top_k + place] == expert:
+            best = min(best, int(levels[row * top_k + place]))
+    return best
+
+
+def note_levels(state: State, executed: BatchEvent, levels: Array, row: int) -> None:
+    """Write at which level each entry of a row was executed."""
+    top_k, base = state.run[0].top_k, executed.layer * state.now[0].num_experts
+    for place in range(top_k):
+        expert = executed.batch.experts[executed.place * top_k + place]
+        if expert >= 0:
+            levels[row * top_k + place] = state.slots[base + expert].executed_level

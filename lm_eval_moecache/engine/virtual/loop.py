@@ -51,7 +51,9 @@ NOTHING, NO_WEIGHTS = np.zeros(0, np.int64), np.zeros(0, np.float64)
 NOTHING_PROPOSED = NOTHING, np.zeros(1, np.int64)
 NO_KEYS = core.Keys(NOTHING, 0, 0)
 _NO_FLAGS = np.zeros((0, 0), np.uint8)
-NO_ROWS = core.Rows(np.zeros((0, 0), np.int64), NOTHING, NOTHING, _NO_FLAGS, _NO_FLAGS, 0)
+NO_ROWS = core.Rows(
+    np.zeros((0, 0), np.int64), NOTHING, NOTHING, _NO_FLAGS, _NO_FLAGS, 0, NOTHING, 0
+)
 COUNTS_TYPE = dtype_of(core.PassCounts)
 COUNTS = COUNTS_TYPE.names
 MODULES = features, *core.MODULES

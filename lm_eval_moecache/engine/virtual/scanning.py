@@ -121,6 +121,8 @@ def scan(
         resident=resident,
         absent=absent,
         awaits=0,
+        levels=np.zeros(chosen.size, np.int64),
+        upgrades=0,
     )
     task = core_scan.Scan(layer, records[0].index, tokens_before, int(by_cost))
     scores, cost = costs.NO_SCORES, costs.CHEAPEST.compiled(costs.no_cost)

@@ -20,7 +20,13 @@ from lm_eval_moecache.engine.decide import weights_of
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.engine.virtual.loop import NOTHING
-from lm_eval_moecache.records.arrays import FloatArray, IntArray, Weigh, softmax_weights
+from lm_eval_moecache.records.arrays import (
+    FloatArray,
+    IntArray,
+    Weigh,
+    each_token,
+    softmax_weights,
+)
 from lm_eval_moecache.records.event import DECODE, DROPPED
 from lm_eval_moecache.records.jit import Array
 from lm_eval_moecache.records.selection import Selection
@@ -36,7 +42,7 @@ def can_serve(engines: Sequence[Engine]) -> bool:
     asks = type(prefetch).propose_arrays is PrefetchAlgorithm.propose_arrays
     return (
         rules.is_lossy
-        and not (rules.ladder or first.needs_python)
+        and not first.needs_python
         and not (prefetch.is_active and (asks or not is_own(type(prefetch))))
         and _is_over_rows(rules.routing, RoutingOverRows, "select")
         and _is_over_rows(rules.miss, MissOverRows, "resolve")
@@ -75,12 +81,15 @@ class Together:
         rules = self._first.rules
         self._routes = isinstance(rules.routing, RoutingOverRows)
         self._resolves = isinstance(rules.miss, MissOverRows)
+        self._upgrades = rules.ladder and rules.miss.upgrade
         self._weighs = self._first.eviction.uses_weights
         self._resident, self._absent = np.zeros((2, size, geometry.num_experts), dtype=bool)
         self._experts = np.zeros((geometry.num_layers, 3, size, geometry.top_k), np.int64)
         """Of each layer what routers chose, what is looked up and what is executed."""
         self._chosen_weights = np.zeros(self._experts[:, 0].shape, np.float32)
         self._weights = np.zeros(self._experts[0].shape)
+        self._levels = np.zeros(self._weights.shape[1:], np.int64)
+        """Of each entry the level that it requires, then that at which it was executed."""
         scratch = np.zeros((2, self._weights.size), np.int64)
         batch = core.PassBatch(
             first_pass=0,
@@ -107,6 +116,8 @@ class Together:
             resident=self._resident.view(np.uint8),
             absent=self._absent.view(np.uint8),
             awaits=int(rules.miss.awaits_late),
+            levels=self._levels.reshape(-1),
+            upgrades=int(self._upgrades),
         )
 
     @property
@@ -149,7 +160,7 @@ class Together:
         `experts` and `weights` are [rows, top_k], `logits` and the predictions by layer
         [rows, experts]; `weigh` is the model family's rule for weights.
         """
-        selection, batch = None, self._batches[layer]
+        selection, batch, rules = None, self._batches[layer], self._first.rules
         asked = Tokens(
             *(layer, DECODE, self._passes, experts, weights, logits),
             *(self._resident, self._absent, NO_STATE, predicted, weigh),
@@ -158,8 +169,11 @@ class Together:
         if self._routes:
             selection = self._choose("routing", asked)
             looked_up = executed = self._changed(asked, selection)
-        if self._resolves and looked_up.is_missing.any():
+        if self._resolves and (self._upgrades or looked_up.is_missing.any()):
             change = self._choose("miss", looked_up)
+            if rules.ladder:
+                miss: Any = rules.miss
+                self._levels[:] = miss.levels(looked_up.experts, looked_up.weights)
             if change is not None:
                 selection = change if selection is None else change.after(selection)
                 executed = self._changed(looked_up, selection)
@@ -171,12 +185,20 @@ class Together:
                 self._weights[place] = each.weights
         if self._first.depth:
             batch.predict_s[:], batch.proposed_bounds[:] = self._predict_s[layer], 0
-            if predicted and self._first.rules.prefetches:
-                proposed, ends = self._proposed(predicted)
+            if predicted and rules.prefetches:
+                proposed, ends, levels = self._proposed(predicted)
                 batch.proposed_bounds[-len(ends) :] = ends
-                batch = batch._replace(proposed=proposed)
+                batch = batch._replace(proposed=proposed, proposed_levels=levels)
         self._serve(core.CLOSE_ROW, layer, batch)
         return selection
+
+    def levels_of(self, layer: int) -> IntArray:
+        """Return at which level each row has executed the experts of the layer just served: [rows,
+        experts], -1 where it has not."""
+        levels = np.full((len(self.engines), self._resident.shape[1] + 1), -1)
+        # What was dropped has the last place.
+        levels[each_token(levels), self._experts[layer, 2]] = self._levels
+        return levels[:, :-1]
 
     def _serve(self, what: int, layer: int, batch: core.PassBatch) -> None:
         """Do a step of the event of each row, and enter the next layer (see `core.serve_row`)."""
@@ -218,9 +240,17 @@ class Together:
             experts = np.where(selection.keep, experts, DROPPED)
         return tokens._replace(experts=experts, weights=weights)
 
-    def _proposed(self, predicted: Mapping[int, FloatArray]) -> tuple[Array, Array]:
-        """Return what the rows' prefetchers propose: keys, and where those of each row end."""
+    def _proposed(self, predicted: Mapping[int, FloatArray]) -> tuple[Array, Array, Array]:
+        """Return what the rows' prefetchers propose: keys, where those of each row end, and at
+        which levels, if there are several."""
         rules = [engine.rules.prefetch for engine in self.engines]
         logits = np.stack([*predicted.values()], axis=1)
         keys, counts = rules[0].propose_rows(rules, [*predicted], logits)
-        return keys, counts.reshape(len(rules), -1).sum(axis=-1).cumsum()
+        levels, miss = NOTHING, self._first.rules.miss
+        if self._first.rules.ladder:
+            levels = np.zeros(len(keys), np.int64)
+            if isinstance(miss, MissOverRows):
+                by_expert = miss.predicted_levels(logits.reshape(-1, logits.shape[-1]))
+                each = np.arange(len(counts)).repeat(counts)
+                levels = by_expert[each, keys % logits.shape[-1]]
+        return keys, counts.reshape(len(rules), -1).sum(axis=-1).cumsum(), levels

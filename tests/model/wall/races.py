@@ -219,11 +219,11 @@ class Recording:
             lm.model.register_forward_hook(self._end),
             *(layer.router.register_forward_hook(self._routed) for layer in layers),
         ]
-        run = engine.run
+        run, self._told = engine.run, lm.wrapped._store.levels
 
         def noted(event: Any) -> Any:
             plan = run(event)
-            if not lm.wrapped.scan_scoring:
+            if self._told is None and not lm.wrapped.scan_scoring:
                 self.passes[-1].levels.append(plan.levels)
             return plan
 
@@ -246,7 +246,16 @@ class Recording:
         self.passes[-1].logits = output.logits.clone()
 
     def _routed(self, router: Any, args: Any, output: Any) -> None:
-        self.passes[-1].routers.append(output)
+        record = self.passes[-1]
+        record.routers.append(output)
+        if self._told is not None:
+            layer = len(record.levels)
+            told, levels = self._told[layer], None
+            if told is not None:
+                assert len(told) == 1, "rows that are served separately"
+                by_key = enumerate(told[0].tolist(), layer * told.size)
+                levels = {key: level for key, level in by_key if level >= 0}
+            record.levels.append(levels)
 
 
 # --- the judge --------------------------------------------------------------------------------
