@@ -34,6 +34,13 @@ OF_TOP_8 = ("buddymoe", "commitmoe", "commitmoe_deepseek")
 """Compositions with parameters for routers that choose many experts: they run on `tiny`."""
 EVERY = [name for name in policy_names() if not load_policy(name).prefetch.algorithm.needs_draft]
 CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EVERY]
+LADDERS: list[dict[str, Any]] = [
+    {"policy": "hobbit"},
+    {"policy": "on_demand", "miss": "fetch_priority", "miss.upgrade": True},
+    {"policy": "specmd", "miss": "fetch_lowest"},
+    {"policy": "on_demand", "miss": "drop_cascade", "miss.t1": 0.3, "miss.t2": 0.5},
+    {"policy": "on_demand", "routing": "cache_prior", "miss": "cascade", "prefetch": "next_gate"},
+]
 NEAR = {
     **dict.fromkeys(("stall_s", "start_s", "end_s", "link_busy_s", "host_s", "host_wait_s"), 1e-9),
     # A sum of the router's own float32 weights.
@@ -126,11 +133,15 @@ def test_a_request_costs_and_answers_the_same_in_any_batch(
 
 
 def test_a_ladder_gives_each_request_its_own_precisions(checkpoint: Checkpoint) -> None:
-    path = str(checkpoint("olmoe"))
-    given = {"policy": "hobbit", "capacity": "40%", "precision": "int8:int4"}
-    lm = MoECacheLM(path, device="cpu", dtype="float32", max_length=48, batch_size=4, **given)
-    alone = serve(lm, given, all_requests(), 1)
-    assert_same(serve(lm, given, all_requests()[::-1], 4), alone)
+    path, common = str(checkpoint("olmoe")), {"capacity": "40%", "precision": "int8:int4:int2"}
+    lm = MoECacheLM(path, device="cpu", dtype="float32", max_length=48, **LADDERS[0], **common)
+    for own in LADDERS:
+        given = {**own, **common}
+        alone = serve(lm, given, all_requests(), 1)
+        assert_same(serve(lm, given, all_requests()[::-1], 4), alone)
+        assert_same(serve(lm, given, all_requests(), 16), alone)
+        passes = lm.engine.ledger.passes
+        assert 0 < sum(each.low_precision for each in passes) < sum(p.executed for p in passes)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 16])

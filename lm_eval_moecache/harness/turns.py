@@ -51,8 +51,6 @@ def turns_of(config: Config, engine: Engine, recorder: Recorder | None, drafts: 
     ):
         if is_so:
             return Turns(False, 1, why)
-    if engine.rules.ladder:
-        return Turns(True, 1, "an expert has one precision in a batch")
     if not engine.can_defer and config.cache_reset == "never":
         return Turns(True, 1, "cache_reset=never: each answer depends on the request before")
     return Turns(True, None, "")
