@@ -36,6 +36,7 @@ EVERY = [name for name in policy_names() if not load_policy(name).prefetch.algor
 CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EVERY]
 LADDERS: list[dict[str, Any]] = [
     {"policy": "hobbit"},
+    {"policy": "hobbit", "eviction": "arc"},  # is served row by row
     {"policy": "on_demand", "miss": "fetch_priority", "miss.upgrade": True},
     {"policy": "specmd", "miss": "fetch_lowest"},
     {"policy": "on_demand", "miss": "drop_cascade", "miss.t1": 0.3, "miss.t2": 0.5},
