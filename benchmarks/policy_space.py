@@ -81,7 +81,7 @@ HOST_GB = 100
 def record(folder: Path) -> dict[str, Trace]:
     """Run the tasks unless they are recorded already, and load all that replays read."""
     shadows = {
-        str(choice.as_dict()): (choice, 0)
+        str(choice.as_dict()): (choice, 0, "never")
         for choice in (load_policy(name).prefetch for name in policy_names())
         if (rule := choice.algorithm).is_active and not (rule.needs_draft or rule.is_offline)
     }

@@ -337,3 +337,13 @@ def test_a_lossy_runs_trace_keeps_everything(lm: MoECacheLM, tmp_path: Path) -> 
     trace = _recorded(lm, tmp_path, {"policy": "specmd_2", "capacity": "40%"})
     assert trace.logits is not None and trace.predicted is not None
     assert not trace.proposed
+
+
+@pytest.mark.parametrize("policy", ["commitmoe_prefetch", "commitmoe_no_owa"])
+def test_everything_is_kept_beside_a_predictor_of_its_own(
+    lm: MoECacheLM, tmp_path: Path, policy: str
+) -> None:
+    """Requests served alone, of a policy that looks at no logits of the gates."""
+    chosen = {"policy": policy, "capacity": "40%", "streams": 1, "trace_keep": "all"}
+    trace = _recorded(lm, tmp_path, {**chosen, **_given(lm, chosen)})
+    assert trace.logits is not None and trace.predicted is not None

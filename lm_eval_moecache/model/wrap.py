@@ -548,7 +548,8 @@ class WrappedModel:
 
     def _call(self, layer: int, hidden: Tensor, output: Any) -> RouterCall:
         """Return what a call's event needs, with later layers predicted from the call's input."""
-        reach = 0 if self.rows is None or self.recorder is None else self.recorder.reach
+        recorder = None if self.rows is None else self.recorder
+        reach = 0 if recorder is None else recorder.reach
         own = self._depth if self._predictor is None else 0
         noted, predicted = _NONE, _NONE
         if reach or own:
@@ -561,7 +562,7 @@ class WrappedModel:
         if not reach:
             noted = _NONE
         wants_weights = self._weighed or self._reads_weights
-        wants_logits = self._wants_logits or reach > 0
+        wants_logits = self._wants_logits or (recorder is not None and recorder.wants_logits)
         if not (wants_weights or wants_logits):
             return RouterCall(layer, output[2], None, None, predicted, noted)
         choice = self._layers[layer].gate.read(output)

@@ -249,6 +249,11 @@ class Recorder:
         return max([by_gates, *(shadow.depth for shadow in self._shadows)])
 
     @property
+    def wants_logits(self) -> bool:
+        """Whether the routers' logits are kept, or read by a shadow prefetcher."""
+        return self._detail.logits or bool(self._shadows)
+
+    @property
     def reads_hidden(self) -> bool:
         """Whether a shadow prefetcher reads more of a pass than gates make of it."""
         return any(shadow.reads_hidden for shadow in self._shadows)
