@@ -292,7 +292,9 @@ def perplexity_costs(folder: Path) -> dict[str, str]:
             name = "int4"
         words[name] = run.results["tiny_wikitext"]["word_perplexity,none"]
     plain = words.pop("fetch")
-    return {name: f" (perplexity {100 * (v / plain - 1):+.1f}%)" for name, v in words.items()}
+    return {
+        name: f" (perplexity by word {100 * (v / plain - 1):+.1f}%)" for name, v in words.items()
+    }
 
 
 def main() -> None:
