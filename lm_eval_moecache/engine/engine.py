@@ -34,7 +34,7 @@ from lm_eval_moecache.records.event import (
     Fetch,
 )
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.jit import compile_midway
+from lm_eval_moecache.records.jit import Table, compile_midway
 from lm_eval_moecache.records.ledger import Ledger, PassRecord, RequestRecord
 from lm_eval_moecache.records.predictor import digest_of
 from lm_eval_moecache.records.selection import Selection
@@ -111,7 +111,9 @@ class Engine(ABC):
         costs: Costs | None = None,
         future: Future | None = None,
         like: Engine | None = None,
+        tables: Sequence[Table] = (),
     ) -> None:
+        """`tables` are those of a state before the first pass, if there are any already."""
         # The model's own sizes, and those it is charged by, which differ under `emulate`.
         self.setting, self.own_geometry = setting, geometry
         self.geometry = geometry = setting.charged(geometry)
@@ -139,7 +141,11 @@ class Engine(ABC):
         # A reference back would keep the engine and a wall clock's slots alive.
         engine = weakref.proxy(self)
         self.outside = Outside(setting, evictions, geometry, lambda: engine.state)
-        self.state = make_state(geometry, setting, rules, evictions, costs, self.outside)
+        self.state = (
+            core.State(*[*tables, (), self.outside])
+            if tables
+            else make_state(geometry, setting, rules, evictions, costs, self.outside)
+        )
         self.rank: Any = None
         """The rank of the residents; None where the evictions keep a state of their own."""
         if is_ranked(self.eviction):

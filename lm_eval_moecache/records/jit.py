@@ -64,7 +64,12 @@ def dtype_of(kind: Any) -> Any:
 
 
 def as_records(table: Table, dtype: Any = None) -> Table:
-    """Return a table of objects as an array of records: with all fields, or those of a dtype."""
+    """Return a table as an array of records: with all fields, or those of a dtype.
+
+    One that is such an array already is returned itself.
+    """
+    if isinstance(table, np.ndarray):
+        return table
     entry_type: Any = type(table[0])
     dtype = dtype_of(entry_type) if dtype is None else dtype
     records = np.zeros(len(table), dtype)

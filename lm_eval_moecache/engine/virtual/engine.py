@@ -133,13 +133,15 @@ class VirtualEngine(Engine):
         like: VirtualEngine | None = None,
     ) -> None:
         charged, hardware = setting.charged(geometry), setting.hardware
-        self.costs = Costs(hardware, charged)
+        self.costs: Costs = Costs(hardware, charged) if like is None else like.costs
         if setting.execute == AS_THEY_ARRIVE and len(charged.precision) > 1:
             raise ValueError(
                 f"execute={setting.execute!r} is for a store of one precision, and this one has "
                 f"{':'.join(charged.precision)}. Allowed: execute='together'."
             )
-        super().__init__(geometry, setting, self.costs, future, like)
+        # Without a future in them, the first tables of all engines of a setting are alike.
+        tables = like.loop.initial() if like is not None and future is None else ()
+        super().__init__(geometry, setting, self.costs, future, like, tables)
         prefetch, miss = self.rules.prefetch, self.rules.miss
         if miss.host_rule:
             self.outside.host = HostStage(miss.host_rule, hardware, charged, self.costs)
@@ -153,7 +155,9 @@ class VirtualEngine(Engine):
         """Seconds of each layer's attention to the context, in the pass in progress."""
         if self.draft_stage is not None:
             self.draft_stage.plan(charged, setting.capacity.bytes_by_partition)
-        self.loop = Loop(self)
+        self.loop: Loop = Loop(self)
+        if like is not None:
+            self.loop.follow(like.loop)
         self._entered = 0
         """What is still to do with the event in progress before it can be closed."""
         self._dense_s, self._num_tokens = 0.0, 0
@@ -171,9 +175,7 @@ class VirtualEngine(Engine):
 
         `future` replaces this engine's, which offline algorithms need.
         """
-        engine = VirtualEngine(self.own_geometry, self.setting, future, self)
-        engine.loop.follow(self.loop)
-        return engine
+        return VirtualEngine(self.own_geometry, self.setting, future, self)
 
     def watch_waves(self, on_wave: Callable[[Sequence[int]], object]) -> None:
         """Call `on_wave` with the keys of each wave once all are there, or run on the host."""
@@ -485,6 +487,10 @@ class VirtualEngine(Engine):
 
     def _empty(self, warm: Sequence[int]) -> None:
         self.loop.step(core.RESET, self.loop.batch(warm=warm))
+
+    def _fill(self) -> None:
+        if self.warm:
+            self._empty(self.warm)
 
     def flush(self) -> None:
         self.loop.step(core.SETTLE, self.loop.batch())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import chain
 from typing import Any, Protocol
 
@@ -65,6 +66,12 @@ EVENT_S = 40e-6
 """Seconds that count as an event, so that time is worth compiling for when it has cost as much."""
 
 
+@cache
+def _nobody() -> Any:
+    """Stand for what answers, in machine code that asks nobody."""
+    return callback(min, 4)
+
+
 class Looped(HasState, Protocol):
     """An engine, as its loop sees it."""
 
@@ -95,25 +102,29 @@ class Loop:
         self.counts: Any = [engine.record]
         self.addresses: Sequence[int] = ()
         """Where the tables and counts of machine code are, which stay there."""
-        self._initial: list[Array] = []
-        """The tables of an engine of this setting before its first pass, as records."""
+        self._initial: Sequence[Array] = ()
+        """The tables of such an engine before its first pass, as records, once there was one."""
 
     def expect(self, num_passes: int, done: int = 0) -> None:
         """Switch to machine code if that pays for the passes done and those known to come."""
         if self._can_compile and not self.is_compiled:
             work, done = num_passes * self._work_per_pass, done * self._work_per_pass
             if UPGRADE.is_due(done=done, ahead=work):
-                self._compile()
+                self._compile(self._as_records())
+                if self.is_compiled:
+                    self._engine.rules.get_ready()
 
     def follow(self, other: Loop) -> None:
         """Take the form of another engine's tables, of the same setting, before the first pass."""
-        if other.is_compiled and not self.is_compiled:
-            if self._engine.future is not None:
-                self._compile()
-                return
-            # Without a future in them, the tables of all such engines are alike.
-            other._initial = other._initial or self._as_records()
-            self._compile([table.copy() for table in other._initial])
+        if other.is_compiled:
+            tables = self._as_records()
+            if self._engine.future is None and not other._initial:
+                other._initial = [table.copy() for table in tables]
+            self._compile(tables)
+
+    def initial(self) -> Sequence[Array]:
+        """Return the tables of another engine before its first pass, if they are known."""
+        return [table.copy() for table in self._initial] if self.is_compiled else ()
 
     def _as_records(self) -> list[Array]:
         return [as_records(table) for table in self._engine.state[: len(_KINDS)]]
@@ -128,7 +139,7 @@ class Loop:
         self._can_compile = self.is_compiled = False
         self.counts = [self._engine.record]
 
-    def _compile(self, tables: list[Array] | None = None) -> None:
+    def _compile(self, tables: Sequence[Array]) -> None:
         engine = self._engine
         try:
             rank = compiled_rank(self.rank or no_rank)
@@ -137,11 +148,8 @@ class Loop:
                 raise
             self._can_compile = False
             return
-        if tables is None:
-            engine.rules.get_ready()
-        tables = tables or self._as_records()
         messages = np.zeros(_MESSAGES if self._asks else 1, np.int64)
-        ask = callback(engine.outside.answer if self._asks else min, 4)
+        ask = callback(engine.outside.answer, 4) if self._asks else _nobody()
         engine.state = core.State(*[*tables, messages, ask])
         self._step, self.rank, self.is_compiled = compiled(MODULES, "step"), rank, True
         self.counts = np.zeros(1, COUNTS_TYPE)
