@@ -10,7 +10,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -30,6 +32,7 @@ from lm_eval_moecache.records.jit import (
     as_records,
     compiled,
     compiled_function,
+    uncalled,
 )
 from lm_eval_moecache.records.tokens import Tokens
 
@@ -120,25 +123,37 @@ class Routed(NamedTuple):
     """Scratch [top_k, 3]."""
 
 
+class Choice(NamedTuple):
+    """What each expert costs, and the records of which it is a function, one of each kind."""
+
+    cost: RankCost
+    expert: Table
+    seen: Table
+
+
 def take_cheapest(given: Routed, cost: RankCost, one: Table, context: Table) -> bool:
     """Choose each token's experts; return whether any are not the router's.
 
     `one` and `context` have a record each.
     """
     rows, num_tokens, is_changed = len(given.state), len(given.chosen), False
-    per_row = num_tokens // rows
+    per_row, choice = num_tokens // rows, Choice(cost, one, context)
     for row in range(rows):
         first = row * per_row
-        is_changed |= take_for_row(given, cost, one[0], context[0], row, first, first + per_row)
+        is_changed |= take_for_row(given, choice, given.state[row], row, first, first + per_row)
     return is_changed
 
 
 def take_for_row(
-    given: Routed, cost: RankCost, expert: Ranked, seen: Seen, row: int, start: int, stop: int
+    given: Routed, choice: Choice, state: Array, row: int, start: int, stop: int
 ) -> bool:
-    """Choose the experts of tokens that a row routes at once, as `take_cheapest` does."""
+    """Choose the experts of tokens that a row routes at once, as `take_cheapest` does.
+
+    `state` is what the row keeps (see `Routed.state`).
+    """
     num_experts, top_k, best = given.logits.shape[1], given.chosen.shape[1], given.best
-    state, has_scores, is_changed = given.state[row], len(given.scores) > 0, False
+    cost, expert, seen = choice.cost, choice.expert[0], choice.seen[0]
+    has_scores, is_changed = len(given.scores) > 0, False
     seen.layer = given.layer
     for token in range(start, stop):
         if not given.is_ranked:
@@ -315,6 +330,16 @@ def take_substitutes(given: Lacking, cost: SubstituteCost, one: Table, other: Ta
                 factors[best] *= given.reuse
 
 
+@cache
+def nothing_routed() -> tuple[Routed, Choice]:
+    """Return what machine code that may route is handed where it does not."""
+    scores, state, chosen = NO_SCORES, NO_TABLE, np.zeros((0, 0), np.int64)
+    flags = np.zeros((0, 0), np.uint8)
+    given = 0, chosen, scores, scores, flags, state, chosen, chosen, scores, 0, state
+    records = [as_records([kind()]) for kind in (Ranked, Seen)]
+    return Routed(*given), Choice(uncalled(Ranked, Seen), *records)
+
+
 class _Loop:
     """One of the loops, in plain Python or in machine code."""
 
@@ -326,6 +351,8 @@ class _Loop:
         self._records: list[Table] = []
         self._compiled: dict[Any, Sequence[Any] | None] = {}
         """By what a cost consists of."""
+        self._found: WeakKeyDictionary[Any, Sequence[Any] | None] = WeakKeyDictionary()
+        """The same by the cost itself: a tenth of the time."""
 
     def __call__(self, given: Any, cost: Callable[..., Any], work: int) -> Any:
         """Run the loop over what is `given`, which makes it look at `work` experts or fewer."""
@@ -343,6 +370,8 @@ class _Loop:
 
         A rule made again has the code that it had before.
         """
+        if cost in self._found:
+            return self._found[cost]
         values = [cell.cell_contents for cell in cost.__closure__ or ()]
         key = cost.__code__, *(v if isinstance(v, Hashable) else cost for v in values)
         if key not in self._compiled:
@@ -352,6 +381,7 @@ class _Loop:
                 self._compiled[key] = (pointer, *self._records)
             except NotCompilable:
                 self._compiled[key] = None
+        self._found[cost] = self._compiled[key]
         return self._compiled[key]
 
 
@@ -381,11 +411,6 @@ def choose_once(rule: Any) -> None:
     experts, none = np.arange(top_k)[None], np.zeros((1, num_experts), dtype=bool)
     scores, state = np.ones((1, num_experts), np.float32), np.zeros((1, rule.num_kept))
     rule.choose(Tokens(0, DECODE, (0,), experts, scores[:, :top_k], scores, none, none, state))
-
-
-def no_cost(expert: Ranked, seen: Seen) -> tuple[float, float]:
-    """Cost nothing, so that the router's own are taken."""
-    return 0.0, 0.0
 
 
 def cheapest(tokens: Tokens, cost: RankCost, scores: FloatArray) -> IntArray | None:

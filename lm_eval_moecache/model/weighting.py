@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lm_eval_moecache.model.device import copies_on_device
+from lm_eval_moecache.model.device import as_dtype, copies_on_device
 from lm_eval_moecache.model.gate import Choice, Gate, value_of
 from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, Weigh
 from lm_eval_moecache.records.selection import Selection
@@ -40,8 +40,8 @@ class WeightingRule(ABC):
         """Return float32 weights before the family's constant scale."""
 
     def __call__(self, logits_TE: Tensor, experts_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        weights = self.raw(logits_TE.float(), experts_TK)
-        return (weights if self.scale == 1 else weights * self.scale).to(dtype)
+        weights = self.raw(as_dtype(logits_TE, torch.float32), experts_TK)
+        return as_dtype(weights if self.scale == 1 else weights * self.scale, dtype)
 
 
 class Sigmoid(WeightingRule):
@@ -239,7 +239,8 @@ def changed_output(
         arrays["shares"] = np.broadcast_to(selection.renormalize, len(told))[:, None].copy()
     sent = dict(zip(arrays, copies_on_device([*arrays.values()], experts_TK.device), strict=True))
     logits = _of_tokens(choice.logits, sent.get("rows"))
-    weighted = rule(logits, sent.get("weigh_as", sent["chosen"]).long(), torch.float32)
+    weigh_as = as_dtype(sent.get("weigh_as", sent["chosen"]), torch.int64)
+    weighted = rule(logits, weigh_as, torch.float32)
     if "explicit" in sent:
         explicit = sent["explicit"].to(weighted.dtype)
         weighted = torch.where(explicit.isnan(), weighted, explicit)
@@ -249,7 +250,8 @@ def changed_output(
         ratio = weighted.sum(-1, keepdim=True)
         ratio = ratio / kept_weights.sum(-1, keepdim=True).clamp_min(1e-20)
         kept_weights = kept_weights * torch.where(sent["shares"], ratio, 1.0)
-    experts, weights = sent["chosen"].to(experts_TK.dtype), kept_weights.to(weights_TK.dtype)
+    experts = as_dtype(sent["chosen"], experts_TK.dtype)
+    weights = as_dtype(kept_weights, weights_TK.dtype)
     if "changed" in sent:
         was = [_of_tokens(values, sent.get("rows")) for values in (experts_TK, weights_TK)]
         experts = torch.where(sent["changed"], experts, was[0])

@@ -22,7 +22,7 @@ from lm_eval_moecache.engine.engine import Engine, TokenPass
 from lm_eval_moecache.engine.rows import Row, RowPass
 from lm_eval_moecache.engine.virtual.together import Together, serving
 from lm_eval_moecache.model.by_row import ByRow
-from lm_eval_moecache.model.device import copy_to_host
+from lm_eval_moecache.model.device import as_dtype, copy_to_host
 from lm_eval_moecache.model.moe_layers import MoELayer, cache_of, router_digest
 from lm_eval_moecache.model.predictor.network import network_of, pass_predictor_of
 from lm_eval_moecache.model.store import (
@@ -574,19 +574,22 @@ class WrappedModel:
         """Bring a call to the host, restricted to the tokens that a request waits for."""
         tensors = [call.experts]
         if call.weights is not None:
-            tensors.append(call.weights.float())
+            tensors.append(as_dtype(call.weights, torch.float32))
         if call.logits is not None:
             # Without a weighting rule, algorithms see the rounded logits that a trace keeps.
             is_weighed = self._rules[call.layer] is not None
-            tensors.append(call.logits.float() if is_weighed else rounded(call.logits))
+            seen = as_dtype(call.logits, torch.float32) if is_weighed else rounded(call.logits)
+            tensors.append(seen)
         ahead = [*call.predicted.values(), *call.noted.values()]
         arrays = iter(copy_to_host([*tensors, *map(rounded, ahead)], self._valid))
         # Copied where they may be kept: the originals belong to the model.
         keeps = self._weighed or self._wants_weights or self.rows is not None
+        keeps &= self._together is None
         experts = next(arrays).astype(np.int64, copy=keeps)
         weights = None
         if call.weights is not None:
-            weights = next(arrays).copy()
+            weights = next(arrays)
+            weights = weights.copy() if keeps else weights
             if not self._sorts:
                 experts, weights = _in_order(experts, weights, self._is_sorted[call.layer])
         logits = None if call.logits is None else next(arrays)

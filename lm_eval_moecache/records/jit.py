@@ -270,15 +270,24 @@ def compiled_function(function: Any, *kinds: type) -> Any:
 
     Raises NotCompilable.
     """
-    numba = _numba()
-    records = [numba.from_dtype(dtype_of(kind)) for kind in kinds]
-    signature = numba.types.UniTuple(numba.types.float64, 2)(*records)
+    signature, make = _of_records(*kinds), _numba().cfunc
     digest = _digest(function.__code__.co_filename)
     try:
-        cfunc = _compiled(function, function.__globals__, digest, signature, make=numba.cfunc)
+        cfunc = _compiled(function, function.__globals__, digest, signature, make=make)
     except Exception as error:  # numba's own errors are of many kinds
         raise NotCompilable(f"{function.__qualname__}: {error}") from error
     return _pointer(cfunc, signature, int(cfunc.address))
+
+
+def uncalled(*kinds: type) -> Any:
+    """Return an argument in place of a `compiled_function` that is not called."""
+    return _pointer(None, _of_records(*kinds), 0)
+
+
+def _of_records(*kinds: type) -> Any:
+    numba = _numba()
+    records = [numba.from_dtype(dtype_of(kind)) for kind in kinds]
+    return numba.types.UniTuple(numba.types.float64, 2)(*records)
 
 
 def callback(function: Callable[..., int], count: int) -> Any:

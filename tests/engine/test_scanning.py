@@ -10,7 +10,6 @@ import pytest
 
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingByCost
-from lm_eval_moecache.engine.virtual import scanning
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.event import PREFILL, Event
 from lm_eval_moecache.records.selection import Selection
@@ -41,13 +40,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def at_once(machine_code: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(scanning.UPGRADE, "load", 0)
-    monkeypatch.setattr(scanning.UPGRADE, "make", 0)
-    scanning.UPGRADE.restart()
-    yield
-    scanning.UPGRADE.restart()
+pytestmark = pytest.mark.usefixtures("machine_code")
 
 
 def scan_texts(engine: VirtualEngine) -> Iterator[Selection | None]:

@@ -84,15 +84,20 @@ class RoutingByCost(RoutingOverRows):
         """What `cost` returned the first time."""
         return self.cost()
 
-    def scores(self, tokens: Tokens) -> FloatArray:
-        """Return the tokens' softmax scores, where the cost looks at them."""
-        return softmax(tokens.logits) if self.uses_scores else NO_SCORES
+    def scores(self, logits: FloatArray) -> FloatArray:
+        """Return softmax scores, where the cost looks at them."""
+        return softmax(logits) if self.uses_scores else NO_SCORES
 
     def get_ready(self) -> None:
         choose_once(self)
 
+    @classmethod
+    def is_plain(cls) -> bool:
+        """Whether `cost` is all that it decides by: then machine code may do the rest."""
+        return cls.choose is RoutingByCost.choose and cls.on_pass is RoutingAlgorithm.on_pass
+
     def choose(self, tokens: Tokens) -> Selection | None:
-        chosen = cheapest(tokens, self.stated_cost, self.scores(tokens))
+        chosen = cheapest(tokens, self.stated_cost, self.scores(tokens.logits))
         return None if chosen is None else Selection(chosen)
 
 

@@ -10,7 +10,7 @@ machine code, and evictions with a state of their own, which do not (`tell`, `as
 
 # ruff: noqa: F403
 
-from lm_eval_moecache.engine.core import cache, clock, event, link, passes, rows, state
+from lm_eval_moecache.engine.core import cache, clock, event, link, passes, rows, state, text
 from lm_eval_moecache.engine.core.cache import *
 from lm_eval_moecache.engine.core.clock import *
 from lm_eval_moecache.engine.core.event import *
@@ -18,6 +18,7 @@ from lm_eval_moecache.engine.core.link import *
 from lm_eval_moecache.engine.core.passes import *
 from lm_eval_moecache.engine.core.rows import *
 from lm_eval_moecache.engine.core.state import *
+from lm_eval_moecache.engine.core.text import *
 
-MODULES = state, clock, cache, link, event, rows, passes
+MODULES = state, clock, cache, link, event, rows, text, passes
 """What is compiled as one; `step` in the last is its entry."""

@@ -4,56 +4,64 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+from lm_eval_moecache.algorithms.costs import Choice, Routed
 from lm_eval_moecache.algorithms.features import Rank, note_pass
 from lm_eval_moecache.engine.core.cache import EVENT, PASS, reset, tell
 from lm_eval_moecache.engine.core.event import close_event, demand, enter, look_up
 from lm_eval_moecache.engine.core.link import flush
-from lm_eval_moecache.engine.core.rows import Rows, serve_row, tables_at
+from lm_eval_moecache.engine.core.rows import Rows, route_token, serve_row, tables_at
 from lm_eval_moecache.engine.core.state import (
     IN_PYTHON,
     BatchEvent,
     Keys,
     PassBatch,
     State,
+    Task,
     event_of,
 )
-from lm_eval_moecache.records.jit import Array, Table, by_reference
+from lm_eval_moecache.engine.core.text import scan
+from lm_eval_moecache.records.jit import Array, Table, by_reference, table_at
 from lm_eval_moecache.records.ledger import Counters
 
 SETTLE, RESET, BEGIN, ENTER, LOOK_UP, DEMAND, CLOSE = 1, 2, 4, 8, 16, 32, 64
 """What `step` does with an event, in this order."""
 
+ROUTE, SCAN = 128, 256
+"""What it does with rows, and with the tokens of a text."""
 PASSES = 0
 """What `step` does with a batch of whole passes: everything."""
 
 
-class Task(NamedTuple):
-    """What to do with an event, or a batch."""
-
-    what: int
-    number: int
-    layer: int
-    """See `BatchEvent`."""
-    demands: Keys
-    levels: Array
-    """By place in the array of demands."""
-
-
-def step(state: State, rank: Rank, batch: PassBatch, counts: Table, task: Task, rows: Rows) -> int:
+def step(
+    state: State,
+    rank: Rank,
+    batch: PassBatch,
+    counts: Table,
+    task: Task,
+    rows: Rows,
+    routed: Routed,
+    choice: Choice,
+) -> int:
     """Do a task on a batch or its first event, or on the events of each row if there are any.
 
     Compiled code is entered by it. Where there are rows, their tables are like those of `state`.
+    Returns what `act` does, or whether costs have chosen others than the router.
     """
-    events, what, layer = by_reference(batch), task.what, task.layer
+    events, what, layer, is_changed = by_reference(batch), task.what, task.layer, False
+    given, choices = by_reference(rows), by_reference(routed)
+    if what & SCAN:
+        tables = by_reference(state)
+        return int(scan(tables, rank, events, counts, given, task, choices, choice))
     if len(rows.numbers) == 0:
         event = event_of(events, 0, task.number, layer)
         return act(by_reference(state), rank, event, counts, what, task.demands, task.levels)
     for row in range(len(rows.numbers)):
         own, count = tables_at(state, counts, rows.places[row])
-        serve_row(by_reference(own), rank, events, count, what, layer, by_reference(rows), row)
-    return 0
+        if what & ROUTE:
+            kept = table_at(routed.state, rows.places[row, 11])
+            is_changed |= route_token(choices, choice, kept[layer], row, row, events)
+        serve_row(by_reference(own), rank, events, count, what, layer, given, row)
+    return int(is_changed)
 
 
 def act(
@@ -117,14 +125,6 @@ def begin_pass(state: State, number: int, tokens: int) -> None:
     note_pass(state, number)
     if state.run[0].own:
         tell(state, PASS, number)
-
-
-def begin_token(state: State, number: int, layer: int) -> None:
-    """Begin a token that is served layer by layer with others, at this layer."""
-    state.run[0].tokens += 1
-    note_pass(state, number)
-    if IN_PYTHON and state.run[0].own:
-        state.outside.by_layer[layer].on_pass(number)
 
 
 def serve(state: State, rank: Rank, event: BatchEvent, count: Counters) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from lm_eval_moecache.algorithms.costs import Choice, Routed, take_for_row
 from lm_eval_moecache.algorithms.features import Rank
 from lm_eval_moecache.engine.core.cache import find, pin
 from lm_eval_moecache.engine.core.event import close_event, enter, look_up
@@ -26,9 +27,10 @@ class Rows(NamedTuple):
     """
 
     places: Array
-    """Addresses of each row's tables and counts: [rows, tables + 1]."""
+    """Addresses of each row's tables and counts, and of what its routing rule keeps of each layer,
+    if a cost chooses experts: [rows, tables + 2]."""
     numbers: Array
-    """Number of each row's event in its run."""
+    """Number of the first event of each row's pass in its run."""
     demands: Array
     """Scratch, as long as the batch's keys."""
     resident: Array
@@ -61,6 +63,19 @@ def tables_at(like: State, counts: Table, places: Array) -> tuple[State, Table]:
     return state, table_at(counts, places[10])
 
 
+def route_token(
+    given: Routed, choice: Choice, kept: Array, row: int, token: int, batch: PassBatch
+) -> bool:
+    """Have a cost choose the experts that are looked up and executed for a token of a row; return
+    whether they are not the router's. A batch has three events of each token."""
+    size, top_k = given.chosen.shape
+    is_changed = take_for_row(given, choice, kept, row, token, token + 1)
+    for place in range(top_k):
+        for later in (size + token, 2 * size + token):
+            batch.experts[later * top_k + place] = given.chosen[token, place]
+    return is_changed
+
+
 def serve_row(
     state: State,
     rank: Rank,
@@ -72,7 +87,7 @@ def serve_row(
     row: int,
 ) -> None:
     """Close a row's event of a layer as rules have decided it, or enter the next layer, or both."""
-    number = rows.numbers[row]
+    number = rows.numbers[row] + layer
     if what & CLOSE_ROW:
         close_row(state, rank, batch, counts[0], layer, rows, row, number)
     if what & ENTER_ROW:

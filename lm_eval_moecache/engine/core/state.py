@@ -248,3 +248,15 @@ class Keys(NamedTuple):
     keys: Array
     start: int
     stop: int
+
+
+class Task(NamedTuple):
+    """What to do with an event, or a batch."""
+
+    what: int
+    number: int
+    layer: int
+    """See `BatchEvent`."""
+    demands: Keys
+    levels: Array
+    """By place in the array of demands."""

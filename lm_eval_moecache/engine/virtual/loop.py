@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lm_eval_moecache.algorithms import features
+from lm_eval_moecache.algorithms import costs, features
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.ranked import compiled_rank, no_rank
 from lm_eval_moecache.algorithms.registry import is_own
@@ -57,7 +57,7 @@ NO_ROWS = core.Rows(
 )
 COUNTS_TYPE = dtype_of(core.PassCounts)
 COUNTS = COUNTS_TYPE.names
-MODULES = features, *core.MODULES
+MODULES = features, costs, *core.MODULES
 _MESSAGES = 4096
 """To evictions with a state of their own, before they have to be read."""
 UPGRADE = Upgrade(MODULES, "step", load=20_000, make=200_000)
@@ -96,6 +96,7 @@ class Loop:
         weight = (2 if prefetches else 1) * (4 if engine.rules.is_lossy else 1)
         self._work_per_pass = engine.geometry.num_layers * weight
         self._step: Callable[..., int] = core.step
+        self._unrouted: tuple[Any, ...] = ()
         self.rank: Any = engine.rank
         self._asks = engine.rank is None
         """Whether machine code asks evictions for victims, as they keep a state of their own."""
@@ -152,6 +153,7 @@ class Loop:
         ask = callback(engine.outside.answer, 4) if self._asks else _nobody()
         engine.state = core.State(*[*tables, messages, ask])
         self._step, self.rank, self.is_compiled = compiled(MODULES, "step"), rank, True
+        self._unrouted = costs.nothing_routed()
         self.counts = np.zeros(1, COUNTS_TYPE)
         self.addresses = [table.ctypes.data for table in (*tables, self.counts)]
 
@@ -213,15 +215,27 @@ class Loop:
         if demands:
             demanded = core.Keys(np.array(keys, np.int64), 0, len(keys))
             task = task._replace(demands=demanded, levels=np.array(levels, np.int64))
-        absent = self._step(state, self.rank, batch, counts, task, NO_ROWS)
+        absent = self._step(state, self.rank, batch, counts, task, NO_ROWS, *self._unrouted)
         if self._asks:
             self._engine.outside.end_machine_code()
         return absent
 
-    def step_rows(self, batch: core.PassBatch, what: int, layer: int, rows: core.Rows) -> None:
-        """Serve a layer of several engines alike (see `core.serve_row`), in machine code."""
-        task = core.Task(what, 0, layer, NO_KEYS, NOTHING)
-        self._step(self._engine.state, self.rank, batch, self.counts, task, rows)
+    def step_rows(
+        self,
+        batch: core.PassBatch,
+        what: int,
+        layer: int,
+        rows: core.Rows,
+        routed: tuple[costs.Routed, costs.Choice] | None = None,
+        number: int = 0,
+        counts: Any = None,
+    ) -> int:
+        """Serve a layer of several engines alike (see `core.serve_row`) or of a text (`core.scan`),
+        in machine code; return whether a cost has chosen others than the router."""
+        task = core.Task(what, number, layer, NO_KEYS, NOTHING)
+        counts = self.counts if counts is None else counts
+        routed = self._unrouted if routed is None else routed
+        return self._step(self._engine.state, self.rank, batch, counts, task, rows, *routed)
 
     def serve_passes(self, batch: core.PassBatch) -> Array:
         """Serve a batch of passes; return their counts, as records of `core.PassCounts`."""
@@ -229,7 +243,8 @@ class Loop:
         if self.is_compiled:
             counts: Any = np.zeros(num_passes, COUNTS_TYPE)
             task, arrays = core.Task(core.PASSES, 0, 0, NO_KEYS, NOTHING), self.as_arrays(batch)
-            self._step(self._engine.state, self.rank, arrays, counts, task, NO_ROWS)
+            own = self._engine.state, self.rank, arrays, counts, task, NO_ROWS
+            self._step(*own, *self._unrouted)
             if self._asks:
                 self._engine.outside.end_machine_code()
             return counts

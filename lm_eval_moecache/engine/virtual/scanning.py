@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lm_eval_moecache.algorithms import costs, features
+from lm_eval_moecache.algorithms import costs
 from lm_eval_moecache.algorithms.miss.base import shares_of
 from lm_eval_moecache.algorithms.registry import is_own
 from lm_eval_moecache.algorithms.routing.base import (
@@ -19,18 +19,16 @@ from lm_eval_moecache.algorithms.routing.base import (
     RoutingOverRows,
 )
 from lm_eval_moecache.engine import core
-from lm_eval_moecache.engine.core import scan as core_scan
 from lm_eval_moecache.engine.virtual.costs import Costs
-from lm_eval_moecache.engine.virtual.loop import COUNTS, COUNTS_TYPE, NOTHING, Loop, Looped
+from lm_eval_moecache.engine.virtual.loop import COUNTS, COUNTS_TYPE, NO_ROWS, NOTHING, Loop, Looped
 from lm_eval_moecache.records.event import DECODE, DROPPED, Event
-from lm_eval_moecache.records.jit import Upgrade, as_records, compiled
+from lm_eval_moecache.records.jit import as_records
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.tokens import NO_STATE, Tokens
 
-MODULES = features, costs, *core.MODULES, core_scan
-UPGRADE = Upgrade(MODULES, "scan", load=4_000, make=80_000)
-"""Counts events, of which plain Python serves one in some 200 us."""
+SLOWNESS = 10
+"""How many times as long plain Python takes for an event of a text as for one of a whole pass."""
 
 
 class Scanning(Looped, Protocol):
@@ -51,11 +49,8 @@ def can_scan(engine: Scanning, num_tokens: int) -> bool:
     """Whether machine code serves a text of so many tokens, which may then be made or loaded."""
     if not _is_servable(engine):
         return False
-    work, loop = num_tokens * engine.geometry.num_layers, engine.loop
-    # Tables that are records already would have to become objects for plain Python.
-    if UPGRADE.is_due(done=work, ahead=UPGRADE.make if loop.is_compiled else 0):
-        loop.expect(UPGRADE.make)
-    return loop.is_compiled
+    engine.loop.expect(0, done=SLOWNESS * num_tokens)
+    return engine.loop.is_compiled
 
 
 def _is_servable(engine: Scanning) -> bool:
@@ -66,12 +61,12 @@ def _is_servable(engine: Scanning) -> bool:
         return False
     if routing.is_lossless:
         return True
-    is_plain = is_own(type(routing)) and type(routing).on_pass is RoutingAlgorithm.on_pass
-    if engine.eviction.uses_weights or not is_plain:
+    if engine.eviction.uses_weights or not is_own(type(routing)):
         return False
     if isinstance(routing, RoutingByCost):
-        return type(routing).choose is RoutingByCost.choose
-    return isinstance(routing, RoutingOverRows) and not routing.uses_residents
+        return type(routing).is_plain()
+    is_plain = type(routing).on_pass is RoutingAlgorithm.on_pass
+    return is_plain and isinstance(routing, RoutingOverRows) and not routing.uses_residents
 
 
 def scan(
@@ -115,7 +110,7 @@ def scan(
     )
     resident, absent = np.zeros((2, 1, geometry.num_experts), np.uint8)
     rows = core.Rows(
-        places=np.zeros((0, 0), np.int64),
+        places=NO_ROWS.places,
         numbers=np.zeros(size, np.int64),
         demands=scratch[1],
         resident=resident,
@@ -124,19 +119,19 @@ def scan(
         levels=np.zeros(chosen.size, np.int64),
         upgrades=0,
     )
-    task = core_scan.Scan(layer, records[0].index, tokens_before, int(by_cost))
-    scores, cost = costs.NO_SCORES, costs.CHEAPEST.compiled(costs.no_cost)
+    routed, counts = costs.nothing_routed(), as_records(records, COUNTS_TYPE)
     if by_cost:
-        scores, cost = routing.scores(tokens), costs.CHEAPEST.compiled(routing.stated_cost)
         tokens = tokens._replace(state=routing.state[layer, None])
-    assert cost is not None, "a rule of ours that numba cannot compile"
-    routed, counts = costs.routed(tokens, scores, resident), as_records(records, COUNTS_TYPE)
-    is_changed = compiled(MODULES, "scan")(
-        *(engine.state, engine.loop.rank, engine.loop.as_arrays(batch), counts, rows),
-        *(task, routed, core_scan.Choice(*cost)),
-    )
-    if is_changed:
-        executed, selection = routed.chosen, Selection(routed.chosen)
+        given = costs.routed(tokens, routing.scores(tokens.logits), resident)
+        found = costs.CHEAPEST.compiled(routing.stated_cost)
+        assert found is not None, "a rule of ours that numba cannot compile"
+        routed = given, costs.Choice(*found)
+    engine.state.run["tokens"] = tokens_before
+    first = records[0].index
+    batch = engine.loop.as_arrays(batch)
+    if engine.loop.step_rows(batch, core.SCAN, layer, rows, routed, first, counts):
+        executed = routed[0].chosen
+        selection = Selection(executed)
     for name in COUNTS:
         for record, value in zip(records, counts[name].tolist(), strict=True):
             setattr(record, name, value)

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from lm_eval_moecache.algorithms import costs
 from lm_eval_moecache.algorithms.miss.base import MissOverRows, shares_of
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.algorithms.registry import is_own
-from lm_eval_moecache.algorithms.routing.base import RoutingOverRows
+from lm_eval_moecache.algorithms.routing.base import RoutingByCost, RoutingOverRows
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.decide import weights_of
 from lm_eval_moecache.engine.engine import Engine
@@ -71,6 +72,11 @@ def serving(engines: Sequence[Engine], last: Together | None) -> Together | None
     return last
 
 
+def _tables_of(engine: VirtualEngine) -> tuple[Sequence[int], Array]:
+    """Return where an engine's tables are, and what its routing rule keeps of each layer."""
+    return engine.loop.addresses, getattr(engine.rules.routing, "state", NOTHING)
+
+
 class Together:
     """Decode steps of some rows, each with an engine of its own."""
 
@@ -99,18 +105,30 @@ class Together:
             rows=np.arange(3 * size + 1),
             experts=NOTHING,
             weights=self._weights.reshape(-1),
-            dense_s=np.zeros(size),
-            predict_s=np.zeros(3 * size),
+            dense_s=NOTHING,
+            predict_s=NOTHING,
             next_use=NOTHING,
             proposed=NOTHING,
             proposed_bounds=np.zeros(3 * size + 1, np.int64),
             proposed_levels=NOTHING,
             warm=NOTHING,
         )
-        self._batches = [batch._replace(experts=experts.reshape(-1)) for experts in self._experts]
-        self._addresses = [engine.loop.addresses for engine in engines]
+        self._dense_s = np.zeros((geometry.num_layers, size))
+        self._predict_s = np.zeros((geometry.num_layers, 3 * size))
+        # A layer's step enters the next one, and the last layer's begins the pass.
+        self._batches = [
+            batch._replace(
+                experts=self._experts[layer].reshape(-1),
+                predict_s=self._predict_s[layer],
+                dense_s=self._dense_s[(layer + 1) % geometry.num_layers],
+            )
+            for layer in range(geometry.num_layers)
+        ]
+        self._tables = [*map(_tables_of, engines)]
+        places = [(*tables, kept.ctypes.data) for tables, kept in self._tables]
+        self._routed = self._routing() if self._first.loop.is_compiled else ()
         self._rows = core.Rows(
-            places=np.array(self._addresses, np.int64),
+            places=np.array(places, np.int64),
             numbers=np.zeros(size, np.int64),
             demands=scratch[1],
             resident=self._resident.view(np.uint8),
@@ -122,18 +140,40 @@ class Together:
 
     @property
     def is_current(self) -> bool:
-        """Whether the engines' tables are where they were."""
-        own = [engine.loop.addresses for engine in self.engines]
-        return all(now is then for now, then in zip(own, self._addresses, strict=True))
+        """Whether the engines' tables, and what their rules keep, are where they were."""
+        each = zip(map(_tables_of, self.engines), self._tables, strict=True)
+        return all(now[0] is then[0] and now[1] is then[1] for now, then in each)
+
+    def _routing(self) -> Sequence[tuple[costs.Routed, costs.Choice]]:
+        """Return by what machine code chooses for each layer, all but what the router says; nothing
+        where more than a cost decides."""
+        rules, routing = self._first.rules, self._first.rules.routing
+        if not (isinstance(routing, RoutingByCost) and routing.is_plain()):
+            return ()
+        found = costs.CHEAPEST.compiled(routing.stated_cost)
+        if found is None or rules.ladder or self._weighs or not rules.miss.is_lossless:
+            return ()
+        flags, weights = self._resident, self._chosen_weights[0]
+        given = self._experts[0, 0], weights, flags.astype(np.float32), flags, flags, routing.state
+        tokens, scores = Tokens(0, DECODE, (), *given), costs.NO_SCORES
+        if routing.uses_scores:
+            scores = np.zeros_like(tokens.logits)
+        routed = costs.routed(tokens, scores, flags.view(np.uint8))
+        return [
+            (routed._replace(layer=layer, experts=chosen), costs.Choice(*found))
+            for layer, chosen in enumerate(self._experts[:, 0])
+        ]
 
     def begin(self) -> None:
         """Begin a step, as the engines have begun a pass of one token each."""
         self._passes = [engine.record.index for engine in self.engines]
-        self._numbers = np.array(self._passes) * (self._last + 1)
-        dense_s, self._predict_s = self._first.seconds_of(DECODE)
-        self._dense_s = dense_s[:, None] + [engine.attention_s for engine in self.engines]
+        self._rows.numbers[:] = np.array(self._passes) * (self._last + 1)
+        dense_s, predict_s = self._first.seconds_of(DECODE)
+        self._dense_s[:] = dense_s[:, None] + [engine.attention_s for engine in self.engines]
+        if self._first.depth:
+            self._predict_s[:] = predict_s[:, None]
         self._is_changed = False
-        self._serve(0, -1, self._batches[0])
+        self._serve(0, -1, self._batches[-1])
 
     def end(self) -> None:
         """Enter what the rules have changed into the passes' records; they end next."""
@@ -160,7 +200,10 @@ class Together:
         `experts` and `weights` are [rows, top_k], `logits` and the predictions by layer
         [rows, experts]; `weigh` is the model family's rule for weights.
         """
-        selection, batch, rules = None, self._batches[layer], self._first.rules
+        self._experts[layer, 0], self._chosen_weights[layer] = experts, weights
+        if self._routed:
+            return self._run_by_cost(layer, logits, predicted)
+        selection, rules = None, self._first.rules
         asked = Tokens(
             *(layer, DECODE, self._passes, experts, weights, logits),
             *(self._resident, self._absent, NO_STATE, predicted, weigh),
@@ -169,7 +212,7 @@ class Together:
         if self._routes:
             selection = self._choose("routing", asked)
             looked_up = executed = self._changed(asked, selection)
-        if self._resolves and (self._upgrades or looked_up.is_missing.any()):
+        if self._resolves and (self._upgrades or self._lacks(looked_up)):
             change = self._choose("miss", looked_up)
             if rules.ladder:
                 miss: Any = rules.miss
@@ -178,19 +221,39 @@ class Together:
                 selection = change if selection is None else change.after(selection)
                 executed = self._changed(looked_up, selection)
         self._is_changed |= selection is not None
-        self._chosen_weights[layer] = weights
-        for place, each in enumerate((asked, looked_up, executed)):
+        for place, each in enumerate((looked_up, executed), 1):
             self._experts[layer, place] = each.experts
-            if self._weighs:
+        if self._weighs:
+            for place, each in enumerate((asked, looked_up, executed)):
                 self._weights[place] = each.weights
-        if self._first.depth:
-            batch.predict_s[:], batch.proposed_bounds[:] = self._predict_s[layer], 0
-            if predicted and rules.prefetches:
+        self._serve(core.CLOSE_ROW, layer, self._batch_of(layer, predicted))
+        return selection
+
+    def _run_by_cost(
+        self, layer: int, logits: FloatArray, predicted: Mapping[int, FloatArray]
+    ) -> Selection | None:
+        """Serve a layer of all rows whose experts machine code chooses meanwhile."""
+        routed = self._routed[layer]
+        routing: Any = self._first.rules.routing
+        routed[0].logits[:] = logits
+        if routing.uses_scores:
+            routed[0].scores[:] = routing.scores(logits)
+        batch = self._batch_of(layer, predicted)
+        if not self._serve(core.CLOSE_ROW | core.ROUTE, layer, batch, routed):
+            return None
+        self._is_changed = True
+        return Selection(self._experts[layer, 2].copy())
+
+    def _batch_of(self, layer: int, predicted: Mapping[int, FloatArray]) -> core.PassBatch:
+        """Return a layer's batch, with what prefetchers propose."""
+        batch = self._batches[layer]
+        if self._first.rules.prefetches:
+            batch.proposed_bounds[:] = 0
+            if predicted:
                 proposed, ends, levels = self._proposed(predicted)
                 batch.proposed_bounds[-len(ends) :] = ends
                 batch = batch._replace(proposed=proposed, proposed_levels=levels)
-        self._serve(core.CLOSE_ROW, layer, batch)
-        return selection
+        return batch
 
     def levels_of(self, layer: int) -> IntArray:
         """Return at which level each row has executed the experts of the layer just served: [rows,
@@ -200,20 +263,24 @@ class Together:
         levels[each_token(levels), self._experts[layer, 2]] = self._levels
         return levels[:, :-1]
 
-    def _serve(self, what: int, layer: int, batch: core.PassBatch) -> None:
+    def _serve(
+        self,
+        what: int,
+        layer: int,
+        batch: core.PassBatch,
+        routed: tuple[costs.Routed, costs.Choice] | None = None,
+    ) -> int:
         """Do a step of the event of each row, and enter the next layer (see `core.serve_row`)."""
         if layer < self._last:
             what |= core.ENTER_ROW
-            batch.dense_s[:] = self._dense_s[layer + 1]
-        np.add(self._numbers, layer, out=self._rows.numbers)
         if self._first.loop.is_compiled:
-            self._first.loop.step_rows(batch, what, layer, self._rows)
-            return
+            return self._first.loop.step_rows(batch, what, layer, self._rows, routed)
         batch = core.PassBatch(*batch[:2], *(values.tolist() for values in batch[2:]))
         rows = self._rows._replace(demands=[0] * len(batch.keys))
         for row, engine in enumerate(self.engines):
             state, counts = engine.state, engine.loop.counts
             core.serve_row(state, engine.rank, batch, counts, what, layer, rows, row)
+        return 0
 
     def _choose(self, axis: str, tokens: Tokens) -> Selection | None:
         """Let the rule of an axis choose, with what each row's own keeps of the layer."""
@@ -228,6 +295,13 @@ class Together:
         for own, changed in zip(kept, state, strict=True):
             own[0] = changed
         return chosen
+
+    def _lacks(self, tokens: Tokens) -> bool:
+        """Whether an expert of any row is absent."""
+        if self._routes:
+            return bool(tokens.is_missing.any())
+        # What a router chose is not dropped: half of the time.
+        return bool(self._absent[each_token(tokens.experts), tokens.experts].any())
 
     def _changed(self, tokens: Tokens, selection: Selection | None) -> Tokens:
         """Return the tokens with a changed selection: its experts and gate scores."""
