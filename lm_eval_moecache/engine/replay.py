@@ -16,8 +16,10 @@ from lm_eval_moecache.engine.setting import CONTEXT, Setting
 from lm_eval_moecache.engine.virtual.batches import replay_passes
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.engine.virtual.loop import NOTHING_PROPOSED, joined
+from lm_eval_moecache.engine.virtual.together import serving
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import (
+    DECODE,
     NO_PREDICTIONS,
     PHASES,
     PREFILL,
@@ -178,7 +180,7 @@ def _serve_events(
 ) -> Iterator[int]:
     """Serve a part event by event, and scanned texts layer by layer; yield how many passes."""
     _check_drafts(part, engine)
-    num_layers = part.geometry.num_layers
+    num_layers, together = part.geometry.num_layers, None
     for first, last, is_scan in _segments(part):
         if not is_scan:
             events = _show(engine, part, needs, first, last)
@@ -192,11 +194,20 @@ def _serve_events(
             if engine.wants_positions:
                 row, stop = part.row_bounds[pass_index * num_layers :][:2]
                 positions = part.columns.token[row:stop].astype(np.int64)
-            for event in islice(events, num_layers):
-                if event.layer == 0:
-                    engine.begin_pass(event.phase, event.num_tokens, positions=positions)
+            own = [*islice(events, num_layers)]
+            event = own[0]
+            engine.begin_pass(event.phase, event.num_tokens, positions=positions)
+            is_token = event.phase == DECODE and event.num_tokens == 1 == len(event.weights)
+            together = serving([engine], together) if is_token and engine.loop.is_compiled else None
+            for event in own:
+                if together is not None:
+                    given = event.experts, event.weights, event.logits, event.predicted
+                    together.run(event.layer, *given)
+                    continue
                 engine.enter(event.layer, event.num_tokens)
                 engine.run(event)
+            if together is not None:
+                together.end()
             engine.end_pass()
             _note_drafts(part, engine.record)
         yield last - first

@@ -17,7 +17,9 @@ from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual import loop
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.engine.virtual.loop import MODULES
+from lm_eval_moecache.engine.virtual.together import Together
 from lm_eval_moecache.records.errors import AlgorithmError
+from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.jit import column, is_kept
 from lm_eval_moecache.testing.streams import fresh, make_geometry, make_hardware, make_stream, run
 from lm_eval_moecache.trace.future import Future
@@ -85,6 +87,32 @@ def test_compiled_by_numba(machine_code: None) -> None:
     ):
         assert assert_equal(trace, setting_for(trace, "30%", axes, policy)).loop.is_compiled
     assert is_kept(MODULES, "step")
+
+
+def test_what_rules_decide_is_served_by_machine_code(
+    machine_code: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = 0
+
+    def counted(self: Together, *given: Any, **more: Any) -> Any:
+        nonlocal served
+        served += 1
+        return run_layer(self, *given, **more)
+
+    run_layer = Together.run
+    monkeypatch.setattr(Together, "run", counted)
+    trace = draw_trace(7, LAYERS, 16, 3, 30)
+    for axes in (
+        {"routing": "cache_prior"},
+        {"routing": "max_rank", "prefetch": "next_gate"},
+        {"routing": "cumsum", "miss": "drop", "prefetch": "score", "eviction": "score"},
+        {"miss": "substitute_score", "prefetch": "next_gate", "prefetch.depth": 2},
+    ):
+        before = served
+        engine = assert_equal(trace, setting_for(trace, "30%", axes))
+        assert engine.loop.is_compiled
+        decoded = sum(record.phase == DECODE for record in engine.ledger.passes)
+        assert served - before == decoded * len(LAYERS) > 0
 
 
 class Tired(Clock):

@@ -249,7 +249,7 @@ class Together:
         batch = self._batches[layer]
         if self._first.rules.prefetches:
             batch.proposed_bounds[:] = 0
-            if predicted:
+            if predicted or self._first.answers is not None:
                 proposed, ends, levels = self._proposed(predicted)
                 batch.proposed_bounds[-len(ends) :] = ends
                 batch = batch._replace(proposed=proposed, proposed_levels=levels)
@@ -318,9 +318,13 @@ class Together:
         """Return what the rows' prefetchers propose: keys, where those of each row end, and at
         which levels, if there are several."""
         rules = [engine.rules.prefetch for engine in self.engines]
+        levels, miss = NOTHING, self._first.rules.miss
+        if self._first.answers is not None:
+            # A ladder's own rules are not answered ahead; under others all is of the best level.
+            keys = np.array(next(self._first.answers), np.int64)
+            return keys, np.array([len(keys)]), np.zeros_like(keys)
         logits = np.stack([*predicted.values()], axis=1)
         keys, counts = rules[0].propose_rows(rules, [*predicted], logits)
-        levels, miss = NOTHING, self._first.rules.miss
         if self._first.rules.ladder:
             levels = np.zeros(len(keys), np.int64)
             if isinstance(miss, MissOverRows):
