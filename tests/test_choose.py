@@ -86,7 +86,7 @@ def test_every_composition_is_lossless_and_one_is_lm_evals_default() -> None:
         is_predicting = policy.prefetch.name != "none"
         assert is_predicting == ("predictor" in CONTENDERS[name].needs), name
         assert (policy.miss.name == "host") == ("host" in CONTENDERS[name].needs), name
-        assert policy.placed == ("use profile" in CONTENDERS[name].needs), name
+        assert policy.placed == ("profile" in CONTENDERS[name].needs), name
 
 
 def test_placed_experts_are_those_that_the_other_half_uses_most() -> None:

@@ -27,7 +27,7 @@ BLOCKS = 8
 _LEAST_STEPS = 4
 """Decode steps in a block below which nothing is said about differences."""
 _PATIENCE_S = 2.0
-PREDICTOR, HOST, PROFILE, FUTURE = "predictor", "host", "use profile", "the future"
+PREDICTOR, HOST, PROFILE, FUTURE = "predictor", "host", "profile", "the future"
 FASTEST, TIED, SLOWER = "fastest", "tied", "slower"
 
 
@@ -37,7 +37,7 @@ class Contender(NamedTuple):
     model_args: str
     words: str
     needs: tuple[str, ...] = ()
-    """`predictor` (an oracle stands for it), `host` (computes experts), `use profile`."""
+    """`predictor` (an oracle stands for it), `host` (computes experts), `profile` (of use)."""
 
     @property
     def args(self) -> dict[str, str]:

@@ -195,7 +195,7 @@ def _verdict(report: Mapping[str, Any]) -> str:
         if {*without} & {*best["needs"]}:
             best = next(row for row in rows if not {*without} & {*row["needs"]})
             names = " or ".join(", ".join(without).rsplit(", ", 1))
-            text += f" With no {names}: {_row_text(best)}."
+            text += f" Without {names}: {_row_text(best)}."
     return text
 
 
@@ -219,8 +219,8 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
     notes.append(
         f"predictor: simulated here. It names {share} of the next layer's experts, and {share} of "
         "those it names are right (--recall). A live run predicts with the model's gates. "
-        "use profile: each half of the trace starts with the most used experts of the other half "
-        "in place; the other policies start empty."
+        "profile: each half of the trace starts with the most used experts of the other half in "
+        "place; the other policies start empty."
     )
     notes.append(
         f"Routing: {report['routing']}, {report['decode_steps']} decode steps of "
