@@ -154,13 +154,20 @@ def figures(engine: VirtualEngine) -> list[Any]:
     ]
 
 
-def compare(case: Mapping[str, Any]) -> int:
-    """Serve the same steps both ways; return how many selections or levels were changed."""
+def compare(case: Mapping[str, Any], leaves_at: int | None = None) -> int:
+    """Serve the same steps both ways; return how many selections or levels were changed.
+
+    At one of them, rows may leave machine code.
+    """
     alone, rows = engines_of(case), engines_of(case)
     changed, together, first = 0, None, alone[0]
     for step in range(STEPS):
         # Some rows end earlier than others, and some come later.
         live = [row for row in range(ROWS) if (row != 1 or step < 4) and (row != 3 or step > 1)]
+        if step == leaves_at:
+            assert all(rows[row].loop.is_compiled for row in live)
+            for engine in rows:
+                engine.loop.leave()
         for engine in [*(alone[row] for row in live), *(rows[row] for row in live)]:
             engine.begin_pass(DECODE, 1)
         served = [rows[row] for row in live]
@@ -202,6 +209,11 @@ def test_rows_get_what_each_gets_alone(case: dict[str, Any]) -> None:
 def test_machine_code_goes_through_the_rows_as_plain_python_does(machine_code: None) -> None:
     for case in CASES[::3]:
         assert compare(case)
+
+
+def test_rows_may_leave_machine_code(machine_code: None) -> None:
+    for step in (3, 5):  # after a step of the same rows, and of others
+        assert compare({"routing": "cache_prior"}, step)
 
 
 @pytest.mark.parametrize(

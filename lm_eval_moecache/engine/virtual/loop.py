@@ -138,6 +138,7 @@ class Loop:
             self._engine.state = core.State(*[*objects, (), self._engine.outside])
             self._step, self.rank = core.step, self._engine.rank
         self._can_compile = self.is_compiled = False
+        self.addresses = ()
         self.counts = [self._engine.record]
 
     def _compile(self, tables: Sequence[Array]) -> None:
