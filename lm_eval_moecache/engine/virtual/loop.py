@@ -263,6 +263,23 @@ class Loop:
         return dict(zip(keys, levels, strict=True))
 
 
+def batch_of_tokens(size: int, top_k: int, **own: Array) -> core.PassBatch:
+    """Return a batch of three events of each of so many tokens (see `core.Rows`)."""
+    return core.PassBatch(
+        first_pass=0,
+        num_passes=1,
+        keys=np.zeros(3 * size * top_k, np.int64),
+        bounds=NOTHING,
+        rows=np.arange(3 * size + 1),
+        next_use=NOTHING,
+        proposed=NOTHING,
+        proposed_bounds=np.zeros(3 * size + 1, np.int64),
+        proposed_levels=NOTHING,
+        warm=NOTHING,
+        **own,
+    )
+
+
 def joined(keys: Sequence[Sequence[int]]) -> tuple[Array, Array]:
     """Return all keys in one array, and the bounds of each sequence in it [sequences + 1]."""
     return np.array([*chain.from_iterable(keys)], np.int64), np.cumsum([0, *map(len, keys)])

@@ -20,7 +20,15 @@ from lm_eval_moecache.algorithms.routing.base import (
 )
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.virtual.costs import Costs
-from lm_eval_moecache.engine.virtual.loop import COUNTS, COUNTS_TYPE, NO_ROWS, NOTHING, Loop, Looped
+from lm_eval_moecache.engine.virtual.loop import (
+    COUNTS,
+    COUNTS_TYPE,
+    NO_ROWS,
+    NOTHING,
+    Loop,
+    Looped,
+    batch_of_tokens,
+)
 from lm_eval_moecache.records.event import DECODE, DROPPED, Event
 from lm_eval_moecache.records.jit import as_records
 from lm_eval_moecache.records.ledger import PassRecord
@@ -91,28 +99,18 @@ def scan(
             executed = np.where(selection.keep, executed, DROPPED)
     experts = np.concatenate([chosen, executed, executed]).ravel()
     weights = np.tile(event.weights.ravel(), 3) if engine.eviction.uses_weights else NOTHING
-    scratch = np.zeros((2, experts.size), np.int64)
-    batch = core.PassBatch(
-        first_pass=0,
-        num_passes=1,
-        keys=scratch[0],
-        bounds=NOTHING,
-        rows=np.arange(3 * size + 1),
+    batch = batch_of_tokens(
+        *chosen.shape,
         experts=experts,
         weights=weights,
         dense_s=np.full(size, engine.costs.dense_s(layer, 1) + engine.attention_s),
         predict_s=np.full(3 * size, engine.predicting_s(layer, 0, 1)),
-        next_use=NOTHING,
-        proposed=NOTHING,
-        proposed_bounds=np.zeros(3 * size + 1, np.int64),
-        proposed_levels=NOTHING,
-        warm=NOTHING,
     )
     resident, absent = np.zeros((2, 1, geometry.num_experts), np.uint8)
     rows = core.Rows(
         places=NO_ROWS.places,
         numbers=np.zeros(size, np.int64),
-        demands=scratch[1],
+        demands=np.zeros(experts.size, np.int64),
         resident=resident,
         absent=absent,
         awaits=0,

@@ -20,7 +20,7 @@ from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.decide import weights_of
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
-from lm_eval_moecache.engine.virtual.loop import NOTHING
+from lm_eval_moecache.engine.virtual.loop import NOTHING, batch_of_tokens
 from lm_eval_moecache.records.arrays import (
     FloatArray,
     IntArray,
@@ -96,31 +96,16 @@ class Together:
         self._weights = np.zeros(self._experts[0].shape)
         self._levels = np.zeros(self._weights.shape[1:], np.int64)
         """Of each entry the level that it requires, then that at which it was executed."""
-        scratch = np.zeros((2, self._weights.size), np.int64)
-        batch = core.PassBatch(
-            first_pass=0,
-            num_passes=1,
-            keys=scratch[0],
-            bounds=NOTHING,
-            rows=np.arange(3 * size + 1),
-            experts=NOTHING,
-            weights=self._weights.reshape(-1),
-            dense_s=NOTHING,
-            predict_s=NOTHING,
-            next_use=NOTHING,
-            proposed=NOTHING,
-            proposed_bounds=np.zeros(3 * size + 1, np.int64),
-            proposed_levels=NOTHING,
-            warm=NOTHING,
-        )
         self._dense_s = np.zeros((geometry.num_layers, size))
         self._predict_s = np.zeros((geometry.num_layers, 3 * size))
         # A layer's step enters the next one, and the last layer's begins the pass.
         self._batches = [
-            batch._replace(
+            batch_of_tokens(
+                *self._experts.shape[2:],
                 experts=self._experts[layer].reshape(-1),
-                predict_s=self._predict_s[layer],
+                weights=self._weights.reshape(-1),
                 dense_s=self._dense_s[(layer + 1) % geometry.num_layers],
+                predict_s=self._predict_s[layer],
             )
             for layer in range(geometry.num_layers)
         ]
@@ -130,7 +115,7 @@ class Together:
         self._rows = core.Rows(
             places=np.array(places, np.int64),
             numbers=np.zeros(size, np.int64),
-            demands=scratch[1],
+            demands=np.zeros(self._weights.size, np.int64),
             resident=self._resident.view(np.uint8),
             absent=self._absent.view(np.uint8),
             awaits=int(rules.miss.awaits_late),
