@@ -401,7 +401,7 @@ class Engine(ABC):
             absent = [key for key in plan.looked_up.keys if key not in resident]
             missed = absent
             if rules.prefetches:
-                missed = [key for key in absent if not self._is_pending(key)]
+                missed = self._missed(absent)
             resolve(plan, original, rules, absent, missed, resident, self.record)
         self._look_up(plan)
         if self.on_event is not None:
@@ -420,10 +420,10 @@ class Engine(ABC):
         )
         core.demand(self.state, executed, event.layer, demanded, levels)
 
-    def _is_pending(self, key: int) -> bool:
-        """Whether a prefetch of this key is in flight or queued."""
-        slot = self.state.slots[key]
-        return bool(slot.arriving) or slot.due >= 0
+    def _missed(self, absent: Sequence[int]) -> list[int]:
+        """Return those of these keys of which no prefetch is in flight or queued."""
+        slots = self.state.slots
+        return [key for key in absent if not slots[key].arriving and slots[key].due < 0]
 
     def _residents(self, layer: int) -> dict[int, int]:
         """Return the layer's resident keys with their precision levels."""

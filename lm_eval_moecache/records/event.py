@@ -105,4 +105,4 @@ def num_assignments(event: Event, keys: Sequence[int], num_experts: int) -> int:
 def resident_mask(layer: int, num_experts: int, resident: Container[int]) -> BoolArray:
     """Return which of a layer's experts are resident [experts]."""
     base = layer * num_experts
-    return np.array([base + expert in resident for expert in range(num_experts)], dtype=bool)
+    return np.array([key in resident for key in range(base, base + num_experts)], dtype=bool)

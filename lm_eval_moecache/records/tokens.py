@@ -5,7 +5,7 @@ A row is a run of its own, with a cache and a state of its own; all rows have eq
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -71,16 +71,13 @@ def tokens_of(
     resident: Container[int],
     num_experts: int,
     state: DoubleArray,
-    absent: Container[int] | None = None,
+    absent: Collection[int] | None = None,
 ) -> Tokens:
     """Return the tokens of one event; `state` [1, numbers] is changed with theirs."""
-    size, layer = (len(event.experts), num_experts), event.layer
-    is_resident = resident_mask(layer, num_experts, resident)
-    is_absent = ~is_resident if absent is None else resident_mask(layer, num_experts, absent)
-    if size[0] > 1:
-        is_resident, is_absent = (np.broadcast_to(each, size) for each in (is_resident, is_absent))
-    else:
-        is_resident, is_absent = is_resident[None], is_absent[None]
+    layer, size = event.layer, len(event.experts)
+    flags = resident_mask(layer, num_experts, resident)
+    others = ~flags if absent is None else resident_mask(layer, num_experts, {*absent})
+    is_resident, is_absent = flags[None].repeat(size, axis=0), others[None].repeat(size, axis=0)
     given = event.experts, event.weights, event.logits, is_resident, is_absent
     seen = event.predicted, event.weigh
     return Tokens(layer, event.phase, (event.pass_index,), *given, state, *seen)

@@ -147,7 +147,7 @@ class MissOverRows(OverRows, MissAlgorithm):
         np.minimum.at(best, executed[live], self.levels(event.experts, event.weights)[live])
         base = event.layer * num_experts
         keys, held = (event.keys, resident) if self.upgrade else (absent, NOTHING_HELD)
-        wanted = [(key, int(best[key - base])) for key in keys]
+        wanted = zip(keys, best[np.array(keys, np.int64) - base].tolist(), strict=True)
         fetch = [Fetch(key, level) for key, level in wanted if level < held.get(key, never)]
         return Resolution(fetch, selection)
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lm_eval_moecache.algorithms.parameters import Algorithm
-from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
+from lm_eval_moecache.records.arrays import FloatArray, IntArray, each_token, softmax
 from lm_eval_moecache.records.event import DROPPED, Event
 from lm_eval_moecache.trace.future import Future
 
@@ -155,9 +155,8 @@ def most_likely(layer: int, logits: FloatArray, count: int) -> list[int]:
         keys: list[int] = (top + layer * logits.shape[-1]).tolist()
         return keys
     scores = softmax(logits)
-    top = np.argsort(-scores, axis=-1, kind="stable")[:, :count]
     wanted = np.zeros(scores.shape, dtype=bool)
-    np.put_along_axis(wanted, top, True, axis=-1)
+    wanted[each_token(scores), _top(-scores, count)] = True
     return by_mass(layer, wanted, scores)
 
 

@@ -109,11 +109,6 @@ class VirtualLink:
         """Whether a prefetch is in flight or queued."""
         return self.inflight is not None or self._read("queued") > 0
 
-    def is_pending(self, key: int) -> bool:
-        """Whether a prefetch of this key is in flight or queued."""
-        slots = self._engine.state.slots
-        return bool(read(slots, key, "arriving")) or read(slots, key, "due") >= 0
-
 
 class VirtualEngine(Engine):
     """Serves an event in virtual time: `run` goes from its lookup to the end of its last expert.
@@ -292,8 +287,12 @@ class VirtualEngine(Engine):
             return dict.fromkeys(keys, 0)
         return dict(zip(keys, self.state.slots["level"][keys].tolist(), strict=True))
 
-    def _is_pending(self, key: int) -> bool:
-        return bool(self.link.is_pending(key))
+    def _missed(self, absent: Sequence[int]) -> list[int]:
+        if not self.loop.is_compiled:
+            return super()._missed(absent)
+        keys, slots = np.array(absent, np.int64), self.state.slots
+        missed: list[int] = keys[(slots["arriving"][keys] == 0) & (slots["due"][keys] < 0)].tolist()
+        return missed
 
     def _mark_demands(self, event: Event, demands: Sequence[Fetch]) -> None:
         """Do nothing: the demands are marked when the event is closed."""
