@@ -67,6 +67,24 @@ def test_a_reset_goes_back_to_the_warm_state(trace: Trace) -> None:
     assert sum(p.evictions for p in engine.ledger.passes) == evictions
 
 
+@pytest.mark.usefixtures("machine_code")
+@pytest.mark.parametrize("name", ["lru", "arc"])
+def test_every_fresh_engine_starts_warm(name: str) -> None:
+    first = VirtualEngine(traces.GEOMETRY, warmed("4500B", eviction=name))
+    placed = dict(first.pools[0].resident)
+    first.expect(1)
+    for _ in range(3):
+        engine = first.fresh()
+        assert engine.loop.is_compiled
+        assert engine.pools[0].resident == placed
+        # One with a state of its own has heard of them.
+        assert engine.rank or engine.eviction.victim((), 0) in placed
+        engine.check_integrity()
+        # What one does with its tables is no other's.
+        engine.reset_cache(warm=False)
+        assert not engine.pools[0].resident
+
+
 @pytest.mark.parametrize("name", ["static", "pinned_lru"])
 @pytest.mark.parametrize("profile", [None, PROFILE])
 def test_after_a_reset_what_fills_the_cache_again_is_kept(

@@ -101,11 +101,18 @@ class _History:
 
     def add(self, layer: int, scores: FloatArray) -> float:
         """Add an event's scores; return the lower edge of the quantile's bin."""
+        counts, place = self.counts[layer], self.places[layer]
         bins = (scores.ravel() * _BINS).astype(np.int64)
-        np.add.at(self.counts[layer], bins, 1)
-        self.places[layer, 0] += bins.size
-        self.places[layer, 2] += np.count_nonzero(bins < self.places[layer, 1])
-        return step(self.counts[layer], self.places[layer], self.share) / _BINS
+        np.add.at(counts, bins, 1)
+        if place[0]:
+            place[2] += np.count_nonzero(bins < place[1])
+        else:
+            # The first event moves it far.
+            sums = counts[: _BINS - 1].cumsum()
+            place[1] = sums.searchsorted(self.share * bins.size)
+            place[2] = sums[place[1] - 1] if place[1] else 0
+        place[0] += bins.size
+        return step(counts, place, self.share) / _BINS
 
 
 def step(counts: Any, place: Any, share: float) -> int:

@@ -43,6 +43,9 @@ _TYPES = (
 
 One for all integers: numba compiles a function once for each type of its arguments."""
 _EMPTY = tuple(np.zeros(0, kind) for kind in _TYPES)
+_NO_EVENT = core.PassBatch(0, 0, *_EMPTY)._replace(
+    bounds=np.zeros(2, np.int64), predict_s=np.zeros(1), proposed_bounds=np.zeros(2, np.int64)
+)
 _KINDS = (
     *(features.Expert, features.Layer, features.Now, features.Forecast),
     *(core.Slot, core.Level, core.LayerState, core.Queue, core.CacheState, core.RunState),
@@ -162,11 +165,13 @@ class Loop:
         self, num_tokens: int = 0, dense_s: float = 0.0, warm: Sequence[int] = ()
     ) -> core.PassBatch:
         """Return a batch of an event without keys."""
-        batch = core.PassBatch(
+        if self.is_compiled:
+            rows, seconds = np.array((0, num_tokens)), np.array((dense_s,))
+            return _NO_EVENT._replace(rows=rows, dense_s=seconds, warm=np.array(warm, np.int64))
+        return core.PassBatch(
             *(0, 0, (), (0, 0), (0, num_tokens), (), (), (dense_s,), (0.0,)),
             *((), (), (0, 0), (), warm),
         )
-        return self.as_arrays(batch) if self.is_compiled else batch
 
     def as_arrays(self, batch: core.PassBatch) -> core.PassBatch:
         """Return the batch in the form that the machine code takes."""
