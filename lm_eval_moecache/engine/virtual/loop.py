@@ -236,7 +236,7 @@ class Loop:
         number: int = 0,
         counts: Any = None,
     ) -> int:
-        """Serve a layer of several engines alike (see `core.serve_row`) or of a text (`core.scan`),
+        """Serve a layer of several engines alike (see `core.serve_row`) or of a text (`core.text`),
         in machine code; return whether a cost has chosen others than the router."""
         task = core.Task(what, number, layer, NO_KEYS, NOTHING)
         counts = self.counts if counts is None else counts
