@@ -196,7 +196,8 @@ class Together:
         looked_up = executed = asked
         if self._routes:
             selection = self._choose("routing", asked)
-            looked_up = executed = self._changed(asked, selection)
+            reads = rules.reads_changed_weights
+            looked_up = executed = self._changed(asked, selection, reads)
         if self._resolves and (self._upgrades or self._lacks(looked_up)):
             change = self._choose("miss", looked_up)
             if rules.ladder:
@@ -204,7 +205,7 @@ class Together:
                 self._levels[:] = miss.levels(looked_up.experts, looked_up.weights)
             if change is not None:
                 selection = change if selection is None else change.after(selection)
-                executed = self._changed(looked_up, selection)
+                executed = self._changed(looked_up, selection, self._weighs)
         self._is_changed |= selection is not None
         for place, each in enumerate((looked_up, executed), 1):
             self._experts[layer, place] = each.experts
@@ -233,11 +234,11 @@ class Together:
         """Return a layer's batch, with what prefetchers propose."""
         batch = self._batches[layer]
         if self._first.rules.prefetches:
-            batch.proposed_bounds[:] = 0
+            bounds = batch.proposed_bounds[-len(self.engines) :]
             if predicted or self._first.answers is not None:
-                proposed, ends, levels = self._proposed(predicted)
-                batch.proposed_bounds[-len(ends) :] = ends
-                batch = batch._replace(proposed=proposed, proposed_levels=levels)
+                proposed, bounds[:], levels = self._proposed(predicted)
+                return batch._replace(proposed=proposed, proposed_levels=levels)
+            bounds[:] = 0
         return batch
 
     def levels_of(self, layer: int) -> IntArray:
@@ -288,12 +289,12 @@ class Together:
         # What a router chose is not dropped: half of the time.
         return bool(self._absent[each_token(tokens.experts), tokens.experts].any())
 
-    def _changed(self, tokens: Tokens, selection: Selection | None) -> Tokens:
-        """Return the tokens with a changed selection: its experts and gate scores."""
+    def _changed(self, tokens: Tokens, selection: Selection | None, weighs: bool) -> Tokens:
+        """Return the tokens with a changed selection: its experts, and gate scores if wanted."""
         if selection is None:
             return tokens
         experts, weights = selection.experts, tokens.weights
-        if self._first.rules.reads_changed_weights:
+        if weighs:
             weights = weights_of(tokens, selection)
         if selection.keep is not None:
             experts = np.where(selection.keep, experts, DROPPED)
@@ -308,7 +309,8 @@ class Together:
             # A ladder's own rules are not answered ahead; under others all is of the best level.
             keys = np.array(next(self._first.answers), np.int64)
             return keys, np.array([len(keys)]), np.zeros_like(keys)
-        logits = np.stack([*predicted.values()], axis=1)
+        [first, *others] = predicted.values()
+        logits = np.stack([first, *others], axis=1) if others else first[:, None]
         keys, counts = rules[0].propose_rows(rules, [*predicted], logits)
         if self._first.rules.ladder:
             levels = np.zeros(len(keys), np.int64)
@@ -316,4 +318,6 @@ class Together:
                 by_expert = miss.predicted_levels(logits.reshape(-1, logits.shape[-1]))
                 each = np.arange(len(counts)).repeat(counts)
                 levels = by_expert[each, keys % logits.shape[-1]]
+        if len(rules) == 1:
+            return keys, np.array([len(keys)]), levels
         return keys, counts.reshape(len(rules), -1).sum(axis=-1).cumsum(), levels
