@@ -15,7 +15,7 @@ from lm_eval_moecache.harness.arguments import (
     Config,
 )
 from lm_eval_moecache.model.moe_layers import MoELayer
-from lm_eval_moecache.model.wrap import shadow_prefetchers_of
+from lm_eval_moecache.model.shadow import shadow_prefetchers_of
 from lm_eval_moecache.trace.recorder import FULL, Detail, Recorder, identity, needs_shadow
 
 if TYPE_CHECKING:

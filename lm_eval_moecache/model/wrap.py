@@ -1,6 +1,6 @@
 """Runs a transformers model through the engine: hooks on its routers, removed afterwards.
 
-The router outputs of a pass become events; shadow prefetchers may observe a recorded run.
+The router outputs of a pass become events.
 
 Shapes: T tokens, E experts, K experts per token, D hidden size, B rows.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.engine.engine import Engine, TokenPass
 from lm_eval_moecache.engine.rows import Row, RowPass
 from lm_eval_moecache.engine.virtual.together import Together, serving
@@ -38,25 +36,18 @@ from lm_eval_moecache.records.artifact import check_router_digest
 from lm_eval_moecache.records.event import (
     DECODE,
     NO_PREDICTIONS,
-    PASS_START,
     PREFILL,
     UNSEEN_SCORES,
     VERIFY,
     Event,
     unique_in_order,
 )
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
-from lm_eval_moecache.records.predictor import digest_of, target_of
+from lm_eval_moecache.records.predictor import target_of
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.trace.recorder import (
-    Detail,
     NotedPass,
-    Predict,
-    Propose,
     Recorder,
-    Rows,
-    identity,
     positions_of,
 )
 
@@ -695,85 +686,3 @@ def _in_order(experts: Any, weights: Any, is_sorted: Any) -> tuple[Any, Any]:
     order = np.argsort(-weights, axis=-1, kind="stable")
     order = np.where(is_sorted, np.arange(weights.shape[-1]), order)
     return np.take_along_axis(experts, order, -1), np.take_along_axis(weights, order, -1)
-
-
-class ShadowPrefetcher:
-    """A prefetcher that observes the events of a run under another policy.
-
-    It sees what it would see in a run of its own: the events and predictions are the model's, and
-    no prefetcher sees the cache.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[], PrefetchAlgorithm],
-        layers: Sequence[MoELayer],
-        embedding: nn.Module,
-        restarts: bool,
-    ) -> None:
-        self._make, self._prefetch, self._restarts = make, make(), restarts
-        prefetch = self._prefetch
-        self._num_layers = len(layers)
-        self._network = network_of(prefetch, layers[0].gate.hidden_size)
-        self._pass_predictor = pass_predictor_of(prefetch, embedding)
-        self._pass_predictions: dict[int, FloatArray] = {}
-
-    def restart(self) -> None:
-        """Begin another request: forget all that was seen, under `cache_reset=request`."""
-        if self._restarts:
-            self._prefetch = self._make()
-
-    @property
-    def depth(self) -> int:
-        """How many layers ahead it looks by their gates."""
-        return 0 if self.reads_hidden else self._prefetch.depth
-
-    @property
-    def reads_hidden(self) -> bool:
-        """Whether it reads texts or hidden states itself."""
-        return self._network is not None or self._pass_predictor is not None
-
-    def begin_pass(self, input_ids: torch.Tensor, past_length: int, valid: Any) -> None:
-        """Read a pass's tokens if the prefetcher predicts from text; `valid` masks out padding."""
-        if self._pass_predictor is not None:
-            self._pass_predictions = self._pass_predictor.begin_pass(input_ids, past_length, valid)
-
-    def __call__(self, event: Event, hidden: Any, rows: Rows | None, predict: Predict) -> list[int]:
-        """Return the keys it proposes at the event."""
-        if event.layer == 0:
-            self._prefetch.on_pass(event.pass_index)
-        if self._pass_predictor is not None:
-            # Proposed before the pass, and recorded with its first layer.
-            pass_start = event._replace(layer=PASS_START, keys=(), predicted=self._pass_predictions)
-            return list(self._prefetch.propose(pass_start)) if event.layer == 0 else []
-        predicted = {}
-        if self._network is not None:
-            target = target_of(event.layer, self._num_layers, event.phase)
-            if target is not None:
-                assert rows is not None, "a network without hidden states"
-                logits = self._network(event.layer, hidden)
-                predicted[target] = rows(rounded(logits))
-        elif self._prefetch.depth:
-            last = min(event.layer + self._prefetch.depth, self._num_layers - 1)
-            predicted = {ahead: predict(ahead) for ahead in range(event.layer + 1, last + 1)}
-        return list(self._prefetch.propose(event._replace(predicted=predicted)))
-
-
-def shadow_prefetchers_of(
-    detail: Detail,
-    geometry: Geometry,
-    layers: Sequence[MoELayer],
-    embedding: nn.Module,
-) -> dict[str, Propose]:
-    """Build a recording's shadow prefetchers; ValueError for an artifact of another model."""
-    shadows: dict[str, Propose] = {}
-    for choice, seed, reset in detail.shadows:
-        prefetch: PrefetchAlgorithm = choice.build(geometry, seed)
-        digest = ""
-        if prefetch.artifact is not None:
-            check_router_digest(prefetch.artifact, router_digest(list(layers)), geometry.model)
-            digest = digest_of(prefetch.artifact)
-        make = partial(choice.build, geometry, seed)
-        name = identity(choice, seed, digest, reset)
-        shadows[name] = ShadowPrefetcher(make, layers, embedding, reset == "request")
-    return shadows
