@@ -316,6 +316,7 @@ class WrappedModel:
         # The last row of a batch keeps its padding.
         is_padded = mask is not None and mask.dim() == 2 and not mask[0, 0]
         if rows == 1 and self._valid is None and not is_padded:
+            self.by_row.pass_alone()
             return
         valid = np.ones((rows, length), dtype=bool)
         if self._valid is not None:
