@@ -8,7 +8,7 @@ function, they stay in plain Python. Either chooses the same.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from lm_eval_moecache.records.jit import (
     as_records,
     compiled,
     compiled_function,
+    read_by,
     uncalled,
 )
 from lm_eval_moecache.records.tokens import Tokens
@@ -372,8 +373,10 @@ class _Loop:
         """
         if cost in self._found:
             return self._found[cost]
-        values = [cell.cell_contents for cell in cost.__closure__ or ()]
-        key = cost.__code__, *(v if isinstance(v, Hashable) else cost for v in values)
+        try:
+            key = cost.__code__, read_by(cost)
+        except NotCompilable:
+            return self._found.setdefault(cost, None)
         if key not in self._compiled:
             try:
                 pointer = compiled_function(cost, *self._kinds)
@@ -381,8 +384,7 @@ class _Loop:
                 self._compiled[key] = (pointer, *self._records)
             except NotCompilable:
                 self._compiled[key] = None
-        self._found[cost] = self._compiled[key]
-        return self._compiled[key]
+        return self._found.setdefault(cost, self._compiled[key])
 
 
 CHEAPEST = _Loop(take_cheapest, Ranked, Seen)

@@ -12,11 +12,12 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
+from dis import get_instructions
 from functools import cache
 from importlib import import_module
 from inspect import isfunction
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -219,7 +220,10 @@ class Upgrade:
 
 
 class NotCompilable(Exception):
-    """numba cannot compile a function."""
+    """numba cannot compile a function, or its machine code might go stale."""
+
+
+_FIXED = ("builtins", "math", "numpy")
 
 
 @cache
@@ -271,12 +275,42 @@ def compiled_function(function: Any, *kinds: type) -> Any:
     Raises NotCompilable.
     """
     signature, make = _of_records(*kinds), _numba().cfunc
-    digest = _digest(function.__code__.co_filename)
+    digest = _digest(function.__code__.co_filename, read=read_by(function))
     try:
         cfunc = _compiled(function, function.__globals__, digest, signature, make=make)
     except Exception as error:  # numba's own errors are of many kinds
         raise NotCompilable(f"{function.__qualname__}: {error}") from error
     return _pointer(cfunc, signature, int(cfunc.address))
+
+
+def read_by(function: Any) -> str:
+    """Return all that a function reads beside its arguments, in words that change when it does.
+
+    Machine code has these values for good. Raises NotCompilable for what it would not notice: all
+    but numbers, text, tuples of them, and what Python, `math` and numpy define.
+    """
+    names, codes = set(), [function.__code__]
+    for code in codes:
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        names |= {i.argval for i in get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    scope, cells = function.__globals__, function.__closure__ or ()
+    reads = {name: scope[name] for name in sorted(names) if name in scope}
+    reads |= {str(place): cell.cell_contents for place, cell in enumerate(cells)}
+    reads["defaults"] = function.__defaults__
+    return "; ".join(f"{name} = {_in_words(name, value)}" for name, value in reads.items())
+
+
+def _in_words(name: str, value: Any) -> str:
+    if type(value) is tuple:
+        return f"({', '.join(_in_words(name, each) for each in value)})"
+    if type(value) in (type(None), bool, int, float, str) or isinstance(value, np.generic):
+        return f"{type(value).__name__} {value!r}"
+    if isinstance(value, ModuleType) and value.__name__ in _FIXED:
+        return value.__name__
+    home = getattr(value, "__module__", None) or type(value).__module__
+    if callable(value) and home.split(".")[0] in _FIXED:
+        return f"{home}.{getattr(value, '__name__', value)}"
+    raise NotCompilable(f"{name} = {value!r} may change")
 
 
 def uncalled(*kinds: type) -> Any:
@@ -305,11 +339,11 @@ def _pointer(function: Any, signature: Any, address: int) -> Any:
     return import_module("lm_eval_moecache.records.pointer").Pointer(function, signature, address)
 
 
-def _digest(*files: object) -> str:
+def _digest(*files: object, read: str = "") -> str:
     own = [str(Path(__file__).with_name(name)) for name in ("pointer.py", "linking.py")]
     paths = map(Path, sorted((__file__, *own, *map(str, files))))
     sources = b"".join(path.read_bytes() for path in paths if path.exists())
-    return hashlib.sha256(sources).hexdigest()[:16]
+    return hashlib.sha256(sources + read.encode()).hexdigest()[:16]
 
 
 def _compiled(

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -133,3 +138,83 @@ def test_getting_ready_compiles_the_cost_and_leaves_the_rule_as_it_was(
         monkeypatch.setattr(loop, "_compiled", {})
         rule.get_ready()
         assert len(loop._compiled) == 1 and not rule.state.any()
+
+
+LIKING = """
+from lm_eval_moecache.algorithms.costs import RankCost, Ranked, Seen
+from lm_eval_moecache.algorithms.routing.base import RoutingByCost
+import scales
+from scales import SCALE
+
+
+class Imported(RoutingByCost):
+    def cost(self) -> RankCost:
+        def cost(expert: Ranked, seen: Seen) -> tuple[float, float]:
+            return -expert.logit - expert.resident * SCALE, 0.0
+
+        return cost
+
+
+class Attribute(RoutingByCost):
+    def cost(self) -> RankCost:
+        def cost(expert: Ranked, seen: Seen) -> tuple[float, float]:
+            return -expert.logit - expert.resident * scales.SCALE, 0.0
+
+        return cost
+
+
+class Local(RoutingByCost):
+    def cost(self) -> RankCost:
+        scale = scales.SCALE
+
+        def cost(expert: Ranked, seen: Seen) -> tuple[float, float]:
+            return -expert.logit - expert.resident * scale, 0.0
+
+        return cost
+"""
+CHOOSE = """
+import sys
+from unittest.mock import patch
+import liking
+from lm_eval_moecache.algorithms import costs
+from tests.algorithms.test_costs import GEOMETRY, told, tokens_of_rows
+
+with patch.object(costs.CHEAPEST.upgrade, "is_due", lambda **_: True):
+    for name in ("Imported", "Local", "Attribute"):
+        rule = getattr(liking, name)(geometry=GEOMETRY)
+        print(told(rule, tokens_of_rows(4, 1, 3, False)))
+    print([found is not None for found in costs.CHEAPEST._compiled.values()])
+"""
+
+
+def test_machine_code_on_disk_ends_with_the_values_that_it_was_made_of(tmp_path: Path) -> None:
+    """Whether the cost's own file holds them or another one."""
+    pytest.importorskip("numba")
+    (tmp_path / "liking.py").write_text(LIKING)
+    environment = dict(os.environ, NUMBA_CACHE_DIR=str(tmp_path / "kept"), NUMBA_DISABLE_JIT="0")
+    environment |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1"}
+    printed = []
+    for scale in (0.0, 9.0):
+        (tmp_path / "scales.py").write_text(f"SCALE = {scale}")
+        command = [sys.executable, "-c", CHOOSE]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        *chosen, compiled = run.stdout.splitlines()
+        assert len(set(chosen)) == 1, "the same rule, stated in three ways"
+        assert compiled == "[True, True]", "but for a module's attribute, which may change"
+        printed.append(chosen[0])
+    assert printed[0] == "None" != printed[1]
+
+
+def test_a_value_that_changes_in_a_process_gives_another_machine_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_compiling(monkeypatch, True)
+    told_of = []
+    for scale in (0.0, 9.0):
+        scope: dict[str, Any] = {"__name__": "liking"}
+        monkeypatch.setitem(sys.modules, "scales", SimpleNamespace(SCALE=scale))
+        exec(compile(LIKING, __file__, "exec"), scope)
+        rule = scope["Imported"](geometry=GEOMETRY)
+        told_of.append(told(rule, tokens_of_rows(4, 1, 3, False)))
+    assert told_of[0] is None is not told_of[1]
