@@ -333,6 +333,30 @@ def test_runs_of_different_identity_are_told_apart_and_not_ranked(
     assert out.split()[0] == "streams,tok_per_s"
 
 
+@pytest.mark.parametrize("text", [False, True])
+def test_parameters_in_a_mapping_have_the_columns_of_dotted_keys(
+    tmp_path: Path, table: Table, text: bool
+) -> None:
+    named, own, lambdas = {"name": "cache_prior"}, {"class_path": "fading.Fading"}, (0.1, 0.9)
+    forms: dict[str, list[dict[str, Any]]] = {
+        "dotted": [{"routing": "cache_prior", "routing.lambda": x} for x in lambdas],
+        "mapping": [{"routing": {**named, "lambda": x}} for x in lambdas],
+        "both": [{"routing": {**named, "lambda": 7}, "routing.lambda": x} for x in lambdas],
+        "class": [{"routing": {**own, "init_args": {"lambda": x}}} for x in lambdas],
+        "policy": [{"policy": {"routing": {**named, "lambda": x}}} for x in lambdas],
+    }
+    tables = set()
+    for form, arguments_of in forms.items():
+        runs = [record(str(i), policy="p") for i in range(2)]
+        for run, arguments in zip(runs, arguments_of, strict=True):
+            run["configuration"]["model_args"] |= arguments
+        tables.add(table(write(tmp_path / form, *runs), *(["--format=csv"] if text else [])))
+        columns = table(tmp_path / form, "--columns=parameters,routing.lambda").splitlines()
+        assert "| routing.lambda=0.9 | 0.9 |" in columns
+    (shown,) = tables
+    assert "routing.lambda" in shown and "0.1" in shown
+
+
 def test_parameters_of_algorithms_can_stand_in_one_column(tmp_path: Path, table: Table) -> None:
     others = {"miss": "drop", "miss.h": 1, "eviction.order": "fifo", "bandwidth": "5GB/s"}
     write(tmp_path, record("a", **others), record("b"))

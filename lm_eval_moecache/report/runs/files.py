@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.files import exists, parse_json, read_gzip, read_json, write_whole
 from lm_eval_moecache.records.numbers import shown
 from lm_eval_moecache.records.schemas.results import check_record
@@ -104,7 +105,7 @@ def _run(data: Any, path: Path) -> Run | None:
         label=schema.label,
         model=str(model),
         tasks_given=tuple(tasks_given),
-        model_args=dict(arguments),
+        model_args=_dotted(arguments),
         options=options,
         moecache=data["config"]["moecache"],
         results=data["results"],
@@ -115,6 +116,28 @@ def _run(data: Any, path: Path) -> Run | None:
         environment=data.get("environment", {}),
         facts={key: data[key] for key in _FACTS if isinstance(data.get(key), (str, dict, float))},
     )
+
+
+def _dotted(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Spell the parameters of an axis given as a mapping by the dotted keys that give the same.
+
+    Tables and plots read one argument a column, and could not tell mappings apart.
+    """
+    policy = arguments.get("policy")
+    composed = {k: v for k, v in policy.items() if k in AXES} if isinstance(policy, dict) else {}
+    flat: dict[str, Any] = {}
+    for key, value in (composed | dict(arguments)).items():
+        if key in AXES and isinstance(value, dict):
+            inner = value.get("init_args")
+            given = {**inner, **value} if isinstance(inner, dict) else value
+            for name, each in given.items():
+                if name == "init_args":
+                    continue
+                # A dotted key given beside the mapping overrides it.
+                flat.setdefault(key if name in ("name", "class_path") else f"{key}.{name}", each)
+        else:
+            flat[key] = value
+    return flat
 
 
 def _comparable(metric: str, values: Mapping[str, Any]) -> dict[str, Any]:
