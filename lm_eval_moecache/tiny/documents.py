@@ -2,7 +2,8 @@
 
 They lie in `rows/`, as the repository's tools/train_tiny/documents.py has drawn them. lm-eval calls
 a task's function with the task's metadata as keywords: `num_documents` takes the first of them, and
-`rows` names a folder with another draw.
+`rows` names a folder with another draw. Among them are all of `--model_args`, which lm-eval merges
+into the metadata: a `seed` there is the policy's, and draws no rows.
 """
 
 from __future__ import annotations
@@ -40,17 +41,16 @@ def _splits(
     *,
     num_documents: int | None = None,
     rows: str | None = None,
-    seed: int = 0,
     **_: object,
 ) -> dict[str, Dataset]:
     folder = ROWS if rows is None else Path(rows)
     found = {split: _read(file_of(folder, task, split)) for split in SPLITS}
     most = min(map(len, found.values()))
     wanted = most if num_documents is None else num_documents
-    if seed or not 0 < wanted <= most:
+    if not 0 < wanted <= most:
         raise ValueError(
-            f"metadata: seed={seed}, num_documents={wanted}: {folder} has one draw of {most} "
-            f"documents of tiny_{task}. Allowed: num_documents from 1 to {most}, or rows=FOLDER "
+            f"metadata: num_documents={wanted}: {folder} has one draw of {most} documents of "
+            f"tiny_{task}. Allowed: num_documents from 1 to {most}, or rows=FOLDER "
             "with what `python -m tools.train_tiny.documents --seed SEED --out FOLDER` draws in a "
             "clone of the repository."
         )

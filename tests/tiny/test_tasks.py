@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,12 +72,28 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ASKED)
 def test_shipped_rows_are_those_that_the_generators_draw(drawn: Path, name: str) -> None:
-    shipped = getattr(documents, name)(num_documents=20)
+    # lm-eval merges a policy's arguments into the metadata.
+    shipped = getattr(documents, name)(num_documents=20, policy="on_demand", seed=7)
     regenerated = getattr(documents, name)(rows=str(drawn))
     for split in ("train", "test"):
         assert len(shipped[split]) == 20 and list(regenerated[split]) == list(shipped[split])
     with pytest.raises(ValueError, match=r"num_documents=501.*from 1 to 500"):
         getattr(documents, name)(num_documents=501)
+
+
+@pytest.mark.slow
+def test_a_policy_that_draws_is_evaluated_under_a_seed(tmp_path: Path) -> None:
+    """lm-eval's command merges the model's arguments into the metadata of each task."""
+    command = [sys.executable, "-m", "lm_eval_moecache", "eval", "--model", "moecache"]
+    command += ["--model_args", "policy=on_demand,eviction=random,seed=7", "--device", "cpu"]
+    command += ["--include_path", str(CONFIGS), "--tasks", "tiny_gsm8k", "--limit", "1"]
+    command += ["--metadata", '{"num_documents": 3}', "--output_path", str(tmp_path)]
+    done = subprocess.run(command, cwd=CONFIGS.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    [path] = tmp_path.rglob("results_*.json")
+    record = json.loads(path.read_text())
+    assert record["config"]["moecache"]["seed"] == 7
+    assert record["n-samples"]["tiny_gsm8k"] == {"original": 3, "effective": 1}
 
 
 def test_shipped_prompts_are_the_generators(drawn: Path, monkeypatch: pytest.MonkeyPatch) -> None:
