@@ -280,7 +280,11 @@ def test_a_task_of_the_hub_runs_from_a_folder_laid_out_like_it(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("page", "count", "said"),
-    [("how.md", 1, "on_demand"), pytest.param("python.md", 2, "", marks=pytest.mark.slow)],
+    [
+        ("docs/how.md", 1, "on_demand"),
+        pytest.param("docs/python.md", 2, "", marks=pytest.mark.slow),
+        pytest.param("README.md", 1, "tiny_gsm8k", marks=pytest.mark.slow),
+    ],
 )
 def test_the_python_of_a_page_runs(
     page: str,
@@ -290,7 +294,7 @@ def test_the_python_of_a_page_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(ROOT)
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.M | re.S)
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
     assert len(blocks) == count
     for block in blocks:
         exec(compile(block, page, "exec"), {})
