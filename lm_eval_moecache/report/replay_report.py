@@ -47,7 +47,8 @@ class Row:
     """The use profile that filled the cache at the start; empty for a cold cache."""
     bounds: dict[str, dict[str, float | None]] = field(default_factory=dict)
     """Phase ("" for all, `decode_`) -> miss rate of on-demand LRU (`lru`), and the lowest that any
-    on-demand eviction can reach in that phase (`bound`); empty unless requested."""
+    on-demand eviction can reach in that phase (`bound`; absent where a rule changes the routing).
+    Empty unless requested."""
     gap_closed: float | None = None
     regret: float | None = None
     """Misses above the fewest possible / requests; negative where prefetching hides misses."""
@@ -240,6 +241,8 @@ def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
         notes.append(
             "Fewest: a lower bound for evictions without prefetching (Belady, if events fit)."
         )
+    if any(row.bounds and FEWEST not in row.bounds[""] for row in rows):
+        notes.append("Fewest is empty where a rule changes the routing: it has other misses.")
     table = padded(list(columns), [*zip(*columns.values(), strict=True)])
     width = max(shutil.get_terminal_size((80, 24)).columns, 40)
     return "\n".join([*textwrap.wrap(title, width), table, *notes])

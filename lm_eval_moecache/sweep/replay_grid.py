@@ -244,11 +244,15 @@ class Replays:
             return row
         on_demand = replace(self.setting(self._lru), capacity=setting.capacity)
         lru = self._run(on_demand, on_progress)
-        bounds: dict[str, dict[str, float | None]] = {}
+        bounds: dict[str, dict[str, float | None]] = {
+            phase: {LRU: lru.metrics[f"{phase}miss_rate"]} for phase in PHASES_SHOWN
+        }
+        if not policy.routing.algorithm.is_lossless:
+            # The fewest misses are those of the router's own choice of experts, not of another.
+            return replace(row, bounds=bounds)
         for phase in PHASES_SHOWN:
             misses, requests = self._bound(on_demand, decode=bool(phase))
-            rate = misses / requests if requests else None
-            bounds[phase] = {LRU: lru.metrics[f"{phase}miss_rate"], FEWEST: rate}
+            bounds[phase][FEWEST] = misses / requests if requests else None
         fewest, requests = self._bound(on_demand)
         fewest_bypassing, _ = self._bound(on_demand, allow_bypass=True)
         return replace(

@@ -205,6 +205,22 @@ def test_what_the_command_says_of_its_options(
     assert says.format(trace=path) in moecache("replay", path, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("routing", "bounded"), [("standard", True), ("{name: cache_prior, lambda: 1.0}", False)]
+)
+def test_the_fewest_misses_are_told_of_the_routers_own_choice_only(
+    path: Path, moecache: Moecache, routing: str, bounded: bool
+) -> None:
+    options = ("--routing", routing, "--eviction=belady" if bounded else "--eviction=lru")
+    (run,) = moecache.json("replay", path, *options, "--capacity=50%")["runs"]
+    names = ("bound_miss_rate", "bound_decode_miss_rate", "gap_closed", "regret")
+    assert [run[name] is not None for name in names] == [bounded] * 4
+    assert run["lru_miss_rate"] is not None
+    assert bounded or run["victim_share"] is None
+    table = moecache("replay", path, "--routing", f"standard,{routing}", "--capacity=50%")
+    assert ("Fewest is empty where a rule changes the routing" in table) != bounded
+
+
 def test_a_replay_imports_neither_torch_nor_transformers_nor_lm_eval(path: Path) -> None:
     blocker = (
         "import sys, importlib.abc\n"
