@@ -341,6 +341,21 @@ def nothing_routed() -> tuple[Routed, Choice]:
     return Routed(*given), Choice(uncalled(Ranked, Seen), *records)
 
 
+def checked(cost: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a cost that refuses what it returns unless that is two numbers, the first not NaN.
+
+    For plain Python, in which a rule begins: machine code does not look.
+    """
+
+    def stated(one: Any, other: Any) -> Any:
+        given = cost(one, other)
+        if not isinstance(given, tuple) or len(given) != 2 or given[0] != given[0]:
+            raise ValueError(f"the cost is {given!r}; expected: a tuple of two numbers, not NaN")
+        return given
+
+    return stated
+
+
 class _Loop:
     """One of the loops, in plain Python or in machine code."""
 
@@ -363,7 +378,7 @@ class _Loop:
                 # numpy ranks in a tenth of the time of plain Python.
                 given.ranked[:], given.sorted[:] = ranking(given), -np.sort(-given.logits)
                 given = given._replace(is_ranked=1)
-            return self._function(given, cost, *([kind()] for kind in self._kinds))
+            return self._function(given, checked(cost), *([kind()] for kind in self._kinds))
         return compiled(self.upgrade.modules, self.upgrade.entry)(given, *found)
 
     def compiled(self, cost: Callable[..., Any]) -> Sequence[Any] | None:

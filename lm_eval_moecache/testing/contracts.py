@@ -100,8 +100,8 @@ class Contract:
 
     def test_it_is_a_subclass_of_the_axis_base_and_names_its_source(self) -> None:
         assert issubclass(self.algorithm, base_of(self.axis))
-        assert len(self.algorithm.source) > 3
-        assert self.algorithm.__doc__
+        assert len(self.algorithm.source) > 3, "say in `source` where the rule is from"
+        assert self.algorithm.__doc__, "a docstring says what the rule does"
 
     def test_every_parameter_has_a_type_and_a_default(self) -> None:
         for name, parameter in parameters_of(self.algorithm).items():
@@ -159,7 +159,10 @@ class RoutingContract(Contract):
 
     def test_a_lossless_routing_never_changes_a_selection(self) -> None:
         changed = [s for _, s in self.selections({1, 9, 17}) if s is not None]
-        assert bool(changed) != self.algorithm.is_lossless
+        if self.algorithm.is_lossless:
+            assert not changed, "is_lossless, but it changed a selection"
+        else:
+            assert changed, "it is not is_lossless, but it changed no selection of the stream"
 
 
 class PrefetchContract(Contract):
@@ -266,7 +269,7 @@ class MissContract(Contract):
 
     def test_a_lossless_handler_loads_all(self) -> None:
         changed = [r for *_, r in self.resolutions(0.4) if r is not None]
-        assert not (changed and self.algorithm.is_lossless)
+        assert not (changed and self.algorithm.is_lossless), "is_lossless, but it did not load all"
 
     def test_levels_are_of_the_store_and_the_best_one_alone_where_it_needs_no_ladder(self) -> None:
         fetched = [f for *_, r in self.resolutions(0.3) if r is not None for f in r.fetch]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,19 @@ def test_a_cost_that_numba_cannot_compile_runs_as_it_is(monkeypatch: pytest.Monk
     set_compiling(monkeypatch, True)
     chosen = told(Latest(geometry=GEOMETRY), tokens_of_rows(2, 1, 0, False))
     assert chosen is not None
+
+
+@pytest.mark.parametrize("given", [1.5, (float("nan"), 0.0), (0.0, 1.0, 2.0)], ids=str)
+def test_plain_python_refuses_a_cost_that_is_not_two_numbers(
+    given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(SubstitutingMiss):
+        def cost(self) -> SubstituteCost:
+            return lambda missing, other: given
+
+    set_compiling(monkeypatch, False)
+    with pytest.raises(ValueError, match=re.escape(f"the cost is {given!r}; expected: a tuple")):
+        told(Wrong(geometry=GEOMETRY), tokens_of_rows(2, 1, 0, False))
 
 
 def test_a_rule_made_again_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
