@@ -298,13 +298,15 @@ def read_measured(setup: Setup, text: str) -> Scale:
     runtime = load_runtime(match["runtime"])
     model, found = setup.on(runtime)
     where = read_placement(match["placement"] or "auto", "measured")
-    if where.kind == "auto":
+    is_auto = where.kind == "auto"
+    if is_auto:
         placed = settled(model, found, runtime, setup.context)
     else:
         placed = place(model, found, runtime, where, setup.context)
     got = forecast(model, found, runtime, placed, setup.context)
     ratio, drive = _scale(value, got.work, found)
-    said = f"measured {runtime.name} {placed.placement}: {value:g} tok/s"
+    where_said = f"{placed.placement}{' (assumed)' if is_auto else ''}"
+    said = f"measured {runtime.name} {where_said}: {value:g} tok/s"
     return Scale(ratio=ratio, drive=drive, text=said)
 
 

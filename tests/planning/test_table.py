@@ -62,6 +62,11 @@ def test_a_measurement_is_met_and_moves_the_others() -> None:
     plain = rows()["llama.cpp"]
     width = [float(r["high"]) / float(r["low"]) for r in (row, plain)]  # type: ignore[arg-type]
     assert width[0] < width[1]
+    told = [
+        advise(MODEL, CARD, known(), 4096, 512, text)["measured"] for text in (said, "llama.cpp 9")
+    ]
+    assert told[0] == f"measured llama.cpp {placement}: {half:g} tok/s"
+    assert told[1] == f"measured llama.cpp {placement} (assumed): 9 tok/s"
     # Where the drive is read, the difference is the drive's: what needs none stays as it was.
     slow = speed(ram="32GB") / 2
     reads = f"llama.cpp {slow:.4f}"
