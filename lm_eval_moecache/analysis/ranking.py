@@ -174,6 +174,8 @@ def find(
         "precision": None if model is None else model.stored.name,
         "trace": file,
         "routing": geometry.model,
+        "routing_top_k": geometry.top_k,
+        "top_k": charged.top_k,
         "decode_steps": len(steps),
         "streams": streams,
         "capacity": capacity.text,

@@ -229,6 +229,12 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
         "of the trace; tied where it contains 0. All parts are of one text, and another text may "
         "order policies differently: if you can, use a trace of your own texts."
     )
+    traced, top_k = report["routing_top_k"], report["top_k"]
+    if traced != top_k:
+        notes.append(
+            f"The trace has {traced} experts a token, {report['model']} {top_k}: what a step takes "
+            f"for experts counts {top_k}/{traced} times, in a cache of as many cycles."
+        )
     what = "one stream"
     if (streams := report["streams"]) > 1:
         what = f"{streams:.3g} streams at once: tok/s is their sum, TPOT that of each"
