@@ -1,7 +1,7 @@
-"""Which folder of the package imports which: `python -m tests.house` prints the picture.
+"""Which folder imports which: `python -m tests.house` prints the picture.
 
-A folder stands one floor above the highest that it imports. CONTRIBUTING.md shows the picture, and
-a test keeps it equal to the code.
+A folder of the first package, or a sister package, stands one floor above the highest that it
+imports. CONTRIBUTING.md shows the picture, and a test keeps it equal to the code.
 """
 
 from __future__ import annotations
@@ -16,16 +16,27 @@ import lm_eval_moecache
 
 PACKAGE = Path(lm_eval_moecache.__file__).resolve().parent
 NAME = "lm_eval_moecache"
-MODULES = {
-    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__"): path
-    for path in sorted(PACKAGE.rglob("*.py"))
-}
+SISTERS = ("moecache_plan", "moecache_lab")
+
+
+def modules_below(folder: Path, root: Path) -> dict[str, Path]:
+    return {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix("__init__"): path
+        for path in sorted(folder.rglob("*.py"))
+    }
+
+
+# Of the first package without its name, of a sister with it.
+MODULES = modules_below(PACKAGE, PACKAGE)
+for sister in SISTERS:
+    MODULES |= modules_below(PACKAGE.parent / sister, PACKAGE.parent)
 
 # The floors of the house, from the bottom up: a folder imports only folders that stand before it.
 # tiny/ is the shipped model and its documents, which any folder may open.
 ORDER = (
     *("records", "tiny", "trace", "algorithms", "engine", "testing", "model", "report"),
     *("planning", "harness", "sweep", "tune", "analysis", "profiling", "cli"),
+    *SISTERS,
 )
 
 
@@ -63,9 +74,9 @@ def imports_of(module: str, typing: bool = False) -> frozenset[str]:
 
 
 def own_imports_of(module: str, typing: bool = False) -> set[str]:
-    """Return the modules of this package that a module imports."""
-    names = (name.partition(f"{NAME}.") for name in imports_of(module, typing))
-    return {name for prefix, _, name in names if not prefix and name in MODULES}
+    """Return the modules of our packages that a module imports, named as in `MODULES`."""
+    names = {name.removeprefix(f"{NAME}.") for name in imports_of(module, typing)}
+    return (names | {f"{name}." for name in names}) & MODULES.keys()
 
 
 def imports() -> dict[str, set[str]]:

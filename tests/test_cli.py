@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names
 from lm_eval_moecache.cli.eval import completed, run_raw
-from lm_eval_moecache.cli.main import command_names
+from lm_eval_moecache.cli.main import commands
 from lm_eval_moecache.cli.policies import meaning_of
 from lm_eval_moecache.harness.arguments import KEYS
 from lm_eval_moecache.records.files import task_configs_dir
@@ -90,7 +90,7 @@ def test_help_lists_every_command_with_its_summary(
     moecache: Moecache, arguments: list[str]
 ) -> None:
     lines = [line.split() for line in moecache(*arguments).split("\n")]
-    for name in command_names():
+    for name in commands():
         (words,) = [words for words in lines if words[:1] == [name]]
         assert len(words) > 1
     assert moecache("--version") == f"moecache {version('lm-eval-moecache')}\n"
@@ -101,7 +101,7 @@ def test_completion_knows_every_command_and_its_options(
     moecache: Moecache, shell: str, tmp_path: Path
 ) -> None:
     script = moecache("completion", shell)
-    for word in (*command_names(), "model_args", "capacity", "buddies", "include_path", "rerun"):
+    for word in (*commands(), "model_args", "capacity", "buddies", "include_path", "rerun"):
         assert word in script, word
     if shell == "bash":
         (tmp_path / "complete.sh").write_text(script)
@@ -325,7 +325,7 @@ def test_the_table_shows_what_varies_and_fits_a_terminal(
 
 
 LISTS = [["policies"], ["policies", "specmd"], ["policies", "--all"]]
-PLAIN = [[n, "--help"] for n in command_names() if n not in ("eval", "profile", "trace")]
+PLAIN = [[n, "--help"] for n in commands() if n not in ("eval", "profile", "trace")]
 
 
 @pytest.mark.parametrize("words", [*LISTS, *PLAIN], ids=" ".join)

@@ -114,9 +114,9 @@ READERS = {"choose", "compare", "completion", "plan", "policies", "validate"}
 def test_every_command_that_writes_is_tried_on_a_folder_that_cannot_be_written() -> None:
     words = [command.split() for command in COMMANDS.values()]
     tried = {command for command, *_ in words}
-    missing = set(module.command_names()) - tried - READERS
+    missing = set(module.commands()) - tried - READERS
     assert not missing, f"{missing}: add to COMMANDS, or where nothing is written to READERS"
-    assert tried | READERS == set(module.command_names())
+    assert tried | READERS == set(module.commands())
     assert not tried & READERS
     assert {what for command, what, *_ in words if command == "profile"} == set(action_names())
 
@@ -144,7 +144,7 @@ def test_an_interrupt_is_exit_130_and_a_line_on_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch, moecache: Moecache
 ) -> None:
     monkeypatch.setattr(module, "_run", Mock(side_effect=KeyboardInterrupt))
-    for name in module.command_names():
+    for name in module.commands():
         [line] = moecache(name, code=130).splitlines()
         assert line.startswith(f"moecache {name}: interrupted. ")
     assert "the same command runs the others" in moecache("sweep", code=130)

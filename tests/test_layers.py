@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names
-from lm_eval_moecache.cli.main import command_names
+from lm_eval_moecache.cli.main import commands
 from tests.conftest import Moecache
 from tests.house import (
     MODULES,
     NAME,
     ORDER,
     PACKAGE,
+    SISTERS,
     floors,
     imports,
     imports_of,
@@ -62,9 +63,16 @@ def test_heavy_libraries_stay_where_they_belong(library: str) -> None:
 
 def test_a_folder_imports_only_folders_before_it() -> None:
     inside = {module.partition(".")[0] for module in MODULES if "." in module.rstrip(".")}
-    assert inside == set(ORDER)
+    assert inside | set(SISTERS) == set(ORDER)
     for folder, others in imports().items():
         assert others <= set(ORDER[: ORDER.index(folder)]), folder
+
+
+def test_the_evaluator_imports_neither_sister_and_the_forecaster_not_the_laboratory() -> None:
+    evaluator, (plan, lab) = [folder for folder in ORDER if folder not in SISTERS], SISTERS
+    graph = imports()
+    assert [folder for folder in evaluator if graph[folder] & {plan, lab}] == []
+    assert lab not in graph[plan]
 
 
 def test_forecasts_are_seen_by_commands_and_by_runs_that_emulate() -> None:
@@ -171,7 +179,7 @@ def test_a_new_subcommand_is_one_file(
     (tmp_path / "count.py").write_text(SUBCOMMAND)
     monkeypatch.setattr(folder, "__path__", [*folder.__path__, str(tmp_path)])
     try:
-        assert "count" in command_names()
+        assert "count" in commands()
         assert "Count up to a number." in moecache("--help")
         assert moecache("count", "--to", "4") == "1 2 3 4\n"
     finally:

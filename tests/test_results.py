@@ -14,7 +14,6 @@ import pytest
 import yaml
 from lm_eval.utils import make_table
 
-from lm_eval_moecache.cli.reproduce import paper_page
 from lm_eval_moecache.cli.table import board_folders, collect, other_tables
 from lm_eval_moecache.harness.run_report import speed_table
 from lm_eval_moecache.report.runs.columns import selected
@@ -25,6 +24,7 @@ from lm_eval_moecache.report.tables.leaderboard import distinct
 from lm_eval_moecache.sweep.files import finished
 from lm_eval_moecache.sweep.run import check_cells
 from lm_eval_moecache.sweep.spec import fit, read_sweep
+from moecache_lab.reproduce import paper_page
 from tools.claims import VERDICTS, answer, page, read_claims
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"

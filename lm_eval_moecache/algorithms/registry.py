@@ -34,7 +34,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def algorithm_names(axis: str) -> list[str]:
     """Return the names of an axis' algorithms, sorted: our modules, and what packages add."""
     own = _modules_of(axis)
-    return sorted([*own, *plugins.added_classes(axis, own)])
+    return sorted([*own, *plugins.added(axis, own)])
 
 
 @cache
@@ -53,7 +53,7 @@ def base_of(axis: str) -> type[Any]:
 def find_algorithm(axis: str, name: str) -> type[Any]:
     """Return the one algorithm class that the file `<axis>/<name>.py` defines, or a package's."""
     own = _modules_of(axis)
-    added = plugins.added_classes(axis, own)
+    added = plugins.added(axis, own)
     if name in added:
         return _checked(axis, plugins.load(added[name]), plugins.described(added[name]))
     if name not in own:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.cli.main import command_names, parser_of, summary_of
+from lm_eval_moecache.cli.main import command, commands, parser_of, summary_of
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -31,9 +30,9 @@ def whole_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="moecache")
     parser.add_argument("--version", action="store_true", help="print the version")
     subparsers = parser.add_subparsers()
-    for name in command_names():
+    for name, path in commands().items():
         subparser = subparsers.add_parser(
-            name, help=summary_of(name).replace("%", "%%"), add_help=False
+            name, help=summary_of(path).replace("%", "%%"), add_help=False
         )
         for action in _parser_of(name)._actions:
             # Escaped, so that argparse fills in no default or type: a shell shows plain text.
@@ -43,7 +42,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
 
 def _parser_of(name: str) -> Any:
-    module = importlib.import_module(f"lm_eval_moecache.cli.{name}")
+    module = command(name)
     if name == "eval":
         from lm_eval._cli.harness import HarnessCLI
 

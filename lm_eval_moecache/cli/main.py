@@ -1,6 +1,7 @@
 """Entry point of `moecache`: finds the subcommand's module and passes it the arguments.
 
-A subcommand is a module of this folder with a docstring (its help), `add_arguments(parser)` and
+A subcommand is a module of this folder, or one that a package names by an entry point of the group
+`lm_eval_moecache.commands`. It has a docstring (its help), `add_arguments(parser)` and
 `run(arguments)`, which returns the exit code. A module with `run_raw(argv)` parses by itself.
 Only the chosen module is imported, so that `moecache replay` starts without torch. Below: helpers
 with which commands parse and print.
@@ -21,10 +22,12 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
+from lm_eval_moecache.records import plugins
 from lm_eval_moecache.records.files import check_place, check_writable, read_yaml
 from lm_eval_moecache.records.numbers import (
     MOST_COUNT,
@@ -52,11 +55,16 @@ _HINTS = (
 NOTHING_KEPT = "The same command starts over."
 
 
-def command_names() -> list[str]:
-    """Return the names of all subcommands, sorted."""
+def commands() -> dict[str, str]:
+    """Return name -> module of all subcommands, sorted: ours, and those that packages add.
+
+    Raises MoECacheError, naming the package, for a name that is taken.
+    """
     folder = importlib.import_module("lm_eval_moecache.cli").__path__
-    names = {module.name for module in pkgutil.iter_modules(folder)}
-    return sorted(name for name in names - {"main"} if name[0] != "_")
+    names = {module.name for module in pkgutil.iter_modules(folder)} - {"main"}
+    own = {name: f"lm_eval_moecache.cli.{name}" for name in names if name[0] != "_"}
+    added = plugins.added("commands", own)
+    return dict(sorted({**own, **{name: point.value for name, point in added.items()}}.items()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,24 +93,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, argv: list[str]) -> int:
     if name in ("-h", "--help"):
-        rows = [(command, summary_of(command)) for command in command_names()]
+        rows = [(command, summary_of(module)) for command, module in commands().items()]
         lines = ["usage: moecache COMMAND [options]", "", *listed(rows, 13), "", _HINTS, ""]
         sys.stdout.write("\n".join(lines))
         return 0
     if name == "--version" and not argv:
         sys.stdout.write(f"moecache {version('lm-eval-moecache')}\n")
         return 0
-    if name not in command_names():
-        raise unknown_name_error("command", name, command_names())
-    module = importlib.import_module(f"lm_eval_moecache.cli.{name}")
+    module = command(name)
     if hasattr(module, "run_raw"):
         return int(module.run_raw(argv))
     return int(module.run(parsed(parser_of(name), argv)))
 
 
+def command(name: str) -> ModuleType:
+    """Return a subcommand's module; ValueError, with the nearest name, where there is none."""
+    known = commands()
+    if name not in known:
+        raise unknown_name_error("command", name, list(known))
+    return importlib.import_module(known[name])
+
+
 def parser_of(name: str) -> ArgumentParser:
     """Return the parser of a command that has no `run_raw`."""
-    module = importlib.import_module(f"lm_eval_moecache.cli.{name}")
+    module = command(name)
     parser = make_parser(f"moecache {name}", module.__doc__)
     module.add_arguments(parser)
     return parser
@@ -137,12 +151,11 @@ def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     return arguments
 
 
-def summary_of(name: str) -> str:
-    """Return the first line of the docstring of a command, or of a module of the package."""
+def summary_of(module: str) -> str:
+    """Return the first line of a module's docstring."""
     # Read, not imported: some commands import torch and lm-eval, seconds for a line of text.
-    module = name if "." in name else f"cli.{name}"
-    spec = find_spec(f"lm_eval_moecache.{module}")
-    assert spec is not None and spec.origin is not None, f"no module for {name!r}"
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None, f"no module {module!r}"
     source = Path(spec.origin).read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").split("\n")[0]
 

@@ -23,7 +23,7 @@ def run_raw(argv: list[str]) -> int:
         return 0
     if argv[0] not in names:
         raise unknown_name_error("profile", argv[0], names)
-    module = importlib.import_module(f"lm_eval_moecache.{_module(argv[0])}")
+    module = importlib.import_module(_module(argv[0]))
     parser = make_parser(f"moecache profile {argv[0]}", module.__doc__)
     module.add_arguments(parser)
     return int(module.run(parsed(parser, argv[1:])))
@@ -38,4 +38,5 @@ def action_names() -> list[str]:
 
 def _module(name: str) -> str:
     # Commands alone see what forecasts.
-    return "cli._runtimes" if name == _RUNTIMES else f"profiling.{name}"
+    part = "cli._runtimes" if name == _RUNTIMES else f"profiling.{name}"
+    return f"lm_eval_moecache.{part}"

@@ -1,8 +1,9 @@
-"""What other packages add by entry points: algorithms, trace formats, and folders of YAMLs.
+"""What other packages add by entry points: algorithms, formats, commands, and folders of YAMLs.
 
-The groups are `lm_eval_moecache.KIND`, where KIND is an axis, `formats`, `policies`, `hardware` or
-`runtimes`. The first two name a class; the others name a module whose folder holds YAMLs. Nothing
-of a package is imported before a name of its kind is looked up.
+The groups are `lm_eval_moecache.KIND`, where KIND is an axis, `formats`, `commands`, `policies`,
+`hardware` or `runtimes`. An axis and `formats` name a class, `commands` a module; the others name a
+module whose folder holds YAMLs. Nothing of a package is imported before a name of its kind is
+looked up; a command's module not before the command runs.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def forget() -> None:
         cached.cache_clear()
 
 
-def added_classes(kind: str, own: Collection[str]) -> Mapping[str, EntryPoint]:
-    """Return name -> entry point of the classes that packages add to our `own` names.
+def added(kind: str, own: Collection[str]) -> Mapping[str, EntryPoint]:
+    """Return name -> entry point of what packages add to our `own` names.
 
     Raises MoECacheError, naming the package, for a name that is taken or that has a dot, as class
     paths have.

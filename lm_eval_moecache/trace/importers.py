@@ -46,7 +46,7 @@ def trace_formats() -> dict[str, type[TraceFormat]]:
             is_own = inspect.isclass(kind) and kind.__module__ == module.__name__
             if is_own and issubclass(kind, TraceFormat) and not inspect.isabstract(kind):
                 formats_by_name[name] = kind
-    for name, point in plugins.added_classes("formats", formats_by_name.keys()).items():
+    for name, point in plugins.added("formats", formats_by_name.keys()).items():
         kind = plugins.load(point)
         if not (inspect.isclass(kind) and issubclass(kind, TraceFormat)):
             raise MoECacheError(f"{plugins.described(point)} is not a subclass of TraceFormat.")

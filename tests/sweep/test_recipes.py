@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.cli.reproduce import our_value
 from lm_eval_moecache.records.schemas.inputs import ReproducedValue
 from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.sweep.run import check_cells
 from lm_eval_moecache.sweep.spec import fit, read_sweep, recipe_names
+from moecache_lab.reproduce import our_value
 from tests.conftest import Checkpoint, Moecache
 
 PAPERS = {"specmd", "sp_moe", "buddymoe", "commitmoe", "cache_conditional"}
