@@ -17,7 +17,7 @@ from lm_eval_moecache.harness.arguments import as_arguments_error
 from lm_eval_moecache.model.checkpoint import load_model
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
-from lm_eval_moecache.records.files import TINY, parse_json, read_text
+from lm_eval_moecache.records.files import TINY, lines_of, parse_json, read_text
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
 from lm_eval_moecache.records.sizes import parse_capacity
 
@@ -149,7 +149,7 @@ def read_texts(pretrained: str, path: str | None) -> list[str]:
     if not path.endswith(".jsonl"):
         return [content]
     texts = []
-    for number, line in enumerate(content.removesuffix("\n").split("\n"), 1):
+    for number, line in enumerate(lines_of(content), 1):
         label = f"text={path!r}: line {number}"
         row = parse_json(line, label)
         page = row.get("text", row.get("page")) if isinstance(row, dict) else None

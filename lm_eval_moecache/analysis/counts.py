@@ -17,7 +17,7 @@ import numpy as np
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL
-from lm_eval_moecache.records.files import read_text
+from lm_eval_moecache.records.files import lines_of, read_text
 from lm_eval_moecache.trace.trace import Trace
 
 MOST_BYTES = 1 << 30
@@ -110,7 +110,7 @@ def read_counts(file: str) -> Counts:
     for writer, form in FORMS.items():
         if matches := list(re.finditer(form.line, text)):
             return _of_lines(label, writer, form, matches, text)
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    lines = [line for line in lines_of(text) if not line.startswith("#")]
     rows = list(csv.DictReader(lines))
     if rows and _HIT in rows[0]:
         return _of_table(label, rows)

@@ -20,7 +20,7 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import EXECUTIONS, Setting
 from lm_eval_moecache.records.event import PREFILL
-from lm_eval_moecache.records.files import is_file
+from lm_eval_moecache.records.files import lines_of, read_text
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.numbers import plain_number, read_count, shown, unknown_name_error
 from lm_eval_moecache.records.sizes import parse_capacity
@@ -77,12 +77,10 @@ def read_measured(path: Path, names: Mapping[str, str]) -> Series:
     ValueError for a file without any of the columns, and for a cell that is not a number.
     """
     label = f"measured={str(path)!r}"
-    if not is_file(path):
-        raise ValueError(f"{label}: there is no such file.")
-    with path.open(encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(line for line in file if not line.startswith("#"))
-        rows = list(reader)
-        header = reader.fieldnames or []
+    lines = lines_of(read_text(path, label))
+    reader = csv.DictReader(line for line in lines if not line.startswith("#"))
+    rows = list(reader)
+    header = reader.fieldnames or []
     for ours, column in names.items():
         if ours not in COLUMNS:
             raise unknown_name_error("columns", ours, COLUMNS)

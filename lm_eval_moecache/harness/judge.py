@@ -36,7 +36,13 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean
 
 from lm_eval_moecache.harness.tasks import SpeedTask
-from lm_eval_moecache.records.files import check_place, check_writable, task_configs_dir
+from lm_eval_moecache.records.files import (
+    check_place,
+    check_writable,
+    lines_of,
+    read_text,
+    task_configs_dir,
+)
 from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.records.numbers import shown, unknown_name_error
 from lm_eval_moecache.report.runs.run import SPEED_FILTER as SPEED
@@ -79,10 +85,10 @@ class Judge:
     def __init__(self, model: str, url: str | None, cache: Path) -> None:
         self.name = f"{url or 'transformers'}:{model}"
         self._model, self._url, self._cache = model, url, cache.expanduser()
-        self._prompt = (task_configs_dir() / PROMPT_FILE).read_text()
+        self._prompt = read_text(task_configs_dir() / PROMPT_FILE, PROMPT_FILE)
         self._known: dict[str, float] = {}
-        lines = self._cache.read_text().splitlines() if self._cache.is_file() else []
-        for line in lines:
+        text = read_text(self._cache, "judge_cache") if self._cache.is_file() else ""
+        for line in lines_of(text):
             # A killed run may leave a torn last line: its verdict is asked for again.
             with suppress(ValueError, KeyError, TypeError):
                 entry = json.loads(line)

@@ -117,8 +117,7 @@ def check_adapter(peft: Any) -> None:
     if not peft:
         return
     file = cached_file(str(peft), "adapter_config.json")
-    with open(file, encoding="utf-8") as stream:
-        adapter = json.load(stream)
+    adapter = read_json(file, f"peft={peft!r}")
     targets: list[str] = []
     for key in ("target_modules", "target_parameters", "modules_to_save"):
         entry = adapter.get(key) or []

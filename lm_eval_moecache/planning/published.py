@@ -47,7 +47,7 @@ from lm_eval_moecache.planning.runtimes import (
     mechanisms,
 )
 from lm_eval_moecache.planning.stored import CACHE_BITS, GGUF_BITS, load_stored
-from lm_eval_moecache.records.files import read_text
+from lm_eval_moecache.records.files import lines_of, read_text
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.records.real_model import RealModel, Stored
 
@@ -152,7 +152,7 @@ def read_rows(
     Raises ValueError where the file is no CSV with these columns.
     """
     what = f"speeds={str(path)!r}"
-    lines = [line for line in read_text(path, what).splitlines() if not line.startswith("#")]
+    lines = [line for line in lines_of(read_text(path, what)) if not line.startswith("#")]
     table = csv.DictReader(io.StringIO("\n".join(lines)))
     names = [name.strip() for name in table.fieldnames or ()]
     table.fieldnames = names

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.records.files import TINY, parse_json, read_text
+from lm_eval_moecache.records.files import TINY, lines_of, parse_json, read_text
 from lm_eval_moecache.records.numbers import finite, listed_names
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def collect_prompts(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:
 
 def read_prompts(path: str) -> list[str]:
     """Return a prompt per line; a line of a `.jsonl` is a string, or has one under `prompt`."""
-    lines = read_text(path, f"data={path!r}").splitlines()
+    lines = lines_of(read_text(path, f"data={path!r}"))
     if Path(path).suffix != ".jsonl":
         return lines
     prompts = []

@@ -15,7 +15,14 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.profiling._texts import say
 from lm_eval_moecache.records.artifact import UseProfile, bare_name, write_use
-from lm_eval_moecache.records.files import check_file, open_file, parse_json, read_text
+from lm_eval_moecache.records.files import (
+    check_file,
+    lines_of,
+    open_file,
+    parse_json,
+    read_head,
+    read_text,
+)
 from lm_eval_moecache.trace.use import load_use
 
 
@@ -73,8 +80,7 @@ def read_counts(file: str, key: str) -> UseProfile | None:
     the value.
     """
     path, label = Path(file), f"{key}={file!r}"
-    with open_file(path, label, _MOST) as stream:
-        head = stream.read(4096)
+    head = read_head(path, label, 4096, _MOST)
     first_line = head.split(b"\n", 1)[0].decode("utf-8", "replace").strip().replace(" ", "")
     reader: Callable[[Path, str], tuple[Counts, int | None]]
     if head.startswith(b"GGUF"):
@@ -109,7 +115,7 @@ def _lines(path: Path, what: str) -> tuple[Counts, int | None]:
     """
     counts: dict[int, dict[int, float]] = {}
     num_experts = None
-    for number, line in enumerate(read_text(path, what).splitlines(), start=1):
+    for number, line in enumerate(lines_of(read_text(path, what)), start=1):
         words = line.replace(",", " ").split()
         if not words or line.lstrip().startswith(("#", "layer_id")):
             continue

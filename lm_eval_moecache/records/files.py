@@ -5,6 +5,7 @@ Also finds the folders that ship with the package, and checks the names of model
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import gzip
@@ -81,14 +82,31 @@ def check_file(path: str | Path, what: str, most: int | None = None) -> None:
 
 
 def read_text(path: str | Path, what: str, most: int = MOST_JSON_BYTES) -> str:
-    """Return the text of a UTF-8 file. ValueError begins with `what`."""
+    """Return the text of a UTF-8 file as `as_text` does. ValueError begins with `what`."""
     try:
         with open_file(path, what, most) as file:
-            return file.read().decode("utf-8")
+            return as_text(file.read(), what)
     except OSError as error:
         raise ValueError(f"{what} cannot be read: {error.strerror or error}.") from error
+
+
+def as_text(data: bytes, what: str) -> str:
+    """Decode UTF-8, with a byte-order mark or without; every line ends with a single newline."""
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{what} is not text in UTF-8: {error}.") from error
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines of `as_text`. Unlike `splitlines`, it leaves Unicode's separators alone."""
+    return text.removesuffix("\n").split("\n") if text else []
+
+
+def read_head(path: str | Path, what: str, size: int, most: int | None = None) -> bytes:
+    """Return a file's first bytes, by which its format is told, without a byte-order mark."""
+    with open_file(path, what, most) as file:
+        return file.read(size).removeprefix(codecs.BOM_UTF8)
 
 
 def read_yaml(path: str | Path, what: str) -> Any:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from lm_eval_moecache.records import plugins
 from lm_eval_moecache.records.errors import MoECacheError
-from lm_eval_moecache.records.files import is_file, open_file
+from lm_eval_moecache.records.files import is_file, read_head
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.trace import formats
 from lm_eval_moecache.trace.formats.base import Options, TraceFormat, reading
@@ -74,8 +74,7 @@ def find_format(file: str) -> str:
         head_of = files[0]
     elif path.suffix not in suffixes:
         raise unknown_name_error(f"trace {file!r}: the suffix", path.suffix, suffixes)
-    with open_file(head_of, f"trace {file!r}", MOST_BYTES) as opened:
-        head = opened.read(HEAD_BYTES)
+    head = read_head(head_of, f"trace {file!r}", HEAD_BYTES, MOST_BYTES)
     for name, kind in formats_by_name.items():
         with _naming_the_importer(kind, head_of.name):
             if (kind.reads_folders or not is_folder) and kind.sniff(head):

@@ -162,6 +162,20 @@ def test_every_yaml_and_json_file_goes_through_these_readers() -> None:
     assert modules_with(reading) == allowed
 
 
+def test_every_text_file_is_opened_in_one_place() -> None:
+    """Other ways to open text stop at a byte-order mark, or split lines at Unicode's separators."""
+    allowed = {
+        # Files shipped with the package.
+        *("tiny/documents.py", "report/tables/page.py", "records/hardware.py", "cli/main.py"),
+        "harness/arguments.py",
+        # What the system or a run of ours wrote.
+        *("planning/here.py", "model/device.py", "model/precision/loading.py"),
+        *("sweep/worker.py", "sweep/sharing.py"),
+    }
+    opening = r'\.read_text\(|open\((?!"a")[^)]*encoding='
+    assert modules_with(opening) == allowed
+
+
 def test_the_overview_needs_no_heavy_import() -> None:
     script = (
         "import sys\nfrom lm_eval_moecache.cli.main import main\nmain(['--help'])\n"

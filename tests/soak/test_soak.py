@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from lm_eval_moecache.analysis.analyzed_model import read_texts
+from lm_eval_moecache.analysis.counts import read_counts
+from lm_eval_moecache.analysis.validation import read_measured
+from lm_eval_moecache.planning.published import read_rows
+from lm_eval_moecache.profiling._texts import read_prompts
+from lm_eval_moecache.profiling.use import read_counts as read_use_counts
 from tests.soak.corpus import LIGHT, table
 from tests.soak.judge import CLEAR, Tally, places_in, try_damaged, try_table
-from tests.soak.kinds import damages
+from tests.soak.kinds import KINDS, Kind, damages
+
+SPEEDS = (
+    "runtime,model,precision,hardware,placement,decode_tok_s\n"
+    "llama.cpp,gpt-oss-20b,mxfp4_moe,rtx-4090-24gb,resident,180\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +62,46 @@ def test_what_needs_no_model_is_refused_before_torch_is_imported(tmp_path: Path)
     rows = json.dumps(list(zip(commands, words, strict=True)))
     process = subprocess.run([sys.executable, "-c", code, rows], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
+
+
+MORE_TEXTS: tuple[tuple[str, str, Callable[[Path], object]], ...] = (
+    ("speeds.csv", SPEEDS, lambda path: read_rows(path)[0]),
+    ("measured.csv", "# a\nwall_ms,io_ms\n1,2\n", lambda path: read_measured(path, {})),
+    ("use.csv", "layer_id,expert_id,count\n0,1,3\n", lambda path: read_use_counts(str(path), "x")),
+    ("log.csv", "cache_hit_pct,read_bytes\n50,0\n", lambda path: read_counts(str(path))),
+    ("prompts.jsonl", '"one\u2028more"\n"two"\n', lambda path: read_prompts(str(path))),
+    ("prompts.txt", "one\ntwo\n", lambda path: read_prompts(str(path))),
+    ("text.txt", "one\ntwo\n", lambda path: read_texts("x", str(path))),
+)
+"""Text that is read and is no kind of file of the corpus: a name, a text and its reader."""
+
+
+def marked(data: bytes) -> bytes:
+    """Return a text as Windows' editors write it; anything else as it is."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return data
+    return codecs.BOM_UTF8 + data.replace(b"\n", b"\r\n")
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+def test_a_file_with_a_mark_and_windows_line_ends_is_read(kind: Kind, tmp_path: Path) -> None:
+    sound = kind.bytes_in(tmp_path)
+    is_zipped = kind.form == "gz"
+    data = gzip.compress(marked(gzip.decompress(sound))) if is_zipped else marked(sound)
+    (tmp_path / kind.name).write_bytes(data)
+    kind.read(tmp_path / kind.name)
+
+
+@pytest.mark.parametrize(("name", "text", "read"), MORE_TEXTS)
+def test_a_text_with_a_mark_and_windows_line_ends_is_read_as_without(
+    name: str, text: str, read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    wanted = repr(read(tmp_path / name))
+    (tmp_path / name).write_bytes(marked(text.encode()))
+    assert repr(read(tmp_path / name)) == wanted
 
 
 def test_damaged_files_are_refused_in_words_or_still_sound(tmp_path: Path) -> None:

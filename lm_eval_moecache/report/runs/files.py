@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.records.files import exists, parse_json, read_gzip, read_json, write_whole
+from lm_eval_moecache.records.files import (
+    as_text,
+    exists,
+    lines_of,
+    parse_json,
+    read_gzip,
+    read_json,
+    write_whole,
+)
 from lm_eval_moecache.records.numbers import shown
 from lm_eval_moecache.records.schemas.results import check_record
 from lm_eval_moecache.report.runs.run import SPEED_FILTER, Run
@@ -156,14 +164,9 @@ def _comparable(metric: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_packed(path: Path) -> list[Record]:
     """Return the records of a packed file, in order. Raises ValueError naming file and line."""
-    data = read_gzip(path, repr(str(path)))
-    try:
-        # Not splitlines: a text may contain Unicode line separators.
-        lines = data.decode().removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is not a text in UTF-8: {error}") from error
+    text = as_text(read_gzip(path, repr(str(path))), repr(str(path)))
     records = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines_of(text), 1):
         record = parse_json(line, f"{str(path)!r}: line {number}")
         if not isinstance(record, dict) or not isinstance(record.get("run_id"), str):
             raise ValueError(f"{str(path)!r}: line {number} is not a run: it has no `run_id`.")

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL
-from lm_eval_moecache.records.files import parse_json, read_text
+from lm_eval_moecache.records.files import lines_of, parse_json, read_text
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import read_count, shown
 from lm_eval_moecache.trace.trace import Columns, Refuse, Trace, build_trace, misfit_error
@@ -228,7 +228,7 @@ reading: ContextVar[int | None] = ContextVar("reading", default=None)
 def numbered(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (number from 1, line) for the lines that are not blank."""
     text = read_text(path, f"trace {path.name}")
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(lines_of(text), start=1):
         if line.strip():
             reading.set(number)
             yield number, line
@@ -359,7 +359,7 @@ def responses(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         try:
             records = parse_json(text, what)
         except ValueError:
-            lines = [line for line in text.splitlines() if line.strip()]
+            lines = [line for line in lines_of(text) if line.strip()]
             if len(lines) < 2:
                 raise
             records = [parse_json(line, f"{what}: line {n}") for n, line in enumerate(lines, 1)]

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL
-from lm_eval_moecache.records.files import read_text, write_whole
+from lm_eval_moecache.records.files import lines_of, read_text, write_whole
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.formats.base import Options, TraceFormat, one_request
 from lm_eval_moecache.trace.trace import Columns, Refuse, Trace, build_trace
@@ -50,7 +50,7 @@ class RouteTrace(TraceFormat):
         mark = text.split("\n", 1)[0].strip()
         if mark != MARK:
             raise ValueError(f"trace {name}: line 1 is {mark[:40]!r}, must be {MARK!r}.")
-        comments = [line for line in text.splitlines() if line.startswith("#")]
+        comments = [line for line in lines_of(text) if line.startswith("#")]
         geometry = _geometry(name, comments)
         values = _values(name, text, len(comments))
         top_k, first_line = geometry.top_k, len(comments) + 2
