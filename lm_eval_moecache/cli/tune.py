@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
@@ -42,13 +41,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     text = "speed objective: tok_per_s, tpot_ms, ttft_ms ..."
     parser.add_argument("--metric", default="tok_per_s", help=text)
     parser.add_argument("--space", type=str | None, help="YAML of the search space")
-    parser.add_argument("--trials", type=int, default=1000, help="maximum number of candidates")
-    text = "time limit in seconds for starting runs, counted from the first run; includes the "
-    text += "shipped compositions"
+    text = "candidates to try; shipped compositions take turns with drawn ones, and count"
+    parser.add_argument("--trials", type=int, default=1000, help=text)
+    text = "time limit in seconds for starting runs, counted from the first candidate"
     parser.add_argument("--timeout", type=float, default=600.0, help=text)
-    text = "skip a lossy candidate if a replay of its prefetch and eviction alone is slower than "
-    text += "the best by more than this share"
-    parser.add_argument("--slack", type=float, default=0.1, help=text)
     parser.add_argument("--jobs", type=int, default=1, help="processes that run the model")
     parser.add_argument("--seed", type=int, default=0, help="seed of the search")
 
@@ -71,11 +67,14 @@ def run(arguments: Namespace) -> int:
         model_args=_model_args(arguments.model_args),
     )
     space = None if arguments.space is None else Path(arguments.space)
-    effort = {key: arguments[key] for key in ("trials", "slack", "seed", "jobs")}
-    say = partial(print, file=sys.stderr)
+    effort = {key: arguments[key] for key in ("trials", "seed", "jobs")}
     out = Path(arguments.out)
-    outcome = tune(objective, out, space, say, timeout_s=arguments.timeout, **effort)
+    outcome = tune(objective, out, space, _say, timeout_s=arguments.timeout, **effort)
     return print_result(arguments.json, outcome, front_table(outcome))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _model_args(text: str | None) -> dict[str, str]:
@@ -101,7 +100,6 @@ def _check(arguments: Namespace) -> None:
     if arguments.metric not in allowed:
         raise unknown_name_error("metric", arguments.metric, allowed)
     read_number("budget", arguments.budget, least=0, most=100)
-    read_number("slack", arguments.slack, least=0, below=1)
     read_number("timeout", arguments.timeout, above=0)
     read_count("trials", arguments.trials)
     read_jobs(arguments.jobs)

@@ -207,16 +207,8 @@ def check_cells(cells: Sequence[Cell]) -> list[ResolvedCell]:
     """
     planned: dict[str, ResolvedCell] = {}
     problems: dict[str, list[str]] = {}
-    skeletons: dict[str, Any] = {}
     ids: dict[str, str] = {}
-
-    def bare(pretrained: Any, hflm_args: Mapping[str, Any]) -> Any:
-        """Build each model without weights once: it takes longer than all other checks."""
-        key = json.dumps([pretrained, hflm_args], sort_keys=True, default=repr)
-        if key not in skeletons:
-            skeletons[key] = skeleton(pretrained, hflm_args)
-        return skeletons[key]
-
+    bare = shared_skeletons()
     for cell in cells:
         try:
             resolved = check_cell(cell, bare)
@@ -239,6 +231,22 @@ def check_cells(cells: Sequence[Cell]) -> list[ResolvedCell]:
             + "\n  ".join(lines)
         )
     return list(planned.values())
+
+
+def shared_skeletons() -> Bare:
+    """Return a builder of models without weights that builds each model once.
+
+    It takes longer than all other checks of a cell.
+    """
+    skeletons: dict[str, Any] = {}
+
+    def bare(pretrained: Any, hflm_args: Mapping[str, Any]) -> Any:
+        key = json.dumps([pretrained, hflm_args], sort_keys=True, default=repr)
+        if key not in skeletons:
+            skeletons[key] = skeleton(pretrained, hflm_args)
+        return skeletons[key]
+
+    return bare
 
 
 EXECUTOR_OPTIONS: Mapping[str, tuple[str, ...]] = {

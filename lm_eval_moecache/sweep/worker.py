@@ -91,6 +91,11 @@ def _model_of(planned: ResolvedCell) -> Any:
     return lm
 
 
+def forget_model() -> None:
+    """Free the model that this process holds."""
+    _loaded.clear()
+
+
 def run_cell(planned: ResolvedCell, folder: str, experiment: str) -> Outcome:
     """Run or replay one cell and write its record; a run's errors go into the outcome."""
     root, is_replay = Path(folder), planned.replayed or planned.cell.model == REPLAY

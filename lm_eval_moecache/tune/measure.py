@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,7 @@ from lm_eval_moecache.report.runs.columns import accuracy, metric_value
 from lm_eval_moecache.report.runs.files import RUNS, load_runs
 from lm_eval_moecache.sweep.files import FAILED, finished, unedited
 from lm_eval_moecache.sweep.identity import ResolvedCell
-from lm_eval_moecache.sweep.pool import submit
-from lm_eval_moecache.sweep.run import check_cell, outcome_of
+from lm_eval_moecache.sweep.run import check_cell, shared_skeletons
 from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.sweep.worker import BY_MODEL, BY_REPLAY, run_cell
 from lm_eval_moecache.trace.importers import load_trace
@@ -88,13 +86,11 @@ class CandidateRunner:
     reference: Measured
     trace: Trace
 
-    def __init__(
-        self, objective: Objective, folder: Path, pool: ProcessPoolExecutor | None = None
-    ) -> None:
+    def __init__(self, objective: Objective, folder: Path) -> None:
         self.objective = objective
         self.folder = folder
         self._speeds: dict[str, float] = {}
-        self._pool = pool
+        self._skeleton = shared_skeletons()
 
     def prepare(self, depth: int) -> None:
         """Run the model once, losslessly; record its routing, with predictions `depth` ahead."""
@@ -103,12 +99,11 @@ class CandidateRunner:
         self._config = planned.config
         traces = self.folder / "trace"
         files = sorted(traces.glob("*.parquet"))
-        finished_runs = unedited(finished(self.folder), [planned])
-        if not files or planned.configuration_hash not in finished_runs:
+        if not files or self._record(planned) is None:
             shutil.rmtree(traces, ignore_errors=True)
             # Recording a trace changes nothing in the record, so `planned` keeps its hash.
             config = planned.config.with_changes(trace=str(traces), detail=FULL)
-            self._execute([dataclasses.replace(planned, config=config)])
+            self._execute(dataclasses.replace(planned, config=config))
             files = sorted(traces.glob("*.parquet"))
         self.reference = self._read(planned)
         self.trace = load_trace(str(files[-1]), logits=True, predicted=True)
@@ -120,10 +115,14 @@ class CandidateRunner:
         samples: Mapping[str, Sequence[int]] | None = None,
     ) -> ResolvedCell:
         """Check a policy. Raises ValueError, with the reason, where it cannot run here."""
-        return check_cell(self.objective.cell(args, label=name, samples=samples))
+        return check_cell(self.objective.cell(args, label=name, samples=samples), self._skeleton)
 
-    def replay(self, policy: Policy) -> float:
-        """Return the speed of a lossless policy, or of the lossless part of a lossy one."""
+    def replay(self, policy: Policy) -> Measured | None:
+        """Return the reference's accuracy with the speed of the policy's lossless part.
+
+        A lossy policy's is its prefetch and eviction. None where the trace lacks the inputs of a
+        prefetcher that has its own predictor.
+        """
         lossless = policy
         if not policy.is_lossless:
             overrides = overrides_of(policy.as_dict(), ("prefetch", "eviction"))
@@ -132,42 +131,37 @@ class CandidateRunner:
         if key not in self._speeds:
             config = self._config.with_changes(policy=lossless)
             setting = config.setting(self.trace.geometry)
-            engine = replay(self.trace, setting, cache_reset=config.cache_reset)
+            try:
+                engine = replay(self.trace, setting, cache_reset=config.cache_reset)
+            except ValueError:
+                return None
             metrics = task_metrics(engine.ledger.requests, engine.peak_cache_bytes)
             speed = metrics[self.objective.metric]
             self._speeds[key] = float(speed["mean"] if isinstance(speed, Mapping) else speed)
-        return self._speeds[key]
+        return dataclasses.replace(self.reference, speed=self._speeds[key], measured_by=BY_REPLAY)
 
-    def lossless(self, policy: Policy) -> Measured:
-        """Return the reference's accuracy with the speed of the policy's lossless part."""
-        return dataclasses.replace(self.reference, speed=self.replay(policy), measured_by=BY_REPLAY)
+    def run(self, planned: ResolvedCell) -> Measured:
+        """Return a candidate's metrics, from a run of the model or an earlier record of one.
 
-    def run(self, candidates: Sequence[ResolvedCell]) -> list[Measured | str]:
-        """Return each candidate's metrics, from a run of the model or an earlier record of one.
-
-        A failed run gives its error as text. Runs go in parallel where there is a pool.
+        Raises ValueError, with the run's error, where it fails.
         """
-        planned = {candidate.configuration_hash: candidate for candidate in candidates}
-        finished_runs = unedited(finished(self.folder), candidates)
-        errors = self._execute(
-            [candidate for key, candidate in planned.items() if key not in finished_runs]
-        )
-        return [errors.get(candidate.run_id) or self._read(candidate) for candidate in candidates]
+        if self._record(planned) is None:
+            self._execute(planned)
+        return self._read(planned)
 
-    def _execute(self, planned: Sequence[ResolvedCell]) -> dict[str, str]:
-        where = str(self.folder.resolve())
-        if self._pool is None:
-            outcomes = [run_cell(cell, where, EXPERIMENT) for cell in planned]
-        else:
-            futures = submit(self._pool, run_cell, planned, where, EXPERIMENT)
-            outcomes = [outcome_of(future, cell) for future, cell in futures.items()]
-        return {o.run_id: o.error for o in outcomes if o.error is not None}
+    def _record(self, planned: ResolvedCell) -> Mapping[str, Any] | None:
+        done = unedited(finished(self.folder), [planned])
+        return done.get(planned.configuration_hash)
+
+    def _execute(self, planned: ResolvedCell) -> None:
+        outcome = run_cell(planned, str(self.folder.resolve()), EXPERIMENT)
+        if outcome.error is not None:
+            reason = self.folder / FAILED / f"{planned.run_id}.txt"
+            raise ValueError(f"{planned.cell.label}: {outcome.error}; its traceback: {reason}")
 
     def _read(self, planned: ResolvedCell) -> Measured:
-        record = finished(self.folder).get(planned.configuration_hash)
-        if record is None:
-            reason = self.folder / FAILED / f"{planned.run_id}.txt"
-            raise ValueError(f"the run {planned.run_id} has failed; its traceback: {reason}")
+        record = self._record(planned)
+        assert record is not None, "it was run"
         [run] = load_runs(self.folder / RUNS / f"{record['run_id']}.json")
         score, speed = accuracy(run), metric_value(run, self.objective.metric).number
         if score.number is None or speed is None:

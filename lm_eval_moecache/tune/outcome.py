@@ -17,7 +17,7 @@ from lm_eval_moecache.report.tables.leaderboard import Table
 from lm_eval_moecache.report.tables.text import as_markdown
 
 SHIPPED, SEARCHED = "shipped", "searched"
-
+NO_TURN = "no turn before the trials or the time were up; the same command continues the search"
 
 Entry = Mapping[str, Any]
 """One measured policy: name, kind, policy, is_lossless, accuracy, stderr, speed, measured_by,
@@ -91,14 +91,22 @@ def _verdict(metric: str, best: Entry | None, shipped: Entry | None) -> str:
     return f"{winner} is faster than every shipped composition that meets the budget: {runner_up}."
 
 
-def read_outcome(study: Any, floor: float) -> dict[str, Any]:
-    """Return the outcome of a study, from its trials."""
-    entries, left_out, counts = [], {}, Counter[str]()
+def read_outcome(
+    study: Any, floor: float, shipped: Sequence[str], refused: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the outcome of a study, from its trials.
+
+    `shipped` are the compositions that can run, `refused` says why the others cannot.
+    """
+    entries, counts = [], Counter[str]()
+    left_out = {**refused, **dict.fromkeys(shipped, NO_TURN)}
     for trial in study.get_trials(deepcopy=False):
         attributes = trial.user_attrs
-        composition = attributes.get("composition")
-        if composition is None:
-            counts[trial.state.name.lower()] += 1
+        composition, state = attributes.get("composition"), trial.state.name.lower()
+        if state == "waiting":
+            continue
+        counts[state] += 1
+        left_out.pop(composition, None)
         if "figures" in attributes:
             figures = attributes["figures"]
             entries.append(
@@ -112,9 +120,7 @@ def read_outcome(study: Any, floor: float) -> dict[str, Any]:
                 }
             )
         elif composition is not None:
-            left_out[composition] = attributes["reason"]
-    for entry in entries:
-        left_out.pop(entry["name"], None)
+            left_out[composition] = attributes.get("reason", state)
     return outcome_of(study.user_attrs["question"], floor, entries, left_out, counts)
 
 
@@ -147,7 +153,10 @@ def front_table(report: Mapping[str, Any]) -> str:
     lines = [as_markdown(tables), report["verdict"]]
     if report["best"] is not None and "confirmation" in report:
         lines.append(confirmation_text(report["best"]["name"], report["confirmation"]))
-    lines += [f"Left out: {name}: {reason}" for name, reason in report["left_out"].items()]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in report["left_out"].items():
+        reasons.setdefault(reason, []).append(name)
+    lines += [f"Left out: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
     return "\n".join(lines) + "\n"
 
 

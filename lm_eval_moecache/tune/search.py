@@ -1,20 +1,15 @@
 """One search, from objective to files: the Pareto front, and the best policy as a policy file.
 
-The objective is checked before the first run. Shipped compositions are measured first, then
-candidates of an Optuna study. Every candidate's lossless part (its prefetch and eviction) is
-replayed first; a lossy candidate whose lossless part is slow is pruned before the model runs. The
-best policy is confirmed on documents that the search has not seen.
+The objective is checked before the first run. An Optuna study then draws compositions, and every
+second trial is a shipped one until all have had a turn. A candidate's lossless part (its prefetch
+and eviction) is replayed first, and a lossy one is left to Optuna's pruner before the model runs.
+The best policy is confirmed on documents that the search has not seen.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import logging
-import os
-import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +28,10 @@ from lm_eval_moecache.records.schemas.inputs import SIZES, SpaceFile
 from lm_eval_moecache.sweep.evaluation import answers_of, leaf_tasks
 from lm_eval_moecache.sweep.files import only_sweep
 from lm_eval_moecache.sweep.identity import ResolvedCell
-from lm_eval_moecache.sweep.pool import local_pool
+from lm_eval_moecache.sweep.pool import local_pool, submit
 from lm_eval_moecache.sweep.run import check_cell, import_extra
-from lm_eval_moecache.sweep.worker import BY_REPLAY
-from lm_eval_moecache.tune.measure import POINT, CandidateRunner, Measured, Objective, overrides_of
+from lm_eval_moecache.sweep.worker import BY_REPLAY, forget_model
+from lm_eval_moecache.tune.measure import POINT, CandidateRunner, Objective, overrides_of
 from lm_eval_moecache.tune.outcome import (
     SEARCHED,
     SHIPPED,
@@ -49,15 +44,12 @@ from lm_eval_moecache.tune.outcome import (
     sign_of,
 )
 
-logger = logging.getLogger(__name__)
-JOURNAL = "study.journal"
-_STUDY = "moecache"
+STUDY = "study.db"
+_NAME = "moecache"
 _STARTUP_TRIALS = 24
 DEFAULT_SPACE = Path(__file__).with_name("space.yaml")
 REFERENCE = "on_demand"
-"""The composition that others are compared with; measured even when time is up."""
-Candidate = tuple[ResolvedCell, Any]
-"""A cell to run, and its trial; a shipped composition has no trial before it is measured."""
+"""The composition that others are compared with, and the first trial."""
 OF_GENERATION = frozenset({"tok_per_s", "tpot_ms", "itl_ms", "output_throughput"})
 """Metrics of the tokens after a request's first, which only tasks that generate have."""
 
@@ -68,27 +60,40 @@ def tune(
     space_file: Path | None,
     say: Callable[[str], object],
     *,
+    trials: int,
+    timeout_s: float,
     seed: int,
     jobs: int,
-    **effort: Any,
 ) -> dict[str, Any]:
     """Search, confirm the best policy by runs of the model, write `front.*` and `best.yaml`.
 
-    `effort` holds `trials`, `timeout_s` and `slack` of `Search`. Returns the content of
-    `front.json`. Raises ValueError for any fault of the options before the first run.
+    `trials` are drawn and shipped compositions together; after `timeout_s` running ones finish and
+    no others start. With several `jobs`, which take an equal share of the trials each, `say` must
+    be a function of a module. Returns the content of `front.json`. Raises ValueError for any fault
+    of the options before the first run.
     """
     space = read_space(space_file or DEFAULT_SPACE)
     reference = check_objective(objective)
     reads = {"inputs": reference.inputs, "sources": reference.sources}
-    processes = local_pool(jobs) if jobs > 1 else contextlib.nullcontext()
-    with only_sweep(folder), processes as pool:
-        runner = CandidateRunner(objective, folder, pool)
+    with only_sweep(folder):
         study = open_study(folder, objective, seed, reads)
+        runner = CandidateRunner(objective, folder)
+        shipped, left_out = _shipped(runner)
+        _resume(study, shipped)
         runner.prepare(space.max_depth)
-        space = space.fit(runner.trace.geometry)
-        search = Search(runner=runner, space=space, study=study, say=say, jobs=jobs, **effort)
-        search.run()
-        outcome = read_outcome(study, search.floor)
+        search = Search(runner, space.fit(runner.trace.geometry), shipped, say)
+        if jobs == 1:
+            search.run(study, trials, timeout_s)
+        else:
+            forget_model()  # each worker loads its own
+            shares = [(seed + job, len(range(job, trials, jobs))) for job in range(jobs)]
+            with local_pool(jobs) as pool:
+                works = submit(
+                    pool, _work, shares, objective, folder, space, shipped, say, timeout_s
+                )
+                for future in works:
+                    future.result()
+        outcome = read_outcome(study, search.floor, shipped, left_out)
         best = outcome["best"]
         if best is not None:
             outcome["confirmation"] = confirmation = confirm(runner, best, say)
@@ -164,14 +169,14 @@ def confirm(
     if policy["phases"] != "all":
         args["phases"] = policy["phases"]
     if best["measured_by"] == BY_REPLAY:
-        [live] = _measure(runner, [runner.candidate(name, args)])
+        live = runner.run(runner.candidate(name, args))
         say(f"{name}: run: accuracy {live.accuracy:.3f}, speed {live.speed:.1f}")
     samples = other_documents(runner.objective)
     if not samples:
         return None
     reference = runner.candidate("reference, other documents", reference_args, samples)
     tuned = runner.candidate(f"{name}, other documents", args, samples)
-    before, after = _measure(runner, [reference, tuned])
+    before, after = runner.run(reference), runner.run(tuned)
     points_lost = (before.accuracy - after.accuracy) / POINT
     return {
         "documents": {task: len(numbers) for task, numbers in samples.items()},
@@ -185,38 +190,69 @@ def confirm(
     }
 
 
-def _measure(runner: CandidateRunner, candidates: Sequence[ResolvedCell]) -> list[Measured]:
-    measured = []
-    for candidate, outcome in zip(candidates, runner.run(candidates), strict=True):
-        if isinstance(outcome, str):
-            raise ValueError(f"{candidate.cell.label}: {outcome}")
-        measured.append(outcome)
-    return measured
-
-
 # --- the search ---
 
 
-@dataclass(kw_only=True, slots=True)
+def _shipped(runner: CandidateRunner) -> tuple[list[str], dict[str, str]]:
+    """Return the shipped compositions that can run here, and why each other cannot.
+
+    The reference is the first; lossless ones, which a replay measures, come before lossy ones.
+    """
+    ranks, left_out = {}, {}
+    for name in policy_names():
+        try:
+            policy = runner.candidate(name, {"policy": name}).config.policy
+            ranks[name] = (name != REFERENCE, not policy.is_lossless)
+        except ValueError as error:
+            left_out[name] = str(error)
+    return sorted(ranks, key=ranks.__getitem__), left_out
+
+
+def _resume(study: Any, shipped: Sequence[str]) -> None:
+    """Fail the trials that a kill left open; the reference or a killed composition is next."""
+    states = import_optuna().trial.TrialState
+    for trial in study.get_trials(deepcopy=False, states=(states.RUNNING,)):
+        study.tell(trial.number, state=states.FAIL)
+        if "composition" in trial.user_attrs:
+            study.enqueue_trial({}, user_attrs=trial.user_attrs)
+    if not study.get_trials(deepcopy=False):
+        _enqueue_next(study, shipped)
+
+
+def _enqueue_next(study: Any, shipped: Sequence[str]) -> None:
+    """Make a shipped composition the next trial, if one has had no turn."""
+    trials = study.get_trials(deepcopy=False)
+    taken = {trial.user_attrs.get("composition") for trial in trials}
+    name = next((name for name in shipped if name not in taken), None)
+    if name is not None:
+        study.enqueue_trial({}, user_attrs={"kind": SHIPPED, "composition": name})
+
+
+def _work(
+    share: tuple[int, int],
+    objective: Objective,
+    folder: Path,
+    space: Space,
+    shipped: Sequence[str],
+    say: Callable[[str], object],
+    timeout_s: float,
+) -> None:
+    """Run a share (its seed, its number of trials) of a search in a process of its own."""
+    seed, trials = share
+    runner = CandidateRunner(objective, folder)
+    runner.prepare(space.max_depth)
+    search = Search(runner, space.fit(runner.trace.geometry), shipped, say)
+    search.run(open_study(folder, objective, seed), trials, timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Search:
-    """One search over a runner; `say` receives a line of progress for each candidate."""
+    """The objective of an Optuna study; `say` receives a line for each measured candidate."""
 
     runner: CandidateRunner
     space: Space
-    study: Any
+    shipped: Sequence[str]
     say: Callable[[str], object]
-    jobs: int
-    trials: int
-    timeout_s: float
-    slack: float
-    """How much slower than the fastest one a lossless part may be, as a share."""
-    best_lossless: float | None = None
-    _deadline_s: float = 0.0
-
-    @property
-    def sign(self) -> int:
-        """1 where more of the metric is better, else -1."""
-        return sign_of(self.runner.objective.metric)
 
     @property
     def floor(self) -> float:
@@ -224,128 +260,54 @@ class Search:
         # A loss of exactly the budget meets it, rounding errors aside.
         return self.runner.reference.accuracy - self.runner.objective.budget * POINT - 1e-9
 
-    @property
-    def _is_over(self) -> bool:
-        return time.monotonic() >= self._deadline_s
+    def run(self, study: Any, trials: int, timeout_s: float) -> None:
+        """Run trials until they or the time are up; a failed one keeps its reason."""
 
-    def run(self) -> None:
-        """Measure the shipped compositions, then draw candidates until trials or time are up.
+        def alternate(study: Any, trial: Any) -> None:
+            if "composition" not in trial.user_attrs:
+                _enqueue_next(study, self.shipped)
 
-        Compositions measured by an earlier search are not measured again. When time is up, running
-        candidates finish and no others start.
+        study.optimize(self, trials, timeout_s, catch=(Exception,), callbacks=[alternate])
+
+    def __call__(self, trial: Any) -> float:
+        """Return a candidate's speed; its policy and figures become the trial's attributes.
+
+        Raises TrialPruned for a pairing that is refused, and where the pruner expects too little of
+        its lossless part.
         """
-        self._deadline_s = time.monotonic() + self.timeout_s
-        states, jobs = import_optuna().trial.TrialState, self.jobs
-        trials = self.study.get_trials(deepcopy=False)
-        for trial in trials:
-            # Left open by a kill: fail them, so that their candidates may be drawn again.
-            if trial.state in (states.RUNNING, states.WAITING):
-                self.study.tell(trial.number, state=states.FAIL)
-        measured = {t.user_attrs.get("composition") for t in trials if "figures" in t.user_attrs}
-        waiting: list[Candidate] = []
-        for name in policy_names():
-            if name not in measured:
-                waiting += self._take(name, {"policy": name}, None)
-        for start in range(0, len(waiting), jobs):
-            self._run(waiting[start : start + jobs])
-        num_left = self.trials
-        while num_left > 0 and not self._is_over:
-            waiting = []
-            while num_left > 0 and len(waiting) < jobs and not self._is_over:
-                num_left -= 1
-                trial = self.study.ask()
-                args = {"policy": REFERENCE, **self.space.suggest(trial)}
-                waiting += self._take(f"trial {trial.number}", args, trial)
-            self._run(waiting)
-
-    def _take(self, name: str, args: Mapping[str, Any], trial: Any) -> list[Candidate]:
-        """Return the candidate if the model must run it; settle any other without a run."""
-        if trial is None and self._leaves_out(name):
-            return []
+        name = trial.user_attrs.get("composition")
+        args = {"policy": name or REFERENCE, **({} if name else self.space.suggest(trial))}
+        label = name or f"trial {trial.number}"
+        pruned = import_optuna().TrialPruned
         try:
-            planned = self.runner.candidate(name, args)
+            planned = self.runner.candidate(label, args)
         except ValueError as error:
-            if trial is None:
-                self._fail(name, trial, str(error))
-            else:
-                self._close(name, trial, "PRUNED", {"reason": f"refused: {error}"})
-            return []
+            raise pruned(str(error)) from error
         policy = planned.config.policy
-        if trial is None and not policy.is_lossless:
-            return [(planned, trial)]
-        try:
-            lossless = self.runner.lossless(policy)
-        except ValueError:
-            # The trace lacks the inputs of a prefetcher that has its own predictor.
-            return [(planned, trial)]
-        best = self.best_lossless
-        if best is None or self.sign * lossless.speed > self.sign * best:
-            self.best_lossless = best = lossless.speed
-        if policy.is_lossless:
-            self._enter(planned, trial, lossless)
-            return []
-        ratio = lossless.speed / best
-        if (ratio if self.sign > 0 else 1 / ratio) < 1 - self.slack:
-            reason = f"its lossless part: {lossless.speed:.1f}"
-            self._close(name, trial, "PRUNED", {"reason": reason})
-            return []
-        return [(planned, trial)]
-
-    def _run(self, candidates: Sequence[Candidate]) -> None:
-        """Run the model under each candidate in time, and enter its result or its failure."""
-        started = [
-            (planned, trial)
-            for planned, trial in candidates
-            if trial is not None or not self._leaves_out(str(planned.cell.label))
-        ]
-        measured = self.runner.run([planned for planned, _ in started])
-        for (planned, trial), outcome in zip(started, measured, strict=True):
-            if isinstance(outcome, str):
-                self._fail(str(planned.cell.label), trial, outcome)
-            else:
-                self._enter(planned, trial, outcome)
-
-    def _leaves_out(self, name: str) -> bool:
-        """Whether time is up for a composition, which is then entered as left out."""
-        if name == REFERENCE or not self._is_over:
-            return False
-        timeout = f"--timeout={self.timeout_s:g}"
-        self._fail(name, None, f"{timeout} was over; the same command continues the search")
-        return True
-
-    def _enter(self, planned: ResolvedCell, trial: Any, measured: Measured) -> None:
-        name, policy = str(planned.cell.label), planned.config.policy.as_dict()
-        figures, excess = dataclasses.asdict(measured), self.floor - measured.accuracy
-        attributes = {"policy": policy, "figures": figures, "excess": excess}
-        attributes["is_lossless"] = planned.config.policy.is_lossless
-        self._close(name, trial, "COMPLETE", attributes, [measured.accuracy, measured.speed])
-        source = "replayed" if measured.measured_by == BY_REPLAY else "run"
-        message = f"{name}: accuracy {measured.accuracy:.3f}, speed {measured.speed:.1f} ({source})"
-        self.say(message if trial is None else f"{message}: {composition_text(policy)}")
-
-    def _fail(self, name: str, trial: Any, reason: str) -> None:
-        """Enter why a candidate's run failed, or why a composition is left out."""
-        self._close(name, trial, "FAIL", {"reason": reason})
-        self.say(f"{name}: {'left out' if trial is None else 'failed'}: {reason}")
-
-    def _close(
-        self,
-        name: str,
-        trial: Any,
-        state: str,
-        attributes: Mapping[str, Any],
-        values: Sequence[float] | None = None,
-    ) -> None:
-        """End a trial in an Optuna state; a composition gets one without parameters."""
-        trials = import_optuna().trial
-        ended = {"values": values, "state": trials.TrialState[state]}
-        if trial is None:
-            attributes = {"kind": SHIPPED, "composition": name, **attributes}
-            self.study.add_trial(trials.create_trial(**ended, user_attrs=attributes))
-            return
-        for key, value in {"kind": SEARCHED, **attributes}.items():
+        measured = self.runner.replay(policy)
+        if measured is not None:
+            trial.report(measured.speed, 0)
+        if measured is None or not policy.is_lossless:
+            if name is None and trial.should_prune():
+                raise pruned
+            try:
+                measured = self.runner.run(planned)
+            except Exception as error:
+                trial.set_user_attr("reason", str(error))
+                self.say(f"{label}: failed: {error}")
+                raise
+        attributes = {"kind": SEARCHED, **trial.user_attrs, "policy": policy.as_dict()}
+        attributes |= {
+            "is_lossless": policy.is_lossless,
+            "figures": dataclasses.asdict(measured),
+        }
+        for key, value in attributes.items():
             trial.set_user_attr(key, value)
-        self.study.tell(trial, **ended)
+        trial.set_constraint("budget", self.floor - measured.accuracy)
+        source = "replayed" if measured.measured_by == BY_REPLAY else "run"
+        text = f"{label}: accuracy {measured.accuracy:.3f}, speed {measured.speed:.1f} ({source})"
+        self.say(text if name else f"{text}: {composition_text(policy.as_dict())}")
+        return measured.speed
 
 
 # --- the search space: algorithms, and the ranges of their parameters ---
@@ -417,7 +379,7 @@ def _suggest(trial: Any, name: str, values: Any) -> Any:
     return trial.suggest_float(name, float(low), float(high), log=log)
 
 
-# --- the Optuna study, in a journal file, so that an interrupted search resumes ---
+# --- the Optuna study, in a database file, so that an interrupted search resumes ---
 
 
 def import_optuna() -> Any:
@@ -431,29 +393,32 @@ def open_study(
     """Open or create the folder's study; the caller must hold the folder's lock.
 
     `reads` holds digests of weights, artefacts, tasks and code. Raises ValueError where the study
-    has another objective or has read something else, or its journal is unreadable.
+    has another objective or has read something else, or its file is unreadable; OSError for a file
+    that is a link, whose target would be written.
     """
     optuna = import_optuna()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     folder.mkdir(parents=True, exist_ok=True)
-    _repair_journal(folder / JOURNAL)
-    directions = ["maximize", "maximize" if sign_of(objective.metric) > 0 else "minimize"]
-    journal = optuna.storages.journal
+    check_replaceable(folder / STUDY)
     try:
-        storage = journal.JournalStorage(journal.JournalFileBackend(str(folder / JOURNAL)))
         study = optuna.create_study(
-            study_name=_STUDY, storage=storage, directions=directions, load_if_exists=True
+            study_name=_NAME,
+            storage=f"sqlite:///{(folder / STUDY).resolve()}",
+            direction="maximize" if sign_of(objective.metric) > 0 else "minimize",
+            pruner=optuna.pruners.MedianPruner(),
+            load_if_exists=True,
         )
+        recorded, num_trials = study.user_attrs.get("question", {}), len(study.get_trials())
     except OSError:
         raise
-    except Exception as error:  # Optuna trusts its journal: KeyError, AssertionError ...
+    except Exception as error:  # sqlalchemy's, or what Optuna makes of a damaged row
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ValueError(
-            f"out={str(folder)!r}: {JOURNAL} is not a readable journal of a search "
-            f"({type(error).__name__}: {error}). Give another folder, or remove it to start from "
-            "the beginning."
+            f"out={str(folder)!r}: {STUDY} is not a readable study of a search ({reason}). Give "
+            "another folder, or remove it to start from the beginning."
         ) from error
     question = {**dataclasses.asdict(objective), "tasks": list(objective.tasks), **(reads or {})}
-    recorded = {**question, **study.user_attrs.get("question", {})}
+    recorded = {**question, **recorded}
     recorded["hardware"] = RENAMED.get(recorded["hardware"], recorded["hardware"])
     for key, value in question.items():
         if recorded[key] != value:
@@ -468,30 +433,8 @@ def open_study(
                 "Give another folder, or the same options to go on with it."
             )
     study.set_user_attr("question", recorded)
-    with warnings.catch_warnings():
-        # `constraints_func` is deprecated in Optuna 5 for a method that Optuna 4 does not have.
-        warnings.simplefilter("ignore", FutureWarning)
-        study.sampler = optuna.samplers.TPESampler(
-            # A resumed search must not repeat its first trials.
-            seed=seed + len(study.get_trials(deepcopy=False)),
-            n_startup_trials=_STARTUP_TRIALS,
-            constraints_func=lambda trial: (trial.user_attrs.get("excess", 1.0),),
-        )
+    # A resumed search must not repeat its first trials.
+    study.sampler = optuna.samplers.TPESampler(
+        seed=seed + num_trials, n_startup_trials=_STARTUP_TRIALS
+    )
     return study
-
-
-def _repair_journal(journal: Path) -> None:
-    """Repair a journal after a kill or a full disk in the middle of a write.
-
-    Removes the lock, for which Optuna would wait half a minute, and a torn last line: the next
-    entry would be appended to it, and the journal would be lost. Raises OSError for a journal that
-    is a link, whose target would be written.
-    """
-    check_replaceable(journal)
-    journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
-    if journal.is_file():
-        data = journal.read_bytes()
-        whole_bytes = data.rfind(b"\n") + 1
-        if whole_bytes < len(data):
-            logger.warning("%s: its last line was torn, and is left out.", journal)
-            os.truncate(journal, whole_bytes)

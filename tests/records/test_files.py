@@ -29,7 +29,6 @@ from lm_eval_moecache.records.files import (
 from lm_eval_moecache.records.numbers import finite, plain_number, read_count, read_number, shown
 from lm_eval_moecache.sweep.files import LOCK, only_sweep
 from lm_eval_moecache.trace.importers import load_trace, trace_formats
-from lm_eval_moecache.tune.search import JOURNAL, _repair_journal
 from tests.engine import traces
 
 PACKAGE = Path(__file__).resolve().parents[2] / "lm_eval_moecache"
@@ -211,16 +210,13 @@ def test_devices_and_links_are_never_replaced(tmp_path: Path) -> None:
         write_whole(folder, "new")
 
 
-def test_a_lock_or_a_journal_that_is_a_link_leaves_its_target_alone(tmp_path: Path) -> None:
-    """Both are opened by libraries, which would empty or cut the file that a link leads to."""
+def test_a_lock_that_is_a_link_leaves_its_target_alone(tmp_path: Path) -> None:
+    """A library opens it, and would empty the file that a link leads to."""
     target = tmp_path / "kept.txt"
     target.write_text("kept")
     (tmp_path / LOCK).symlink_to(target)
     with pytest.raises(OSError, match="symbolic link"), only_sweep(tmp_path):
         pass
-    (tmp_path / JOURNAL).symlink_to(target)
-    with pytest.raises(OSError, match="symbolic link"):
-        _repair_journal(tmp_path / JOURNAL)
     assert target.read_text() == "kept"
 
 

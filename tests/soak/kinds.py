@@ -44,7 +44,7 @@ from lm_eval_moecache.testing.streams import artifact_for
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.use import load_use, use_of
 from lm_eval_moecache.tune.measure import Objective
-from lm_eval_moecache.tune.search import open_study, read_space
+from lm_eval_moecache.tune.search import STUDY, open_study, read_space
 from tests.engine import traces
 from tests.records.test_artifact import make
 from tests.report.runs import record
@@ -146,10 +146,10 @@ def _partial(folder: Path) -> Path:
     return path
 
 
-def _journal(folder: Path) -> Path:
+def _study(folder: Path) -> Path:
     study = open_study(folder, OBJECTIVE, 0)
-    study.tell(study.ask(), [0.5, 1.0])
-    return folder / "study.journal"
+    study.tell(study.ask(), 1.0)
+    return folder / STUDY
 
 
 @dataclass(frozen=True)
@@ -242,9 +242,7 @@ KINDS: dict[str, Kind] = {
         "x.safetensors", lambda path: load_data_aware(str(path), GEOMETRY),
         lambda folder: _artifact(folder, artifact_for(DATA_AWARE, GEOMETRY)), **CHECKED,
     ),
-    "journal": Kind(
-        "study.journal", lambda path: open_study(path.parent, OBJECTIVE, 0), _journal
-    ),
+    "study": Kind(STUDY, lambda path: open_study(path.parent, OBJECTIVE, 0), _study),
     # Small traces in foreign formats, without SGLang's, whose reader must be given its top-k.
     **{
         path.name: Kind(path.name, _use_trace, path.read_bytes())
