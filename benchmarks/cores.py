@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from lm_eval_moecache.planning.published import Row, read_rows
-from lm_eval_moecache.planning.runtimes import PROCESSOR, mechanisms
+from lm_eval_moecache.records.runtimes import PROCESSOR, mechanisms
 from lm_eval_moecache.report.tables.text import padded
+from moecache_plan.published import Row, read_rows
 
 ROWS = Path(__file__).resolve().parent.parent / "results" / "runtimes" / "rows.csv"
 HELD, ROBUST = 0.3, 0.1

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.cli.main import main as moecache
-from lm_eval_moecache.planning.machines import Machine, known, machine
-from lm_eval_moecache.planning.models import load_real_model
-from lm_eval_moecache.planning.placement import stored_for
-from lm_eval_moecache.planning.published import Row, find_hardware, predict, read_rows
-from lm_eval_moecache.planning.runtimes import PROCESSOR, RESIDENT, load_runtime
-from lm_eval_moecache.planning.table import advise, usual_precision
+from lm_eval_moecache.emulate.models import load_real_model
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.real_model import RealModel
+from lm_eval_moecache.records.runtimes import PROCESSOR, RESIDENT, load_runtime
 from lm_eval_moecache.report.tables.text import padded
+from moecache_plan.machines import Machine, known, machine
+from moecache_plan.placement import stored_for
+from moecache_plan.published import Row, find_hardware, predict, read_rows
+from moecache_plan.table import advise, usual_precision
 
 QUESTIONS = (
     "gpt-oss-20b --hardware 'RTX 3060 12GB' --ram 64GB",

@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lm_eval_moecache.planning.forecast import token_work
-from lm_eval_moecache.planning.machines import Machine
-from lm_eval_moecache.planning.models import load_real_model
-from lm_eval_moecache.planning.placement import place, read_placement
-from lm_eval_moecache.planning.runtimes import load_runtime
+from lm_eval_moecache.emulate.models import load_real_model
 from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.runtimes import load_runtime
+from moecache_plan.forecast import token_work
+from moecache_plan.machines import Machine
+from moecache_plan.placement import place, read_placement
 
 SHAPES = {
     # Layers, experts, top-k, width, expert width, heads, KV heads, width of a head.

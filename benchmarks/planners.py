@@ -36,13 +36,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lm_eval_moecache.planning.fit import begin_at, fit, fit_all, groups_of, spreads_of
-from lm_eval_moecache.planning.machines import DESKTOP_BYTES_PER_S
-from lm_eval_moecache.planning.published import Row, factor, find_hardware, read_rows
-from lm_eval_moecache.planning.runtimes import METAL, READ, Mechanisms
-from lm_eval_moecache.planning.table import flags
 from lm_eval_moecache.records.files import traces_dir
+from lm_eval_moecache.records.runtimes import METAL, READ, Mechanisms
 from lm_eval_moecache.report.tables.text import padded
+from moecache_lab.fit_runtimes import begin_at, fit, fit_all, groups_of, spreads_of
+from moecache_plan.machines import DESKTOP_BYTES_PER_S
+from moecache_plan.published import Row, factor, find_hardware, read_rows
+from moecache_plan.table import flags
 
 ROWS = Path(__file__).resolve().parent.parent / "results" / "runtimes" / "rows.csv"
 ASKED = 20

@@ -17,11 +17,11 @@ import numpy as np
 from grid import setting_of, shipped_trace, text_table
 from scipy import optimize
 
+from lm_eval_moecache.emulate.models import load_real_model
+from lm_eval_moecache.emulate.stored import load_stored
 from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.virtual.costs import attention_s
-from lm_eval_moecache.planning.models import load_real_model
-from lm_eval_moecache.planning.stored import load_stored
 from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.ledger import total

@@ -18,8 +18,9 @@ from typing import Any
 
 from grid import RESULTS
 
-from lm_eval_moecache.cli.validate import losses_text
-from lm_eval_moecache.planning.losses import (
+from lm_eval_moecache.records.files import write_whole
+from lm_eval_moecache.report.plots import look, new_figure, save
+from moecache_plan.losses import (
     ALGORITHMS,
     CHOICE,
     GENERATE,
@@ -28,8 +29,7 @@ from lm_eval_moecache.planning.losses import (
     read_losses,
     rules_of,
 )
-from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.report.plots import look, new_figure, save
+from moecache_plan.validate import losses_text
 
 FOLDER = RESULTS / "published_losses"
 GENERATED = {"tiny_gsm8k", "tiny_bbh"}

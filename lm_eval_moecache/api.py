@@ -113,10 +113,10 @@ def plan(model: Place, **options: Any) -> Mapping[str, Any]:
         model: A name that the command lists, or a model's file (a config.json, a GGUF ...).
         options: The command's options by name: `hardware="rtx-4090-24gb"`, `context=4096` ...
     """
-    from lm_eval_moecache.cli import plan as command
-    from lm_eval_moecache.cli.main import parser_of
+    from lm_eval_moecache.cli.main import command, parser_of
     from lm_eval_moecache.records.numbers import unknown_name_error
 
+    # The forecaster's own: a registered command, as another package's would be.
     arguments = parser_of("plan").get_defaults()
     with as_moecache_error():
         for key in options:
@@ -126,4 +126,5 @@ def plan(model: Place, **options: Any) -> Mapping[str, Any]:
                 )
         for key, value in {**options, "model": fspath(model)}.items():
             arguments[key] = value
-        return command.find(arguments)[-1]
+        found: Mapping[str, Any] = command("plan").find(arguments)[-1]
+        return found

@@ -34,8 +34,8 @@ for sister in SISTERS:
 # The floors of the house, from the bottom up: a folder imports only folders that stand before it.
 # tiny/ is the shipped model and its documents, which any folder may open.
 ORDER = (
-    *("records", "tiny", "trace", "algorithms", "engine", "testing", "model", "report"),
-    *("planning", "harness", "sweep", "tune", "analysis", "profiling", "cli"),
+    *("records", "emulate", "tiny", "trace", "algorithms", "engine", "testing", "model", "report"),
+    *("harness", "sweep", "tune", "analysis", "profiling", "cli"),
     *SISTERS,
 )
 

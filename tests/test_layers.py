@@ -75,11 +75,9 @@ def test_the_evaluator_imports_neither_sister_and_the_forecaster_not_the_laborat
     assert lab not in graph[plan]
 
 
-def test_forecasts_are_seen_by_commands_and_by_runs_that_emulate() -> None:
-    assert {folder for folder, others in imports().items() if "planning" in others} == {
-        "harness",
-        "cli",
-    }
+def test_real_models_sizes_are_seen_by_commands_and_by_runs_that_emulate() -> None:
+    users = {folder for folder, others in imports().items() if "emulate" in others}
+    assert users == {"harness", "cli", "moecache_plan"}
 
 
 def test_algorithms_are_leaves_and_their_bases_see_the_records_only() -> None:
@@ -153,7 +151,7 @@ def test_the_picture_in_the_guide_is_the_codes_own() -> None:
     guide = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
     assert picture() in guide, "run: python -m tests.house"
     assert sum(len(floor) for floor in floors()) <= 20
-    assert len(floors()) <= 10
+    assert len(floors()) <= 11
 
 
 SUBCOMMAND = '''"""Count up to a number."""

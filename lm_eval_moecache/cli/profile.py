@@ -37,6 +37,4 @@ def action_names() -> list[str]:
 
 
 def _module(name: str) -> str:
-    # Commands alone see what forecasts.
-    part = "cli._runtimes" if name == _RUNTIMES else f"profiling.{name}"
-    return f"lm_eval_moecache.{part}"
+    return "moecache_lab.runtimes" if name == _RUNTIMES else f"lm_eval_moecache.profiling.{name}"

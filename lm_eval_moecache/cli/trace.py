@@ -11,7 +11,7 @@ import numpy as np
 from jsonargparse import Namespace
 
 from lm_eval_moecache.cli.main import make_parser, parsed, print_result
-from lm_eval_moecache.planning.models import load_real_model
+from lm_eval_moecache.emulate.models import load_real_model
 from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.records.numbers import counted, read_count, unknown_name_error
 from lm_eval_moecache.records.sizes import parse_bytes

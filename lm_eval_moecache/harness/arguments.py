@@ -21,6 +21,7 @@ from pydantic import BeforeValidator, Field, InstanceOf
 
 from lm_eval_moecache.algorithms.policy import Policy, check_cache_form, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.emulate.models import load_real_model
 from lm_eval_moecache.engine.setting import (
     AS_THEY_ARRIVE,
     CONTEXT,
@@ -34,8 +35,6 @@ from lm_eval_moecache.engine.setting import (
     offline_error,
 )
 from lm_eval_moecache.model.precision.ladder import Ladder, parse_ladder
-from lm_eval_moecache.planning.models import load_real_model
-from lm_eval_moecache.planning.runtimes import IDEAL, load_runtime
 from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.errors import ArgumentsError
 from lm_eval_moecache.records.files import check_writable
@@ -43,6 +42,7 @@ from lm_eval_moecache.records.geometry import MOST_DRAFTED, Geometry
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, Hardware, load_hardware
 from lm_eval_moecache.records.numbers import nearest
 from lm_eval_moecache.records.real_model import RealModel
+from lm_eval_moecache.records.runtimes import IDEAL, load_runtime
 from lm_eval_moecache.records.schemas import Schema, check, count
 from lm_eval_moecache.records.sizes import (
     capacity_text,

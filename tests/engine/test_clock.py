@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lm_eval_moecache.emulate.models import load_real_model
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.regime import (
     COMPUTE,
@@ -26,7 +27,6 @@ from lm_eval_moecache.engine.virtual.costs import (
     Costs,
     attention_s,
 )
-from lm_eval_moecache.planning.models import load_real_model
 from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import load_hardware

@@ -138,8 +138,14 @@ def test_bounds_are_kept_and_told(number: int) -> None:
 
 
 def modules_with(pattern: str) -> set[str]:
-    paths = PACKAGE.rglob("*.py")
-    return {str(p.relative_to(PACKAGE)) for p in paths if re.search(pattern, p.read_text())}
+    """Return the modules that have it: the evaluator's, and with its name the forecaster's."""
+    folders = {PACKAGE: PACKAGE, PACKAGE.parent / "moecache_plan": PACKAGE.parent}
+    return {
+        str(path.relative_to(root))
+        for folder, root in folders.items()
+        for path in folder.rglob("*.py")
+        if re.search(pattern, path.read_text())
+    }
 
 
 def test_every_yaml_and_json_file_goes_through_these_readers() -> None:
@@ -152,7 +158,7 @@ def test_every_yaml_and_json_file_goes_through_these_readers() -> None:
         *("tiny/documents.py", "model/checkpoint.py"),
         "profiling/use.py",
         # What a card's driver prints.
-        "planning/here.py",
+        "moecache_plan/here.py",
         # Files that a run wrote for its own use, in its own folder.
         *("model/predictor/training.py", "trace/file.py"),
         *("sweep/worker.py", "sweep/sharing.py", "harness/judge.py"),
@@ -168,7 +174,7 @@ def test_every_text_file_is_opened_in_one_place() -> None:
         *("tiny/documents.py", "report/tables/page.py", "records/hardware.py", "cli/main.py"),
         "harness/arguments.py",
         # What the system or a run of ours wrote.
-        *("planning/here.py", "model/device.py", "model/precision/loading.py"),
+        *("model/device.py", "model/precision/loading.py", "moecache_plan/here.py"),
         *("sweep/worker.py", "sweep/sharing.py"),
     }
     opening = r'\.read_text\(|open\((?!"a")[^)]*encoding='

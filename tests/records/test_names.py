@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lm_eval_moecache.planning.models import load_real_model
+from lm_eval_moecache.emulate.models import load_real_model
 from lm_eval_moecache.records.hardware import canonical_name, load_hardware
 from lm_eval_moecache.records.names import Naming, find_name
 

@@ -27,7 +27,7 @@ from lm_eval_moecache.algorithms.registry import (
     find_algorithm,
     parameters_of,
 )
-from lm_eval_moecache.planning.models import EMULATED_DIR
+from lm_eval_moecache.emulate.models import EMULATED_DIR
 from tests.engine import traces
 from tests.records.test_files import LAUGHS
 from tests.report.runs import record

@@ -19,10 +19,10 @@ import tools.claims as report_claims
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.cli.table import other_table
+from lm_eval_moecache.emulate.models import load_real_model
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import read_config, split_arguments
-from lm_eval_moecache.planning.models import load_real_model
 from lm_eval_moecache.records.artifact import DATA_AWARE, read_artifact, write_artifact, write_use
 from lm_eval_moecache.records.data_aware import load_data_aware
 from lm_eval_moecache.records.files import read_yaml

@@ -12,11 +12,11 @@ import pytest
 
 from lm_eval_moecache.algorithms.policy import load_policy, policy_names
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.emulate.models import emulated_names
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.planning.models import emulated_names
 from lm_eval_moecache.records.artifact import UseProfile, write_use
 from lm_eval_moecache.sweep.identity import ResolvedCell, plan
 from lm_eval_moecache.sweep.sharing import SharedRun, detail_of, share_name

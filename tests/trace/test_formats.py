@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lm_eval_moecache.cli.trace import only_request
-from lm_eval_moecache.planning.models import load_real_model
+from lm_eval_moecache.emulate.models import load_real_model
 from lm_eval_moecache.profiling.use import read_counts
 from lm_eval_moecache.records.event import PHASES
 from lm_eval_moecache.trace import formats

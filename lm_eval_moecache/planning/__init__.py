@@ -1,1 +1,0 @@
-"""Forecasts of what programs make of machines: models, machines, placements, speeds and rows."""

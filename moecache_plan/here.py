@@ -1,0 +1,135 @@
+"""The machine that a command runs on: its card, memory and processor, where they can be read."""
+
+from __future__ import annotations
+
+import csv
+import json
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lm_eval_moecache.records.cards import LANE_BYTES_PER_S
+from lm_eval_moecache.records.chips import chip_of
+from lm_eval_moecache.records.hardware import NO_CARD, Hardware, load_hardware
+from moecache_plan.machines import LINK_SHARE
+
+_CPUINFO = Path("/proc/cpuinfo")
+_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_AMD_NAMES = ("Device Name", "Card Series", "Card series", "Card Model")
+_NVIDIA = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Here:
+    """This machine: the profile or card it has, how many, its RAM in bytes, and what was read."""
+
+    hardware: Hardware
+    cards: int
+    ram: float
+    cores: int | None
+    text: str
+
+
+def here() -> Here:
+    """Look at this machine. Raises ValueError where it has a card that no table knows."""
+    import psutil
+
+    ram, cores = float(psutil.virtual_memory().total), psutil.cpu_count(logical=False)
+    limit = _LIMIT.read_text().strip() if _LIMIT.is_file() else ""
+    if limit.isdigit():
+        ram = min(ram, float(limit))
+    processor = _processor()
+    where = f"{processor}, {cores} cores, " if cores else f"{processor}, "
+    where += f"{ram / 2**30:.0f} GiB of RAM"
+    if processor.startswith("Apple") and (chip := chip_of(f"{processor} {_sold(ram)}GB")):
+        return Here(hardware=load_hardware(chip.name), cards=1, ram=ram, cores=cores, text=where)
+    found = _nvidia() or _amd()
+    if not found:
+        text = f"no card, {where}"
+        return Here(hardware=load_hardware(NO_CARD), cards=1, ram=ram, cores=cores, text=text)
+    # Of cards of several kinds the one with the most memory, and those like it.
+    name, memory, link = max(found, key=lambda card: card[1])
+    count = sum(card[0] == name for card in found)
+    hardware = _known(name, memory)
+    text = f"{count}x {name}" if count > 1 else name
+    if len(found) > count:
+        text += f" ({len(found) - count} cards of other kinds left out)"
+    if link and not hardware.is_unified:
+        said = {"link_bytes_per_s": "read on this machine, nominal"}
+        efficiency = min(hardware.link_efficiency, LINK_SHARE)
+        source = {**hardware.sources, **said}
+        hardware = replace(
+            hardware, link_bytes_per_s=link, link_efficiency=efficiency, source=source
+        )
+        text += f", link of {link / 1e9:.2g} GB/s"
+    return Here(hardware=hardware, cards=count, ram=ram, cores=cores, text=f"{text}, {where}")
+
+
+def _output(*command: str) -> str:
+    """Return what a program prints, an empty text where it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _processor() -> str:
+    if platform.system() == "Darwin":
+        return _output("sysctl", "-n", "machdep.cpu.brand_string").strip()
+    text = _CPUINFO.read_text() if _CPUINFO.is_file() else ""
+    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return re.sub(r"\s+", " ", named[1]) if named else platform.processor() or platform.machine()
+
+
+def _sold(ram: float) -> int:
+    """Return the size of memory in GB as it is sold."""
+    return round(ram / 2**30)
+
+
+def _nvidia() -> list[tuple[str, float, float]]:
+    """Return each card's name, bytes of memory, and bytes/s of its link (0: not known)."""
+    text = _output("nvidia-smi", f"--query-gpu={_NVIDIA}", "--format=csv,noheader,nounits")
+    cards = []
+    for fields in csv.reader(text.splitlines(), skipinitialspace=True):
+        name, memory, generation, lanes = (*fields, "", "", "", "")[:4]
+        link = 0.0
+        if generation.isdigit() and lanes.isdigit():
+            link = LANE_BYTES_PER_S.get(int(generation), 0.0) * int(lanes)
+        cards.append((name, float(memory) * 2**20 if memory.isdigit() else 0.0, link))
+    return cards
+
+
+def _amd() -> list[tuple[str, float, float]]:
+    """Return each card's name and bytes of memory, as `rocm-smi` has them."""
+    text = _output("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--json")
+    try:
+        cards = json.loads(text or "{}")
+    except json.JSONDecodeError:
+        return []
+    found = []
+    for card in cards.values():
+        name = next((card[key] for key in _AMD_NAMES if card.get(key, "N/A") != "N/A"), "")
+        memory = str(card.get("VRAM Total Memory (B)", ""))
+        if name:
+            found.append((str(name), float(memory) if memory.isdigit() else 0.0, 0.0))
+    return found
+
+
+def _known(name: str, memory: float) -> Hardware:
+    """Return the profile or card of a name as a driver has it."""
+    bare = re.sub(r"\b(HBM\w*|Graphics|SXM\d*|OEM)\b", " ", name).strip()
+    for typed in (f"{bare} {_sold(memory)}GB", bare, re.sub(r"[- ]\d+ ?GB\b", "", bare)):
+        try:
+            return load_hardware(typed)
+        except ValueError as error:
+            problem = error
+    raise ValueError(
+        f"This machine has a card that is not known: {name!r}. Say --hardware: "
+        f"{str(problem).partition(chr(10))[2]}"
+    )

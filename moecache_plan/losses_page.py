@@ -1,0 +1,110 @@
+"""What `choose` and `plan` say of a lossy rule: published losses, ours, and what they are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lm_eval_moecache.cli.main import aligned, wrapped
+from lm_eval_moecache.records.numbers import read_number
+from lm_eval_moecache.records.real_model import RealModel
+from moecache_plan import losses
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    text = "also print what a lossy rule lost in publications: a composition, a routing or miss "
+    text += "algorithm, prune, merge or quantise"
+    parser.add_argument("--lossy", type=str | None, help=text)
+    text = "with --lossy: a published task (gsm8k, mmlu ...), generate or choice"
+    parser.add_argument("--task", type=str | None, help=text)
+    text = "with --lossy: share of experts removed, or of executed ones changed, where known"
+    parser.add_argument("--changed", type=float | None, help=text)
+
+
+def read(arguments: Namespace) -> dict[str, Any] | None:
+    """Return what is asked of a lossy rule, checked; None without `--lossy`."""
+    if arguments.lossy is None:
+        for key in ("task", "changed"):
+            if (value := arguments[key]) is not None:
+                raise ValueError(f"--{key}={value!r} needs --lossy.")
+        return None
+    changed, task = arguments.changed, arguments.task or losses.GENERATE
+    if changed is not None:
+        changed = read_number("--changed", changed, least=0, most=1)
+    losses.rules_of(arguments.lossy)
+    losses.kind_of(task)
+    return {"lossy": arguments.lossy, "changed": changed, "task": task}
+
+
+def report(asked: dict[str, Any] | None, model: RealModel, resident: float) -> dict[str, Any]:
+    """Return `{"losses": [...]}` for what was asked, `resident` of the experts being in memory."""
+    return {"losses": losses.published(model, **asked, resident=resident)} if asked else {}
+
+
+def lines(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the page's lines on what a lossy rule costs."""
+    return [line for each in reports for line in _lines(each)]
+
+
+def _lines(told: Mapping[str, Any]) -> list[str]:
+    of = ", ".join(filter(None, (told["task"], told["amount"])))
+    head = f"What {told['lossy']} may cost ({told['rule']}: {told['words']}) on {of}. "
+    forecast = told["forecast"]
+    if forecast is None:
+        names = " and ".join(each["model"] for each in told["nearest"]) or "no model"
+        head += f"No forecast: published on {names} only, and three models are needed."
+    else:
+        head += (
+            f"In {forecast['rows']} published rows of {forecast['models']} models "
+            f"(same kind: {forecast['of']}) a score of {100 * told['score']:.1f} loses "
+            f"{_points(forecast['points'])} points in the median, and in eight of ten "
+            f"{_points(forecast['least'])} to {_points(forecast['most'])} (below 0: a gain)."
+        )
+    cells = [["nearest models", "rows", "points lost", "median", "measured on"]]
+    for each in told["nearest"]:
+        ends = f"{_points(each['least_points'])} to {_points(each['most_points'])}"
+        cells.append(
+            [
+                *(each["model"], str(each["rows"]), ends, _points(each["median_points"])),
+                ", ".join(each["of"]) or f"any {told['kind']} task",
+            ]
+        )
+    for (model, task, capacity), rows in _grouped(told["here"]).items():
+        points = sorted(row["points"] for row in rows)
+        fewest = min(row["documents"] for row in rows)
+        cells.append(
+            [
+                *(f"{model} (ours)", str(len(rows))),
+                f"{_points(points[0])} to {_points(points[-1])}",
+                *(_points(median(points)), f"{task}, cache {capacity}, {fewest} documents or more"),
+            ]
+        )
+    worth = "Take the range, not the median. "
+    if judged := told["judged"]:
+        worth += (
+            f"Of {judged['rows']} such rows, each forecast without its model, "
+            f"{100 * judged['covered']:.0f}% fall in the range; the median is off by "
+            f"{judged['median_error']:.1f} points, a forecast of no loss by "
+            f"{judged['no_loss_error']:.1f}. "
+        )
+    elif forecast is not None:
+        worth += "It was never tested on a fourth model. "
+    worth += (
+        f"Repeated settings of one source differ by {told['noise_points']:g} points (rms). Measure "
+        "yours: `moecache eval`. Sources and settings: --json; results/published_losses."
+    )
+    return [*wrapped(head), "", *aligned(cells, "<>><<"), "", *wrapped(worth), ""]
+
+
+def _points(number: float) -> str:
+    return f"{number:.1f}" if abs(number) < 9.95 else f"{number:.0f}"
+
+
+def _grouped(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["task"], row["capacity"]), []).append(row)
+    return groups

@@ -1,0 +1,422 @@
+"""What to run on a machine: each runtime's placement, flags, speed and range for a model."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from lm_eval_moecache.emulate.stored import load_stored
+from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.real_model import RealModel
+from lm_eval_moecache.records.runtimes import (
+    BOTH,
+    COPY,
+    HOST,
+    LAYER,
+    PROCESSOR,
+    PROMPTS,
+    READ,
+    RESIDENT,
+    Runtime,
+    load_runtime,
+    mechanisms,
+)
+from moecache_plan.forecast import (
+    Forecast,
+    Work,
+    forecast,
+    prefill_tok_per_s,
+    prompt_work,
+)
+from moecache_plan.machines import SYSTEM, Machine, machine
+from moecache_plan.placement import (
+    AUTO,
+    Placed,
+    Placement,
+    automatic,
+    place,
+    read_placement,
+    room,
+    settled,
+    stored_for,
+)
+from moecache_plan.published import read_rows, scale_by, speed
+
+ON_CARDS = (
+    *("llama.cpp", "ik_llama.cpp", "llama.cpp-expert-cache", "ktransformers", "freetoken"),
+    *("imp", "vllm", "accelerate"),
+)
+ON_UNIFIED = ("llama.cpp", "mlx", "slotstream", "ds4", "flash-moe")
+ON_SHARED = ("llama.cpp", "ollama")
+"""Programs of chips whose card shares the memory, and that are no Macs."""
+ON_PHONES = ("bigmoeonedge",)
+ON_PROCESSORS = ("llama.cpp", "ik_llama.cpp", "ollama")
+_PHONE_FLOPS = 1e12
+"""A device with unified memory and less is a phone."""
+_NO_MAC = re.compile(r"(strix|ryzen|radeon|arc|snapdragon|dgx|jetson)-")
+_FEW_BITS = 6.0
+LEAST_RAM = 10**9
+_USUAL = ("q4_k_m", "q3_k_m", "q2_k")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """What a measurement on the user's machine says: measured over forecast, and a drive's rate."""
+
+    ratio: float = 1.0
+    drive: float | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What is asked: a model with so many tokens of context, on a machine known so far."""
+
+    model: RealModel
+    hardware: Hardware
+    given: Mapping[str, Any]
+    """Arguments of `machine`, as `known` reads them."""
+    context: int
+    scale: Scale = field(default_factory=Scale)
+    placement: Placement | None = None
+    """Where the user puts experts; None for the best that fits."""
+    cache_type: str | None = None
+    """Of the KV cache, where the user says one: the model's caches are in it."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether a card shares the host's memory, and is more than a phone's."""
+        has_card = self.hardware.is_unified and not self.hardware.is_processor
+        return has_card and self.hardware.peak_flops >= _PHONE_FLOPS
+
+    @property
+    def is_mac(self) -> bool:
+        """Whether it is a Mac, as every device that shares memory and whose chip is not known."""
+        return self.shares and not _NO_MAC.match(self.hardware.name)
+
+    def on(self, runtime: Runtime) -> tuple[RealModel, Machine]:
+        """Return the model as the runtime's files store it, and the machine as it finds it."""
+        return stored_for(runtime, self.model), machine(self.hardware, runtime, **self.given)
+
+
+def advise(
+    model: RealModel,
+    hardware: Hardware,
+    given: Mapping[str, Any],
+    context: int,
+    prompt: int,
+    measured: str | None = None,
+    *,
+    runtimes: Sequence[str] = (),
+    placement: str | None = None,
+    cache_type: str | None = None,
+) -> dict[str, Any]:
+    """Return the runtimes' rows, what was assumed, and the line that says what to run.
+
+    `given` is what `known` reads, `measured` a `RUNTIME PLACEMENT TOK_S` of this model on this
+    machine, or a CSV of speeds. `runtimes` are the programs that are asked for, by default those
+    that such a machine has; `placement` and `cache_type` what their user types. Raises ValueError
+    for a program without a profile, or a placement that none of them has.
+    """
+    setup = Setup(
+        model=model, hardware=hardware, given=given, context=context, cache_type=cache_type
+    )
+    if measured is not None:
+        setup = replace(setup, scale=read_measured(setup, measured))
+    names: tuple[str, ...] = ON_CARDS
+    if hardware.is_unified:
+        names = ON_UNIFIED if setup.is_mac else ON_SHARED if setup.shares else ON_PHONES
+    if hardware.is_processor:
+        names = ON_PROCESSORS
+    asked = [load_runtime(name) for name in runtimes or names]
+    if placement is not None and (where := read_placement(placement)).kind != AUTO:
+        setup = replace(setup, placement=where)
+        asked = [each for each in asked if has_placement(each, where)]
+        if not asked:
+            raise ValueError(
+                f"placement={placement!r} is none of {', '.join(runtimes or names)}. Allowed: host_"
+                "layers=N, gpu_layers=N, resident and cpu of llama.cpp, resident_experts=N of "
+                "ktransformers, slots=N and cache=8GiB of programs with a cache of experts."
+            )
+    rows = [
+        row_of(setup, runtime, prompt)
+        for runtime in asked
+        if re.search(runtime.models, model.name.lower())
+    ]
+    running = [row for row in rows if row["tok_per_s"] is not None]
+    assumed = [
+        text
+        for text in setup.on(asked[0])[1].assumed
+        if text.startswith("memory")
+        or any(row["needs_drive"] for row in running)
+        or (not text.startswith("drive") and any(row["mechanism"] != RESIDENT for row in running))
+    ]
+    alone = cpu_alone(setup) if setup.placement is None else None
+    return {
+        "runtimes": rows,
+        "assumed": assumed,
+        "measured": setup.scale.text or None,
+        "cpu_alone_tok_per_s": alone,
+        "first": first_line(model, running, alone) + raised(setup, running),
+    }
+
+
+def usual_precision(
+    model: RealModel, hardware: Hardware, given: Mapping[str, Any], context: int
+) -> RealModel:
+    """Return a model in the bits that people run it in, however it was named.
+
+    As published where all of it fits, or where it has few bits and its dense weights fit; else the
+    first of `_USUAL` whose dense weights do. A file that is quantized stays as it is.
+    """
+    box = machine(hardware, load_runtime("llama.cpp"), **given)
+    left, is_small = room(model, box, context), model.stored.expert_bits <= _FEW_BITS
+    if model.is_as_stored or left >= model.all_expert_bytes or (is_small and left > 0):
+        return model
+    # Experts of few bits stay, if only the rest is too large.
+    names = ("mxfp4_moe", *_USUAL) if model.stored.name == "mxfp4" else _USUAL
+    smaller = [replace(model, stored=load_stored(name)) for name in names]
+    runs = [each for each in smaller if room(each, box, context) > 0]
+    return (runs or smaller)[0]
+
+
+def raised(setup: Setup, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what a Mac would do whose GPU may take all memory but the system's."""
+    if not setup.is_mac or not rows or rows[0]["mechanism"] == RESIDENT:
+        return ""
+    model, context, runtime = setup.model, setup.context, load_runtime("llama.cpp")
+    _, box = setup.on(runtime)
+    box = replace(box, card_bytes=box.ram - SYSTEM)
+    if automatic(model, box, runtime, context).kind != RESIDENT:
+        return ""
+    placed = place(model, box, runtime, Placement(kind=RESIDENT), context)
+    speed = forecast(model, box, runtime, placed, context).tok_per_s
+    limit = math.floor(box.card_bytes / 2**20)
+    return (
+        f" All of it fits, at {two_digits(speed)} tok/s, where the GPU may take more of the "
+        f"memory: sudo sysctl iogpu.wired_limit_mb={limit}."
+    )
+
+
+def row_of(setup: Setup, runtime: Runtime, prompt: int) -> dict[str, Any]:
+    """Return one runtime's row; `tok_per_s` is None, with the reason, where it cannot run."""
+    row: dict[str, Any] = {
+        "runtime": runtime.name,
+        **dict.fromkeys(("flags", "placement", "mechanism", "tok_per_s", "low", "high")),
+        **dict.fromkeys(("range", "ttft_s", "ttft_low_s", "ttft_high_s", "needs_drive", "why")),
+    }
+    model, found = setup.on(runtime)
+    if setup.given["is_split"] and not runtime.tensor_flags:
+        return {**row, "why": "no flag known here divides a layer over several cards"}
+    try:
+        placed = settled(model, found, runtime, setup.context, setup.placement)
+    except ValueError as error:
+        return {**row, "why": str(error)}
+    if placed.mechanism == LAYER:
+        row["why"] = "they would copy whole layers for each token; use fewer bits"
+    got = scaled(setup, runtime, placed)
+    work = prompt_work(model, found, runtime, placed, prompt)
+    spread = mechanisms().spreads.get(PROMPTS[placed.group == PROCESSOR])
+    if work is not None and spread is not None:
+        seconds = prompt / prefill_tok_per_s(work, prompt, runtime)
+        row["ttft_s"] = seconds
+        row |= {"ttft_low_s": seconds / spread.high, "ttft_high_s": seconds / spread.low}
+    return {
+        **row,
+        "flags": _all_flags(setup, runtime, placed, found),
+        "placement": str(placed.placement),
+        "mechanism": placed.mechanism,
+        "tok_per_s": got.tok_per_s,
+        "low": got.low,
+        "high": got.high,
+        "range": str(got.spread),
+        "needs_drive": placed.mechanism == READ,
+    }
+
+
+def scaled(setup: Setup, runtime: Runtime, placed: Placed) -> Forecast:
+    """Return the forecast, scaled by a measurement on the same machine where there is one."""
+    model, machine = setup.on(runtime)
+    scale = setup.scale
+    if scale.drive is not None:
+        machine = replace(machine, drive_bytes_per_s=scale.drive)
+    # Whether the user gave what matters most to the mechanism.
+    is_stated = placed.mechanism == RESIDENT
+    if placed.mechanism == HOST:
+        is_stated = setup.given["host"] is not None
+    found = forecast(model, machine, runtime, placed, setup.context, is_stated=is_stated)
+    if not scale.text:
+        return found
+    parts = found.work.seconds(mechanisms().constants)
+    drive = parts.pop("drive")
+    tok_per_s = 1 / (sum(parts.values()) / scale.ratio + drive)
+    spread = mechanisms().spreads.get(f"{placed.group}, measured")
+    usual = found.spread
+    if spread is None or (placed.mechanism == READ and scale.drive is None):
+        spread = usual
+    spread = min(spread, usual, key=lambda each: each.reach)
+    low, high = tok_per_s * spread.low, tok_per_s * spread.high
+    return replace(found, tok_per_s=tok_per_s, low=low, high=high, spread=spread)
+
+
+def read_measured(setup: Setup, text: str) -> Scale:
+    """Return what `--measured` says. Raises ValueError where it cannot be read.
+
+    Decoding scales by measured over forecast; where the drive is read, the difference is the
+    drive's. Of a CSV, the geometric means over its rows, whatever models they have.
+    """
+    if text.endswith(".csv"):
+        rows, _ = read_rows(Path(text))
+        scales = [
+            _scale(row.decode / row.runtime.factor, row.forecast().work, row.machine)
+            for row in rows
+            if row.decode is not None
+        ]
+        drives = [math.log(drive) for _, drive in scales if drive is not None]
+        ratios = [math.log(ratio) for ratio, drive in scales if drive is None]
+        if not scales:
+            raise ValueError(f"measured={text!r} has no row with a decode speed that is forecast.")
+        return Scale(
+            ratio=math.exp(mean(ratios)) if ratios else 1.0,
+            drive=math.exp(mean(drives)) if drives else None,
+            text=f"{len(scales)} measured rows of {text}",
+        )
+    match = re.fullmatch(
+        r"(?P<runtime>.+?)(?: (?P<placement>[a-z_]+(?:=\S+)?))? (?P<speed>[\d.]+)", text.strip()
+    )
+    value = speed(match["speed"]) if match else None
+    if match is None or value is None:
+        raise ValueError(
+            f"measured={text!r} is not a measurement. Allowed: RUNTIME PLACEMENT TOK_S, like "
+            "'llama.cpp host_layers=all 21.3', or a CSV of `moecache validate --speeds`."
+        )
+    runtime = load_runtime(match["runtime"])
+    model, found = setup.on(runtime)
+    where = read_placement(match["placement"] or "auto", "measured")
+    is_auto = where.kind == "auto"
+    if is_auto:
+        placed = settled(model, found, runtime, setup.context)
+    else:
+        placed = place(model, found, runtime, where, setup.context)
+    got = forecast(model, found, runtime, placed, setup.context)
+    ratio, drive = _scale(value, got.work, found)
+    where_said = f"{placed.placement}{' (assumed)' if is_auto else ''}"
+    said = f"measured {runtime.name} {where_said}: {value:g} tok/s"
+    return Scale(ratio=ratio, drive=drive, text=said)
+
+
+def _scale(measured: float, work: Work, machine: Machine) -> tuple[float, float | None]:
+    """Return measured over forecast, and the drive's rate where that explains the difference."""
+    parts = work.seconds(mechanisms().constants)
+    rest = sum(parts.values()) - parts["drive"]
+    ratio, share = scale_by(measured, rest, parts["drive"])
+    return ratio, None if share == 1 else machine.drive_bytes_per_s * share
+
+
+def cpu_alone(setup: Setup) -> float | None:
+    """Return the speed of the host's processor alone, None where its RAM is too small."""
+    runtime, context = load_runtime("llama.cpp"), setup.context
+    model, found = setup.on(runtime)
+    needed = model.all_expert_bytes + model.dense_bytes + model.kv_bytes(context) + SYSTEM
+    no_choice = found.host_bytes_per_s is None or found.card_bytes_per_s is None
+    if no_choice or needed > found.ram:
+        return None
+    placed = place(model, found, runtime, Placement(kind="cpu"), context)
+    return scaled(setup, runtime, placed).tok_per_s
+
+
+def has_placement(runtime: Runtime, placement: Placement) -> bool:
+    """Whether a program's user can put experts so."""
+    match placement.kind:
+        case "resident":
+            return True
+        case "cpu":
+            return bool(runtime.processor_flags)
+        case "resident_experts":
+            return runtime.placement == "resident_experts"
+        case "host_layers" | "gpu_layers":
+            return f"{{{placement.kind}}}" in f"{runtime.flags} {runtime.layer_flags}"
+    return runtime.absent in (COPY, READ, BOTH)
+
+
+def _all_flags(setup: Setup, runtime: Runtime, placed: Placed, found: Machine) -> str:
+    """Return the flags of a placement, of a KV cache's type and of several cards."""
+    parts = [flags(setup.model, runtime, placed)]
+    if found.is_split and found.cards > 1:
+        parts.append(runtime.tensor_flags.format(cards=found.cards))
+    if setup.cache_type:
+        parts.append(runtime.cache_flags.format(cache_type=setup.cache_type))
+    return " ".join(part for part in parts if part)
+
+
+def flags(model: RealModel, runtime: Runtime, placed: Placed) -> str:
+    """Return the flags that a user types for this placement."""
+    if placed.mechanism == RESIDENT:
+        return runtime.resident_flags
+    kind, amount = placed.placement.kind, placed.placement.amount
+    if kind == "cpu":
+        text = runtime.processor_flags
+        return text.replace(" --no-mmap", "") if placed.by_faults else text
+    host_layers = math.ceil(amount) if kind == "host_layers" else model.num_layers
+    if kind == "gpu_layers":
+        host_layers -= min(math.floor(amount), host_layers)
+    slots = math.floor(placed.cached * model.num_experts)
+    cache = placed.cached * model.all_expert_bytes
+    text = (runtime.layer_flags if kind == "gpu_layers" else "") or runtime.flags
+    if placed.by_faults:
+        text = text.replace(" --no-mmap", "")  # what RAM cannot hold must stay a mapped file
+    return text.format(
+        host_layers=host_layers,
+        gpu_layers=model.num_layers - host_layers,
+        slots=slots,
+        cache_gib=f"{cache / 2**30:.0f}",
+        cache_mib=f"{cache / 2**20:.0f}",
+        cpu_gib=f"{(1 - placed.cached) * model.all_expert_bytes / 2**30:.0f}",
+        memory_gb=f"{(cache + model.dense_bytes) / 1e9:.0f}",
+    )
+
+
+def two_digits(number: float) -> str:
+    """Return a number to two significant digits, without an exponent."""
+    if number == 0:
+        return "0"
+    rounded = float(f"{number:.2g}")
+    return f"{rounded:.0f}" if rounded >= 10 else f"{rounded:#.2g}"
+
+
+def ranged(row: Mapping[str, Any]) -> str:
+    """Return `27 tok/s (21 to 34)`."""
+    low, high = two_digits(row["low"]), two_digits(row["high"])
+    return f"{two_digits(row['tok_per_s'])} tok/s ({low} to {high})"
+
+
+def first_line(model: RealModel, rows: Sequence[Mapping[str, Any]], alone: float | None) -> str:
+    """Return what to run, with which flags, how fast, and in which range."""
+    by_name = {row["runtime"]: row for row in rows}
+    usual = by_name.get("llama.cpp") or (rows[0] if rows else None)
+    if usual is None:
+        return f"No known program runs {model.name} this way on this machine."
+    if usual["needs_drive"] and (
+        better := [row for row in rows if row["tok_per_s"] > 1.5 * usual["tok_per_s"]]
+    ):
+        usual = max(better, key=lambda row: row["tok_per_s"])
+    if alone is not None and usual["mechanism"] == HOST and alone > usual["tok_per_s"]:
+        return (
+            f"llama.cpp -ngl 0: {two_digits(alone)} tok/s; do not split: adding the card makes "
+            f"{two_digits(usual['tok_per_s'])}."
+        )
+    text = f"{usual['runtime']} {usual['flags']}".rstrip() + f": {ranged(usual)}"
+    if usual["mechanism"] == RESIDENT:
+        return f"{text}; all of it fits."
+    if usual["needs_drive"]:
+        text += "; RAM is too small, and the drive decides"
+    cache = by_name.get("llama.cpp-expert-cache")
+    if cache is not None and cache["mechanism"] == BOTH and cache["tok_per_s"] > usual["tok_per_s"]:
+        low, high = two_digits(cache["low"]), two_digits(cache["high"])
+        text += f"; with a cache of experts {low} to {high}"
+    return f"{text}."

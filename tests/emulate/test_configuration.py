@@ -1,0 +1,371 @@
+"""Every type of transformers with routed experts is read from its configuration, or says why not.
+
+What is counted of each is compared with the parameters of the model that transformers builds of
+the same configuration, without memory for them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from lm_eval_moecache.emulate.configuration import read_config
+from lm_eval_moecache.emulate.models import load_real_model
+from tests.emulate.test_models import OLMOE
+
+NO_EXPERTS = "it is not a configuration of a Mixture-of-Experts model"
+_COUNT = re.compile(r"(?<!max_)(num|n)_(local_|routed_)?experts|moe_num_experts")
+_MODELS = (
+    transformers.AutoModelForCausalLM,
+    transformers.AutoModelForMultimodalLM,
+    transformers.AutoModelForSeq2SeqLM,
+)
+_OTHERS = re.compile(r"vision|visual|image|audio|merger|projector|resampler|timestamp|per_layer")
+"""Parts that a text's tokens do not pass through, and tables that are looked up on the host."""
+_ROUTED = re.compile(r"\.experts\.(?!router)|\.mlp\.(in|out)put_linear|mlp\.(up|down)_embed")
+_SET: dict[str, dict[str, Any]] = {
+    "gemma4_text": {
+        **{"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8},
+        "moe_intermediate_size": 704,
+    },
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {
+        **{"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+        **{"n_group": 1, "topk_group": 1},
+    },
+    "hunyuan_v1_moe": {"num_experts": 16, "moe_topk": 2, "head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "granitemoehybrid": {"layer_types": ["linear_attention"] * 30 + ["full_attention"] * 2},
+    "jamba": {"num_hidden_layers": 16},
+    "doge": {"is_moe": True},
+}
+"""What the defaults of a type leave open, or have only one kind of layer of."""
+_OUT_OF_REACH = {
+    "longcat_flash": "its module holds places for experts without weights",
+    "openai_privacy_filter": "a classifier without an output layer",
+}
+_ROUGH = {"axk2": 0.11, "deepseek_v4": 0.08}
+"""Types whose gates, compressors and indexes are left out: under 1% of the model."""
+
+
+def _configurations() -> Iterator[tuple[str, Any]]:
+    for model_type in sorted(CONFIG_MAPPING):
+        try:
+            config = CONFIG_MAPPING[model_type](**_SET.get(model_type, {}))
+        except Exception:
+            continue  # a type without defaults
+        yield model_type, config
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    return dict(json.loads(json.dumps(config.to_dict(), default=str)))
+
+
+def _counts(fields: dict[str, Any]) -> list[Any]:
+    """Return what a configuration says about numbers of experts, in all of its parts."""
+    found = []
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            found += _counts(value)
+        elif _COUNT.fullmatch(key):
+            found.append(value)
+    return found
+
+
+def test_every_type_with_routed_experts_is_read_or_names_what_is_missing() -> None:
+    read, refused = {}, {}
+    for model_type, config in _configurations():
+        counts = _counts(fields := _fields(config))
+        try:
+            read[model_type] = read_config(fields, model_type)
+        except ValueError as error:
+            said = refused[model_type] = str(error)
+            assert "\n" not in said and said.startswith(model_type)
+            if NO_EXPERTS in said:
+                assert max((n for n in counts if isinstance(n, int)), default=1) == 1 or (
+                    fields.get("is_moe") is False or "enable_moe_block" in said
+                ), said
+            else:
+                lacks = re.match(rf"{model_type} lacks (\w+)", said)
+                assert lacks and not fields.get(lacks[1]), said
+    assert len(read) >= 75, sorted(read)
+    missing = {name: said for name, said in refused.items() if NO_EXPERTS not in said}
+    # Encoders, and types whose defaults leave the experts open.
+    assert len(missing) <= 12, missing
+    for model_type in ("llama", "qwen3", "gemma3_text", "bert", "mamba2"):
+        assert NO_EXPERTS in refused[model_type]
+
+
+def _parameters(config: Any) -> dict[str, int] | None:
+    """Return the parameters of a configuration's text model, None where it has none."""
+    for kind in _MODELS:
+        try:
+            with torch.device("meta"):
+                model = kind.from_config(config)
+        except ValueError:
+            continue  # another kind of model
+        found = {name: math.prod(p.shape) for name, p in model.named_parameters()}
+        return {name: count for name, count in found.items() if not _OTHERS.search(name)}
+    return None
+
+
+def test_the_weights_of_every_type_are_those_of_the_model_that_transformers_builds() -> None:
+    checked, off = 0, {}
+    for model_type, config in _configurations():
+        if model_type in _OUT_OF_REACH:
+            continue
+        try:
+            model = read_config(_fields(config), model_type)
+        except ValueError:
+            continue
+        try:
+            parameters = _parameters(config)
+        except (TypeError, AttributeError):
+            continue  # defaults that transformers cannot build
+        if parameters is None:
+            continue
+        checked += 1
+        every = sum(parameters.values())
+        routed = sum(
+            n for k, n in parameters.items() if _ROUTED.search(k) and not k.endswith("bias")
+        )
+        counted = model.num_layers * model.num_experts * model.expert_weights
+        most_off = (0.01, 0.001, _ROUGH.get(model_type, 0.05))
+        ratios = (
+            model.num_weights / every,
+            counted / routed,
+            (model.num_weights - counted) / (every - routed),
+        )
+        if any(abs(ratio - 1) > most for ratio, most in zip(ratios, most_off, strict=True)):
+            off[model_type] = ratios
+    assert not off
+    assert checked >= 65
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
+HQQ = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}}
+GROUPS = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}},
+}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_experts": "8"}, r"num_experts='8' is text"),
+        ({"num_experts": None}, r"lacks num_experts .*which is null or no finite number"),
+        ({"hidden_size": None}, r"lacks hidden_size .*which is null or no finite number"),
+        ({"model_type": 5}, r"model_type=5 must be a text"),
+        ({"layer_types": ["full_attention"]}, r"layer_types has 1 entries for 16 layers"),
+        ({"layer_types": [1] * 16}, r"layer_types has 1, which is not a name"),
+        ({"mlp_layer_types": ["dense"] * 16}, r"none of its 16 layers has experts"),
+        ({"tie_word_embeddings": "no"}, r"tie_word_embeddings='no' must be true or false"),
+        ({"text_config": 5}, r"text_config=5 must be a mapping"),
+        ({"per_layer_config": [1]}, r"per_layer_config=\[1\] must be a mapping"),
+        ({"mamba_d_state": 16}, r"lacks layer_types"),
+        ({"quantization_config": {**AWQ, "bits": 1e9}}, r"bits=1000000000.0 must be .* at most 16"),
+        ({"quantization_config": {**AWQ, "bits": "4"}}, r"bits='4' is text"),
+        ({"quantization_config": {**GROUPS, "config_groups": [1]}}, r"groups=\[1\] must be a map"),
+        ({"quantization_config": {**GROUPS, "config_groups": {"g": "x"}}}, r"'x' must be a map"),
+        ({"quantization_config": {**HQQ, "quant_config": "x"}}, r"quant_config='x' must be a map"),
+        ({"quantization_config": {**FP8, "weight_block_size": 7}}, r"=7 must be a list of two"),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        read_config({**OLMOE, **changes}, "model='x'")
+    assert str(caught.value).startswith("model='x'") and "\n" not in str(caught.value)
+
+
+WRONG = (None, True, "8", "x", 0, -1, 1.5, [1], ["a"], {}, {"a": {"b": 2}}, 10**12, math.inf)
+TYPES = ("qwen3_next", "dbrx", "kimi_linear", "ernie4_5_vl_moe", "deepseek_v4", "jamba")
+
+
+def _places(fields: dict[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in fields.items():
+        yield (*before, key)
+        if isinstance(value, dict):
+            yield from _places(value, (*before, key))
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_no_value_of_a_configuration_ends_in_anything_but_a_sentence(model_type: str) -> None:
+    fields = _fields(CONFIG_MAPPING[model_type]())
+    _try_all(fields, list(_places(fields)))
+
+
+@pytest.mark.parametrize("quantized", [AWQ, GROUPS, HQQ, FP8])
+def test_no_value_of_a_quantization_ends_in_anything_but_a_sentence(
+    quantized: dict[str, Any],
+) -> None:
+    fields = {**OLMOE, "quantization_config": quantized}
+    _try_all(fields, [place for place in _places(fields) if place[0] == "quantization_config"])
+
+
+def _try_all(fields: dict[str, Any], places: list[tuple[str, ...]]) -> None:
+    for *parents, key in places:
+        for value in WRONG:
+            changed = json.loads(json.dumps(fields))
+            inner = changed
+            for parent in parents:
+                inner = inner[parent]
+            inner[key] = value
+            try:
+                model = read_config(changed, "x")
+            except ValueError as error:
+                assert "\n" not in str(error)
+            else:
+                assert model.kv_bytes(100) >= 0 and model.dense_bytes > 0
+
+
+MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+KIMI_LINEAR = {
+    **{"model_type": "kimi_linear", "hidden_size": 2304, "intermediate_size": 9216, **MLA},
+    **{"moe_intermediate_size": 1024, "num_hidden_layers": 27, "first_k_dense_replace": 1},
+    **{"moe_layer_freq": 1, "num_experts": 256, "num_shared_experts": 1, "q_lora_rank": None},
+    **{"num_experts_per_token": 8, "num_attention_heads": 32, "num_key_value_heads": 32},
+    **{"head_dim": 72, "vocab_size": 163840, "tie_word_embeddings": False},
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "kda_layers": [n for n in range(1, 27) if n % 4],
+        **{"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4},
+    },
+}
+MIMO = {
+    **{"model_type": "mimo_v2_flash", "hidden_size": 4096, "intermediate_size": 16384},
+    **{"moe_intermediate_size": 2048, "num_hidden_layers": 48, "n_routed_experts": 256},
+    **{"num_experts_per_tok": 8, "n_shared_experts": None, "num_attention_heads": 64},
+    **{"num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "sliding_window": 128},
+    **{"swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_head_dim": 192},
+    **{"swa_v_head_dim": 128, "attention_chunk_size": 128, "vocab_size": 152576},
+    "hybrid_layer_pattern": [0, *([1, 1, 1, 1, 0] + [1] * 5 + [0]), *([1] * 5 + [0]) * 6],
+    "moe_layer_freq": [0] + [1] * 47,
+    "tie_word_embeddings": False,
+}
+STEP = {
+    **{"model_type": "step3_text", "hidden_size": 7168, "intermediate_size": 18432},
+    **{"num_attention_heads": 64, "num_attention_groups": 1, "num_hidden_layers": 61},
+    **{"moe_num_experts": 48, "moe_top_k": 3, "moe_intermediate_size": 5120},
+    **{"share_expert_dim": 5120, "share_q_dim": 2048, "head_dim": 256, "vocab_size": 128815},
+    "moe_layers_enum": ",".join(str(n) for n in [*range(4, 60)]),
+}
+HUNYUAN = {
+    **{"model_type": "hunyuan_v1_moe", "hidden_size": 4096, "intermediate_size": 3072},
+    **{"moe_intermediate_size": [3072] * 32, "moe_topk": [8] * 32, "num_experts": 64},
+    **{"num_shared_expert": [1] * 32, "num_hidden_layers": 32, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "head_dim": 128, "attention_head_dim": 128},
+    **{"vocab_size": 128167, "tie_word_embeddings": True, "use_mixed_mlp_moe": True},
+}
+MINIMAX = {
+    **{"model_type": "minimax_text_01", "hidden_size": 6144, "intermediate_size": 9216},
+    **{"num_hidden_layers": 80, "num_local_experts": 32, "num_experts_per_tok": 2},
+    **{"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128},
+    **{"attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1] * 10, "shared_intermediate_size": 0},
+    **{"shared_moe_mode": "sigmoid", "vocab_size": 200064, "tie_word_embeddings": False},
+}
+M3 = {
+    "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+    "vision_config": {"hidden_size": 1280, "num_hidden_layers": 32},
+    "text_config": {
+        **{"hidden_size": 6144, "intermediate_size": 3072, "dense_intermediate_size": 12288},
+        **{"shared_intermediate_size": 3072, "n_shared_experts": 1, "num_hidden_layers": 60},
+        **{"moe_layer_freq": [0, 0, 0] + [1] * 57, "num_local_experts": 128},
+        **{"num_experts_per_tok": 4, "num_attention_heads": 64, "num_key_value_heads": 4},
+        **{"head_dim": 128, "vocab_size": 200064, "tie_word_embeddings": False},
+    },
+}
+OMNI = {
+    "model_type": "qwen3_omni_moe",
+    "talker_config": {"text_config": {"num_experts": 128, "hidden_size": 1024}},
+    "thinker_config": {
+        "audio_config": {"d_model": 1280},
+        "text_config": {
+            **{"model_type": "qwen3_omni_moe_text", "hidden_size": 2048, "vocab_size": 151936},
+            **{"intermediate_size": 768, "moe_intermediate_size": 768, "num_hidden_layers": 48},
+            **{"num_experts": 128, "num_experts_per_tok": 8, "num_attention_heads": 32},
+            **{"num_key_value_heads": 4, "head_dim": 128, "mlp_only_layers": []},
+            **{"shared_expert_intermediate_size": 0, "use_sliding_window": False},
+        },
+    },
+}
+EXAONE = {
+    **{"model_type": "exaone_moe", "hidden_size": 6144, "intermediate_size": 18432},
+    **{"moe_intermediate_size": 2048, "num_hidden_layers": 48, "num_experts": 128},
+    **{"is_moe_layer": [False] + [True] * 47, "num_experts_per_tok": 8, "num_shared_experts": 1},
+    **{"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128},
+    **{"sliding_window": 128, "sliding_window_pattern": "LLLG", "vocab_size": 153600},
+}
+REAL_DBRX = {
+    **{"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40},
+    **{"vocab_size": 100352, "tie_word_embeddings": False},
+    "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500000},
+    "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (KIMI_LINEAR, "Kimi-Linear-48B-A3B"),
+        (MIMO, "MiMo-V2-Flash"),
+        (STEP, "Step-3"),
+        (HUNYUAN, "Hunyuan-A13B"),
+        (MINIMAX, "MiniMax-Text-01"),
+        (M3, "MiniMax-M3"),
+        (OMNI, "Qwen3-30B-A3B"),
+        (EXAONE, "K-EXAONE-236B-A23B"),
+        (REAL_DBRX, "DBRX"),
+    ],
+)
+def test_the_keys_of_the_hub_give_the_sizes_of_the_shipped_model(
+    config: dict[str, Any], name: str
+) -> None:
+    model, shipped = read_config(config, "x"), load_real_model(name)
+    for field in ("num_layers", "num_experts", "top_k", "expert_weights", "num_weights"):
+        assert getattr(model, field) == getattr(shipped, field), field
+    assert model.kv_bytes(5000) == shipped.kv_bytes(5000)
+
+
+def test_kimi_delta_attention_without_sizes_of_its_own_has_the_attention_s() -> None:
+    """Ling 3.0 on the hub, and as transformers writes it."""
+    sizes = {
+        **{"model_type": "bailing_hybrid", "hidden_size": 1536, "intermediate_size": 4608, **MLA},
+        **{"moe_intermediate_size": 512, "num_hidden_layers": 24, "first_k_dense_replace": 1},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "num_shared_experts": 1},
+        **{"num_attention_heads": 16, "q_lora_rank": 256, "vocab_size": 157184},
+        "layer_group_size": 4,
+    }
+    hub = {"head_dim": 128, "no_kda_lora": True, "kda_safe_gate": True, "kda_lower_bound": -5}
+    written = {"head_dim": 64, "linear_num_heads": 16, "linear_head_dim": 128}
+    model, same = read_config({**sizes, **hub}, "x"), read_config({**sizes, **written}, "x")
+    assert (model.num_weights, model.state_bytes) == (same.num_weights, same.state_bytes)
+    assert model.state_bytes == 18 * 4 * 16 * 128 * 128
+
+
+def test_the_index_of_sparse_attention_is_cached_with_the_latent_vector() -> None:
+    fields = _fields(CONFIG_MAPPING["deepseek_v32"]())
+    assert read_config(fields, "x").kv_bytes(1000) == 61 * 2 * (512 + 64 + 128) * 1000
+    # Layers that share another's choice keep none.
+    shared = {**fields, "indexer_types": ["full"] + ["shared"] * 60}
+    assert read_config(shared, "x").kv_bytes(1000) == 2 * (61 * (512 + 64) + 128) * 1000
+
+
+def test_experts_for_images_are_left_out_and_said() -> None:
+    config = _fields(CONFIG_MAPPING["ernie4_5_vl_moe"]())
+    model = read_config(config, "x")
+    assert model.expert_weights == 3 * 2560 * 1536
+    assert model.source == "its configuration, without its experts for images"
+    # The hub's file has lists of two throughout.
+    hub = {"moe_num_experts": [64, 64], "moe_layer_start_index": [1, 1], "mlp_layer_types": None}
+    text = {**config["text_config"], **hub, "moe_layer_end_index": [27, 27]}
+    assert read_config(text, "x").num_weights == model.num_weights

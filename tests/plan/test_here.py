@@ -1,0 +1,100 @@
+"""This machine as `plan` finds it, by what its programs and files would say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from moecache_plan import here as module
+from moecache_plan.here import here
+from tests.conftest import Moecache
+
+CPU = "processor\t: 0\nmodel name\t: AMD Ryzen 5  5600X 6-Core Processor\n"
+
+
+@pytest.fixture
+def box(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """Return what programs print on a machine of 32 GiB and six cores; no card yet."""
+    said: dict[str, str] = {}
+    (tmp_path / "cpuinfo").write_text(CPU)
+    monkeypatch.setattr(module, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(module, "_LIMIT", tmp_path / "memory.max")
+    monkeypatch.setattr(module, "_output", lambda *command: said.get(command[0], ""))
+    monkeypatch.setattr(
+        module.platform, "system", lambda: "Darwin" if "sysctl" in said else "Linux"
+    )
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=32 * 2**30))
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 6)
+    return said
+
+
+def test_a_card_is_found_with_its_link_and_its_host(box: dict[str, str]) -> None:
+    box["nvidia-smi"] = "NVIDIA GeForce RTX 3060, 12288, 3, 8\n"
+    found = here()
+    assert (found.hardware.name, found.cards, found.ram) == ("rtx-3060-12gb", 1, 32 * 2**30)
+    assert found.hardware.link_bytes_per_s == 8 * 0.985e9
+    assert found.hardware.link_efficiency == 0.8
+    assert found.text == (
+        "NVIDIA GeForce RTX 3060, link of 7.9 GB/s, AMD Ryzen 5 5600X 6-Core Processor, 6 cores, "
+        "32 GiB of RAM"
+    )
+
+
+@pytest.mark.parametrize(
+    ("printed", "name", "cards"),
+    [
+        ("NVIDIA GeForce RTX 3090, 24576, 4, 16\n" * 2, "rtx-3090", 2),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU, 8188, 4, 8\n", "rtx-4060-mobile", 1),
+        ("NVIDIA H100 80GB HBM3, 81559, 5, 16\n", "h100", 1),
+        ("NVIDIA A100-SXM4-40GB, 40960, 4, 16\n", "a100-40gb", 1),
+        ("NVIDIA GeForce RTX 4060 Ti, 16380, 4, 8\n", "rtx-4060-ti-16gb", 1),
+        ("NVIDIA GB10, [N/A], 1, 1\n", "dgx-spark", 1),
+        ("NVIDIA T400, 4096, 3, 16\nNVIDIA GeForce RTX 3090, 24576, 4, 16\n", "rtx-3090", 1),
+    ],
+)
+def test_cards_are_known_by_the_names_that_drivers_have(
+    box: dict[str, str], printed: str, name: str, cards: int
+) -> None:
+    box["nvidia-smi"] = printed
+    found = here()
+    assert (found.hardware.name, found.cards) == (name, cards)
+    assert ("left out" in found.text) == ("T400" in printed)
+
+
+def test_cards_of_amd_are_found_by_rocm(box: dict[str, str]) -> None:
+    card = {"Card Series": "AMD Radeon RX 7900 XTX", "VRAM Total Memory (B)": "25753026560"}
+    box["rocm-smi"] = json.dumps({"card0": card, "card1": card})
+    assert (here().hardware.name, here().cards) == ("rx-7900-xtx", 2)
+    box["rocm-smi"] = "no json"
+    assert here().hardware.name == "none"
+
+
+def test_a_mac_is_its_chip_with_its_memory(box: dict[str, str]) -> None:
+    box["sysctl"] = "Apple M1 Max\n"
+    assert here().hardware.name == "m1-max-32gb"
+    assert here().hardware.memory_bytes_per_s == 400e9
+
+
+def test_without_a_card_it_is_a_processor_and_a_container_has_what_it_may_take(
+    box: dict[str, str], tmp_path: Path, moecache: Moecache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert here().hardware.name == "none" and here().text.startswith("no card, AMD Ryzen 5 5600X")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert here().ram == 32 * 2**30
+    (tmp_path / "memory.max").write_text(f"{24 * 2**30}\n")
+    assert here().ram == 24 * 2**30
+    monkeypatch.setenv("COLUMNS", "100")
+    page = moecache("plan", "qwen3-30b-a3b", "--precision", "q4_k_m").splitlines()
+    assert page[0].startswith("Qwen3-30B-A3B on this machine (no card, AMD Ryzen 5 5600X")
+    assert "24 GiB of RAM); assumed: host memory" in " ".join(page[:2])
+    assert "RAM 64 GB" not in " ".join(page)
+
+
+def test_a_card_that_no_table_knows_is_named(box: dict[str, str]) -> None:
+    box["nvidia-smi"] = "NVIDIA Quantum 1, 8192, 4, 16\n"
+    with pytest.raises(ValueError, match=r"'NVIDIA Quantum 1'\. Say --hardware: Nearest: "):
+        here()

@@ -1,0 +1,287 @@
+"""Published losses: what is read, the forecast by hand, and that its range holds."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import published_losses
+import pytest
+
+from lm_eval_moecache import plan
+from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
+from lm_eval_moecache.emulate.models import load_real_model
+from moecache_plan.losses import (
+    ALGORITHMS,
+    COLUMNS,
+    NOISE,
+    RULES,
+    Loss,
+    amount,
+    band,
+    here,
+    judge,
+    kind_of,
+    published,
+    read_losses,
+    rules_of,
+    shipped,
+)
+from moecache_plan.losses_page import lines
+from tests.conftest import Moecache
+
+FOLDER = Path(__file__).resolve().parents[2] / "results/published_losses"
+
+
+def loss(model: str, kept: float, **more: object) -> Loss:
+    row = Loss(
+        model=model,
+        experts=8,
+        top_k=2,
+        rule="drop",
+        setting="",
+        share=None,
+        share_of="",
+        resident=None,
+        kind="generate",
+        task="gsm8k",
+        metric="accuracy",
+        before=0.8,
+        after=0.8 * kept,
+        n=None,
+        source="",
+        exactness="table",
+    )
+    return replace(row, **more)  # type: ignore[arg-type]
+
+
+def test_a_band_is_the_median_with_every_model_counting_once() -> None:
+    rows = [loss("A", 0.9), loss("B", 0.8), loss("C", 0.6), loss("C", 0.7), loss("C", 0.65)]
+    found = band(rows)
+    assert found is not None and (found.rows, found.models) == (5, 3)
+    # Weights 1/3 each at .6, .65, .7 and 1 at .8, .9: middles at .5/9, 1.5/9, 2.5/9, 1/2, 5/6.
+    assert found.kept == pytest.approx(0.8)
+    wider = math.sqrt(4 / 3)
+    at_a_tenth = 0.6 + 0.05 * (0.1 - 0.5 / 9) / (1 / 9)
+    at_nine = 0.8 + 0.1 * (0.9 - 0.5) / (5 / 6 - 0.5)
+    assert found.low == pytest.approx(0.8 - wider * (0.8 - at_a_tenth))
+    assert found.high == pytest.approx(0.8 + wider * (min(at_nine, 0.9) - 0.8))
+
+
+def test_fewer_than_three_models_forecast_nothing() -> None:
+    assert band([loss("A", 0.9), loss("B", 0.8), loss("B", 0.7)]) is None
+
+
+def test_a_range_is_never_under_the_noise_of_the_sources() -> None:
+    found = band([loss(name, 0.95) for name in "ABC"])
+    assert found is not None
+    middle, least, most = found.points(0.5)
+    assert middle == pytest.approx(2.5)
+    assert (middle - least, most - middle) == pytest.approx((1.2815515594463 * NOISE,) * 2)
+
+
+def test_no_forecast_loses_more_than_all_or_gains_more_than_is_left() -> None:
+    found = band([loss(name, kept) for name, kept in zip("ABC", (0.0, 0.5, 1.5), strict=True)])
+    assert found is not None
+    _, least, most = found.points(0.9)
+    assert least >= -10 - 1e-9 and most <= 90 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("share", "resident", "words"),
+    [
+        (0.25, 0.5, "up to 30% changed"),
+        (0.5, None, "30 to 55% changed"),
+        (0.9, None, "over 55% changed"),
+        (None, 0.25, "up to a quarter in memory"),
+        (None, 0.5, "over a quarter in memory"),
+        (None, None, ""),
+    ],
+)
+def test_an_amount_is_of_what_was_changed_or_else_of_memory(
+    share: float | None, resident: float | None, words: str
+) -> None:
+    assert amount(share, resident) == words
+
+
+def test_the_shipped_rows_are_as_the_readme_says() -> None:
+    rows = shipped()
+    text = (FOLDER / "README.md").read_text()
+    assert f"{len(rows):,} published pairs" in text
+    assert f"{len({row.model for row in rows})} models" in text
+    assert len(rows) >= 400 and len({row.model for row in rows}) >= 25
+    with (FOLDER / "rows.csv").open() as file:
+        for cells in csv.DictReader(file):
+            assert cells["source"] and cells["quote"], cells
+            assert cells["exactness"] in ("table", "reported", "chart"), cells
+            assert bool(cells["share"]) == bool(cells["share_of"]), cells
+
+
+def test_a_quote_of_a_table_has_the_figure_of_its_row() -> None:
+    """As a share or in percent, however many digits the source prints."""
+    with (FOLDER / "rows.csv").open() as file:
+        rows = [cells for cells in csv.DictReader(file) if cells["metric"] == "accuracy"]
+    wrong = []
+    for cells in rows:
+        after = float(cells["after"])
+        forms = {f"{after:.{d}f}" for d in range(7)} | {f"{100 * after:.{d}f}" for d in range(5)}
+        forms |= {f"{after:g}", f"{100 * after:g}"}
+        if not any(form in cells["quote"] for form in forms) and "/" not in cells["quote"]:
+            wrong.append((cells["source"], cells["quote"], cells["after"]))
+    assert wrong == []
+
+
+def test_the_range_holds_eight_rows_in_ten_of_models_left_out() -> None:
+    found = judge(shipped())
+    form = found["forms"]["rule, kind of task, amount"]
+    for of in ("covered", "covered_cells"):
+        assert 0.74 <= form[of] <= 0.86, (of, form[of])
+    assert form["covered_models"] > 0.7
+    assert form["median_error"] < found["forms"]["no loss"]["median_error"]
+    assert {row["rule"] for row in found["no_forecast"]} == {"buddy", "lossless", "random"}
+    told = {(row["rule"], row["kind"]) for row in found["rules"]}
+    assert not told & {(row["rule"], row["kind"]) for row in found["no_forecast"]}
+
+
+def test_a_model_is_forecast_without_its_own_rows() -> None:
+    rows = [loss(name, kept) for name, kept in zip("ABC", (0.9, 0.9, 0.9), strict=True)]
+    found = judge([*rows, loss("D", 0.1)])
+    # A, B and C see D's ruin among three; D sees three that kept 0.9 of 0.8: 64 points off.
+    assert found["forecast"] == 4
+    assert found["forms"]["rule, kind of task, amount"]["rms_error"] == pytest.approx(
+        math.sqrt((3 * 0 + 64**2) / 4)
+    )
+
+
+def test_every_lossy_algorithm_has_a_class_of_rule() -> None:
+    lossy = {
+        name
+        for axis in ("routing", "miss")
+        for name in algorithm_names(axis)
+        if not find_algorithm(axis, name).is_lossless
+    }
+    assert lossy == ALGORITHMS.keys() and set(ALGORITHMS.values()) <= RULES.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "rules"),
+    [
+        ("prune", ["prune"]),
+        ("cache_prior", ["reroute"]),
+        ("mixture_cache", ["reroute"]),
+        ("buddymoe", ["buddy"]),
+        ("hobbit", ["cascade"]),
+    ],
+)
+def test_a_rule_is_asked_for_by_class_algorithm_or_composition(name: str, rules: list[str]) -> None:
+    assert rules_of(name) == rules
+
+
+def test_names_that_do_not_go_are_refused_with_what_does() -> None:
+    with pytest.raises(ValueError, match=r"--lossy='cache_prio'.*Did you mean 'cache_prior'"):
+        rules_of("cache_prio")
+    with pytest.raises(ValueError, match="'on_demand' is lossless"):
+        rules_of("on_demand")
+    with pytest.raises(ValueError, match=r"--task='gsm9k'.*Did you mean 'gsm8k'"):
+        kind_of("gsm9k")
+
+
+def test_a_file_is_refused_by_line(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text("model,rule\nA,drop\n")
+    with pytest.raises(ValueError, match="lacks the columns experts"):
+        read_losses(file)
+    cells = dict.fromkeys(COLUMNS, "") | {"model": "A", "rule": "dorp", "kind": "generate"}
+    file.write_text(f"{','.join(cells)}\n{','.join(cells.values())}\n")
+    with pytest.raises(ValueError, match=r"line 2: rule='dorp'.*Did you mean 'drop'"):
+        read_losses(file)
+    cells |= {"rule": "drop", "before": "0.5", "after": "0.4", "share": "50"}
+    file.write_text(f"{','.join(cells)}\n{','.join(cells.values())}\n")
+    with pytest.raises(ValueError, match="line 2: share='50' is not a share"):
+        read_losses(file)
+
+
+def test_the_command_prints_what_the_table_holds(moecache: Moecache) -> None:
+    text = moecache("validate", "--losses", FOLDER / "rows.csv")
+    assert (FOLDER / "table.md").read_text() == f"# Forecasts of published losses\n\n{text}"
+
+
+QWEN = load_real_model("Qwen3-30B-A3B", "model")
+
+
+def test_what_cache_aware_routing_costs_with_half_of_the_experts_in_memory() -> None:
+    (report,) = published(QWEN, "mixture_cache", resident=0.5, task="gsm8k")
+    assert (report["rule"], report["kind"]) == ("reroute", "generate")
+    assert report["amount"] == "over a quarter in memory"
+    # The unmodified model's own published score.
+    assert report["score"] == pytest.approx(0.903)
+    forecast = report["forecast"]
+    assert forecast["least"] < forecast["points"] < forecast["most"]
+    assert forecast["rows"] == 68 and forecast["models"] == 10
+    assert report["judged"]["rows"] == 68 and 0.74 < report["judged"]["covered"] < 0.9
+    first, second = report["nearest"][:2]
+    # As many experts, and twice as many; both with an LRU cache of half of them.
+    assert (first["model"], first["octaves"]) == ("Gemma-4-26B-A4B", 0)
+    assert (second["model"], second["octaves"]) == ("Qwen3.5-35B-A3B", 1)
+    assert first["of"] == ["gsm8k", "over a quarter in memory"]
+    scores = [(each["before"], each["after"]) for each in first["settings"]]
+    assert scores == [(0.878, after) for after in (0.877, 0.872, 0.875, 0.879)]
+    assert first["least_points"] == pytest.approx(-0.1)
+    assert first["most_points"] == pytest.approx(0.6)
+    assert {row["model"] for row in report["here"]} == {"tiny"}
+    assert all("mixture_cache" in row["rule"] for row in report["here"])
+
+
+def test_a_rule_of_one_model_has_rows_and_no_forecast() -> None:
+    (report,) = published(QWEN, "buddymoe", resident=0.5)
+    assert report["forecast"] is None and report["judged"] is None
+    assert "No forecast: published on DeepSeek-V2-Lite" in " ".join(lines([report]))
+    assert [each["model"] for each in report["nearest"]] == ["DeepSeek-V2-Lite"]
+
+
+def test_a_rule_of_three_models_is_forecast_and_said_to_be_untested() -> None:
+    (report,) = published(QWEN, "commit", task="gsm8k")
+    assert report["forecast"]["models"] == 3 and report["judged"] is None
+    assert "never tested on a fourth model" in " ".join(lines([report]))
+
+
+def test_removed_experts_are_asked_for_by_share_and_of_the_model_itself_first() -> None:
+    (report,) = published(QWEN, "prune", changed=0.5, task="mmlu")
+    assert report["amount"] == "30 to 55% changed"
+    own = report["nearest"][0]
+    assert own["is_same"] and own["of"] == ["30 to 55% changed", "mmlu"]
+    # REAP, EAN, Frequency on MMLU of .779: .496, .443, .397.
+    assert own["rows"] == 3
+    assert own["least_points"] == pytest.approx(28.3)
+    assert own["most_points"] == pytest.approx(38.2)
+
+
+def test_what_tiny_and_the_carved_model_lose_here_follows_from_the_pairs() -> None:
+    assert (FOLDER / "here.csv").read_text() == published_losses.as_csv(
+        published_losses.own_losses()
+    )
+    assert {row["model"] for row in here()} == {"tiny", "carved_gemma"}
+
+
+def test_plan_prints_it_with_its_own_figures(moecache: Moecache) -> None:
+    # It fits whole, so that nothing is replayed.
+    card = "rtx-4090-24gb"
+    report = plan("OLMoE-1B-7B", hardware=card, lossy="cache_prior", task="gsm8k")
+    (lost,) = report["losses"]
+    assert lost["forecast"]["rows"] == 68
+    text = "\n".join(lines(report["losses"]))
+    assert "68 published rows of 10 models" in text.replace("\n", " ")
+    assert re.search(r"Gemma-4-26B-A4B +4 +-0.1 to 0.6 +0.2 +gsm8k, over a quarter", text)
+    words = ("OLMoE-1B-7B", "--hardware", card, "--lossy=cache_prior", "--task=gsm8k")
+    assert moecache("plan", *words).endswith(text)
+
+
+@pytest.mark.slow
+def test_choose_takes_the_share_in_memory_from_its_capacity(moecache: Moecache) -> None:
+    words = ("choose", "Qwen3-30B-A3B", "--lossy=cache_prior", "--task=gsm8k")
+    for capacity, of in (("50%", "over a quarter in memory"), ("6/layer", "up to a quarter")):
+        (lost,) = moecache.json(*words, "--capacity", capacity)["losses"]
+        assert lost["amount"].startswith(of)

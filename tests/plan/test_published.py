@@ -1,0 +1,392 @@
+"""`moecache validate --speeds` and `profile runtimes`: reading, fitting, shipped figures."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from everyday import QUESTIONS, answer, nearest, table
+from hypothesis import given
+from hypothesis import strategies as st
+from planners import Answer, picked, standing
+
+from lm_eval_moecache.records.runtimes import (
+    CONSTANTS,
+    MECHANISMS,
+    MECHANISMS_FILE,
+    RUNTIME_DIR,
+    Mechanisms,
+    load_runtime,
+    mechanisms,
+)
+from moecache_lab.fit_runtimes import START, fit, spreads_of
+from moecache_plan.machines import rate
+from moecache_plan.published import (
+    COLUMNS,
+    Row,
+    find_hardware,
+    find_model,
+    read_rows,
+    scale_by,
+    speed,
+    tokens,
+)
+from tests.conftest import Moecache
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ROWS = ROOT / "results" / "runtimes" / "rows.csv"
+
+
+def cells(path: Path) -> list[tuple[str, float]]:
+    """Return a table's words and numbers, with 0 as the number of a word."""
+    words = re.split(r"[\s|]+", path.read_text())
+    is_number = re.compile(r"\d+(\.\d+)?%?").fullmatch
+    return [("", float(w.strip("%"))) if is_number(w) else (w, 0.0) for w in words]
+
+
+def write(path: Path, *rows: dict[str, object]) -> Path:
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, COLUMNS)
+        table.writeheader()
+        table.writerows(rows)
+    return path
+
+
+@cache
+def shipped() -> tuple[list[Row], list[dict[str, Any]]]:
+    return read_rows(ROWS)
+
+
+ROW: dict[str, object] = {
+    "runtime": "llama.cpp",
+    "model": "gpt-oss-120b",
+    "precision": "MXFP4",
+    "hardware": "RTX 3090",
+    "placement": "host_layers=25",
+    "decode_tok_s": 33,
+}
+
+
+def test_the_shipped_rows_are_many_and_each_has_its_source() -> None:
+    rows, left_out = shipped()
+    assert len([row for row in rows if row.decode]) >= 120
+    page = " ".join((ROWS.parent / "README.md").read_text().split())
+    assert f"holds {len(rows) + len(left_out)} published measurements" in page
+    assert f"{len(rows)} are forecast" in page
+    assert all(row.fields["source"] for row in rows)
+    assert all(row["source"] and row["reason"] for row in left_out)
+
+
+@pytest.mark.slow
+def test_the_shipped_constants_and_table_are_what_the_command_writes(
+    tmp_path: Path, moecache: Moecache
+) -> None:
+    out = tmp_path / "mechanisms.yaml"
+    words = ("profile", "runtimes", "--from", ROWS, "--out", out, "--report", tmp_path)
+    result = moecache.json(*words)
+    new, old = (cells(folder / "table.md") for folder in (tmp_path, ROWS.parent))
+    assert [name for name, _ in new] == [name for name, _ in old]
+    assert [n for _, n in new] == pytest.approx([n for _, n in old], rel=0.02, abs=0.02)
+    made, shipped = (yaml.safe_load(path.read_text()) for path in (out, MECHANISMS_FILE))
+    assert made["constants"] == pytest.approx(shipped["constants"], rel=0.01)
+    assert made["hits"] == shipped["hits"]
+    assert made["spreads"].keys() == shipped["spreads"].keys()
+    assert result["median_factor"] < result["rule_of_thumb"]["median_factor"]
+
+
+def test_constants_that_made_the_speeds_are_found_again() -> None:
+    """Rows of the shipped file, their speeds replaced by those of other constants."""
+    rows, _ = shipped()
+    begin = Mechanisms(constants=START, curve=mechanisms().curve, routings=mechanisms().routings)
+    truth = {**START, "card_share": 0.6, "host_share": 0.35}
+    made = []
+    for index, row in enumerate(rows):
+        # Every other program is twice as fast as its mechanism.
+        runtime = replace(row.runtime, factor=1.0 + index % 2)
+        seconds = sum(row.work(row.placed(begin)).seconds(truth).values())
+        made.append(replace(row, runtime=runtime, decode=runtime.factor / seconds))
+    found = fit([row for row in made if row.placed(begin).hit is None], begin).constants
+    for name in ("card_share", "host_share"):
+        assert found[name] == pytest.approx(truth[name], rel=0.1), name
+
+
+def test_a_row_is_forecast_with_its_range_and_left_out_ones_say_why(
+    tmp_path: Path, moecache: Moecache
+) -> None:
+    left_out = [
+        ("model", "a model", "model='a model'"),
+        ("note", "with MTP", "speculative"),
+        ("decode_tok_s", "", "no speed"),
+        ("note", "left out: a thing", "a thing"),
+        ("note", "batch 8", "8 requests"),
+        ("placement", "somewhere", "placement="),
+        ("note", "top-k 200", "top-k 200 of 128 experts"),
+        ("note", "hit rate 120%", "of 120%"),
+    ]
+    first = {**ROW, "host_memory_GBps": "2x5600", "prompt": 4096, "prefill_tok_s": 400}
+    others = [{**ROW, column: text} for column, text, _ in left_out]
+    path = write(tmp_path / "rows.csv", first, *others)
+    result = moecache.json("validate", "--speeds", path)
+    (row,) = result["rows"]
+    assert row["low"] < row["predicted_tok_s"] < row["high"]
+    assert row["factor"] == pytest.approx(
+        max(row["predicted_tok_s"] / 33, 33 / row["predicted_tok_s"])
+    )
+    assert result["median_factor"] == row["factor"]
+    assert set(result["within"]) == {"1.25", "1.5", "1.6", "2.5"}
+    assert (row["stated"], row["mechanism"]) == (True, "host")
+    assert row["prefill_factor"] >= 1
+    for each, (*_, reason) in zip(result["left_out"], left_out, strict=True):
+        assert reason in each["reason"]
+
+
+def test_a_file_without_its_columns_and_options_that_do_not_go_together_are_refused(
+    tmp_path: Path, moecache: Moecache
+) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b\n1,2\n")
+    assert "lacks the columns runtime, model" in moecache("validate", "--speeds", path, code=2)
+    text = moecache("validate", "--speeds", ROWS, "--hardware", "m4-pro", code=2)
+    assert "cannot be combined with --speeds" in text
+    assert "is missing" in moecache("validate", ROWS, code=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "runtime"),
+    [
+        ("llama.cpp (Windows, MSVC OpenMP)", "llama.cpp"),
+        ("ollama (llama-server)", "ollama"),
+        ("ktransformers kt-kernel + SGLang", "kt-kernel"),
+        ("ktransformers", "ktransformers"),
+        ("llama.cpp club3090 moecache fork", "llama.cpp-expert-cache"),
+        ("llama.cpp PR25294 (moe-stream) Windows", "llama.cpp-stream"),
+        ("ik_llama", "ik_llama.cpp"),
+        ("ds4 (antirez)", "ds4"),
+        ("ds4 CUDA", "ds4-cuda"),
+        ("BigMoeOnEdge", "bigmoeonedge"),
+        ("mlx-vlm moe-offloading", "mlx"),
+        ("flash-moe CUDA port", "flash-moe"),
+        ("vLLM (cpu offload)", "vllm"),
+        ("MoE-Infinity", "moe-infinity"),
+    ],
+)
+def test_runtimes_are_found_by_the_names_in_threads(name: str, runtime: str) -> None:
+    assert load_runtime(name).name == runtime
+
+
+RUNTIMES = sorted(file.stem for file in RUNTIME_DIR.glob("*.yaml") if file != MECHANISMS_FILE)
+
+
+@pytest.mark.parametrize("name", RUNTIMES)
+def test_every_shipped_runtime_loads_and_says_where_it_comes_from(name: str) -> None:
+    runtime = load_runtime(name)
+    assert runtime.name == name
+    assert runtime.source
+    assert runtime.absent in MECHANISMS
+
+
+def test_an_unknown_runtime_and_a_wrong_profile_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"runtime='llamacpu'.* Allowed: "):
+        load_runtime("llamacpu")
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\nabsent: nowhere\n")
+    with pytest.raises(ValueError, match=r"absent='nowhere' is not known"):
+        load_runtime(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("2x RTX 3090", ("rtx-3090", 2)),
+        ("RTX 4060 Ti 16GB + Ryzen 7", ("rtx-4060-ti-16gb", 1)),
+        ("Apple M3 Max", ("m3-max-64gb", 1)),
+        ("NVIDIA GB10 (DGX Spark)", ("dgx-spark", 1)),
+        ("Apple M3 Max 40c unified", ("m3-max-64gb", 1)),
+        ("1x RTX 4090D", ("rtx-4090", 1)),
+        ("none", (None, 1)),
+        ("Ryzen 9 7950X", (None, 1)),
+    ],
+)
+def test_hardware_is_read_as_typed(name: str, found: Any) -> None:
+    hardware, cards = find_hardware(name)
+    assert (None if hardware is None else hardware.name, cards) == found
+
+
+def test_a_card_with_more_memory_is_the_card_and_words_after_a_models_name_say_nothing() -> None:
+    hardware, _ = find_hardware("RTX 4090 48GB")
+    assert hardware is not None and hardware.memory_bytes == 48e9
+    assert find_model("gpt-oss:20b", "").name == "gpt-oss-20b"
+    assert find_model("Kimi K2.6 1T-A32B", "").name == "Kimi-K2.6"
+    laptop, _ = find_hardware("RTX 4090 Laptop")
+    assert laptop is not None and laptop.memory_bytes_per_s == 576e9
+    for other in ("RTX 2050", "GPU 9000"):
+        with pytest.raises(ValueError, match="is not known"):
+            find_hardware(other)
+    with pytest.raises(ValueError, match="cards of several kinds"):
+        find_hardware("RTX 3090 + RTX 3060")
+
+
+def test_models_speeds_tokens_and_rates_are_read_as_typed() -> None:
+    assert find_model("gpt-oss-120b (thinking)", "MXFP4 (F16 gguf)").stored.expert_bits == 4.25
+    assert find_model("Qwen/Qwen3-30B-A3B", "Q4").stored.expert_bits == pytest.approx(4.87)
+    assert speed("~45") == 45
+    assert speed("36.7 (33.72 incl. prompt)") == 36.7
+    assert speed("29-32") == pytest.approx((29 * 32) ** 0.5)
+    assert speed("") is None
+    assert tokens("8k") == 8192
+    assert tokens("969 in/300 out") == 969
+    assert rate("83GB/s", "host") == 83e9
+    assert rate("8x DDR4-3200", "host") == rate("8x3200", "host") == 204.8e9
+    assert rate("8-channel DDR4-3200", "host") == 204.8e9
+    assert rate("dual channel DDR5-6000", "host") == 96e9
+    assert tokens("1M") == 2**20
+    with pytest.raises(ValueError, match=r"host='fast' is not a rate"):
+        rate("fast", "host")
+
+
+def test_the_page_of_everyday_questions_shows_the_nearest_rows() -> None:
+    page = (ROOT / "results/runtimes/questions.md").read_text()
+    rows, _ = shipped()
+    for question in QUESTIONS:
+        assert f"## `moecache plan {question}`" in page
+        assert table(nearest(question, rows)).strip() in page
+
+
+def test_the_page_of_planners_asks_every_kth_row_that_all_can_be_asked() -> None:
+    page = (ROOT / "results/runtimes/planners.md").read_text()
+    rows, _ = shipped()
+    able, chosen = picked(rows)
+    assert chosen == able[:: len(able) // 20][:20]
+    assert f"## 20 of {len(able)} rows that all can be asked" in page
+    lines = [re.sub(" +", "", line) for line in page.splitlines()]
+    for row in chosen:
+        asked = [row.fields[key] for key in ("runtime", "model", "precision", "hardware")]
+        told = "|".join(["", *asked, row.fields["host_memory_GBps"] or "unstated"])
+        assert any(line.startswith(told.replace(" ", "")) for line in lines)
+
+
+def test_a_planner_stands_by_the_questions_it_answers() -> None:
+    rows = picked(shipped()[0])[1][:3]
+    right, twice = rows[0].decode or 0.0, 2 * (rows[1].decode or 0.0)
+    answers = [Answer(speed=right), Answer(speed=twice, low=twice / 4, high=twice), Answer()]
+    line = ("any", "2 of 3", "1.50", "1 of 2", "2.0", "1 of 1", "4.0")
+    assert standing("any", answers, rows) == line
+    assert standing("none", [Answer()] * 3, rows) == ("none", "0 of 3", *"-----")
+
+
+def test_ranges_hold_the_rows_of_machines_that_made_none_of_them() -> None:
+    """Conformal ranges, by mechanism, as the command wrote them."""
+    known, figures = mechanisms(), (ROWS.parent / "table.md").read_text()
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in figures.strip().split("\n\n")[-1].splitlines()
+    ]
+    shares = {line[0]: float(line[-1].strip("%")) for line in lines if line[-1].endswith("%")}
+    assert 74 <= shares["decode"] <= 86
+    for name in ("resident", "host", "processor", "both", "copy", "read"):
+        assert shares[name] > 70, name
+        assert known.spreads[name].coverage > 0.7, name
+        if f"{name}, assumed" in known.spreads:
+            assert known.spreads[f"{name}, assumed"].reach >= known.spreads[name].reach
+    assert known.spread("both", False).reach >= known.spreads["both"].reach
+    assert str(known.spreads["host"]).endswith("published speeds")
+
+
+@given(st.lists(st.floats(1, 10), min_size=10, max_size=60))
+def test_the_reach_of_a_group_covers_four_fifths_of_it(factors: list[float]) -> None:
+    """Of n rows the one at rank (n + 1) x 0.8; each row's machine is its own here."""
+    groups = {"host": [(str(index), factor) for index, factor in enumerate(factors)]}
+    spread = spreads_of(groups)["host"]
+    assert sum(factor <= spread.reach + 1e-3 for factor in factors) >= 0.8 * len(factors)
+    assert spread.low * spread.high == pytest.approx(1)
+    # Those of one machine say nothing of the machine's own range.
+    alone = {"host": [("a", 9.0)] * 5 + [(str(index), 2.0) for index in range(20)]}
+    assert spreads_of(alone)["host"].coverage == pytest.approx(20 / 25)
+
+
+def test_what_a_note_says_of_the_cache_and_the_launches_is_read(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "rows.csv",
+        {**ROW, "context": 4096},
+        {**ROW, "context": 4096, "note": "KV cache q8_0"},
+        {**ROW, "note": "--enforce-eager"},
+        {**ROW, "model": "DeepSeek-V3", "precision": "Q8_0", "placement": "host_layers=all"},
+    )
+    rows, left_out = read_rows(path)
+    assert not left_out
+    whole, half = (row.model.kv_bytes(4096) for row in rows[:2])
+    assert half == pytest.approx(whole * 8.5 / 16)
+    assert [row.runtime.eager for row in rows] == [False, False, True, False]
+    assert [row.machine.host_bytes_per_s for row in rows[2:]] == [89.6e9, 307.2e9]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_everyday_questions_are_answered_as_the_page_shows(question: str) -> None:
+    assert answer(question) in (ROOT / "results/runtimes/questions.md").read_text()
+
+
+def test_one_measurement_scales_a_machine_or_its_drive() -> None:
+    # Forecast 10 tok/s, measured 5: everything is twice as slow.
+    assert scale_by(5, 0.1, 0.0) == pytest.approx((0.5, 1.0))
+    # Of 0.2 s 0.05 are not the drive's, which took 0.05 for the 0.15 left.
+    assert scale_by(5, 0.05, 0.05) == pytest.approx((1.0, 1 / 3))
+    # Faster than all but the drive would allow: no rate of a drive explains it.
+    assert scale_by(40, 0.05, 0.05) == pytest.approx((4.0, 1.0))
+
+
+def test_gguf_files_of_mxfp4_have_the_rest_in_eight_bits_but_where_f16_is_said(
+    tmp_path: Path,
+) -> None:
+    path = write(
+        tmp_path / "rows.csv",
+        ROW,
+        {**ROW, "note": "F16 gguf"},
+        {**ROW, "runtime": "transformers", "placement": "resident"},
+        {**ROW, "runtime": "ollama"},
+    )
+    rows, _ = read_rows(path)
+    assert [row.model.stored.dense_bits for row in rows] == [8.5, 16, 16, 16]
+
+
+def test_a_program_without_a_profile_is_named(tmp_path: Path, moecache: Moecache) -> None:
+    file = tmp_path / "rows.csv"
+    head = "runtime,model,precision,hardware,placement,decode_tok_s"
+    one, other = (f"{name},gpt-oss-20b,,RTX 3090,resident,100" for name in ("tinygrad", "vllm"))
+    file.write_text("\n".join([head, one, other]) + "\n")
+    assert "tinygrad: no profile; forecast by" in moecache("validate", "--speeds", file)
+    file.write_text("\n".join([head, other]) + "\n")
+    assert "no profile" not in moecache("validate", "--speeds", file)
+
+
+def test_rows_whose_placement_nobody_stated_are_not_stated(tmp_path: Path) -> None:
+    resident = {**ROW, "placement": "resident"}
+    path = write(
+        tmp_path / "rows.csv",
+        {**resident, "note": "prompt length unstated"},
+        {**resident, "note": "placement and host unstated"},
+    )
+    rows, _ = read_rows(path)
+    assert [row.is_stated(row.placed()) for row in rows] == [True, False]
+
+
+def test_the_constants_file_is_whole() -> None:
+    known = mechanisms()
+    assert set(known.constants) == set(CONSTANTS)
+    for spread in known.spreads.values():
+        assert spread.low * spread.high == pytest.approx(1) and spread.reach >= 1
+
+
+def test_the_page_of_predictions_shows_the_table_as_the_command_wrote_it() -> None:
+    figures = (ROOT / "results/runtimes/table.md").read_text().strip().split("\n\n")[-1]
+    page = (ROOT / "docs/how_true.md").read_text()
+    assert figures in page
+    constants = mechanisms().constants
+    assert f"({100 * constants['card_share']:.0f}% of its bandwidth)" in page
+    assert f"({100 * constants['host_share']:.0f}% of its memory's)" in page
