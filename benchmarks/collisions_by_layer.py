@@ -30,7 +30,7 @@ CAPACITY = "17.5%"
 def shares(trace: Path, prefetch: str, eviction: str) -> list[float]:
     """Return, by layer, the share of requests for experts evicted earlier in the same pass."""
     keys = {"policy": "specmd", "prefetch": prefetch, "eviction": eviction, "capacity": CAPACITY}
-    keys |= {"hardware": "specmd-a100", "emulate": "OLMoE-1B-7B"}
+    keys |= {"hardware": "specmd-a100", "emulate": "OLMoE-1B-7B", "cache_reset": "never"}
     config = read_config(keys, replayed=True).with_changes(seed=None)
     replays = Replays(str(trace), [config], None, bound=False)
     counts = np.zeros((2, replays.trace.geometry.num_layers))

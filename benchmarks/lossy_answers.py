@@ -68,7 +68,7 @@ class Shadow(DropCold):
 def dropped(trace: Trace, miss: str, factor: float) -> list[str]:
     """Return misses avoided / weight lost, and the miss rate, all while decoding."""
     chosen = {"miss": miss, "miss.factor": factor, "eviction": "tail_lru", "phases": "decode"}
-    engine = replay(trace, setting_of(trace.geometry, "4000MiB", chosen))
+    engine = replay(trace, setting_of(trace.geometry, "4000MiB", chosen), cache_reset="never")
     passes, rule = total(p for p in engine.ledger.passes if p.phase == DECODE), engine.rules.miss
     if isinstance(rule, Shadow):
         tokens = passes.token_requests / trace.geometry.top_k

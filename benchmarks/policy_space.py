@@ -145,7 +145,7 @@ def measure_answer(traces: Mapping[str, Trace], cell: Run, _: None) -> Run:
 
 
 def measure(trace: Trace, setting: Setting) -> Run:
-    engine = replay(trace, setting)
+    engine = replay(trace, setting, cache_reset="never")
     engine.check_integrity()
     metrics = task_metrics(engine.ledger.requests, engine.peak_cache_bytes)
     geometry = setting.emulate.emulated_by(trace.geometry)

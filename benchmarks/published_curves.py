@@ -107,7 +107,8 @@ def table(curve: Curve) -> str:
     for count in curve.per_layer:
         setting = setting_of(charged, f"{count}/layer", {"eviction": curve.eviction})
         setting = replace(setting, hardware=hardware, seed=trace.seed, emulate=model)
-        counts = total(p for p in replay(trace, setting, future=future).ledger.passes if p.index)
+        engine = replay(trace, setting, future=future, cache_reset="never")
+        counts = total(p for p in engine.ledger.passes if p.index)
         hits.append(1 - counts.misses / counts.requests)
     published_hits, measured = (np.array(x, dtype=float) for x in (curve.hits, curve.tok_per_s))
     misses = model.num_layers * model.top_k * np.nan_to_num(1 - published_hits)

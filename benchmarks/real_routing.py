@@ -87,7 +87,7 @@ def measure(cell: Run, known: tuple[Trace, Future]) -> Run:
     hardware = link_of(trace, cell["ratio"])
     setting = replace(setting_of(geometry, text, overrides), hardware=hardware)
     start_s = time.process_time()
-    engine = replay(trace, setting, future=future)
+    engine = replay(trace, setting, future=future, cache_reset="never")
     cpu_s = time.process_time() - start_s
     metrics = task_metrics(engine.ledger.requests, engine.peak_cache_bytes)
     requests = sum(record.requests for record in engine.ledger.passes)

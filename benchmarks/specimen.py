@@ -173,7 +173,8 @@ def hit_share(routings: list[Routing], num_experts: int, cycles: float, eviction
         trace = decode_trace(routing.chosen_TLK, routing.weights_TLK, num_experts)
         capacity = str(int(cycles * math.prod(routing.chosen_TLK.shape[1:])))
         setting = setting_of(trace.geometry, capacity, {"eviction": eviction})
-        counts = total(replay(trace, setting, future=Future(trace)).ledger.passes)
+        engine = replay(trace, setting, future=Future(trace), cache_reset="never")
+        counts = total(engine.ledger.passes)
         hits, requests = hits + counts.hits, requests + counts.requests
     return 100 * hits / requests
 

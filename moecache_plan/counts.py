@@ -175,7 +175,7 @@ def replayed(trace: Trace, setting: Setting, counts: Counts) -> dict[str, float]
 
     Bytes of BigMoeOnEdge's table are those of its rows, decoded tokens.
     """
-    passes = replay(trace, setting).ledger.passes
+    passes = replay(trace, setting, cache_reset="never").ledger.passes
     decoded = [record for record in passes if record.phase != PREFILL]
     counted = decoded if counts.phase == DECODE else passes
     requests = sum(record.requests for record in counted)

@@ -218,7 +218,7 @@ def speeds(
                 seed=trace.seed,
                 emulate=model,
             )
-            ledger = replay(trace, setting, future=future).ledger
+            ledger = replay(trace, setting, future=future, cache_reset="never").ledger
             passes = [p for p in ledger.passes if p.phase == DECODE]
             missed = sum(p.misses + p.late for p in passes) / sum(p.requests for p in passes)
             waits = decode_waits(ledger.requests, trace.geometry.num_layers) or Waits(0.0)

@@ -361,11 +361,9 @@ def test_bounds_are_listed_with_the_rate_they_bound(replay: Replay) -> None:
     assert float(cells[column + 2]) == pytest.approx(run["bound_decode_miss_rate"], abs=1e-4)
 
 
-def test_a_prefetcher_that_proposes_nothing_is_named(tmp_path: Path, replay: Replay) -> None:
-    steps = [[[0, 1], [1, 2]], [[2, 1], [0, 2]]]
-    rows = [json.dumps({"tok": i, "layers": step}) + "\n" for i, step in enumerate(steps)]
-    (tmp_path / "one.jsonl").write_text("".join(rows))
-    text = replay.moecache("replay", tmp_path / "one.jsonl", "--prefetch=history", "--capacity=2")
-    assert "Warning: prefetch=history did nothing: it learns from earlier requests, and" in text
+def test_a_prefetcher_that_proposes_nothing_is_named(replay: Replay) -> None:
     run = replay.by_file("prefetch: history\n")
+    (warning,) = run["warnings"]
+    assert warning.startswith("prefetch=history did nothing: ") and "cache_reset=never" in warning
+    run = replay.by_file("prefetch: history\ncache_reset: never\n")
     assert run["warnings"] == [] and run["metrics"]["prefetch_precision"] is not None

@@ -17,7 +17,7 @@ import yaml
 from lm_eval.utils import simple_parse_args_string
 
 import lm_eval_moecache
-from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.algorithms.policy import load_policy, policy_names
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.harness import arguments
 from lm_eval_moecache.harness.arguments import KEYS, read_config, split_arguments
@@ -184,7 +184,15 @@ def test_defaults_are_those_of_the_design() -> None:
     assert config.policy.name == "specmd"
     assert config.capacity == "25%"
     assert config.hardware.name == "a100-5GBps"
-    assert (config.clock, config.scoring, config.cache_reset) == ("virtual", "parallel", "never")
+    assert (config.clock, config.scoring, config.cache_reset) == ("virtual", "parallel", "request")
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_every_policys_requests_start_anew_unless_a_running_server_is_asked_for(
+    policy: str,
+) -> None:
+    assert read_config({"policy": policy}).cache_reset == "request"
+    assert read_config({"policy": policy, "cache_reset": "never"}).cache_reset == "never"
 
 
 def test_arguments_are_divided_between_us_and_the_host() -> None:

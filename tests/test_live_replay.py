@@ -86,9 +86,9 @@ def _recorded(lm: MoECacheLM, folder: Path, given: dict[str, Any], **options: An
     return load_trace(str(lm.finish_trace()), logits=True, predicted=True)
 
 
-def _assert_replayed(lm: MoECacheLM, trace: Trace, cache_reset: str = "never") -> None:
+def _assert_replayed(lm: MoECacheLM, trace: Trace) -> None:
     """Compare a replay of the live run's trace with the run, pass by pass and in its totals."""
-    replayed = replay(trace, lm.engine.setting, cache_reset=cache_reset)
+    replayed = replay(trace, lm.engine.setting, cache_reset=lm.moecache.cache_reset)
     assert replayed.ledger.passes == lm.engine.ledger.passes
     totals = task_metrics(replayed.ledger.requests, replayed.peak_cache_bytes)
     assert totals == lm.report()["totals"]
@@ -109,7 +109,7 @@ def test_a_live_run_equals_the_replay_of_its_trace(
     lm: MoECacheLM, tmp_path: Path, chosen: dict[str, str]
 ) -> None:
     trace = _recorded(lm, tmp_path, {**chosen, **_given(lm, chosen), "seed": 5})
-    _assert_replayed(lm, trace, lm.moecache.cache_reset)
+    _assert_replayed(lm, trace)
     live = lm.engine.ledger.passes
     if "attention" in chosen:
         assert lm.report()["attention"] == "context"
@@ -129,7 +129,7 @@ def test_a_prompt_in_chunks_replays_as_it_ran(
 ) -> None:
     given = {"policy": "specmd", "capacity": "40%", "cache_reset": cache_reset}
     trace = _recorded(lm, tmp_path, given, prefill_chunk_size=3)
-    _assert_replayed(lm, trace, cache_reset)
+    _assert_replayed(lm, trace)
     assert [p.phase for p in lm.engine.ledger.passes].count("prefill") > 4
 
 
@@ -141,7 +141,7 @@ def test_a_warmed_run_equals_its_replay(lm: MoECacheLM, tmp_path: Path, cache_re
     trace = _recorded(lm, tmp_path / "warm", {**config, "warm": str(profile)})
     assert lm.engine.ledger.passes[0].misses < cold[0].misses
     assert lm.report()["warm"] == profile.name
-    _assert_replayed(lm, trace, cache_reset)
+    _assert_replayed(lm, trace)
     lm.engine.check_integrity()
 
 
@@ -290,6 +290,13 @@ def test_what_a_trace_keeps_is_exact_and_what_it_lacks_is_said(
     ):
         with pytest.raises(ValueError, match=f"{lacks}, .*trace_keep=all"):
             replay(traces[keep], setting)
+    stateful, stateless = (
+        read_config({"policy": policy}).setting(lm.geometry)
+        for policy in ("specmd", "mixtral_offloading")
+    )
+    replay(traces["lossless"], stateless, cache_reset="never")
+    with pytest.raises(ValueError, match="under cache_reset='request', not under 'never'"):
+        replay(traces["lossless"], stateful, cache_reset="never")
     with pytest.raises(ValueError, match=r"trace_keep='all' says what a trace keeps, and none is"):
         read_config({"trace_keep": "all"})
 

@@ -190,19 +190,19 @@ def test_output_ends_with_the_closing_token_or_the_stop_string(lm: MoECacheLM) -
 
 
 def test_cache_reset_starts_each_request_cold(lm: MoECacheLM) -> None:
-    install(lm, capacity="100%", cache_reset="request")
+    install(lm, capacity="100%")
     same = [make_instance("generate_until", "t", i, "Hello", STOP) for i in range(2)]
     lm.generate_until(same, disable_tqdm=True)
     first, second = (r.passes for r in lm.engine.ledger.requests)
     assert [p.misses for p in first] == [p.misses for p in second]
     assert sum(p.misses for p in second) > 0
-    install(lm, capacity="100%")
+    install(lm, capacity="100%", cache_reset="never")
     lm.generate_until(same, disable_tqdm=True)
     assert sum(p.misses for p in lm.engine.ledger.requests[1].passes) == 0
 
 
 def test_report_is_plain_json_and_speed_a_flat_table_of_it(lm: MoECacheLM) -> None:
-    install(lm, policy="specmd")
+    install(lm, policy="specmd", cache_reset="never")
     lm.generate_until(generations(2), disable_tqdm=True)
     lm.loglikelihood(choices(), disable_tqdm=True)
     report = json.loads(json.dumps(lm.report(), allow_nan=False))
@@ -342,7 +342,7 @@ def test_reset_empties_cache_and_counts(lm: MoECacheLM) -> None:
         lm.generate_until(generations(2), disable_tqdm=True)
         return [p.misses for p in lm.engine.ledger.passes]
 
-    install(lm, capacity="50%")
+    install(lm, capacity="50%", cache_reset="never")
     assert lm.report()["totals"]["requests"] == 0
     cold = misses()
     warm = misses()

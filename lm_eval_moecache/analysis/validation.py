@@ -109,7 +109,7 @@ def simulate(trace: Trace, setting: Setting) -> Series:
 
     `compute_ms` is the rest of the wall, as engines report it.
     """
-    passes = replay(trace, setting).ledger.passes
+    passes = replay(trace, setting, cache_reset="never").ledger.passes
     hits = np.cumsum([record.hits for record in passes])
     share = 100 * hits / np.cumsum([record.requests for record in passes])
     decoded = [i for i, record in enumerate(passes) if record.phase != PREFILL]

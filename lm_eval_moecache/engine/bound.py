@@ -22,7 +22,7 @@ def fewest_misses(
     trace: Trace,
     setting: Setting,
     *,
-    cache_reset: str = "never",
+    cache_reset: str = "request",
     free_prefill: bool = False,
     allow_bypass: bool = False,
 ) -> tuple[int, int]:

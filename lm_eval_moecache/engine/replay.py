@@ -47,7 +47,7 @@ def replay(
     setting: Setting,
     *,
     future: Future | None = None,
-    cache_reset: str = "never",
+    cache_reset: str = "request",
     on_progress: Callable[[int], object] | None = None,
     on_engine: Callable[[VirtualEngine], object] | None = None,
 ) -> VirtualEngine:
@@ -242,6 +242,15 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting, cache_reset: str) 
         name = identity(choice, setting.seed, engine.prefetch_digest, cache_reset)
         recorded = trace.proposed.get(name)
         asked_ahead = prefetch
+        other = "request" if cache_reset == "never" else "never"
+        if recorded is None and identity(choice, setting.seed, engine.prefetch_digest, other) in (
+            trace.proposed
+        ):
+            raise ValueError(
+                f"trace {trace.name} holds what prefetch={choice.name!r} proposed under "
+                f"cache_reset={other!r}, not under {cache_reset!r}. Allowed: cache_reset={other}, "
+                f"or another trace, recorded with cache_reset={cache_reset}."
+            )
     if recorded is None and prefetch.predicts_pass:
         raise ValueError(
             f"trace {trace.name} was not recorded with prefetch={choice.name!r} and this profile, "

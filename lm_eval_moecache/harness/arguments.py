@@ -218,11 +218,10 @@ class ModelArguments(Schema):
         description="requests that the emulated device serves at once, sharing its cache, link and "
         "clock (how many are computed together is `batch_size`, which changes no figure)",
     )
-    cache_reset: Literal["never", "request"] | None = Field(
-        None,
-        description="`never`: cache, link, clock and rules carry over from request to request; "
-        "`request`: each request starts with fresh ones (default: `never` for lossless policies, "
-        "`request` for lossy ones)",
+    cache_reset: Literal["request", "never"] = Field(
+        "request",
+        description="`request`: each request starts with a fresh cache, link, clock and rules; "
+        "`never`: a running server, where they carry over from request to request",
     )
     draft: Name = Field(
         None,
@@ -234,15 +233,11 @@ class ModelArguments(Schema):
     )
 
 
-RESETS = ("never", "request")
 KEYS = tuple(ModelArguments.model_fields)
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    **{
-        key: get_args(field.annotation)
-        for key, field in ModelArguments.model_fields.items()
-        if getattr(field.annotation, "__origin__", None) is Literal
-    },
-    "cache_reset": RESETS,
+    key: get_args(field.annotation)
+    for key, field in ModelArguments.model_fields.items()
+    if getattr(field.annotation, "__origin__", None) is Literal
 }
 """Key -> the values it may have, the default first."""
 
@@ -256,7 +251,6 @@ class Config(ModelArguments):
 
     policy: InstanceOf[Policy]
     capacity: str
-    cache_reset: Literal["never", "request"]
     precision: str | None
     hardware: InstanceOf[Hardware]
     emulate: InstanceOf[RealModel] | None
@@ -388,7 +382,6 @@ def read_config(
         "throttle_bytes_per_s": parse_bandwidth(bandwidth) if wall and bandwidth else None,
         "emulate": None if args.emulate is None else load_real_model(args.emulate),
         "warm": None if args.warm is None else load_use(args.warm),
-        "cache_reset": args.cache_reset or RESETS[not policy.is_lossless],
         "draft": draft,
         "draft_tokens": (args.draft_tokens or DEFAULT_DRAFT_TOKENS) if speculative else None,
     }

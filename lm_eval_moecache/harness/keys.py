@@ -91,7 +91,7 @@ class ModelKeys(HFLMKeys, total=False):
     encoded_dir: Place
     scoring: Literal["parallel", "scan"]
     streams: int
-    cache_reset: Literal["never", "request"]
+    cache_reset: Literal["request", "never"]
     draft: Place
     draft_tokens: int
 

@@ -67,11 +67,12 @@ def detail_of(config: Config) -> Detail:
         )
         return dataclasses.replace(FULL, shadows=shadows)
     choices = [*_asking_gates(), *([prefetch] if needs_shadow(prefetch) else [])]
-    unique = {identity(choice, config.seed, ""): choice for choice in choices}
+    reset = config.cache_reset
+    unique = {identity(choice, config.seed, "", reset): choice for choice in choices}
     return Detail(
         logits=config.policy.eviction.algorithm.uses_logits,
         predictions=False,
-        shadows=tuple((choice, config.seed, config.cache_reset) for choice in unique.values()),
+        shadows=tuple((choice, config.seed, reset) for choice in unique.values()),
         criticals=(None, prefetch.parameters.get("critical")),
     )
 

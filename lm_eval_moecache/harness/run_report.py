@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lm_eval_moecache.algorithms.policy import Policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.engine import Engine
@@ -29,7 +30,6 @@ _TITLED = ("scoring", "streams", "cache_reset", "link", *_RARE)
 _DEFAULTS = {
     "phases": "all",
     **{key: ModelArguments.model_fields[key].default for key in _TITLED},
-    "cache_reset": "never",
 }
 
 
@@ -159,6 +159,9 @@ def settings_without_effect(
             "nothing was prefetched while drafting. Give more capacity, fewer draft_tokens or "
             "a cutoff."
         )
+    proposed = sum(p.predicted for group in by_task.values() for r in group for p in r.passes)
+    if requests and not policy.prefetch.algorithm.needs_draft:
+        warnings += idle_prefetch(policy, config.cache_reset, proposed)
     if config.link == FIFO and not policy.prefetch.algorithm.is_active:
         warnings.append(
             "link=fifo: this policy prefetches nothing, so the figures are those of link=priority."
@@ -179,6 +182,20 @@ def settings_without_effect(
             f"scoring=scan: no text was scored in {', '.join(unscored)}, so it had no effect there."
         )
     return warnings
+
+
+def idle_prefetch(policy: Policy, cache_reset: str, proposed: int) -> list[str]:
+    """Return a sentence where a policy's prefetcher has not proposed a single expert, and why."""
+    algorithm = policy.prefetch.algorithm
+    if proposed or not algorithm.is_active:
+        return []
+    reason = "no request made it propose an expert"
+    if algorithm.remembers and cache_reset == "request":
+        reason += (
+            ", and cache_reset=request forgets what others taught it. A running server, "
+            "cache_reset=never, remembers"
+        )
+    return [f"prefetch={policy.prefetch.name} did nothing: {reason}."]
 
 
 # --- the speed table ---

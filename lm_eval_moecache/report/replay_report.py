@@ -5,6 +5,7 @@ Below: one replay as a timeline.
 
 from __future__ import annotations
 
+import math
 import shutil
 import textwrap
 from collections import defaultdict
@@ -41,6 +42,8 @@ class Row:
     """Settings that had no effect on this trace."""
     regime: dict[str, Any]
     """Only its `capacity_cycles` is meaningful where the trace gives no sizes."""
+    cache_reset: str
+    """Whether each request started anew (`request`), or found what others left (`never`)."""
     emulates: str = ""
     """The model whose sizes the layers were charged with; empty for the trace's own."""
     warmed_by: str = ""
@@ -77,6 +80,7 @@ class Row:
             "has_sizes": self.has_sizes,
             "emulate": self.emulates or None,
             "warm": self.warmed_by or None,
+            "cache_reset": self.cache_reset,
             "regime": self.regime if self.has_sizes else None,
             "metrics": self.metrics,
             **{
@@ -210,6 +214,8 @@ def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
         "": f"emulated model: {first.emulates}" if first.emulates else "",
         "warm": f"warmed by: {first.warmed_by}" if first.warmed_by else "",
         "Hardware": f"hardware: {_hardware(first)}",
+        # One value for all: it is no list.
+        "reset": "" if first.cache_reset == "request" else f"cache_reset: {first.cache_reset}",
     }
     parts = [text for head, text in shared.items() if text and head not in columns]
     parts += named if "Policy" in columns else []
@@ -254,10 +260,15 @@ PASSES, COMPUTE, LINK, HOST = TRACKS = ("passes", "compute", "link", "host")
 
 
 class Timeline:
-    """Records a replay as events of the Trace Event format."""
+    """Records a replay as events of the Trace Event format.
+
+    Requests that start anew, each at time 0, stand one behind the other.
+    """
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
+        self._starts_s: list[float] = []
+        self._end_s = 0.0
         for index, name in enumerate(TRACKS):
             self._add("thread_name", "M", index, args={"name": name})
             self._add("thread_sort_index", "M", index, args={"sort_index": index})
@@ -266,13 +277,16 @@ class Timeline:
         self.events.append({"name": name, "ph": kind, "pid": 1, "tid": track, **rest})
 
     def span(self, track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        """Add a span of time to a track; spans without duration are left out."""
+        """Add a span of the latest engine's time to a track, unless it has no duration."""
         if end_s > start_s:
-            times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
+            offset_s = self._starts_s[-1]
+            self._end_s = max(self._end_s, offset_s + end_s)
+            times = {"ts": (offset_s + start_s) * 1e6, "dur": (end_s - start_s) * 1e6}
             self._add(name, "X", TRACKS.index(track), cat=track, **times, args=args)
 
     def watch(self, engine: VirtualEngine) -> None:
-        """Record what the engine's clock, link and host do from now on."""
+        """Record what the engine's clock, link and host do from now on, behind all so far."""
+        self._starts_s.append(self._end_s)
         engine.record_spans(self._add_span)
 
     def _add_span(self, kind: str, start_s: float, end_s: float, what: int, number: int) -> None:
@@ -290,7 +304,11 @@ class Timeline:
 
     def as_dict(self, engine: Engine) -> dict[str, Any]:
         """Return the file's content, including the passes of the engine's ledger."""
+        starts_s, last_s = iter(dict.fromkeys(self._starts_s)), math.inf
         for record in engine.ledger.passes:
+            if record.start_s <= last_s:  # another engine's first pass
+                self._starts_s.append(next(starts_s))
+            last_s = record.start_s
             args = {"tokens": record.num_tokens, "misses": record.misses, "late": record.late}
             self.span(PASSES, record.phase, record.start_s, record.end_s, **args)
         return {"traceEvents": self.events, "displayTimeUnit": "ms"}

@@ -203,7 +203,9 @@ def default_config() -> Config:
 
 def resolve(config: Config) -> dict[str, Any]:
     """Return the configuration with policy and hardware in full, without their sources."""
-    default = default_config()
+    # What a run without the key had before `request` became the default: finished runs of a running
+    # server stay finished, and pass for no others.
+    default = default_config().with_changes(cache_reset="never")
     resolved: dict[str, Any] = {
         name: value
         for name, value in config

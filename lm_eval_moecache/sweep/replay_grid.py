@@ -18,6 +18,7 @@ from lm_eval_moecache.engine.regime import decode_waits, regime_of
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import MOST_READS, Setting
 from lm_eval_moecache.harness.arguments import Config, read_config
+from lm_eval_moecache.harness.run_report import idle_prefetch
 from lm_eval_moecache.records.numbers import MOST_COUNT, read_count, unknown_name_error
 from lm_eval_moecache.records.sizes import Capacity, check_sized
 from lm_eval_moecache.report.metrics import task_metrics
@@ -222,12 +223,7 @@ class Replays:
     def row(self, config: Config, on_progress: Progress) -> Row:
         """Replay the trace under this configuration; return its row, with bounds if requested."""
         setting, policy, emulate = self.setting(config), config.policy, config.emulate
-        run, reason = self._run(setting, on_progress), ""
-        if policy.prefetch.algorithm.is_active and not run.proposed:
-            reason = "nothing of this trace made it propose an expert"
-            if policy.prefetch.name == "history":
-                requests = len(self.trace.requests)
-                reason = f"it learns from earlier requests, and the trace has {requests}"
+        run = self._run(setting, on_progress)
         row = Row(
             trace=self.file,
             has_sizes=self.trace.has_sizes or emulate is not None,
@@ -235,7 +231,8 @@ class Replays:
             capacity=setting.capacity,
             hardware=config.hardware,
             metrics=run.metrics,
-            warnings=(f"prefetch={policy.prefetch.name} did nothing: {reason}.",) if reason else (),
+            cache_reset=config.cache_reset,
+            warnings=tuple(idle_prefetch(policy, config.cache_reset, run.proposed)),
             regime=run.regime,
             emulates="" if emulate is None else emulate.name,
             warmed_by="" if setting.warm is None else setting.warm.name,

@@ -104,13 +104,14 @@ def needs_shadow(choice: Choice) -> bool:
     return bool(sees_more or choice.is_outside)
 
 
-def identity(choice: Choice, seed: int, predictor: str, cache_reset: str = "never") -> str:
+def identity(choice: Choice, seed: int, predictor: str, cache_reset: str) -> str:
     """Return a prefetcher's JSON identity: all that determines its proposals in a given run.
 
-    It may keep a state from request to request, unless `cache_reset=request` gives it a new one.
+    One that remembers keeps a state from request to request, unless `cache_reset=request` gives it
+    a new one.
     """
     fields: dict[str, Any] = {**choice.as_dict(), "predictor": predictor}
-    if cache_reset != "never":
+    if cache_reset != "never" and choice.algorithm.remembers:
         fields["cache_reset"] = cache_reset
     if choice.algorithm.draws:
         fields["seed"] = seed

@@ -149,7 +149,11 @@ LINK_ONLY = make_hardware(
 def test_an_on_demand_run_takes_the_emulated_bytes_over_the_link(trace: Trace, name: str) -> None:
     model = load_real_model(name)
     engine, seven_experts = (
-        replay(trace, traces.setting_for(trace, capacity, hardware=LINK_ONLY, emulate=model))
+        replay(
+            trace,
+            traces.setting_for(trace, capacity, hardware=LINK_ONLY, emulate=model),
+            cache_reset="never",
+        )
         for capacity in ("30%", "7")
     )
     # 30% of 24 experts are seven; each takes an emulated expert's bytes over the link.

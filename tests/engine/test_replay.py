@@ -70,7 +70,7 @@ def test_recorded_proposals_do_not_hide_predictions_from_a_routing(trace: Trace)
     unproposed = replay(trace, run).ledger.passes
     events = trace.num_passes * trace.geometry.num_layers
     no_proposals = Lists(np.empty(0, dtype=np.int32), np.zeros(events + 1, dtype=int))
-    prefetch_id = identity(load_policy("pre_gated").prefetch, 0, "")
+    prefetch_id = identity(load_policy("pre_gated").prefetch, 0, "", "request")
     proposed = replace(trace, proposed={prefetch_id: no_proposals})
     assert replay(proposed, run).ledger.passes == unproposed
 
@@ -103,10 +103,12 @@ def test_what_needs_the_future_is_refused_outside_a_replay(axis: dict[str, objec
 
 def test_the_oracle_leaves_no_misses_where_the_link_is_fast_enough(trace: Trace) -> None:
     plain = traces.setting("on_demand", "100%", prefetch="oracle")
-    slow = replay(trace, plain, future=Future(trace))
+    future = Future(trace)
+    slow = replay(trace, plain, future=future, cache_reset="never")
     assert sum(p.late for p in slow.ledger.passes) > 0
     free = replace(traces.HARDWARE, link_bytes_per_s=1e15, link_latency_s=0.0)
-    fast = replay(trace, replace(plain, hardware=free), future=Future(trace))
+    no_wait = replace(plain, hardware=free)
+    fast = replay(trace, no_wait, future=future, cache_reset="never")
     # No prediction precedes the first event.
     assert sum(p.late + p.misses for p in fast.ledger.passes[1:]) == 0
     assert metrics_of(fast)["prefetch_precision"] == 1.0
@@ -114,7 +116,7 @@ def test_the_oracle_leaves_no_misses_where_the_link_is_fast_enough(trace: Trace)
 
 def hit_rates(trace: Trace, future: Future, eviction: str, capacity: str) -> dict[str, Any]:
     setting = traces.setting_for(trace, capacity, {"eviction": eviction})
-    return metrics_of(replay(trace, setting, future=future))
+    return metrics_of(replay(trace, setting, future=future, cache_reset="never"))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def test_what_the_olmoe_trace_would_hit_if_experts_may_bypass_the_cache() -> Non
     """Published next to Belady's 32.0% at 51 slots: an expert may be dropped right after use."""
     trace = load_trace(str(traces.published("trace_olmoe_299.jsonl")))
     setting = traces.setting_for(trace, "51")
-    missed, requests = fewest_misses(trace, setting, allow_bypass=True)
+    missed, requests = fewest_misses(trace, setting, cache_reset="never", allow_bypass=True)
     assert round(100 - 100 * missed / requests, 1) == 35.2
 
 

@@ -58,7 +58,7 @@ def test_the_most_used_that_fit_are_there_at_no_cost(capacity: str, held: set[in
 def test_a_reset_goes_back_to_the_warm_state(trace: Trace) -> None:
     setting = warmed("30%", use_of(trace))
     placed = dict(VirtualEngine(traces.GEOMETRY, setting).pools[0].resident)
-    engine = replay(trace, setting)
+    engine = replay(trace, setting, cache_reset="never")
     assert engine.pools[0].resident != placed
     evictions = sum(p.evictions for p in engine.ledger.passes)
     engine.reset_cache()
@@ -108,7 +108,8 @@ def test_after_a_reset_what_fills_the_cache_again_is_kept(
 def test_the_host_computes_what_the_profile_left_out(trace: Trace) -> None:
     """KTransformers places experts by profile: without one its cache stays empty."""
     setting = traces.setting_for(trace, "50%", policy="ktransformers", warm=use_of(trace))
-    cold, warm = replay(trace, dataclasses.replace(setting, warm=None)), replay(trace, setting)
+    unplaced = dataclasses.replace(setting, warm=None)
+    cold, warm = (replay(trace, each, cache_reset="never") for each in (unplaced, setting))
     placed = dict(VirtualEngine(traces.GEOMETRY, setting).pools[0].resident)
     assert warm.pools[0].resident == placed and not cold.pools[0].resident
     assert warm.clock.now < cold.clock.now
@@ -164,6 +165,6 @@ def test_a_cell_is_named_by_what_warms_it(tmp_path: Path, path: Path) -> None:
 def test_an_eviction_with_a_state_of_its_own_is_asked_after_a_reset_too(
     name: str, trace: Trace
 ) -> None:
-    engine = replay(trace, warmed("30%", None, eviction=name))
+    engine = replay(trace, warmed("30%", None, eviction=name), cache_reset="never")
     engine.reset_cache()
     assert engine.state.run[0].own == 1

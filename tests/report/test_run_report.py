@@ -36,7 +36,7 @@ METRICS: dict[str, Any] = {
 REPORT: dict[str, Any] = {
     **{"policy": POLICY, "capacity": "5%", "capacity_bytes": 1234},
     "hardware": {"name": "a100-5GBps", "link_bytes_per_s": 2.5e9},
-    **{"clock": "virtual", "scoring": "parallel", "cache_reset": "never", "warnings": []},
+    **{"clock": "virtual", "scoring": "parallel", "cache_reset": "request", "warnings": []},
     **{"totals": METRICS, "tasks": {"gsm8k": METRICS, "mmlu": METRICS}},
 }
 
@@ -59,10 +59,10 @@ def test_the_title_names_the_link_and_the_settings_that_are_not_the_default() ->
     title = speed_table(REPORT).split("\n")[0]
     assert "hardware: a100-5GBps at 2.5 GB/s" in title
     assert not any(word in title for word in ("scoring", "phases", "cache_reset"))
-    changed = {"scoring": "scan", "cache_reset": "request"}
+    changed = {"scoring": "scan", "cache_reset": "never"}
     policy = {**POLICY, "phases": "decode"}
     title = speed_table({**REPORT, **changed, "policy": policy}).split("\n")[0]
-    assert title.endswith("phases: decode, scoring: scan, cache_reset: request")
+    assert title.endswith("phases: decode, scoring: scan, cache_reset: never")
 
 
 # --- a setting without effect on a task is warned of, and no other ---
@@ -104,6 +104,7 @@ def warnings_of(tasks: Any, stage: Any = None, **given: Any) -> list[str]:
         ({"precision": "int8:int4"}, ("precision=int8:int4",), "scan"),
         ({"stage": SOLVED}, ("prefetch.cutoff=auto",), "scan"),
         ({"link": "fifo"}, ("link=fifo",), "scan"),
+        ({"prefetch": "history"}, ("prefetch=history", "cache_reset=never"), "scan"),
     ],
 )
 def test_what_did_nothing_is_said_with_its_tasks(

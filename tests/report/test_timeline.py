@@ -25,8 +25,8 @@ def test_durations_and_bytes_add_up_to_the_runs_totals(
     trace = read_trace(traces.record(tmp_path), logits=True, predicted=True)
     setting = dataclasses.replace(traces.setting(policy, "25%"), link=link)
     timeline = Timeline()
-    engine = replay(trace, setting, on_engine=timeline.watch)
-    plain = replay(trace, setting)
+    engine = replay(trace, setting, cache_reset="never", on_engine=timeline.watch)
+    plain = replay(trace, setting, cache_reset="never")
     assert engine.ledger.passes == plain.ledger.passes
     spans = [e for e in timeline.as_dict(engine)["traceEvents"] if e["ph"] == "X"]
 
@@ -42,7 +42,21 @@ def test_durations_and_bytes_add_up_to_the_runs_totals(
     assert total(LINK, what="bytes") == engine.link.bytes_moved
     assert total(HOST) == pytest.approx(sum(p.host_s for p in passes) * 1e6)
     assert (total(HOST) > 0) == (policy in ("hybrimoe",))
-    for track in (COMPUTE, LINK, HOST):
+    _assert_apart(spans)
+
+
+def test_requests_that_start_anew_stand_one_behind_the_other(tmp_path: Path) -> None:
+    trace = read_trace(traces.record(tmp_path), logits=True, predicted=True)
+    timeline = Timeline()
+    engine = replay(trace, traces.setting("specmd", "25%"), on_engine=timeline.watch)
+    spans = [e for e in timeline.as_dict(engine)["traceEvents"] if e["ph"] == "X"]
+    assert sum(p.start_s == 0 for p in engine.ledger.passes) == len(trace.requests) > 1
+    assert len([e for e in spans if e["cat"] == PASSES]) == trace.num_passes
+    _assert_apart(spans)
+
+
+def _assert_apart(spans: list[dict[str, Any]]) -> None:
+    for track in TRACKS:
         track_spans = sorted((e for e in spans if e["cat"] == track), key=lambda e: e["ts"])
         for before, after in pairwise(track_spans):
             assert after["ts"] >= before["ts"] + before["dur"] - 1e-6, (before, after)

@@ -242,7 +242,7 @@ def test_a_dry_run_counts_runs_and_replays(
 
 def test_bounds_are_listed_with_the_cells_of_a_sweep(tmp_path: Path, base: dict[str, Any]) -> None:
     grid = {"eviction": ["lru", "fifo"], "capacity": ["50%", "75%"], "miss": ["fetch", "drop"]}
-    fields = {**base, "policy": "on_demand"}
+    fields = {**base, "policy": "on_demand", "cache_reset": "never"}
     path = swept(tmp_path / "x", base=fields, grid=grid, bounds=["belady", "oracle"])
     runs = list(records(path.parent).values())
     bounds = {
