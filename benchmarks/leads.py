@@ -1,4 +1,4 @@
-"""Derives leads and slopes per document, for `tools.claims` to test.
+"""Derives leads and slopes per document, for `moecache_lab.claims` to test.
 
 Usage: python benchmarks/leads.py [--out results]. Reads the runs of the folders named below and
 writes `lead_OVER.json` (the share of time that a policy saves over another, at each value of an

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from grid import RESULTS, Floats, Run, arguments, bounds, draws, fill, interval, sections
 
-from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
-from lm_eval_moecache.analysis.divergence import Reading, compare, read_window
 from lm_eval_moecache.records.ledger import total
 from lm_eval_moecache.report.plots import legend, look, new_figure, save
 from lm_eval_moecache.report.tables.text import padded
 from lm_eval_moecache.sweep.evaluation import leaf_tasks
+from moecache_lab.analyses.divergence import Reading, compare, read_window
+from moecache_lab.analyzed_model import AnalyzedModel
 
 DOCUMENTS, TRIED = 200, 10
 SLOTS = 16

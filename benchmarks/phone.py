@@ -20,7 +20,7 @@ import numpy as np
 from grid import arguments, text_table
 from scipy import optimize
 
-from lm_eval_moecache.analysis.validation import HIT, READ, WALL, Series, read_measured
+from lm_eval_moecache.engine.validation import HIT, READ, WALL, Series, read_measured
 from lm_eval_moecache.engine.virtual.costs import Costs, arrivals, read_shares
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware, load_hardware

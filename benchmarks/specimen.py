@@ -33,9 +33,9 @@ from grid import RESULTS, arguments, decode_trace, setting_of, text_table
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lm_eval_moecache.analysis.analyzed_model import watched
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.model.checkpoint import model_path
+from lm_eval_moecache.model.reading import watched
 from lm_eval_moecache.records.ledger import total
 from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.tiny import documents

@@ -177,7 +177,7 @@ def losses_text(found: Mapping[str, Any]) -> str:
 
 
 def _counts(arguments: Namespace) -> int:
-    from lm_eval_moecache.analysis import validation
+    from lm_eval_moecache.engine import validation
     from moecache_plan import counts as runtime
 
     if arguments.measured is not None:
@@ -245,7 +245,7 @@ def _counted_capacity(counted: Counts, num_layers: int) -> str:
 
 
 def _tokens(arguments: Namespace) -> int:
-    from lm_eval_moecache.analysis import validation
+    from lm_eval_moecache.engine import validation
 
     tokens = validation.read_tokens(arguments.tokens)
     trace = load_trace(arguments.trace)

@@ -35,7 +35,7 @@ for sister in SISTERS:
 # tiny/ is the shipped model and its documents, which any folder may open.
 ORDER = (
     *("records", "emulate", "tiny", "trace", "algorithms", "engine", "testing", "model", "report"),
-    *("harness", "sweep", "tune", "analysis", "profiling", "cli"),
+    *("harness", "sweep", "tune", "profiling", "cli"),
     *SISTERS,
 )
 

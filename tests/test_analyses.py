@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from lm_eval_moecache.analysis import coactivation, divergence, drafting, optimal_expert
-from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel, read_texts
-from lm_eval_moecache.analysis.divergence import Reading, Window, compare, figures
-from lm_eval_moecache.analysis.optimal_expert import ForcedExpert
 from lm_eval_moecache.model.predictor.samples import RouterCapture
-from lm_eval_moecache.profiling import logit_range
 from lm_eval_moecache.records.coactivation import Coactivation
 from lm_eval_moecache.testing.streams import make_event, make_geometry
+from moecache_lab import logit_range
+from moecache_lab.analyses import coactivation, divergence, drafting, optimal_expert
+from moecache_lab.analyses.divergence import Reading, Window, compare, figures
+from moecache_lab.analyses.optimal_expert import ForcedExpert
+from moecache_lab.analyzed_model import AnalyzedModel, read_texts
 from tests.conftest import Checkpoint, Moecache
 from tests.families.check import save
 

@@ -14,9 +14,7 @@ import pytest
 import yaml
 
 from lm_eval_moecache.report.statistics import documents_needed
-from tests.conftest import Moecache
-from tests.report.runs import leaderboard_of_four, record
-from tools.claims import (
+from moecache_lab.claims import (
     DEPENDS,
     FAILS,
     GATED,
@@ -33,8 +31,10 @@ from tools.claims import (
     page,
     read_claims,
 )
-from tools.claims.__main__ import main
-from tools.claims.statistics import margin_test
+from moecache_lab.claims.__main__ import main
+from moecache_lab.claims.statistics import margin_test
+from tests.conftest import Moecache
+from tests.report.runs import leaderboard_of_four, record
 
 DOCS = 40
 

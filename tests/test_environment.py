@@ -19,13 +19,13 @@ from lm_eval.tasks import TaskManager
 
 from lm_eval_moecache import __main__
 from lm_eval_moecache.cli import main as module
-from lm_eval_moecache.cli.analyze import ANALYSES
-from lm_eval_moecache.cli.profile import action_names
+from lm_eval_moecache.cli.profile import actions
 from lm_eval_moecache.records.artifact import write_artifact
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.report.runs.files import PACKED, RUNS, write_packed
 from lm_eval_moecache.sweep import files, worker
 from lm_eval_moecache.sweep.files import only_sweep, write_record
+from moecache_lab.analyze import ANALYSES
 from tests.conftest import Moecache
 from tests.engine import traces
 from tests.records.test_artifact import make
@@ -93,6 +93,7 @@ COMMANDS = {
     "eval, encoded experts": f"{EVAL}precision=int8,encoded_dir={{0}}/new",
     "eval, files of experts": f"{EVAL}clock=wall,policy=on_demand,store=disk,dtype=float32,"
     "store_dir={0}/new",
+    "profile device": "profile device a.csv b.csv --base=h200 --capacity=2 --out={0}/new/x.yaml",
     "profile hardware": "profile hardware --out={0}/new/x.yaml",
     "profile layer_sizes": f"profile layer_sizes {TRACE} --out={{0}}/sizes.json",
     "profile logit_range": "profile logit_range --out={0}/new/x.json",
@@ -118,7 +119,7 @@ def test_every_command_that_writes_is_tried_on_a_folder_that_cannot_be_written()
     assert not missing, f"{missing}: add to COMMANDS, or where nothing is written to READERS"
     assert tried | READERS == set(module.commands())
     assert not tried & READERS
-    assert {what for command, what, *_ in words if command == "profile"} == set(action_names())
+    assert {what for command, what, *_ in words if command == "profile"} == set(actions())
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)

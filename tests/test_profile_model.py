@@ -14,12 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lm_eval_moecache.algorithms.registry import find_algorithm
-from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
-from lm_eval_moecache.analysis.coactivation import observe
-from lm_eval_moecache.analysis.sensitivity import Fisher
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.model.coactivation import observe
 from lm_eval_moecache.model.moe_layers import find_moe_layers, router_digest
+from lm_eval_moecache.model.reading import ReadingModel
+from lm_eval_moecache.model.sensitivity import Fisher
 from lm_eval_moecache.profiling._texts import task_examples
 from lm_eval_moecache.records.artifact import (
     ARTIFACT_DIR,
@@ -105,7 +105,7 @@ def test_the_shipped_profile_is_of_tiny_and_made_from_training_documents() -> No
 
 
 def test_warm_up_tokens_count_for_less() -> None:
-    analyzed = AnalyzedModel("tiny", [TEXT], 100)
+    analyzed = ReadingModel("tiny", [TEXT], 100)
     plain = observe(analyzed, 16).counts
     light = observe(analyzed, 16, lambda n: np.where(np.arange(n) < 60, 0.0, 1.0)).counts
     np.testing.assert_allclose(plain.activations.sum(axis=-1), 101 * 8)
@@ -113,7 +113,7 @@ def test_warm_up_tokens_count_for_less() -> None:
 
 
 def test_output_similarity_is_the_mean_cosine_of_what_two_experts_give() -> None:
-    analyzed = AnalyzedModel("tiny", [TEXT], 40)
+    analyzed = ReadingModel("tiny", [TEXT], 40)
     observation = observe(analyzed, 5)
     similarity = observation.similarity()
     np.testing.assert_allclose(np.diagonal(similarity, axis1=1, axis2=2), 1.0, atol=1e-2)
@@ -176,11 +176,11 @@ def test_the_lightest_go_first_and_the_heaviest_always_stays() -> None:
 
 
 @pytest.fixture(scope="module")
-def analyzed() -> AnalyzedModel:
-    return AnalyzedModel("tiny", [APPLES], max_tokens=24)
+def analyzed() -> ReadingModel:
+    return ReadingModel("tiny", [APPLES], max_tokens=24)
 
 
-def test_the_slope_is_that_of_the_loss(analyzed: AnalyzedModel) -> None:
+def test_the_slope_is_that_of_the_loss(analyzed: ReadingModel) -> None:
     """One token's output moves a little along its change: the loss must follow the gradient."""
     analyzed.model.float()
     # Of earlier tokens a step flips a near tie of a later router, and the loss jumps.
@@ -206,7 +206,7 @@ def test_the_slope_is_that_of_the_loss(analyzed: AnalyzedModel) -> None:
     assert slope == pytest.approx((moved(step) - moved(-step)) / (2 * step), rel=0.05, abs=1e-3)
 
 
-def test_a_quarter_of_the_activations_lies_below_its_threshold(analyzed: AnalyzedModel) -> None:
+def test_a_quarter_of_the_activations_lies_below_its_threshold(analyzed: ReadingModel) -> None:
     fisher = Fisher(analyzed)
     fisher.read()
     assert (fisher.sensitivity > 0).all()
@@ -244,7 +244,7 @@ def test_logit_range_is_the_mean_of_max_less_min_as_the_routing_takes_it(
     report = json.loads(moecache(*command, "--max_tokens=600", f"--out={out}"))
     ranges = json.loads(out.read_text())["logit_range"]
     assert report == pytest.approx(ranges, abs=1e-4)
-    analyzed = AnalyzedModel(model, [file.read_text()], 600)
+    analyzed = ReadingModel(model, [file.read_text()], 600)
     assert len(analyzed.windows) == 2
     with torch.no_grad():
         outputs = [

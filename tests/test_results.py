@@ -24,8 +24,8 @@ from lm_eval_moecache.report.tables.leaderboard import distinct
 from lm_eval_moecache.sweep.files import finished
 from lm_eval_moecache.sweep.run import check_cells
 from lm_eval_moecache.sweep.spec import fit, read_sweep
+from moecache_lab.claims import VERDICTS, answer, page, read_claims
 from moecache_lab.reproduce import paper_page
-from tools.claims import VERDICTS, answer, page, read_claims
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 INDEX = (RESULTS / "README.md").read_text()
@@ -108,7 +108,7 @@ def test_the_claims_page_is_what_the_command_writes() -> None:
     verdicts = answer(claims, RESULTS)
     written = (RESULTS / "CLAIMS.md").read_text()
     assert page(claims, verdicts) == written, (
-        "run: python -m tools.claims results/claims.yaml --write"
+        "run: python -m moecache_lab.claims results/claims.yaml --write"
     )
     for verdict in verdicts:
         assert verdict.verdict in VERDICTS

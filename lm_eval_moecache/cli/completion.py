@@ -54,5 +54,5 @@ def _parser_of(name: str) -> Any:
     # A command that parses by itself: only the actions of `profile` are listed.
     parser = argparse.ArgumentParser(add_help=False)
     if name == "profile":
-        parser.add_argument("artifact", choices=module.action_names())
+        parser.add_argument("artifact", choices=list(module.actions()))
     return parser

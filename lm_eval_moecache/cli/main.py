@@ -56,15 +56,22 @@ NOTHING_KEPT = "The same command starts over."
 
 
 def commands() -> dict[str, str]:
-    """Return name -> module of all subcommands, sorted: ours, and those that packages add.
+    """Return name -> module of all subcommands, sorted: ours, and those that packages add."""
+    found = modules_of("cli", "commands")
+    del found["main"]
+    return found
+
+
+def modules_of(folder: str, kind: str) -> dict[str, str]:
+    """Return name -> module of a folder of ours and of the entry points of a kind, sorted.
 
     Raises MoECacheError, naming the package, for a name that is taken.
     """
-    folder = importlib.import_module("lm_eval_moecache.cli").__path__
-    names = {module.name for module in pkgutil.iter_modules(folder)} - {"main"}
-    own = {name: f"lm_eval_moecache.cli.{name}" for name in names if name[0] != "_"}
-    added = plugins.added("commands", own)
-    return dict(sorted({**own, **{name: point.value for name, point in added.items()}}.items()))
+    package = importlib.import_module(f"lm_eval_moecache.{folder}")
+    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    own = {name: f"{package.__name__}.{name}" for name in names if name[0] != "_"}
+    added = {name: point.value for name, point in plugins.added(kind, own).items()}
+    return dict(sorted({**own, **added}.items()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,7 +25,6 @@ from scipy import optimize
 from torch import nn
 
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.analysis.analyzed_model import watched
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.costs import (
     DENSE_KERNELS,
@@ -44,6 +43,7 @@ from lm_eval_moecache.model.device import (
     total_memory,
 )
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.reading import watched
 from lm_eval_moecache.model.store import Matrices
 from lm_eval_moecache.model.wall.loading import ExpertLoader
 from lm_eval_moecache.model.wall.pools import SlotPools

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.harness.arguments import as_arguments_error
 from lm_eval_moecache.records.files import TINY, lines_of, parse_json, read_text
 from lm_eval_moecache.records.numbers import finite, listed_names
 
 if TYPE_CHECKING:
-    from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
+    from lm_eval_moecache.model.reading import ReadingModel
 
 # --- options ---
 
@@ -143,7 +144,7 @@ def _example(task: Any, doc: Any) -> Example:
     return Example(str(prompt), f"{task.config.target_delimiter}{target}")
 
 
-def analyzed_texts(arguments: Namespace) -> tuple[AnalyzedModel, dict[str, Any]]:
+def analyzed_texts(arguments: Namespace) -> tuple[ReadingModel, dict[str, Any]]:
     """Return the model with its texts, and the record of their source."""
     tasks, files = listed_names(arguments.tasks), listed_names(arguments.data)
     if not (tasks or files):
@@ -154,15 +155,12 @@ def analyzed_texts(arguments: Namespace) -> tuple[AnalyzedModel, dict[str, Any]]
     texts += [read_text(name, f"data={name!r}") for name in files]
     names = [Path(name).name for name in files]
     # Imported late: it brings torch, and a wrong option should not wait for it.
-    from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
+    from lm_eval_moecache.model.reading import ReadingModel
 
-    analyzed = AnalyzedModel(
-        arguments.pretrained,
-        texts,
-        arguments.max_tokens,
-        trust_remote_code=arguments.trust_remote_code,
-    )
-    return analyzed, {"tasks": tasks, "data": names, "documents": len(examples)}
+    model, trusted = arguments.pretrained, arguments.trust_remote_code
+    with as_arguments_error(model):
+        reading = ReadingModel(model, texts, arguments.max_tokens, trust_remote_code=trusted)
+    return reading, {"tasks": tasks, "data": names, "documents": len(examples)}
 
 
 def collect_prompts(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:

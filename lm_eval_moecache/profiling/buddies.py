@@ -66,7 +66,7 @@ def run(arguments: Namespace) -> int:
     analyzed, data = analyzed_texts(arguments)
     alphas = alphas_of("alpha", arguments.alpha, analyzed.geometry.num_layers)
 
-    from lm_eval_moecache.analysis.coactivation import observe
+    from lm_eval_moecache.model.coactivation import observe
     from lm_eval_moecache.model.moe_layers import router_digest
 
     def warmup(num_tokens: int) -> npt.NDArray[np.float64]:

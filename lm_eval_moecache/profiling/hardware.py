@@ -14,7 +14,6 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.engine.setting import TOGETHER
 from lm_eval_moecache.profiling._texts import add_options, say
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.sizes import parse_bandwidth, parse_bytes
@@ -41,35 +40,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         ("policy", ON_DEMAND, "policy whose bookkeeping --pretrained measures"),
         ("bandwidth", None, "throttled link bandwidth for --pretrained"),
     )
-    text = "TRACE MEASURED [TRACE MEASURED ...]: fit the profile to any device's measurements"
-    parser.add_argument("--from", type=str, nargs="+", default=[], metavar="FILE", help=text)
-    add_options(
-        parser,
-        ("base", None, "--from: the profile to begin with"),
-        ("capacity", None, "--from: cache capacity"),
-        ("reads", "1", "--from: reads an expert, per pair"),
-        ("tokens", ":", "--from: FIRST:LAST to fit on"),
-        ("fit", None, "--from: figures to fit, by commas"),
-        ("policy_of", ON_DEMAND, "--from: the engine's policy"),
-        ("eviction", "lru", "--from: the engine's eviction"),
-        ("execute", TOGETHER, "--from: the engine's execution order"),
-    )
 
 
 def run(arguments: Namespace) -> int:
     """Measure and write; the profile's `source` names the measurement behind each field."""
-    path = Path(arguments.out)
-    if path.suffix not in (".yaml", ".yml"):
-        raise ValueError(f"out={arguments.out!r} must end in .yaml.")
+    path = profile_path(arguments.out)
     if not 1 <= arguments.matmul <= MOST_EDGE:
         raise ValueError(f"matmul={arguments.matmul} must be 1 or more and at most {MOST_EDGE}.")
-    if getattr(arguments, "from"):
-        from lm_eval_moecache.profiling._fit import fit_to_files
-
-        profile, report = fit_to_files(path.stem, arguments)
-        fields = {k: v for k, v in dataclasses.asdict(profile).items() if v is not None}
-        write_whole(path, _as_yaml(fields))
-        return say(report, [_as_yaml(report).rstrip("\n")], arguments.json)
     nbytes = parse_bytes(arguments.size, "size", unit="MB", least=_LEAST_COPY)
     wall_options = {"bandwidth": arguments.bandwidth, "policy": arguments.policy}
     for key, value in wall_options.items() if not arguments.pretrained else ():
@@ -91,9 +68,17 @@ def run(arguments: Namespace) -> int:
             f"size={arguments.size!r}, matmul={arguments.matmul}: cannot be measured here: {reason}"
         ) from error
     fields = dataclasses.asdict(profile)
-    write_whole(path, _as_yaml(fields))
-    return say(fields, [_as_yaml(fields).rstrip("\n")], arguments.json)
+    write_whole(path, as_yaml(fields))
+    return say(fields, [as_yaml(fields).rstrip("\n")], arguments.json)
 
 
-def _as_yaml(fields: Mapping[str, Any]) -> str:
+def profile_path(out: str) -> Path:
+    """Return the file of a profile to write. Raises ValueError where it is no YAML."""
+    path = Path(out)
+    if path.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"out={out!r} must end in .yaml.")
+    return path
+
+
+def as_yaml(fields: Mapping[str, Any]) -> str:
     return str(yaml.safe_dump(fields, sort_keys=False, width=100))

@@ -27,8 +27,8 @@ def run(arguments: Namespace) -> int:
         raise ValueError(
             f"pretrained={arguments.pretrained!r} has one expert per token: none to leave out."
         )
-    from lm_eval_moecache.analysis.sensitivity import Fisher
     from lm_eval_moecache.model.moe_layers import router_digest
+    from lm_eval_moecache.model.sensitivity import Fisher
 
     fisher = Fisher(analyzed)
     fisher.read()

@@ -1,4 +1,4 @@
-"""`moecache validate` and `profile hardware --from`: by hand, on the clock itself, on a phone."""
+"""`moecache validate` and `profile device`: by hand, on the clock itself, on a phone."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import yaml
 
-from lm_eval_moecache.analysis.validation import Series, setting_of, simulate
-from lm_eval_moecache.profiling._fit import Measured, fit
+from lm_eval_moecache.engine.validation import Series, setting_of, simulate
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.trace.importers import load_trace
+from moecache_lab.device import Measured, fit
 from tests.conftest import Moecache
 from tests.engine import traces
 
@@ -118,7 +118,7 @@ def test_a_fit_finds_the_figures_that_made_the_measurements(
     table = write(tmp_path / "measured.csv", columns)
     start = profile(tmp_path, "start", **link, link_lane_bytes_per_s=5e6)
     out = tmp_path / "fitted.yaml"
-    command = ["profile", "hardware", "--out", out, "--from", trace, table, "--base", start]
+    command = ["profile", "device", trace, table, "--out", out, "--base", start]
     command += ["--capacity", CAPACITY, "--execute", "as_they_arrive", "--reads", "2"]
     command += ["--fit", "link_lane_bytes_per_s,memory_bytes_per_s,link_bytes_per_s", "--json"]
     report = moecache.json(*list(map(str, command)))

@@ -23,7 +23,7 @@ from lm_eval_moecache.report.statistics import (
     tarone,
     z_test,
 )
-from tools.claims.statistics import LEAST_SAMPLES, accepted_interval, margin_test, mean_test
+from moecache_lab.claims.statistics import LEAST_SAMPLES, accepted_interval, margin_test, mean_test
 
 stats = pytest.importorskip("scipy.stats")
 

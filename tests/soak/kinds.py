@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-import tools.claims as report_claims
+import moecache_lab.claims as report_claims
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.cli.table import other_table
@@ -45,14 +45,14 @@ from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.use import load_use, use_of
 from lm_eval_moecache.tune.measure import Objective
 from lm_eval_moecache.tune.search import STUDY, open_study, read_space
+from moecache_lab.claims import page
+from moecache_lab.claims.schema import Part
 from tests.engine import traces
 from tests.records.test_artifact import make
 from tests.report.runs import record
 from tests.soak.corpus import BOARD, CLAIMS, EMULATED, HARDWARE, POLICY, SPACE, SWEEP, arrays_of
 from tests.trace.test_formats import FILES, FOLDER
 from tests.trace.test_trace import CSV, JSONL, ROUTED
-from tools.claims import page
-from tools.claims.schema import Part
 
 OF_CELLS = {
     **{"what": "x", "cells": "cells.json.gz", "expect": {"below": 1}},

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from lm_eval_moecache.analysis.analyzed_model import read_texts
-from lm_eval_moecache.analysis.counts import read_counts
-from lm_eval_moecache.analysis.validation import read_measured
+from lm_eval_moecache.engine.validation import read_measured
 from lm_eval_moecache.profiling._texts import read_prompts
 from lm_eval_moecache.profiling.use import read_counts as read_use_counts
+from moecache_lab.analyzed_model import read_texts
+from moecache_plan.counts import read_counts
 from moecache_plan.published import read_rows
 from tests.soak.corpus import LIGHT, table
 from tests.soak.judge import CLEAR, Tally, places_in, try_damaged, try_table

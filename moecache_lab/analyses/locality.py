@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.report.metrics import cache_metrics
 from lm_eval_moecache.report.plots import new_figure
+from moecache_lab.analyzed_model import Analysis, AnalyzedModel
 
 TITLE = "Expert selection, token after token"
 ABSENT, CACHED, HIT, MISS = range(4)

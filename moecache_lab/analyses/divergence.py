@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows, watched
+from lm_eval_moecache.model.reading import watched
 from lm_eval_moecache.report.metrics import MEGABYTE, cache_metrics, clustered_stderr
 from lm_eval_moecache.report.plots import legend, look, new_figure
+from moecache_lab.analyzed_model import Analysis, AnalyzedModel, Rows
 
 TITLE = "What a policy changes of the output"
 UNMODIFIED = "unmodified"

@@ -14,12 +14,12 @@ import torch
 from tqdm import tqdm
 
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
-from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.report.plots import new_figure
+from moecache_lab.analyzed_model import Analysis, AnalyzedModel, Rows
 
 TITLE = "Share of tokens whose router chose the expert with which they are predicted best"
 

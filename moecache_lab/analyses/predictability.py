@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.analysis.analyzed_model import Analysis, Rows
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.preflight import geometry_of
@@ -38,6 +37,7 @@ from lm_eval_moecache.report.plots import new_figure
 from lm_eval_moecache.report.runs.run import scores_of
 from lm_eval_moecache.sweep.evaluation import answers_of, evaluate, leaf_tasks, quiet
 from lm_eval_moecache.sweep.spec import Cell
+from moecache_lab.analyzed_model import Analysis, Rows
 
 TITLE = "Router certainty against the number of experts predicted rightly"
 TINY_TASKS = ("tiny_gsm8k", "tiny_bbh")

@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.cli.main import print_result
+from lm_eval_moecache.harness.arguments import as_arguments_error
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import finite, unknown_name_error
@@ -31,7 +32,7 @@ ANALYSES: Mapping[str, Mapping[str, Any]] = {
     _PREDICTED: {"tasks": None, "limit": 100, "profile": None},
     "sensitivity": {**_OF_A_TEXT, "seeds": 3},
 }
-"""Analysis -> options with defaults; each is a module of `analysis/` with `run(model, options)`."""
+"""Analysis -> options with defaults; each is a module of `analyses/` with `run(model, options)`."""
 _OPTIONS: Mapping[str, tuple[type, str]] = {
     "text": (
         str,
@@ -88,15 +89,17 @@ def run(arguments: Namespace) -> int:
 def _analyzed(name: str, model: str, options: Mapping[str, Any], **trusted: bool) -> Any:
     """Return the `Analysis`; errors in the options are raised before weights are loaded."""
     # Imported late: a misspelt analysis should not wait for torch.
-    module = importlib.import_module(f"lm_eval_moecache.analysis.{name}")
+    module = importlib.import_module(f"moecache_lab.analyses.{name}")
     if name == _PREDICTED:
         return module.run(model, options, **trusted)
-    from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel, read_texts
     from lm_eval_moecache.harness.preflight import geometry_of
+    from moecache_lab.analyzed_model import AnalyzedModel, read_texts
 
     _check_sizes(options, geometry_of(model, **trusted))
     texts = read_texts(model, options["text"])
-    return module.run(AnalyzedModel(model, texts, options["max_tokens"], **trusted), options)
+    with as_arguments_error(model):
+        analyzed = AnalyzedModel(model, texts, options["max_tokens"], **trusted)
+    return module.run(analyzed, options)
 
 
 def _settled(analysis: str, arguments: Namespace) -> dict[str, Any]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +12,7 @@ import torch
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
-from lm_eval_moecache.harness.arguments import as_arguments_error
-from lm_eval_moecache.model.checkpoint import load_model
-from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
+from lm_eval_moecache.model.reading import ReadingModel
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.files import TINY, lines_of, parse_json, read_text
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
@@ -32,64 +29,8 @@ class Analysis(NamedTuple):
     draw: Callable[[str], Any]
 
 
-@contextmanager
-def watched(
-    modules: Iterable[torch.nn.Module], note: Callable[[int, Any, Any], None]
-) -> Iterator[None]:
-    """Call `note(number of the module, its arguments, its output)` after each module's calls."""
-    with ExitStack() as hooks:
-        for number, module in enumerate(modules):
-            # A hook's first argument is its module, for which the number stands here.
-            hook = partial(lambda number, module, args, output: note(number, args, output), number)
-            hooks.callback(module.register_forward_hook(hook).remove)
-        yield
-
-
-class AnalyzedModel:
-    """A loaded model and its text as windows of tokens; every `under` starts with a cold cache."""
-
-    def __init__(
-        self,
-        pretrained: str,
-        texts: Sequence[str],
-        max_tokens: int,
-        window: int = 512,
-        *,
-        trust_remote_code: bool = False,
-    ) -> None:
-        self.name = pretrained
-        with as_arguments_error(pretrained):
-            self.model, self.tokenizer = load_model(pretrained, trust_remote_code=trust_remote_code)
-        self.layers: list[MoELayer] = find_moe_layers(self.model)
-        self.routers = [layer.router for layer in self.layers]
-        self.geometry = describe(self.model, self.layers, pretrained)
-        self.windows = list[torch.Tensor]()
-        self.text_of = list[int]()
-        """The index of each window's text."""
-        # Each text is split on its own, after a prefix token as lm-eval does for perplexity.
-        prefix = self.tokenizer.bos_token_id
-        prefix = self.tokenizer.eos_token_id if prefix is None else prefix
-        for number, text in enumerate(texts):
-            tokens = self.tokenizer(text, add_special_tokens=False).input_ids[:max_tokens]
-            max_tokens -= len(tokens)
-            token_ids = torch.tensor([*([] if prefix is None else [prefix]), *tokens])
-            windows = [part for part in torch.split(token_ids, window) if len(part) > 1]
-            self.windows += windows
-            self.text_of += [number] * len(windows)
-        if not self.windows:
-            raise ValueError("text: an analysis needs at least two tokens of text.")
-
-    def tell_gates(self, input_ids: torch.Tensor) -> None:
-        """Set the tokens about which the gates are asked: some routers choose by them."""
-        for layer in self.layers:
-            layer.gate.input_ids = input_ids
-
-    def logits(self, window: torch.Tensor) -> torch.Tensor:
-        """Return the current model's logits after each token but the last, [T - 1, V]."""
-        self.tell_gates(window[None])
-        with torch.no_grad():
-            logits: torch.Tensor = self.model(window[None].to(self.model.device)).logits[0, :-1]
-        return logits
+class AnalyzedModel(ReadingModel):
+    """A reading model that runs under a policy; every `under` starts with a cold cache."""
 
     def losses(self, window: torch.Tensor, reduction: str = "none") -> torch.Tensor:
         """Return the current model's loss of each token's successor [T - 1], in nats."""

@@ -15,14 +15,14 @@ from jsonargparse import Namespace
 from lm_eval_moecache.cli.main import make_parser, parsed, print_result
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.numbers import finite
-from tools.claims import Verdict, answer, page, read_claims
+from moecache_lab.claims import Verdict, answer, page, read_claims
 
 PAGE = "CLAIMS.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code, 2 with a one-line message for a user's error."""
-    parser = make_parser("python -m tools.claims", __doc__)
+    parser = make_parser("python -m moecache_lab.claims", __doc__)
     parser.add_argument("file", nargs="?", default="results/claims.yaml", help="the claims file")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE} next to the file")
     try:

@@ -1,23 +1,24 @@
-"""Fits a profile's few effective rates to a device's measurements, with intervals.
+"""Fit a hardware profile's few effective rates to a device's measurements, with intervals.
 
-Each figure has a physical meaning and one value for all tokens and models; nothing is fitted per
-token. The clock itself is the model: every guess replays the routings.
+FILES are pairs: a routing trace, and the table of its tokens as `moecache validate` takes it. Each
+figure has a physical meaning and one value for all tokens and models; nothing is fitted per token.
+The clock itself is the model: every guess replays the routings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-from jsonargparse import Namespace
+from jsonargparse import ArgumentParser, Namespace
 from scipy import optimize, stats
 
-from lm_eval_moecache.analysis.validation import (
+from lm_eval_moecache.engine.setting import MOST_READS, TOGETHER, Setting
+from lm_eval_moecache.engine.validation import (
     MANAGEMENT,
     READ,
     STALL,
@@ -31,7 +32,9 @@ from lm_eval_moecache.analysis.validation import (
     setting_of,
     simulate,
 )
-from lm_eval_moecache.engine.setting import MOST_READS, Setting
+from lm_eval_moecache.profiling._texts import add_options, say
+from lm_eval_moecache.profiling.hardware import as_yaml, profile_path
+from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.records.numbers import finite, read_count, unknown_name_error
 from lm_eval_moecache.trace.importers import load_trace
@@ -67,6 +70,34 @@ class Measured(NamedTuple):
         return same_tokens(ours, self.series, self.tokens)
 
 
+def add_arguments(parser: ArgumentParser) -> None:
+    pairs = "TRACE MEASURED [TRACE MEASURED ...]"
+    parser.add_argument("files", type=str, nargs="+", help=pairs)
+    for name, text in (
+        ("out", "the fitted profile's file: NAME.yaml"),
+        ("base", "the profile to begin with"),
+        ("capacity", "the engine's cache capacity"),
+    ):
+        parser.add_argument(f"--{name}", type=str, required=True, help=text)
+    add_options(
+        parser,
+        ("reads", "1", "reads an expert, or one number per pair, by commas"),
+        ("tokens", ":", "FIRST:LAST to fit on"),
+        ("fit", ",".join(DEFAULT), "figures to fit, by commas"),
+        ("policy", "on_demand", "the engine's policy"),
+        ("eviction", "lru", "the engine's eviction"),
+        ("execute", TOGETHER, "the engine's execution order"),
+    )
+
+
+def run(arguments: Namespace) -> int:
+    """Fit and write; print how certain each fitted figure is."""
+    path = profile_path(arguments.out)
+    profile, report = fit_to_files(path.stem, arguments)
+    write_whole(path, as_yaml({k: v for k, v in asdict(profile).items() if v is not None}))
+    return say(report, [as_yaml(report).rstrip("\n")], arguments.json)
+
+
 def fit_to_files(profile_name: str, arguments: Namespace) -> tuple[Hardware, dict[str, Any]]:
     """Fit to measured tables; return the profile, and a report of how certain each fitted field is.
 
@@ -74,7 +105,7 @@ def fit_to_files(profile_name: str, arguments: Namespace) -> tuple[Hardware, dic
     `says_nothing_of` the figures whose interval spans more than a factor of two.
     """
     runs, base = _measured_runs(arguments)
-    names = DEFAULT if arguments.fit is None else tuple(arguments.fit.split(","))
+    names = tuple(arguments.fit.split(","))
     fitted, intervals, confounded = fit(runs, base, names)
     origin = f"{len(runs)} runs ({', '.join(run.name for run in runs)}), tokens {arguments.tokens}"
     sources = dict(base.sources)
@@ -94,12 +125,9 @@ def fit_to_files(profile_name: str, arguments: Namespace) -> tuple[Hardware, dic
 
 
 def _measured_runs(arguments: Namespace) -> tuple[list[Measured], Hardware]:
-    files = getattr(arguments, "from")
+    files = arguments.files
     if len(files) % 2:
-        raise ValueError(f"from={files!r} must be pairs: TRACE MEASURED [TRACE MEASURED ...].")
-    for key in ("base", "capacity"):
-        if getattr(arguments, key) is None:
-            raise ValueError(f"--from needs --{key} with it.")
+        raise ValueError(f"files={files!r} must be pairs: TRACE MEASURED [TRACE MEASURED ...].")
     texts = arguments.reads.split(",")
     reads = [read_count("reads", count, least=1, most=MOST_READS) for count in texts]
     pairs = list(zip(files[::2], files[1::2], strict=True))
@@ -107,10 +135,9 @@ def _measured_runs(arguments: Namespace) -> tuple[list[Measured], Hardware]:
     if len(reads) != len(pairs):
         raise ValueError(f"reads={arguments.reads!r} must be one number or one for each pair.")
     base, tokens, runs = load_hardware(arguments.base), read_tokens(arguments.tokens), []
-    engine = SimpleNamespace(**{**vars(arguments), "policy": arguments.policy_of})
     for (trace_file, table), count in zip(pairs, reads, strict=True):
         trace = load_trace(trace_file)
-        setting, series = setting_of(trace, base, engine, count), read_measured(Path(table), {})
+        setting, series = setting_of(trace, base, arguments, count), read_measured(Path(table), {})
         runs.append(Measured(Path(trace_file).name.split(".")[0], trace, setting, series, tokens))
         runs[-1].aligned(base)  # refuses a table of another run
     return runs, base

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows, watched
 from lm_eval_moecache.harness.preflight import check_draft
 from lm_eval_moecache.model.moe_layers import MoELayer
+from lm_eval_moecache.model.reading import watched
 from lm_eval_moecache.model.speculative import make_draft, matching_layers
 from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.report.plots import legend, new_figure
+from moecache_lab.analyzed_model import Analysis, AnalyzedModel, Rows
 
 TITLE = "Predicting a layer's experts, by layer"
 Array = np.ndarray[Any, Any]

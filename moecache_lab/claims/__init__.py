@@ -30,8 +30,8 @@ from lm_eval_moecache.report.statistics import (
     holm,
 )
 from lm_eval_moecache.report.tables.text import line
-from tools.claims.schema import Claim, Claims, Part, Premise
-from tools.claims.statistics import (
+from moecache_lab.claims.schema import Claim, Claims, Part, Premise
+from moecache_lab.claims.statistics import (
     LEAST_ANSWERS,
     LEAST_SAMPLES,
     accepted_interval,

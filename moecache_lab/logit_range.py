@@ -33,16 +33,17 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def measure(analyzed: Any) -> list[float]:
+def measure(reading: Any) -> list[float]:
     """Return each MoE layer's mean range of logits over the model's text."""
-    from lm_eval_moecache.analysis.analyzed_model import watched
+    from lm_eval_moecache.model.reading import watched
 
-    sums = [0.0] * len(analyzed.layers)
+    sums = [0.0] * len(reading.layers)
 
     def note(layer: int, args: Any, output: Any) -> None:
-        logits = analyzed.layers[layer].gate.read(output).logits.float()
+        logits = reading.layers[layer].gate.read(output).logits.float()
         sums[layer] += float((logits.amax(-1) - logits.amin(-1)).double().sum())
 
-    with watched(analyzed.routers, note):
-        analyzed.perplexity()
-    return [total / sum(map(len, analyzed.windows)) for total in sums]
+    with watched(reading.routers, note):
+        for window in reading.windows:
+            reading.logits(window)
+    return [total / reading.num_tokens for total in sums]

@@ -1,1 +1,0 @@
-"""The papers' analyses, on any model and text, as tables and pictures."""
