@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -19,6 +20,7 @@ from lm_eval_moecache.trace.importers import find_format, load_trace, trace_form
 from lm_eval_moecache.trace.trace import Columns, Trace, build_trace, with_sizes
 
 ACTIONS = ("convert", "formats", "show")
+_BY_GATES = "prefetch by the next layer's gate"
 _NO_LOGITS = "it has no logits of the router"
 
 
@@ -85,14 +87,15 @@ def _show(arguments: Namespace) -> tuple[dict[str, Any], str]:
     cycle = geometry.num_layers * geometry.top_k
     size = geometry.max_expert_bytes if trace.has_sizes else None
     only_steps, sizes = counts[DECODE] == len(phases), "give --expert_bytes or --emulate"
-    weights, logits, gates = columns.weights, trace.logits, trace.predicted
+    weights, logits, recorded = columns.weights, trace.logits, _recorded(trace)
+    no_gates = trace.predicted is None and not recorded
     questions = (
         ("hits and misses of lossless policies, Belady's bound", False, ""),
         ("what a prompt costs the cache", only_steps, "every token is a decode step"),
         ("times, and capacities in bytes", size is None, f"it has no sizes: {sizes}"),
         ("evictions and miss rules that use weights", weights is None, "it has no weights"),
         ("routing rules that use scores (open loop)", logits is None, _NO_LOGITS),
-        ("prefetch by the next layer's gate", gates is None, "it has no predictions of the gates"),
+        (_BY_GATES, no_gates, "it has no predictions of the gates"),
     )
     facts = {
         "file": file,
@@ -108,6 +111,7 @@ def _show(arguments: Namespace) -> tuple[dict[str, Any], str]:
         "cycle_share": cycle / (geometry.num_layers * geometry.num_experts),
         "columns": names,
         "expert_bytes": size,
+        "prefetchers": recorded,
         "answers": {what: why if lacks else None for what, lacks, why in questions},
     }
     passes = ", ".join(f"{count} {phase}" for phase, count in facts["passes"].items())
@@ -122,8 +126,21 @@ def _show(arguments: Namespace) -> tuple[dict[str, Any], str]:
         f"  one expert: {size} bytes" if size else "  no sizes of experts",
     ]
     for what, why in facts["answers"].items():
-        lines.append(f"  yes  {what}" if why is None else f"  no   {what}: {why}")
+        which = f" as recorded: {' or '.join(recorded)}" if trace.predicted is None else ""
+        yes = f"  yes  {what}{which if what == _BY_GATES else ''}"
+        lines.append(yes if why is None else f"  no   {what}: {why}")
     return facts, "\n".join([*lines, ""])
+
+
+def _recorded(trace: Trace) -> list[str]:
+    """Return the gates' prefetchers whose proposals a trace holds, with their parameters."""
+    told = []
+    for recorded in map(json.loads, trace.proposed):
+        name = recorded.pop("name", recorded.pop("class_path", ""))
+        if not recorded.pop("predictor"):
+            parameters = ", ".join(f"{key}={value}" for key, value in recorded.items())
+            told.append(f"{name} ({parameters})" if parameters else name)
+    return told
 
 
 def _convert(arguments: Namespace) -> tuple[dict[str, Any], str]:

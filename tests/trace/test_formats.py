@@ -17,7 +17,9 @@ from lm_eval_moecache.profiling.use import read_counts
 from lm_eval_moecache.records.event import PHASES
 from lm_eval_moecache.trace import formats
 from lm_eval_moecache.trace.formats.parquet import Parquet
+from lm_eval_moecache.trace.header import Header
 from lm_eval_moecache.trace.importers import find_format, load_trace, trace_formats
+from lm_eval_moecache.trace.recorder import TraceWriter
 from lm_eval_moecache.trace.trace import Trace, with_sizes
 from lm_eval_moecache.trace.use import use_of
 from tests.conftest import Moecache
@@ -127,6 +129,23 @@ def test_show_says_what_a_trace_holds_and_cannot_answer(moecache: Moecache) -> N
     assert not answers["what a prompt costs the cache"]
     listed = moecache("trace", "formats")
     assert all(name in listed for name in trace_formats())
+
+
+def test_show_names_the_prefetchers_that_a_trace_replays_without_its_gates(
+    tmp_path: Path, moecache: Moecache
+) -> None:
+    names = ('{"name": "score", "percentile": 80.0, "predictor": ""}', '{"predictor": "ab"}')
+    writer = TraceWriter(tmp_path, "x", Header(geometry=traces.GEOMETRY, seed=0, proposals=names))
+    for event, _ in traces.events(0):
+        if event.layer == 0:
+            tokens = np.arange(event.num_tokens)
+            writer.begin_pass(event.pass_index, event.phase, tokens * 0, tokens)
+        writer.add(event.layer, event.experts, event.weights, event.logits, [], [[1], []])
+    path = writer.close()
+    summary, text = moecache.json("trace", "show", path), moecache("trace", "show", path)
+    assert summary["prefetchers"] == ["score (percentile=80.0)"]
+    assert summary["answers"]["prefetch by the next layer's gate"] is None
+    assert "next layer's gate as recorded: score (percentile=80.0)" in text
 
 
 NEW_FORMAT = '''
