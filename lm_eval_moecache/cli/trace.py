@@ -15,6 +15,7 @@ from lm_eval_moecache.cli.main import make_parser, parsed, print_result
 from lm_eval_moecache.emulate.models import load_real_model
 from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.records.numbers import counted, read_count, unknown_name_error
+from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.trace.importers import find_format, load_trace, trace_formats
 from lm_eval_moecache.trace.trace import Columns, Trace, build_trace, with_sizes
@@ -39,11 +40,11 @@ def run_raw(argv: list[str]) -> int:
         )
         silent = "experts per token, if the file does not state it"
         parser.add_argument("--top_k", type=int | None, help=silent)
+        of_model = "the traced model: its top-k and layers, and (convert) its experts' sizes"
+        parser.add_argument("--model", type=str | None, help=of_model)
     if action == "convert":
         suffix = "output file; the suffix selects the format: .parquet, .csv, .jsonl"
         parser.add_argument("out", type=str, help=suffix)
-        sizes = "model whose expert sizes are used: a name or a config"
-        parser.add_argument("--model", type=str | None, help=sizes)
         size = "size of one expert: '12MiB'"
         parser.add_argument("--expert_bytes", type=str | None, help=size)
         parser.add_argument("--request", type=int | None, help="export only this request (from 0)")
@@ -52,14 +53,22 @@ def run_raw(argv: list[str]) -> int:
     return print_result(arguments.json, report, text)
 
 
+def _shape(arguments: Namespace) -> tuple[RealModel | None, dict[str, Any]]:
+    """Return the model that was traced, if given, and what its options say of a trace's shape."""
+    if arguments.model is None:
+        return None, {"top_k": arguments.top_k}
+    model = load_real_model(arguments.model, "model")
+    return model, {"top_k": arguments.top_k or model.top_k, "num_layers": model.num_layers}
+
+
 def _formats(arguments: Namespace) -> tuple[dict[str, Any], str]:
     rows: list[dict[str, Any]] = [
         {
             "format": name,
             "suffixes": list(kind.suffixes),
-            "about": (kind.__doc__ or "").split("\n")[0],
+            "about": kind.about,
             "holds": kind.holds,
-            "written": kind.written,
+            "written": kind.write is not None,
         }
         for name, kind in trace_formats().items()
     ]
@@ -74,7 +83,7 @@ def _formats(arguments: Namespace) -> tuple[dict[str, Any], str]:
 def _show(arguments: Namespace) -> tuple[dict[str, Any], str]:
     """Return what a trace holds, and why it cannot answer a question (None where it can)."""
     file = arguments.file
-    trace = load_trace(file, logits=True, predicted=True, top_k=arguments.top_k)
+    trace = load_trace(file, logits=True, predicted=True, **_shape(arguments)[1])
     geometry, columns = trace.geometry, trace.columns
     phases = columns.phase[trace.row_bounds[:-1][:: geometry.num_layers]]
     counts = {phase: int((phases == code).sum()) for code, phase in enumerate(PHASES)}
@@ -145,22 +154,21 @@ def _recorded(trace: Trace) -> list[str]:
 
 def _convert(arguments: Namespace) -> tuple[dict[str, Any], str]:
     out = Path(arguments.out)
-    written = {kind.suffixes[0]: kind for kind in trace_formats().values() if kind.written}
+    written = {kind.suffixes[0]: kind.write for kind in trace_formats().values() if kind.write}
     if out.suffix not in written:
         raise ValueError(
             f"out={arguments.out!r}: no format of that suffix is written. Allowed: "
             f"{', '.join(written)}."
         )
-    model = None if arguments.model is None else load_real_model(arguments.model, "model")
     expert_bytes = arguments.expert_bytes
     size = None if expert_bytes is None else parse_bytes(expert_bytes, "expert_bytes")
-    top_k = arguments.top_k or (None if model is None else model.top_k)
-    trace = load_trace(arguments.file, expert_bytes=size, top_k=top_k)
+    model, shape = _shape(arguments)
+    trace = load_trace(arguments.file, expert_bytes=size, **shape)
     if model is not None:
         trace = with_sizes(trace, model)
     if arguments.request is not None:
         trace = only_request(trace, arguments.request)
-    written[out.suffix].write(trace, out)
+    written[out.suffix](trace, out)
     read_back = load_trace(str(out))
     np.testing.assert_array_equal(read_back.keys, trace.keys)
     facts = {"out": str(out), "passes": read_back.num_passes, "rows": len(read_back.columns.layer)}

@@ -1,13 +1,12 @@
-"""Detects the format of a trace from its content, and reads it."""
+"""The table of trace formats: a file's format is detected from its content, and read."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
-import pkgutil
+import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -17,8 +16,14 @@ from lm_eval_moecache.records import plugins
 from lm_eval_moecache.records.errors import MoECacheError
 from lm_eval_moecache.records.files import is_file, read_head
 from lm_eval_moecache.records.numbers import unknown_name_error
-from lm_eval_moecache.trace import formats
-from lm_eval_moecache.trace.formats.base import Options, TraceFormat, reading
+from lm_eval_moecache.trace.formats import arrays, export, lines, responses
+from lm_eval_moecache.trace.formats.base import (
+    Format,
+    Options,
+    TraceFormat,
+    first_object,
+    reading,
+)
 from lm_eval_moecache.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -30,31 +35,165 @@ HEAD_BYTES = 1 << 20
 """Size of the file head from which its format is detected."""
 
 
+def _begins(*starts: bytes) -> Callable[[bytes], bool]:
+    return lambda head: head.startswith(starts)
+
+
+def _has_fields(*fields: str) -> Callable[[bytes], bool]:
+    """Whether the first line is a JSON object with these fields."""
+    return lambda head: first_object(head).keys() >= set(fields)
+
+
+def _first_line_is(pattern: str) -> Callable[[bytes], bool]:
+    """Whether the first line, without blanks around it, is of this form; `#` lines are skipped."""
+
+    def sniff(head: bytes) -> bool:
+        texts = (line.strip() for line in head.decode("utf-8", "replace").split("\n"))
+        first = next((text for text in texts if text and not text.startswith("#")), "")
+        return re.fullmatch(pattern, first) is not None
+
+    return sniff
+
+
+def _routed(*containers: bytes, but: tuple[bytes, ...] = ()) -> Callable[[bytes], bool]:
+    """Whether this is a response whose routing lies in one of these objects, and in no other."""
+
+    def sniff(head: bytes) -> bool:
+        is_in = not containers or any(name in head for name in containers)
+        return b'routed_experts"' in head and is_in and not any(name in head for name in but)
+
+    return sniff
+
+
+def _read_parquet(path: Path, options: Options) -> Trace:
+    # Imported late: pyarrow is slow to import, and most runs read no trace.
+    from lm_eval_moecache.trace.file import read_trace
+
+    return read_trace(path, logits=options.logits, predicted=options.predicted)
+
+
+_SGLANG = (b'"meta_info"', b'"sglext"', b'"sgl_ext"')
+_FORMATS = {
+    "parquet": Format(
+        "This package's own, of `trace=DIR`: Parquet with all that a run records, or its stream.",
+        (".parquet", ".partial"),
+        "weights, phases, requests, sizes; logits, predictions, drafts where recorded",
+        _begins(b"PAR1", b"\xff\xff\xff\xff"),
+        _read_parquet,
+        export.write_parquet,
+        says_sizes=True,
+    ),
+    "route_trace": Format(
+        "BigMoeOnEdge's `route_trace v1` CSV: a line per (token, layer, slot), sizes in comments.",
+        (".csv",),
+        "weights, phases, turns, sizes of each layer",
+        _begins(b"# route_trace"),
+        lines.read_route_trace,
+        export.write_route_trace,
+        says_sizes=True,
+    ),
+    "activations": Format(
+        "`layer,expert` CSV of llama.cpp's moe-trace: a row for each expert that ran, in order.",
+        (".csv",),
+        "phases by the size of a batch",
+        _first_line_is(r"layer, *expert|[0-9]+ *, *[0-9]+"),
+        lines.read_activations,
+    ),
+    "cache_lab": Format(
+        "moe-cache-lab routing JSONL, version 1: one text, its prompt and what was generated.",
+        (".jsonl",),
+        "probabilities of the chosen as weights, phases",
+        lambda head: first_object(head).get("format") == lines.CACHE_LAB,
+        lines.read_cache_lab,
+        export.write_cache_lab,
+    ),
+    "colibri": Format(
+        "colibri's `ROUTE_TRACE`: lines `call row layer id:gate id:gate ...`.",
+        (".txt", ".trace", ".log"),
+        "gates of the chosen as weights, phases by the number of rows",
+        _first_line_is(lines.CALL.pattern),
+        lines.read_colibri,
+    ),
+    "lattice": Format(
+        "lattice's JSON lines `{layer_idx, token_idx, selected_ids, gate_weights}`.",
+        (".jsonl",),
+        "gate weights of the chosen; no phases",
+        _has_fields("layer_idx", "token_idx", "selected_ids"),
+        lines.read_lattice,
+    ),
+    "megatron": Format(
+        "Megatron's RouterTracer: JSON lines of one record per (step, layer, rank).",
+        (".jsonl",),
+        "phases by the tokens of a step; no weights",
+        _has_fields("step", "layer", "top_indices"),
+        lines.read_megatron,
+    ),
+    "token_jsonl": Format(
+        'JSON lines `{"tok": n, "layers": [[ids] ...]}`, one decode step each (warp, moe-stream).',
+        (".jsonl",),
+        "nothing more: every token is a decode step",
+        _has_fields("tok", "layers"),
+        lines.read_token_jsonl,
+    ),
+    "array": Format(
+        "`.npy` and `.npz`: `routed_experts` [tokens, layers, top_k], the prompt's length or not.",
+        (".npz", ".npy"),
+        "num_prompt_tokens, weights [tokens, layers, top_k] and num_experts where it has them",
+        _begins(b"PK\x03\x04", b"\x93NUMPY"),
+        arrays.read_array,
+    ),
+    "glm_atlas": Format(
+        "GLM-5.2's routing atlas (`routing-trace-export/v2`): ids by layer, rows by prompt.",
+        (".json",),
+        "phases, requests, the number of experts",
+        lambda head: arrays.ATLAS.search(head) is not None,
+        arrays.read_atlas,
+    ),
+    "sglang": Format(
+        "SGLang's responses with `routed_experts` (`return_routed_experts`), whose shape is given.",
+        (".json", ".jsonl"),
+        "phases, requests",
+        _routed(*_SGLANG),
+        responses.read_responses,
+        reads_folders=True,
+    ),
+    "dynamo": Format(
+        "dynamo's responses with `nvext.routed_experts`.",
+        (".json", ".jsonl"),
+        "phases, requests",
+        _routed(b'"nvext"', but=_SGLANG),
+        responses.read_responses,
+        reads_folders=True,
+    ),
+    "vllm": Format(
+        "vLLM's responses with `routed_experts`: a file of one or many, or a folder of saved JSON.",
+        (".json", ".jsonl"),
+        "phases, requests",
+        _routed(but=(*_SGLANG, b'"nvext"')),
+        responses.read_responses,
+        reads_folders=True,
+    ),
+}
+_LOGS = {
+    "layers_logged": "VLLM_LOG_MOE",
+    "topk_ids": "VLLM_LOG_MOE",
+}
+"""Fields of the first line of logs that cannot be read as a trace -> what writes them."""
+
+
 @cache
-def trace_formats() -> dict[str, type[TraceFormat]]:
-    """Return all formats by name: those in `formats`, the registry, then what packages add."""
-    formats_by_name = {}
-    for name in sorted(info.name for info in pkgutil.iter_modules(formats.__path__)):
-        # Imported late: pyarrow is slow to import, and most runs read no trace.
-        try:
-            module = importlib.import_module(f"{formats.__name__}.{name}")
-        except Exception as error:  # whatever a third party's module raises
-            raise ValueError(
-                f"the trace format {name!r} cannot be imported: {type(error).__name__}: {error}"
-            ) from error
-        for kind in vars(module).values():
-            is_own = inspect.isclass(kind) and kind.__module__ == module.__name__
-            if is_own and issubclass(kind, TraceFormat) and not inspect.isabstract(kind):
-                formats_by_name[name] = kind
-    for name, point in plugins.added("formats", formats_by_name.keys()).items():
+def trace_formats() -> dict[str, Format]:
+    """Return all formats by name: ours, then what packages add."""
+    formats = dict(_FORMATS)
+    for name, point in plugins.added("formats", formats.keys()).items():
         kind = plugins.load(point)
         if not (inspect.isclass(kind) and issubclass(kind, TraceFormat)):
             raise MoECacheError(f"{plugins.described(point)} is not a subclass of TraceFormat.")
         if inspect.isabstract(kind):
             lacking = ", ".join(sorted(kind.__abstractmethods__))
             raise MoECacheError(f"{plugins.described(point)} is abstract: it lacks {lacking}.")
-        formats_by_name[name] = kind
-    return formats_by_name
+        formats[name] = kind.row()
+    return formats
 
 
 def find_format(file: str) -> str:
@@ -64,8 +203,8 @@ def find_format(file: str) -> str:
     reader reports the error; ValueError where there is no such format.
     """
     path = head_of = Path(file)
-    formats_by_name = trace_formats()
-    suffixes = {suffix for kind in formats_by_name.values() for suffix in kind.suffixes}
+    formats = trace_formats()
+    suffixes = {suffix for row in formats.values() for suffix in row.suffixes}
     is_folder = os.path.isdir(file)  # False for a name that no file can have
     if is_folder:
         files = sorted(path.glob("*.json"))
@@ -75,18 +214,24 @@ def find_format(file: str) -> str:
     elif path.suffix not in suffixes:
         raise unknown_name_error(f"trace {file!r}: the suffix", path.suffix, suffixes)
     head = read_head(head_of, f"trace {file!r}", HEAD_BYTES, MOST_BYTES)
-    for name, kind in formats_by_name.items():
-        with _naming_the_importer(kind, head_of.name):
-            if (kind.reads_folders or not is_folder) and kind.sniff(head):
+    for name, row in formats.items():
+        with _naming_the_importer(row.sniff, head_of.name):
+            if (row.reads_folders or not is_folder) and row.sniff(head):
                 return name
-    by_suffix = [name for name, kind in formats_by_name.items() if head_of.suffix in kind.suffixes]
+    if logs := {_LOGS[field] for field in first_object(head) if field in _LOGS}:
+        raise ValueError(
+            f"trace {file!r} is a log of {logs.pop()}, which names neither a token's request nor "
+            "its pass, and by default one layer alone. Allowed: vLLM's responses, of a server with "
+            "--enable-return-routed-experts."
+        )
+    by_suffix = [name for name, row in formats.items() if head_of.suffix in row.suffixes]
     if len(by_suffix) == 1 and not is_folder:
         return by_suffix[0]
     if not head.strip():
         raise ValueError(f"trace {file!r} has no rows.")
-    lines = head[:60].decode("utf-8", "replace").splitlines()
+    first = head[:60].decode("utf-8", "replace").splitlines() or [""]
     raise ValueError(
-        f"trace {file!r} begins with {(lines or [''])[0]!r}, which no format of {head_of.suffix} "
+        f"trace {file!r} begins with {first[0]!r}, which no format of {head_of.suffix} "
         f"files does ({', '.join(by_suffix)}). `moecache trace formats` shows them."
     )
 
@@ -98,30 +243,38 @@ def load_trace(
     predicted: bool = False,
     expert_bytes: int | None = None,
     top_k: int | None = None,
+    num_layers: int | None = None,
 ) -> Trace:
     """Read a trace of any known format, detected from its content.
 
     `expert_bytes` is the size of one expert for formats without sizes; the default is one byte.
-    Raises ValueError for a file that is missing or does not fit.
+    `top_k` and `num_layers` are for formats without a shape. Raises ValueError for a file that is
+    missing or does not fit.
     """
-    kind = trace_formats()[find_format(file)]
+    row = trace_formats()[find_format(file)]
     path = Path(file)
-    if expert_bytes is not None and kind.says_sizes:
+    if expert_bytes is not None and row.says_sizes:
         raise ValueError(
             f"expert_bytes={expert_bytes}: trace {path.name} says itself how large experts are."
         )
-    options = Options(expert_bytes=expert_bytes, top_k=top_k, logits=logits, predicted=predicted)
-    with _naming_the_importer(kind, path.name):
-        read = kind.read(path, options)
+    options = Options(
+        expert_bytes=expert_bytes,
+        top_k=top_k,
+        num_layers=num_layers,
+        logits=logits,
+        predicted=predicted,
+    )
+    with _naming_the_importer(row.read, path.name):
+        read = row.read(path, options)
         if not isinstance(read, Trace):
             raise TypeError(
-                f"read returned {type(read).__name__}. Expected: a Trace, as of `build`"
+                f"read returned {type(read).__name__}. Expected: a Trace, as of `Rows.trace`"
             )
         return read
 
 
 @contextmanager
-def _naming_the_importer(kind: type[TraceFormat], name: str) -> Iterator[None]:
+def _naming_the_importer(called: Callable[..., object], name: str) -> Iterator[None]:
     """Turn whatever an importer raises into a ValueError that names the trace and the importer.
 
     With the line of the trace that it was reading, where it reads by `numbered` or `objects`, and
@@ -136,13 +289,14 @@ def _naming_the_importer(kind: type[TraceFormat], name: str) -> Iterator[None]:
         line = reading.get()
         if isinstance(error, ValueError) and name in str(error):
             raise
-        source = inspect.getfile(kind)
+        source = inspect.getfile(called)
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame.lineno for frame in frames if frame.filename == source]
         place = f"{source}, line {own[-1]}" if own else source
         raise ValueError(
             f"trace {name}{'' if line is None else f': line {line}'}: the importer "
-            f"{kind.__name__} failed: {type(error).__name__}: {error} ({place})."
+            f"{called.__qualname__.partition('.')[0]} failed: {type(error).__name__}: {error} "
+            f"({place})."
         ) from error
 
 

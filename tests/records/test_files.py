@@ -239,7 +239,7 @@ def test_a_converted_trace_replaces_no_link(tmp_path: Path, suffix: str) -> None
     target, link = tmp_path / "kept", tmp_path / f"out{suffix}"
     target.write_text("kept")
     link.symlink_to(target)
-    kind = next(k for k in trace_formats().values() if k.written and k.suffixes[0] == suffix)
+    [write] = [k.write for k in trace_formats().values() if k.write and k.suffixes[0] == suffix]
     with pytest.raises(OSError, match="symbolic link"):
-        kind.write(trace, link)
+        write(trace, link)
     assert link.is_symlink() and target.read_text() == "kept"

@@ -64,13 +64,16 @@ def arrays_of(**arrays: Any) -> bytes:
     return file.getvalue()
 
 
+USAGE = {"prompt_tokens": 3, "completion_tokens": 3}
+
+
 def _response(broken: bytes = b"", **changes: Any) -> str:
     """Return a vLLM response with its tokens' experts, broken or with changed fields."""
     file = io.BytesIO()
     np.save(file, IDS)
     array = file.getvalue().replace(broken, b" ") if broken else file.getvalue()
     own = {"routed_experts": base64.b64encode(array).decode()}
-    return json.dumps({"choices": [own], "usage": {"prompt_tokens": 3}, **changes})
+    return json.dumps({"choices": [own], "usage": USAGE, **changes})
 
 
 def _artifact(**header: Any) -> bytes:
@@ -405,23 +408,33 @@ FILES: list[tuple[str, str, str]] = [
     ("glm_atlas.json", ATLAS.replace("export/v2", "export/v3"), "must be routing-trace-export/v2"),
     ("glm_atlas.json", ATLAS.replace('"end_row": 5', '"end_row": 6'), "prompt 0 has rows 0 to 6, 3 of them prefill, of 5"),
     *(("glm_atlas.json", ATLAS.replace(key, "of_another"), f"lacks {key!r}") for key in ("conditional", "executed_topk")),
-    ("vllm.json", _response(usage=None), "does not say how many of its 5 rows are the prompt's"),
-    ("vllm.json", _response(num_prompt_tokens=9), "5 rows of a prompt of 9 tokens"),
+    *(("vllm.json", _response(usage=usage), "does not say how many tokens its prompt and its answer have … `usage`") for usage in (None, {"prompt_tokens": 3}, {"completion_tokens": 3})),
+    ("vllm.json", _response(num_prompt_tokens=9), "has 5 rows of routing, from token 0 on, of 9 tokens of the prompt and 3 generated … 6 are missing"),
     ("vllm.json", _response(num_prompt_tokens=-1), "num_prompt_tokens=-1 must be"),
-    ("vllm.json", '{"routed_experts": "!!"}', "is not a base64 of an .npy"),
-    ("vllm.json", _response(broken=b"}"), "is not a base64 of an .npy: … EOF in multi-line"),
+    ("vllm.json", _response(usage={**USAGE, "completion_tokens": 1}), "2 are too many"),
+    ("vllm.json", _response(usage={"prompt_tokens": 11, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 8}}), "8 are missing; 8 tokens of the prompt came from a cached prefix … routed_experts_prompt_start"),
+    ("vllm.json", _response(routed_experts_prompt_start=4), "from token 4 on"),
+    ("vllm.json", _response(choices=[{"routed_experts": IDS.tolist()}] * 2), "rows of 6 generated tokens, but `usage` counts 3"),
+    ("vllm.json", _response(choices=[{"routed_experts": np.tile([1, 2, 9], (5, 4, 1)).tolist()}]), "these hold one number in every row, as those of shared experts do … 2 (9) … --top_k"),
+    ("vllm.json", _response(choices=[7], routed_experts=[]), "its choices must be objects"),
+    ("vllm.json", _response(choices=[{"routed_experts": "!!"}]), "routed_experts is not readable"),
+    ("vllm.json", _response(broken=b"}"), "routed_experts is not readable: … EOF in multi-line"),
+    *(("vllm.json", json.dumps({"nvext": {"routed_experts": given}, "usage": USAGE}), words) for given, words in (({"data": "", "shape": [0, 2, 2]}, "lacks 'dtype'"), ({"data": "AQU=", "dtype": "uint8", "shape": [1, 1, 3]}, "cannot reshape"))),
+    *(("vllm.json", json.dumps({"meta_info": {**USAGE, "routed_experts": given}}), words) for given, words in (("AAAA", "is not readable: buffer size must be a multiple"), ("AQAAAA==", "is 1 ids without their shape … --model NAME"))),
+    ("jsonl", '{"type": "meta", "layers_logged": [0], "top_k": 2}\n', "is a log of VLLM_LOG_MOE … --enable-return-routed-experts"),
     ("vllm.json", '{"hello": 1}', "which no format of"),
-    ("jsonl", '{"layer_idx": 0, "token_idx": 0, "selected_ids": [-1, 2]}', "token 0: experts is "),
+    ("jsonl", '{"layer_idx": 0, "token_idx": 0, "selected_ids": [-1, 2]}', "line 1: experts is [-1, 2], must hold 2 whole numbers"),
     ("jsonl", '{"layer_idx": true, "token_idx": 0, "selected_ids": [1, 2]}', "line 1: layer_idx=True must be"),
-    ("jsonl", '{"layer_idx": 0, "token_idx": 0, "selected_ids": [true, 2]}', "token 0: experts is [True, 2], must hold"),
+    ("jsonl", '{"layer_idx": 0, "token_idx": 0, "selected_ids": [true, 2]}', "line 1: experts is [True, 2], must hold 2 whole"),
     ("jsonl", '{"layer_idx": 0, "token_idx": 0, "selected_ids": [1, 2], "gate_weights": [true, 0.5]}', "one weight, a number"),
     ("jsonl", '{"layer_idx": 0, "token_idx": 0, "selected_ids": [1, 2], "gate_weights": [-0.5, 0.5]}', "weights is [-0.5, 0.5], must be 0 or more"),
-    ("jsonl", "".join(f'{{"layer_idx": 0, "token_idx": {token}, "selected_ids": [1, 2]}}\n' for token in (0, 1, 3)), "token_idx is 3 after 1: one is missing"),
-    ("vllm.json", '{"num_prompt_tokens": 1, "routed_experts": [[[1, 2]], [[true, 2]]]}', "routed_experts holds True, must hold whole"),
+    ("jsonl", "".join(f'{{"layer_idx": 0, "token_idx": {token}, "selected_ids": [1, 2]}}\n' for token in (0, 1, 3)), "line 3, layer 0, token 3: token is 3 after 1: one is missing"),
+    ("vllm.json", '{"num_prompt_tokens": 1, "token_ids": [1, 2], "routed_experts": [[[1, 2]], [[true, 2]]]}', "routed_experts holds True, must hold whole"),
     ("colibri.txt", "0 0 0 1:0.5\n0 2 0 1:0.5\n", "line 2: row is 2, not 1"),
     ("colibri.txt", "0 0 0 1:0.5\n0 1 0 1:0.0.5\n", "line 2 is not `call row layer id:gate"),
-    ("colibri.txt", "0 0 0 1:0.5 2:0.5\n1 0 0 1:0.5\n", "token 1: experts is [1], must hold 2"),
+    ("colibri.txt", "0 0 0 1:0.5 2:0.5\n1 0 0 1:0.5\n", "line 2: experts is [1], must hold 2"),
     ("csv", "layer,expert\n0,1\n0,2\n0,3\n1,1\n1,2\n", "are not all multiples of the top-k"),
+    ("csv", "layer,expert\n" + 8 * "0,1\n0,2\n1,1\n1,2\n", "all batches have 2 rows, so that nothing tells how many tokens … --top_k"),
     ("board", BOARD + "colums: [x]\n", "Did you mean 'columns'"),
     ("board", BOARD + "where: 7\n", "where=7 must be"),
     ("board", BOARD + "where: {policy: []}\n", "where="),
@@ -436,21 +449,26 @@ HEADERS: list[tuple[str, Any]] = [
 """Invalid fields of a trace's metadata, which the refusal names."""
 OF_OTHERS: list[tuple[str, str, str, str]] = [
     ("csv", "route_trace v1", "route_trace v2", "line 1"),
-    ("csv", "0,1,2,0,0,0,0.6", "0,1,2,0,0,9,0.6", "line 12: experts is [9, 2]"),
+    ("csv", "0,1,2,0,0,0,0.6", "0,1,2,0,0,9,0.6", "line 12, layer 0, token 2: experts is [9, 2]"),
     ("csv", "0,1,2,0,0,0,0.6", "0,1,2,0,0,x,0.6", "invalid value 'x'"),
     ("csv", "0,1,2,0,1,2,0.4,1,0\n", "", "slot does not count"),
     ("csv", "0,1,2,1,0,1,0.6,1,0\n0,1,2,1,1,0,0.4,1,0\n", "", "layer"),
     ("csv", "0,1,2,0", "0,3,2,0", "phase is 3"),
     ("csv", "# layer=1 expert_bytes=80 dense_bytes=10\n", "", "lack"),
-    ("jsonl", "[[1, 3]", "[[1, 3, 2]", "layer 0, token 2: experts is [1, 3, 2], must hold 2"),
+    ("jsonl", "[[1, 3]", "[[1, 3, 2]", "line 2: experts is [1, 3, 2], must hold 2"),
     ("jsonl", "[[1, 3]", "[[3, 3]", "layer 0, token 2: experts is [3, 3]"),
-    ("jsonl", "[[1, 3]", "[[1, -3]", "is [1, -3], must hold ids"),
-    ("jsonl", "[[1, 3]", "[[1, 40000]", "is [1, 40000], must hold ids"),
-    ("jsonl", '"tok": 2', '"tok": 1', "line 2: tok is 1 after 1"),
-    ("jsonl", '"tok": 2', '"tok": 3', "line 2: tok is 3 after 1: one is missing"),
+    ("jsonl", "[[1, 3]", "[[1, -3]", "is [1, -3], must hold 2 whole"),
+    ("jsonl", "[[1, 3]", "[[1, 40000]", "is [1, 40000], must hold 2 whole numbers in 0..32767"),
+    ("jsonl", '"tok": 2', '"tok": 1', "line 2, layer 0, token 1: token is 1 after 1"),
+    (
+        "jsonl",
+        '"tok": 2',
+        '"tok": 3',
+        "line 2, layer 0, token 3: token is 3 after 1: one is missing",
+    ),
     ("jsonl", '"tok": 2', '"tok": true', "line 2: tok=True must be a whole number"),
-    ("jsonl", "[[1, 3]", "[[true, 3]", "layer 0, token 2: experts is [True, 3], must hold 2 whole"),
-    ("csv", "0,1,2,0,0,0,0.6", "0,1,2,0,0,0,-0.6", "line 12: weight is -0.6"),
+    ("jsonl", "[[1, 3]", "[[true, 3]", "line 2: experts is [True, 3], must hold 2 whole"),
+    ("csv", "0,1,2,0,0,0,0.6", "0,1,2,0,0,0,-0.6", "line 12, layer 0, token 2: weights is [-0.6"),
     ("jsonl", '{"tok": 2', '{"tok" 2', "line 2 is not readable JSON"),
     ("jsonl", JSONL, "", "has no rows"),
 ]
@@ -460,7 +478,7 @@ ARRAYS: list[tuple[dict[str, Any], str]] = [
     ({"routed_experts": ROUTED[0]}, "routed_experts is uint8 of shape [2, 2]"),
     ({"routed_experts": ROUTED[:0]}, "routed_experts is uint8 of shape [0, 2, 2]"),
     ({"routed_experts": ROUTED / 2}, "routed_experts is float64 of shape [2, 2, 2]"),
-    ({"routed_experts": ROUTED.astype(int) - 1}, "must hold ids in 0..32767"),
+    ({"routed_experts": ROUTED.astype(int) - 1}, "experts is [-1, 2], must lie in 0..2"),
     (
         {"routed_experts": ROUTED, "num_experts": 3},
         "pass 0, layer 0, token 0: experts is [0, 3], must lie in 0..2",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 from lm_eval_moecache import TraceFormat
-from lm_eval_moecache.trace.formats.base import Options, Pass, build, numbered
+from lm_eval_moecache.trace.formats.base import Options, Rows, numbered
 from lm_eval_moecache.trace.trace import Trace
 
 
@@ -22,15 +21,11 @@ class Arrows(TraceFormat):
 
     @classmethod
     def read(cls, path: Path, options: Options) -> Trace:
-        passes, tokens = [], Counter[int]()
+        rows = Rows(path)
         for number, line in numbered(path):
             request, _, layers = line.partition(">")
-            try:
-                ids = [[[int(word) for word in part.split()]] for part in layers.split("|")]
-                own = int(request)
-            except ValueError as error:
-                raise ValueError(f"trace {path.name}: line {number}: {error}.") from None
-            passes.append(Pass(experts=ids, request=own, first_token=tokens[own]))
-            tokens[own] += 1
+            for layer, part in enumerate(layers.split("|")):
+                ids = [int(word) for word in part.split()]
+                rows.add(ids, layer=layer, step=number, request=int(request))
         # Checks the ids, counts layers and experts, and takes the sizes from the options.
-        return build(path.name, path.stem, passes, options)
+        return rows.trace(options)

@@ -1,29 +1,29 @@
-"""The base class of trace formats, their shared readers, and `build`: from passes to a trace."""
+"""What the readers of trace formats share: `Rows`, from which a trace is made, and text's lines."""
 
 from __future__ import annotations
 
-import tokenize
-import zipfile
-import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL
 from lm_eval_moecache.records.files import lines_of, parse_json, read_text
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import read_count, shown
-from lm_eval_moecache.trace.trace import Columns, Refuse, Trace, build_trace, misfit_error
+from lm_eval_moecache.trace.trace import Columns, Refuse, Trace, build_trace
 
 MOST_EXPERT = 2**15 - 1
 """Largest expert id: our own files store int16."""
+UNSAID = -1
+"""In `Rows`: a token, phase or line that the file does not give."""
+READS, DECODES = PHASES.index(PREFILL), PHASES.index(DECODE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,26 +32,40 @@ class Options:
 
     expert_bytes: int | None = None
     top_k: int | None = None
+    num_layers: int | None = None
     logits: bool = False
     predicted: bool = False
 
 
-class TraceFormat(ABC):
-    """One trace format: detected by content (`sniff`), read, and in some cases written.
+class Format(NamedTuple):
+    """One row of the table of formats: told by a file's first bytes, read, and maybe written."""
 
-    `moecache trace formats` prints the first line of its docstring.
+    about: str
+    suffixes: tuple[str, ...]
+    """File suffixes; the first is used for files we write."""
+    holds: str
+    """Fields of the format besides the expert ids."""
+    sniff: Callable[[bytes], bool]
+    read: Callable[[Path, Options], Trace]
+    write: Callable[[Trace, Path], None] | None = None
+    says_sizes: bool = False
+    """Whether files give the bytes of an expert, so that the user need not."""
+    reads_folders: bool = False
+    """Whether a folder of such files, with one or more requests each, is one trace."""
+
+
+class TraceFormat(ABC):
+    """A trace format from outside, by an entry point `lm_eval_moecache.formats`.
+
+    `moecache trace formats` prints the first line of its docstring. The attributes are those of
+    `Format`; a format that is written has a classmethod `write(trace, path)`, too.
     """
 
     suffixes: ClassVar[tuple[str, ...]]
-    """File suffixes; the first is used for files we write."""
     holds: ClassVar[str]
-    """Fields of the format besides the expert ids."""
     says_sizes: ClassVar[bool] = False
-    """Whether files give the bytes of an expert, so that the user need not."""
     reads_folders: ClassVar[bool] = False
-    """Whether a folder of such files, with one or more requests each, is one trace."""
-    written: ClassVar[bool] = False
-    """Whether traces can be written in this format."""
+    write: ClassVar[Any] = None
 
     @classmethod
     @abstractmethod
@@ -64,162 +78,263 @@ class TraceFormat(ABC):
         """Read a file; ValueError names the file and the place of a misfit."""
 
     @classmethod
-    def write(cls, trace: Trace, path: Path) -> None:
-        """Write a trace; ValueError where the format cannot hold all of it."""
-        raise NotImplementedError
+    def row(cls) -> Format:
+        """Return its row in the table of formats."""
+        about = (cls.__doc__ or "").split("\n")[0]
+        ways = cls.sniff, cls.read, cls.write
+        return Format(about, cls.suffixes, cls.holds, *ways, cls.says_sizes, cls.reads_folders)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pass:
-    """One forward pass of one request. The last layer may hold only the last tokens."""
-
-    experts: Sequence[Any]
-    """Layer -> ids [tokens, top_k]."""
-    weights: Sequence[Any] | None = None
-    """Layer -> routing weights [tokens, top_k]."""
-    request: int = 0
-    phase: str = DECODE
-    first_token: int = 0
-    """Position of the pass' first token in the request's text."""
+# --- rows ---
 
 
-def build(
-    name: str,
-    model: str,
-    passes: Sequence[Pass],
-    options: Options,
-    *,
-    num_experts: int | None = None,
-) -> Trace:
-    """Build a trace from passes in execution order.
+class Rows:
+    """Collects the rows of a file, in any order, and makes a trace of them.
 
-    Where there are weights, ids are sorted heaviest first. Without `num_experts` the largest id is
-    the last expert. All experts have the size in `options`, by default one byte.
+    A row is one token at one layer. `step` numbers its pass, in execution order; `layer` is its
+    number in the file, where dense layers may count. Where a token's position is not given, a pass
+    continues its request's text; where a phase is not given, a pass of several tokens is a prefill.
     """
-    if not passes:
-        raise ValueError(f"trace {name} has no rows.")
-    num_layers = len(passes[0].experts)
-    for index, pass_ in enumerate(passes):
-        if len(pass_.experts) != num_layers:
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.what = path, f"trace {path.name}"
+        self._top_k = 0
+        self._lines: list[tuple[int, ...]] = []
+        self._ids: list[list[int]] = []
+        self._weights: list[Any] = []
+        self._blocks: list[tuple[IntArray, Any, Any]] = []
+
+    def add(
+        self,
+        experts: Any,
+        *,
+        layer: int,
+        step: int,
+        request: int = 0,
+        token: int = UNSAID,
+        phase: int = UNSAID,
+        weights: Any = None,
+        line: int | None = None,
+    ) -> None:
+        """Add a row of a line of text: a list of ids, and of as many weights or none.
+
+        ValueError names the line (the one that is read) where these are no ids, or not as many as
+        in the first row.
+        """
+        line = line or reading.get() or UNSAID
+        ids = experts if isinstance(experts, list) else []
+        self._top_k = self._top_k or len(ids)
+        every = [True] * self._top_k
+        if not ids or [type(e) is int and 0 <= e <= MOST_EXPERT for e in ids] != every:
             raise ValueError(
-                f"trace {name}: pass {index} has {len(pass_.experts)} layers, pass 0 has "
-                f"{num_layers}."
+                f"{self.what}: line {line}: experts is {shown(experts)}, must hold "
+                f"{self._top_k or 'some'} whole numbers in 0..{MOST_EXPERT}, as the first row does."
             )
-    layers = [layer for pass_ in passes for layer in pass_.experts]
-    experts, weights = _rows(layers), None
-    is_whole = experts is not None and np.issubdtype(experts.dtype, np.integer)
-    if experts is None or not is_whole or not experts.shape[1] or _has_bool(layers):
-        raise _uneven_error(name, passes)
-    sizes = np.asarray([len(layer) for layer in layers])
-    event = np.repeat(np.arange(len(layers)), sizes)
-    of_pass, of_layer = event // num_layers, event % num_layers
-    # A layer with fewer tokens than the pass serves the last ones.
-    ends = np.asarray([p.first_token + len(p.experts[0]) for p in passes])[of_pass]
-    token = ends - (np.repeat(np.cumsum(sizes), sizes) - np.arange(len(event)))
+        if weights and [type(weight) in (int, float) for weight in weights] != every:
+            raise ValueError(
+                f"{self.what}: line {line}: weights is {shown(weights)}, must have one weight, a "
+                "number, for each expert."
+            )
+        self._lines.append((step, layer, request, token, phase, line))
+        self._ids.append(ids)
+        self._weights.append(weights or None)
 
-    def where(row: int) -> str:
-        return f"pass {of_pass[row]}, layer {of_layer[row]}, token {token[row]}"
+    def add_arrays(
+        self,
+        experts: Any,
+        weights: Any = None,
+        *,
+        layer: Any,
+        step: Any,
+        request: Any = 0,
+        token: Any = UNSAID,
+        phase: Any = UNSAID,
+        line: Any = UNSAID,
+    ) -> None:
+        """Add many rows: ids (and weights) [rows, top_k], all else numbers or arrays [rows]."""
+        numbers = np.empty((len(experts), 6), np.int64)
+        for place, column in enumerate((step, layer, request, token, phase, line)):
+            numbers[:, place] = column
+        self._blocks.append((numbers, experts, weights))
 
-    def refuse(bad: npt.ArrayLike, field: str, values: npt.NDArray[Any], rule: str) -> None:
-        Refuse(name, where)(bad, field, lambda row: f"is {values[row].tolist()}, {rule}")
+    def add_text(
+        self, routed: Any, num_prompt: int, *, request: int = 0, start: int = 0, weights: Any = None
+    ) -> None:
+        """Add one request: ids (and weights) [tokens, layers, top_k], its prompt one prefill pass.
 
-    outside = ((experts < 0) | (experts > MOST_EXPERT)).any(axis=1)
-    refuse(outside, "experts", experts, f"must hold ids in 0..{MOST_EXPERT}")
-    top_k = experts.shape[1]
-    if all(pass_.weights is not None for pass_ in passes):
-        listed = [layer for pass_ in passes for layer in pass_.weights or ()]
-        weights = _rows(listed, np.float32)
-        if weights is None or _has_bool(listed) or weights.shape != experts.shape:
-            raise ValueError(f"trace {name}: must have one weight, a number, for each expert.")
-        refuse((weights < 0).any(axis=1), "weights", weights, "must be 0 or more")
-        order = np.argsort(-weights, axis=-1, kind="stable")
-        experts = np.take_along_axis(experts, order, axis=-1)
-        weights = np.take_along_axis(weights, order, axis=-1)
-    columns = Columns(
-        request=np.asarray([p.request for p in passes])[of_pass].astype(np.int32),
-        pass_index=of_pass.astype(np.int32),
-        phase=np.asarray([PHASES.index(p.phase) for p in passes])[of_pass].astype(np.int32),
-        token=token.astype(np.int32),
-        layer=of_layer.astype(np.int32),
-        experts=experts.astype(np.int32),
-        weights=weights,
+        `start` is the position of its first token in the text.
+        """
+        num_tokens, num_layers, top_k = routed.shape
+        before = self._blocks[-1][0][-1, 0] + 1 if self._blocks else 0
+        token, layer = np.divmod(np.arange(num_tokens * num_layers), num_layers)
+        self.add_arrays(
+            routed.reshape(-1, top_k),
+            None if weights is None else weights.reshape(-1, top_k),
+            layer=layer,
+            step=before + np.maximum(token - max(num_prompt - 1, 0), 0),
+            request=request,
+            token=start + token,
+            phase=np.where(token < num_prompt, READS, DECODES),
+        )
+
+    def trace(
+        self,
+        options: Options,
+        *,
+        model: str = "",
+        num_experts: int | None = None,
+        geometry: Geometry | None = None,
+        tells_requests: bool = False,
+    ) -> Trace:
+        """Return the trace. ValueError names the place of a misfit in the file.
+
+        Where all rows have weights, ids are sorted heaviest first. Without `num_experts` the
+        largest id is the last expert; without `geometry` all experts have the size in `options`, by
+        default one byte. With `tells_requests`, a prefill after a decode step is another request.
+        """
+        numbers, experts, weights = self._sorted()
+        step, layer, request, token, phase, line = numbers.T
+        pass_index = np.unique(step, return_inverse=True)[1]
+        layer = np.unique(layer, return_inverse=True)[1]
+        num_layers, top_k = int(layer.max()) + 1, experts.shape[1]
+        is_first = layer == 0
+        sizes = np.bincount(pass_index[is_first], minlength=pass_index[-1] + 1)
+        if tells_requests:
+            owners = request[np.searchsorted(pass_index, np.arange(len(sizes)))]
+            begins = (np.diff(owners) != 0) | (sizes[1:] > 1) & (sizes[:-1] == 1)
+            request = np.append(0, np.cumsum(begins))[pass_index]
+        if phase[0] == UNSAID:
+            phase = np.where(sizes > 1, READS, DECODES)[pass_index]
+        if token[0] == UNSAID:
+            token = _positions(pass_index * num_layers + layer, request, sizes, num_layers)
+
+        def where(row: int) -> str:
+            place = f"layer {layer[row]}, token {token[row]}"
+            start = f"pass {pass_index[row]}" if line[row] == UNSAID else f"line {line[row]}"
+            return f"{start}, {place}"
+
+        refuse = Refuse(self.path.name, where)
+        if weights is not None:
+            told = weights.astype(float).round(6)
+            bad = (weights < 0).any(axis=1)
+            refuse(bad, "weights", lambda row: f"is {told[row].tolist()}, must be 0 or more")
+            heaviest = np.argsort(-weights, axis=-1, kind="stable")
+            experts = np.take_along_axis(experts, heaviest, axis=-1)
+            weights = np.take_along_axis(weights, heaviest, axis=-1)
+        _check_texts(np.flatnonzero(is_first), request, token, refuse)
+        names = ("request", "pass_index", "phase", "token", "layer", "experts")
+        arrays = (request, pass_index, phase, token, layer, experts)
+        columns = {name: array.astype(np.int32) for name, array in zip(names, arrays, strict=True)}
+        own = Geometry(
+            model=model or self.path.stem,
+            num_layers=num_layers,
+            num_experts=num_experts or min(max(int(experts.max()) + 1, top_k), MOST_EXPERT + 1),
+            top_k=top_k,
+            expert_bytes=((options.expert_bytes or 1,),) * num_layers,
+            dense_bytes=(0,) * num_layers,
+            precision=("unknown",),
+        )
+        return build_trace(
+            self.path.name,
+            geometry or own,
+            Columns(**columns, weights=weights),
+            where=where,
+            has_sizes=geometry is not None or options.expert_bytes is not None,
+        )
+
+    def _sorted(self) -> tuple[IntArray, Any, Any]:
+        """Return the rows by pass and layer, and within a layer as they came."""
+        blocks = list(self._blocks)
+        if self._lines:
+            is_weighted = all(weights is not None for weights in self._weights)
+            weights = np.array(self._weights, np.float32) if is_weighted else None
+            blocks.append((np.array(self._lines), np.array(self._ids), weights))
+        if not blocks:
+            raise ValueError(f"{self.what} has no rows.")
+        numbers, experts, weighed = zip(*blocks, strict=True)
+        if len({block.shape[1] for block in experts}) > 1:
+            widths = sorted({block.shape[1] for block in experts})
+            raise ValueError(f"{self.what} has requests of {widths} experts a token.")
+        joined, ids = np.concatenate(numbers), np.concatenate(experts)
+        order = np.lexsort((joined[:, 1], joined[:, 0]))
+        is_weighted = all(block is not None for block in weighed)
+        weights = np.concatenate(weighed, dtype=np.float32)[order] if is_weighted else None
+        return joined[order], ids[order], weights
+
+
+def _positions(event: IntArray, request: IntArray, sizes: IntArray, num_layers: int) -> IntArray:
+    """Return each row's token where every pass continues its request's text.
+
+    `sizes` are the tokens of each pass. A layer with fewer rows than the pass serves the last ones.
+    """
+    rows_before = np.searchsorted(event, np.arange(len(sizes)) * num_layers)
+    done, ends = Counter[int](), np.zeros(len(sizes), np.int64)
+    for index, (owner, size) in enumerate(np.stack([request[rows_before], sizes], 1).tolist()):
+        done[owner] += size
+        ends[index] = done[owner]
+    counts = np.bincount(event)
+    return ends[event // num_layers] - (np.cumsum(counts)[event] - np.arange(len(event)))
+
+
+def _check_texts(rows: IntArray, request: IntArray, token: IntArray, refuse: Refuse) -> None:
+    """Check that over the passes of a request its tokens, at the first layer, count up by one."""
+    rows = rows[np.argsort(request[rows], kind="stable")]
+    goes_on = request[rows[1:]] == request[rows[:-1]]
+    bad = np.zeros(len(token), bool)
+    bad[rows[1:]] = goes_on & (np.diff(token[rows]) != 1)
+    before = (
+        dict(zip(rows[1:].tolist(), token[rows[:-1]].tolist(), strict=True)) if bad.any() else {}
     )
-    geometry = Geometry(
-        model=model,
-        num_layers=num_layers,
-        num_experts=max(int(experts.max(initial=0)) + 1, top_k)
-        if num_experts is None
-        else num_experts,
-        top_k=top_k,
-        expert_bytes=((options.expert_bytes or 1,),) * num_layers,
-        dense_bytes=(0,) * num_layers,
-        precision=("unknown",),
-    )
-    has_sizes = options.expert_bytes is not None
-    return build_trace(name, geometry, columns, where=where, has_sizes=has_sizes)
+
+    def problem(row: int) -> str:
+        missing = ": one is missing" if token[row] > before[row] else ""
+        return f"is {token[row]} after {before[row]}{missing}"
+
+    refuse(bad, "token", problem)
 
 
-def _uneven_error(name: str, passes: Sequence[Pass]) -> ValueError:
-    """Return the error for the first token without as many integer ids as the very first token."""
-    first = np.size(passes[0].experts[0][0]) or 1
-    for number, pass_ in enumerate(passes):
-        for layer, rows in enumerate(pass_.experts):
-            for token, ids in enumerate(rows, start=pass_.first_token):
-                listed = ids if isinstance(ids, (list, np.ndarray)) else []
-                if [_is_whole(e) for e in listed] != [True] * first:
-                    place = f"pass {number}, layer {layer}, token {token}"
-                    problem = f"is {shown(ids)}, must hold {first} whole numbers, as the first does"
-                    return misfit_error(name, place, "experts", problem)
-    return ValueError(f"trace {name}: ids of experts must be lists of as many whole numbers.")
+# --- arrays of ids [tokens, layers, top_k] ---
+
+LEAST_ROWS = 16
+"""Fewest rows in which a slot that never changes is taken for a shared expert's."""
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+def checked_ids(what: str, routed: Any, options: Options) -> Any:
+    """Return the ids [tokens, layers, top_k] of an array, without the slots of shared experts.
 
-
-def _has_bool(layers: Sequence[Any]) -> bool:
-    """Whether rows that were lists hold `true` or `false`, which numpy takes for 1 and 0."""
-    rows = (row for layer in layers if isinstance(layer, list) for row in layer)
-    return any(bool in map(type, row) for row in rows if isinstance(row, list))
+    Engines that fuse shared experts with the routed ones give them a slot that holds one number
+    in every row. ValueError where the array is empty or of another form, and where it has such
+    slots and `options.top_k` is not the number of the others.
+    """
+    if routed.ndim != 3 or not routed.size or not np.issubdtype(routed.dtype, np.integer):
+        raise ValueError(
+            f"{what} is {routed.dtype} of shape {list(routed.shape)}, must be whole numbers of "
+            "shape [tokens, layers, top_k] with none of them 0."
+        )
+    rows = routed.reshape(-1, routed.shape[-1])
+    constant = (rows == rows[0]).all(axis=0)
+    if len(rows) < LEAST_ROWS or routed.shape[1] == 1 or not constant.any():
+        return routed
+    num_routed = int((~constant).sum())
+    if num_routed != options.top_k:
+        slots = ", ".join(f"{slot} ({rows[0, slot]})" for slot in np.flatnonzero(constant))
+        raise ValueError(
+            f"{what}: of {len(constant)} slots these hold one number in every row, as those of "
+            f"shared experts do, which no router chooses: {slots}. Give the model's experts per "
+            f"token: `moecache trace convert IN OUT --top_k {num_routed}`, or --model NAME."
+        )
+    return routed[..., ~constant]
 
 
 def check_no_bool(what: str, value: Any) -> None:
-    """Raise ValueError where nested lists hold `true` or `false`."""
+    """Raise ValueError where nested lists hold `true` or `false`, which numpy takes for 1 and 0."""
     if isinstance(value, bool):
         raise ValueError(f"{what} holds {shown(value)}, must hold whole numbers.")
     for item in value if isinstance(value, list) else ():
         check_no_bool(what, item)
 
 
-def _rows(layers: Sequence[Any], dtype: Any = None) -> npt.NDArray[Any] | None:
-    """Concatenate the rows of all layers as [rows, top_k]; None where row lengths differ."""
-    try:
-        if isinstance(layers[0], np.ndarray):
-            rows = np.concatenate(layers, dtype=dtype)
-        else:
-            # In one call: numpy is slow on many small lists.
-            rows = np.asarray([row for layer in layers for row in layer], dtype)
-    except (TypeError, ValueError):
-        return None
-    return rows if rows.ndim == 2 else None
-
-
-def one_request(trace: Trace, what: str) -> None:
-    """Raise ValueError for passes that batch several requests, which some formats cannot hold."""
-    owners = trace.columns.request
-    firsts = owners[trace.row_bounds[:-1][:: trace.geometry.num_layers]]
-    if (firsts[trace.columns.pass_index] != owners).any():
-        raise ValueError(
-            f"{what}: passes of several requests at once cannot be written so. Allowed: one "
-            "request, as --request 0."
-        )
-
-
-# --- line-based text formats ---
-
-Layers = Mapping[int, Sequence[tuple[Any, Any]]]
-"""Layer -> (ids, weights or None) of each token."""
-
+# --- lines of text ---
 
 reading: ContextVar[int | None] = ContextVar("reading", default=None)
 """Number of the line that `numbered` gave last, for the message where an importer breaks on it."""
@@ -236,77 +351,25 @@ def numbered(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def objects(path: Path, *counts: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) for a JSON Lines file.
+    """Yield (line number, object) for a JSON Lines file whose objects have these counts.
 
-    ValueError for other JSON values, and where a field of `counts` is `true` or `false`, which
-    Python takes for 1 and 0.
+    ValueError for other JSON values, and where a count is absent or no count.
     """
     for number, line in numbered(path):
-        record = parse_json(line, f"trace {path.name}: line {number}")
+        what = f"trace {path.name}: line {number}"
+        record = parse_json(line, what)
         if not isinstance(record, dict):
-            raise ValueError(f"trace {path.name}: line {number} must hold an object.")
-        for key in counts:
-            if isinstance(record.get(key), bool):
-                what = f"trace {path.name}: line {number}: {key}={record[key]}"
-                raise ValueError(f"{what} must be a whole number.")
+            raise ValueError(f"{what} must hold an object.")
+        check_counts(what, record, *counts)
         yield number, record
 
 
-def check_next(what: str, token: int, before: int) -> None:
-    """Raise ValueError unless a text's token follows the one before it."""
-    if token != before + 1:
-        missing = ": one is missing" if token > before else ""
-        raise ValueError(f"{what} is {token} after {before}{missing}.")
-
-
-def pass_of(layers: Layers, request: int, phase: str, first_token: int) -> Pass:
-    """Return a pass through these layers; it has weights if every row has them."""
-    rows = [layers[layer] for layer in sorted(layers)]
-    weighted = all(weights for layer in rows for _, weights in layer)
-    return Pass(
-        experts=[[ids for ids, _ in layer] for layer in rows],
-        weights=[[weights for _, weights in layer] for layer in rows] if weighted else None,
-        request=request,
-        phase=phase,
-        first_token=first_token,
-    )
-
-
-def told_apart(steps: Iterable[Layers], first: int = 0) -> Iterator[tuple[int, Layers]]:
-    """Yield (request, layers): a pass of several tokens after a decode step is another request."""
-    request, decodes = first, False
-    for layers in steps:
-        reads = len(layers[min(layers)]) > 1
-        request += reads and decodes
-        decodes = not reads
-        yield request, layers
-
-
-def in_turn(steps: Iterable[tuple[int, Layers]]) -> list[Pass]:
-    """Return the passes of (request, layers), each continuing after its request's last token.
-
-    A pass of several tokens is a prefill, a pass of one token a decode step.
-    """
-    passes, done = [], Counter[int]()
-    for request, layers in steps:
-        if not layers:
-            raise ValueError(f"request {request}: a pass has no layer.")
-        tokens = len(layers[min(layers)])
-        phase = PREFILL if tokens > 1 else DECODE
-        passes.append(pass_of(layers, request, phase, done[request]))
-        done[request] += tokens
-    return passes
-
-
-class JsonLines(TraceFormat):
-    """A JSON Lines format, detected by the fields of its first line."""
-
-    suffixes = (".jsonl",)
-    fields: ClassVar[frozenset[str]]
-
-    @classmethod
-    def sniff(cls, head: bytes) -> bool:
-        return cls.fields <= first_object(head).keys()
+def check_counts(what: str, record: dict[str, Any], *counts: str) -> None:
+    """Make these fields of a JSON object whole numbers; ValueError where one is none."""
+    for key in counts:
+        if key not in record:
+            raise ValueError(f"{what} lacks {key!r}.")
+        record[key] = read_count(f"{what}: {key}", record[key])
 
 
 def first_object(head: bytes) -> dict[str, Any]:
@@ -316,57 +379,6 @@ def first_object(head: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return record if isinstance(record, dict) else {}
-
-
-# --- formats that store arrays of ids ---
-
-ROUTED = "routed_experts"
-MOST_BYTES = 1 << 32
-"""Largest size of an unpacked array: a small file may expand to any number of zeros."""
-UNREADABLE = (
-    *(ValueError, OSError, EOFError, zlib.error),
-    *(zipfile.BadZipFile, NotImplementedError, tokenize.TokenError),  # versions, broken headers
-)
-"""Exceptions that numpy raises for damaged arrays."""
-
-
-def generation(prompt: Any, steps: Any, request: int, first_token: int = 0) -> Iterator[Pass]:
-    """Yield the passes of one request: its prompt as one prefill, then one pass per step.
-
-    `prompt` and `steps` are ids [tokens, layers, top_k].
-    """
-    if len(prompt):
-        ids = list(np.moveaxis(prompt, 1, 0))
-        yield Pass(experts=ids, request=request, phase=PREFILL, first_token=first_token)
-    for token, step in enumerate(steps, start=first_token + len(prompt)):
-        yield Pass(experts=list(step[:, None]), request=request, first_token=token)
-
-
-def check_routed(what: str, routed: Any) -> None:
-    """Raise ValueError unless the array is integer [tokens, layers, top_k] and not empty."""
-    if routed.ndim != 3 or not routed.size or not np.issubdtype(routed.dtype, np.integer):
-        raise ValueError(
-            f"{what} is {routed.dtype} of shape {list(routed.shape)}, must be whole numbers of "
-            "shape [tokens, layers, top_k] with none of them 0."
-        )
-
-
-def responses(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (place, response) of a file (one, a list, or one per line) or of a folder's JSON."""
-    for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
-        what = f"trace {file.name}"
-        text = read_text(file, what)
-        try:
-            records = parse_json(text, what)
-        except ValueError:
-            lines = [line for line in lines_of(text) if line.strip()]
-            if len(lines) < 2:
-                raise
-            records = [parse_json(line, f"{what}: line {n}") for n, line in enumerate(lines, 1)]
-        for number, record in enumerate(records if isinstance(records, list) else [records]):
-            if not isinstance(record, dict):
-                raise ValueError(f"{what}: response {number} must hold an object.")
-            yield f"{what}: response {number}", record
 
 
 def whole(what: str, value: Any, key: str, **bounds: int) -> int | None:
