@@ -15,20 +15,17 @@ import stat
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import yaml
+from lm_eval_moecache.records.numbers import nearest, plain_number, shown
 
-from lm_eval_moecache.records.numbers import is_plain, nearest, plain_number, shown
-
-# PyYAML reads about 100 kB/s; the longest file of this repository has 10 kB.
-MOST_YAML_BYTES = 1 << 20
+# ruamel.yaml reads about 50 kB/s; the longest file of this repository has 10 kB.
+MOST_YAML_BYTES = 1 << 18
 MOST_JSON_BYTES = 1 << 30
-MOST_DEPTH = 100
 PART = ".part"
 """Suffix of a file being written, which a killed process leaves behind."""
 _BLOCK = 4096
@@ -115,29 +112,35 @@ def read_yaml(path: str | Path, what: str) -> Any:
 
 
 def parse_yaml(text: str, what: str) -> Any:
-    """Parse YAML safely: no tags, duplicate keys, exploding aliases, cycles or half characters."""
+    """Parse YAML 1.2 safely: no tags, duplicate keys, exploding aliases, cycles, half characters.
+
+    `no`, `on` and `1:30` are texts, and `010` is ten: YAML 1.1 took them for something else.
+    """
+    # Imported late: commands that read no YAML need not wait for it.
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
     try:
         data = deepcopy(_parsed(text))
         _check_characters(text, data)
         return data
-    except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+    except (YAMLError, ValueError, RecursionError, OverflowError, KeyError) as error:
+        reason: object = error
+        if isinstance(error, RecursionError):
+            reason = "nested too deeply, or an alias refers to a value that contains it"
+        elif isinstance(error, KeyError):  # ruamel.yaml, of !!bool and its text
+            reason = f"a tag that does not fit its text {error}"
+        elif isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+            reason = f"line {error.problem_mark.line + 1}: {error.problem}"
         raise ValueError(f"{what} is not readable YAML: {reason}") from error
-    except (KeyError, AttributeError, TypeError) as error:  # PyYAML, of a tag and its text
-        raise ValueError(
-            f"{what} is not readable YAML: a tag (!!bool, !!timestamp ...) that does not fit its "
-            "text."
-        ) from error
 
 
 @lru_cache(maxsize=256)  # a sweep's check reads the same policies and profiles for every cell
 def _parsed(text: str) -> Any:
-    loader = _PlainLoader(text)
-    node = loader.get_single_node()
-    if node is None:
-        return None
-    _count(node, {}, ())
-    return loader.construct_document(node)
+    from ruamel.yaml import YAML
+
+    data = YAML(typ="safe", pure=True).load(text)
+    _count(data, {})
+    return data
 
 
 def read_json(path: str | Path, what: str) -> Any:
@@ -246,22 +249,6 @@ def check_writable(path: Path) -> None:
         raise
 
 
-def lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Lock an open file or folder until the process ends.
-
-    Returns False where another process holds the lock, or where locks are not available.
-    """
-    try:
-        import fcntl
-    except ImportError:  # Windows: the lock's state is unknown, so nothing is touched
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:
-        return False
-    return True
-
-
 def shipped_dir(name: str) -> Path:
     """Return the folder `name` inside the package (a wheel), or else at the repository root."""
     candidates = (_PACKAGE / name, _PACKAGE.parent / name)
@@ -323,69 +310,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return mapping
 
 
-def _count(node: Any, sizes: dict[int, int], above: tuple[int, ...]) -> int:
-    """Return the number of values at and below a node, with its aliases written out."""
-    if id(node) in above:
-        raise ValueError("an alias refers to a node that contains it")
-    if id(node) not in sizes:
-        total, inside = 1, (*above, id(node))
-        if isinstance(node, yaml.SequenceNode):
-            total += sum(_count(child, sizes, inside) for child in node.value)
-        elif isinstance(node, yaml.MappingNode):
-            total += sum(_count(part, sizes, inside) for pair in node.value for part in pair)
+def _count(data: Any, sizes: dict[int, int]) -> int:
+    """Return the number of values at and below one, with its aliases written out."""
+    if id(data) not in sizes:
+        inside = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+        total = 1 + sum(_count(value, sizes) for value in inside)
         if total > MOST_NODES:
             raise ValueError(f"it holds more than {MOST_NODES} values, aliases written out")
-        sizes[id(node)] = total
-    return sizes[id(node)]
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys, numbers not in plain digits, and deep nesting, which
-    takes time quadratic in its depth to scan."""
-
-    def fetch_flow_collection_start(self, token: Any) -> None:
-        self._check_depth(self.flow_level)
-        super().fetch_flow_collection_start(token)
-
-    def add_indent(self, column: int) -> bool:
-        self._check_depth(len(self.indents))
-        return bool(super().add_indent(column))
-
-    @staticmethod
-    def _check_depth(depth: int) -> None:
-        if depth >= MOST_DEPTH:
-            raise RecursionError
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Hashable] = set()
-        for key_node, _ in node.value:
-            # `<<` merges another mapping, whose keys may be overridden.
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
-            if not isinstance(key, Hashable):
-                raise ValueError(f"line {line}: a key is not a plain value")
-            if key in seen:
-                raise ValueError(f"line {line}: duplicate key {shown(key)} in one mapping")
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        self._check_plain(node)
-        return super().construct_yaml_int(node)
-
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
-        if node.value.lower().lstrip("+-") not in (".inf", ".nan"):
-            self._check_plain(node)
-        return super().construct_yaml_float(node)
-
-    @staticmethod
-    def _check_plain(node: yaml.ScalarNode) -> None:
-        """Refuse `0x10`, `010` (8 to YAML), `1_000` and `1:30` (90): numbers are read as typed."""
-        if not is_plain(node.value):
-            line = node.start_mark.line + 1
-            raise ValueError(f"line {line}: {shown(node.value)} must be a number in plain digits")
-
-
-_PlainLoader.add_constructor("tag:yaml.org,2002:int", _PlainLoader.construct_yaml_int)
-_PlainLoader.add_constructor("tag:yaml.org,2002:float", _PlainLoader.construct_yaml_float)
+        sizes[id(data)] = total
+    return sizes[id(data)]

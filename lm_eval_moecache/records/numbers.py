@@ -11,7 +11,6 @@ from typing import Any
 
 # ASCII digits only: `1_0`, full-width and Arabic digits are numbers to Python alone.
 _PLAIN = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
-_LEADING_ZERO = re.compile(r"[+-]?0[0-9]")
 _MOST_DIGITS = 40
 LIMITS = {
     "least": ("{} or more", ge),
@@ -37,11 +36,6 @@ def plain_number(value: object) -> int | float | None:
         return value if math.isfinite(value) else None
     except OverflowError:  # a whole number beyond every float
         return None
-
-
-def is_plain(text: str) -> bool:
-    """Whether a text is an unambiguous number, unlike `0x10`, `010` (8 to YAML) and `1_000`."""
-    return _PLAIN.fullmatch(text.strip(" ")) is not None and _LEADING_ZERO.match(text) is None
 
 
 def check_typed(text: str) -> None:

@@ -41,27 +41,32 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: 1\nb: 2\na: 3\n", "line 3: duplicate key 'a'"),
-        ("a: {x: 1, x: 2}\n", "line 1: duplicate key 'x'"),
+        ("a: 1\nb: 2\na: 3\n", 'line 3: found duplicate key "a"'),
+        ("a: {x: 1, x: 2}\n", 'line 1: found duplicate key "x"'),
         (LAUGHS, "more than 100000 values"),
-        ("&a [*a]", "refers to a node that contains it"),
+        ("&a [*a]", "refers to a value that contains it"),
         ("a: !!python/object/apply:os.system [ls]\n", "could not determine a constructor"),
         ("{" * 3000, "nested too deeply"),
         ("[" * 100_000, "nested too deeply"),
         ("a: 2020-13-45\n", "month must be in"),
-        ("? [1, 2]\n: 3\n", "a key is not a plain value"),
+        ("a: !!bool maybe\n", "a tag that does not fit its text 'maybe'"),
         ("a: 1" + "0" * 5000, "Exceeds the limit"),
         ("a: b: c", "mapping values are not allowed"),
         ("\0", "special characters are not allowed"),
     ],
 )
 def test_yaml_that_lies_or_explodes_is_refused_at_once(text: str, said: str) -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(ValueError, match=said) as caught:
         parse_yaml(text, "the file")
     assert str(caught.value).startswith("the file is not readable YAML: ")
     assert len(str(caught.value)) < 1000
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 10
+
+
+def test_what_yaml_1_1_took_for_something_else_is_what_it_looks_like() -> None:
+    data = parse_yaml("{a: no, b: on, c: 1:30, d: 010, e: 1e5, f: 0o17, g: 0x10, h: ~}", "x")
+    assert list(data.values()) == ["no", "on", "1:30", 10, 1e5, 15, 16, None]
 
 
 def test_anchors_and_merged_keys_are_still_yaml() -> None:
@@ -184,7 +189,7 @@ def test_every_text_file_is_opened_in_one_place() -> None:
 def test_the_overview_needs_no_heavy_import() -> None:
     script = (
         "import sys\nfrom lm_eval_moecache.cli.main import main\nmain(['--help'])\n"
-        "sys.exit(bool({'torch', 'pydantic', 'lm_eval'} & set(sys.modules)))"
+        "sys.exit(bool({'torch', 'pydantic', 'lm_eval', 'ruamel.yaml'} & set(sys.modules)))"
     )
     process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import nn
@@ -39,12 +40,13 @@ from lm_eval_moecache.model.precision.codecs import (
     shape_without_memory,
     takes_no_memory,
 )
-from lm_eval_moecache.records.files import PART, lock, replace, write_whole
+from lm_eval_moecache.records.files import PART, replace, write_whole
 
 logger = logging.getLogger(__name__)
 FORMAT = 1
 """Version of the files' contents."""
 _PENDING = "pending-"
+_LOCK = ".lock"
 
 
 class EncodedExpertStore:
@@ -80,11 +82,13 @@ class EncodedExpertStore:
             if not all(map(_is_sound, files)):
                 for folder in sorted(set(self._folders)):
                     folder.mkdir(parents=True, exist_ok=True)
-                    descriptor = os.open(folder, os.O_RDONLY)
-                    stack.callback(os.close, descriptor)
-                    if not lock(descriptor):
+                    lock = FileLock(folder / _LOCK)
+                    try:
+                        lock.acquire(timeout=0)
+                    except Timeout:
                         logger.info("%s: another run stores experts there; waiting.", folder)
-                        lock(descriptor, wait=True)
+                        lock.acquire()
+                    stack.callback(lock.release)
             # Another run may have written them meanwhile.
             is_stored = all(map(_is_sound, files))
             if not is_stored:
