@@ -24,7 +24,8 @@ from lm_eval_moecache.report.tables.leaderboard import distinct
 from lm_eval_moecache.sweep.files import finished
 from lm_eval_moecache.sweep.run import check_cells
 from lm_eval_moecache.sweep.spec import fit, read_sweep
-from moecache_lab.claims import VERDICTS, answer, page, read_claims
+from moecache_lab.claims.page import page
+from moecache_lab.claims.verdicts import VERDICTS, answer, read_claims
 from moecache_lab.reproduce import paper_page
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"

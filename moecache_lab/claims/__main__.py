@@ -15,7 +15,8 @@ from jsonargparse import Namespace
 from lm_eval_moecache.cli.main import make_parser, parsed, print_result
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.numbers import finite
-from moecache_lab.claims import Verdict, answer, page, read_claims
+from moecache_lab.claims.page import page
+from moecache_lab.claims.verdicts import Verdict, answer, read_claims
 
 PAGE = "CLAIMS.md"
 
@@ -51,9 +52,8 @@ def _told(verdict: Verdict) -> dict[str, object]:
         {
             "what": answer.part.what,
             **{key: getattr(answer.estimate, key) for key in ("figure", "low", "high")},
-            "p": None if answer.part.cells or answer.part.whole else answer.p,
-            **{key: getattr(answer, key) for key in ("least_p", "p_of_all", "verdict", "model")},
-            "gate": answer.gate,
+            "p": answer.p if answer.part.is_tested else None,
+            **{key: getattr(answer, key) for key in ("p_of_all", "verdict", "model", "gate")},
         }
         for answer in verdict.answers
     ]

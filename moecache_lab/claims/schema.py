@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -18,12 +19,29 @@ class Bounds(Schema):
 
     @model_validator(mode="after")
     def _in_order(self) -> Bounds:
-        ends = [end for end in (self.above, self.below) if end is not None]
-        if not ends:
+        if not self.given:
             raise ValueError("must have `above`, `below` or both")
-        if len(ends) == 2 and ends[0] >= ends[1]:
+        if self.given != sorted(set(self.given)):
             raise ValueError("must have `above` smaller than `below`")
         return self
+
+    @property
+    def given(self) -> list[float]:
+        """The ends that are not open."""
+        return [end for end in (self.above, self.below) if end is not None]
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Both ends; an open one is infinite."""
+        return (
+            -math.inf if self.above is None else self.above,
+            math.inf if self.below is None else self.below,
+        )
+
+    def __str__(self) -> str:
+        if self.above is not None and self.below is not None:
+            return f"{self.above:g} to {self.below:g}"
+        return f"below {self.below:g}" if self.above is None else f"above {self.above:g}"
 
 
 class Rows(Schema):
@@ -89,6 +107,21 @@ class Part(Schema):
             raise ValueError("a part of `whole` runs must have `runs` and be `aside`")
         return self
 
+    @property
+    def sides(self) -> list[dict[str, Any]]:
+        """What picks the side that the part is about, and with `versus` the other."""
+        return [self.where, *([] if self.versus is None else [{**self.where, **self.versus}])]
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether its samples are enough for a test: documents, or rows of an analysis."""
+        return self.cells is None and not self.whole
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is tested and part of its claim's verdict."""
+        return self.is_tested and not self.aside
+
 
 class Claim(Schema):
     """One claim of a paper, with the comparisons that answer it."""
@@ -120,6 +153,9 @@ class Claims(Schema):
 
     title: Name
     about: Name
+    method: str = ""
+    """How parts are tested, in words: `{alpha}`, `{parts}` (how many are tested), `{answers}` and
+    `{samples}` (fewer are *few*) and `{per_word}` (tokens) stand for their numbers."""
     sensitivity: Name | None = None
     """JSON of benchmarks/sensitivity.py, relative to the claims file: what gates compare with."""
     alpha: Annotated[float, number(above=0, below=1)] = 0.05

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-import moecache_lab.claims as report_claims
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.cli.table import other_table
@@ -45,7 +44,8 @@ from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.use import load_use, use_of
 from lm_eval_moecache.tune.measure import Objective
 from lm_eval_moecache.tune.search import STUDY, open_study, read_space
-from moecache_lab.claims import page
+from moecache_lab.claims import estimates, verdicts
+from moecache_lab.claims.page import page
 from moecache_lab.claims.schema import Part
 from tests.engine import traces
 from tests.records.test_artifact import make
@@ -98,9 +98,9 @@ def _use_results(path: Path) -> object:
 
 def _use_claims(path: Path) -> object:
     """Read the claims and answer those whose runs exist."""
-    claims = report_claims.read_claims(path)
+    claims = verdicts.read_claims(path)
     with contextlib.suppress(ValueError):
-        return page(claims, report_claims.answer(claims, path.parent))
+        return page(claims, verdicts.answer(claims, path.parent))
     return None
 
 
@@ -114,8 +114,8 @@ def _use_table(path: Path) -> object:
 
 
 def _use_cells(path: Path) -> object:
-    report_claims._cells.cache_clear()
-    return report_claims.measure(Part.model_validate(OF_CELLS), path.parent)
+    estimates._cells.cache_clear()
+    return estimates.measure(Part.model_validate(OF_CELLS), path.parent)
 
 
 def _use_trace(path: Path) -> object:
