@@ -23,7 +23,7 @@ from typing import Any
 from grid import RESULTS, setting_of, shipped_trace, text_table
 
 from lm_eval_moecache.algorithms.miss.base import Resolution, absent_entries, weight_shares
-from lm_eval_moecache.algorithms.miss.drop_cold import DropCold
+from lm_eval_moecache.algorithms.miss.drops import DropCold
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.geometry import Geometry

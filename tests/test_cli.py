@@ -282,7 +282,7 @@ def test_lists_go_with_any_axis_and_with_a_class_of_the_current_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     Path("of_this_folder.py").write_text(
-        "from lm_eval_moecache.algorithms.eviction.lru import LRU\nclass Mine(LRU): pass\n"
+        "from lm_eval_moecache.algorithms.eviction.rankings import LRU\nclass Mine(LRU): pass\n"
     )
     mine = "of_this_folder.Mine"
     axes = ("--prefetch=none,oracle", "--eviction", f"lru,{mine}")

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.algorithms.prefetch.data_aware import DataAware
+from lm_eval_moecache.algorithms.prefetch.gates import DataAware
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.virtual.costs import Costs

@@ -1,1 +1,1 @@
-"""The rules a policy is composed of: one folder per axis, one file per algorithm."""
+"""The rules a policy is composed of: one folder per axis, one file per family of rules."""

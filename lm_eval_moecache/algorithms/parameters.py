@@ -18,6 +18,9 @@ from lm_eval_moecache.records.geometry import Geometry
 class Algorithm(ABC):
     """One algorithm of an axis. A subclass that is a dataclass has its fields for parameters."""
 
+    axis: ClassVar[str]
+    name: ClassVar[str] = ""
+    """What users type for a rule of this package."""
     source: ClassVar[str]
     """The paper and section it implements."""
     draws: ClassVar[bool] = False
@@ -38,6 +41,11 @@ class Algorithm(ABC):
     def __post_init__(self) -> None:
         """Check what ranges cannot say, and make what the rule needs; all fields are set."""
         return
+
+    @classmethod
+    def label(cls) -> str:
+        """Return axis and rule as errors name them: `eviction='lru'`."""
+        return f"{cls.axis}={vars(cls).get('name', cls.__name__)!r}"
 
     def get_ready(self) -> None:
         """Load or make machine code that decides, before a run that must not pause for it."""

@@ -7,10 +7,11 @@ import hashlib
 import importlib
 import inspect
 import os
-import pkgutil
+import re
 import sys
 from collections.abc import Mapping
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.records import plugins
@@ -24,6 +25,7 @@ BASES = {
     "miss": "MissAlgorithm",
 }
 AXES = tuple(BASES)
+_NAMES = re.compile(r'^    name(?:: ClassVar\[str\])? = "(\w+)"$', re.MULTILINE)
 _NO_RULES = ("Algorithm", *BASES.values())
 # Set by the engine, not by the user.
 _NOT_PARAMETERS = ("self", "geometry", "seed")
@@ -32,15 +34,26 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def algorithm_names(axis: str) -> list[str]:
-    """Return the names of an axis' algorithms, sorted: our modules, and what packages add."""
-    own = _modules_of(axis)
+    """Return the names of an axis' algorithms, sorted: our own, and what packages add."""
+    own = modules_of(axis)
     return sorted([*own, *plugins.added(axis, own)])
 
 
 @cache
-def _modules_of(axis: str) -> tuple[str, ...]:
-    folder = importlib.import_module(f"lm_eval_moecache.algorithms.{axis}").__path__
-    return tuple(sorted(m.name for m in pkgutil.iter_modules(folder) if m.name != "base"))
+def modules_of(axis: str) -> Mapping[str, str]:
+    """Return the name of each of an axis' rules and the module that defines it, without imports.
+
+    A rule is a class that sets `name: ClassVar[str] = "lru"`; several may share a file.
+    """
+    package = f"lm_eval_moecache.algorithms.{axis}"
+    found: dict[str, str] = {}
+    for folder in importlib.import_module(package).__path__:
+        for path in sorted(Path(folder).glob("*.py")):
+            for name in _NAMES.findall(path.read_text(encoding="utf-8")):
+                if name in found:
+                    raise ValueError(f"{path} and {found[name]} both define {axis}={name!r}.")
+                found[name] = f"{package}.{path.stem}"
+    return dict(sorted(found.items()))
 
 
 def base_of(axis: str) -> type[Any]:
@@ -51,27 +64,17 @@ def base_of(axis: str) -> type[Any]:
 
 
 def find_algorithm(axis: str, name: str) -> type[Any]:
-    """Return the one algorithm class that the file `<axis>/<name>.py` defines, or a package's."""
-    own = _modules_of(axis)
+    """Return the class of this name in a file of the axis' folder, or a package's."""
+    own = modules_of(axis)
     added = plugins.added(axis, own)
     if name in added:
         return _checked(axis, plugins.load(added[name]), plugins.described(added[name]))
     if name not in own:
         raise unknown_name_error(axis, name, [*own, *added])
-    module = importlib.import_module(f"lm_eval_moecache.algorithms.{axis}.{name}")
-    base = base_of(axis)
-    found = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type)
-        and issubclass(value, base)
-        and value.__module__ == module.__name__
-    ]
-    if len(found) != 1:
-        raise ValueError(
-            f"{module.__name__} must define one subclass of {base.__name__}, found {len(found)}."
-        )
-    return found[0]
+    for value in vars(importlib.import_module(own[name])).values():
+        if isinstance(value, type) and vars(value).get("name") == name:
+            return value
+    raise ValueError(f"{own[name]} has a `name` {name!r} that is no class attribute.")
 
 
 def import_class(axis: str, class_path: str) -> type[Any]:
@@ -117,9 +120,12 @@ def _checked(axis: str, found: Any, key: str) -> type[Any]:
 
 
 @lru_cache(maxsize=256)
-def _code_of(source: str) -> str:
-    """Return a module's code without comments, docstrings and formatting."""
+def _code_of(source: str, classes: frozenset[str]) -> str:
+    """Return a module's code without comments, docstrings, formatting and the rules of others."""
     tree = ast.parse(source)
+    for each in [each for each in tree.body if isinstance(each, ast.ClassDef)]:
+        if each.name not in classes and _NAMES.search(ast.get_source_segment(source, each) or ""):
+            tree.body.remove(each)
     for node in ast.walk(tree):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             node.body = [*node.body[1:], ast.Pass()]
@@ -127,12 +133,12 @@ def _code_of(source: str) -> str:
 
 
 def source_digest(algorithm: type[Any]) -> str:
-    """Return a digest of an algorithm's code: its module and those of its base classes.
+    """Return a digest of an algorithm's code: its class, its bases, and what their modules share.
 
     Comments, formatting and the words of docstrings do not count, nor does the base of its axis; a
     docstring where there was none does, and so do strings that document attributes.
     """
-    digest = hashlib.sha256()
+    digest, classes = hashlib.sha256(), frozenset(part.__name__ for part in algorithm.__mro__)
     for part in algorithm.__mro__:
         if part.__module__ in ("builtins", "abc", "typing") or part.__name__ in _NO_RULES:
             continue
@@ -141,7 +147,7 @@ def source_digest(algorithm: type[Any]) -> str:
         except (OSError, TypeError):  # defined in a notebook: only its name is available
             digest.update(part.__qualname__.encode())
             continue
-        digest.update(_code_of(source).encode())
+        digest.update(_code_of(source, classes).encode())
     return digest.hexdigest()[:16]
 
 

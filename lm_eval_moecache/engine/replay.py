@@ -404,8 +404,7 @@ def _check_drafts(trace: Trace, engine: Engine) -> None:
     drafted, prefetch = trace.drafted, engine.rules.prefetch.draft_stage
     if prefetch is None:
         return
-    name = type(prefetch).__module__.rpartition(".")[2]
-    lacks = f"trace {trace.name} cannot serve prefetch={name!r}: "
+    lacks = f"trace {trace.name} cannot serve {prefetch.label()}: "
     again = " Record the run again with trace=DIR and this policy."
     if not prefetch.by_order:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lm_eval_moecache.algorithms.parameters import Algorithm
 from lm_eval_moecache.algorithms.policy import Policy
 from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.geometry import Draft, Geometry
@@ -74,11 +75,10 @@ class Setting:
         return own if self.emulate is None else self.emulate.emulated_by(own)
 
 
-def offline_error(algorithm: object) -> ValueError:
+def offline_error(algorithm: Algorithm | type[Algorithm]) -> ValueError:
     """Build the error for an algorithm (or its class) that only a replay can run."""
-    module = algorithm.__module__.split(".")
     return ValueError(
-        f"{module[-2]}={module[-1]!r} needs to know the future, which only a replay does. Record "
+        f"{algorithm.label()} needs to know the future, which only a replay does. Record "
         "the run with trace=DIR and give the file to `moecache replay`."
     )
 
@@ -93,10 +93,9 @@ def check_host(hardware: Hardware) -> None:
         )
 
 
-def no_draft_error(algorithm: object) -> ValueError:
+def no_draft_error(algorithm: Algorithm | type[Algorithm]) -> ValueError:
     """Build the error for a prefetcher that needs a draft model where there is none."""
-    name = algorithm.__module__.rpartition(".")[2]
     return ValueError(
-        f"prefetch={name!r} works while a draft model drafts, and there is none here. Allowed: a "
+        f"{algorithm.label()} works while a draft model drafts, and there is none here. Allowed: a "
         "live run with draft= a folder, a hub id or self:int4, or a replay of such a run's trace."
     )

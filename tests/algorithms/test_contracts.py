@@ -12,13 +12,18 @@ from typing import Any
 
 import pytest
 
-from lm_eval_moecache.algorithms.eviction.fifo import FIFO
-from lm_eval_moecache.algorithms.eviction.lru import LRU
+from lm_eval_moecache.algorithms.eviction.rankings import FIFO, LRU
 from lm_eval_moecache.algorithms.features import Chosen, note_event
-from lm_eval_moecache.algorithms.miss.drop import Drop
+from lm_eval_moecache.algorithms.miss.drops import Drop
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.ranked import RankedEviction
-from lm_eval_moecache.algorithms.registry import AXES, _modules_of, algorithm_names, find_algorithm
+from lm_eval_moecache.algorithms.registry import (
+    AXES,
+    algorithm_names,
+    find_algorithm,
+    modules_of,
+    source_digest,
+)
 from lm_eval_moecache.cli.policies import collect
 from lm_eval_moecache.records.errors import AlgorithmError
 from lm_eval_moecache.records.event import DECODE, Event
@@ -48,17 +53,24 @@ globals().update(contract_cases())
 NEWCOMER = '''
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.eviction.fifo import FIFO
+from lm_eval_moecache.algorithms.eviction.rankings import FIFO
 from lm_eval_moecache.records.geometry import Geometry
 
 
 class Newcomer(FIFO):
     """Evicts in the order of loading, as a file that nobody lists."""
 
+    name: ClassVar[str] = "newcomer"
     source: ClassVar[str] = "a test"
 
     def __init__(self, geometry: Geometry, *, seed: int = 0, step: int = 1) -> None:
         super().__init__(geometry, seed=seed)
+
+
+class Neighbour(Newcomer):
+    """Shares the file."""
+
+    name = "neighbour"
 '''
 
 
@@ -69,7 +81,7 @@ def test_a_new_file_in_a_folder_is_tested_listed_and_usable_with_no_other_edit(
 
     (tmp_path / "newcomer.py").write_text(NEWCOMER)
     monkeypatch.setattr(folder, "__path__", [*folder.__path__, str(tmp_path)])
-    _modules_of.cache_clear()  # a process lists each folder once
+    modules_of.cache_clear()  # a process lists each folder once
     try:
         assert run_contract(contract_cases()["Test_eviction_newcomer"]) > 5
         listed = {a["name"]: a for a in collect()["algorithms"]["eviction"]}
@@ -77,8 +89,15 @@ def test_a_new_file_in_a_folder_is_tested_listed_and_usable_with_no_other_edit(
         assert listed["newcomer"]["source"] == "a test"
         policy = policy_of({"eviction": "newcomer", "eviction.step": 2})
         assert run(policy, make_geometry()).engine.ledger.passes
+        neighbour = find_algorithm("eviction", "neighbour")
+        assert (neighbour.__name__, listed["neighbour"]["parameters"]) == ("Neighbour", {"step": 1})
+        assert source_digest(neighbour) != source_digest(policy.eviction.algorithm)
+        (tmp_path / "twice.py").write_text(NEWCOMER)
+        modules_of.cache_clear()
+        with pytest.raises(ValueError, match=r"twice\.py .* both define eviction='newcomer'"):
+            algorithm_names("eviction")
     finally:
-        _modules_of.cache_clear()
+        modules_of.cache_clear()
         sys.modules.pop("lm_eval_moecache.algorithms.eviction.newcomer", None)
         if hasattr(folder, "newcomer"):
             delattr(folder, "newcomer")
@@ -97,7 +116,8 @@ def test_every_other_rule_has_a_case_of_its_own(axis: str) -> None:
     tests = "\n".join(path.read_text(encoding="utf-8") for path in files)
     for name in algorithm_names(axis):
         advice = f"{name}: add a case to tests/algorithms/test_{axis}_by_hand.py, or an oracle"
-        assert re.search(rf"\b{name}\b", tests), advice
+        title = find_algorithm(axis, name).__name__
+        assert re.search(rf"\b({name}|{title})\b", tests), advice
 
 
 class Forgetful(FIFO):

@@ -13,7 +13,7 @@ from lm_eval_moecache.algorithms.eviction.importance import Importance
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.prefetch import score
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, by_mass
-from lm_eval_moecache.algorithms.prefetch.next_gate import NextGate
+from lm_eval_moecache.algorithms.prefetch.gates import NextGate
 from lm_eval_moecache.algorithms.prefetch.score import Score
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.records.arrays import FloatArray, softmax

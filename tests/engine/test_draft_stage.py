@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm_eval_moecache.algorithms.prefetch.draft import DraftPrefetch
+from lm_eval_moecache.algorithms.prefetch.gates import DraftPrefetch
 from lm_eval_moecache.engine.draft_stage import solve_cutoff
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.event import VERIFY

@@ -26,7 +26,7 @@ PRIOR = 0.02
 class SlowHazard(EvictionAlgorithm):
     """Recomputes everything for each victim; a duel bets one key against another."""
 
-    source: ClassVar[str] = "lm_eval_moecache.algorithms.eviction.hazard"
+    source: ClassVar[str] = "eviction=hazard, slowly"
 
     def __init__(
         self, geometry: Geometry, *, seed: int = 0, nearness: float = 2.0, memory: int = 200

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm_eval_moecache.algorithms.miss.bounded_insertion import BoundedInsertion
-from lm_eval_moecache.algorithms.miss.host import Host
+from lm_eval_moecache.algorithms.miss.lossless import BoundedInsertion, Host
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.host import RULES, Work, share_out
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm_eval_moecache.algorithms.miss.fetch_cached_first import FetchCachedFirst
+from lm_eval_moecache.algorithms.miss.lossless import FetchCachedFirst
 from lm_eval_moecache.engine.virtual.costs import EXPERT_KERNELS, GATE_KERNELS
 from lm_eval_moecache.records.artifact import DATA_AWARE
 from lm_eval_moecache.records.event import DECODE, PASS_START, Event

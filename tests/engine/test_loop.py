@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lm_eval_moecache.algorithms.eviction.clock import Clock
+from lm_eval_moecache.algorithms.eviction.textbook import Clock
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.ranked import RankedEviction, compiled_rank
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm

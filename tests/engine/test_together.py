@@ -232,7 +232,7 @@ def test_what_decides_otherwise_is_served_row_by_row(
 ) -> None:
     (tmp_path / "my_rules.py").write_text(
         "from lm_eval_moecache import Miss\n"
-        "from lm_eval_moecache.algorithms.miss.drop import Drop\n"
+        "from lm_eval_moecache.algorithms.miss.drops import Drop\n"
         "class Mine(Miss):\n"
         "    source = 'a test'\n"
         "    def resolve(self, event, absent, resident):\n"

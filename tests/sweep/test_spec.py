@@ -133,7 +133,7 @@ def test_settings_metrics_and_tasks_of_a_view_are_known(tmp_path: Path) -> None:
 
 
 CODE = '''"""A module."""
-from lm_eval_moecache.algorithms.eviction.lru import LRU
+from lm_eval_moecache.algorithms.eviction.rankings import LRU
 
 
 class Mine(LRU):

@@ -1,1 +1,1 @@
-"""Eviction algorithms: which resident expert leaves. One file each; the folder is the registry."""
+"""Which resident expert leaves: a file holds a family of rules; the folder is the registry."""

@@ -17,6 +17,7 @@ class ARC(HitRule):
     no candidate, the other provides the victim. Cost: O(1) per call, not counting pinned keys.
     """
 
+    name: ClassVar[str] = "arc"
     source: ClassVar[str] = "Megiddo and Modha, FAST 2003, figure 4; as libCacheSim's ARC"
 
     def __post_init__(self) -> None:

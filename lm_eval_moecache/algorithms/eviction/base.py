@@ -21,6 +21,7 @@ class EvictionAlgorithm(Algorithm):
     in its constructor's arguments and the calls it receives; ties go to the smaller key.
     """
 
+    axis: ClassVar[str] = "eviction"
     uses_weights: ClassVar[bool] = False
     """Whether `Event.experts` and `Event.weights` are needed in every pass.
 

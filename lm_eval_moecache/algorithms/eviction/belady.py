@@ -27,6 +27,7 @@ class Belady(RankedEviction):
     Cost: O(layers + residents of a layer) per victim.
     """
 
+    name: ClassVar[str] = "belady"
     source: ClassVar[str] = "Belady 1966"
     is_offline: ClassVar[bool] = True
     moves: ClassVar[bool] = False

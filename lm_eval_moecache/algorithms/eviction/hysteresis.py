@@ -25,6 +25,7 @@ class Hysteresis(EvictionAlgorithm):
     Parameters: half_life, passes between halvings (64; the source leaves it to its caller).
     """
 
+    name: ClassVar[str] = "hysteresis"
     source: ClassVar[str] = "colibri c/tier.h (tier_pick_swap, tier_decay)"
 
     half_life: Count = 64

@@ -28,6 +28,7 @@ class Importance(EvictionAlgorithm):
         decay: Weight of a turn of the layer relative to the next one, 0 to 1.
     """
 
+    name: ClassVar[str] = "importance"
     source: ClassVar[str] = "Kong et al. 2023 (SwapMoE), by its abstract"
     uses_logits: ClassVar[bool] = True
 

@@ -19,6 +19,7 @@ class Random(EvictionAlgorithm):
     Cost: O(1) per draw, redrawn for pinned keys, O(n) where most keys are pinned.
     """
 
+    name: ClassVar[str] = "random"
     source: ClassVar[str] = "the usual uninformed baseline"
     draws: ClassVar[bool] = True
 

@@ -25,6 +25,7 @@ class S3FIFO(HitRule):
     Parameters: small_share (0.1) and ghost_share (0.9) of the cache; threshold, hits (2).
     """
 
+    name: ClassVar[str] = "s3_fifo"
     source: ClassVar[str] = "Yang et al., SOSP 2023; as libCacheSim's S3FIFO"
 
     small_share: ProperShare = 0.1

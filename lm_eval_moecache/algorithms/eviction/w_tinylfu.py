@@ -26,6 +26,7 @@ class WTinyLFU(HitRule):
     Parameters: window_share of the cache (0.01, at least one slot); period, requests per slot (10).
     """
 
+    name: ClassVar[str] = "w_tinylfu"
     source: ClassVar[str] = "Einziger, Friedman and Manes, ACM ToS 2017"
 
     window_share: ProperShare = 0.01

@@ -1,1 +1,1 @@
-"""Miss algorithms: what happens to a needed expert that is absent. The folder is the registry."""
+"""What happens to an absent expert: a file holds a family of rules; the folder is the registry."""

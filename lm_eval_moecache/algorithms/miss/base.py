@@ -54,6 +54,7 @@ class MissAlgorithm(Algorithm):
     loaded for one token and replaced for another.
     """
 
+    axis: ClassVar[str] = "miss"
     is_lossless: ClassVar[bool] = False
     """Whether every absent expert is loaded at full precision, so that results cannot change."""
     uses_logits: ClassVar[bool] = False
@@ -81,7 +82,7 @@ class MissAlgorithm(Algorithm):
     def __post_init__(self) -> None:
         if self.uses_ladder and len(self.geometry.precision) < 2:
             raise ValueError(
-                f"miss={type(self).__module__.rpartition('.')[2]!r} loads at lower precisions, but "
+                f"{self.label()} loads at lower precisions, but "
                 f"precision={self.geometry.precision[0]!r} is the only one stored. Allowed with "
                 "it: several, best first, as precision=int8:int4:int2."
             )

@@ -56,6 +56,7 @@ class Buddy(SubstitutingMiss):
     under way are replaced or awaited.
     """
 
+    name: ClassVar[str] = "buddy"
     source: ClassVar[str] = "BuddyMoE sections 3.1 to 3.3 and algorithm 1"
     uses_logits: ClassVar[bool] = True
     artifact_kind: ClassVar[str | None] = BUDDIES

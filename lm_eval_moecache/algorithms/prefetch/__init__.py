@@ -1,1 +1,1 @@
-"""Prefetch algorithms: what to load before it is asked for. The folder is the registry."""
+"""What is loaded ahead of need: a file holds a family of rules; the folder is the registry."""

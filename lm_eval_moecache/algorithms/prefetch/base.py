@@ -23,6 +23,7 @@ class PrefetchAlgorithm(Algorithm):
     them.
     """
 
+    axis: ClassVar[str] = "prefetch"
     is_active: ClassVar[bool] = True
     """Whether it ever proposes anything."""
     uses_logits: ClassVar[bool] = False

@@ -40,6 +40,7 @@ class Score(PrefetchAlgorithm):
     proposed. `scope=token` has no such limit.
     """
 
+    name: ClassVar[str] = "score"
     source: ClassVar[str] = "SpecMD section 3.1.4; Zhu et al. 2025"
     depth = 1
 

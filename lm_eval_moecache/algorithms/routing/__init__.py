@@ -1,1 +1,1 @@
-"""Routing algorithms: which experts a token gets. One file each; the folder is the registry."""
+"""Which experts a token gets: a file holds a family of rules; the folder is the registry."""

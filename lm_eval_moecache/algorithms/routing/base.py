@@ -25,6 +25,7 @@ class RoutingAlgorithm(Algorithm):
     by the model family's own rule. `Event.experts` are always filled.
     """
 
+    axis: ClassVar[str] = "routing"
     is_lossless: ClassVar[bool] = False
     """Whether the selection is always the router's own, so that results cannot change."""
     uses_logits: ClassVar[bool] = False

@@ -42,6 +42,7 @@ class Commit(RoutingOverRows):
     most_right (0, as in Table 1; with many experts per token, 0 correct predictions are rare).
     """
 
+    name: ClassVar[str] = "commit"
     source: ClassVar[str] = "CommitMoE sections 4.1 to 4.3, eq. 5 and 6"
     uses_logits: ClassVar[bool] = True
     uses_weights: ClassVar[bool] = True

@@ -32,6 +32,7 @@ class PreGated(RoutingOverRows):
     Cost: O(E log E) per token.
     """
 
+    name: ClassVar[str] = "pre_gated"
     source: ClassVar[str] = "Hwang et al. 2024 (Pre-gated MoE), as in CommitMoE section 1"
     uses_logits: ClassVar[bool] = True
     depth = 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lm_eval_moecache.algorithms.prefetch.draft import DraftPrefetch
+from lm_eval_moecache.algorithms.prefetch.gates import DraftPrefetch
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
 from lm_eval_moecache.harness.run_report import speed_table

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lm_eval_moecache.algorithms.prefetch.draft import DraftPrefetch
+from lm_eval_moecache.algorithms.prefetch.gates import DraftPrefetch
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.arguments import read_config

@@ -1,4 +1,4 @@
-"""Frequency prefetch: each layer's most activated experts so far."""
+"""Rules that propose a layer's most used or most important experts so far."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, activations
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.ranges import LayersAhead, Positive
+from lm_eval_moecache.records.importance import ImportanceScores
+from lm_eval_moecache.records.ranges import Decay, Experts, LayersAhead, Positive
 
 
 @dataclass(eq=False, kw_only=True)
@@ -26,6 +27,7 @@ class Frequency(PrefetchAlgorithm):
     Parameters: overfetch, a factor on top_k (1.0); lookahead, layers ahead (1).
     """
 
+    name: ClassVar[str] = "frequency"
     source: ClassVar[str] = "BuddyMoE section 2.3; SP-MoE section 2.2 (frequency-based prediction)"
 
     overfetch: Positive = 1.0
@@ -46,3 +48,34 @@ class Frequency(PrefetchAlgorithm):
             best = np.argsort(-counts, kind="stable")[: self._share]
             keys += [geometry.key(layer, int(e)) for e in best if counts[e]]
         return keys
+
+
+@dataclass(eq=False, kw_only=True)
+class Importance(PrefetchAlgorithm):
+    """Proposes the layer's own most important experts for its next turn, in the background.
+
+    SwapMoE (Kong et al. 2023), implemented from its abstract, as the text was not available: a
+    small set of important "virtual experts" stays in memory for inference, while the mapping to the
+    actual experts is kept up to date seamlessly. Importance here is the decayed sum of the router's
+    unmodified gate scores, so that experts skipped by routing because they are absent gain it, too.
+    Cost: O(tokens x E) per event; no gate.
+
+    Parameters: experts, number per layer (default twice the router's top_k); decay per turn of the
+    layer, from 0 (the last turn only) to 1 (the whole run) (0.95).
+    """
+
+    name: ClassVar[str] = "importance"
+    source: ClassVar[str] = "Kong et al. 2023 (SwapMoE), by its abstract"
+    uses_logits: ClassVar[bool] = True
+
+    experts: Experts | None = None
+    decay: Decay = 0.95
+
+    def __post_init__(self) -> None:
+        most = min(2 * self.geometry.top_k, self.geometry.num_experts)
+        self._share = most if self.experts is None else self.experts
+        self._scores = ImportanceScores(self.geometry, self.decay)
+
+    def propose(self, event: Event) -> Sequence[int]:
+        best = np.argsort(-self._scores.add(event), kind="stable")[: self._share]
+        return [self.geometry.key(event.layer, int(expert)) for expert in best]

@@ -1,4 +1,4 @@
-"""Oracle prefetch: the next events' experts, predicted with a given recall and precision."""
+"""The two ends of every table: no prefetching, and a predictor of stated quality."""
 
 from __future__ import annotations
 
@@ -12,6 +12,17 @@ from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.ranges import LayersAhead, Share
 from lm_eval_moecache.trace.future import Future
+
+
+class NoPrefetch(PrefetchAlgorithm):
+    """Never proposes anything: every expert that is not resident is a miss."""
+
+    name: ClassVar[str] = "none"
+    source: ClassVar[str] = "SpecMD Table 1 (No Pref)"
+    is_active: ClassVar[bool] = False
+
+    def propose(self, event: Event) -> Sequence[int]:
+        return ()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -30,6 +41,7 @@ class Oracle(PrefetchAlgorithm):
     and up to 1. Cost: O(horizon * top_k) per event.
     """
 
+    name: ClassVar[str] = "oracle"
     source: ClassVar[str] = "the bound that needs the future; no paper"
     is_offline: ClassVar[bool] = True
 
