@@ -13,13 +13,13 @@ from jsonargparse import ArgumentParser, Namespace
 from lm_eval_moecache.cli.main import listed, print_result, wrapped
 from lm_eval_moecache.cli.main import main as moecache
 from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.records.schemas.inputs import Recipe, ReproducedValue, check_limit, read_jobs
+from lm_eval_moecache.records.schemas.inputs import check_limit, read_jobs
 from lm_eval_moecache.report.runs.columns import Column, Value, figure_column, selected
 from lm_eval_moecache.report.runs.files import RUNS, load_runs
 from lm_eval_moecache.report.runs.run import Run
 from lm_eval_moecache.report.tables.leaderboard import Table
 from lm_eval_moecache.report.tables.text import as_markdown
-from lm_eval_moecache.sweep.spec import fit, load_recipe, recipe_names
+from moecache_lab.recipes import Recipe, ReproducedValue, fitted, load_recipe, recipe_names
 
 SAID = "paper.md"
 SEE = "see the table and the picture"
@@ -43,7 +43,7 @@ def run(arguments: Namespace) -> int:
     name = arguments.figure
     read_jobs(arguments.jobs)
     check_limit(arguments.limit, "reproduce")
-    recipe = fit(name, arguments.pretrained, arguments.limit)
+    recipe = fitted(name, arguments.pretrained, arguments.limit)
     folder = Path(arguments.out or Path("reproduced") / name)
     folder.mkdir(parents=True, exist_ok=True)
     if recipe.analyze:
@@ -116,10 +116,10 @@ def our_value(reproduced: ReproducedValue, runs: Sequence[Run]) -> float | None:
 
     Raises ValueError where the settings pick several runs, a fault of the recipe.
     """
-    value = _value(reproduced.metric, reproduced.where, runs)
+    value, *others = (_value(reproduced.metric, where, runs) for where in reproduced.sides)
     if reproduced.form == "value":
         return value
-    reference = _value(reproduced.metric, {**reproduced.where, **(reproduced.versus or {})}, runs)
+    reference = others[0] if others else value
     if value is None or reference is None:
         return None
     if reproduced.form == "difference":

@@ -23,9 +23,10 @@ from lm_eval_moecache.report.tables import FORMS
 from lm_eval_moecache.report.tables.leaderboard import distinct
 from lm_eval_moecache.sweep.files import finished
 from lm_eval_moecache.sweep.run import check_cells
-from lm_eval_moecache.sweep.spec import fit, read_sweep
+from lm_eval_moecache.sweep.spec import read_sweep
 from moecache_lab.claims.page import page
 from moecache_lab.claims.verdicts import VERDICTS, answer, read_claims
+from moecache_lab.recipes import fitted
 from moecache_lab.reproduce import paper_page
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -123,7 +124,7 @@ def test_the_claims_page_is_what_the_command_writes() -> None:
 @pytest.mark.parametrize("path", PAPERS, ids=lambda p: str(p.parent.relative_to(RESULTS)))
 def test_the_papers_numbers_are_listed_with_those_of_the_runs(path: Path) -> None:
     name = str(path.parent.relative_to(RESULTS))
-    recipe = fit(name, "tiny", None)
+    recipe = fitted(name, "tiny", None)
     runs = load_runs(path.parent) if recipe.sweep else []
     assert path.read_text() == paper_page(name, recipe, runs), f"run: moecache reproduce {name}"
     if recipe.sweep:

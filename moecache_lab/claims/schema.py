@@ -66,8 +66,21 @@ class Premise(Schema):
     """Why less leaves nothing to ask."""
 
 
-class Part(Schema):
-    """One comparison. `where` picks one run of `runs`, `versus` replaces settings for the other."""
+class Compared(Schema):
+    """What picks a run by its settings, and with `versus` the one that it is compared with."""
+
+    where: dict[str, Any] = Field(default_factory=dict)
+    versus: dict[str, Any] | None = None
+    """Settings that replace those of `where`."""
+
+    @property
+    def sides(self) -> list[dict[str, Any]]:
+        """The settings of the one side, and with `versus` of the other."""
+        return [self.where, *([] if self.versus is None else [{**self.where, **self.versus}])]
+
+
+class Part(Compared):
+    """One comparison, between runs, cells or columns of rows."""
 
     what: Name
     runs: str | None = None
@@ -77,8 +90,6 @@ class Part(Schema):
     """Cells of real traces (`cells.json.gz`): each trace is a sample."""
     metric: Name = "miss_rate"
     task: str | None = None
-    where: dict[str, Any] = Field(default_factory=dict)
-    versus: dict[str, Any] | None = None
     form: Literal["ratio", "difference", "value"] = "ratio"
     expect: Bounds
     aside: bool = False
@@ -106,11 +117,6 @@ class Part(Schema):
         if self.whole and (self.runs is None or not self.aside):
             raise ValueError("a part of `whole` runs must have `runs` and be `aside`")
         return self
-
-    @property
-    def sides(self) -> list[dict[str, Any]]:
-        """What picks the side that the part is about, and with `versus` the other."""
-        return [self.where, *([] if self.versus is None else [{**self.where, **self.versus}])]
 
     @property
     def is_tested(self) -> bool:

@@ -1,5 +1,5 @@
 """Schemas of files that users write: compositions, hardware profiles, evaluation options, views of
-runs, search spaces, sweeps, and recipes of papers' figures."""
+runs, search spaces and sweeps."""
 
 from __future__ import annotations
 
@@ -323,54 +323,3 @@ def sweep_fields(path: Path, kind: type[Sweep]) -> Sweep:
         raise ValueError(f"{what} must hold a mapping with `tasks` and `grid`.")
     settings = {key: value for key, value in data.items() if value is not None}
     return check(kind, {"name": path.resolve().parent.name, **settings}, what)
-
-
-# --- recipes: one table or figure of a paper, and the paper's numbers in it ---
-
-
-class ReproducedValue(Schema):
-    """Our figure for the paper's: a metric of the one run with these settings."""
-
-    metric: Text
-    where: dict[str, Any] = Field(default_factory=dict)
-    versus: dict[str, Any] | None = None
-    """The run that `form` compares with: these settings override those of `where`."""
-    form: Literal["value", "ratio", "reduction", "difference"] = "value"
-
-
-class PaperValue(Schema):
-    """One number of the paper: a value, a range [from, to], or words."""
-
-    what: Text
-    paper: int | float | Annotated[list[int | float], Field(min_length=2, max_length=2)] | str
-    ours: ReproducedValue | None = None
-    """None where only a look at the plot or table can compare."""
-
-
-class Analysis(Schema):
-    """A call of `moecache analyze`, for figures that do not come from a grid of runs."""
-
-    analysis: Text
-    options: dict[str, Any] = Field(default_factory=dict)
-
-
-class Recipe(Schema):
-    """A recipe file, with either `sweep` (fields of a sweep file) or `analyze`."""
-
-    paper: Text
-    where: Text
-    """Which table or figure, in which section."""
-    title: Text
-    claims: list[str] = Field(default_factory=list)
-    notes: str = ""
-    like: str | None = None
-    """Another recipe, PAPER/FIGURE, whose `sweep` this recipe's fields override."""
-    sweep: dict[str, Any] = Field(default_factory=dict)
-    analyze: Analysis | None = None
-    tiny: dict[str, Any] = Field(default_factory=dict)
-    """Model arguments, or options of the analysis, for the shipped model only."""
-    real: dict[str, Any] = Field(default_factory=dict)
-    """Those used in their place for any other model."""
-    real_tasks: dict[str, str] = Field(default_factory=dict)
-    """Offline task -> the benchmark that it stands for, beyond the usual ones."""
-    said: list[PaperValue] = Field(default_factory=list)

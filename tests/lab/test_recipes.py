@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.records.schemas.inputs import ReproducedValue
 from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.sweep.run import check_cells
-from lm_eval_moecache.sweep.spec import fit, read_sweep, recipe_names
+from lm_eval_moecache.sweep.spec import read_sweep
+from moecache_lab.recipes import ReproducedValue, fitted, recipe_names
 from moecache_lab.reproduce import our_value
 from tests.conftest import Checkpoint, Moecache
 
@@ -34,7 +34,7 @@ def test_every_recipe_fits_the_shipped_model(tmp_path: Path, paper: str) -> None
     for name in recipe_names():
         if not name.startswith(paper):
             continue
-        recipe = fit(name, "tiny", 1)
+        recipe = fitted(name, "tiny", 1)
         assert recipe.said, name
         if recipe.analyze is not None:
             continue
@@ -45,7 +45,7 @@ def test_every_recipe_fits_the_shipped_model(tmp_path: Path, paper: str) -> None
 
 def test_another_model_gets_its_own_sizes_links_and_tasks(checkpoint: Checkpoint) -> None:
     folder = str(checkpoint("mixtral"))
-    recipe = fit("buddymoe/table_2", folder, None)
+    recipe = fitted("buddymoe/table_2", folder, None)
     assert recipe.sweep["base"]["capacity"] == "6/layer"
     assert "emulate" not in recipe.sweep["base"]
     tasks = [axes["tasks"] for axes in recipe.sweep["grid"]]
@@ -55,7 +55,7 @@ def test_another_model_gets_its_own_sizes_links_and_tasks(checkpoint: Checkpoint
 
 def test_an_analysis_has_options_of_the_shipped_model_alone(checkpoint: Checkpoint) -> None:
     analyses = [
-        fit("sp_moe/figure_2", model, None).analyze
+        fitted("sp_moe/figure_2", model, None).analyze
         for model in ("tiny", str(checkpoint("mixtral")))
     ]
     assert [analysis is not None and analysis.options.get("draft") for analysis in analyses] == [
@@ -65,7 +65,7 @@ def test_an_analysis_has_options_of_the_shipped_model_alone(checkpoint: Checkpoi
 
 
 def test_a_limit_that_is_asked_for_holds_for_every_cell(tmp_path: Path) -> None:
-    recipe = fit("buddymoe/table_2", "tiny", 3)
+    recipe = fitted("buddymoe/table_2", "tiny", 3)
     path = tmp_path / "sweep.yaml"
     path.write_text(yaml.safe_dump(recipe.sweep))
     assert {cell.options["limit"] for cell in read_sweep(path).cells()} == {3}
