@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from lm_eval_moecache.records.numbers import counted, read_count, unknown_name_e
 from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.trace.importers import find_format, load_trace, trace_formats
-from lm_eval_moecache.trace.trace import Columns, Trace, build_trace, with_sizes
+from lm_eval_moecache.trace.trace import Trace, build_trace, with_sizes
 
 ACTIONS = ("convert", "formats", "show")
 _BY_GATES = "prefetch by the next layer's gate"
@@ -184,13 +184,9 @@ def only_request(trace: Trace, number: int) -> Trace:
     rows = columns.request == number
     if not rows.any():
         raise ValueError(f"request={number}: trace {trace.name} has no rows of it.")
-    chosen: dict[str, Any] = {
-        field.name: None if values is None else values[rows]
-        for field in fields(columns)
-        for values in [getattr(columns, field.name)]
-    }
-    _, passes = np.unique(chosen["pass_index"], return_inverse=True)
-    request_columns = Columns(**{**chosen, "pass_index": passes.astype(np.int32)})
+    chosen = columns.at(rows)
+    _, passes = np.unique(chosen.pass_index, return_inverse=True)
+    request_columns = replace(chosen, pass_index=passes.astype(np.int32))
     return build_trace(
         trace.name, trace.geometry, request_columns, seed=trace.seed, has_sizes=trace.has_sizes
     )

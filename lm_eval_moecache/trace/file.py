@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -25,13 +25,17 @@ import pyarrow.parquet as pq
 
 from lm_eval_moecache.records.arrays import BoolArray, IntArray
 from lm_eval_moecache.records.event import DECODE, PHASES
+from lm_eval_moecache.records.files import replace
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.header import (
+    HEADER_KEY,
     REQUESTS_KEY,
     Header,
     check_seal,
     read_header,
     read_listed,
+    sealed,
+    write_header,
     write_settled,
 )
 from lm_eval_moecache.trace.trace import (
@@ -71,9 +75,28 @@ OPTIONAL_COLUMNS = {"logits": pa.list_(pa.float16()), "predicted": pa.list_(pa.f
 PROPOSED = pa.list_(pa.int32())
 
 
-def proposed_column(place: int) -> str:
-    """Return the column of a recorded prefetcher: an event's keys, in the event's first row."""
-    return f"proposed_{place}"
+ROW_GROUP = 32768
+"""Least number of rows in a Parquet row group, except the last."""
+_LEVEL = 9
+"""zstd level: above it, the last percent takes more time than all the rest."""
+
+
+def event_columns(header: Header) -> list[str]:
+    """Return the list columns that only an event's first row fills.
+
+    `proposed_n` has the keys that the header's prefetcher n proposes; DRAFT_COLUMNS are there where
+    a model drafts.
+    """
+    proposed = [f"proposed_{place}" for place in range(len(header.proposals))]
+    return [*proposed, *(DRAFT_COLUMNS if header.draft is not None else ())]
+
+
+def schema_of(header: Header) -> Any:
+    """Return the Arrow schema of a trace that is written, with the header as metadata."""
+    is_kept = {"predicted": header.predicted_depth, "logits": header.has_logits}
+    optional = {name: kind for name, kind in OPTIONAL_COLUMNS.items() if is_kept[name]}
+    columns = COLUMNS | optional | dict.fromkeys(event_columns(header), PROPOSED)
+    return pa.schema(list(columns.items()), {HEADER_KEY: write_header(header)})
 
 
 def columns_of(name: str, schema: Any, header: Header, **large: bool) -> list[str]:
@@ -84,9 +107,7 @@ def columns_of(name: str, schema: Any, header: Header, **large: bool) -> list[st
     duplicates = [column for column in schema.names if schema.names.count(column) > 1]
     if duplicates:
         raise ValueError(f"trace {name}: the column {duplicates[0]!r} appears twice.")
-    proposed = [proposed_column(place) for place in range(len(header.proposals))]
-    # One list per event or pass, in its first row.
-    of_events = [*proposed, *(DRAFT_COLUMNS if header.draft is not None else ())]
+    of_events = event_columns(header)
     types = COLUMNS | OPTIONAL_COLUMNS | dict.fromkeys(of_events, PROPOSED)
     for column in (*COLUMNS, *of_events):
         if column not in schema.names:
@@ -104,6 +125,9 @@ def columns_of(name: str, schema: Any, header: Header, **large: bool) -> list[st
         )
     optional = [column for column, wanted in large.items() if wanted and column in schema.names]
     return [*COLUMNS, *optional, *of_events]
+
+
+# --- from a table to a trace ---
 
 
 def trace_of(
@@ -142,9 +166,9 @@ def trace_of(
         drafted=_drafted(rows, header, columns, settled),
     )
     proposed = {}
-    for index, identity in enumerate(header.proposals):
+    for column, identity in zip(event_columns(header), header.proposals, strict=False):
         last = geometry.num_layers * geometry.num_experts - 1
-        keys, offsets = rows.ranged(proposed_column(index), 0, last)
+        keys, offsets = rows.lists(column, least=0, most=last)
         proposed[identity] = Lists(keys, offsets[trace.row_bounds])
     return dataclasses.replace(trace, proposed=proposed, scans=scans, first_pass=first_pass)
 
@@ -189,10 +213,12 @@ class _Rows:
                 self.refuse(codes == code, "phase", f"is {name!r}, {rule}")
         return np.asarray([PHASES.index(name) for name in names], dtype=np.int32)[codes]
 
-    def lists(self, column: str, lengths: IntArray | None = None) -> tuple[Any, IntArray]:
+    def lists(
+        self, column: str, lengths: IntArray | None = None, *, least: int = 0, most: int = 0
+    ) -> tuple[Any, IntArray]:
         """Return the values of a list column, and the offsets [rows + 1] of its rows.
 
-        The rows must have these lengths, where they are given.
+        The rows must have these lengths, and the values lie in `least`..`most`, where given.
         """
         array = self.array(column)
         offsets: IntArray = array.offsets.to_numpy().astype(np.int64)
@@ -210,17 +236,10 @@ class _Rows:
                 return f"has {sizes[row]} values, must have {wanted[row]}"
 
             self.refuse(sizes != wanted, column, problem)
-        return values, offsets
-
-    def ranged(
-        self, column: str, least: int, most: int, lengths: IntArray | None = None
-    ) -> tuple[Any, IntArray]:
-        """Return `lists`, whose values must lie in `least`..`most`."""
-        values, offsets = self.lists(column, lengths)
         outside = (values < least) | (values > most)
-        if outside.any():
-            problem = f"holds {values[outside.argmax()]}, must lie in {least}..{most}"
-            self.refuse_values(outside, offsets, column, problem)
+        if most and outside.any():
+            rule = f"holds {values[outside.argmax()]}, must lie in {least}..{most}"
+            self.refuse_values(outside, offsets, column, rule)
         return values, offsets
 
     def matrix(self, column: str, width: int) -> Any:
@@ -259,7 +278,7 @@ def _drafted(
     }
     lists = []
     for column, (width, least, most) in bounds.items():
-        values, offsets = rows.ranged(column, least, most, forwards * width)
+        values, offsets = rows.lists(column, forwards * width, least=least, most=most)
         lists.append(Lists(values, np.append(offsets[:-1][begins], len(values))))
     if num_ranks:
         ordered = np.sort(values.reshape(-1, header.ranked), axis=-1)
@@ -271,12 +290,34 @@ def _drafted(
     return dataclasses.replace(drafted, tokens=tokens, experts=experts, ranks=ranks)
 
 
+# --- files and streams ---
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a trace as a ParquetFile, or a stream as its FinishedPart.
+
+    ValueError for a file of another kind, or a damaged one.
+    """
+    is_stream = path.suffix == SUFFIX
+    try:
+        if is_stream:
+            yield finished_part_of(path)
+        else:
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                yield file
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = str(error).split("\n")[0].rstrip(".")
+        kind = "stream" if is_stream else "Parquet file"
+        raise ValueError(f"trace {path.name} is not a readable {kind}: {reason}.") from error
+
+
 @dataclass(frozen=True, slots=True)
 class FinishedPart:
     """The part of a stream that belongs to finished requests: its first batches."""
 
     path: Path
-    schema: Any
+    schema_arrow: Any
     """Arrow schema with the metadata of the trace, except its requests and digest."""
     num_batches: int
     num_rows: int
@@ -286,6 +327,10 @@ class FinishedPart:
         with pa.ipc.open_stream(self.path) as reader:
             for batch, _ in islice(_whole_batches(reader), self.num_batches):
                 yield batch
+
+    def read(self, columns: list[str], **_: Any) -> Any:
+        """Return these columns as a table."""
+        return pa.Table.from_batches(self.batches(), self.schema_arrow).select(columns)
 
 
 def finished_part_of(path: Path) -> FinishedPart:
@@ -313,48 +358,24 @@ def _whole_batches(reader: Any) -> Iterator[tuple[Any, Any]]:
             return
 
 
-@contextmanager
-def _readable(name: str, what: str) -> Iterator[None]:
-    """Raise ValueError for a file of another kind, or a damaged one."""
-    try:
-        yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = str(error).split("\n")[0].rstrip(".")
-        raise ValueError(f"trace {name} is not a readable {what}: {reason}.") from error
-
-
 def read_trace(path: Path, *, logits: bool = False, predicted: bool = False) -> Trace:
     """Read and check a trace. The two large columns are read only on request.
 
     The stream of a killed or running run yields its finished requests. Raises ValueError that names
     the row and the field of a misfit; an optional column that the file lacks is None.
     """
-    name, large = path.name, {"logits": logits, "predicted": predicted}
-    if path.suffix == SUFFIX:
-        with _readable(name, "stream"):
-            finished = finished_part_of(path)
-            schema = finished.schema
-            table = pa.Table.from_batches(finished.batches(), schema)
-            table.validate(full=True)
+    name = path.name
+    with _opened(path) as file:
+        schema = file.schema_arrow
         header = read_header(name, schema.metadata)
-        table = table.select(columns_of(name, schema, header, **large))
-    else:
-        with _readable(name, "Parquet file"), _opened(path) as file:
-            schema = file.schema_arrow
-            header = read_header(name, schema.metadata)
-            columns = columns_of(name, schema, header, **large)
-            table = file.read(columns=columns, use_threads=False)
-            table.validate(full=True)
-    metadata = schema.metadata
+        columns = columns_of(name, schema, header, logits=logits, predicted=predicted)
+        table = file.read(columns, use_threads=False)
+        table.validate(full=True)
     num_passes = (pa.compute.max(table["pass"]).as_py() or 0) + 1
-    requests, scans, settled = read_listed(name, metadata, num_passes)
+    requests, scans, settled = read_listed(name, schema.metadata, num_passes)
     trace = trace_of(name, table.combine_chunks(), header, settled, requests, scans)
-    check_seal(name, header, metadata, schema, len(table))
+    check_seal(name, header, schema.metadata, schema, len(table))
     return trace
-
-
-def _opened(path: Path) -> Any:
-    return pq.ParquetFile(path, page_checksum_verification=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -372,10 +393,22 @@ class StreamedTrace:
     num_passes: int
     scans: tuple[tuple[int, int], ...]
     drafted: Drafted
-    name: str
-    geometry: Geometry
-    seed: int
-    has_sizes: bool = field(default=True, init=False)
+    has_sizes: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        """Name of the file."""
+        return self.path.name
+
+    @property
+    def geometry(self) -> Geometry:
+        """Sizes of the model."""
+        return self.header.geometry
+
+    @property
+    def seed(self) -> int:
+        """Seed of the recorded run."""
+        return self.header.seed
 
     def parts(self) -> Iterator[Trace]:
         """Read the trace from its beginning; raises the ValueError of `read_trace`."""
@@ -396,7 +429,7 @@ class StreamedTrace:
         """Yield the rows in tables that end with a pass and split no scan."""
         rest: list[Any] = []
         starts = np.asarray([first for first, _ in self.scans], dtype=np.int64)
-        with _readable(self.name, "Parquet file"), _opened(self.path) as file:
+        with _opened(self.path) as file:
             for batch in file.iter_batches(PART_ROWS, columns=self.columns, use_threads=False):
                 table = pa.Table.from_batches([*rest, batch])
                 table.validate(full=True)
@@ -419,13 +452,13 @@ def open_trace(
 
     Raises the ValueError of `read_trace`; the rows of an opened trace are checked by `parts`.
     """
-    name = path.name
-    with _readable(name, "Parquet file"), _opened(path) as file:
+    name, large = path.name, {"logits": logits, "predicted": predicted}
+    with _opened(path) as file:
         schema, num_rows = file.schema_arrow, file.metadata.num_rows
         if num_rows <= WHOLE_ROWS or REQUESTS_KEY not in (schema.metadata or {}):
-            return read_trace(path, logits=logits, predicted=predicted)
+            return read_trace(path, **large)
         header = read_header(name, schema.metadata)
-        columns = columns_of(name, schema, header, logits=logits, predicted=predicted)
+        columns = columns_of(name, schema, header, **large)
         last = file.read_row_group(file.num_row_groups - 1, columns=["pass"])["pass"]
     num_passes = (last[-1].as_py() or 0) + 1
     check_seal(name, header, schema.metadata, schema, num_rows)
@@ -438,7 +471,86 @@ def open_trace(
         num_passes=num_passes,
         scans=scans,
         drafted=Drafted(draft=header.draft, ranked=header.ranked, settled=settled),
-        name=name,
-        geometry=header.geometry,
-        seed=header.seed,
     )
+
+
+# --- writing ---
+
+
+def batch_of(schema: Any, events: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the rows of these events as a record batch.
+
+    A field of an event is an array [tokens], or for list columns [tokens, values], None where it
+    has none, or for `event_columns` the list of its first row. `phase` indexes PHASES.
+    """
+    sizes = np.asarray([len(event["layer"]) for event in events], np.int64)
+    arrays = [_array(field, [event[field.name] for event in events], sizes) for field in schema]
+    return pa.record_batch(arrays, schema=schema)
+
+
+def _array(field: Any, parts: Sequence[Any], sizes: IntArray) -> Any:
+    kind = field.type
+    if not parts:  # a batch that only carries a mark
+        return pa.array([], kind)
+    if not pa.types.is_list(kind):
+        values = np.concatenate(parts)
+        return pa.array(
+            np.asarray(PHASES, object)[values] if field.name == "phase" else values, kind
+        )
+    if any(part is None for part in parts):
+        return pa.nulls(int(sizes.sum()), kind)
+    if field.name in COLUMNS or field.name in OPTIONAL_COLUMNS:
+        widths = np.repeat([part.shape[1] for part in parts], sizes)
+    else:
+        widths = np.zeros(sizes.sum(), dtype=np.int64)
+        widths[np.cumsum(sizes) - sizes] = [len(part) for part in parts]
+    offsets = np.append(0, np.cumsum(widths)).astype(np.int32)
+    dtype = kind.value_type.to_pandas_dtype()
+    values = np.concatenate([np.asarray(part, dtype).ravel() for part in parts])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, kind.value_type))
+
+
+def write_parquet(
+    target: Path, schema: Any, batches: Iterable[Any], num_rows: int, extra: Mapping[bytes, bytes]
+) -> None:
+    """Write batches as a trace that appears under its name once complete.
+
+    `extra` is added to the metadata of their `schema`.
+    """
+    metadata = sealed({**schema.metadata, **extra}, schema, num_rows)
+    schema = schema.with_metadata(metadata)
+    encodings = dict.fromkeys(("request", "pass", "token", "layer"), "DELTA_BINARY_PACKED")
+    for field in schema:
+        if pa.types.is_list(field.type):
+            # One stream per byte position: the high bytes of small numbers compress to nothing.
+            encodings[f"{field.name}.list.element"] = "BYTE_STREAM_SPLIT"
+    writing = target.with_name(f".{target.name}.writing")
+    try:
+        with pq.ParquetWriter(
+            writing,
+            schema,
+            compression="zstd",
+            compression_level=_LEVEL,
+            write_page_checksum=True,
+            use_dictionary=["phase"],
+            column_encoding=encodings,
+        ) as file:
+            for group in _groups(batches):
+                table = pa.Table.from_batches(group).combine_chunks()
+                file.write_table(table.replace_schema_metadata(metadata))
+        replace(writing, target)
+    except BaseException:
+        writing.unlink(missing_ok=True)
+        raise
+
+
+def _groups(batches: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield lists of batches, each large enough for a row group."""
+    group: list[Any] = []
+    for batch in batches:
+        group.append(batch)
+        if sum(map(len, group)) >= ROW_GROUP:
+            yield group
+            group = []
+    if group:
+        yield group

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -19,32 +19,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
-from lm_eval_moecache.records.event import DECODE, Event
-from lm_eval_moecache.records.files import check_writable, replace
+from lm_eval_moecache.records.event import DECODE, PHASES, Event
+from lm_eval_moecache.records.files import check_writable
 from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.ledger import GENERATE, RequestRecord
 from lm_eval_moecache.trace.file import (
-    COLUMNS,
     DRAFTS_MARK,
-    OPTIONAL_COLUMNS,
-    PROPOSED,
+    ROW_GROUP,
     SCANS_MARK,
     SUFFIX,
-    FinishedPart,
+    batch_of,
     finished_part_of,
-    proposed_column,
+    schema_of,
+    write_parquet,
 )
-from lm_eval_moecache.trace.header import (
-    HEADER_KEY,
-    REQUESTS_KEY,
-    Header,
-    sealed,
-    write_header,
-    write_requests,
-)
+from lm_eval_moecache.trace.header import REQUESTS_KEY, Header, write_requests
 from lm_eval_moecache.trace.trace import DRAFT_COLUMNS, NO_REQUEST
 
 if TYPE_CHECKING:
@@ -53,12 +44,8 @@ if TYPE_CHECKING:
     from lm_eval_moecache.algorithms.policy import Choice
 
 logger = logging.getLogger(__name__)
-ROW_GROUP = 32768
-"""Least number of rows in a Parquet row group, except the last."""
 MOST_STEM = 100
 """Characters of a trace's name: file systems limit names to 255 bytes."""
-_LEVEL = 9
-"""zstd level: above it, the last percent takes more time than all the rest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -381,21 +368,15 @@ class TraceWriter:
     """
 
     def __init__(self, folder: Path, stem: str, header: Header) -> None:
-        self._layers = header.geometry.num_layers
-        is_kept = {"predicted": header.predicted_depth, "logits": header.has_logits}
-        optional = {name: kind for name, kind in OPTIONAL_COLUMNS.items() if is_kept[name]}
-        self._proposed = [proposed_column(place) for place in range(len(header.proposals))]
-        drafting = DRAFT_COLUMNS if header.draft is not None else ()
-        # List columns filled in an event's first row.
-        self._of_events = dict.fromkeys((*self._proposed, *drafting), PROPOSED)
-        schema = pa.schema(list((COLUMNS | optional | self._of_events).items()))
-        self._schema = schema.with_metadata({HEADER_KEY: write_header(header)})
+        self._last = header.geometry.num_layers - 1
+        self._proposed = [f"proposed_{place}" for place in range(len(header.proposals))]
+        self._schema = schema_of(header)
         folder.mkdir(parents=True, exist_ok=True)
         self._target, self._partial = reserve(folder, stem)
         self._file: Any = pa.OSFile(str(self._partial), "wb")
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         self._stream: Any = pa.ipc.new_stream(self._file, self._schema, options=options)
-        self._rows: list[Mapping[str, Any]] = []
+        self._events: list[Mapping[str, Any]] = []
         self._num_rows = 0
         # Since the last mark.
         self._scans: list[tuple[int, int]] = []
@@ -405,8 +386,6 @@ class TraceWriter:
         self._kept_passes = 0
         self._requests: Sequence[RequestRecord] = ()
         self._pass: dict[str, Any] = {}
-        self._scan: list[Mapping[str, Any]] | None = None
-        """Rows of the layers so far, in a scanned text whose tokens are passes of their own."""
 
     def begin_pass(
         self,
@@ -428,17 +407,17 @@ class TraceWriter:
                 "trace: the recording of this model has been closed. Make a new model for a new "
                 "run: a replay begins with an empty cache."
             )
+        passes = np.full(len(tokens), index, dtype=np.int32)
+        if is_scan:
+            passes += np.arange(len(tokens), dtype=np.int32)
+            self._scans.append((index, len(tokens)))
         self._pass = {
             "request": requests.astype(np.int32),
-            "pass": np.full(len(tokens), index, dtype=np.int32),
-            "phase": DECODE if is_scan else phase,
+            "pass": passes,
+            "phase": np.full(len(tokens), PHASES.index(DECODE if is_scan else phase)),
             "token": tokens.astype(np.int32),
         }
         self._drafted = drafting
-        self._scan = [] if is_scan else None
-        if is_scan:
-            self._pass["pass"] += np.arange(len(tokens), dtype=np.int32)
-            self._scans.append((index, len(tokens)))
 
     def settle(self, drafted: int, accepted: int) -> None:
         """Note how many drafted tokens the current pass verified, and how many it accepted."""
@@ -460,33 +439,25 @@ class TraceWriter:
         `proposed` holds the keys that each prefetcher of the header proposes at this event.
         """
         num_tokens = len(experts)
-        rows = {
-            **self._pass,
-            "layer": np.full(num_tokens, layer, dtype=np.int16),
-            "experts": experts.astype(np.int16),
-            "weights": None if weights is None else weights.astype(np.float32),
-            "logits": None if logits is None else logits.astype(np.float16),
-            "predicted": np.concatenate(
-                [np.empty((num_tokens, 0), dtype=np.float16), *predicted], axis=1, dtype=np.float16
-            ),
-            **dict(zip(self._proposed, proposed, strict=True)),
-            **dict(zip(DRAFT_COLUMNS, self._drafted, strict=True)),
-        }
+        no_predictions = np.empty((num_tokens, 0), dtype=np.float16)
+        self._events.append(
+            {
+                **self._pass,
+                "layer": np.full(num_tokens, layer, dtype=np.int16),
+                # Copies: the arrays may be views of what the next event overwrites.
+                "experts": experts.astype(np.int16),
+                "weights": None if weights is None else weights.astype(np.float32),
+                "logits": None if logits is None else logits.astype(np.float16),
+                "predicted": np.concatenate([no_predictions, *predicted], axis=1, dtype=np.float16),
+                **dict(zip(self._proposed, proposed, strict=True)),
+                **dict(zip(DRAFT_COLUMNS, self._drafted, strict=True)),
+            }
+        )
         self._drafted = _NO_DRAFTING
         self._is_marked = False
         self._num_rows += num_tokens
-        (self._rows if self._scan is None else self._scan).append(rows)
-        if layer != self._layers - 1:
-            return
-        if self._scan is not None:
-            for token in range(num_tokens):
-                row = slice(token, token + 1)
-                self._rows += [
-                    {n: v if n == "phase" or v is None else v[row] for n, v in of_layer.items()}
-                    for of_layer in self._scan
-                ]
         # A batch ends with a pass, so that the disk holds whole passes.
-        if self._num_rows >= ROW_GROUP:
+        if layer == self._last and self._num_rows >= ROW_GROUP:
             self._flush()
 
     def keep(self, requests: Sequence[RequestRecord] = ()) -> None:
@@ -537,18 +508,21 @@ class TraceWriter:
         if not self._file.closed:
             self._stream.close()
             self._file.close()
-        finished = finished_part_of(self._partial)
+        done = finished_part_of(self._partial)
         # An existing target means that an interrupt hit between writing it and the unlink.
-        if finished.num_rows and not self._target.exists():
+        if done.num_rows and not self._target.exists():
             extra = {} if requests is None else {REQUESTS_KEY: write_requests(requests)}
-            write_parquet(finished, self._target, extra)
+            write_parquet(self._target, done.schema_arrow, done.batches(), done.num_rows, extra)
         self._partial.unlink()
         self._stream = None
-        return self._target if finished.num_rows else None
+        return self._target if done.num_rows else None
 
     def _flush(self, marks: Mapping[bytes, bytes] | None = None) -> None:
-        arrays = [self._array(field.name, field.type) for field in self._schema]
-        batch = pa.record_batch(arrays, schema=self._schema)
+        batch = batch_of(self._schema, self._events)
+        if self._scans:
+            # A scanned text came layer by layer, and each of its tokens is a pass.
+            order = np.lexsort((batch["layer"].to_numpy(), batch["pass"].to_numpy()))
+            batch = batch.take(pa.array(order))
         try:
             self._stream.write_batch(batch, custom_metadata=marks)
         except OSError as error:
@@ -556,28 +530,7 @@ class TraceWriter:
                 f"trace: {self._partial} cannot be written: {error.strerror or error}. What was "
                 "finished before is kept in it."
             ) from error
-        self._rows, self._num_rows = [], 0
-
-    def _array(self, column: str, kind: Any) -> Any:
-        parts = [row[column] for row in self._rows]
-        if not parts:  # a batch that only carries a mark
-            return pa.array([], kind)
-        sizes = np.asarray([len(row["layer"]) for row in self._rows])
-        if column == "phase":
-            return pa.array(np.repeat(np.asarray(parts, dtype=object), sizes), kind)
-        if not pa.types.is_list(kind):
-            return pa.array(np.concatenate(parts), kind)
-        if any(part is None for part in parts):
-            return pa.nulls(self._num_rows, kind)
-        if column in self._of_events:
-            widths = np.zeros(self._num_rows, dtype=np.int64)
-            widths[np.cumsum(sizes) - sizes] = [len(part) for part in parts]
-        else:
-            widths = np.concatenate([np.full(len(part), part.shape[1]) for part in parts])
-        offsets = np.concatenate([[0], np.cumsum(widths)]).astype(np.int32)
-        dtype = kind.value_type.to_pandas_dtype()
-        values = np.concatenate([np.asarray(part, dtype).ravel() for part in parts])
-        return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, kind.value_type))
+        self._events, self._num_rows = [], 0
 
 
 def reserve(folder: Path, stem: str) -> tuple[Path, Path]:
@@ -593,44 +546,3 @@ def reserve(folder: Path, stem: str) -> tuple[Path, Path]:
                 # Another run has just finished this trace: a run removes its stream last.
                 stream.unlink()
     return target, stream
-
-
-def write_parquet(finished: FinishedPart, target: Path, extra: Mapping[bytes, bytes]) -> None:
-    """Write the finished part of a stream as a trace that appears under its name once complete."""
-    metadata = {**finished.schema.metadata, **extra}
-    schema = finished.schema.with_metadata(sealed(metadata, finished.schema, finished.num_rows))
-    encodings = dict.fromkeys(("request", "pass", "token", "layer"), "DELTA_BINARY_PACKED")
-    for field in schema:
-        if pa.types.is_list(field.type):
-            # One stream per byte position: the high bytes of small numbers compress to nothing.
-            encodings[f"{field.name}.list.element"] = "BYTE_STREAM_SPLIT"
-    writing = target.with_name(f".{target.name}.writing")
-    try:
-        with pq.ParquetWriter(
-            writing,
-            schema,
-            compression="zstd",
-            compression_level=_LEVEL,
-            write_page_checksum=True,
-            use_dictionary=["phase"],
-            column_encoding=encodings,
-        ) as file:
-            for batches in _groups(finished.batches()):
-                table = pa.Table.from_batches(batches).combine_chunks()
-                file.write_table(table.replace_schema_metadata(schema.metadata))
-        replace(writing, target)
-    except BaseException:
-        writing.unlink(missing_ok=True)
-        raise
-
-
-def _groups(batches: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield lists of batches, each large enough for a row group."""
-    group: list[Any] = []
-    for batch in batches:
-        group.append(batch)
-        if sum(map(len, group)) >= ROW_GROUP:
-            yield group
-            group = []
-    if group:
-        yield group

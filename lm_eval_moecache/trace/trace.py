@@ -39,10 +39,11 @@ class Columns:
     experts: Ints
     weights: FloatArray | None = None
 
-
-def misfit_error(name: str, place: str, field: str, problem: str) -> ValueError:
-    """Return the ValueError for a value that does not fit the format."""
-    return ValueError(f"trace {name}: {place}: {field} {problem}.")
+    def at(self, rows: Any) -> Columns:
+        """Return these rows: a slice, a mask or their numbers."""
+        weights = None if self.weights is None else self.weights[rows]
+        others = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "weights"}
+        return Columns(**others, weights=weights)
 
 
 class Refuse(NamedTuple):
@@ -52,17 +53,13 @@ class Refuse(NamedTuple):
     where: Callable[[int], str] = "row {}".format
 
     def __call__(
-        self,
-        bad: npt.ArrayLike,
-        field: str,
-        problem: str | Callable[[int], str],
-        first: int = 0,
+        self, bad: npt.ArrayLike, field: str, problem: str | Callable[[int], str], first: int = 0
     ) -> None:
         """Raise ValueError for the first row that is bad; `bad[0]` is row number `first`."""
         if np.any(bad):
             row = first + int(np.argmax(bad))
             text = problem if isinstance(problem, str) else problem(row)
-            raise misfit_error(self.name, self.where(row), field, text)
+            raise ValueError(f"trace {self.name}: {self.where(row)}: {field} {text}.")
 
 
 def check_rows(geometry: Geometry, columns: Columns, refuse: Refuse) -> IntArray:
@@ -78,23 +75,23 @@ def check_rows(geometry: Geometry, columns: Columns, refuse: Refuse) -> IntArray
 def _check_values(geometry: Geometry, columns: Columns, refuse: Refuse) -> None:
     """Check the values of each row."""
 
-    def check(bad: npt.ArrayLike, field: str, rule: str) -> None:
-        values = getattr(columns, field)
-        refuse(bad, field, lambda row: f"is {values[row].tolist()}, {rule}")
+    def check(bad: npt.NDArray[np.bool_], name: str, rule: str) -> None:
+        values = getattr(columns, name)
+        in_row = bad.any(axis=-1) if bad.ndim > 1 else bad
+        refuse(in_row, name, lambda row: f"is {values[row].tolist()}, {rule}")
 
-    experts, weights = columns.experts, columns.weights
-    outside = ((experts < 0) | (experts >= geometry.num_experts)).any(axis=-1)
-    check(outside, "experts", f"must lie in 0..{geometry.num_experts - 1}")
+    experts, weights, layer = columns.experts, columns.weights, columns.layer
+    rule = f"must lie in 0..{geometry.num_experts - 1}"
+    check((experts < 0) | (experts >= geometry.num_experts), "experts", rule)
     ordered = np.sort(experts, axis=-1)
-    check((ordered[:, 1:] == ordered[:, :-1]).any(axis=-1), "experts", "names one twice")
+    check(ordered[:, 1:] == ordered[:, :-1], "experts", "names one twice")
     if weights is not None:
-        check(~np.isfinite(weights).all(axis=-1), "weights", "must be finite")
-        rising = (weights[:, 1:] > weights[:, :-1]).any(axis=-1)
-        check(rising, "weights", "must come heaviest first")
+        check(~np.isfinite(weights), "weights", "must be finite")
+        check(weights[:, 1:] > weights[:, :-1], "weights", "must come heaviest first")
     check(columns.token < 0, "token", "must be 0 or more")
     check(columns.request < NO_REQUEST, "request", "must be -1 or more")
-    layers = (columns.layer < 0) | (columns.layer >= geometry.num_layers)
-    check(layers, "layer", f"must lie in 0..{geometry.num_layers - 1}")
+    rule = f"must lie in 0..{geometry.num_layers - 1}"
+    check((layer < 0) | (layer >= geometry.num_layers), "layer", rule)
 
 
 def _check_order(last: int, columns: Columns, refuse: Refuse) -> IntArray:
@@ -131,27 +128,26 @@ def _check_tokens(num_layers: int, columns: Columns, bounds: IntArray, refuse: R
     other output; no layer serves more tokens, other tokens, or in another order.
     """
     sizes = np.diff(bounds)
-    first = np.repeat(bounds[:-1][::num_layers], num_layers)
-    full = sizes == np.repeat(sizes[::num_layers], num_layers)
-    position = np.arange(bounds[-1]) - np.repeat(bounds[:-1], sizes)
-    twin = np.minimum(np.repeat(first, sizes) + position, bounds[-1] - 1)
+    of_first = np.repeat(sizes[::num_layers], num_layers)
+    is_full = np.repeat(sizes == of_first, sizes)
+    first = np.repeat(np.repeat(bounds[:-1][::num_layers], num_layers), sizes)
+    twin = first + np.arange(bounds[-1]) - np.repeat(bounds[:-1], sizes)
+    twin = np.minimum(twin, bounds[-1] - 1)
+    for name, values in (("request", columns.request), ("token", columns.token)):
 
-    def check_twins(field: str) -> None:
-        values = getattr(columns, field)
-        bad = (values != values[twin]) & np.repeat(full, sizes)
-        refuse(bad, field, lambda row: f"is {values[row]}, layer 0 has {values[twin[row]]} there")
+        def differs(row: int, values: Ints = values) -> str:
+            return f"is {values[row]}, layer 0 has {values[twin[row]]} there"
 
-    check_twins("request")
-    check_twins("token")
+        refuse((values != values[twin]) & is_full, name, differs)
     ends = _check_sequences(columns, refuse)
     pairs = np.stack([columns.request, columns.token], axis=-1)
-    for event in np.flatnonzero(~full).tolist():
-        base = event - event % num_layers
-        begin, of_first = int(bounds[event]), slice(bounds[base], bounds[base + 1])
+    for event in np.flatnonzero(sizes != of_first).tolist():
+        base, begin = event - event % num_layers, int(bounds[event])
         counts = f"has {sizes[event]} rows in this pass, layer 0 has {sizes[base]}"
         is_last = event == base + num_layers - 1
         refuse([not is_last or sizes[event] > sizes[base]], "layer", counts, begin)
-        last = iter(pairs[of_first][ends[of_first]].tolist())
+        served = slice(bounds[base], bounds[base + 1])
+        last = iter(pairs[served][ends[served]].tolist())
         others = [pair not in last for pair in pairs[begin : bounds[event + 1]].tolist()]
         problem = "is not the last of a sequence of layer 0, and not all of them are here"
         refuse(others, "token", problem, begin)
@@ -164,8 +160,8 @@ def _check_sequences(columns: Columns, refuse: Refuse) -> BoolArray:
     per sequence, several per request under beam search.
     """
     token = columns.token
-    same = (np.diff(columns.request) == 0) & (np.diff(columns.pass_index) == 0)
-    same &= np.diff(columns.layer) == 0
+    of_row = np.stack([columns.request, columns.pass_index, columns.layer])
+    same = (np.diff(of_row) == 0).all(axis=0)
     step = np.diff(token)
     goes_on = same & (step == 1)
     reads = same & (columns.phase[1:] != _DECODE)
@@ -192,12 +188,13 @@ experts in each layer of the draft [F, B]; the model's predicted experts, likeli
 class Lists(NamedTuple):
     """One list per pass or event: list n is `values[bounds[n]:bounds[n + 1]]`."""
 
-    values: Ints
+    values: Any
     bounds: IntArray
 
     def at(self, index: int) -> Ints:
         """Return the list of pass or event `index`."""
-        return self.values[self.bounds[index] : self.bounds[index + 1]]
+        values: Ints = self.values[self.bounds[index] : self.bounds[index + 1]]
+        return values
 
     def between(self, first: int, last: int) -> Lists:
         """Return the lists `first` to `last` (excluded)."""
@@ -307,30 +304,25 @@ class Trace:
 
     def between(self, first: int, last: int, first_pass: int) -> Trace:
         """Return passes `first` to `last` (excluded) of this part, numbered from `first_pass`."""
-        num_layers = self.geometry.num_layers
+        num_layers, drafted = self.geometry.num_layers, self.drafted
         events = slice(first * num_layers, last * num_layers + 1)
         row_bounds, key_bounds = self.row_bounds[events], self.key_bounds[events]
         rows, keys = slice(row_bounds[0], row_bounds[-1]), slice(key_bounds[0], key_bounds[-1])
-        columns: dict[str, Any] = {
-            field.name: None
-            if (column := getattr(self.columns, field.name)) is None
-            else column[rows]
-            for field in fields(Columns)
-        }
         predicted = self.predicted
         if predicted is not None:
-            offsets = predicted.offsets[rows.start : rows.stop + 1]
-            values = predicted.values[offsets[0] : offsets[-1]]
-            predicted = replace(predicted, values=values, offsets=offsets - offsets[0])
-        drafted, shift = self.drafted, first_pass - (self.first_pass + first)
+            values, offsets = Lists(predicted.values, predicted.offsets).between(
+                rows.start, rows.stop
+            )
+            predicted = replace(predicted, values=values, offsets=offsets)
         lists: dict[str, Any] = {
             name: None if (each := getattr(drafted, name)) is None else each.between(first, last)
             for name in ("tokens", "experts", "ranks")
         }
+        shift = first_pass - (self.first_pass + first)
         settled = {index + shift: counts for index, counts in drafted.settled.items()}
         return replace(
             self,
-            columns=Columns(**columns),
+            columns=self.columns.at(rows),
             row_bounds=row_bounds - row_bounds[0],
             keys=self.keys[keys],
             key_bounds=key_bounds - key_bounds[0],

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from itertools import pairwise
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 
-from lm_eval_moecache.records.event import PHASES
-from lm_eval_moecache.records.files import check_replaceable, replace, write_whole
+from lm_eval_moecache.records.files import check_replaceable, write_whole
 from lm_eval_moecache.trace.formats.lines import (
     CACHE_LAB,
     CACHE_LAB_PHASES,
@@ -18,6 +16,7 @@ from lm_eval_moecache.trace.formats.lines import (
     ROUTE_TRACE_COLUMNS,
     ROUTE_TRACE_PHASES,
 )
+from lm_eval_moecache.trace.header import Header
 from lm_eval_moecache.trace.trace import Trace
 
 
@@ -110,25 +109,12 @@ def _check_one_request(trace: Trace, what: str) -> None:
 def write_parquet(trace: Trace, path: Path) -> None:
     """Write a trace without its logits and predictions. ValueError if it has no sizes."""
     # Imported late: pyarrow is slow to import, and most runs write no trace.
-    from lm_eval_moecache.trace.header import Header
-    from lm_eval_moecache.trace.recorder import TraceWriter
+    from lm_eval_moecache.trace import file
 
     if not trace.has_sizes:
         raise ValueError(f"trace {trace.name} says no sizes: give those of a model.")
     check_replaceable(path)
     header = Header(geometry=trace.geometry, seed=trace.seed, has_logits=False)
-    columns, num_layers = trace.columns, trace.geometry.num_layers
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        writer = TraceWriter(Path(scratch), "trace", header)
-        for event, (first, last) in enumerate(pairwise(trace.row_bounds.tolist())):
-            pass_index, layer = divmod(event, num_layers)
-            rows = slice(first, last)
-            phase = PHASES[int(columns.phase[first])]
-            owners, tokens = columns.request[rows], columns.token[rows]
-            # Again for each layer: some engines route only the last token through the last.
-            writer.begin_pass(pass_index, phase, owners.astype(np.int64), tokens.astype(np.int64))
-            weights = None if columns.weights is None else columns.weights[rows]
-            writer.add(layer, columns.experts[rows].astype(np.int64), weights, None, [])
-        written = writer.close()
-        assert written is not None, "a trace without passes"
-        replace(written, path)
+    columns = {field.name: getattr(trace.columns, field.name) for field in fields(trace.columns)}
+    batch = file.batch_of(file.schema_of(header), [{**columns, "pass": columns["pass_index"]}])
+    file.write_parquet(path, batch.schema, [batch], len(batch), {})
