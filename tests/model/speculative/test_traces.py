@@ -90,7 +90,7 @@ def test_a_drafted_run_equals_the_replay_of_its_trace(
     replayed = replay(
         trace,
         replace(live.setting, draft=None),
-        cache_reset=chosen.get("cache_reset", "never"),
+        cache_reset=chosen.get("cache_reset", "request"),
     )
     assert_same(replayed, live)
     stages = [engine.draft_stage for engine in (replayed, live)]
