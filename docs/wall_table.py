@@ -33,7 +33,6 @@ _PLAIN: Mapping[str, Sequence[Any]] = {
     "runtime": ("llama.cpp",),
 }
 _COMPANIONS: Mapping[tuple[str, Any], Mapping[str, Any]] = {
-    ("scoring", "scan"): {"capacity": "4/layer"},
     ("phases", "decode"): {"miss": "drop"},
     ("seed", 1): {"eviction": "random"},
     ("draft_tokens", 4): {"draft": "tiny"},

@@ -424,13 +424,12 @@ def _conflicts(
                 "cannot be combined with miss='bounded_insertion', whose uploads no event waits for"
             )
             yield "clock", why, "clock=virtual, or miss=host"
-        if miss.algorithm.uses_host and asked.scoring == "scan":
+        if asked.scoring == "scan":
             why = (
-                f"cannot be combined with miss={miss.name!r} and clock='wall': whether host or "
-                "link ends first is known only while a token is served, but scan decides all "
-                "tokens of a text beforehand"
+                "which measures one pass over a text: what its tokens would take one after another "
+                "is told by a model of time, not by a clock"
             )
-            yield "scoring", why, "miss=fetch, or clock=virtual"
+            yield "scoring", wall + why, "scoring=parallel, or clock=virtual"
     # Settings under which scanning a text layer by layer differs from decoding it.
     if asked.scoring == "scan":
         if not (is_per_layer(capacity) or policy.per_layer):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -228,14 +227,3 @@ def test_a_late_expert_is_replaced_or_awaited(late: str) -> None:
     record, executed = gated_pass(after=late == "await", miss=miss)
     assert executed == ([0, 5, 8] if late == "replace" else [0, 4, 8])
     assert (record.late, record.misses, record.substituted) == (1, 0, late == "replace")
-
-
-def test_a_scanned_token_larger_than_its_cache_tells_what_each_wave_executed() -> None:
-    """As outside scans: between waves a rule such as Belady's goes by the need after this one."""
-    engine, _ = wall_engine(None, "2/layer", geometry=make_geometry(num_layers=1, top_k=3))
-    engine.begin_scan(1)
-    engine.scan(Event(-1, 0, PREFILL, 1, [], np.array([[3, 1, 2]]), np.ones((1, 3))))
-    assert [*engine.waves()]
-    engine.end_scan()
-    engine.close()
-    assert engine.eviction.told("executed") == [("executed", 0, [3, 1])]

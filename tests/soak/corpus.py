@@ -207,7 +207,7 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"policy": "on_demand", "precision": "int8:int4", "miss": "cascade", "scoring": "scan", "capacity": "4/layer"}, "scoring='scan' cannot be combined with miss='cascade'"),
     ({"execute": "as_they_arrive", "precision": "int8:int4"}, "precision='int8:int4' has 2"),
     ({"attention": "context", "emulate": "OLMoE-1B-7B", "scoring": "scan", "policy": "on_demand", "capacity": "2/layer"}, "attention='context' … scoring=parallel"),
-    ({**WALL, "miss": "host", "policy": "on_demand", "scoring": "scan", "capacity": "2/layer"}, "scoring='scan' cannot be combined with miss='host'"),
+    ({**WALL, "policy": "on_demand", "scoring": "scan", "capacity": "2/layer"}, "scoring='scan' cannot be combined with clock='wall'"),
     ({**WALL, "link": "fifo"}, "link='fifo' cannot be combined with clock='wall'"),
     ({**WALL, "hardware": "h200"}, "hardware='h200' … bandwidth"),
     ({**WALL, "store_dir": "x"}, "store_dir='x' … store=disk"),

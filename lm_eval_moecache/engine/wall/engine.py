@@ -7,7 +7,6 @@ model calls its experts. The calling thread makes all decisions; only bytes move
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import count
@@ -20,7 +19,6 @@ from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.wall.link import (
     Mover,
     Traffic,
-    Transfer,
     WallClock,
     WallLink,
     bring,
@@ -30,8 +28,6 @@ from lm_eval_moecache.engine.wall.link import (
 from lm_eval_moecache.engine.wall.slots import Held, LeveledCache, PlacedCache, SlottedCache
 from lm_eval_moecache.records.event import PREFILL, Event, Fetch, num_assignments
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.ledger import PassRecord
-from lm_eval_moecache.records.selection import Selection
 
 # A prefill executes the arrived experts once they are a quarter of the event: more, smaller parts
 # would hide little more of the transfers and cost kernel launches.
@@ -70,7 +66,6 @@ class WallEngine(Engine):
         # For experts stored encoded, even at a single level, the mover makes the slots.
         self._encoded = bool(geometry.compute_bytes)
         self._pending: _Pending | None = None
-        self._script: ScanScript | None = None
         super().__init__(geometry, setting)
         self.link = WallLink(mover, setting.throttle_bytes_per_s, self._encoded)
         self.clock = WallClock(mover.synchronize)
@@ -118,9 +113,6 @@ class WallEngine(Engine):
         if demands is None:
             slots = self.state.slots
             demands = [Fetch(key) for key in event.keys if slots[key].demanded == run.mark]
-        if self._script is not None:
-            self._script.add(event, demands, self)
-            return plan
         levels: dict[int, int] | None = {} if self.rules.ladder else None
         plan.levels = levels
         self._pending = pending = _Pending(event, list(demands), event.keys, levels)
@@ -135,10 +127,6 @@ class WallEngine(Engine):
         return plan
 
     def waves(self) -> Iterator[tuple[Mapping[int, int], bool]]:
-        if self._script is not None:
-            yield from self._script.play(self.clock)
-            self._script = None
-            return
         if (pending := self._pending) is None:
             return
         event, state = pending.event, self.state
@@ -176,28 +164,11 @@ class WallEngine(Engine):
 
     def _recover(self) -> None:
         super()._recover()
-        if self._script is not None:
-            self._script.catch_up()
-            self._script = None
         if self._pending is not None:
             # Its demands may still be moving into their slots.
             self._pending = None
             while demanded := self.link.demanded():
                 self.traffic.land(self.link.wait_for(demanded))
-
-    def scan(self, event: Event) -> Selection | None:
-        self._script = ScanScript(self.link)
-        return super().scan(event)
-
-    def end_scan(self) -> None:
-        # Time that is no single token's is divided equally among the text's tokens.
-        self.clock.synchronize()
-        records = self._scanned
-        spent_s = sum(record.duration_s for record in records)
-        rest_s = self.clock.now - records[0].start_s - spent_s
-        for record in records:
-            record.end_s += rest_s / len(records)
-        super().end_scan()
 
     def fill(self) -> None:
         """Load the residents of warmed caches into their slots; no pass is charged."""
@@ -352,73 +323,3 @@ class WallEngine(Engine):
         waited_s = time.perf_counter() - start_s
         self.record.stall_s += waited_s
         self.traffic.note_stall(waited_s)
-
-
-class ScanScript:
-    """The transfers and slots of one layer's tokens in a scanned text, in order.
-
-    The router chooses for the whole text before any expert runs. Without prefetches no decision of
-    a cache depends on time, so all tokens are decided first; their bytes follow in that order, each
-    token's awaited before the next one's may take their slots. An expert runs once, for all of its
-    tokens, on its first arrival: the same products as without a cache.
-    """
-
-    def __init__(self, link: WallLink) -> None:
-        self._link = link
-        self._steps: deque[tuple[list[Transfer], dict[int, int], PassRecord]] = deque()
-        """For each wave of a token's experts: the transfers before it, their slots, the pass."""
-
-    def add(self, event: Event, fetches: Sequence[Fetch], engine: WallEngine) -> None:
-        """Decide one token's event to its end, waves included; its transfers are counted now."""
-        state, layer, demands = engine.state, event.layer, deque(fetches)
-        cache, record, remaining = engine.caches[layer], engine.record, event.keys
-        while remaining:
-            core.pin(state, remaining, 0, len(remaining), layer)
-            transfers: list[Transfer] = []
-            while demands:
-                key, level = demands[0]
-                if not cache.make_room(key, level, state.run[0].mark, layer):
-                    break
-                cache.insert(key, level)
-                transfers.append(transfer_of(cache, key, level))
-                self._link.count(transfers[-1])
-                demands.popleft()
-            slots = {key: cache.slots[key] for key in remaining if key in cache.slots}
-            assert slots, "no room for one expert after its wave"
-            remaining = [key for key in remaining if key not in slots]
-            if remaining and state.run[0].own:
-                cache.eviction.on_executed(layer, [*slots])
-            self._steps.append((transfers, slots, record))
-        core.note(state, engine._event_of(event))
-
-    def play(self, clock: WallClock) -> Iterator[tuple[Mapping[int, int], bool]]:
-        """Carry out all steps; yield experts on their first arrival, with their slots."""
-        link, executed = self._link, set[int]()
-        while self._steps:
-            transfers, slots, record = self._steps[0]
-            start_s, busy_s = clock.now, link.busy_s
-            self._move(transfers, record)
-            fresh = {key: slot for key, slot in slots.items() if key not in executed}
-            executed.update(fresh)
-            self._steps.popleft()
-            if fresh:
-                yield fresh, False
-            record.link_busy_s += link.busy_s - busy_s
-            record.end_s += clock.now - start_s
-
-    def catch_up(self) -> None:
-        """Move what is left of a text that broke off: the cache already has it as resident."""
-        while self._steps:
-            transfers, _, record = self._steps.popleft()
-            self._move(transfers, record)
-
-    def _move(self, transfers: Sequence[Transfer], record: PassRecord) -> None:
-        link = self._link
-        if not transfers:
-            return
-        link.launched()
-        for transfer in transfers:
-            link.move(transfer)
-        begun_s = time.perf_counter()
-        link.wait_for({transfer.key for transfer in transfers}, len(transfers))
-        record.stall_s += time.perf_counter() - begun_s

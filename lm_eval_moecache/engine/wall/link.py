@@ -308,16 +308,12 @@ class WallLink:
 
     def demand(self, transfer: Transfer) -> None:
         """Move an expert into its slot, ahead of all prefetches not yet moving."""
-        self.count(transfer)
-        self.move(transfer)
-
-    def count(self, transfer: Transfer) -> None:
-        """Count a demand; `move` may carry it out later."""
         self.bytes_moved += transfer.nbytes
         self.transfers += 1
+        self.move(transfer)
 
     def move(self, transfer: Transfer) -> None:
-        """Move a demand that has been counted."""
+        """Move an expert that no event demands, such as a warmed cache's, and count nothing."""
         self._put(transfer, demanded=True)
 
     def issue(self, transfer: Transfer) -> None:

@@ -73,7 +73,6 @@ def assert_plain(
     repetitions: int,
     tokens: int = 48,
     *,
-    scan: bool = False,
     kernel: str = "grouped_mm",
     sizes: Mapping[str, int] = SIZES,
     **changes: str,
@@ -82,7 +81,6 @@ def assert_plain(
     expected, model = plain_logits(device, tokens, sizes, kernel), random_model("olmoe", **sizes)
     model.set_experts_implementation(kernel)
     wrapped = wrap(model, device, policy, capacity, **changes)
-    wrapped.scan_scoring = scan
     assert_exact(wrapped, expected, repetitions, tokens)
 
 

@@ -82,8 +82,6 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "any neighbour, prefetches": {"miss": "substitute_random", **AHEAD},
     "cache-conditional, prefetches": {"routing": "cache_prior", **AHEAD},
     "dropping, prefetches": {"miss": "drop", **AHEAD},
-    "scan, dropping": {"scoring": "scan", "capacity": "3/layer", "miss": "drop"},
-    "scan, disk": {"scoring": "scan", "capacity": "1/layer", "store": "disk"},
     "a pool's kernel, prefetches": {KERNEL: "batched_mm", **AHEAD},
     "a pool's kernel, levels": {KERNEL: "batched_mm", **LEVELS},
     "a draft reads along": {"prefetch": "draft", "draft": "self:int4"},
@@ -223,7 +221,7 @@ class Recording:
 
         def noted(event: Any) -> Any:
             plan = run(event)
-            if self._told is None and not lm.wrapped.scan_scoring:
+            if self._told is None:
                 self.passes[-1].levels.append(plan.levels)
             return plan
 
@@ -341,7 +339,7 @@ class Judge:
 
 
 def drive(lm: MoECacheLM) -> list[list[int]]:
-    """A prompt and two steps of it, then a left-padded batch and a step; or a scanned text."""
+    """A prompt and two steps of it, then a left-padded batch and a step."""
     model: Any = lm.model
     generator = torch.Generator().manual_seed(1)
     single = torch.randint(2, 300, (1, 9), generator=generator)
@@ -349,11 +347,6 @@ def drive(lm: MoECacheLM) -> list[list[int]]:
     mask = torch.ones_like(batch)
     mask[1, :2] = 0
     with torch.no_grad():
-        if lm.moecache.scoring == "scan":
-            for text in (single[:, :7], single[:, :1]):
-                lm.wrapped.scan_scoring = True
-                model(text, use_cache=False)
-            return []
         output = model(single[:, :7], use_cache=True)
         for position in (7, 8):
             past = output.past_key_values

@@ -71,7 +71,7 @@ def staged(script: str, folder: Path) -> None:
         ("on_demand", "1/layer", {}),
         ("specmd", "2/layer", {}),
         ("mixtral_offloading", "25%", {}),
-        ("on_demand", "1/layer", {"scan": True, "kernel": "batched_mm"}),
+        ("on_demand", "1/layer", {"kernel": "batched_mm"}),
         ("specmd", "25%", {"miss": "fetch_cached_first"}),
         ("specmd", "25%", {"miss": "host"}),
     ],

@@ -78,7 +78,7 @@ def test_every_way_waits_once_a_layer(
 ) -> None:
     """Covers every way of the wall clock, and so every algorithm that is added.
 
-    Left out are drafts, whose layers are looked at one by one, scans, traces, predictors with an
+    Left out are drafts, whose layers are looked at one by one, traces, predictors with an
     LSTM (which the streams do not have), and other evictions and codecs, which the device does
     not see.
     """
@@ -89,7 +89,7 @@ def test_every_way_waits_once_a_layer(
         arguments = family.arguments(way)
         config = config_of(way, {"capacity": "40%", **arguments})
         is_alike = way.name.startswith(("eviction=", "precision="))
-        is_other = config.draft or config.scoring == "scan" or config.trace
+        is_other = config.draft or config.trace
         if is_alike or is_other or config.policy.prefetch.algorithm.predicts_pass:
             continue
         precision = LADDER if config.ladder else None
