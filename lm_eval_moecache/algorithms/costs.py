@@ -426,7 +426,7 @@ def choose_once(rule: Any) -> None:
         loop.upgrade.is_due(ahead=loop.upgrade.make)
     num_experts, top_k = rule.geometry.num_experts, rule.geometry.top_k
     experts, none = np.arange(top_k)[None], np.zeros((1, num_experts), dtype=bool)
-    scores, state = np.ones((1, num_experts), np.float32), np.zeros((1, rule.num_kept))
+    scores, state = np.ones((1, num_experts), np.float32), np.zeros((1, rule.state_size))
     rule.choose(Tokens(0, DECODE, (0,), experts, scores[:, :top_k], scores, none, none, state))
 
 

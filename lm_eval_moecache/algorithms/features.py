@@ -5,7 +5,7 @@ them in its loop. A table is a list of objects, or a numpy array of records with
 which the same functions run compiled (`records.jit`). The rule is an argument, so that all rules
 share the compiled code.
 
-Order numbers count loads, uses and wishes (proposals of keys) as they happen: smaller is older. A
+Order numbers count loads, uses and hints (proposals of keys) as they happen: smaller is older. A
 cache's turns are its events. A key is `layer * num_experts + expert`.
 """
 
@@ -34,8 +34,8 @@ class Expert:
     loaded: int = 0
     """Order number of the last load."""
     current: int = -2
-    """The last pass in which it became current: by a load, a use, or its first wish there."""
-    wanted: int = 0
+    """The last pass in which it became current: by a load, a use, or its first hint there."""
+    current_since: int = 0
     """Order number at which it last became current."""
     next_use: int = 0
     """Number of the next event that needs it (offline rules only)."""
@@ -47,7 +47,7 @@ class Expert:
     """Number of uses since its load, without the one that it was loaded for."""
     demanded: int = -2
     """The pass in which a demand last loaded it, until it is used."""
-    founder: int = 0
+    cold_fill_rank: int = 0
     """Its place, from 1, among the loads before its cache's first eviction; 0 if loaded later."""
     served_tokens: int = 0
     """Number of tokens summed in `weight`."""
@@ -62,10 +62,10 @@ class Expert:
     fresh_weight: float = 0.0
     fresh_tokens: int = 0
     """What the running event's tokens add to `weight` and `served_tokens`."""
-    lesser: int = 0
+    ran_below_best_precision: int = 0
     """Whether the running event executed it below the best precision level."""
-    ahead: int = 0
-    """Its place among the wishes for the next pass, 0 for none."""
+    hint_place: int = 0
+    """Its place among the hints for the next pass, 0 for none."""
     place: int = 0
     """Its index among its layer's residents."""
     member: int = 0
@@ -81,7 +81,7 @@ class Layer:
     """Number of residents."""
     cache: int = 0
     """Number of the layer's cache."""
-    unclear: int = 1
+    stale: int = 1
     """Whether `lowest` is stale."""
     lowest: int = -1
     """Key of the layer's first victim, or -1 for none; `first` and `second` are its rank."""
@@ -91,8 +91,8 @@ class Layer:
     """In the row of a cache, the number of events it has seen."""
     accesses: int = 0
     """In the row of a cache, the number of keys that these events needed."""
-    founders: int = 0
-    full: int = 0
+    cold_fills: int = 0
+    has_evicted: int = 0
     """In the row of a cache, its loads before the first eviction, and whether that has been; an
     emptied cache starts anew."""
     slots: int = 0
@@ -143,13 +143,13 @@ class Now:
     turns: int = 0
     """This and the next two are those of the cache in which a victim is sought."""
     accesses: int = 0
-    founders: int = 0
+    cold_fills: int = 0
     served: int = -1
     """The layer that the pass last served, -1 for none."""
     order: int = 1
     """The next order number."""
-    wishes: int = 0
-    """Number of residents wanted for the next pass."""
+    num_hints: int = 0
+    """Number of residents that a prefetcher proposed for the next pass."""
     ages: int = 0
     moves: int = 0
     growth: float = 0.0
@@ -202,20 +202,20 @@ def make_features(now: Now, slots: Sequence[int]) -> Features:
 
 
 def note_pass(tables: Any, index: int) -> None:
-    """Begin a pass: the experts wanted for it become current, in the order of their wishes."""
+    """Begin a pass: the experts proposed for it become current, in the order of the hints."""
     now = tables.now[0]
     for home in range(now.num_layers):
-        tables.layers[home].unclear = 1
-        if now.wishes:
+        tables.layers[home].stale = 1
+        if now.num_hints:
             for i in range(tables.layers[home].held):
                 expert = tables.experts[tables.experts[home * now.num_experts + i].member]
-                if expert.ahead:
-                    expert.wanted = now.order + expert.ahead
+                if expert.hint_place:
+                    expert.current_since = now.order + expert.hint_place
                     expert.current = index
-                    expert.ahead = 0
-    if now.wishes:
-        now.order += now.wishes + 1
-        now.wishes = 0
+                    expert.hint_place = 0
+    if now.num_hints:
+        now.order += now.num_hints + 1
+        now.num_hints = 0
     now.pass_index = index
     now.served = -1
 
@@ -224,24 +224,24 @@ def note_load(tables: Any, key: int, home: int, prefetched: bool) -> None:
     """Note that a key of layer `home` became resident."""
     now, layer, expert = tables.now[0], tables.layers[home], tables.experts[key]
     cache = tables.layers[layer.cache]
-    expert.last_use = expert.loaded = expert.wanted = now.order
+    expert.last_use = expert.loaded = expert.current_since = now.order
     now.order += 1
     expert.current = now.pass_index
     expert.turn, expert.accessed, expert.hits = cache.turns, cache.accesses, 0
-    cache.founders += 1 - cache.full
-    expert.founder = 0 if cache.full else cache.founders
+    cache.cold_fills += 1 - cache.has_evicted
+    expert.cold_fill_rank = 0 if cache.has_evicted else cache.cold_fills
     tables.experts[home * now.num_experts + layer.held].member = key
     expert.place = layer.held
     layer.held += 1
     expert.resident = 1
-    layer.unclear = 1
+    layer.stale = 1
     if prefetched:
         expert.predicted = layer.predicted = 1
     else:
         expert.demanded = now.pass_index
     if prefetched and home <= now.served:
-        now.wishes += 1
-        expert.ahead = now.wishes
+        now.num_hints += 1
+        expert.hint_place = now.num_hints
 
 
 def note_eviction(tables: Any, key: int, home: int) -> None:
@@ -253,35 +253,35 @@ def note_eviction(tables: Any, key: int, home: int) -> None:
     tables.experts[base + expert.place].member = moved
     tables.experts[moved].place = expert.place
     expert.resident = 0
-    expert.ahead = 0
+    expert.hint_place = 0
     expert.predicted = 0
-    layer.unclear = 1
+    layer.stale = 1
     cache = tables.layers[layer.cache]
-    cache.full = 1
+    cache.has_evicted = 1
     if not layer.held:
         held = 0
         for index in range(now.num_layers):
             if tables.layers[index].cache == layer.cache:
                 held += tables.layers[index].held
         if not held:  # emptied, as by a reset: it fills anew
-            cache.founders = cache.full = 0
+            cache.cold_fills = cache.has_evicted = 0
     if now.furthest >= 0:
         begin_duel(tables, key)
 
 
-def note_wish(tables: Any, key: int, home: int) -> None:
+def note_hint(tables: Any, key: int, home: int) -> None:
     """Note that a prefetcher wants a resident key of layer `home`."""
     now, expert = tables.now[0], tables.experts[key]
     if expert.current != now.pass_index:
         expert.current = now.pass_index
-        expert.wanted = now.order
+        expert.current_since = now.order
         now.order += 1
-        tables.layers[home].unclear = 1
+        tables.layers[home].stale = 1
     if now.forecasts:
-        expert.predicted = tables.layers[home].predicted = tables.layers[home].unclear = 1
+        expert.predicted = tables.layers[home].predicted = tables.layers[home].stale = 1
     if home <= now.served:
-        now.wishes += 1
-        expert.ahead = now.wishes
+        now.num_hints += 1
+        expert.hint_place = now.num_hints
 
 
 class Chosen(NamedTuple):
@@ -319,13 +319,13 @@ def note_event(
     rows, turns = tables.experts, cache.turns
     for place in range(start, stop):
         expert = rows[keys[place]]
-        expert.uses += 1 - expert.lesser if now.only_best else 1
+        expert.uses += 1 - expert.ran_below_best_precision if now.only_best else 1
         cache.accesses += 1
         expert.accessed = cache.accesses
         expert.hits += expert.demanded != now.pass_index
         expert.demanded = -2
         if expert.resident:
-            expert.last_use = expert.wanted = now.order
+            expert.last_use = expert.current_since = now.order
             now.order += 1
             expert.current = now.pass_index
             expert.turn = turns
@@ -366,10 +366,10 @@ def note_turn(tables: Any, layer: int, tokens: int) -> None:
         forecast(tables, layer, tokens)
     tables.layers[tables.layers[layer].cache].turns += 1
     now.served = layer
-    tables.layers[layer].unclear = 1
+    tables.layers[layer].stale = 1
     if now.ages:
         for home in range(now.num_layers):
-            tables.layers[home].unclear = 1
+            tables.layers[home].stale = 1
 
 
 def add_weight(tables: Any, key: int, weight: float, tokens: int) -> None:
@@ -450,15 +450,15 @@ def find_lowest(tables: Any, rank: Rank, first: int, last: int, mark: int, layer
     """Return the victim's key among layers `first` to `last` - 1, or -1 for none.
 
     Keys whose `pinned` equals `mark` are excluded; they must all be of `layer`, or of layers whose
-    `unclear` the caller has set.
+    `stale` the caller has set.
     """
     now, cache = tables.now[0], tables.layers[tables.layers[first].cache]
     now.layer, now.turns = layer, cache.turns
-    now.accesses, now.founders = cache.accesses, cache.founders
+    now.accesses, now.cold_fills = cache.accesses, cache.cold_fills
     best, best_a, best_b, oldest = -1, 0.0, 0.0, -1
     for index in range(first, last):
         home = tables.layers[index]
-        if home.unclear:
+        if home.stale:
             look_up_lowest(tables, rank, index, mark)
         elif now.moves and home.lowest >= 0:
             home.first, home.second = rank(tables.experts[home.lowest], home, now)
@@ -494,4 +494,4 @@ def look_up_lowest(tables: Any, rank: Rank, index: int, mark: int) -> None:
         if best < 0 or a < best_a or (a == best_a and (b < best_b or (b == best_b and key < best))):
             best, best_a, best_b = key, a, b
     home.lowest, home.first, home.second, home.oldest = best, best_a, best_b, oldest
-    home.unclear = 0
+    home.stale = 0

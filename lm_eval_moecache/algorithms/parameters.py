@@ -55,19 +55,19 @@ class Algorithm(ABC):
 class OverRows(Algorithm):
     """A rule that decides the tokens of many rows at once, each by its own residents."""
 
-    num_kept: ClassVar[int] = 0
+    state_size: ClassVar[int] = 0
     """How many numbers the rule keeps of each layer, all 0 at first: `Tokens.state`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.state: DoubleArray = np.zeros((self.geometry.num_layers, self.num_kept))
+        self.state: DoubleArray = np.zeros((self.geometry.num_layers, self.state_size))
 
-    def anew(self) -> Any:
+    def reset_copy(self) -> Any:
         """Return the rule as it was made: it keeps nothing but `state`."""
         twin = copy(self)
         twin.state = np.zeros_like(self.state)
         return twin
 
-    def kept(self, layer: int, num_tokens: int) -> DoubleArray:
+    def row_state(self, layer: int, num_tokens: int) -> DoubleArray:
         """Return what the rule, of a single row, keeps for its next event, [1, numbers]."""
         return self.state[layer, None]

@@ -19,9 +19,9 @@ from lm_eval_moecache.algorithms.features import (
     make_features,
     note_event,
     note_eviction,
+    note_hint,
     note_load,
     note_pass,
-    note_wish,
 )
 from lm_eval_moecache.algorithms.registry import is_own
 from lm_eval_moecache.records.event import Event
@@ -112,11 +112,11 @@ class RankedEviction(EvictionAlgorithm):
 
     def on_levels(self, event: Event, levels: Mapping[int, int]) -> None:
         for key in event.keys:
-            self._features.experts[key].lesser = int(levels.get(key, 0) > 0)
+            self._features.experts[key].ran_below_best_precision = int(levels.get(key, 0) > 0)
         self.on_event(event)
 
     def on_predicted(self, key: int) -> None:
-        note_wish(self._features, key, key // self.geometry.num_experts)
+        note_hint(self._features, key, key // self.geometry.num_experts)
 
     def on_evict(self, key: int) -> None:
         note_eviction(self._features, key, key // self.geometry.num_experts)
@@ -130,7 +130,7 @@ class RankedEviction(EvictionAlgorithm):
         for key in pinned:
             tables.experts[key].pinned = self._num_searches
         for home in tables.layers:
-            home.unclear = 1
+            home.stale = 1
         rank, mark = self.plain_rank, self._num_searches
         found = find_lowest(tables, rank, 0, num_layers, mark, layer)
         return None if found < 0 else found

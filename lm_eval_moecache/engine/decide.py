@@ -43,7 +43,7 @@ class Rules:
         def made(axis: str) -> Any:
             rule = getattr(like, axis, None)
             if isinstance(rule, OverRows) and is_own(type(rule)):
-                return rule.anew()
+                return rule.reset_copy()
             return getattr(policy, axis).build(geometry, seed)
 
         self.routing: RoutingAlgorithm = made("routing")
@@ -66,7 +66,7 @@ class Rules:
         for axis in ("routing", "prefetch", "miss"):
             # What was planned for a draft stage is no state of its rule.
             if not getattr(getattr(self, axis), "needs_draft", False):
-                renew(getattr(self, axis), getattr(policy, axis).build(self._geometry, seed))
+                copy_state(getattr(self, axis), getattr(policy, axis).build(self._geometry, seed))
 
     def get_ready(self) -> None:
         """Load or make the machine code of the rules that may change a selection."""
@@ -83,7 +83,7 @@ class Rules:
         return self.miss if self.applies(self.miss, event) else None
 
 
-def renew(algorithm: Any, new: Any) -> None:
+def copy_state(algorithm: Any, new: Any) -> None:
     """Give an algorithm the state of another of its kind, where others hold on to the object."""
     vars(algorithm).clear()
     vars(algorithm).update(vars(new))
@@ -136,9 +136,9 @@ def resolve(
     """
     looked_up, miss, substituted = plan.looked_up, rules.lossy_miss(original), 0
     if miss is not None:
-        unclear = missed if miss.awaits_late else absent
-        if unclear or (rules.ladder and miss.upgrade):
-            resolution = miss.resolve(looked_up, unclear, resident)
+        asked = missed if miss.awaits_late else absent
+        if asked or (rules.ladder and miss.upgrade):
+            resolution = miss.resolve(looked_up, asked, resident)
             if resolution is not None:
                 plan.demands, change = resolution.fetch, resolution.selection
                 if change is not None:
@@ -149,7 +149,7 @@ def resolve(
                     first = plan.selection
                     plan.selection = change if first is None else change.after(first)
                     plan.event = changed(looked_up, plan.selection, rules)
-                if len(unclear) < len(absent):
+                if len(asked) < len(absent):
                     plan.demands = _with_late(plan.demands, absent, missed, plan.event)
         if plan.demands is None and rules.ladder:
             # Residents at a lower level suffice where the rule has acted.

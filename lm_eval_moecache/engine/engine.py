@@ -17,7 +17,7 @@ import numpy as np
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.engine import core
-from lm_eval_moecache.engine.decide import Plan, Rules, renew, resolve, route
+from lm_eval_moecache.engine.decide import Plan, Rules, copy_state, resolve, route
 from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.outside import Outside
 from lm_eval_moecache.engine.setting import CONTEXT, Setting, no_draft_error, offline_error
@@ -255,11 +255,11 @@ class Engine(ABC):
         """Peak bytes held (summed over layers where each has its own cache)."""
         return max(self._adopted_peak, sum(pool.peak_bytes for pool in self.pools))
 
-    def adopt(self, other: Engine, requests: Sequence[RequestRecord] = ()) -> None:
+    def merge(self, other: Engine, requests: Sequence[RequestRecord] = ()) -> None:
         """Enter what another engine of this setting has served, as passes of these requests."""
         passes = other.ledger.passes[other.num_adopted :]
         other.num_adopted += len(passes)
-        self.ledger.adopt(passes, requests)
+        self.ledger.merge(passes, requests)
         self._adopted_peak = max(self._adopted_peak, other.peak_cache_bytes)
         self._adopted_bytes += sum(record.bytes_moved for record in passes)
 
@@ -573,7 +573,7 @@ class Engine(ABC):
         evictions = make_evictions(geometry, setting)
         self.rules.restart(setting.policy, setting.seed)
         for eviction, new in zip(self.outside.evictions, evictions, strict=True):
-            renew(eviction, new)
+            copy_state(eviction, new)
         initial = make_state(geometry, setting, self.rules, evictions, None, self.outside)
         for table, values in zip(self.state[:4], initial[:4], strict=True):
             for entry, value in zip(table, values, strict=True):

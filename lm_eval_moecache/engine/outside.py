@@ -45,7 +45,7 @@ class Outside:
         """What an eviction raised while machine code ran."""
         self._executed: list[int] = []
         """Keys that were executed in the wave in progress."""
-        self.tell = self._messages()
+        self.notify = self._messages()
         self.event = Event(-1, PASS_START, PREFILL, 0, ())
         """The event in progress, as executed."""
         self.events: Iterator[Event] | None = None
@@ -126,10 +126,10 @@ class Outside:
         else:
             self.by_layer[layer].on_event(self.event)
 
-    def tell_reset(self, state: core.State) -> None:
+    def notify_reset(self, state: core.State) -> None:
         """Notify of the eviction of all residents."""
         for key in in_order_of_loading(state.experts, state.slots):
-            self.tell[core.EVICTED](key)
+            self.notify[core.EVICTED](key)
 
     def victim(self, state: core.State, cache: int, mark: int, layer: int) -> int:
         """Return the key that a cache's eviction chooses outside those pinned by `mark`, or -1."""
@@ -141,7 +141,7 @@ class Outside:
         assert found not in self._pinned, f"eviction chose the pinned key {found}"
         return -1 if found is None else found
 
-    def answer(self, cache: int, mark: int, layer: int, told: int) -> int:
+    def answer(self, cache: int, mark: int, layer: int, num_messages: int) -> int:
         """Do what machine code asks for: find a victim or, as `cache` says, something else.
 
         Machine code cannot be ended by an exception. It is kept in `error`, and what is still asked
@@ -150,9 +150,9 @@ class Outside:
         state = self._state()
         try:
             if self.error is None:
-                self._read(state, told)
+                self._read(state, num_messages)
                 if cache == core.RESET_ALL:
-                    self.tell_reset(state)
+                    self.notify_reset(state)
                 if cache < 0:
                     return 0
                 found = self.victim(state, cache, mark, layer)
@@ -167,23 +167,23 @@ class Outside:
         own = range(first * self._num_experts, end * self._num_experts)
         return next((key for key in own if flags[key]), -1)
 
-    def _read(self, state: core.State, told: int) -> None:
-        messages, tell = state.messages[:told].tolist(), self.tell
+    def _read(self, state: core.State, num_messages: int) -> None:
+        messages, notify = state.messages[:num_messages].tolist(), self.notify
         for kind, number in zip(messages[::2], messages[1::2], strict=True):
-            tell[kind](number)
+            notify[kind](number)
 
     def end_machine_code(self) -> None:
         """Read the last messages of machine code; raise what an eviction has raised."""
         state = self._state()
-        told = read(state.run, 0, "told")
-        write(state.run, 0, "told", 0)
+        num_messages = read(state.run, 0, "num_messages")
+        write(state.run, 0, "num_messages", 0)
         if self.error is None:
-            self._read(state, told)
+            self._read(state, num_messages)
             return
         error, self.error = self.error, None
         raise error
 
-    def tell_wave(self) -> None:
+    def notify_wave(self) -> None:
         self.on_wave(self.wave)
 
     # Lanes, and experts executed as they arrive.
@@ -232,7 +232,7 @@ class Outside:
         arriving = {key: self._arrivals[key] for key in keys if key in self._arrivals}
         present = [key for key in keys if key not in arriving]
         self.wave = list(keys)
-        self.tell_wave()
+        self.notify_wave()
         launched = False
         for part, share in enumerate(self._shares):
             order = [(0.0, present)] if present else []
@@ -261,9 +261,9 @@ class Outside:
         self.add_span("host", begun_s, self.host.busy_until, self.event.layer, len(on_host))
         for key in on_host:
             state.slots[key].done = mark
-            state.slots[key].executed_level = state.experts[key].lesser = 0
+            state.slots[key].executed_level = state.experts[key].ran_below_best_precision = 0
         self.wave = [key for key in self.event.keys if key in on_host]
-        self.tell_wave()
+        self.notify_wave()
         return len(on_host), num_served
 
     def await_uploads(self, state: core.State, keys: Sequence[int], count: Counters) -> None:

@@ -99,7 +99,7 @@ def _turns(
         for first, last in pairwise([*sorted({0, *cold}), part.num_passes]):
             if server is None or first in cold:
                 if server is not None:
-                    engine.adopt(server)
+                    engine.merge(server)
                 begun = part.first_pass + first
                 future = None
                 if engine.future is not None:
@@ -110,7 +110,7 @@ def _turns(
             own = part.between(first, last, part.first_pass + first - begun)
             yield server, own, waiting[begun:]
     if server is not None:
-        engine.adopt(server)
+        engine.merge(server)
 
 
 def _check_scans(trace: Trace | StreamedTrace, setting: Setting) -> None:

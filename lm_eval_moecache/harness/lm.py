@@ -286,7 +286,7 @@ class MoECacheLM(HFLM):
         try:
             yield
             if serving is not self.engine:
-                self.engine.adopt(serving)
+                self.engine.merge(serving)
             if self.wrapped.recorder is not None and not self.turns.apart:
                 self.wrapped.recorder.writer.keep(self.engine.ledger.requests)
         finally:
@@ -341,7 +341,7 @@ class MoECacheLM(HFLM):
                 serve_kept(row, engine)
                 ledger.serve([])
             if engine is not self.engine:
-                self.engine.adopt(engine, served)
+                self.engine.merge(engine, served)
             elif row.engine is not None:
                 first -= len(row.noted)
             for each in served:

@@ -154,7 +154,7 @@ class Ledger:
         if last:
             del self.requests[-len(last) :]
 
-    def adopt(self, passes: Sequence[PassRecord], requests: Sequence[RequestRecord]) -> None:
+    def merge(self, passes: Sequence[PassRecord], requests: Sequence[RequestRecord]) -> None:
         """Enter passes that another ledger has counted, as those of these requests."""
         for index, record in enumerate(passes, len(self.passes)):
             record.index = index

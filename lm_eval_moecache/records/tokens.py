@@ -43,7 +43,7 @@ class Tokens(NamedTuple):
     """[tokens, experts]: what a miss rule is asked about. Experts that are neither resident nor
     absent are on their way, and waited for."""
     state: DoubleArray
-    """[rows, numbers]: what the rule keeps of this layer (`OverRows.kept`). It may be changed."""
+    """[rows, numbers]: what the rule keeps of this layer, which it may change (`row_state`)."""
     predicted: Mapping[int, FloatArray] = NO_PREDICTIONS
     """Target layer -> predicted logits [tokens, experts], as in `Event`."""
     weigh: Weigh = softmax_weights

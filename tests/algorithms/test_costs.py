@@ -43,7 +43,7 @@ def rule_of(case: dict[str, Any]) -> Any:
     return getattr(equip(policy_of(case), GEOMETRY), axis).build(GEOMETRY, 0)
 
 
-def tokens_of_rows(rows: int, per_row: int, num_kept: int, is_biased: bool) -> Tokens:
+def tokens_of_rows(rows: int, per_row: int, state_size: int, is_biased: bool) -> Tokens:
     drawn = np.random.default_rng(rows * per_row)
     size, layer = (rows * per_row, GEOMETRY.num_experts), 1
     logits = drawn.normal(size=size).round(1).astype(np.float32)  # with ties
@@ -51,7 +51,7 @@ def tokens_of_rows(rows: int, per_row: int, num_kept: int, is_biased: bool) -> T
     experts = np.argsort(-(logits + bias), axis=-1, kind="stable")[:, : GEOMETRY.top_k]
     weights = np.take_along_axis(np.exp(logits), experts, axis=-1)
     resident = np.repeat(drawn.random((rows, size[1])) < 0.5, per_row, axis=0)
-    state = drawn.random((rows, num_kept)) + 1
+    state = drawn.random((rows, state_size)) + 1
     own = experts, weights, logits, resident, ~resident, state
     return Tokens(layer, "decode", [*range(rows)], *own)
 
@@ -77,7 +77,7 @@ def test_machine_code_chooses_as_plain_python(case: Any, monkeypatch: pytest.Mon
         results = []
         for compiles in (False, True):
             set_compiling(monkeypatch, compiles)
-            tokens = tokens_of_rows(rows, per_row, getattr(rule, "num_kept", 0), is_biased)
+            tokens = tokens_of_rows(rows, per_row, getattr(rule, "state_size", 0), is_biased)
             results.append(told(rule, tokens))
         assert results[0] == results[1]
         changed += results[0] is not None
@@ -91,7 +91,7 @@ def test_ranks_and_ties_are_those_of_the_numpy_functions(
     set_compiling(monkeypatch, compiles)
     rule = rule_of({"routing": "max_rank", "routing.J": 1})
     for rows, is_biased in ((4, False), (9, True)):
-        tokens = tokens_of_rows(rows, 3, rule.num_kept, is_biased)
+        tokens = tokens_of_rows(rows, 3, rule.state_size, is_biased)
         ranked = ranking(tokens)
         cached = np.take_along_axis(tokens.resident, ranked, axis=-1)
         cached[:, 2 * GEOMETRY.top_k :] = False

@@ -9,9 +9,9 @@ from lm_eval_moecache.algorithms.features import (
     make_features,
     note_event,
     note_eviction,
+    note_hint,
     note_load,
     note_pass,
-    note_wish,
 )
 
 
@@ -27,15 +27,15 @@ def load(tables: Features, *keys: int, prefetched: bool = False) -> None:
 def test_who_came_before_the_first_eviction_is_counted_anew_once_all_have_left() -> None:
     tables = two_layers(caches=1)
     load(tables, 0, 5, 6)
-    assert [tables.experts[key].founder for key in (0, 5, 6)] == [1, 2, 3]
+    assert [tables.experts[key].cold_fill_rank for key in (0, 5, 6)] == [1, 2, 3]
     note_eviction(tables, 5, 1)
     load(tables, 7)
-    assert (tables.experts[7].founder, tables.layers[0].founders) == (0, 3)
+    assert (tables.experts[7].cold_fill_rank, tables.layers[0].cold_fills) == (0, 3)
     for key in (0, 6, 7):
         note_eviction(tables, key, key // 4)
-    assert (tables.layers[0].founders, tables.layers[0].full) == (0, 0)
+    assert (tables.layers[0].cold_fills, tables.layers[0].has_evicted) == (0, 0)
     load(tables, 3, 4)
-    assert [tables.experts[key].founder for key in (3, 4)] == [1, 2]
+    assert [tables.experts[key].cold_fill_rank for key in (3, 4)] == [1, 2]
 
 
 def test_a_cache_that_is_emptied_leaves_the_founders_of_another() -> None:
@@ -43,7 +43,7 @@ def test_a_cache_that_is_emptied_leaves_the_founders_of_another() -> None:
     load(tables, 0, 4, 5)
     note_eviction(tables, 0, 0)
     load(tables, 1, 6)
-    assert [tables.experts[key].founder for key in (1, 4, 5, 6)] == [1, 1, 2, 3]
+    assert [tables.experts[key].cold_fill_rank for key in (1, 4, 5, 6)] == [1, 1, 2, 3]
 
 
 def test_an_expert_that_returns_brings_nothing_of_its_last_stay() -> None:
@@ -52,11 +52,11 @@ def test_an_expert_that_returns_brings_nothing_of_its_last_stay() -> None:
     load(tables, 0, prefetched=True)
     load(tables, 1)
     note_event(tables, 0, 1, Chosen([0, 0], (), (), ()), 0, 2, 0, 0)
-    note_wish(tables, 0, 0)  # for the next pass, as the layer was served
+    note_hint(tables, 0, 0)  # for the next pass, as the layer was served
     expert = tables.experts[0]
-    assert (expert.hits, expert.predicted, expert.ahead, expert.resident) == (2, 1, 1, 1)
+    assert (expert.hits, expert.predicted, expert.hint_place, expert.resident) == (2, 1, 1, 1)
     note_eviction(tables, 0, 0)
-    assert (expert.predicted, expert.ahead, expert.resident) == (0, 0, 0)
+    assert (expert.predicted, expert.hint_place, expert.resident) == (0, 0, 0)
     load(tables, 0)
     assert (expert.hits, expert.turn, expert.accessed, expert.resident) == (0, 1, 2, 1)
     assert (expert.uses, expert.predicted) == (2, 0)

@@ -229,7 +229,7 @@ def test_a_rule_chooses_for_rows_together_as_for_each_alone(
             )
             for row, (rule, logits) in enumerate(zip(rules, event.logits, strict=True))
         ]
-        state = np.zeros((len(texts), rules[0].num_kept))
+        state = np.zeros((len(texts), rules[0].state_size))
         tokens = Tokens(
             *(1, DECODE, [0] * len(texts), event.experts, event.weights, event.logits),
             *(resident, ~resident, state),

@@ -201,9 +201,9 @@ class Oracle:
         missed = [key for key in absent if not self.is_pending(key)]
         wanted = absent if lossy else [key for key in looked_up.keys if held.get(key, 1)]
         demands = [Fetch(key) for key in wanted]
-        unclear = missed if miss.awaits_late else absent
-        if lossy and (unclear or (len(self.g.precision) > 1 and miss.upgrade)):
-            resolution = miss.resolve(looked_up, unclear, held)
+        asked = missed if miss.awaits_late else absent
+        if lossy and (asked or (len(self.g.precision) > 1 and miss.upgrade)):
+            resolution = miss.resolve(looked_up, asked, held)
             if resolution is not None:
                 demands, change = list(resolution.fetch), resolution.selection
                 if change is not None:
@@ -211,7 +211,7 @@ class Oracle:
                     record.substituted += int((is_other & (looked_up.experts != DROPPED)).sum())
                     selection = change if selection is None else change.after(selection)
                     executed = self.changed(looked_up, selection)
-                if len(unclear) < len(absent):
+                if len(asked) < len(absent):
                     late = [key for key in absent if key not in missed and key in executed.keys]
                     order = {key: place for place, key in enumerate(absent)}
                     demands += [Fetch(key) for key in late]

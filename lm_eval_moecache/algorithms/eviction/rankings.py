@@ -112,9 +112,9 @@ class PinnedLRU(RankedEviction):
 
     @staticmethod
     def rank(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-        # The last founders to arrive are kept, because `warm` loads the hottest last.
-        if expert.founder > max(0, now.founders - int(home.slots * now.parameter)):
-            return 1.0, float(expert.founder)
+        # The last of the cold fills are kept, because `warm` loads the hottest last.
+        if expert.cold_fill_rank > max(0, now.cold_fills - int(home.slots * now.parameter)):
+            return 1.0, float(expert.cold_fill_rank)
         return 0.0, float(expert.last_use)
 
     def __post_init__(self) -> None:
@@ -137,7 +137,7 @@ class Static(RankedEviction):
 
     @staticmethod
     def rank(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
-        return (1.0 if expert.founder else 0.0), float(expert.loaded)
+        return (1.0 if expert.cold_fill_rank else 0.0), float(expert.loaded)
 
 
 class LFU(RankedEviction):
@@ -384,13 +384,13 @@ def protecting(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
     """Stale before current, left layers before coming ones; then the key not wanted for longest."""
     cycle = 2 * now.num_layers
     turn = home.index if home.index <= now.layer else cycle - home.index
-    age = expert.loaded if now.parameter else expert.wanted
+    age = expert.loaded if now.parameter else expert.current_since
     return float(turn + cycle * (expert.current == now.pass_index)), float(age)
 
 
 def by_layer(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
     is_current = expert.current == now.pass_index
-    age = expert.loaded if now.parameter else expert.wanted
+    age = expert.loaded if now.parameter else expert.current_since
     return float(home.index + now.num_layers * is_current), float(age)
 
 

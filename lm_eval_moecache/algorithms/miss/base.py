@@ -134,7 +134,7 @@ class MissOverRows(OverRows, MissAlgorithm):
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
     ) -> Resolution | None:
-        kept, num_experts = self.kept(event.layer, event.num_tokens), self.geometry.num_experts
+        kept, num_experts = self.row_state(event.layer, event.num_tokens), self.geometry.num_experts
         selection = self.choose(tokens_of(event, resident, num_experts, kept, absent))
         if selection is None and not self.uses_ladder:
             return None

@@ -61,7 +61,7 @@ class RoutingOverRows(OverRows, RoutingAlgorithm):
         """
 
     def select(self, event: Event, resident: Collection[int]) -> Selection | None:
-        kept = self.kept(event.layer, event.num_tokens)
+        kept = self.row_state(event.layer, event.num_tokens)
         return self.choose(tokens_of(event, resident, self.geometry.num_experts, kept))
 
 
@@ -74,7 +74,7 @@ class RoutingByCost(RoutingOverRows):
     uses_logits: ClassVar[bool] = True
     uses_scores: ClassVar[bool] = False
     """Whether `cost` looks at softmax scores."""
-    num_kept: ClassVar[int] = 3
+    state_size: ClassVar[int] = 3
 
     @abstractmethod
     def cost(self) -> RankCost:

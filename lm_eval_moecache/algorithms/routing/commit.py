@@ -93,7 +93,7 @@ class Commit(RoutingOverRows):
         self.state = np.zeros((1, 1 + geometry.num_experts))
         """Of each token: the number of the event that is decided, from 1, and by which logits."""
 
-    def kept(self, layer: int, num_tokens: int) -> DoubleArray:
+    def row_state(self, layer: int, num_tokens: int) -> DoubleArray:
         if len(self.state) != num_tokens:
             self.state = np.zeros((num_tokens, self.state.shape[1]))
         return self.state

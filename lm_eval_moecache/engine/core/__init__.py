@@ -5,7 +5,7 @@ compiles, so that the same source serves a pass in Python or in machine code. `p
 event from its dense part to the end of its last expert. Where Python has to speak in between, as
 lossy algorithms do, the event is opened (`enter`, `look_up`) and closed (`close_event`) in turn.
 What no table can hold is left to Python (`outside`): the host and lanes, which keep a run from
-machine code, and evictions with a state of their own, which do not (`tell`, `ask`).
+machine code, and evictions with a state of their own, which do not (`notify`, `ask`).
 """
 
 # ruff: noqa: F403

@@ -26,7 +26,7 @@ def pin(state: State, keys: Array, start: int, stop: int, layer: int) -> None:
     run.mark += 1
     for place in range(start, stop):
         state.experts[keys[place]].pinned = run.mark
-    state.layers[layer].unclear = 1
+    state.layers[layer].stale = 1
 
 
 def make_room(
@@ -38,7 +38,7 @@ def make_room(
     """
     run, held = state.run[0], state.caches[cache]
     if run.own and held.used > held.capacity - nbytes:
-        tell(state, MISSED, key)
+        notify(state, MISSED, key)
     while held.used > held.capacity - nbytes:
         if run.own:
             victim = ask(state, cache, mark, layer)
@@ -62,7 +62,7 @@ def evict(state: State, key: int) -> None:
     release(state, key)
     note_eviction(state, key, slot.home)
     if run.own:
-        tell(state, EVICTED, key)
+        notify(state, EVICTED, key)
 
 
 def release(state: State, key: int) -> None:
@@ -106,7 +106,7 @@ def insert(state: State, key: int, home: int, level: int, prefetched: bool) -> N
     slot.unused = int(prefetched)
     note_load(state, key, home, prefetched)
     if run.own:
-        tell(state, PREFETCHED if prefetched else DEMANDED, key)
+        notify(state, PREFETCHED if prefetched else DEMANDED, key)
 
 
 def reset(state: State, warm: Array) -> None:
@@ -114,7 +114,7 @@ def reset(state: State, warm: Array) -> None:
     run = state.run[0]
     own, run.own = run.own, 0
     if IN_PYTHON and own:
-        state.outside.tell_reset(state)
+        state.outside.notify_reset(state)
     elif own:
         ask(state, RESET_ALL, 0, 0)
     for home in range(len(state.layers)):
@@ -136,21 +136,21 @@ def fill(state: State, warm: Array) -> None:
         insert(state, warm[place], home, 0, False)
 
 
-PASS, EVENT, DEMANDED, PREFETCHED, WISHED, MISSED, EVICTED, EXECUTED, WAVE, NOTED = range(10)
+PASS, EVENT, DEMANDED, PREFETCHED, HINTED, MISSED, EVICTED, EXECUTED, WAVE, NOTED = range(10)
 """What they are notified of: a pass, an event that begins (its layer), a key's loading and such, a
 wave that ends (its layer, after its keys), and that the event has been executed."""
 
 
-def tell(state: State, kind: int, number: int) -> None:
+def notify(state: State, kind: int, number: int) -> None:
     """Notify them at once or, from machine code, before they are next called."""
     if IN_PYTHON:
-        state.outside.tell[kind](number)
+        state.outside.notify[kind](number)
     else:
         run = state.run[0]
-        state.messages[run.told] = kind
-        state.messages[run.told + 1] = number
-        run.told += 2
-        if run.told == len(state.messages):
+        state.messages[run.num_messages] = kind
+        state.messages[run.num_messages + 1] = number
+        run.num_messages += 2
+        if run.num_messages == len(state.messages):
             ask(state, READ, 0, 0)
 
 
@@ -162,5 +162,5 @@ def ask(state: State, cache: int, mark: int, layer: int) -> int:
     """Return the key that a cache's eviction chooses, not pinned by `mark`, or -1."""
     if IN_PYTHON:
         return state.outside.victim(state, cache, mark, layer)
-    told, state.run[0].told = state.run[0].told, 0
-    return state.outside(cache, mark, layer, told)
+    num_messages, state.run[0].num_messages = state.run[0].num_messages, 0
+    return state.outside(cache, mark, layer, num_messages)

@@ -51,7 +51,7 @@ def execute(state: State, layer: int, num_keys: int, assignments: int, count: Co
     """Charge the execution of some of a layer's experts; each precision level has its kernels."""
     run = state.run[0]
     if IN_PYTHON and run.watched:
-        state.outside.tell_wave()
+        state.outside.notify_wave()
     if run.num_levels == 1:
         execute_level(state, layer, 0, num_keys, assignments, 1.0, False)
         return

@@ -11,10 +11,10 @@ from lm_eval_moecache.engine.core.cache import (
     WAVE,
     insert,
     make_room,
+    notify,
     pin,
     release_for_upgrade,
     take_bytes,
-    tell,
 )
 from lm_eval_moecache.engine.core.clock import await_link, charge_loads, execute, wait_until
 from lm_eval_moecache.engine.core.link import (
@@ -84,7 +84,7 @@ def look_up(state: State, event: BatchEvent, count: Counters) -> int:
                     count.token_misses += slots[keys[place]].serves
     if run.prefetches:
         score_predictions(state, event, count)
-    state.layers[event.layer].unclear = 1
+    state.layers[event.layer].stale = 1
     return absent + below
 
 
@@ -252,9 +252,9 @@ def pin_rest(state: State, event: BatchEvent, mark: int) -> None:
             state.experts[batch.keys[place]].pinned = run.mark
         elif state.now[0].offline:
             state.experts[batch.keys[place]].next_use = batch.next_use[place]
-    state.layers[event.layer].unclear = 1
+    state.layers[event.layer].stale = 1
     if run.own:
-        tell(state, WAVE, event.layer)
+        notify(state, WAVE, event.layer)
 
 
 def is_missing(state: State, key: int, mark: int) -> bool:
@@ -322,12 +322,12 @@ def mark_executed(state: State, event: BatchEvent, mark: int, undemanded: bool) 
             num_served += served
             if run.num_levels > 1:
                 slot.executed_level = slot.level
-                state.experts[key].lesser = int(slot.level > 0)
+                state.experts[key].ran_below_best_precision = int(slot.level > 0)
                 level = state.levels[slot.home * run.num_levels + slot.level]
                 level.num_keys += 1
                 level.num_served += served
             if run.own:
-                tell(state, EXECUTED, key)
+                notify(state, EXECUTED, key)
             if IN_PYTHON and run.watched:
                 state.outside.wave.append(key)
     return num_keys, num_served
@@ -336,7 +336,7 @@ def mark_executed(state: State, event: BatchEvent, mark: int, undemanded: bool) 
 def note(state: State, event: BatchEvent) -> None:
     """Let the evictions learn of the executed event."""
     if state.run[0].own:
-        tell(state, NOTED, event.layer)
+        notify(state, NOTED, event.layer)
         return
     top_k, start, stop = state.run[0].top_k, event.start, event.stop
     first, last = event.batch.rows[event.place] * top_k, event.batch.rows[event.place + 1] * top_k

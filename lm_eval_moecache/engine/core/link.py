@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from lm_eval_moecache.algorithms.features import Rank, note_wish
-from lm_eval_moecache.engine.core.cache import WISHED, insert, make_room, take_bytes, tell
+from lm_eval_moecache.algorithms.features import Rank, note_hint
+from lm_eval_moecache.engine.core.cache import HINTED, insert, make_room, notify, take_bytes
 from lm_eval_moecache.engine.core.clock import wait_until
 from lm_eval_moecache.engine.core.state import IN_PYTHON, BatchEvent, Keys, RunState, State
 from lm_eval_moecache.records.jit import Array
@@ -78,9 +78,9 @@ def submit_keys(
             slot.predicted = predicted.epoch
             predicted.num_predicted += 1
         if state.experts[key].resident:
-            note_wish(state, key, home)
+            note_hint(state, key, home)
             if run.own:
-                tell(state, WISHED, key)
+                notify(state, HINTED, key)
         elif not slot.arriving and slot.due < 0:
             due = 0
             if not run.fifo:

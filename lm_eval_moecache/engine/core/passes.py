@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from lm_eval_moecache.algorithms.costs import Choice, Routed
 from lm_eval_moecache.algorithms.features import Rank, note_pass
-from lm_eval_moecache.engine.core.cache import EVENT, PASS, reset, tell
+from lm_eval_moecache.engine.core.cache import EVENT, PASS, notify, reset
 from lm_eval_moecache.engine.core.event import close_event, demand, enter, look_up
 from lm_eval_moecache.engine.core.link import flush
 from lm_eval_moecache.engine.core.rows import Rows, route_token, serve_row, tables_at
@@ -124,13 +124,13 @@ def begin_pass(state: State, number: int, tokens: int) -> None:
     state.run[0].tokens += tokens
     note_pass(state, number)
     if state.run[0].own:
-        tell(state, PASS, number)
+        notify(state, PASS, number)
 
 
 def serve(state: State, rank: Rank, event: BatchEvent, count: Counters) -> None:
     """Serve one event with all that its router chose."""
     if IN_PYTHON or state.run[0].own:
-        tell(state, EVENT, event.layer)
+        notify(state, EVENT, event.layer)
     enter(state, rank, event)
     num_demands = look_up(state, event, count)
     keys = Keys(event.batch.keys, event.start, event.stop)

@@ -152,7 +152,7 @@ class RunState:
     """Whether experts are executed as they arrive."""
     watched: int = 0
     """Whether somebody is notified of each wave."""
-    told: int = 0
+    num_messages: int = 0
     """Number of messages not yet read."""
     placed: int = 0
     """Whether residents have slots in memory (the wall clock)."""
@@ -187,7 +187,7 @@ class State(NamedTuple):
     run: Table
     """A single record."""
     messages: Array
-    """To evictions with a state of their own, not yet read (`tell`); empty in plain Python."""
+    """To evictions with a state of their own, not yet read (`notify`); empty in plain Python."""
     outside: Any
     """What is not a table (`engine.outside.Outside`); in machine code, how it is called."""
 

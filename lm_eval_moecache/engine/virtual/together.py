@@ -271,11 +271,11 @@ class Together:
     def _choose(self, axis: str, tokens: Tokens) -> Selection | None:
         """Let the rule of an axis choose, with what each row's own keeps of the layer."""
         rules = [getattr(engine.rules, axis) for engine in self.engines]
-        state = rules[0].kept(tokens.layer, 1)
+        state = rules[0].row_state(tokens.layer, 1)
         if len(rules) == 1 or not state.size:
             chosen: Selection | None = rules[0].choose(tokens._replace(state=state))
             return chosen
-        kept = [rule.kept(tokens.layer, 1) for rule in rules]
+        kept = [rule.row_state(tokens.layer, 1) for rule in rules]
         state = np.concatenate(kept)
         chosen = rules[0].choose(tokens._replace(state=state))
         for own, changed in zip(kept, state, strict=True):

@@ -158,7 +158,7 @@ class WallEngine(Engine):
             self.traffic.drain(state.run[0].mark, event.layer, visit)
         for key, level in (pending.levels or {}).items():
             state.slots[key].executed_level = level
-            state.experts[key].lesser = int(level > 0)
+            state.experts[key].ran_below_best_precision = int(level > 0)
         core.note(state, self._event_of(event))
         self._pending = None  # Up to here `_recover` has demands to wait for.
 
