@@ -388,6 +388,8 @@ def test_what_cannot_go_in_a_batch_is_computed_alone_and_said_once(
 
 def test_auto_is_a_number_of_rows_that_a_cpu_is_fastest_on(lm: MoECacheLM) -> None:
     lm.install(read_config({"policy": "on_demand"}))
-    lm.batch_size_per_gpu = turns.AUTO
-    assert lm.rows_at_once() == ON_A_CPU
-    lm.batch_size_per_gpu = 1
+    assert serve(lm, {"policy": "on_demand"}, generations(3), turns.AUTO)
+    # lm-eval prints them beside its own option, which stays 1.
+    assert lm.get_model_info() and list(lm.batch_sizes.values()) == [ON_A_CPU]
+    assert serve(lm, {"policy": "on_demand"}, generations(3), 1)
+    assert lm.get_model_info() and list(lm.batch_sizes.values()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from lm_eval.loggers.evaluation_tracker import EvaluationTracker, GeneralConfigTracker
 from lm_eval.utils import simple_parse_args_string
 
 import lm_eval_moecache
@@ -25,6 +27,7 @@ from lm_eval_moecache.harness.evaluation_options import check_command, check_gen
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.plugin import register
 from lm_eval_moecache.harness.preflight import check_arguments, resolve_device
+from lm_eval_moecache.harness.saving import Unsaved, check_output
 from lm_eval_moecache.records.errors import ArgumentsError
 from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.geometry import Geometry
@@ -225,6 +228,66 @@ def test_a_good_command_line_and_those_of_other_models_pass(tmp_path: Path) -> N
     check_command(["--model", "moecache", "--model_args", "policy=specmd,dtype=float32", *out])
     assert not (tmp_path / "new").exists()
     check_command(["ls", "tasks"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tasks", "tiny_gsm8"], "tasks='tiny_gsm8' is not known. Did you mean 'tiny_gsm8k'?"),
+        (["--wandb_args", "project=x"], "--wandb_args needs the package 'wandb'"),
+        (["--trackio_args", "project=x"], "`pip install trackio`"),
+    ],
+)
+def test_what_lm_eval_would_stumble_over_is_said_before_the_run(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task's name after indexing them all, a logger's package as an UnboundLocalError."""
+    find_spec = importlib.util.find_spec
+    absent = ("wandb", "trackio")
+    there = lambda name: None if name in absent else find_spec(name)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", there)
+    with pytest.raises(ArgumentsError, match=re.escape(message)):
+        check_command(["--model", "moecache", *TASK, *words])
+
+
+@pytest.mark.parametrize(
+    ("pretrained", "output", "tasks"),
+    [
+        ("models/" * 40, "out", "tiny_arc"),
+        ("tiny", f"out/{'x' * 240}.json", "tiny_arc"),
+        ("tiny", "out", "a" * 240),
+    ],
+)
+def test_names_too_long_to_be_saved_are_refused_before_the_run(
+    pretrained: str, output: str, tasks: str, tmp_path: Path
+) -> None:
+    model_args = {"pretrained": pretrained}
+    given = {"output_path": str(tmp_path / output), "model_args": model_args, "tasks": tasks}
+    with pytest.raises(ArgumentsError, match=r"cannot be written: .*: File name too long\."):
+        check_output({**given, "log_samples": True})
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_lm_eval_could_not_save_ends_its_command_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    for output, code in ((tmp_path / "out", 0), (tmp_path / "file", 1)):
+        unsaved, tracker = Unsaved(), EvaluationTracker(output_path=str(output))
+        tracker.general_config_tracker.model_name_sanitized = "tiny"
+        tracker.save_results_aggregated({})
+        assert unsaved.exit_code() == code
+    assert "could not save results aggregated: [Errno 20]" in capsys.readouterr().err
+
+
+def test_lm_eval_names_the_folder_of_the_shipped_model_after_it() -> None:
+    class Bare(MoECacheLM):
+        def __init__(self, **given: Any) -> None:
+            assert given == {"policy": "on_demand", "pretrained": "tiny"}
+
+    arguments = {"policy": "on_demand"}
+    Bare.create_from_arg_obj(arguments)
+    assert GeneralConfigTracker._get_model_name(arguments) == "tiny"
 
 
 def test_lm_eval_ends_in_our_message_alone_and_without_torch(tmp_path: Path) -> None:

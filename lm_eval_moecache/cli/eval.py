@@ -12,6 +12,7 @@ from lm_eval_moecache.harness import hub
 from lm_eval_moecache.harness.arguments import help_text
 from lm_eval_moecache.harness.evaluation_options import check_command, options_of
 from lm_eval_moecache.harness.plugin import register
+from lm_eval_moecache.harness.saving import Unsaved
 from lm_eval_moecache.records.files import task_configs_dir
 
 
@@ -26,7 +27,7 @@ def run_raw(argv: list[str]) -> int:
         tasks = options_of(words).get("tasks") or []
         hub.answers(tasks.split(",") if isinstance(tasks, str) else tasks)
     register()
-    sys.argv = ["lm_eval", *words]
+    sys.argv, unsaved = ["lm_eval", *words], Unsaved()
     try:
         with hub.naming_data_sets(), _indexing(words):
             cli_evaluate()
@@ -35,7 +36,7 @@ def run_raw(argv: list[str]) -> int:
             # lm-eval has printed its own help, and is about to end the process.
             width = shutil.get_terminal_size((80, 24)).columns
             sys.stdout.write(f"\n{help_text(width - 2)}")
-    return 0
+    return unsaved.exit_code()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ request.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -22,10 +23,13 @@ from lm_eval_moecache.harness.arguments import (
     split_arguments,
 )
 from lm_eval_moecache.harness.plugin import MODELS, SPECULATIVE
+from lm_eval_moecache.harness.saving import Unsaved, check_output
+from lm_eval_moecache.harness.task_names import check_known
 from lm_eval_moecache.records.errors import ArgumentsError
-from lm_eval_moecache.records.files import TINY, check_include_path, check_writable, read_yaml
+from lm_eval_moecache.records.files import TINY, check_include_path, read_yaml
 from lm_eval_moecache.records.numbers import (
     check_typed,
+    listed_names,
     read_count,
     read_number,
     shown,
@@ -66,6 +70,8 @@ _FIGURES: Mapping[str, Mapping[str, float]] = {
     **{key: {"above": 0} for key in ("repetition_penalty", "encoder_repetition_penalty")},
     "length_penalty": {},
 }
+_LOGGERS = {"wandb_args": "wandb", "trackio_args": "trackio"}
+"""lm-eval's option -> the package that it needs, whose absence lm-eval does not say."""
 _NOT_THE_USERS = (
     *("use_cache", "pad_token_id", "stopping_criteria", "return_dict_in_generate"),
     *("output_attentions", "output_hidden_states", "output_logits", "output_scores"),
@@ -103,18 +109,18 @@ def check_command(words: Sequence[str]) -> None:
         include_path = evaluation.get("include_path") or ()
         folders = [include_path] if isinstance(include_path, str) else include_path
         check_include_path([str(folder) for folder in folders])
+        tasks = evaluation.get("tasks") or ()
+        names = listed_names(tasks) if isinstance(tasks, str) else [str(name) for name in tasks]
+        check_known(names, [str(folder) for folder in folders])
     if evaluation.get("gen_kwargs"):
         check_generation(evaluation["gen_kwargs"], speculative)
-    output = str(evaluation.get("output_path") or "")
-    path = Path(output)
-    try:
-        if output:
-            check_writable(path.parent if path.suffix == ".json" else path)
-    except OSError as error:
-        raise ArgumentsError(
-            f"--output_path={output!r} cannot be written: {error.strerror}. Allowed: a folder that "
-            "can be made, or a .json file in one."
-        ) from None
+    check_output(evaluation)
+    for key, package in _LOGGERS.items():
+        if evaluation.get(key) and importlib.util.find_spec(package) is None:
+            raise ArgumentsError(
+                f"--{key} needs the package {package!r}, which is not installed. Install it with "
+                f"`pip install {package}`, or leave --{key} out."
+            )
 
 
 def check_lm_eval_command(words: Sequence[str]) -> None:
@@ -126,6 +132,8 @@ def check_lm_eval_command(words: Sequence[str]) -> None:
     if is_lm_eval_command():
         with exit_with_message():
             check_command(words)
+        if options_of(words).get("model") in MODELS:
+            Unsaved().end_process()
 
 
 def check_use_cache(use_cache: Any) -> None:

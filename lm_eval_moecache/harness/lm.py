@@ -151,6 +151,8 @@ class MoECacheLM(HFLM):
         lm-eval always passes `device` and `batch_size`: given twice, they would be a TypeError.
         """
         options = {k: v for k, v in (additional_config or {}).items() if v is not None}
+        # lm-eval names the folder of results after what it finds here, or at random.
+        arg_dict.setdefault("pretrained", TINY)
         with exit_with_message():
             return cls(**{**options, **arg_dict})
 
@@ -230,6 +232,8 @@ class MoECacheLM(HFLM):
         self._progress: Any = None
         self._at_once = 1
         """Requests decoded side by side."""
+        self._computed: set[int] = set()
+        """How many requests were computed together, of each kind of them."""
         self._in_documents = False
         if self.batch_size not in (1, self.turns.most) and self.turns.why:
             logger.warning(
@@ -394,6 +398,7 @@ class MoECacheLM(HFLM):
             request.arguments = (RecordedStr(context, record, seeds.next(record)), *rest)
         longest = self.tok_encode(max((c.arguments[0] for c in copies), key=len, default=""))
         rows, outputs = self.rows_at_once(longest, self.max_gen_toks), list[str]()
+        self._computed.add(rows)
         size = chunk_size(self.turns, rows)
         # HFLM sorts and pads what it gets; a row that has ended makes place for the next of it.
         self._at_once = rows
@@ -631,6 +636,7 @@ class MoECacheLM(HFLM):
         rows, outputs = self.rows_at_once(longest), list[Any]()
         if self.turns.apart and not self.wrapped.mixes_lengths:
             rows = 1
+        self._computed.add(rows)
         keys = [fingerprint(tokens) for tokens in inputs]
         if not self.logits_cache:
             keys = [b"%d" % place for place in range(len(inputs))]
@@ -708,6 +714,8 @@ class MoECacheLM(HFLM):
     def get_model_info(self) -> dict[str, Any]:
         """Add `moecache` to the results' `config`; print the speed table the first time."""
         info: dict[str, Any] = super().get_model_info()
+        # What lm-eval prints beside its own option, which does not know the model arguments.
+        self.batch_sizes = {rows: rows for rows in sorted(self._computed) if rows > 1}
         self.finish_trace()
         info["moecache"] = report = self.report()
         if not self._has_shown:

@@ -238,6 +238,10 @@ def check_writable(path: Path) -> None:
         ancestor = next(place for place in (path, *path.absolute().parents) if place.exists())
         if not ancestor.is_dir() and ancestor != path:
             raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        # Where a folder is not there yet, nothing else would ask about the names in it.
+        longest = max(len(os.fsencode(part)) for part in path.parts)
+        if hasattr(os, "pathconf") and longest > os.pathconf(ancestor, "PC_NAME_MAX"):
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         with tempfile.TemporaryFile(dir=ancestor if ancestor.is_dir() else ancestor.parent) as file:
             file.write(bytes(_BLOCK))
             file.flush()

@@ -18,6 +18,7 @@ import lm_eval.evaluator
 from lm_eval.tasks import TaskManager
 
 from lm_eval_moecache.harness import hub
+from lm_eval_moecache.harness.task_names import check_known
 from lm_eval_moecache.harness.tasks import REQUEST_BYTES, SAMPLE_KEY
 from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.numbers import nearest
@@ -54,6 +55,7 @@ def check_task_names(tasks: Sequence[str], include_path: tuple[str, ...]) -> Non
     """Raise ValueError for a name that is neither in the include paths nor one of lm-eval's."""
     if all(name in _task_manager(include_path, False).task_index for name in tasks):
         return
+    check_known(tasks, [str(task_configs_dir()), *include_path])
     with quiet():
         index = _task_manager(include_path, True).task_index
     for name in tasks:
