@@ -22,12 +22,18 @@ from lm_eval.utils import make_table
 
 from lm_eval_moecache.harness.judge import Judge, read_verdict
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.harness.tasks import SpeedTask, add_speed_rows, document_metrics, speed_row
+from lm_eval_moecache.harness.tasks import (
+    SpeedTask,
+    add_speed_rows,
+    document_metrics,
+    drop_placeholders,
+    speed_row,
+)
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.ledger import PassRecord, RequestRecord
 from lm_eval_moecache.report.runs.columns import independent
-from lm_eval_moecache.report.runs.run import BATCH
+from lm_eval_moecache.report.runs.run import BATCH, scores_of
 from tests.harness import small_tasks
 
 SPEED = "!function lm_eval_moecache.harness.tasks.SpeedTask"
@@ -165,8 +171,12 @@ def test_chosen_samples_repeats_and_predict_only_keep_working(manager: TaskManag
     samples = {"generated": [2], "chosen": [3], "rolling": [1]}
     results = evaluate(manager, measure_by_document, ["speedy"], samples=samples)["results"]
     assert results["generated"].items() >= {"e2el_ms,speed": 5.0, "sample_len": 1}.items()
-    results = evaluate(manager, measure_by_document, ["speedy"], predict_only=True)["results"]
+    whole = evaluate(manager, measure_by_document, ["speedy"], predict_only=True)
+    results = whole["results"]
     assert results["chosen"]["ttft_ms,speed"] == pytest.approx(15.5)
+    assert results["generated"]["bypass,strict"] == 999 and not scores_of(results["generated"])
+    drop_placeholders(whole)
+    assert not [key for row in results.values() for key in row if key.startswith("bypass")]
     spec = {**manager.task_index["generated"].cfg, "class": SpeedTask, "repeats": 3}
     task = manager.load([spec])["tasks"]["generated"]
     repeated = evaluate(manager, measure_by_document, [task])["results"]["generated"]

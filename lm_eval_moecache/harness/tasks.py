@@ -32,7 +32,7 @@ from lm_eval.api.task import ConfigurableTask
 
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.report.metrics import clustered_stderr, clusters, request_metrics
-from lm_eval_moecache.report.runs.run import BATCH, SPEED_FILTER
+from lm_eval_moecache.report.runs.run import BATCH, PLACEHOLDER, SPEED_FILTER
 
 PROMPT_TOKENS = "prompt_tokens"
 """Prompt length of a document: context for its speed, not a speed metric itself."""
@@ -176,11 +176,22 @@ def watch_evaluations(model_class: type[Any]) -> None:
         lm.begin_evaluation()
         results = plain(*args, **kwargs)
         if results is not None:  # None on every rank but the first
+            drop_placeholders(results)
             add_speed_rows(results, lm.evaluated(), kwargs.get("samples") or {})
         return results
 
     evaluate.is_wrapped = True  # type: ignore[attr-defined]
     lm_eval.evaluator.evaluate = evaluate
+
+
+def drop_placeholders(results: Mapping[str, Any]) -> None:
+    """Take lm-eval's placeholder of `--predict_only` out of its results: it is no score."""
+    for rows in (results["results"], results.get("groups") or {}):
+        for row in rows.values():
+            for key in [
+                key for key in row if key.startswith((f"{PLACEHOLDER},", f"{PLACEHOLDER}_"))
+            ]:
+                del row[key]
 
 
 def add_speed_rows(

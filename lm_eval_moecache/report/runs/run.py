@@ -12,6 +12,8 @@ from lm_eval_moecache.algorithms.registry import AXES
 # A task's primary metric is the first of these that it reports, else its first metric.
 _PREFERRED = ("exact_match", "acc", "mc2", "f1", "word_perplexity", "rouge1_max", "bleu")
 SPEED_FILTER = "speed"
+PLACEHOLDER = "bypass"
+"""lm-eval's metric of answers that nothing scores (`--predict_only`), always 999."""
 BATCH = "batch"
 """Number of the batch that a document shares with others, among its speed metrics."""
 ONLY_HOW = ("batch_size", "max_batch_size")
@@ -65,6 +67,8 @@ def scores_of(
     for key, value in figures.items():
         metric, comma, filter_name = key.partition(",")
         if not comma or metric.endswith("_stderr") or filter_name == SPEED_FILTER:
+            continue
+        if metric == PLACEHOLDER:
             continue
         if isinstance(value, (int, float)):
             error = figures.get(f"{metric}_stderr,{filter_name}")
