@@ -89,8 +89,11 @@ class CompareOptions:
 
     def is_exact(self, old: Run, new: Run) -> bool:
         """Whether `new` must repeat the metrics of `old` to the digit."""
-        if any(run.moecache["clock"] != "virtual" for run in (old, new)):
-            return False
+        is_virtual = all(run.moecache["clock"] == "virtual" for run in (old, new))
+        return is_virtual and self.is_one_machine(old, new)
+
+    def is_one_machine(self, old: Run, new: Run) -> bool:
+        """Whether both runs were made on machines that round alike."""
         return same_machine(old, new) if self.same_machine is None else self.same_machine
 
 
@@ -287,6 +290,8 @@ class Comparison:
     """Libraries whose versions differ between runs that were compared: name -> (baseline, new)."""
     exact_runs: int
     """Runs made on the baseline's machine, which had to repeat it to the digit."""
+    on_one_machine: bool
+    """Whether any run was made on the baseline's machine, under whatever settings."""
     tests: int
     weak_tests: tuple[str, ...]
     """Tests with too few samples: not even losing all of them would fail."""
@@ -322,7 +327,7 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], options: CompareOptions
     old_units, new_units = _units(baseline, options, "BASELINE"), _units(new, options, "NEW")
     new_units, differing = _joined(old_units, new_units)
     rows: list[Row] = []
-    exact_runs, versions = 0, dict[str, tuple[str, str]]()
+    exact_runs, on_one_machine, versions = 0, False, dict[str, tuple[str, str]]()
     for key, tasks in old_units.items():
         new_tasks = new_units.get(key)
         if new_tasks is None:
@@ -334,6 +339,7 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], options: CompareOptions
             before, after = (run.environment.get("versions") or {} for run in pair)
             changed = _apart(before, after, "none").items()
             versions |= {k: sides for k, sides in changed if k in before and k in after}
+        on_one_machine |= any(options.is_one_machine(*pair) for pair in shared.values())
         exact_runs += bool(shared) and all(_repeats(*p, options) for p in shared.values())
         for task in tasks:
             if task in shared:
@@ -373,6 +379,7 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], options: CompareOptions
         differing=differing,
         versions=versions,
         exact_runs=exact_runs,
+        on_one_machine=on_one_machine,
         tests=len(tested),
         weak_tests=tuple(dict.fromkeys(weak)),
     )
@@ -591,8 +598,10 @@ def as_text(comparison: Comparison, *, everything: bool = False) -> str:
         if row.change is not None:
             text += f": {_number(row.baseline)} -> {_number(row.new)} (change {row.change:+.4g}, "
             text += f"allowed {row.allowed:.4g}, {row.judged_by}"
-            if row.p is not None:
-                text += f", p {row.p:.2g}, corrected {row.corrected:.2g}"
+            if row.corrected is not None and comparison.tests > 1:
+                text += f", one-sided p {row.corrected:.2g}, corrected for {comparison.tests} tests"
+            elif row.p is not None:
+                text += f", one-sided p {row.p:.2g}"
             text += ")"
         lines.append(f"{text}  [{row.run}]")
     told = _differences(comparison, everything)
@@ -659,7 +668,7 @@ def _notes(comparison: Comparison) -> list[str]:
             f"{comparison.exact_runs} runs were made on the baseline's machine and must "
             "repeat every digit."
         )
-    elif comparison.is_regression and not comparison.differing:
+    elif comparison.is_regression and not (comparison.differing or comparison.on_one_machine):
         lines.append(
             "No run was made on the baseline's kind of CPU. Another kind rounds differently and "
             "routes near ties differently, which alone may fail a lossy policy: repeat the run "

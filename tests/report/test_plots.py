@@ -13,6 +13,7 @@ from lm_eval_moecache.records.schemas.inputs import Figure
 from lm_eval_moecache.report import plots
 from lm_eval_moecache.report.plots import COLOURS
 from lm_eval_moecache.report.runs.files import load_runs
+from lm_eval_moecache.report.tables.front import pareto_front
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
 
@@ -127,6 +128,26 @@ def test_axes_of_accuracy_fit_the_bars_and_the_front_is_ringed(tmp_path: Path) -
     assert axes.containers and all(bars.has_yerr for bars in axes.containers)
     [front] = [line for line in axes.lines if line.get_label() == "Pareto front"]
     # No test over four documents separates their answers, so only the fastest is on the front.
+    assert list(front.get_xdata()) == [200.0]
+
+
+def test_no_point_that_another_beats_in_both_axes_is_ringed(tmp_path: Path) -> None:
+    """A lossless row stays on the front of a table where a test shows no lossy one as good."""
+    fields = [((1, 0, 0, 1), 100.0, 1.0), ((1, 1, 0, 1), 200.0, 0.9)]
+    runs = load_runs(
+        write(
+            tmp_path,
+            *(
+                record(f"p{i}", policy=f"p{i}", answers=answers, tok_per_s=speed, totals=totals)
+                for i, (answers, speed, fidelity) in enumerate(fields)
+                for totals in [{"routing_fidelity": fidelity, "low_precision_share": 0.0}]
+            ),
+        )
+    )
+    x, y = (plots.axis_of(runs, runs, name) for name in ("tok_per_s", "accuracy"))
+    assert pareto_front(runs, [0, 1], [x.column, y.column]) == {0, 1}
+    [axes] = plots.draw_tradeoff(runs, x, y, "policy", is_curve=False).axes
+    [front] = [line for line in axes.lines if line.get_label() == "Pareto front"]
     assert list(front.get_xdata()) == [200.0]
 
 
