@@ -361,6 +361,28 @@ def test_bounds_are_listed_with_the_rate_they_bound(replay: Replay) -> None:
     assert float(cells[column + 2]) == pytest.approx(run["bound_decode_miss_rate"], abs=1e-4)
 
 
+def test_a_header_shows_the_parameters_of_a_rule_that_replaces_another(replay: Replay) -> None:
+    """Of a run alone too: two of one rule printed alike."""
+    heads = []
+    for words in (
+        ["--miss=drop_cold", "--miss.factor=0.3"],
+        ["--miss=drop_cold", "--miss.factor=0.5"],
+        ["--miss=drop_cold"],
+    ):
+        printed = replay.moecache("replay", replay.trace, "--capacity=50%", *words)
+        heads.append(" ".join(printed.partition("|")[0].split()))
+    assert "(miss.factor=0.3)" in heads[0] and "(miss.factor=0.5)" in heads[1]
+    assert "factor" not in heads[2]
+
+
+def test_a_replay_of_a_rule_that_changes_answers_has_its_fidelity(replay: Replay) -> None:
+    lossy, lossless = (
+        replay.moecache("replay", replay.trace, "--capacity=50%", *words)
+        for words in (["--miss=drop", "--miss.h=1"], [])
+    )
+    assert "|Fidelity|" in lossy and "Fidelity" not in lossless
+
+
 def test_a_prefetcher_that_proposes_nothing_is_named(replay: Replay) -> None:
     run = replay.by_file("prefetch: history\n")
     (warning,) = run["warnings"]

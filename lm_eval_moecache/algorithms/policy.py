@@ -164,6 +164,24 @@ def unmangle(name: str) -> str:
     return "lambda" if name == "lambda_" else name
 
 
+def choice_text(axis: str, choice: Mapping[str, Any]) -> str:
+    """Return a choice (`Choice.as_dict`) in words: `score(percentile=60)`.
+
+    Of its parameters those that are not the algorithm's defaults; all, where its class is not here.
+    """
+    given = dict(choice)
+    name = str(given.pop("name", None) or given.pop("class_path"))
+    try:
+        algorithm = import_class(axis, name) if "." in name else find_algorithm(axis, name)
+    except ValueError:
+        shown = given
+    else:
+        known = parameters_of(algorithm)
+        shown = {k: v for k, v in given.items() if v != known[mangle(k)].default}
+    texts = ", ".join(f"{key}={value}" for key, value in shown.items())
+    return f"{name}({texts})" if texts else name
+
+
 def policy_names() -> list[str]:
     """Return the names of the compositions, sorted: the shipped ones, and what packages add."""
     return list(yaml_files("policies", policies_dir()))

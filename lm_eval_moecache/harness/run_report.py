@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lm_eval_moecache.algorithms.policy import Policy
+from lm_eval_moecache.algorithms.policy import Policy, choice_text
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.engine import Engine
@@ -20,8 +20,8 @@ from lm_eval_moecache.harness.arguments import Config, ModelArguments
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.hardware import OF_THE_MACHINE
 from lm_eval_moecache.records.ledger import GENERATE, RequestRecord
-from lm_eval_moecache.report.metrics import MEGABYTE, task_metrics
-from lm_eval_moecache.report.runs.columns import choice_name, metric_column
+from lm_eval_moecache.report.metrics import MEGABYTE, UNCHANGED, task_metrics
+from lm_eval_moecache.report.runs.columns import metric_column
 from lm_eval_moecache.report.tables.text import padded
 
 _RARE = ("execute", "reads_per_expert", "attention")
@@ -204,6 +204,10 @@ _COLUMNS = (
     *("requests", "ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate", "late_rate"),
     *("collision_miss_rate", "decode_miss_rate", "stall_ms_per_token", "bytes_moved"),
 )
+_MEANS = (
+    "Rates and tok/s are of all requests together, so that long ones count for more; "
+    "request_hit_rate and its like in lm-eval's table are means over documents."
+)
 
 
 def speed_table(report: Mapping[str, Any]) -> str:
@@ -212,7 +216,9 @@ def speed_table(report: Mapping[str, Any]) -> str:
     The title gives the setting; a line below warns of each setting without effect.
     """
     heads, cells = ["Task"], [[task] for task in (*report["tasks"], "**all**")]
-    for name in _COLUMNS:
+    totals = report["totals"]
+    is_changed = any(totals.get(name) not in (None, kept) for name, kept in UNCHANGED.items())
+    for name in (*_COLUMNS, *(UNCHANGED if is_changed else ())):
         column = metric_column(name)
         assert column is not None, name
         in_mb = name == "bytes_moved"
@@ -224,7 +230,7 @@ def speed_table(report: Mapping[str, Any]) -> str:
             row.append("" if value is None else f"{value / unit:.{decimals}f}")
     warnings = [f"Warning: {text}" for text in report["warnings"]]
     regime = [regime_line(report["regime"])] if "regime" in report else []
-    return "\n".join([_title(report), padded(heads, cells), *regime, *warnings])
+    return "\n".join([_title(report), padded(heads, cells), _MEANS, *regime, *warnings])
 
 
 def regime_line(regime: Mapping[str, Any]) -> str:
@@ -247,7 +253,7 @@ def _title(report: Mapping[str, Any]) -> str:
     bytes_per_s = hardware["link_bytes_per_s"]
     link = "" if bytes_per_s is None else f" at {bytes_per_s / 1e9:g} GB/s"
     parts = [
-        f"moecache ({policy['name']}: {' + '.join(choice_name(policy[a]) for a in AXES)})",
+        f"moecache ({policy['name']}: {' + '.join(choice_text(a, policy[a]) for a in AXES)})",
         f"capacity: {report['capacity']} = {report['capacity_bytes']} bytes"
         f"{' in a cache for each layer' if policy.get('cache') == 'layer' else ''}",
         f"hardware: {hardware['name']}{link}",

@@ -193,6 +193,11 @@ METRICS: Mapping[str, Metric] = {
 }
 
 
+UNCHANGED: Mapping[str, float] = {"routing_fidelity": 1.0, "low_precision_share": 0.0}
+"""Metric -> its value in runs that compute what the model alone computes. A table with other runs
+has both: fidelity says nothing of precision, the other nothing of routing."""
+
+
 def totals(passes: Sequence[PassRecord]) -> Totals:
     """Return the sum of these passes' counters, tokens and durations."""
     counters = total(passes)

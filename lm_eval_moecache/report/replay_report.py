@@ -9,13 +9,13 @@ import math
 import shutil
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.algorithms.policy import Policy, load_policy, policy_names
-from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.algorithms.policy import Policy, load_policy, policy_names, unmangle
+from lm_eval_moecache.algorithms.registry import AXES, parameters_of
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.errors import MoECacheError
@@ -130,36 +130,36 @@ class ReplayReport:
 def _names(rows: Sequence[Row]) -> list[str]:
     """Return each row's policy, with the parameters that distinguish rows of one name.
 
-    And those that a shipped composition has otherwise: its name alone is that of what ships.
+    And those that are neither the shipped composition's own nor, of an algorithm that replaces one
+    of its, the defaults.
     """
-    parameters = [_parameters(row.policy) for row in rows]
-    shipped = {
-        name: _parameters(load_policy(name))
-        for name in {row.policy.composition for row in rows} & {*policy_names()}
-    }
     values: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for row, own in zip(rows, parameters, strict=True):
-        for key, value in own.items():
+    for row in rows:
+        for key, value, _ in _parameters(row.policy):
             values[row.policy.name, key].add(str(value))
     names = []
-    for row, own in zip(rows, parameters, strict=True):
-        own_values = shipped.get(row.policy.composition, {})
-        differ = [
-            f"{k}={v}"
-            for k, v in own.items()
-            if len(values[row.policy.name, k]) > 1 or own_values.get(k, v) != v
+    for row in rows:
+        name = row.policy.name
+        shown = [
+            f"{key}={value}"
+            for key, value, is_usual in _parameters(row.policy)
+            if len(values[name, key]) > 1 or not is_usual
         ]
-        names.append(f"{row.policy.name} ({', '.join(differ)})" if differ else row.policy.name)
+        names.append(f"{name} ({', '.join(shown)})" if shown else name)
     return names
 
 
-def _parameters(policy: Policy) -> dict[str, Any]:
-    return {
-        f"{axis}.{key}": value
-        for axis in AXES
-        for key, value in getattr(policy, axis).as_dict().items()
-        if key not in ("name", "class_path")
-    }
+def _parameters(policy: Policy) -> Iterator[tuple[str, Any, bool]]:
+    """Yield each parameter's key, its value, and whether that goes without saying."""
+    is_shipped = policy.composition in policy_names()
+    composed = load_policy(policy.composition) if is_shipped else policy
+    for axis in AXES:
+        choice, own = getattr(policy, axis), getattr(composed, axis)
+        usual = own.parameters
+        if choice.name != own.name:
+            usual = {n: p.default for n, p in parameters_of(choice.algorithm).items()}
+        for name, value in choice.parameters.items():
+            yield f"{axis}.{unmangle(name)}", value, bool(value == usual[name])
 
 
 def _hardware(row: Row) -> str:
@@ -181,6 +181,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], Any], str], ...] = (
     ("Decode miss", lambda row: row.metrics["decode_miss_rate"], "{:.4f}"),
     ("LRU decode", lambda row: row.bounds.get("decode_", {}).get(LRU), "{:.4f}"),
     ("Fewest decode", lambda row: row.bounds.get("decode_", {}).get(FEWEST), "{:.4f}"),
+    ("Fidelity", lambda row: row.metrics["routing_fidelity"], "{:.4f}"),
     ("MB read", lambda row: row.metrics["bytes_moved"] / MEGABYTE, "~{:.1f}"),
     ("TPOT ms", lambda row: (row.metrics.get("tpot_ms") or {}).get("mean"), "~{:.3f}"),
     ("tok/s", lambda row: row.metrics["tok_per_s"], "~{:.1f}"),
@@ -188,7 +189,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], Any], str], ...] = (
     ("Transfer/layer", lambda row: row.regime.get("transfer_per_layer"), "~{:.3g}"),
     ("Bound", lambda row: row.regime.get("bound"), "~{}"),
 )
-_SHORT = ("Capacity", "Miss", "Fewest", "Decode miss", "TPOT ms", "tok/s")
+_SHORT = ("Capacity", "Miss", "Fewest", "Decode miss", "Fidelity", "TPOT ms", "tok/s")
 
 
 def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
@@ -197,6 +198,8 @@ def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
     The short form fits a terminal; `in_full` has every column.
     """
     has_bounds, first = any(row.bounds for row in rows), rows[0]
+    # Columns of the short form only where they say something.
+    useless = {"Fewest": not has_bounds, "Fidelity": not any(row.open_loop for row in rows)}
     names: dict[str, list[str]] = {
         "Trace": [Path(row.trace).name for row in rows],
         "Policy": _names(rows),
@@ -221,7 +224,7 @@ def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
     parts += named if "Policy" in columns else []
     title = f"moecache replay ({', '.join(parts)})" if parts else "moecache replay"
     for head, read, form in _COLUMNS:
-        if in_full or (head in _SHORT and (head != "Fewest" or has_bounds)):
+        if in_full or (head in _SHORT and not useless.get(head)):
             values = [read(row) if row.has_sizes or form[0] != "~" else None for row in rows]
             spec = form.removeprefix("~")
             columns[head] = ["" if value is None else spec.format(value) for value in values]

@@ -164,6 +164,7 @@ def _table(title: str, entries: Sequence[Mapping[str, Any]], speed: Column) -> T
     columns = (
         Column("name", "Policy"),
         Column("composition", "Composition"),
+        Column("lossless", "Lossless"),
         Column("accuracy", "Accuracy", 3, None, True),
         speed,
         Column("measured_by", "Measured by"),
@@ -173,6 +174,8 @@ def _table(title: str, entries: Sequence[Mapping[str, Any]], speed: Column) -> T
         (
             Value(e["name"]),
             Value(composition_text(e["policy"])),
+            # Searches of earlier versions did not record it.
+            Value({None: None, True: "yes", False: "no"}[e.get("is_lossless")]),
             Value(e["accuracy"], e["stderr"]),
             Value(e["speed"]),
             Value(e["measured_by"]),

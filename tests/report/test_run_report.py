@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.run_report import settings_without_effect, speed_table
 from lm_eval_moecache.records.event import DECODE, PREFILL
@@ -43,16 +44,34 @@ REPORT: dict[str, Any] = {
 
 def test_each_task_has_its_row_and_warnings_stand_below() -> None:
     text = speed_table({**REPORT, "warnings": ["a knob did nothing"]})
-    title, header, _, *rows, empty, last = text.split("\n")
-    assert "(mine: standard + my_package.Mine + lru + fetch)" in title
+    title, header, _, *rows, empty, means, last = text.split("\n")
+    assert "(mine: standard + my_package.Mine(depth=2) + lru + fetch)" in title
     assert "capacity: 5% = 1234 bytes" in title
     assert (empty, last) == ("", "Warning: a knob did nothing")
+    assert "request_hit_rate" in means and "means over documents" in means
     names = [cell.strip() for cell in header.strip("|").split("|")]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert [row[0] for row in cells] == ["gsm8k", "mmlu", "**all**"]
     first = dict(zip(names, cells[0], strict=True))
     assert [float(first[name]) for name in ("TTFT ms", "Hit", "MB moved")] == [1.5, 0.25, 1.5]
     assert first["tok/s"] == first["TPOT ms"] == ""
+
+
+def test_where_answers_may_be_others_a_column_says_so() -> None:
+    lossy = {**METRICS, "routing_fidelity": 0.75, "low_precision_share": 0.0}
+    lossless = {**METRICS, "routing_fidelity": 1.0, "low_precision_share": 0.0}
+    header, _, row = speed_table({**REPORT, "totals": lossy, "tasks": {"a": lossy}}).split("\n")[
+        1:4
+    ]
+    names, cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in (header, row))
+    assert names[-2:] == ["Fidelity", "Low precision"] and float(cells[-2]) == 0.75
+    assert "Fidelity" not in speed_table({**REPORT, "totals": lossless, "tasks": {"a": lossless}})
+
+
+def test_the_title_names_a_rules_parameters_that_are_not_its_defaults() -> None:
+    for factor, text in ((0.5, "drop_cold(factor=0.5)"), (0.75, "drop_cold(factor=0.75)")):
+        policy = load_policy("on_demand", {"miss": "drop_cold", "miss.factor": factor}).as_dict()
+        assert text in speed_table({**REPORT, "policy": policy}).split("\n")[0]
 
 
 def test_the_title_names_the_link_and_the_settings_that_are_not_the_default() -> None:

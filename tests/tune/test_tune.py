@@ -415,6 +415,10 @@ def test_the_best_the_front_and_what_is_said_of_them(
     assert said in report["verdict"]
     text = front_table(report)
     assert report["verdict"] in text and "Left out: commitmoe: needs a predictor" in text
+    cells = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    lossless = {row[0].removeprefix("| "): row[2] for row in cells}
+    for e in report["front"]:
+        assert lossless[e["name"]] == ("yes" if e["is_lossless"] else "no")
     table, _, shipped = text.partition("## Shipped compositions")
     for name, kind in ((e["name"], e["kind"]) for e in entries):
         assert (f"| {name} |" in table, f"| {name} |" in shipped) == (

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.report.metrics import UNCHANGED
 from lm_eval_moecache.report.runs.columns import (
     ACCURACY,
     PARETO,
@@ -187,13 +188,13 @@ def default_columns(runs: Sequence[Run]) -> list[str]:
     if sum(column is not None and column.higher_is_better is True for column in columns) > 1:
         names.append(ACCURACY)
     names += scored
-    lossy = {"routing_fidelity": 1.0, "low_precision_share": 0.0}
     shown = [*_SPEED, "collision_miss_rate"]
     if any(
-        metric_value(run, m).number not in (None, kept) for run in runs for m, kept in lossy.items()
+        metric_value(run, name).number not in (None, kept)
+        for run in runs
+        for name, kept in UNCHANGED.items()
     ):
-        # Both: fidelity says nothing of precision, the other nothing of routing.
-        shown += lossy
+        shown += UNCHANGED
     told: list[list[float | None]] = []
     for metric in shown:
         figures = [metric_value(run, metric).number for run in runs]
