@@ -97,7 +97,6 @@ COMMANDS = {
     "profile hardware": "profile hardware --out={0}/new/x.yaml",
     "profile layer_sizes": f"profile layer_sizes {TRACE} --out={{0}}/sizes.json",
     "profile logit_range": "profile logit_range --out={0}/new/x.json",
-    "predictor, its work": "profile predictor --out={0}.safetensors --work={0}/new",
     "profile runtimes": f"{FITTED} --out={{0}}/new/x.yaml",
     "runtimes, their report": f"{FITTED} --out={{0}}.yaml --report={{0}}/new",
     "profile use": f"profile use {TRACE} --out={{0}}/use.json",

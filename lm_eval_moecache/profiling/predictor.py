@@ -2,25 +2,15 @@
 
 The prompts are documents that `--tasks` are trained on (never what they are tested on) or files:
 `.jsonl` with a string or {"prompt": ...} a line, or plain text with a prompt a line. `tiny` has
-its own generator's where neither is given. If interrupted, the same command resumes.
+its own generator's where neither is given.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import shutil
-from pathlib import Path
-
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.profiling._texts import (
-    add_options,
-    add_training_options,
-    check_training,
-    collect_prompts,
-    say,
-)
-from lm_eval_moecache.records.artifact import write_artifact
+from lm_eval_moecache.profiling._texts import add_options, add_training_options, check_training
+from lm_eval_moecache.records.artifact import PREDICTOR
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.records.predictor import LOSSES
 
@@ -32,7 +22,6 @@ def add_arguments(parser: ArgumentParser) -> None:
         parser,
         ("loss", "kl", "kl (eq. 4), or bce of the chosen experts"),
         ("halve_every", 5, "epochs until the learning rate is halved"),
-        ("work", None, "folder for temporary files"),
     )
 
 
@@ -41,31 +30,8 @@ def run(arguments: Namespace) -> int:
     check_training(arguments, "halve_every")
     if arguments.loss not in LOSSES:
         raise unknown_name_error("loss", arguments.loss, LOSSES)
-    prompts, data = collect_prompts(arguments)
-    # Imported late: they bring torch, and a wrong option should not wait for it.
-    from lm_eval_moecache.harness.preflight import geometry_of
-    from lm_eval_moecache.model.predictor.training import Recipe, make
-    from lm_eval_moecache.report.tables.text import rows_as_markdown
+    # Imported late: it brings torch, and a wrong option should not wait for it.
+    from lm_eval_moecache.model.predictor.training import Recipe, train_layers
+    from lm_eval_moecache.profiling._training import train_artifact
 
-    trusted = {"trust_remote_code": arguments.trust_remote_code}
-    geometry_of(arguments.pretrained, **trusted)  # says what cannot be read
-    recipe = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(Recipe)}
-    work = Path(arguments.work or Path(arguments.out).with_suffix(".work"))
-    artifact = make(
-        arguments.pretrained,
-        prompts,
-        work,
-        data,
-        num_tokens=arguments.tokens,
-        prompts_per_batch=arguments.prompts_per_batch,
-        recipe=Recipe(**recipe),
-        **trusted,
-    )
-    write_artifact(arguments.out, artifact)
-    if arguments.work is None:
-        shutil.rmtree(work)
-    tables = {name: artifact.made_from[name] for name in ("layers", "certainty")}
-    lines = [f"{arguments.out}: share of the experts named rightly, on held-out prompts", ""]
-    lines += [rows_as_markdown(tables["layers"])]
-    lines += [rows_as_markdown(tables["certainty"]).rstrip("\n")]
-    return say({"out": arguments.out, **tables}, lines, arguments.json)
+    return train_artifact(arguments, PREDICTOR, Recipe, train_layers)

@@ -8,28 +8,31 @@ one. Table 1: accuracy when tokens of which no expert was predicted rightly run 
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.preflight import geometry_of
-from lm_eval_moecache.model.moe_layers import find_moe_layers
+from lm_eval_moecache.model.gate import Gate
+from lm_eval_moecache.model.moe_layers import MoELayer, cache_of, find_moe_layers
 from lm_eval_moecache.model.predictor.network import PredictorNetwork
 from lm_eval_moecache.model.predictor.samples import (
+    PREDICTOR,
     Judged,
-    RouterCapture,
     Samples,
     certainty_rows,
-    correlation_rows,
-    decile_rows,
-    document_rows,
+    check_routers,
     judge,
     layer_rows,
 )
+from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.files import TINY
 from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.records.predictor import load_predictor
@@ -42,6 +45,7 @@ from moecache_lab.analyzed_model import Analysis, Rows
 TITLE = "Router certainty against the number of experts predicted rightly"
 TINY_TASKS = ("tiny_gsm8k", "tiny_bbh")
 _REPLACED = {"routing": "commit", "routing.tokens": "mispredicted", "phases": "decode"}
+DECILES = 10
 _NOTHING = "so there is nothing to predict. Allowed: tasks "
 
 
@@ -79,7 +83,7 @@ def run(
     with quiet():
         lm = MoECacheLM(pretrained=pretrained, trust_remote_code=trust_remote_code)
         lm.install(unmodified)
-        plain, judged = _watched(lm, cell, PredictorNetwork(artifact))
+        plain, judged = _watched(lm, cell, PredictorNetwork(artifact.arrays, artifact.num_layers))
         lm.install(replacement)
         replaced = evaluate(cell, lm)
     top_k = lm.geometry.top_k
@@ -113,21 +117,16 @@ def draw(rows: Rows, title: str) -> Any:
 def _watched(lm: MoECacheLM, cell: Cell, network: PredictorNetwork) -> tuple[Any, list[Judged]]:
     """Evaluate, and judge the predictor on the decode steps captured meanwhile."""
     layers = find_moe_layers(lm.model)
-    with tempfile.TemporaryDirectory() as folder:
-        shard = Path(folder) / "seen.safetensors"
-        with RouterCapture(lm.model, layers) as capture:
-            results = evaluate(cell, lm)
-        if not capture.prompts:
-            raise ValueError(
-                f"tasks={','.join(cell.tasks)!r}: nothing was generated, {_NOTHING}that generate "
-                "text, such as gsm8k."
-            )
-        capture.write(shard)
-        samples = Samples([shard])
-        prompts = samples.prompts
-        judged = judge(
-            samples, network, layers, num_chosen=lm.geometry.top_k, known=prompts, held_out=prompts
+    with RouterCapture(lm.model, layers) as capture:
+        results = evaluate(cell, lm)
+    if not capture.prompts:
+        raise ValueError(
+            f"tasks={','.join(cell.tasks)!r}: nothing was generated, {_NOTHING}that generate text, "
+            "such as gsm8k."
         )
+    samples, prompts = capture.samples, np.unique(capture.prompts)
+    top_k = lm.geometry.top_k
+    judged = judge(samples, network, layers, num_chosen=top_k, known=prompts, held_out=prompts)
     return results, judged
 
 
@@ -144,3 +143,112 @@ def _compare(plain: Any, replaced: Any) -> Rows:
         for task, metrics in sorted(plain["results"].items())
         for score in scores_of(metrics)
     ]
+
+
+class RouterCapture(ExitStack):
+    """Captures each router's inputs and logits of the decode steps while its context is open.
+
+    For batches of one; `prompts` holds the prompt of each step, counted by prefills.
+    """
+
+    def __init__(self, model: Any, layers: Sequence[MoELayer]) -> None:
+        super().__init__()
+        check_routers(layers)
+        self._decoding, self._prompt = False, -1
+        self.prompts: list[int] = []
+        self.hidden: list[list[Tensor]] = [[] for _ in layers]
+        self.logits: list[list[Tensor]] = [[] for _ in layers]
+        self.callback(model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+        for index, layer in enumerate(layers):
+            keep = partial(self._keep, index, layer.gate)
+            self.callback(layer.router.register_forward_hook(keep).remove)
+
+    def _begin(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        past = cache_of(kwargs)
+        self._decoding = past is not None and past.get_seq_length() > 0
+        if self._decoding:
+            self.prompts.append(self._prompt)
+        else:
+            self._prompt += 1
+
+    def _keep(self, layer: int, gate: Gate, router: Any, args: Any, output: Any) -> None:
+        if self._decoding:
+            logits = gate.read(output).logits
+            for captured, values in ((self.hidden, args[0]), (self.logits, logits)):
+                flat = values.detach().reshape(-1, values.shape[-1])
+                captured[layer].append(flat.to(torch.float16).cpu())
+
+    @property
+    def samples(self) -> Samples:
+        """All decode steps."""
+        hidden, logits = (
+            [torch.cat(layer).numpy() for layer in captured]
+            for captured in (self.hidden, self.logits)
+        )
+        return Samples(hidden, logits, np.asarray(self.prompts))
+
+
+def decile_rows(judged: Sequence[Judged], num_chosen: int) -> list[dict[str, Any]]:
+    """Return one row per decile of the predictions, from the least certain router up."""
+    right = np.concatenate([entry.right[PREDICTOR] for entry in judged])
+    kld = np.concatenate([entry.certainty for entry in judged])
+    parts = np.array_split(np.argsort(kld, kind="stable"), DECILES)
+    return [
+        {
+            "decile": number,
+            "tokens": len(indices),
+            "certainty": float(kld[indices].mean()),
+            "accuracy": float(right[indices].mean()) / num_chosen,
+            "half_or_less": float((right[indices] <= num_chosen // 2).mean()),
+            "all_right": float((right[indices] == num_chosen).mean()),
+        }
+        for number, indices in enumerate(parts, 1)
+        if len(indices)
+    ]
+
+
+def correlation_rows(judged: Sequence[Judged]) -> list[dict[str, Any]]:
+    """Return one row per layer: correlates of how many experts of a token are predicted rightly."""
+    return [
+        {
+            "layer": entry.layer,
+            "target": entry.target,
+            "set_by_certainty": _correlation(entry.right[PREDICTOR], entry.certainty),
+            "first_by_certainty": _correlation(entry.first, entry.certainty),
+            "set_by_gap": _correlation(entry.right[PREDICTOR], entry.gap),
+        }
+        for entry in judged
+    ]
+
+
+def document_rows(judged: Sequence[Judged]) -> list[dict[str, Any]]:
+    """Return one row per prompt: correlates of its tokens' accuracy over all layers (Figure 2).
+
+    `within_layers` first subtracts each layer's means from both sides: layers that are more certain
+    than others, and predicted better or worse, then make no trend of their own.
+    """
+    prompts = np.concatenate([layer.prompts for layer in judged])
+    by_layer = [(layer.right[PREDICTOR], layer.certainty, layer.gap) for layer in judged]
+    right, kld, gap = map(np.concatenate, zip(*by_layer, strict=True))
+    centred = [[side - side.mean() for side in sides] for sides in by_layer]
+    centred_right, centred_kld, _ = map(np.concatenate, zip(*centred, strict=True))
+    rows = []
+    for prompt in np.unique(prompts).tolist():
+        mask = prompts == prompt
+        rows.append(
+            {
+                "prompt": prompt,
+                "tokens": int(mask.sum()),
+                "set_by_certainty": _correlation(right[mask], kld[mask]),
+                "within_layers": _correlation(centred_right[mask], centred_kld[mask]),
+                "set_by_gap": _correlation(right[mask], gap[mask]),
+            }
+        )
+    return rows
+
+
+def _correlation(left: IntArray | FloatArray, right: FloatArray) -> float | None:
+    """Return Pearson's coefficient, or None where one side does not vary."""
+    if len(left) < 2 or np.ptp(left) == 0 or np.ptp(right) == 0:
+        return None
+    return float(np.corrcoef(left, right)[0, 1])

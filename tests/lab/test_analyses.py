@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from lm_eval_moecache.model.predictor.samples import RouterCapture
+from lm_eval_moecache.model.moe_layers import find_moe_layers
+from lm_eval_moecache.model.predictor.samples import PREDICTOR, Judged
 from lm_eval_moecache.records.coactivation import Coactivation
 from lm_eval_moecache.testing.streams import make_event, make_geometry
 from moecache_lab import logit_range
 from moecache_lab.analyses import coactivation, divergence, drafting, optimal_expert
 from moecache_lab.analyses.divergence import Reading, Window, compare, figures
 from moecache_lab.analyses.optimal_expert import ForcedExpert
+from moecache_lab.analyses.predictability import RouterCapture, correlation_rows
 from moecache_lab.analyzed_model import AnalyzedModel, read_texts
 from tests.conftest import Checkpoint, Moecache
 from tests.families.check import save
@@ -314,3 +317,36 @@ def test_what_a_router_cannot_give_is_refused_before_the_model_reads(tmp_path: P
     by_token = AnalyzedModel(str(save(tmp_path / "b", "deepseek_v4")), [TEXT], 20)
     with pytest.raises(ValueError, match="chooses by token ids"):
         RouterCapture(by_token.model, by_token.layers)
+
+
+def test_captured_are_the_decode_steps_of_each_prompt(checkpoint: Checkpoint) -> None:
+    """Row t of a prompt is the pass that read its generated token t."""
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint("olmoe")).eval()
+    layers, options = find_moe_layers(model), {"max_new_tokens": 5, "do_sample": False}
+    with torch.no_grad(), RouterCapture(model, layers) as capture:
+        outputs = [
+            model.generate(torch.tensor([ids]), min_new_tokens=5, **options)
+            for ids in ([5, 6, 7], [9, 6])
+        ]
+    samples = capture.samples
+    assert samples.prompts.tolist() == [0] * 4 + [1] * 4
+    whole: list[Any] = []
+    handle = layers[1].router.register_forward_hook(lambda m, a, o: whole.append((a[0], o[0])))
+    with torch.no_grad():
+        model(outputs[0][:, :-1])
+    handle.remove()
+    for rows, expected in zip((samples.hidden[1], samples.logits[1]), whole[0], strict=True):
+        recorded = torch.from_numpy(rows[:4]).float()
+        torch.testing.assert_close(recorded, expected[3:].float(), rtol=0.05, atol=0.05)
+
+
+def test_correlations_are_of_the_experts_named_rightly() -> None:
+    right, gap = np.array([0, 1, 2, 2]), np.array([0.1, 0.3, 0.2, 0.9])
+    zeros = np.zeros(4)
+    judged = Judged(
+        **{"layer": 0, "target": 1, "right": {PREDICTOR: right}, "certainty": zeros},
+        **{"first": zeros.astype(int), "gap": gap, "prompts": zeros.astype(int)},
+    )
+    [row] = correlation_rows([judged])
+    assert row["set_by_gap"] == pytest.approx(np.corrcoef(right, gap)[0, 1])
+    assert row["set_by_certainty"] is None

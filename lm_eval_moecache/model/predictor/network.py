@@ -5,8 +5,9 @@ Shapes: B texts, T tokens, L layers, E experts, D embedding or hidden size, W wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,18 +29,17 @@ Stages = list[tuple[Tensor, Tensor]]
 class PredictorNetwork:
     """The predictors of all layers. They compute in float32, whatever the model's dtype."""
 
-    def __init__(self, artifact: Artifact) -> None:
-        self.hidden_size = hidden_size(artifact)
-        arrays = {name: torch.from_numpy(a).float() for name, a in artifact.arrays.items()}
+    def __init__(self, arrays: Mapping[str, Any], num_layers: int) -> None:
+        arrays = {name: torch.from_numpy(array).float() for name, array in arrays.items()}
         self._layers: list[Stages] = [
             [
                 (
                     arrays[array_name(layer, stage, "weight")],
                     arrays[array_name(layer, stage, "bias")],
                 )
-                for stage in range(num_stages(layer, artifact.num_layers))
+                for stage in range(num_stages(layer, num_layers))
             ]
-            for layer in range(artifact.num_layers)
+            for layer in range(num_layers)
         ]
 
     @torch.no_grad()
@@ -59,14 +59,14 @@ def network_of(prefetch: PrefetchAlgorithm, width: int) -> PredictorNetwork | No
     """Return a prefetcher's network, None without one; ValueError if its input is not `width`."""
     if not prefetch.uses_predictor or prefetch.artifact is None:
         return None
-    network = PredictorNetwork(prefetch.artifact)
-    if network.hidden_size != width:
+    artifact, expected = prefetch.artifact, hidden_size(prefetch.artifact)
+    if expected != width:
         raise ValueError(
-            f"prefetch.profile={prefetch.artifact.path!r} takes hidden states of "
-            f"{network.hidden_size} numbers, but the routers of {prefetch.geometry.model!r} take "
-            f"{width}. Make one for this model with `moecache profile predictor`."
+            f"prefetch.profile={artifact.path!r} takes hidden states of {expected} numbers, but "
+            f"the routers of {prefetch.geometry.model!r} take {width}. Make one for this model "
+            "with `moecache profile predictor`."
         )
-    return network
+    return PredictorNetwork(artifact.arrays, artifact.num_layers)
 
 
 State = tuple[Tensor, Tensor]

@@ -1,35 +1,121 @@
-"""Router inputs and logits of generated tokens, in shards of whole prompts; predictors judged.
+"""Router inputs and logits of generated tokens, and predictors judged by them.
 
-Shapes: B prompts of a batch, S steps, N recorded tokens, L layers, D hidden size, E experts, K
-chosen per token. A shard holds `hidden` [L, N, D] and `logits` [L, N, E] in float16 and `prompt`
-[N], its tokens in the order of generation.
+Shapes: N recorded tokens, T tokens of a text, D hidden size, E experts, K chosen per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import safe_open
-from safetensors.numpy import save
 from torch import Tensor
 from tqdm import tqdm
 
-from lm_eval_moecache.model.gate import Gate
-from lm_eval_moecache.model.moe_layers import MoELayer, cache_of
+from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.predictor.network import PredictorNetwork
+from lm_eval_moecache.model.reading import watched
 from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, softmax
-from lm_eval_moecache.records.files import write_whole
 
 HELD_OUT_SHARE = 0.2
+MAX_PROMPT_TOKENS = 2048
 Halves = npt.NDArray[np.float16]
+
+
+class Answer(NamedTuple):
+    """A prompt and what the model wrote after it, up to its end token, as its routers read it."""
+
+    tokens: Tensor
+    """[T]"""
+    begin: int
+    """The index of the first token that the model wrote."""
+    hidden: list[Tensor]
+    """Each router's inputs [T, D]."""
+    logits: list[Tensor]
+    """Each router's logits [T, E]."""
+
+
+@torch.no_grad()
+def answers(
+    model: Any,
+    tokenizer: Any,
+    layers: Sequence[MoELayer],
+    prompts: Sequence[str],
+    *,
+    num_tokens: int,
+    batch_size: int,
+) -> Iterator[Answer]:
+    """Generate greedily from the prompts, and read each text once more; one by one, to be cut."""
+    hidden, logits = list[Tensor](), list[Tensor]()
+
+    def note(layer: int, args: Any, output: Any) -> None:
+        for captured, values in (
+            (hidden, args[0]),
+            (logits, layers[layer].gate.read(output).logits),
+        ):
+            captured.append(values.detach().reshape(-1, values.shape[-1]).float().cpu())
+
+    for start in tqdm(range(0, len(prompts), batch_size), desc="recording", unit="batch"):
+        batch = prompts[start : start + batch_size]
+        for tokens, begin in generate(model, tokenizer, batch, num_tokens):
+            hidden.clear()
+            logits.clear()
+            with watched([layer.router for layer in layers], note):
+                model(tokens[None])
+            yield Answer(tokens.cpu(), begin, [*hidden], [*logits])
+
+
+def generate(
+    model: Any, tokenizer: Any, prompts: Sequence[str], num_tokens: int
+) -> Iterator[tuple[Tensor, int]]:
+    """Generate greedily; yield each prompt with its answer up to the end token, and its length."""
+    # The question stands at the end of a prompt, so the beginning is cut.
+    tokenizer.padding_side = tokenizer.truncation_side = "left"
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    encoded = tokenizer(
+        list(prompts),
+        return_tensors="pt",
+        padding=True,
+        truncation=True,
+        max_length=MAX_PROMPT_TOKENS,
+        return_token_type_ids=False,
+    ).to(model.device)
+    rows = model.generate(
+        **encoded,
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    begin = encoded.input_ids.shape[1]
+    ends = model.generation_config.eos_token_id
+    ends = torch.tensor(ends if isinstance(ends, list) else [ends], device=rows.device)
+    alive = torch.isin(rows[:, begin:], ends).int().cumsum(1).eq(0)
+    prompt_mask = encoded.attention_mask.bool()
+    is_real = torch.cat([prompt_mask, alive], dim=1)
+    for row, real, mask in zip(rows, is_real, prompt_mask, strict=True):
+        yield row[real], int(mask.sum())
+
+
+def check_routers(layers: Sequence[MoELayer]) -> None:
+    """Raise ValueError for a router that no predictor of its inputs can follow."""
+    for gate in (layer.gate for layer in layers if layer.gate.by_token):
+        raise ValueError(
+            f"predictor: the router {gate.name} chooses by token ids, which a predictor that reads "
+            "hidden states does not see. Allowed: moecache profile data_aware."
+        )
+
+
+def split(prompts: IntArray, seed: int) -> tuple[IntArray, IntArray]:
+    """Divide prompts 80/20, so that no token of a held-out one is trained on."""
+    prompts = np.random.default_rng(seed).permutation(prompts)
+    held_out = max(1, round(HELD_OUT_SHARE * len(prompts)))
+    if held_out >= len(prompts):
+        raise ValueError(f"prompts: {len(prompts)} cannot be divided into train and held-out.")
+    return np.sort(prompts[held_out:]), np.sort(prompts[:held_out])
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,39 +131,39 @@ class Pairs:
         return Pairs(self.inputs_ND[rows], self.targets_NE[rows], self.prompts_N[rows])
 
 
+@dataclass(frozen=True, slots=True)
 class Samples:
-    """The recorded tokens of all shards."""
+    """The recorded tokens of all answers, prompt after prompt, by layer."""
 
-    def __init__(self, shards: Sequence[Path]) -> None:
-        # A batch whose answers all ended immediately has recorded nothing.
-        self._shards = [shard for shard in shards if len(_read(shard, "prompt"))]
-        if not self._shards:
+    hidden: Sequence[Halves]
+    logits: Sequence[Halves]
+    prompts: IntArray
+    """Which prompt each token answers [N]."""
+
+    @classmethod
+    def of(cls, recorded: Iterable[Answer]) -> Samples:
+        """Keep the passes over the tokens that a model wrote, in half precision."""
+        kept = [
+            [[part[answer.begin :].half().numpy() for part in parts] for parts in answer[2:]]
+            for answer in recorded
+        ]
+        lengths = [len(hidden[0]) for hidden, _ in kept]
+        if not sum(lengths):
             raise ValueError("every answer ended at once: there is nothing to learn from.")
-        self.prompts: IntArray = np.concatenate([_read(s, "prompt") for s in self._shards])
+        hidden, logits = (
+            [np.concatenate(parts) for parts in zip(*by_prompt, strict=True)]
+            for by_prompt in zip(*kept, strict=True)
+        )
+        return cls(hidden, logits, np.repeat(np.arange(len(kept)), lengths))
 
-    def pairs(self, layer: int, num_layers: int) -> Pairs:
+    def pairs(self, layer: int) -> Pairs:
         """Return a layer's pairs; the target is the next layer, or layer 0 of the next token."""
-        target = (layer + 1) % num_layers
-        inputs = np.concatenate([_read(shard, "hidden", layer) for shard in self._shards])
-        logits = np.concatenate([_read(shard, "logits", target) for shard in self._shards])
+        target = (layer + 1) % len(self.hidden)
+        inputs, logits = self.hidden[layer], self.logits[target]
         if target > 0:
             return Pairs(inputs, logits, self.prompts)
         follows = self.prompts[1:] == self.prompts[:-1]
         return Pairs(inputs[:-1][follows], logits[1:][follows], self.prompts[:-1][follows])
-
-    def split(self, seed: int) -> tuple[IntArray, IntArray]:
-        """Divide the prompts 80/20, so that no token of a held-out prompt was trained on."""
-        prompts = np.unique(self.prompts)
-        np.random.default_rng(seed).shuffle(prompts)
-        held_out = max(1, round(HELD_OUT_SHARE * len(prompts)))
-        if held_out >= len(prompts):
-            raise ValueError(f"prompts: {len(prompts)} cannot be divided into train and held-out.")
-        return np.sort(prompts[held_out:]), np.sort(prompts[:held_out])
-
-
-def write_shard(path: Path, hidden_LND: Halves, logits_LNE: Halves, prompts_N: IntArray) -> None:
-    """Write one shard atomically."""
-    write_whole(path, save({"hidden": hidden_LND, "logits": logits_LNE, "prompt": prompts_N}))
 
 
 def top_k(logits_NE: FloatArray | Halves, count: int) -> IntArray:
@@ -85,137 +171,7 @@ def top_k(logits_NE: FloatArray | Halves, count: int) -> IntArray:
     return np.argsort(-logits_NE.astype(np.float32), axis=-1, kind="stable")[:, :count]
 
 
-def _read(path: Path, name: str, layer: int | None = None) -> Any:
-    with safe_open(path, "numpy") as file:
-        return file.get_tensor(name) if layer is None else file.get_slice(name)[layer]
-
-
-MAX_PROMPT_TOKENS = 2048
-
-
-class RouterCapture(ExitStack):
-    """Captures each router's inputs and logits of the decode steps while its context is open.
-
-    `prompts` holds the prompt of each step, counted by prefills, for batches of one. The rows of
-    larger batches are the caller's to split.
-    """
-
-    def __init__(self, model: Any, layers: Sequence[MoELayer]) -> None:
-        super().__init__()
-        for gate in (layer.gate for layer in layers if layer.gate.by_token):
-            raise ValueError(
-                f"predictor: the router {gate.name} chooses by token ids, which a predictor that "
-                "reads hidden states does not see. Allowed: moecache profile data_aware."
-            )
-        self._decoding, self._prompt = False, -1
-        self.prompts: list[int] = []
-        self.hidden: list[list[Tensor]] = [[] for _ in layers]
-        self.logits: list[list[Tensor]] = [[] for _ in layers]
-        self.callback(model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
-        for index, layer in enumerate(layers):
-            keep = partial(self._keep, index, layer.gate)
-            self.callback(layer.router.register_forward_hook(keep).remove)
-
-    def _begin(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        past = cache_of(kwargs)
-        self._decoding = past is not None and past.get_seq_length() > 0
-        if self._decoding:
-            self.prompts.append(self._prompt)
-        else:
-            self._prompt += 1
-
-    def _keep(self, layer: int, gate: Gate, router: Any, args: Any, output: Any) -> None:
-        if self._decoding:
-            logits = gate.read(output).logits
-            for captured, values in ((self.hidden, args[0]), (self.logits, logits)):
-                flat = values.detach().reshape(-1, values.shape[-1])
-                captured[layer].append(flat.to(torch.float16).cpu())
-
-    def write(self, path: Path) -> None:
-        """Write the captures of batches of one prompt as one shard."""
-        hidden, logits = (
-            np.stack([torch.cat(layer).numpy() for layer in captured])
-            for captured in (self.hidden, self.logits)
-        )
-        write_shard(path, hidden, logits, np.asarray(self.prompts, dtype=np.int64))
-
-
-def record(
-    model: Any,
-    tokenizer: Any,
-    layers: Sequence[MoELayer],
-    prompts: Sequence[str],
-    folder: Path,
-    *,
-    num_tokens: int,
-    batch_size: int,
-) -> list[Path]:
-    """Write one shard for each batch of prompts, unless it exists; return their paths.
-
-    The model generates greedily; the passes over its first `num_tokens` generated tokens are
-    recorded, up to its end token.
-    """
-    shards = []
-    starts = range(0, len(prompts), batch_size)
-    for start in tqdm(starts, desc="recording", unit="batch"):
-        path = folder / f"{start:08d}.safetensors"
-        shards.append(path)
-        if path.is_file():
-            continue
-        batch = prompts[start : start + batch_size]
-        with RouterCapture(model, layers) as capture:
-            # The last generated token is never fed back: one more is generated than recorded.
-            _, real, begin = generate(model, tokenizer, batch, num_tokens + 1)
-        alive_BS = real[:, begin:-1].cpu().numpy()
-        rows = np.nonzero(alive_BS)[0].astype(np.int64)
-        steps = alive_BS.shape[1]
-        # The steps of every layer, without rows that have ended.
-        hidden, logits = (
-            np.stack([torch.stack(layer[:steps], dim=1).numpy()[alive_BS] for layer in captured])
-            if steps
-            else np.zeros((len(captured), 0, 1), dtype=np.float16)
-            for captured in (capture.hidden, capture.logits)
-        )
-        write_shard(path, hidden, logits, rows + start)
-    return shards
-
-
-@torch.no_grad()
-def generate(
-    model: Any, tokenizer: Any, prompts: Sequence[str], num_tokens: int
-) -> tuple[Tensor, Tensor, int]:
-    """Generate greedily from the prompts.
-
-    Returns the tokens [B, prompt + S], a mask of those in the prompt or before the answer's end
-    token, and the index at which answers begin.
-    """
-    # The question stands at the end of a prompt, so the beginning is cut.
-    tokenizer.padding_side = tokenizer.truncation_side = "left"
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    encoded = tokenizer(
-        list(prompts),
-        return_tensors="pt",
-        padding=True,
-        truncation=True,
-        max_length=MAX_PROMPT_TOKENS,
-        return_token_type_ids=False,
-    ).to(model.device)
-    tokens = model.generate(
-        **encoded,
-        max_new_tokens=num_tokens,
-        do_sample=False,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    begin = encoded.input_ids.shape[1]
-    ends = model.generation_config.eos_token_id
-    ends = torch.tensor(ends if isinstance(ends, list) else [ends], device=tokens.device)
-    alive = torch.isin(tokens[:, begin:], ends).int().cumsum(1).eq(0)
-    return tokens, torch.cat([encoded.attention_mask.bool(), alive], dim=1), begin
-
-
 PREDICTOR, NEXT_GATE, FREQUENCY = "predictor", "next_gate", "frequency"
-DECILES = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,7 +216,7 @@ def judge(
     """Judge all layers on the held-out prompts; expert frequencies come from the known ones."""
     judgements = []
     for layer in range(len(layers)):
-        pairs = samples.pairs(layer, len(layers))
+        pairs = samples.pairs(layer)
         target = (layer + 1) % len(layers)
         test = pairs.where(np.isin(pairs.prompts_N, held_out))
         train = pairs.where(np.isin(pairs.prompts_N, known))
@@ -324,69 +280,3 @@ def certainty_rows(judged: Sequence[Judged], num_chosen: int) -> list[dict[str, 
             }
         )
     return rows
-
-
-def decile_rows(judged: Sequence[Judged], num_chosen: int) -> list[dict[str, Any]]:
-    """Return one row per decile of the predictions, from the least certain router up."""
-    right = np.concatenate([entry.right[PREDICTOR] for entry in judged])
-    kld = np.concatenate([entry.certainty for entry in judged])
-    parts = np.array_split(np.argsort(kld, kind="stable"), DECILES)
-    return [
-        {
-            "decile": number,
-            "tokens": len(indices),
-            "certainty": float(kld[indices].mean()),
-            "accuracy": float(right[indices].mean()) / num_chosen,
-            "half_or_less": float((right[indices] <= num_chosen // 2).mean()),
-            "all_right": float((right[indices] == num_chosen).mean()),
-        }
-        for number, indices in enumerate(parts, 1)
-        if len(indices)
-    ]
-
-
-def correlation_rows(judged: Sequence[Judged]) -> list[dict[str, Any]]:
-    """Return one row per layer: correlates of how many experts of a token are predicted rightly."""
-    return [
-        {
-            "layer": entry.layer,
-            "target": entry.target,
-            "set_by_certainty": _correlation(entry.right[PREDICTOR], entry.certainty),
-            "first_by_certainty": _correlation(entry.first, entry.certainty),
-            "set_by_gap": _correlation(entry.right[PREDICTOR], entry.gap),
-        }
-        for entry in judged
-    ]
-
-
-def document_rows(judged: Sequence[Judged]) -> list[dict[str, Any]]:
-    """Return one row per prompt: correlates of its tokens' accuracy over all layers (Figure 2).
-
-    `within_layers` first subtracts each layer's means from both sides: layers that are more certain
-    than others, and predicted better or worse, then make no trend of their own.
-    """
-    prompts = np.concatenate([layer.prompts for layer in judged])
-    by_layer = [(layer.right[PREDICTOR], layer.certainty, layer.gap) for layer in judged]
-    right, kld, gap = map(np.concatenate, zip(*by_layer, strict=True))
-    centred = [[side - side.mean() for side in sides] for sides in by_layer]
-    centred_right, centred_kld, _ = map(np.concatenate, zip(*centred, strict=True))
-    rows = []
-    for prompt in np.unique(prompts).tolist():
-        mask = prompts == prompt
-        rows.append(
-            {
-                "prompt": prompt,
-                "tokens": int(mask.sum()),
-                "set_by_certainty": _correlation(right[mask], kld[mask]),
-                "within_layers": _correlation(centred_right[mask], centred_kld[mask]),
-                "set_by_gap": _correlation(right[mask], gap[mask]),
-            }
-        )
-    return rows
-
-
-def _correlation(left: IntArray | FloatArray, right: FloatArray) -> float | None:
-    """Return Pearson's coefficient, or None where one side does not vary."""
-    if len(left) < 2 or np.ptp(left) == 0 or np.ptp(right) == 0:
-        return None
-    return float(np.corrcoef(left, right)[0, 1])
