@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from lm_eval_moecache.records.runtimes import PROCESSOR, mechanisms
 from lm_eval_moecache.report.tables.text import padded
+from moecache_plan.mechanisms import PROCESSOR, mechanisms
 from moecache_plan.published import Row, read_rows
 
 ROWS = Path(__file__).resolve().parent.parent / "results" / "runtimes" / "rows.csv"
@@ -44,7 +44,7 @@ def gflop(row: Row) -> float:
 
 
 def gigabytes(row: Row) -> float:
-    return 1e-9 * row.work(row.placed()).host * (row.machine.host_bytes_per_s or 0.0)
+    return 1e-9 * row.work(row.placed()).host * (row.machine.host_rate(row.runtime) or 0.0)
 
 
 def cores(row: Row) -> int:

@@ -20,14 +20,15 @@ from typing import Any
 
 from lm_eval_moecache.cli.main import main as moecache
 from lm_eval_moecache.emulate.models import load_real_model
-from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.real_model import RealModel
-from lm_eval_moecache.records.runtimes import PROCESSOR, RESIDENT, load_runtime
+from lm_eval_moecache.records.runtimes import RESIDENT, load_runtime
 from lm_eval_moecache.report.tables.text import padded
-from moecache_plan.machines import Machine, known, machine
+from moecache_plan.advice import Setup, advise, usual_precision
+from moecache_plan.detect import parse_machine
+from moecache_plan.machines import Machine
+from moecache_plan.mechanisms import PROCESSOR
 from moecache_plan.placement import stored_for
-from moecache_plan.published import Row, find_hardware, predict, read_rows
-from moecache_plan.table import advise, usual_precision
+from moecache_plan.published import Row, predict, read_rows
 
 QUESTIONS = (
     "gpt-oss-20b --hardware 'RTX 3060 12GB' --ram 64GB",
@@ -103,11 +104,14 @@ def distance(row: Row, model: RealModel, box: Machine) -> float:
     def off(one: float | None, other: float | None) -> float:
         return abs(math.log(one / other)) if one and other else 1.0
 
-    both_unified = row.machine.host_bytes_per_s is box.host_bytes_per_s is None
+    runtime = load_runtime("llama.cpp")
+    boxes = (row.machine, box)
+    cards = [None if each.is_processor else each.memory_bytes_per_s for each in boxes]
+    hosts = [each.host_rate(runtime) for each in boxes]
     return (
         off(token_bytes(row.model), token_bytes(model))
-        + off(row.machine.card_bytes_per_s, box.card_bytes_per_s)
-        + (0.0 if both_unified else off(row.machine.host_bytes_per_s, box.host_bytes_per_s))
+        + off(*cards)
+        + (0.0 if hosts == [None, None] else off(*hosts))
         + (0.0 if row.model.name == model.name else 1.5 * math.log(2))
         + off(row.machine.cards, box.cards)
     )
@@ -122,18 +126,15 @@ def advised(question: str, rows: Sequence[Row]) -> tuple[str, list[Row]]:
     """Return what `plan` says first, and the rows nearest to a question."""
     words = shlex.split(question)
     options = {key[2:]: value for key, value in zip(words[1::2], words[2::2], strict=True)}
-    asked, cards = find_hardware(options["hardware"])
-    hardware = asked or load_hardware("none")
-    runtime, context = load_runtime("llama.cpp"), 4096
-    given = known(cards=cards, ram=options.get("ram"), host_memory=options.get("host_memory"))
-    model = usual_precision(load_real_model(words[0]), hardware, given, context)
-    advice = advise(model, hardware, given, context, 512)
+    said = {key: options.get(key) for key in ("ram", "host_memory", "disk")}
+    box = parse_machine(options["hardware"], **said)
+    model = usual_precision(load_real_model(words[0]), box, 4096)
+    advice = advise(Setup(model=model, machine=box, context=4096, prompt=512))
     first = advice["runtimes"][0]
     mechanism = PROCESSOR if first["placement"] == "cpu" else first["mechanism"]
-    model, box = stored_for(runtime, model), machine(hardware, runtime, **given)
+    model = stored_for(load_runtime("llama.cpp"), model)
     # Few rows divide a model on one memory: next to them, those that lie whole in it.
-    is_unified = hardware.is_unified and not hardware.is_processor
-    mechanisms = {mechanism, RESIDENT} if is_unified else {mechanism}
+    mechanisms = {mechanism, RESIDENT} if box.shares_memory else {mechanism}
     chosen = [row for row in rows if row.decode and row.placed().group in mechanisms]
     chosen.sort(key=lambda row: distance(row, model, box))
     # One row of those that differ in a flag or a layer.

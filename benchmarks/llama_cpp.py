@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lm_eval_moecache.emulate.models import load_real_model
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.runtimes import load_runtime
 from moecache_plan.forecast import token_work
-from moecache_plan.machines import Machine
+from moecache_plan.machines import as_machine
+from moecache_plan.models import load_model
 from moecache_plan.placement import place, read_placement
 
 SHAPES = {
@@ -200,13 +200,13 @@ def work_of(path: Path, cell: Cell, rate: float) -> tuple[float, float]:
     a host with a card only wait for its memory.
     """
     context = cell.context + TOKENS // 2
-    model = load_real_model(str(path))
-    box = Machine(name="this machine", card_bytes_per_s=None, host_bytes_per_s=rate)
-    placed = place(model, box, load_runtime("llama.cpp"), read_placement("cpu"), context)
+    model, runtime = load_model(str(path)), load_runtime("llama.cpp")
+    box = as_machine(load_hardware("none")).with_host_rate(rate)
+    placed = place(model, box, runtime, read_placement("cpu"), context)
     layers, _, top_k, width, inner, heads, kv_heads, head = SHAPES[cell.shape]
     attention = 2 * width * head * (heads + kv_heads) + 2 * context * heads * head
     weights = layers * (attention + 3 * top_k * width * inner) + VOCABULARY * width
-    return token_work(model, box, placed, context).host, weights / cell.threads
+    return token_work(model, box, runtime, placed, context).host, weights / cell.threads
 
 
 def fit(works: list[tuple[float, float]], seconds: list[float]) -> tuple[float, float]:

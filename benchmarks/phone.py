@@ -20,11 +20,11 @@ import numpy as np
 from grid import arguments, text_table
 from scipy import optimize
 
-from lm_eval_moecache.engine.validation import HIT, READ, WALL, Series, read_measured
 from lm_eval_moecache.engine.virtual.costs import Costs, arrivals, read_shares
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.trace.importers import load_trace
+from moecache_plan.validation import HIT, READ, WALL, Series, read_measured
 
 READS = {"qwen": 3, "gemma": 2}
 SERIAL_TOP_K = 8
@@ -79,7 +79,7 @@ def serial_runs(traces: Path, measured: Path) -> list[SerialRun]:
         for file in sorted(measured.glob(f"0712_{model}_*.csv")):
             if not file.stem.endswith("_ov"):
                 lanes = 2 if file.stem.endswith("_l2") else 4
-                name, series = file.stem.removeprefix("0712_"), read_measured(file, {})
+                name, series = file.stem.removeprefix("0712_"), read_measured(file)
                 runs.append(SerialRun(name, geometry, series, lanes, reads))
     return runs
 

@@ -37,12 +37,12 @@ from statistics import median
 from typing import Any
 
 from lm_eval_moecache.records.files import traces_dir
-from lm_eval_moecache.records.runtimes import METAL, READ, Mechanisms
+from lm_eval_moecache.records.runtimes import CUDA, METAL, READ, launches
 from lm_eval_moecache.report.tables.text import padded
 from moecache_lab.fit_runtimes import begin_at, fit, fit_all, groups_of, spreads_of
-from moecache_plan.machines import DESKTOP_BYTES_PER_S
-from moecache_plan.published import Row, factor, find_hardware, read_rows
-from moecache_plan.table import flags
+from moecache_plan.advice import flags
+from moecache_plan.mechanisms import Mechanisms
+from moecache_plan.published import Row, factor, read_rows
 
 ROWS = Path(__file__).resolve().parent.parent / "results" / "runtimes" / "rows.csv"
 ASKED = 20
@@ -98,7 +98,7 @@ class Question:
         model, machine = self.row.model, self.row.machine
         experts = model.num_layers * model.num_experts * model.expert_weights
         active = experts * model.top_k / model.num_experts
-        vendor = "nvidia" if machine.launches == "cuda" else "amd"
+        vendor = "nvidia" if launches(machine) == CUDA else "amd"
         return {
             "model": model.name,
             "bits": BITS.get(model.stored.name, ""),
@@ -114,9 +114,9 @@ class Question:
             "card": self.card * AS_SOLD,
             "card_rate": self.card_rate,
             "is_unified": self.is_unified,
-            "vendor": "apple" if machine.launches == METAL else vendor,
+            "vendor": "apple" if launches(machine) == METAL else vendor,
             "cache": model.all_expert_bytes * self.row.placed().cached,
-            "drive": machine.drive_bytes_per_s,
+            "drive": machine.drive_rate,
         }
 
 
@@ -139,10 +139,10 @@ class Answer:
 
 def can_be_asked(row: Row) -> bool:
     """Whether every planner can be given this row's program, model, bits and machine."""
-    one, nvidia = row.machine.cards == 1, row.machine.launches == "cuda"
+    one, nvidia = row.machine.cards == 1, launches(row.machine) == CUDA
     is_known = row.runtime.name in PROGRAMS and row.model.name in IDS
     has_speed = row.decode is not None and row.top_k is None
-    is_told = nvidia or row.machine.host_bytes_per_s is None or row.machine.card_bytes_per_s is None
+    is_told = nvidia or row.machine.is_unified
     return has_speed and is_known and one and is_told and row.model.stored.name in BITS
 
 
@@ -154,20 +154,18 @@ def picked(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 def question(row: Row) -> Question:
     """Return what planners are given of a row's machine."""
-    hardware, _ = find_hardware(row.fields["hardware"])
     model, box = row.model, row.machine
-    is_unified = hardware is not None and hardware.is_unified
     is_alone = row.placed().placement.kind == "cpu"
     needed = 1.2 * (model.all_expert_bytes + model.dense_bytes) + 8e9
     ram = next(size * 1e9 for size in RAM_SIZES if size * 1e9 >= needed)
-    rate = box.host_bytes_per_s or box.card_bytes_per_s or DESKTOP_BYTES_PER_S
+    is_unified = box.shares_memory and not is_alone
     return Question(
         row=row,
-        ram=box.ram if is_unified and not is_alone else ram,
+        ram=box.ram if is_unified else ram,
         card=0.0 if is_alone else box.card_bytes,
-        card_rate=None if is_alone else box.card_bytes_per_s,
-        host_rate=rate,
-        is_unified=is_unified and not is_alone,
+        card_rate=None if is_alone else box.memory_bytes_per_s,
+        host_rate=box.host_rate(row.runtime) or box.memory_bytes_per_s,
+        is_unified=is_unified,
     )
 
 
@@ -184,12 +182,12 @@ def without(row: Row, rows: Sequence[Row], begin: Mechanisms, groups: Any) -> Me
 def ours(asked: Question, known: Mechanisms) -> Answer:
     """Return what `plan` says where nobody says where experts lie."""
     row = asked.row
-    row = replace(row, machine=replace(row.machine, ram=asked.ram))
+    row = replace(row, machine=replace(row.machine, host_memory_bytes=asked.ram))
     if row.placed().placement.kind != "cpu":
         row = replace(row, placement="auto")
     placed = row.placed(known)
     found = row.forecast(known, placed)
-    typed = flags(row.model, row.runtime, placed)
+    typed = flags(row.model, row.machine, row.runtime, placed)
     return Answer(speed=found.tok_per_s, low=found.low, high=found.high, typed=typed)
 
 

@@ -2,8 +2,9 @@
 
 Usage: python benchmarks/published_losses.py
 
-Reads rows.csv, and writes table.md, the plots, and here.csv: what the shipped model and the carved
-one lose under each rule here, from the pairs of `benchmarks/lost_points.py`.
+Reads rows.csv, and writes table.md, the plots, judged.csv: how far off the forecasts are, and
+here.csv: what the shipped model and the carved one lose under each rule here, from the pairs of
+`benchmarks/lost_points.py`.
 """
 
 from __future__ import annotations
@@ -20,20 +21,13 @@ from grid import RESULTS
 
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.report.plots import look, new_figure, save
-from moecache_plan.losses import (
-    ALGORITHMS,
-    CHOICE,
-    GENERATE,
-    Loss,
-    judge,
-    read_losses,
-    rules_of,
-)
-from moecache_plan.validate import losses_text
+from moecache_lab.published_losses import judge, losses_text
+from moecache_plan.losses import ALGORITHMS, CHOICE, GENERATE, Loss, rules_of, shipped
 
 FOLDER = RESULTS / "published_losses"
 GENERATED = {"tiny_gsm8k", "tiny_bbh"}
 COLUMNS = "model rule class task kind capacity changed documents right points".split()
+JUDGED = "rule kind rows covered median_error no_loss_error".split()
 
 
 def class_of(rule: str) -> str:
@@ -101,9 +95,9 @@ def by_rule(rows: Iterable[Loss], ours: Iterable[Mapping[str, Any]]) -> list[dic
     ]
 
 
-def as_csv(rows: list[dict[str, Any]]) -> str:
+def as_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = COLUMNS) -> str:
     file = io.StringIO()
-    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(rows)
     return file.getvalue()
@@ -152,9 +146,10 @@ def plot_rules(points: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    rows, ours = read_losses(FOLDER / "rows.csv"), own_losses()
+    rows, ours = shipped(), own_losses()
     write_whole(FOLDER / "here.csv", as_csv(ours))
     found: Mapping[str, Any] = judge(rows)
+    write_whole(FOLDER / "judged.csv", as_csv(found["rules"], JUDGED))
     text = losses_text(found)
     write_whole(FOLDER / "table.md", f"# Forecasts of published losses\n\n{text}")
     (FOLDER / "plots").mkdir(exist_ok=True)

@@ -126,5 +126,5 @@ def plan(model: Place, **options: Any) -> Mapping[str, Any]:
                 )
         for key, value in {**options, "model": fspath(model)}.items():
             arguments[key] = value
-        found: Mapping[str, Any] = command("plan").find(arguments)[-1]
+        found: Mapping[str, Any] = command("plan").find(arguments)
         return found

@@ -18,7 +18,14 @@ from jsonargparse import ArgumentParser, Namespace
 from scipy import optimize, stats
 
 from lm_eval_moecache.engine.setting import MOST_READS, TOGETHER, Setting
-from lm_eval_moecache.engine.validation import (
+from lm_eval_moecache.profiling._texts import add_options, say
+from lm_eval_moecache.profiling.hardware import as_yaml, profile_path
+from lm_eval_moecache.records.files import write_whole
+from lm_eval_moecache.records.hardware import Hardware, load_hardware
+from lm_eval_moecache.records.numbers import finite, read_count, unknown_name_error
+from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.trace import Trace
+from moecache_plan.validation import (
     MANAGEMENT,
     READ,
     STALL,
@@ -27,18 +34,10 @@ from lm_eval_moecache.engine.validation import (
     Values,
     compare,
     read_measured,
-    read_tokens,
     same_tokens,
     setting_of,
     simulate,
 )
-from lm_eval_moecache.profiling._texts import add_options, say
-from lm_eval_moecache.profiling.hardware import as_yaml, profile_path
-from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.records.hardware import Hardware, load_hardware
-from lm_eval_moecache.records.numbers import finite, read_count, unknown_name_error
-from lm_eval_moecache.trace.importers import load_trace
-from lm_eval_moecache.trace.trace import Trace
 
 FITTED = (
     "link_bytes_per_s",
@@ -137,10 +136,19 @@ def _measured_runs(arguments: Namespace) -> tuple[list[Measured], Hardware]:
     base, tokens, runs = load_hardware(arguments.base), read_tokens(arguments.tokens), []
     for (trace_file, table), count in zip(pairs, reads, strict=True):
         trace = load_trace(trace_file)
-        setting, series = setting_of(trace, base, arguments, count), read_measured(Path(table), {})
+        setting, series = setting_of(trace, base, arguments, count), read_measured(Path(table))
         runs.append(Measured(Path(trace_file).name.split(".")[0], trace, setting, series, tokens))
         runs[-1].aligned(base)  # refuses a table of another run
     return runs, base
+
+
+def read_tokens(text: str) -> slice:
+    """Read `FIRST:LAST` as a Python slice: from 0, the last one left out."""
+    first, colon, last = text.partition(":")
+    if not colon:
+        raise ValueError(f"tokens={text!r} must be FIRST:LAST, as in 0:64 or 64: .")
+    start = read_count("tokens", first) if first else None
+    return slice(start, read_count("tokens", last) if last else None)
 
 
 def fit(

@@ -14,21 +14,21 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lm_eval_moecache.records.runtimes import (
+from lm_eval_moecache.records.runtimes import READ
+from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.trace import Trace
+from lm_eval_moecache.trace.use import touched
+from moecache_plan.forecast import PromptWork, Work, costs
+from moecache_plan.mechanisms import (
     CONSTANTS,
     DECODE,
     PREFILL,
     PREFILL_ALONE,
     PROCESSOR,
     PROMPTS,
-    READ,
     Mechanisms,
     Spread,
 )
-from lm_eval_moecache.trace.importers import load_trace
-from lm_eval_moecache.trace.trace import Trace
-from lm_eval_moecache.trace.use import touched
-from moecache_plan.forecast import PromptWork, Work, costs
 from moecache_plan.placement import hit_rate
 from moecache_plan.published import GROUPS, Row, compare, predict, scale_by, summary
 

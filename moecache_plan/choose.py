@@ -16,26 +16,19 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import aligned, listed, print_result, wrapped
-from lm_eval_moecache.emulate.models import MODEL_FILES, emulated_names, load_real_model
-from lm_eval_moecache.emulate.stored import PRECISION_HELP, load_stored
-from lm_eval_moecache.engine.stand_in import stand_in
-from lm_eval_moecache.harness.arguments import Config, read_config
-from lm_eval_moecache.records.hardware import (
-    DEFAULT_PROFILE,
-    NO_CARD,
-    Hardware,
-    load_hardware,
-    profile_names,
-    same_card_note,
-)
+from lm_eval_moecache.emulate.models import emulated_names
+from lm_eval_moecache.emulate.stored import load_stored
+from lm_eval_moecache.records.hardware import same_card_note
 from lm_eval_moecache.records.numbers import read_count, read_number
 from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.importers import trace_formats
-from moecache_plan import losses_page as _losses
-from moecache_plan.ideal import RECALL
-from moecache_plan.machines import SYSTEM, charged, known
-from moecache_plan.plan import MOST_CONTEXT
+from moecache_plan import losses
+from moecache_plan.losses_page import lines
+from moecache_plan.machines import SYSTEM, Machine
+from moecache_plan.models import MODEL_FILES, load_model
+from moecache_plan.nearest import nearest_trace
+from moecache_plan.plan import MOST_CONTEXT, add_machine_arguments, machine_of
 from moecache_plan.ranking import (
     BLOCKS,
     CONTENDERS,
@@ -43,7 +36,9 @@ from moecache_plan.ranking import (
     HOST,
     PREDICTOR,
     PROFILE,
+    RECALL,
     TIED,
+    configs_of,
     find,
 )
 
@@ -54,76 +49,77 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("model_or_trace", type=str, help=text)
     text = "cache size: 5%% of all expert bytes, 2GiB, 51 experts"
     parser.add_argument("--capacity", type=str, default="25%", help=text)
-    text = f"one of {', '.join(profile_names())}; or a YAML"
-    parser.add_argument("--hardware", type=str, default=DEFAULT_PROFILE, help=text)
-    text = "link bandwidth, overrides the profile's: '5GB/s'"
-    parser.add_argument("--bandwidth", type=str | None, help=text)
-    parser.add_argument("--ram", type=str | None, help="the machine's RAM: 64GB")
-    text = "nominal rate of the RAM: 83GB/s, or channels and MT/s: 2x5600"
-    parser.add_argument("--host_memory", type=str | None, help=text)
-    text = f"stored weights of a model: {PRECISION_HELP}; default: as published"
-    parser.add_argument("--precision", type=str | None, help=text)
+    add_machine_arguments(parser)
     text = "with a model: trace of its routing; default: the most similar shipped one"
     parser.add_argument("--trace", type=str | None, help=text)
     text = "with a model: tokens that a decoded one attends to"
     parser.add_argument("--context", type=int, default=4096, help=text)
     text = "recall and precision of the predictors, which an oracle simulates"
     parser.add_argument("--recall", type=float, default=RECALL, help=text)
-    _losses.add_arguments(parser)
+    text = "also print what a lossy rule lost in publications: a composition, a routing or miss "
+    text += "algorithm, prune, merge or quantise"
+    parser.add_argument("--lossy", type=str | None, help=text)
+    text = "with --lossy: a published task (gsm8k, mmlu ...), generate or choice"
+    parser.add_argument("--task", type=str | None, help=text)
 
 
 def run(arguments: Namespace) -> int:
     recall = read_number("--recall", arguments.recall, above=0, most=1)
     context = read_count("--context", arguments.context, least=1, most=MOST_CONTEXT)
-    hardware = load_hardware(arguments.hardware, arguments.bandwidth)
-    given = known(ram=arguments.ram, host_memory=arguments.host_memory)
-    hardware = charged(hardware, given)
+    lossy = _read_lossy(arguments)
+    machine = machine_of(arguments)
+    if machine.cards > 1:
+        raise ValueError(
+            f"hardware={arguments.hardware!r}: one cache is on one card. Allowed: {machine.name}."
+        )
     file, model = _read_subject(arguments)
-    if model is not None and given["ram"] is not None:
-        _check_ram(model, hardware, given["ram"], arguments.capacity)
-    lossy = _losses.read(arguments)
     if model is None and lossy is not None:
         raise ValueError(
             f"--lossy={arguments.lossy!r} needs a model, but {file!r} is a trace. Allowed: "
             f"`moecache choose MODEL --trace {file} --lossy {arguments.lossy}`."
         )
-    has_host = bool(hardware.host_flops and hardware.host_memory_bytes_per_s)
-    configs: dict[str, Config] = {}
-    for name, contender in CONTENDERS.items():
-        if HOST in contender.needs and not has_host:
-            continue
-        args = {"capacity": arguments.capacity, **contender.args}
-        if PREDICTOR in contender.needs:
-            args |= {"prefetch": "oracle", "prefetch.recall": recall, "prefetch.precision": recall}
-        # A seed of None is the trace's own.
-        changes = {"hardware": hardware, "emulate": model, "seed": None}
-        configs[name] = read_config(args, replayed=True).with_changes(**changes)
-    report = {**find(file, model, configs, context), "hardware": hardware.name, "recall": recall}
     if model is not None:
-        report |= _losses.report(lossy, model, _share(arguments, model))
-    return print_result(arguments.json, report, _text(report))
+        _check_ram(model, machine, arguments.capacity)
+    report = {
+        **find(file, model, configs_of(arguments.capacity, machine, model, recall), context),
+        "hardware": machine.name,
+        "machine": machine.about or machine.title,
+        "recall": recall,
+    }
+    if model is not None and lossy is not None:
+        held = parse_capacity(arguments.capacity, model.geometry()).total_bytes
+        resident = min(held / model.all_expert_bytes, 1.0)
+        report["losses"] = losses.published(model, **lossy, resident=resident)
+    return print_result(arguments.json, report, _text(report, machine))
 
 
-def _check_ram(model: RealModel, hardware: Hardware, ram: float, capacity: str) -> None:
-    """Refuse a RAM without room for what lies in it: the cache of a processor alone, with a card
-    all experts."""
-    needed: float = model.all_expert_bytes
-    if hardware.is_processor:
-        needed = parse_capacity(capacity, model.geometry()).total_bytes + model.dense_bytes
-    elif hardware.is_unified:
+def _read_lossy(arguments: Namespace) -> dict[str, str] | None:
+    """Return what is asked of a lossy rule, checked; None without `--lossy`."""
+    if arguments.lossy is None:
+        if arguments.task is not None:
+            raise ValueError(f"--task={arguments.task!r} needs --lossy.")
+        return None
+    asked = {"lossy": arguments.lossy, "task": arguments.task or losses.GENERATE}
+    losses.rules_of(asked["lossy"])
+    losses.kind_of(asked["task"])
+    return asked
+
+
+def _check_ram(model: RealModel, machine: Machine, capacity: str) -> None:
+    """Refuse a known RAM without room for what lies in it: the cache of a processor alone, with a
+    card all experts."""
+    if machine.shares_memory or machine.is_guess("host_memory_bytes"):
         return
-    if needed > ram - SYSTEM:
+    needed: float = model.all_expert_bytes
+    if machine.is_processor:
+        needed = parse_capacity(capacity, model.geometry()).total_bytes + model.dense_bytes
+    if needed > machine.ram - SYSTEM:
         raise ValueError(
-            f"ram={ram / 1e9:g}GB is too small for the {needed / 1e9:.1f} GB of {model.name} "
-            f"({model.stored.name}) that lie in it and {SYSTEM / 1e9:g} GB of the system. "
-            "Allowed: more, fewer bits (--precision), or on a processor alone a smaller --capacity."
+            f"ram={machine.ram / 1e9:.3g}GB is too small for the {needed / 1e9:.1f} GB of "
+            f"{model.name} ({model.stored.name}) that lie in it and {SYSTEM / 1e9:g} GB of the "
+            "system. Allowed: more, fewer bits (--precision), another --hardware, or on a "
+            "processor alone a smaller --capacity."
         )
-
-
-def _share(arguments: Namespace, model: RealModel) -> float:
-    """Return the share of a model's experts that the capacity holds."""
-    held = parse_capacity(arguments.capacity, model.geometry()).total_bytes
-    return min(held / model.all_expert_bytes, 1.0)
 
 
 def _read_subject(arguments: Namespace) -> tuple[str, RealModel | None]:
@@ -143,7 +139,7 @@ def _read_subject(arguments: Namespace) -> tuple[str, RealModel | None]:
                 )
         return subject, None
     try:
-        model = load_real_model(subject, key="model")
+        model = load_model(subject)
     except ValueError as error:
         if not Path(subject).exists():
             raise
@@ -151,13 +147,13 @@ def _read_subject(arguments: Namespace) -> tuple[str, RealModel | None]:
         raise ValueError(f"{error} {hint}") from error
     if arguments.precision is not None:
         model = replace(model, stored=load_stored(arguments.precision))
-    return arguments.trace or str(stand_in(model)), model
+    return arguments.trace or str(nearest_trace(model)), model
 
 
 # --- the page ---
 
 
-def _text(report: Mapping[str, Any]) -> str:
+def _text(report: Mapping[str, Any], machine: Machine) -> str:
     rows = report["rows"]
     cells = [["policy", "TPOT ms", "tok/s", "x LRU", "miss", "slower by", "needs"]]
     for row in rows:
@@ -170,9 +166,9 @@ def _text(report: Mapping[str, Any]) -> str:
         cells.append([row["policy"], *figures, slower, ", ".join(row["needs"])])
     legend = [(row["policy"], CONTENDERS[row["policy"]].words) for row in rows]
     lead = max(8, *(len(name) for name, _ in legend)) + 3
-    notes = [line for note in _notes(report) for line in wrapped(note)]
+    notes = [line for note in _notes(report, machine) for line in wrapped(note)]
     table = [*wrapped(_verdict(report)), "", *aligned(cells, "<>>>><<"), ""]
-    lossy = ["", *_losses.lines(report["losses"])] if "losses" in report else [""]
+    lossy = ["", *lines(report["losses"])] if "losses" in report else [""]
     return "\n".join([*table, *listed(legend, lead), "", *notes, *lossy])
 
 
@@ -187,7 +183,7 @@ def _verdict(report: Mapping[str, Any]) -> str:
     best = rows[0]
     precision = f" ({report['precision']})" if report["precision"] else ""
     text = (
-        f"{report['model']}{precision} on {report['hardware']} with a cache of "
+        f"{report['model']}{precision} on {report['machine']} with a cache of "
         f"{report['capacity']} ({report['capacity_cycles']:.2g} cycles): the fastest is "
         f"{_row_text(best)}."
     )
@@ -205,12 +201,12 @@ def _row_text(row: Mapping[str, Any]) -> str:
     return f"{row['policy']} ({args}){tied} {_digits(row['decode_tok_per_s'])} tok/s"
 
 
-def _notes(report: Mapping[str, Any]) -> list[str]:
+def _notes(report: Mapping[str, Any], machine: Machine) -> list[str]:
     notes = []
     if report["left_out"]:
         names = ", ".join(report["left_out"])
         why = f"{report['hardware']} has no figures for its host's compute"
-        if report["hardware"] == NO_CARD:
+        if machine.is_processor:
             why = "there is no card, only the processor"
         notes.append(f"Left out: {names}. {why[0].upper()}{why[1:]}.")
     if text := same_card_note(report["hardware"]):
@@ -229,11 +225,21 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
         "of the trace; tied where it contains 0. All parts are of one text, and another text may "
         "order policies differently: if you can, use a trace of your own texts."
     )
-    traced, top_k = report["routing_top_k"], report["top_k"]
-    if traced != top_k:
+    (*traced, traced_k), (*sizes, top_k) = report["routing_sizes"], report["sizes"]
+    if traced != sizes:
         notes.append(
-            f"The trace has {traced} experts a token, {report['model']} {top_k}: what a step takes "
-            f"for experts counts {top_k}/{traced} times, in a cache of as many cycles."
+            f"It is a stand-in of as many cycles: {traced[0]} layers x {traced[1]} experts, "
+            f"{traced_k} a token, for {sizes[0]} x {sizes[1]}, {top_k} a token."
+        )
+    elif traced_k != top_k:
+        notes.append(
+            f"The trace has {traced_k} experts a token, {report['model']} {top_k}: what a step "
+            f"takes for experts counts {top_k}/{traced_k} times, in a cache of as many cycles."
+        )
+    if not report["in_regime"]:
+        notes.append(
+            "So many cycles are nearly all experts of the replayed trace, which cannot show how "
+            "many of them miss: --trace takes another."
         )
     what = "one stream"
     if (streams := report["streams"]) > 1:

@@ -20,21 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lm_eval_moecache.records.real_model import RealModel
-from lm_eval_moecache.records.runtimes import (
-    BOTH,
-    COPY,
-    CUDA,
-    HOST,
-    LAYER,
-    MICROSECONDS,
-    READ,
-    SHARES,
-    Mechanisms,
-    Runtime,
-    Spread,
-    mechanisms,
-)
-from moecache_plan.machines import DESKTOP_BYTES_PER_S, Machine
+from lm_eval_moecache.records.runtimes import BOTH, COPY, HOST, LAYER, READ, Runtime, launches
+from moecache_plan.machines import Machine
+from moecache_plan.mechanisms import MICROSECONDS, SHARES, Mechanisms, Spread, mechanisms
 from moecache_plan.placement import Placed, touched_share
 
 FAULTS = 0.2
@@ -85,17 +73,16 @@ def token_work(
     top_k: int | None = None,
 ) -> Work:
     """Return what one decoded token at this context length waits for."""
-    is_alone = machine.card_bytes_per_s is None or placed.placement.kind == "cpu"
+    is_alone = machine.is_processor or placed.placement.kind == "cpu"
     layers, whole = model.num_layers, 1.0 if is_alone else placed.whole
     routed = layers * (top_k or model.top_k) * model.expert_bytes
     dense = layers * model.layer_dense_bytes + model.kv_bytes(context) - model.state_bytes
     flops, state = model.attention_flops(context), 1e-6 * model.state_bytes
-    card_rate, host_rate = machine.together_bytes_per_s, machine.host_bytes_per_s
+    # A unified machine's processor reads the memory that its card reads.
+    host_rate = machine.host_rate(runtime) or machine.memory_bytes_per_s
     on_host = (1.0 if is_alone else placed.on_host) * routed + whole * dense
-    if card_rate is None or is_alone:
-        # A unified machine's processor reads the memory that its card reads.
-        rate = host_rate or machine.card_bytes_per_s or DESKTOP_BYTES_PER_S
-        work = Work(host=on_host / rate)
+    if is_alone:
+        work = Work(host=on_host / host_rate)
         host_layers: float = layers
     else:
         host_layers = layers if placed.mechanism == BOTH else layers * math.ceil(placed.on_host)
@@ -103,28 +90,26 @@ def token_work(
             host_layers = min(placed.placement.amount, layers)
         elif placed.placement.kind == "gpu_layers":
             host_layers = layers * whole
+        is_split = machine.is_split(runtime)
+        together = machine.cards if is_split else 1
         work = Work(
-            card=(dense + routed - on_host) / card_rate,
-            host=on_host / (host_rate or card_rate),
-            **{f"{machine.launches or CUDA}_layer": layers * (1 - whole)},
+            card=(dense + routed - on_host) / (machine.memory_bytes_per_s * together),
+            host=on_host / host_rate,
+            **{f"{launches(machine)}_layer": layers * (1 - whole)},
             eager_layer=layers * (1 - whole) if runtime.eager else 0.0,
-        )
-        together = machine.cards if machine.is_split else 1
-        work = replace(
-            work,
-            attention=(1 - whole) * flops / (machine.peak_flops * together or math.inf),
+            attention=(1 - whole) * flops / (machine.peak_flops * together),
             card_state=(1 - whole) * state / together,
-            crossing=0.0 if machine.is_split else machine.cards - 1,
+            crossing=0.0 if is_split else machine.cards - 1,
         )
     work = replace(work, host_attention=whole * 1e-9 * flops, host_state=whole * state)
     if placed.mechanism in (HOST, BOTH):
         return replace(work, host_layer=host_layers)
     if placed.mechanism == READ:
-        rate = machine.drive_bytes_per_s * (FAULTS if placed.by_faults else 1.0)
+        rate = machine.drive_rate * (FAULTS if placed.by_faults else 1.0)
         return replace(work, drive=placed.moved * routed / rate, read_layer=layers)
     if placed.mechanism in (COPY, LAYER):
         moved = placed.moved * (model.all_expert_bytes if placed.mechanism == LAYER else routed)
-        rate = machine.link_bytes_per_s or machine.drive_bytes_per_s
+        rate = machine.copy_rate or machine.drive_rate
         return replace(work, link=moved / rate, copy_layer=layers)
     return work
 
@@ -226,7 +211,7 @@ def prompt_work(
     Not modelled are prompts that the processor computes for a card, or by cores of which nobody
     says how many. Copied are the experts that a chunk needs (`touched_share`), or all of a layer.
     """
-    if machine.card_bytes_per_s is None or placed.placement.kind == "cpu":
+    if machine.is_processor or placed.placement.kind == "cpu":
         if not machine.cores or placed.mechanism == READ:
             return None
         core = 1e-9 * model.prompt_flops(prompt) / (machine.cores * runtime.core_factor)
@@ -242,16 +227,16 @@ def prompt_work(
     dense = model.num_layers * model.layer_dense_bytes
     shipped = 1.0 if runtime.prefill == LAYER else touched
     absent = shipped * (1 - placed.cached) * every * chunks
-    cards = machine.cards if machine.is_split else 1
+    cards = machine.cards if machine.is_split(runtime) else 1
     work = PromptWork(
         compute=model.prompt_flops(prompt) / (machine.peak_flops * cards),
-        card=chunks * (dense + touched * every) / (machine.together_bytes_per_s or 1.0),
+        card=chunks * (dense + touched * every) / (machine.memory_bytes_per_s * cards),
         chunks=chunks,
     )
     if placed.mechanism == READ:
-        return replace(work, drive=absent / machine.drive_bytes_per_s)
-    if machine.link_bytes_per_s:
-        return replace(work, link=absent / (machine.link_bytes_per_s * cards))
+        return replace(work, drive=absent / machine.drive_rate)
+    if machine.copy_rate:
+        return replace(work, link=absent / (machine.copy_rate * cards))
     return work
 
 

@@ -3,33 +3,28 @@
 The rows are results/published_losses/rows.csv, whose README has the dictionary of its columns. A
 rule's forecast is the median share of right answers that the rows like it keep, every model
 counting once, with the range of eight rows in ten. Nothing finer beats it on models left out
-(`judge`), so a rule published on fewer than three models has no forecast.
+(judged.csv), so a rule published on fewer than three models has no forecast.
 """
 
 from __future__ import annotations
 
 import csv
-import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.records.files import read_text, shipped_dir
+from lm_eval_moecache.records.files import lines_of, read_text, shipped_dir
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.records.real_model import RealModel
 
-COLUMNS = (
-    *("model", "experts", "top_k", "shared", "rule", "setting", "share", "share_of", "resident"),
-    *("kind", "task", "metric", "before", "after", "n", "shots", "source", "exactness", "quote"),
-)
 RULES = {
     "reroute": "routing biased towards resident experts",
     "residents": "routing restricted to resident experts",
@@ -152,41 +147,56 @@ def amount(share: float | None, resident: float | None) -> str:
 @cache
 def shipped() -> tuple[Loss, ...]:
     """Return the rows that ship."""
-    return tuple(read_losses(shipped_dir("results/published_losses") / "rows.csv"))
+    return read_losses("rows.csv")
 
 
-def read_losses(path: Path) -> list[Loss]:
-    """Read a CSV of losses.
+def read_losses(file: str | Path) -> tuple[Loss, ...]:
+    """Return a CSV's rows: a shipped one's by its name."""
+    kinds: dict[str, Any] = dict.fromkeys(("experts", "top_k", "n"), int)
+    kinds |= dict.fromkeys(("share", "resident", "before", "after"), float)
+    names = [field.name for field in fields(Loss)]
 
-    Raises ValueError for a file without these columns, and for a cell that is none of its allowed
-    values, naming the row.
+    def value(name: str, cell: str) -> Any:
+        if name not in kinds:
+            return cell
+        return kinds[name](cell) if cell else None
+
+    return tuple(
+        Loss(**{name: value(name, cells[name]) for name in names}) for cells in _table(file)
+    )
+
+
+def _table(file: str | Path) -> Iterable[dict[str, Any]]:
+    path = shipped_dir("results/published_losses") / file
+    return csv.DictReader(lines_of(read_text(path, str(path))))
+
+
+@cache
+def here() -> tuple[dict[str, Any], ...]:
+    """Return what the shipped model and the carved one lose under each rule here.
+
+    From here.csv: `model`, `rule`, `class`, `task`, `kind`, `capacity`, `changed` (the share of
+    the router's choices not executed), `documents`, `right` (a share), and `points` lost to the
+    lossless run of the same documents.
     """
-    what = f"losses={str(path)!r}"
-    table = csv.DictReader(io.StringIO(read_text(path, what)))
-    if missing := [name for name in COLUMNS if name not in (table.fieldnames or ())]:
-        raise ValueError(f"{what} lacks the columns {', '.join(missing)}.")
-    rows = []
-    for number, cells in enumerate(table, start=2):
-        for name, allowed in (("rule", RULES), ("kind", KINDS)):
-            if cells[name] not in allowed:
-                raise unknown_name_error(f"{what}, line {number}: {name}", cells[name], allowed)
-        try:
-            rows.append(_loss(cells))
-        except ValueError as error:
-            raise ValueError(f"{what}, line {number}: {error}") from error
-    return rows
+    number = {"documents": int, "changed": float, "right": float, "points": float}
+    rows = _table("here.csv")
+    return tuple({name: number.get(name, str)(cell) for name, cell in row.items()} for row in rows)
 
 
-def _loss(cells: Mapping[str, str]) -> Loss:
-    words = {name: cells[name] for name in ("model", "rule", "setting", "share_of", "kind", "task")}
-    words |= {name: cells[name] for name in ("metric", "source", "exactness")}
-    numbers = {name: float(cells[name]) if cells[name] else None for name in ("share", "resident")}
-    for name, value in numbers.items():
-        if value is not None and not 0 <= value <= 1:
-            raise ValueError(f"{name}={cells[name]!r} is not a share. Allowed: 0 to 1.")
-    counts = {name: int(cells[name]) if cells[name] else None for name in ("experts", "top_k", "n")}
-    scores = {name: float(cells[name]) for name in ("before", "after")}
-    return Loss(**words, **numbers, **counts, **scores)  # type: ignore[arg-type]
+@cache
+def judged() -> dict[tuple[str, str], dict[str, float]]:
+    """Return (rule, kind) -> how far off forecasts of its rows were, each without its model.
+
+    From judged.csv: `rows`, `covered` (the share within their ranges), `median_error` in points,
+    and `no_loss_error`, that of a forecast of no loss.
+    """
+    figures = ("covered", "median_error", "no_loss_error")
+    return {
+        (row["rule"], row["kind"]): {"rows": int(row["rows"])}
+        | {name: float(row[name]) for name in figures}
+        for row in _table("judged.csv")
+    }
 
 
 # --- the forecast ---
@@ -217,138 +227,6 @@ def _quantiles(values: Sequence[tuple[float, float]], at: Sequence[float]) -> li
     xs, weights = zip(*sorted(values), strict=True)
     middles = (np.cumsum(weights) - np.asarray(weights) / 2) / sum(weights)
     return [float(x) for x in np.interp(at, middles, xs)]
-
-
-Key = Callable[[Loss], tuple[str, ...]]
-
-
-def of_rule(row: Loss) -> tuple[str, ...]:
-    return row.rule, row.kind
-
-
-def of_amount(row: Loss) -> tuple[str, ...]:
-    return row.rule, row.kind, row.amount
-
-
-FINEST: tuple[Key, ...] = (of_amount, of_rule)
-"""What is alike, finest first: the first with three models is taken."""
-
-
-# --- how far off, on models left out ---
-
-
-def judge(rows: Sequence[Loss]) -> dict[str, Any]:
-    """Forecast every row without its model, and return how far off each kind of forecast is.
-
-    All on the same rows, those for which the finest forecast has three other models.
-    """
-    scored = [row for row in rows if row.is_share]
-    cells: dict[Key, dict[tuple[str, ...], list[Loss]]] = {}
-    for key in (*FINEST, _of_kind):
-        for row in scored:
-            cells.setdefault(key, {}).setdefault(key(row), []).append(row)
-    known: dict[tuple[Any, ...], Band | None] = {}
-
-    def without(row: Loss, keys: Sequence[Key]) -> Band | None:
-        for key in keys:
-            at = (key, key(row), row.model)
-            if at not in known:
-                known[at] = band(
-                    other for other in cells[key][key(row)] if other.model != row.model
-                )
-            if (found := known[at]) is not None:
-                return found
-        return None
-
-    told = [row for row in scored if without(row, FINEST)]
-    forms: dict[str, Callable[[Loss], Band | None]] = {
-        "rule, kind of task, amount": lambda row: without(row, FINEST),
-        "rule, kind of task": lambda row: without(row, (of_rule,)),
-        "kind of task": lambda row: without(row, (_of_kind,)),
-    }
-    misses = {name: [_miss(row, form(row)) for row in told] for name, form in forms.items()}
-    misses["no loss"] = [_miss(row, None) for row in told]
-    nothing = [each["error"] for each in misses["no loss"]]
-    ours = misses["rule, kind of task, amount"]
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row, each in zip(told, ours, strict=True):
-        groups.setdefault(of_rule(row), []).append({**each, "nothing": abs(row.points)})
-    return {
-        "rows": len(rows),
-        "models": len({row.model for row in rows}),
-        "shares": len(scored),
-        "forecast": len(told),
-        "forms": {name: _summary(told, each, nothing) for name, each in misses.items()},
-        "rules": [
-            {
-                "rule": rule,
-                "kind": kind,
-                "rows": len(each),
-                "models": len({row.model for row in told if of_rule(row) == (rule, kind)}),
-                "median_points": median(row.points for row in told if of_rule(row) == (rule, kind)),
-                "median_error": median(one["error"] for one in each),
-                "no_loss_error": median(one["nothing"] for one in each),
-                "covered": mean(one["covered"] for one in each),
-            }
-            for (rule, kind), each in sorted(groups.items())
-        ],
-        "no_forecast": [
-            {"rule": rule, "kind": kind, "rows": len(each), "models": len({r.model for r in each})}
-            for (rule, kind), each in sorted(cells[of_rule].items())
-            if len({row.model for row in each}) < LEAST_MODELS
-        ],
-        "untested": [
-            {"rule": rule, "kind": kind, "rows": len(each)}
-            for (rule, kind), each in sorted(cells[of_rule].items())
-            if len({row.model for row in each}) == LEAST_MODELS
-        ],
-        "constant_as_good": mean(
-            constant["error"] <= each["error"]
-            for constant, each in zip(misses["kind of task"], ours, strict=True)
-        ),
-        "noise_points": NOISE,
-    }
-
-
-def _of_kind(row: Loss) -> tuple[str, ...]:
-    return (row.kind,)
-
-
-def _miss(row: Loss, found: Band | None) -> dict[str, Any]:
-    """Return by how many points a forecast errs, and whether its range holds the row."""
-    if found is None:
-        return {"error": abs(row.points), "covered": math.nan, "width": 0.0}
-    middle, least, most = found.points(row.before)
-    covered = least - 1e-9 <= row.points <= most + 1e-9
-    return {"error": abs(row.points - middle), "covered": covered, "width": most - least}
-
-
-def _summary(
-    rows: Sequence[Loss], misses: Sequence[Mapping[str, Any]], nothing: Sequence[float]
-) -> dict[str, float]:
-    errors = [each["error"] for each in misses]
-    by_cell: dict[tuple[str, ...], list[float]] = {}
-    by_model: dict[str, list[float]] = {}
-    for row, each in zip(rows, misses, strict=True):
-        by_cell.setdefault((*of_rule(row), row.model), []).append(each["covered"])
-        by_model.setdefault(row.model, []).append(each["covered"])
-    return {
-        "median_error": median(errors),
-        "rms_error": math.sqrt(mean(error**2 for error in errors)),
-        "within_2": mean(error <= 2 for error in errors),
-        "within_5": mean(error <= 5 for error in errors),
-        "no_better": mean(e >= n for e, n in zip(errors, nothing, strict=True)),
-        "covered": mean(each["covered"] for each in misses),
-        "covered_cells": mean(mean(each) for each in by_cell.values()),
-        "covered_models": mean(mean(each) for each in by_model.values()),
-        "median_width": median(each["width"] for each in misses),
-    }
-
-
-@cache
-def judged() -> Mapping[str, Any]:
-    """Return how far off the forecasts of the shipped rows are."""
-    return judge(shipped())
 
 
 # --- what is asked of one model ---
@@ -385,12 +263,7 @@ def kind_of(task: str) -> str:
 
 
 def published(
-    model: RealModel,
-    lossy: str,
-    *,
-    resident: float | None = None,
-    changed: float | None = None,
-    task: str = GENERATE,
+    model: RealModel, lossy: str, *, resident: float | None = None, task: str = GENERATE
 ) -> list[dict[str, Any]]:
     """Return what a lossy rule was published to lose, and loses here: a report a class of rule.
 
@@ -398,29 +271,22 @@ def published(
         model: The model asked about; nearest are those of as many experts and as many a token.
         lossy: A class of rule (`prune`), an algorithm (`cache_prior`) or a composition.
         resident: The share of its experts in memory.
-        changed: The share of experts removed, or of executed experts changed, where known.
         task: A published task (`gsm8k`), or its kind (`generate`, `choice`).
     """
-    kind = kind_of(task)
-    return [_of_rule(model, rule, lossy, resident, changed, task, kind) for rule in rules_of(lossy)]
+    return [_of_rule(model, rule, lossy, resident, task) for rule in rules_of(lossy)]
 
 
 def _of_rule(
-    model: RealModel,
-    rule: str,
-    lossy: str,
-    resident: float | None,
-    changed: float | None,
-    task: str,
-    kind: str,
+    model: RealModel, rule: str, lossy: str, resident: float | None, task: str
 ) -> dict[str, Any]:
+    kind = kind_of(task)
     rows = [row for row in shipped() if row.is_share]
     alike = [row for row in rows if row.rule == rule and row.kind == kind]
-    # Rules of a cache have their amount by what is resident, the others by what is changed.
+    # Rules of a cache have their amount by what is resident; of the others nothing says it.
     by_resident = any(row.share is None and row.resident is not None for row in alike)
-    asked = amount(changed, resident if by_resident else None)
-    asked = asked if any(row.amount == asked for row in alike) else ""
+    asked = amount(None, resident if by_resident else None)
     chosen = [row for row in alike if asked and row.amount == asked]
+    asked = asked if chosen else ""
     found = band(chosen, f"{rule}, {kind}, {asked}") or band(alike, f"{rule}, {kind}")
     befores = [row.before for row in rows if row.task == task and row.model == model.name]
     befores = befores or [row.before for row in alike if row.task == task]
@@ -431,7 +297,15 @@ def _of_rule(
         by_model.setdefault(row.model, []).append(row)
     nearest = [_near(model, each, asked, task) for each in by_model.values()]
     nearest.sort(key=lambda each: (not each["is_same"], -len(each["of"]), each["octaves"]))
-    report: dict[str, Any] = {
+    own = [row for row in here() if row["class"] == rule and row["kind"] == kind]
+    # Our own losses of the rule asked for by name, or else of its class.
+    named = [row for row in own if lossy in re.split(r"[ =]", row["rule"])]
+    forecast: dict[str, Any] | None = None
+    if found is not None:
+        middle, least, most = found.points(before)
+        counts = {"rows": found.rows, "models": found.models, "of": found.of}
+        forecast = {"points": middle, "least": least, "most": most, **counts}
+    return {
         "rule": rule,
         "words": RULES[rule],
         "lossy": lossy,
@@ -440,25 +314,12 @@ def _of_rule(
         "kind": kind,
         "amount": asked,
         "score": before,
-        "forecast": None,
-        "judged": next(
-            (row for row in judged()["rules"] if (row["rule"], row["kind"]) == (rule, kind)), None
-        ),
+        "forecast": forecast,
+        "judged": judged().get((rule, kind)),
         "nearest": nearest[:3],
-        "here": _own(rule, lossy, kind),
+        "here": named or own,
         "noise_points": NOISE,
     }
-    if found is not None:
-        middle, least, most = found.points(before)
-        report["forecast"] = {
-            "points": middle,
-            "least": least,
-            "most": most,
-            "rows": found.rows,
-            "models": found.models,
-            "of": found.of,
-        }
-    return report
 
 
 def _near(model: RealModel, rows: Sequence[Loss], asked: str, task: str) -> dict[str, Any]:
@@ -490,26 +351,3 @@ def _near(model: RealModel, rows: Sequence[Loss], asked: str, task: str) -> dict
             for row in kept
         ],
     }
-
-
-def _own(rule: str, lossy: str, kind: str) -> list[dict[str, Any]]:
-    """Return our own losses under a rule: of the one asked for by name, or else of its class."""
-    rows = [row for row in here() if row["class"] == rule and row["kind"] == kind]
-    named = [row for row in rows if lossy in re.split(r"[ =]", row["rule"])]
-    return named or rows
-
-
-@cache
-def here() -> tuple[dict[str, Any], ...]:
-    """Return what the shipped model and the carved one lose under each rule here.
-
-    From results/published_losses/here.csv: `model`, `rule`, `class`, `task`, `kind`, `capacity`,
-    `changed` (the share of the router's choices not executed), `documents`, `right` (a share), and
-    `points` lost to the lossless run of the same documents.
-    """
-    path = shipped_dir("results/published_losses") / "here.csv"
-    table = csv.DictReader(io.StringIO(read_text(path, str(path))))
-    numbers = {"documents": int, "changed": float, "right": float, "points": float}
-    return tuple(
-        {name: numbers.get(name, str)(cell) for name, cell in row.items()} for row in table
-    )

@@ -1,4 +1,4 @@
-"""What `choose` and `plan` say of a lossy rule: published losses, ours, and what they are worth."""
+"""What `choose` says of a lossy rule: published losses, ours, and what they are worth."""
 
 from __future__ import annotations
 
@@ -6,42 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
-
 from lm_eval_moecache.cli.main import aligned, wrapped
-from lm_eval_moecache.records.numbers import read_number
-from lm_eval_moecache.records.real_model import RealModel
-from moecache_plan import losses
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    text = "also print what a lossy rule lost in publications: a composition, a routing or miss "
-    text += "algorithm, prune, merge or quantise"
-    parser.add_argument("--lossy", type=str | None, help=text)
-    text = "with --lossy: a published task (gsm8k, mmlu ...), generate or choice"
-    parser.add_argument("--task", type=str | None, help=text)
-    text = "with --lossy: share of experts removed, or of executed ones changed, where known"
-    parser.add_argument("--changed", type=float | None, help=text)
-
-
-def read(arguments: Namespace) -> dict[str, Any] | None:
-    """Return what is asked of a lossy rule, checked; None without `--lossy`."""
-    if arguments.lossy is None:
-        for key in ("task", "changed"):
-            if (value := arguments[key]) is not None:
-                raise ValueError(f"--{key}={value!r} needs --lossy.")
-        return None
-    changed, task = arguments.changed, arguments.task or losses.GENERATE
-    if changed is not None:
-        changed = read_number("--changed", changed, least=0, most=1)
-    losses.rules_of(arguments.lossy)
-    losses.kind_of(task)
-    return {"lossy": arguments.lossy, "changed": changed, "task": task}
-
-
-def report(asked: dict[str, Any] | None, model: RealModel, resident: float) -> dict[str, Any]:
-    """Return `{"losses": [...]}` for what was asked, `resident` of the experts being in memory."""
-    return {"losses": losses.published(model, **asked, resident=resident)} if asked else {}
 
 
 def lines(reports: Sequence[Mapping[str, Any]]) -> list[str]:

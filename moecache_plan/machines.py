@@ -1,24 +1,22 @@
-"""Machines as programs find them: nominal rates, memory, and what was assumed of them."""
+"""Machines as programs find them: a hardware profile, with marks for what nobody said of it.
+
+The marks are the profile's own: a figure whose source begins with "assumed" is a guess. What a
+user says replaces figures of the profile, so that whoever reads the machine, a forecast or the
+virtual clock, reads the same one.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lm_eval_moecache.records.cards import release_year
-from lm_eval_moecache.records.hardware import LEAST_LINK, Hardware, load_hardware
-from lm_eval_moecache.records.numbers import unknown_name_error
-from lm_eval_moecache.records.runtimes import Runtime, launches
+from lm_eval_moecache.records.hardware import NO_CARD, Hardware, load_hardware
+from lm_eval_moecache.records.runtimes import Runtime
 from lm_eval_moecache.records.sizes import parse_bandwidth, parse_bytes
 
-LEAST_RAM = 10**9
-SPLITS = ("layer", "tensor")
-"""Several cards have layers of their own, or a part of each."""
-_CHANNELS = re.compile(r"(?:(\d) ?x ?)?(\d+)[- ]?(?:x|ch\w*) ?(?:l?p?ddr\dx?-?)? ?(\d{4,5})")
-DESKTOP_BYTES_PER_S = 89.6e9
-"""Assumed of a host whose memory is not known: two channels of DDR5-5600."""
+LEAST_RAM, MOST_RAM = 10**9, 64 * 10**12
 DESKTOP_RAM = 64e9
 SERVER_BYTES_PER_S = 307.2e9
 """Assumed of a host with more RAM than a desktop takes: eight channels of DDR5-4800."""
@@ -30,235 +28,255 @@ SYSTEM = 4.0e9
 NVME_BYTES_PER_S = 5.6e9
 """Assumed of an unknown drive: scattered reads at 80% of the 7 GB/s of a PCIe 4.0 NVMe drive."""
 LINK_SHARE = 0.8
-DDR4, DDR5_FROM = 3200.0, 2022
-"""MT/s of desktops' memory before the year in which DDR5 came."""
+GIVEN = "given for this run"
 _NOMINAL = (7.88e9, 8e9, 15.75e9, 16e9, 31.5e9, 32e9, 63e9, 64e9)
 """Nominal rates of PCIe, of which large pinned copies reach `LINK_SHARE`."""
+_DDR4, _DDR5_FROM = 3200.0, 2022
+"""MT/s of desktops' memory before the year in which DDR5 came."""
+_CHANNELS = re.compile(r"(?:(\d) ?x ?)?(\d+)[- ]?(?:x|ch\w*) ?(?:l?p?ddr\dx?-?)? ?(\d{4,5})")
+_MT_PER_S = re.compile(r"(?:l?p?ddr\dx?-?)? ?(\d{4,5})(?: ?mt/?s| ?mhz)?")
+_MOST_BYTES_PER_S = {"host_memory": 2e12, "disk": 1e11}
+"""No machine has more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """A machine as a program finds it; rates are nominal, in bytes/s, None where it has none."""
+class Machine(Hardware):
+    """A hardware profile with its number of cards, and what is known of its processor.
 
-    name: str
-    card_bytes_per_s: float | None
-    """One card's memory; None where the processor computes everything."""
-    card_bytes: float = 0.0
-    """Of all cards."""
+    Rates of memory and links are nominal; a runtime reaches a share of them.
+    """
+
     cards: int = 1
-    is_split: bool = False
-    """Whether each layer lies on all cards (tensor parallel), not each card has its own layers."""
-    peak_flops: float = 0.0
-    launches: str = ""
-    """How its kernels are launched (`runtimes.launches`); empty without a card."""
-    host_bytes_per_s: float | None
-    """None where the card shares the host's memory."""
-    ram: float = DESKTOP_RAM
-    link_bytes_per_s: float | None = None
-    """What large pinned copies reach."""
-    drive_bytes_per_s: float = NVME_BYTES_PER_S
-    """Scattered reads of about an expert each."""
     cores: int | None = None
     """Cores of the processor; None where nobody says."""
-    assumed: tuple[str, ...] = ()
-    """What nobody said of this machine, in words."""
+    is_tensor_parallel: bool = False
+    """Whether each layer lies on all cards, though the runtime would give each its own layers."""
+    about: str = ""
+    """What it is, in words, where that is more than the profile's name."""
 
     @property
-    def together_bytes_per_s(self) -> float | None:
-        """Rate at which a layer's weights are read on the card or cards."""
-        rate = self.card_bytes_per_s
-        return rate if rate is None or not self.is_split else rate * self.cards
+    def shares_memory(self) -> bool:
+        """Whether it has a card that shares the host's memory."""
+        return self.is_unified and not self.is_processor
+
+    @property
+    def title(self) -> str:
+        """Its card or cards by name, or that it has none."""
+        if self.is_processor:
+            return "a processor alone"
+        return f"{self.cards}x {self.name}" if self.cards > 1 else self.name
+
+    @property
+    def card_bytes(self) -> float:
+        """Memory of all cards."""
+        return 0.0 if self.is_processor else self.memory_bytes * self.cards
+
+    def is_split(self, runtime: Runtime) -> bool:
+        """Whether each layer lies on all cards (tensor parallel), not each card has its own."""
+        return self.cards > 1 and (self.is_tensor_parallel or runtime.splits == "tensor")
+
+    def host_rate(self, runtime: Runtime) -> float | None:
+        """Return the nominal rate of the host's memory; None where the card shares it.
+
+        Of several sockets a runtime reaches its share.
+        """
+        if self.is_unified:
+            return self.memory_bytes_per_s if self.is_processor else None
+        sockets = self.host_sockets
+        share = sockets * runtime.socket_share if sockets > 1 else 1.0
+        return (self.host_nominal_bytes_per_s or 0.0) * share
+
+    @property
+    def ram(self) -> float:
+        """Size of the host's memory, or of the one that it shares with the card."""
+        return self.host_memory_bytes or (self.memory_bytes if self.is_unified else DESKTOP_RAM)
+
+    @property
+    def copy_rate(self) -> float | None:
+        """Bytes/s of large pinned copies to a card; None without one that has its own memory."""
+        if self.is_unified:
+            return None
+        is_nominal = self.link_efficiency == 1 and self.link_bytes_per_s in _NOMINAL
+        is_given = self.sources.get("link_bytes_per_s") == GIVEN
+        return self.link_rate * (LINK_SHARE if is_nominal and not is_given else 1.0)
+
+    @property
+    def drive_rate(self) -> float:
+        """Scattered reads of about an expert each; of unified memory the profile's link."""
+        own = self.drive_random_bytes_per_s or (self.link_rate if self.is_unified else None)
+        return own or NVME_BYTES_PER_S
+
+    def is_guess(self, field: str) -> bool:
+        """Whether nobody said what a field is."""
+        return self.sources.get(field, "assumed").startswith("assumed")
+
+    def assumed(self, runtime: Runtime) -> list[str]:
+        """Return what was assumed, in words: `memory`, `host memory`, `drive` and `RAM`."""
+        host = self.host_rate(runtime)
+        memory = self.sources.get("memory_bytes_per_s", "")
+        # Of a chip the size goes with the name.
+        texts = {
+            f"memory {self.memory_bytes_per_s / 1e9:.3g} GB/s": self.shares_memory
+            and memory.startswith("assumed"),
+            f"host memory {(host or 0.0) / 1e9:.3g} GB/s": host is not None
+            and self.is_guess(self._host_field),
+            f"drive {self.drive_rate / 1e9:.2g} GB/s": self.is_guess(
+                "link_bytes_per_s" if self.is_unified else "drive_bytes_per_s"
+            ),
+            f"RAM {self.ram / 1e9:.0f} GB": not self.shares_memory
+            and self.is_guess("host_memory_bytes"),
+        }
+        return [text for text, is_assumed in texts.items() if is_assumed]
+
+    @property
+    def _host_field(self) -> str:
+        return "memory_bytes_per_s" if self.is_unified else "host_memory_mt_per_s"
+
+    @property
+    def is_host_given(self) -> bool:
+        """Whether the user said the rate of the memory that the host reads."""
+        return self.sources.get(self._host_field) == GIVEN
+
+    def with_host_rate(self, rate: float, source: str = GIVEN) -> Machine:
+        """Return the machine with this nominal rate of the memory that the host reads.
+
+        Next to a card it keeps the share that the host's products reach of it.
+        """
+        if self.is_unified:
+            return self._with(source, memory_bytes_per_s=rate)
+        changes: dict[str, Any] = {"host_memory_channels": 1, "host_memory_mt_per_s": rate / 8e6}
+        if self.host_memory_bytes_per_s is not None:
+            share = self.host_memory_bytes_per_s / (self.host_nominal_bytes_per_s or rate)
+            changes["host_memory_bytes_per_s"] = rate * min(share, 1.0)
+        return self._with(source, host_sockets=1, **changes)
+
+    def with_server_memory(self, held: float) -> Machine:
+        """Return the machine with a server's memory, where it is a guess and holds so many bytes
+        that it is no desktop's."""
+        if self.shares_memory or held <= MOST_DESKTOP_RAM or not self.is_guess(self._host_field):
+            return self
+        nominal = self.memory_bytes_per_s if self.is_processor else self.host_nominal_bytes_per_s
+        rate = max(nominal or 0.0, SERVER_BYTES_PER_S)
+        return self.with_host_rate(rate, "assumed, eight channels of DDR5-4800, as of a server")
+
+    def _with(self, source: str, **changes: Any) -> Machine:
+        said = dict.fromkeys(changes, source)
+        return replace(self, **changes, source={**self.sources, **said})
 
 
-def machine(
-    hardware: Hardware | None,
-    runtime: Runtime,
+def as_machine(hardware: Hardware, **more: Any) -> Machine:
+    """Return the machine of a profile.
+
+    One that was measured on a processor is a processor alone, with that memory; no figure of it
+    says what its drive reads.
+    """
+    if hardware.is_processor and hardware.name != NO_CARD:
+        rate = max(hardware.memory_bytes_per_s, hardware.host_memory_bytes_per_s or 0.0)
+        alone = as_machine(load_hardware(NO_CARD), **more)
+        alone = alone.with_host_rate(rate / MEASURED_SHARE, "measured on this processor")
+        return replace(with_overrides(alone, ram=hardware.memory_bytes), name=hardware.name)
+    own = {field.name: getattr(hardware, field.name) for field in fields(Hardware)}
+    return Machine(**own, **more)
+
+
+def with_overrides(
+    machine: Machine,
     *,
-    cards: int = 1,
-    is_split: bool | None = None,
-    host: float | None = None,
-    link: float | None = None,
-    drive: float | None = None,
     ram: float | None = None,
-    sockets: int = 1,
-    cores: int | None = None,
-    held: float = 0.0,
+    host: float | None = None,
+    drive: float | None = None,
+    link: float | None = None,
 ) -> Machine:
-    """Return the machine of a hardware profile, with what is known of it.
+    """Return a machine with what is said of it: bytes of RAM, and nominal bytes/s.
 
-    None and the profile `none` are a processor alone.
-
-    `host`, `link` and `drive` are bytes/s that replace the profile's, `host` those of one of so
-    many `sockets`. On a device with unified memory `host` is that memory's rate. `held` are bytes
-    that its RAM is known to hold: nobody's desktop holds more than `MOST_DESKTOP_RAM`.
+    A processor alone has RAM for memory, and the drive for a link, as unified memory has.
     """
-    if hardware is not None and hardware.is_processor:
-        hardware = None
-    assumed = []
-    guesses = {} if hardware is None else hardware.sources
-
-    def is_guess(key: str) -> bool:
-        return guesses.get(key, "assumed").startswith("assumed")
-
-    unified = hardware is not None and hardware.is_unified
-    card = None if hardware is None else hardware.memory_bytes_per_s
-    if unified:
-        if host is None and guesses.get("memory_bytes_per_s", "").startswith("assumed"):
-            assumed.append(f"memory {(card or 0.0) / 1e9:.3g} GB/s")
-        card, host = host or card, None
-    elif host is not None:
-        host *= max(sockets * runtime.socket_share, 1.0)
-    else:
-        sockets = max(sockets, 1 if hardware is None else hardware.host_sockets)
-        nominal = None if hardware is None else hardware.host_nominal_bytes_per_s
-        host = nominal or DESKTOP_BYTES_PER_S
-        is_assumed = is_guess("host_memory_mt_per_s")
-        if is_assumed and max(held, ram or 0.0) > MOST_DESKTOP_RAM:
-            host, sockets = max(host, SERVER_BYTES_PER_S), 1
-        if sockets > 1:
-            host *= sockets * runtime.socket_share
-        if is_assumed:
-            assumed.append(f"host memory {host / 1e9:.3g} GB/s")
-    if drive is None:
-        if hardware is not None:
-            # Of machines with unified memory the profiles' link is the drive.
-            drive = hardware.drive_random_bytes_per_s or (hardware.link_rate if unified else None)
-        key = "link_bytes_per_s" if unified else "drive_bytes_per_s"
-        is_assumed = drive is None or is_guess(key)
-        drive = drive or NVME_BYTES_PER_S
-        if is_assumed:
-            assumed.append(f"drive {drive / 1e9:.2g} GB/s")
-    if ram is None and unified and hardware is not None:
-        ram = hardware.host_memory_bytes or hardware.memory_bytes
-    if ram is None:
-        ram = hardware.host_memory_bytes if hardware is not None else None
-        if ram is None or is_guess("host_memory_bytes"):
-            ram = ram or DESKTOP_RAM
-            assumed.append(f"RAM {ram / 1e9:.0f} GB")
-    if link is None and hardware is not None and not unified:
-        is_nominal = hardware.link_efficiency == 1 and hardware.link_bytes_per_s in _NOMINAL
-        link = hardware.link_rate * (LINK_SHARE if is_nominal else 1.0)
-    return Machine(
-        name="cpu" if hardware is None else hardware.name,
-        card_bytes_per_s=card,
-        card_bytes=0.0 if hardware is None else hardware.memory_bytes * cards,
-        cards=cards,
-        is_split=runtime.splits == "tensor" and cards > 1 if is_split is None else is_split,
-        peak_flops=0.0 if hardware is None else hardware.peak_flops,
-        launches="" if hardware is None else launches(hardware),
-        host_bytes_per_s=host,
-        ram=ram or 0.0,
-        link_bytes_per_s=link,
-        drive_bytes_per_s=drive,
-        cores=cores,
-        assumed=tuple(assumed),
-    )
+    if host is not None:
+        machine = machine.with_host_rate(host)
+    changes: dict[str, Any] = {}
+    if ram is not None:
+        changes["host_memory_bytes"] = ram
+        if machine.is_processor:
+            changes["memory_bytes"] = max(ram - SYSTEM, 1.0)
+    if drive is not None:
+        changes |= dict.fromkeys(("drive_bytes_per_s", "drive_random_bytes_per_s"), drive)
+    if (moved := drive if machine.is_unified else link) is not None:
+        changes |= {"link_bytes_per_s": moved, "link_efficiency": 1.0}
+    return machine._with(GIVEN, **changes).with_server_memory(ram or 0.0)
 
 
-def known(
-    *,
-    cards: int = 1,
-    ram: str | None = None,
-    host_memory: str | None = None,
-    disk: str | None = None,
-    bandwidth: str | None = None,
-    sockets: int = 1,
-    cores: int | None = None,
-    split: str | None = None,
-) -> dict[str, Any]:
-    """Read what a user says of a machine into arguments of `machine`; None where nobody says.
-
-    Raises ValueError naming the option.
-    """
-    if split not in (None, *SPLITS):
-        raise unknown_name_error("split", split, SPLITS)
-    return {
-        "cards": cards,
-        "is_split": None if split is None else split == "tensor" and cards > 1,
-        "sockets": sockets,
-        "cores": cores,
-        "ram": None if ram is None else parse_bytes(ram, "ram", unit="GB", least=LEAST_RAM),
-        "host": None if host_memory is None else rate(host_memory, "host_memory"),
-        "drive": None if disk is None else rate(disk, "disk"),
-        "link": None if bandwidth is None else parse_bandwidth(bandwidth, least=LEAST_LINK),
-    }
-
-
-def of_its_time(hardware: Hardware) -> Hardware:
-    """Return a device with the desktop memory of its card's time, where nobody said which.
+def with_period_dram(machine: Machine) -> Machine:
+    """Return a machine with the desktop memory of its card's time, where nobody said which.
 
     Desktops had DDR4 until 2022.
     """
-    guessed = hardware.sources.get("host_memory_mt_per_s", "").startswith("assumed")
-    year = release_year(hardware.name) if guessed and hardware.host_memory_channels == 2 else None
-    if year is None or year >= DDR5_FROM:
-        return hardware
-    reached = (hardware.host_memory_bytes_per_s or 0.0) / hardware.host_memory_mt_per_s
-    why = f"assumed, DDR4-3200, as with cards of {year}"
-    return replace(
-        hardware,
-        host_memory_mt_per_s=DDR4,
-        host_memory_bytes_per_s=reached * DDR4 or None,
-        source={**hardware.sources, "host_memory_mt_per_s": why, "host_memory_bytes_per_s": why},
+    guessed = machine.sources.get("host_memory_mt_per_s", "").startswith("assumed")
+    year = release_year(machine.name) if guessed and machine.host_memory_channels == 2 else None
+    if year is None or year >= _DDR5_FROM:
+        return machine
+    reached = (machine.host_memory_bytes_per_s or 0.0) / machine.host_memory_mt_per_s
+    return machine._with(
+        f"assumed, DDR4-3200, as with cards of {year}",
+        host_memory_mt_per_s=_DDR4,
+        host_memory_bytes_per_s=reached * _DDR4 or None,
     )
 
 
-def sized(hardware: Hardware, ram: float | None) -> Hardware:
-    """Return a device of unified memory with so much of it: its card may take as large a share."""
-    if ram is None or not hardware.is_unified or hardware.is_processor:
-        return hardware
-    name = re.sub("(-[0-9]+gb)?$", f"-{ram / 1e9:.0f}gb", hardware.name, count=1)
+def with_ram(machine: Machine, ram: float | None) -> Machine:
+    """Return a machine of unified memory with so much of it: its card may take as large a share."""
+    if ram is None or not machine.shares_memory:
+        return machine
+    name = re.sub("(-[0-9]+gb)?$", f"-{ram / 1e9:.0f}gb", machine.name, count=1)
     try:
-        return load_hardware(name)  # a size that it is sold with may have another rate
+        # A size that it is sold with may have another rate.
+        return as_machine(load_hardware(name), cores=machine.cores, about=machine.about)
     except ValueError:
-        share = hardware.memory_bytes / (
-            hardware.host_memory_bytes or hardware.memory_bytes * 4 / 3
-        )
-    said = dict.fromkeys(("memory_bytes", "host_memory_bytes"), "given for this run")
-    source = {**hardware.sources, **said}
-    return replace(
-        hardware, name=name, memory_bytes=share * ram, host_memory_bytes=ram, source=source
-    )
+        of_all = machine.host_memory_bytes or machine.memory_bytes * 4 / 3
+        held = machine.memory_bytes / of_all * ram
+        sized = machine._with(GIVEN, memory_bytes=held, host_memory_bytes=ram)
+        return replace(sized, name=name)
 
 
-def charged(hardware: Hardware, given: Mapping[str, Any]) -> Hardware:
-    """Return the device that the virtual clock charges, with what `known` read of its host.
-
-    A processor alone has RAM for memory, and the drive for a link; with a card the host reaches
-    as large a share of its memory's rate as the profile's.
-    """
-    host, ram, drive = (given[key] for key in ("host", "ram", "drive"))
-    changes: dict[str, Any] = {}
-    if hardware.is_processor:
-        changes = {"memory_bytes_per_s": host, "link_bytes_per_s": drive}
-        changes |= {"host_memory_bytes": ram, "memory_bytes": ram and max(ram - SYSTEM, 1.0)}
-        changes["link_efficiency"] = None if drive is None else 1.0
-    elif host is not None and hardware.host_memory_bytes_per_s is not None:
-        share = hardware.host_memory_bytes_per_s / (hardware.host_nominal_bytes_per_s or host)
-        changes = {"host_memory_bytes_per_s": host * min(share, 1.0)}
-    changes = {key: value for key, value in changes.items() if value is not None}
-    said = dict.fromkeys(changes, "given for this run")
-    return replace(hardware, **changes, source={**hardware.sources, **said})
+def read_ram(text: str) -> float:
+    """Read a size of RAM (`64GB`); a number alone is in GB."""
+    size = parse_bytes(text, "ram", unit="GB", least=LEAST_RAM)
+    if size > MOST_RAM:
+        raise ValueError(f"ram={text!r} is {size / 1e9:g} GB, more than any machine has.")
+    return size
 
 
 def rate(text: str, key: str) -> float | None:
     """Read GB/s (`83`, `83GB/s`) or memory channels (`2x5600`, `8x DDR4-3200`) as bytes/s.
 
     Of the host's memory `measured 186` is a measured rate: `MEASURED_SHARE` of the nominal one.
+    Raises ValueError for what no machine has: `6000` was meant in MT/s.
     """
     body = text.strip().lower()
     if not body:
         return None
-    if key.startswith("host_memory") and (match := re.fullmatch(r"measured (.+)", body)):
+    kind = "host_memory" if key.startswith("host_memory") else key
+    if kind == "host_memory" and (match := re.fullmatch(r"measured (.+)", body)):
         measured = rate(match[1], key)
         return measured and measured / MEASURED_SHARE
     for word, number in (("single", "1"), ("dual", "2"), ("quad", "4"), ("octa", "8")):
         body = body.replace(word, number)
-    channels = _CHANNELS.fullmatch(body)
-    if channels:
-        return int(channels[1] or 1) * int(channels[2]) * int(channels[3]) * 8e6
-    try:
-        least = 1e9 if key.startswith("host_memory") else 1e6
-        return parse_bandwidth(text.strip("~ "), key, least)
-    except ValueError as error:
-        raise ValueError(f"{error} Of memory channels: '2x5600'.") from None
+    if channels := _CHANNELS.fullmatch(body):
+        found = int(channels[1] or 1) * int(channels[2]) * int(channels[3]) * 8e6
+    elif kind == "host_memory" and (transfers := _MT_PER_S.fullmatch(body)):
+        raise ValueError(
+            f"{key}={text!r}: {transfers[1]} MT/s of how many channels, or GB/s? Allowed: "
+            f"'2x{transfers[1]}' (channels and MT/s), or a rate like '{transfers[1][:2]}GB/s'."
+        )
+    else:
+        try:
+            least = 1e9 if kind == "host_memory" else 1e6
+            found = parse_bandwidth(text.strip("~ "), key, least)
+        except ValueError as error:
+            raise ValueError(f"{error} Of memory channels: '2x5600'.") from None
+    most = _MOST_BYTES_PER_S.get(kind, found)
+    if found > most:
+        raise ValueError(
+            f"{key}={text!r} is {found / 1e9:g} GB/s, more than any machine has. Allowed: at most "
+            f"{most / 1e9:g}GB/s."
+        )
+    return found

@@ -15,15 +15,13 @@ from lm_eval_moecache.records.runtimes import (
     COPY,
     HOST,
     LAYER,
-    PROCESSOR,
     READ,
     RESIDENT,
-    Mechanisms,
     Runtime,
-    mechanisms,
 )
 from lm_eval_moecache.records.sizes import parse_bytes
 from moecache_plan.machines import SYSTEM, Machine
+from moecache_plan.mechanisms import PROCESSOR, Mechanisms, mechanisms
 
 BUFFERS = 1.0e9
 """Bytes a card that compute buffers, a context and the allocator take."""
@@ -122,7 +120,7 @@ def room(model: RealModel, machine: Machine, context: int) -> float:
     May be negative.
     """
     used = model.dense_bytes + model.kv_bytes(context)
-    if machine.card_bytes_per_s is None:
+    if machine.is_processor:
         return machine.ram - SYSTEM - used
     return machine.card_bytes - used - BUFFERS * machine.cards
 
@@ -187,7 +185,7 @@ def place(
     """
     layers, experts = model.num_layers, model.num_experts
     kind, amount = placement.kind, placement.amount
-    if kind == "cpu" or (machine.card_bytes_per_s is None and runtime.absent != READ):
+    if kind == "cpu" or (machine.is_processor and runtime.absent != READ):
         cpu = Placement(kind="cpu")
         return Placed(mechanism=HOST, placement=cpu, on_host=1.0, whole=1.0, cached=0.0)
     if kind == AUTO:
@@ -216,7 +214,7 @@ def place(
     cached = min(cached, 1.0)
     found = hit_rate(model, cached, known) if hit is None else hit
     mechanism = absent if absent in (COPY, READ, BOTH) else BOTH if absent == HOST else COPY
-    if mechanism != READ and machine.host_bytes_per_s is None:
+    if mechanism != READ and machine.shares_memory:
         mechanism = READ  # unified memory has no other place for what is absent
     placed = Placed(mechanism=mechanism, placement=placement, cached=cached, hit=found)
     if mechanism == BOTH:
@@ -231,7 +229,7 @@ def automatic(model: RealModel, machine: Machine, runtime: Runtime, context: int
         return Placement(kind=RESIDENT)
     if left < 0 and runtime.absent != HOST:
         raise ValueError(
-            f"{model.name} does not run on {machine.name}: dense weights of "
+            f"{model.name} does not run on {machine.title}: dense weights of "
             f"{model.dense_bytes / 1e9:.1f} GB and a KV cache leave no memory for experts."
         )
     share = max(left, 0.0) / every
@@ -239,7 +237,7 @@ def automatic(model: RealModel, machine: Machine, runtime: Runtime, context: int
         case "resident":
             raise ValueError(
                 f"{runtime.name} keeps every expert in the device's memory, and {model.name} "
-                f"needs {every / 1e9:.1f} GB for them where {machine.name} has "
+                f"needs {every / 1e9:.1f} GB for them where {machine.title} has "
                 f"{max(left, 0) / 1e9:.1f}."
             )
         case "host" if runtime.placement == "gpu_layers":
@@ -268,7 +266,7 @@ def settled(
     `placement` is where its user does; by default most experts lie on the device. Raises
     ValueError where it cannot run.
     """
-    is_unified = machine.host_bytes_per_s is None
+    is_unified = machine.shares_memory
     if runtime.devices == "card" and is_unified:
         raise ValueError("needs a card of its own memory")
     where = placement or automatic(model, machine, runtime, context)
@@ -299,7 +297,7 @@ def settled(
     # A program that copies, or maps its file without locking it, needs RAM for what is absent.
     space = machine.ram - SYSTEM
     if placed.placement.kind == "cpu":
-        space = room(model, replace(machine, card_bytes_per_s=None), context)
+        space -= model.dense_bytes + model.kv_bytes(context)
     if absent <= space:
         return placed
     if placed.mechanism in (COPY, LAYER):

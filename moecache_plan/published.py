@@ -22,21 +22,17 @@ from typing import Any, TypeVar
 from lm_eval_moecache.emulate.models import load_real_model
 from lm_eval_moecache.emulate.stored import CACHE_BITS, GGUF_BITS, load_stored
 from lm_eval_moecache.records.files import lines_of, read_text
-from lm_eval_moecache.records.hardware import Hardware, load_hardware
+from lm_eval_moecache.records.hardware import NO_CARD, Hardware, load_hardware
 from lm_eval_moecache.records.real_model import RealModel, Stored
 from lm_eval_moecache.records.runtimes import (
     BOTH,
     COPY,
     HOST,
     LAYER,
-    PROCESSOR,
-    PROMPTS,
     READ,
     RESIDENT,
-    Mechanisms,
     Runtime,
     load_runtime,
-    mechanisms,
 )
 from moecache_plan.forecast import (
     Forecast,
@@ -48,7 +44,8 @@ from moecache_plan.forecast import (
     rule_of_thumb_s,
     token_work,
 )
-from moecache_plan.machines import Machine, machine, rate
+from moecache_plan.machines import Machine, as_machine, rate, with_overrides
+from moecache_plan.mechanisms import PROCESSOR, PROMPTS, Mechanisms, mechanisms
 from moecache_plan.placement import Placed, place, read_placement, stored_for
 
 COLUMNS = (
@@ -195,17 +192,19 @@ def read_row(fields: Mapping[str, str], known: Mechanisms | None = None) -> Row:
     if re.search(r"\beager\b", said):
         runtime = replace(runtime, eager=True)
     hardware, cards = find_hardware(fields["hardware"])
-    is_split = True if re.search(r"\btp\b|\btp[ =-]?\d|tensor[- ]parallel", said) else None
-    given: dict[str, Any] = {
-        "cards": cards,
-        "is_split": is_split,
-        "host": rate(fields["host_memory_GBps"], "host_memory_GBps"),
-        "link": rate(fields["link_GBps"], "link_GBps"),
-        "drive": rate(fields["disk_GBps"], "disk_GBps"),
-    }
-    if match := re.search(r"\b(\d+) cores\b", said):
-        given["cores"] = int(match[1])
-    found = machine(hardware, runtime, **given)
+    cores = re.search(r"\b(\d+) cores\b", said)
+    is_split = bool(re.search(r"\btp\b|\btp[ =-]?\d|tensor[- ]parallel", said))
+    machine = with_overrides(
+        as_machine(
+            hardware,
+            cards=cards,
+            cores=int(cores[1]) if cores else None,
+            is_tensor_parallel=is_split,
+        ),
+        host=rate(fields["host_memory_GBps"], "host_memory_GBps"),
+        link=rate(fields["link_GBps"], "link_GBps"),
+        drive=rate(fields["disk_GBps"], "disk_GBps"),
+    )
     hit = re.search(r"(?<!no )\bhits?(?: rate)?(?: of)?[ =:~]*([\d.]+) ?%", said)
     missed = re.search(r"\bmiss(?:es)?(?: rate)?(?: of)?[ =:~]*([\d.]+) ?%", said)
     names = f"{said} {fields['model'].lower()}"
@@ -223,7 +222,7 @@ def read_row(fields: Mapping[str, str], known: Mechanisms | None = None) -> Row:
         fields=fields,
         model=model,
         runtime=runtime,
-        machine=found,
+        machine=machine,
         key=fields["machine"] or f"{fields['hardware']} {fields['source']}",
         placement=fields["placement"],
         hit=float(hit[1]) / 100 if hit else 1 - float(missed[1]) / 100 if missed else None,
@@ -235,11 +234,10 @@ def read_row(fields: Mapping[str, str], known: Mechanisms | None = None) -> Row:
         prefill=prefill,
     )
     placed = row.placed(known)  # refuses what does not run
-    if found.assumed and placed.mechanism in (HOST, BOTH, COPY, LAYER):
-        # What nobody's desktop holds is in a server's memory.
-        held = (1 - placed.cached) * model.all_expert_bytes + placed.whole * model.dense_bytes
-        row = replace(row, machine=machine(hardware, runtime, **given, held=held))
-    return row
+    if placed.mechanism not in (HOST, BOTH, COPY, LAYER):
+        return row
+    held = (1 - placed.cached) * model.all_expert_bytes + placed.whole * model.dense_bytes
+    return replace(row, machine=machine.with_server_memory(held))
 
 
 def find_runtime(fields: Mapping[str, str]) -> Runtime:
@@ -274,11 +272,8 @@ def _stored(text: str) -> Stored:
     return _first(load_stored, guesses)
 
 
-def find_hardware(name: str) -> tuple[Hardware | None, int]:
-    """Return the profile of a row's device and how many of them: `2x RTX 3090`.
-
-    None where the processor does everything.
-    """
+def find_hardware(name: str) -> tuple[Hardware, int]:
+    """Return the profile of a row's device and how many of them: `2x RTX 3090`."""
     body = name.strip()
     match = re.match(r"(\d+) ?[x×] ?(?=\D)(.*)", body, re.IGNORECASE)  # noqa: RUF001
     cards, body = (int(match[1]), match[2]) if match else (1, body)
@@ -286,10 +281,10 @@ def find_hardware(name: str) -> tuple[Hardware | None, int]:
         raise ValueError(f"hardware={name!r} has cards of several kinds")
     try:
         found = _first(_hardware, _readings(body))
-        return (None, 1) if found.is_processor else (found, cards)
+        return found, 1 if found.is_processor else cards
     except ValueError:
         if not body or _NO_CARD.search(body.lower()):
-            return None, 1
+            return load_hardware(NO_CARD), 1
         raise
 
 

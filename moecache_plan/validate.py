@@ -11,9 +11,6 @@ BigMoeOnEdge's CSV) against a replay of that run's trace, or with --model of the
 moecache validate --speeds ROWS: forecasts published speeds of runtimes, a CSV with the columns
 runtime, model, precision, hardware, host_memory_GBps, link_GBps, disk_GBps, placement, context,
 prompt, prefill_tok_s, decode_tok_s, source, note.
-
-moecache validate --losses ROWS: forecasts published losses of accuracy, each without its model, a
-CSV with the columns of results/published_losses/README.md.
 """
 
 from __future__ import annotations
@@ -25,19 +22,21 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import print_result, wrapped
-from lm_eval_moecache.emulate.models import load_real_model
 from lm_eval_moecache.engine.setting import MOST_READS, TOGETHER
-from lm_eval_moecache.engine.stand_in import stand_in
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
 from lm_eval_moecache.records.numbers import read_count
-from lm_eval_moecache.records.runtimes import PROMPTS
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.tables.text import padded
 from lm_eval_moecache.trace.importers import load_trace
+from moecache_plan.mechanisms import PROMPTS
+from moecache_plan.models import load_model
+from moecache_plan.nearest import nearest_trace
 from moecache_plan.published import WITHIN, summary
 
 if TYPE_CHECKING:
     from moecache_plan.counts import Counts
+
+_PASSES = {"all": "prompts and decode steps", "decode": "decode steps"}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -47,8 +46,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("measured", type=str | None, nargs="?", help=text)
     text = "published speeds of runtimes, a CSV: forecasts every row instead of replaying a trace"
     parser.add_argument("--speeds", type=str | None, help=text)
-    text = "published losses of accuracy, a CSV: forecasts every row without its model"
-    parser.add_argument("--losses", type=str | None, help=text)
     text = "a runtime's own counts of its cache: its log, statistics, or CSV"
     parser.add_argument("--counts", type=str | None, help=text)
     text = "with --counts and no trace: the model that ran; the nearest shipped routing is replayed"
@@ -62,28 +59,24 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--execute", type=str, default=TOGETHER, help=order)
     reads = "read requests per expert"
     parser.add_argument("--reads_per_expert", type=int, default=1, help=reads)
-    names = "column names: '{wall_ms: total_ms}'"
-    parser.add_argument("--columns", type=dict[str, str] | None, help=names)
-    parser.add_argument("--tokens", type=str, default=":", help="FIRST:LAST, as in Python")
 
 
 def run(arguments: Namespace) -> int:
     asked = ("trace", "measured", "hardware", "capacity")
-    given = [name for name in asked if getattr(arguments, name) is not None]
+    given = [name for name in asked if arguments[name] is not None]
     if arguments.model is not None and arguments.counts is None:
         raise ValueError(f"model={arguments.model!r} needs --counts.")
-    if arguments.counts is not None and arguments.speeds is not None:
-        raise ValueError(f"counts={arguments.counts!r} cannot be combined with --speeds.")
+    if arguments.speeds is not None:
+        if arguments.counts is not None:
+            given = ["counts", *given]
+        if given:
+            raise ValueError(
+                f"{given[0]}={arguments[given[0]]!r} cannot be combined with --speeds, whose rows "
+                "say what was measured. Allowed with it: --json."
+            )
+        return _speeds(arguments)
     if arguments.counts is not None:
         return _counts(arguments)
-    for key, judged in (("speeds", _speeds), ("losses", _losses)):
-        if getattr(arguments, key) is not None:
-            if given:
-                raise ValueError(
-                    f"{given[0]}={getattr(arguments, given[0])!r} cannot be combined with --{key}, "
-                    "whose rows say what was measured. Allowed with it: --json."
-                )
-            return judged(arguments)
     if missing := [name for name in asked if name not in given]:
         raise ValueError(
             f"{', '.join(missing)} is missing. Allowed: TRACE MEASURED --hardware NAME --capacity "
@@ -92,93 +85,22 @@ def run(arguments: Namespace) -> int:
     return _tokens(arguments)
 
 
-def _speeds(arguments: Namespace) -> int:
-    from moecache_plan import published
+def _tokens(arguments: Namespace) -> int:
+    from moecache_plan import validation
 
-    rows, left_out = published.read_rows(Path(arguments.speeds))
-    result = published.compare([published.predict(row) for row in rows], left_out)
-    text = speeds_text(result)
-    unknown = sorted({row["runtime"] for row in result["rows"] if not row["has_profile"]})
-    if unknown:
-        said = f"{', '.join(unknown)}: no profile; forecast by the rows' placements alone."
-        text += "\n".join([*wrapped(said), ""])
-    if result["rows"]:
-        text += (
-            "\nForecast by the shipped constants, which were fitted on the rows of "
-            "results/runtimes:\nfor those rows this is not a test. `moecache profile runtimes` "
-            "forecasts each without its machine.\n"
-        )
-    return print_result(arguments.json, result, text)
-
-
-def _losses(arguments: Namespace) -> int:
-    from moecache_plan.losses import judge, read_losses
-
-    found = judge(read_losses(Path(arguments.losses)))
-    return print_result(arguments.json, found, losses_text(found))
-
-
-def losses_text(found: Mapping[str, Any]) -> str:
-    """Return how far off the forecasts of losses are, as text."""
-    forms = [
-        (
-            name,
-            *(f"{form[key]:.1f}" for key in ("median_error", "rms_error")),
-            *(f"{100 * form[key]:.0f}%" for key in ("within_2", "within_5", "no_better")),
-            *(
-                "-" if name == "no loss" else f"{100 * form[key]:.0f}%"
-                for key in ("covered", "covered_cells", "covered_models")
-            ),
-            f"{form['median_width']:.0f}",
-        )
-        for name, form in found["forms"].items()
-    ]
-    heads = (
-        *("forecast by the median of", "median error", "rms", "within 2", "within 5"),
-        *("no better than none", "range holds", "a cell", "a model", "width"),
-    )
-    rules = [
-        (
-            *(row[name] for name in ("rule", "kind", "rows", "models")),
-            *(f"{row[name]:.1f}" for name in ("median_points", "median_error", "no_loss_error")),
-            f"{100 * row['covered']:.0f}%",
-        )
-        for row in found["rules"]
-    ]
-    titles = ("rule", "kind of task", "rows", "models", "points lost", "median error")
-    none = [
-        f"{row['rule']}, {row['kind']} ({row['rows']} rows, {row['models']} models)"
-        for row in found["no_forecast"]
-    ]
-    untested = [f"{row['rule']}, {row['kind']} ({row['rows']} rows)" for row in found["untested"]]
-    noise = found["noise_points"]
-    intro = (
-        f"{found['rows']} rows of {found['models']} models, {found['shares']} of them shares of "
-        f"right answers; {found['forecast']} are forecast, each without its model (at least three "
-        "other models must have the rule). Points are questions of 100."
-    )
-    about = (
-        "range: holds eight of ten rows of the other models, each model counting once. Cell: one "
-        "model, rule and kind of task. No better than none: rows for which a forecast of no loss "
-        "is as close. The median of the kind of task alone is as close in "
-        f"{100 * found['constant_as_good']:.0f}% of rows: a rule bounds a loss and does not "
-        "predict it. "
-        f"Equal configurations of one source differ by {noise:g} points (rms): no forecast is "
-        "better than that."
-    )
-    tables = [padded(heads, forms), padded((*titles, "no loss errs", "range holds"), rules)]
-    last = f"No forecast, too few models: {'; '.join(none)}."
-    if untested:
-        last += (
-            f" Forecast from only three models, so not tested on a fourth: {'; '.join(untested)}."
-        )
-    parts = ["\n".join(wrapped(intro)), tables[0].strip(), "\n".join(wrapped(about))]
-    return "\n\n".join([*parts, tables[1].strip(), "\n".join(wrapped(last))]) + "\n"
+    trace = load_trace(arguments.trace)
+    hardware = load_hardware(arguments.hardware)
+    reads = read_count("reads_per_expert", arguments.reads_per_expert, least=1, most=MOST_READS)
+    setting = validation.setting_of(trace, hardware, arguments, reads)
+    measured = validation.read_measured(Path(arguments.measured))
+    pair = validation.same_tokens(validation.simulate(trace, setting), measured)
+    comparison = validation.compare(*pair)
+    return print_result(arguments.json, comparison, validation.as_text(comparison, measured))
 
 
 def _counts(arguments: Namespace) -> int:
-    from lm_eval_moecache.engine import validation
     from moecache_plan import counts as runtime
+    from moecache_plan import validation
 
     if arguments.measured is not None:
         raise ValueError(f"measured={arguments.measured!r} cannot be combined with --counts.")
@@ -194,8 +116,8 @@ def _counts(arguments: Namespace) -> int:
         capacity = arguments.capacity or _counted_capacity(counted, trace.geometry.num_layers)
         note = "Routing: the given trace. If it is of the same prompt, counts should be equal, too."
     else:
-        model = load_real_model(arguments.model, key="model")
-        trace = load_trace(str(stand_in(model)))
+        model = load_model(arguments.model)
+        trace = load_trace(str(nearest_trace(model)))
         asked = parse_capacity(
             arguments.capacity or _counted_capacity(counted, model.num_layers), model.geometry()
         )
@@ -230,9 +152,6 @@ def _counts(arguments: Namespace) -> int:
     return print_result(arguments.json, result, text)
 
 
-_PASSES = {"all": "prompts and decode steps", "decode": "decode steps"}
-
-
 def _counted_capacity(counted: Counts, num_layers: int) -> str:
     """Return the capacity that the runtime's own log states."""
     slots = counted.slots_per_layer
@@ -244,20 +163,23 @@ def _counted_capacity(counted: Counts, num_layers: int) -> str:
     return f"{int(slots)}/layer" if counted.has_layer_caches else str(round(slots * num_layers))
 
 
-def _tokens(arguments: Namespace) -> int:
-    from lm_eval_moecache.engine import validation
+def _speeds(arguments: Namespace) -> int:
+    from moecache_plan import published
 
-    tokens = validation.read_tokens(arguments.tokens)
-    trace = load_trace(arguments.trace)
-    hardware = load_hardware(arguments.hardware)
-    reads = read_count("reads_per_expert", arguments.reads_per_expert, least=1, most=MOST_READS)
-    setting = validation.setting_of(trace, hardware, arguments, reads)
-    measured = validation.read_measured(Path(arguments.measured), arguments.columns or {})
-    predicted, measured_tokens = validation.same_tokens(
-        validation.simulate(trace, setting), measured, tokens
-    )
-    comparison = validation.compare(predicted, measured_tokens)
-    return print_result(arguments.json, comparison, validation.as_text(comparison, measured_tokens))
+    rows, left_out = published.read_rows(Path(arguments.speeds))
+    result = published.compare([published.predict(row) for row in rows], left_out)
+    text = speeds_text(result)
+    unknown = sorted({row["runtime"] for row in result["rows"] if not row["has_profile"]})
+    if unknown:
+        said = f"{', '.join(unknown)}: no profile; forecast by the rows' placements alone."
+        text += "\n".join([*wrapped(said), ""])
+    if result["rows"]:
+        text += (
+            "\nForecast by the shipped constants, which were fitted on the rows of "
+            "results/runtimes:\nfor those rows this is not a test. `moecache profile runtimes` "
+            "forecasts each without its machine.\n"
+        )
+    return print_result(arguments.json, result, text)
 
 
 def speeds_text(result: Mapping[str, Any]) -> str:

@@ -37,8 +37,8 @@ from lm_eval_moecache.sweep.spec import read_sweep
 from lm_eval_moecache.tiny import MODEL_DIR
 from tests.conftest import Checkpoint, Moecache
 from tests.documents import INSTALLERS, Runner, commands_of, shortened
+from tests.plan.test_counts import IMP
 from tests.sweep.toy import write_sweep
-from tests.test_counts import IMP
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [

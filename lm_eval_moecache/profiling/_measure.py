@@ -113,7 +113,9 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
     }
     figures: dict[str, Any] = {key: value for key, (value, _) in measurements.items()}
     source = {key: text for key, (_, text) in measurements.items()}
-    return Hardware(name=name, source=source, **figures)
+    if is_processor := device.type == "cpu":
+        source["is_processor"] = f"measured on {description}"
+    return Hardware(name=name, source=source, is_processor=is_processor, **figures)
 
 
 def _measure_host(nbytes: int, edge: int) -> dict[str, tuple[float, str]]:

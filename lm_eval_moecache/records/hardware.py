@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from lm_eval_moecache.records.cards import card_of, cards
-from lm_eval_moecache.records.chips import CHIPS, chip_of
+from lm_eval_moecache.records.cards import card_name, card_of, cards, chip_of, chips
 from lm_eval_moecache.records.names import Naming, UnknownNameError, find_name
 from lm_eval_moecache.records.plugins import yaml_files
 from lm_eval_moecache.records.ranges import Positive, Range, Share, ZeroOrMore, check_fields
@@ -45,19 +44,10 @@ _NAMING = Naming(
 )
 """Memory may be left out (`rtx3060`) or added (`RTX 3090 24GB`) where one profile fits."""
 
-_CARDS = _NAMING._replace(
-    aliases={
-        **{"V100": "v100-pcie-16gb", "P100": "p100-pcie-16gb"},
-        **{"A100": "a100-pcie-40gb", "RX 580 8GB": "rx-580", "W7800": "radeon-pro-w7800"},
-    },
-    filler="-(?:nvidia|geforce|rtx|gtx|amd|radeon|rx|tesla|instinct|intel|arc|gpu|quadro|pcie|"
-    "generation|blackwell|workstation|edition|ai-pro(?=-r))",
-)
-
 _BY_BANDWIDTH = ("link_bytes_per_s", "link_efficiency", "link_lane_bytes_per_s")
 OF_THE_MACHINE = (
     *("host_memory_channels", "host_memory_mt_per_s", "host_sockets", "host_memory_bytes"),
-    *("drive_bytes_per_s", "drive_random_bytes_per_s"),
+    *("drive_bytes_per_s", "drive_random_bytes_per_s", "is_processor"),
 )
 """Figures that forecasts of runtimes use and the virtual clock does not: no part of a run."""
 _LEAST_BYTES = 1e6
@@ -109,6 +99,8 @@ class Hardware:
     """Sequential reads of the drive."""
     drive_random_bytes_per_s: Positive | None = None
     """Scattered reads of about an expert each."""
+    is_processor: bool = False
+    """Whether there is no card: the processor computes everything, and the link is the drive's."""
     source: dict[str, str] | str = ""
 
     def __post_init__(self) -> None:
@@ -133,11 +125,6 @@ class Hardware:
                 "link_bytes_per_s": f"given for this run: bandwidth={bandwidth}",
             },
         )
-
-    @property
-    def is_processor(self) -> bool:
-        """Whether there is no card: the processor computes everything."""
-        return self.name == NO_CARD
 
     @property
     def is_unified(self) -> bool:
@@ -169,36 +156,23 @@ def profile_names() -> list[str]:
     return list(yaml_files("hardware", PROFILE_DIR))
 
 
-def same_card(name: str) -> dict[str, str]:
-    """Return the profiles of the card that a profile has, each with what its machine is.
-
-    Empty where no other profile has that card.
-    """
-    files = yaml_files("hardware", PROFILE_DIR)
-    if name not in files:
-        return {}
-    stem = re.sub("-[0-9]+gb$", "", name)
-    alike = [each for each in files if re.sub("-[0-9]+gb$", "", each) == stem]
-    if len(alike) == 1:
-        return {}
-    memory = load_hardware(name).memory_bytes
-    same = [each for each in alike if load_hardware(each).memory_bytes == memory]
-    firsts = {each: files[each].read_text(encoding="utf-8").partition("\n")[0] for each in same}
-    return {each: text.lstrip("# ") for each, text in firsts.items()} if len(same) > 1 else {}
-
-
 def same_card_note(name: str) -> str:
-    """Return a sentence on the other profiles of a card, empty where there are none."""
-    found = same_card(name)
-    if not found:
+    """Return a sentence on the profiles of one card, each with what its machine is, this one first.
+
+    Empty where no other profile has the card of this one.
+    """
+    files, size = yaml_files("hardware", PROFILE_DIR), "-[0-9]+gb$"
+    stem = re.sub(size, "", name)
+    alike = [each for each in files if re.sub(size, "", each) == stem] if name in files else []
+    if len(alike) > 1:
+        memory = load_hardware(name).memory_bytes
+        alike = [each for each in alike if load_hardware(each).memory_bytes == memory]
+    if len(alike) < 2:
         return ""
-    own = found.pop(name)
-    others = "; ".join(f"{other} is {_lower(text)}" for other, text in found.items())
-    return f"{name} is {_lower(own)}; {others}."
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:].rstrip(".")
+    firsts = {each: files[each].read_text(encoding="utf-8").partition("\n")[0] for each in alike}
+    abouts = {each: text.lstrip("# ").rstrip(".") for each, text in firsts.items()}
+    said = [f"{each} is {abouts[each][:1].lower()}{abouts[each][1:]}" for each in alike]
+    return "; ".join(sorted(said, key=lambda text: not text.startswith(f"{name} "))) + "."
 
 
 def _has_memory(name: str, words: str) -> bool:
@@ -206,10 +180,6 @@ def _has_memory(name: str, words: str) -> bool:
     gigabytes = float(words.split("-")[1])
     nominal = load_hardware(name).memory_bytes / 1e9
     return abs(nominal - gigabytes) < 0.05 * gigabytes
-
-
-def _card_has_memory(name: str, words: str) -> bool:
-    return bool(float(words.split("-")[1]) == cards()[name].memory_size_gb)
 
 
 def canonical_name(name: str) -> str:
@@ -230,13 +200,10 @@ def canonical_name(name: str) -> str:
             return chip.name
     if not isinstance(problem, UnknownNameError):
         raise problem
-    typed = re.sub("(?i)laptop( gpu)?", "mobile", str(name))
-    typed = re.sub("(?i)^mobile (.+)$", r"\1 mobile", typed.strip())
     try:
-        return find_name("hardware", typed, cards(), _CARDS, _card_has_memory)
+        return card_name(str(name))
     except UnknownNameError:
-        names = [*CHIPS, *cards(), *profile_names()]
-    names = list(dict.fromkeys(names))
+        names = list(dict.fromkeys([*chips(), *cards(), *profile_names()]))
     near = difflib.get_close_matches(str(name)[:100].lower(), names, n=5, cutoff=0.5)
     raise ValueError(
         f"{str(problem).partition(' Allowed:')[0]}\n"
@@ -285,24 +252,3 @@ def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
     if found not in profile_names():
         _check_units(hardware, found)
     return hardware if bandwidth is None else hardware.with_bandwidth(bandwidth)
-
-
-def on_disk(hardware: Hardware) -> Hardware:
-    """Return the device with its experts on an NVMe drive, none of them in host memory."""
-    link = {
-        "link_bytes_per_s": "an NVMe drive on PCIe 4.0 x4, its sequential reads of 7 GB/s, nominal",
-        "link_efficiency": "assumed; mlx-lm issue 1438 has scattered reads of 4 MB at 5.8 GB/s",
-        "link_latency_s": "assumed, one read of an open file on an NVMe drive",
-    }
-    sources = {k: v for k, v in hardware.sources.items() if not k.startswith(("host_", "link_"))}
-    return replace(
-        hardware,
-        link_bytes_per_s=7.0e9,
-        link_efficiency=0.8,
-        link_latency_s=100.0e-6,
-        link_lanes=1,
-        link_lane_bytes_per_s=None,
-        host_flops=None,
-        host_memory_bytes_per_s=None,
-        source={**sources, **link},
-    )

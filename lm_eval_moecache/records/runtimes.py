@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -33,24 +33,8 @@ MECHANISMS = {
     BOTH: "the device has a cache of experts, and the host computes those that are absent",
 }
 """What `absent` may be, and what it means."""
-PROCESSOR = "processor"
-"""Rows of a processor alone, whose errors differ from those of one with a card."""
-PROMPTS = {True: "prefill, processor", False: "prefill"}
-"""Whether a processor alone computes a prompt -> the rows whose errors its forecast has."""
 CUDA, ROCM, METAL = "cuda", "rocm", "metal"
 """How a card's kernels are launched: by CUDA graphs, one by one (HIP, Vulkan, SYCL), or Metal."""
-SHARES = ("card_share", "host_share", "link_share", "drive_share", "attention_share")
-"""Constants that are shares of a rate."""
-MICROSECONDS = (
-    *("cuda_layer_us", "rocm_layer_us", "metal_layer_us", "eager_layer_us"),
-    *("host_layer_us", "copy_layer_us", "read_layer_us"),
-    *("card_state_us", "host_state_us", "host_attention_us", "crossing_us"),
-)
-"""A layer's; of a MB of linear attention's state; of a GFLOP of attention; of one more card."""
-DECODE = (*SHARES, *MICROSECONDS)
-PREFILL = ("prefill_compute_share", "prefill_link_share", "prefill_card_share", "prefill_chunk_ms")
-PREFILL_ALONE = ("prefill_core_gflops",)
-CONSTANTS = (*DECODE, *PREFILL, *PREFILL_ALONE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +61,6 @@ class Runtime:
     """Flags that put whole layers on the card, with `{gpu_layers}` to be filled in."""
     processor_flags: str = ""
     """Flags where the processor computes everything."""
-    cache_flags: str = ""
-    """Flags of a KV cache of another type, with `{cache_type}` to be filled in."""
     tensor_flags: str = ""
     """Flags that divide each layer over all cards, with `{cards}` to be filled in."""
     devices: Literal["any", "unified", "card"] = "any"
@@ -104,7 +86,6 @@ class Runtime:
     """Share of two sockets' memory bandwidth it reaches: 0.5 one of them, 0.75 a copy on each."""
     factor: Positive = 1.0
     """Measured over predicted speed of this runtime; 1 unless rows of several machines say more."""
-    traps: tuple[str, ...] = ()
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -130,10 +111,11 @@ class Runtime:
         """
         if self.is_ideal:
             return hardware
-        shares = mechanisms().constants
+        shares = constants()
         extra = {HOST: "host_layer_us", BOTH: "host_layer_us", READ: "read_layer_us"}
         layer_us = shares[f"{launches(hardware)}_layer_us"]
         layer_us += shares[extra.get(self.absent, "copy_layer_us")]
+        layer_us += shares["eager_layer_us"] if self.eager else 0.0
         link_share = shares["drive_share" if self.absent == READ else "link_share"]
         host = hardware.host_nominal_bytes_per_s
         host_rate = None if host is None else host * shares["host_share"] * self.factor
@@ -164,83 +146,11 @@ def launches(hardware: Hardware) -> str:
     return ROCM if re.match(others, name) else CUDA
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
-    """How far forecasts were from a group of measured rows, each machine left out of its fit."""
-
-    rows: int
-    machines: int
-    median_factor: float
-    within: Mapping[str, float]
-    reach: float
-    """80% of rows of an unknown machine are expected within forecast / reach and x reach."""
-    coverage: float
-    """Share of the rows within ranges that were made without their machine."""
-
-    @property
-    def low(self) -> float:
-        """The lower end of the range, as a share of the forecast, its geometric middle."""
-        return 1 / self.reach
-
-    @property
-    def high(self) -> float:
-        """The upper end of the range, as a share of the forecast."""
-        return self.reach
-
-    def __str__(self) -> str:
-        return f"such ranges held {self.coverage:.0%} of {self.rows} published speeds"
-
-
-UNKNOWN = Spread(rows=0, machines=0, median_factor=1.0, within={}, reach=1.0, coverage=1.0)
-"""The spread while constants are being fitted."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mechanisms:
-    """What `moecache profile runtimes` wrote: the constants and how true they are."""
-
-    constants: Mapping[str, float]
-    curve: float
-    """The constant of the hit curve: a cached share c of a layer hits c (1 + curve) / (c + curve).
-    """
-    routings: Mapping[str, Mapping[str, Any]]
-    """Hits of replays of the shipped traces, at shares of a layer's experts."""
-    spreads: Mapping[str, Spread] = field(default_factory=dict)
-    """Group of rows (a mechanism, or `PROCESSOR`), or `group, stated` or `group, assumed`."""
-
-    def group(self, group: str, is_stated: bool) -> str:
-        """Return the narrowest group of rows that there is."""
-        said = "stated" if is_stated else "assumed"
-        names = (f"{group}, {said}", group if is_stated else "", said)
-        return next((name for name in names if name in self.spreads), "all")
-
-    def spread(self, group: str, is_stated: bool) -> Spread:
-        """Return the spread of the narrowest group of rows that there is."""
-        return self.spreads.get(self.group(group, is_stated), UNKNOWN)
-
-
 @cache
-def mechanisms() -> Mechanisms:
-    """Return the constants that ship with the package."""
-    return read_mechanisms(MECHANISMS_FILE)
-
-
-def read_mechanisms(path: Path) -> Mechanisms:
-    """Read a file of `moecache profile runtimes`. Raises ValueError where it is no such file."""
-    data = read_yaml(path, f"mechanisms={str(path)!r}")
-    try:
-        constants = {name: float(data["constants"][name]) for name in CONSTANTS}
-        spreads = {name: Spread(**spread) for name, spread in data["spreads"].items()}
-        return Mechanisms(
-            constants=constants,
-            curve=float(data["hits"]["curve"]),
-            routings=data["hits"]["routings"],
-            spreads=spreads,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"mechanisms={str(path)!r} is not an output of `moecache profile runtimes`: {error!r}."
-        ) from error
+def constants() -> Mapping[str, float]:
+    """Return the constants of mechanisms, as `moecache profile runtimes` fitted them."""
+    data = read_yaml(MECHANISMS_FILE, f"mechanisms={str(MECHANISMS_FILE)!r}")
+    return {name: float(value) for name, value in data["constants"].items()}
 
 
 @cache

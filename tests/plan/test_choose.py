@@ -14,14 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from lm_eval_moecache.emulate.models import load_real_model
-from lm_eval_moecache.emulate.stored import load_stored
-from lm_eval_moecache.engine.stand_in import stand_in
 from lm_eval_moecache.harness.arguments import Config, read_config
-from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.use import use_of
-from moecache_plan import ideal
 from moecache_plan.ranking import BLOCKS, CONTENDERS, LRU, find
 from tests.conftest import Moecache
 
@@ -265,26 +261,3 @@ def test_the_page_shows_three_models_whole_and_advises_what_they_show() -> None:
     # The replay line has the rules that the table recommends.
     (replay,) = re.findall(r"^moecache replay .*--eviction (\S+)", PAGE, re.MULTILINE)
     assert {"hazard", "lfru", "lru", "belady"} <= set(replay.split(","))
-
-
-@pytest.mark.parametrize(
-    "name", ["gpt-oss-120b", "OLMoE-1B-7B", "Qwen3-30B-A3B", "Mixtral-8x7B", "GLM-4.5-Air"]
-)
-def test_plan_and_choose_say_the_same_of_a_model(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ideal, "POLICIES", {LRU: {"eviction": "lru"}})
-    model = replace(load_real_model(name), stored=load_stored("q4_k_m"))
-    hardware = load_hardware("rtx-3060-12gb")
-    file = str(stand_in(model))
-    every = model.all_expert_bytes
-    room = ideal.Fit(memory=every, dense=0, kv_cache=0, experts=int(0.4 * every), all_experts=every)
-    rows = list(ideal.speeds(model, hardware, room, load_trace(file), context=2048))
-    assert len(rows) == 3
-    for row in rows:
-        asked = config(LRU, capacity=f"{row['capacity_bytes'] + 1}B")
-        asked = asked.with_changes(emulate=model, hardware=hardware)
-        found = find(file, model, {LRU: asked}, context=2048)
-        assert found["capacity_cycles"] == pytest.approx(row["capacity_cycles"])
-        assert found["rows"][0]["decode_miss_rate"] == pytest.approx(row["decode_miss_rate"])
-        assert found["rows"][0]["decode_tok_per_s"] == pytest.approx(row["tok_per_s"])

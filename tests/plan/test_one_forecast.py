@@ -17,7 +17,6 @@ from gguf import GGUFWriter
 from lm_eval_moecache.emulate.models import EMULATED_DIR, load_real_model
 from tests.conftest import Moecache
 
-pytestmark = pytest.mark.usefixtures("replay_little")
 CARD = "rtx-4090-24gb"
 SIZES = {
     "num_hidden_layers": "block_count",
@@ -114,7 +113,7 @@ def test_dense_weights_that_do_not_fit_are_planned_in_fewer_bits(moecache: Moeca
     """In bf16 what is not in experts of GLM-5 takes 37 GB of a card's 24."""
     report = moecache.json("plan", "GLM-5", "--hardware", CARD)
     assert report["assumed"][0] == "weights in q4_k_m (as published, bf16, they do not fit)"
-    assert report["precision"] == "q4_k_m" and report["fit"]["dense"] < 12e9
+    assert report["runtimes_precision"] == "q4_k_m" and report["memory"]["dense"] < 12e9
     asked = moecache("plan", "GLM-5", "--hardware", CARD, "--precision", "bf16", code=2)
     assert "GLM-5 does not run on rtx-4090-24gb" in asked
 

@@ -163,7 +163,7 @@ def test_every_yaml_and_json_file_goes_through_these_readers() -> None:
         *("tiny/documents.py", "model/checkpoint.py"),
         "profiling/use.py",
         # What a card's driver prints.
-        "moecache_plan/here.py",
+        "moecache_plan/detect.py",
         # Files that a run wrote for its own use, in its own folder.
         *("model/predictor/training.py", "trace/file.py"),
         *("sweep/worker.py", "sweep/sharing.py", "harness/judge.py"),
@@ -179,7 +179,7 @@ def test_every_text_file_is_opened_in_one_place() -> None:
         *("tiny/documents.py", "report/tables/page.py", "records/hardware.py", "cli/main.py"),
         "harness/arguments.py",
         # What the system or a run of ours wrote.
-        *("model/device.py", "model/precision/loading.py", "moecache_plan/here.py"),
+        *("model/device.py", "model/precision/loading.py", "moecache_plan/detect.py"),
         *("sweep/worker.py", "sweep/sharing.py"),
     }
     opening = r'\.read_text\(|open\((?!"a")[^)]*encoding='

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from lm_eval_moecache.emulate.models import load_real_model
@@ -123,14 +125,37 @@ def test_a_name_says_how_its_files_are_stored(typed: str, name: str, bits: float
 
 SIBLINGS = (
     *("GLM-4.8", "GLM-4.7-Air", "Kimi-K3", "DeepSeek-V4", "gpt-oss", "Qwen3-30B-A6B", "../x/y"),
-    *("cerebras/GLM-4.5-Air-REAP-82B-A12B", "deepseek-ai/DeepSeek-R1-Distill-Llama-70B"),
-    *("DavidAU/Qwen3-42B-A3B-2507", "x/Qwen3-30B-A3B-REAP", "Qwen3-30B-A3B-eagle3"),
+    *(
+        "cerebras/GLM-4.5-Air-REAP-82B-A12B",
+        "DavidAU/Qwen3-42B-A3B-2507",
+        "x/Qwen3-30B-A3B-REAP",
+        "Qwen3-30B-A3B-eagle3",
+    ),
 )
 
 
 @pytest.mark.parametrize("typed", SIBLINGS)
 def test_a_model_is_not_taken_for_its_sibling(typed: str) -> None:
     with pytest.raises(ValueError, match=r"model='.*not known"):
+        load_real_model(typed, "model")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("my_model", "model='my_model' is not known, and there is no such file or folder"),
+        *(
+            (name, f"model='{name}' is a dense model")
+            for name in (
+                *("Llama-3-8B", "meta-llama/Llama-3.1-8B-Instruct", "llama3:8b", "Qwen3-8B"),
+                *("mistralai/Mistral-7B-v0.1", "gemma3:12b", "phi-4", "gpt2"),
+                "deepseek-ai/DeepSeek-R1-Distill-Llama-70B",
+            )
+        ),
+    ],
+)
+def test_a_name_that_is_none_of_ours_is_said_to_be_dense_or_missing(typed: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
         load_real_model(typed, "model")
 
 

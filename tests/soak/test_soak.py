@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from lm_eval_moecache.engine.validation import read_measured
 from lm_eval_moecache.profiling._texts import read_prompts
 from lm_eval_moecache.profiling.use import read_counts as read_use_counts
 from moecache_lab.analyzed_model import read_texts
 from moecache_plan.counts import read_counts
 from moecache_plan.published import read_rows
+from moecache_plan.validation import read_measured
 from tests.soak.corpus import LIGHT, table
 from tests.soak.judge import CLEAR, Tally, places_in, try_damaged, try_table
 from tests.soak.kinds import KINDS, Kind, damages
@@ -66,7 +66,7 @@ def test_what_needs_no_model_is_refused_before_torch_is_imported(tmp_path: Path)
 
 MORE_TEXTS: tuple[tuple[str, str, Callable[[Path], object]], ...] = (
     ("speeds.csv", SPEEDS, lambda path: read_rows(path)[0]),
-    ("measured.csv", "# a\nwall_ms,io_ms\n1,2\n", lambda path: read_measured(path, {})),
+    ("measured.csv", "# a\nwall_ms,io_ms\n1,2\n", read_measured),
     ("use.csv", "layer_id,expert_id,count\n0,1,3\n", lambda path: read_use_counts(str(path), "x")),
     ("log.csv", "cache_hit_pct,read_bytes\n50,0\n", lambda path: read_counts(str(path))),
     ("prompts.jsonl", '"one\u2028more"\n"two"\n', lambda path: read_prompts(str(path))),

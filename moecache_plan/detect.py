@@ -1,4 +1,4 @@
-"""The machine that a command runs on: its card, memory and processor, where they can be read."""
+"""The machine that is meant: the one that a user names, or else the one a command runs on."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ import platform
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from lm_eval_moecache.records.cards import LANE_BYTES_PER_S
-from lm_eval_moecache.records.chips import chip_of
+from lm_eval_moecache.records.cards import LANE_BYTES_PER_S, chip_of
 from lm_eval_moecache.records.hardware import NO_CARD, Hardware, load_hardware
-from moecache_plan.machines import LINK_SHARE
+from moecache_plan.machines import (
+    LINK_SHARE,
+    Machine,
+    as_machine,
+    rate,
+    read_ram,
+    with_overrides,
+    with_period_dram,
+    with_ram,
+)
 
 _CPUINFO = Path("/proc/cpuinfo")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -22,19 +30,31 @@ _AMD_NAMES = ("Device Name", "Card Series", "Card series", "Card Model")
 _NVIDIA = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Here:
-    """This machine: the profile or card it has, how many, its RAM in bytes, and what was read."""
+def parse_machine(
+    name: str | None, *, ram: str | None, host_memory: str | None, disk: str | None
+) -> Machine:
+    """Return the machine that a user names, or the one this runs on, with what else they say.
 
-    hardware: Hardware
-    cards: int
-    ram: float
-    cores: int | None
-    text: str
+    `name` is that of a profile, a card or a chip (`2x rtx-3090`: several cards), or a YAML. Raises
+    ValueError naming the option.
+    """
+    given = {
+        "ram": None if ram is None else read_ram(ram),
+        "host": None if host_memory is None else rate(host_memory, "host_memory"),
+        "drive": None if disk is None else rate(disk, "disk"),
+    }
+    if name is None:
+        found = detect_machine()
+    else:
+        several = re.fullmatch(r"([0-9]{1,2}) ?[xX] ?(.+)", name.strip())
+        cards = max(int(several[1]), 1) if several else 1
+        found = as_machine(load_hardware(several[2] if several else name), cards=cards)
+    return with_overrides(with_period_dram(with_ram(found, given["ram"])), **given)
 
 
-def here() -> Here:
-    """Look at this machine. Raises ValueError where it has a card that no table knows."""
+def detect_machine() -> Machine:
+    """Return this machine: its profile or card, how many, its RAM and processor, where they can be
+    read. Raises ValueError where it has a card that no table knows."""
     import psutil
 
     ram, cores = float(psutil.virtual_memory().total), psutil.cpu_count(logical=False)
@@ -42,15 +62,25 @@ def here() -> Here:
     if limit.isdigit():
         ram = min(ram, float(limit))
     processor = _processor()
-    where = f"{processor}, {cores} cores, " if cores else f"{processor}, "
-    where += f"{ram / 2**30:.0f} GiB of RAM"
-    if processor.startswith("Apple") and (chip := chip_of(f"{processor} {_sold(ram)}GB")):
-        return Here(hardware=load_hardware(chip.name), cards=1, ram=ram, cores=cores, text=where)
-    found = _nvidia() or _amd()
-    if not found:
-        text = f"no card, {where}"
-        return Here(hardware=load_hardware(NO_CARD), cards=1, ram=ram, cores=cores, text=text)
-    # Of cards of several kinds the one with the most memory, and those like it.
+    text = f"{processor}, {cores} cores, " if cores else f"{processor}, "
+    text += f"{ram / 2**30:.0f} GiB of RAM"
+    count, chip = 1, None
+    if processor.startswith("Apple"):
+        chip = chip_of(f"{processor} {_sold(ram)}GB")
+    if chip is not None:
+        hardware = load_hardware(chip.name)
+    elif found := _nvidia() or _amd():
+        hardware, count, card = _best(found)
+        text = f"{card}, {text}"
+    else:
+        hardware, text = load_hardware(NO_CARD), f"no card, {text}"
+    about = f"this machine ({text})"
+    return with_overrides(as_machine(hardware, cards=count, cores=cores, about=about), ram=ram)
+
+
+def _best(found: list[tuple[str, float, float]]) -> tuple[Hardware, int, str]:
+    """Return of cards of several kinds the one with the most memory, how many are like it, and it
+    in words, with its link as it was read."""
     name, memory, link = max(found, key=lambda card: card[1])
     count = sum(card[0] == name for card in found)
     hardware = _known(name, memory)
@@ -58,14 +88,11 @@ def here() -> Here:
     if len(found) > count:
         text += f" ({len(found) - count} cards of other kinds left out)"
     if link and not hardware.is_unified:
-        said = {"link_bytes_per_s": "read on this machine, nominal"}
-        efficiency = min(hardware.link_efficiency, LINK_SHARE)
-        source = {**hardware.sources, **said}
-        hardware = replace(
-            hardware, link_bytes_per_s=link, link_efficiency=efficiency, source=source
-        )
+        source = {**hardware.sources, "link_bytes_per_s": "read on this machine, nominal"}
+        share = min(hardware.link_efficiency, LINK_SHARE)
+        hardware = replace(hardware, link_bytes_per_s=link, link_efficiency=share, source=source)
         text += f", link of {link / 1e9:.2g} GB/s"
-    return Here(hardware=hardware, cards=count, ram=ram, cores=cores, text=f"{text}, {where}")
+    return hardware, count, text
 
 
 def _output(*command: str) -> str:

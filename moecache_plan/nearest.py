@@ -18,7 +18,7 @@ from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.trace.header import read_header
 
 
-def stand_in(model: RealModel) -> Path:
+def nearest_trace(model: RealModel) -> Path:
     """Return the shipped trace whose routing is most like the model's.
 
     That of a model with equal layers and experts, else the nearest number of cycles in a layer's

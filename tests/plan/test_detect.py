@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from moecache_plan import here as module
-from moecache_plan.here import here
+from moecache_plan import detect as module
+from moecache_plan.detect import detect_machine
 from tests.conftest import Moecache
 
 CPU = "processor\t: 0\nmodel name\t: AMD Ryzen 5  5600X 6-Core Processor\n"
@@ -34,13 +34,13 @@ def box(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
 
 def test_a_card_is_found_with_its_link_and_its_host(box: dict[str, str]) -> None:
     box["nvidia-smi"] = "NVIDIA GeForce RTX 3060, 12288, 3, 8\n"
-    found = here()
-    assert (found.hardware.name, found.cards, found.ram) == ("rtx-3060-12gb", 1, 32 * 2**30)
-    assert found.hardware.link_bytes_per_s == 8 * 0.985e9
-    assert found.hardware.link_efficiency == 0.8
-    assert found.text == (
-        "NVIDIA GeForce RTX 3060, link of 7.9 GB/s, AMD Ryzen 5 5600X 6-Core Processor, 6 cores, "
-        "32 GiB of RAM"
+    found = detect_machine()
+    assert (found.name, found.cards, found.ram) == ("rtx-3060-12gb", 1, 32 * 2**30)
+    assert found.link_bytes_per_s == 8 * 0.985e9
+    assert found.link_efficiency == 0.8
+    assert found.about == (
+        "this machine (NVIDIA GeForce RTX 3060, link of 7.9 GB/s, "
+        "AMD Ryzen 5 5600X 6-Core Processor, 6 cores, 32 GiB of RAM)"
     )
 
 
@@ -60,33 +60,35 @@ def test_cards_are_known_by_the_names_that_drivers_have(
     box: dict[str, str], printed: str, name: str, cards: int
 ) -> None:
     box["nvidia-smi"] = printed
-    found = here()
-    assert (found.hardware.name, found.cards) == (name, cards)
-    assert ("left out" in found.text) == ("T400" in printed)
+    found = detect_machine()
+    assert (found.name, found.cards) == (name, cards)
+    assert ("left out" in found.about) == ("T400" in printed)
 
 
 def test_cards_of_amd_are_found_by_rocm(box: dict[str, str]) -> None:
     card = {"Card Series": "AMD Radeon RX 7900 XTX", "VRAM Total Memory (B)": "25753026560"}
     box["rocm-smi"] = json.dumps({"card0": card, "card1": card})
-    assert (here().hardware.name, here().cards) == ("rx-7900-xtx", 2)
+    assert (detect_machine().name, detect_machine().cards) == ("rx-7900-xtx", 2)
     box["rocm-smi"] = "no json"
-    assert here().hardware.name == "none"
+    assert detect_machine().name == "none"
 
 
 def test_a_mac_is_its_chip_with_its_memory(box: dict[str, str]) -> None:
     box["sysctl"] = "Apple M1 Max\n"
-    assert here().hardware.name == "m1-max-32gb"
-    assert here().hardware.memory_bytes_per_s == 400e9
+    assert detect_machine().name == "m1-max-32gb"
+    assert detect_machine().memory_bytes_per_s == 400e9
 
 
 def test_without_a_card_it_is_a_processor_and_a_container_has_what_it_may_take(
     box: dict[str, str], tmp_path: Path, moecache: Moecache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert here().hardware.name == "none" and here().text.startswith("no card, AMD Ryzen 5 5600X")
+    assert detect_machine().name == "none" and detect_machine().about.startswith(
+        "this machine (no card, AMD Ryzen 5"
+    )
     (tmp_path / "memory.max").write_text("max\n")
-    assert here().ram == 32 * 2**30
+    assert detect_machine().ram == 32 * 2**30
     (tmp_path / "memory.max").write_text(f"{24 * 2**30}\n")
-    assert here().ram == 24 * 2**30
+    assert detect_machine().ram == 24 * 2**30
     monkeypatch.setenv("COLUMNS", "100")
     page = moecache("plan", "qwen3-30b-a3b", "--precision", "q4_k_m").splitlines()
     assert page[0].startswith("Qwen3-30B-A3B on this machine (no card, AMD Ryzen 5 5600X")
@@ -97,4 +99,4 @@ def test_without_a_card_it_is_a_processor_and_a_container_has_what_it_may_take(
 def test_a_card_that_no_table_knows_is_named(box: dict[str, str]) -> None:
     box["nvidia-smi"] = "NVIDIA Quantum 1, 8192, 4, 16\n"
     with pytest.raises(ValueError, match=r"'NVIDIA Quantum 1'\. Say --hardware: Nearest: "):
-        here()
+        detect_machine()

@@ -11,29 +11,20 @@ from statistics import mean
 from typing import Any
 
 from lm_eval_moecache.emulate.stored import load_stored
-from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.runtimes import (
     BOTH,
     COPY,
     HOST,
     LAYER,
-    PROCESSOR,
-    PROMPTS,
     READ,
     RESIDENT,
     Runtime,
     load_runtime,
-    mechanisms,
 )
-from moecache_plan.forecast import (
-    Forecast,
-    Work,
-    forecast,
-    prefill_tok_per_s,
-    prompt_work,
-)
-from moecache_plan.machines import SYSTEM, Machine, machine
+from moecache_plan.forecast import Forecast, Work, forecast, prefill_tok_per_s, prompt_work
+from moecache_plan.machines import SYSTEM, Machine, with_overrides
+from moecache_plan.mechanisms import PROCESSOR, PROMPTS, mechanisms
 from moecache_plan.placement import (
     AUTO,
     Placed,
@@ -51,7 +42,7 @@ ON_CARDS = (
     *("llama.cpp", "ik_llama.cpp", "llama.cpp-expert-cache", "ktransformers", "freetoken"),
     *("imp", "vllm", "accelerate"),
 )
-ON_UNIFIED = ("llama.cpp", "mlx", "slotstream", "ds4", "flash-moe")
+ON_MACS = ("llama.cpp", "mlx", "slotstream", "ds4", "flash-moe")
 ON_SHARED = ("llama.cpp", "ollama")
 """Programs of chips whose card shares the memory, and that are no Macs."""
 ON_PHONES = ("bigmoeonedge",)
@@ -60,7 +51,6 @@ _PHONE_FLOPS = 1e12
 """A device with unified memory and less is a phone."""
 _NO_MAC = re.compile(r"(strix|ryzen|radeon|arc|snapdragon|dgx|jetson)-")
 _FEW_BITS = 6.0
-LEAST_RAM = 10**9
 _USUAL = ("q4_k_m", "q3_k_m", "q2_k")
 
 
@@ -75,86 +65,69 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """What is asked: a model with so many tokens of context, on a machine known so far."""
+    """What is asked: a model with so many tokens of context and of prompt, on a machine."""
 
     model: RealModel
-    hardware: Hardware
-    given: Mapping[str, Any]
-    """Arguments of `machine`, as `known` reads them."""
+    machine: Machine
     context: int
+    prompt: int
     scale: Scale = field(default_factory=Scale)
     placement: Placement | None = None
     """Where the user puts experts; None for the best that fits."""
-    cache_type: str | None = None
-    """Of the KV cache, where the user says one: the model's caches are in it."""
-
-    @property
-    def shares(self) -> bool:
-        """Whether a card shares the host's memory, and is more than a phone's."""
-        has_card = self.hardware.is_unified and not self.hardware.is_processor
-        return has_card and self.hardware.peak_flops >= _PHONE_FLOPS
 
     @property
     def is_mac(self) -> bool:
         """Whether it is a Mac, as every device that shares memory and whose chip is not known."""
-        return self.shares and not _NO_MAC.match(self.hardware.name)
+        return usual_runtimes(self.machine) == ON_MACS
 
-    def on(self, runtime: Runtime) -> tuple[RealModel, Machine]:
-        """Return the model as the runtime's files store it, and the machine as it finds it."""
-        return stored_for(runtime, self.model), machine(self.hardware, runtime, **self.given)
+
+def usual_runtimes(machine: Machine) -> tuple[str, ...]:
+    """Return the programs that such a machine has."""
+    if machine.is_processor:
+        return ON_PROCESSORS
+    if not machine.shares_memory:
+        return ON_CARDS
+    if machine.peak_flops < _PHONE_FLOPS:
+        return ON_PHONES
+    return ON_SHARED if _NO_MAC.match(machine.name) else ON_MACS
 
 
 def advise(
-    model: RealModel,
-    hardware: Hardware,
-    given: Mapping[str, Any],
-    context: int,
-    prompt: int,
-    measured: str | None = None,
+    setup: Setup,
     *,
+    measured: str | None = None,
     runtimes: Sequence[str] = (),
     placement: str | None = None,
-    cache_type: str | None = None,
 ) -> dict[str, Any]:
     """Return the runtimes' rows, what was assumed, and the line that says what to run.
 
-    `given` is what `known` reads, `measured` a `RUNTIME PLACEMENT TOK_S` of this model on this
-    machine, or a CSV of speeds. `runtimes` are the programs that are asked for, by default those
-    that such a machine has; `placement` and `cache_type` what their user types. Raises ValueError
-    for a program without a profile, or a placement that none of them has.
+    `measured` is a `RUNTIME PLACEMENT TOK_S` of this model on this machine, or a CSV of speeds;
+    `runtimes` are the programs that are asked for, by default those that such a machine has, and
+    `placement` what their user types. Raises ValueError for a program without a profile, or a
+    placement that none of them has.
     """
-    setup = Setup(
-        model=model, hardware=hardware, given=given, context=context, cache_type=cache_type
-    )
     if measured is not None:
         setup = replace(setup, scale=read_measured(setup, measured))
-    names: tuple[str, ...] = ON_CARDS
-    if hardware.is_unified:
-        names = ON_UNIFIED if setup.is_mac else ON_SHARED if setup.shares else ON_PHONES
-    if hardware.is_processor:
-        names = ON_PROCESSORS
-    asked = [load_runtime(name) for name in runtimes or names]
+    names = runtimes or usual_runtimes(setup.machine)
+    asked = [load_runtime(name) for name in names]
     if placement is not None and (where := read_placement(placement)).kind != AUTO:
         setup = replace(setup, placement=where)
         asked = [each for each in asked if has_placement(each, where)]
         if not asked:
             raise ValueError(
-                f"placement={placement!r} is none of {', '.join(runtimes or names)}. Allowed: host_"
-                "layers=N, gpu_layers=N, resident and cpu of llama.cpp, resident_experts=N of "
+                f"placement={placement!r} is none of {', '.join(names)}. Allowed: host_layers=N, "
+                "gpu_layers=N, resident and cpu of llama.cpp, resident_experts=N of "
                 "ktransformers, slots=N and cache=8GiB of programs with a cache of experts."
             )
-    rows = [
-        row_of(setup, runtime, prompt)
-        for runtime in asked
-        if re.search(runtime.models, model.name.lower())
-    ]
+    name = setup.model.name.lower()
+    rows = [row_of(setup, runtime) for runtime in asked if re.search(runtime.models, name)]
     running = [row for row in rows if row["tok_per_s"] is not None]
+    reads = any(row["needs_drive"] for row in running)
+    is_whole = all(row["mechanism"] == RESIDENT for row in running)
     assumed = [
         text
-        for text in setup.on(asked[0])[1].assumed
-        if text.startswith("memory")
-        or any(row["needs_drive"] for row in running)
-        or (not text.startswith("drive") and any(row["mechanism"] != RESIDENT for row in running))
+        for text in setup.machine.assumed(asked[0])
+        if text.startswith("memory") or reads or not (text.startswith("drive") or is_whole)
     ]
     alone = cpu_alone(setup) if setup.placement is None else None
     return {
@@ -162,26 +135,23 @@ def advise(
         "assumed": assumed,
         "measured": setup.scale.text or None,
         "cpu_alone_tok_per_s": alone,
-        "first": first_line(model, running, alone) + raised(setup, running),
+        "first": first_line(setup.model, running, alone) + raised(setup, running),
     }
 
 
-def usual_precision(
-    model: RealModel, hardware: Hardware, given: Mapping[str, Any], context: int
-) -> RealModel:
+def usual_precision(model: RealModel, machine: Machine, context: int) -> RealModel:
     """Return a model in the bits that people run it in, however it was named.
 
     As published where all of it fits, or where it has few bits and its dense weights fit; else the
     first of `_USUAL` whose dense weights do. A file that is quantized stays as it is.
     """
-    box = machine(hardware, load_runtime("llama.cpp"), **given)
-    left, is_small = room(model, box, context), model.stored.expert_bits <= _FEW_BITS
+    left, is_small = room(model, machine, context), model.stored.expert_bits <= _FEW_BITS
     if model.is_as_stored or left >= model.all_expert_bytes or (is_small and left > 0):
         return model
     # Experts of few bits stay, if only the rest is too large.
     names = ("mxfp4_moe", *_USUAL) if model.stored.name == "mxfp4" else _USUAL
     smaller = [replace(model, stored=load_stored(name)) for name in names]
-    runs = [each for each in smaller if room(each, box, context) > 0]
+    runs = [each for each in smaller if room(each, machine, context) > 0]
     return (runs or smaller)[0]
 
 
@@ -190,45 +160,42 @@ def raised(setup: Setup, rows: Sequence[Mapping[str, Any]]) -> str:
     if not setup.is_mac or not rows or rows[0]["mechanism"] == RESIDENT:
         return ""
     model, context, runtime = setup.model, setup.context, load_runtime("llama.cpp")
-    _, box = setup.on(runtime)
-    box = replace(box, card_bytes=box.ram - SYSTEM)
-    if automatic(model, box, runtime, context).kind != RESIDENT:
+    machine = replace(setup.machine, memory_bytes=setup.machine.ram - SYSTEM)
+    if automatic(model, machine, runtime, context).kind != RESIDENT:
         return ""
-    placed = place(model, box, runtime, Placement(kind=RESIDENT), context)
-    speed = forecast(model, box, runtime, placed, context).tok_per_s
-    limit = math.floor(box.card_bytes / 2**20)
+    placed = place(model, machine, runtime, Placement(kind=RESIDENT), context)
+    tok_per_s = forecast(model, machine, runtime, placed, context).tok_per_s
+    limit = math.floor(machine.memory_bytes / 2**20)
     return (
-        f" All of it fits, at {two_digits(speed)} tok/s, where the GPU may take more of the "
+        f" All of it fits, at {two_digits(tok_per_s)} tok/s, where the GPU may take more of the "
         f"memory: sudo sysctl iogpu.wired_limit_mb={limit}."
     )
 
 
-def row_of(setup: Setup, runtime: Runtime, prompt: int) -> dict[str, Any]:
+def row_of(setup: Setup, runtime: Runtime) -> dict[str, Any]:
     """Return one runtime's row; `tok_per_s` is None, with the reason, where it cannot run."""
     row: dict[str, Any] = {
         "runtime": runtime.name,
         **dict.fromkeys(("flags", "placement", "mechanism", "tok_per_s", "low", "high")),
         **dict.fromkeys(("range", "ttft_s", "ttft_low_s", "ttft_high_s", "needs_drive", "why")),
     }
-    model, found = setup.on(runtime)
-    if setup.given["is_split"] and not runtime.tensor_flags:
-        return {**row, "why": "no flag known here divides a layer over several cards"}
+    model, machine = stored_for(runtime, setup.model), setup.machine
     try:
-        placed = settled(model, found, runtime, setup.context, setup.placement)
+        placed = settled(model, machine, runtime, setup.context, setup.placement)
     except ValueError as error:
         return {**row, "why": str(error)}
     if placed.mechanism == LAYER:
         row["why"] = "they would copy whole layers for each token; use fewer bits"
     got = scaled(setup, runtime, placed)
-    work = prompt_work(model, found, runtime, placed, prompt)
+    work = prompt_work(model, machine, runtime, placed, setup.prompt)
     spread = mechanisms().spreads.get(PROMPTS[placed.group == PROCESSOR])
     if work is not None and spread is not None:
-        seconds = prompt / prefill_tok_per_s(work, prompt, runtime)
+        seconds = setup.prompt / prefill_tok_per_s(work, setup.prompt, runtime)
         row["ttft_s"] = seconds
         row |= {"ttft_low_s": seconds / spread.high, "ttft_high_s": seconds / spread.low}
     return {
         **row,
-        "flags": _all_flags(setup, runtime, placed, found),
+        "flags": flags(setup.model, machine, runtime, placed),
         "placement": str(placed.placement),
         "mechanism": placed.mechanism,
         "tok_per_s": got.tok_per_s,
@@ -241,14 +208,13 @@ def row_of(setup: Setup, runtime: Runtime, prompt: int) -> dict[str, Any]:
 
 def scaled(setup: Setup, runtime: Runtime, placed: Placed) -> Forecast:
     """Return the forecast, scaled by a measurement on the same machine where there is one."""
-    model, machine = setup.on(runtime)
-    scale = setup.scale
-    if scale.drive is not None:
-        machine = replace(machine, drive_bytes_per_s=scale.drive)
+    model, machine, scale = stored_for(runtime, setup.model), setup.machine, setup.scale
     # Whether the user gave what matters most to the mechanism.
     is_stated = placed.mechanism == RESIDENT
     if placed.mechanism == HOST:
-        is_stated = setup.given["host"] is not None
+        is_stated = machine.is_host_given
+    if scale.drive is not None:
+        machine = with_overrides(machine, drive=scale.drive)
     found = forecast(model, machine, runtime, placed, setup.context, is_stated=is_stated)
     if not scale.text:
         return found
@@ -296,17 +262,16 @@ def read_measured(setup: Setup, text: str) -> Scale:
             "'llama.cpp host_layers=all 21.3', or a CSV of `moecache validate --speeds`."
         )
     runtime = load_runtime(match["runtime"])
-    model, found = setup.on(runtime)
-    where = read_placement(match["placement"] or "auto", "measured")
-    is_auto = where.kind == "auto"
-    if is_auto:
-        placed = settled(model, found, runtime, setup.context)
+    model = stored_for(runtime, setup.model)
+    where = read_placement(match["placement"] or AUTO, "measured")
+    if where.kind == AUTO:
+        placed = settled(model, setup.machine, runtime, setup.context)
     else:
-        placed = place(model, found, runtime, where, setup.context)
-    got = forecast(model, found, runtime, placed, setup.context)
-    ratio, drive = _scale(value, got.work, found)
-    where_said = f"{placed.placement}{' (assumed)' if is_auto else ''}"
-    said = f"measured {runtime.name} {where_said}: {value:g} tok/s"
+        placed = place(model, setup.machine, runtime, where, setup.context)
+    got = forecast(model, setup.machine, runtime, placed, setup.context)
+    ratio, drive = _scale(value, got.work, setup.machine)
+    assumed = " (assumed)" if where.kind == AUTO else ""
+    said = f"measured {runtime.name} {placed.placement}{assumed}: {value:g} tok/s"
     return Scale(ratio=ratio, drive=drive, text=said)
 
 
@@ -315,18 +280,17 @@ def _scale(measured: float, work: Work, machine: Machine) -> tuple[float, float 
     parts = work.seconds(mechanisms().constants)
     rest = sum(parts.values()) - parts["drive"]
     ratio, share = scale_by(measured, rest, parts["drive"])
-    return ratio, None if share == 1 else machine.drive_bytes_per_s * share
+    return ratio, None if share == 1 else machine.drive_rate * share
 
 
 def cpu_alone(setup: Setup) -> float | None:
     """Return the speed of the host's processor alone, None where its RAM is too small."""
-    runtime, context = load_runtime("llama.cpp"), setup.context
-    model, found = setup.on(runtime)
+    runtime, context, machine = load_runtime("llama.cpp"), setup.context, setup.machine
+    model = stored_for(runtime, setup.model)
     needed = model.all_expert_bytes + model.dense_bytes + model.kv_bytes(context) + SYSTEM
-    no_choice = found.host_bytes_per_s is None or found.card_bytes_per_s is None
-    if no_choice or needed > found.ram:
+    if machine.is_unified or needed > machine.ram:
         return None
-    placed = place(model, found, runtime, Placement(kind="cpu"), context)
+    placed = place(model, machine, runtime, Placement(kind="cpu"), context)
     return scaled(setup, runtime, placed).tok_per_s
 
 
@@ -344,32 +308,26 @@ def has_placement(runtime: Runtime, placement: Placement) -> bool:
     return runtime.absent in (COPY, READ, BOTH)
 
 
-def _all_flags(setup: Setup, runtime: Runtime, placed: Placed, found: Machine) -> str:
-    """Return the flags of a placement, of a KV cache's type and of several cards."""
-    parts = [flags(setup.model, runtime, placed)]
-    if found.is_split and found.cards > 1:
-        parts.append(runtime.tensor_flags.format(cards=found.cards))
-    if setup.cache_type:
-        parts.append(runtime.cache_flags.format(cache_type=setup.cache_type))
-    return " ".join(part for part in parts if part)
-
-
-def flags(model: RealModel, runtime: Runtime, placed: Placed) -> str:
-    """Return the flags that a user types for this placement."""
-    if placed.mechanism == RESIDENT:
-        return runtime.resident_flags
+def flags(model: RealModel, machine: Machine, runtime: Runtime, placed: Placed) -> str:
+    """Return the flags that a user types for this placement, and for several cards."""
     kind, amount = placed.placement.kind, placed.placement.amount
-    if kind == "cpu":
+    if placed.mechanism == RESIDENT:
+        text = runtime.resident_flags
+    elif kind == "cpu":
         text = runtime.processor_flags
-        return text.replace(" --no-mmap", "") if placed.by_faults else text
-    host_layers = math.ceil(amount) if kind == "host_layers" else model.num_layers
-    if kind == "gpu_layers":
-        host_layers -= min(math.floor(amount), host_layers)
-    slots = math.floor(placed.cached * model.num_experts)
-    cache = placed.cached * model.all_expert_bytes
-    text = (runtime.layer_flags if kind == "gpu_layers" else "") or runtime.flags
+    else:
+        text = (runtime.layer_flags if kind == "gpu_layers" else "") or runtime.flags
     if placed.by_faults:
         text = text.replace(" --no-mmap", "")  # what RAM cannot hold must stay a mapped file
+    if machine.is_split(runtime):
+        text = f"{text} {runtime.tensor_flags}".strip()
+    host_layers = model.num_layers
+    if kind == "gpu_layers":
+        host_layers -= math.floor(min(amount, host_layers))
+    elif kind == "host_layers" and math.isfinite(amount):
+        host_layers = math.ceil(amount)
+    slots = math.floor(placed.cached * model.num_experts)
+    cache = placed.cached * model.all_expert_bytes
     return text.format(
         host_layers=host_layers,
         gpu_layers=model.num_layers - host_layers,
@@ -378,6 +336,7 @@ def flags(model: RealModel, runtime: Runtime, placed: Placed) -> str:
         cache_mib=f"{cache / 2**20:.0f}",
         cpu_gib=f"{(1 - placed.cached) * model.all_expert_bytes / 2**30:.0f}",
         memory_gb=f"{(cache + model.dense_bytes) / 1e9:.0f}",
+        cards=machine.cards,
     )
 
 
@@ -395,16 +354,20 @@ def ranged(row: Mapping[str, Any]) -> str:
     return f"{two_digits(row['tok_per_s'])} tok/s ({low} to {high})"
 
 
+def usual_row(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the row of what to run: llama.cpp, unless it reads the drive and another is faster."""
+    usual = next((row for row in rows if row["runtime"] == "llama.cpp"), rows[0] if rows else None)
+    if usual is not None and usual["needs_drive"]:
+        best = max(rows, key=lambda row: row["tok_per_s"])
+        usual = best if best["tok_per_s"] > 1.5 * usual["tok_per_s"] else usual
+    return usual
+
+
 def first_line(model: RealModel, rows: Sequence[Mapping[str, Any]], alone: float | None) -> str:
     """Return what to run, with which flags, how fast, and in which range."""
-    by_name = {row["runtime"]: row for row in rows}
-    usual = by_name.get("llama.cpp") or (rows[0] if rows else None)
+    usual = usual_row(rows)
     if usual is None:
         return f"No known program runs {model.name} this way on this machine."
-    if usual["needs_drive"] and (
-        better := [row for row in rows if row["tok_per_s"] > 1.5 * usual["tok_per_s"]]
-    ):
-        usual = max(better, key=lambda row: row["tok_per_s"])
     if alone is not None and usual["mechanism"] == HOST and alone > usual["tok_per_s"]:
         return (
             f"llama.cpp -ngl 0: {two_digits(alone)} tok/s; do not split: adding the card makes "
@@ -415,7 +378,7 @@ def first_line(model: RealModel, rows: Sequence[Mapping[str, Any]], alone: float
         return f"{text}; all of it fits."
     if usual["needs_drive"]:
         text += "; RAM is too small, and the drive decides"
-    cache = by_name.get("llama.cpp-expert-cache")
+    cache = next((row for row in rows if row["runtime"] == "llama.cpp-expert-cache"), None)
     if cache is not None and cache["mechanism"] == BOTH and cache["tok_per_s"] > usual["tok_per_s"]:
         low, high = two_digits(cache["low"]), two_digits(cache["high"])
         text += f"; with a cache of experts {low} to {high}"

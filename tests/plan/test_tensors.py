@@ -14,7 +14,7 @@ from gguf import GGUFWriter
 from gguf.quants import quant_shape_to_byte_shape
 from safetensors.numpy import save_file
 
-from lm_eval_moecache.emulate.models import load_real_model
+from moecache_plan.models import load_model
 from tests.emulate.test_models import OLMOE
 
 HIDDEN, INNER, EXPERTS, VOCABULARY = 256, 512, 4, 1000
@@ -78,7 +78,7 @@ DENSE_BYTES = 2 * HIDDEN * HIDDEN * 3 // 2 // 256 * 272 + VOCABULARY * (144 + 21
 
 def test_a_gguf_is_sized_by_every_tensor(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "mine.gguf", WHOLE, general={"name": "Mine"})
-    model = load_real_model(str(path))
+    model = load_model(str(path))
     assert (model.name, model.stored.name) == ("Mine", "q4_k_m")
     assert (model.num_layers, model.num_experts, model.top_k) == (2, EXPERTS, 2)
     assert model.expert_weights == 3 * HIDDEN * INNER
@@ -86,17 +86,17 @@ def test_a_gguf_is_sized_by_every_tensor(tmp_path: Path) -> None:
     assert model.dense_bytes == DENSE_BYTES
     # Two layers of two heads of 64, keys and values in two bytes.
     assert model.kv_bytes(100) == 100 * 2 * 2 * 64 * 2 * 2
-    assert load_real_model(str(tmp_path)) == model, "its folder names it, too"
+    assert load_model(str(tmp_path)) == model, "its folder names it, too"
 
 
 def test_a_split_gguf_is_read_whole_whichever_part_is_named(tmp_path: Path) -> None:
     first = write_gguf(tmp_path / "m-00001-of-00002.gguf", WHOLE[:7])
     second = tmp_path / "m-00002-of-00002.gguf"
     with pytest.raises(ValueError, match=r"one of 2.*not in its folder: m-00002-of-00002\.gguf"):
-        load_real_model(str(first))
+        load_model(str(first))
     write_gguf(second, WHOLE[7:])
     for path in (first, second, tmp_path):
-        model = load_real_model(str(path))
+        model = load_model(str(path))
         assert 2 * EXPERTS * model.expert_bytes == EXPERT_BYTES
         assert model.dense_bytes == DENSE_BYTES
 
@@ -107,7 +107,7 @@ def test_dense_layers_tied_vocabularies_and_layers_that_predict_ahead(tmp_path: 
     table = [("per_layer_token_embd.weight", (4 * VOCABULARY, HIDDEN), Type.Q8_0)]
     tensors = [*VOCABULARY_TENSORS[:1], *dense, *layer(1, Type.Q4_K), *ahead, *table]
     path = write_gguf(tmp_path / "a.gguf", tensors, block_count=3, nextn_predict_layers=1)
-    model = load_real_model(str(path))
+    model = load_model(str(path))
     assert model.num_layers == 1 and model.embedding == 0
     assert model.output == VOCABULARY * HIDDEN
     assert model.read_once == VOCABULARY * HIDDEN + INNER * HIDDEN
@@ -135,7 +135,7 @@ def test_windows_of_a_gguf(tmp_path: Path, numbers: dict[str, Any], tokens_bytes
     tensors = [tensor for n in range(4) for tensor in layer(n, Type.Q4_K)]
     numbers = {"block_count": 4, "attention.sliding_window": 100, **numbers}
     path = write_gguf(tmp_path / "a.gguf", VOCABULARY_TENSORS + tensors, **numbers)
-    assert load_real_model(str(path)).kv_bytes(1000) == tokens_bytes
+    assert load_model(str(path)).kv_bytes(1000) == tokens_bytes
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_layers_of_a_gguf_whose_state_does_not_grow(
     tensors = [*VOCABULARY_TENSORS, *linear, *layer(0, Type.Q4_K), *layer(1, Type.Q4_K)]
     mla = {"attention.kv_lora_rank": 32, "rope.dimension_count": 8}
     path = write_gguf(tmp_path / "a.gguf", tensors, **mla, **numbers)
-    assert load_real_model(str(path)).kv_bytes(100) == 2 * (32 + 8) * 100 + state_bytes
+    assert load_model(str(path)).kv_bytes(100) == 2 * (32 + 8) * 100 + state_bytes
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_gguf_that_cannot_be_run_says_why(
 ) -> None:
     path = write_gguf(tmp_path / "a.gguf", tensors, general=general)
     with pytest.raises(ValueError, match=said):
-        load_real_model(str(path), "model")
+        load_model(str(path))
 
 
 @pytest.mark.parametrize("kept", [0, 3, 4, 7, 23, 24, 100, 400, 1000, 2000])
@@ -183,16 +183,16 @@ def test_a_gguf_that_is_cut_short_says_so(tmp_path: Path, kept: int) -> None:
     path = write_gguf(tmp_path / "a.gguf", WHOLE)
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(ValueError, match=r"model='.*not a (whole )?GGUF file"):
-        load_real_model(str(path), "model")
+        load_model(str(path))
 
 
 def test_a_folder_of_several_models_and_an_empty_one_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"without a config\.json or one GGUF model"):
-        load_real_model(str(tmp_path))
+        load_model(str(tmp_path))
     write_gguf(tmp_path / "a.gguf", WHOLE)
     shutil.copy(tmp_path / "a.gguf", tmp_path / "b.gguf")
     with pytest.raises(ValueError, match="2 GGUF models in it: name one"):
-        load_real_model(str(tmp_path))
+        load_model(str(tmp_path))
 
 
 def test_a_configuration_under_any_name_and_of_any_type(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_configuration_under_any_name_and_of_any_type(tmp_path: Path) -> None:
     config["moe_num_routed_experts"] = config.pop("num_experts")
     path = tmp_path / "olmoe-like.json"
     path.write_text(json.dumps(config))
-    model, shipped = load_real_model(str(path)), load_real_model("OLMoE-1B-7B")
+    model, shipped = load_model(str(path)), load_model("OLMoE-1B-7B")
     assert model.name == "olmoe-like"
     assert (model.num_weights, model.top_k) == (shipped.num_weights, 8)
 
@@ -245,14 +245,14 @@ def checkpoint(folder: Path, config: dict[str, Any]) -> Path:
 
 def test_an_index_of_safetensors_gives_the_bits_of_the_tensors(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, SMALL)
-    model = load_real_model(str(path))
+    model = load_model(str(path))
     assert (model.stored.expert_bits, model.stored.dense_bits, model.stored.vocab_bits) == (
         *(8, 16, 16),
     )
     assert (model.expert_bytes, model.dense_bytes) == (96, 2 * (2 * (4 * 64 + 24) + 2 * 80))
     # Without the files the total has to do: what is left next to the rest in bf16.
     (tmp_path / "a.safetensors").unlink()
-    assert load_real_model(str(path)).expert_bytes == 96
+    assert load_model(str(path)).expert_bytes == 96
 
 
 def test_a_checkpoint_whose_configuration_has_no_sizes_is_sized_by_its_tensors(
@@ -260,12 +260,12 @@ def test_a_checkpoint_whose_configuration_has_no_sizes_is_sized_by_its_tensors(
 ) -> None:
     path = checkpoint(tmp_path, {"model_type": "new", "moe_topk": 2})
     with pytest.raises(ValueError, match=r"its experts are packed"):
-        load_real_model(str(path))
+        load_model(str(path))
     halves = {
         f"model.layers.0.block.experts.{e}.w1": np.zeros((8, 6), np.float16) for e in range(5)
     }
     save_file(halves, tmp_path / "a.safetensors")
-    model = load_real_model(str(path))
+    model = load_model(str(path))
     assert (model.num_layers, model.num_experts, model.top_k) == (1, 5, 2)
     assert (model.expert_weights, model.expert_bytes) == (48, 96)
     assert model.layer_weights == 4 * 64 + 24 and model.kv_bytes(100) == 0
@@ -275,4 +275,4 @@ def test_an_index_without_its_configuration_or_its_map_says_so(tmp_path: Path) -
     path = checkpoint(tmp_path, SMALL)
     (tmp_path / "config.json").unlink()
     with pytest.raises(ValueError, match=r"folder has no config\.json"):
-        load_real_model(str(path))
+        load_model(str(path))

@@ -22,7 +22,7 @@ from lm_eval_moecache.engine.setting import EXECUTIONS, Setting
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.files import lines_of, read_text
 from lm_eval_moecache.records.hardware import Hardware
-from lm_eval_moecache.records.numbers import plain_number, read_count, shown, unknown_name_error
+from lm_eval_moecache.records.numbers import plain_number, shown, unknown_name_error
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.trace import Trace
 
@@ -62,17 +62,8 @@ def setting_of(trace: Trace, hardware: Hardware, arguments: Any, reads: int) -> 
     )
 
 
-def read_tokens(text: str) -> slice:
-    """Read `FIRST:LAST` as a Python slice: from 0, the last one left out."""
-    first, colon, last = text.partition(":")
-    if not colon:
-        raise ValueError(f"tokens={text!r} must be FIRST:LAST, as in 0:64 or 64: .")
-    start = read_count("tokens", first) if first else None
-    return slice(start, read_count("tokens", last) if last else None)
-
-
-def read_measured(path: Path, names: Mapping[str, str]) -> Series:
-    """Read a measured table; `names` maps our columns to the file's.
+def read_measured(path: Path) -> Series:
+    """Read a measured table.
 
     ValueError for a file without any of the columns, and for a cell that is not a number.
     """
@@ -81,26 +72,20 @@ def read_measured(path: Path, names: Mapping[str, str]) -> Series:
     reader = csv.DictReader(line for line in lines if not line.startswith("#"))
     rows = list(reader)
     header = reader.fieldnames or []
-    for ours, column in names.items():
-        if ours not in COLUMNS:
-            raise unknown_name_error("columns", ours, COLUMNS)
-        if column not in header:
-            raise unknown_name_error(f"columns: {ours}", column, header)
-    file_columns = {ours: names.get(ours, ours) for ours in COLUMNS}
-    present = {ours: column for ours, column in file_columns.items() if column in header}
+    present = [name for name in COLUMNS if name in header]
     if not present or not rows:
         raise ValueError(
             f"{label} has no rows with any of the columns {', '.join(COLUMNS)}; it has "
-            f"{', '.join(header) or 'none'}. Allowed: --columns '{{wall_ms: its_name}}'."
+            f"{', '.join(header) or 'none'}. Allowed: a column of one of these names."
         )
     columns = {}
-    for ours, column in present.items():
-        values = [plain_number(row[column] or "") for row in rows]
+    for name in present:
+        values = [plain_number(row[name] or "") for row in rows]
         if None in values:
             number = values.index(None)
-            cell = shown(rows[number][column])
-            raise ValueError(f"{label}: row {number + 1}, {column}={cell} is not a number.")
-        columns[ours] = np.array(values, dtype=np.float64)
+            cell = shown(rows[number][name])
+            raise ValueError(f"{label}: row {number + 1}, {name}={cell} is not a number.")
+        columns[name] = np.array(values, dtype=np.float64)
     return Series(columns)
 
 
@@ -122,7 +107,9 @@ def simulate(trace: Trace, setting: Setting) -> Series:
     return Series({**columns, READ: read, HIT: share[decoded]})
 
 
-def same_tokens(predicted: Series, measured: Series, tokens: slice) -> tuple[Series, Series]:
+def same_tokens(
+    predicted: Series, measured: Series, tokens: slice = slice(None)
+) -> tuple[Series, Series]:
     """Return these tokens of both; ValueError where they differ in length or none is left."""
     if len(predicted) != len(measured):
         raise ValueError(
