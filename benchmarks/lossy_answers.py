@@ -20,9 +20,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from grid import RESULTS, setting_of, shipped_trace, text_table
 
-from lm_eval_moecache.algorithms.miss.base import Resolution, absent_entries, weight_shares
+from lm_eval_moecache.algorithms.miss.base import Resolution, weight_shares
 from lm_eval_moecache.algorithms.miss.drops import DropCold
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.event import DECODE, Event
@@ -57,7 +58,8 @@ class Shadow(DropCold):
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Container[int]
     ) -> Resolution | None:
-        is_absent, shares = absent_entries(event, resident, self.geometry), weight_shares(event)
+        keys = event.experts + event.layer * self.geometry.num_experts
+        is_absent, shares = np.isin(keys, absent), weight_shares(event.experts, event.weights)
         is_cold = is_absent & (shares < self.factor / self.geometry.top_k)
         self.missed += int(is_absent.sum())
         self.cold += int(is_cold.sum())

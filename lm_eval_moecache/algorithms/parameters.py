@@ -11,6 +11,7 @@ import numpy as np
 from lm_eval_moecache.records.arrays import DoubleArray
 from lm_eval_moecache.records.artifact import Artifact
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.trace.future import Future
 
 
 # Annotations are not postponed here: subclasses need not import what these name.
@@ -25,8 +26,16 @@ class Algorithm(ABC):
     """The paper and section it implements."""
     draws: ClassVar[bool] = False
     """Whether its choices depend on the seed."""
+    uses_weights: ClassVar[bool] = False
+    """Whether `Event.experts` and `Event.weights` are needed in every pass.
+
+    Of a changed selection the weights are the gate's scores, whatever other algorithms look at.
+    Traces without logits suffice.
+    """
     uses_logits: ClassVar[bool] = False
-    """Whether `Event.logits` are needed."""
+    """Whether `Event.logits` are needed, and the other two with them."""
+    is_offline: ClassVar[bool] = False
+    """Whether it needs the future, so that only a replay can run it."""
     artifact_kind: ClassVar[str | None] = None
     """The kind of artifact (`buddies`, `predictor`) that its parameter `profile` names, if any."""
     pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -40,6 +49,24 @@ class Algorithm(ABC):
 
     def __post_init__(self) -> None:
         """Check what ranges cannot say, and make what the rule needs; all fields are set."""
+        return
+
+    def only_with(self, name: str, **setting: object) -> None:
+        """Raise ValueError if a parameter, None by default, is given without the one it needs."""
+        ((other, needed),) = setting.items()
+        value, found = getattr(self, name), getattr(self, other)
+        if value is not None and found != needed:
+            raise ValueError(
+                f"{self.axis}.{name}={value} has no effect with {self.axis}.{other}={found!r}: it "
+                f"needs {other}={needed}."
+            )
+
+    def prepare(self, future: Future) -> None:
+        """Receive the future; replays call it once, before the first event."""
+        return
+
+    def on_pass(self, pass_index: int) -> None:
+        """Note that a new pass over the model begins."""
         return
 
     @classmethod

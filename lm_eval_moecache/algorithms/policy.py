@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import wraps
-from inspect import Parameter, getmembers, isfunction, signature
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.algorithms.registry import (
     AXES,
-    base_of,
     find_algorithm,
     import_class,
     is_own,
     parameters_of,
     ranges_of,
-    reason_of,
     source_of,
 )
-from lm_eval_moecache.algorithms.returned import misfit
-from lm_eval_moecache.records.errors import AlgorithmError
+from lm_eval_moecache.algorithms.returned import guarded
 from lm_eval_moecache.records.files import is_file, policies_dir, read_yaml
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import MOST_COUNT, nearest, read_number, unknown_name_error
@@ -46,7 +42,7 @@ class Choice:
                 key = f"{self.axis}.{unmangle(name)}"
                 allowed.check(key, self.parameters[name], geometry)
             built = self.algorithm(geometry, seed=seed, **self.parameters)
-            return _naming_itself(built, self, geometry) if self.is_outside else built
+            return guarded(built, self.name) if self.is_outside else built
         except ValueError as error:
             raise ValueError(f"{self.axis}={self.name}: {error}") from error
         except Exception as error:
@@ -67,52 +63,6 @@ class Choice:
         """Return the choice as a policy's YAML spells it, with all parameters."""
         key = "name" if "." not in self.name else "class_path"
         return {key: self.name, **{unmangle(n): v for n, v in self.parameters.items()}}
-
-
-def _naming_itself(algorithm: Any, choice: Choice, geometry: Geometry) -> Any:
-    """Make every error of an outside algorithm name it and the layer: raised, or returned."""
-
-    def wrapped(method: Callable[..., Any], words: Sequence[str]) -> Callable[..., Any]:
-        def error_of(given: Mapping[str, Any], what: str) -> AlgorithmError:
-            layer = getattr(given.get("event"), "layer", given.get("layer"))
-            if layer is None and "key" in given:
-                layer = given["key"] // geometry.num_experts
-            return AlgorithmError(
-                f"{choice.axis}={choice.name} ({source_of(choice.algorithm)}): "
-                f"{choice.algorithm.__name__}.{method.__name__}"
-                f"{'' if layer is None else f' at layer {layer}'} {what}"
-            )
-
-        @wraps(method)
-        def call(*args: Any, **named: Any) -> Any:
-            given = dict(zip(words, args, strict=False)) | named
-            try:
-                returned = method(*args, **named)
-            except AlgorithmError:
-                raise
-            except Exception as error:
-                raise error_of(given, f"raised {reason_of(error)}") from error
-            if method.__name__ == "on_insert":
-                loaded.add(given["key"])
-            elif method.__name__ == "on_evict":
-                loaded.discard(given["key"])
-            wrong = misfit(method.__name__, returned, {"loaded": loaded, **given}, geometry)
-            if wrong is not None:
-                raise error_of(given, f"returned {wrong}")
-            return returned
-
-        return call
-
-    # An eviction's residents, as it was notified of them.
-    loaded: set[int] = set()
-    base = base_of(choice.axis)
-    for name, _ in getmembers(choice.algorithm, isfunction):
-        if not name.startswith("_"):
-            # A method of its own may call its arguments otherwise than the base does.
-            words = signature(getattr(base, name, None) or getattr(choice.algorithm, name))
-            named = [word for word in words.parameters if word != "self"]
-            setattr(algorithm, name, wrapped(getattr(algorithm, name), named))
-    return algorithm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

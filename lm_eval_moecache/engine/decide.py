@@ -216,13 +216,13 @@ def _lost_weight(event: Event, selection: Selection) -> float:
     if len(event.experts) == 1 and selection.keep is None:
         # The same sum, a third of the time: doubles hold a few float32 shares without rounding.
         chosen, kept = event.experts.tolist()[0], selection.experts.tolist()[0]
-        shares = zip(chosen, weight_shares(event).tolist()[0], strict=True)
+        shares = zip(chosen, weight_shares(event.experts, event.weights).tolist()[0], strict=True)
         return float(sum([share for expert, share in shares if expert not in kept]))
     executed_experts = selection.experts
     if selection.keep is not None:
         executed_experts = np.where(selection.keep, executed_experts, DROPPED)
     executed = (event.experts[:, :, None] == executed_experts[:, None, :]).any(axis=-1)
-    return float(weight_shares(event)[~executed].sum(dtype=np.float64))
+    return float(weight_shares(event.experts, event.weights)[~executed].sum(dtype=np.float64))
 
 
 def _judge(chosen: IntArray, selection: Selection) -> tuple[int, int]:

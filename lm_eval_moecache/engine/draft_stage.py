@@ -71,7 +71,7 @@ class DraftStage:
         for layer in range(draft.num_layers):
             drafting_s += costs.dense_s(layer, 1)
             drafting_s += costs.experts_s(layer, draft.top_k, draft.top_k, self.draft.level)
-        critical = prefetch.critical
+        critical = prefetch.num_critical
         latency_s = (1 if prefetch.batched else critical) * hardware.link_latency_s
         loads = [
             latency_s + critical * levels[0] / hardware.link_rate for levels in target.expert_bytes
@@ -91,7 +91,7 @@ class DraftStage:
         prefetch, draft = self._prefetch, self.draft
         if prefetch is None:
             return
-        max_experts = min(target.num_experts, draft.tokens * prefetch.critical)
+        max_experts = min(target.num_experts, draft.tokens * prefetch.num_critical)
         inputs: dict[str, Any] = {
             "draft_layers": draft.geometry.num_layers,
             "draft_layer_s": draft_layer_s,
@@ -106,7 +106,7 @@ class DraftStage:
         prefetch.plan(answer)
         self.solution = {
             **{"asked": configured, "used": prefetch.cutoff, "answer": answer},
-            **{"by_time": by_time, "by_memory": by_memory, "critical": prefetch.critical},
+            **{"by_time": by_time, "by_memory": by_memory, "critical": prefetch.num_critical},
             "draft_layers": inputs.pop("draft_layers"),
             "draft_layer_ms": inputs.pop("draft_layer_s") * 1000,
             "load_layer_ms": [load_s * 1000 for load_s in inputs.pop("load_layer_s")],

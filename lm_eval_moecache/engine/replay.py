@@ -413,10 +413,10 @@ def _check_drafts(trace: Trace, engine: Engine) -> None:
         )
     if set(drafted.predicted_layers) != set(range(trace.geometry.num_layers)):
         raise ValueError(f"{lacks}the drafts' predictions were not recorded.{again}")
-    if prefetch.critical > drafted.ranked:
+    if prefetch.num_critical > drafted.ranked:
         raise ValueError(
             f"{lacks}each prediction has {drafted.ranked} experts and not the "
-            f"critical={prefetch.critical} that it asks for.{again}"
+            f"critical={prefetch.num_critical} that it asks for.{again}"
         )
 
 

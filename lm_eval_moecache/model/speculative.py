@@ -213,7 +213,7 @@ def measure_overlap(draft: DraftModel, engine: Engine, stage: DraftStage) -> Non
     with torch.no_grad():
         # One token through the draft, its head included.
         seconds = timed(partial(model, token, use_cache=True), model.device, FORWARDS)
-    load_s = engine.time_load(prefetch.critical)
+    load_s = engine.time_load(prefetch.num_critical)
     first_bytes = engine.geometry.expert_bytes[0][0]
     stage.solve(
         engine.geometry,

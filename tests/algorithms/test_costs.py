@@ -17,7 +17,7 @@ from lm_eval_moecache.algorithms import costs
 from lm_eval_moecache.algorithms.costs import Missing, Substitute, SubstituteCost, ranking
 from lm_eval_moecache.algorithms.miss.base import SubstitutingMiss
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
-from lm_eval_moecache.algorithms.routing.base import RoutingByCost, take_best
+from lm_eval_moecache.algorithms.routing.base import RoutingByCost
 from lm_eval_moecache.records.tokens import Tokens
 from lm_eval_moecache.testing.streams import equip, make_geometry, policy_of
 
@@ -97,7 +97,8 @@ def test_ranks_and_ties_are_those_of_the_numpy_functions(
         cached[:, 2 * GEOMETRY.top_k :] = False
         place = np.where(cached, 1, 2)
         place[:, 0] = 0
-        expected = take_best(ranked, place, GEOMETRY.top_k)
+        taken = np.sort(place.argsort(axis=-1, kind="stable")[:, : GEOMETRY.top_k], axis=-1)
+        expected = np.take_along_axis(ranked, taken, axis=-1)
         np.testing.assert_array_equal(rule.choose(tokens).experts, expected)
 
 

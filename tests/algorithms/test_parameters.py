@@ -151,12 +151,12 @@ OUT_OF_RANGE: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
         ({"logit_range": 1.0, "delta": "mean"}, r"routing\.logit_range.*routing\.delta='mean'"),
     ],
     ("routing", "commit"): [
-        ({"alpha1": 1.2}, "alpha1=1.2 has no effect with weights='plain'"),
+        ({"alpha1": 1.2}, "alpha1=1.2 has no effect with routing.weights='plain'"),
         ({"trigger_max": 2}, "trigger_max=2 has no effect"),
         ({**OWA, "trigger_max": 3}, "must lie between 1 and top_k - 1 = 2"),
         ({**OWA, "trigger_min": 2, "trigger_max": 1}, "right in part"),
         ({**OWA, **FEW}, "cannot be combined with routing.weights='owa'"),
-        ({"most_right": 2}, "most_right=2 has no effect with tokens='all'"),
+        ({"most_right": 2}, "most_right=2 has no effect with routing.tokens='all'"),
     ],
 }
 

@@ -305,7 +305,7 @@ def draw_case(rng: np.random.Generator, kind: str) -> Case:
     if scan and routing.depth:
         raise ValueError("a scan has no next layer")
     forms = {"drafted": drafted and not scan, "scanned": scan, "may_shorten": not routing.depth}
-    trace = draw_trace(rng, geometry, getattr(prefetch, "critical", 0), **forms)
+    trace = draw_trace(rng, geometry, getattr(prefetch, "num_critical", 0), **forms)
     artifact = prefetch.artifact
     digest = "" if artifact is None else digest_of(artifact)
     by = digest if prefetch.uses_predictor else ""

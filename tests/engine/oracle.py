@@ -267,7 +267,7 @@ class Oracle:
         self.record.dropped += int((~keep).sum())
         self.record.unfaithful += int((keep & ~is_same.any(axis=1)).sum())
         if len(event.weights):
-            lost = weight_shares(event)[~is_same.any(axis=2)]
+            lost = weight_shares(event.experts, event.weights)[~is_same.any(axis=2)]
             self.record.lost_weight += float(lost.sum(dtype=np.float64))
 
     def served(self, event: Event, keys: Collection[int]) -> int:

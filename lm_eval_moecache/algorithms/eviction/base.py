@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from lm_eval_moecache.algorithms.parameters import Algorithm
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.trace.future import Future
 
 
 class EvictionAlgorithm(Algorithm):
@@ -22,15 +21,6 @@ class EvictionAlgorithm(Algorithm):
     """
 
     axis: ClassVar[str] = "eviction"
-    uses_weights: ClassVar[bool] = False
-    """Whether `Event.experts` and `Event.weights` are needed in every pass.
-
-    Of a changed selection the weights are the gate's scores, whatever other algorithms look at.
-    """
-    uses_logits: ClassVar[bool] = False
-    """Whether `Event.logits` are needed, and the other two with them."""
-    is_offline: ClassVar[bool] = False
-    """Whether it needs the future, so that only a replay can run it."""
     compares_layers: ClassVar[bool] = False
     """Whether it only chooses between layers, which a cache of one layer (`n/layer`) has not."""
 
@@ -39,14 +29,6 @@ class EvictionAlgorithm(Algorithm):
     num_slots: int = 0
     """Experts of the model's mean size, at the best level, that the cache has room for: what ARC,
     2Q and S3-FIFO divide. At least 1; the cache sets it before the first call."""
-
-    def prepare(self, future: Future) -> None:
-        """Receive the future; replays call it once, before the first event."""
-        return
-
-    def on_pass(self, pass_index: int) -> None:
-        """Note that a new pass over the model begins."""
-        return
 
     @abstractmethod
     def on_insert(self, key: int, prefetched: bool) -> None:

@@ -261,11 +261,7 @@ class Score(RankedEviction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.decay is not None and self.history != "decayed":
-            raise ValueError(
-                f"eviction.decay={self.decay} has no effect with eviction.history={self.history!r}:"
-                " it needs history=decayed."
-            )
+        self.only_with("decay", history="decayed")
         self.rank = lowest_mean if self.history == "mean" else lowest_sum
         if self.history == "decayed":
             self.growth = -math.log(0.9 if self.decay is None else self.decay)

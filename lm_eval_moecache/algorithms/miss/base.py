@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -27,8 +27,7 @@ from lm_eval_moecache.records.arrays import (
     each_token,
     softmax,
 )
-from lm_eval_moecache.records.event import DROPPED, Event, Fetch, resident_mask
-from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.event import DROPPED, Event, Fetch
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.tokens import Tokens, tokens_of
@@ -57,10 +56,6 @@ class MissAlgorithm(Algorithm):
     axis: ClassVar[str] = "miss"
     is_lossless: ClassVar[bool] = False
     """Whether every absent expert is loaded at full precision, so that results cannot change."""
-    uses_logits: ClassVar[bool] = False
-    """Whether `Event.weights` and `Event.logits` are needed."""
-    uses_weights: ClassVar[bool] = False
-    """Whether `Event.weights` are needed but not logits, so that traces without logits suffice."""
     cached_first: ClassVar[bool] = False
     """Whether the resident experts of an event are executed while the absent ones are loaded."""
     uses_host: ClassVar[bool] = False
@@ -202,16 +197,11 @@ class LadderMiss(MissOverRows):
 Order = Literal["heaviest", "lightest"]
 
 
-def weight_shares(event: Event | Tokens) -> FloatArray:
-    """Return each expert's share of its token's weight, [tokens, top_k]; 0 where dropped.
+def weight_shares(experts: IntArray, weights: FloatArray) -> FloatArray:
+    """Return each expert's share of its token's weight, [..., top_k]; 0 where dropped.
 
     A token's shares sum to 1, whether or not the model family renormalises its router's weights.
     """
-    return shares_of(event.experts, event.weights)
-
-
-def shares_of(experts: IntArray, weights: FloatArray) -> FloatArray:
-    """Return the shares of `weight_shares`, [..., top_k]."""
     weights = np.where(experts != DROPPED, weights, 0)
     total = np.maximum(np.add.reduce(weights, axis=-1, keepdims=True), 1e-20)
     return np.asarray(weights / total, dtype=np.float32)
@@ -231,12 +221,6 @@ def weight_before(weights: FloatArray, live: BoolArray) -> FloatArray:
     weights = np.where(live, weights, 0)
     total = np.maximum(weights.sum(axis=-1, keepdims=True), 1e-20)
     return np.asarray((weights.cumsum(axis=-1) - weights) / total, dtype=np.float32)
-
-
-def absent_entries(event: Event, resident: Container[int], geometry: Geometry) -> BoolArray:
-    """Return a mask [tokens, top_k] of the entries whose expert is not resident."""
-    is_resident = resident_mask(event.layer, geometry.num_experts, resident)
-    return np.asarray((event.experts != DROPPED) & ~is_resident[event.experts])
 
 
 def unless_all(tokens: Tokens, keep: BoolArray, renormalize: bool) -> Selection | None:
@@ -305,7 +289,7 @@ class SubstitutingMiss(MissOverRows):
             self._cost,
             self.budget(tokens),
             scores=softmax(tokens.logits) if self.uses_scores else NO_SCORES,
-            shares=weight_shares(tokens) if self.uses_shares else NO_SCORES,
+            shares=weight_shares(tokens.experts, tokens.weights) if self.uses_shares else NO_SCORES,
             table=self.table(tokens),
             reuse=self.reuse,
             heaviest_first=self.order == "heaviest",

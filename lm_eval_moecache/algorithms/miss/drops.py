@@ -64,7 +64,7 @@ class DropCold(MissOverRows):
     renormalize: bool = True
 
     def choose(self, tokens: Tokens) -> Selection | None:
-        cold = weight_shares(tokens) < self.factor / self.geometry.top_k
+        cold = weight_shares(tokens.experts, tokens.weights) < self.factor / self.geometry.top_k
         return unless_all(tokens, ~(tokens.is_missing & cold), self.renormalize)
 
 
@@ -89,7 +89,7 @@ class DegradeZero(MissOverRows):
     def choose(self, tokens: Tokens) -> Selection | None:
         if tokens.phase == PREFILL:
             return None
-        shares = weight_shares(tokens)
+        shares = weight_shares(tokens.experts, tokens.weights)
         keep = ~(tokens.is_missing & (shares < self.tau))
         keep_one(keep, shares)
         return unless_all(tokens, keep, renormalize=True)
@@ -126,7 +126,7 @@ class ExpertBudget(MissOverRows):
 
     def choose(self, tokens: Tokens) -> Selection | None:
         (rows, per_row), num_experts = tokens.by_row, self.geometry.num_experts
-        live, shares = tokens.experts != DROPPED, weight_shares(tokens)
+        live, shares = tokens.experts != DROPPED, weight_shares(tokens.experts, tokens.weights)
         places = (tokens.rows[:, None] * num_experts + tokens.experts)[live]
         summed = np.bincount(places, shares[live], rows * num_experts).reshape(rows, -1)
         needed = np.bincount(places, minlength=rows * num_experts).reshape(rows, -1) > 0

@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lm_eval_moecache.algorithms.parameters import Algorithm
-from lm_eval_moecache.records.arrays import FloatArray, IntArray, each_token, softmax
+from lm_eval_moecache.records.arrays import DoubleArray, FloatArray, IntArray, each_token, softmax
 from lm_eval_moecache.records.event import DROPPED, Event
-from lm_eval_moecache.trace.future import Future
 
 
 class PrefetchAlgorithm(Algorithm):
@@ -26,10 +25,6 @@ class PrefetchAlgorithm(Algorithm):
     axis: ClassVar[str] = "prefetch"
     is_active: ClassVar[bool] = True
     """Whether it ever proposes anything."""
-    uses_logits: ClassVar[bool] = False
-    """Whether `Event.experts`, `Event.weights` and `Event.logits` are needed."""
-    is_offline: ClassVar[bool] = False
-    """Whether it needs the future, so that only a replay can run it."""
     predicts_pass: ClassVar[bool] = False
     """Whether it is asked once a pass, before its first layer, about all of its layers: with an
     event of layer `PASS_START`, whose `predicted` are a trained network's; at no other event."""
@@ -52,14 +47,6 @@ class PrefetchAlgorithm(Algorithm):
     def most(self, overfetch: float) -> int:
         """Return a share `overfetch` of the router's experts as a number, at most all of them."""
         return min(self.geometry.num_experts, math.ceil(self.geometry.top_k * overfetch))
-
-    def prepare(self, future: Future) -> None:
-        """Receive the future; replays call it once, before the first event."""
-        return
-
-    def on_pass(self, pass_index: int) -> None:
-        """Note that a new pass over the model begins."""
-        return
 
     @abstractmethod
     def propose(self, event: Event) -> Sequence[int]:
@@ -99,11 +86,11 @@ class DraftStagePrefetch(PrefetchAlgorithm):
 
     needs_draft: ClassVar[bool] = True
     by_order: ClassVar[bool] = False
-    """Whether `propose_draft` looks at the order of the `critical` largest logits and at nothing
-    else: that is what traces keep, so that only then a replay can run it."""
+    """Whether `propose_draft` looks at the order of the `num_critical` largest logits alone: traces
+    keep no more, so that only then a replay can run it."""
     cutoff: int | str
     """Draft-stage prefetch covers the layers before it; `auto` until `plan` has been called."""
-    critical: int
+    num_critical: int
     """Experts prefetched per layer and drafted token, at most."""
     batched: bool
     """Whether the experts proposed together move as one batch."""
@@ -152,13 +139,18 @@ def most_likely(layer: int, logits: FloatArray, count: int) -> list[int]:
     """
     if len(logits) == 1:
         # A single token's order needs no probabilities.
-        top = np.argsort(-logits[0], kind="stable")[:count]
-        keys: list[int] = (top + layer * logits.shape[-1]).tolist()
-        return keys
+        return largest(layer, logits[0], count)
     scores = softmax(logits)
     wanted = np.zeros(scores.shape, dtype=bool)
     wanted[each_token(scores), _top(-scores, count)] = True
     return by_mass(layer, wanted, scores)
+
+
+def largest(layer: int, values: FloatArray | DoubleArray | IntArray, count: int) -> list[int]:
+    """Return the keys of the experts with the largest `values` [experts], ties by key."""
+    top = np.argsort(-values, kind="stable")[:count]
+    keys: list[int] = (top + layer * len(values)).tolist()
+    return keys
 
 
 def by_mass(layer: int, wanted: np.ndarray, scores: FloatArray) -> list[int]:

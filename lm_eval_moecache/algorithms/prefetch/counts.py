@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, activations
+from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, activations, largest
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.importance import ImportanceScores
 from lm_eval_moecache.records.ranges import Decay, Experts, LayersAhead, Positive
@@ -44,9 +44,8 @@ class Frequency(PrefetchAlgorithm):
         keys: list[int] = []
         for ahead in range(1, self.lookahead + 1):
             layer = (event.layer + ahead) % geometry.num_layers
-            counts = self._counts[layer]
-            best = np.argsort(-counts, kind="stable")[: self._share]
-            keys += [geometry.key(layer, int(e)) for e in best if counts[e]]
+            likely = largest(layer, self._counts[layer], self._share)
+            keys += [key for key in likely if self._counts[layer, key % geometry.num_experts]]
         return keys
 
 
@@ -77,5 +76,4 @@ class Importance(PrefetchAlgorithm):
         self._scores = ImportanceScores(self.geometry, self.decay)
 
     def propose(self, event: Event) -> Sequence[int]:
-        best = np.argsort(-self._scores.add(event), kind="stable")[: self._share]
-        return [self.geometry.key(event.layer, int(expert)) for expert in best]
+        return largest(event.layer, self._scores.add(event), self._share)

@@ -16,7 +16,6 @@ from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.artifact import DATA_AWARE, PREDICTOR
 from lm_eval_moecache.records.data_aware import load_data_aware
 from lm_eval_moecache.records.event import PASS_START, Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.predictor import load_predictor
 from lm_eval_moecache.records.ranges import Count, Experts, Positive, Range
 
@@ -135,6 +134,7 @@ LARGE_EXPERT_BYTES = 240_000_000
 Cutoff = Annotated[int, Range(least=0, most="num_layers", why=", or be auto")]
 
 
+@dataclass(eq=False, kw_only=True)
 class DraftPrefetch(DraftStagePrefetch):
     """Prefetches the critical experts of the coming pass while the draft model drafts.
 
@@ -159,28 +159,20 @@ class DraftPrefetch(DraftStagePrefetch):
     source: ClassVar[str] = "SP-MoE sections 3.2 and 3.3"
     by_order: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        cutoff: Cutoff | Literal["auto"] = "auto",
-        critical: Experts | None = None,
-        io: Literal["batched", "per_expert"] = "batched",
-        trigger: Literal["worker", "vanilla"] = "worker",
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        if critical is None:
-            large = geometry.max_expert_bytes > LARGE_EXPERT_BYTES
-            critical = 1 if large else geometry.top_k
-        self.cutoff = cutoff
-        self.critical = critical
-        self.batched = io == "batched"
-        self.synchronous = trigger == "vanilla"
+    cutoff: Cutoff | Literal["auto"] = "auto"
+    critical: Experts | None = None
+    io: Literal["batched", "per_expert"] = "batched"
+    trigger: Literal["worker", "vanilla"] = "worker"
+
+    def __post_init__(self) -> None:
+        large = self.geometry.max_expert_bytes > LARGE_EXPERT_BYTES
+        self.num_critical = self.critical or (1 if large else self.geometry.top_k)
+        self.batched = self.io == "batched"
+        self.synchronous = self.trigger == "vanilla"
 
     def plan(self, cutoff: int) -> None:
         if self.cutoff == "auto":
             self.cutoff = cutoff
 
     def propose_draft(self, layer: int, logits: FloatArray) -> Sequence[int]:
-        return most_likely(layer, logits, self.critical)
+        return most_likely(layer, logits, self.num_critical)

@@ -7,11 +7,9 @@ from collections.abc import Collection
 from functools import cached_property
 from typing import Annotated, ClassVar
 
-import numpy as np
-
 from lm_eval_moecache.algorithms.costs import NO_SCORES, RankCost, cheapest, choose_once
 from lm_eval_moecache.algorithms.parameters import Algorithm, OverRows
-from lm_eval_moecache.records.arrays import FloatArray, IntArray, each_token, softmax
+from lm_eval_moecache.records.arrays import FloatArray, softmax
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
@@ -28,16 +26,8 @@ class RoutingAlgorithm(Algorithm):
     axis: ClassVar[str] = "routing"
     is_lossless: ClassVar[bool] = False
     """Whether the selection is always the router's own, so that results cannot change."""
-    uses_logits: ClassVar[bool] = False
-    """Whether `Event.logits` are needed."""
-    uses_weights: ClassVar[bool] = False
-    """Whether `Event.weights` are needed: without `uses_logits`, traces without logits suffice."""
     depth: int = 0
     """How many layers ahead `Event.predicted` must reach."""
-
-    def on_pass(self, pass_index: int) -> None:
-        """Note that a new pass over the model begins."""
-        return
 
     @abstractmethod
     def select(self, event: Event, resident: Collection[int]) -> Selection | None:
@@ -100,21 +90,6 @@ class RoutingByCost(RoutingOverRows):
     def choose(self, tokens: Tokens) -> Selection | None:
         chosen = cheapest(tokens, self.stated_cost, self.scores(tokens.logits))
         return None if chosen is None else Selection(chosen)
-
-
-def take_best(ranked: IntArray, cost: FloatArray | IntArray, count: int) -> IntArray:
-    """Return the `count` cheapest experts of each token, in the order of their original ranks.
-
-    `ranked` and `cost` are [tokens, experts] by rank; ties go to the better rank.
-    """
-    places = np.sort(cost.argsort(axis=-1, kind="stable")[:, :count], axis=-1)
-    return ranked[each_token(ranked), places]
-
-
-def unless_same(event: Event | Tokens, experts: IntArray) -> Selection | None:
-    """Return the selection, or None if it is the router's own for every token."""
-    is_same = np.logical_and.reduce(experts == event.experts, axis=None)
-    return None if is_same else Selection(experts)
 
 
 AlwaysKept = Annotated[

@@ -119,10 +119,7 @@ class CachePrior(RoutingByCost):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.logit_range is not None and self.delta != "range":
-            raise ValueError(
-                f"routing.logit_range has no effect with routing.delta={self.delta!r}."
-            )
+        self.only_with("logit_range", delta="range")
         self._calibrated = _per_layer(self.logit_range, self.geometry.num_layers) or (0.0,)
 
     def cost(self) -> RankCost:

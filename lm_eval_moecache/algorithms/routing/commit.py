@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -10,7 +11,6 @@ import numpy as np
 from lm_eval_moecache.algorithms.routing.base import RoutingOverRows
 from lm_eval_moecache.records.arrays import BoolArray, DoubleArray, FloatArray, IntArray, each_token
 from lm_eval_moecache.records.event import DECODE
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ranges import Positive, Range
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.tokens import Tokens
@@ -20,6 +20,7 @@ MostRight = Annotated[
 ]
 
 
+@dataclass(eq=False, kw_only=True)
 class Commit(RoutingOverRows):
     """Executes the experts predicted at the previous layer, without fallback.
 
@@ -46,51 +47,39 @@ class Commit(RoutingOverRows):
     source: ClassVar[str] = "CommitMoE sections 4.1 to 4.3, eq. 5 and 6"
     uses_logits: ClassVar[bool] = True
     uses_weights: ClassVar[bool] = True
-    depth: int = 1
+    depth = 1
     pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {"prefetch": ("predictor",)}
     pairs_because: ClassVar[str] = "what is executed is what the trained predictor says"
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        seed: int = 0,
-        scores: Literal["predicted", "router"] = "predicted",
-        weights: Literal["plain", "owa"] = "plain",
-        tokens: Literal["all", "mispredicted"] = "all",
-        alpha1: Positive | None = None,
-        alpha2: Positive | None = None,
-        trigger_min: int | None = None,
-        trigger_max: int | None = None,
-        most_right: MostRight | None = None,
-    ) -> None:
-        super().__init__(geometry, seed=seed)
-        names = ("alpha1", "alpha2", "trigger_min", "trigger_max")
-        given = dict(zip(names, (alpha1, alpha2, trigger_min, trigger_max), strict=True))
-        for name, value in given.items():
-            if weights == "plain" and value is not None:
-                raise ValueError(f"routing.{name}={value} has no effect with weights='plain'.")
-        if weights == "owa" and tokens == "mispredicted":
+    scores: Literal["predicted", "router"] = "predicted"
+    weights: Literal["plain", "owa"] = "plain"
+    tokens: Literal["all", "mispredicted"] = "all"
+    alpha1: Positive | None = None
+    alpha2: Positive | None = None
+    trigger_min: int | None = None
+    trigger_max: int | None = None
+    most_right: MostRight | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("alpha1", "alpha2", "trigger_min", "trigger_max"):
+            self.only_with(name, weights="owa")
+        self.only_with("most_right", tokens="mispredicted")
+        if self.weights == "owa" and self.tokens == "mispredicted":
             raise ValueError(
                 "routing.tokens='mispredicted' cannot be combined with routing.weights='owa': OWA "
                 "is for predictions that are right in part."
             )
-        if most_right is not None and tokens == "all":
-            raise ValueError(f"routing.most_right={most_right} has no effect with tokens='all'.")
-        self.scores, self.weights, self.tokens = scores, weights, tokens
-        self.most_right = 0 if most_right is None else most_right
-        self.alpha1 = 1.0 if alpha1 is None else alpha1
-        self.alpha2 = 1.0 if alpha2 is None else alpha2
-        top_k = geometry.top_k
-        self.trigger_min = max(top_k - 2, 1) if trigger_min is None else trigger_min
-        self.trigger_max = max(top_k - 1, 1) if trigger_max is None else trigger_max
-        if weights == "owa" and not 1 <= self.trigger_min <= self.trigger_max < top_k:
+        top_k = self.geometry.top_k
+        least = max(top_k - 2, 1) if self.trigger_min is None else self.trigger_min
+        most = max(top_k - 1, 1) if self.trigger_max is None else self.trigger_max
+        self.triggers = least, most
+        """OWA acts where so many of a token's experts were predicted correctly."""
+        if self.weights == "owa" and not 1 <= least <= most < top_k:
             raise ValueError(
-                f"routing.trigger_min={self.trigger_min} and trigger_max={self.trigger_max} must "
-                f"lie between 1 and top_k - 1 = {top_k - 1}: OWA is for predictions that are right "
-                "in part."
+                f"routing.trigger_min={least} and trigger_max={most} must lie between 1 and "
+                f"top_k - 1 = {top_k - 1}: OWA is for predictions that are right in part."
             )
-        self.state = np.zeros((1, 1 + geometry.num_experts))
+        self.state = np.zeros((1, 1 + self.geometry.num_experts))
         """Of each token: the number of the event that is decided, from 1, and by which logits."""
 
     def row_state(self, layer: int, num_tokens: int) -> DoubleArray:
@@ -113,7 +102,7 @@ class Commit(RoutingOverRows):
         weights, is_used = self._weigh(tokens, decided, best), is_decided
         if self.tokens == "mispredicted":
             found = _right(best, tokens.experts).sum(axis=-1, keepdims=True)
-            is_used = is_used & (found <= self.most_right)
+            is_used = is_used & (found <= (self.most_right or 0))
         if not is_used.all():
             best = np.where(is_used, best, tokens.experts)
             weights = None if weights is None else np.where(is_used, weights, np.float32(np.nan))
@@ -136,11 +125,12 @@ class Commit(RoutingOverRows):
         total = true.sum(axis=-1, keepdims=True)
         # A token without a correct prediction is never triggered; this avoids its 0 / 0.
         kept = np.maximum(own.sum(axis=-1, keepdims=True), 1e-20)
-        shared = np.where(right, own * (1 + (total - kept) / kept) * self.alpha1, plain)
+        shared = np.where(right, own * (1 + (total - kept) / kept) * (self.alpha1 or 1), plain)
         scaled = shared * total / np.maximum(shared.sum(axis=-1, keepdims=True), 1e-20)
         count = right.sum(axis=-1, keepdims=True)
-        triggered = (count >= self.trigger_min) & (count <= self.trigger_max)
-        return np.where(triggered, scaled * self.alpha2, plain).astype(np.float32)
+        least, most = self.triggers
+        triggered = (count >= least) & (count <= most)
+        return np.where(triggered, scaled * (self.alpha2 or 1), plain).astype(np.float32)
 
 
 def _heaviest_first(

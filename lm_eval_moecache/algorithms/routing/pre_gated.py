@@ -9,12 +9,8 @@ from typing import ClassVar
 import numpy as np
 
 from lm_eval_moecache.algorithms.costs import ranking
-from lm_eval_moecache.algorithms.routing.base import (
-    RoutingOverRows,
-    take_best,
-    unless_same,
-)
-from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.algorithms.routing.base import RoutingOverRows
+from lm_eval_moecache.records.arrays import FloatArray, each_token
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.tokens import Tokens
 
@@ -55,8 +51,8 @@ class PreGated(RoutingOverRows):
         if decided is None:
             return None
         top = np.argsort(-decided, axis=-1, kind="stable")[:, : self.geometry.top_k]
-        chosen = np.zeros(decided.shape, dtype=bool)
-        np.put_along_axis(chosen, top, True, axis=-1)
+        is_chosen = np.zeros(decided.shape, dtype=bool)
+        is_chosen[each_token(top), top] = True
         ranked = ranking(tokens)
-        cost = np.where(np.take_along_axis(chosen, ranked, axis=-1), 0, 1)
-        return unless_same(tokens, take_best(ranked, cost, self.geometry.top_k))
+        experts = ranked[is_chosen[each_token(ranked), ranked]].reshape(top.shape)
+        return None if (experts == tokens.experts).all() else Selection(experts)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lm_eval_moecache.algorithms import costs
-from lm_eval_moecache.algorithms.miss.base import shares_of
+from lm_eval_moecache.algorithms.miss.base import weight_shares
 from lm_eval_moecache.algorithms.registry import is_own
 from lm_eval_moecache.algorithms.routing.base import (
     RoutingAlgorithm,
@@ -135,7 +135,7 @@ def scan(
             setattr(record, name, value)
     if selection is not None:
         is_kept = (chosen[..., None] == executed[..., None, :]).any(axis=-1)
-        lost = np.where(is_kept, 0, shares_of(chosen, event.weights)).sum(-1, dtype=np.float64)
+        lost = np.where(is_kept, 0, weight_shares(chosen, event.weights)).sum(-1, dtype=np.float64)
         for record, share in zip(records, lost.tolist(), strict=True):
             record.lost_weight += share
     return selection

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lm_eval_moecache.algorithms import costs
-from lm_eval_moecache.algorithms.miss.base import MissOverRows, shares_of
+from lm_eval_moecache.algorithms.miss.base import MissOverRows, weight_shares
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.algorithms.registry import is_own
 from lm_eval_moecache.algorithms.routing.base import RoutingByCost, RoutingOverRows
@@ -166,7 +166,7 @@ class Together:
             return
         chosen, executed = self._experts[:, 0], self._experts[:, 2]
         is_kept = (chosen[..., None] == executed[..., None, :]).any(axis=-1)
-        lost = np.where(is_kept, 0, shares_of(chosen, self._chosen_weights))
+        lost = np.where(is_kept, 0, weight_shares(chosen, self._chosen_weights))
         for shares in lost.sum(axis=-1, dtype=np.float64).tolist():
             for engine, share in zip(self.engines, shares, strict=True):
                 engine.record.lost_weight += share
