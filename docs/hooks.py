@@ -1,8 +1,9 @@
 """Generates, at each build of the site, the pages and pictures whose source is elsewhere.
 
 Metrics are documented in results/README.md, policies and algorithms in the code; figures are in
-results/. They are written into docs/reference, docs/gallery and docs/pictures (not in git), so the
-site cannot contradict them.
+results/. They are written into docs/reference and docs/gallery (not in git), so the site cannot
+contradict them. Pages link to what is in git, so that they can be read without the site, too: here
+such a link becomes one to the site's own copy.
 """
 
 from __future__ import annotations
@@ -19,15 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PICTURES = (".png", ".svg")
 INCLUDED = r"^\[([^\]]+)\]\(\.\./\1\)$"
+DRAWN = r"\(\.\./results/([^)]+\.(?:png|svg))\)"
 
 
 def on_pre_build(config: Any) -> None:
     """Called by mkdocs before it lists the files."""
     sys.path[:0] = [str(DOCS), str(ROOT)]
-    import pictures
     import wall_table
 
-    pictures.draw_all(DOCS / "pictures")
     pages = DOCS / "reference"
     pages.mkdir(exist_ok=True)
     (pages / "metrics.md").write_text(metrics_page())
@@ -52,7 +52,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
     On GitHub, which includes nothing, the link leads there.
     """
-    return re.sub(INCLUDED, lambda m: _fenced(ROOT / m[1]), markdown, flags=re.M)
+    markdown = re.sub(INCLUDED, lambda m: _fenced(ROOT / m[1]), markdown, flags=re.M)
+    markdown = markdown.replace("(../results/README.md)", "(gallery/index.md)")
+    return re.sub(DRAWN, lambda m: f"(gallery/{m[1].replace('/', '-')})", markdown)
 
 
 def _fenced(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Draws the pictures of the concepts page, one per term."""
+"""Draws the pictures of the concepts page, one per term: `python docs/pictures.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def draw_all(folder: Path) -> list[Path]:
     import matplotlib as mpl
 
     mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "lm-eval-moecache"  # the same picture, the same bytes
+    # The same picture, the same bytes; text as text is a fifth of the size.
+    mpl.rcParams.update({"svg.hashsalt": "lm-eval-moecache", "svg.fonttype": "none"})
     folder.mkdir(parents=True, exist_ok=True)
     return [draw(folder) for draw in (event, late, collision, timeline)]
 
@@ -147,5 +148,9 @@ def _box(
 
 
 def _save(figure: Any, path: Path) -> Path:
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None, "Creator": None})
     return path
+
+
+if __name__ == "__main__":
+    draw_all(Path(__file__).resolve().parent / "pictures")

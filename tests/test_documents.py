@@ -352,6 +352,26 @@ def test_the_wall_clocks_tables_are_those_of_its_outputs(
     assert page.count(" of 9 (") == 4 and page.count("| specmd | 25% |") == 1
 
 
+def test_links_of_the_documents_lead_to_files_of_a_clone() -> None:
+    command = ["git", "ls-files"]
+    tracked = set(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split())
+    tracked |= {str(parent) for name in tracked for parent in Path(name).parents}
+    links = [
+        (page, target)
+        for page in tracked
+        if page.endswith(".md")
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / page).read_text())
+        if not re.match(r"[a-z]+:", target)
+    ]
+    assert len(links) > 100
+    lost = [
+        (page, target)
+        for page, target in links
+        if os.path.normpath(Path(page).parent / target) not in tracked
+    ]
+    assert lost == []
+
+
 def test_what_a_page_includes_is_a_link_on_github() -> None:
     included = 0
     for path in (ROOT / "docs").glob("*.md"):
