@@ -12,11 +12,12 @@ import json
 import math
 import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.numpy import save
 
@@ -28,6 +29,7 @@ from lm_eval_moecache.algorithms.registry import (
     parameters_of,
 )
 from lm_eval_moecache.emulate.models import EMULATED_DIR
+from lm_eval_moecache.trace.file import COLUMNS
 from tests.engine import traces
 from tests.records.test_files import LAUGHS
 from tests.report.runs import record
@@ -43,18 +45,49 @@ class Bad(NamedTuple):
     words: str
 
 
-def _trace(**header: Any) -> bytes:
-    """Return a recorded trace with changed header fields or, without any, a duplicate column."""
+def _trace(edit: Callable[[pa.Table], pa.Table] = lambda table: table, **header: Any) -> bytes:
+    """Return a recorded trace with changed header fields and an edited table, without a digest."""
     with tempfile.TemporaryDirectory() as folder:
         path = traces.record(Path(folder))
-        table = pq.read_table(path)
+        table = edit(pq.read_table(path))
         about = json.loads(table.schema.metadata[b"moecache"])
         about.pop("digest")
         metadata = {b"moecache": json.dumps({**about, **header}).encode()}
-        if not header:
-            table = table.append_column(table.schema.field("layer"), table["layer"])
         pq.write_table(table.replace_schema_metadata(metadata), path)
         return path.read_bytes()
+
+
+def _cell(column: str, change: Callable[[Any], Any], row: int = 41) -> bytes:
+    """Return a recorded trace with one value changed."""
+
+    def edit(table: pa.Table) -> pa.Table:
+        values = table[column].to_pylist()
+        values[row] = change(values[row])
+        place = table.column_names.index(column)
+        return table.set_column(place, column, pa.array(values, COLUMNS[column]))
+
+    return _trace(edit)
+
+
+def _columns() -> Iterator[tuple[bytes, str]]:
+    """Yield traces with columns that are lacking, mistyped, or wrong in one row."""
+    yield _trace(lambda t: t.append_column("layer", t["layer"])), "the column 'layer' appears twice"
+    yield _trace(lambda t: t.slice(0, 0)), "has no rows"
+    for place, column in enumerate(COLUMNS):
+        real = pa.array([1.5] * 81)
+        mistyped = _trace(lambda t, at=place, n=column, new=real: t.set_column(at, n, new))
+        yield mistyped, f"column '{column}' is double, must be"
+        yield _trace(lambda t, n=column: t.drop_columns([n])), f"lacks the column '{column}'"
+    for column in ("request", "pass", "token", "layer"):
+        yield _cell(column, lambda value: None), f"row 41: {column} is null"
+    for column in ("experts", "weights"):
+        yield (
+            _cell(column, lambda value: value[:1], 80),
+            f"row 80: {column} has 1 values, must have 2",
+        )
+    for expert in (8, 32767, -1, -32768):
+        yield _cell("experts", lambda v, n=expert: [n, v[1]], 0), f"row 0: experts is [{expert}, "
+    yield _cell("weights", lambda value: [0.4, 0.6]), "row 41: weights … heaviest first"
 
 
 def arrays_of(**arrays: Any) -> bytes:
@@ -552,7 +585,7 @@ def table() -> Iterator[Bad]:
     """Yield every bad input."""
     yield from (Bad("arguments", {key: value}, words) for key, value, words in ARGUMENTS)
     yield from (Bad("arguments", given, words) for given, words in TOGETHER)
-    yield Bad("trace", _trace(), "the column 'layer' appears twice")
+    yield from (Bad("trace", data, words) for data, words in _columns())
     yield Bad("trace", _trace(precision="int9"), "precision='int9' is not known")
     yield Bad("trace", _trace(digest="0" * 64), "the digest in its metadata differs")
     yield from (Bad("trace", _trace(**{field: value}), field) for field, value in HEADERS)
