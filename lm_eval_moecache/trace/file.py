@@ -393,22 +393,10 @@ class StreamedTrace:
     num_passes: int
     scans: tuple[tuple[int, int], ...]
     drafted: Drafted
+    name: str
+    geometry: Geometry
+    seed: int
     has_sizes: ClassVar[bool] = True
-
-    @property
-    def name(self) -> str:
-        """Name of the file."""
-        return self.path.name
-
-    @property
-    def geometry(self) -> Geometry:
-        """Sizes of the model."""
-        return self.header.geometry
-
-    @property
-    def seed(self) -> int:
-        """Seed of the recorded run."""
-        return self.header.seed
 
     def parts(self) -> Iterator[Trace]:
         """Read the trace from its beginning; raises the ValueError of `read_trace`."""
@@ -471,6 +459,9 @@ def open_trace(
         num_passes=num_passes,
         scans=scans,
         drafted=Drafted(draft=header.draft, ranked=header.ranked, settled=settled),
+        name=name,
+        geometry=header.geometry,
+        seed=header.seed,
     )
 
 

@@ -55,14 +55,11 @@ def _first_line_is(pattern: str) -> Callable[[bytes], bool]:
     return sniff
 
 
-def _routed(*containers: bytes, but: tuple[bytes, ...] = ()) -> Callable[[bytes], bool]:
-    """Whether this is a response whose routing lies in one of these objects, and in no other."""
-
-    def sniff(head: bytes) -> bool:
-        is_in = not containers or any(name in head for name in containers)
-        return b'routed_experts"' in head and is_in and not any(name in head for name in but)
-
-    return sniff
+def _routed(*containers: bytes) -> Callable[[bytes], bool]:
+    """Whether this is a response with routing, in one of these objects if any is given."""
+    return lambda head: (
+        b'routed_experts"' in head and (not containers or any(name in head for name in containers))
+    )
 
 
 def _read_parquet(path: Path, options: Options) -> Trace:
@@ -72,7 +69,6 @@ def _read_parquet(path: Path, options: Options) -> Trace:
     return read_trace(path, logits=options.logits, predicted=options.predicted)
 
 
-_SGLANG = (b'"meta_info"', b'"sglext"', b'"sgl_ext"')
 _FORMATS = {
     "parquet": Format(
         "This package's own, of `trace=DIR`: Parquet with all that a run records, or its stream.",
@@ -153,7 +149,7 @@ _FORMATS = {
         "SGLang's responses with `routed_experts` (`return_routed_experts`), whose shape is given.",
         (".json", ".jsonl"),
         "phases, requests",
-        _routed(*_SGLANG),
+        _routed(b'"meta_info"', b'"sglext"', b'"sgl_ext"'),
         responses.read_responses,
         reads_folders=True,
     ),
@@ -161,7 +157,7 @@ _FORMATS = {
         "dynamo's responses with `nvext.routed_experts`.",
         (".json", ".jsonl"),
         "phases, requests",
-        _routed(b'"nvext"', but=_SGLANG),
+        _routed(b'"nvext"'),
         responses.read_responses,
         reads_folders=True,
     ),
@@ -169,16 +165,14 @@ _FORMATS = {
         "vLLM's responses with `routed_experts`: a file of one or many, or a folder of saved JSON.",
         (".json", ".jsonl"),
         "phases, requests",
-        _routed(but=(*_SGLANG, b'"nvext"')),
+        _routed(),
         responses.read_responses,
         reads_folders=True,
     ),
 }
-_LOGS = {
-    "layers_logged": "VLLM_LOG_MOE",
-    "topk_ids": "VLLM_LOG_MOE",
-}
-"""Fields of the first line of logs that cannot be read as a trace -> what writes them."""
+"""Name -> format; the first whose `sniff` takes a file is its own."""
+_LOG_FIELDS = {"layers_logged", "topk_ids"}
+"""Fields of the first line of vLLM's VLLM_LOG_MOE."""
 
 
 @cache
@@ -218,9 +212,9 @@ def find_format(file: str) -> str:
         with _naming_the_importer(row.sniff, head_of.name):
             if (row.reads_folders or not is_folder) and row.sniff(head):
                 return name
-    if logs := {_LOGS[field] for field in first_object(head) if field in _LOGS}:
+    if _LOG_FIELDS & first_object(head).keys():
         raise ValueError(
-            f"trace {file!r} is a log of {logs.pop()}, which names neither a token's request nor "
+            f"trace {file!r} is a log of VLLM_LOG_MOE, which names neither a token's request nor "
             "its pass, and by default one layer alone. Allowed: vLLM's responses, of a server with "
             "--enable-return-routed-experts."
         )
