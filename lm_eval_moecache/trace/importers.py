@@ -18,7 +18,6 @@ from lm_eval_moecache.records.files import is_file, read_head
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.trace.formats import arrays, export, lines, responses
 from lm_eval_moecache.trace.formats.base import (
-    Format,
     Options,
     TraceFormat,
     first_object,
@@ -70,7 +69,7 @@ def _read_parquet(path: Path, options: Options) -> Trace:
 
 
 _FORMATS = {
-    "parquet": Format(
+    "parquet": TraceFormat(
         "This package's own, of `trace=DIR`: Parquet with all that a run records, or its stream.",
         (".parquet", ".partial"),
         "weights, phases, requests, sizes; logits, predictions, drafts where recorded",
@@ -79,7 +78,7 @@ _FORMATS = {
         export.write_parquet,
         says_sizes=True,
     ),
-    "route_trace": Format(
+    "route_trace": TraceFormat(
         "BigMoeOnEdge's `route_trace v1` CSV: a line per (token, layer, slot), sizes in comments.",
         (".csv",),
         "weights, phases, turns, sizes of each layer",
@@ -88,14 +87,14 @@ _FORMATS = {
         export.write_route_trace,
         says_sizes=True,
     ),
-    "activations": Format(
+    "activations": TraceFormat(
         "`layer,expert` CSV of llama.cpp's moe-trace: a row for each expert that ran, in order.",
         (".csv",),
         "phases by the size of a batch",
         _first_line_is(r"layer, *expert|[0-9]+ *, *[0-9]+"),
         lines.read_activations,
     ),
-    "cache_lab": Format(
+    "cache_lab": TraceFormat(
         "moe-cache-lab routing JSONL, version 1: one text, its prompt and what was generated.",
         (".jsonl",),
         "probabilities of the chosen as weights, phases",
@@ -103,49 +102,49 @@ _FORMATS = {
         lines.read_cache_lab,
         export.write_cache_lab,
     ),
-    "colibri": Format(
+    "colibri": TraceFormat(
         "colibri's `ROUTE_TRACE`: lines `call row layer id:gate id:gate ...`.",
         (".txt", ".trace", ".log"),
         "gates of the chosen as weights, phases by the number of rows",
         _first_line_is(lines.CALL.pattern),
         lines.read_colibri,
     ),
-    "lattice": Format(
+    "lattice": TraceFormat(
         "lattice's JSON lines `{layer_idx, token_idx, selected_ids, gate_weights}`.",
         (".jsonl",),
         "gate weights of the chosen; no phases",
         _has_fields("layer_idx", "token_idx", "selected_ids"),
         lines.read_lattice,
     ),
-    "megatron": Format(
+    "megatron": TraceFormat(
         "Megatron's RouterTracer: JSON lines of one record per (step, layer, rank).",
         (".jsonl",),
         "phases by the tokens of a step; no weights",
         _has_fields("step", "layer", "top_indices"),
         lines.read_megatron,
     ),
-    "token_jsonl": Format(
+    "token_jsonl": TraceFormat(
         'JSON lines `{"tok": n, "layers": [[ids] ...]}`, one decode step each (warp, moe-stream).',
         (".jsonl",),
         "nothing more: every token is a decode step",
         _has_fields("tok", "layers"),
         lines.read_token_jsonl,
     ),
-    "array": Format(
+    "array": TraceFormat(
         "`.npy` and `.npz`: `routed_experts` [tokens, layers, top_k], the prompt's length or not.",
         (".npz", ".npy"),
         "num_prompt_tokens, weights [tokens, layers, top_k] and num_experts where it has them",
         _begins(b"PK\x03\x04", b"\x93NUMPY"),
         arrays.read_array,
     ),
-    "glm_atlas": Format(
+    "glm_atlas": TraceFormat(
         "GLM-5.2's routing atlas (`routing-trace-export/v2`): ids by layer, rows by prompt.",
         (".json",),
         "phases, requests, the number of experts",
         lambda head: arrays.ATLAS.search(head) is not None,
         arrays.read_atlas,
     ),
-    "sglang": Format(
+    "sglang": TraceFormat(
         "SGLang's responses with `routed_experts` (`return_routed_experts`), whose shape is given.",
         (".json", ".jsonl"),
         "phases, requests",
@@ -153,7 +152,7 @@ _FORMATS = {
         responses.read_responses,
         reads_folders=True,
     ),
-    "dynamo": Format(
+    "dynamo": TraceFormat(
         "dynamo's responses with `nvext.routed_experts`.",
         (".json", ".jsonl"),
         "phases, requests",
@@ -161,7 +160,7 @@ _FORMATS = {
         responses.read_responses,
         reads_folders=True,
     ),
-    "vllm": Format(
+    "vllm": TraceFormat(
         "vLLM's responses with `routed_experts`: a file of one or many, or a folder of saved JSON.",
         (".json", ".jsonl"),
         "phases, requests",
@@ -176,17 +175,13 @@ _LOG_FIELDS = {"layers_logged", "topk_ids"}
 
 
 @cache
-def trace_formats() -> dict[str, Format]:
+def trace_formats() -> dict[str, TraceFormat]:
     """Return all formats by name: ours, then what packages add."""
     formats = dict(_FORMATS)
     for name, point in plugins.added("formats", formats.keys()).items():
-        kind = plugins.load(point)
-        if not (inspect.isclass(kind) and issubclass(kind, TraceFormat)):
-            raise MoECacheError(f"{plugins.described(point)} is not a subclass of TraceFormat.")
-        if inspect.isabstract(kind):
-            lacking = ", ".join(sorted(kind.__abstractmethods__))
-            raise MoECacheError(f"{plugins.described(point)} is abstract: it lacks {lacking}.")
-        formats[name] = kind.row()
+        formats[name] = plugins.load(point)
+        if not isinstance(formats[name], TraceFormat):
+            raise MoECacheError(f"{plugins.described(point)} is no TraceFormat.")
     return formats
 
 
@@ -209,7 +204,7 @@ def find_format(file: str) -> str:
         raise unknown_name_error(f"trace {file!r}: the suffix", path.suffix, suffixes)
     head = read_head(head_of, f"trace {file!r}", HEAD_BYTES, MOST_BYTES)
     for name, row in formats.items():
-        with _naming_the_importer(row.sniff, head_of.name):
+        with _naming_the_importer(name, row.sniff, head_of.name):
             if (row.reads_folders or not is_folder) and row.sniff(head):
                 return name
     if _LOG_FIELDS & first_object(head).keys():
@@ -245,8 +240,8 @@ def load_trace(
     `top_k` and `num_layers` are for formats without a shape. Raises ValueError for a file that is
     missing or does not fit.
     """
-    row = trace_formats()[find_format(file)]
-    path = Path(file)
+    name, path = find_format(file), Path(file)
+    row = trace_formats()[name]
     if expert_bytes is not None and row.says_sizes:
         raise ValueError(
             f"expert_bytes={expert_bytes}: trace {path.name} says itself how large experts are."
@@ -258,7 +253,7 @@ def load_trace(
         logits=logits,
         predicted=predicted,
     )
-    with _naming_the_importer(row.read, path.name):
+    with _naming_the_importer(name, row.read, path.name):
         read = row.read(path, options)
         if not isinstance(read, Trace):
             raise TypeError(
@@ -268,7 +263,7 @@ def load_trace(
 
 
 @contextmanager
-def _naming_the_importer(called: Callable[..., object], name: str) -> Iterator[None]:
+def _naming_the_importer(name: str, called: Callable[..., object], file: str) -> Iterator[None]:
     """Turn whatever an importer raises into a ValueError that names the trace and the importer.
 
     With the line of the trace that it was reading, where it reads by `numbered` or `objects`, and
@@ -281,16 +276,15 @@ def _naming_the_importer(called: Callable[..., object], name: str) -> Iterator[N
         raise
     except Exception as error:  # whatever an importer's own code raises
         line = reading.get()
-        if isinstance(error, ValueError) and name in str(error):
+        if isinstance(error, ValueError) and file in str(error):
             raise
         source = inspect.getfile(called)
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame.lineno for frame in frames if frame.filename == source]
         place = f"{source}, line {own[-1]}" if own else source
         raise ValueError(
-            f"trace {name}{'' if line is None else f': line {line}'}: the importer "
-            f"{called.__qualname__.partition('.')[0]} failed: {type(error).__name__}: {error} "
-            f"({place})."
+            f"trace {file}{'' if line is None else f': line {line}'}: the importer of {name!r} "
+            f"failed: {type(error).__name__}: {error} ({place})."
         ) from error
 
 

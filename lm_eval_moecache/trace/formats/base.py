@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,52 +36,28 @@ class Options:
     predicted: bool = False
 
 
-class Format(NamedTuple):
-    """One row of the table of formats: told by a file's first bytes, read, and maybe written."""
+class TraceFormat(NamedTuple):
+    """A trace format: told by a file's first bytes, read, and maybe written.
+
+    Another package adds one by an entry point `lm_eval_moecache.formats` that names it.
+    """
 
     about: str
+    """One line that `moecache trace formats` prints."""
     suffixes: tuple[str, ...]
     """File suffixes; the first is used for files we write."""
     holds: str
     """Fields of the format besides the expert ids."""
     sniff: Callable[[bytes], bool]
+    """Whether a file that begins with these bytes has this format."""
     read: Callable[[Path, Options], Trace]
+    """Reads a file; ValueError names the file and the place of a misfit."""
     write: Callable[[Trace, Path], None] | None = None
+    """Writes a trace; ValueError where the format cannot hold all of it."""
     says_sizes: bool = False
     """Whether files give the bytes of an expert, so that the user need not."""
     reads_folders: bool = False
     """Whether a folder of such files, with one or more requests each, is one trace."""
-
-
-class TraceFormat(ABC):
-    """A trace format from outside, by an entry point `lm_eval_moecache.formats`.
-
-    `moecache trace formats` prints the first line of its docstring. The attributes are those of
-    `Format`; a format that is written has a classmethod `write(trace, path)`, too.
-    """
-
-    suffixes: ClassVar[tuple[str, ...]]
-    holds: ClassVar[str]
-    says_sizes: ClassVar[bool] = False
-    reads_folders: ClassVar[bool] = False
-    write: ClassVar[Any] = None
-
-    @classmethod
-    @abstractmethod
-    def sniff(cls, head: bytes) -> bool:
-        """Whether a file that begins with these bytes has this format."""
-
-    @classmethod
-    @abstractmethod
-    def read(cls, path: Path, options: Options) -> Trace:
-        """Read a file; ValueError names the file and the place of a misfit."""
-
-    @classmethod
-    def row(cls) -> Format:
-        """Return its row in the table of formats."""
-        about = (cls.__doc__ or "").split("\n")[0]
-        ways = cls.sniff, cls.read, cls.write
-        return Format(about, cls.suffixes, cls.holds, *ways, cls.says_sizes, cls.reads_folders)
 
 
 # --- rows ---
