@@ -40,7 +40,7 @@ def on_pre_build(config: Any) -> None:
 
 def write_schema(folder: Path) -> None:
     """Write the JSON schema of `config.moecache`."""
-    from lm_eval_moecache.records.schemas.results import published_schema
+    from lm_eval_moecache.report.runs.schema import published_schema
 
     folder.mkdir(exist_ok=True)
     text = json.dumps(published_schema(), indent=2)

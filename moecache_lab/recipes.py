@@ -13,7 +13,7 @@ from lm_eval_moecache.records.files import TINY, read_yaml, recipes_dir
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.records.schemas import Schema, check
-from lm_eval_moecache.records.schemas.results import Name
+from lm_eval_moecache.report.runs.schema import Name
 from moecache_lab.claims.schema import Compared
 
 # Offline task -> the benchmark of the papers that it stands for.

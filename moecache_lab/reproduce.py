@@ -12,13 +12,14 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import listed, print_result, wrapped
 from lm_eval_moecache.cli.main import main as moecache
+from lm_eval_moecache.harness.evaluation_options import check_limit
 from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.records.schemas.inputs import check_limit, read_jobs
 from lm_eval_moecache.report.runs.columns import Column, Value, figure_column, selected
 from lm_eval_moecache.report.runs.files import RUNS, load_runs
 from lm_eval_moecache.report.runs.run import Run
 from lm_eval_moecache.report.tables.leaderboard import Table
 from lm_eval_moecache.report.tables.text import as_markdown
+from lm_eval_moecache.sweep.pool import read_jobs
 from moecache_lab.recipes import Recipe, ReproducedValue, fitted, load_recipe, recipe_names
 
 SAID = "paper.md"

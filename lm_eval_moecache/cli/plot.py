@@ -7,10 +7,10 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import print_result
-from lm_eval_moecache.records.schemas.inputs import SweepFields, sweep_fields
 from lm_eval_moecache.report.plots import write_figures, write_plots
 from lm_eval_moecache.report.runs.columns import selected
 from lm_eval_moecache.report.runs.files import load_runs
+from lm_eval_moecache.sweep.spec import sweep_fields
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def run(arguments: Namespace) -> int:
         raise ValueError(
             f"--where={arguments.where!r}: no run has these settings. Form: SETTING=VALUE,..."
         )
-    figures = sweep_fields(path, SweepFields).figures if path.is_file() else []
+    figures = sweep_fields(path).figures if path.is_file() else []
     # A sweep that names its figures gets those, unless `--task` asks for the usual plots.
     if figures and arguments.task is None:
         if arguments.group is not None:

@@ -23,9 +23,9 @@ from lm_eval_moecache.cli.main import make_parser, print_result
 from lm_eval_moecache.harness.arguments import CHOICES, Config, ModelArguments
 from lm_eval_moecache.records.files import check_writable, parse_yaml, read_yaml, write_whole
 from lm_eval_moecache.records.numbers import finite, shown, unknown_name_error
-from lm_eval_moecache.records.schemas.inputs import read_jobs
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.report.replay_report import ReplayReport, Timeline, as_table
+from lm_eval_moecache.sweep.pool import read_jobs
 from lm_eval_moecache.sweep.replay_grid import LISTS, SETTINGS, Replays, combinations, run_all
 
 _MEANING = {

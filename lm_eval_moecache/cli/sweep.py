@@ -8,8 +8,8 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.records.numbers import counted
-from lm_eval_moecache.records.schemas.inputs import EXECUTORS, read_jobs
-from lm_eval_moecache.sweep.spec import read_sweep
+from lm_eval_moecache.sweep.pool import read_jobs
+from lm_eval_moecache.sweep.spec import EXECUTORS, read_sweep
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -12,16 +12,17 @@ from jsonargparse import ArgumentParser, Namespace
 from lm_eval_moecache.records.files import read_json, read_yaml, write_whole
 from lm_eval_moecache.records.numbers import listed_names
 from lm_eval_moecache.records.schemas import check
-from lm_eval_moecache.records.schemas.inputs import Board, SweepFields, sweep_fields
-from lm_eval_moecache.records.schemas.results import FrontFile, RowsFile
 from lm_eval_moecache.report import every_eval_ever
 from lm_eval_moecache.report.runs.columns import selected
 from lm_eval_moecache.report.runs.files import PACKED, RUNS, load_runs
+from lm_eval_moecache.report.runs.schema import FrontFile, RowsFile
 from lm_eval_moecache.report.tables import FORMS
 from lm_eval_moecache.report.tables.leaderboard import Table, distinct, leaderboard
 from lm_eval_moecache.report.tables.lost import lost_points
+from lm_eval_moecache.report.tables.schema import Board
 from lm_eval_moecache.report.tables.text import rows_as_markdown
 from lm_eval_moecache.report.tables.views import view_table
+from lm_eval_moecache.sweep.spec import sweep_fields
 
 logger = logging.getLogger(__name__)
 BOARD = "table.yaml"
@@ -166,7 +167,7 @@ def collect(
         board = check(Board, read_yaml(path, str(path)), str(path))
     elif (folder / "sweep.yaml").is_file():
         # Of a sweep file only title and views apply.
-        sweep = sweep_fields(folder / "sweep.yaml", SweepFields)
+        sweep = sweep_fields(folder / "sweep.yaml")
         board = Board(title=sweep.title or sweep.name, views=sweep.views)
     else:
         board = Board()

@@ -9,6 +9,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.harness.arguments import KEYS
+from lm_eval_moecache.harness.evaluation_options import check_limit
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, canonical_name
 from lm_eval_moecache.records.numbers import (
     listed_names,
@@ -16,8 +17,8 @@ from lm_eval_moecache.records.numbers import (
     read_number,
     unknown_name_error,
 )
-from lm_eval_moecache.records.schemas.inputs import check_limit, read_jobs
 from lm_eval_moecache.report.metrics import METRICS
+from lm_eval_moecache.sweep.pool import read_jobs
 
 # The only keys of our own allowed in --model_args: a replay reads them from the trace.
 _FOR_EVERY_RUN = ("precision", "emulate")

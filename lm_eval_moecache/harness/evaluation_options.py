@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from lm_eval_moecache.harness.arguments import (
     as_arguments_error,
@@ -30,13 +32,13 @@ from lm_eval_moecache.records.files import TINY, check_include_path, read_yaml
 from lm_eval_moecache.records.numbers import (
     check_typed,
     listed_names,
+    plain_number,
     read_count,
     read_number,
     shown,
     unknown_name_error,
 )
-from lm_eval_moecache.records.schemas import check
-from lm_eval_moecache.records.schemas.inputs import Options
+from lm_eval_moecache.records.schemas import Schema, check, count
 
 # Generation options of transformers that make a draft, or change the requested one.
 _DRAFTING = (
@@ -80,6 +82,42 @@ _NOT_THE_USERS = (
 )
 """Fields of transformers' GenerationConfig that lm-eval passes itself, that change what `generate`
 returns, or that a text cannot give."""
+_MOST_FEWSHOT = 1000
+
+
+def _limit(value: object) -> object:
+    limit = plain_number(value)
+    if isinstance(value, str) or limit is None or limit <= 0 or (limit > 1 and limit % 1):
+        raise ValueError("must be a whole number of documents above 0, or a share below 1")
+    return value if limit < 1 else read_count("limit", limit)
+
+
+def _gen_kwargs(value: object) -> object:
+    is_text = isinstance(value, str) and all("=" in item for item in value.split(","))
+    is_mapping = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    if not is_text and not is_mapping:
+        raise ValueError("must be a mapping of generation arguments, or text like 'temperature=0'")
+    return value
+
+
+Limit = Annotated[Any, BeforeValidator(_limit)]
+Fewshot = Annotated[int, count(0, _MOST_FEWSHOT)]
+
+
+class Options(Schema):
+    """The options of a cell that go to lm-eval's `simple_evaluate`."""
+
+    limit: Limit = None
+    num_fewshot: Fewshot | None = None
+    gen_kwargs: Annotated[Any, BeforeValidator(_gen_kwargs)] = None
+    apply_chat_template: bool | str | None = None
+    system_instruction: str | None = None
+
+
+def check_limit(limit: object, what: str) -> None:
+    """Raise ValueError if `--limit` is given but is not a number or share of documents."""
+    if limit is not None:
+        check(Options, {"limit": limit}, what)
 
 
 def check_command(words: Sequence[str]) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.numbers import unknown_name_error
-from lm_eval_moecache.records.schemas.inputs import Figure, Panel
 from lm_eval_moecache.report.metrics import MEGABYTE
 from lm_eval_moecache.report.runs.columns import (
     ACCURACY,
@@ -30,6 +29,7 @@ from lm_eval_moecache.report.runs.columns import (
 from lm_eval_moecache.report.runs.run import RATES, Run, distinguishing, groups, varying
 from lm_eval_moecache.report.tables.front import pareto_front
 from lm_eval_moecache.report.tables.leaderboard import sort_key
+from lm_eval_moecache.report.tables.schema import Figure, Panel
 
 # Okabe and Ito's colour-blind-safe palette, without the yellow, which is invisible on paper.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")

@@ -27,8 +27,8 @@ from lm_eval_moecache.records.files import (
     write_whole,
 )
 from lm_eval_moecache.records.numbers import finite
-from lm_eval_moecache.records.schemas.results import check_record, checksum_of
 from lm_eval_moecache.report.runs.files import PACKED, RUNS, read_packed, unpack
+from lm_eval_moecache.report.runs.schema import check_record, checksum_of
 
 if TYPE_CHECKING:
     from lm_eval_moecache.sweep.identity import ResolvedCell

@@ -18,8 +18,16 @@ from unittest import mock
 
 from tqdm import tqdm
 
+from lm_eval_moecache.records.numbers import read_count
+
+MOST_JOBS = 1024
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+def read_jobs(value: object) -> int:
+    """Return the number of jobs that `--jobs` gives."""
+    return read_count("--jobs", value, least=1, most=MOST_JOBS)
 
 
 @contextmanager

@@ -8,18 +8,20 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
+from pydantic import BeforeValidator, Field
+
+from lm_eval_moecache.harness.evaluation_options import Fewshot, Limit, Options
 from lm_eval_moecache.harness.plugin import MODELS
-from lm_eval_moecache.records.files import check_include_path, is_file
+from lm_eval_moecache.records.files import check_include_path, is_file, read_yaml
 from lm_eval_moecache.records.numbers import shown, unknown_name_error
-from lm_eval_moecache.records.schemas import check
-from lm_eval_moecache.records.schemas.inputs import (
-    Options,
-    SweepFields,
-    sweep_fields,
-)
+from lm_eval_moecache.records.schemas import Schema, check, count
+from lm_eval_moecache.report.tables.schema import Figure, Names, View, is_mapping
+from lm_eval_moecache.sweep.pool import MOST_JOBS
 
+Executor = Literal["local", "ray", "submitit"]
+EXECUTORS: tuple[str, ...] = get_args(Executor)
 # Keys passed on to lm-eval's `simple_evaluate`; every other key of a cell is a model argument.
 OPTIONS = tuple(Options.model_fields)
 _RUN_KEYS = ("model", "label", "tasks", *OPTIONS)
@@ -53,8 +55,48 @@ class Cell:
         return {key: value for key, value in self.model_args.items() if key != subject}
 
 
-class SweepFile(SweepFields):
-    """The fields of `sweep.yaml`, and the cells they expand to."""
+def _mappings(value: object) -> object:
+    mappings = [value] if isinstance(value, dict) else value
+    if not isinstance(mappings, list) or not mappings:
+        raise ValueError("must be a mapping or a list of mappings")
+    if not all(map(is_mapping, mappings)):
+        raise ValueError("must be a mapping of names to values, or a list of such")
+    return mappings
+
+
+Mappings = Annotated[list[dict[str, Any]], BeforeValidator(_mappings)]
+
+
+class SweepFile(Schema):
+    """The fields of `sweep.yaml`, and the cells they expand to.
+
+    Each mapping of `runs` (by default one empty run) is crossed with every combination of each
+    `grid`, on top of `base`. Keys are model arguments, or `model`, `label`, `tasks` and the
+    evaluation's `OPTIONS`. Cells with all items of an `exclude` entry are left out. `bounds`
+    (belady, oracle) adds a replay that knows the future next to each lossless cell.
+
+    `traces` (files, or patterns like `traces/*.parquet`) replaces `tasks`: every cell is replayed
+    on each of them, without a model. `eviction: belady` is then a value like any other.
+    """
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    title: str = ""
+    model: str = "moecache"
+    tasks: Names = Field(default_factory=list)
+    traces: Names = Field(default_factory=list)
+    limit: Limit = None
+    num_fewshot: Fewshot | None = None
+    include_path: Names = Field(default_factory=list)
+    base: dict[str, Any] = Field(default_factory=dict)
+    grid: Mappings = Field(default_factory=lambda: [dict[str, Any]()])
+    runs: Mappings = Field(default_factory=lambda: [dict[str, Any]()])
+    exclude: Mappings = Field(default_factory=list)
+    bounds: list[Literal["belady", "oracle"]] = Field(default_factory=list)
+    executor: Executor = "local"
+    executor_options: dict[str, Any] = Field(default_factory=dict)
+    jobs: Annotated[int, count(1, MOST_JOBS)] = 1
+    views: list[View] = Field(default_factory=list)
+    figures: list[Figure] = Field(default_factory=list)
 
     def cells(self) -> list[Cell]:
         """Return the cells in the order written; the last key of a grid varies fastest."""
@@ -124,11 +166,21 @@ def _label(settings: Mapping[str, Any]) -> str | None:
     return None if settings.get("label") is None else str(settings["label"])
 
 
+def sweep_fields(path: Path) -> SweepFile:
+    """Read a sweep file, named after its folder by default. Raises ValueError naming the field."""
+    what = f"sweep file {path.name}"
+    data = read_yaml(path, what)
+    if not isinstance(data, dict):
+        raise ValueError(f"{what} must hold a mapping with `tasks` and `grid`.")
+    settings = {key: value for key, value in data.items() if value is not None}
+    return check(SweepFile, {"name": path.resolve().parent.name, **settings}, what)
+
+
 def read_sweep(path: Path) -> SweepFile:
     """Read and check a sweep file. Raises FileNotFoundError, or ValueError naming the field."""
     if not is_file(path):
         raise FileNotFoundError(f"sweep file {str(path)!r}: there is no such file.")
-    sweep = sweep_fields(path, SweepFile)
+    sweep = sweep_fields(path)
     for key in ("model", "tasks", "limit", "num_fewshot", "include_path"):
         value = getattr(sweep, key)
         if sweep.traces and key in sweep.model_fields_set and value:

@@ -16,7 +16,7 @@ from lm_eval_moecache.records.numbers import shown
 from lm_eval_moecache.trace.trace import TracedRequest
 
 if TYPE_CHECKING:
-    from lm_eval_moecache.records.schemas.artifacts import DraftSizes, ModelSizes
+    from lm_eval_moecache.trace.schema import DraftSizes, ModelSizes
 
 VERSION = 1
 HEADER_KEY = b"moecache"
@@ -121,7 +121,7 @@ def _digest(metadata: Mapping[bytes, bytes], schema: Any, num_rows: int) -> str:
 def read_header(name: str, metadata: Mapping[bytes, bytes] | None) -> Header:
     """Read the metadata key `moecache`; ValueError names the field that does not fit."""
     from lm_eval_moecache.records.schemas import check
-    from lm_eval_moecache.records.schemas.artifacts import TraceHeader
+    from lm_eval_moecache.trace.schema import TraceHeader
 
     if metadata is None or HEADER_KEY not in metadata:
         raise ValueError(f"trace {name}: the file has no metadata key 'moecache'.")

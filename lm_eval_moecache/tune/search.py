@@ -15,16 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.algorithms.policy import policy_names, unmangle
-from lm_eval_moecache.algorithms.registry import AXES, find_algorithm, parameters_of
+from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.harness.tasks import HIGHER_IS_BETTER
-from lm_eval_moecache.records.files import check_replaceable, read_yaml, write_whole
-from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.files import check_replaceable, write_whole
 from lm_eval_moecache.records.hardware import RENAMED
 from lm_eval_moecache.records.ledger import GENERATE
-from lm_eval_moecache.records.numbers import unknown_name_error
-from lm_eval_moecache.records.schemas import check
-from lm_eval_moecache.records.schemas.inputs import SIZES, SpaceFile
 from lm_eval_moecache.sweep.evaluation import answers_of, leaf_tasks
 from lm_eval_moecache.sweep.files import only_sweep
 from lm_eval_moecache.sweep.identity import ResolvedCell
@@ -43,11 +38,11 @@ from lm_eval_moecache.tune.outcome import (
     read_outcome,
     sign_of,
 )
+from lm_eval_moecache.tune.space import DEFAULT_SPACE, Space, read_space
 
 STUDY = "study.db"
 _NAME = "moecache"
 _STARTUP_TRIALS = 24
-DEFAULT_SPACE = Path(__file__).with_name("space.yaml")
 REFERENCE = "on_demand"
 """The composition that others are compared with, and the first trial."""
 OF_GENERATION = frozenset({"tok_per_s", "tpot_ms", "itl_ms", "output_throughput"})
@@ -308,75 +303,6 @@ class Search:
         text = f"{label}: accuracy {measured.accuracy:.3f}, speed {measured.speed:.1f} ({source})"
         self.say(text if name else f"{text}: {composition_text(policy.as_dict())}")
         return measured.speed
-
-
-# --- the search space: algorithms, and the ranges of their parameters ---
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """`axes[axis][algorithm][parameter]` is a list of choices or a range."""
-
-    axes: Mapping[str, Mapping[str, Mapping[str, Any]]]
-
-    def suggest(self, trial: Any) -> dict[str, Any]:
-        """Draw one composition from an Optuna trial, as the overrides of `load_policy`."""
-        overrides: dict[str, Any] = {}
-        for axis, algorithms in self.axes.items():
-            name = trial.suggest_categorical(axis, list(algorithms))
-            overrides[axis] = name
-            for parameter, values in algorithms[name].items():
-                # The algorithm is part of the name: two algorithms may share a parameter's name.
-                value = _suggest(trial, f"{axis}.{name}.{parameter}", values)
-                overrides[f"{axis}.{parameter}"] = value
-        return overrides
-
-    def fit(self, geometry: Geometry) -> Space:
-        """Return the space with the names of sizes (`top_k`, ...) replaced by the model's."""
-        sizes = {name: getattr(geometry, name) for name in SIZES}
-
-        def fitted(value: Any) -> Any:
-            if isinstance(value, Mapping):
-                return {key: fitted(inner) for key, inner in value.items()}
-            return sizes.get(value, value) if isinstance(value, str) else value
-
-        return Space(fitted(self.axes))
-
-    @property
-    def max_depth(self) -> int:
-        """The furthest lookahead of the space's prefetchers, in layers."""
-        reach = 1
-        for parameters in self.axes["prefetch"].values():
-            depth = parameters.get("depth", [1])
-            reach = max(reach, *map(int, [depth["high"]] if isinstance(depth, dict) else depth))
-        return reach
-
-
-def read_space(path: Path) -> Space:
-    """Read a space file. Raises ValueError naming what is unknown or malformed."""
-    what = f"space={str(path)!r}"
-    schema = check(SpaceFile, read_yaml(path, what), what)
-    axes: dict[str, dict[str, dict[str, Any]]] = {
-        axis: dict(getattr(schema, axis)) for axis in AXES
-    }
-    for axis in AXES:
-        for name, parameters in axes[axis].items():
-            parameter_names = [unmangle(n) for n in parameters_of(find_algorithm(axis, name))]
-            for parameter in parameters:
-                if parameter not in parameter_names:
-                    raise unknown_name_error(
-                        f"space: {axis}.{name}: parameter", parameter, parameter_names
-                    )
-    return Space(axes)
-
-
-def _suggest(trial: Any, name: str, values: Any) -> Any:
-    if isinstance(values, list):
-        return trial.suggest_categorical(name, values)
-    low, high, log = values["low"], values["high"], bool(values.get("log", False))
-    if isinstance(low, int) and isinstance(high, int):
-        return trial.suggest_int(name, low, high, log=log)
-    return trial.suggest_float(name, float(low), float(high), log=log)
 
 
 # --- the Optuna study, in a database file, so that an interrupted search resumes ---

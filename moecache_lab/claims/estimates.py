@@ -18,10 +18,10 @@ import numpy as np
 from lm_eval_moecache.records.files import parse_json, read_gzip, read_json
 from lm_eval_moecache.records.numbers import shown, unknown_name_error
 from lm_eval_moecache.records.schemas import check, check_as
-from lm_eval_moecache.records.schemas.results import RowsFile, TraceCell
 from lm_eval_moecache.report.runs.columns import find_score, independent, metric_value, selected
 from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.report.runs.run import BATCH, Run
+from lm_eval_moecache.report.runs.schema import RowsFile, TraceCell
 from lm_eval_moecache.report.statistics import Floats, answers_interval, documents_needed
 from moecache_lab.claims.schema import Part
 from moecache_lab.claims.statistics import (

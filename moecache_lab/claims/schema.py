@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from lm_eval_moecache.records.schemas import Schema, number
-from lm_eval_moecache.records.schemas.results import Name, Number
+from lm_eval_moecache.report.runs.schema import Name, Number
 
 
 class Bounds(Schema):

@@ -166,7 +166,7 @@ def test_every_yaml_and_json_file_goes_through_these_readers() -> None:
         # What a card's driver prints.
         "moecache_plan/detect.py",
         # Files that a run wrote for its own use, in its own folder.
-        *("model/predictor/training.py", "trace/file.py"),
+        "trace/file.py",
         *("sweep/worker.py", "sweep/sharing.py", "harness/judge.py"),
     }
     reading = r"yaml\.(safe_)?load\(|json\.loads?\(|torch\.load\(|pickle\."

@@ -17,7 +17,7 @@ from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.run_report import settings_without_effect, speed_table
 from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.ledger import Ledger, RequestRecord
-from lm_eval_moecache.records.schemas.results import MoecacheRecord, published_schema
+from lm_eval_moecache.report.runs.schema import MoecacheRecord, published_schema
 
 POLICY = {
     "name": "mine",

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm_eval_moecache.records import files
-from lm_eval_moecache.records.schemas.results import check_record, checksum_of
 from lm_eval_moecache.report.runs.files import (
     PACKED,
     load_runs,
@@ -25,6 +24,7 @@ from lm_eval_moecache.report.runs.files import (
     unpack,
     write_packed,
 )
+from lm_eval_moecache.report.runs.schema import check_record, checksum_of
 from lm_eval_moecache.sweep.files import finished, only_sweep, write_record
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write

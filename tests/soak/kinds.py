@@ -27,13 +27,13 @@ from lm_eval_moecache.records.data_aware import load_data_aware
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.schemas import check
-from lm_eval_moecache.records.schemas.inputs import Board
 from lm_eval_moecache.records.sizes import capacity_text, parse_capacity
 from lm_eval_moecache.report.compare import CompareOptions, compare
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.runs.columns import setting
 from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.report.tables.leaderboard import distinct, leaderboard
+from lm_eval_moecache.report.tables.schema import Board
 from lm_eval_moecache.report.tables.text import as_json, as_markdown
 from lm_eval_moecache.sweep.run import check_report
 from lm_eval_moecache.sweep.spec import REPLAY, read_sweep
@@ -43,7 +43,8 @@ from lm_eval_moecache.testing.streams import artifact_for
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.use import load_use, use_of
 from lm_eval_moecache.tune.measure import Objective
-from lm_eval_moecache.tune.search import STUDY, open_study, read_space
+from lm_eval_moecache.tune.search import STUDY, open_study
+from lm_eval_moecache.tune.space import read_space
 from moecache_lab.claims import estimates, verdicts
 from moecache_lab.claims.page import page
 from moecache_lab.claims.schema import Part

@@ -35,15 +35,8 @@ from lm_eval_moecache.tune.outcome import (
     policy_yaml,
     read_outcome,
 )
-from lm_eval_moecache.tune.search import (
-    DEFAULT_SPACE,
-    REFERENCE,
-    STUDY,
-    Search,
-    Space,
-    open_study,
-    read_space,
-)
+from lm_eval_moecache.tune.search import REFERENCE, STUDY, Search, open_study
+from lm_eval_moecache.tune.space import DEFAULT_SPACE, Space, read_space
 from tests.conftest import Checkpoint, Moecache
 from tests.soak.kinds import OBJECTIVE
 from tests.sweep.toy import write_tasks

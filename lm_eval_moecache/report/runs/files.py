@@ -28,8 +28,8 @@ from lm_eval_moecache.records.files import (
     write_whole,
 )
 from lm_eval_moecache.records.numbers import shown
-from lm_eval_moecache.records.schemas.results import check_record
 from lm_eval_moecache.report.runs.run import SPEED_FILTER, Run
+from lm_eval_moecache.report.runs.schema import check_record
 
 logger = logging.getLogger(__name__)
 PACKED = "runs.jsonl.gz"

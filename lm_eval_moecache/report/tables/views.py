@@ -22,7 +22,7 @@ from lm_eval_moecache.report.runs.run import Run, varying
 from lm_eval_moecache.report.tables.leaderboard import Table, leaderboard, place_of, sorted_runs
 
 if TYPE_CHECKING:
-    from lm_eval_moecache.records.schemas.inputs import Pick, View
+    from lm_eval_moecache.report.tables.schema import Pick, View
 
 
 def view_table(runs: Sequence[Run], view: View) -> Table:
