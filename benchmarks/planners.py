@@ -188,7 +188,8 @@ def ours(asked: Question, known: Mechanisms) -> Answer:
     placed = row.placed(known)
     found = row.forecast(known, placed)
     typed = flags(row.model, row.machine, row.runtime, placed)
-    return Answer(speed=found.tok_per_s, low=found.low, high=found.high, typed=typed)
+    low, high = found.ends
+    return Answer(speed=found.tok_per_s, low=low, high=high, typed=typed)
 
 
 WHICHLLM = """

@@ -52,6 +52,11 @@ def own_losses() -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: [str(row[name]) for name in COLUMNS])
 
 
+def family(row: Loss) -> str:
+    """Return the first word of the model's name."""
+    return re.split(r"[-.\d]", row.model)[0]
+
+
 def picture(rows: Iterable[Loss], ours: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the points to plot: published rows whose source says the share, and our own."""
     of = {"experts": "experts removed or merged", "executed": "executed experts changed"}
@@ -59,7 +64,7 @@ def picture(rows: Iterable[Loss], ours: Iterable[Mapping[str, Any]]) -> list[dic
     points = [
         {
             "panel": f"{of[row.share_of]}: {kinds[row.kind]}",
-            "family": row.family,
+            "family": family(row),
             "x": row.share,
             "y": row.points,
         }
@@ -81,7 +86,7 @@ def picture(rows: Iterable[Loss], ours: Iterable[Mapping[str, Any]]) -> list[dic
 def by_rule(rows: Iterable[Loss], ours: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the points to plot by rule and kind of task, published ones and our own."""
     points = [
-        {"panel": f"{row.rule}, {row.kind}", "family": row.family, "y": row.points}
+        {"panel": f"{row.rule}, {row.kind}", "family": family(row), "y": row.points}
         for row in rows
         if row.is_share
     ]

@@ -18,7 +18,7 @@ from lm_eval_moecache.records.runtimes import READ
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 from lm_eval_moecache.trace.use import touched
-from moecache_plan.forecast import PromptWork, Work, costs
+from moecache_plan.forecast import PromptWork, Work, costs, scale_by
 from moecache_plan.mechanisms import (
     CONSTANTS,
     DECODE,
@@ -30,7 +30,7 @@ from moecache_plan.mechanisms import (
     Spread,
 )
 from moecache_plan.placement import hit_rate
-from moecache_plan.published import GROUPS, Row, compare, predict, scale_by, summary
+from moecache_plan.published import GROUPS, Row, compare, predict, summary
 
 START = {
     **{"card_share": 0.7, "host_share": 0.5, "link_share": 0.9, "drive_share": 0.8},

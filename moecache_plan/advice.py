@@ -6,11 +6,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from lm_eval_moecache.emulate.stored import load_stored
+from lm_eval_moecache.records.numbers import plain_number
 from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.runtimes import (
     BOTH,
@@ -22,7 +21,13 @@ from lm_eval_moecache.records.runtimes import (
     Runtime,
     load_runtime,
 )
-from moecache_plan.forecast import Forecast, Work, forecast, prefill_tok_per_s, prompt_work
+from moecache_plan.forecast import (
+    Forecast,
+    forecast,
+    prefill_tok_per_s,
+    prompt_work,
+    scale_by,
+)
 from moecache_plan.machines import SYSTEM, Machine, with_overrides
 from moecache_plan.mechanisms import PROCESSOR, PROMPTS, mechanisms
 from moecache_plan.placement import (
@@ -36,7 +41,6 @@ from moecache_plan.placement import (
     settled,
     stored_for,
 )
-from moecache_plan.published import read_rows, scale_by, speed
 
 ON_CARDS = (
     *("llama.cpp", "ik_llama.cpp", "llama.cpp-expert-cache", "ktransformers", "freetoken"),
@@ -101,10 +105,10 @@ def advise(
 ) -> dict[str, Any]:
     """Return the runtimes' rows, what was assumed, and the line that says what to run.
 
-    `measured` is a `RUNTIME PLACEMENT TOK_S` of this model on this machine, or a CSV of speeds;
-    `runtimes` are the programs that are asked for, by default those that such a machine has, and
-    `placement` what their user types. Raises ValueError for a program without a profile, or a
-    placement that none of them has.
+    `measured` is a `RUNTIME PLACEMENT TOK_S` of this model on this machine, `runtimes` the
+    programs that are asked for, by default those that such a machine has, and `placement` what
+    their user types. Raises ValueError for a program without a profile, or a placement that none
+    of them has.
     """
     if measured is not None:
         setup = replace(setup, scale=read_measured(setup, measured))
@@ -192,15 +196,15 @@ def row_of(setup: Setup, runtime: Runtime) -> dict[str, Any]:
     if work is not None and spread is not None:
         seconds = setup.prompt / prefill_tok_per_s(work, setup.prompt, runtime)
         row["ttft_s"] = seconds
-        row |= {"ttft_low_s": seconds / spread.high, "ttft_high_s": seconds / spread.low}
+        row |= {"ttft_low_s": seconds / spread.reach, "ttft_high_s": seconds * spread.reach}
     return {
         **row,
         "flags": flags(setup.model, machine, runtime, placed),
         "placement": str(placed.placement),
         "mechanism": placed.mechanism,
         "tok_per_s": got.tok_per_s,
-        "low": got.low,
-        "high": got.high,
+        "low": got.ends[0],
+        "high": got.ends[1],
         "range": str(got.spread),
         "needs_drive": placed.mechanism == READ,
     }
@@ -226,40 +230,23 @@ def scaled(setup: Setup, runtime: Runtime, placed: Placed) -> Forecast:
     if spread is None or (placed.mechanism == READ and scale.drive is None):
         spread = usual
     spread = min(spread, usual, key=lambda each: each.reach)
-    low, high = tok_per_s * spread.low, tok_per_s * spread.high
-    return replace(found, tok_per_s=tok_per_s, low=low, high=high, spread=spread)
+    return replace(found, tok_per_s=tok_per_s, spread=spread)
 
 
 def read_measured(setup: Setup, text: str) -> Scale:
     """Return what `--measured` says. Raises ValueError where it cannot be read.
 
     Decoding scales by measured over forecast; where the drive is read, the difference is the
-    drive's. Of a CSV, the geometric means over its rows, whatever models they have.
+    drive's.
     """
-    if text.endswith(".csv"):
-        rows, _ = read_rows(Path(text))
-        scales = [
-            _scale(row.decode / row.runtime.factor, row.forecast().work, row.machine)
-            for row in rows
-            if row.decode is not None
-        ]
-        drives = [math.log(drive) for _, drive in scales if drive is not None]
-        ratios = [math.log(ratio) for ratio, drive in scales if drive is None]
-        if not scales:
-            raise ValueError(f"measured={text!r} has no row with a decode speed that is forecast.")
-        return Scale(
-            ratio=math.exp(mean(ratios)) if ratios else 1.0,
-            drive=math.exp(mean(drives)) if drives else None,
-            text=f"{len(scales)} measured rows of {text}",
-        )
     match = re.fullmatch(
         r"(?P<runtime>.+?)(?: (?P<placement>[a-z_]+(?:=\S+)?))? (?P<speed>[\d.]+)", text.strip()
     )
-    value = speed(match["speed"]) if match else None
-    if match is None or value is None:
+    value = plain_number(match["speed"]) if match else None
+    if match is None or not value:
         raise ValueError(
             f"measured={text!r} is not a measurement. Allowed: RUNTIME PLACEMENT TOK_S, like "
-            "'llama.cpp host_layers=all 21.3', or a CSV of `moecache validate --speeds`."
+            "'llama.cpp host_layers=all 21.3'."
         )
     runtime = load_runtime(match["runtime"])
     model = stored_for(runtime, setup.model)
@@ -269,18 +256,13 @@ def read_measured(setup: Setup, text: str) -> Scale:
     else:
         placed = place(model, setup.machine, runtime, where, setup.context)
     got = forecast(model, setup.machine, runtime, placed, setup.context)
-    ratio, drive = _scale(value, got.work, setup.machine)
+    parts = got.work.seconds(mechanisms().constants)
+    drive_s = parts.pop("drive")
+    ratio, share = scale_by(value, sum(parts.values()), drive_s)
     assumed = " (assumed)" if where.kind == AUTO else ""
     said = f"measured {runtime.name} {placed.placement}{assumed}: {value:g} tok/s"
+    drive = None if share == 1 else setup.machine.drive_rate * share
     return Scale(ratio=ratio, drive=drive, text=said)
-
-
-def _scale(measured: float, work: Work, machine: Machine) -> tuple[float, float | None]:
-    """Return measured over forecast, and the drive's rate where that explains the difference."""
-    parts = work.seconds(mechanisms().constants)
-    rest = sum(parts.values()) - parts["drive"]
-    ratio, share = scale_by(measured, rest, parts["drive"])
-    return ratio, None if share == 1 else machine.drive_rate * share
 
 
 def cpu_alone(setup: Setup) -> float | None:

@@ -122,17 +122,20 @@ def rule_of_thumb_s(work: Work) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """A decode speed in tokens/s with the range where 80% of the mechanism's rows fall."""
+    """A decode speed in tokens/s, the geometric middle of its range."""
 
     tok_per_s: float
-    low: float
-    high: float
     placed: Placed
     work: Work
     is_stated: bool
     """Whether all inputs that matter to the mechanism were given, not assumed."""
     spread: Spread
-    """Where the range is from."""
+    """Where the range is from, in which 80% of the mechanism's rows fall."""
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The ends of the range."""
+        return self.tok_per_s / self.spread.reach, self.tok_per_s * self.spread.reach
 
 
 def forecast(
@@ -153,16 +156,24 @@ def forecast(
         speed = 1 / (work.card + work.host + work.link + work.drive)
     else:
         speed = runtime.factor / sum(work.seconds(known.constants).values())
-    spread = known.spread(placed.group, is_stated)
     return Forecast(
         tok_per_s=speed,
-        low=speed * spread.low,
-        high=speed * spread.high,
         placed=placed,
         work=work,
         is_stated=is_stated,
-        spread=spread,
+        spread=known.spread(placed.group, is_stated),
     )
+
+
+def scale_by(measured: float, rest_s: float, drive_s: float) -> tuple[float, float]:
+    """Return by what one measured speed scales the machine's others, and its drive's rate.
+
+    `rest_s` and `drive_s` are what a token was forecast to take without and on the drive. Where
+    the drive is read, what is left of the measured time is the drive's.
+    """
+    if drive_s and 1 / measured > rest_s:
+        return 1.0, drive_s / (1 / measured - rest_s)
+    return measured * (rest_s + drive_s), 1.0
 
 
 # --- the prompt ---

@@ -103,11 +103,6 @@ class Loss:
         return 100 * (self.before - self.after)
 
     @property
-    def family(self) -> str:
-        """The first word of the model's name."""
-        return re.split(r"[-.\d]", self.model)[0]
-
-    @property
     def amount(self) -> str:
         """How much was changed, in words; empty where the source does not say."""
         return amount(self.share, self.resident)

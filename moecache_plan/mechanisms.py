@@ -42,16 +42,6 @@ class Spread:
     coverage: float
     """Share of the rows within ranges that were made without their machine."""
 
-    @property
-    def low(self) -> float:
-        """The lower end of the range, as a share of the forecast, its geometric middle."""
-        return 1 / self.reach
-
-    @property
-    def high(self) -> float:
-        """The upper end of the range, as a share of the forecast."""
-        return self.reach
-
     def __str__(self) -> str:
         return f"such ranges held {self.coverage:.0%} of {self.rows} published speeds"
 

@@ -26,7 +26,6 @@ from moecache_plan.mechanisms import PROCESSOR, Mechanisms, mechanisms
 BUFFERS = 1.0e9
 """Bytes a card that compute buffers, a context and the allocator take."""
 AUTO = "auto"
-KINDS = (RESIDENT, "host_layers", "gpu_layers", "resident_experts", "slots", "cache", AUTO, "cpu")
 _LEAST_CACHE = 2**30
 _FORMS = (
     "resident, host_layers=N, host_layers=all, gpu_layers=N, resident_experts=N, slots=N, "
@@ -36,7 +35,7 @@ _FORMS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where experts lie: `kind`, one of `KINDS`, and how many (inf: all), or bytes of a cache."""
+    """Where experts lie: `kind`, as in `_FORMS` or `cpu`, and how many (inf: all), or bytes."""
 
     kind: str
     amount: float = 0.0

@@ -40,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_machine_arguments(parser)
     parser.add_argument("--context", type=int, default=4096, help="tokens in the KV cache")
     parser.add_argument("--prompt", type=int, default=512, help="prompt tokens (for TTFT)")
-    text = "a speed of this model here: 'llama.cpp host_layers=all 21.3', or a CSV of speeds"
+    text = "a speed of this model here: 'llama.cpp host_layers=all 21.3'"
     parser.add_argument("--measured", type=str | None, help=text)
     text = "programs, separated by commas: 'llama.cpp,ollama'; default: those of such a machine"
     parser.add_argument("--runtime", type=str | None, help=text)

@@ -357,17 +357,6 @@ def factor(predicted: float | None, measured: float | None) -> float | None:
     return max(predicted / measured, measured / predicted)
 
 
-def scale_by(measured: float, rest_s: float, drive_s: float) -> tuple[float, float]:
-    """Return by what one measured speed scales the machine's others, and its drive's rate.
-
-    `rest_s` and `drive_s` are what a token was forecast to take without and on the drive. Where
-    the drive is read, what is left of the measured time is the drive's.
-    """
-    if drive_s and 1 / measured > rest_s:
-        return 1.0, drive_s / (1 / measured - rest_s)
-    return measured * (rest_s + drive_s), 1.0
-
-
 def predict(row: Row, known: Mechanisms | None = None) -> dict[str, Any]:
     """Return a row's fields with its predictions, by the shipped constants or by `known`."""
     placed = row.placed(known)
@@ -384,8 +373,8 @@ def predict(row: Row, known: Mechanisms | None = None) -> dict[str, Any]:
         "stated": found.is_stated,
         "hit": placed.hit,
         "predicted_tok_s": found.tok_per_s,
-        "low": found.low,
-        "high": found.high,
+        "low": found.ends[0],
+        "high": found.ends[1],
         "factor": factor(found.tok_per_s, row.decode),
         "measured_tok_s": row.decode,
         "rule_of_thumb_tok_s": thumb,

@@ -5,7 +5,6 @@ Each tensor has a precision of its own in most GGUF files, and a configuration d
 
 from __future__ import annotations
 
-import math
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,8 +23,6 @@ _LEFT_OUT = ("vision", "visual", "image", "audio", "mtp", "mm_proj", "multi_moda
 """Parts of checkpoints that a text's tokens do not pass through, and layers that predict ahead."""
 _ALIKE = 0.05
 """Share by which a file may differ from what is said of it: norms in float32, image encoders."""
-_FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
-"""Types of safetensors that hold a weight an element; others pack several into one."""
 _KINDS = {
     "imatrix": "an importance matrix, to be read by `moecache profile use`",
     "mmproj": "an image encoder, which belongs to a model's file",
@@ -71,8 +68,6 @@ class _Parts:
     embedding: _Part = field(default_factory=_Part)
     output: _Part = field(default_factory=_Part)
     expert_layers: set[int] = field(default_factory=set)
-    expert_numbers: set[int] = field(default_factory=set)
-    """Empty where one tensor holds all experts of a layer."""
 
 
 def read_gguf(path: Path, what: str) -> RealModel:
@@ -106,7 +101,7 @@ def read_gguf(path: Path, what: str) -> RealModel:
         if _gguf_layer(tensor.name) < blocks - predicting
         and not tensor.name.startswith("per_layer_token_embd")
     ]
-    experts = r"ffn_\w+_exps\.|ffn_(?:gate|up|down)\.(?P<expert>\d+)\."
+    experts = r"ffn_\w+_exps\.|ffn_(?:gate|up|down)\.\d+\."
     parts = _parts(own, rf"blk\.(?P<layer>\d+)\.(?:{experts})?", "token_embd.", "output.weight")
     if not parts.expert_layers:
         holds = f"{len(tensors)} tensors, none of them experts (`*_exps`)" if tensors else "none"
@@ -257,9 +252,8 @@ def read_safetensors_index(path: Path, what: str) -> RealModel:
     """Return the sizes of a checkpoint by its `*.safetensors.index.json`.
 
     Sizes are those of the `config.json` next to it; the bits of the experts and of the rest are
-    those of the tensors where the files are there, else of the index's total. Where the
-    configuration does not give the sizes of experts, the tensors do. Raises ValueError, beginning
-    with `what`.
+    those of the tensors where the files are there, else of the index's total. Raises ValueError,
+    beginning with `what`.
     """
     index = read_json(path, what)
     files = index.get("weight_map") if isinstance(index, Mapping) else None
@@ -274,11 +268,10 @@ def read_safetensors_index(path: Path, what: str) -> RealModel:
     tensors = [tensor for file in here for tensor in _safetensors(file, f"{what}: {file.name}")]
     config = {"name": path.resolve().parent.name, **config}
     try:
-        model = _read_sizes(config, what)
+        model = read_config(config, what)
     except ValueError:
-        if not tensors:
-            raise
-        return _by_tensors(config, tensors, what)
+        # Where it stores in an unknown way, the bytes of its tensors say how.
+        model = read_config({**config, "quantization_config": None}, what)
     if tensors:
         parts = _checkpoint_parts(tensors, model.num_layers + _dense_before(config))
         return _with_bits(model, parts, path.name)
@@ -302,16 +295,9 @@ def read_safetensors_index(path: Path, what: str) -> RealModel:
     )
 
 
-def _read_sizes(config: Mapping[str, Any], what: str) -> RealModel:
-    """Read a configuration; where it stores in an unknown way, as if it were bf16."""
-    try:
-        return read_config(config, what)
-    except ValueError:
-        return read_config({**config, "quantization_config": None}, what)
-
-
 def _safetensors(path: Path, what: str) -> Iterator[Tensor]:
-    """Yield the tensors of a safetensors file, from its header."""
+    """Yield the tensors of a safetensors file, from its header, without their weights: some pack
+    several into an element."""
     with open_file(path, what) as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
@@ -322,15 +308,14 @@ def _safetensors(path: Path, what: str) -> Iterator[Tensor]:
             for name, entry in header.items():
                 if name != "__metadata__":
                     begin, end = entry["data_offsets"]
-                    weights = math.prod(entry["shape"]) if entry["dtype"] in _FLOATS else 0
-                    yield Tensor(name, weights, end - begin)
+                    yield Tensor(name, 0, end - begin)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{what} is not a safetensors file: {error}.") from None
 
 
-def _checkpoint_parts(tensors: Iterable[Tensor], num_layers: float = math.inf) -> _Parts:
+def _checkpoint_parts(tensors: Iterable[Tensor], num_layers: int) -> _Parts:
     """Sort a checkpoint's tensors; layers from `num_layers` on predict ahead and are left out."""
-    pattern = r".*?layers\.(?P<layer>\d+)\.(?:.*\bexperts\.(?:(?P<expert>\d+)\.)?(?!bias)\w)?"
+    pattern = r".*?layers\.(?P<layer>\d+)\.(?:.*\bexperts\.(?:\d+\.)?(?!bias)\w)?"
     own = [
         tensor
         for tensor in tensors
@@ -367,30 +352,6 @@ def _dense_before(config: Mapping[str, Any]) -> int:
     return int(sizes.get("first_k_dense_replace") or sizes.get("num_dense_layers") or 0)
 
 
-def _by_tensors(config: Mapping[str, Any], tensors: list[Tensor], what: str) -> RealModel:
-    """Return a model of a kind that nothing here knows, by what its tensors are called."""
-    parts = _checkpoint_parts(tensors)
-    numbers = [int(n) for name, n in config.items() if re.search("num.*experts$", name) and n]
-    counts = {len(parts.expert_numbers)} if parts.expert_numbers else set(numbers)
-    top_k = [n for name, n in config.items() if re.search(r"(experts|moe).*(tok|top_?k)", name)]
-    if not parts.expert_layers or len(counts) != 1 or len(top_k) != 1:
-        raise ValueError(
-            f"{what}: neither its config.json nor the names of its tensors say how many experts "
-            "each layer has and how many a token takes. A YAML with `num_experts` and "
-            "`num_experts_per_tok` does (docs/your_model.md)."
-        )
-    if not parts.experts.weights:
-        raise ValueError(f"{what}: its experts are packed, and its config.json has no sizes.")
-    return _model(
-        parts,
-        name=str(config["name"]),
-        num_experts=counts.pop(),
-        top_k=read_count(f"{what}: top-k", top_k[0], least=1),
-        precision=f"{parts.experts.bits:.3g} bits",
-        source="the tensors of its files; a KV cache is not counted, as its model_type is unknown",
-    )
-
-
 # --- parts ---
 
 
@@ -406,8 +367,6 @@ def _parts(tensors: Iterable[Tensor], layer: str, embedding: str, output: str) -
         if match and match.end() > match.end("layer") + 1:
             parts.experts.add(tensor)
             parts.expert_layers.add(int(match["layer"]))
-            if match["expert"] is not None:
-                parts.expert_numbers.add(int(match["expert"]))
         else:
             others.append((int(match["layer"]) if match else None, tensor))
     for number, tensor in others:

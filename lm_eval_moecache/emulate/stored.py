@@ -45,11 +45,6 @@ CACHE_BITS = {
     **{"q5_1": 6.0, "q5_0": 5.5, "q4_1": 5.0, "q4_0": 4.5},
 }
 """Bits of an element of the KV cache, by the name of its type."""
-SUGGESTED = (
-    *("bf16", "fp8", "int8", "int4", "nf4", "mxfp4", "nvfp4"),
-    *("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k"),
-)
-"""What `plan` looks through for one at which a model fits."""
 PRECISION_HELP = (
     f"{', '.join(PRECISIONS)}; of GGUF q4_k_m, ud-q4_k_xl, iq3_s ...; exl3:4.0, 4.5bpw, 4bit (MLX)"
 )

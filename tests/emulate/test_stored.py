@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lm_eval_moecache.emulate.models import load_real_model
-from lm_eval_moecache.emulate.stored import SUGGESTED, load_stored
+from lm_eval_moecache.emulate.stored import load_stored
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,3 @@ def test_files_of_a_published_size() -> None:
         sized = replace(model, stored=load_stored(typed))
         experts = sized.num_layers * sized.num_experts * sized.expert_bytes
         assert (experts + sized.dense_bytes) / 1e9 == pytest.approx(gigabytes, rel=0.03)
-
-
-def test_every_suggestion_is_a_precision() -> None:
-    bits = [load_stored(name).expert_bits for name in SUGGESTED]
-    assert len(bits) == len(set(SUGGESTED)) and min(bits) < 3.2

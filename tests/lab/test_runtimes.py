@@ -64,7 +64,6 @@ def test_the_reach_of_a_group_covers_four_fifths_of_it(factors: list[float]) -> 
     groups = {"host": [(str(index), factor) for index, factor in enumerate(factors)]}
     spread = spreads_of(groups)["host"]
     assert sum(factor <= spread.reach + 1e-3 for factor in factors) >= 0.8 * len(factors)
-    assert spread.low * spread.high == pytest.approx(1)
     # Those of one machine say nothing of the machine's own range.
     alone = {"host": [("a", 9.0)] * 5 + [(str(index), 2.0) for index in range(20)]}
     assert spreads_of(alone)["host"].coverage == pytest.approx(20 / 25)

@@ -17,6 +17,7 @@ from moecache_plan.forecast import (
     prefill_tok_per_s,
     prompt_work,
     rule_of_thumb_s,
+    scale_by,
     token_work,
 )
 from moecache_plan.machines import Machine
@@ -325,3 +326,12 @@ def test_a_runtimes_factor_is_that_of_every_speed(absent: str) -> None:
     for name in ("memory_bytes_per_s", "host_memory_bytes_per_s", "link_rate", "lane_rate"):
         assert getattr(halved, name) == pytest.approx(getattr(plain, name) / 2)
     assert halved.layer_overhead_s == pytest.approx(2 * plain.layer_overhead_s)
+
+
+def test_one_measurement_scales_a_machine_or_its_drive() -> None:
+    # Forecast 10 tok/s, measured 5: everything is twice as slow.
+    assert scale_by(5, 0.1, 0.0) == pytest.approx((0.5, 1.0))
+    # Of 0.2 s 0.05 are not the drive's, which took 0.05 for the 0.15 left.
+    assert scale_by(5, 0.05, 0.05) == pytest.approx((1.0, 1 / 3))
+    # Faster than all but the drive would allow: no rate of a drive explains it.
+    assert scale_by(40, 0.05, 0.05) == pytest.approx((4.0, 1.0))

@@ -25,7 +25,6 @@ from moecache_plan.published import (
     find_hardware,
     find_model,
     read_rows,
-    scale_by,
     speed,
     tokens,
 )
@@ -265,15 +264,6 @@ def test_everyday_questions_are_answered_as_the_page_shows(question: str) -> Non
     assert answer(question) in (ROOT / "results/runtimes/questions.md").read_text()
 
 
-def test_one_measurement_scales_a_machine_or_its_drive() -> None:
-    # Forecast 10 tok/s, measured 5: everything is twice as slow.
-    assert scale_by(5, 0.1, 0.0) == pytest.approx((0.5, 1.0))
-    # Of 0.2 s 0.05 are not the drive's, which took 0.05 for the 0.15 left.
-    assert scale_by(5, 0.05, 0.05) == pytest.approx((1.0, 1 / 3))
-    # Faster than all but the drive would allow: no rate of a drive explains it.
-    assert scale_by(40, 0.05, 0.05) == pytest.approx((4.0, 1.0))
-
-
 def test_gguf_files_of_mxfp4_have_the_rest_in_eight_bits_but_where_f16_is_said(
     tmp_path: Path,
 ) -> None:
@@ -313,7 +303,7 @@ def test_the_constants_file_is_whole() -> None:
     known = mechanisms()
     assert set(known.constants) == set(CONSTANTS)
     for spread in known.spreads.values():
-        assert spread.low * spread.high == pytest.approx(1) and spread.reach >= 1
+        assert spread.reach >= 1
 
 
 def test_the_page_of_predictions_shows_the_table_as_the_command_wrote_it() -> None:

@@ -255,22 +255,6 @@ def test_an_index_of_safetensors_gives_the_bits_of_the_tensors(tmp_path: Path) -
     assert load_model(str(path)).expert_bytes == 96
 
 
-def test_a_checkpoint_whose_configuration_has_no_sizes_is_sized_by_its_tensors(
-    tmp_path: Path,
-) -> None:
-    path = checkpoint(tmp_path, {"model_type": "new", "moe_topk": 2})
-    with pytest.raises(ValueError, match=r"its experts are packed"):
-        load_model(str(path))
-    halves = {
-        f"model.layers.0.block.experts.{e}.w1": np.zeros((8, 6), np.float16) for e in range(5)
-    }
-    save_file(halves, tmp_path / "a.safetensors")
-    model = load_model(str(path))
-    assert (model.num_layers, model.num_experts, model.top_k) == (1, 5, 2)
-    assert (model.expert_weights, model.expert_bytes) == (48, 96)
-    assert model.layer_weights == 4 * 64 + 24 and model.kv_bytes(100) == 0
-
-
 def test_an_index_without_its_configuration_or_its_map_says_so(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, SMALL)
     (tmp_path / "config.json").unlink()
