@@ -21,6 +21,7 @@ import torch
 import transformers
 from grid import setting_of
 
+from lm_eval_moecache.algorithms.learned.buddies import PAIRS, WEIGHTED
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.setting import TOGETHER
@@ -30,7 +31,6 @@ from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layer
 from lm_eval_moecache.model.wall.loading import ExpertLoader, assemble
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.artifact import write_artifact
-from lm_eval_moecache.records.coactivation import PAIRS, WEIGHTED
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.testing.streams import artifact_folder, artifact_for

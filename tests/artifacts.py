@@ -11,14 +11,9 @@ from typing import Any
 from lm_eval_moecache.algorithms.policy import Choice, Policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
-from lm_eval_moecache.records.artifact import (
-    DATA_AWARE,
-    PREDICTOR,
-    UseProfile,
-    write_artifact,
-    write_use,
-)
+from lm_eval_moecache.records.artifact import DATA_AWARE, PREDICTOR, write_artifact
 from lm_eval_moecache.testing.streams import MAKERS, artifact_folder, artifact_for, profile_for
+from lm_eval_moecache.trace.use import UseProfile, write_use
 
 __all__ = ["artifacts_of", "predictor_of", "profile_for", "use_profile"]
 

@@ -38,8 +38,9 @@ MAY_IMPORT = {
 TORCH_FREE = ("records.", "trace.", "algorithms.", "engine.", "report.")
 # A replay's future is a record, too: offline algorithms take it.
 ALGORITHM_MAY_IMPORT = ("records.", "trace.future")
-# The vocabulary of rules that rank residents, or state what an expert costs.
-RANKINGS = ("algorithms.features", "algorithms.ranked", "algorithms.costs")
+# The vocabulary of rules that rank residents, state what an expert costs, or learned offline.
+RANKINGS = ("algorithms.features", "algorithms.ranked", "algorithms.costs", "algorithms.importance")
+LEARNED = "algorithms.learned."
 
 
 def matches(module: str, allowed: tuple[str, ...]) -> bool:
@@ -83,7 +84,7 @@ def test_real_models_sizes_are_seen_by_commands_and_by_runs_that_emulate() -> No
 def test_algorithms_are_leaves_and_their_bases_see_the_records_only() -> None:
     """They import records, the ranking vocabulary and their axis's base; bases what axes share."""
     for module in algorithms():
-        allowed = (*ALGORITHM_MAY_IMPORT, *RANKINGS, f"{module.rpartition('.')[0]}.base")
+        allowed = (*ALGORITHM_MAY_IMPORT, *RANKINGS, LEARNED, f"{module.rpartition('.')[0]}.base")
         assert [n for n in own_imports_of(module) if not matches(n, allowed)] == [], module
     for axis in AXES:
         base_imports = own_imports_of(f"algorithms.{axis}.base")

@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, BatchEncoding
 
+from lm_eval_moecache.algorithms.learned.data_aware import NUM_LSTMS, cost_of
+from lm_eval_moecache.algorithms.learned.data_aware import shapes as sida_shapes
+from lm_eval_moecache.algorithms.learned.predictor import costs, shapes, target_of
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.prefetch.gates import DataAware
 from lm_eval_moecache.cli.main import main
@@ -49,10 +52,7 @@ from lm_eval_moecache.records.artifact import (
     Artifact,
     read_artifact,
 )
-from lm_eval_moecache.records.data_aware import NUM_LSTMS, cost_of
-from lm_eval_moecache.records.data_aware import shapes as sida_shapes
 from lm_eval_moecache.records.event import DECODE, PREFILL
-from lm_eval_moecache.records.predictor import costs, shapes, target_of
 from lm_eval_moecache.testing.streams import artifact_for, make_geometry, make_hardware
 from lm_eval_moecache.trace.importers import load_trace
 from tests.artifacts import predictor_of, profile_for

@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lm_eval_moecache.algorithms.learned.buddies import PAIRS, BuddyProfile
+from lm_eval_moecache.algorithms.learned.sensitivity import LAYERS, THRESHOLDS, rises
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.harness.lm import MoECacheLM
@@ -27,9 +29,7 @@ from lm_eval_moecache.records.artifact import (
     SENSITIVITY,
     read_artifact,
 )
-from lm_eval_moecache.records.coactivation import PAIRS, BuddyProfile
 from lm_eval_moecache.records.event import DECODE, Event
-from lm_eval_moecache.records.sensitivity import LAYERS, THRESHOLDS, rises
 from lm_eval_moecache.sweep import evaluation
 from lm_eval_moecache.testing.streams import make_geometry
 from lm_eval_moecache.tiny import MODEL_DIR

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
+from lm_eval_moecache.algorithms.learned.predictor import digest_of
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.decide import Plan, Rules, copy_state, resolve, route
@@ -36,7 +37,6 @@ from lm_eval_moecache.records.event import (
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.jit import Table, compile_midway
 from lm_eval_moecache.records.ledger import Ledger, PassRecord, RequestRecord
-from lm_eval_moecache.records.predictor import digest_of
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.trace.future import Future
 

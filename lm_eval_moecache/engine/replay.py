@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.learned.predictor import target_of
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.engine.engine import Engine, proposals_by_event
 from lm_eval_moecache.engine.setting import CONTEXT, Setting
@@ -29,7 +30,6 @@ from lm_eval_moecache.records.event import (
 )
 from lm_eval_moecache.records.geometry import NO_TARGET
 from lm_eval_moecache.records.ledger import PassRecord, RequestRecord
-from lm_eval_moecache.records.predictor import target_of
 from lm_eval_moecache.trace.file import StreamedTrace
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.recorder import identity

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from lm_eval_moecache.algorithms.parameters import Algorithm
 from lm_eval_moecache.algorithms.policy import Policy
-from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.sizes import Capacity
+from lm_eval_moecache.trace.use import UseProfile
 
 SELF = "self:"
 """Prefix of a draft that is the target itself at another precision: `self:int4`."""

@@ -35,7 +35,6 @@ from lm_eval_moecache.engine.setting import (
     offline_error,
 )
 from lm_eval_moecache.model.precision.ladder import Ladder, parse_ladder
-from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.errors import ArgumentsError
 from lm_eval_moecache.records.files import check_writable
 from lm_eval_moecache.records.geometry import MOST_DRAFTED, Geometry
@@ -52,7 +51,7 @@ from lm_eval_moecache.records.sizes import (
     parse_capacity,
 )
 from lm_eval_moecache.trace.recorder import Detail, check_folder
-from lm_eval_moecache.trace.use import load_use, placement
+from lm_eval_moecache.trace.use import UseProfile, load_use, placement
 
 _COMMANDS = ("lm_eval", "lm-eval", "lm_eval.__main__")
 

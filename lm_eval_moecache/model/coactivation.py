@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from lm_eval_moecache.algorithms.learned.buddies import Coactivation
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.reading import ReadingModel, watched
 from lm_eval_moecache.records.arrays import FloatArray
-from lm_eval_moecache.records.coactivation import Coactivation
 
 Weights = Callable[[int], Any]
 """Number of tokens in a window -> the weight of each."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from lm_eval_moecache.algorithms.learned.sensitivity import Doubles, rises
 from lm_eval_moecache.model.reading import ReadingModel, watched
 from lm_eval_moecache.records.arrays import FloatArray
-from lm_eval_moecache.records.sensitivity import Doubles, rises
 
 
 class Fisher:

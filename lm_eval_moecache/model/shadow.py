@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lm_eval_moecache.algorithms.learned.predictor import digest_of, target_of
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
 from lm_eval_moecache.model.predictor.network import network_of, pass_predictor_of
@@ -17,7 +18,6 @@ from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.artifact import check_router_digest
 from lm_eval_moecache.records.event import PASS_START, Event
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.predictor import digest_of, target_of
 from lm_eval_moecache.trace.recorder import Detail, Predict, Propose, Rows, identity
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lm_eval_moecache.algorithms.learned.predictor import target_of
 from lm_eval_moecache.engine.engine import Engine, TokenPass
 from lm_eval_moecache.engine.rows import Row, RowPass
 from lm_eval_moecache.engine.virtual.together import Together, serving
@@ -43,7 +44,6 @@ from lm_eval_moecache.records.event import (
     unique_in_order,
 )
 from lm_eval_moecache.records.ledger import PassRecord
-from lm_eval_moecache.records.predictor import target_of
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.trace.recorder import (
     NotedPass,

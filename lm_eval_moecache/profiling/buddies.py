@@ -12,16 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.profiling._texts import (
-    add_options,
-    add_text_options,
-    analyzed_texts,
-    check_counts,
-    check_out,
-    say,
-)
-from lm_eval_moecache.records.artifact import BUDDIES, artifact_of, write_artifact
-from lm_eval_moecache.records.coactivation import (
+from lm_eval_moecache.algorithms.learned.buddies import (
     NO_BUDDY,
     PAIRS,
     SIMILARITY,
@@ -32,6 +23,15 @@ from lm_eval_moecache.records.coactivation import (
     check_profile,
     conditional,
 )
+from lm_eval_moecache.profiling._texts import (
+    add_options,
+    add_text_options,
+    analyzed_texts,
+    check_counts,
+    check_out,
+    say,
+)
+from lm_eval_moecache.records.artifact import BUDDIES, artifact_of, write_artifact
 
 _WARMUP_WEIGHT = 0.5
 _KEPT = ("k_max", "smoothing", "warmup_tokens", "warmup_weight")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.algorithms.learned.predictor import LOSSES
 from lm_eval_moecache.profiling._texts import add_options, add_training_options, check_training
 from lm_eval_moecache.records.artifact import PREDICTOR
 from lm_eval_moecache.records.numbers import unknown_name_error
-from lm_eval_moecache.records.predictor import LOSSES
 
 
 def add_arguments(parser: ArgumentParser) -> None:

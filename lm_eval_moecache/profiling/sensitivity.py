@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.algorithms.learned.sensitivity import LAYERS, THRESHOLDS
 from lm_eval_moecache.profiling._texts import add_text_options, analyzed_texts, check_out, say
 from lm_eval_moecache.records.artifact import SENSITIVITY, artifact_of, write_artifact
-from lm_eval_moecache.records.sensitivity import LAYERS, THRESHOLDS
 
 
 def add_arguments(parser: ArgumentParser) -> None:

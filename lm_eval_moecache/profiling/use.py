@@ -14,7 +14,6 @@ import numpy as np
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.profiling._texts import say
-from lm_eval_moecache.records.artifact import UseProfile, bare_name, write_use
 from lm_eval_moecache.records.files import (
     check_file,
     lines_of,
@@ -23,7 +22,7 @@ from lm_eval_moecache.records.files import (
     read_head,
     read_text,
 )
-from lm_eval_moecache.trace.use import load_use
+from lm_eval_moecache.trace.use import UseProfile, bare_name, load_use, write_use
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -18,6 +18,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lm_eval_moecache.algorithms.learned.buddies import (
+    PAIRS,
+    SIMILARITY,
+    TOP_LOGITS,
+    WEIGHTED,
+    Coactivation,
+)
+from lm_eval_moecache.algorithms.learned.data_aware import shapes as data_aware_shapes
+from lm_eval_moecache.algorithms.learned.predictor import shapes
+from lm_eval_moecache.algorithms.learned.sensitivity import LAYERS, THRESHOLDS
 from lm_eval_moecache.algorithms.policy import Choice, Policy, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.engine import Engine
@@ -33,20 +43,10 @@ from lm_eval_moecache.records.artifact import (
     artifact_of,
     write_artifact,
 )
-from lm_eval_moecache.records.coactivation import (
-    PAIRS,
-    SIMILARITY,
-    TOP_LOGITS,
-    WEIGHTED,
-    Coactivation,
-)
-from lm_eval_moecache.records.data_aware import shapes as data_aware_shapes
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
 from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
-from lm_eval_moecache.records.predictor import shapes
 from lm_eval_moecache.records.selection import Selection
-from lm_eval_moecache.records.sensitivity import LAYERS, THRESHOLDS
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.future import Future
 

@@ -1,4 +1,4 @@
-"""Schema of a trace's metadata, checked by pydantic. Imported only where a trace is read."""
+"""Schemas of a trace's metadata and of use counts, imported only where one is read."""
 
 from __future__ import annotations
 
@@ -52,3 +52,18 @@ class TraceHeader(ModelSizes):
     proposals: list[str] = Field(default_factory=list)
     draft: DraftSizes | None = None
     digest: str | None = None
+
+
+Counts = Annotated[list[Annotated[int, count()]], Field(min_length=1)]
+
+
+class UseFile(Schema):
+    """A use profile, as `moecache profile use` writes it."""
+
+    format: Literal[1]
+    kind: Literal["use"]
+    model: str
+    num_layers: Annotated[int, count(1, 10_000)]
+    num_experts: Annotated[int, count(1, 100_000)]
+    made_from: str = ""
+    counts: Annotated[list[Counts], Field(min_length=1)]

@@ -1,21 +1,115 @@
-"""Counts expert use in routing traces, to warm caches and to forecast prompts."""
+"""Use counts of experts, from files and from routing traces: caches are warmed by them."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+import hashlib
+import json
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm_eval_moecache.records.artifact import ARTIFACT_DIR, UseProfile, bare_name, read_use
-from lm_eval_moecache.records.files import check_file, is_file
+from lm_eval_moecache.records.artifact import ARTIFACT_DIR
+from lm_eval_moecache.records.files import check_file, is_file, read_json, write_whole
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.numbers import shown
 from lm_eval_moecache.trace.importers import MOST_BYTES, find_format, load_trace
 from lm_eval_moecache.trace.trace import Trace
 
 if TYPE_CHECKING:
     from lm_eval_moecache.algorithms.policy import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class UseProfile:
+    """Use counts, `counts[layer][expert]`: the tokens that the router sent to each expert.
+
+    `model` is the last part of the name of the model they were counted on, empty where unknown.
+    `name` says where they came from, and does not count for equality.
+    """
+
+    model: str
+    counts: tuple[tuple[int, ...], ...]
+    name: str = field(default="", compare=False)
+
+    @property
+    def num_layers(self) -> int:
+        """MoE layers counted."""
+        return len(self.counts)
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of each layer."""
+        return len(self.counts[0])
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the counts and their model, 16 hex digits."""
+        text = json.dumps([self.model.lower(), self.counts])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @cached_property
+    def hottest(self) -> tuple[int, ...]:
+        """The keys of all used experts, most used first, ties by key."""
+        flat = [count for layer in self.counts for count in layer]
+        used_keys = [key for key, count in enumerate(flat) if count]
+        return tuple(sorted(used_keys, key=lambda key: -flat[key]))
+
+    def check(self, geometry: Geometry) -> None:
+        """Raise ValueError if the profile is of another model than this one."""
+        sizes = (geometry.num_layers, geometry.num_experts)
+        counted = (self.num_layers, self.num_experts)
+        if counted != sizes:
+            raise ValueError(
+                f"warm={self.name!r} counts {counted[0]} layers of {counted[1]} experts, and the "
+                f"model {geometry.model!r} has {sizes[0]} of {sizes[1]}. Allowed: a profile of it."
+            )
+        if self.model and self.model.lower() != bare_name(geometry.model).lower():
+            raise ValueError(
+                f"warm={self.name!r} is of the model {self.model!r}, and this is "
+                f"{geometry.model!r}. Allowed: a profile of it; where both are one model, name it "
+                "so: `moecache profile use TRACE --model NAME --out use.json`."
+            )
+
+
+def bare_name(model: str) -> str:
+    """Return a model's name without its organisation or folders."""
+    return model.rstrip("/").rpartition("/")[2]
+
+
+def read_use(path: str | Path) -> UseProfile:
+    """Read the JSON of `moecache profile use`. Raises ValueError naming the field."""
+    # Imported late: pydantic is slow to import, and most runs read no profile.
+    from lm_eval_moecache.records.schemas import check
+    from lm_eval_moecache.trace.schema import UseFile
+
+    what = f"warm={str(path)!r}"
+    file = check(UseFile, read_json(path, what), what)
+    counts = tuple(tuple(layer) for layer in file.counts)
+    widths = sorted({len(layer) for layer in counts})
+    if len(counts) != file.num_layers or widths != [file.num_experts]:
+        raise ValueError(
+            f"{what}: counts has {len(counts)} layers of {shown(widths)} experts, must have "
+            f"num_layers={file.num_layers} of num_experts={file.num_experts}."
+        )
+    return UseProfile(model=file.model, counts=counts, name=Path(path).name)
+
+
+def write_use(path: Path, profile: UseProfile) -> None:
+    """Write a profile atomically, as JSON with one line per layer."""
+    head = {
+        "format": 1,
+        "kind": "use",
+        "model": profile.model,
+        "num_layers": profile.num_layers,
+        "num_experts": profile.num_experts,
+        "made_from": profile.name,
+    }
+    lines = ",\n".join(f"  {json.dumps(layer)}" for layer in profile.counts)
+    text = f'{json.dumps(head, indent=1)[:-2]},\n "counts": [\n{lines}\n ]\n}}\n'
+    write_whole(path, text)
 
 
 def load_use(file: str, key: str = "warm") -> UseProfile:

@@ -8,9 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.learned.buddies import (
+    NO_BUDDY,
+    Coactivation,
+    buddy_lists,
+    conditional,
+)
 from lm_eval_moecache.model.coactivation import observe
 from lm_eval_moecache.records.arrays import FloatArray
-from lm_eval_moecache.records.coactivation import NO_BUDDY, Coactivation, buddy_lists, conditional
 from lm_eval_moecache.report.plots import new_figure
 from moecache_lab.analyzed_model import Analysis, AnalyzedModel, Rows
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lm_eval_moecache.algorithms.learned.predictor import load_predictor
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.preflight import geometry_of
@@ -35,7 +36,6 @@ from lm_eval_moecache.model.predictor.samples import (
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.files import TINY
 from lm_eval_moecache.records.ledger import GENERATE
-from lm_eval_moecache.records.predictor import load_predictor
 from lm_eval_moecache.report.plots import new_figure
 from lm_eval_moecache.report.runs.run import scores_of
 from lm_eval_moecache.sweep.evaluation import answers_of, evaluate, leaf_tasks, quiet

@@ -12,9 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm_eval_moecache.algorithms.registry import find_algorithm
-from lm_eval_moecache.records.artifact import BUDDIES, write_artifact
-from lm_eval_moecache.records.coactivation import (
+from lm_eval_moecache.algorithms.learned.buddies import (
     NO_BUDDY,
     PAIRS,
     TOP_LOGITS,
@@ -24,6 +22,8 @@ from lm_eval_moecache.records.coactivation import (
     conditional,
     top_k_shares,
 )
+from lm_eval_moecache.algorithms.registry import find_algorithm
+from lm_eval_moecache.records.artifact import BUDDIES, write_artifact
 from lm_eval_moecache.records.event import DROPPED, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.testing.streams import (

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lm_eval_moecache.algorithms.learned.predictor import PredictorCost
 from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
-from lm_eval_moecache.records.predictor import PredictorCost
 
 DENSE_KERNELS, EXPERT_KERNELS, GATE_KERNELS = 30, 15, 3
 

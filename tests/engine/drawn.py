@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.learned.predictor import digest_of, target_of
 from lm_eval_moecache.algorithms.policy import check_cache_form, load_policy
 from lm_eval_moecache.algorithms.registry import (
     AXES,
@@ -19,7 +20,6 @@ from lm_eval_moecache.algorithms.registry import (
 )
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.event import (
     PHASES,
     UNSEEN_SCORES,
@@ -30,13 +30,13 @@ from lm_eval_moecache.records.event import (
 from lm_eval_moecache.records.geometry import NO_TARGET, Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.ledger import PassRecord
-from lm_eval_moecache.records.predictor import digest_of, target_of
 from lm_eval_moecache.records.real_model import LayerCaches, RealModel
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import equip
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.recorder import identity
 from lm_eval_moecache.trace.trace import Drafted, Lists, Trace
+from lm_eval_moecache.trace.use import UseProfile
 from tests.engine.oracle import Oracle
 from tests.engine.traces import draw_routing, with_predictions
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.learned.data_aware import cost_of
+from lm_eval_moecache.algorithms.learned.predictor import FREE, costs
 from lm_eval_moecache.algorithms.miss.base import weight_shares
 from lm_eval_moecache.records.arrays import softmax
-from lm_eval_moecache.records.data_aware import cost_of
 from lm_eval_moecache.records.event import DECODE, DROPPED, PASS_START, PREFILL, Event, Fetch
 from lm_eval_moecache.records.geometry import NO_TARGET
 from lm_eval_moecache.records.ledger import PassRecord
-from lm_eval_moecache.records.predictor import FREE, costs
 from tests.engine.costs import Costs
 
 TOTALS = ("bytes_moved", "link_busy_s", "evictions", "lifetime_tokens")

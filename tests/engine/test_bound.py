@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.bound import fewest_misses
-from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.event import PHASES, PREFILL
 from lm_eval_moecache.sweep.replay_grid import victim_share
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Trace
+from lm_eval_moecache.trace.use import UseProfile
 
 from . import traces
 from .traces import decode_trace, draw_trace, misses, setting_for

@@ -14,11 +14,10 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.harness.arguments import read_config
-from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.sweep.identity import resolve
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
-from lm_eval_moecache.trace.use import load_use, use_of
+from lm_eval_moecache.trace.use import UseProfile, load_use, use_of
 from tests.conftest import Moecache
 
 from . import traces

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
+from lm_eval_moecache.algorithms.learned.data_aware import load_data_aware
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.cli.table import other_table
@@ -22,8 +23,7 @@ from lm_eval_moecache.emulate.models import load_real_model
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import read_config, split_arguments
-from lm_eval_moecache.records.artifact import DATA_AWARE, read_artifact, write_artifact, write_use
-from lm_eval_moecache.records.data_aware import load_data_aware
+from lm_eval_moecache.records.artifact import DATA_AWARE, read_artifact, write_artifact
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.schemas import check
@@ -41,7 +41,7 @@ from lm_eval_moecache.sweep.worker import check_trace_cell
 from lm_eval_moecache.testing.contracts import GEOMETRY
 from lm_eval_moecache.testing.streams import artifact_for
 from lm_eval_moecache.trace.importers import load_trace
-from lm_eval_moecache.trace.use import load_use, use_of
+from lm_eval_moecache.trace.use import load_use, use_of, write_use
 from lm_eval_moecache.tune.measure import Objective
 from lm_eval_moecache.tune.search import STUDY, open_study
 from lm_eval_moecache.tune.space import read_space

@@ -17,10 +17,10 @@ from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.records.artifact import UseProfile, write_use
 from lm_eval_moecache.sweep.identity import ResolvedCell, plan
 from lm_eval_moecache.sweep.sharing import SharedRun, detail_of, share_name
 from lm_eval_moecache.sweep.spec import Cell
+from lm_eval_moecache.trace.use import UseProfile, write_use
 from tests.conftest import Moecache
 from tests.sweep.toy import both_ways, figures, made_by, records, swept, write_sweep
 

@@ -9,14 +9,14 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 
 from lm_eval_moecache.algorithms.costs import Missing, Substitute, SubstituteCost
-from lm_eval_moecache.algorithms.miss.base import Budget, Order, SubstitutingMiss
-from lm_eval_moecache.records.arrays import BoolArray, DoubleArray, IntArray, each_token
-from lm_eval_moecache.records.artifact import BUDDIES, load_artifact
-from lm_eval_moecache.records.coactivation import (
+from lm_eval_moecache.algorithms.learned.buddies import (
     BuddyProfile,
     activating_entropy,
     top_k_shares,
 )
+from lm_eval_moecache.algorithms.miss.base import Budget, Order, SubstitutingMiss
+from lm_eval_moecache.records.arrays import BoolArray, DoubleArray, IntArray, each_token
+from lm_eval_moecache.records.artifact import BUDDIES, load_artifact
 from lm_eval_moecache.records.event import DROPPED
 from lm_eval_moecache.records.ranges import Experts, Positive, Range, Share, ZeroOrMore
 from lm_eval_moecache.records.tokens import Tokens

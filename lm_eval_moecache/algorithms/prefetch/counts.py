@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.importance import ImportanceScores
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, activations, largest
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.importance import ImportanceScores
 from lm_eval_moecache.records.ranges import Decay, Experts, LayersAhead, Positive
 
 

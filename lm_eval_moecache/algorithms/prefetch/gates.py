@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+from lm_eval_moecache.algorithms.learned.data_aware import load_data_aware
+from lm_eval_moecache.algorithms.learned.predictor import load_predictor
 from lm_eval_moecache.algorithms.prefetch.base import (
     DraftStagePrefetch,
     LikeliestPrefetch,
@@ -14,9 +16,7 @@ from lm_eval_moecache.algorithms.prefetch.base import (
 )
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.artifact import DATA_AWARE, PREDICTOR
-from lm_eval_moecache.records.data_aware import load_data_aware
 from lm_eval_moecache.records.event import PASS_START, Event
-from lm_eval_moecache.records.predictor import load_predictor
 from lm_eval_moecache.records.ranges import Count, Experts, Positive, Range
 
 

@@ -8,6 +8,12 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.learned.sensitivity import (
+    LAYERS,
+    THRESHOLDS,
+    load_sensitivity,
+    rises,
+)
 from lm_eval_moecache.algorithms.routing.base import (
     FewerExperts,
     RoutingAlgorithm,
@@ -18,7 +24,6 @@ from lm_eval_moecache.records.artifact import SENSITIVITY
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.ranges import Positive, ProperShare, Range
 from lm_eval_moecache.records.selection import Selection
-from lm_eval_moecache.records.sensitivity import LAYERS, THRESHOLDS, load_sensitivity, rises
 from lm_eval_moecache.records.tokens import Tokens
 
 

@@ -6,11 +6,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.learned.predictor import PredictorCost
 from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
-from lm_eval_moecache.records.predictor import PredictorCost
 from lm_eval_moecache.records.real_model import RealModel
 
 # Kernels launched per layer and pass. Eager transformers launches 52 before the experts of an OLMoE

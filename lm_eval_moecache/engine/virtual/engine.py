@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.learned.data_aware import cost_of
+from lm_eval_moecache.algorithms.learned.predictor import FREE, PredictorCost, costs, target_of
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.decide import Plan
 from lm_eval_moecache.engine.engine import Engine, TokenPass, as_lists
@@ -26,12 +28,10 @@ from lm_eval_moecache.engine.virtual.loop import (
     records_of,
 )
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
-from lm_eval_moecache.records.data_aware import cost_of
 from lm_eval_moecache.records.event import NO_PREDICTIONS, Event, Fetch
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.jit import Array, dtype_of
 from lm_eval_moecache.records.ledger import COUNTED, PassRecord
-from lm_eval_moecache.records.predictor import FREE, PredictorCost, costs, target_of
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.trace.future import Future
 

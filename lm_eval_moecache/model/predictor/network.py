@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
-from lm_eval_moecache.records.arrays import BoolArray, FloatArray
-from lm_eval_moecache.records.artifact import Artifact
-from lm_eval_moecache.records.data_aware import NUM_LSTMS, sizes_of
-from lm_eval_moecache.records.predictor import (
+from lm_eval_moecache.algorithms.learned.data_aware import NUM_LSTMS, sizes_of
+from lm_eval_moecache.algorithms.learned.predictor import (
     array_name,
     hidden_size,
     num_stages,
 )
+from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
+from lm_eval_moecache.records.arrays import BoolArray, FloatArray
+from lm_eval_moecache.records.artifact import Artifact
 
 Stages = list[tuple[Tensor, Tensor]]
 

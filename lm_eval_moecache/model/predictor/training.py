@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from lm_eval_moecache.algorithms.learned.predictor import HIDDEN_FACTOR, array_name, num_stages
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.predictor.network import DataAwareNetwork, Embed, PredictorNetwork
 from lm_eval_moecache.model.predictor.samples import (
@@ -35,7 +36,6 @@ from lm_eval_moecache.model.predictor.samples import (
     top_k,
 )
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.predictor import HIDDEN_FACTOR, array_name, num_stages
 
 Trained = tuple[dict[str, Any], dict[str, Any]]
 """A predictor's arrays, and what an artifact says of its training."""

@@ -40,15 +40,3 @@ class MadeBuddies(OpenSchema):
     """Coverage of the lists, for all layers or for each."""
     k_max: Annotated[int, count(1, 100_000)]
     smoothing: Annotated[float, number(least=0)]
-
-
-class UseFile(Schema):
-    """A use profile, as `moecache profile use` writes it."""
-
-    format: Literal[1]
-    kind: Literal["use"]
-    model: str
-    num_layers: Annotated[int, count(1, 10_000)]
-    num_experts: Annotated[int, count(1, 100_000)]
-    made_from: str = ""
-    counts: Annotated[list[Counts], Field(min_length=1)]

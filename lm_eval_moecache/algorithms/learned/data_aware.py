@@ -7,9 +7,9 @@ linear head for all MoE layers. Arrays have torch's names.
 
 from __future__ import annotations
 
+from lm_eval_moecache.algorithms.learned.predictor import PredictorCost
 from lm_eval_moecache.records.artifact import DATA_AWARE, Artifact, load_artifact
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.predictor import PredictorCost
 
 NUM_LSTMS = 2
 # Each linear stage is a product and its activation, an LSTM stage two products and two elementwise
