@@ -51,6 +51,21 @@ def algorithms() -> set[str]:
     return {path.removeprefix(f"{NAME}.") for axis in AXES for path in modules_of(axis).values()}
 
 
+def test_a_models_first_parameter_is_taken_nowhere_for_the_device_that_computes() -> None:
+    def is_model(node: ast.expr) -> bool:
+        name = getattr(node, "id", getattr(node, "attr", ""))
+        return name in ("model", "_model", "target", "pretrained", "plain")
+
+    takers = [
+        f"{module}:{node.lineno}"
+        for module in MODULES
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.Attribute) and node.attr == "device" and is_model(node.value)
+    ]
+    # `device_of` falls back to it.
+    assert len(takers) == 1 and takers[0].startswith("model.device:"), takers
+
+
 @pytest.mark.parametrize("library", MAY_IMPORT)
 def test_heavy_libraries_stay_where_they_belong(library: str) -> None:
     users = [

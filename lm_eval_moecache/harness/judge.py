@@ -36,6 +36,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean
 
 from lm_eval_moecache.harness.tasks import SpeedTask
+from lm_eval_moecache.model.device import device_of
 from lm_eval_moecache.records.files import (
     check_place,
     check_writable,
@@ -167,7 +168,7 @@ class Judge:
         for word in VERDICTS:
             tail = tokenizer(f" {word}", add_special_tokens=False).input_ids
             with torch.no_grad():
-                logits = model(torch.tensor([start + tail], device=model.device)).logits[0]
+                logits = model(torch.tensor([start + tail], device=device_of(model))).logits[0]
             chances = logits[len(start) - 1 : -1].float().log_softmax(-1)
             scores[word] = float(chances[range(len(tail)), tail].mean())
         return max(scores, key=scores.__getitem__)

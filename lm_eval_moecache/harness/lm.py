@@ -61,6 +61,7 @@ from lm_eval_moecache.harness.turns import (
 )
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.decoding import RowDecoding, pads_exactly, reads_padding
+from lm_eval_moecache.model.device import device_of
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.speculative import (
     DraftHooks,
@@ -734,7 +735,7 @@ class MoECacheLM(HFLM):
         ranks = self._gathered or [self._own_records()]
         measured = self.loader.measured(self.device)
         report = run_report(self.engine, self.moecache, *merge(ranks), measured)
-        report = {**report, "device": str(self.model.device)}
+        report = {**report, "device": str(device_of(self.model))}
         return {**report, "ranks": len(ranks)} if len(ranks) > 1 else report
 
     def speed(self) -> list[dict[str, Any]]:

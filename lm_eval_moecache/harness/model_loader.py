@@ -13,7 +13,7 @@ from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.engine import LIVE_PASSES, VirtualEngine
 from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.model.checkpoint import model_path, skeleton, weights_files, weights_identity
-from lm_eval_moecache.model.device import name_of
+from lm_eval_moecache.model.device import device_of, name_of
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.precision.codecs import Encoded
 from lm_eval_moecache.model.precision.ladder import codecs_of
@@ -94,7 +94,7 @@ class ModelLoader:
         engine.expect(LIVE_PASSES)
         if self._codecs is None:
             return engine, None
-        kernel, device_type = implementation_of(model), model.device.type
+        kernel, device_type = implementation_of(model), device_of(model).type
         return engine, LadderStore(self.stored, self._codecs, kernel, device_type)
 
     def experts_of(self) -> ExpertsOf | None:

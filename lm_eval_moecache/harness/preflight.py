@@ -33,7 +33,7 @@ from lm_eval_moecache.harness.arguments import (
     split_arguments,
 )
 from lm_eval_moecache.model.checkpoint import check_weights, model_path, skeleton
-from lm_eval_moecache.model.device import best_device, devices
+from lm_eval_moecache.model.device import best_device, device_of, devices
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.model.precision.codecs import expert_bytes
 from lm_eval_moecache.model.precision.ladder import codecs_of
@@ -89,7 +89,7 @@ def check_arguments(
     own_args, hflm_args = split_arguments(arguments, hflm_keys())
     hflm_args["device"] = resolve_device(hflm_args)
     if isinstance(pretrained, nn.Module):
-        hflm_args["device"] = str(pretrained.device)
+        hflm_args["device"] = str(device_of(pretrained))
     config = read_config(own_args, speculative)
     if pretrained == TINY and config.clock == "virtual" and config.draft is None:
         # What it is stored in decides what it weighs; a CPU computes float32 twice as fast.

@@ -18,6 +18,7 @@ from lm_eval_moecache.model.carried import (
     keep_rows,
     take_prompts,
 )
+from lm_eval_moecache.model.device import device_of
 
 _READ_TOGETHER = 8
 """Prompts are read where this part of a batch has ended, not one by one."""
@@ -211,7 +212,7 @@ def pads_exactly(model: Any) -> bool:
 
     Some state-space and convolution layers carry padding into a row's state.
     """
-    config, device = model.config.get_text_config(), model.device
+    config, device = model.config.get_text_config(), device_of(model)
     source = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, config.vocab_size, (2, _PROBED), generator=source).to(device)
     mask = torch.ones_like(tokens)

@@ -51,6 +51,20 @@ def devices() -> list[str]:
     return ["cpu", kind, *(f"{kind}:{i}" for i in range(torch.accelerator.device_count()))]
 
 
+def device_of(model: Any) -> torch.device:
+    """Return the device that computes a model, to which its tokens go.
+
+    `model.device` is where its first parameter lies: on no device, or on the host, where accelerate
+    fetches weights for each call (`parallelize=True`).
+    """
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        if (device := getattr(hook, "execution_device", None)) is not None:
+            return torch.device(device)
+    own: torch.device = model.device
+    return own
+
+
 def name_of(device: torch.device) -> str:
     """Return a device's display name: the vendor's where the backend reports one."""
     if device.type == "cpu":

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lm_eval_moecache.model.checkpoint import load_model
+from lm_eval_moecache.model.device import device_of
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 
 
@@ -76,5 +77,5 @@ class ReadingModel:
         """Return the current model's logits after each token but the last, [T - 1, V]."""
         self.tell_gates(window[None])
         with torch.no_grad():
-            logits: torch.Tensor = self.model(window[None].to(self.model.device)).logits[0, :-1]
+            logits: torch.Tensor = self.model(window[None].to(device_of(self.model))).logits[0, :-1]
         return logits

@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lm_eval_moecache.algorithms.learned.sensitivity import Doubles, rises
+from lm_eval_moecache.model.device import device_of
 from lm_eval_moecache.model.reading import ReadingModel, watched
 from lm_eval_moecache.records.arrays import FloatArray
 
@@ -37,7 +38,7 @@ class Fisher:
         model, layers = self._reading.model, self._reading.layers
         with watched([layer.experts for layer in layers], self.note):
             for window in tqdm(self._reading.windows, desc="reading", unit="window"):
-                ids = window[None].to(model.device)
+                ids = window[None].to(device_of(model))
                 # Summed, so that a token's gradient does not depend on its window's length.
                 logits = model(ids).logits[0, :-1].float()
                 loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")

@@ -26,7 +26,7 @@ from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import SELF
 from lm_eval_moecache.model.checkpoint import model_path
-from lm_eval_moecache.model.device import timed, total_memory
+from lm_eval_moecache.model.device import device_of, timed, total_memory
 from lm_eval_moecache.model.gate import Gate
 from lm_eval_moecache.model.moe_layers import (
     MoELayer,
@@ -79,7 +79,7 @@ def make_draft(
     if name.startswith(SELF):
         return _own_draft(name, target, tokens, experts_of)
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path(name), dtype=target.dtype)
-    model.to(target.device).eval()
+    model.to(device_of(target)).eval()
     blocks, geometry = measure(model, name)
     targets = _targets(model, blocks, target)
     nbytes = sum(p.nbytes for p in model.parameters())
@@ -95,7 +95,7 @@ def _own_draft(name: str, target: Any, tokens: int, experts_of: ExpertsOf | None
     """
     level = name.removeprefix(SELF)
     expert_codec = codec(level)
-    expert_codec.check(target.device.type)
+    expert_codec.check(device_of(target).type)
     copied_ids = {id(p) for layer in find_moe_layers(target) for p in layer.experts.parameters()}
     if experts_of is not None:
         # Replaced below, so a copy would be wasted.
@@ -106,7 +106,7 @@ def _own_draft(name: str, target: Any, tokens: int, experts_of: ExpertsOf | None
     for index, layer in enumerate(find_moe_layers(model)):
         if experts_of is not None:
             for parameter, tensor in experts_of(index).items():
-                expert_weights = nn.Parameter(tensor.to(target.device), requires_grad=False)
+                expert_weights = nn.Parameter(tensor.to(device_of(target)), requires_grad=False)
                 setattr(layer.experts, parameter, expert_weights)
         for stacked in expert_matrices(layer.experts).values():
             for matrix in stacked:
@@ -209,10 +209,10 @@ def measure_overlap(draft: DraftModel, engine: Engine, stage: DraftStage) -> Non
     if prefetch is None:
         return
     model = draft.model
-    token = torch.ones((1, 1), dtype=torch.int64, device=model.device)
+    token = torch.ones((1, 1), dtype=torch.int64, device=device_of(model))
     with torch.no_grad():
         # One token through the draft, its head included.
-        seconds = timed(partial(model, token, use_cache=True), model.device, FORWARDS)
+        seconds = timed(partial(model, token, use_cache=True), device_of(model), FORWARDS)
     load_s = engine.time_load(prefetch.num_critical)
     first_bytes = engine.geometry.expert_bytes[0][0]
     stage.solve(
@@ -220,7 +220,7 @@ def measure_overlap(draft: DraftModel, engine: Engine, stage: DraftStage) -> Non
         engine.setting.capacity.bytes_by_partition,
         statistics.median(seconds) / draft.cost.geometry.num_layers,
         [load_s * levels[0] / first_bytes for levels in engine.geometry.expert_bytes],
-        float(total_memory(model.device) or math.inf),
+        float(total_memory(device_of(model)) or math.inf),
     )
 
 

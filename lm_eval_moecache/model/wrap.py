@@ -21,7 +21,7 @@ from lm_eval_moecache.engine.engine import Engine, TokenPass
 from lm_eval_moecache.engine.rows import Row, RowPass
 from lm_eval_moecache.engine.virtual.together import Together, serving
 from lm_eval_moecache.model.by_row import ByRow
-from lm_eval_moecache.model.device import as_dtype, copy_to_host
+from lm_eval_moecache.model.device import as_dtype, copy_to_host, device_of
 from lm_eval_moecache.model.moe_layers import MoELayer, cache_of, router_digest
 from lm_eval_moecache.model.predictor.network import network_of, pass_predictor_of
 from lm_eval_moecache.model.store import (
@@ -142,7 +142,7 @@ class WrappedModel:
         """Returns how many passes other engines have served before this one's."""
         self.by_row = ByRow()
         self._names = tuple(inspect.signature(model.forward).parameters)
-        self._is_exact = model.device.type == "cpu" and model.dtype == torch.float32
+        self._is_exact = device_of(model).type == "cpu" and model.dtype == torch.float32
         """Whether each row gets the bits that it gets alone (`model.by_row`)."""
         attention = model.config.get_text_config()._attn_implementation
         self.mixes_lengths = not self._is_exact or attention == "sdpa"
@@ -197,7 +197,7 @@ class WrappedModel:
         self._pass_predictor = pass_predictor_of(rules.prefetch, model.get_input_embeddings())
         self._before = model.get_experts_implementation()
         if store is None:
-            store = InPlaceStore(implementation_of(model), model.device.type)
+            store = InPlaceStore(implementation_of(model), device_of(model).type)
         self._store = store
         model.set_experts_implementation(IMPLEMENTATION)
         for index, layer in enumerate(layers):

@@ -37,6 +37,7 @@ from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.device import (
     CPU,
     best_device,
+    device_of,
     locked_copy,
     name_of,
     timed,
@@ -454,14 +455,16 @@ def _decode(
         hardware=NOBODYS,
         throttle_bytes_per_s=bytes_per_s,
     )
-    pools = SlotPools(loader.parameters, geometry, setting.capacity, loader.tiers[0], model.device)
+    pools = SlotPools(
+        loader.parameters, geometry, setting.capacity, loader.tiers[0], device_of(model)
+    )
     engine = WallEngine(geometry, setting, pools)
     link = engine.link
     if capacity == ALL:
         (pool,) = engine.pools
         pool.fill(reversed(range(geometry.num_layers * geometry.num_experts)))
         engine.fill()
-    store = SlotStore(pools, geometry, "grouped_mm", model.device.type)
+    store = SlotStore(pools, geometry, "grouped_mm", device_of(model).type)
     router_marks: list[tuple[float, float]] = []
     ended_s: list[float] = []
     routers, generator = [layer.router for layer in layers], torch.Generator().manual_seed(11)
@@ -478,7 +481,7 @@ def _decode(
         for _ in range(2):
             vocab_size, steps = model.get_input_embeddings().num_embeddings, list[Step]()
             prompt = torch.randint(vocab_size, (1, _PROMPT), generator=generator)
-            output = model(prompt.to(model.device), use_cache=True)
+            output = model(prompt.to(device_of(model)), use_cache=True)
             with model._optimize_model_for_decode():
                 for _ in range(_TOKENS):
                     router_marks.clear()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lm_eval_moecache.harness.preflight import check_draft
+from lm_eval_moecache.model.device import device_of
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.reading import watched
 from lm_eval_moecache.model.speculative import make_draft, matching_layers
@@ -104,7 +105,7 @@ def _inputs(modules: Sequence[nn.Module], model: Any, windows: Sequence[Tensor])
 
     with watched(modules, note), torch.no_grad():
         for window in windows:
-            model(window[None].to(model.device))
+            model(window[None].to(device_of(model)))
     return [torch.cat(parts) for parts in inputs]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from lm_eval_moecache.model.device import device_of
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.predictor.network import PredictorNetwork
 from lm_eval_moecache.model.reading import watched
@@ -83,7 +84,7 @@ def generate(
         truncation=True,
         max_length=MAX_PROMPT_TOKENS,
         return_token_type_ids=False,
-    ).to(model.device)
+    ).to(device_of(model))
     rows = model.generate(
         **encoded,
         max_new_tokens=num_tokens,

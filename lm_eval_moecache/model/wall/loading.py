@@ -25,6 +25,7 @@ from lm_eval_moecache.model.checkpoint import Source, can_leave_out, leaving_out
 from lm_eval_moecache.model.device import (
     CPU,
     available_host_bytes,
+    device_of,
     own_bytes,
     peak_memory,
     timed,
@@ -324,7 +325,7 @@ def assemble(
     model: Any, geometry: Geometry, setting: Setting, loader: ExpertLoader
 ) -> tuple[WallEngine, SlotStore]:
     """Build slots, engine and store for a model whose experts a loader has taken."""
-    experts, device = [layer.experts for layer in find_moe_layers(model)], model.device
+    experts, device = [layer.experts for layer in find_moe_layers(model)], device_of(model)
     pools: DeviceMover
     if loader.codecs:
         pools = LadderPools(experts, loader.codecs, loader.tiers, device)
