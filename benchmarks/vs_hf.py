@@ -96,7 +96,6 @@ def evaluate(options: argparse.Namespace) -> None:
         rate(lm, batches[-1])
         if options.shape is not None:
             rate(plain, batches[-1])
-        lm.decoded_rows = [0, 0]
         for batch in batches:
             pairs = [(rate(plain, batch), rate(lm, batch)) for _ in range(rounds)]
             (hf, hf_passes), (own, passes) = (
@@ -109,8 +108,6 @@ def evaluate(options: argparse.Namespace) -> None:
                 flush=True,
             )
         lm.wrapped.unwrap()
-        computed, useful = lm.decoded_rows
-        print(f"{name}: rows waited for {useful / computed:.0%}")
 
 
 def main() -> None:

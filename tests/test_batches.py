@@ -1,34 +1,47 @@
-"""A request is a sample: what is measured of it depends on no batch, order or other request."""
+"""A request is a sample: what is measured of it depends on no batch, order or other request.
+
+A batch may round a near tie otherwise, as plain transformers does. In float64 none is that near, so
+that all else can be compared exactly; `test_float32_batches_...` says how rare they are in float32.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import lm_eval
+import numba
 import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 
 from lm_eval_moecache import MoECacheLM
 from lm_eval_moecache.algorithms.policy import load_policy, policy_names
-from lm_eval_moecache.engine.rows import Row
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.harness import turns
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.turns import ON_A_CPU, Seeds, whole_documents
 from lm_eval_moecache.model import decoding
-from lm_eval_moecache.model.by_row import ByRow
-from lm_eval_moecache.model.carried import MASK
-from lm_eval_moecache.model.decoding import RowDecoding
+from lm_eval_moecache.model.decoding import MASK, Batch, RowDecoding
+from lm_eval_moecache.model.device import device_of
 from lm_eval_moecache.model.wrap import WrappedModel
-from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.records.files import task_configs_dir
+from lm_eval_moecache.records.ledger import Counters, RequestRecord, total
+from lm_eval_moecache.tiny import MODEL_DIR
 from tests.artifacts import artifacts_of, predictor_of
 from tests.conftest import Checkpoint
 from tests.harness import choices, generations, make_instance, texts
 
+HOST: dict[str, Any] = {
+    **{"device": "cpu", "max_length": 48},
+    # torch's grouped kernel knows no float64.
+    **{"dtype": "float64", "experts_implementation": "batched_mm"},
+}
 QUICK = ("on_demand", "specmd", "mixture_cache", "buddymoe", "importance_scheduling", "hobbit")
 OF_TOP_8 = ("buddymoe", "commitmoe", "commitmoe_deepseek")
 """Compositions with parameters for routers that choose many experts: they run on `tiny`."""
@@ -45,7 +58,7 @@ LADDERS: list[dict[str, Any]] = [
 NEAR = {
     **dict.fromkeys(("stall_s", "start_s", "end_s", "link_busy_s", "host_s", "host_wait_s"), 1e-9),
     # A sum of the router's own float32 weights.
-    "lost_weight": 1e-6,
+    "lost_weight": 1e-5,
 }
 """Sums of floats, and the relative error that their order and rounding may make."""
 
@@ -53,7 +66,7 @@ NEAR = {
 @pytest.fixture(scope="module")
 def lm(checkpoint: Checkpoint) -> MoECacheLM:
     path = str(checkpoint("olmoe"))
-    return MoECacheLM(path, device="cpu", dtype="float32", max_length=48, policy="on_demand")
+    return MoECacheLM(path, **HOST, policy="on_demand")
 
 
 def setting(lm: MoECacheLM, policy: str, **changes: Any) -> dict[str, Any]:
@@ -89,16 +102,17 @@ def serve(
     }
 
 
-def assert_same(found: Served, expected: Served, absolute: bool = True) -> None:
+def assert_same(found: Served, expected: Served) -> None:
     for name, (answer, *counts, passes) in found.items():
         wanted, *other_counts, others = expected[name]
-        assert (answer, counts) == (wanted, other_counts), name
+        near = wanted if isinstance(wanted, str) else pytest.approx(wanted, rel=1e-5)
+        assert (answer, counts) == (near, other_counts), name
         assert len(passes) == len(others), name
         for one, other in zip(passes, others, strict=True):
             for key, value in one.items():
                 if key in NEAR:
-                    near = pytest.approx(other[key], rel=NEAR[key], abs=1e-12)
-                    assert value == near, (name, key)
+                    about = pytest.approx(other[key], rel=NEAR[key], abs=1e-12)
+                    assert value == about, (name, key)
                 else:
                     assert value == other[key], (name, key)
 
@@ -109,7 +123,7 @@ def all_requests() -> list[Instance]:
 
 @pytest.fixture(scope="module")
 def tiny() -> MoECacheLM:
-    return MoECacheLM("tiny", device="cpu", max_length=48, policy="on_demand")
+    return MoECacheLM("tiny", **HOST, policy="on_demand")
 
 
 @pytest.mark.parametrize("policy", CASES)
@@ -135,7 +149,8 @@ def test_a_request_costs_and_answers_the_same_in_any_batch(
 
 def test_a_ladder_gives_each_request_its_own_precisions(checkpoint: Checkpoint) -> None:
     path, common = str(checkpoint("olmoe")), {"capacity": "40%", "precision": "int8:int4:int2"}
-    lm = MoECacheLM(path, device="cpu", dtype="float32", max_length=48, **LADDERS[0], **common)
+    # bitsandbytes encodes no float64.
+    lm = MoECacheLM(path, **{**HOST, "dtype": "float32"}, **LADDERS[0], **common)
     for own in LADDERS:
         given = {**own, **common}
         alone = serve(lm, given, all_requests(), 1)
@@ -145,29 +160,67 @@ def test_a_ladder_gives_each_request_its_own_precisions(checkpoint: Checkpoint) 
         assert 0 < sum(each.low_precision for each in passes) < sum(p.executed for p in passes)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ours",
+    [
+        *({"policy": name} for name in ("on_demand", "specmd", "mixture_cache", "buddymoe")),
+        {"policy": "importance_scheduling"},
+        {"policy": "specmd", "eviction": "hazard"},
+    ],
+    ids=lambda ours: "-".join(ours.values()),
+)
+def test_float32_batches_change_one_answer_in_a_hundred_at_most(
+    ours: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch rounds near ties as plain transformers does: 200 documents of five tasks."""
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", False)
+    lm = MoECacheLM("tiny", device="cpu", **ours)
+    manager = TaskManager(include_path=str(task_configs_dir()), include_defaults=False)
+    skills = [f"tiny_{name}" for name in ("gsm8k", "bbh", "mmlu", "arc", "truthfulqa")]
+    found: list[tuple[dict[Any, Any], Counters]] = []
+    for batch in (1, 16, 64):
+        lm.batch_size_per_gpu = batch
+        results = lm_eval.simple_evaluate(
+            lm, tasks=skills, limit=40, task_manager=manager, bootstrap_iters=0
+        )
+        answers = {
+            (task, sample["doc_id"]): answer_of(sample["filtered_resps"])
+            for task, samples in results["samples"].items()
+            for sample in samples
+        }
+        found.append((answers, total(lm.engine.ledger.passes)))
+    (alone, counts), *others = found
+    assert len(alone) == 200
+    for answers, counted in others:
+        assert sum(alone[name] == answers[name] for name in alone) >= 0.99 * len(alone)
+        for name in ("requests", "misses", "bytes_moved", "evictions", "dropped", "substituted"):
+            assert getattr(counted, name) == pytest.approx(getattr(counts, name), rel=1e-3), name
+
+
+def answer_of(responses: list[Any]) -> Any:
+    """Return a document's text, or the place of the choice that is likeliest."""
+    if isinstance(responses[0], str):
+        return responses
+    return max(range(len(responses)), key=lambda choice: responses[choice][0])
+
+
 @pytest.mark.parametrize("batch", [1, 3, 16])
-def test_in_float32_any_batch_answers_as_the_plain_model_alone(
+def test_any_batch_answers_as_the_plain_model_does(
     lm: MoECacheLM, checkpoint: Checkpoint, batch: int
 ) -> None:
-    plain = HFLM(str(checkpoint("olmoe")), device="cpu", dtype="float32", max_length=48)
-    requests = generations(6), choices(), texts()
-    expected = (
-        plain.generate_until(requests[0], disable_tqdm=True),
-        plain.loglikelihood(requests[1], disable_tqdm=True),
-        plain.loglikelihood_rolling(requests[2], disable_tqdm=True),
-    )
-    served = serve(lm, setting(lm, "specmd"), [r for kind in requests for r in kind], batch)
-    for kind, answers in zip(requests, expected, strict=True):
-        for request, answer in zip(kind, answers, strict=True):
-            assert served[request.task_name, request.doc_id, request.idx][0] == answer
-
-
-def test_every_row_that_is_computed_is_waited_for(lm: MoECacheLM) -> None:
-    lengths = {"until": ["zz"], "max_gen_toks": 6}
-    requests = [make_instance("generate_until", "g", i, "ab" * i, lengths) for i in range(1, 6)]
-    serve(lm, setting(lm, "on_demand"), requests, 5)
-    computed, useful = lm.decoded_rows
-    assert computed == useful > 0
+    plain = HFLM(str(checkpoint("olmoe")), batch_size=batch, **HOST)
+    kinds, expected = (generations(6), choices(), texts()), list[Any]()
+    for kind in kinds:
+        if kind[0].request_type == "loglikelihood_rolling":
+            # Equal windows of two texts would share a forward that they do not share alone.
+            plain.batch_size_per_gpu = 1
+        expected += getattr(plain, kind[0].request_type)(kind, disable_tqdm=True)
+    requests = [request for kind in kinds for request in kind]
+    served = serve(lm, setting(lm, "specmd"), requests, batch)
+    for request, answer in zip(requests, expected, strict=True):
+        found = served[request.task_name, request.doc_id, request.idx][0]
+        assert found == (answer if isinstance(answer, str) else pytest.approx(answer, rel=1e-5))
 
 
 def test_a_drawn_answer_depends_on_its_request_alone(lm: MoECacheLM) -> None:
@@ -225,33 +278,40 @@ def padded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WrappedModel, "_valid_tokens", lambda *_: None)
 
 
+def mistaken(patch: pytest.MonkeyPatch) -> None:
+    """Where rows have ended, others are kept than go on."""
+    keep = decoding._keep
+
+    def first_ones(kwargs: dict[str, Any], rows: Sequence[int]) -> None:
+        keep(kwargs, [*range(len(rows))])
+
+    patch.setattr(decoding, "_keep", first_ones)
+
+
 def lingering(patch: pytest.MonkeyPatch) -> None:
-    """A row that has ended goes on being counted."""
-    patch.setattr(decoding, "keep_rows", lambda *_: False)
-    take = RowDecoding.__init__
+    """A row goes on for a token after its end."""
+    advance = RowDecoding._advance
 
-    def kept(self: Any, *given: Any) -> None:
-        rows: list[Any] = []
-        *before, on_rows, on_end = given
+    def late(self: RowDecoding, batch: Batch, outputs: Any) -> Batch | None:
+        has_stopped = self._has_stopped
+        self._has_stopped = lambda texts: has_stopped([text[:-1] for text in texts])
+        after = advance(self, batch, outputs)
+        self._has_stopped = has_stopped
+        return after
 
-        def all_rows(asked: list[Any], prompt_length: int) -> None:
-            rows[:] = asked if prompt_length else rows
-            on_rows([*rows], prompt_length)
-
-        take(self, *before, all_rows, on_end)
-
-    patch.setattr(RowDecoding, "__init__", kept)
+    patch.setattr(RowDecoding, "_advance", late)
 
 
 def unmasked(patch: pytest.MonkeyPatch) -> None:
     """A prompt that takes the place of an ended row sees its padding."""
-    join = decoding.join_rows
+    join = decoding._join
 
-    def seeing(first: Any, second: Any) -> Any:
+    def seeing(first: Batch, second: Batch) -> Batch:
         joined = join(first, second)
-        return {**joined, MASK: torch.ones_like(joined[MASK])}
+        joined.kwargs[MASK] = torch.ones_like(joined.kwargs[MASK])
+        return joined
 
-    patch.setattr(decoding, "join_rows", seeing)
+    patch.setattr(decoding, "_join", seeing)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +323,7 @@ def unmasked(patch: pytest.MonkeyPatch) -> None:
         (padded, "max_rank", 4),
         (carried, "specmd", 4),
         (lingering, "on_demand", 4),
+        (mistaken, "on_demand", 4),
         (unmasked, "on_demand", 2),
     ],
 )
@@ -292,15 +353,6 @@ def test_a_seeded_fault_is_seen(
     lm._rows.clear()
 
 
-def test_a_model_that_gives_up_no_row_counts_none_that_has_ended(
-    lm: MoECacheLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = setting(lm, "mixture_cache")
-    alone = serve(lm, given, generations(5), 1)
-    monkeypatch.setattr(decoding, "keep_rows", lambda *_: False)
-    assert_same(serve(lm, given, generations(5), 5), alone)
-
-
 def test_a_prompt_takes_the_place_of_a_row_that_has_ended(tiny: MoECacheLM) -> None:
     stops = {"until": ["t"], "max_gen_toks": 12}
     asked = [
@@ -315,43 +367,21 @@ def test_a_prompt_takes_the_place_of_a_row_that_has_ended(tiny: MoECacheLM) -> N
     handle.remove()
     read = [place for place, (rows, tokens) in enumerate(shapes) if rows == 1 and tokens > 1]
     assert any(shapes[place + 1] == (2, 1) for place in read)
-    computed, useful = tiny.decoded_rows
-    assert computed == useful == sum(counts[1] - 1 for _, *counts, _ in alone.values())
+    # Every row that is computed is waited for.
+    decoded = sum(rows for rows, tokens in shapes if tokens == 1)
+    assert decoded == sum(counts[1] - 1 for _, *counts, _ in alone.values())
 
 
-def test_the_last_row_of_a_batch_has_its_own_bits_behind_its_padding(tiny: MoECacheLM) -> None:
-    tiny.install(read_config(setting(tiny, "on_demand")))
-    own = torch.tensor([tiny.tok_encode("Tom has 3 apples and buys 14 more. How many now?")])
-
-    def logits(padding: int) -> torch.Tensor:
-        tokens = torch.nn.functional.pad(own, (padding, 0))
-        mask = torch.nn.functional.pad(torch.ones_like(own), (padding, 0))
-        tiny.wrapped.rows, tiny.wrapped.prompt_length = [Row()], tokens.shape[1]
-        found, cache = list[torch.Tensor](), None
-        with torch.no_grad(), tiny.wrapped.by_row:
-            for _ in range(4):
-                positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
-                more = {"attention_mask": mask, "position_ids": positions}
-                output = tiny.model(tokens, past_key_values=cache, **more)
-                cache, tokens = output.past_key_values, output.logits[:, -1:].argmax(-1)
-                mask = torch.cat([mask, torch.ones_like(tokens)], dim=-1)
-                found.append(output.logits[:, -1])
-        tiny.wrapped.forget_batch()
-        return torch.cat(found)
-
-    assert all(torch.equal(logits(padding), logits(0)) for padding in (1, 5, 11))
-
-
-def test_without_dividing_rows_their_last_bits_differ(
-    lm: MoECacheLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What `model.by_row` is for: without it a batch's logits are not those of its rows alone."""
-    given, requests = setting(lm, "on_demand"), [*choices()]
-    alone = serve(lm, given, requests, 1)
-    monkeypatch.setattr(ByRow, "begin_pass", lambda *_: None)
-    monkeypatch.setattr(lm.wrapped.__class__, "_divide", lambda *_: None)
-    batched = serve(lm, given, requests, 4)
-    assert any(batched[name][0] != alone[name][0] for name in alone)
+def test_weights_on_disk_are_computed_where_accelerate_says(tmp_path: Path) -> None:
+    """Without a card `parallelize=True` leaves all weights on disk: `model.device` is then none."""
+    host = {**HOST, "parallelize": True, "offload_folder": str(tmp_path)}
+    alone, batched = (
+        MoECacheLM(str(MODEL_DIR), batch_size=batch, policy="on_demand", **host) for batch in (1, 3)
+    )
+    assert batched.model.device.type == "meta" != device_of(batched.model).type
+    expected = alone.generate_until(generations(), disable_tqdm=True)
+    assert batched.generate_until(generations(), disable_tqdm=True) == expected
+    assert batched.report()["device"] == "cpu"
 
 
 # --- in whose turn ---

@@ -23,7 +23,8 @@ from lm_eval_moecache.algorithms.policy import load_policy, policy_names
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.harness import arguments
 from lm_eval_moecache.harness.arguments import KEYS, read_config, split_arguments
-from lm_eval_moecache.harness.evaluation_options import check_command, check_generation
+from lm_eval_moecache.harness.evaluation_options import check_command
+from lm_eval_moecache.harness.generation import check_generation
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.plugin import register
 from lm_eval_moecache.harness.preflight import check_arguments, resolve_device

@@ -8,9 +8,8 @@ request.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +23,7 @@ from lm_eval_moecache.harness.arguments import (
     read_config,
     split_arguments,
 )
+from lm_eval_moecache.harness.generation import check_generation
 from lm_eval_moecache.harness.plugin import MODELS, SPECULATIVE
 from lm_eval_moecache.harness.saving import Unsaved, check_output
 from lm_eval_moecache.harness.task_names import check_known
@@ -34,54 +34,12 @@ from lm_eval_moecache.records.numbers import (
     listed_names,
     plain_number,
     read_count,
-    read_number,
     shown,
-    unknown_name_error,
 )
 from lm_eval_moecache.records.schemas import Schema, check, count
 
-# Generation options of transformers that make a draft, or change the requested one.
-_DRAFTING = (
-    *("assistant_model", "assistant_tokenizer", "assistant_early_exit", "custom_generate"),
-    *("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"),
-    *("num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-    *("assistant_lookbehind", "target_lookbehind"),
-)
-_GREEDY: Mapping[str, tuple[Any, ...]] = {
-    "do_sample": (None, False),
-    "num_beams": (None, 1),
-    "num_return_sequences": (None, 1),
-    "temperature": (None, 0, 0.0),
-    "top_p": (None, 0, 1),
-    "top_k": (None, 0, 1, 50),
-    "min_p": (None, 0),
-    "typical_p": (None, 1),
-    "penalty_alpha": (None, 0),
-}
-"""Sampling option -> its values under greedy decoding; 50 is transformers' own default."""
-_MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""lm-eval's names for the most tokens to generate."""
-_COUNTS: Mapping[str, int] = {
-    **dict.fromkeys((*_MOST_TOKENS, "max_length", "num_beams", "prefill_chunk_size"), 1),
-    **dict.fromkeys(("top_k", "min_length", "min_new_tokens", "no_repeat_ngram_size"), 0),
-}
-"""Option -> the least whole number that generates anything."""
-_FIGURES: Mapping[str, Mapping[str, float]] = {
-    "temperature": {"least": 0},
-    **{key: {"least": 0, "most": 1} for key in ("top_p", "min_p", "typical_p", "top_h")},
-    **{key: {"above": 0} for key in ("repetition_penalty", "encoder_repetition_penalty")},
-    "length_penalty": {},
-}
 _LOGGERS = {"wandb_args": "wandb", "trackio_args": "trackio"}
 """lm-eval's option -> the package that it needs, whose absence lm-eval does not say."""
-_NOT_THE_USERS = (
-    *("use_cache", "pad_token_id", "stopping_criteria", "return_dict_in_generate"),
-    *("output_attentions", "output_hidden_states", "output_logits", "output_scores"),
-    *("is_assistant", "transformers_version", "continuous_batching_config", "compile_config"),
-    *("speculation_type", "use_mtp", "assistant_ensemble_weight"),
-)
-"""Fields of transformers' GenerationConfig that lm-eval passes itself, that change what `generate`
-returns, or that a text cannot give."""
 _MOST_FEWSHOT = 1000
 
 
@@ -181,75 +139,6 @@ def check_use_cache(use_cache: Any) -> None:
             f"--use_cache={shown(use_cache)}: stored outputs come without the passes that made "
             "them, so speed could not be measured. Leave --use_cache out with --model moecache."
         )
-
-
-def check_generation(gen_kwargs: Mapping[str, Any] | str, speculative: bool) -> None:
-    """Refuse options that `generate` does not know or cannot follow, and those that change drafts.
-
-    The latter draft in another way than `draft=`, or sample with drafts, which are verified
-    greedily. A text is read as lm-eval reads it. Raises ArgumentsError naming the option.
-    """
-    if isinstance(gen_kwargs, str):
-        from lm_eval.utils import simple_parse_args_string
-
-        gen_kwargs = dict[str, Any](simple_parse_args_string(gen_kwargs))
-    for key in _DRAFTING:
-        if gen_kwargs.get(key) is not None:
-            raise ArgumentsError(
-                f"gen_kwargs: {key}={shown(gen_kwargs[key])} would change what drafts. Allowed: "
-                "--model moecache-spec with draft and draft_tokens."
-            )
-    with as_arguments_error(None):
-        for key, value in gen_kwargs.items():
-            _check_option(key, value)
-    if not speculative:
-        return
-    if gen_kwargs.get("prefill_chunk_size") is not None:
-        raise ArgumentsError(
-            f"gen_kwargs: prefill_chunk_size={gen_kwargs['prefill_chunk_size']} with --model "
-            "moecache-spec, whose prompts are read in one pass. Allowed: --model moecache, or no "
-            "prefill_chunk_size."
-        )
-    for key, allowed in _GREEDY.items():
-        if key in gen_kwargs and gen_kwargs[key] not in allowed:
-            raise ArgumentsError(
-                f"gen_kwargs: {key}={shown(gen_kwargs[key])} with --model moecache-spec, which "
-                "accepts drafts greedily. Allowed: do_sample=False, num_beams=1, temperature=0; or "
-                "--model moecache."
-            )
-
-
-@cache
-def _generation_keys() -> frozenset[str]:
-    """Return the generation options that a user may give. Imports transformers, not torch."""
-    from transformers.generation.configuration_utils import GenerationConfig
-
-    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    return frozenset({*fields, *_MOST_TOKENS, "until"} - {*_DRAFTING, *_NOT_THE_USERS})
-
-
-def _check_option(key: str, value: Any) -> None:
-    """Raise ValueError for an unknown option, or a value that no generation can have."""
-    what = f"gen_kwargs: {key}"
-    if key not in _generation_keys():
-        raise unknown_name_error("gen_kwargs: the key", key, _generation_keys())
-    if value is None:
-        return
-    if key == "until":
-        texts = value if isinstance(value, list) else [value]
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{what}={shown(value)} must be a text or a list of texts.")
-    elif key == "do_sample" and not isinstance(value, bool):
-        raise ValueError(f"{what}={shown(value)} must be true or false.")
-    elif key == "num_return_sequences" and value != 1:
-        raise ValueError(f"{what}={shown(value)} must be 1: a request has one answer.")
-    elif key in _COUNTS or key in _FIGURES:
-        if isinstance(value, str):
-            raise ValueError(f"{what}={shown(value)} must be a number, and is text.")
-        if key in _COUNTS:
-            read_count(what, value, least=_COUNTS[key])
-        else:
-            read_number(what, value, **_FIGURES[key])
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:

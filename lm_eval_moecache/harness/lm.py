@@ -33,7 +33,8 @@ from lm_eval_moecache.harness.arguments import (
     as_arguments_error,
     exit_with_message,
 )
-from lm_eval_moecache.harness.evaluation_options import check_generation, check_use_cache
+from lm_eval_moecache.harness.evaluation_options import check_use_cache
+from lm_eval_moecache.harness.generation import check_generation, stands_alone
 from lm_eval_moecache.harness.keys import shows_keys
 from lm_eval_moecache.harness.model_loader import ModelLoader
 from lm_eval_moecache.harness.preflight import charged_geometry, check_arguments, model_name
@@ -60,7 +61,7 @@ from lm_eval_moecache.harness.turns import (
     whole_documents,
 )
 from lm_eval_moecache.model.checkpoint import model_path
-from lm_eval_moecache.model.decoding import RowDecoding, pads_exactly, reads_padding
+from lm_eval_moecache.model.decoding import RowDecoding
 from lm_eval_moecache.model.device import device_of
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.speculative import (
@@ -130,7 +131,6 @@ class MoECacheLM(HFLM):
         self._has_shown = False
         self._batch: list[RecordedStr] = []
         self._reaches: dict[tuple[str, ...], int] = {}
-        self._pads: bool | None = None
         self._wrap(config)
 
     @classmethod
@@ -227,12 +227,12 @@ class MoECacheLM(HFLM):
         """Index of a request -> its row, from its first pass until it is served."""
         self._shared: dict[int, list[RequestRecord]] = {}
         """Index of a request -> the requests that share its passes, itself included."""
-        self.decoded_rows = [0, 0]
-        """Rows of all decode steps, and those of them that a request was waiting for."""
         self.turns = turns_of(config, self.engine, self.wrapped.recorder, self.is_speculative)
         self._progress: Any = None
         self._at_once = 1
         """Requests decoded side by side."""
+        self._is_alone = False
+        """Whether transformers' own loop decodes them, one at a time."""
         self._computed: set[int] = set()
         """How many requests were computed together, of each kind of them."""
         self._in_documents = False
@@ -388,8 +388,10 @@ class MoECacheLM(HFLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """As in HFLM; each context carries its record through HFLM's sorting and batching."""
         # A task's requests have equal options, by far the most often.
-        for _, of_options in groupby(requests, key=lambda request: request.args[1]):
-            check_generation(next(of_options).args[1], self.is_speculative)
+        own = self.model.generation_config.to_dict()
+        asked = [each for each, _ in groupby(request.args[1] for request in requests)]
+        for options in asked:
+            check_generation(options, self.is_speculative, own)
         records = self._records(requests)
         seeds = Seeds()
         # Copies, because lm-eval lists one Instance several times where a task repeats requests.
@@ -399,8 +401,10 @@ class MoECacheLM(HFLM):
             request.arguments = (RecordedStr(context, record, seeds.next(record)), *rest)
         longest = self.tok_encode(max((c.arguments[0] for c in copies), key=len, default=""))
         rows, outputs = self.rows_at_once(longest, self.max_gen_toks), list[str]()
+        self._is_alone = any(stands_alone(options, own) for options in asked)
+        rows = 1 if self._is_alone and self.turns.apart else rows
+        size = 1 if self._is_alone and self.turns.apart else chunk_size(self.turns, rows)
         self._computed.add(rows)
-        size = chunk_size(self.turns, rows)
         # HFLM sorts and pads what it gets; a row that has ended makes place for the next of it.
         self._at_once = rows
         if isinstance(self.engine, VirtualEngine):
@@ -446,98 +450,37 @@ class MoECacheLM(HFLM):
         self, context: Tensor, contexts: Sequence[RecordedStr], **kwargs: Any
     ) -> list[list[int]]:
         """Return the new tokens of each row, which is served separately from the others."""
-        mask = kwargs.pop("attention_mask", None)
-        if mask is None:
-            mask = torch.ones_like(context)
-        most_new = kwargs.pop("max_length") - context.shape[1]
-        lengths = [int(sum(row)) for row in mask.tolist()]
-        alone = reads_padding(self.model, kwargs)
-        # Only asked where lengths differ, or may once prompts take the places of ended rows.
-        differ = len(set(lengths)) > 1 or len(lengths) > self._at_once
-        mixes = differ and self._at_once > 1 and not alone
-        mixes = mixes and self.wrapped.mixes_lengths and self.pads_exactly
-        together = mixes or len(set(lengths)) == 1 or self._at_once == 1
-        groups: dict[int, list[int]] = {}
-        for row, length in enumerate(lengths):
-            groups.setdefault(row if alone else 0 if together else length, []).append(row)
-        outputs: list[list[int]] = [[] for _ in contexts]
-        for group in groups.values():
-            start = context.shape[1] - max(lengths[row] for row in group)
-            own = [contexts[row] for row in group]
-            rows = self._decode(
-                *(context[group, start:], mask[group, start:], own, most_new, mixes), **kwargs
-            )
-            for row, tokens in zip(group, rows, strict=True):
-                outputs[row] = tokens
-        return outputs
-
-    def _decode(
-        self,
-        context: Tensor,
-        mask: Tensor,
-        contexts: Sequence[RecordedStr],
-        most_new: int,
-        joins: bool,
-        *,
-        stop: Sequence[str],
-        **kwargs: Any,
-    ) -> list[list[int]]:
-        """Generate up to `most_new` tokens for some rows, side by side.
-
-        `joins` is whether those of different lengths may be.
-        """
         records, wrapped = [each.record for each in contexts], self.wrapped
-        generators = [torch.Generator(self.device).manual_seed(each.seed) for each in contexts]
 
-        def take(rows: list[int | None], prompt_length: int) -> None:
-            wrapped.rows = [None if row is None else self._row_of(records[row]) for row in rows]
+        def take(rows: Sequence[int], prompt_length: int) -> None:
+            wrapped.rows = [self._row_of(records[row]) for row in rows]
             wrapped.prompt_length = prompt_length
 
-        # As in HFLM: without a temperature, decoding is greedy.
-        temperature = kwargs.pop("temperature", 0.0)
-        draws = kwargs.pop("do_sample", None)
-        draws = temperature > 0 if draws is None and not temperature else draws
-        options = {**kwargs, "do_sample": draws}
-        if temperature or draws is not False:
-            options["temperature"] = temperature
-        decoding = RowDecoding(
-            self._at_once,
-            most_new,
-            joins,
-            lambda texts: self._have_stopped(texts, stop),
-            *(generators, take, self._progress.update),
-        )
-        beams = max(int(kwargs.get(n) or 1) for n in ("num_beams", "num_return_sequences"))
-        more: dict[str, Any] = {"custom_generate": decoding}
-        if beams > 1:
-            more = {
-                "stopping_criteria": stop_sequences_criteria(
-                    self.tokenizer, list(stop), context.shape[1], len(context)
-                )
-            }
-            take([0], context.shape[1])
-        lower = self.mixed_precision_dtype
-        autocast = torch.autocast(self.device.type, dtype=lower, enabled=lower is not None)
         shared = [] if self.moecache.cache_reset == "request" else records
-        kind = self.device.type
-        devices = [] if kind == "cpu" else [self.device]
-        forked = torch.random.fork_rng(devices, enabled=beams > 1, device_type=kind)
-        with self._serving(shared, []), forked, autocast, wrapped.by_row:
-            if beams > 1:
-                torch.manual_seed(contexts[0].seed)
-            output = self.model.generate(
-                input_ids=context,
-                attention_mask=mask,
-                max_length=context.shape[1] + most_new,
-                pad_token_id=self.tokenizer.pad_token_id,
-                **{"use_cache": True, **options, **more},
+        with self._serving(shared, []):
+            if self._is_alone:
+                take([0], context.shape[1])
+                with self._seeded(contexts[0].seed):
+                    output = self._generate(context, disable_compile=True, **kwargs)
+                self._progress.update()
+                return [output[0, context.shape[1] :].tolist()]
+            decoding = RowDecoding(
+                self._at_once,
+                partial(self._have_stopped, stop=kwargs["stop"]),
+                [torch.Generator(self.device).manual_seed(each.seed) for each in contexts],
+                take,
+                self._progress.update,
             )
-        if beams > 1:
-            self._progress.update(1)
-            return [output[0, context.shape[1] :].tolist()]
-        self.decoded_rows[0] += decoding.computed
-        self.decoded_rows[1] += decoding.useful
-        return decoding.generated
+            self._generate(context, custom_generate=decoding, **kwargs)
+            return decoding.generated
+
+    @contextmanager
+    def _seeded(self, seed: int) -> Iterator[None]:
+        """Seed what is drawn in this block, and nothing else."""
+        kind = self.device.type
+        with torch.random.fork_rng([] if kind == "cpu" else [self.device], device_type=kind):
+            torch.manual_seed(seed)
+            yield
 
     def _have_stopped(self, texts: Sequence[Sequence[int]], stop: Sequence[str]) -> list[bool]:
         """Return which of these texts end, as in HFLM, with a stop string in their last tokens."""
@@ -552,17 +495,6 @@ class MoECacheLM(HFLM):
             encode = partial(self.tokenizer.encode, add_special_tokens=False)
             self._reaches[stop] = 2 + max(len(encode(string)) for string in stop)
         return self._reaches[stop]
-
-    @property
-    def pads_exactly(self) -> bool:
-        """Whether the model gives a left-padded row what it gives it alone; asked of it once."""
-        if self._pads is None:
-            self.wrapped.is_paused = True
-            try:
-                self._pads = pads_exactly(self.model)
-            finally:
-                self.wrapped.is_paused = False
-        return self._pads
 
     def _generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super()._model_generate(context, *args, **kwargs)
@@ -635,8 +567,6 @@ class MoECacheLM(HFLM):
         documents = [(record.task, record.document) for record in records]
         longest: list[int] = max(inputs, key=len, default=[])
         rows, outputs = self.rows_at_once(longest), list[Any]()
-        if self.turns.apart and not self.wrapped.mixes_lengths:
-            rows = 1
         self._computed.add(rows)
         keys = [fingerprint(tokens) for tokens in inputs]
         if not self.logits_cache:
@@ -689,11 +619,9 @@ class MoECacheLM(HFLM):
         with self._serving(list(served.values()), rows):
             self.wrapped.valid_rows = lengths
             self.wrapped.scan_scoring = self.moecache.scoring == "scan"
-            if not self.turns.apart:
-                return super()._model_call(inps, *args, **kwargs)
-            self.wrapped.rows = apart
-            with self.wrapped.by_row:
-                return super()._model_call(inps, *args, **kwargs)
+            if self.turns.apart:
+                self.wrapped.rows = apart
+            return super()._model_call(inps, *args, **kwargs)
 
     # --- results ------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from lm_eval_moecache.model.by_row import forward_by_row
 from lm_eval_moecache.model.precision.codecs import (
     Codec,
     Encoded,
@@ -43,9 +42,6 @@ _FLAGS = ("config", "has_bias", "has_gate", "has_post_expert_norm", "is_transpos
 class Store(ABC):
     """Holds a model's experts, and executes them."""
 
-    row_T: IntArray | None = None
-    """Each token's row in the pass in progress, -1 for padding, where rows are computed to the bits
-    that each gets alone; else None."""
     levels: list[IntArray | None] | None = None
     """With several precisions, of each layer's next call the level at which each row executes each
     expert [rows, experts], -1 where it does not. A row is an equal part of the call's tokens."""
@@ -92,33 +88,22 @@ class InPlaceStore(Store):
 
         def run(module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
             nonlocal matrices, viewed
-            own = self._is_divided or self._skips_groups(module, index_TK)
-            if not own or hasattr(module, "_hf_hook"):
+            if not self._skips_groups(module, index_TK) or hasattr(module, "_hf_hook"):
                 # accelerate's hook brings weights for this call only: no view may outlive it.
                 return self.run(module, hidden_TD, index_TK, w_TK)
             tensors = tensors_of(module)
             current: list[Any] = list(tensors.values())
             if matrices is None or any(a is not b for a, b in zip(current, viewed, strict=True)):
                 matrices, viewed = Matrices(module, tensors), current
-            if self._is_divided:
-                return forward_by_row(module, hidden_TD, index_TK, w_TK, matrices, self.row_T)
             return grouped_forward(module, hidden_TD, index_TK, w_TK, matrices)
 
         return run
 
     def run(self, module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
         """Run experts whose tensors are valid for this call only."""
-        if self._is_divided:
-            matrices = Matrices(module, tensors_of(module))
-            return forward_by_row(module, hidden_TD, index_TK, w_TK, matrices, self.row_T)
         if self._skips_groups(module, index_TK):
             return grouped_forward(module, hidden_TD, index_TK, w_TK)
         return self.kernel(module, hidden_TD, index_TK, w_TK)
-
-    @property
-    def _is_divided(self) -> bool:
-        """Whether the rows of the pass are computed separately, as `grouped_mm` would alone."""
-        return self.row_T is not None and self._implementation == "grouped_mm"
 
     def _skips_groups(self, module: Any, index_TK: Tensor) -> bool:
         """Whether the kernel would visit experts without rows, and ours may replace it."""
@@ -356,7 +341,6 @@ class LadderStore(Store):
 
     def begin_pass(self, *, decoding: bool, padding: BoolArray | None = None) -> None:
         self._kernels.begin_pass(decoding=decoding)
-        self._kernels.row_T = self.row_T
 
     def at(self, layer: int, waves: Waves) -> Kernel:
         return partial(self._run, layer)
@@ -383,13 +367,12 @@ class LadderStore(Store):
         if not len(numbers):
             return torch.zeros_like(hidden_TD)
         pairs = [divmod(number, num_levels) for number in numbers.tolist()]
-        with torch._C.DisableTorchFunction():
-            slots = {
-                name: torch.stack([self._matrix(layer, module, name, *pair) for pair in pairs])
-                if is_matrices(module, parameter)
-                else parameter[[expert for expert, _ in pairs]]
-                for name, parameter in expert_parameters(module).items()
-            }
+        slots = {
+            name: torch.stack([self._matrix(layer, module, name, *pair) for pair in pairs])
+            if is_matrices(module, parameter)
+            else parameter[[expert for expert, _ in pairs]]
+            for name, parameter in expert_parameters(module).items()
+        }
         table_RE = np.zeros_like(levels_RE)
         table_RE[is_executed] = slot_of
         first_R1 = np.take_along_axis(table_RE, is_executed.argmax(-1)[:, None], -1)

@@ -227,7 +227,7 @@ def changed_output(
     told = _changed_tokens(selection, own)
     if True not in told:
         return output
-    # All tokens are weighed, also those that change nothing: a batch's rows stay a batch's rows.
+    # All tokens are weighed in one call, also those that change nothing.
     arrays: dict[str, Any] = {"chosen": selection.experts}
     given = {"weigh_as": selection.weigh_as, "explicit": selection.weights, "keep": selection.keep}
     arrays |= {name: values for name, values in given.items() if values is not None}

@@ -20,7 +20,6 @@ from lm_eval_moecache.algorithms.learned.predictor import target_of
 from lm_eval_moecache.engine.engine import Engine, TokenPass
 from lm_eval_moecache.engine.rows import Row, RowPass
 from lm_eval_moecache.engine.virtual.together import Together, serving
-from lm_eval_moecache.model.by_row import ByRow
 from lm_eval_moecache.model.device import as_dtype, copy_to_host, device_of
 from lm_eval_moecache.model.moe_layers import MoELayer, cache_of, router_digest
 from lm_eval_moecache.model.predictor.network import network_of, pass_predictor_of
@@ -140,13 +139,7 @@ class WrappedModel:
         a list: all rows are served together, as events of one engine."""
         self.passes_before: Callable[[], int] = lambda: 0
         """Returns how many passes other engines have served before this one's."""
-        self.by_row = ByRow()
         self._names = tuple(inspect.signature(model.forward).parameters)
-        self._is_exact = device_of(model).type == "cpu" and model.dtype == torch.float32
-        """Whether each row gets the bits that it gets alone (`model.by_row`)."""
-        attention = model.config.get_text_config()._attn_implementation
-        self.mixes_lengths = not self._is_exact or attention == "sdpa"
-        """Whether rows of different lengths may stand side by side."""
         self._parts: list[Part] = []
         self._num_rows, self._places = 1, [0]
         """Number of rows of the pass in progress that may be served separately, and which are."""
@@ -228,7 +221,6 @@ class WrappedModel:
         """Treat every token of later passes as real, and end scan scoring and chunked prompts."""
         self.valid_rows, self.ended, self.scan_scoring, self.prompt_length = None, None, False, 0
         self.rows = None
-        self.by_row.end_pass()
 
     def _begin_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._num_tokens = 0
@@ -244,7 +236,7 @@ class WrappedModel:
             return
         past, mask = cache_of(kwargs), kwargs.get("attention_mask")
         rows, length = input_ids.shape
-        past_length = 0 if past is None else past.get_seq_length()
+        past_length = 0 if past is None else int(past.get_seq_length())
         if past_length == 0 or past_length + length <= self.prompt_length:
             phase = PREFILL
         else:
@@ -256,7 +248,6 @@ class WrappedModel:
             return
         engine, recorder = self.engine, self.recorder
         padding = None if self._valid is None else ~self._valid
-        self._divide(input_ids, mask, past_length)
         self._store.begin_pass(decoding=phase == DECODE, padding=padding)
         self._phase, self._together = phase, None
         self._calls.clear()
@@ -306,27 +297,6 @@ class WrappedModel:
                 f"inputs_embeds: {who} reads the tokens themselves. Allowed with it: input_ids."
             )
         return embeddings[..., 0]
-
-    def _divide(self, input_ids: Tensor, mask: Tensor | None, past_length: int) -> None:
-        """Have the rows of a pass computed to the bits that each gets alone, where that goes."""
-        rows, length = input_ids.shape
-        self._store.row_T = None
-        if self.rows is None or not self._is_exact:
-            return
-        # The last row of a batch keeps its padding.
-        is_padded = mask is not None and mask.dim() == 2 and not mask[0, 0]
-        if rows == 1 and self._valid is None and not is_padded:
-            self.by_row.pass_alone()
-            return
-        valid = np.ones((rows, length), dtype=bool)
-        if self._valid is not None:
-            valid = self._valid.reshape(rows, length)
-        padding = [0] * rows
-        if mask is not None and mask.dim() == 2 and past_length + length == mask.shape[1]:
-            padding = (mask.cumsum(-1) == 0).sum(-1).tolist()
-        self.by_row.begin_pass(valid, padding, past_length)
-        owners = np.where(valid, np.arange(rows)[:, None], -1)
-        self._store.row_T = owners.ravel()
 
     def _begin_rows(self, input_ids: Tensor, mask: Tensor | None, past_length: int) -> None:
         """Begin a pass whose rows are served separately."""
@@ -388,7 +358,6 @@ class WrappedModel:
         if not self._num_tokens:
             return
         engine, calls = self.engine, self._calls
-        self.by_row.end_pass()
         if self.rows is not None:
             self._end_rows(calls)
         elif self._scanning:

@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lm_eval_moecache.harness.arguments import as_arguments_error
-from lm_eval_moecache.harness.evaluation_options import check_generation
+from lm_eval_moecache.harness.generation import check_generation
 from lm_eval_moecache.harness.plugin import SPECULATIVE
 from lm_eval_moecache.harness.preflight import Bare, check_arguments
 from lm_eval_moecache.model.checkpoint import skeleton
