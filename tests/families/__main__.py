@@ -16,11 +16,21 @@ from pathlib import Path
 import transformers
 
 from lm_eval_moecache.model.weighting import RULES
-from tests.families.check import FAILED, REFUSED, RUNS, Row, check
+from tests.families.check import AS_HF, FAILED, REFUSED, RUNS, Row, check
 from tests.families.configs import causal_types, other_types
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-COLUMNS = ("virtual", "prefetching", "trace", "lossy", "wall_ram", "wall_disk", "router", "rule")
+COLUMNS = (
+    "virtual",
+    "batch",
+    "prefetching",
+    "trace",
+    "lossy",
+    "wall_ram",
+    "wall_disk",
+    "router",
+    "rule",
+)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -34,12 +44,22 @@ def table(rows: Sequence[Row]) -> str:
         + ", ".join(f"{count} {word}" for word, count in counts.items())
         + ". Made by `make families`; the same as data is in `families.json`.",
         "",
-        "`equal`: outputs (generations, scores) are bit for bit the plain model's at batch sizes "
-        "1 and 4; under `trace`, a replay gives the live run's counts. `runs`: lossy algorithms "
-        "change selections, and the model is as it was afterwards. `refused`: before anything is "
-        "loaded, with the reason below. Columns: on demand under the virtual clock; the default "
-        "policy with prefetching; its trace replayed; `swap_rank` routing and `miss=drop`; the "
-        "wall clock from memory and from disk.",
+        "`equal`: outputs (generations, scores) are bit for bit the plain model's at batch size 1; "
+        "under `trace`, a replay gives the live run's counts. `batch`: six prompts of 3 to 60 "
+        "words at batch size 4, whose rows end at different tokens. There `equal`: texts and "
+        "scores are the plain model's, in the same batches and alone; `as hf`: scores are the "
+        "plain model's in the same batches, and its own texts or scores change with a batch by "
+        "more than rounding (what a sparse indexer or a compressor picks hangs on the padded "
+        "length); a row that takes an ended one's place has another padding than in the plain "
+        "model's batch. `runs`: lossy "
+        "algorithms change selections, and the model is as it was afterwards. `refused`: before "
+        "anything is loaded, with the reason below. Columns: on demand under the virtual clock, "
+        "alone and in batches; the default policy with prefetching; its trace replayed; "
+        "`swap_rank` routing and `miss=drop`; the wall clock from memory and from disk.",
+        "",
+        "Answers change with a batch: "
+        + ", ".join(f"`{row.model_type}`" for row in rows if row.batch == AS_HF)
+        + ".",
         "",
         "| model type | " + " | ".join(COLUMNS) + " |",
         "|---|" + "---|" * len(COLUMNS),
