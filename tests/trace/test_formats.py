@@ -15,7 +15,6 @@ import pytest
 
 from lm_eval_moecache.cli.trace import only_request
 from lm_eval_moecache.emulate.models import load_real_model
-from lm_eval_moecache.profiling.use import read_counts
 from lm_eval_moecache.records import plugins
 from lm_eval_moecache.records.event import PHASES
 from lm_eval_moecache.trace.formats import export
@@ -276,39 +275,34 @@ def test_a_third_partys_mistake_is_one_line_that_names_file_line_and_importer(
 
 # --- use counts ---
 
+COUNTS = ((0, 3, 0, 2, 0, 2, 0, 0), (4, 0, 0, 0, 0, 0, 0, 3))
+OF_TRACE = tuple(tuple(np.bincount(IDS[:, n].ravel(), minlength=8).tolist()) for n in range(2))
+
 
 @pytest.mark.parametrize(
-    "file", ["counts.coli_usage", "counts_sglang.csv", "counts_imatrix.gguf", "counts_glm.json"]
+    ("file", "text", "counts"),
+    [
+        *((f"counts{name}", "", COUNTS) for name in (".coli_usage", "_sglang.csv", "_glm.json")),
+        ("counts_imatrix.gguf", "", COUNTS),
+        ("glm_atlas.json", "", OF_TRACE),
+        # An engine whose counts fade writes fractions; two thirds of a use are one.
+        ("x.coli_usage", "-1 2 3\n3 0 0.4\n3 2 0.7\n7 1 2.6\n", ((0, 0, 1), (0, 3, 0))),
+        ("x.pt", "", ((11, 22), (33, 44))),
+    ],
 )
-def test_counts_of_engines_become_a_profile(file: str, tmp_path: Path, moecache: Moecache) -> None:
-    counts = [[0, 3, 0, 2, 0, 2, 0, 0], [4, 0, 0, 0, 0, 0, 0, 3]]
-    out = tmp_path / "use.json"
-    moecache("profile", "use", FOLDER / file, "--out", out)
-    assert json.loads(out.read_text())["counts"] == counts
-
-
-def test_decayed_counts_are_rounded(tmp_path: Path) -> None:
-    """An engine whose counts fade writes fractions; two thirds of a use are one."""
-    path = tmp_path / "x.coli_usage"
-    path.write_text("-1 2 3\n3 0 0.4\n3 2 0.7\n7 1 2.6\n")
-    profile = read_counts(str(path), "trace")
-    assert profile is not None and profile.counts == ((0, 0, 1), (0, 3, 0))
-
-
-def test_a_trace_in_json_is_counted_as_any_other(tmp_path: Path, moecache: Moecache) -> None:
-    out = tmp_path / "use.json"
-    moecache("profile", "use", FOLDER / "glm_atlas.json", "--out", out)
-    counts = json.loads(out.read_text())["counts"]
-    assert counts == [np.bincount(IDS[:, layer].ravel(), minlength=8).tolist() for layer in (0, 1)]
-
-
-def test_counts_of_sglangs_recorder_become_a_profile(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    table = torch.tensor([[[1, 2], [3, 4]], [[10, 20], [30, 40]]])
-    torch.save({"logical_count": table, "rank": 0}, tmp_path / "x.pt")
-    profile = read_counts(str(tmp_path / "x.pt"), "trace")
-    assert profile is not None and profile.counts == ((11, 22), (33, 44))
-    assert read_counts(str(FOLDER / "colibri.txt"), "trace") is None
+def test_counts_of_engines_and_of_traces_become_a_profile(
+    file: str, text: str, counts: Any, tmp_path: Path, moecache: Moecache
+) -> None:
+    path, out = FOLDER / file, tmp_path / "use.json"
+    if file.startswith("x."):
+        path = tmp_path / file
+        path.write_text(text)
+    if file == "x.pt":
+        torch = pytest.importorskip("torch")
+        table = torch.tensor([[[1, 2], [3, 4]], [[10, 20], [30, 40]]])
+        torch.save({"logical_count": table, "rank": 0}, path)
+    moecache("profile", "use", path, "--out", out)
+    assert json.loads(out.read_text())["counts"] == [list(layer) for layer in counts]
 
 
 def test_files_of_moe_trace_joined_without_headers_are_requests(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -120,24 +121,29 @@ def test_drafts_and_proposals_are_streamed(
         assert sum(p.drafted for p in streamed) > 0 and sum(p.predicted for p in streamed) > 0
 
 
-def test_damage_in_a_later_part_is_named_by_its_row_in_the_file(
-    recorded: Path, tmp_path: Path, in_parts: pytest.MonkeyPatch
+def with_a_pair(path: Path) -> pa.Table:
+    experts = pq.read_table(path)["experts"].to_pylist()
+    return rewritten(path, experts=[*experts[:60], [3, 3], *experts[61:]])
+
+
+def without_a_pass(path: Path) -> pa.Table:
+    table = without_digest(pq.read_table(path))
+    return table.filter(table["pass"].to_numpy() != 9)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "said"),
+    [
+        (with_a_pair, "row 60: experts is .* names one twice"),
+        (without_a_pass, "pass is 10 after 8, must count up"),
+    ],
+)
+def test_damage_is_named_by_its_place_in_the_file(
+    recorded: Path, tmp_path: Path, in_parts: pytest.MonkeyPatch, damaged: Any, said: str
 ) -> None:
-    experts = pq.read_table(recorded)["experts"].to_pylist()
-    experts[60] = [3, 3]
     path = tmp_path / "damaged.parquet"
-    pq.write_table(rewritten(recorded, experts=experts), path)
-    with pytest.raises(ValueError, match=r"row 60: experts is .* names one twice"):
-        list(open_trace(path).parts())
-
-
-def test_a_pass_that_is_missing_between_parts_is_refused(
-    recorded: Path, tmp_path: Path, in_parts: pytest.MonkeyPatch
-) -> None:
-    table = without_digest(pq.read_table(recorded))
-    path = tmp_path / "gap.parquet"
-    pq.write_table(table.filter(table["pass"].to_numpy() != 9), path)
-    with pytest.raises(ValueError, match="pass is 10 after 8, must count up"):
+    pq.write_table(damaged(recorded), path)
+    with pytest.raises(ValueError, match=said):
         list(open_trace(path).parts())
 
 
