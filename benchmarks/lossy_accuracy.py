@@ -80,10 +80,10 @@ class Questions:
                 after = read_window(self.analyzed, before.tokens_T)
                 window, counts = compare(before, after), total(engine.ledger.passes[first_pass:])
                 row = {
-                    "tokens": window.tokens,
-                    "kl": round(window.kl, 6),
-                    "same_top": window.same_top,
-                    "routes": round(window.routes, 4),
+                    "tokens": window["tokens"],
+                    "kl": round(window["kl"], 6),
+                    "same_top": window["same_top"],
+                    "routes": round(window["routes"], 4),
                     "right": self.right(document, after),
                     "loads": counts.bytes_moved // self.analyzed.geometry.max_expert_bytes,
                     "lost": round(counts.lost_weight, 4),

@@ -6,6 +6,7 @@ import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
@@ -32,27 +33,25 @@ ANALYSES: Mapping[str, Mapping[str, Any]] = {
     _PREDICTED: {"tasks": None, "limit": 100, "profile": None},
     "sensitivity": {**_OF_A_TEXT, "seeds": 3},
 }
-"""Analysis -> options with defaults; each is a module of `analyses/` with `run(model, options)`."""
+"""Analysis -> options with defaults; each is a module of `analyses/` with a `TITLE` and `run`."""
 _OPTIONS: Mapping[str, tuple[type, str]] = {
-    "text": (
-        str,
-        "a plain text, or a .jsonl with one per line (default for tiny: its held-out pages)",
-    ),
-    "max_tokens": (int, "tokens of it to read (4096)"),
-    "tasks": (str, "predictability: a,b (tiny: its tasks that generate)"),
-    "limit": (int, "predictability: documents of each task (100)"),
-    "profile": (str, "predictability: the predictor (tiny has its own)"),
-    "seeds": (int, "sensitivity: draws per swapped rank (default: 3)"),
-    "rank": (int, "optimal_expert: whose choices are tried (default: 2)"),
-    "capacity": (str, "locality, divergence: the cache of each layer (default: 8/layer)"),
-    "policies": (str, f"divergence: a,b (default: {_LOSSY})"),
-    "layer": (int, "the MoE layer to draw (locality: 0, coactivation: 1)"),
-    "alpha": (float, "coactivation: share of co-activations in a buddy list (default: 0.95)"),
-    "k_max": (int, "coactivation: the longest buddy list (default: 16)"),
-    "sample_tokens": (int, "coactivation: tokens on which outputs are compared (default: 256)"),
-    "draft": (str, "drafting: the draft model (default: self:int4)"),
-    "lambda": (float, "locality: of cache_prior (default: 0.5)"),
+    "text": (str, "a plain text, or a .jsonl with one per line (tiny: its held-out pages)"),
+    "max_tokens": (int, "tokens of it to read"),
+    "tasks": (str, "a,b (tiny: its tasks that generate)"),
+    "limit": (int, "documents of each task"),
+    "profile": (str, "the predictor (tiny has its own)"),
+    "seeds": (int, "draws per swapped rank"),
+    "rank": (int, "whose choices are tried"),
+    "capacity": (str, "the cache of each layer"),
+    "policies": (str, "a,b"),
+    "layer": (int, "the MoE layer to draw"),
+    "alpha": (float, "share of co-activations in a buddy list"),
+    "k_max": (int, "the longest buddy list"),
+    "sample_tokens": (int, "tokens on which outputs are compared"),
+    "draft": (str, "the draft model"),
+    "lambda": (float, "of cache_prior"),
 }
+_COUNTS = ("k_max", "sample_tokens", "seeds", "limit", "max_tokens")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -61,16 +60,21 @@ def add_arguments(parser: ArgumentParser) -> None:
     trust = "run the modelling code that comes with the model"
     parser.add_argument("--trust_remote_code", type=bool, default=False, help=trust)
     parser.add_argument("--out", help="folder for the JSON, the table and the pictures")
-    for name, (kind, text) in _OPTIONS.items():
-        parser.add_argument(f"--{name}", type=kind | None, help=text)
+    for key, (kind, text) in _OPTIONS.items():
+        owners = {name: own[key] for name, own in ANALYSES.items() if key in own}
+        of = [name if value is None else f"{name} {value}" for name, value in owners.items()]
+        parser.add_argument(f"--{key}", type=kind | None, help=f"{text} ({', '.join(of)})")
 
 
 def run(arguments: Namespace) -> int:
     name, model = arguments.analysis, arguments.pretrained
     if name not in ANALYSES:
         raise unknown_name_error("analysis", name, ANALYSES)
-    options = _settled(name, arguments)
-    analysis = _analyzed(name, model, options, trust_remote_code=arguments.trust_remote_code)
+    options, trusted = _settled(name, arguments), {"trust_remote_code": arguments.trust_remote_code}
+    # Imported late: a wrong option should not wait for torch.
+    module = importlib.import_module(f"moecache_lab.analyses.{name}")
+    subject = model if name == _PREDICTED else _read(model, options, **trusted)
+    analysis = module.run(subject, options, **(trusted if name == _PREDICTED else {}))
     tables = {"rows": analysis.tables[name]} if name in analysis.tables else analysis.tables
     text = "\n".join(map(rows_as_markdown, analysis.tables.values()))
     print_result(arguments.json, {"model": model, **tables}, text)
@@ -82,42 +86,39 @@ def run(arguments: Namespace) -> int:
             text = json.dumps(finite({"model": model, "rows": rows}), indent=2) + "\n"
             write_whole(folder / f"{table}.json", text)
             write_whole(folder / f"{table}.md", rows_as_markdown(rows))
-        save_as(analysis.draw(analysis.title), folder / name)
+        figure = analysis.draw()
+        title = f"{module.TITLE} ({', '.join(filter(None, (model, analysis.about)))})"
+        # matplotlib cuts off titles wider than the figure.
+        figure.suptitle("\n".join(wrap(title, int(10 * figure.get_figwidth()))))
+        save_as(figure, folder / name)
     return 0
 
 
-def _analyzed(name: str, model: str, options: Mapping[str, Any], **trusted: bool) -> Any:
-    """Return the `Analysis`; errors in the options are raised before weights are loaded."""
-    # Imported late: a misspelt analysis should not wait for torch.
-    module = importlib.import_module(f"moecache_lab.analyses.{name}")
-    if name == _PREDICTED:
-        return module.run(model, options, **trusted)
+def _read(model: str, options: Mapping[str, Any], **trusted: bool) -> Any:
+    """Return the model with its text; options are checked before weights are loaded."""
     from lm_eval_moecache.harness.preflight import geometry_of
     from moecache_lab.analyzed_model import AnalyzedModel, read_texts
 
     _check_sizes(options, geometry_of(model, **trusted))
     texts = read_texts(model, options["text"])
     with as_arguments_error(model):
-        analyzed = AnalyzedModel(model, texts, options["max_tokens"], **trusted)
-    return module.run(analyzed, options)
+        return AnalyzedModel(model, texts, options["max_tokens"], **trusted)
 
 
 def _settled(analysis: str, arguments: Namespace) -> dict[str, Any]:
     """Return this analysis' options. Raises ValueError for options that only others read."""
-    options = dict(ANALYSES[analysis])
-    for key in sorted(_OPTIONS):
-        value = arguments[key]
-        if value is not None and key not in options:
+    given = {key: arguments[key] for key in sorted(_OPTIONS) if arguments[key] is not None}
+    for key, value in given.items():
+        if key not in ANALYSES[analysis]:
             owners = " and ".join(name for name, defaults in ANALYSES.items() if key in defaults)
             raise ValueError(
                 f"{key}={value!r} has no effect on analyze {analysis}: it belongs to analyze "
                 f"{owners}. Leave it out."
             )
-        if value is not None:
-            options[key] = value
+    options = {**ANALYSES[analysis], **given}
     if not 0 < options.get("alpha", 1) <= 1:
         raise ValueError(f"alpha={options['alpha']} must be above 0 and at most 1.")
-    for key in ("k_max", "sample_tokens", "seeds", "limit", "max_tokens"):
+    for key in _COUNTS:
         if options.get(key, 1) < 1:
             raise ValueError(f"{key}={options[key]} must be 1 or more.")
     for policy in options["policies"].split(",") if "policies" in options else ():

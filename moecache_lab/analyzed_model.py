@@ -14,7 +14,8 @@ from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.model.reading import ReadingModel
 from lm_eval_moecache.model.wrap import WrappedModel
-from lm_eval_moecache.records.files import TINY, lines_of, parse_json, read_text
+from lm_eval_moecache.profiling._texts import texts_in
+from lm_eval_moecache.records.files import TINY, read_text
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
 from lm_eval_moecache.records.sizes import parse_capacity
 
@@ -22,11 +23,13 @@ Rows = list[dict[str, Any]]
 
 
 class Analysis(NamedTuple):
-    """The result of every analysis: tables by name, a title, and what draws the plot under it."""
+    """The result of every analysis."""
 
     tables: Mapping[str, Rows]
-    title: str
-    draw: Callable[[str], Any]
+    draw: Callable[[], Any]
+    """Returns a figure, to which its title is added."""
+    about: str = ""
+    """What the title says after the model."""
 
 
 class AnalyzedModel(ReadingModel):
@@ -75,7 +78,7 @@ class AnalyzedModel(ReadingModel):
 def read_texts(pretrained: str, path: str | None) -> list[str]:
     """Return the texts to analyse; `tiny` has its own held-out pages where none is named.
 
-    A file is one text; each line of a `.jsonl` has one, under `text` or `page`.
+    A file is one text; each line of a `.jsonl` is one, or has one under `text` or `page`.
     """
     if path is None:
         if pretrained != TINY:
@@ -86,15 +89,6 @@ def read_texts(pretrained: str, path: str | None) -> list[str]:
         from lm_eval_moecache.tiny.documents import wikitext
 
         return list(wikitext()["test"]["page"])
-    content = read_text(path, f"text={path!r}")
-    if not path.endswith(".jsonl"):
-        return [content]
-    texts = []
-    for number, line in enumerate(lines_of(content), 1):
-        label = f"text={path!r}: line {number}"
-        row = parse_json(line, label)
-        page = row.get("text", row.get("page")) if isinstance(row, dict) else None
-        if not isinstance(page, str):
-            raise ValueError(f"{label} has no text under `text` or `page`.")
-        texts.append(page)
-    return texts
+    if path.endswith(".jsonl"):
+        return texts_in(path, "text", ("text", "page"))
+    return [read_text(path, f"text={path!r}")]

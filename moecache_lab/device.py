@@ -18,7 +18,7 @@ from jsonargparse import ArgumentParser, Namespace
 from scipy import optimize, stats
 
 from lm_eval_moecache.engine.setting import MOST_READS, TOGETHER, Setting
-from lm_eval_moecache.profiling._texts import add_options, say
+from lm_eval_moecache.profiling._texts import Told, add_options
 from lm_eval_moecache.profiling.hardware import as_yaml, profile_path
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
@@ -89,12 +89,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(arguments: Namespace) -> int:
+def run(arguments: Namespace) -> Told:
     """Fit and write; print how certain each fitted figure is."""
     path = profile_path(arguments.out)
     profile, report = fit_to_files(path.stem, arguments)
     write_whole(path, as_yaml({k: v for k, v in asdict(profile).items() if v is not None}))
-    return say(report, [as_yaml(report).rstrip("\n")], arguments.json)
+    return report, as_yaml(report)
 
 
 def fit_to_files(profile_name: str, arguments: Namespace) -> tuple[Hardware, dict[str, Any]]:

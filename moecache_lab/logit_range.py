@@ -8,13 +8,12 @@ Prints one number per layer, the mean over tokens of max(z) - min(z): pass them 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.profiling._texts import add_text_options, analyzed_texts
+from lm_eval_moecache.profiling._texts import Told, add_text_options, analyzed_texts
 from lm_eval_moecache.records.files import write_whole
 
 
@@ -23,14 +22,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=str | None, help="a JSON file to write them to")
 
 
-def run(arguments: Namespace) -> int:
+def run(arguments: Namespace) -> Told:
     analyzed, _ = analyzed_texts(arguments)
     report = {"model": analyzed.name, "logit_range": measure(analyzed)}
     if arguments.out:
         write_whole(Path(arguments.out), json.dumps(report, indent=1) + "\n")
     numbers = ", ".join(f"{value:.4f}" for value in report["logit_range"])
-    sys.stdout.write(json.dumps(report) + "\n" if arguments.json else f"[{numbers}]\n")
-    return 0
+    return report, f"[{numbers}]\n"
 
 
 def measure(reading: Any) -> list[float]:

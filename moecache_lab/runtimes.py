@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.cli.main import print_result
+from lm_eval_moecache.profiling._texts import Told
 from lm_eval_moecache.records.files import traces_dir, write_whole
 from lm_eval_moecache.records.runtimes import MECHANISMS_FILE
 from lm_eval_moecache.report.plots import plot_speeds
@@ -28,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--report", type=str | None, help=text)
 
 
-def run(arguments: Namespace) -> int:
+def run(arguments: Namespace) -> Told:
     begin = begin_at(traces_dir().glob("*.parquet"))
     rows, left_out = read_rows(Path(getattr(arguments, "from")), begin)
     known, result = fit_all(rows, begin)
@@ -40,4 +40,4 @@ def run(arguments: Namespace) -> int:
         write_whole(folder / "table.md", speeds_text(result))
         plot_speeds(result["rows"], folder / "plots" / "predicted.svg")
     text = speeds_text(result) + "\n" + as_yaml(known, result["hit_rates"]) + "\n"
-    return print_result(arguments.json, {**result, "constants": dict(known.constants)}, text)
+    return {**result, "constants": dict(known.constants)}, text

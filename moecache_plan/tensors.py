@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm_eval_moecache.emulate.configuration import read_caches, read_config
-from lm_eval_moecache.records.files import check_file, is_file, open_file, parse_json, read_json
+from lm_eval_moecache.records.files import (
+    check_file,
+    is_file,
+    open_file,
+    opened_gguf,
+    parse_json,
+    read_json,
+)
 from lm_eval_moecache.records.numbers import read_count, shown
 from lm_eval_moecache.records.real_model import BF16, RealModel, Stored
 
@@ -148,27 +155,13 @@ def _split_files(path: Path, what: str) -> list[Path]:
 
 
 def _read_index(path: Path, what: str) -> tuple[dict[str, Any], list[Tensor]]:
-    from gguf import GGUFReader
-
-    check_file(path, what)
-    with open_file(path, what) as file:
-        if file.read(4) != b"GGUF":
-            raise ValueError(f"{what} is not a GGUF file: it does not begin with the letters GGUF.")
-    try:
-        reader = GGUFReader(path)
+    with opened_gguf(path, what) as reader:
         values = {
             key: field.contents()
             for key, field in reader.fields.items()
             if not key.startswith(("tokenizer.", "GGUF."))
         }
-        found = [Tensor(t.name, int(t.n_elements), int(t.n_bytes)) for t in reader.tensors]
-    except (ValueError, KeyError, IndexError, OverflowError, MemoryError, TypeError) as error:
-        reason = str(error).split("\n")[0][:200]
-        raise ValueError(
-            f"{what}: {path.name} is not a whole GGUF file, or of a newer kind than the package "
-            f"`gguf` reads: {reason}."
-        ) from None
-    return values, found
+        return values, [Tensor(t.name, int(t.n_elements), int(t.n_bytes)) for t in reader.tensors]
 
 
 def _gguf_layer(name: str) -> int:

@@ -235,10 +235,9 @@ def test_judging_counts_each_predictor_on_held_out_prompts(recorded: Any) -> Non
     samples = Samples.of(found)
     geometry = make_geometry(num_layers=3, num_experts=8, top_k=3)
     network = PredictorNetwork(artifact_for(PREDICTOR, geometry, hidden=32).arrays, 3)
-    judgements = judge(
-        samples, network, layers, num_chosen=3, known=np.array([0]), held_out=np.array([1])
-    )
-    rows = layer_rows(judgements, 3)
+    sides = {"known": np.array([0]), "held_out": np.array([1])}
+    judged = judge(samples, network, layers, num_chosen=3, **sides)
+    rows, own = layer_rows(judged, 3), judged[judged["layer"] == 0]
     assert [(row["layer"], row["target"], row["tokens"]) for row in rows] == [
         (0, 1, 4), (1, 2, 4), (2, 0, 3)
     ]  # fmt: skip
@@ -248,12 +247,11 @@ def test_judging_counts_each_predictor_on_held_out_prompts(recorded: Any) -> Non
     gate = layers[1].router.forward(inputs.bfloat16())[0].detach()
     assert rows[0]["next_gate"] == pytest.approx(shared(gate, held_pairs.targets_NE, 3).mean() / 3)
     ordered = np.sort(held_pairs.targets_NE.astype(np.float32), axis=-1)[:, ::-1]
-    np.testing.assert_allclose(judgements[0].gap, ordered[:, 2] - ordered[:, 3])
+    np.testing.assert_allclose(own["gap"], ordered[:, 2] - ordered[:, 3])
     counts = shared(network(0, inputs), held_pairs.targets_NE, 3)
     assert rows[0]["predictor"] == pytest.approx(counts.mean() / 3)
-    assert sum(row["tokens"] for row in certainty_rows(judgements, 3)) == sum(
-        r["tokens"] for r in rows
-    )
+    np.testing.assert_array_equal(own["predictor"], counts)
+    assert sum(row["tokens"] for row in certainty_rows(judged, 3)) == len(judged)
 
 
 def test_the_network_is_relu_between_two_linear_stages() -> None:
@@ -294,7 +292,7 @@ def test_prompts_come_from_lines_or_from_json(tmp_path: Path) -> None:
     file.write_text('"two\\nlines"\n{"prompt": "one", "id": 3}\n')
     assert read_prompts(str(file)) == ["two\nlines", "one"]
     file.write_text('{"text": "no prompt"}\n')
-    with pytest.raises(ValueError, match="line 1 must be a string or"):
+    with pytest.raises(ValueError, match="line 1 must be a string or have one under `prompt`"):
         read_prompts(str(file))
 
 

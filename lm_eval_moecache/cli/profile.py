@@ -10,6 +10,7 @@ from lm_eval_moecache.cli.main import (
     make_parser,
     modules_of,
     parsed,
+    print_result,
     summary_of,
     wrapped,
 )
@@ -17,7 +18,10 @@ from lm_eval_moecache.records.numbers import unknown_name_error
 
 
 def run_raw(argv: list[str]) -> int:
-    """Pass the arguments to the action's module: `add_arguments(parser)`, `run(arguments)`."""
+    """Pass the arguments to the action's module: `add_arguments(parser)`, `run(arguments)`.
+
+    `run` returns what is printed with `--json`, and the text that is printed without.
+    """
     known = actions()
     if not argv or argv[0] in ("-h", "--help"):
         head = ["usage: moecache profile WHAT [options]", "", *wrapped(str(__doc__)), ""]
@@ -30,7 +34,8 @@ def run_raw(argv: list[str]) -> int:
     module = importlib.import_module(known[argv[0]])
     parser = make_parser(f"moecache profile {argv[0]}", module.__doc__)
     module.add_arguments(parser)
-    return int(module.run(parsed(parser, argv[1:])))
+    arguments = parsed(parser, argv[1:])
+    return print_result(arguments.json, *module.run(arguments))
 
 
 def actions() -> dict[str, str]:

@@ -5,8 +5,6 @@ The text is files and tasks' documents outside their test split, or prompts for 
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -17,7 +15,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.harness.arguments import as_arguments_error
 from lm_eval_moecache.records.files import TINY, lines_of, parse_json, read_text
-from lm_eval_moecache.records.numbers import finite, listed_names
+from lm_eval_moecache.records.numbers import listed_names
 
 if TYPE_CHECKING:
     from lm_eval_moecache.model.reading import ReadingModel
@@ -185,25 +183,28 @@ def collect_prompts(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:
 
 def read_prompts(path: str) -> list[str]:
     """Return a prompt per line; a line of a `.jsonl` is a string, or has one under `prompt`."""
-    lines = lines_of(read_text(path, f"data={path!r}"))
-    if Path(path).suffix != ".jsonl":
-        return lines
-    prompts = []
-    for number, line in enumerate(lines, start=1):
-        label = f"data={path!r}: line {number}"
+    if Path(path).suffix == ".jsonl":
+        return texts_in(path, "data", ("prompt",))
+    return lines_of(read_text(path, f"data={path!r}"))
+
+
+def texts_in(path: str, key: str, fields: Sequence[str]) -> list[str]:
+    """Return the text of each line of a `.jsonl`: a string, or what stands under one of `fields`.
+
+    ValueError for a line without one begins with `key`, the file and the line.
+    """
+    texts = []
+    for number, line in enumerate(lines_of(read_text(path, f"{key}={path!r}")), start=1):
+        label = f"{key}={path!r}: line {number}"
         entry = parse_json(line, label)
-        prompt = entry.get("prompt") if isinstance(entry, dict) else entry
-        if not isinstance(prompt, str):
-            raise ValueError(f'{label} must be a string or {{"prompt": string, ...}}.')
-        prompts.append(prompt)
-    return prompts
+        found = [entry[field] for field in fields if isinstance(entry, dict) and field in entry]
+        text = entry if isinstance(entry, str) else next(iter(found), None)
+        if not isinstance(text, str):
+            names = " or ".join(f"`{field}`" for field in fields)
+            raise ValueError(f"{label} must be a string or have one under {names}.")
+        texts.append(text)
+    return texts
 
 
-# --- output ---
-
-
-def say(report: Mapping[str, Any], lines: Sequence[str], as_json: bool) -> int:
-    """Print `report` as JSON, or `lines`; return exit code 0."""
-    text = json.dumps(finite(dict(report)), indent=2) if as_json else "\n".join(lines)
-    sys.stdout.write(f"{text}\n")
-    return 0
+Told = tuple[Mapping[str, Any], str]
+"""What an action of `moecache profile` returns: its report, and the same in words."""

@@ -14,15 +14,15 @@ from lm_eval_moecache.model.device import best_device
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
 from lm_eval_moecache.model.predictor.samples import answers
 from lm_eval_moecache.model.predictor.training import Trained
-from lm_eval_moecache.profiling._texts import collect_prompts, say
+from lm_eval_moecache.profiling._texts import Told, collect_prompts
 from lm_eval_moecache.records.artifact import artifact_of, write_artifact
 from lm_eval_moecache.report.tables.text import rows_as_markdown
 
 
 def train_artifact(
     arguments: Namespace, kind: str, recipe_type: Any, train: Callable[..., Trained]
-) -> int:
-    """Train on what the model writes to the prompts, write the artifact, print its tables.
+) -> Told:
+    """Train on what the model writes to the prompts, write the artifact, tell its tables.
 
     Those are the lists of rows in what `train` says of the training.
     """
@@ -46,5 +46,4 @@ def train_artifact(
     tables = {name: rows for name, rows in training.items() if isinstance(rows, list)}
     lines = [f"{arguments.out}: share of the experts named rightly, on held-out prompts", ""]
     lines += [rows_as_markdown(rows) for rows in tables.values()]
-    lines[-1] = lines[-1].rstrip("\n")
-    return say({"out": arguments.out, **tables}, lines, arguments.json)
+    return {"out": arguments.out, **tables}, "\n".join(lines)

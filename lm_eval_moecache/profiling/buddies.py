@@ -24,12 +24,12 @@ from lm_eval_moecache.algorithms.learned.buddies import (
     conditional,
 )
 from lm_eval_moecache.profiling._texts import (
+    Told,
     add_options,
     add_text_options,
     analyzed_texts,
     check_counts,
     check_out,
-    say,
 )
 from lm_eval_moecache.records.artifact import BUDDIES, artifact_of, write_artifact
 
@@ -52,7 +52,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(arguments: Namespace) -> int:
+def run(arguments: Namespace) -> Told:
     """Profile and write; print the sizes of the lists, layer by layer."""
     check_out(arguments.out)
     check_counts(arguments, "k_max", "sample_tokens")
@@ -97,4 +97,4 @@ def run(arguments: Namespace) -> int:
         low, middle, high = np.percentile(sizes, (0, 50, 100)).tolist()
         rows.append({"layer": layer, "shortest": low, "median": middle, "longest": high})
         lines.append(f"  layer {layer}: {low:g} to {high:g}, median {middle:g}")
-    return say({"out": arguments.out, **data, "layers": rows}, lines, arguments.json)
+    return {"out": arguments.out, **data, "layers": rows}, "\n".join([*lines, ""])

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.profiling._texts import add_options, add_training_options, check_training
+from lm_eval_moecache.profiling._texts import (
+    Told,
+    add_options,
+    add_training_options,
+    check_training,
+)
 from lm_eval_moecache.records.artifact import DATA_AWARE
 
 
@@ -23,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(arguments: Namespace) -> int:
+def run(arguments: Namespace) -> Told:
     """Record, train, judge on the held-out prompts, write."""
     check_training(arguments, "width", "truncate")
     if not arguments.hard_weight >= 0:

@@ -14,7 +14,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.profiling._texts import add_options, say
+from lm_eval_moecache.profiling._texts import Told, add_options
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.sizes import parse_bandwidth, parse_bytes
 
@@ -42,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(arguments: Namespace) -> int:
+def run(arguments: Namespace) -> Told:
     """Measure and write; the profile's `source` names the measurement behind each field."""
     path = profile_path(arguments.out)
     if not 1 <= arguments.matmul <= MOST_EDGE:
@@ -69,7 +69,7 @@ def run(arguments: Namespace) -> int:
         ) from error
     fields = dataclasses.asdict(profile)
     write_whole(path, as_yaml(fields))
-    return say(fields, [as_yaml(fields).rstrip("\n")], arguments.json)
+    return fields, as_yaml(fields)
 
 
 def profile_path(out: str) -> Path:

@@ -7,7 +7,6 @@ next to that of equal sizes; `--out sizes.json` writes the file that `capacity=s
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.profiling._texts import Told
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.sizes import LAYER_SIZES, parse_capacity
 from lm_eval_moecache.trace.importers import load_trace
@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=str | None, help="a JSON file to write the sizes to")
 
 
-def run(arguments: Namespace) -> int:
+def run(arguments: Namespace) -> Told:
     trace = load_trace(arguments.trace)
     capacity = parse_capacity(arguments.capacity, trace.geometry)
     slots = capacity.total_bytes // trace.geometry.max_expert_bytes
@@ -48,12 +48,10 @@ def run(arguments: Namespace) -> int:
     }
     if arguments.out:
         write_whole(Path(arguments.out), json.dumps(report, indent=1) + "\n")
-    table = (
+    return report, (
         f"experts per layer: {sizes}\nmiss rate with LRU: {report['miss_rate']:.4f}, with equal "
         f"sizes {report['miss_rate_of_equal_sizes']:.4f}\n"
     )
-    sys.stdout.write(json.dumps(report) + "\n" if arguments.json else table)
-    return 0
 
 
 def miss_curves(trace: Trace) -> Counts:

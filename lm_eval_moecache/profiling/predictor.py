@@ -10,7 +10,12 @@ from __future__ import annotations
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.algorithms.learned.predictor import LOSSES
-from lm_eval_moecache.profiling._texts import add_options, add_training_options, check_training
+from lm_eval_moecache.profiling._texts import (
+    Told,
+    add_options,
+    add_training_options,
+    check_training,
+)
 from lm_eval_moecache.records.artifact import PREDICTOR
 from lm_eval_moecache.records.numbers import unknown_name_error
 
@@ -25,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(arguments: Namespace) -> int:
+def run(arguments: Namespace) -> Told:
     """Record, train layer after layer, judge on the held-out prompts, write."""
     check_training(arguments, "halve_every")
     if arguments.loss not in LOSSES:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.algorithms.learned.sensitivity import LAYERS, THRESHOLDS
-from lm_eval_moecache.profiling._texts import add_text_options, analyzed_texts, check_out, say
+from lm_eval_moecache.profiling._texts import Told, add_text_options, analyzed_texts, check_out
 from lm_eval_moecache.records.artifact import SENSITIVITY, artifact_of, write_artifact
 
 
@@ -17,7 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_text_options(parser, limit=50)
 
 
-def run(arguments: Namespace) -> int:
+def run(arguments: Namespace) -> Told:
     """Profile and write; print each layer's sensitivity and some thresholds."""
     check_out(arguments.out)
     analyzed, data = analyzed_texts(arguments)
@@ -44,4 +44,4 @@ def run(arguments: Namespace) -> int:
     lines = [f"{arguments.out}: sensitivity from {fisher.num_tokens} tokens, in nats per token:"]
     lines += [f"  layer {layer}: {value:.4g}" for layer, value in enumerate(layers)]
     lines += [f"  {share} of the activations below {value:.4g}" for share, value in shares.items()]
-    return say(summary | {"sensitivity": layers, "thresholds": shares}, lines, arguments.json)
+    return summary | {"sensitivity": layers, "thresholds": shares}, "\n".join([*lines, ""])

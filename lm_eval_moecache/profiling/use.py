@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import pickle
-import struct
+import re
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.profiling._texts import say
+from lm_eval_moecache.profiling._texts import Told
 from lm_eval_moecache.records.files import (
     check_file,
     lines_of,
-    open_file,
+    opened_gguf,
     parse_json,
     read_head,
     read_text,
@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--model", type=str | None, help=text)
 
 
-def run(arguments: Namespace) -> int:
+def run(arguments: Namespace) -> Told:
     """Count and write; print how uneven the use is."""
     if Path(arguments.out).suffix != ".json":
         raise ValueError(f"out={arguments.out!r} must end in .json.")
@@ -61,13 +61,12 @@ def run(arguments: Namespace) -> int:
         f"{profile.model or 'a model that is not named'}, {stats['never_used']} of them never used:"
     ]
     lines += [f"  the {part} most used: {share:.1%}" for part, share in shares.items()]
-    return say(stats, lines, arguments.json)
+    return stats, "\n".join([*lines, ""])
 
 
 _MOST = 1 << 34
 _LAYERS, _EXPERTS = 10_000, 32_767
-_GGUF_NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_TEXT, _LIST, _F32 = 8, 9, 0
+_COUNTS = re.compile(r"blk\.(\d+)\.\w+_exps\.weight\.counts")
 Counts = Mapping[int, Mapping[int, float]]
 """Layer, as the engine numbers it -> expert -> count."""
 
@@ -163,58 +162,12 @@ def _recorder(path: Path, what: str) -> tuple[Counts, int | None]:
 
 def _imatrix(path: Path, what: str) -> tuple[Counts, int | None]:
     """Read a GGUF's tensors `blk.N.ffn_*_exps.weight.counts`: evaluated tokens by expert."""
-    counts: dict[int, dict[int, float]] = {}
-    with open_file(path, what, _MOST) as file:
-        try:
-            for name, values in _tensors(file):
-                parts = name.split(".")
-                if name.endswith("_exps.weight.counts") and parts[0] == "blk":
-                    tokens_by_expert = dict(enumerate(values))
-                    counts.setdefault(int(parts[1]), tokens_by_expert)
-        except (struct.error, ValueError, KeyError, UnicodeDecodeError, MemoryError) as error:
-            raise ValueError(f"{what} is not a whole GGUF file: {error}.") from None
+    counts: dict[int, Mapping[int, float]] = {}
+    with opened_gguf(path, what) as reader:
+        for tensor in reader.tensors:
+            match = _COUNTS.fullmatch(tensor.name)
+            if match and tensor.data.dtype == np.float32:
+                tokens_by_expert = enumerate(tensor.data.ravel().tolist())
+                counts.setdefault(int(match[1]), dict(tokens_by_expert))
     width = {len(layer) for layer in counts.values()}
     return counts, max(width, default=None)
-
-
-def _tensors(file: BinaryIO) -> list[tuple[str, list[float]]]:
-    """Return the float32 tensors that end in `.counts`, by their names."""
-
-    def take(form: str) -> Any:
-        size = struct.calcsize("<" + form)
-        return struct.unpack("<" + form, file.read(size))[0]
-
-    def text() -> str:
-        length = take("Q")
-        if length > 1 << 20:
-            raise ValueError(f"a text of {length} bytes")
-        return file.read(length).decode()
-
-    def value(kind: int) -> Any:
-        if kind == _TEXT:
-            return text()
-        if kind == _LIST:
-            inner, length = take("I"), take("Q")
-            return [value(inner) for _ in range(min(length, 1 << 20))]
-        return take(_GGUF_NUMBERS[kind])
-
-    file.seek(4)
-    if take("I") not in (2, 3):
-        raise ValueError("its version is not 2 or 3")
-    num_tensors, num_values = take("Q"), take("Q")
-    metadata = {text(): value(take("I")) for _ in range(num_values)}
-    infos = []
-    for _ in range(num_tensors):
-        name, dims = text(), take("I")
-        shape = [take("Q") for _ in range(min(dims, 8))]
-        infos.append((name, int(np.prod(shape)), take("I"), take("Q")))
-    align = int(metadata.get("general.alignment", 32))
-    begin = -(-file.tell() // align) * align
-    tensors = []
-    for name, size, kind, offset in infos:
-        if name.endswith(".counts") and kind == _F32 and size <= _EXPERTS:
-            file.seek(begin + offset)
-            tensors.append((name, np.frombuffer(file.read(4 * size), dtype="<f4").tolist()))
-            if len(tensors[-1][1]) != size:
-                raise ValueError(f"{name} is cut short")
-    return tensors

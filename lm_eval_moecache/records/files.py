@@ -15,7 +15,7 @@ import stat
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import lru_cache, partial
 from pathlib import Path
@@ -104,6 +104,25 @@ def read_head(path: str | Path, what: str, size: int, most: int | None = None) -
     """Return a file's first bytes, by which its format is told, without a byte-order mark."""
     with open_file(path, what, most) as file:
         return file.read(size).removeprefix(codecs.BOM_UTF8)
+
+
+@contextlib.contextmanager
+def opened_gguf(path: Path, what: str) -> Iterator[Any]:
+    """Yield the library's reader of a GGUF; ValueError for a damaged one begins with `what`."""
+    from gguf import GGUFReader
+
+    check_file(path, what)
+    with open_file(path, what) as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{what} is not a GGUF file: it does not begin with the letters GGUF.")
+    try:
+        yield GGUFReader(path)
+    except (ValueError, KeyError, IndexError, OverflowError, MemoryError, TypeError) as error:
+        reason = str(error).split("\n")[0][:200]
+        raise ValueError(
+            f"{what}: {path.name} is not a whole GGUF file, or of a newer kind than the package "
+            f"`gguf` reads: {reason}."
+        ) from None
 
 
 def read_yaml(path: str | Path, what: str) -> Any:

@@ -27,8 +27,8 @@ def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
     reading, layer = observe(analyzed, options["sample_tokens"]), options["layer"]
     similarity = reading.similarity()
     rows = analyze(reading.counts, similarity, options["alpha"], options["k_max"])
-    title = f"{TITLE} ({analyzed.name}, MoE layer {layer})"
-    return Analysis({"coactivation": rows}, title, partial(draw, reading.counts, similarity, layer))
+    picture = partial(draw, reading.counts, similarity, layer)
+    return Analysis({"coactivation": rows}, picture, f"MoE layer {layer}")
 
 
 def analyze(counts: Coactivation, similarity: FloatArray, alpha: float, k_max: int) -> Rows:
@@ -61,7 +61,7 @@ def analyze(counts: Coactivation, similarity: FloatArray, alpha: float, k_max: i
     return rows
 
 
-def draw(counts: Coactivation, similarity: FloatArray, layer: int, title: str) -> Any:
+def draw(counts: Coactivation, similarity: FloatArray, layer: int) -> Any:
     """Draw a layer's co-activations, output similarities (diagonals left out) and activations."""
     figure, (left, middle, right) = new_figure(columns=3)
     for panel, name, values in (
@@ -78,5 +78,4 @@ def draw(counts: Coactivation, similarity: FloatArray, layer: int, title: str) -
     right.bar(range(len(counts.activations[layer])), counts.activations[layer])
     right.set_title("tokens that chose i")
     right.set_xlabel("expert i")
-    figure.suptitle(title)
     return figure

@@ -29,21 +29,6 @@ _OF_THE_CACHE = (
 )
 
 
-class Window(NamedTuple):
-    """The comparison of one window of text: sums over its tokens that predict another."""
-
-    tokens: int
-    loss: float
-    """Negative log-likelihood of the text, in nats."""
-    kl: float
-    """KL divergence of the output from the unmodified model's, in nats."""
-    same_top: int
-    """Tokens after which both models find the same next token likeliest."""
-    routes: float
-    """Summed over tokens: the share of the unmodified model's experts, in all layers, that the
-    routers choose as well, before the policy changes their choice."""
-
-
 class Reading(NamedTuple):
     """One window as a model reads it. Logits stay in memory: T x V values."""
 
@@ -57,25 +42,31 @@ def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
     capacity = options["capacity"]
     policies = {name: {"policy": name} for name in options["policies"].split(",")}
     rows = analyze(analyzed, policies, capacity)
-    title = f"{TITLE} ({analyzed.name}, {capacity})"
-    return Analysis({"divergence": rows}, title, partial(draw, rows))
+    return Analysis({"divergence": rows}, partial(draw, rows), capacity)
 
 
-def compare(before: Reading, after: Reading) -> Window:
-    """Compare a model's reading of a window with the unmodified model's."""
+def compare(before: Reading, after: Reading) -> dict[str, float]:
+    """Compare a model's reading of a window with the unmodified model's.
+
+    Returns sums over its `tokens` that predict another: `loss`, the negative log-likelihood of the
+    text, and `kl`, the divergence of the output from the unmodified model's, in nats; `same_top`,
+    tokens after which both models find the same next token likeliest; `routes`, the shares of the
+    unmodified model's experts, in all layers, that the routers choose as well, before the policy
+    changes their choice.
+    """
     after_TV = functional.log_softmax(after.logits_TV.float(), dim=-1)
     before_TV = functional.log_softmax(before.logits_TV.float(), dim=-1)
     same = [
         (before_TK[:, :, None] == after_TK[:, None, :]).any(dim=-1).float().mean(dim=-1)
         for before_TK, after_TK in zip(before.experts_LTK, after.experts_LTK, strict=True)
     ]
-    return Window(
-        tokens=len(after_TV),
-        loss=float(functional.nll_loss(after_TV, before.tokens_T[1:], reduction="sum")),
-        kl=float((before_TV.exp() * (before_TV - after_TV)).sum()),
-        same_top=int((after_TV.argmax(dim=-1) == before_TV.argmax(dim=-1)).sum()),
-        routes=float(torch.stack(same).mean(dim=0)[: len(after_TV)].sum()),
-    )
+    return {
+        "tokens": len(after_TV),
+        "loss": float(functional.nll_loss(after_TV, before.tokens_T[1:], reduction="sum")),
+        "kl": float((before_TV.exp() * (before_TV - after_TV)).sum()),
+        "same_top": int((after_TV.argmax(dim=-1) == before_TV.argmax(dim=-1)).sum()),
+        "routes": float(torch.stack(same).mean(dim=0)[: len(after_TV)].sum()),
+    }
 
 
 def read_window(analyzed: AnalyzedModel, window: Tensor) -> Reading:
@@ -114,23 +105,25 @@ def analyze(
     return rows
 
 
-def figures(windows: Sequence[Window]) -> dict[str, Any]:
+def figures(windows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Return perplexity and agreements over all tokens of some windows."""
-    tokens = np.array([window.tokens for window in windows], dtype=np.float64)
-    kl = np.array([window.kl for window in windows])
+    tokens, kl = (np.array([w[key] for w in windows], dtype=np.float64) for key in ("tokens", "kl"))
     mean = kl.sum() / tokens.sum()
+    loss, same_top, routes = (
+        float(sum(w[key] for w in windows) / tokens.sum()) for key in ("loss", "same_top", "routes")
+    )
     return {
         "tokens": int(tokens.sum()),
-        "perplexity": float(np.exp(sum(window.loss for window in windows) / tokens.sum())),
+        "perplexity": float(np.exp(loss)),
         "kl": float(mean),
         # That of a ratio of sums over windows, as windows differ in length.
         "kl_stderr": clustered_stderr(kl - mean * tokens, range(len(windows)), tokens.sum()),
-        "top1_agreement": float(sum(window.same_top for window in windows) / tokens.sum()),
-        "route_agreement": float(sum(window.routes for window in windows) / tokens.sum()),
+        "top1_agreement": same_top,
+        "route_agreement": routes,
     }
 
 
-def draw(rows: Rows, title: str) -> Any:
+def draw(rows: Rows) -> Any:
     """Draw the divergence of each policy over the bytes that it moves."""
     figure, (left, right) = new_figure(columns=2)
     series = {}
@@ -146,5 +139,4 @@ def draw(rows: Rows, title: str) -> Any:
         axes.set(xlabel="moved per token [MB]", xlim=(0, None))
     left.set_ylim(bottom=0)
     legend(figure, series)
-    figure.suptitle(title)
     return figure

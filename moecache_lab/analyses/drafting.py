@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from lm_eval_moecache.harness.preflight import check_draft
 from lm_eval_moecache.model.device import device_of
 from lm_eval_moecache.model.moe_layers import MoELayer
+from lm_eval_moecache.model.predictor.samples import count_right
+from lm_eval_moecache.model.predictor.samples import top_k as best
 from lm_eval_moecache.model.reading import watched
 from lm_eval_moecache.model.speculative import make_draft, matching_layers
 from lm_eval_moecache.records.arrays import softmax
@@ -66,9 +68,7 @@ def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
         texts.append({"text": text} | means)
     chosen: list[Array] = []
     for layer, hidden_TD in zip(analyzed.layers, hidden, strict=True):
-        experts_TK = _ask(layer, hidden_TD)[1]
-        chosen_TE = np.zeros((len(experts_TK), analyzed.geometry.num_experts), dtype=bool)
-        np.put_along_axis(chosen_TE, experts_TK, True, axis=-1)
+        chosen_TE = _chosen(_ask(layer, hidden_TD)[1], layer.num_experts)
         chosen += np.split(chosen_TE, np.cumsum(sizes)[:-1])
     rows: Rows = [
         {"layer": index} | {n: float(row[n].mean()) if n in row else None for n in _NAMES}
@@ -76,10 +76,10 @@ def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
     ]
     neighbours = _neighbours(chosen)
     tables = {"drafting": rows, "drafting_texts": texts, "drafting_neighbours": neighbours}
-    return Analysis(tables, f"{TITLE} ({analyzed.name}, {draft})", partial(draw, rows))
+    return Analysis(tables, partial(draw, rows), draft)
 
 
-def draw(rows: Rows, title: str) -> Any:
+def draw(rows: Rows) -> Any:
     """Draw the share of experts predicted rightly over the layers."""
     figure, panels = new_figure(columns=2)
     for axes, form in zip(panels, ("top1", "topk"), strict=True):
@@ -92,7 +92,6 @@ def draw(rows: Rows, title: str) -> Any:
     panels[0].set_ylabel("heaviest expert predicted rightly")
     panels[1].set_ylabel("experts predicted rightly")
     legend(figure, dict(zip(_PREDICTORS, panels[1].lines, strict=True)))
-    figure.suptitle(title)
     return figure
 
 
@@ -116,7 +115,7 @@ def _layer_metrics(
     layer, geometry = analyzed.layers[at], analyzed.geometry
     top_k, num_experts = geometry.top_k, geometry.num_experts
     logits_TE, experts_TK = _ask(layer, hidden[at])
-    counts_TE = _counts_before(experts_TK, num_experts)
+    counts_TE = _counts_before(_chosen(experts_TK, num_experts))
     draft_TE = _ask(layer, drafted[at])[0]
     # What prefetching takes, where token ids decide and not the logits alone.
     guesses = {"draft": drafted[at]} | ({"next_gate": hidden[at - 1]} if at else {})
@@ -132,7 +131,9 @@ def _layer_metrics(
         "frequency_entropy": _entropy(np.log(counts_TE + 1e-9)),
     }
     for name, scores_TE in predictions.items():
-        figures[f"{name}_top1"], figures[f"{name}_topk"] = _shares(experts_TK, scores_TE, top_k)
+        guess_TK = best(scores_TE, top_k)
+        figures[f"{name}_top1"] = guess_TK[:, 0] == experts_TK[:, 0]
+        figures[f"{name}_topk"] = count_right(guess_TK, experts_TK) / top_k
     return figures
 
 
@@ -174,19 +175,17 @@ def _ask(layer: MoELayer, hidden_TD: Tensor) -> tuple[Array, Array]:
     return logits.float().cpu().numpy(), experts.gather(-1, order).cpu().numpy()
 
 
-def _counts_before(experts_TK: Array, num_experts: int) -> Array:
+def _chosen(experts_TK: Array, num_experts: int) -> Array:
+    """Return whether each token chose each expert: [T, E]."""
+    chosen_TE = np.zeros((len(experts_TK), num_experts), dtype=bool)
+    np.put_along_axis(chosen_TE, experts_TK, True, axis=-1)
+    return chosen_TE
+
+
+def _counts_before(chosen_TE: Array) -> Array:
     """Return how often each expert was chosen by the tokens before each one: [T, E]."""
-    chosen = np.zeros((len(experts_TK), num_experts), dtype=np.float64)
-    np.put_along_axis(chosen, experts_TK, 1.0, axis=-1)
-    counts: Array = chosen.cumsum(axis=0) - chosen
+    counts: Array = chosen_TE.cumsum(axis=0, dtype=np.float64) - chosen_TE
     return counts
-
-
-def _shares(experts_TK: Array, scores_TE: Array, top_k: int) -> tuple[Array, Array]:
-    """Return by token whether the top score is the heaviest expert's, and the share named."""
-    guess_TK = np.argsort(-scores_TE, axis=-1, kind="stable")[:, :top_k]
-    named_TK = (guess_TK[:, :, None] == experts_TK[:, None, :]).any(axis=1)
-    return guess_TK[:, 0] == experts_TK[:, 0], named_TK.mean(axis=-1)
 
 
 def _entropy(logits_TE: Array) -> Array:

@@ -39,8 +39,7 @@ def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
         metrics = cache_metrics(engine.ledger.passes)
         rows.append(row | {key: metrics[key] for key in _SHOWN})
         maps[name] = np.array(states)
-    title = f"{TITLE} ({analyzed.name}, {capacity})"
-    return Analysis({"locality": rows}, title, partial(draw, maps, layer))
+    return Analysis({"locality": rows}, partial(draw, maps, layer), capacity)
 
 
 def _watch(engine: Engine, layer: int) -> list[IntArray]:
@@ -60,7 +59,7 @@ def _watch(engine: Engine, layer: int) -> list[IntArray]:
     return states
 
 
-def draw(maps: Mapping[str, IntArray], layer: int, title: str, tokens: int = 100) -> Any:
+def draw(maps: Mapping[str, IntArray], layer: int, tokens: int = 100) -> Any:
     """Draw the maps below each other: green a hit, red a miss, blue in the cache and not needed."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
@@ -78,5 +77,4 @@ def draw(maps: Mapping[str, IntArray], layer: int, title: str, tokens: int = 100
     names = (("hit", HIT), ("miss", MISS), ("cached, not needed", CACHED))
     patches = [Patch(color=colors(value), label=label) for label, value in names]
     figure.legend(handles=patches, loc="outside lower center", ncols=3)
-    figure.suptitle(title)
     return figure

@@ -80,8 +80,7 @@ def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
                     "oracle": float(np.exp(oracle_loss / count)),
                 }
             )
-    title = f"{TITLE} ({analyzed.name}, rank {rank})"
-    return Analysis({"optimal_expert": rows}, title, partial(draw, rows))
+    return Analysis({"optimal_expert": rows}, partial(draw, rows), f"rank {rank}")
 
 
 def _search(
@@ -110,7 +109,7 @@ def _search(
     return float(router_T.sum()), float(losses().sum()), int(agrees_T.sum())
 
 
-def draw(rows: Rows, title: str) -> Any:
+def draw(rows: Rows) -> Any:
     """Draw Figure 10: agreement over the layers, against chance."""
     figure, (axes,) = new_figure()
     layers = [row["layer"] for row in rows]
@@ -119,5 +118,4 @@ def draw(rows: Rows, title: str) -> Any:
     axes.set(xlabel="MoE layer", ylabel="choice is the best")
     axes.set_ylim(bottom=0)
     axes.legend()
-    axes.set_title(title, fontsize=9)
     return figure

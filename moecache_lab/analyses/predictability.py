@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -21,19 +22,17 @@ from lm_eval_moecache.algorithms.learned.predictor import load_predictor
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.preflight import geometry_of
-from lm_eval_moecache.model.gate import Gate
 from lm_eval_moecache.model.moe_layers import MoELayer, cache_of, find_moe_layers
 from lm_eval_moecache.model.predictor.network import PredictorNetwork
 from lm_eval_moecache.model.predictor.samples import (
     PREDICTOR,
-    Judged,
     Samples,
     certainty_rows,
     check_routers,
     judge,
     layer_rows,
 )
-from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.model.reading import watched
 from lm_eval_moecache.records.files import TINY
 from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.report.plots import new_figure
@@ -89,16 +88,16 @@ def run(
     top_k = lm.geometry.top_k
     tables = {
         "certainty": certainty_rows(judged, top_k),
-        "deciles": decile_rows(judged, top_k),
+        "deciles": _deciles(judged, top_k),
         "layers": layer_rows(judged, top_k),
-        "correlations": correlation_rows(judged),
-        "documents": document_rows(judged),
+        "correlations": _by_layer(judged),
+        "documents": _by_document(judged),
         "replacement": _compare(plain, replaced),
     }
-    return Analysis(tables, f"{TITLE} ({pretrained})", partial(draw, tables["certainty"]))
+    return Analysis(tables, partial(draw, tables["certainty"]))
 
 
-def draw(rows: Rows, title: str) -> Any:
+def draw(rows: Rows) -> Any:
     """Draw Figure 2: mean certainty over accuracy, and how many predictions have each."""
     figure, (left, right) = new_figure(columns=2)
     accuracy = [row["accuracy"] for row in rows]
@@ -110,11 +109,10 @@ def draw(rows: Rows, title: str) -> Any:
     for axes in (left, right):
         axes.set_xticks(accuracy)
         axes.set_xlabel("share of a token's experts predicted rightly")
-    figure.suptitle(title)
     return figure
 
 
-def _watched(lm: MoECacheLM, cell: Cell, network: PredictorNetwork) -> tuple[Any, list[Judged]]:
+def _watched(lm: MoECacheLM, cell: Cell, network: PredictorNetwork) -> tuple[Any, pd.DataFrame]:
     """Evaluate, and judge the predictor on the decode steps captured meanwhile."""
     layers = find_moe_layers(lm.model)
     with RouterCapture(lm.model, layers) as capture:
@@ -159,9 +157,8 @@ class RouterCapture(ExitStack):
         self.hidden: list[list[Tensor]] = [[] for _ in layers]
         self.logits: list[list[Tensor]] = [[] for _ in layers]
         self.callback(model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
-        for index, layer in enumerate(layers):
-            keep = partial(self._keep, index, layer.gate)
-            self.callback(layer.router.register_forward_hook(keep).remove)
+        self._layers = layers
+        self.enter_context(watched([layer.router for layer in layers], self._keep))
 
     def _begin(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         past = cache_of(kwargs)
@@ -171,9 +168,9 @@ class RouterCapture(ExitStack):
         else:
             self._prompt += 1
 
-    def _keep(self, layer: int, gate: Gate, router: Any, args: Any, output: Any) -> None:
+    def _keep(self, layer: int, args: Any, output: Any) -> None:
         if self._decoding:
-            logits = gate.read(output).logits
+            logits = self._layers[layer].gate.read(output).logits
             for captured, values in ((self.hidden, args[0]), (self.logits, logits)):
                 flat = values.detach().reshape(-1, values.shape[-1])
                 captured[layer].append(flat.to(torch.float16).cpu())
@@ -188,10 +185,9 @@ class RouterCapture(ExitStack):
         return Samples(hidden, logits, np.asarray(self.prompts))
 
 
-def decile_rows(judged: Sequence[Judged], num_chosen: int) -> list[dict[str, Any]]:
+def _deciles(judged: pd.DataFrame, num_chosen: int) -> Rows:
     """Return one row per decile of the predictions, from the least certain router up."""
-    right = np.concatenate([entry.right[PREDICTOR] for entry in judged])
-    kld = np.concatenate([entry.certainty for entry in judged])
+    right, kld = (judged[name].to_numpy() for name in (PREDICTOR, "certainty"))
     parts = np.array_split(np.argsort(kld, kind="stable"), DECILES)
     return [
         {
@@ -207,48 +203,46 @@ def decile_rows(judged: Sequence[Judged], num_chosen: int) -> list[dict[str, Any
     ]
 
 
-def correlation_rows(judged: Sequence[Judged]) -> list[dict[str, Any]]:
+def _by_layer(judged: pd.DataFrame) -> Rows:
     """Return one row per layer: correlates of how many experts of a token are predicted rightly."""
     return [
         {
-            "layer": entry.layer,
-            "target": entry.target,
-            "set_by_certainty": _correlation(entry.right[PREDICTOR], entry.certainty),
-            "first_by_certainty": _correlation(entry.first, entry.certainty),
-            "set_by_gap": _correlation(entry.right[PREDICTOR], entry.gap),
+            "layer": layer,
+            "target": target,
+            "set_by_certainty": _correlation(tokens[PREDICTOR], tokens["certainty"]),
+            "first_by_certainty": _correlation(tokens["first"], tokens["certainty"]),
+            "set_by_gap": _correlation(tokens[PREDICTOR], tokens["gap"]),
         }
-        for entry in judged
+        for (layer, target), tokens in judged.groupby(["layer", "target"])
     ]
 
 
-def document_rows(judged: Sequence[Judged]) -> list[dict[str, Any]]:
+def _by_document(judged: pd.DataFrame) -> Rows:
     """Return one row per prompt: correlates of its tokens' accuracy over all layers (Figure 2).
 
     `within_layers` first subtracts each layer's means from both sides: layers that are more certain
     than others, and predicted better or worse, then make no trend of their own.
     """
-    prompts = np.concatenate([layer.prompts for layer in judged])
-    by_layer = [(layer.right[PREDICTOR], layer.certainty, layer.gap) for layer in judged]
-    right, kld, gap = map(np.concatenate, zip(*by_layer, strict=True))
-    centred = [[side - side.mean() for side in sides] for sides in by_layer]
-    centred_right, centred_kld, _ = map(np.concatenate, zip(*centred, strict=True))
+    sides = judged[[PREDICTOR, "certainty"]]
+    means = sides.groupby(judged["layer"]).transform(lambda side: side.to_numpy().mean())
     rows = []
-    for prompt in np.unique(prompts).tolist():
-        mask = prompts == prompt
+    for prompt, tokens in judged.groupby("prompt"):
+        within = (sides - means)[judged["prompt"] == prompt]
         rows.append(
             {
                 "prompt": prompt,
-                "tokens": int(mask.sum()),
-                "set_by_certainty": _correlation(right[mask], kld[mask]),
-                "within_layers": _correlation(centred_right[mask], centred_kld[mask]),
-                "set_by_gap": _correlation(right[mask], gap[mask]),
+                "tokens": len(tokens),
+                "set_by_certainty": _correlation(tokens[PREDICTOR], tokens["certainty"]),
+                "within_layers": _correlation(within[PREDICTOR], within["certainty"]),
+                "set_by_gap": _correlation(tokens[PREDICTOR], tokens["gap"]),
             }
         )
     return rows
 
 
-def _correlation(left: IntArray | FloatArray, right: FloatArray) -> float | None:
+def _correlation(left: pd.Series, right: pd.Series) -> float | None:
     """Return Pearson's coefficient, or None where one side does not vary."""
-    if len(left) < 2 or np.ptp(left) == 0 or np.ptp(right) == 0:
+    sides = left.to_numpy(), right.to_numpy()
+    if len(left) < 2 or any(np.ptp(side) == 0 for side in sides):
         return None
-    return float(np.corrcoef(left, right)[0, 1])
+    return float(np.corrcoef(*sides)[0, 1])

@@ -37,10 +37,10 @@ def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
         mean = sum(swapped) / seeds
         spread = max(abs(value - mean) for value in swapped)
         rows.append({"rank": rank, "drop_from": dropped, "swap": mean, "swap_spread": spread})
-    return Analysis({"sensitivity": rows}, f"{TITLE} ({analyzed.name})", partial(draw, rows))
+    return Analysis({"sensitivity": rows}, partial(draw, rows))
 
 
-def draw(rows: Rows, title: str) -> Any:
+def draw(rows: Rows) -> Any:
     """Draw the two panels of Figure 2; perplexity is on a logarithmic axis."""
     figure, (left, right) = new_figure(columns=2)
     plain, ranked = rows[0]["drop_from"], rows[1:]
@@ -55,5 +55,4 @@ def draw(rows: Rows, title: str) -> Any:
         axes.set(yscale="log", xticks=ranks, ylabel="perplexity")
         axes.set_xlabel("rank of the expert (1 is the heaviest)")
         axes.legend()
-    figure.suptitle(title)
     return figure

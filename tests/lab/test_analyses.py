@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from lm_eval_moecache.algorithms.learned.buddies import Coactivation
 from lm_eval_moecache.model.moe_layers import find_moe_layers
-from lm_eval_moecache.model.predictor.samples import PREDICTOR, Judged
+from lm_eval_moecache.model.predictor.samples import PREDICTOR
 from lm_eval_moecache.testing.streams import make_event, make_geometry
 from moecache_lab import logit_range
 from moecache_lab.analyses import coactivation, divergence, drafting, optimal_expert
-from moecache_lab.analyses.divergence import Reading, Window, compare, figures
+from moecache_lab.analyses.divergence import Reading, compare, figures
 from moecache_lab.analyses.optimal_expert import ForcedExpert
-from moecache_lab.analyses.predictability import RouterCapture, correlation_rows
+from moecache_lab.analyses.predictability import RouterCapture, _by_layer
 from moecache_lab.analyzed_model import AnalyzedModel, read_texts
 from tests.conftest import Checkpoint, Moecache
 from tests.families.check import save
@@ -95,22 +96,22 @@ def test_two_readings_are_compared_by_hand() -> None:
     plain = reading([[0.5, 0.5], [0.25, 0.75]], [[[0, 1]] * 3, [[2, 3]] * 3])
     other = reading([[0.25, 0.75], [0.5, 0.5]], [[[1, 0]] * 3, [[2, 0], [0, 1], [0, 1]]])
     window = compare(plain, other)
-    assert window.tokens == 2
+    assert window["tokens"] == 2
     # The text goes on with word 1 (0.75), then with word 0 (0.5).
-    assert window.loss == pytest.approx(-math.log(0.75) - math.log(0.5))
+    assert window["loss"] == pytest.approx(-math.log(0.75) - math.log(0.5))
     first = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
     second = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)
-    assert window.kl == pytest.approx(first + second)
+    assert window["kl"] == pytest.approx(first + second)
     # The top words are 0 against 1, then 1 against 0: of two equal shares, 0's comes first.
-    assert window.same_top == 0
+    assert window["same_top"] == 0
     # Token 0 keeps all experts in one layer and half in the other, token 1 all and none.
-    assert window.routes == pytest.approx((1 + 0.5) / 2 + (1 + 0) / 2)
+    assert window["routes"] == pytest.approx((1 + 0.5) / 2 + (1 + 0) / 2)
 
 
 def test_figures_divide_by_all_tokens_and_the_error_is_over_windows() -> None:
     windows = [
-        Window(tokens=1, loss=1.0, kl=0.3, same_top=1, routes=1.0),
-        Window(tokens=3, loss=3.0, kl=0.1, same_top=2, routes=1.5),
+        {"tokens": 1, "loss": 1.0, "kl": 0.3, "same_top": 1, "routes": 1.0},
+        {"tokens": 3, "loss": 3.0, "kl": 0.1, "same_top": 2, "routes": 1.5},
     ]
     row = figures(windows)
     assert row["tokens"] == 4 and row["perplexity"] == pytest.approx(math.e)
@@ -219,17 +220,9 @@ def drafted(analyzed: AnalyzedModel, draft: str) -> Any:
     return drafting.run(analyzed, {"draft": draft}).tables
 
 
-def test_shares_by_hand() -> None:
-    experts = np.array([[2, 0], [1, 3], [0, 1]])
-    scores = np.array([[0.1, 0.2, 0.9, 0.3], [0.8, 0.7, 0.0, 0.1], [0.2, 0.5, 0.9, 0.1]])
-    # Guesses: [2, 3], [0, 1], [2, 1]: first right once of 3; of the six experts 2, 1 and 1.
-    top_1, top_k = drafting._shares(experts, scores, 2)
-    assert (top_1.mean(), top_k.mean()) == (pytest.approx(1 / 3), pytest.approx(3 / 6))
-
-
 def test_frequency_knows_the_tokens_before_only() -> None:
-    counts = drafting._counts_before(np.array([[0, 1], [1, 2], [1, 3]]), 4)
-    assert counts.tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [1, 2, 1, 0]]
+    chosen = drafting._chosen(np.array([[0, 1], [1, 2], [1, 3]]), 4)
+    assert drafting._counts_before(chosen).tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [1, 2, 1, 0]]
 
 
 def test_neighbours_are_counted_inside_a_text() -> None:
@@ -342,11 +335,7 @@ def test_captured_are_the_decode_steps_of_each_prompt(checkpoint: Checkpoint) ->
 
 def test_correlations_are_of_the_experts_named_rightly() -> None:
     right, gap = np.array([0, 1, 2, 2]), np.array([0.1, 0.3, 0.2, 0.9])
-    zeros = np.zeros(4)
-    judged = Judged(
-        **{"layer": 0, "target": 1, "right": {PREDICTOR: right}, "certainty": zeros},
-        **{"first": zeros.astype(int), "gap": gap, "prompts": zeros.astype(int)},
-    )
-    [row] = correlation_rows([judged])
+    columns = {"layer": 0, "target": 1, PREDICTOR: right, "certainty": 0.0, "first": 0, "gap": gap}
+    [row] = _by_layer(pd.DataFrame(columns))
     assert row["set_by_gap"] == pytest.approx(np.corrcoef(right, gap)[0, 1])
     assert row["set_by_certainty"] is None

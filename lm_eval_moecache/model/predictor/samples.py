@@ -5,12 +5,13 @@ Shapes: N recorded tokens, T tokens of a text, D hidden size, E experts, K chose
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -175,23 +176,6 @@ def top_k(logits_NE: FloatArray | Halves, count: int) -> IntArray:
 PREDICTOR, NEXT_GATE, FREQUENCY = "predictor", "next_gate", "frequency"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
-    """One layer's predictions; `right`: how many of a token's K experts a predictor named [N]."""
-
-    layer: int
-    target: int
-    right: Mapping[str, IntArray]
-    certainty: FloatArray
-    """KL divergence of the target router's softmax from uniform, in nats [N]."""
-    first: IntArray
-    """Whether the predictor's likeliest expert is the router's likeliest, 0 or 1 [N]."""
-    gap: FloatArray
-    """Logit difference between the router's last chosen expert and the next one [N]."""
-    prompts: IntArray
-    """Which prompt each token answers [N]."""
-
-
 def certainty(logits_NE: FloatArray | Halves) -> FloatArray:
     """Return the KL divergence of each row's softmax from the uniform distribution, in nats."""
     shares = softmax(logits_NE.astype(np.float32)).astype(np.float64)
@@ -213,9 +197,15 @@ def judge(
     num_chosen: int,
     known: IntArray,
     held_out: IntArray,
-) -> list[Judged]:
-    """Judge all layers on the held-out prompts; expert frequencies come from the known ones."""
-    judgements = []
+) -> pd.DataFrame:
+    """Judge all layers on the held-out prompts; expert frequencies come from the known ones.
+
+    Returns a row a token and layer: `layer`, `target` and `prompt`; how many of the token's K
+    experts `predictor`, `next_gate` and `frequency` named; whether the predictor's likeliest is the
+    router's (`first`, 0 or 1); `certainty`, the KL divergence of the target router's softmax from
+    uniform, in nats; `gap`, the logit difference between its last chosen expert and the next one.
+    """
+    frames = []
     for layer in range(len(layers)):
         pairs = samples.pairs(layer)
         target = (layer + 1) % len(layers)
@@ -230,54 +220,45 @@ def judge(
             top_k(train.targets_NE, num_chosen).ravel(), minlength=pairs.targets_NE.shape[1]
         )
         frequent = np.argsort(-counts, kind="stable")[:num_chosen]
-        predictions = {
-            PREDICTOR: predicted,
-            NEXT_GATE: top_k(gate_logits, num_chosen),
-            FREQUENCY: np.broadcast_to(frequent, true.shape),
-        }
         sorted_logits = -np.sort(-test.targets_NE.astype(np.float32), axis=-1)
         runner_up = sorted_logits[:, min(num_chosen, sorted_logits.shape[1] - 1)]
-        judgements.append(
-            Judged(
-                layer=layer,
-                target=target,
-                right={name: count_right(chosen, true) for name, chosen in predictions.items()},
-                certainty=certainty(test.targets_NE),
-                first=(predicted[:, 0] == true[:, 0]).astype(np.int64),
-                gap=sorted_logits[:, num_chosen - 1] - runner_up,
-                prompts=test.prompts_N,
-            )
-        )
-    return judgements
-
-
-def layer_rows(judged: Sequence[Judged], num_chosen: int) -> list[dict[str, Any]]:
-    """Return one row per layer: the share of the target's experts that each predictor names."""
-    return [
-        {
-            "layer": entry.layer,
-            "target": entry.target,
-            "tokens": len(entry.certainty),
-            **{name: float(right.mean()) / num_chosen for name, right in entry.right.items()},
+        columns = {
+            "layer": layer,
+            "target": target,
+            "prompt": test.prompts_N,
+            PREDICTOR: count_right(predicted, true),
+            NEXT_GATE: count_right(top_k(gate_logits, num_chosen), true),
+            FREQUENCY: count_right(np.broadcast_to(frequent, true.shape), true),
+            "first": (predicted[:, 0] == true[:, 0]).astype(np.int64),
+            "certainty": certainty(test.targets_NE),
+            "gap": sorted_logits[:, num_chosen - 1] - runner_up,
         }
-        for entry in judged
+        frames.append(pd.DataFrame(columns))
+    return pd.concat(frames, ignore_index=True)
+
+
+def layer_rows(judged: pd.DataFrame, num_chosen: int) -> list[dict[str, Any]]:
+    """Return one row per layer: the share of the target's experts that each predictor names."""
+    names = (PREDICTOR, NEXT_GATE, FREQUENCY)
+    return [
+        {"layer": layer, "target": target, "tokens": len(tokens)}
+        | {name: float(tokens[name].mean()) / num_chosen for name in names}
+        for (layer, target), tokens in judged.groupby(["layer", "target"])
     ]
 
 
-def certainty_rows(judged: Sequence[Judged], num_chosen: int) -> list[dict[str, Any]]:
+def certainty_rows(judged: pd.DataFrame, num_chosen: int) -> list[dict[str, Any]]:
     """Return one row for each number of rightly predicted experts (Figure 2)."""
-    right = np.concatenate([entry.right[PREDICTOR] for entry in judged])
-    kld = np.concatenate([entry.certainty for entry in judged])
     rows = []
     for count in range(num_chosen + 1):
-        mask = right == count
+        certainties = judged["certainty"][judged[PREDICTOR] == count].to_numpy()
         rows.append(
             {
                 "right": count,
                 "accuracy": count / num_chosen,
-                "tokens": int(mask.sum()),
-                "share": float(mask.mean()),
-                "certainty": float(kld[mask].mean()) if mask.any() else None,
+                "tokens": len(certainties),
+                "share": len(certainties) / len(judged),
+                "certainty": float(certainties.mean()) if len(certainties) else None,
             }
         )
     return rows
