@@ -7,18 +7,12 @@ texts under both clocks, for three compositions at three capacities. All of this
 `--sweeps` times, since machines change speed; each cell reports the sweep with the median ratio.
 
     python benchmarks/clock_fidelity.py [--shape cpu|olmoe|mixtral] [--device auto]
-    python benchmarks/clock_fidelity.py --page results/wall_clock
-
-The second form measures nothing: it puts the printed outputs that lie in the folder
-(`clock_fidelity*.txt`) as tables into its README.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 import statistics
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -101,61 +95,10 @@ def row_of(cells: list[Cell], met: dict[str, int]) -> str:
     return " ".join(row)
 
 
-# --- the page ---
-
-KINDS = {
-    "clock_fidelity.txt": "with instructions for bf16",
-    "clock_fidelity_avx2.txt": "without (AVX2)",
-}
-"""File of a run's output -> the kind of CPU that it ran on."""
-BEGIN, END = "<!-- clock_fidelity -->\n", "<!-- end of clock_fidelity -->"
-_ROW = re.compile(
-    r"^(\w+) at (\d+%): TTFT \S+ / \S+ = ([\d.]+) \(.*?\) \w+; "
-    r"TPOT \S+ / \S+ = ([\d.]+) \(.*?\) \w+;",
-    re.MULTILINE,
-)
-
-
-def page_tables(folder: Path) -> str:
-    """Return the tables of the outputs in a folder: what holds in how many cells, and each cell."""
-    runs = {
-        kind: [(f"{row[0]} | {row[1]}", float(row[2]), float(row[3])) for row in rows]
-        for file, kind in KINDS.items()
-        if (rows := _ROW.findall((folder / file).read_text()))
-    }
-    head = "| a CPU | TTFT within 15% | TPOT within 15% |\n|---|---|---|\n"
-    lines = []
-    for kind, rows in runs.items():
-        cells = []
-        for ratios in zip(*(row[1:] for row in rows), strict=True):
-            met = sum(abs(ratio - 1) <= BAR for ratio in ratios)
-            cells.append(f"{met} of {len(ratios)} ({min(ratios):.3f} to {max(ratios):.3f})")
-        lines.append(f"| {kind} | {' | '.join(cells)} |")
-    columns = [f"{name} {kind}" for kind in runs for name in ("TTFT", "TPOT")]
-    cells = [f"| policy | capacity | {' | '.join(columns)} |", "|---" * (2 + len(columns)) + "|"]
-    by_cell = [dict((cell, ratios) for cell, *ratios in rows) for rows in runs.values()]
-    for cell in by_cell[0]:
-        ratios = [ratio for cells_of in by_cell for ratio in cells_of.get(cell, ())]
-        told = [f"{r:.3f}" if abs(r - 1) <= BAR else f"**{r:.3f}**" for r in ratios]
-        cells.append(f"| {cell} | {' | '.join(told)} |")
-    return head + "\n".join([*lines, "", *cells, ""])
-
-
-def write_page(folder: Path) -> None:
-    """Replace the tables in the folder's README.md."""
-    path = folder / "README.md"
-    before, _, rest = path.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert end, f"{path} lacks the comments around its tables"
-    path.write_text(before + BEGIN + page_tables(folder) + END + after)
-
-
 def main() -> None:
     axes = {"policies": "on_demand,mixtral_offloading,specmd", "capacities": "25%,50%,75%"}
     settings = {"bandwidth": "0.5GB/s", "prompt": 32, "tokens": 12, "rounds": 3, "sweeps": 3}
-    options = arguments(__doc__, shape="cpu", device="auto", page=None, **axes, **settings)
-    if options.page is not None:
-        return write_page(Path(options.page))
+    options = arguments(__doc__, shape="cpu", device="auto", **axes, **settings)
     device = device_of(options.device)
     machine = measure("calibrated", str(device), "bfloat16", 2**28, 2048)
     print(dataclasses.replace(machine, source=""))

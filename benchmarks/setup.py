@@ -9,7 +9,6 @@ Weights are random, so nothing is downloaded.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -65,23 +64,6 @@ def random_model(shape: str | Mapping[str, int]) -> Any:
     for layer in find_moe_layers(model):
         torch.nn.init.normal_(next(layer.router.parameters()), std=0.5)
     return model.eval().requires_grad_(False)
-
-
-def load_whole(folder: str) -> Any:
-    """Load a checkpoint with transformers and touch every page: a mapped file is not loaded."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    return model.eval()
-
-
-def forget_cached(folder: Path | str) -> None:
-    """Drop a folder's files from the page cache, so that every contender starts cold."""
-    for path in Path(folder).rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def device_of(name: str) -> torch.device:

@@ -1,12 +1,8 @@
 """Prints how closely a model resembles real ones: routing, redundancy, swaps, skills, text.
 
 Usage: python benchmarks/specimen.py --model new=tiny --model old=FOLDER --draft new=tiny-draft
-       python benchmarks/specimen.py --release
 
 `--pages FILE` are more held-out pages, one line of JSON each.
-
-`--release` prints the conditions under which a version of `tiny` is released, against its version 2
-and real models, from the committed measurements (results/sensitivity and the runs named there).
 
 Shapes: T tokens, L layers, E experts, K top-k, D hidden.
 """
@@ -17,7 +13,7 @@ import json
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import product
@@ -29,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy.stats
 import torch
-from grid import RESULTS, arguments, decode_trace, setting_of, text_table
+from grid import arguments, decode_trace, setting_of, text_table
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,7 +33,6 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.reading import watched
 from lm_eval_moecache.records.ledger import total
-from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.tiny import documents
 from lm_eval_moecache.trace.future import Future
 from tools.train_tiny.skills.generator import ASKED, held_out
@@ -365,105 +360,6 @@ def measures(folder: str, draft: str | None, more: str | None, num_documents: in
     yield from of_skills(specimen, num_documents)
 
 
-# --- the conditions of a release, from what has been measured ---
-
-
-class Condition(NamedTuple):
-    """What a version of the specimen must meet, and what it has."""
-
-    what: str
-    wanted: str
-    real: str
-    """Real models' figure, as papers have it."""
-    version_2: str
-    version_4: str
-    is_met: bool
-
-
-def conditions() -> list[Condition]:
-    """Read results/sensitivity and the runs on version 4. No model runs.
-
-    Version 2's figures are those of its own measurements (`git archive fb4ef76`).
-    """
-    folder = RESULTS / "sensitivity"
-    losses = json.loads((folder / "models.json").read_text())["version 4"]
-    measured = json.loads((folder / "specimen.json").read_text())["version 4"]
-    added, right = losses["text"], losses["right"]
-
-    def ppl(change: str) -> float:
-        return math.exp(added[change])
-
-    def costs(ranks: int) -> float:
-        return 100 * (ppl(f"first {ranks} of 8 kept, renormalised") - 1)
-
-    def told(curve: Sequence[float]) -> str:
-        return " / ".join(f"{share:.2f}" for share in curve)
-
-    curves = {task: [rate / row[0] for rate in row[1:]] for task, row in losses["answers"].items()}
-    paper = (0.75, 0.31, 0.22)
-    near = [np.abs(np.subtract(curve, paper)).max() <= 0.1 for curve in curves.values()]
-    curve_text = "; ".join(f"{task} {told(curve)}" for task, curve in curves.items())
-    kept = losses["demo"][REPLACED_BY_SCORE]
-    runs = load_runs(RESULTS / "cache_conditional/table_2")
-    misses = {run.label: run.moecache["totals"]["miss_rate"] for run in runs}
-    fewer = misses["Original"] / misses["Cache-Prior"]
-    tasks = ("tiny_mmlu", "tiny_arc", "tiny_truthfulqa")
-    letters = max(right[task]["100% random"] for task in tasks)
-    hits, skills = measured["LRU hits on prompts at 2 cycles"], measured["skills"]
-    top4, top2, top1 = costs(4), costs(2), costs(1)
-    return [
-        Condition("top 4 of 8", ">= 1% of perplexity", "", "-0.5%", f"{top4:.0f}%", top4 >= 1),
-        Condition("top 2 of 8", ">= 5%", "", "0.6%", f"{top2:.0f}%", top2 >= 5),
-        Condition(
-            *("the first expert alone", "collapses (x2)", "collapses at rank 2", "x1.05"),
-            *(f"x{1 + top1 / 100:.1f}", top1 >= 100),
-        ),
-        Condition(
-            *("wrong experts (index + 17)", "perplexity x3", "", "x1.4"),
-            *(f"x{ppl('wrong ones (index + 17)'):.0f}", added["wrong ones (index + 17)"] > 1.1),
-        ),
-        Condition(
-            *("no routed experts", "perplexity x10", "", "x2.0"),
-            *(f"x{ppl('none (all zeroed)'):.0f}", ppl("none (all zeroed)") >= 10),
-        ),
-        Condition(
-            *("letters and choices with random experts", "25 to 30%", "", "46 to 51% without any"),
-            *(f"{letters:.0f}%", letters <= 30),
-        ),
-        Condition(
-            *("random expert for each absent one, rate .75 / .5 / .375", "two tasks within .1"),
-            *(told(paper), "word problems .80 / .27 / .21", curve_text, sum(near) >= 2),
-        ),
-        Condition(
-            *("absent experts replaced by score: answers kept", "0.3 at most", "0.02 to 0.11"),
-            *("0.84", f"{kept:.2f}", kept <= 0.3),
-        ),
-        Condition(
-            *("cache-prior at 0.5: times fewer misses", "3 to 12", "5 and 9, 2 and 2"),
-            *("31", f"{fewer:.0f}", 3 <= fewer <= 12),
-        ),
-        Condition(
-            *("LRU hits on prompts at 2 cycles, %", "38 to 68", "", "40 to 48"),
-            *(f"{min(hits):.1f} to {max(hits):.1f}", min(hits) >= 38 and max(hits) <= 68),
-        ),
-        Condition(
-            *("skills: answers right, %", "60 to 92", "", "66 to 84"),
-            *(f"{min(skills):.0f} to {max(skills):.0f}", min(skills) >= 60 and max(skills) <= 92),
-        ),
-        Condition(
-            *("held-out text, bits a byte", "no worse than version 2", "", "2.72"),
-            *(f"{measured['bits per byte']:.2f}", measured["bits per byte"] <= 2.72),
-        ),
-        Condition("tokens of training", "20 M or more", "", "8.3 M", "20.5 M", True),
-        Condition("training, minutes of two cores", "", "", "", "81", True),
-    ]
-
-
-def release() -> str:
-    rows = [[*one[:-1], "yes" if one.is_met else "**no**"] for one in conditions()]
-    return text_table(["condition", "wanted", "real models", "version 2", "version 4", "met"], rows)
-
-
 def shown(value: float) -> str:
     return f"{value:.0f}" if value == int(value) else f"{value:.2f}"
 
@@ -474,12 +370,7 @@ def spread(values: Any) -> str:
 
 
 def main() -> None:
-    options = arguments(
-        __doc__, model=["new=tiny"], draft=[], pages=None, documents=500, release=False
-    )
-    if options.release:
-        print(release())
-        return
+    options = arguments(__doc__, model=["new=tiny"], draft=[], pages=None, documents=500)
     torch.set_num_threads(1)
     drafts, table = dict(pair.split("=", 1) for pair in options.draft), dict[str, dict[str, str]]()
     names = [item.partition("=")[::2] for item in options.model]

@@ -8,7 +8,6 @@ document is picked up by itself.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import re
@@ -337,19 +336,6 @@ def test_no_command_stands_in_a_block_that_is_not_run() -> None:
             lines = [line for line in block.splitlines() if "->" not in line]
             commands = [line for line in lines if line.startswith(("moecache ", "lm_eval "))]
             assert not commands or path == PLUGIN, (path, language, commands)
-
-
-def test_the_wall_clocks_tables_are_those_of_its_outputs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Remade on a copy, as the page's last command does."""
-    results = ROOT / "results/wall_clock"
-    shutil.copytree(results, tmp_path / "wall_clock")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    importlib.import_module("clock_fidelity").write_page(tmp_path / "wall_clock")
-    page = (tmp_path / "wall_clock/README.md").read_text()
-    assert page == (results / "README.md").read_text()
-    assert page.count(" of 9 (") == 4 and page.count("| specmd | 25% |") == 1
 
 
 def test_links_of_the_documents_lead_to_files_of_a_clone() -> None:

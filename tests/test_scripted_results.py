@@ -17,7 +17,6 @@ import policy_space
 import pytest
 import real_routing
 import sensitivity
-import specimen
 from grid import RESULTS, TRACES, frame, load, shipped_trace
 
 from lm_eval_moecache import replay
@@ -77,13 +76,6 @@ def test_collisions_by_layer_add_up_to_those_of_the_replay() -> None:
     # Every layer of this trace has as many requests.
     assert mean(shares) == pytest.approx(report.metrics["collision_miss_rate"], abs=1e-6)
     assert max(shares) > 0
-
-
-def test_the_conditions_of_a_release_stand_where_training_is_described() -> None:
-    readme = RESULTS.parent / "tools/train_tiny/README.md"
-    assert specimen.release() in readme.read_text()
-    unmet = [one.what for one in specimen.conditions() if not one.is_met]
-    assert len(unmet) == 3 and readme.read_text().count("**no**") == 3
 
 
 def test_the_rows_of_a_real_trace_are_what_the_script_finds() -> None:
