@@ -207,7 +207,7 @@ def _read(given: str | Mapping[str, Any]) -> tuple[Mapping[str, Any], str, str]:
         name, files = str(given), yaml_files("policies", policies_dir())
         is_path = name.endswith((".yaml", ".yml"))
         if not is_path and name not in files:
-            raise unknown_name_error("policy", name, files)
+            raise unknown_name_error("policy", name, files, "`moecache policies`")
         path = Path(name) if is_path else files[name]
         if not is_file(path):
             raise ValueError(f"policy={name!r}: there is no such file.")

@@ -70,7 +70,7 @@ def find_algorithm(axis: str, name: str) -> type[Any]:
     if name in added:
         return _checked(axis, plugins.load(added[name]), plugins.described(added[name]))
     if name not in own:
-        raise unknown_name_error(axis, name, [*own, *added])
+        raise unknown_name_error(axis, name, [*own, *added], "`moecache policies`")
     for value in vars(importlib.import_module(own[name])).values():
         if isinstance(value, type) and vars(value).get("name") == name:
             return value

@@ -8,7 +8,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.report.plots import write_figures, write_plots
-from lm_eval_moecache.report.runs.columns import selected
+from lm_eval_moecache.report.runs.columns import chosen_runs
 from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.sweep.spec import sweep_fields
 
@@ -27,12 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     folder, path = Path(arguments.dir), Path(arguments.dir) / "sweep.yaml"
     target = Path(arguments.output) if arguments.output else folder / "plots"
-    where = dict(item.split("=", 1) for item in (arguments.where or "").split(",") if "=" in item)
-    runs = [run for run in load_runs(folder) if selected(run, where)]
-    if not runs or (arguments.where and not where):
-        raise ValueError(
-            f"--where={arguments.where!r}: no run has these settings. Form: SETTING=VALUE,..."
-        )
+    runs = chosen_runs(load_runs(folder), "where", arguments.where)
     figures = sweep_fields(path).figures if path.is_file() else []
     # A sweep that names its figures gets those, unless `--task` asks for the usual plots.
     if figures and arguments.task is None:

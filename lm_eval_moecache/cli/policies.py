@@ -125,7 +125,7 @@ def explain(name: str, axes: Sequence[str] = AXES) -> dict[str, Any]:
         algorithms += [_explain(a, n, composition[a]) for a, n in parts if n != name]
     elif not algorithms:
         names = {*policy_names(), *(n for axis in axes for n in algorithm_names(axis))}
-        raise unknown_name_error("policies", name, names)
+        raise unknown_name_error("policies", name, names, "`moecache policies`")
     return {"composition": composition, "algorithms": algorithms}
 
 

@@ -6,7 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lm_eval_moecache.records.numbers import MOST_COUNT, nearest, read_count, read_number, shown
+from lm_eval_moecache.records.numbers import (
+    MOST_COUNT,
+    listed,
+    nearest,
+    read_count,
+    read_number,
+    shown,
+)
 from lm_eval_moecache.records.real_model import BF16, Stored
 
 PRECISIONS = {
@@ -96,7 +103,7 @@ def load_stored(name: str) -> Stored:
     names = [*PRECISIONS, *_GGUF]
     near = nearest(plain, names)
     raise ValueError(
-        f"precision={shown(name)} is not known.{near} Allowed: {', '.join(names)}; {_FORMS}."
+        f"precision={shown(name)} is not known.{near} Allowed: {listed(names, name)}; {_FORMS}."
     )
 
 

@@ -39,7 +39,7 @@ from lm_eval_moecache.records.errors import ArgumentsError
 from lm_eval_moecache.records.files import check_writable
 from lm_eval_moecache.records.geometry import MOST_DRAFTED, Geometry
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, Hardware, load_hardware
-from lm_eval_moecache.records.numbers import nearest
+from lm_eval_moecache.records.numbers import listed, nearest
 from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.runtimes import IDEAL, load_runtime
 from lm_eval_moecache.records.schemas import Schema, check, count
@@ -134,7 +134,7 @@ class ModelArguments(Schema):
     miss: Any = Field(None, description="the same for miss handling")
     capacity: Any = Field(
         "25%",
-        description="cache size: `5%` of all expert bytes, `2GiB`, `51` experts, `30/layer` (one "
+        description="cache size: `5%` of all expert bytes, `2GiB`, `51experts`, `30/layer` (one "
         "cache per layer)",
     )
     precision: Any = Field(
@@ -316,8 +316,8 @@ def split_arguments(
             allowed = {*KEYS, *hflm}
             raise ValueError(
                 f"model_args: the key {key!r} (with value {value!r}) is not known."
-                f"{nearest(key, allowed)} Allowed: {', '.join(KEYS)}, an axis' parameter as "
-                "eviction.NAME, and the arguments of lm-eval's `hf` model."
+                f"{nearest(key, allowed)} Allowed: {listed(KEYS, key, '`moecache eval -h`')}; an "
+                "axis' parameter as eviction.NAME; the arguments of lm-eval's `hf` model."
             )
     return own_args, hflm_args
 

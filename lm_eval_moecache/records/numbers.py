@@ -12,6 +12,8 @@ from typing import Any
 # ASCII digits only: `1_0`, full-width and Arabic digits are numbers to Python alone.
 _PLAIN = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 _MOST_DIGITS = 40
+_MOST_NAMES = 16
+"""Names that are read in a message; of more, half as many are shown."""
 LIMITS = {
     "least": ("{} or more", ge),
     "above": ("above {}", gt),
@@ -99,11 +101,27 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def unknown_name_error(key: str, value: object, allowed: Iterable[str]) -> ValueError:
-    """Build the error for a value outside a closed list of names."""
+def listed(names: Iterable[str], value: object = "", where: str = "") -> str:
+    """Return names for a message: all, or of many the nearest to `value` and how many others.
+
+    `where` is what lists them all, as `moecache policies`.
+    """
+    named = [*names]
+    if len(named) <= _MOST_NAMES:
+        return ", ".join(named)
+    close = difflib.get_close_matches(str(value)[:100], named, n=_MOST_NAMES // 2, cutoff=0.0)
+    rest = f"{', '.join(close)} and {len(named) - len(close)} more"
+    return f"{rest}, which {where} lists" if where else rest
+
+
+def unknown_name_error(
+    key: str, value: object, allowed: Iterable[str], where: str = ""
+) -> ValueError:
+    """Build the error for a value outside a closed list of names; `where` lists them all."""
     names = sorted(allowed)
     near = nearest(value, names) if isinstance(value, str) else ""
-    return ValueError(f"{key}={shown(value)} is not known.{near} Allowed: {', '.join(names)}.")
+    text = listed(names, value, where)
+    return ValueError(f"{key}={shown(value)} is not known.{near} Allowed: {text}.")
 
 
 def listed_names(text: str | None) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.records.numbers import unknown_name_error
+from lm_eval_moecache.records.numbers import listed, unknown_name_error
 from lm_eval_moecache.report.metrics import MEGABYTE
 from lm_eval_moecache.report.runs.columns import (
     ACCURACY,
@@ -281,7 +281,7 @@ def write_plots(
         _check_group(runs, group)
     if task is not None and score_column(runs, task) is None:
         names = dict.fromkeys(name for run in runs for name in run.results)
-        raise ValueError(f"task={task!r} has no score. Allowed: {', '.join(names)}.")
+        raise ValueError(f"task={task!r} has no score. Allowed: {listed(names, task)}.")
     quality = task or ACCURACY
     pairs = [(name, quality, False) for name in ("tok_per_s", "miss_rate", "capacity_bytes")]
     if len({setting(run, "capacity_bytes").raw for run in runs}) > 1:

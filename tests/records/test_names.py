@@ -6,9 +6,11 @@ import re
 
 import pytest
 
+from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.emulate.models import load_real_model
 from lm_eval_moecache.records.hardware import canonical_name, load_hardware
 from lm_eval_moecache.records.names import Naming, find_name
+from lm_eval_moecache.records.numbers import unknown_name_error
 
 
 @pytest.mark.parametrize(
@@ -175,3 +177,12 @@ def test_an_optional_end_may_be_missing_on_either_side_and_must_not_differ() -> 
     ):
         with pytest.raises(ValueError, match=message):
             find_name("key", typed, names, naming, has)
+
+
+def test_of_many_names_a_message_has_the_nearest_and_how_many_others_there_are() -> None:
+    names = policy_names()
+    said = str(unknown_name_error("policy", "specmd_7", names, "`moecache policies`"))
+    near, _, rest = said.partition("Allowed: ")[2].partition(" and ")
+    assert {f"specmd_{i}" for i in range(1, 5)} <= set(near.split(", ")) and len(near) < 120
+    assert rest == f"{len(names) - 8} more, which `moecache policies` lists."
+    assert str(unknown_name_error("clock", "x", ["virtual", "wall"])).endswith("virtual, wall.")

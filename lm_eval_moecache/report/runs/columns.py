@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.records.numbers import nearest
+from lm_eval_moecache.records.numbers import listed, nearest
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.runs.run import BATCH, KEYS, Run, Score, identity
 
@@ -281,7 +282,7 @@ def unknown_column_error(name: str, allowed: Sequence[str]) -> ValueError:
     """Return the error for a column that no run has; it names the nearest and all allowed ones."""
     return ValueError(
         f"column {name!r} is not known.{nearest(name, allowed)} Allowed: "
-        f"{', '.join(allowed)}; with `prefill_`, `decode_` or `verify_` before a rate, `.p50`, "
+        f"{listed(allowed, name)}; with `prefill_`, `decode_` or `verify_` before a rate, `.p50`, "
         "`.p90` or `.p99` after a latency, `@TASK` after a metric, and `TASK:METRIC` for another "
         "score."
     )
@@ -295,6 +296,22 @@ def selected(run: Run, where: Mapping[str, Any]) -> bool:
         return not {str(value.raw), value.identity}.isdisjoint(map(str, values))
 
     return all(has(name, wanted) for name, wanted in where.items())
+
+
+def chosen_runs(runs: Sequence[Run], option: str, where: str | None) -> list[Run]:
+    """Return the runs with the settings of `--OPTION=SETTING=VALUE,...`, or all without it.
+
+    A value may have commas in it, as labels have. Raises ValueError where no run has them.
+    """
+    items = re.split(r",(?=[\w.]+=)", where or "")
+    wanted = dict(item.split("=", 1) for item in items if "=" in item)
+    chosen = [run for run in runs if selected(run, wanted)]
+    if not chosen or (where and not wanted):
+        raise ValueError(
+            f"--{option}={where!r}: no run has these settings. Form: SETTING=VALUE,..., as "
+            "policy=specmd,capacity=25% or run=LABEL."
+        )
+    return chosen
 
 
 FRAME_SETTINGS = (
