@@ -19,6 +19,7 @@ from lm_eval_moecache.report.compare import (
     CompareOptions,
     compare,
 )
+from lm_eval_moecache.report.runs.columns import chosen_runs
 from lm_eval_moecache.report.runs.files import load_runs
 
 _SAME_MACHINE = {"auto": None, "yes": True, "no": False}
@@ -43,6 +44,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--metrics", default=",".join(SPEED_METRICS), help=text)
     text = "settings to ignore when joining runs, e.g. pretrained,device"
     parser.add_argument("--ignore", default="", help=text)
+    text = "of BASELINE the runs with these settings, as two rows of one sweep: run=LABEL, or "
+    text += "SETTING=VALUE,..."
+    parser.add_argument("--baseline_where", type=str | None, help=text)
+    parser.add_argument("--new_where", type=str | None, help="the same of NEW")
     parser.add_argument("--format", choices=tuple(FORMS), default="text")
     parser.add_argument("--all", action="store_true", help="list unchanged metrics as well")
 
@@ -58,7 +63,11 @@ def run(arguments: Namespace) -> int:
         ignore=tuple(listed_names(arguments.ignore)),
         same_machine=_SAME_MACHINE[arguments.same_machine],
     )
-    comparison = compare(load_runs(arguments.baseline), load_runs(arguments.new), rules)
+    baseline, new = (
+        chosen_runs(load_runs(arguments[side]), f"{side}_where", arguments[f"{side}_where"])
+        for side in ("baseline", "new")
+    )
+    comparison = compare(baseline, new, rules)
     form = FORMS["json" if arguments.json else arguments.format]
     sys.stdout.write(form(comparison, everything=arguments.all))
     return 1 if comparison.is_regression else 0
@@ -70,6 +79,10 @@ def _share(option: str, text: str) -> float:
     value = plain_number(number.removesuffix("%"))
     if value is None or value < 0:
         raise ValueError(f"{option}={text!r} is not a number of 0 or more: 0.05, or 5%.")
+    if value > 1 and not number.endswith("%"):
+        raise ValueError(
+            f"{option}={text!r} is a share above 1. Did you mean '{number}%', or '{value / 100:g}'?"
+        )
     return value / (100 if number.endswith("%") else 1)
 
 

@@ -219,6 +219,8 @@ def test_a_missing_task_or_run_fails_by_name_and_a_new_one_passes(
 def test_unusable_input_exits_with_2(gate: Gate, tmp_path: Path) -> None:
     for option in ("--metrics=mis_rate", "--tolerance=much", "--floor=nan"):
         assert gate({}, option)[0] == 2
+    code, printed = gate({}, "--tolerance=5")
+    assert code == 2 and "is a share above 1. Did you mean '5%', or '0.05'?" in printed
     write(tmp_path / "old", record("b", capacity="50%"))
     code, printed = gate({"capacity": "7%"})
     assert code == 2 and "no configuration in common" in printed
@@ -237,6 +239,21 @@ def test_two_single_runs_are_compared_whatever_their_arguments(gate: Gate) -> No
     assert "argument differs: seed: (not given) -> 1" in printed
     assert "policy" not in printed.partition("worse")[0]
     assert "worse    quiz miss_rate: 0.25 -> 0.5" in printed
+
+
+def test_two_rows_of_one_sweep_are_compared(tmp_path: Path, capsys: Captured) -> None:
+    rows = [("on demand, LRU", ANSWERS), ("hazard", ANSWERS), ("drop, all", lost(8))]
+    records = (
+        {**record(f"r{i}", answers=answers, seed=str(i)), "label": label}
+        for i, (label, answers) in enumerate(rows)
+    )
+    folder = str(write(tmp_path, *records))
+    lru, *others = (f"run={label}" for label, _ in rows)
+    for new, code in zip(others, (0, 1), strict=True):
+        words = ["compare", folder, folder, "--baseline_where", lru, "--new_where", new]
+        assert main(words) == code, capsys.readouterr()
+    assert main([*words[:-1], "run=drop"]) == 2
+    assert "--new_where='run=drop': no run has these settings" in capsys.readouterr().err
 
 
 def test_how_many_requests_are_computed_together_is_no_setting(tmp_path: Path) -> None:
