@@ -71,7 +71,7 @@ def cells(capacities: Sequence[float] = CYCLES) -> Iterator[tuple[Run, tuple[Tra
 
 def slots_of(cell: Run, trace: Trace) -> Setting:
     slots = round(cell["cycles"] * trace.geometry.num_layers * trace.geometry.top_k)
-    return grid.setting_of(trace.geometry, str(slots), {"eviction": cell["eviction"]})
+    return grid.setting_of(trace.geometry, f"{slots}experts", {"eviction": cell["eviction"]})
 
 
 def measure(cell: Run, meaning: tuple[Trace, Future]) -> Run:

@@ -83,7 +83,7 @@ def measure(cell: Run, known: tuple[Trace, Future]) -> Run:
     overrides = {**EVICTIONS[cell["eviction"]], "prefetch": "oracle" if oracle else "none"}
     overrides |= {f"prefetch.{name}": value for name, value in oracle.items()}
     # A share is of all bytes; a number counts experts of the largest layer's size.
-    text = cell["capacity"] if cell["capacity"].endswith("%") else str(cell["experts"])
+    text = cell["capacity"] if cell["capacity"].endswith("%") else f"{cell['experts']}experts"
     hardware = link_of(trace, cell["ratio"])
     setting = replace(setting_of(geometry, text, overrides), hardware=hardware)
     start_s = time.process_time()

@@ -166,7 +166,7 @@ def hit_share(routings: list[Routing], num_experts: int, cycles: float, eviction
     hits = requests = 0
     for routing in routings:
         trace = decode_trace(routing.chosen_TLK, routing.weights_TLK, num_experts)
-        capacity = str(int(cycles * math.prod(routing.chosen_TLK.shape[1:])))
+        capacity = f"{int(cycles * math.prod(routing.chosen_TLK.shape[1:]))}experts"
         setting = setting_of(trace.geometry, capacity, {"eviction": eviction})
         engine = replay(trace, setting, future=Future(trace), cache_reset="never")
         counts = total(engine.ledger.passes)

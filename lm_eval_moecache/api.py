@@ -36,7 +36,7 @@ def replay(
     Args:
         trace: A trace, its file, or several; none of them is changed.
         policy: A composition's name, a YAML's path, or a mapping of its form.
-        capacity: `5%` of all expert bytes, `2GiB`, `51` experts, or `30/layer`.
+        capacity: `5%` of all expert bytes, `2GiB`, `51experts`, or `30/layer`.
         expert_bytes: Bytes of one expert, for traces that do not give them.
         bound: Whether to add on-demand LRU's misses and the fewest possible.
         jobs: Processes to share the replays among.

@@ -158,9 +158,11 @@ def _counted_capacity(counted: Counts, num_layers: int) -> str:
     if slots is None:
         raise ValueError(
             f"capacity is missing, and {counted.writer}'s counts do not state it. Allowed: "
-            "--capacity 62/layer, 25%, 2GiB or a number of experts."
+            "--capacity 62/layer, 25%, 2GiB or 51experts."
         )
-    return f"{int(slots)}/layer" if counted.has_layer_caches else str(round(slots * num_layers))
+    return (
+        f"{int(slots)}/layer" if counted.has_layer_caches else f"{round(slots * num_layers)}experts"
+    )
 
 
 def _speeds(arguments: Namespace) -> int:

@@ -44,16 +44,16 @@ def test_rules_with_and_without_parameters_stand_side_by_side(
     trace: Path, moecache: Moecache
 ) -> None:
     stale = [{"name": "least_stale", "order": order} for order in ("fifo", "last_use")]
-    report = replay(trace, eviction=["lru", *stale], capacity=[5, "50%"], jobs=2)
+    report = replay(trace, eviction=["lru", *stale], capacity=["5experts", "50%"], jobs=2)
     table = report.to_dataframe()
     assert table["eviction"].tolist() == [e for e in ("lru", *["least_stale"] * 2) for _ in "ab"]
-    assert table["capacity"].tolist() == ["5", "50%"] * 3
+    assert table["capacity"].tolist() == ["5experts", "50%"] * 3
     assert table["tpot_ms.p99"].notna().all()
     assert table["composition.eviction.order"].tolist()[2:] == ["fifo"] * 2 + ["last_use"] * 2
     with pytest.raises(MoECacheError, match="there are 6 replays"):
         assert report.metrics
     lists = "lru,{name: least_stale, order: fifo},{name: least_stale, order: last_use}"
-    words = ("--eviction", lists, "--capacity=5,50%")
+    words = ("--eviction", lists, "--capacity=5experts,50%")
     assert moecache.json("replay", trace, *words) == report.as_dict()
     text = moecache("replay", trace, *words)
     assert "least_stale (eviction.order=fifo)" in text

@@ -224,8 +224,8 @@ def test_a_file_may_give_an_algorithm_its_parameters(
 
 
 def test_values_of_a_file_need_no_quotes_and_may_name_the_traces(replay: Replay) -> None:
-    report = replay.by_file("capacity: [5, 50%]\nseed: 1\nbound: false\ntimeline: null\n")
-    assert report["capacity"] == "5" and report["bound_miss_rate"] is None
+    report = replay.by_file("capacity: [5experts, 50%]\nseed: 1\nbound: false\ntimeline: null\n")
+    assert report["capacity"] == "5experts" and report["bound_miss_rate"] is None
     file = replay.options(f"traces: [{replay.trace}]\njson: true\n")
     report = json.loads(replay.moecache("replay", f"--config={file}"))
     assert report["runs"][0]["trace"] == str(replay.trace)

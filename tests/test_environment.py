@@ -93,7 +93,7 @@ COMMANDS = {
     "eval, encoded experts": f"{EVAL}precision=int8,encoded_dir={{0}}/new",
     "eval, files of experts": f"{EVAL}clock=wall,policy=on_demand,store=disk,dtype=float32,"
     "store_dir={0}/new",
-    "profile device": "profile device a.csv b.csv --base=h200 --capacity=2 --out={0}/new/x.yaml",
+    "profile device": "profile device a.csv b.csv --base=h200 --capacity=5% --out={0}/new/x.yaml",
     "profile hardware": "profile hardware --out={0}/new/x.yaml",
     "profile layer_sizes": f"profile layer_sizes {TRACE} --out={{0}}/sizes.json",
     "profile logit_range": "profile logit_range --out={0}/new/x.json",

@@ -30,7 +30,7 @@ LOSSLESS = [
     for name in policy_names()
     if load_policy(name).is_lossless and not load_policy(name).prefetch.algorithm.needs_draft
 ]
-CAPACITIES = ("100%", "25%", "1", "2/layer")
+CAPACITIES = ("100%", "25%", "1experts", "2/layer")
 
 
 assert {"on_demand", "mixtral_offloading", "specmd"} <= set(LOSSLESS)
@@ -43,7 +43,7 @@ def goes_together(policy: str, capacity: str) -> bool:
         check_cache_form(composition, is_per_layer(capacity))
     except ValueError:
         return False
-    return not (composition.per_layer and capacity == "1")
+    return not (composition.per_layer and capacity == "1experts")
 
 
 COMBINATIONS = [pair for pair in product(LOSSLESS, CAPACITIES) if goes_together(*pair)]
@@ -103,7 +103,7 @@ def test_a_step_is_a_decode_step_by_either_name_of_the_cache(name: str) -> None:
 def test_unwrapping_twice_is_safe_and_the_model_still_answers_alike(family: str) -> None:
     model = random_model(family)
     expected, state = logits_of(model), traces_left_on(model)
-    wrapped = wrap_virtual(model, "specmd", "1")
+    wrapped = wrap_virtual(model, "specmd", "1experts")
     assert traces_left_on(model) != state
     wrapped.unwrap()
     wrapped.unwrap()
@@ -119,7 +119,7 @@ def test_another_experts_kernel_is_kept_and_put_back(implementation: str) -> Non
     model = random_model("qwen3_moe")
     model.set_experts_implementation(implementation)
     expected, state = logits_of(model), traces_left_on(model)
-    wrapped = wrap_virtual(model, "specmd", "1")
+    wrapped = wrap_virtual(model, "specmd", "1experts")
     assert_same(expected, logits_of(model, wrapped), padding=True)
     assert traces_left_on(model) == state
 

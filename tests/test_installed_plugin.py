@@ -93,12 +93,22 @@ def test_its_format_rules_composition_and_device_replay_by_their_names(
 ) -> None:
     trace = load_trace(arrows, expert_bytes=1000)
     assert trace.geometry.num_layers == 2 and trace.num_passes == 24 and len(trace.requests) == 2
-    settings = {"capacity": 4, "hardware": "example-board", "expert_bytes": 1000, "bound": False}
+    settings = {
+        "capacity": "4experts",
+        "hardware": "example-board",
+        "expert_bytes": 1000,
+        "bound": False,
+    }
     (row,) = replay(arrows, policy="repeating", **settings).as_dict()["runs"]
     assert row["hardware"] == "example-board" and row["link_bytes_per_s"] == 4e9
     assert row["metrics"]["prefetch_hits"] > 0
     assert row["composition"]["prefetch"] == {"name": "repeat", "turns": 2}
-    words = ("--expert_bytes=1000", "--bound=false", "--capacity=4", "--hardware=example-board")
+    words = (
+        "--expert_bytes=1000",
+        "--bound=false",
+        "--capacity=4experts",
+        "--hardware=example-board",
+    )
     text = moecache("replay", arrows, *words, "--eviction=lru,aged_lfu")
     assert "on_demand + eviction=aged_lfu" in text
     with pytest.raises(ValueError, match="Did you mean 'aged_lfu'"):
@@ -150,7 +160,7 @@ def test_its_ranking_is_compiled_and_another_stays_plain_with_equal_figures(
 def test_it_is_swept_by_its_names(arrows: Path, tmp_path: Path) -> None:
     sweep = {
         "traces": [str(arrows)],
-        "base": {"policy": "repeating", "expert_bytes": 1000, "capacity": 4},
+        "base": {"policy": "repeating", "expert_bytes": 1000, "capacity": "4experts"},
         "grid": {"eviction": ["lru", "aged_lfu"]},
     }
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))

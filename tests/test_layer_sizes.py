@@ -82,6 +82,6 @@ def test_profile_layer_sizes_writes_what_capacity_takes(
     tmp_path: Path, trace: Path, moecache: Moecache
 ) -> None:
     out = tmp_path / "sizes.json"
-    report = moecache.json("profile", "layer_sizes", trace, "--capacity", "12", "--out", out)
+    report = moecache.json("profile", "layer_sizes", trace, "--capacity", "12experts", "--out", out)
     assert parse_capacity(str(out), traces.GEOMETRY).text == spell(report[LAYER_SIZES])
     assert report["miss_rate"] <= report["miss_rate_of_equal_sizes"]

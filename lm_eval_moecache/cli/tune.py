@@ -33,7 +33,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     text = "comma-separated tasks; the accuracy is their mean"
     parser.add_argument("--tasks", default="moecache_offline", help=text)
     parser.add_argument("--limit", type=int | float | None, help="documents per task")
-    parser.add_argument("--capacity", default="25%", help="5%%, 2GiB, 51 or 30/layer")
+    parser.add_argument("--capacity", default="25%", help="5%%, 2GiB, 51experts or 30/layer")
     parser.add_argument("--hardware", default=DEFAULT_PROFILE, help="profile, or YAML")
     text = "link bandwidth, overrides the profile's: 5GB/s"
     parser.add_argument("--bandwidth", type=str | None, help=text)

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from lm_eval_moecache.records.files import read_json
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.numbers import read_count, read_number, shown
+from lm_eval_moecache.records.numbers import MOST_COUNT, read_count, read_number, shown
 
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
@@ -25,13 +25,18 @@ _MOST_BYTES = 10**18
 """A million times today's largest memory: anything more is a typing error."""
 _MOST_BARE = 10**6
 """GB, or GB/s: a number alone that is larger was meant in bytes."""
+_LEAST_BARE = 1000
+"""Bytes: a number alone that is smaller was meant in another unit."""
+_FASTEST = 2e12
+"""Bytes a second: a link or a host's memory that is faster is no machine's."""
 _UNIT = re.compile(r"(?i)[kmgt](i?b)?(/s)?")
 _LETTER = re.compile(r"([0-9]*\.?[0-9]+)\s*([kKmMgGtT])(i?)")
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*")
+_EXPERTS = re.compile(r"([0-9]+) ?experts?")
 _SLOTS = re.compile(r"\[([0-9, ]*)\]/layer|([0-9]+)/layer")
 _SIZES = "B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024)"
 CAPACITY_FORMS = (
-    "a share ('5%'), a size ('2GiB'), a number of experts ('51'), '30/layer', or whole numbers, "
+    "a share ('5%'), a size ('2GiB'), '51experts', '30/layer', or whole numbers, "
     "one for each layer, as '[12,10,8]/layer' or the file of `moecache profile layer_sizes`"
 )
 
@@ -46,6 +51,8 @@ def parse_bytes(text: object, key: str, *, unit: str = "B", least: int = 0) -> i
     bare = _bare_number(body)
     if bare is not None and unit != "B" and bare > _MOST_BARE:
         raise ValueError(f"{key}={body!r} has no unit. Did you mean '{bare / 1e9:.4g}GB'?")
+    if bare and unit == "B" and bare < _LEAST_BARE:
+        raise ValueError(f"{key}={body!r} has no unit. Did you mean '{body}MiB', or '{body}B'?")
     size = _size(body if bare is None else f"{body}{unit}")
     if size is None:
         raise ValueError(
@@ -61,7 +68,10 @@ def parse_bytes(text: object, key: str, *, unit: str = "B", least: int = 0) -> i
 
 
 def parse_bandwidth(text: object, key: str = "bandwidth", least: float = 0) -> float:
-    """Read `5GB/s` as bytes per second; a number alone is GB/s, and less than `least` a slip."""
+    """Read `5GB/s` as bytes per second; a number alone is GB/s.
+
+    Less than `least`, and more than any machine has, is a slip of the unit.
+    """
     body = re.sub("(?i) ?/ ?s$|ps$", "", str(text).strip())
     if re.search(r"[0-9\s][kKMGT]i?b$", body):
         raise ValueError(
@@ -77,6 +87,10 @@ def parse_bandwidth(text: object, key: str = "bandwidth", least: float = 0) -> f
         problem = f"has no unit, and is no rate in GB/s. Did you mean '{number:.4g}GB/s'?"
     elif rate and rate < least:
         problem = f"is {rate} bytes a second. Did you mean '{body.rstrip('kKMGTiIbB ')}GB/s'?"
+    elif rate and rate > _FASTEST:
+        fewer = body if bare is not None else body.rstrip("kKMGTiIbB ")
+        problem = f"is {rate / 1e9:g} GB/s, more than any machine has. Did you mean '{fewer}MB/s'?"
+        raise ValueError(f"{key}={text!r} {problem} Allowed: at most {_FASTEST / 1e9:g}GB/s.")
     elif rate:
         return float(rate)
     raise ValueError(
@@ -175,29 +189,40 @@ def _read(text: object) -> tuple[str, str, list[float]]:
     """Return a capacity's text, its unit (`%`, `bytes`, `experts`, `/layer`) and its numbers: one,
     or for differing layers one per layer."""
     body = capacity_text(text)
-    number, slots = _bare_number(body), _SLOTS.fullmatch(body)
+    slots, experts = _SLOTS.fullmatch(body), _EXPERTS.fullmatch(body)
     try:
         if slots is not None:
             parts = (slots[1] or slots[2] or "").split(",")
             return body, _PER_LAYER, [read_count("capacity", part, least=1) for part in parts]
-        if number is not None:
-            num_experts = read_count("capacity", number, least=1)
-            return str(num_experts), "experts", [num_experts]
+        if experts is not None:
+            num_experts = read_count("capacity", experts[1], least=1)
+            return f"{num_experts}experts", "experts", [num_experts]
         if body.endswith("%"):
             return body, "%", [read_number("capacity", body[:-1], above=0, most=100)]
-        size = parse_bytes(body, "capacity")
+        size = -1 if _bare_number(body) is not None else parse_bytes(body, "capacity")
         return body, "bytes", [read_count("capacity", size, least=1, most=_MOST_BYTES)]
     except ValueError:
         raise ValueError(
-            f"capacity={shown(text)} is not a capacity.{_whole_unit(body)} Allowed: "
+            f"capacity={shown(text)} is not a capacity.{_meant(body)} Allowed: "
             f"{CAPACITY_FORMS}; "
             "above zero, and at most 100%."
         ) from None
 
 
+def _meant(capacity: str) -> str:
+    """Return what a capacity without a whole unit may mean, as it has to be typed."""
+    number = _bare_number(capacity)
+    if not number or not number <= MOST_COUNT:
+        return _whole_unit(capacity)
+    share = f"{100 * number if number < 1 else number:g}%"
+    meant = [f"'{share}' of all expert bytes"] if number <= 100 else []
+    meant += [f"'{int(number)}experts'"] if number % 1 == 0 else []
+    return f" Did you mean {' or '.join(meant)}?" if meant else ""
+
+
 def check_sized(text: str, trace: str, option: str) -> None:
     """Raise ValueError for a capacity in bytes with a trace that lacks the experts' size."""
-    if not (text.endswith(("%", _PER_LAYER)) or text.isdigit()):
+    if not (text.endswith(("%", _PER_LAYER)) or _EXPERTS.fullmatch(text)):
         raise ValueError(
             f"capacity={text!r}: trace {trace} does not say how large an expert is. Give "
             f"{option}, or a capacity as a share, a number of experts or N/layer."
@@ -205,12 +230,11 @@ def check_sized(text: str, trace: str, option: str) -> None:
 
 
 def parse_capacity(text: object, geometry: Geometry, *, per_layer: bool = False) -> Capacity:
-    """Turn `5%`, `2GiB`, `51`, `30/layer` or `[12,10,8]/layer` into bytes for this model.
+    """Turn `5%`, `2GiB`, `51experts`, `30/layer` or `[12,10,8]/layer` into bytes for this model.
 
     With `per_layer` any form becomes one cache per layer, each with room for the same number of
-    whole experts. A plain number counts experts of the largest size, also as a float from the
-    harness (`51.0`). Raises ValueError where the form is wrong or the result cannot hold even one
-    expert.
+    whole experts. A number of experts counts those of the largest size. Raises ValueError where the
+    form is wrong or the result cannot hold even one expert.
     """
     body, unit, numbers = _read(text)
     first = numbers[0]

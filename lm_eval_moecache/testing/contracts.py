@@ -110,7 +110,7 @@ class Contract:
             assert parameter.annotation is not parameter.empty, name
 
     def test_a_run_keeps_the_conservation_laws_and_repeats_itself(self) -> None:
-        for capacity in ("30%", "1", "100%"):
+        for capacity in ("30%", "1experts", "100%"):
             first, again = (run(self.policy(), GEOMETRY, capacity) for _ in range(2))
             assert first.figures == again.figures
             for record in first.engine.ledger.passes:
@@ -458,7 +458,7 @@ class EvictionContract(Contract):
             assert curious.serve_all().victims == incurious.serve_all().victims
 
     def test_it_knows_its_capacity_before_its_first_call(self) -> None:
-        engine = run(self.policy(), GEOMETRY, "6").engine
+        engine = run(self.policy(), GEOMETRY, "6experts").engine
         eviction = engine.pools[0].eviction
         assert eviction.capacity_bytes == engine.pools[0].capacity_bytes
         assert eviction.num_slots == 6 or len(eviction.geometry.precision) > 1

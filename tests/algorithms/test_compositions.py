@@ -47,7 +47,7 @@ def test_cache_conditional_compositions_are_the_papers(name: str) -> None:
         parts = parse_capacity(text, geometry, per_layer=policy.per_layer).bytes_by_partition
         assert parts == (slots * size,) * 3
     with pytest.raises(ValueError, match="too small for one expert in each of 3 layers"):
-        parse_capacity("2", geometry, per_layer=True)
+        parse_capacity("2experts", geometry, per_layer=True)
     with pytest.raises(ValueError, match="chooses between layers"):
         read_config({"policy": name, "eviction": "fld"})
 

@@ -325,7 +325,7 @@ def draw_case(rng: np.random.Generator, kind: str) -> Case:
     capacity = f"{rng.integers(1, geometry.num_experts + 1)}/layer"
     if not per_layer:
         most = geometry.num_layers * geometry.num_experts
-        capacity = str(rng.integers(1, most + 1))
+        capacity = f"{rng.integers(1, most + 1)}experts"
     check_cache_form(policy, per_layer)
     emulate, attention = None, "flat"
     if not scan and rng.random() < 0.15:

@@ -142,7 +142,10 @@ def make_setting(
     policy: Any = SimpleNamespace(phases=phases, **built)
     return Setting(
         policy=policy,
-        capacity=parse_capacity(capacity, geometry or make_geometry()),
+        capacity=parse_capacity(
+            f"{capacity}experts" if isinstance(capacity, int) else capacity,
+            geometry or make_geometry(),
+        ),
         hardware=hardware or make_hardware(),
         draft=draft,
         reads_per_expert=reads_per_expert,

@@ -88,7 +88,7 @@ def test_the_bound_is_below_the_exhaustive_optimum_and_is_it_where_events_fit(
     trace = mixed_trace(seed, top_k=1 + seed % 2)
     largest = int(np.diff(trace.key_bounds).max())
     for slots in (2, 3, 4, 6):
-        for form, shares in ((f"{slots}", [(0, 1)]), (f"{slots}/layer", [(0,), (1,)])):
+        for form, shares in ((f"{slots}experts", [(0, 1)]), (f"{slots}/layer", [(0,), (1,)])):
             if slots > EXPERTS and len(shares) > 1:
                 continue
             optimum = sum(fewest_by_search(trace, slots, layers, decode) for layers in shares)
@@ -115,7 +115,7 @@ def test_bypassing_is_the_optimum_of_a_cache_that_may_refuse(seed: int) -> None:
 def test_who_is_needed_once_is_turned_away_by_hand() -> None:
     """Two slots, a b c a b d a b e: admitting c, d or e evicts a or b; turning it away is free."""
     trace = decode_trace([[[expert]] for expert in (0, 1, 2, 0, 1, 3, 0, 1, 4)], EXPERTS)
-    run = setting_for(trace, "2")
+    run = setting_for(trace, "2experts")
     # a b, c for b, b for c, d for b, b for d, and e: seven. Turned away, a b c d e: five.
     assert fewest_misses(trace, run, cache_reset="never") == (7, 9)
     assert fewest_misses(trace, run, cache_reset="never", allow_bypass=True) == (5, 9)
@@ -183,7 +183,7 @@ def test_the_future_lists_each_need_of_each_key() -> None:
     assert future.keys_of(1) == [2, 0] and future.keys_of(3) == []
 
 
-FORMS = ("1/layer", "2/layer", "4/layer", "3", "5", "30%", "70%", "7B")
+FORMS = ("1/layer", "2/layer", "4/layer", "3experts", "5experts", "30%", "70%", "7B")
 
 
 @settings(max_examples=12)
@@ -221,7 +221,7 @@ def test_after_a_reset_warm_experts_are_ranked_from_there_on() -> None:
     rows = [(int(p > 1), p, int(p not in (0, 2)), p if p < 2 else p - 2, 0) for p in range(6)]
     trace = traces.from_rows(geometry, rows, [[expert] for expert in chosen])
     warm = UseProfile(model="", counts=((2, 1, 0),))
-    run = setting_for(trace, "2", warm=warm)
+    run = setting_for(trace, "2experts", warm=warm)
     # Ranked from the first event on, 0 would be the one that is needed next.
     assert fewest_misses(trace, run, cache_reset="request") == (2, 6)
-    assert misses(trace, "belady", "2", warm=warm, cache_reset="request") == 2
+    assert misses(trace, "belady", "2experts", warm=warm, cache_reset="request") == 2

@@ -154,7 +154,7 @@ def test_an_on_demand_run_takes_the_emulated_bytes_over_the_link(trace: Trace, n
             traces.setting_for(trace, capacity, hardware=LINK_ONLY, emulate=model),
             cache_reset="never",
         )
-        for capacity in ("30%", "7")
+        for capacity in ("30%", "7experts")
     )
     # 30% of 24 experts are seven; each takes an emulated expert's bytes over the link.
     misses = sum(p.misses for p in engine.ledger.passes)

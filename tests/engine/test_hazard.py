@@ -134,7 +134,7 @@ def test_it_falls_back_to_lru_where_its_forecast_does_worse() -> None:
 
 
 @pytest.mark.parametrize("prefetch", ["none", "next_gate", "frequency", "oracle"])
-@pytest.mark.parametrize("capacity", ["1", "7", "50%", "2/layer"])
+@pytest.mark.parametrize("capacity", ["1experts", "7experts", "50%", "2/layer"])
 @pytest.mark.parametrize("memory", [1, 20])
 def test_it_is_its_slow_form(prefetch: str, capacity: str, memory: int) -> None:
     trace = draw_trace(memory)

@@ -129,7 +129,7 @@ class Tired(Clock):
 
 def test_what_an_eviction_raises_in_the_midst_of_machine_code_is_raised(machine_code: None) -> None:
     trace = draw_trace(7, LAYERS, 16, 3)
-    for capacity in ("2", "30%", "5/layer"):
+    for capacity in ("2experts", "30%", "5/layer"):
         with pytest.raises(AlgorithmError, match=r"Tired\.victim at layer \d raised .* tired"):
             tired = setting_for(trace, capacity, {"eviction": f"{__name__}.Tired"})
             replay(trace, tired, cache_reset="never")
@@ -193,7 +193,7 @@ def test_plain_python_can_go_on_where_machine_code_was(machine_code: None, break
 @pytest.mark.parametrize("name", ["qwen.route.csv", "trace_olmoe_299.jsonl"])
 def test_published_traces(name: str) -> None:
     trace = load_trace(str(traces.published(name)))
-    for eviction, capacity in (("lru", "25%"), ("least_stale", "4"), ("belady", "8/layer")):
+    for eviction, capacity in (("lru", "25%"), ("least_stale", "4experts"), ("belady", "8/layer")):
         axes = {"eviction": eviction, "prefetch": "frequency"}
         assert_equal(trace, setting_for(trace, capacity, axes))
 

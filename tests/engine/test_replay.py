@@ -145,7 +145,8 @@ def test_a_published_curve_is_reproduced(model: str, demanded_mib: float) -> Non
 
 
 @pytest.mark.parametrize(
-    ("capacity", "lru", "belady"), [("51", 0.0, 32.0), ("256", 56.8, 76.5), ("512", 78.5, 91.3)]
+    ("capacity", "lru", "belady"),
+    [("51experts", 0.0, 32.0), ("256experts", 56.8, 76.5), ("512experts", 78.5, 91.3)],
 )
 def test_the_olmoe_figures_are_reproduced(capacity: str, lru: float, belady: float) -> None:
     trace = load_trace(str(traces.published("trace_olmoe_299.jsonl")))
@@ -158,7 +159,7 @@ def test_the_olmoe_figures_are_reproduced(capacity: str, lru: float, belady: flo
 def test_what_the_olmoe_trace_would_hit_if_experts_may_bypass_the_cache() -> None:
     """Published next to Belady's 32.0% at 51 slots: an expert may be dropped right after use."""
     trace = load_trace(str(traces.published("trace_olmoe_299.jsonl")))
-    setting = traces.setting_for(trace, "51")
+    setting = traces.setting_for(trace, "51experts")
     missed, requests = fewest_misses(trace, setting, cache_reset="never", allow_bypass=True)
     assert round(100 - 100 * missed / requests, 1) == 35.2
 
@@ -241,7 +242,10 @@ def test_a_replay_imports_neither_torch_nor_transformers_nor_lm_eval(path: Path)
 
 @pytest.mark.parametrize(
     ("capacity", "axes", "key"),
-    [("9", {}, "capacity='9'"), ("3/layer", {"routing": "pre_gated"}, "routing='pre_gated'")],
+    [
+        ("9experts", {}, "capacity='9experts'"),
+        ("3/layer", {"routing": "pre_gated"}, "routing='pre_gated'"),
+    ],
 )
 def test_scanned_texts_need_a_cache_per_layer_and_a_routing_of_one_layer(
     capacity: str, axes: dict[str, object], key: str

@@ -70,9 +70,10 @@ def setting_for(
 ) -> Setting:
     """Return the setting of a replay of this trace, or of a model of this geometry."""
     geometry: Geometry = getattr(trace, "geometry", trace)
+    size = f"{capacity}experts" if isinstance(capacity, int) else capacity
     return Setting(
         policy=load_policy(policy, axes),
-        capacity=parse_capacity(capacity, emulate.emulated_by(geometry) if emulate else geometry),
+        capacity=parse_capacity(size, emulate.emulated_by(geometry) if emulate else geometry),
         emulate=emulate,
         **{"hardware": HARDWARE, **rest},
     )

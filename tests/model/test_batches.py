@@ -36,7 +36,7 @@ def batches(draw: st.DrawFn) -> Batch:
     # GPT-OSS's gate rounds by position, mixtral's products of few rows by the number of rows.
     family=st.sampled_from(["gpt_oss", "mixtral"]),
     clock=st.sampled_from(["wall", "wall", "virtual"]),
-    capacity=st.sampled_from(["1", "25%", "100%"]),
+    capacity=st.sampled_from(["1experts", "25%", "100%"]),
 )
 def test_any_batch_is_answered_bit_for_bit(
     batch: Batch, family: str, clock: str, capacity: str

@@ -50,6 +50,6 @@ if __name__ == "__main__":
         model = random_model(family, **overrides).to(torch.float32)
         for threads, batch in ((1, SMALL), (1, LONG), (2, LONG)):
             torch.set_num_threads(threads)
-            assert_exact(model, batch, "wall", "1")
+            assert_exact(model, batch, "wall", "1experts")
             assert_exact(model, batch, "virtual", "50%")
     print(torch.backends.cpu.get_cpu_capability())

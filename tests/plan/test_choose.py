@@ -104,7 +104,7 @@ def test_placed_experts_are_those_that_the_other_half_uses_most() -> None:
 
 def test_a_model_of_twice_the_layers_takes_twice_as_long_where_nothing_waits() -> None:
     """All but reading the output layer, which either model has once."""
-    fast = config(LRU, bandwidth="1000TB/s").hardware
+    fast = replace(config(LRU).hardware, link_bytes_per_s=1e15)
     own = load_real_model("OLMoE-1B-7B")
     long = replace(own, num_layers=2 * own.num_layers)
     figures = []

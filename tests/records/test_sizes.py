@@ -25,8 +25,12 @@ UNEVEN = make_geometry(2, expert_bytes=((100,), (300,)))
 @given(number=st.integers(0, 10**6), unit=st.sampled_from(sorted(UNITS)), space=st.booleans())
 def test_every_unit_is_read_as_what_it_says(number: int, unit: str, space: bool) -> None:
     assert parse_bytes(f"{number}{' ' * space}{unit}", "x") == number * UNITS[unit]
-    assert parse_bytes(str(number), "x") == number
-    if number:
+    if number >= 1000 or not number:
+        assert parse_bytes(str(number), "x") == number
+    else:
+        with pytest.raises(ValueError, match=f"Did you mean '{number}MiB', or '{number}B'"):
+            parse_bytes(str(number), "x")
+    if 0 < number * UNITS[unit] <= 2e12:  # the most that a machine has
         assert parse_bandwidth(f"{number}{unit}/s") == parse_bandwidth(f"{number}{unit}")
         assert parse_bandwidth(f"{number}{unit}") == float(number * UNITS[unit])
 
@@ -51,7 +55,7 @@ def test_a_share_is_of_all_expert_bytes_and_a_number_counts_experts(
     percent: int, slots: int
 ) -> None:
     assert parse_capacity(f"{percent}%", GEOMETRY).bytes_by_partition == (percent * 12,)
-    for text in (slots, str(slots)):
+    for text in (f"{slots}experts", f"{slots} experts"):
         assert parse_capacity(text, GEOMETRY).bytes_by_partition == (slots * 100,)
     if slots <= 4:
         capacity = parse_capacity(f"{slots}/layer", GEOMETRY)
@@ -67,18 +71,25 @@ def test_a_share_that_is_no_whole_number_of_bytes_is_rounded_down() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
-    [*((n, "51") for n in (51.0, "51.0", "5.1e1", 51, " 51 ")), (1e6, "1000000")],
+    ("given", "meant"),
+    [
+        *((text, "'25%' of all expert bytes or '25experts'") for text in (25, "25", 25.0, " 25 ")),
+        ("0.25", "'25%' of all expert bytes"),
+        ("12.5", "'12.5%' of all expert bytes"),
+        ("2267", "'2267experts'"),
+    ],
 )
-def test_a_whole_number_counts_experts_however_the_harness_writes_it(
-    given: object, text: str
+def test_a_number_alone_is_no_capacity_and_both_meanings_are_said(
+    given: object, meant: str
 ) -> None:
-    capacity = parse_capacity(given, make_geometry(num_experts=20))
-    assert (capacity.text, capacity.total_bytes) == (text, int(text) * 100)
+    said = f"capacity={given!r} is not a capacity. Did you mean {meant}? Allowed:"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse_capacity(given, GEOMETRY)
 
 
 @pytest.mark.parametrize(
-    ("text", "held"), [("2", (600,)), ("2/layer", (200, 600)), ("50%", (800,)), ("1kB", (1000,))]
+    ("text", "held"),
+    [("2experts", (600,)), ("2/layer", (200, 600)), ("50%", (800,)), ("1kB", (1000,))],
 )
 def test_a_number_counts_experts_of_the_largest_layer(text: str, held: tuple[int, ...]) -> None:
     assert parse_capacity(text, UNEVEN).bytes_by_partition == held
@@ -139,7 +150,11 @@ def test_a_number_alone_has_the_unit_that_everyone_means() -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("5e9", "Did you mean '5GB/s'"), ("25G", "Type '25GB/s'"), ("25kB/s", "mean '25GB/s'")],
+    [
+        *(("5e9", "Did you mean '5GB/s'"), ("25G", "Type '25GB/s'"), ("25kB/s", "mean '25GB/s'")),
+        ("16000", "is 16000 GB/s, more than any machine has. Did you mean '16000MB/s'"),
+        ("3TB/s", "more than any machine has.*at most 2000GB/s"),
+    ],
 )
 def test_a_rate_in_another_unit_is_refused_with_what_to_type(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):

@@ -36,7 +36,7 @@ WIDE = sizes_of("olmoe")
 def test_outputs_are_those_of_a_plain_model_with_decoded_weights(name: str, clock: str) -> None:
     model = random_model("olmoe", **WIDE)
     expected, plain = logits_of(replaced(model, name)), logits_of(model)
-    for capacity in ("100%", "3"):
+    for capacity in ("100%", "3experts"):
         logits = logits_of(model, WRAP[clock](model, "on_demand", capacity, precision=name))
         assert_same(expected, logits, f"{name} at {capacity}")
         is_lossless = torch.equal(logits[0], plain[0])
@@ -49,7 +49,9 @@ def test_other_families_compute_from_decoded_weights_too(family: str, clock: str
     """GPT-OSS has its matrices transposed, and biases that no codec touches."""
     model = random_model(family, **sizes_of(family))
     expected = logits_of(replaced(model, "int4"))
-    assert_same(expected, logits_of(model, WRAP[clock](model, "specmd", "4", precision="int4")))
+    assert_same(
+        expected, logits_of(model, WRAP[clock](model, "specmd", "4experts", precision="int4"))
+    )
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
@@ -57,7 +59,7 @@ def test_every_kernel_runs_decoded_experts(implementation: str) -> None:
     model = random_model("olmoe", **WIDE)
     model.set_experts_implementation(implementation)
     expected = logits_of(replaced(model, "int8"))
-    logits = logits_of(model, wrap_virtual(model, "on_demand", "4", precision="int8"))
+    logits = logits_of(model, wrap_virtual(model, "on_demand", "4experts", precision="int8"))
     assert_same(expected, logits, padding=True)
 
 

@@ -84,7 +84,7 @@ def test_scoring_runs_without_the_draft(spec: MoECacheSpecLM, plain: MoECacheLM)
 
 def test_each_pass_is_the_models_own_and_their_times_add_up(spec: MoECacheSpecLM) -> None:
     """The first is a prefill; each later one yields its accepted drafts and one more token."""
-    install(spec, draft="tiny", draft_tokens=4)
+    install(spec, draft="tiny", draft_tokens=4, cache_reset="never")
     spec.generate_until(requests(3), disable_tqdm=True)
     ledger = spec.engine.ledger
     # The draft's forwards are no passes of the model.

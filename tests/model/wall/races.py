@@ -46,7 +46,7 @@ from tests.model.wrapped import replaced
 from tests.models import FAMILIES, save_model, sizes_of
 
 REPETITIONS = 20
-CAPACITIES = ("25%", "60%", "1", "40%")
+CAPACITIES = ("25%", "60%", "1experts", "40%")
 """Taken in turn: waves, room for prefetches, and one expert at a time."""
 OTHERS = 9
 """How many ways of the table, each set by one value, run with the suite."""

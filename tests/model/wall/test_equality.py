@@ -126,7 +126,7 @@ def test_a_pass_that_is_interrupted_while_it_waits_does_no_harm_to_the_next(
     """As by Ctrl-C: its demands are still on their way into slots that the next would drop."""
     model, wait = random_model("olmoe", **sizes_of("olmoe")), WallEngine._wait
     changes = {"precision": LADDER, "miss": miss}
-    wrapped = wrap_wall(model, "on_demand", "3", longest_s=0.01, **changes)
+    wrapped = wrap_wall(model, "on_demand", "3experts", longest_s=0.01, **changes)
     for num_waits in range(14):
         left = itertools.chain([wait] * num_waits, [interrupted], itertools.repeat(wait))
         monkeypatch.setattr(WallEngine, "_wait", lambda *args, left=left: next(left)(*args))

@@ -56,7 +56,7 @@ def late_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMover, "begin", late(DeviceMover.begin, longest_s=0.001))
 
 
-@pytest.mark.parametrize("capacity", ["100%", "25%", "4", "1/layer", "2/layer"])
+@pytest.mark.parametrize("capacity", ["100%", "25%", "4experts", "1/layer", "2/layer"])
 @pytest.mark.parametrize("policy", ["on_demand", "specmd", "mixtral_offloading"])
 def test_logits_are_identical_again_and_again(policy: str, capacity: str) -> None:
     assert_plain(DEVICE, policy, capacity, OFTEN)
@@ -93,7 +93,7 @@ def test_lossless_policies_answer_as_plain_in_batches(family: str, rows: int, cl
 def test_every_codec_computes_what_its_decoded_weights_say(name: str) -> None:
     plain = replaced(random_model("olmoe", **SIZES), name).to(DEVICE)
     expected = logits(plain, decode_kernel="batched_mm")
-    wrapped = wrap(random_model("olmoe", **SIZES), DEVICE, "on_demand", "4", precision=name)
+    wrapped = wrap(random_model("olmoe", **SIZES), DEVICE, "on_demand", "4experts", precision=name)
     assert_exact(wrapped, expected, 3)
 
 
