@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lm_eval_moecache.records.schemas.inputs import Figure
 from lm_eval_moecache.report import plots
 from lm_eval_moecache.report.plots import COLOURS
 from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.report.tables.front import pareto_front
+from lm_eval_moecache.report.tables.schema import Figure
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
 
