@@ -403,6 +403,16 @@ def test_fidelity_and_precision_are_shown_in_a_lossy_row(tmp_path: Path, table: 
         assert "| Fidelity |" in out and ("| Low precision |" in out) == (run is stored)
 
 
+@pytest.mark.parametrize("gap", [0.3, 0.5])
+def test_a_parameter_that_all_rows_have_stands_below_them(
+    tmp_path: Path, table: Table, gap: float
+) -> None:
+    """No column shows it: tables of one rule with another parameter were alike."""
+    given = {"miss": "mine.Rule", "miss.gap": gap}
+    write(tmp_path, *(record(name, capacity=name, **given) for name in ("25%", "50%")))
+    assert f"In all rows miss.gap={gap}" in table(tmp_path)
+
+
 def test_a_table_of_several_versions_says_so(tmp_path: Path, table: Table) -> None:
     runs = [record(name) for name in "ab"]
     for run, version in zip(runs, ("2.12.0", "2.13.0"), strict=True):

@@ -36,6 +36,7 @@ _CALLED = ("name", "composition", "source")
 _VERSIONS = ("lm-eval-moecache", "lm-eval", "torch", "transformers")
 _MOST_LISTED = 3
 BEWARE, BOUNDS, EMULATED, INTERVAL = "Beware", "Bounds", "Emulated", "Interval"
+PARAMETERS = "Parameters"
 _OFFLINE = {"eviction": "belady", "prefetch": "oracle"}
 """The algorithms that know the future, by axis."""
 
@@ -289,12 +290,25 @@ def about(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
             f"Answers are those of the model that ran ({facts['Model']}), times those of a model "
             f"with the sizes of {emulated}"
         )
+    if parameters := _shared_parameters(runs):
+        facts[PARAMETERS] = f"In all rows {', '.join(parameters)}"
     mixed = [name for name in _VERSIONS if len({v[name] for v in versions if v.get(name)}) > 1]
     if mixed:
         facts[BEWARE] = (
             f"Made by several versions of {', '.join(mixed)}: rows may differ by that alone"
         )
     return tuple((name, text) for name, text in facts.items() if text)
+
+
+def _shared_parameters(runs: Sequence[Run]) -> list[str]:
+    """Return the parameters of rules that all runs were given alike: no column shows them."""
+    first = runs[0].model_args if runs else {}
+    return [
+        f"{key}={value}"
+        for key, value in first.items()
+        if key.partition(".")[0] in AXES and "." in key
+        if all(run.model_args.get(key) == value for run in runs)
+    ]
 
 
 def place_of(run: Run, names: Sequence[str]) -> tuple[str, ...]:
