@@ -28,7 +28,7 @@ from lm_eval_moecache.records.files import (
 )
 from lm_eval_moecache.records.numbers import finite
 from lm_eval_moecache.report.runs.files import PACKED, RUNS, read_packed, unpack
-from lm_eval_moecache.report.runs.schema import check_record, checksum_of
+from lm_eval_moecache.report.runs.schema import check_record
 
 if TYPE_CHECKING:
     from lm_eval_moecache.sweep.identity import ResolvedCell
@@ -39,14 +39,13 @@ LOCK = ".sweep.lock"
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> Path:
-    """Write a finished run with its checksum, whole or not at all; remove its earlier failure.
+    """Write a finished run, whole or not at all; remove its earlier failure.
 
     Returns the path.
     """
     path = folder / RUNS / f"{record['run_id']}.json"
     # `default`: lm-eval's own config holds a torch.dtype.
     plain = parse_json(json.dumps(finite(record), default=str, allow_nan=False), str(path))
-    plain["checksum"] = checksum_of(plain)
     text = json.dumps(plain, indent=1, ensure_ascii=False)
     write_whole(path, text + "\n")
     (folder / FAILED / f"{record['run_id']}.txt").unlink(missing_ok=True)

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 import tempfile
-from functools import reduce
-from operator import getitem
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,8 +20,7 @@ from lm_eval_moecache.report.runs.files import (
     unpack,
     write_packed,
 )
-from lm_eval_moecache.report.runs.schema import check_record, checksum_of
-from lm_eval_moecache.sweep.files import finished, only_sweep, write_record
+from lm_eval_moecache.sweep.files import finished, only_sweep
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
 
@@ -148,63 +143,3 @@ def test_what_unpacks_to_more_than_is_read_is_refused(
     monkeypatch.setattr(files, "MOST_JSON_BYTES", 4999)
     with pytest.raises(ValueError, match=f"{PACKED}' holds more than the 4999 bytes"):
         read_packed(path)
-
-
-def test_a_changed_bit_of_a_record_is_noticed_and_old_records_are_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write_record(tmp_path, {**record("a"), "configuration_hash": "1"})
-    sound = json.loads(path.read_text())
-    assert sound["checksum"] == checksum_of(sound) and len(finished(tmp_path)) == 1
-
-    def edited(*place: str) -> dict[str, Any]:
-        changed: dict[str, Any] = json.loads(path.read_text())
-        reduce(getitem, place[:-1], changed)[place[-1]] = 0.125
-        return changed
-
-    [task] = sound["scores"]
-    [document, *_] = sound["scores"][task]["acc,none"]
-    for place in (
-        ("config", "moecache", "totals", "tok_per_s"),
-        ("results", task, "acc,none"),
-        ("scores", task, "acc,none", document),
-    ):
-        with pytest.raises(ValueError, match="changed after it was written"):
-            check_record(edited(*place), "x.json")
-    path.write_text(json.dumps(edited("config", "moecache", "totals", "tok_per_s")))
-    assert finished(tmp_path) == {} and "checksum=" in caplog.text, "it runs again"
-    with pytest.raises(ValueError, match=r"a.json.*checksum="):
-        load_runs(path)
-    # Neither a new label nor another machine makes another result, and old records have none.
-    for change in ({"label": "new"}, {"environment": {"machine": {"cpu": "x"}}}):
-        check_record({**sound, **change}, "x.json")
-    del sound["checksum"]
-    path.write_text(json.dumps({**sound, "experiment": "old"}))
-    assert len(finished(tmp_path)) == len(load_runs(path)) == 1
-
-
-REPORT = ("config", "moecache")
-
-
-@pytest.mark.parametrize(
-    ("place", "figure", "words"),
-    [
-        (("results", "quiz", "acc,none"), 0.95, "acc,none is 0.95, but the mean of its 4 doc"),
-        (("results", "quiz", "ttft_ms,speed"), 2.1, "speed is 2.1, but the mean of its 4 doc"),
-        (("scores", "quiz", "acc,none", "2"), 1, "is 0.75, but the mean of its 4 documents is 1"),
-        ((*REPORT, "totals", "tok_per_s"), 101.0, "tok_per_s=101.0, but of its one task 100.0"),
-        ((*REPORT, "tasks", "quiz", "tok_per_s"), 9.0, "tok_per_s=100.0, but of its one task 9.0"),
-        ((*REPORT, "totals", "miss_rate"), 0.125, "hit_rate=0.75 and miss_rate=0.125 do not add"),
-    ],
-)
-def test_a_record_without_checksum_agrees_with_its_samples(
-    tmp_path: Path, place: tuple[str, ...], figure: float, words: str
-) -> None:
-    made = json.loads(json.dumps(record("a")))
-    made["scores"]["quiz"]["ttft_ms,speed"] = {str(i): 2.00001 for i in range(4)}
-    path = write(tmp_path, made) / "runs" / "a.json"
-    assert len(load_runs(path)) == 1
-    reduce(getitem, place[:-1], made)[place[-1]] = figure
-    path.write_text(json.dumps(made))
-    with pytest.raises(ValueError, match=f"a.json': .*{re.escape(words)}.*the record was changed"):
-        load_runs(path)

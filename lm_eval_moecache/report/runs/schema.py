@@ -6,10 +6,6 @@ their readers rely on.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -125,72 +121,14 @@ class ResultsFile(OpenSchema):
     group_subtasks: dict[str, list[str]] = Field(default_factory=dict)
     scores: dict[str, Samples] = Field(default_factory=dict)
     environment: Environment = Field(default_factory=Environment)
-    checksum: str | None = None
-    """`checksum_of` the record as it was written; None in those of others and of old releases."""
-
-
-def checksum_of(record: Mapping[str, Any]) -> str:
-    """Return the digest of a record's plain JSON, except for what may change in a finished run.
-
-    That is where and when it was made, and its label.
-    """
-    kept = {k: v for k, v in record.items() if k not in ("environment", "label", "checksum")}
-    text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-_MEANS = ("acc", "acc_norm", "exact_match", "em", "mc1", "mc2")
-"""Scores that lm-eval aggregates as the mean over documents, as all speed metrics."""
-
-
-def _check_sums(schema: ResultsFile, what: str) -> None:
-    """Raise ValueError where a rate, a total or a mean is not that of what it sums up."""
-    report = schema.config.moecache
-
-    def changed(place: str) -> ValueError:
-        text = "the record was changed. Allowed: the file as it was, or a new run."
-        return ValueError(f"{what}: {place}: {text}")
-
-    for name, figures in (("totals", report.totals), *report.tasks.items()):
-        hit, miss = figures.get("hit_rate"), figures.get("miss_rate")
-        if isinstance(hit, float) and isinstance(miss, float) and abs(hit + miss - 1) > 1e-6:
-            raise changed(f"{name}: hit_rate={hit} and miss_rate={miss} do not add up to 1")
-    if len(report.tasks) == 1:
-        [(task, figures)] = report.tasks.items()
-        for key, figure in figures.items():
-            if report.totals.get(key, figure) != figure:
-                raise changed(f"totals: {key}={report.totals[key]}, but of its one task {figure}")
-    for task, metrics in schema.scores.items():
-        for key, documents in metrics.items():
-            score, is_speed = schema.results.get(task, {}).get(key), key.endswith(",speed")
-            values = [v for v in documents.values() if not isinstance(v, list)]
-            if not values or not isinstance(score, (int, float)):
-                continue
-            mean = sum(values) / len(values)
-            # Documents' speed metrics are stored to six digits.
-            is_mean = is_speed or key.partition(",")[0] in _MEANS
-            if is_mean and not math.isclose(mean, score, rel_tol=1e-4 if is_speed else 1e-6):
-                raise changed(
-                    f"{task} {key} is {score:.6g}, but the mean of its {len(values)} documents is "
-                    f"{mean:.6g}"
-                )
 
 
 def check_record(record: object, what: str) -> ResultsFile:
-    """Return a results JSON that fits the schema, its checksum if it has one, and its own samples.
+    """Return a results JSON that fits the schema.
 
     Raises ValueError that begins with `what` (the file) and names the field.
     """
-    schema = check(ResultsFile, record, what)
-    if schema.checksum is not None and isinstance(record, Mapping):
-        now = checksum_of(record)
-        if schema.checksum != now:
-            raise ValueError(
-                f"{what}: checksum={shown(schema.checksum)}, but what it holds has {now!r}: it was "
-                "changed after it was written. Allowed: the file as it was, or a new run."
-            )
-    _check_sums(schema, what)
-    return schema
+    return check(ResultsFile, record, what)
 
 
 # --- files of analyses, searches and trace replays, for tables and claims ---
