@@ -207,8 +207,8 @@ def replay(trace: Path, moecache: Moecache) -> Replay:
         (NAMED, [], "eviction", {"name": "least_stale", "order": "fifo"}),
         (MAPPED, [], "eviction", {"name": "least_stale", "order": "fifo"}),
         # Parameters alone go to the policy's own algorithm.
-        ("policy: specmd\nprefetch.percentile: 0.001\n", [], "prefetch", {"percentile": 0.001}),
-        ("policy: specmd\nprefetch: {percentile: 0.001}\n", [], "prefetch", {"percentile": 0.001}),
+        ("policy: specmd\nprefetch.percentile: 1\n", [], "prefetch", {"percentile": 1}),
+        ("policy: specmd\nprefetch: {percentile: 1}\n", [], "prefetch", {"percentile": 1}),
         # The command line overrides the file.
         (NAMED, ["--eviction.order=last_use"], "eviction", {"order": "last_use"}),
         (NAMED, ["--eviction", "lru"], "eviction", {"name": "lru"}),

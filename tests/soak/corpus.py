@@ -284,6 +284,7 @@ HOST: list[tuple[str, Any, str]] = [
 """Bad HFLM arguments, on which it would fail only after loading the weights."""
 UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"prefetch": "score", "prefetch.percentile": 101}, "percentile=101 … at most 100"),
+    ({"prefetch": "score", "prefetch.percentile": 0.8}, "percentile=0.8 … 80 for the 80th, not 0.8"),
     ({"prefetch": "next_gate", "prefetch.overfetch": 0}, "prefetch.overfetch=0 … above 0"),
     ({"prefetch": "next_gate", "prefetch.depth": 0}, "prefetch.depth=0 … 1 or more"),
     ({"prefetch": "next_gate", "prefetch.depth": 99}, "depth=99 … past the last of the"),

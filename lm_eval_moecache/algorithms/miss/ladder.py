@@ -56,7 +56,7 @@ class FetchPriority(LadderMiss):
     resident at a lower level is loaded again; otherwise it is used at that level.
     Cost: O(1) per token and expert.
 
-    Parameters: percentile, above 0 and at most 100 (60); h, from 1 to top_k - 1 (none).
+    Parameters: percentile, from 1 to 100 (60); h, from 1 to top_k - 1 (none).
     """
 
     name: ClassVar[str] = "fetch_priority"
@@ -72,13 +72,13 @@ class FetchPriority(LadderMiss):
         if h is not None and percentile != 60.0:
             raise ValueError(f"miss.percentile={percentile} has no effect with miss.h={h}.")
         top_k, light = self.geometry.top_k, 0
-        if 0 < percentile <= 100:
+        if 1 <= percentile <= 100:
             light = math.ceil(percentile / 100 * (top_k - 1)) if h is None else top_k - h
         if not 0 < light < top_k:
             raise ValueError(
                 f"miss.percentile={percentile}, miss.h={h}: of the router's top_k={top_k} experts "
-                "one at least must be heavy and one light. Allowed: a percentile above 0 and at "
-                f"most 100, or h from 1 to {top_k - 1}."
+                "one at least must be heavy and one light. Allowed: a percentile from 1 to 100 "
+                f"(60 for the 60th, not 0.6), or h from 1 to {top_k - 1}."
             )
         lower = len(self.geometry.precision) - 1
         shared = [1 + rank * lower // light for rank in range(light)]

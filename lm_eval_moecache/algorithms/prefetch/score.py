@@ -20,7 +20,7 @@ _BINS = 4096
 _LAST = np.iinfo(np.int64).max
 """Sorts after all ranks."""
 
-Percentile = Annotated[float, Range(least=0, most=100)]
+Percentile = Annotated[float, Range(" (80 for the 80th, not 0.8)", least=1, most=100)]
 
 
 @dataclass(eq=False, kw_only=True)
