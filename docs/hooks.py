@@ -103,15 +103,28 @@ def policies_page() -> str:
 
 def algorithms_page() -> str:
     from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm
+    from lm_eval_moecache.records.files import read_yaml
 
-    lines = ["# Algorithms", "", "Parameters are given as `eviction.NAME=value`."]
+    cases = read_yaml(ROOT / "tests/algorithms/by_hand.yaml", "by_hand.yaml")
+    lines = ["# Algorithms", "", "Parameters are given as `eviction.NAME=value`. What the words of"]
+    lines += ["the cases mean is at the head of `tests/algorithms/by_hand.yaml`."]
     for axis in AXES:
         lines += ["", f"## {axis.capitalize()}"]
         for name in algorithm_names(axis):
             algorithm = find_algorithm(axis, name)
             words = _without_links(inspect.getdoc(algorithm) or "").replace("[", "\\[")
             lines += ["", f"### `{axis}={name}`", "", words, "", f"Source: {algorithm.source}."]
+            worked = cases[axis].get(name, ())
+            lines += ["", "Worked by hand:", "", *map(_case, worked)] if worked else []
     return "\n".join(lines) + "\n"
+
+
+def _case(case: Any) -> str:
+    """Return a case worked by hand as an item of a list."""
+    given = dict(case) if isinstance(case, dict) else {"script": case}
+    why = given.pop("why", "").replace("[", "\\[")
+    shown = ", ".join(f"{key}: {json.dumps(value)}" for key, value in given.items())
+    return f"- `{given.get('script', shown) if len(given) == 1 else shown}`" + (why and f" ({why})")
 
 
 def write_gallery(folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""Slow, obvious versions of every algorithm, written from the papers and not from our code.
+"""Slow, obvious versions of each family of rules, written from the papers and not from our code.
 
-Evictions recompute the victim from a cache's whole log; routing and miss handling go token by
-token through Python lists.
+Evictions are judged by a cache's whole log; routing and miss handling go token by token through
+Python lists.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.features import Expert, Layer, Now
+from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One log entry: `pass`, `insert`, `evict`, `use` (by an event) or `wish` (predicted)."""
+    """One log entry: `pass`, `insert`, `evict`, `use` (by an event) or `hint` (predicted)."""
 
     what: str
     key: int = -1
@@ -32,208 +34,87 @@ class Entry:
     """Its positions in the event's [tokens, top_k], in row-major order."""
 
 
-@dataclass(frozen=True)
-class Scene:
-    """The state that an oracle sees when a victim is needed."""
-
-    log: Sequence[Entry]
-    resident: Collection[int]
-    pinned: Collection[int]
-    layer: int
-    geometry: Geometry
-
-    @property
-    def free(self) -> list[int]:
-        return sorted(key for key in self.resident if key not in self.pinned)
-
-    def layer_of(self, key: int) -> int:
-        return key // self.geometry.num_experts
-
-    def uses(self, key: int) -> int:
-        return sum(e.what == "use" and e.key == key for e in self.log)
-
-    def last(self, key: int, *what: str) -> int:
-        """Index of the key's last log entry of one of these kinds."""
-        i = len(self.log) - 1
-        while self.log[i].key != key or self.log[i].what not in what:
-            i -= 1
-        return i
+# --- evictions --------------------------------------------------------------------------------
 
 
-Oracle = Callable[..., Sequence[float]]
-"""(scene, key, parameters) -> the key's rank in the order of eviction, smallest first."""
+def ranked(rule: RankedEviction, log: Sequence[Entry], key: int, layer: int, held: int) -> Any:
+    """Return a resident's rank, and the key: every feature is found in the log anew.
+
+    `layer` is being served; the key's own layer has `held` residents.
+    """
+    own = [(i, entry) for i, entry in enumerate(log) if entry.key == key]
+    uses = [(i, entry) for i, entry in own if entry.what == "use"]
+    came = max(i for i, entry in own if entry.what == "insert")
+    last = max([came, *(i for i, _ in uses)])
+    last_use: float = last
+    if rule.by_token and last > came:
+        event = [i for i, entry in enumerate(log) if entry.event == log[last].event]
+        last_use = event[0] + log[last].places[-1] / 1000
+    stay = [i for i, _ in uses if i > came]
+    # The first use in the pass of a demanded load is what it was loaded for.
+    demand = not log[came].prefetched and any(pass_of(log, i) == pass_of(log, came) for i in stay)
+    fills, growth, now_pass = cold_fills(log), rule.growth, pass_of(log, len(log))
+    weight = sum(sum(e.weights) * math.exp(growth * (pass_of(log, i) - now_pass)) for i, e in uses)
+    is_current, since = current(log, key, rule.geometry)
+    expert: Any = Expert(
+        **{"last_use": last_use, "current_since": since},  # fractions, here
+        uses=sum(not (rule.only_best and entry.level) for _, entry in uses),
+        loaded=came,
+        current=now_pass if is_current else -2,
+        turn=num_events(log[:last], without=log[last].event),
+        accessed=sum(entry.what == "use" for entry in log[: last + 1]),
+        hits=len(stay) - demand,
+        cold_fill_rank=fills.index(came) + 1 if came in fills else 0,
+        served_tokens=sum(len(entry.weights) for _, entry in uses),
+        weight=round(math.log(weight) if growth and weight else weight, 9),
+    )
+    now = Now(
+        *(rule.geometry.num_layers, rule.geometry.num_experts, now_pass, layer),
+        turns=num_events(log),
+        accesses=sum(entry.what == "use" for entry in log),
+        cold_fills=len(fills),
+        parameter=rule.parameter,
+    )
+    home = Layer(key // rule.geometry.num_experts, held, slots=rule.num_slots)
+    return *rule.plain_rank(expert, home, now), key
 
 
-def lru(scene: Scene, key: int) -> Sequence[float]:
-    return (scene.last(key, "insert", "use"),)
+def pass_of(log: Sequence[Entry], place: int) -> int:
+    return sum(entry.what == "pass" for entry in log[:place]) - 1
 
 
-def fifo(scene: Scene, key: int) -> Sequence[float]:
-    return (scene.last(key, "insert"),)
+def num_events(log: Sequence[Entry], without: int = -1) -> int:
+    return len({entry.event for entry in log if entry.what == "use"} - {without})
 
 
-def lfu(scene: Scene, key: int) -> Sequence[float]:
-    return (scene.uses(key), key)
+def cold_fills(log: Sequence[Entry]) -> list[int]:
+    """Return the places of loads into an empty cache before its first eviction."""
+    held, has_evicted, found = 0, False, list[int]()
+    for i, entry in enumerate(log):
+        held += (entry.what == "insert") - (entry.what == "evict")
+        found += [i] if entry.what == "insert" and not has_evicted else []
+        if entry.what == "evict":
+            has_evicted, found = held > 0, found if held else []
+    return found
 
 
-def lhu(scene: Scene, key: int) -> Sequence[float]:
-    return (sum(e.what == "use" and e.key == key and e.level == 0 for e in scene.log), key)
-
-
-def score(
-    scene: Scene, key: int, history: str = "sum", decay: float | None = None
-) -> Sequence[float]:
-    total, served, passes_left = 0.0, 0, sum(e.what == "pass" for e in scene.log)
-    for entry in scene.log:
-        passes_left -= entry.what == "pass"
-        if entry.what == "use" and entry.key == key:
-            age = (decay or 0.9) ** passes_left if history == "decayed" else 1.0
-            total += age * sum(entry.weights)
-            served += len(entry.weights)
-    if not served:
-        return (-math.inf, key)
-    return (round(total / served if history == "mean" else total, 9), key)
-
-
-def fld(scene: Scene, key: int, distance: str = "absolute") -> Sequence[float]:
-    layer = scene.layer_of(key)
-    if distance == "absolute":
-        return (-abs(layer - scene.layer), layer, *lru(scene, key))
-    turns = 0
-    while (scene.layer + turns) % scene.geometry.num_layers != layer:
-        turns += 1
-    return (-turns, *lru(scene, key))
-
-
-def shallow_first(scene: Scene, key: int) -> Sequence[float]:
-    return (-scene.layer_of(key), *lru(scene, key))
-
-
-def frequency_layer(scene: Scene, key: int, layer: str = "forward") -> Sequence[float]:
-    num_layers, away = scene.geometry.num_layers, scene.layer_of(key)
-    if layer == "forward":
-        away = (away - scene.layer) % num_layers
-    return (scene.uses(key) * (num_layers - away), key)
-
-
-def least_stale(
-    scene: Scene, key: int, protect: str = "coming", order: str = "last_use"
-) -> Sequence[float]:
-    touched = loaded = wished = -1
-    current = False
-    layer, served = scene.layer_of(key), -1
-    for i, entry in enumerate(scene.log):
+def current(log: Sequence[Entry], key: int, geometry: Geometry) -> tuple[bool, float]:
+    """Whether the pass in progress has used a key or been told to fetch it, and since when."""
+    is_current, since, hinted = False, 0.0, 0
+    layer, served = key // geometry.num_experts, -1
+    for i, entry in enumerate(log):
         if entry.what == "pass":
-            # A wish made after its layer's turn counts for this pass.
-            current, touched = wished >= 0, max(touched, wished)
-            wished = served = -1
-        served = scene.layer_of(entry.key) if entry.what == "use" else served
-        if entry.key != key:
-            continue
-        if entry.what == "insert":
-            loaded, wished = i, -1
-        if entry.what != "wish" or not current:
-            # A wish protects a stale expert, and does not refresh a current one.
-            touched, current = i, True
-        if (entry.what == "wish" or entry.prefetched) and layer <= served:
-            wished = i
-    # Past layers leave from the first onwards, layers to come from the last backwards.
-    to_come = protect == "coming" and layer > scene.layer
-    place = (1, -layer) if to_come else (0, layer)
-    return (current, *place, loaded if order == "fifo" else touched)
-
-
-def layered_lru(scene: Scene, key: int) -> Sequence[float]:
-    layer, num_layers = scene.layer_of(key), scene.geometry.num_layers
-    held = sum(scene.layer_of(k) == layer for k in scene.resident)
-    return (-held, -((layer - scene.layer - 1) % num_layers), *lru(scene, key))
-
-
-def lfru(scene: Scene, key: int) -> Sequence[float]:
-    now = last = 1
-    last_event = -1
-    for entry in scene.log:
-        if entry.what == "use" and entry.event != last_event:
-            now, last_event = now + 1, entry.event
-        if entry.key == key and entry.what in ("use", "insert"):
-            # An event counts itself only once it is over.
-            last = now - 1 if entry.what == "use" else now
-    rank = (scene.uses(key) + 1) / (now + 1 - last)
-    return (rank, *lru(scene, key))
-
-
-def static(scene: Scene, key: int) -> Sequence[float]:
-    """Keys inserted before the first eviction stay; the test's cache holds `len(resident)`."""
-    arrivals = [i for i, e in enumerate(scene.log) if e.what == "insert"]
-    came = scene.last(key, "insert")
-    return (came <= arrivals[len(scene.resident) - 1], came)
-
-
-def heat_lru(scene: Scene, key: int, protect_above: int = 4) -> Sequence[float]:
-    def heat(k: int) -> int:
-        """Uses since insertion, less the one it was loaded for: the first, if in the same pass."""
-        arrival = scene.last(k, "insert")
-        since = scene.log[arrival + 1 :]
-        hits = sum(e.what == "use" and e.key == k for e in since)
-        this_pass = next((i for i, e in enumerate(since) if e.what == "pass"), len(since))
-        used_on_arrival = any(e.what == "use" and e.key == k for e in since[:this_pass])
-        return hits - (used_on_arrival and not scene.log[arrival].prefetched)
-
-    cool = any(heat(k) <= protect_above for k in scene.free)
-    return (cool and heat(key) > protect_above, scene.last(key, "insert", "use"))
-
-
-def tail_lru(scene: Scene, key: int) -> Sequence[float]:
-    """Uses in one event rank by the last token, then by that token's order of experts."""
-    at = scene.last(key, "insert", "use")
-    entry = scene.log[at]
-    if entry.what == "insert":
-        return (at,)
-    first = next(i for i, e in enumerate(scene.log) if e.what == "use" and e.event == entry.event)
-    return (first, entry.places[-1])
-
-
-def lfru_colibri(scene: Scene, key: int) -> Sequence[float]:
-    """colibri's score: 256 for each use, plus up to 255 for recency, counted in accesses."""
-    at, came = scene.last(key, "insert", "use"), scene.last(key, "insert")
-    age = 1 + sum(e.what == "use" for e in scene.log[at + 1 :])
-    return (256 * scene.uses(key) + max(0, 255 - age), came)
-
-
-def hysteresis(scene: Scene, key: int, half_life: int = 64) -> Sequence[float]:
-    """Replay the log's inserts, uses and evictions to find which keys are hot."""
-    heat: dict[int, int] = {}
-    hot: list[int] = []
-    passing: list[int] = []
-    full, passes = False, 0
-    for entry in scene.log:
-        if entry.what == "pass":
-            passes += 1
-            if passes % half_life == 0:
-                heat = {k: h // 2 for k, h in heat.items()}
-        elif entry.what == "evict":
-            hot, passing = ([k for k in members if k != entry.key] for members in (hot, passing))
-            full = bool(hot or passing)
-        elif entry.what == "insert":
-            (passing if full else hot).append(entry.key)
-        elif entry.what == "use":
-            heat[entry.key] = heat.get(entry.key, 0) + 1
-            if entry.key in passing and hot:
-                cold = min(hot, key=lambda k: (heat.get(k, 0), k))
-                if heat[entry.key] > heat.get(cold, 0) * 5 // 4 + 4:
-                    hot[hot.index(cold)] = entry.key
-                    passing.remove(entry.key)
-                    passing.append(cold)
-    if key in passing:
-        return (0, passing.index(key))
-    return (1, heat.get(key, 0), key)
-
-
-_RULES: tuple[Oracle, ...] = (
-    *(static, heat_lru, tail_lru, lfru_colibri, hysteresis, lru, fifo, lfu, lhu, score, fld),
-    *(shallow_first, frequency_layer, least_stale, layered_lru, lfru),
-)
-EVICTIONS: dict[str, Oracle] = {rule.__name__: rule for rule in _RULES}
+            # A hint made after its layer's turn is for the next pass.
+            is_current, since = hinted > 0, i + hinted / 1000 if hinted else since
+            hinted, served = 0, -1
+        served = entry.key // geometry.num_experts if entry.what == "use" else served
+        if entry.key == key:
+            hinted = 0 if entry.what in ("insert", "evict") else hinted
+            if entry.what in ("insert", "use") or (entry.what == "hint" and not is_current):
+                is_current, since = True, i
+            if (entry.what == "hint" or entry.prefetched) and layer <= served:
+                hinted = i
+    return is_current, since
 
 
 # --- routing: equations 5 to 10 on lists ------------------------------------------------------
@@ -250,62 +131,72 @@ def rank(logits: Sequence[float]) -> list[int]:
 
 
 def max_rank(
-    logits: Sequence[float], cached: Collection[int], top_k: int, M: int, J: int
+    texts: Sequence[Sequence[float]], cached: Collection[int], top_k: int, M: int, J: int
 ) -> set[int]:
-    """Algorithm 1."""
-    r = rank(logits)
+    """Algorithm 1, for the last of a layer's tokens, as the next two."""
+    r = rank(texts[-1])
     promoted = promote([e for e in r[:M] if e in cached], r)
     return set(promote(r[:J], promoted)[:top_k])
 
 
 def cumsum(
-    logits: Sequence[float], cached: Collection[int], top_k: int, p: float, J: int
+    texts: Sequence[Sequence[float]], cached: Collection[int], top_k: int, p: float, J: int
 ) -> set[int]:
     """Algorithm 2."""
-    peak = max(logits)
-    mass = [math.exp(z - peak) for z in logits]
-    r, p_cum, M = rank(logits), 0.0, 0
+    mass = [math.exp(z - max(texts[-1])) for z in texts[-1]]
+    r, p_cum, M = rank(texts[-1]), 0.0, 0
     while p_cum < p and len(r) > M:
         p_cum += mass[r[M]] / sum(mass)
         M += 1
-    return max_rank(logits, cached, top_k, M, J)
+    return max_rank(texts, cached, top_k, M, J)
 
 
 def cache_prior(
-    logits: Sequence[float], cached: Collection[int], top_k: int, prior: float, top_j: int
+    texts: Sequence[Sequence[float]],
+    cached: Collection[int],
+    top_k: int,
+    lambda_: float,
+    top_j: int,
+    delta: str,
 ) -> set[int]:
-    """Equation 9, where `prior` is lambda times Delta_avg."""
-    r = rank(logits)
+    """Equations 9 and 10."""
+    ranges = [max(logits) - min(logits) for logits in texts]
+    means = [float(np.mean(np.array(logits, dtype=np.float32))) for logits in texts]
+    seen = {"range": ranges, "mean": means, "token": ranges[-1:]}[delta]
+    prior, r = np.float32(lambda_ * sum(seen) / len(seen)), rank(texts[-1])
     boosted = {e for e in r if e in cached} | set(r[:top_j])
-    modified = [np.float32(z) + np.float32(prior) * (e in boosted) for e, z in enumerate(logits)]
+    modified = [np.float32(z) + prior * (e in boosted) for e, z in enumerate(texts[-1])]
     return set(sorted(r, key=lambda e: (-modified[e], r.index(e)))[:top_k])
 
 
 # --- miss -------------------------------------------------------------------------------------
 
 
-def substitute_score(
-    scores: Sequence[float],
+def replaced(
     experts: Sequence[int],
     resident: Collection[int],
-    tolerance: float,
-    relative: bool = False,
+    cost: Callable[[int, int], float],
+    *,
+    most: int = 99,
+    order: str = "heaviest",
+    reuse: float = 0.0,
 ) -> list[int]:
-    """One token: each absent expert, heaviest first, takes the closest resident one still free."""
-    chosen = list(experts)
-    taken = set(experts)
-    for place, expert in enumerate(experts):
-        if expert in resident:
+    """One token: each absent expert in turn takes the cheapest resident one that it lacks.
+
+    BuddyMoE algorithm 1 for any cost (missing, other), infinite where forbidden; at most `most`
+    are replaced. The cost of one taken before is multiplied by `reuse`, or forbids where that is 0.
+    """
+    chosen, taken = list(experts), list[int]()
+    places = list(enumerate(experts))
+    for place, missing in places if order == "heaviest" else places[::-1]:
+        if missing in resident or len(taken) == most:
             continue
-        limit = tolerance * (scores[expert] if relative else 1.0)
-        gaps = [
-            (abs(scores[e] - scores[expert]), e)
-            for e in range(len(scores))
-            if e in resident and e not in taken and abs(scores[e] - scores[expert]) <= limit
-        ]
-        if gaps:
-            chosen[place] = min(gaps)[1]
-            taken.add(chosen[place])
+        free = [e for e in resident if e not in experts and (reuse or e not in taken)]
+        costs = {e: cost(missing, e) * (reuse ** taken.count(e) if reuse else 1) for e in free}
+        costs = {e: c for e, c in costs.items() if c < math.inf}
+        if costs:
+            chosen[place] = min(costs, key=lambda e: (costs[e], e))
+            taken.append(chosen[place])
     return chosen
 
 
@@ -324,39 +215,6 @@ def buddy_list(q: Sequence[float], alpha: float, k_max: int) -> list[int]:
         if sum(q[c] for c in chosen) >= alpha - 1e-9 or len(chosen) == k_max:
             break
         chosen.append(j)
-    return chosen
-
-
-def buddy_token(
-    logits: Sequence[float],
-    own: Sequence[int],
-    resident: Collection[int],
-    lists: Sequence[Sequence[int]],
-    q: Sequence[Sequence[float]],
-    *,
-    rho: int,
-    eta: float = 0.0,
-    hop_factor: Callable[[int, int], float] = lambda i, j: 1.0,
-    reuse: float = 0.0,
-    order: str = "heaviest",
-) -> list[int]:
-    """One token that passed the gates: sections 3.1 and 3.3 with equation 3."""
-    chosen, substitutes = list(own), list[int]()
-    low, high = min(logits), max(logits)
-    places = list(enumerate(own))
-    for place, missing in places if order == "heaviest" else places[::-1]:
-        if missing in resident or len(substitutes) == rho:
-            continue
-        scores = {}
-        for j in lists[missing]:
-            if j not in resident or j in own or (j in substitutes and not reuse):
-                continue
-            logit = (logits[j] - low) / max(high - low, 1e-9)
-            psi = q[missing][j] * (1 + eta * logit) * hop_factor(missing, j)
-            scores[j] = psi * reuse ** substitutes.count(j)
-        if scores:
-            chosen[place] = min(scores, key=lambda j: (-scores[j], j))
-            substitutes.append(chosen[place])
     return chosen
 
 
@@ -381,6 +239,30 @@ def best_match(matrix: Any, past: Sequence[Any]) -> int:
         sum(cosine(a, b) for a, b in zip(matrix, old, strict=True) if a.any()) for old in past
     ]
     return similarity.index(max(similarity))
+
+
+class SlowMaps:
+    """Keeps every map as a matrix, computes every cosine anew and evicts nothing."""
+
+    def __init__(self, geometry: Geometry, distance: int) -> None:
+        self.geometry, self.distance, self.past = geometry, distance, list[np.ndarray]()
+
+    def propose(self, now: np.ndarray, layer: int) -> list[int]:
+        if not self.past:
+            return []
+        rows, (num_layers, num_experts) = now[: layer + 1].ravel(), now.shape
+        cosines = [
+            float(rows @ (p := old[: layer + 1].ravel()) / np.linalg.norm(rows) / np.linalg.norm(p))
+            for old in self.past
+        ]
+        best, target = int(np.argmax(cosines)), (layer + self.distance) % num_layers
+        row, proposal, mass = self.past[best][target], list[int](), 0.0
+        for expert in sorted(range(num_experts), key=lambda e: (-round(row[e], 9), e)):
+            if len(proposal) >= self.geometry.top_k and mass >= 1 - cosines[best]:
+                break
+            proposal.append(self.geometry.key(target, expert))
+            mass += row[expert]
+        return proposal
 
 
 # --- commit: equations 5 and 6 of CommitMoE on lists ------------------------------------------

@@ -24,20 +24,6 @@ def load(tables: Features, *keys: int, prefetched: bool = False) -> None:
         note_load(tables, key, key // 4, prefetched)
 
 
-def test_who_came_before_the_first_eviction_is_counted_anew_once_all_have_left() -> None:
-    tables = two_layers(caches=1)
-    load(tables, 0, 5, 6)
-    assert [tables.experts[key].cold_fill_rank for key in (0, 5, 6)] == [1, 2, 3]
-    note_eviction(tables, 5, 1)
-    load(tables, 7)
-    assert (tables.experts[7].cold_fill_rank, tables.layers[0].cold_fills) == (0, 3)
-    for key in (0, 6, 7):
-        note_eviction(tables, key, key // 4)
-    assert (tables.layers[0].cold_fills, tables.layers[0].has_evicted) == (0, 0)
-    load(tables, 3, 4)
-    assert [tables.experts[key].cold_fill_rank for key in (3, 4)] == [1, 2]
-
-
 def test_a_cache_that_is_emptied_leaves_the_founders_of_another() -> None:
     tables = two_layers(caches=2)
     load(tables, 0, 4, 5)

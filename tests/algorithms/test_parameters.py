@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
@@ -18,7 +19,14 @@ from lm_eval_moecache.algorithms.registry import (
     ranges_of,
 )
 from lm_eval_moecache.records.artifact import BUDDIES, DATA_AWARE, PREDICTOR, SENSITIVITY
-from lm_eval_moecache.testing.streams import make_geometry, policy_of, profile_for, run
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.testing.streams import (
+    laddered,
+    make_geometry,
+    policy_of,
+    profile_for,
+    run,
+)
 
 GEOMETRY = make_geometry(num_layers=3, num_experts=8, top_k=3)
 NUMBERS = (1, 2, 4, 5, 6, 0.01, 0.05, 0.3, 0.5, 0.9, 1.5, 2.0, 3.0, 50.0, 95.0)
@@ -145,6 +153,13 @@ OUT_OF_RANGE: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
         ({"H": 0}, r"miss\.H=0 must be at least 1 and below the longest list, 7"),
         ({"H": 2, "k_max": 2}, r"miss\.H=2 must be at least 1 and below the longest list, 2"),
     ],
+    ("miss", "fetch_priority"): [
+        ({"percentile": 0.6}, r"percentile=0\.6.*one at least.*not 0\.6"),
+        ({"h": 3}, "h from 1 to 2"),
+        ({"h": 2, "percentile": 50.0}, r"no effect with miss\.h=2"),
+    ],
+    ("miss", "cascade"): [({"t1": 0.9, "t2": 0.5}, "0 < t1 <= t2 < 1")],
+    ("miss", "drop_cascade"): [({"t1": 0.9}, "0 < t1 < t2 < 1")],
     ("eviction", "score"): [({"decay": 0.5}, "decay=0.5 has no effect")],
     ("routing", "cache_prior"): [
         ({"logit_range": [1.0, 2.0]}, r"routing\.logit_range.*2 values for 3 MoE layers"),
@@ -170,9 +185,30 @@ def choice_of(axis: str, name: str, given: dict[str, Any]) -> Choice:
 
 @pytest.mark.parametrize(("axis", "name"), OUT_OF_RANGE)
 def test_a_parameter_that_changes_nothing_or_too_much_is_refused(axis: str, name: str) -> None:
+    uses_ladder = getattr(find_algorithm(axis, name), "uses_ladder", False)
+    geometry = laddered(GEOMETRY) if uses_ladder else GEOMETRY
     for given, words in OUT_OF_RANGE[axis, name]:
         with pytest.raises(ValueError, match=words):
-            choice_of(axis, name, given).build(GEOMETRY, 0)
+            choice_of(axis, name, given).build(geometry, 0)
+
+
+TWO_LEVELS = replace(GEOMETRY, expert_bytes=((100, 50),) * 3, precision=("int8", "int4"))
+
+
+@pytest.mark.parametrize(
+    ("name", "geometry", "given", "words"),
+    [
+        ("cascade", TWO_LEVELS, {"t2": 0.9}, r"miss\.t2=0\.9 has no effect with the two levels"),
+        ("cascade", GEOMETRY, {}, "'cascade' loads at lower precisions, but precision="),
+        ("fetch_lowest", GEOMETRY, {}, "precision=int8:int4:int2"),
+        ("buddy", replace(GEOMETRY, top_k=1), {}, "top_k=1 has no experts chosen together"),
+    ],
+)
+def test_a_rule_for_which_the_model_or_its_store_is_not_made_is_refused(
+    name: str, geometry: Geometry, given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        choice_of("miss", name, given).build(geometry, 0)
 
 
 def test_a_number_beyond_a_limit_of_its_range_is_refused() -> None:

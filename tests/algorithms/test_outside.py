@@ -1,9 +1,9 @@
-"""What rules from outside return: checked where it enters, with the rule's name."""
+"""Rules of other packages: loaded by a class path, checked where what they return enters."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,70 @@ import numpy as np
 import pytest
 
 from lm_eval_moecache import Event, Eviction, Fetch, Miss, Prefetch, Resolution, Routing, Selection
+from lm_eval_moecache.algorithms.eviction.rankings import FIFO, LRU
 from lm_eval_moecache.algorithms.policy import Choice, load_policy
 from lm_eval_moecache.records.errors import AlgorithmError
 from lm_eval_moecache.records.event import DECODE, DROPPED
 from lm_eval_moecache.testing import CONTRACTS, run_contract
-from lm_eval_moecache.testing.streams import make_geometry
+from lm_eval_moecache.testing.streams import make_geometry, policy_of, run
+
+# --- a class of another file ---
+
+
+class Mine(FIFO):
+    """Evicts in the order of loading."""
+
+
+def test_a_class_path_is_a_rule(tmp_path: Path) -> None:
+    file, geometry = tmp_path / "mine.yaml", make_geometry()
+    rules = "routing: standard\nprefetch: none\nmiss: fetch\n"
+    file.write_text(f"{rules}eviction: {{class_path: {__name__}.Mine}}\n")
+    fifo = run(policy_of({"eviction": "fifo"}), geometry).figures
+    assert run(policy_of({}, str(file)), geometry).figures == fifo
+
+
+HEAD = "from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm\n"
+WHOLE = """
+    source = "test"
+    def on_insert(self, key, prefetched): pass
+    def on_evict(self, key): pass
+    def victim(self, pinned, layer): return None
+"""
+
+
+def mine(init: str) -> str:
+    return f"{HEAD}class Mine(EvictionAlgorithm):{WHOLE}    def __init__(self, geometry{init}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("1 / 0\n", ["cannot be imported: ZeroDivisionError", "mine.py, line 1"]),
+        ("def broken(:\n", ["cannot be imported: SyntaxError"]),
+        ("x = 1\n", ["cannot be imported: AttributeError"]),
+        ("class Mine: pass\n", ["is not a subclass of"]),
+        (f"{HEAD}class Mine(EvictionAlgorithm): pass\n", ["is abstract", "victim", "mine.py"]),
+        (mine("): pass"), ["must take (geometry, *, seed, ...)", "seed", "mine.py"]),
+        (mine(", *, seed=0, a: 'Not' = 1): pass"), ["must be importable", "Not", "mine.py"]),
+        (
+            mine(", *, seed=0): raise KeyError('w')"),
+            ["constructor raised KeyError", "mine.py"],
+        ),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_named_with_file_and_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: list[str]
+) -> None:
+    name = f"mine_{abs(hash(text))}"
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"eviction") as caught:
+        load_policy("on_demand", {"eviction": f"{name}.Mine"}).eviction.build(make_geometry(), 0)
+    for word in words:
+        assert word.replace("mine.py", f"{name}.py") in str(caught.value)
+
+
+# --- what it returns or raises ---
 
 GEOMETRY = make_geometry(num_layers=2, num_experts=8, top_k=2)
 EXPERTS = np.array([[5, 1], [3, DROPPED]])
@@ -135,6 +194,24 @@ def test_what_does_not_fit_is_refused_by_name(
     name = rf"={__name__}\.Mine \(.*\): Mine\.{ask.__name__}( at layer 1)? returned "
     with pytest.raises(AlgorithmError, match=name + ".*" + words):
         ask(returned)
+
+
+class Failing(LRU):
+    def victim(self, pinned: Container[int], layer: int) -> int | None:
+        raise ValueError("operands could not be broadcast")
+
+    def on_event(self, event: Event) -> None:
+        raise KeyError(3)
+
+
+def test_an_error_inside_a_rule_names_it_and_its_layer() -> None:
+    eviction = load_policy("on_demand", {"eviction": f"{__name__}.Failing"}).eviction
+    rule = eviction.build(GEOMETRY, 0)
+    prefix = rf"eviction={__name__}\.Failing \(.*test_outside\.py\): "
+    with pytest.raises(AlgorithmError, match=prefix + r"Failing\.victim at layer 1 raised"):
+        rule.victim(set(), 1)
+    with pytest.raises(AlgorithmError, match=r"Failing\.on_event at layer 2 raised KeyError: 3"):
+        rule.on_event(Event(0, 2, DECODE, 1, []))
 
 
 def test_a_method_may_name_its_arguments_otherwise() -> None:
