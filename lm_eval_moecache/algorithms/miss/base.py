@@ -250,6 +250,8 @@ class SubstitutingMiss(MissOverRows):
     """What becomes of an expert without a substitute."""
     weight: Literal["own", "missing"] = "own"
     """Whose weight a substitute has."""
+    rho: int | None = None
+    """How many of a token's experts may be replaced in a layer; None for all."""
     order: Order = "heaviest"
     reuse: float = 0.0
     """Factor of the cost of a substitute that the token has taken already; 0 excludes it."""
@@ -269,8 +271,8 @@ class SubstitutingMiss(MissOverRows):
         """Return what a substitute costs, as a function of numbers that numba can compile."""
 
     def budget(self, tokens: Tokens) -> IntArray:
-        """Return how many experts each token may have replaced, [tokens]; all by default."""
-        return np.full(len(tokens.experts), tokens.experts.shape[1])
+        """Return how many experts each token may have replaced, [tokens]: `rho` by default."""
+        return np.full(len(tokens.experts), self.rho or tokens.experts.shape[1])
 
     def table(self, tokens: Tokens) -> tuple[DoubleArray, IntArray]:
         """Return numbers [any, experts] for `Substitute.given`, and each expert's row of them."""

@@ -96,7 +96,6 @@ class Buddy(SubstitutingMiss):
                 f"miss.reuse={self.reuse} must be above 0 only with weight=missing: a buddy that "
                 "is used twice has only one weight of its own."
             )
-        self._budget = top_k if self.rho is None else self.rho
         self.artifact = load_artifact(BUDDIES, self.profile, self.geometry, "miss.profile")
         known = BuddyProfile(self.artifact)
         self.thresholds = known.thresholds(self.tau, self.tau_scale, self.temperature)
@@ -117,7 +116,7 @@ class Buddy(SubstitutingMiss):
 
     def budget(self, tokens: Tokens) -> IntArray:
         is_open = self.tolerates(tokens) & self.has_residents(tokens)
-        return np.where(is_open, self._budget, 0)
+        return np.where(is_open, super().budget(tokens), 0)
 
     def table(self, tokens: Tokens) -> tuple[DoubleArray, IntArray]:
         return self.affinities[tokens.layer], tokens.experts

@@ -107,12 +107,9 @@ class SubstituteRandom(SubstitutingMiss):
     def cost(self) -> SubstituteCost:
         return _draw
 
-    def budget(self, tokens: Tokens) -> IntArray:
-        return np.full(len(tokens.experts), self._budget)
-
     def table(self, tokens: Tokens) -> tuple[DoubleArray, IntArray]:
         missing, num_experts = tokens.is_missing, self.geometry.num_experts
-        within = missing & (missing.cumsum(axis=-1) <= self._budget)
+        within = missing & (missing.cumsum(axis=-1) <= self.budget(tokens)[:, None])
         columns, found = within.T.nonzero()
         draws, rows = np.empty((len(found), num_experts)), tokens.rows[found]
         for row in np.unique(rows).tolist():
@@ -121,10 +118,6 @@ class SubstituteRandom(SubstitutingMiss):
         places = np.zeros(missing.shape, np.int64)
         places[found, columns] = np.arange(len(found))
         return draws, places
-
-    @property
-    def _budget(self) -> int:
-        return self.geometry.top_k if self.rho is None else self.rho
 
 
 def _draw(missing: Missing, other: Substitute) -> tuple[float, float]:
