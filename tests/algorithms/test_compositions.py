@@ -61,7 +61,7 @@ def test_cache_conditional_compositions_are_the_papers(name: str) -> None:
     policy, geometry = load_policy(name), make_geometry(num_layers=3, num_experts=8)
     assert policy.phases == "decode"
     size = geometry.expert_bytes[0][0]
-    for text, slots in (("25%", 2), ("14", 4), ("2/layer", 2)):
+    for text, slots in (("25%", 2), ("14experts", 4), ("2/layer", 2)):
         parts = parse_capacity(text, geometry, per_layer=policy.per_layer).bytes_by_partition
         assert parts == (slots * size,) * 3
     with pytest.raises(ValueError, match="too small for one expert in each of 3 layers"):
@@ -210,7 +210,7 @@ PRUNED = {"routing": "pruning", "routing.h": 2, "miss": "drop", "miss.h": 1}
 
 def serve(given: dict[str, Any], *texts: list[float]) -> tuple[Any, Any, Event]:
     """Serve a token at a time; return the engine, the last plan and the last event."""
-    policy, capacity = policy_of(given), parse_capacity(5, LAYER)
+    policy, capacity = policy_of(given), parse_capacity("5experts", LAYER)
     engine = VirtualEngine(
         LAYER, Setting(policy=policy, capacity=capacity, hardware=make_hardware())
     )
