@@ -166,7 +166,7 @@ def _text(report: Mapping[str, Any], machine: Machine) -> str:
         cells.append([row["policy"], *figures, slower, ", ".join(row["needs"])])
     legend = [(row["policy"], CONTENDERS[row["policy"]].words) for row in rows]
     lead = max(8, *(len(name) for name, _ in legend)) + 3
-    notes = [line for note in _notes(report, machine) for line in wrapped(note)]
+    notes = [line for note in notes_of(report, machine) for line in wrapped(note)]
     table = [*wrapped(_verdict(report)), "", *aligned(cells, "<>>>><<"), ""]
     lossy = ["", *lines(report["losses"])] if "losses" in report else [""]
     return "\n".join([*table, *listed(legend, lead), "", *notes, *lossy])
@@ -201,7 +201,8 @@ def _row_text(row: Mapping[str, Any]) -> str:
     return f"{row['policy']} ({args}){tied} {_digits(row['decode_tok_per_s'])} tok/s"
 
 
-def _notes(report: Mapping[str, Any], machine: Machine) -> list[str]:
+def notes_of(report: Mapping[str, Any], machine: Machine) -> list[str]:
+    """Return what the figures are, and what they are not, a paragraph each."""
     notes = []
     if report["left_out"]:
         names = ", ".join(report["left_out"])

@@ -15,10 +15,14 @@ import pytest
 
 from lm_eval_moecache.emulate.models import load_real_model
 from lm_eval_moecache.harness.arguments import Config, read_config
+from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.use import use_of
-from moecache_plan.ranking import BLOCKS, CONTENDERS, LRU, find
+from moecache_plan.choose import notes_of
+from moecache_plan.machines import as_machine
+from moecache_plan.nearest import nearest_trace
+from moecache_plan.ranking import BLOCKS, CONTENDERS, LRU, configs_of, find
 from tests.conftest import Moecache
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -261,3 +265,59 @@ def test_the_page_shows_three_models_whole_and_advises_what_they_show() -> None:
     # The replay line has the rules that the table recommends.
     (replay,) = re.findall(r"^moecache replay .*--eviction (\S+)", PAGE, re.MULTILINE)
     assert {"hazard", "lfru", "lru", "belady"} <= set(replay.split(","))
+
+
+@pytest.mark.parametrize(
+    ("name", "trace"),
+    [
+        ("OLMoE-1B-7B", "olmoe-1b-7b"),
+        ("Qwen3-30B-A3B", "qwen3-30b-a3b"),
+        ("DeepSeek-V3", "qwen3-30b-a3b"),  # 32 cycles a layer, of the traces' 8, 21 and 21
+    ],
+)
+def test_the_routing_is_the_models_own_or_that_of_as_many_cycles(name: str, trace: str) -> None:
+    assert nearest_trace(load_real_model(name)).stem == trace
+
+
+def test_a_stand_in_has_a_cache_of_as_many_cycles_and_is_named(moecache: Moecache) -> None:
+    """5% of DeepSeek-V3 are 1.6 cycles of its 32 a layer, and 7.5% of the trace's 21.3."""
+    model, box = load_real_model("DeepSeek-V3"), as_machine(load_hardware("rtx-5090"))
+    file = str(nearest_trace(model))
+    found = find(file, model, {LRU: configs_of("5%", box, model)[LRU]}, 4096)
+    assert found["capacity_cycles"] == pytest.approx(1.6, rel=1e-3) and found["in_regime"]
+    options = ["--capacity", "7.5%", "--eviction", "lru", "--bound", "false"]
+    (run,) = moecache.json("replay", file, *options)["runs"]
+    missed = run["metrics"]["decode_miss_rate"]
+    assert found["rows"][0]["decode_miss_rate"] == pytest.approx(missed, abs=0.005)
+    notes = " ".join(notes_of({**found, "hardware": box.name, "recall": 0.85}, box))
+    sizes = "48 layers x 128 experts, 6 a token, for 58 x 256, 8 a token"
+    assert f"a stand-in of as many cycles: {sizes}" in notes
+
+
+def test_cycles_carry_over_from_one_model_to_another_and_shares_do_not(moecache: Moecache) -> None:
+    """Misses of OLMoE (8 cycles in a layer) and of Qwen3 (21.3) at equal cycles, and at a share."""
+
+    def missed(trace: str, *shares: float) -> list[float]:
+        capacities, alone = ",".join(f"{share}%" for share in shares), ["--bound", "false"]
+        file = ROOT / f"traces/{trace}.parquet"
+        runs = moecache.json("replay", file, "--capacity", capacities, *alone)
+        return [run["metrics"]["decode_miss_rate"] for run in runs["runs"]]
+
+    two, four = missed("olmoe-1b-7b", 25, 50)
+    same_two, same_four, same_share = missed("qwen3-30b-a3b", 9.375, 18.75, 25)
+    assert max(two / same_two, same_two / two) < 1.35
+    assert max(four / same_four, same_four / four) < 1.35
+    assert two / same_share > 2
+
+
+def test_it_looks_at_its_own_machine_and_marks_a_regime_that_the_trace_lacks(
+    moecache: Moecache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """26 cycles of Qwen3-Next are more than the trace's 21.3."""
+    box = as_machine(load_hardware("rtx-5090"), about="this machine (a box)")
+    monkeypatch.setattr("moecache_plan.detect.detect_machine", lambda: box)
+    steps = _first_steps(tmp_path, 12, moecache)
+    page = moecache("choose", "Qwen3-Next-80B-A3B", "--trace", steps, "--capacity", "50%")
+    page = " ".join(page.split())
+    assert page.startswith("Qwen3-Next-80B-A3B (bf16) on this machine (a box) with a cache of 50%")
+    assert "which cannot show how many of them miss: --trace takes another" in page
