@@ -28,7 +28,7 @@ from moecache_plan.detect import parse_machine
 from moecache_plan.machines import Machine
 from moecache_plan.mechanisms import PROCESSOR
 from moecache_plan.placement import stored_for
-from moecache_plan.published import Row, predict, read_rows
+from moecache_plan.published import SpeedRow, predict, read_rows
 
 QUESTIONS = (
     "gpt-oss-20b --hardware 'RTX 3060 12GB' --ram 64GB",
@@ -98,7 +98,7 @@ def token_bytes(model: RealModel) -> float:
     return dense + model.num_layers * model.top_k * model.expert_bytes
 
 
-def distance(row: Row, model: RealModel, box: Machine) -> float:
+def distance(row: SpeedRow, model: RealModel, box: Machine) -> float:
     """Return how far a row is from what is asked."""
 
     def off(one: float | None, other: float | None) -> float:
@@ -117,12 +117,12 @@ def distance(row: Row, model: RealModel, box: Machine) -> float:
     )
 
 
-def nearest(question: str, rows: Sequence[Row]) -> list[Row]:
+def nearest(question: str, rows: Sequence[SpeedRow]) -> list[SpeedRow]:
     """Return the rows nearest to a question, of the mechanism that `plan` advises first."""
     return advised(question, rows)[1]
 
 
-def advised(question: str, rows: Sequence[Row]) -> tuple[str, list[Row]]:
+def advised(question: str, rows: Sequence[SpeedRow]) -> tuple[str, list[SpeedRow]]:
     """Return what `plan` says first, and the rows nearest to a question."""
     words = shlex.split(question)
     options = {key[2:]: value for key, value in zip(words[1::2], words[2::2], strict=True)}
@@ -143,7 +143,7 @@ def advised(question: str, rows: Sequence[Row]) -> tuple[str, list[Row]]:
     return advice["first"], near
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[SpeedRow]) -> str:
     """Return the rows as a table: what was measured, and what is forecast of it."""
     heads = ("runtime", "model", "precision", "hardware", "RAM, GB/s", "placement")
     lines = []
@@ -157,7 +157,7 @@ def table(rows: Sequence[Row]) -> str:
     return padded((*heads, "measured tok/s", "forecast"), lines)
 
 
-def lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+def lines(rows: Sequence[SpeedRow]) -> list[tuple[str, ...]]:
     """Return the other questions with the first sentence of `plan`'s answers."""
     found = []
     for question in OTHERS:

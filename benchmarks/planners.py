@@ -42,7 +42,7 @@ from lm_eval_moecache.report.tables.text import padded
 from moecache_lab.fit_runtimes import begin_at, fit, fit_all, groups_of, spreads_of
 from moecache_plan.advice import flags
 from moecache_plan.mechanisms import Mechanisms
-from moecache_plan.published import Row, factor, read_rows
+from moecache_plan.published import SpeedRow, factor, read_rows
 
 ROWS = Path(__file__).resolve().parent.parent / "results" / "runtimes" / "rows.csv"
 ASKED = 20
@@ -86,7 +86,7 @@ OURS = "moecache plan"
 class Question:
     """A row, and what every planner is given of its machine, in bytes and bytes/s."""
 
-    row: Row
+    row: SpeedRow
     ram: float
     card: float
     card_rate: float | None
@@ -137,7 +137,7 @@ class Answer:
 # --- the questions ---
 
 
-def can_be_asked(row: Row) -> bool:
+def can_be_asked(row: SpeedRow) -> bool:
     """Whether every planner can be given this row's program, model, bits and machine."""
     one, nvidia = row.machine.cards == 1, launches(row.machine) == CUDA
     is_known = row.runtime.name in PROGRAMS and row.model.name in IDS
@@ -146,13 +146,13 @@ def can_be_asked(row: Row) -> bool:
     return has_speed and is_known and one and is_told and row.model.stored.name in BITS
 
 
-def picked(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+def picked(rows: Sequence[SpeedRow]) -> tuple[list[SpeedRow], list[SpeedRow]]:
     """Return the rows that can be asked, and every k-th of them."""
     able = [row for row in rows if can_be_asked(row)]
     return able, able[:: len(able) // ASKED][:ASKED]
 
 
-def question(row: Row) -> Question:
+def question(row: SpeedRow) -> Question:
     """Return what planners are given of a row's machine."""
     model, box = row.model, row.machine
     is_alone = row.placed().placement.kind == "cpu"
@@ -172,7 +172,7 @@ def question(row: Row) -> Question:
 # --- the answers ---
 
 
-def without(row: Row, rows: Sequence[Row], begin: Mechanisms, groups: Any) -> Mechanisms:
+def without(row: SpeedRow, rows: Sequence[SpeedRow], begin: Mechanisms, groups: Any) -> Mechanisms:
     """Return the constants and ranges that would ship without a row's machine."""
     others = fit([other for other in rows if other.key != row.key], begin)
     kept = {n: [each for each in group if each[0] != row.key] for n, group in groups.items()}
@@ -294,7 +294,7 @@ def llmfit(command: str, questions: Sequence[Question]) -> tuple[str, list[Answe
 # --- the page ---
 
 
-def standing(name: str, answers: Sequence[Answer], rows: Sequence[Row]) -> tuple[str, ...]:
+def standing(name: str, answers: Sequence[Answer], rows: Sequence[SpeedRow]) -> tuple[str, ...]:
     """Return a planner's line: answers, median factor, shares within factors and in its range."""
     pairs = zip(answers, rows, strict=True)
     given = [(answer, row.decode or 0.0) for answer, row in pairs if answer.speed]
@@ -331,7 +331,7 @@ TYPED = {
 }
 
 
-def table(answers: Mapping[str, Sequence[Answer]], rows: Sequence[Row]) -> str:
+def table(answers: Mapping[str, Sequence[Answer]], rows: Sequence[SpeedRow]) -> str:
     """Return the planners' standing over these rows."""
     lines = [standing(name, found, rows) for name, found in answers.items()]
     typed = [TYPED[name.rpartition(" ")[0]] for name in answers]
@@ -339,7 +339,7 @@ def table(answers: Mapping[str, Sequence[Answer]], rows: Sequence[Row]) -> str:
     return padded((*HEADS, "says what to type"), lines)
 
 
-def listed(answers: Mapping[str, Sequence[Answer]], rows: Sequence[Row]) -> str:
+def listed(answers: Mapping[str, Sequence[Answer]], rows: Sequence[SpeedRow]) -> str:
     """Return every question with its answers."""
     columns = ("runtime", "model", "precision", "hardware", "host_memory_GBps", "placement")
     lines = []

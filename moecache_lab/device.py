@@ -32,7 +32,7 @@ from moecache_plan.validation import (
     WALL,
     Series,
     Values,
-    compare,
+    closeness,
     read_measured,
     same_tokens,
     setting_of,
@@ -118,7 +118,7 @@ def fit_to_files(profile_name: str, arguments: Namespace) -> tuple[Hardware, dic
         "intervals": intervals,
         "cannot_tell_apart": confounded,
         "says_nothing_of": [name for name, (low, high) in intervals.items() if high > WIDE * low],
-        "runs": {run.name: compare(*run.aligned(profile)) for run in runs},
+        "runs": {run.name: closeness(*run.aligned(profile)) for run in runs},
     }
     return profile, finite(report)
 

@@ -30,7 +30,7 @@ from moecache_plan.mechanisms import (
     Spread,
 )
 from moecache_plan.placement import hit_rate
-from moecache_plan.published import GROUPS, Row, compare, predict, summary
+from moecache_plan.published import GROUPS, SpeedRow, predict, speeds_report, summary
 
 START = {
     **{"card_share": 0.7, "host_share": 0.5, "link_share": 0.9, "drive_share": 0.8},
@@ -112,7 +112,7 @@ def _popularity_shape(trace: Trace) -> float:
     return min((round(0.05 * 1.05**step, 4) for step in range(100)), key=error)
 
 
-def known_hits(rows: Sequence[Row], known: Mechanisms) -> list[tuple[Row, float, float]]:
+def known_hits(rows: Sequence[SpeedRow], known: Mechanisms) -> list[tuple[SpeedRow, float, float]]:
     """Return the rows whose hits and cache are both stated: (row, cached share, hit)."""
     found = []
     for row in rows:
@@ -122,7 +122,7 @@ def known_hits(rows: Sequence[Row], known: Mechanisms) -> list[tuple[Row, float,
     return found
 
 
-def fit_curve(points: Sequence[tuple[Row, float, float]], known: Mechanisms) -> float:
+def fit_curve(points: Sequence[tuple[SpeedRow, float, float]], known: Mechanisms) -> float:
     """Return the constant of the hit curve with the least median error of the misses."""
     if not points:
         return _CURVE
@@ -136,14 +136,14 @@ def fit_curve(points: Sequence[tuple[Row, float, float]], known: Mechanisms) -> 
     return min((round(0.02 * 1.05**step, 4) for step in range(60)), key=error)
 
 
-def _log_misses(row: Row, share: float, hit: float, known: Mechanisms) -> float:
+def _log_misses(row: SpeedRow, share: float, hit: float, known: Mechanisms) -> float:
     return math.log((1 - hit_rate(row.model, share, known)) / (1 - hit))
 
 
 # --- constants ---
 
 
-def fit(rows: Sequence[Row], begin: Mechanisms) -> Mechanisms:
+def fit(rows: Sequence[SpeedRow], begin: Mechanisms) -> Mechanisms:
     """Return `begin` with its curve and constants fitted to rows.
 
     Least squares on the logarithm of the speed, robust against outliers; each machine weighs by
@@ -170,7 +170,9 @@ def fit(rows: Sequence[Row], begin: Mechanisms) -> Mechanisms:
 
 
 def _fit_prefill(
-    names: Sequence[str], prompts: Sequence[tuple[Row, PromptWork]], others: Mapping[str, float]
+    names: Sequence[str],
+    prompts: Sequence[tuple[SpeedRow, PromptWork]],
+    others: Mapping[str, float],
 ) -> dict[str, float]:
     measured = np.log([row.prefill or 1.0 for row, _ in prompts])
 
@@ -183,7 +185,7 @@ def _fit_prefill(
     return _least_squares(names, [row for row, _ in prompts], errors)
 
 
-def _fit_decode(works: Sequence[tuple[Row, Work]]) -> dict[str, float]:
+def _fit_decode(works: Sequence[tuple[SpeedRow, Work]]) -> dict[str, float]:
     names = [name.removesuffix("_share").removesuffix("_us") for name in DECODE]
     units = np.array([[getattr(work, name) for name in names] for _, work in works])
     measured = np.log([(row.decode or 1.0) / row.runtime.factor for row, _ in works])
@@ -205,7 +207,7 @@ def _fit_decode(works: Sequence[tuple[Row, Work]]) -> dict[str, float]:
 
 
 def _least_squares(
-    names: Sequence[str], rows: Sequence[Row], errors: Any, slopes: Any = None
+    names: Sequence[str], rows: Sequence[SpeedRow], errors: Any, slopes: Any = None
 ) -> dict[str, float]:
     """Return the constants at which `errors` of their logarithms are least."""
     from scipy.optimize import least_squares
@@ -232,7 +234,7 @@ def _least_squares(
     return {name: float(value) for name, value in zip(names, np.exp(point), strict=True)}
 
 
-def fit_all(rows: Sequence[Row], begin: Mechanisms) -> tuple[Mechanisms, dict[str, Any]]:
+def fit_all(rows: Sequence[SpeedRow], begin: Mechanisms) -> tuple[Mechanisms, dict[str, Any]]:
     """Return the constants of all rows with their spreads, and every row as forecast without it.
 
     A row is forecast by the constants of the other machines' rows; ranges are of all of them.
@@ -252,7 +254,7 @@ def fit_all(rows: Sequence[Row], begin: Mechanisms) -> tuple[Mechanisms, dict[st
         name = known.group(row["group"], row["stated"])
         reach = _reach(groups, name, without=row["key"])
         row["low"], row["high"] = row["predicted_tok_s"] / reach, row["predicted_tok_s"] * reach
-    result = compare(predicted, [])
+    result = speeds_report(predicted, [])
     result["hit_rates"] = {
         "rows": len(misses),
         "median_factor_of_misses": median(misses) if misses else None,

@@ -224,7 +224,7 @@ _ROWS: Mapping[str, tuple[str, str]] = {
 """Figure -> its words in a table, and its format."""
 
 
-def compare(counts: Counts, ours: Mapping[str, float], **about: Any) -> dict[str, Any]:
+def side_by_side(counts: Counts, ours: Mapping[str, float], **about: Any) -> dict[str, Any]:
     """Return what was counted and what was replayed, as JSON data.
 
     `hit_rate_difference` is replayed - counted, a share.

@@ -79,7 +79,7 @@ _DRAFTED = re.compile(r"(?<!no )(?<!no-)(?<!without )\b(mtp|draft\w*|spec(ulativ
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class SpeedRow:
     """One measurement, read: what it ran, where, and how fast it was."""
 
     fields: Mapping[str, str]
@@ -143,7 +143,7 @@ class Row:
 
 def read_rows(
     path: Path, known: Mechanisms | None = None
-) -> tuple[list[Row], list[dict[str, Any]]]:
+) -> tuple[list[SpeedRow], list[dict[str, Any]]]:
     """Return a file's rows, and those left out, as their fields with the `reason`.
 
     Raises ValueError where the file is no CSV with these columns.
@@ -170,7 +170,7 @@ def read_rows(
     return rows, left_out
 
 
-def read_row(fields: Mapping[str, str], known: Mechanisms | None = None) -> Row:
+def read_row(fields: Mapping[str, str], known: Mechanisms | None = None) -> SpeedRow:
     """Read one row. Raises ValueError with the reason for which it is left out."""
     note = fields["note"]
     said = note.lower()
@@ -218,7 +218,7 @@ def read_row(fields: Mapping[str, str], known: Mechanisms | None = None) -> Row:
     chunk = re.search(r"-ub[ =](\d+)|\bchunk(?:_size)?[ =](\d+)", said)
     prompt = tokens(fields["prompt"])
     context = tokens(fields["context"])
-    row = Row(
+    row = SpeedRow(
         fields=fields,
         model=model,
         runtime=runtime,
@@ -357,7 +357,7 @@ def factor(predicted: float | None, measured: float | None) -> float | None:
     return max(predicted / measured, measured / predicted)
 
 
-def predict(row: Row, known: Mechanisms | None = None) -> dict[str, Any]:
+def predict(row: SpeedRow, known: Mechanisms | None = None) -> dict[str, Any]:
     """Return a row's fields with its predictions, by the shipped constants or by `known`."""
     placed = row.placed(known)
     found = row.forecast(known, placed)
@@ -408,7 +408,7 @@ def covered(rows: Iterable[Mapping[str, Any]]) -> float | None:
     return sum(inside) / len(inside) if inside else None
 
 
-def compare(rows: Sequence[Mapping[str, Any]], left_out: Sequence[Mapping[str, Any]]) -> Any:
+def speeds_report(rows: Sequence[Mapping[str, Any]], left_out: Sequence[Mapping[str, Any]]) -> Any:
     """Return `validate --speeds`' result: rows, those left out, and how far off they were."""
     total = summary(row["factor"] for row in rows)
     by = {}

@@ -94,7 +94,7 @@ def _tokens(arguments: Namespace) -> int:
     setting = validation.setting_of(trace, hardware, arguments, reads)
     measured = validation.read_measured(Path(arguments.measured))
     pair = validation.same_tokens(validation.simulate(trace, setting), measured)
-    comparison = validation.compare(*pair)
+    comparison = validation.closeness(*pair)
     return print_result(arguments.json, comparison, validation.as_text(comparison, measured))
 
 
@@ -143,7 +143,7 @@ def _counts(arguments: Namespace) -> int:
             "they are not of one run, and only rates compare."
         )
     about = {"trace": trace.name, "capacity": capacity, "own_trace": arguments.trace is not None}
-    result = runtime.compare(counted, ours, policy=arguments.policy, **about)
+    result = runtime.side_by_side(counted, ours, policy=arguments.policy, **about)
     head = (
         f"{counted.writer}'s counts ({_PASSES[counted.phase]}) against a replay of {trace.name}: "
         f"{arguments.policy}, {arguments.eviction}, a cache of {capacity}."
@@ -169,7 +169,7 @@ def _speeds(arguments: Namespace) -> int:
     from moecache_plan import published
 
     rows, left_out = published.read_rows(Path(arguments.speeds))
-    result = published.compare([published.predict(row) for row in rows], left_out)
+    result = published.speeds_report([published.predict(row) for row in rows], left_out)
     text = speeds_text(result)
     unknown = sorted({row["runtime"] for row in result["rows"] if not row["has_profile"]})
     if unknown:

@@ -123,7 +123,7 @@ def same_tokens(
     return predicted.part(tokens), part
 
 
-def compare(predicted: Series, measured: Series) -> dict[str, float | int | None]:
+def closeness(predicted: Series, measured: Series) -> dict[str, float | int | None]:
     """Return how close the clock comes.
 
     Ratios are predicted / measured, None where nothing is measured. The median error is of

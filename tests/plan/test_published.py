@@ -21,7 +21,7 @@ from lm_eval_moecache.records.runtimes import (
 from moecache_plan.mechanisms import CONSTANTS, mechanisms
 from moecache_plan.published import (
     COLUMNS,
-    Row,
+    SpeedRow,
     find_hardware,
     find_model,
     read_rows,
@@ -43,7 +43,7 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
 
 
 @cache
-def shipped() -> tuple[list[Row], list[dict[str, Any]]]:
+def shipped() -> tuple[list[SpeedRow], list[dict[str, Any]]]:
     return read_rows(ROWS)
 
 
