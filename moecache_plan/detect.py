@@ -13,12 +13,12 @@ from pathlib import Path
 
 from lm_eval_moecache.records.cards import LANE_BYTES_PER_S, chip_of
 from lm_eval_moecache.records.hardware import NO_CARD, Hardware, load_hardware
+from lm_eval_moecache.records.sizes import parse_bytes
 from moecache_plan.machines import (
     LINK_SHARE,
     Machine,
     as_machine,
     rate,
-    read_ram,
     with_overrides,
     with_period_dram,
     with_ram,
@@ -27,6 +27,7 @@ from moecache_plan.machines import (
 _CPUINFO = Path("/proc/cpuinfo")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 _AMD_NAMES = ("Device Name", "Card Series", "Card series", "Card Model")
+LEAST_RAM = 10**9
 _NVIDIA = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
 
 
@@ -39,7 +40,7 @@ def parse_machine(
     ValueError naming the option.
     """
     given = {
-        "ram": None if ram is None else read_ram(ram),
+        "ram": None if ram is None else parse_bytes(ram, "ram", unit="GB", least=LEAST_RAM),
         "host": None if host_memory is None else rate(host_memory, "host_memory"),
         "drive": None if disk is None else rate(disk, "disk"),
     }
