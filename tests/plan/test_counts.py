@@ -170,7 +170,7 @@ def test_a_replay_counts_the_passes_that_the_runtime_counts(
     phases = ["prefill"] * 2 + ["decode"] * 3
     trace = traces.decode_trace([[[3]], [[3]], [[0]], [[0]], [[1]]], 4, phases)
     counts = Counts(writer="x", phase=phase, hit_rate=0.5)
-    found = replayed(trace, traces.setting_for(trace, "1"), counts)
+    found = replayed(trace, traces.setting_for(trace, "1experts"), counts)
     assert (found["hits"], found["misses"], found["steps"]) == (hits, misses, 3)
     assert found["bytes_moved"] == misses
     # The most used expert of the decode steps, whatever the prompt needs.
