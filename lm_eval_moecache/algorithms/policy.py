@@ -123,13 +123,12 @@ def choice_text(axis: str, choice: Mapping[str, Any]) -> str:
     name = str(given.pop("name", None) or given.pop("class_path"))
     try:
         algorithm = import_class(axis, name) if "." in name else find_algorithm(axis, name)
+        usual = {unmangle(n): p.default for n, p in parameters_of(algorithm).items()}
     except ValueError:
-        shown = given
-    else:
-        known = parameters_of(algorithm)
-        shown = {k: v for k, v in given.items() if v != known[mangle(k)].default}
-    texts = ", ".join(f"{key}={value}" for key, value in shown.items())
-    return f"{name}({texts})" if texts else name
+        usual = {}
+    shown = {k: v for k, v in given.items() if k not in usual or v != usual[k]}
+    texts = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in shown.items())
+    return f"{name}({', '.join(texts)})" if shown else name
 
 
 def policy_names() -> list[str]:

@@ -8,10 +8,11 @@ from typing import Any
 
 import yaml
 
+from lm_eval_moecache.algorithms.policy import choice_text
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.runs.columns import Column, Value, choice_name
+from lm_eval_moecache.report.runs.columns import Column, Value
 from lm_eval_moecache.report.tables.front import Sampled, keeps_score
 from lm_eval_moecache.report.tables.leaderboard import Table
 from lm_eval_moecache.report.tables.text import as_markdown
@@ -188,17 +189,7 @@ def _table(title: str, entries: Sequence[Mapping[str, Any]], speed: Column) -> T
 
 def composition_text(policy: Mapping[str, Any]) -> str:
     """Return the algorithms with parameters: `standard + next_gate(depth=2) + lru + fetch`."""
-    texts = []
-    for choice in (policy[axis] for axis in AXES):
-        parameters = {k: v for k, v in choice.items() if k not in ("name", "class_path")}
-        assignments = [
-            f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
-            for key, value in parameters.items()
-            if value is not None
-        ]
-        name = choice_name(choice)
-        texts.append(f"{name}({', '.join(assignments)})" if assignments else name)
-    return " + ".join(texts)
+    return " + ".join(choice_text(axis, policy[axis]) for axis in AXES)
 
 
 def policy_yaml(entry: Entry, question: Mapping[str, Any]) -> str:
