@@ -33,7 +33,8 @@ ANALYSES: Mapping[str, Mapping[str, Any]] = {
     _PREDICTED: {"tasks": None, "limit": 100, "profile": None},
     "sensitivity": {**_OF_A_TEXT, "seeds": 3},
 }
-"""Analysis -> options with defaults; each is a module of `analyses/` with a `TITLE` and `run`."""
+"""Analysis -> options with defaults; each is a function of a module of `analyses/`, its own or:"""
+_MODULES = dict.fromkeys(("locality", "optimal_expert", "sensitivity"), "cache_conditional")
 _OPTIONS: Mapping[str, tuple[type, str]] = {
     "text": (str, "a plain text, or a .jsonl with one per line (tiny: its held-out pages)"),
     "max_tokens": (int, "tokens of it to read"),
@@ -72,9 +73,10 @@ def run(arguments: Namespace) -> int:
         raise unknown_name_error("analysis", name, ANALYSES)
     options, trusted = _settled(name, arguments), {"trust_remote_code": arguments.trust_remote_code}
     # Imported late: a wrong option should not wait for torch.
-    module = importlib.import_module(f"moecache_lab.analyses.{name}")
+    module = importlib.import_module(f"moecache_lab.analyses.{_MODULES.get(name, name)}")
     subject = model if name == _PREDICTED else _read(model, options, **trusted)
-    analysis = module.run(subject, options, **(trusted if name == _PREDICTED else {}))
+    own = trusted if name == _PREDICTED else {}
+    analysis = getattr(module, name)(subject, options, **own)
     tables = {"rows": analysis.tables[name]} if name in analysis.tables else analysis.tables
     text = "\n".join(map(rows_as_markdown, analysis.tables.values()))
     print_result(arguments.json, {"model": model, **tables}, text)
@@ -87,7 +89,7 @@ def run(arguments: Namespace) -> int:
             write_whole(folder / f"{table}.json", text)
             write_whole(folder / f"{table}.md", rows_as_markdown(rows))
         figure = analysis.draw()
-        title = f"{module.TITLE} ({', '.join(filter(None, (model, analysis.about)))})"
+        title = f"{analysis.title} ({', '.join(filter(None, (model, analysis.about)))})"
         # matplotlib cuts off titles wider than the figure.
         figure.suptitle("\n".join(wrap(title, int(10 * figure.get_figwidth()))))
         save_as(figure, folder / name)

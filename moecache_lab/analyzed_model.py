@@ -27,7 +27,8 @@ class Analysis(NamedTuple):
 
     tables: Mapping[str, Rows]
     draw: Callable[[], Any]
-    """Returns a figure, to which its title is added."""
+    """Returns a figure, to which the title is added."""
+    title: str
     about: str = ""
     """What the title says after the model."""
 

@@ -90,21 +90,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> Told:
-    """Fit and write; print how certain each fitted figure is."""
-    path = profile_path(arguments.out)
-    profile, report = fit_to_files(path.stem, arguments)
-    write_whole(path, as_yaml({k: v for k, v in asdict(profile).items() if v is not None}))
-    return report, as_yaml(report)
-
-
-def fit_to_files(profile_name: str, arguments: Namespace) -> tuple[Hardware, dict[str, Any]]:
-    """Fit to measured tables; return the profile, and a report of how certain each fitted field is.
+    """Fit and write; tell how certain each fitted figure is.
 
     `cannot_tell_apart` lists pairs of figures with the correlation of their errors;
     `says_nothing_of` the figures whose interval spans more than a factor of two.
     """
+    path, names = profile_path(arguments.out), tuple(arguments.fit.split(","))
     runs, base = _measured_runs(arguments)
-    names = tuple(arguments.fit.split(","))
     fitted, intervals, confounded = fit(runs, base, names)
     origin = f"{len(runs)} runs ({', '.join(run.name for run in runs)}), tokens {arguments.tokens}"
     sources = dict(base.sources)
@@ -112,7 +104,8 @@ def fit_to_files(profile_name: str, arguments: Namespace) -> tuple[Hardware, dic
         sources[name] = f"fitted on {origin}; 95% within {low:.3g} to {high:.3g}"
     if fitted.load_overhead_s_per_byte != base.load_overhead_s_per_byte:
         sources[BY_COLUMN] = f"measured on {origin}: mgmt_ms over read_bytes"
-    profile = replace(fitted, name=profile_name, source=sources)
+    profile = replace(fitted, name=path.stem, source=sources)
+    write_whole(path, as_yaml({k: v for k, v in asdict(profile).items() if v is not None}))
     report = {
         "figures": {name: getattr(profile, name) for name in names},
         "intervals": intervals,
@@ -120,7 +113,7 @@ def fit_to_files(profile_name: str, arguments: Namespace) -> tuple[Hardware, dic
         "says_nothing_of": [name for name, (low, high) in intervals.items() if high > WIDE * low],
         "runs": {run.name: closeness(*run.aligned(profile)) for run in runs},
     }
-    return profile, finite(report)
+    return report, as_yaml(finite(report))
 
 
 def _measured_runs(arguments: Namespace) -> tuple[list[Measured], Hardware]:

@@ -14,11 +14,10 @@ from lm_eval_moecache.cli.main import listed, print_result, wrapped
 from lm_eval_moecache.cli.main import main as moecache
 from lm_eval_moecache.harness.evaluation_options import check_limit
 from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.report.runs.columns import Column, Value, figure_column, selected
+from lm_eval_moecache.report.runs.columns import figure_column, selected
 from lm_eval_moecache.report.runs.files import RUNS, load_runs
 from lm_eval_moecache.report.runs.run import Run
-from lm_eval_moecache.report.tables.leaderboard import Table
-from lm_eval_moecache.report.tables.text import as_markdown
+from lm_eval_moecache.report.tables.text import line
 from lm_eval_moecache.sweep.pool import read_jobs
 from moecache_lab.recipes import Recipe, ReproducedValue, fitted, load_recipe, recipe_names
 
@@ -85,20 +84,18 @@ def paper_page(name: str, recipe: Recipe, runs: list[Run]) -> str:
         head.append(f"Claims: {', '.join(recipe.claims)}.")
     if recipe.notes:
         head += ["", recipe.notes.strip()]
-    heads = {"what": "What", "paper": "Paper", "ours": "Ours", "from": "Ours is"}
-    rows = []
+    head += ["", "## The paper's numbers and ours", ""]
+    rows = [("What", "Paper", "Ours", "Ours is"), ("---",) * 4]
     for entry in recipe.said:
         paper, ours, source = entry.paper, SEE, ""
-        if isinstance(paper, list):
-            paper = f"{paper[0]:g} to {paper[1]:g}"
+        if not isinstance(paper, str):
+            ends = paper if isinstance(paper, list) else [paper]
+            paper = " to ".join(f"{end:g}" for end in ends)
         if entry.ours is not None:
             value, source = our_value(entry.ours, runs), _source(entry.ours)
             ours = "none" if value is None else f"{value:.4g}"
-        texts = (entry.what, paper if isinstance(paper, str) else f"{paper:g}", ours, source)
-        rows.append(tuple(map(Value, texts)))
-    columns = tuple(Column(*pair) for pair in heads.items())
-    table = Table("The paper's numbers and ours", columns, tuple(rows))
-    return "\n".join([*head, "", as_markdown([table])])
+        rows.append((entry.what, paper, ours, source))
+    return "\n".join([*head, *map(line, rows), ""])
 
 
 def _source(reproduced: ReproducedValue) -> str:
@@ -107,9 +104,8 @@ def _source(reproduced: ReproducedValue) -> str:
         for where in (reproduced.where, reproduced.versus)
     )
     metric = f"{reproduced.metric} at {place}" if place else reproduced.metric
-    return (
-        metric if reproduced.form == "value" else f"{reproduced.form} of {metric} against {other}"
-    )
+    is_value = reproduced.form == "value"
+    return metric if is_value else f"{reproduced.form} of {metric} against {other}"
 
 
 def our_value(reproduced: ReproducedValue, runs: Sequence[Run]) -> float | None:

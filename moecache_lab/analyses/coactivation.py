@@ -22,13 +22,13 @@ from moecache_lab.analyzed_model import Analysis, AnalyzedModel, Rows
 TITLE = "Experts chosen together"
 
 
-def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
+def coactivation(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
     """Analyse all layers, and draw one of them."""
     reading, layer = observe(analyzed, options["sample_tokens"]), options["layer"]
     similarity = reading.similarity()
     rows = analyze(reading.counts, similarity, options["alpha"], options["k_max"])
     picture = partial(draw, reading.counts, similarity, layer)
-    return Analysis({"coactivation": rows}, picture, f"MoE layer {layer}")
+    return Analysis({"coactivation": rows}, picture, TITLE, f"MoE layer {layer}")
 
 
 def analyze(counts: Coactivation, similarity: FloatArray, alpha: float, k_max: int) -> Rows:

@@ -37,12 +37,12 @@ class Reading(NamedTuple):
     experts_LTK: tuple[Tensor, ...]
 
 
-def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
+def divergence(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
     """Analyse the named `policies` under one capacity."""
     capacity = options["capacity"]
     policies = {name: {"policy": name} for name in options["policies"].split(",")}
     rows = analyze(analyzed, policies, capacity)
-    return Analysis({"divergence": rows}, partial(draw, rows), capacity)
+    return Analysis({"divergence": rows}, partial(draw, rows), TITLE, capacity)
 
 
 def compare(before: Reading, after: Reading) -> dict[str, float]:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +37,7 @@ _NAMES = (
 _NEIGHBOURS = (1, 2, 3, 4, 6, 8)
 
 
-def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
+def drafting(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
     """Return how often each predictor is right, and how sure it is: by MoE layer, and by text.
 
     Next to it the experts that neighbouring tokens of a text share, as drafts do (`_neighbours`).
@@ -76,19 +77,16 @@ def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
     ]
     neighbours = _neighbours(chosen)
     tables = {"drafting": rows, "drafting_texts": texts, "drafting_neighbours": neighbours}
-    return Analysis(tables, partial(draw, rows), draft)
+    return Analysis(tables, partial(draw, rows), TITLE, draft)
 
 
 def draw(rows: Rows) -> Any:
     """Draw the share of experts predicted rightly over the layers."""
     figure, panels = new_figure(columns=2)
+    frame = pd.DataFrame(rows).set_index("layer").astype(float)
     for axes, form in zip(panels, ("top1", "topk"), strict=True):
-        for predictor in _PREDICTORS:
-            points = [(r["layer"], r[f"{predictor}_{form}"]) for r in rows]
-            defined = [(layer, value) for layer, value in points if value is not None]
-            axes.plot(*zip(*defined, strict=True), marker="o", label=predictor)
-        axes.set_xlabel("MoE layer")
-        axes.set_ylim(0, 1.05)
+        axes.plot(frame[[f"{name}_{form}" for name in _PREDICTORS]], marker="o")
+        axes.set(xlabel="MoE layer", ylim=(0, 1.05))
     panels[0].set_ylabel("heaviest expert predicted rightly")
     panels[1].set_ylabel("experts predicted rightly")
     legend(figure, dict(zip(_PREDICTORS, panels[1].lines, strict=True)))

@@ -48,7 +48,7 @@ DECILES = 10
 _NOTHING = "so there is nothing to predict. Allowed: tasks "
 
 
-def run(
+def predictability(
     pretrained: str, options: Mapping[str, Any], *, trust_remote_code: bool = False
 ) -> Analysis:
     """Run `tasks` unmodified and with the replacement; every expert is resident all the time.
@@ -94,7 +94,7 @@ def run(
         "documents": _by_document(judged),
         "replacement": _compare(plain, replaced),
     }
-    return Analysis(tables, partial(draw, tables["certainty"]))
+    return Analysis(tables, partial(draw, tables["certainty"]), TITLE)
 
 
 def draw(rows: Rows) -> Any:

@@ -19,9 +19,9 @@ from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.predictor.samples import PREDICTOR
 from lm_eval_moecache.testing.streams import make_event, make_geometry
 from moecache_lab import logit_range
-from moecache_lab.analyses import coactivation, divergence, drafting, optimal_expert
+from moecache_lab.analyses import coactivation, divergence, drafting
+from moecache_lab.analyses.cache_conditional import ForcedExpert, optimal_expert
 from moecache_lab.analyses.divergence import Reading, compare, figures
-from moecache_lab.analyses.optimal_expert import ForcedExpert
 from moecache_lab.analyses.predictability import RouterCapture, _by_layer
 from moecache_lab.analyzed_model import AnalyzedModel, read_texts
 from tests.conftest import Checkpoint, Moecache
@@ -150,7 +150,7 @@ def test_one_tokens_search_is_the_least_loss_of_all_trials(checkpoint: Checkpoin
     analyzed = AnalyzedModel(str(checkpoint("olmoe")), ["ab"], 2)
     analyzed.windows = [window[:2] for window in analyzed.windows[:1]]
     [window], rank = analyzed.windows, 2
-    rows = optimal_expert.run(analyzed, {"rank": rank}).tables["optimal_expert"]
+    rows = optimal_expert(analyzed, {"rank": rank}).tables["optimal_expert"]
     plain = float(analyzed.losses(window)[0])
     for layer, row in enumerate(rows):
         losses = tried_by_hand(analyzed, window, layer, rank)
@@ -217,7 +217,7 @@ def analyzed(tmp_path_factory: pytest.TempPathFactory) -> AnalyzedModel:
 
 
 def drafted(analyzed: AnalyzedModel, draft: str) -> Any:
-    return drafting.run(analyzed, {"draft": draft}).tables
+    return drafting.drafting(analyzed, {"draft": draft}).tables
 
 
 def test_frequency_knows_the_tokens_before_only() -> None:
