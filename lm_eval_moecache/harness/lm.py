@@ -40,26 +40,24 @@ from lm_eval_moecache.harness.model_loader import ModelLoader
 from lm_eval_moecache.harness.preflight import charged_geometry, check_arguments, model_name
 from lm_eval_moecache.harness.recording import recorder_of
 from lm_eval_moecache.harness.requests import (
+    AUTO,
+    ON_A_CPU,
     Ragged,
     RankRecords,
     RecordedStr,
+    Seeds,
+    batch_plan_of,
+    chunk_size,
     cut_passes,
     fingerprint,
+    in_document_order,
     merge,
     publish,
+    whole_documents,
     without_padding,
 )
 from lm_eval_moecache.harness.run_report import run_report, speed_rows, speed_table
 from lm_eval_moecache.harness.tasks import watch_evaluations
-from lm_eval_moecache.harness.turns import (
-    AUTO,
-    ON_A_CPU,
-    Seeds,
-    chunk_size,
-    in_turn,
-    turns_of,
-    whole_documents,
-)
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.decoding import RowDecoding
 from lm_eval_moecache.model.device import device_of
@@ -227,7 +225,9 @@ class MoECacheLM(HFLM):
         """Index of a request -> its row, from its first pass until it is served."""
         self._shared: dict[int, list[RequestRecord]] = {}
         """Index of a request -> the requests that share its passes, itself included."""
-        self.turns = turns_of(config, self.engine, self.wrapped.recorder, self.is_speculative)
+        self.batch_plan = batch_plan_of(
+            config, self.engine, self.wrapped.recorder, self.is_speculative
+        )
         self._progress: Any = None
         self._at_once = 1
         """Requests decoded side by side."""
@@ -236,10 +236,10 @@ class MoECacheLM(HFLM):
         self._computed: set[int] = set()
         """How many requests were computed together, of each kind of them."""
         self._in_documents = False
-        if self.batch_size not in (1, self.turns.most) and self.turns.why:
+        if self.batch_size not in (1, self.batch_plan.max_rows) and self.batch_plan.reason:
             logger.warning(
                 "batch_size=%s: requests are computed %s at a time: %s.",
-                *(self.batch_size, self.turns.most, self.turns.why),
+                *(self.batch_size, self.batch_plan.max_rows, self.batch_plan.reason),
             )
 
     def _find_draft(self, config: Config) -> DraftModel | None:
@@ -283,7 +283,7 @@ class MoECacheLM(HFLM):
             self.wrapped.recorder.row_requests = rows
         # All windows and forwards of a text are one request: only another request starts cold.
         served = [record.index for record in records]
-        if served != self._last_served and not self.turns.apart:
+        if served != self._last_served and not self.batch_plan.isolated:
             self._restart()
         self._last_served = served
         serving = self.wrapped.engine
@@ -292,7 +292,7 @@ class MoECacheLM(HFLM):
             yield
             if serving is not self.engine:
                 self.engine.merge(serving)
-            if self.wrapped.recorder is not None and not self.turns.apart:
+            if self.wrapped.recorder is not None and not self.batch_plan.isolated:
                 self.wrapped.recorder.writer.keep(self.engine.ledger.requests)
         finally:
             serving.ledger.serve([])
@@ -359,8 +359,8 @@ class MoECacheLM(HFLM):
 
     def rows_at_once(self, longest: Sequence[int] = (), new_tokens: int = 1) -> int:
         """Return how many requests are computed together; `auto` is found out by the longest."""
-        if self.turns.most is not None:
-            return self.turns.most
+        if self.batch_plan.max_rows is not None:
+            return self.batch_plan.max_rows
         if self.batch_size != AUTO:
             return int(self.batch_size)
         if self.device.type == "cpu":
@@ -401,9 +401,10 @@ class MoECacheLM(HFLM):
             request.arguments = (RecordedStr(context, record, seeds.next(record)), *rest)
         longest = self.tok_encode(max((c.arguments[0] for c in copies), key=len, default=""))
         rows, outputs = self.rows_at_once(longest, self.max_gen_toks), list[str]()
-        self._is_alone = any(stands_alone(options, own) for options in asked)
-        rows = 1 if self._is_alone and self.turns.apart else rows
-        size = 1 if self._is_alone and self.turns.apart else chunk_size(self.turns, rows)
+        alone = any(stands_alone(options, own) for options in asked)
+        self._is_alone = alone and self.batch_plan.isolated
+        rows = 1 if self._is_alone else rows
+        size = 1 if self._is_alone else chunk_size(self.batch_plan, rows)
         self._computed.add(rows)
         # HFLM sorts and pads what it gets; a row that has ended makes place for the next of it.
         self._at_once = rows
@@ -430,7 +431,7 @@ class MoECacheLM(HFLM):
         records = [each.record for each in contexts]
         for record, length in zip(records, lengths, strict=True):
             record.prompt_tokens = int(length)
-        if self.turns.apart:
+        if self.batch_plan.isolated:
             rows = self._generate_apart(context, contexts, *args, **kwargs)
         else:
             with self._serving(records, [record.index for record in records]):
@@ -442,7 +443,7 @@ class MoECacheLM(HFLM):
             self._progress.update(len(records))
         for record, row in zip(records, rows, strict=True):
             record.output_tokens = self._count_output(row, kwargs["stop"])
-            if not self.turns.apart:
+            if not self.batch_plan.isolated:
                 cut_passes(record)
         return Ragged([prompt + row for prompt, row in zip(context.tolist(), rows, strict=True)])
 
@@ -571,11 +572,11 @@ class MoECacheLM(HFLM):
         keys = [fingerprint(tokens) for tokens in inputs]
         if not self.logits_cache:
             keys = [b"%d" % place for place in range(len(inputs))]
-        size = chunk_size(self.turns, rows)
+        size = chunk_size(self.batch_plan, rows)
         with self._computing(rows, len(requests), "loglikelihood", self._is_hidden):
             for part in whole_documents(documents, keys, size):
                 outputs += self._score(requests[part], records[part], inputs[part], **kwargs)
-                self._finish(in_turn(records[part], inputs[part], documents[part]))
+                self._finish(in_document_order(records[part], inputs[part], documents[part]))
                 self._progress.update(len(records[part]))
         return outputs
 
@@ -609,7 +610,7 @@ class MoECacheLM(HFLM):
             served |= {record.index: record for record, _ in entries}
             lengths.append(entries[0][1] if entries else len(row))
             rows.append(entries[0][0].index if entries else NO_REQUEST)
-            if self.turns.apart:
+            if self.batch_plan.isolated:
                 sharing = [record for record, _ in entries if record.index != NO_REQUEST]
                 apart.append(self._row_of(sharing[0]) if sharing else None)
                 if sharing:
@@ -619,7 +620,7 @@ class MoECacheLM(HFLM):
         with self._serving(list(served.values()), rows):
             self.wrapped.valid_rows = lengths
             self.wrapped.scan_scoring = self.moecache.scoring == "scan"
-            if self.turns.apart:
+            if self.batch_plan.isolated:
                 self.wrapped.rows = apart
             return super()._model_call(inps, *args, **kwargs)
 
