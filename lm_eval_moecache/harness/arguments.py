@@ -39,10 +39,10 @@ from lm_eval_moecache.records.errors import ArgumentsError
 from lm_eval_moecache.records.files import check_writable
 from lm_eval_moecache.records.geometry import MOST_DRAFTED, Geometry
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, Hardware, load_hardware
-from lm_eval_moecache.records.numbers import listed, nearest
+from lm_eval_moecache.records.numbers import MOST_COUNT, listed, nearest
 from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.runtimes import IDEAL, load_runtime
-from lm_eval_moecache.records.schemas import Schema, check, count
+from lm_eval_moecache.records.schemas import Count, Schema, check
 from lm_eval_moecache.records.sizes import (
     capacity_text,
     check_capacity,
@@ -160,7 +160,7 @@ class ModelArguments(Schema):
         description="run an event's experts `together` once all have arrived, or `as_they_arrive`, "
         "resident ones first",
     )
-    reads_per_expert: Annotated[int, count(1, MOST_READS)] = Field(
+    reads_per_expert: Annotated[int, Field(ge=1, le=MOST_READS)] = Field(
         1,
         description="read requests per expert (its projections), for links with several lanes",
     )
@@ -184,7 +184,7 @@ class ModelArguments(Schema):
         description="`all`, or `decode`: lossy algorithms act only while decoding (default: the "
         "policy's)",
     )
-    seed: Annotated[int, count()] = Field(0, description="seed of randomised algorithms")
+    seed: Count = Field(0, description="seed of randomised algorithms")
     trace: Name = Field(
         None, description="folder to record a routing trace into, for `moecache replay`"
     )
@@ -212,7 +212,7 @@ class ModelArguments(Schema):
         description="`parallel`, or `scan`: scored text is routed as if it were decoded "
         "(one precision, caches per layer)",
     )
-    streams: Annotated[int, count(1)] = Field(
+    streams: Annotated[int, Field(ge=1, le=MOST_COUNT)] = Field(
         1,
         description="requests that the emulated device serves at once, sharing its cache, link and "
         "clock (how many are computed together is `batch_size`, which changes no figure)",
@@ -227,7 +227,7 @@ class ModelArguments(Schema):
         description="`moecache-spec`, `prefetch=draft`: a model, `tiny-draft`, `self:int4` or "
         "`prompt_lookup` (default: self:int4)",
     )
-    draft_tokens: Annotated[int, count(1, MOST_DRAFTED)] | None = Field(
+    draft_tokens: Annotated[int, Field(ge=1, le=MOST_DRAFTED)] | None = Field(
         None, description="`moecache-spec`: tokens drafted for each verify pass (default: 1)"
     )
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from lm_eval_moecache.harness.arguments import (
     as_arguments_error,
@@ -36,7 +36,7 @@ from lm_eval_moecache.records.numbers import (
     read_count,
     shown,
 )
-from lm_eval_moecache.records.schemas import Schema, check, count
+from lm_eval_moecache.records.schemas import Schema, check
 
 _LOGGERS = {"wandb_args": "wandb", "trackio_args": "trackio"}
 """lm-eval's option -> the package that it needs, whose absence lm-eval does not say."""
@@ -59,7 +59,7 @@ def _gen_kwargs(value: object) -> object:
 
 
 Limit = Annotated[Any, BeforeValidator(_limit)]
-Fewshot = Annotated[int, count(0, _MOST_FEWSHOT)]
+Fewshot = Annotated[int, Field(ge=0, le=_MOST_FEWSHOT)]
 
 
 class Options(Schema):

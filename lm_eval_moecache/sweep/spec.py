@@ -16,7 +16,7 @@ from lm_eval_moecache.harness.evaluation_options import Fewshot, Limit, Options
 from lm_eval_moecache.harness.plugin import MODELS
 from lm_eval_moecache.records.files import check_include_path, is_file, read_yaml
 from lm_eval_moecache.records.numbers import shown, unknown_name_error
-from lm_eval_moecache.records.schemas import Schema, check, count
+from lm_eval_moecache.records.schemas import Schema, check
 from lm_eval_moecache.report.tables.schema import Figure, Names, View, is_mapping
 from lm_eval_moecache.sweep.pool import MOST_JOBS
 
@@ -94,7 +94,7 @@ class SweepFile(Schema):
     bounds: list[Literal["belady", "oracle"]] = Field(default_factory=list)
     executor: Executor = "local"
     executor_options: dict[str, Any] = Field(default_factory=dict)
-    jobs: Annotated[int, count(1, MOST_JOBS)] = 1
+    jobs: Annotated[int, Field(ge=1, le=MOST_JOBS)] = 1
     views: list[View] = Field(default_factory=list)
     figures: list[Figure] = Field(default_factory=list)
 

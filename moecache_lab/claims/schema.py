@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from lm_eval_moecache.records.schemas import Schema, number
+from lm_eval_moecache.records.schemas import Schema
 from lm_eval_moecache.report.runs.schema import Name, Number
 
 
@@ -98,7 +98,7 @@ class Part(Compared):
     """About how large an effect is, where another part asks which way it goes."""
     regime: str = ""
     """The setting it is asked in, where the claim is asked in several."""
-    gate: Annotated[float, number(above=0)] | None = None
+    gate: Annotated[float, Field(gt=0)] | None = None
     """The paper's loss: a share of the answers, or a ratio of perplexities less 1. The part is not
     testable where random experts throughout lose less."""
     premise: Premise | None = None
@@ -164,7 +164,7 @@ class Claims(Schema):
     `{samples}` (fewer are *few*) and `{per_word}` (tokens) stand for their numbers."""
     sensitivity: Name | None = None
     """JSON of benchmarks/sensitivity.py, relative to the claims file: what gates compare with."""
-    alpha: Annotated[float, number(above=0, below=1)] = 0.05
+    alpha: Annotated[float, Field(gt=0, lt=1)] = 0.05
     claims: Annotated[list[Claim], Field(min_length=1)]
 
     @field_validator("claims")

@@ -8,27 +8,22 @@ file is read, because importing pydantic takes a tenth of a second.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
+    Field,
     TypeAdapter,
     ValidationError,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from lm_eval_moecache.records.numbers import (
-    MOST_COUNT,
-    read_count,
-    read_number,
-    shown,
-    unknown_name_error,
-)
+from lm_eval_moecache.records.numbers import MOST_COUNT, shown, unknown_name_error
 
+Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
 # pydantic's error types, in words.
 _WORDS = {
     "string_type": "must be text",
@@ -44,13 +39,18 @@ _WORDS = {
     "string_too_short": "must not be empty",
     "too_short": "must not be empty",
     "none_required": "must be left out",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be {ge} or more",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "finite_number": "must be a finite number",
 }
 
 
 class Schema(BaseModel):
     """A mapping with known fields only; values are checked, never converted."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -65,32 +65,10 @@ class Schema(BaseModel):
 class OpenSchema(BaseModel):
     """A mapping of foreign origin, of which only these fields are read."""
 
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
 
 
 Kind = TypeVar("Kind", bound=BaseModel)
-
-
-def number(**bounds: float) -> BeforeValidator:
-    """Return a validator for `Annotated[float, ...]`: finite and within `read_number`'s bounds."""
-    return _bounded(read_number, (int, float), bounds)
-
-
-def count(least: int = 0, most: int = MOST_COUNT) -> BeforeValidator:
-    """Return a validator for `Annotated[int, ...]`: a whole number within these bounds."""
-    return _bounded(read_count, int, {"least": least, "most": most})
-
-
-def _bounded(read: Callable[..., Any], kinds: Any, bounds: dict[str, Any]) -> BeforeValidator:
-    def check(value: object) -> Any:
-        try:
-            # Files have a number type: text that looks like a number was quoted by mistake.
-            return read("", value if isinstance(value, kinds) else None, **bounds)
-        except ValueError as error:
-            # The caller, who has the path, names the key.
-            raise ValueError("must be" + str(error).rpartition(" must be")[2].rstrip(".")) from None
-
-    return BeforeValidator(check)
 
 
 def check(schema: type[Kind], data: object, what: str) -> Kind:
@@ -131,7 +109,7 @@ def _schema_error(error: ValidationError, what: str) -> ValueError:
     if first["type"] == "literal_error":
         allowed = re.findall(r"'([^']*)'", first["ctx"]["expected"])
         return unknown_name_error(f"{what}: {path}", first["input"], allowed)
-    rule = _WORDS.get(first["type"], str(first["msg"]).lower())
+    rule = _WORDS.get(first["type"], str(first["msg"]).lower()).format(**first.get("ctx", {}))
     if first["type"] == "value_error":
         rule = str(first["ctx"]["error"])
     return ValueError(f"{what}: {path}={shown(first['input'])} {rule}.")

@@ -1,4 +1,4 @@
-"""Schemas of files that this package writes and reads: artifacts, use profiles, traces."""
+"""Schemas of artifacts' metadata."""
 
 from __future__ import annotations
 
@@ -6,16 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from lm_eval_moecache.records.schemas import OpenSchema, Schema, count, number
+from lm_eval_moecache.records.schemas import OpenSchema, Schema
 
-# Largest size of one expert, or of a layer's dense weights.
-MOST_BYTES = 2**53
-MOST_LAYERS, MOST_EXPERTS = 10_000, 32_767
-"""Experts are int16 in a trace."""
-
-Sizes = list[Annotated[int, count(1, MOST_BYTES)]]
-Counts = Annotated[list[Annotated[int, count()]], Field(min_length=1)]
-Share = Annotated[float, number(above=0, most=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class ArtifactHeader(Schema):
@@ -24,9 +17,9 @@ class ArtifactHeader(Schema):
     format: Literal[2]
     kind: str
     model: str
-    num_layers: Annotated[int, count(1, 10_000)]
-    num_experts: Annotated[int, count(1, 100_000)]
-    top_k: Annotated[int, count(1, 100_000)]
+    num_layers: Annotated[int, Field(ge=1, le=10_000)]
+    num_experts: Annotated[int, Field(ge=1, le=100_000)]
+    top_k: Annotated[int, Field(ge=1, le=100_000)]
     router_digest: Annotated[str, Field(pattern="^[0-9a-f]*$")]
     made_from: dict[str, Any]
     versions: dict[str, str]
@@ -38,5 +31,5 @@ class MadeBuddies(OpenSchema):
 
     alpha: Share | Annotated[list[Share], Field(min_length=1)]
     """Coverage of the lists, for all layers or for each."""
-    k_max: Annotated[int, count(1, 100_000)]
-    smoothing: Annotated[float, number(least=0)]
+    k_max: Annotated[int, Field(ge=1, le=100_000)]
+    smoothing: Annotated[float, Field(ge=0)]

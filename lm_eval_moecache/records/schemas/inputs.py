@@ -84,7 +84,7 @@ Record = TypeVar("Record")
 @cache
 def _profile_schema(record: Any) -> type[BaseModel]:
     """Return a profile's schema, made from the fields of its record, which checks their ranges."""
-    figure = Annotated[float, BeforeValidator(_figure)]
+    figure = Annotated[float, Field(allow_inf_nan=True), BeforeValidator(_figure)]
     texts = Annotated[list[str], AfterValidator(tuple)]
     kinds = {float: figure, float | None: figure | None, tuple[str, ...]: texts}
     schema_fields: dict[str, Any] = {}

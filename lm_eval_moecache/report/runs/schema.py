@@ -18,9 +18,9 @@ from pydantic import (
 )
 
 from lm_eval_moecache.records.numbers import shown
-from lm_eval_moecache.records.schemas import OpenSchema, check, number
+from lm_eval_moecache.records.schemas import OpenSchema, check
 
-Number = Annotated[float, number()]
+Number = float
 Plain = str | bool | int | float | None
 Name = Annotated[str, Field(min_length=1)]
 # --- a results JSON: a sweep's own record, or lm-eval's of a moecache run ---

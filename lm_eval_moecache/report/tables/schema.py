@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeGuard
 from pydantic import BeforeValidator, Field
 
 from lm_eval_moecache.records.numbers import shown
-from lm_eval_moecache.records.schemas import Schema, number
+from lm_eval_moecache.records.schemas import Schema
 
 
 def is_mapping(value: object) -> TypeGuard[dict[str, Any]]:
@@ -40,7 +40,7 @@ class Pick(Schema):
 
     best: str
     score: str
-    loss: Annotated[float, number(least=0)]
+    loss: Annotated[float, Field(ge=0)]
     relative_to: Settings
 
 
