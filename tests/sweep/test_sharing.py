@@ -41,7 +41,11 @@ def lossless_policies(with_predictor: bool) -> list[str]:
 TOY, PAIR = {"tasks": ["toy_speed"], "limit": 3}, {"tasks": ["toy_choice", "toy_answer"]}
 LOSSLESS = [
     {"policy": lossless_policies(with_predictor=False), "capacity": ["25%"]},
-    {"policy": ["specmd", "on_demand"], "capacity": ["4/layer", "9"], "bandwidth": ["1GB/s"]},
+    {
+        "policy": ["specmd", "on_demand"],
+        "capacity": ["4/layer", "9experts"],
+        "bandwidth": ["1GB/s"],
+    },
     {"policy": ["specmd"], "cache_reset": ["request"], "seed": [3]},
     {"policy": ["on_demand"], "hardware": ["h200"]},
     {"policy": ["on_demand"], "eviction": ["random", "score", "lfu"]},
