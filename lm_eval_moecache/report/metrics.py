@@ -1,6 +1,6 @@
 """The registry of metrics: each one's formula, heading, unit and better direction.
 
-A new speed metric is one line of `METRICS` and, if it counts something new, one field of
+A new speed metric is one line of `metrics.csv` and, if it counts something new, one field of
 `records.ledger.Counters` with the line that increments it. Tables, pages, plots and the comparison
 find it by name. Below: metrics of passes, requests and tasks, computed from the ledger. Field names
 are final; see results/README. A rate whose denominator is 0 (no prediction made, no token decoded)
@@ -9,9 +9,11 @@ is None, never 0.
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +48,11 @@ class Totals(Counters):
         return self.late + self.misses
 
     @property
+    def missed_or_at_risk(self) -> int:
+        """`missed`, where a rule that may leave experts unexecuted acted; else 0."""
+        return self.missed if self.avoided or self.weighed_tokens else 0
+
+    @property
     def faithful(self) -> int:
         """Executed assignments that the unmodified router chose."""
         return self.executed - self.unfaithful
@@ -71,126 +78,39 @@ def share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def per(part: str, whole: str, scale: int = 1) -> Callable[[Totals], float | None]:
-    """Return a function that divides one field of `Totals` by another, times `scale`."""
+def per(part: str, whole: str = "", scale: int = 1) -> Callable[[Totals], float | None]:
+    """Return a function that divides one field of `Totals` by another, times `scale`.
+
+    Without a `whole` it is the field itself, a count.
+    """
 
     def of(sums: Totals) -> float | None:
-        rate = share(getattr(sums, part), getattr(sums, whole))
+        value = getattr(sums, part)
+        rate = share(value, getattr(sums, whole)) if whole else value
         return None if rate is None else rate * scale
 
     return of
 
 
-METRICS: Mapping[str, Metric] = {
-    "ttft_ms": Metric("TTFT ms", 3, False, "time to first token [ms]"),
-    "tpot_ms": Metric("TPOT ms", 3, False, "time per output token [ms]"),
-    "itl_ms": Metric("ITL ms", 3, False, "inter-token latency [ms]"),
-    "e2el_ms": Metric("E2E ms", 3, False, "end-to-end latency [ms]"),
-    "tok_per_s": Metric("tok/s", 1, True, "output tokens per second"),
-    "prompt_tok_per_s": Metric("prompt tok/s", 1, True, "prompt tokens per second"),
-    "request_throughput": Metric("requests/s", 2, True, "requests per second"),
-    "output_throughput": Metric("output tok/s", 1, True, "output tokens per second of serving"),
-    "total_token_throughput": Metric("total tok/s", 1, True, "tokens per second of serving"),
-    "hit_rate": Metric("Hit", 4, True, "hit rate [of requests]", per("hits", "requests"), True),
-    "miss_rate": Metric(
-        "Miss", 4, False, "miss rate [of requests]", per("missed", "requests"), True
-    ),
-    "late_rate": Metric("Late", 4, False, "late rate [of requests]", per("late", "requests"), True),
-    "collision_miss_rate": Metric(
-        "Collision", 4, False, "collision misses [of requests]", per("collisions", "requests"), True
-    ),
-    "token_miss_rate": Metric(
-        "Token miss",
-        4,
-        False,
-        "misses per token [of its top-k]",
-        per("token_misses", "token_requests"),
-        True,
-    ),
-    "prefetch_hits": Metric(
-        "Prefetch hits", 0, None, "prefetch hits [requests]", lambda t: t.prefetch_hits
-    ),
-    "prefetch_precision": Metric(
-        "Prefetch precision",
-        4,
-        True,
-        "prefetch precision [of proposals]",
-        per("predicted_right", "predicted"),
-    ),
-    "prefetch_recall": Metric(
-        "Prefetch recall",
-        4,
-        True,
-        "prefetch recall [of requests]",
-        per("predicted_right", "predictable"),
-    ),
-    "stall_ms_per_token": Metric(
-        "Stall ms/tok", 3, False, "stall per token [ms]", per("stall_s", "tokens", 1000)
-    ),
-    "link_utilization": Metric(
-        "Link use", 3, None, "link use [of time]", per("link_busy_s", "duration_s")
-    ),
-    "bytes_moved": Metric(
-        "Bytes moved", 0, False, "moved over the link [MB]", lambda t: t.bytes_moved
-    ),
-    "bytes_per_token": Metric(
-        "Bytes/tok", 0, False, "moved per token [MB]", per("bytes_moved", "tokens")
-    ),
-    "evictions": Metric("Evictions", 0, None, "evictions", lambda t: t.evictions),
-    "expert_lifetime_tokens": Metric(
-        "Lifetime tok", 1, None, "expert lifetime [tokens]", per("lifetime_tokens", "evictions")
-    ),
-    "routing_fidelity": Metric(
-        "Fidelity", 4, True, "routing fidelity [of asked]", per("faithful", "token_requests")
-    ),
-    "substituted_share": Metric(
-        "Substituted", 4, None, "substituted [of asked]", per("substituted", "token_requests")
-    ),
-    "dropped_share": Metric(
-        "Dropped", 4, None, "dropped [of asked]", per("dropped", "token_requests")
-    ),
-    "unique_share": Metric(
-        "Unique",
-        4,
-        False,
-        "unique experts an event [of its tokens' choices]",
-        per("requests", "token_requests"),
-        by_phase=True,
-    ),
-    "early_decode_miss_rate": Metric(
-        "Early miss", 4, False, "miss rate just after a prefill [of requests]"
-    ),
-    "steady_decode_miss_rate": Metric(
-        "Steady miss", 4, False, "miss rate long after a prefill [of requests]"
-    ),
-    "lost_weight_share": Metric(
-        "Weight lost",
-        4,
-        False,
-        "routing weight dropped or given to a substitute [of that at risk]",
-        per("lost_weight", "weighed_tokens"),
-    ),
-    "avoided_miss_share": Metric(
-        "Misses avoided",
-        4,
-        None,
-        "absent experts answered without a load [of misses]",
-        lambda t: share(t.avoided, t.missed) if t.avoided or t.weighed_tokens else None,
-    ),
-    "low_precision_share": Metric(
-        "Low precision", 4, None, "low precision [of executed]", per("low_precision", "executed")
-    ),
-    "peak_cache_bytes": Metric("Peak bytes", 0, False, "peak of the cache [MB]"),
-    "draft_acceptance": Metric("Acceptance", 4, True, "accepted drafts [of drafted tokens]"),
-    "accepted_per_verify": Metric(
-        "Accepted/verify", 3, True, "accepted drafts per verify pass [tokens]"
-    ),
-    "draft_time_share": Metric("Drafting", 4, None, "drafting [of decode time]"),
-    "host_share": Metric("On host", 4, None, "executed on the host [of executed]"),
-    "host_utilization": Metric("Host use", 4, None, "host use [of time]"),
-    "host_wait_ms_per_token": Metric("Host wait ms/tok", 3, False, "wait for the host [ms]"),
-    "requests": Metric("Requests", 0, None, "requests"),
-}
+def _declared() -> dict[str, Metric]:
+    """Read `metrics.csv`: a line a metric, `part` / `whole` * `scale` of `Totals` where it is."""
+    better = {"more": True, "less": False, "": None}
+    with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
+        return {
+            row["name"]: Metric(
+                heading=row["heading"],
+                decimals=int(row["decimals"]),
+                higher_is_better=better[row["better"]],
+                words=row["words"],
+                of=per(row["part"], row["whole"], int(row["scale"] or 1)) if row["part"] else None,
+                by_phase=bool(row["by_phase"]),
+            )
+            for row in csv.DictReader(file)
+        }
+
+
+METRICS: Mapping[str, Metric] = _declared()
+"""Metric -> its declaration, in the order of the dictionary."""
 
 
 UNCHANGED: Mapping[str, float] = {"routing_fidelity": 1.0, "low_precision_share": 0.0}
