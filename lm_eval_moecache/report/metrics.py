@@ -29,6 +29,8 @@ from lm_eval_moecache.records.ledger import (
 )
 
 Metrics = dict[str, Any]
+LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
+"""The metrics that are told as mean and percentiles."""
 EARLY_STEPS = 8
 """Passes after a prefill that count as early: they miss, and reload, the experts it evicted."""
 MEGABYTE = 1e6
@@ -267,7 +269,7 @@ def task_metrics(requests: Sequence[RequestRecord], peak_cache_bytes: int) -> Me
         "requests": len(requests),
         **{
             name: summary(*zip(*values[name], strict=True))
-            for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
+            for name in LATENCIES
             if values.get(name)
         },
         "tok_per_s": share(sum(r.output_tokens or 0 for r in generating), generation_s),

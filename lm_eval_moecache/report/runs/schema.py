@@ -8,17 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    field_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, create_model, field_validator
 
 from lm_eval_moecache.records.numbers import shown
 from lm_eval_moecache.records.schemas import OpenSchema, check
+from lm_eval_moecache.report.metrics import LATENCIES, METRICS
 
 Number = float
 Plain = str | bool | int | float | None
@@ -35,15 +29,8 @@ def _choice(value: object) -> object:
 
 Choice = Annotated[dict[str, Any], BeforeValidator(_choice)]
 Score = bool | int | float
-MetricsMapping = dict[str, Score | dict[str, Score | None] | None]
 Pair = Annotated[list[Score], Field(min_length=2, max_length=2)]
 Samples = dict[str, dict[str, Score | Pair]]
-
-
-class NamedReport(OpenSchema):
-    """A named part of a report: the hardware."""
-
-    name: str
 
 
 class AxesReport(OpenSchema):
@@ -55,27 +42,117 @@ class AxesReport(OpenSchema):
     miss: Choice
 
 
-class PolicyReport(NamedReport, AxesReport):
-    """The policy of a run."""
+class PolicyReport(AxesReport):
+    """The policy of a run, in full."""
+
+    name: str = Field(description="the composition, and what was replaced in it")
+    phases: Literal["all", "decode"] = Field("all", description="when lossy algorithms act")
+    source: str | None = Field(None, description="paper and section")
 
 
-class MoecacheReport(OpenSchema):
-    """`config.moecache`: the setting and the metrics of a run."""
+class Machine(OpenSchema):
+    """The emulated device (virtual clock) or this machine (wall clock)."""
+
+    name: str
+    link_bytes_per_s: float | None = Field(None, description="None: a real, unthrottled link")
+    peak_flops: float | None = None
+    memory_bytes_per_s: float | None = None
+    memory_bytes: float | None = None
+
+
+class ModelSizes(OpenSchema):
+    """The sizes that the engine charged for: the model's own, or those of `emulate`."""
+
+    model: str | None = None
+    num_layers: int | None = Field(None, description="MoE layers")
+    num_experts: int | None = Field(None, description="routed experts of each layer")
+    top_k: int | None = None
+    expert_bytes: list[list[int]] = Field([], description="per layer, by stored precision")
+    dense_bytes: list[int] = Field([], description="per layer, of all but routed experts")
+    precision: list[str] = Field([], description="the stored precisions, best first")
+
+
+class Percentiles(OpenSchema):
+    """A time in milliseconds over requests (`itl_ms`: over tokens)."""
+
+    mean: float | None
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+    stderr: float | None = None
+
+
+class AnyMetrics(OpenSchema):
+    """The metrics of one task or of all tasks; rates are None where their denominator is 0."""
+
+    __pydantic_extra__: dict[str, Score | dict[str, Score | None] | None] = Field(init=False)
+
+
+def _metrics() -> Any:
+    """Return the schema of metrics: the declared ones by name, others (by phase) by type."""
+    fields: dict[str, Any] = {
+        name: (
+            Percentiles | None if name in LATENCIES else float | None,
+            Field(None, description=metric.words),
+        )
+        for name, metric in METRICS.items()
+    }
+    return create_model("Metrics", __base__=AnyMetrics, **fields)
+
+
+MetricsReport = _metrics()
+
+
+class MoecacheRecord(OpenSchema):
+    """`config.moecache` of a results JSON: the full setting of a run, and its metrics."""
 
     policy: PolicyReport
-    hardware: NamedReport
-    capacity: str
-    clock: str
-    model: dict[str, Any] = Field(default_factory=dict)
+    capacity: str = Field(description="as given by the user")
+    capacity_bytes: int | None = None
+    hardware: Machine
+    clock: Literal["virtual", "wall"]
+    scoring: Literal["parallel", "scan"] = "parallel"
+    streams: int = Field(1, description="requests that the emulated device serves at once")
+    cache_reset: Literal["never", "request"] | None = None
+    link: Literal["priority", "fifo"] = "priority"
+    execute: Literal["together", "as_they_arrive"] = "together"
+    reads_per_expert: int = Field(1, description="read requests per expert")
+    attention: Literal["none", "context"] = "none"
+    seed: int | None = None
+    model: ModelSizes = ModelSizes()
+    device: str | None = Field(None, description="where the model ran, whatever was emulated")
+    warm: str | None = None
     emulate: dict[str, Any] | None = None
-    totals: MetricsMapping
-    tasks: dict[str, MetricsMapping]
+    draft: dict[str, Any] | None = None
+    regime: dict[str, Any] | None = None
+    warnings: list[str] = Field([], description="settings without effect")
+    ranks: int | None = None
+    store: Literal["ram", "disk"] | None = None
+    load: dict[str, Any] | None = Field(None, description="wall clock: duration and peak memory")
+    totals: MetricsReport
+    tasks: dict[str, MetricsReport]
+
+
+SCHEMA_VERSION = 1
+"""Incremented when a field is renamed, removed or changes its meaning, not when one is added.
+
+A test checks every record in `results/` against the schema, and the site publishes it."""
+
+
+def published_schema() -> dict[str, Any]:
+    """Return the schema of `config.moecache` as a JSON object (draft 2020-12)."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "config.moecache",
+        "version": SCHEMA_VERSION,
+        **MoecacheRecord.model_json_schema(),
+    }
 
 
 class ReportedConfig(OpenSchema):
     """lm-eval's `config`, which contains ours."""
 
-    moecache: MoecacheReport
+    moecache: MoecacheRecord
     model: Any = None
     model_args: dict[str, Any] | str | None = None
     limit: float | None = None
@@ -194,132 +271,3 @@ class TraceCell(OpenSchema):
     """One cell of `cells.json.gz`: its setting in `cell`, its metrics next to it."""
 
     cell: dict[str, Plain]
-
-
-# --- the JSON schema of `config.moecache` that we publish ---
-
-SCHEMA_VERSION = 1
-"""Incremented when a field is renamed, removed or changes its meaning, not when one is added.
-
-A test checks every record in `results/` against the schema, and the site publishes it."""
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-
-class AlgorithmOfAxis(_Part):
-    """The algorithm of one axis: its name or the path of its class, and all of its parameters."""
-
-    name: str | None = Field(None, description="an algorithm that `moecache policies` lists")
-    class_path: str | None = Field(None, description="a class of the user's own")
-
-
-class ResolvedPolicy(_Part):
-    """The full composition of the run."""
-
-    name: str = Field(description="the composition, and what was replaced in it")
-    routing: AlgorithmOfAxis
-    prefetch: AlgorithmOfAxis
-    eviction: AlgorithmOfAxis
-    miss: AlgorithmOfAxis
-    phases: Literal["all", "decode"] = Field(description="when lossy algorithms act")
-    source: str | None = Field(None, description="paper and section")
-
-
-class Machine(_Part):
-    """The emulated device (virtual clock) or this machine (wall clock)."""
-
-    name: str
-    link_bytes_per_s: float | None = Field(description="None: a real, unthrottled link")
-    peak_flops: float | None = None
-    memory_bytes_per_s: float | None = None
-    memory_bytes: float | None = None
-
-
-class ModelSizes(_Part):
-    """The sizes that the engine charged for: the model's own, or those of `emulate`."""
-
-    model: str
-    num_layers: int = Field(description="MoE layers")
-    num_experts: int = Field(description="routed experts of each layer")
-    top_k: int
-    expert_bytes: list[list[int]] = Field(description="per layer, a size for each stored precision")
-    dense_bytes: list[int] = Field(description="per layer, bytes that are not routed experts")
-    precision: list[str] = Field(description="the stored precisions, best first")
-
-
-class Percentiles(_Part):
-    """A time in milliseconds over requests (`itl_ms`: over tokens)."""
-
-    mean: float | None
-    p50: float | None
-    p90: float | None
-    p99: float | None
-    stderr: float | None = None
-
-
-class Metrics(_Part):
-    """The metrics of one task or of all tasks; rates are None where their denominator is 0."""
-
-    requests: int
-    ttft_ms: Percentiles | None = None
-    tpot_ms: Percentiles | None = None
-    itl_ms: Percentiles | None = None
-    e2el_ms: Percentiles | None = None
-    tok_per_s: float | None = Field(description="output tokens / time in generation")
-    prompt_tok_per_s: float | None
-    hit_rate: float | None = Field(description="resident share of the unique experts per event")
-    miss_rate: float | None = Field(description="late and absent experts")
-    late_rate: float | None
-    collision_miss_rate: float | None
-    decode_miss_rate: float | None
-    stall_ms_per_token: float | None
-    bytes_moved: int
-    evictions: int
-    routing_fidelity: float | None = Field(
-        description="share of assignments executed as the unmodified router chose"
-    )
-    peak_cache_bytes: int
-
-
-class MoecacheRecord(_Part):
-    """`config.moecache` of a results JSON: the full setting of a run, and its metrics."""
-
-    policy: ResolvedPolicy
-    capacity: str = Field(description="as given by the user")
-    capacity_bytes: int
-    hardware: Machine
-    clock: Literal["virtual", "wall"]
-    scoring: Literal["parallel", "scan"]
-    streams: int = Field(1, description="requests that the emulated device serves at once")
-    cache_reset: Literal["never", "request"]
-    link: Literal["priority", "fifo"] = "priority"
-    execute: Literal["together", "as_they_arrive"] = "together"
-    reads_per_expert: int = Field(1, description="read requests per expert")
-    attention: Literal["none", "context"] = "none"
-    seed: int
-    model: ModelSizes
-    device: str | None = Field(None, description="where the model ran, whatever was emulated")
-    warm: str | None = None
-    emulate: dict[str, Any] | None = None
-    draft: dict[str, Any] | None = None
-    regime: dict[str, Any] | None = None
-    warnings: list[str] = Field(default_factory=list, description="settings without effect")
-    ranks: int | None = None
-    store: Literal["ram", "disk"] | None = None
-    load: dict[str, Any] | None = Field(
-        None, description="wall clock: duration and peak memory of loading"
-    )
-    totals: Metrics
-    tasks: dict[str, Metrics]
-
-
-def published_schema() -> dict[str, Any]:
-    """Return the schema as a JSON object (draft 2020-12)."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "config.moecache",
-        "version": SCHEMA_VERSION,
-        **MoecacheRecord.model_json_schema(),
-    }
