@@ -16,7 +16,6 @@ from typing import Any
 
 from grid import RESULTS, arguments
 
-from lm_eval_moecache.report.runs.columns import selected
 from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.report.runs.run import Run
 from lm_eval_moecache.report.tables.text import rows_as_markdown
@@ -45,7 +44,7 @@ def rows_of(runs: list[Run], columns: Columns) -> list[dict[str, Any]]:
     """Return one row per document: the share of its time per token saved for each step."""
 
     def times(where: Where) -> Mapping[str, float]:
-        [run] = [run for run in runs if selected(run, where)]
+        [run] = [run for run in runs if run.matches(where)]
         tpot_ms: Mapping[str, float] = run.speed["tiny_gsm8k"]["tpot_ms"]
         return tpot_ms
 

@@ -14,7 +14,6 @@ from lm_eval_moecache.cli.main import listed, print_result, wrapped
 from lm_eval_moecache.cli.main import main as moecache
 from lm_eval_moecache.harness.evaluation_options import check_limit
 from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.report.runs.columns import figure_column, selected
 from lm_eval_moecache.report.runs.files import RUNS, load_runs
 from lm_eval_moecache.report.runs.run import Run
 from lm_eval_moecache.report.tables.text import line
@@ -127,9 +126,8 @@ def our_value(reproduced: ReproducedValue, runs: Sequence[Run]) -> float | None:
 
 
 def _value(metric: str, where: Mapping[str, Any], runs: Sequence[Run]) -> float | None:
-    matches = [run for run in runs if selected(run, where)]
+    matches = [run for run in runs if run.matches(where)]
     if len(matches) > 1:
         names = ", ".join(run.run_id for run in matches[:3])
         raise ValueError(f"said: where={dict(where)!r} picks {len(matches)} runs: {names} ...")
-    column = figure_column(matches, metric)
-    return column.read(matches[0]).number if matches and column is not None else None
+    return matches[0][metric].number if matches else None

@@ -6,14 +6,16 @@ part in their fit (`mechanisms.yaml`); with --report also a table and a plot.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.profiling._texts import Told
 from lm_eval_moecache.records.files import traces_dir, write_whole
 from lm_eval_moecache.records.runtimes import MECHANISMS_FILE
-from lm_eval_moecache.report.plots import plot_speeds
+from lm_eval_moecache.report.plots import look, new_figure, save
 from moecache_lab.fit_runtimes import as_yaml, begin_at, fit_all
 from moecache_plan.published import read_rows
 from moecache_plan.validate import speeds_text
@@ -38,6 +40,26 @@ def run(arguments: Namespace) -> Told:
         # Every row as forecast without its machine.
         folder = Path(arguments.report)
         write_whole(folder / "table.md", speeds_text(result))
-        plot_speeds(result["rows"], folder / "plots" / "predicted.svg")
+        _plot(result["rows"], folder / "plots" / "predicted.svg")
     text = speeds_text(result) + "\n" + as_yaml(known, result["hit_rates"]) + "\n"
     return {**result, "constants": dict(known.constants)}, text
+
+
+def _plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Plot predicted against measured decode speeds, a colour a mechanism."""
+    figure, (axes,) = new_figure()
+    speeds = [1.0, *(row["measured_tok_s"] for row in rows if row["measured_tok_s"])]
+    ends = [min(speeds) / 1.5, max(speeds) * 1.5]
+    axes.fill_between(
+        ends, [e / 1.5 for e in ends], [e * 1.5 for e in ends], alpha=0.12, label="within 1.5 times"
+    )
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    for index, name in enumerate(dict.fromkeys(row["mechanism"] for row in rows)):
+        points = [row for row in rows if row["mechanism"] == name and row["measured_tok_s"]]
+        x = [row["measured_tok_s"] for row in points]
+        y = [row["predicted_tok_s"] for row in points]
+        axes.plot(x, y, **{**look(index), "linestyle": "none"}, label=name)
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set(xlabel="measured, tok/s", ylabel="predicted, tok/s")
+    axes.legend()
+    save(figure, path)

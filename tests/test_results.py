@@ -16,7 +16,6 @@ from lm_eval.utils import make_table
 
 from lm_eval_moecache.cli.table import board_folders, collect, other_tables
 from lm_eval_moecache.harness.run_report import speed_table
-from lm_eval_moecache.report.runs.columns import selected
 from lm_eval_moecache.report.runs.files import PACKED, load_runs
 from lm_eval_moecache.report.runs.run import Run
 from lm_eval_moecache.report.tables import FORMS
@@ -151,7 +150,7 @@ def check_submission(run: Run, protocol: Mapping[str, Any]) -> None:
     It has the protocol's settings, and each task's scores are the means of its documents' scores.
     """
     for key, wanted in protocol.items():
-        assert selected(run, {key: wanted}), f"the protocol has {key}={wanted!r}"
+        assert run.matches({key: wanted}), f"the protocol has {key}={wanted!r}"
     for task in run.moecache["tasks"]:
         assert task in run.samples, f"task {task} lacks its documents' scores"
         for score in run.scores(task):

@@ -32,8 +32,7 @@ from lm_eval_moecache.harness.tasks import (
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.ledger import PassRecord, RequestRecord
-from lm_eval_moecache.report.runs.columns import independent
-from lm_eval_moecache.report.runs.run import BATCH, scores_of
+from lm_eval_moecache.report.runs.run import BATCH, independent, scores_of
 from tests.harness import small_tasks
 
 SPEED = "!function lm_eval_moecache.harness.tasks.SpeedTask"

@@ -13,7 +13,6 @@ from lm_eval_moecache.records.files import read_json, read_yaml, write_whole
 from lm_eval_moecache.records.numbers import listed_names
 from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.report import every_eval_ever
-from lm_eval_moecache.report.runs.columns import selected
 from lm_eval_moecache.report.runs.files import PACKED, RUNS, load_runs
 from lm_eval_moecache.report.runs.schema import FrontFile, RowsFile
 from lm_eval_moecache.report.tables import FORMS
@@ -171,7 +170,7 @@ def collect(
         board = Board(title=sweep.title or sweep.name, views=sweep.views)
     else:
         board = Board()
-    chosen = [run for run in runs if selected(run, board.where)]
+    chosen = [run for run in runs if run.matches(board.where)]
     if not chosen:
         raise ValueError(f"{path}: no run has where={board.where!r}.")
     first = leaderboard(

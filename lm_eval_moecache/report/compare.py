@@ -20,8 +20,7 @@ import numpy as np
 
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.runs.columns import metric_column
-from lm_eval_moecache.report.runs.run import ONLY_HOW, Run, Score, identity
+from lm_eval_moecache.report.runs.run import ONLY_HOW, Figure, Run, Score, identity
 from lm_eval_moecache.report.statistics import (
     answers_interval,
     holm,
@@ -84,7 +83,7 @@ class CompareOptions:
                     f"metric={name!r} is a score, and every score of every task is compared as it "
                     f"is, within `--floor`. Allowed here: figures of speed, as {SPEED_METRICS}."
                 )
-            if metric_column(name) is None:
+            if Figure.of(name) is None:
                 raise unknown_name_error("metric", name, METRICS)
 
     def is_exact(self, old: Run, new: Run) -> bool:
@@ -546,15 +545,16 @@ def _speeds(
         metric, at, wanted_task = name.partition("@")
         if at and wanted_task != task:
             continue
-        column = metric_column(metric if task is None else f"{metric}@{task}")
-        assert column is not None, metric
-        before, after = (column.read(run).number for run in (old, new))
+        figure = Figure.of(metric)
+        assert figure is not None, metric
+        told = metric if task is None else f"{metric}@{task}"
+        before, after = (run[told].number for run in (old, new))
         row = Row(run=key, task=task, metric=metric, baseline=before, new=after)
         if before is not None and after is not None:
             tolerance = options.tolerances.get(name, default)
             yield replace(
                 row,
-                higher_is_better=column.higher_is_better,
+                higher_is_better=figure.metric.higher_is_better,
                 allowed=tolerance * abs(before),
                 judged_by=f"tolerance {tolerance:g}" if tolerance else EXACTLY,
             )

@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from lm_eval_moecache.report.runs.columns import FRAME_SETTINGS, setting
+from lm_eval_moecache.report.runs.columns import FRAME_SETTINGS
 from lm_eval_moecache.report.runs.run import Run, Score, identity
 
 NAME = "every_eval_ever"
@@ -35,10 +35,10 @@ def document(run: Run) -> dict[str, Any]:
     Every finite score of each task and group is a result; a metric whose range is not known says
     so, and is of no score type. Who evaluated is not in a record, and is said to be unknown.
     """
-    model, when = identity(run).get("pretrained", "unknown"), _timestamp(run)
+    model, when = run.identity.get("pretrained", "unknown"), _timestamp(run)
     versions = run.environment.get("versions", {})
     engine = {"name": "lm-eval-moecache", "version": versions.get("lm-eval-moecache")}
-    settings = {name: setting(run, name).raw for name in FRAME_SETTINGS}
+    settings = {name: run.setting(name).raw for name in FRAME_SETTINGS}
     developer, slash, name = model.partition("/")
     # Else a path, perhaps of a trace.
     is_on_hub = developer.strip(".~") and slash and name and "/" not in name

@@ -1,13 +1,15 @@
 """Figures that are reproducible byte for byte: one style, no dates, no random ids.
 
-Below: plots of a folder of runs, either the `figures` of its sweep file or the usual trade-offs.
-Settings that vary become series and panels; nothing is averaged, and a line joins only runs of one
-identity.
+Below: plots of a folder of runs, either the `figures` of its sweep file or the usual trade-offs,
+which are figures as well. Settings that vary become series; nothing is averaged, and a line joins
+only runs of one identity.
 """
 
 from __future__ import annotations
 
 import io
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +20,15 @@ from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.numbers import listed, unknown_name_error
 from lm_eval_moecache.report.metrics import MEGABYTE
-from lm_eval_moecache.report.runs.columns import (
+from lm_eval_moecache.report.runs.columns import Column, find_column, score_column
+from lm_eval_moecache.report.runs.run import (
     ACCURACY,
-    Column,
-    find_column,
-    score_column,
-    selected,
-    setting,
+    RATES,
+    Run,
+    distinguishing,
+    groups,
+    varying,
 )
-from lm_eval_moecache.report.runs.run import RATES, Run, distinguishing, groups, varying
 from lm_eval_moecache.report.tables.front import pareto_front
 from lm_eval_moecache.report.tables.leaderboard import sort_key
 from lm_eval_moecache.report.tables.schema import Figure, Panel
@@ -85,20 +87,6 @@ def look(index: int) -> dict[str, Any]:
     return {"color": color, "marker": marker, "markersize": 5}
 
 
-def fit_shares(axes: Any, ends: Sequence[float]) -> None:
-    """Fit a y axis of shares to the ends of its points' bars, within 0 and 1.
-
-    An axis of anything else is left alone.
-    """
-    if ends and min(ends) >= 0 and max(ends) <= 1:
-        low, high = min(ends), max(ends)
-        # So that a difference of one answer in a hundred does not fill the picture.
-        pad = max(0.08 * (high - low), (0.05 - (high - low)) / 2)
-        axes.set_ylim(max(0.0, low - pad), min(1.0, high + pad))
-        for line in axes.lines:
-            line.set_clip_on(False)
-
-
 def plain(text: object) -> str:
     """Return a label that matplotlib neither typesets as a formula nor hides from the legend."""
     label = str(text).replace("$", r"\$")
@@ -138,14 +126,18 @@ def save(figure: Any, *paths: str | Path) -> None:
 # --- plots of runs ---
 
 Z_95 = 1.96
-MAX_SERIES, MAX_PANELS = 20, 6
+MAX_SERIES, MAX_ACROSS = 20, 2
 CURVES = ("tok_per_s", "ttft_ms", "miss_rate")
 _CAPACITY = "capacity"
-# Where every run has a label, the labels stand for all other settings: they name what varies.
-_INSTEAD_OF_ALL = "run"
 _LETTERS_A_PANEL = 55
 _LOG_FROM = 2.0
 """Perplexities that differ by more than this factor are drawn on a logarithmic scale."""
+_UNITS = {
+    "capacity_bytes": ("capacity of the cache [MB]", MEGABYTE),
+    "link_bytes_per_s": ("link [GB/s]", 1000 * MEGABYTE),
+    "memory_bytes_per_s": ("device memory [GB/s]", 1000 * MEGABYTE),
+    ACCURACY: ("accuracy (mean of tasks)", 1.0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +156,7 @@ class Axis:
 
     def at(self, run: Run) -> tuple[float, float] | None:
         """Return a run's value and the half-width of its 95% interval (0 without an error)."""
-        value = self.column.read(run)
+        value = run[self.column.name]
         # A metric, or the number that a setting like `8/layer` or `5%` begins with.
         kind, number, _ = sort_key(value)
         if value.raw is None or kind == 2:
@@ -172,45 +164,28 @@ class Axis:
         return number / self.scale, Z_95 * (value.stderr or 0.0) / self.scale
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """One panel: its title, and its runs by series name."""
-
-    title: str
-    series: dict[str, list[Run]]
-
-    @property
-    def runs(self) -> list[Run]:
-        """The runs of all series."""
-        return [run for members in self.series.values() for run in members]
-
-
 def axis_of(runs: Sequence[Run], shown: Sequence[Run], name: str) -> Axis:
-    """Return a column as an axis: bytes in MB, perplexities relative to the lowest shown."""
+    """Return a column as an axis: bytes in MB or GB, perplexities relative to the lowest shown."""
     column = find_column(runs, name)
-    label = column.words or column.heading.removesuffix(" (lower is better)")
-    scale, log = (MEGABYTE if "[MB]" in column.words else 1.0), False
-    if name == ACCURACY:
-        label = "accuracy (mean of tasks)"
-    elif name == "capacity_bytes":
-        scale, label = MEGABYTE, "capacity of the cache [MB]"
+    label, scale = _UNITS.get(name, (column.words or column.heading, 1.0))
+    label, log = label.removesuffix(" (lower is better)"), False
+    numbers = [n for run in shown if (n := run[name].number)]
+    if "[MB]" in column.words:
+        in_gb = max(numbers, default=0) > 10_000 * MEGABYTE
+        label = label.replace("[MB]", "[GB]") if in_gb else label
+        scale = 1000 * MEGABYTE if in_gb else MEGABYTE
     elif name == _CAPACITY:
         # The form in which capacities were given is their unit.
-        capacities = {str(setting(run, _CAPACITY).raw) for run in shown}
+        capacities = {str(run.setting(name).raw) for run in shown}
         for ending, unit in (("/layer", "experts a layer"), ("%", "% of all expert bytes")):
             if all(capacity.endswith(ending) for capacity in capacities):
                 label = f"capacity [{unit}]"
-    if "perplexity" in column.words:
-        numbers = [n for run in shown if (n := column.read(run).number)]
-        if numbers and max(numbers) > 100:
-            # Per word of many tokens, absolute perplexity means little: draw it relative.
-            scale, log = min(numbers), max(numbers) > _LOG_FROM * min(numbers)
-            label += f"\n[of the lowest, {scale:.0f}{'; log scale' if log else ''}]"
+    elif "perplexity" in column.words and numbers and max(numbers) > 100:
+        # Per word of many tokens, absolute perplexity means little: draw it relative.
+        scale, log = min(numbers), max(numbers) > _LOG_FROM * min(numbers)
+        label += f"\n[of the lowest, {scale:.0f}{'; log scale' if log else ''}]"
     direction = {True: "\n(more is better)", False: "\n(less is better)", None: ""}
     return Axis(column, label + direction[column.higher_is_better], scale, log)
-
-
-# --- the figures that a sweep file names ---
 
 
 def write_figures(runs: Sequence[Run], figures: Sequence[Figure], folder: Path) -> list[Path]:
@@ -220,51 +195,8 @@ def write_figures(runs: Sequence[Run], figures: Sequence[Figure], folder: Path) 
     `group` (the settings that give a run its colour), and optionally `title`, `where`, and
     `line: true`, which joins a group's points in order of x.
     """
-    return [
-        path
-        for figure in figures
-        for path in save_as(draw_figure(runs, figure), folder / figure.name)
-    ]
-
-
-def draw_figure(runs: Sequence[Run], figure: Figure) -> Any:
-    """Draw one figure of a sweep file; return it."""
-    picture, places = new_figure(columns=len(figure.panels))
-    with pyplot().rc_context(STYLE):
-        for place, panel in zip(places, figure.panels, strict=True):
-            _draw_panel(place, runs, figure, panel)
-        # matplotlib cuts off titles wider than the figure.
-        width = _LETTERS_A_PANEL * len(figure.panels)
-        _finish(picture, places, "\n".join(wrap(plain(figure.title), width)))
-    return picture
-
-
-def _draw_panel(place: Any, runs: Sequence[Run], figure: Figure, panel: Panel) -> None:
-    where = {**figure.where, **panel.where}
-    chosen = [run for run in runs if selected(run, where)]
-    x, y = (axis_of(runs, chosen, name) for name in (panel.x, panel.y))
-    series: dict[str, list[Run]] = {}
-    for run in chosen:
-        if x.at(run) is not None and y.at(run) is not None:
-            values = (setting(run, name).raw for name in figure.group or ["policy"])
-            name = " ".join(str(value) for value in values if value is not None)
-            series.setdefault(name, []).append(run)
-    if not series:
-        raise ValueError(f"figures: {figure.name!r}: no run has where={where!r} and figures.")
-    if figure.line:
-        joinable = {panel.x, *(RATES if panel.x in ("hardware", "bandwidth") else ())}
-        for name, members in sorted(series.items()):
-            if varied := [key for key in varying(members) if key not in joinable]:
-                raise ValueError(
-                    f"figures: {figure.name!r}: the line {name!r} would join runs that differ in "
-                    f"{', '.join(varied)}. Add these to `group`, or a `where`."
-                )
-    title = panel.title or ("" if figure.title else f"{y.short} against {x.short}")
-    contents = Drawn(title, dict(sorted(series.items())))
-    _draw(place, contents, x, y, list(contents.series), is_curve=figure.line, bars=True)
-
-
-# --- the usual trade-offs, for sweeps that name no figures ---
+    drawn = ((draw_figure(runs, figure), folder / figure.name) for figure in figures)
+    return [path for picture, stem in drawn for path in save_as(picture, stem)]
 
 
 def write_plots(
@@ -274,27 +206,30 @@ def write_plots(
 
     `task` draws that task's score instead of the mean accuracy; `group` is the setting that gives
     a run its colour and its curve (default: the policy). Other settings that vary split these into
-    further series, or panels where there are many. Raises ValueError where there are too many for
-    one plot.
+    further series. Raises ValueError where there are too many curves for one plot.
     """
     if group is not None:
         _check_group(runs, group)
     if task is not None and score_column(runs, task) is None:
         names = dict.fromkeys(name for run in runs for name in run.results)
         raise ValueError(f"task={task!r} has no score. Allowed: {listed(names, task)}.")
-    quality = task or ACCURACY
+    quality, written = task or ACCURACY, list[Path]()
     pairs = [(name, quality, False) for name in ("tok_per_s", "miss_rate", "capacity_bytes")]
-    if len({setting(run, "capacity_bytes").raw for run in runs}) > 1:
+    if len({run.setting("capacity_bytes").raw for run in runs}) > 1:
         pairs += [("capacity_bytes", name, True) for name in (quality, *CURVES)]
-    written: list[Path] = []
     for x, y, is_curve in pairs:
-        axes = [axis_of(runs, runs, name) for name in (x, y)]
-        complete = [run for run in runs if all(axis.at(run) is not None for axis in axes)]
+        complete = [run for run in runs if None not in (run[x].raw, run[y].raw)]
         if len(complete) < 2:
             continue
-        name = f"capacity_{y}" if is_curve else f"{y}_{x.replace('capacity_bytes', 'memory')}"
-        figure = draw_tradeoff(complete, axes[0], axes[1], group or "policy", is_curve=is_curve)
-        written += save_as(figure, folder / name.replace(":", "_").replace(",", "_"))
+        stem = f"capacity_{y}" if is_curve else f"{y}_{x.replace('capacity_bytes', 'memory')}"
+        figure = Figure(
+            name=re.sub(r"[^\w.+-]", "_", stem),
+            panels=[Panel(x=x, y=y)],
+            group=_grouping(complete, group or "policy", is_curve=is_curve),
+            line=is_curve,
+        )
+        picture = draw_figure(complete, figure, front=not is_curve)
+        written += save_as(picture, folder / figure.name)
     if not written:
         raise ValueError("no plot: the runs have neither two figures to relate nor two capacities.")
     return written
@@ -302,7 +237,7 @@ def write_plots(
 
 def _check_group(runs: Sequence[Run], group: str) -> None:
     """Raise ValueError where the setting does not vary: every run would have one colour."""
-    values = {setting(run, group).raw for run in runs}
+    values = {run.setting(group).raw for run in runs}
     if values == {None}:
         arguments = {key for run in runs for key in (*run.model_args, *run.options)}
         raise unknown_name_error(
@@ -311,151 +246,126 @@ def _check_group(runs: Sequence[Run], group: str) -> None:
     if len(values) == 1:
         raise ValueError(
             f"group={group!r} has no effect: all runs have {next(iter(values))!r}. What varies: "
-            f"{', '.join(_varying(runs, besides=[]))}."
+            f"{', '.join(_varying(runs, []))}."
         )
 
 
-def draw_tradeoff(runs: Sequence[Run], x: Axis, y: Axis, group: str, *, is_curve: bool) -> Any:
-    """Draw curves over x, or scatter plots with each panel's Pareto front; return the figure."""
-    panels = panels_of(runs, group, _CAPACITY)
-    columns = min(len(panels), 3)
-    figure, places = new_figure(-(-len(panels) // columns), columns)
-    names = sorted({name for panel in panels for name in panel.series})
-    for place in places[len(panels) :]:
-        place.set_visible(False)
-    places = places[: len(panels)]
-    with pyplot().rc_context(STYLE):
-        for place, panel in zip(places, panels, strict=True):
-            if is_curve:
-                _check_one_run_a_place(panel, x)
-            _draw(place, panel, x, y, names, is_curve=is_curve, bars=not is_curve)
-            if not is_curve:
-                _ring_front(place, panel, x, y)
-        # Panels are read against each other, so they share one scale.
-        for get, put in (("get_xlim", "set_xlim"), ("get_ylim", "set_ylim")):
-            lows, highs = zip(*(getattr(place, get)() for place in places), strict=True)
-            for place in places:
-                getattr(place, put)(min(lows), max(highs))
-        _finish(figure, places, plain(f"{y.short.capitalize()} against {x.short}"))
-    return figure
+def _grouping(runs: Sequence[Run], group: str, *, is_curve: bool) -> list[str]:
+    """Return the settings that name a series: the group, and every other that varies.
 
-
-def panels_of(runs: Sequence[Run], group: str, x: str) -> list[Drawn]:
-    """Split runs into panels of at most 20 series; `x` is the setting on the x axis.
-
-    Series are named by the group and every other setting that varies. Where one panel cannot hold
-    them, the setting that gives the fewest panels heads them. Raises ValueError, naming the
-    settings, where that is not enough.
+    Points may share the group's colour where that is too many; curves are refused then.
     """
-    others = _varying(runs, besides=[group, x])
-    if len({_text(run, group) for run in runs}) == 1 and others:
-        group, others = others[0], others[1:]
+    others = _varying(runs, [group, _CAPACITY])
+    if len({run.setting(group).raw for run in runs}) == 1 and others:
+        group, *others = others
     names = [group, *others]
-    all_series = _series(runs, names)
-    if len(all_series) <= MAX_SERIES:
-        return [Drawn("", all_series)]
-    splits = []
-    for head in names:
-        parts: dict[str, list[Run]] = {}
-        for run in runs:
-            parts.setdefault(_text(run, head), []).append(run)
-        series_names = [name for name in names if name != head]
-        split = [
-            Drawn(f"{head}: {v}", _series(members, series_names))
-            for v, members in sorted(parts.items())
-        ]
-        if len(split) <= MAX_PANELS and all(len(p.series) <= MAX_SERIES for p in split):
-            splits.append(split)
-    if splits:
-        return min(splits, key=len)
-    raise ValueError(
-        f"no plot: {len(all_series)} series ({', '.join(names)} vary) are too many for "
-        f"{MAX_PANELS} panels of {MAX_SERIES}. Choose --group, or some of the runs by "
-        "--where SETTING=VALUE,..., or name `figures` in the sweep's file."
-    )
+    count = len({tuple(run.setting(name).raw for name in names) for run in runs})
+    if count <= MAX_SERIES:
+        return names
+    if is_curve:
+        raise ValueError(
+            f"no plot: {count} curves ({', '.join(names)} vary) are more than {MAX_SERIES}. Choose "
+            "--group, or some of the runs by --where SETTING=VALUE,..., or name `figures` in the "
+            "sweep's file."
+        )
+    return [group]
 
 
-def _varying(runs: Sequence[Run], *, besides: Sequence[str]) -> list[str]:
+def _varying(runs: Sequence[Run], besides: Sequence[str]) -> list[str]:
     """Return the settings that distinguish the runs, without those of `besides`."""
-    arguments = {key for run in runs for key in (*run.model_args, *run.options)}
-    if all(run.label is not None for run in runs):
-        names = [_INSTEAD_OF_ALL]
-    else:
+    # Where every run has a label, the labels stand for all other settings.
+    names = ["run"]
+    if any(run.label is None for run in runs):
+        arguments = {key for run in runs for key in (*run.model_args, *run.options)}
         others = sorted(arguments - {*AXES, "policy", "label"})
         names = ["experiment", "model", "policy", *AXES, *others]
     # `distinguishing` drops settings that follow from earlier ones, as an axis from its policy.
     names = list(dict.fromkeys([*names, *varying(runs)]))
-    return distinguishing(
-        names, lambda keys: {tuple(_text(r, n) for n in keys) for r in runs}, besides
-    )
+    return distinguishing(names, lambda name: [run.setting(name).raw for run in runs], besides)
 
 
-def _series(runs: Sequence[Run], names: Sequence[str]) -> dict[str, list[Run]]:
+def _series_name(run: Run, names: Sequence[str]) -> str:
+    """Return the name in the legend: `on demand, eviction lru, lambda 0.5`."""
+    parts = []
+    for name in names:
+        text = str(run.setting(name).raw or "")
+        if name != "run":
+            text = re.sub(r" \+ (\w+)=", r", \1 ", text).replace("_", " ")
+        # A bare number needs its setting's name.
+        is_bare = text.replace(".", "", 1).lstrip("-").isdigit()
+        parts.append(f"{name.rpartition('.')[2].replace('_', ' ')} {text}" if is_bare else text)
+    return ", ".join(filter(None, parts))
+
+
+# --- one picture ---
+
+
+def draw_figure(runs: Sequence[Run], figure: Figure, *, front: bool = False) -> Any:
+    """Draw one figure, its panels in rows of two; return it. `front` rings the Pareto front."""
+    across = min(len(figure.panels), MAX_ACROSS)
+    picture, places = new_figure(-(-len(figure.panels) // across), across)
+    panels = [_chosen(runs, figure, panel) for panel in figure.panels]
+    # A series looks the same in all panels.
+    names = sorted({name for series, *_ in panels for name in series})
+    titles = [panel.title for panel in figure.panels]
+    with pyplot().rc_context(STYLE):
+        for place in places[len(panels) :]:
+            place.set_visible(False)
+        for place, title, (series, x, y) in zip(places, titles, panels, strict=False):
+            for name, members in series.items():
+                _draw_series(place, name, _points(members, x, y), names.index(name), figure.line)
+            members = [run for each in series.values() for run in each]
+            if y.column.is_score and y.column.higher_is_better:
+                _fit_scores(place, _points(members, x, y))
+            if front:
+                _ring_front(place, members, x, y)
+            _label(place, x, y)
+            twice = f"{title}: {y.short}" if titles.count(title) > 1 else title
+            place.set_title(
+                plain(twice or (f"{y.short} against {x.short}" if figure.title else ""))
+            )
+        # matplotlib cuts off titles wider than the figure.
+        _, x, y = panels[0]
+        title = figure.title or f"{y.short.capitalize()} against {x.short}"
+        _finish(picture, places, "\n".join(wrap(plain(title), _LETTERS_A_PANEL * across)))
+    return picture
+
+
+def _chosen(
+    runs: Sequence[Run], figure: Figure, panel: Panel
+) -> tuple[dict[str, list[Run]], Axis, Axis]:
+    """Return a panel's runs by series, and its axes."""
+    where = {**figure.where, **panel.where}
+    chosen = [run for run in runs if run.matches(where)]
+    x, y = (axis_of(runs, chosen, name) for name in (panel.x, panel.y))
     series: dict[str, list[Run]] = {}
-    for run in runs:
-        texts = [_text(run, name) for name in names]
-        parts = [
-            # A bare number needs its setting's name.
-            text if i == 0 or text[:1].isalpha() else f"{names[i]}={text}"
-            for i, text in enumerate(texts)
-            if text
-        ]
-        series.setdefault(", ".join(parts), []).append(run)
-    return dict(sorted(series.items()))
+    for run in chosen:
+        if x.at(run) is not None and y.at(run) is not None:
+            series.setdefault(_series_name(run, figure.group or ["policy"]), []).append(run)
+    if not series:
+        raise ValueError(f"figures: {figure.name!r}: no run has where={where!r} and figures.")
+    for name, members in series.items() if figure.line else ():
+        _check_line(figure.name, name, members, x)
+    return dict(sorted(series.items())), x, y
 
 
-def _text(run: Run, name: str) -> str:
-    raw = setting(run, name).raw
-    return "" if raw is None else str(raw)
-
-
-def _check_one_run_a_place(panel: Drawn, x: Axis) -> None:
-    """Raise ValueError where two runs of a series share a point of x: the curve is ambiguous."""
-    for label, runs in panel.series.items():
-        places: dict[Any, list[str]] = {}
-        for run in runs:
-            places.setdefault(x.at(run), []).append(run.run_id)
-        for place, twins in places.items():
-            if place is not None and len(twins) > 1:
-                raise ValueError(
-                    f"no plot: {label!r} has several runs at {x.short} {place[0]:g}: "
-                    f"{', '.join(twins)}."
-                )
-
-
-# --- one pair of axes ---
-
-
-def _draw(
-    place: Any, panel: Drawn, x: Axis, y: Axis, names: Sequence[str], *, is_curve: bool, bars: bool
-) -> None:
-    for name, members in panel.series.items():
-        points = sorted(_points(members, x, y))
-        xs, x_errors, ys, y_errors = zip(*points, strict=True)
-        place.errorbar(
-            xs,
-            ys,
-            xerr=x_errors if bars and any(x_errors) else None,
-            yerr=y_errors if bars and any(y_errors) else None,
-            elinewidth=0.8,
-            # Two points do not make a curve.
-            linestyle="-" if is_curve and len(points) > 2 else "none",
-            label=plain(name),
-            **look(names.index(name)),
+def _check_line(figure: str, name: str, members: Sequence[Run], x: Axis) -> None:
+    """Raise ValueError where a line would join runs that differ, or two in one place."""
+    across = x.column.name
+    joinable = {across, *(RATES if across in ("hardware", "bandwidth") else ())}
+    if varied := [key for key in varying(members) if key not in joinable]:
+        raise ValueError(
+            f"figures: {figure!r}: the line {name!r} would join runs that differ in "
+            f"{', '.join(varied)}. Add these to `group`, or a `where`."
         )
-    task = y.column.name.partition(":")[0]
-    is_score = y.column.decimals == 3 and y.column.higher_is_better is True
-    if y.column.name == ACCURACY or (is_score and any(run.score(task) for run in panel.runs)):
-        points_shown = _points(panel.runs, x, y)
-        ends = [v + side * e * bars for _, _, v, e in points_shown for side in (-1, 1)]
-        # A bar may pass what a share can be; its point may not.
-        are_shares = all(0 <= v <= 1 for _, _, v, _ in points_shown)
-        fit_shares(place, [min(max(end, 0.0), 1.0) for end in ends] if are_shares else [])
-    if y.log:
-        place.set_yscale("log")
-    place.set_title(plain(panel.title))
-    place.set_xlabel(x.label)
-    place.set_ylabel(y.label)
+    places: dict[float, str] = {}
+    for run in members:
+        at, _ = x.at(run) or (math.nan, 0.0)
+        twin = places.setdefault(at, run.run_id)
+        if twin != run.run_id and across.startswith(_CAPACITY):
+            raise ValueError(
+                f"no plot: {name!r} has several runs at {x.short} {at:g}: {twin}, {run.run_id}."
+            )
 
 
 def _points(runs: Sequence[Run], x: Axis, y: Axis) -> list[tuple[float, float, float, float]]:
@@ -464,13 +374,59 @@ def _points(runs: Sequence[Run], x: Axis, y: Axis) -> list[tuple[float, float, f
     return [(*a, *b) for a, b in pairs if a is not None and b is not None]
 
 
-def _ring_front(place: Any, panel: Drawn, x: Axis, y: Axis) -> None:
+def _draw_series(
+    place: Any, name: str, points: Sequence[tuple[float, ...]], index: int, line: bool
+) -> None:
+    xs, x_errors, ys, y_errors = zip(*sorted(points), strict=True)
+    place.errorbar(
+        xs,
+        ys,
+        xerr=x_errors if any(x_errors) else None,
+        yerr=y_errors if any(y_errors) else None,
+        elinewidth=0.8,
+        # Two points do not make a curve.
+        linestyle="-" if line and len(points) > 2 else "none",
+        label=plain(name),
+        **look(index),
+    )
+
+
+def _fit_scores(place: Any, points: Sequence[tuple[float, ...]]) -> None:
+    """Fit a y axis to its bars, within 0 and 1 where all points are shares."""
+    if not all(0 <= y <= 1 for _, _, y, _ in points):
+        return
+    # A bar may pass what a share can be; its point may not.
+    ends = [min(max(y + side * e, 0.0), 1.0) for _, _, y, e in points for side in (-1, 1)]
+    low, high = min(ends), max(ends)
+    # So that a difference of one answer in a hundred does not fill the picture.
+    pad = max(0.08 * (high - low), (0.05 - (high - low)) / 2)
+    place.set_ylim(max(0.0, low - pad), min(1.0, high + pad))
+    for line in place.lines:
+        line.set_clip_on(False)
+
+
+def _label(place: Any, x: Axis, y: Axis) -> None:
+    """Label both axes, with plain numbers: no powers, no factor beside the axis."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    place.set_xlabel(x.label)
+    place.set_ylabel(y.label)
+    if y.log:
+        place.set_yscale("log")
+        place.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        place.yaxis.set_minor_formatter(NullFormatter())
+    for axis in (place.xaxis, place.yaxis):
+        if axis.get_scale() == "log" or max(map(abs, axis.get_view_interval())) >= 10_000:
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+
+
+def _ring_front(place: Any, runs: Sequence[Run], x: Axis, y: Axis) -> None:
     """Ring the runs that no other run of the same identity is shown to beat, nor any one as drawn.
 
     A test keeps a row on the front that another beats by an answer or two: a table explains that,
     but a ring around the point would not be believed.
     """
-    runs, axes = panel.runs, (x.column, y.column)
+    axes = (x.column, y.column)
     front = [runs[i] for group in groups(runs) for i in pareto_front(runs, group, axes)]
     points = {(x_value, y_value) for x_value, _, y_value, _ in _points(front, x, y)}
     signs = [1 if axis.higher_is_better else -1 for axis in axes]
@@ -491,21 +447,3 @@ def _finish(figure: Any, places: Sequence[Any], title: str) -> None:
     bars = any(c.has_xerr or c.has_yerr for place in places for c in place.containers)
     legend(figure, series, "bars: 95% intervals" if bars else None)
     figure.suptitle(title)
-
-
-def plot_speeds(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Plot predicted against measured decode speeds, a colour a mechanism."""
-    figure, (axes,) = new_figure()
-    speeds = [1.0, *(row["measured_tok_s"] for row in rows if row["measured_tok_s"])]
-    ends = [min(speeds) / 1.5, max(speeds) * 1.5]
-    axes.fill_between(ends, [end / 1.5 for end in ends], [end * 1.5 for end in ends], alpha=0.12)
-    axes.plot(ends, ends, color="black", linewidth=0.8)
-    for index, name in enumerate(dict.fromkeys(row["mechanism"] for row in rows)):
-        points = [row for row in rows if row["mechanism"] == name and row["measured_tok_s"]]
-        x = [row["measured_tok_s"] for row in points]
-        y = [row["predicted_tok_s"] for row in points]
-        axes.plot(x, y, **{**look(index), "linestyle": "none"}, label=name)
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-    axes.set(xlabel="measured, tok/s", ylabel="predicted, tok/s")
-    axes.legend()
-    save(figure, path)

@@ -12,7 +12,8 @@ from lm_eval_moecache.algorithms.policy import choice_text
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.runs.columns import Column, Value
+from lm_eval_moecache.report.runs.columns import Column
+from lm_eval_moecache.report.runs.run import Value
 from lm_eval_moecache.report.tables.front import Sampled, keeps_score
 from lm_eval_moecache.report.tables.leaderboard import Table
 from lm_eval_moecache.report.tables.text import as_markdown

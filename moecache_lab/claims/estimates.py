@@ -18,9 +18,8 @@ import numpy as np
 from lm_eval_moecache.records.files import parse_json, read_gzip, read_json
 from lm_eval_moecache.records.numbers import shown, unknown_name_error
 from lm_eval_moecache.records.schemas import check, check_as
-from lm_eval_moecache.report.runs.columns import find_score, independent, metric_value, selected
 from lm_eval_moecache.report.runs.files import load_runs
-from lm_eval_moecache.report.runs.run import BATCH, Run
+from lm_eval_moecache.report.runs.run import BATCH, Run, independent
 from lm_eval_moecache.report.runs.schema import RowsFile, TraceCell
 from lm_eval_moecache.report.statistics import Floats, answers_interval, documents_needed
 from moecache_lab.claims.schema import Part
@@ -254,7 +253,7 @@ def _sides(part: Part, root: Path) -> list[Run]:
     """Return the run that a part is about, and with `versus` the one it is compared with."""
     sides = []
     for where in part.sides:
-        matches = [run for run in _runs(str(root / str(part.runs))) if selected(run, where)]
+        matches = [run for run in _runs(str(root / str(part.runs))) if run.matches(where)]
         if len(matches) != 1:
             names = ", ".join(run.run_id for run in matches[:3]) or "none"
             raise ValueError(f"{dict(where)} picks {len(matches)} runs: {names}.")
@@ -283,7 +282,7 @@ def _of_documents(part: Part, root: Path) -> Estimate:
             for side, f in zip(sides, speed, strict=True)
         ]
     else:
-        score = find_score(new, metric)
+        score = new.find_score(metric)
         if score is None:
             metrics = [*new.speed.get(task, {}), *new.results]
             raise unknown_name_error(
@@ -323,7 +322,7 @@ def _of_whole(part: Part, root: Path) -> Traces:
     """Return a metric of two whole runs."""
     values = []
     for run in _sides(part, root):
-        value = metric_value(run, part.metric).number
+        value = run[part.metric].number
         if value is None:
             raise unknown_name_error("metric", part.metric, [*run.moecache["totals"]])
         values.append(value)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lm_eval_moecache.report.runs.columns import Value, metric_column
+from lm_eval_moecache.report.runs.columns import metric_column
+from lm_eval_moecache.report.runs.run import Value
 from lm_eval_moecache.report.tables.leaderboard import Table
 from lm_eval_moecache.report.tables.page import _digits, brief
 from tests.conftest import Moecache

@@ -6,12 +6,15 @@ import json
 import sys
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lm_eval_moecache.report import plots
 from lm_eval_moecache.report.plots import COLOURS
+from lm_eval_moecache.report.runs.columns import find_column
 from lm_eval_moecache.report.runs.files import load_runs
+from lm_eval_moecache.report.runs.run import Run
 from lm_eval_moecache.report.tables.front import pareto_front
 from lm_eval_moecache.report.tables.schema import Figure
 from tests.conftest import Moecache
@@ -40,7 +43,7 @@ def test_every_plot_and_a_sweep_files_own_are_written_twice_the_same(
         assert written == sorted(f"{name}.{form}" for name in names for form in ("png", "svg"))
         assert all((first / name).read_bytes() == (second / name).read_bytes() for name in written)
     text = (first / "mine.svg").read_text()
-    assert "on_demand" in text and "(less is better)" in text
+    assert "on demand" in text and "(less is better)" in text
 
 
 def test_what_cannot_be_drawn_is_refused_and_runs_are_chosen_by_settings(
@@ -80,34 +83,39 @@ def grid(folder: Path, prefetches: tuple[str, ...] = ("next_gate", "none", "scor
     return write(folder, *runs)
 
 
-def test_what_varies_becomes_panels_and_series_and_nothing_is_averaged(tmp_path: Path) -> None:
-    runs = load_runs(grid(tmp_path))
-    panels = plots.panels_of(runs, "policy", "capacity")
-    assert [p.title for p in panels] == [f"prefetch: {n}" for n in ("next_gate", "none", "score")]
-    for panel in panels:
-        assert list(panel.series) == [f"rule{i}" for i in range(7)]
-        assert all(len(members) == 2 for members in panel.series.values())
-    x, y = (plots.axis_of(runs, runs, name) for name in ("capacity_bytes", "tok_per_s"))
-    figure = plots.draw_tradeoff(runs, x, y, "policy", is_curve=True)
-    lines = [line for axes in figure.axes for line in axes.lines]
-    assert sorted(y for line in lines for y in line.get_ydata()) == sorted(
-        100.0 * i + j for i in range(7) for j in range(2) for _ in range(3)
+def drawn(runs: list[Run], x: str, y: str, *, line: bool = False) -> Any:
+    """Draw the usual trade-off of two columns."""
+    group = plots._grouping(runs, "policy", is_curve=line)
+    figure = Figure.model_validate(
+        {"name": "x", "panels": [{"x": x, "y": y}], "group": group, "line": line}
     )
-    for axes in figure.axes:
-        looks = [(line.get_color(), line.get_marker()) for line in axes.lines]
-        assert len(set(looks)) == len(looks) == 7
-        assert {color for color, _ in looks} <= set(COLOURS)
-        assert {line.get_linestyle() for line in axes.lines} == {"None"}, "two points: no course"
-        assert axes.get_xlabel().startswith("capacity of the cache [MB]")
-        assert axes.get_ylabel().startswith("output tokens per second")
+    return plots.draw_figure(runs, figure, front=not line)
+
+
+def test_what_varies_becomes_series_and_nothing_is_averaged(tmp_path: Path) -> None:
+    runs = load_runs(grid(tmp_path, ("next_gate", "none")))
+    figure = drawn(runs, "capacity_bytes", "tok_per_s", line=True)
+    [axes] = figure.axes
+    lines = axes.lines
+    assert sorted(y for line in lines for y in line.get_ydata()) == sorted(
+        100.0 * i + j for i in range(7) for j in range(2) for _ in range(2)
+    )
+    looks = [(line.get_color(), line.get_marker()) for line in lines]
+    assert len(set(looks)) == len(looks) == 14
+    assert {color for color, _ in looks} <= set(COLOURS)
+    assert {line.get_linestyle() for line in lines} == {"None"}, "two points: no course"
+    assert axes.get_xlabel().startswith("capacity of the cache [MB]")
+    assert axes.get_ylabel().startswith("output tokens per second")
     assert figure._suptitle.get_text() == "Output tokens per second against capacity of the cache"
 
 
-def test_too_many_series_and_two_runs_in_one_place_are_refused(tmp_path: Path) -> None:
-    many = load_runs(grid(tmp_path / "many", tuple(f"p{i}" for i in range(8))))
-    many += load_runs(write(tmp_path / "more", *(record(f"x{i}", seed=str(i)) for i in range(20))))
-    with pytest.raises(ValueError, match=r"series \(.*vary\) are too many"):
-        plots.panels_of(many, "policy", "capacity")
+def test_too_many_curves_and_two_runs_in_one_place_are_refused(tmp_path: Path) -> None:
+    many = load_runs(grid(tmp_path / "many"))
+    with pytest.raises(ValueError, match=r"21 curves \(.*vary\) are more than 20"):
+        drawn(many, "capacity", "tok_per_s", line=True)
+    # Points share a colour then.
+    points = drawn(many, "miss_rate", "tok_per_s").axes[0].lines
+    assert sum(len(line.get_xdata()) for line in points if line.get_label() != "Pareto front") >= 42
     twins = write(tmp_path / "twins", record("a"), record("b"), record("c", capacity="50%"))
     with pytest.raises(ValueError, match="several runs at capacity"):
         plots.write_plots(load_runs(twins), tmp_path)
@@ -115,11 +123,9 @@ def test_too_many_series_and_two_runs_in_one_place_are_refused(tmp_path: Path) -
 
 def test_axes_of_accuracy_fit_the_bars_and_the_front_is_ringed(tmp_path: Path) -> None:
     runs = load_runs(leaderboard_of_four(tmp_path))
-    x, y = (plots.axis_of(runs, runs, name) for name in ("tok_per_s", "accuracy"))
-    figure = plots.draw_tradeoff(runs, x, y, "policy", is_curve=False)
-    [axes] = figure.axes
+    [axes] = drawn(runs, "tok_per_s", "accuracy").axes
     low, high = axes.get_ylim()
-    points = [plots.Axis(y.column, "").at(run) for run in runs]
+    points = [plots.axis_of(runs, runs, "accuracy").at(run) for run in runs]
     ends = [v + side * half for v, half in filter(None, points) for side in (-1, 1)]
     assert low <= max(0, min(ends)) and min(1, max(ends)) <= high <= 1
     # Not more than a tenth of the axis beyond the bars on either side.
@@ -144,10 +150,10 @@ def test_no_point_that_another_beats_in_both_axes_is_ringed(tmp_path: Path) -> N
             ),
         )
     )
-    x, y = (plots.axis_of(runs, runs, name) for name in ("tok_per_s", "accuracy"))
-    assert pareto_front(runs, [0, 1], [x.column, y.column]) == {0, 1}
-    [axes] = plots.draw_tradeoff(runs, x, y, "policy", is_curve=False).axes
-    [front] = [line for line in axes.lines if line.get_label() == "Pareto front"]
+    axes = [find_column(runs, name) for name in ("tok_per_s", "accuracy")]
+    assert pareto_front(runs, [0, 1], axes) == {0, 1}
+    [place] = drawn(runs, "tok_per_s", "accuracy").axes
+    [front] = [line for line in place.lines if line.get_label() == "Pareto front"]
     assert list(front.get_xdata()) == [200.0]
 
 
@@ -162,6 +168,40 @@ def test_a_perplexity_of_words_is_drawn_against_the_lowest(tmp_path: Path) -> No
     axis = plots.axis_of(runs, runs, "quiz")
     assert [axis.at(run) for run in runs] == [(1.0, 0.0), (pytest.approx(1.01), 0.0)]
     assert "of the lowest, 16000" in axis.label and not axis.log
+
+
+def test_axes_have_plain_numbers_and_units_and_series_one_look_and_a_name(tmp_path: Path) -> None:
+    """No `10^0`, no `1e10`, no two panels of one name, no series that looks like another."""
+    records = [
+        record(f"r{i}", policy="on_demand + eviction=lfu", capacity=capacity, **{"draft_tokens": i})
+        for i, capacity in enumerate(("5%", "50%"), 1)
+    ]
+    for i, made in enumerate(records, 1):
+        made["config"]["moecache"]["hardware"]["link_bytes_per_s"] = 16e9 * i
+        made["results"]["quiz"] = {"word_perplexity,none": 150.0 * 5**i}
+        made["higher_is_better"] = {"quiz": {"word_perplexity": False}}
+    runs = load_runs(write(tmp_path, *records))
+    panels = [
+        {"x": "link_bytes_per_s", "y": y, "title": "one", "where": {"capacity": capacity}}
+        for y, capacity in (("quiz", "50%"), ("miss_rate", "5%"))
+    ]
+    panels.append({"x": "link_bytes_per_s", "y": "quiz"})
+    figure = Figure.model_validate(
+        {"name": "x", "panels": panels, "group": ["policy", "draft_tokens"]}
+    )
+    picture = plots.draw_figure(runs, figure)
+    picture.canvas.draw()
+    first, second, third, hidden = picture.axes
+    assert first.get_xlabel() == "link [GB/s]" and not hidden.get_visible()
+    assert [place.get_title() for place in (first, second)] == [
+        *("one: quiz word perplexity", "one: miss rate")
+    ]
+    assert [line.get_xdata()[0] for line in (first.lines[0], second.lines[0])] == [32.0, 16.0]
+    assert first.lines[0].get_color() != second.lines[0].get_color()
+    ticks = [text.get_text() for text in third.get_yticklabels()]
+    assert "2" in ticks and not any("^" in text for text in ticks)
+    [names] = [[text.get_text() for text in each.texts] for each in picture.legends]
+    assert names == [f"on demand, eviction lfu, draft tokens {i}" for i in (2, 1)]
 
 
 def test_a_line_joins_runs_of_one_identity_only(tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.sizes import capacity_text, parse_capacity
 from lm_eval_moecache.report.compare import CompareOptions, compare
 from lm_eval_moecache.report.metrics import task_metrics
-from lm_eval_moecache.report.runs.columns import setting
 from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.report.tables.leaderboard import distinct, leaderboard
 from lm_eval_moecache.report.tables.schema import Board
@@ -88,7 +87,7 @@ def _use_results(path: Path) -> object:
     """Use a results file as the commands do."""
     runs = load_runs(path)
     tables = [leaderboard(runs), leaderboard(runs, columns=["run", "eviction", "miss_rate"])]
-    names = [setting(run, name).raw for run in runs for name in ("policy", "hardware", "limit")]
+    names = [run.setting(name).raw for run in runs for name in ("policy", "hardware", "limit")]
     distinct(runs)
     return (
         compare(runs, runs, CompareOptions()),

@@ -1,13 +1,16 @@
-"""A run as it is read back: its scores, its settings, and the identity that comparisons rest on."""
+"""A run as it is read back: figures and settings by name, and the identity of comparisons."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.report.metrics import METRICS, Metric
 
 # A task's primary metric is the first of these that it reports, else its first metric.
 _PREFERRED = ("exact_match", "acc", "mc2", "f1", "word_perplexity", "rouge1_max", "bleu")
@@ -38,6 +41,54 @@ KEYS = (
     *("scoring", "cache_reset", "hardware", "emulate", *RATES, "device"),
 )
 """The keys of `identity`, but for further model arguments (`dtype`, `max_length` ...)."""
+PARETO, ACCURACY = "pareto", "accuracy"
+PERCENTILES = ("mean", "p50", "p90", "p99")
+PHASES = {"prefill_": "prefill ", "decode_": "decode ", "verify_": "verify "}
+# Metrics whose per-document values have another name: metric -> (name, sign).
+_BY_DOCUMENT = {"hit_rate": ("request_miss_rate", -1.0)} | {
+    name: (f"request_{name}", 1.0) for name in ("tok_per_s", "miss_rate", "collision_miss_rate")
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One cell: a setting's text, a number with or without standard error, or nothing."""
+
+    raw: float | str | None = None
+    stderr: float | None = None
+    asked: str | None = None
+    """The name a view selects it by, where it is not the one shown: a policy's composition."""
+
+    @property
+    def identity(self) -> str:
+        """The text that views select and join by."""
+        return str(self.raw) if self.asked is None else self.asked
+
+    @property
+    def number(self) -> float | None:
+        """The raw value where it is a number, else None."""
+        return self.raw if isinstance(self.raw, (int, float)) else None
+
+
+class Figure(NamedTuple):
+    """A metric's name in parts: `decode_miss_rate`, `ttft_ms.p99`, `tok_per_s@task`."""
+
+    metric: Metric
+    phase: str
+    base: str
+    percentile: str
+    task: str
+
+    @classmethod
+    def of(cls, name: str) -> Figure | None:
+        """Return a name's parts; None where no metric has that name."""
+        metric, _, task = name.partition("@")
+        base, dot, percentile = metric.partition(".")
+        phase = next((p for p in PHASES if base.startswith(p)), "")
+        declared = METRICS.get(base.removeprefix(phase))
+        if declared is None or (dot and percentile not in PERCENTILES):
+            return None
+        return cls(declared, phase, base, percentile, task)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +134,7 @@ def scores_of(
     return scores
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """One results file. `model_args` are as given by users; `moecache` is the resolved report."""
 
@@ -110,6 +161,96 @@ class Run:
     facts: Mapping[str, Any]
     """lm-eval's other entries: `versions`, `n-shot`, `config`, `chat_template_sha` ..."""
 
+    def __getitem__(self, name: str) -> Value:
+        """Return what the column of this name shows: a figure, a score, or a setting."""
+        if name == ACCURACY:
+            return self._accuracy
+        figure = Figure.of(name)
+        if figure is not None:
+            return self._figure(figure)
+        score = self.find_score(name)
+        return self.setting(name) if score is None else Value(score.value, score.stderr)
+
+    def _figure(self, figure: Figure) -> Value:
+        """Read a metric; means and miss rates carry a standard error where recorded."""
+        base, percentile, task = figure[2:]
+        figures = self.moecache["tasks"].get(task, {}) if task else self.moecache["totals"]
+        value, stderr = figures.get(base), figures.get(f"{base}_stderr")
+        if isinstance(value, Mapping):
+            stderr = value.get("stderr") if percentile in ("", "mean") else None
+            value = value.get(percentile or "mean")
+        return Value(value, stderr) if isinstance(value, (int, float)) else Value()
+
+    @cached_property
+    def _accuracy(self) -> Value:
+        """The mean of the primary scores where higher is better; errors count as independent."""
+        scores = [score for _, score in self._primary]
+        if not scores:
+            return Value()
+        errors = [score.stderr for score in scores if score.stderr is not None]
+        stderr = math.sqrt(sum(e * e for e in errors)) / len(scores)
+        mean = sum(score.value for score in scores) / len(scores)
+        return Value(mean, stderr if len(errors) == len(scores) else None)
+
+    def setting(self, name: str) -> Value:
+        """Return a setting as text: as given, else as resolved in the run's report.
+
+        Defaults that change metrics (`streams`) are read from the run's identity.
+        """
+        policy = self.moecache["policy"]
+        if name == "policy":
+            return Value(str(policy["name"]), asked=policy.get("composition"))
+        if name in AXES:
+            return Value(choice_name(policy[name]))
+        if name == "parameters":
+            given = self.model_args.items()
+            texts = [f"{k}={v}" for k, v in given if "." in k and k.partition(".")[0] in AXES]
+            return Value(", ".join(texts) or None)
+        named = {
+            "run": self.label or self.run_id,
+            "experiment": self.experiment,
+            "model": self.model,
+            "tasks": "+".join(self.tasks_given or self.scored),
+            "hardware": self.moecache["hardware"]["name"],
+        }
+        for source in (named, self.model_args, self.options, self.moecache):
+            value = source.get(name)
+            if value is not None and not isinstance(value, (Mapping, list)):
+                return Value(value if name == "capacity_bytes" else str(value))
+        # Else as the run's identity has it: defaults, and chat templates by their digest.
+        return Value(self.identity.get(name))
+
+    def documents(self, name: str) -> dict[str, float]:
+        """Return a column's values by document, more being better of scores; empty without any.
+
+        Of texts it is the log-likelihood. The documents of one batch are one sample of speed.
+        """
+        if name == ACCURACY:
+            parts = [self._answers(task, score) for task, score in self._primary]
+            return {doc: value for part in parts for doc, value in part.items()}
+        figure = Figure.of(name)
+        if figure is None:
+            score = self.find_score(name)
+            return {} if score is None else self._answers(name.partition(":")[0], score)
+        # A percentile has no samples by document.
+        mean = name.partition("@")[0].removesuffix(".mean")
+        by_document, sign = _BY_DOCUMENT.get(mean, (mean, 1.0))
+        return independent(
+            {
+                f"{task} {doc}": (sign * value, metrics.get(BATCH, {}).get(doc))
+                for task, metrics in self.speed.items()
+                if figure.task in ("", task)
+                for doc, value in metrics.get(by_document, {}).items()
+            }
+        )
+
+    def _answers(self, task: str, score: Score) -> dict[str, float]:
+        sign = 1.0 if score.higher_is_better else -1.0
+        return {
+            f"{task} {doc}": sign * value[0] if isinstance(value, list) else float(value)
+            for doc, value in self.samples.get(task, {}).get(score.key, {}).items()
+        }
+
     def scores(self, task: str) -> list[Score]:
         """Return the accuracy metrics of a task or group, in lm-eval's order."""
         return scores_of(self.results.get(task, {}), self.higher_is_better.get(task, {}))
@@ -119,6 +260,18 @@ class Run:
         scores = self.scores(task)
         preferred = (score for metric in _PREFERRED for score in scores if score.metric == metric)
         return next(preferred, scores[0] if scores else None)
+
+    def find_score(self, name: str) -> Score | None:
+        """Return the score of `task` (primary metric), `task:metric` or `task:metric,filter`."""
+        task, colon, metric = name.partition(":")
+        if not colon:
+            return self.score(task)
+        return next((s for s in self.scores(task) if metric in (s.metric, s.key)), None)
+
+    @cached_property
+    def _primary(self) -> list[tuple[str, Score]]:
+        scores = [(task, score) for task in self.scored if (score := self.score(task))]
+        return [(task, score) for task, score in scores if score.higher_is_better]
 
     @property
     def tasks(self) -> list[str]:
@@ -136,6 +289,42 @@ class Run:
 
         children = {name for names in self.subtasks.values() for name in names}
         return [n for root in self.results if root not in children for n in below(root)]
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """`identity` of all tasks."""
+        return identity(self)
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the record says that it computed what the model without a cache computes."""
+        return self["routing_fidelity"].raw == 1 and not self["low_precision_share"].raw
+
+    def matches(self, where: Mapping[str, Any]) -> bool:
+        """Whether a run has these settings; a list allows any of its values."""
+        for name, wanted in where.items():
+            value, values = self.setting(name), wanted if isinstance(wanted, list) else [wanted]
+            if {str(value.raw), value.identity}.isdisjoint(map(str, values)):
+                return False
+        return True
+
+
+def choice_name(choice: Mapping[str, Any]) -> str:
+    """Return an algorithm's name, or its class path."""
+    return str(choice.get("name", choice.get("class_path")))
+
+
+def independent(figures: Mapping[str, tuple[float, float | None]]) -> dict[str, float]:
+    """Return document -> value with the documents of one batch joined: they are one sample.
+
+    Given is document -> (value, batch; None if it was served alone). A batch is named after all of
+    its documents; its figure is their sum, scaled so that the mean over all samples stays.
+    """
+    batches: dict[Any, dict[str, float]] = {}
+    for document, (figure, batch) in figures.items():
+        batches.setdefault((document,) if batch is None else batch, {})[document] = figure
+    scale = len(batches) / len(figures) if figures else 1.0
+    return {" + ".join(batch): sum(batch.values()) * scale for batch in batches.values()}
 
 
 def identity(run: Run, tasks: Sequence[str] | None = None) -> dict[str, str]:
@@ -194,32 +383,36 @@ def _text(value: Any) -> str:
 
 def varying(runs: Sequence[Run]) -> list[str]:
     """Return the keys that distinguish these runs' identities, without redundant ones."""
-    identities = [identity(run) for run in runs]
-    names = dict.fromkeys(key for settings in identities for key in settings)
-    return distinguishing(
-        names, lambda keys: {tuple(settings.get(n) for n in keys) for settings in identities}
-    )
+    names = dict.fromkeys(key for run in runs for key in run.identity)
+    return distinguishing(names, lambda name: [run.identity.get(name) for run in runs])
 
 
 def distinguishing(
     names: Iterable[str],
-    places: Callable[[Sequence[str]], set[tuple[Any, ...]]],
-    besides: Sequence[str] = (),
+    values: Callable[[str], Sequence[Any]],
+    besides: Iterable[str] = (),
 ) -> list[str]:
     """Return the names, in order, that distinguish more than `besides` and the names before them.
 
-    `places` maps names to the set of distinct tuples of their values.
+    `values` maps a name to its value in each run.
     """
-    chosen = list(besides)
+    told: list[Any] = []
+    chosen = []
+    for name in (besides := [*besides]):
+        told = [*zip(told, values(name), strict=True)] if told else [*values(name)]
+    count = max(1, len(set(told)))
     for name in names:
-        if len(places([*chosen, name])) > len(places(chosen)):
+        column = values(name)
+        places = [*zip(told, column, strict=True)] if told else [*column]
+        if len(set(places)) > count:
             chosen.append(name)
-    return chosen[len(besides) :]
+            told, count = places, len(set(places))
+    return chosen
 
 
 def groups(runs: Sequence[Run]) -> list[list[int]]:
     """Return the positions of the runs of each identity, one list per identity."""
     by_identity: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for place, run in enumerate(runs):
-        by_identity.setdefault(tuple(sorted(identity(run).items())), []).append(place)
+        by_identity.setdefault(tuple(sorted(run.identity.items())), []).append(place)
     return list(by_identity.values())

@@ -6,7 +6,7 @@ their readers rely on.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, create_model, field_validator
 
@@ -75,7 +75,7 @@ class ModelSizes(OpenSchema):
 class Percentiles(OpenSchema):
     """A time in milliseconds over requests (`itl_ms`: over tokens)."""
 
-    mean: float | None
+    mean: float | None = None
     p50: float | None = None
     p90: float | None = None
     p99: float | None = None
@@ -92,7 +92,7 @@ def _metrics() -> Any:
     """Return the schema of metrics: the declared ones by name, others (by phase) by type."""
     fields: dict[str, Any] = {
         name: (
-            Percentiles | None if name in LATENCIES else float | None,
+            Percentiles | float | None if name in LATENCIES else float | None,
             Field(None, description=metric.words),
         )
         for name, metric in METRICS.items()
@@ -100,7 +100,10 @@ def _metrics() -> Any:
     return create_model("Metrics", __base__=AnyMetrics, **fields)
 
 
-MetricsReport = _metrics()
+if TYPE_CHECKING:
+    MetricsReport = AnyMetrics
+else:
+    MetricsReport = _metrics()
 
 
 class MoecacheRecord(OpenSchema):
@@ -119,7 +122,7 @@ class MoecacheRecord(OpenSchema):
     reads_per_expert: int = Field(1, description="read requests per expert")
     attention: Literal["none", "context"] = "none"
     seed: int | None = None
-    model: ModelSizes = ModelSizes()
+    model: ModelSizes | None = None
     device: str | None = Field(None, description="where the model ran, whatever was emulated")
     warm: str | None = None
     emulate: dict[str, Any] | None = None

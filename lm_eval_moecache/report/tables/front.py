@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from lm_eval_moecache.report.runs.columns import Column, metric_column, metric_value
+from lm_eval_moecache.report.runs.columns import Column
 from lm_eval_moecache.report.runs.run import Run
 from lm_eval_moecache.report.statistics import holm, sign_test, tango_score, z_test
 
@@ -76,9 +76,10 @@ def _sampled(runs: Sequence[Run], group: Sequence[int], column: Column) -> dict[
     sign = 1 if column.higher_is_better else -1
     by_row = {}
     for i in group:
-        value = column.read(runs[i])
+        value = runs[i][column.name]
         if value.number is not None:
-            samples = {doc: sign * figure for doc, figure in column.samples(runs[i]).items()}
+            samples = runs[i].documents(column.name)
+            samples = {doc: sign * figure for doc, figure in samples.items()}
             by_row[i] = Sampled(sign * value.number, value.stderr or 0.0, samples)
     return by_row
 
@@ -97,7 +98,7 @@ def best_rows(runs: Sequence[Run], group: Sequence[int], column: Column) -> set[
         return set()  # nothing to test: a percentile, a rate of one phase, the fidelity
     best = max(sampled.values(), key=lambda row: row.figure)
     chances = holm([row.is_worse(best) for row in sampled.values()])
-    if is_score(column):
+    if column.is_score:
         chances = [1 - row.is_inferior(best) for row in sampled.values()]
         best_rows = {i for i, c in zip(sampled, chances, strict=True) if c >= 1 - ALPHA}
     else:
@@ -106,21 +107,6 @@ def best_rows(runs: Sequence[Run], group: Sequence[int], column: Column) -> set[
     others = sampled.keys() - best_rows
     are_separated = all(sampled[i].is_worse(sampled[j]) <= ALPHA for i in others for j in best_rows)
     return best_rows if others and are_separated else set()
-
-
-def is_score(column: Column) -> bool:
-    """Whether a column is of answers: accuracy, or a task's score."""
-    is_figure = column.is_number and column.higher_is_better is not None
-    return is_figure and metric_column(column.name) is None
-
-
-def is_lossless(run: Run) -> bool:
-    """Whether a run's record says that it computed what the model without a cache computes."""
-    fidelity, low = (metric_value(run, m).number for m in ("routing_fidelity", _LOW))
-    return fidelity == 1 and not low
-
-
-_LOW = "low_precision_share"
 
 
 def keeps_score(one: Sampled, other: Sampled, is_lossless: bool, is_other_lossless: bool) -> bool:
@@ -146,7 +132,7 @@ def pareto_front(runs: Sequence[Run], group: Sequence[int], axes: Sequence[Colum
     complete = [i for i in group if all(i in side for side in sides)]
     if len(complete) < 2:
         return set()
-    lossless = {i: is_lossless(runs[i]) for i in complete}
+    lossless = {i: runs[i].is_lossless for i in complete}
 
     def keeps(i: int, j: int) -> bool:
         pairs = [(axis, side[i], side[j]) for axis, side in zip(axes, sides, strict=True)]
@@ -154,7 +140,7 @@ def pareto_front(runs: Sequence[Run], group: Sequence[int], axes: Sequence[Colum
             return True
         return any(
             keeps_score(one, other, lossless[i], lossless[j])
-            if is_score(axis)
+            if axis.is_score
             else one.figure > other.figure
             for axis, one, other in pairs
         )

@@ -14,19 +14,17 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.report.metrics import UNCHANGED
-from lm_eval_moecache.report.runs.columns import (
+from lm_eval_moecache.report.runs.columns import Column, find_column, score_column
+from lm_eval_moecache.report.runs.run import (
     ACCURACY,
     PARETO,
     PERCENTILES,
-    Column,
+    Run,
     Value,
-    accuracy,
-    find_column,
-    metric_value,
-    score_column,
-    setting,
+    distinguishing,
+    groups,
+    varying,
 )
-from lm_eval_moecache.report.runs.run import Run, distinguishing, groups, identity, varying
 from lm_eval_moecache.report.tables.front import best_rows, pareto_front
 
 # Hits are 1 less the misses, and no column of their own.
@@ -75,7 +73,7 @@ def leaderboard(
     names = expanded(columns) if columns else default_columns(runs)
     table_columns = [find_column(runs, name) for name in names]
     if not sort:
-        has_scores = any(accuracy(run).raw is not None for run in runs)
+        has_scores = any(run[ACCURACY].raw is not None for run in runs)
         sort = [ACCURACY, "tok_per_s"] if has_scores else ["policy"]
     ordered = sorted(sorted_runs(runs, sort), key=knows_the_future)
     ranked: list[list[int]] = []
@@ -85,7 +83,7 @@ def leaderboard(
             if not knows_the_future(ordered[i]):
                 parts[place_of(ordered[i], by)].append(i)
         ranked += parts.values()
-    rows = [[column.read(run) for column in table_columns] for run in ordered]
+    rows = [[run[column.name] for column in table_columns] for run in ordered]
     if PARETO in names:
         axes = [find_column(runs, name) for name in (ACCURACY, "tok_per_s")]
         pareto_rows = {place for group in ranked for place in pareto_front(ordered, group, axes)}
@@ -109,7 +107,7 @@ def leaderboard(
 
 def knows_the_future(run: Run) -> bool:
     """Whether an algorithm of this run is a bound that no engine can run."""
-    return any(setting(run, axis).raw == name for axis, name in _OFFLINE.items())
+    return any(run.setting(axis).raw == name for axis, name in _OFFLINE.items())
 
 
 def merged(table: Table, num_ranked: int) -> Table:
@@ -142,7 +140,7 @@ def merged(table: Table, num_ranked: int) -> Table:
 
 def _place_text(run: Run, names: Sequence[str]) -> str:
     """Return what a run has in these settings, a bare number with its setting's name."""
-    texts = {name: identity(run).get(name) or str(setting(run, name).raw or "") for name in names}
+    texts = {name: run.identity.get(name) or str(run.setting(name).raw or "") for name in names}
     named = (t if not t.isdigit() else f"{name} {t}" for name, t in texts.items() if t)
     return ", ".join(named) or "other"
 
@@ -160,17 +158,17 @@ def default_columns(runs: Sequence[Run]) -> list[str]:
     """Return policy, capacity and all that varies; the scores; the main speed metrics."""
 
     def varies(name: str) -> bool:
-        return len({setting(run, name).raw for run in runs}) > 1
+        return len({run.setting(name).raw for run in runs}) > 1
 
     def varies_within_policy(axis: str) -> bool:
         """Whether an axis needs a column: the policy's name does not determine it."""
         algorithms = defaultdict(set)
         for run in runs:
-            algorithms[setting(run, "policy").identity].add(setting(run, axis).raw)
+            algorithms[run.setting("policy").identity].add(run.setting(axis).raw)
         return any(len(values) > 1 for values in algorithms.values())
 
     def has(metric: str) -> bool:
-        return any(metric_value(run, metric).raw is not None for run in runs)
+        return any(run[metric].raw is not None for run in runs)
 
     names = [] if all(run.label is None for run in runs) else ["run"]
     names += ["experiment"] if varies("experiment") else []
@@ -181,7 +179,7 @@ def default_columns(runs: Sequence[Run]) -> list[str]:
     identity_keys = [name for name in varying(runs) if name != "tasks"]
     names += distinguishing(
         identity_keys,
-        lambda keys: {tuple(str(setting(r, n).raw) for n in keys) for r in runs},
+        lambda name: [str(run.setting(name).raw) for run in runs],
         names,
     )
     scored = list(dict.fromkeys(name for run in runs for name in run.scored))
@@ -191,14 +189,12 @@ def default_columns(runs: Sequence[Run]) -> list[str]:
     names += scored
     shown = [*_SPEED, "collision_miss_rate"]
     if any(
-        metric_value(run, name).number not in (None, kept)
-        for run in runs
-        for name, kept in UNCHANGED.items()
+        run[name].number not in (None, kept) for run in runs for name, kept in UNCHANGED.items()
     ):
         shown += UNCHANGED
     told: list[list[float | None]] = []
     for metric in shown:
-        figures = [metric_value(run, metric).number for run in runs]
+        figures = [run[metric].number for run in runs]
         # Neither what is 0 in all rows nor what another column says already.
         if any(figures) and figures not in told:
             names.append(metric)
@@ -216,10 +212,9 @@ def sorted_runs(runs: Sequence[Run], names: Sequence[str]) -> list[Run]:
         name, forced = split_order(text)
         column = find_column(runs, name)
         descending = forced == "desc" or (not forced and column.higher_is_better is True)
-        read = column.read
-        present = [run for run in ordered if read(run).raw is not None]
-        absent = [run for run in ordered if read(run).raw is None]
-        present = sorted(present, key=lambda run: sort_key(read(run)), reverse=descending)
+        present = [run for run in ordered if run[name].raw is not None]
+        absent = [run for run in ordered if run[name].raw is None]
+        present.sort(key=lambda run: sort_key(run[name]), reverse=descending)
         ordered = present + absent
     return ordered
 
@@ -254,7 +249,7 @@ def distinct(runs: Iterable[Run]) -> list[Run]:
         resolved |= {"model": run.model}
         resolved |= {key: run.model_args.get(key) for key in ("precision", "warm")}
         first_runs.setdefault(
-            json.dumps([resolved, identity(run)], sort_keys=True, default=str), run
+            json.dumps([resolved, run.identity], sort_keys=True, default=str), run
         )
     return list(first_runs.values())
 
@@ -274,7 +269,7 @@ def about(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
         "Runs": str(len(runs)),
         "Date": " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]])),
         "Model": listed(run.moecache.get("model", {}).get("model") for run in runs),
-        "Hardware": listed(setting(run, "hardware").raw for run in runs),
+        "Hardware": listed(run.setting("hardware").raw for run in runs),
         "Clock": listed(run.moecache["clock"] for run in runs),
         # The virtual clock's metrics do not depend on the machine that computes them.
         "Measured on": listed(
@@ -312,4 +307,4 @@ def _shared_parameters(runs: Sequence[Run]) -> list[str]:
 
 
 def place_of(run: Run, names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(setting(run, name).identity for name in names)
+    return tuple(run.setting(name).identity for name in names)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lm_eval_moecache.report.runs.columns import Column, Value, setting
-from lm_eval_moecache.report.runs.run import Run, identity
+from lm_eval_moecache.report.runs.columns import Column
+from lm_eval_moecache.report.runs.run import Run, Value
 from lm_eval_moecache.report.statistics import documents_needed, other_documents_interval
-from lm_eval_moecache.report.tables.front import is_lossless
 from lm_eval_moecache.report.tables.leaderboard import INTERVAL, Table
 
 _NAMES = ("run", "policy", "capacity")
@@ -34,14 +33,12 @@ def lost_points(runs: Sequence[Run]) -> Table | None:
     would show (95%); the last columns are the documents that tell 1 and 3 points in four of five
     cases, at one-sided 5%, where answers change as often as here.
     """
-    exact = [run for run in runs if is_lossless(run)]
+    exact = [run for run in runs if run.is_lossless]
     body = []
     for run in runs:
-        if is_lossless(run):
-            continue
-        for task in run.scored:
+        for task in () if run.is_lossless else run.scored:
             answers = _answers(run, task)
-            bases = (_answers(other, task) for other in exact if identity(other) == identity(run))
+            bases = (_answers(other, task) for other in exact if other.identity == run.identity)
             base = next((old for old in bases if old.keys() == answers.keys()), None)
             if not answers or base is None:
                 continue
@@ -51,7 +48,7 @@ def lost_points(runs: Sequence[Run]) -> Table | None:
             changed = (won + lost) / len(base)
             body.append(
                 (
-                    *(setting(run, name) for name in _NAMES),
+                    *(run.setting(name) for name in _NAMES),
                     Value(task),
                     *map(Value, (len(base), won, lost)),
                     *(Value(100 * each) for each in ((lost - won) / len(base), -high, -low)),

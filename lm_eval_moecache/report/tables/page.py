@@ -10,7 +10,8 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.report.metrics import MEGABYTE
-from lm_eval_moecache.report.runs.columns import ACCURACY, PARETO, Column, Value, metric_column
+from lm_eval_moecache.report.runs.columns import Column, metric_column
+from lm_eval_moecache.report.runs.run import ACCURACY, PARETO, Value
 from lm_eval_moecache.report.tables.leaderboard import Table
 from lm_eval_moecache.report.tables.text import notes
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lm_eval_moecache.report.runs.columns import PARETO
+from lm_eval_moecache.report.runs.run import PARETO
 from lm_eval_moecache.report.tables.front import MARGIN
 from lm_eval_moecache.report.tables.leaderboard import (
     BEWARE,

@@ -10,15 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.runs.columns import (
-    Column,
-    Value,
-    find_score,
-    metric_column,
-    selected,
-    setting,
-)
-from lm_eval_moecache.report.runs.run import Run, varying
+from lm_eval_moecache.report.runs.columns import Column, metric_column
+from lm_eval_moecache.report.runs.run import Run, Value, varying
 from lm_eval_moecache.report.tables.leaderboard import Table, leaderboard, place_of, sorted_runs
 
 if TYPE_CHECKING:
@@ -34,7 +27,7 @@ def view_table(runs: Sequence[Run], view: View) -> Table:
     adds changes in percent against the run with those settings (`with_changes`); `pick` keeps the
     best run within a budget where several share a cell (`pick`).
     """
-    chosen = [run for run in runs if selected(run, view.where)]
+    chosen = [run for run in runs if run.matches(view.where)]
     if not chosen:
         raise ValueError(f"view {view.title!r}: no run has where={view.where!r}.")
     across = view.columns
@@ -48,7 +41,7 @@ def view_table(runs: Sequence[Run], view: View) -> Table:
     if view.relative_to is not None:
         flat = with_changes(flat, len(settings), view.relative_to)
     if across:
-        heads = [str(setting(run, across).raw) for run in sorted_runs(chosen, [across])]
+        heads = [str(run.setting(across).raw) for run in sorted_runs(chosen, [across])]
         flat = _pivot(flat, len(rows), list(dict.fromkeys(heads)))
     filled = [j for j in range(len(flat.columns)) if any(r[j].raw is not None for r in flat.rows)]
     return replace(
@@ -80,7 +73,7 @@ def _pivot(flat: Table, width: int, labels: Sequence[str]) -> Table:
             heading = f"{across} {label}" if single else f"{figure.heading} at {label}"
             name = f"{figure.name}[{across}={label}]"
             columns.append(replace(figure, name=name, heading=heading, words=""))
-    empty = [Value(None)] * len(figures)
+    empty = [Value()] * len(figures)
     body = tuple(
         (*map(Value, names), *(v for label in labels for v in by_label.get(label, empty)))
         for names, by_label in cells.items()
@@ -150,10 +143,10 @@ def pick(
     bases = {place_of(r, others): r for r in runs if place_of(r, [*rule.relative_to]) == base_place}
     best: dict[tuple[str, ...], tuple[float, Run]] = {}
     for run in chosen:
-        base, figure = bases.get(place_of(run, others)), figures.read(run).number
+        base, figure = bases.get(place_of(run, others)), run[rule.best].number
         if base is None or figure is None:
             continue
-        new, old = (find_score(compared, rule.score) for compared in (run, base))
+        new, old = (compared.find_score(rule.score) for compared in (run, base))
         if new is None or old is None or not old.value:
             raise ValueError(
                 f"views: pick: {run.run_id} or its baseline has no score of {rule.score!r}."
