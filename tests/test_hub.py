@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from pathlib import Path
@@ -42,6 +43,11 @@ def test_a_hub_that_does_not_answer_is_told_to_the_libraries() -> None:
     assert huggingface_hub.constants.is_offline_mode() and datasets.config.HF_HUB_OFFLINE
     with pytest.raises(ValueError, match=r"'no/such' on the Hub.*HF_HOME"), hub.naming_data_sets():
         datasets.load_dataset("no/such")
+
+
+def test_a_closed_pipe_is_not_taken_for_a_silent_hub() -> None:
+    with pytest.raises(BrokenPipeError), hub.naming_data_sets():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
 def test_a_hub_that_answers_leaves_the_libraries_alone(

@@ -62,6 +62,8 @@ def naming_data_sets() -> Iterator[None]:
     try:
         yield
     except ConnectionError as error:
+        if error.errno is not None:
+            raise  # the system's own, as of a closed pipe; the hub's libraries give no number
         reason = str(error).split("\n")[0].rstrip(".")
         raise ValueError(
             f"tasks: {reason}. Without the hub: a cache that was filled elsewhere (HF_HOME), a "
