@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, ClassVar
@@ -47,7 +46,6 @@ from lm_eval_moecache.testing.streams import (
 
 GEOMETRY = make_geometry()
 PASSES = make_stream(GEOMETRY)
-USE = re.compile(r"\b(recent|use[ds]?|unused|frequen)", re.IGNORECASE)
 
 
 def declared(event: Event, algorithm: Any) -> Event:
@@ -414,13 +412,13 @@ class EvictionContract(Contract):
     """The tests of every eviction algorithm.
 
     `scripts` list expected victims in the language of `play`: only scripts of your own can test
-    that the rule does what its docstring says.
+    that the rule evicts what it should.
     """
 
     scripts: ClassVar[Sequence[str]] = ()
     """Scripts of `play`, each ending in `leave`."""
-    looks_at_use: ClassVar[bool | None] = None
-    """Whether use decides the victim; None to infer it from the docstring."""
+    looks_at_use: ClassVar[bool] = False
+    """Whether use decides the victim; where it does, one of `scripts` has to show it."""
 
     def test_it_evicts_only_free_residents(self) -> None:
         for size in (1, 4, 9):
@@ -443,18 +441,10 @@ class EvictionContract(Contract):
             victims = play(self.make(), script)
             assert victims == expected(script), f"{script!r}, but who leaves is {victims}"
 
-    def test_what_its_docstring_says_of_use_is_seen(self) -> None:
-        """A rule whose docstring speaks of use needs a script in which a use decides the victim."""
-        looks = self.looks_at_use
-        if looks is None:
-            looks = USE.search(self.algorithm.__doc__ or "") is not None
-        if not looks:
-            return
-        decided = [s for s in self.scripts if play(self.make(), without_use(s)) != expected(s)]
-        assert decided, (
-            "its docstring speaks of use: give `scripts` (of a rule in this repository, in "
-            "tests/algorithms/by_hand.yaml) one where a use decides"
-        )
+    def test_a_use_decides_where_the_rule_looks_at_use(self) -> None:
+        if self.looks_at_use:
+            decided = [s for s in self.scripts if play(self.make(), without_use(s)) != expected(s)]
+            assert decided, "looks_at_use: give `scripts` one where a use decides"
 
     def test_a_pinned_key_never_goes(self) -> None:
         pool = Pool(self.make(), 8).serve_all()

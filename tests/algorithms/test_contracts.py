@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Container
@@ -29,6 +30,7 @@ from lm_eval_moecache.testing import CONTRACTS, Contract, run_contract
 from lm_eval_moecache.testing.streams import make_geometry, policy_of, run
 from tests.algorithms.test_by_hand import CASES
 
+SPEAKS_OF_USE = re.compile(r"\b(recent|use[ds]?|unused|frequen)", re.IGNORECASE)
 USE_DOES_NOT_COUNT = {"fifo", "static"}
 """Rules that ignore use, though their docstrings mention it."""
 
@@ -44,8 +46,9 @@ def contract_cases() -> dict[str, type[Contract]]:
             if axis == "eviction":
                 worked = CASES["eviction"].get(name, ())
                 attributes["scripts"] = [script for script in worked if isinstance(script, str)]
-                if name in USE_DOES_NOT_COUNT:
-                    attributes["looks_at_use"] = False
+                # What our rules say of themselves is held against their scripts, by_hand.yaml.
+                speaks_of_use = SPEAKS_OF_USE.search(algorithm.__doc__ or "") is not None
+                attributes["looks_at_use"] = speaks_of_use and name not in USE_DOES_NOT_COUNT
             cases[title] = type(title, (CONTRACTS[axis],), attributes)
     return cases
 
@@ -124,7 +127,9 @@ def test_the_contract_finds_a_rule_that_forgets_use_and_one_that_changes_when_as
         return type("Case", (CONTRACTS["eviction"],), {"algorithm": algorithm, **own})()
 
     with pytest.raises(AssertionError, match="give `scripts`"):
-        case(Forgetful).test_what_its_docstring_says_of_use_is_seen()
+        case(Forgetful, looks_at_use=True).test_a_use_decides_where_the_rule_looks_at_use()
+    # No word of a docstring asks for scripts.
+    case(Forgetful).test_a_use_decides_where_the_rule_looks_at_use()
     script = ("load 1 2, use 1, leave 2 1",)
     with pytest.raises(AssertionError, match="load 1 2, use 1"):
         case(Forgetful, scripts=script).test_who_leaves_is_as_scripted()
