@@ -239,7 +239,7 @@ def rules_of(name: str) -> list[str]:
     try:
         policy = load_policy(name)
     except ValueError as error:
-        names = [*(rule for rule in RULES if rule != "lossless"), *ALGORITHMS]
+        names = {*RULES, *ALGORITHMS} - {"lossless"}
         raise unknown_name_error("--lossy", name, names) from error
     choices = [policy.routing, policy.miss]
     lossy = [choice.name for choice in choices if not choice.algorithm.is_lossless]

@@ -212,11 +212,11 @@ def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
     # What a name stands for, where it is not the names of its parts.
     named = [f"{name}: {parts}" for name, parts in axes.items() if " + " not in name]
     shared = {
+        "Hardware": f"hardware: {_hardware(first)}",
         "Trace": Path(first.trace).name,
         "Policy": f"{names['Policy'][0]}: {axes[first.policy.name]}",
         "": f"emulated model: {first.emulates}" if first.emulates else "",
         "warm": f"warmed by: {first.warmed_by}" if first.warmed_by else "",
-        "Hardware": f"hardware: {_hardware(first)}",
         # One value for all: it is no list.
         "reset": "" if first.cache_reset == "request" else f"cache_reset: {first.cache_reset}",
     }
