@@ -280,7 +280,7 @@ def test_a_task_of_the_hub_runs_from_a_folder_laid_out_like_it(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("page", "count", "said"),
     [
-        ("docs/how.md", 1, "on_demand"),
+        ("docs/how.md", 1, "SpecMD"),
         pytest.param("docs/python.md", 2, "", marks=pytest.mark.slow),
         pytest.param("README.md", 1, "tiny_gsm8k", marks=pytest.mark.slow),
     ],
