@@ -71,5 +71,3 @@ def test_a_sweep_names_the_data_set_before_it_runs(tmp_path: Path, moecache: Moe
         assert "'no/such' on the Hub" in said and "laid out like the hub" in said
         assert said.count("\n") == 1
     assert not list((tmp_path / "runs").glob("*"))
-    sweep.write_text(f"tasks: tiny_arc\ninclude_path: {tmp_path / 'none'}\n")
-    assert "include_path=" in moecache("sweep", sweep, code=2)

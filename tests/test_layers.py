@@ -91,11 +91,6 @@ def test_the_evaluator_imports_neither_sister_and_the_forecaster_not_the_laborat
     assert lab not in graph[plan]
 
 
-def test_real_models_sizes_are_seen_by_commands_and_by_runs_that_emulate() -> None:
-    users = {folder for folder, others in imports().items() if "emulate" in others}
-    assert users == {"harness", "cli", "moecache_plan"}
-
-
 def test_algorithms_are_leaves_and_their_bases_see_the_records_only() -> None:
     """They import records, the ranking vocabulary and their axis's base; bases what axes share."""
     for module in algorithms():

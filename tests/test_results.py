@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,6 @@ SCRIPTED = (
     *("lossy_answers/accuracy", "lost_points", "published_losses"),
 )
 PAPERS = sorted(RESULTS.rglob("paper.md"))
-PRUNED = "cache_conditional/figure_4"
 WRITTEN_BY_HAND = ("README.md", "theirs.md")
 
 
@@ -50,12 +48,6 @@ def test_every_committed_table_comes_from_its_jsons_to_the_byte(folder: Path) ->
         committed = folder / f"table.{name}"
         assert committed.is_file(), "run: moecache table results --each --write"
         assert committed.read_text() == FORMS[name](tables), committed
-
-
-def test_runs_lie_packed_and_no_search_is_kept() -> None:
-    loose = [*RESULTS.rglob("runs/*.json"), *RESULTS.rglob("study.*")]
-    assert loose == [], "run: moecache pack results"
-    assert len(list(RESULTS.rglob(PACKED))) > 12
 
 
 def test_a_committed_sweep_finds_its_runs_again() -> None:
@@ -92,32 +84,23 @@ def test_the_first_runs_table_is_that_of_its_results() -> None:
     assert make_table(json.loads(path.read_text())).strip() in committed
 
 
-def test_every_folder_is_in_the_index_and_says_what_it_holds_and_links_lead_somewhere() -> None:
+def test_every_folder_is_in_the_index_and_says_what_it_holds() -> None:
     for folder in FOLDERS:
         assert f"]({folder.name}/README.md)" in INDEX and (folder / "README.md").is_file()
-    for path in RESULTS.rglob("*.md"):
-        for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
-            assert (path.parent / link).exists(), f"{path}: {link}"
 
 
 @pytest.mark.slow
 def test_the_claims_page_is_what_the_command_writes() -> None:
     claims = read_claims(RESULTS / "claims.yaml")
-    counts = {"S": 8, "P": 5, "B": 3, "C": 4, "M": 7}
-    expected = [f"{kind}{i + 1}" for kind, count in counts.items() for i in range(count)]
-    assert [claim.id for claim in claims.claims] == expected
     verdicts = answer(claims, RESULTS)
     written = (RESULTS / "CLAIMS.md").read_text()
     assert page(claims, verdicts) == written, (
         "run: python -m moecache_lab.claims results/claims.yaml --write"
     )
     for verdict in verdicts:
-        assert verdict.verdict in VERDICTS
-        assert all(
-            part.estimate.low <= part.estimate.figure <= part.estimate.high
-            for part in verdict.answers
-        )
-        assert verdict.claim.why.strip(), verdict.claim.id
+        assert verdict.verdict in VERDICTS and verdict.claim.why.strip(), verdict.claim.id
+        for part in verdict.answers:
+            assert part.estimate.low <= part.estimate.figure <= part.estimate.high
 
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda p: str(p.parent.relative_to(RESULTS)))
@@ -128,14 +111,6 @@ def test_the_papers_numbers_are_listed_with_those_of_the_runs(path: Path) -> Non
     assert path.read_text() == paper_page(name, recipe, runs), f"run: moecache reproduce {name}"
     if recipe.sweep:
         assert yaml.safe_load((path.parent / "sweep.yaml").read_text()) == recipe.sweep
-
-
-def test_misses_of_pruning_are_told_by_the_papers_denominator() -> None:
-    """The cache-conditional paper divides misses by k, however few experts are executed."""
-    [run] = [run for run in load_runs(RESULTS / PRUNED) if run.model_args.get("routing.h") == 4]
-    figures = run.moecache["totals"]
-    # A token executes four of its eight experts; those left out were no misses.
-    assert figures["token_miss_rate"] == pytest.approx(figures["miss_rate"] * 4 / 8)
 
 
 # --- the leaderboard: each setting once, and submissions keep to its protocol ---

@@ -17,10 +17,9 @@ import policy_space
 import pytest
 import real_routing
 import sensitivity
-from grid import RESULTS, TRACES, frame, load, shipped_trace
+from grid import RESULTS, TRACES, load, shipped_trace
 
 from lm_eval_moecache import replay
-from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.report.runs.files import load_runs
 
 ROWS = json.loads((RESULTS / "layer_sizes/layer_sizes.json").read_text())
@@ -89,46 +88,6 @@ def test_leads_and_slopes_follow_from_their_runs(name: str) -> None:
     file = RESULTS / f"{name}.json"
     rows = json.loads(file.read_text())["rows"]
     assert rows == leads.rows_of(load_runs(file.parent), leads.FOUND[name])
-
-
-@pytest.mark.parametrize("share", [5, 10, 25, 50])
-def test_sizes_win_on_their_own_half_and_on_the_other_only_where_little_fits(share: int) -> None:
-    rows = [row for row in ROWS if row["share"] == share]
-    for row in rows:
-        if row["solved_on"] == row["measured_on"]:
-            assert row["adapted"] <= row["equal"]
-    others = [r["adapted"] - r["equal"] for r in rows if r["solved_on"] != r["measured_on"]]
-    assert (mean(others) < -0.005) == (share <= 10)
-
-
-def test_every_eviction_that_was_run_has_its_cells_on_every_trace() -> None:
-    """At every capacity below all experts; a new eviction need not be run here."""
-    measured = {run["cell"]["eviction"] for run in EVICTIONS}
-    cells = [cell for cell, _ in evictions.cells() if cell["eviction"] in measured]
-    committed = [json.dumps(run["cell"], sort_keys=True) for run in EVICTIONS]
-    assert sorted(committed) == sorted(json.dumps(cell, sort_keys=True) for cell in cells)
-    assert len(committed) > 600
-
-
-def test_no_eviction_misses_less_than_the_bound_which_belady_is() -> None:
-    cells = frame(EVICTIONS)
-    misses, is_bound = cells.misses.map(sum), cells.eviction == "belady"
-    bounds = cells.groupby(["trace", "cycles"]).bound.transform("max")
-    assert (misses[is_bound] == bounds[is_bound]).all() and (misses >= bounds).all()
-
-
-def test_every_composition_has_its_cells_on_every_device_or_is_said_to_have_none() -> None:
-    keys = {tuple(run["cell"][key] for key in ("policy", "hardware", "capacity")) for run in SPACE}
-    notes = (RESULTS / "policy_space/README.md").read_text().partition("**Not run here**")[2]
-    left_out = {name for name in policy_names() if f"`{name}`" in notes.partition(".")[0]}
-    assert {policy for policy, *_ in keys} == set(policy_names()) - left_out
-    assert len(keys) == len(SPACE) == len(set(policy_names()) - left_out) * 3 * 4
-
-
-def test_the_best_answer_is_never_behind_fetching() -> None:
-    for suffix in ("", policy_space.PLACED):
-        _, gains = policy_space.winners(ANSWERS, suffix)
-        assert gains.size == 42 and (gains >= 1).all(axis=None)
 
 
 def test_the_bars_of_hazard() -> None:

@@ -63,16 +63,9 @@ def test_the_same_artifact_gives_the_same_bytes(file: Path, tmp_path: Path) -> N
     assert (tmp_path / "again.safetensors").read_bytes() == file.read_bytes()
 
 
-def test_a_file_that_is_cut_gone_or_of_another_kind_is_refused(file: Path) -> None:
+def test_a_file_of_another_kind_is_refused(file: Path) -> None:
     with pytest.raises(ValueError, match=r"kind 'buddies'; needed: 'predictor'"):
         read_artifact(file, "predictor", KEY)
-    whole = file.read_bytes()
-    for length in (0, 4, 100, len(whole) - 1):
-        file.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=r"miss\.profile=.*not a whole artifact file"):
-            read_artifact(file, "buddies", KEY)
-    with pytest.raises(ValueError, match=r"miss\.profile='gone': there is no such file"):
-        read_artifact("gone", "buddies", KEY)
 
 
 @pytest.mark.parametrize("name", ["num_layers", "num_experts", "top_k"])

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm_eval_moecache.cli.trace import only_request
 from lm_eval_moecache.records.files import (
     MOST_YAML_BYTES,
     check_writable,
@@ -28,8 +27,6 @@ from lm_eval_moecache.records.files import (
 )
 from lm_eval_moecache.records.numbers import finite, plain_number, read_count, read_number, shown
 from lm_eval_moecache.sweep.files import LOCK, only_sweep
-from lm_eval_moecache.trace.importers import load_trace, trace_formats
-from tests.engine import traces
 
 PACKAGE = Path(__file__).resolve().parents[2] / "lm_eval_moecache"
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -236,16 +233,3 @@ def test_one_function_gives_files_their_names() -> None:
     """All others would replace a device, a pipe or a link's target."""
     calls = r"os\.(replace|rename|link)\(|shutil\.(move|copy)|\.rename\(|savefig\((?!image)"
     assert modules_with(calls) == {"records/files.py"}
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".csv"])
-def test_a_converted_trace_replaces_no_link(tmp_path: Path, suffix: str) -> None:
-    path = traces.record(tmp_path)
-    trace = only_request(load_trace(str(path)), 0)
-    target, link = tmp_path / "kept", tmp_path / f"out{suffix}"
-    target.write_text("kept")
-    link.symlink_to(target)
-    [write] = [k.write for k in trace_formats().values() if k.write and k.suffixes[0] == suffix]
-    with pytest.raises(OSError, match="symbolic link"):
-        write(trace, link)
-    assert link.is_symlink() and target.read_text() == "kept"

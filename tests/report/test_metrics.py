@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY
 from lm_eval_moecache.records.ledger import (
     COUNTED,
-    Counters,
     Ledger,
     PassRecord,
     RequestRecord,
-    total,
 )
 from lm_eval_moecache.report.metrics import (
     METRICS,
@@ -158,17 +156,6 @@ def test_requests_of_one_batch_are_one_sample_of_the_standard_error() -> None:
     assert ttft["miss_rate_stderr"] == pytest.approx(error)
     # A single batch tells nothing of the spread.
     assert task_metrics(requests[:4], 0)["ttft_ms"]["stderr"] is None
-
-
-def test_choices_of_one_document_are_one_sample_of_the_standard_error() -> None:
-    """Documents of two choices, 1 and 3 s, 5 and 7 s: means 2 and 6, error 2 s (alone 1.29)."""
-    requests = [
-        replace(scoring([make_pass(i, PREFILL, 0.0, float(2 * i + 1))]), document=i // 2, index=i)
-        for i in range(4)
-    ]
-    assert task_metrics(requests, 0)["ttft_ms"]["stderr"] == pytest.approx(2000)
-    alone = [replace(each, document=None) for each in requests]
-    assert task_metrics(alone, 0)["ttft_ms"]["stderr"] == pytest.approx(math.sqrt(20 / 3 / 4) * 1e3)
 
 
 def test_clusters_join_through_passes_and_documents() -> None:
@@ -325,17 +312,15 @@ def test_the_miss_rates_standard_error_is_that_of_a_ratio_over_requests(
 def test_what_a_prefill_costs_is_told_by_the_passes_right_after_it() -> None:
     """Eight early passes of 4 requests each, half missed; two later passes with 1 miss in 8."""
     early = [make_pass(1 + i, DECODE, i, i + 1, requests=4, misses=2) for i in range(8)]
-    later = [
-        make_pass(9, DECODE, 9, 10, requests=4, misses=1),
-        make_pass(10, VERIFY, 10, 11, requests=4),
-    ]
+    later = [make_pass(9, DECODE, 9, 10, requests=4, misses=1)]
+    later += [make_pass(10, VERIFY, 10, 11, requests=4)]
     prefill = make_pass(0, PREFILL, 0, 1, requests=9, misses=9)
     figures = task_metrics([generation([prefill, *early, *later], 11)], 0)
     assert figures["early_decode_miss_rate"] == 16 / 32
     assert figures["steady_decode_miss_rate"] == 1 / 8
     # A trace without its prompt, or a request too short for later passes, has no such rates.
-    assert "early_decode_miss_rate" not in task_metrics([generation([*early, *later], 10)], 0)
-    assert "early_decode_miss_rate" not in task_metrics([generation([prefill, *early], 9)], 0)
+    for passes in ([*early, *later], [prefill, *early]):
+        assert "early_decode_miss_rate" not in task_metrics([generation(passes, len(passes))], 0)
 
 
 def test_a_pass_that_is_early_for_one_request_is_not_steady_for_another() -> None:
@@ -367,13 +352,6 @@ def test_a_new_column_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert column is not None
     assert (column.heading, column.decimals) == ("Decode evicted/req", 3)
     assert column.higher_is_better is False
-
-
-def test_counters_add_field_by_field() -> None:
-    first = Counters(**{name: 2 * place for place, name in enumerate(COUNTED)})
-    second = Counters(**{name: place for place, name in enumerate(COUNTED)})
-    assert total([second, second]) == first
-    assert total([]) == Counters()
 
 
 def test_every_count_is_made_something_of() -> None:

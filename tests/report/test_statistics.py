@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from lm_eval_moecache.report.statistics import (
     tarone,
     z_test,
 )
-from moecache_lab.claims.statistics import LEAST_SAMPLES, accepted_interval, margin_test, mean_test
+from moecache_lab.claims.statistics import accepted_interval, margin_test, mean_test
 
 stats = pytest.importorskip("scipy.stats")
 
@@ -51,6 +52,9 @@ def test_the_sign_test_is_the_binomial_test(better: int, worse: int) -> None:
         (sign_test, (3, -1), "worse=-1"),
         (holm, ([2.0],), "p=2"),
         (sign_flip_test, ([math.nan],), "finite"),
+        (documents_needed, (0.0, 0.1), "must be shares"),
+        (documents_needed, (0.1, 1.5), "must be shares"),
+        (partial(documents_needed, power=1.0), (0.1, 0.1), "power=1 must lie between"),
     ],
 )
 def test_what_is_no_count_chance_or_loss_is_refused(test: Any, given: Any, said: str) -> None:
@@ -163,28 +167,11 @@ def test_the_margin_test_and_the_interval_are_tangos(won: int, lost: int, count:
             assert slow_score(won, lost, count, end) == pytest.approx(z, abs=0.01)
 
 
-def test_lost_and_won_answers_both_count_and_the_tail_is_two_and_a_half_percent() -> None:
-    """5 lost and 3 won of 100: at least 5 points lost is not excluded, p 0.16 by hand.
-
-    B = (200 - 3 + 5)(-0.05) - 8 = -18.1, C = 5 x 0.05 x 1.05 = 0.2625; the share lost is
-    (sqrt(18.1^2 - 800 x 0.2625) + 18.1) / 400 = 0.07236, the statistic 3 / sqrt(9.222) = 0.988.
-    """
-    assert margin_test(3, 5, 100, -0.05, 1) == pytest.approx(stats.norm.sf(0.988), abs=2e-4)
-    # Without a change the limit is z^2 / (n + z^2): 8.8 points of 40 answers.
+def test_without_a_change_the_interval_is_known_and_at_margin_0_the_test_is_the_sign_test() -> None:
+    """The limit is z^2 / (n + z^2): 8.8 points of 40 answers."""
     low, high = answers_interval(0, 0, 40)
     assert -low == high == pytest.approx(1.96**2 / (40 + 1.96**2), abs=1e-5)
     assert margin_test(1, 8, 50, 0, -1) == sign_test(1, 8) == margin_test(8, 1, 50, 0, 1)
-
-
-@pytest.mark.parametrize("count", [100, 500])
-def test_the_margin_test_keeps_its_level_from_a_hundred_answers_on(count: int) -> None:
-    """At a true loss of five points, exactly: at most 6% are called smaller (5% asymptotically)."""
-    for both in (0.0, 0.02, 0.1):
-        shares = [both, both + 0.05, 0.95 - 2 * both]
-        draws = np.random.default_rng(0).multinomial(count, shares, 20_000)
-        pairs, times = np.unique(draws[:, :2], axis=0, return_counts=True)
-        called = [margin_test(int(w), int(x), count, -0.05, 1) <= 0.05 for w, x in pairs]
-        assert times[called].sum() / 20_000 <= 0.06
 
 
 def test_halls_statistic_by_hand() -> None:
@@ -195,27 +182,6 @@ def test_halls_statistic_by_hand() -> None:
     assert mean_test(np.asarray([0.0, 0.0, 3.0])) == pytest.approx(stats.t.sf(1.21029, 2), abs=1e-5)
     assert mean_test(np.full(5, 0.1)) == 0 and mean_test(np.full(5, -0.1)) == 1
     assert mean_test(np.zeros(5)) == 1
-
-
-SKEWED = {
-    "exponential": lambda random, size: random.exponential(size=size) - 1,
-    "log-normal": lambda random, size: random.lognormal(0, 0.5, size) - math.exp(0.125),
-}
-
-
-@pytest.mark.parametrize("name", SKEWED)
-@pytest.mark.parametrize("sign", [1, -1])
-def test_the_test_of_a_mean_keeps_its_level_where_sign_flips_do_not(name: str, sign: int) -> None:
-    """Means of 0 over `LEAST_SAMPLES` samples: at most 7% are called effects at 5%.
-
-    Of exponential samples, sign flips call twice as many on the long tail's other side.
-    """
-    samples = sign * SKEWED[name](np.random.default_rng(3), (4000, LEAST_SAMPLES))
-    called = np.asarray([mean_test(row) for row in samples]) <= 0.05
-    assert 0.025 < called.mean() <= 0.07
-    if name == "exponential" and sign < 0:
-        flips = [sign_flip_test(row) <= 0.05 for row in samples[:120]]
-        assert np.mean(flips) > 0.08
 
 
 @given(st.lists(st.integers(-50, 50), min_size=3, max_size=40), st.floats(-3, 3))
@@ -234,18 +200,12 @@ def test_an_interval_holds_what_the_test_does_not_reject(values: list[int], shif
         assert mean_test(inside - samples) > 0.025
 
 
-def test_the_interval_of_symmetric_samples_is_students_and_covers_as_often_as_it_says() -> None:
+def test_the_interval_of_symmetric_samples_is_students() -> None:
     samples = np.asarray([1.0, 2.0, 3.0, 4.0, 5.0])
     expected = stats.ttest_1samp(samples, 0).confidence_interval()
     bounds = accepted_interval(3.0, lambda bound: samples - bound)
     assert mean_interval(samples) == pytest.approx(bounds)
     assert bounds == pytest.approx((expected.low, expected.high))
-    random = np.random.default_rng(4)
-    covered = 0
-    for row in random.exponential(size=(500, LEAST_SAMPLES)):
-        low, high = accepted_interval(float(row.mean()), lambda bound, row=row: row - bound)
-        covered += low <= 1 <= high
-    assert 0.92 < covered / 500 <= 0.98
 
 
 def test_the_interval_of_a_ratio_is_fiellers_and_may_have_no_end() -> None:
@@ -278,31 +238,6 @@ def test_documents_needed_are_those_worked_by_hand(
     loss: float, changed: float, documents: int
 ) -> None:
     assert documents_needed(loss, changed) == pytest.approx(documents, abs=1)
-
-
-@pytest.mark.parametrize(("loss", "changed"), [(0.05, 0.2), (0.03, 0.1), (0.1, 0.3)])
-def test_as_many_documents_find_the_loss_in_four_of_five_samples(
-    loss: float, changed: float
-) -> None:
-    """McNemar's exact test, over every number of changed answers: about 80%, never under 75."""
-    count = documents_needed(loss, changed)
-    lost = (changed + loss) / 2 / changed
-    power = 0.0
-    for k in range(count + 1):
-        # The fewest lost answers that are significant among k changed ones.
-        least = int(stats.binom.isf(0.05, k, 0.5)) + 1
-        power += stats.binom.pmf(k, count, changed) * stats.binom.sf(least - 1, k, lost)
-    assert 0.75 < power < 0.85
-
-
-def test_more_documents_are_needed_for_less_and_nonsense_is_refused() -> None:
-    assert documents_needed(0.01, 0.1) > 8 * documents_needed(0.03, 0.1)
-    assert documents_needed(0.03, 0.1, power=0.9) > documents_needed(0.03, 0.1)
-    for given_wrong in ((0.0, 0.1), (0.1, 1.5)):
-        with pytest.raises(ValueError, match="must be shares"):
-            documents_needed(*given_wrong)
-    with pytest.raises(ValueError, match="power=1 must lie between"):
-        documents_needed(0.1, 0.1, power=1.0)
 
 
 def test_the_interval_of_other_documents_is_worked_by_hand() -> None:
