@@ -19,7 +19,7 @@ from lm_eval.loggers.evaluation_tracker import EvaluationTracker, GeneralConfigT
 from lm_eval.utils import simple_parse_args_string
 
 import lm_eval_moecache
-from lm_eval_moecache.algorithms.policy import load_policy, policy_names
+from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.harness import arguments
 from lm_eval_moecache.harness.arguments import KEYS, read_config, split_arguments
@@ -64,14 +64,6 @@ def test_a_model_without_experts_or_without_their_interface_is_refused(
     )
     byte_tokenizer().save_pretrained(tmp_path)
     says(refusal(pretrained=str(tmp_path)), *words)
-
-
-def test_a_name_with_a_dot_is_a_class_path_on_any_axis() -> None:
-    policy = load_policy("on_demand", {"eviction": "tests.engine.scripted.OldestFirst"})
-    assert policy.as_dict()["eviction"] == {"class_path": "tests.engine.scripted.OldestFirst"}
-    config = read_config({"policy": "on_demand", "eviction": SIZED, "eviction.size": 3})
-    assert config.policy.as_dict()["eviction"] == {"class_path": SIZED, "size": 3, "slack": 0}
-    says(refusal(eviction="no.such.Thing"), "'no.such.Thing' cannot be imported")
 
 
 def test_a_policy_may_be_a_mapping_of_the_form_of_its_file() -> None:
@@ -189,14 +181,6 @@ def test_defaults_are_those_of_the_design() -> None:
     assert config.capacity == "25%"
     assert config.hardware.name == "a100-5GBps"
     assert (config.clock, config.scoring, config.cache_reset) == ("virtual", "parallel", "request")
-
-
-@pytest.mark.parametrize("policy", policy_names())
-def test_every_policys_requests_start_anew_unless_a_running_server_is_asked_for(
-    policy: str,
-) -> None:
-    assert read_config({"policy": policy}).cache_reset == "request"
-    assert read_config({"policy": policy, "cache_reset": "never"}).cache_reset == "never"
 
 
 def test_arguments_are_divided_between_us_and_the_host() -> None:

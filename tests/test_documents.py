@@ -23,7 +23,7 @@ import pytest
 import yaml
 from nbclient import NotebookClient
 
-from docs.hooks import INCLUDED, keys_table, on_page_markdown
+from docs.hooks import keys_table
 from docs.wall_table import wall_table
 from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names
@@ -94,16 +94,6 @@ def test_the_documents_have_commands_and_the_finder_finds_them() -> None:
     assert len(COMMANDS[ROOT / "examples/sweep.yaml"]) == 3
 
 
-def test_install_lines_name_a_place_and_not_an_index_that_lacks_the_package() -> None:
-    lines = [c for commands in COMMANDS.values() for c in commands if c.startswith("pip install")]
-    lines += re.findall(
-        r"run: (pip install .*)", (ROOT / "examples/github-workflow.yml").read_text()
-    )
-    assert len(lines) >= 2
-    for line in lines:
-        assert re.search(r" '?\.(\[[\w,]+\]'?)?$| examples/plugin$|git\+", line), line
-
-
 README = (ROOT / "README.md").read_text()
 
 
@@ -127,15 +117,6 @@ def test_the_docs_list_every_key_as_the_code_has_it_and_every_command() -> None:
         assert f"`moecache {command}" in page, command
 
 
-def test_the_readme_counts_model_types_and_parameters_as_they_are() -> None:
-    families, words = (ROOT / "docs/families.md").read_text(), " ".join(README.split())
-    runs, refused = re.findall(r"(\d+) runs, (\d+) refused", families)[0]
-    types = f"Of the {int(runs) + int(refused)} model types of transformers with routed experts"
-    assert f"{types} {runs} run" in words
-    training = json.loads((MODEL_DIR / "training.json").read_text())
-    assert f"{training['num_parameters'] / 1e6:.1f} million parameters" in words
-
-
 def test_what_the_readme_shows_of_plan_is_what_it_prints(
     moecache: Moecache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,14 +124,6 @@ def test_what_the_readme_shows_of_plan_is_what_it_prints(
     (command,) = re.findall(r"^moecache (plan .*)$", README, re.MULTILINE)
     page = README.split("```text\n")[1].partition("\n```")[0]
     assert moecache(*command.split()).startswith(page)
-
-
-def test_the_readmes_first_commands_are_targets_of_the_makefile() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    commands = re.findall(r"(?:`|^)make (\w+)(?:`|$)", README, re.MULTILINE)
-    assert commands[:2] == ["demo", "test"]
-    for target in commands:
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
 WORKFLOW = yaml.safe_load((ROOT / "examples/github-workflow.yml").read_text())
@@ -296,19 +269,6 @@ def test_the_page_of_hardware_profiles_has_every_key_and_its_profile_loads(tmp_p
     assert load_hardware(str(path)).link_rate == 31.5e9
 
 
-PLUGIN = ROOT / "docs/plugin.md"
-"""Its commands need the package that it makes: tests/test_installed_plugin.py runs them."""
-
-
-def test_no_command_stands_in_a_block_that_is_not_run() -> None:
-    for path in DOCUMENTS:
-        blocks = re.findall(r"^```(\w+)\n(.*?)^```$", path.read_text(), re.M | re.S)
-        for language, block in blocks:
-            lines = [line for line in block.splitlines() if "->" not in line]
-            commands = [line for line in lines if line.startswith(("moecache ", "lm_eval "))]
-            assert not commands or path == PLUGIN, (path, language, commands)
-
-
 def test_links_of_the_documents_lead_to_files_of_a_clone() -> None:
     command = ["git", "ls-files"]
     tracked = set(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split())
@@ -327,14 +287,3 @@ def test_links_of_the_documents_lead_to_files_of_a_clone() -> None:
         if os.path.normpath(Path(page).parent / target) not in tracked
     ]
     assert lost == []
-
-
-def test_what_a_page_includes_is_a_link_on_github() -> None:
-    included = 0
-    for path in (ROOT / "docs").glob("*.md"):
-        page = path.read_text()
-        assert "--8<--" not in page, path
-        names = re.findall(INCLUDED, page, re.MULTILINE)
-        assert all((ROOT / name).read_text().rstrip() in on_page_markdown(page) for name in names)
-        included += len(names)
-    assert included >= 5

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import sysconfig
-import time
 import venv
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,24 +174,6 @@ def test_startup_files_are_installed_and_agree(installed: Environment) -> None:
     module, _, function = start.partition(":")
     assert line.startswith("import ")
     assert line.endswith(f'__import__("{module}").{function}()')
-
-
-def test_startup_costs_little(installed: Environment) -> None:
-    """The bound is loose for busy machines; the measured cost is about 0.3 ms."""
-    hook = installed.site_packages / "lm_eval_moecache.pth"
-    hidden = hook.with_suffix(".hidden")
-    seconds: dict[str, list[float]] = {"with": [], "without": []}
-    for _ in range(10):
-        for case in seconds:
-            if case == "without":
-                hook.rename(hidden)
-            begin = time.perf_counter()
-            installed.run("-c", "pass")
-            seconds[case].append(time.perf_counter() - begin)
-            if case == "without":
-                hidden.rename(hook)
-    cost_s = statistics.median(seconds["with"]) - statistics.median(seconds["without"])
-    assert cost_s < 0.02
 
 
 @pytest.mark.slow

@@ -84,11 +84,6 @@ def test_the_first_runs_table_is_that_of_its_results() -> None:
     assert make_table(json.loads(path.read_text())).strip() in committed
 
 
-def test_every_folder_is_in_the_index_and_says_what_it_holds() -> None:
-    for folder in FOLDERS:
-        assert f"]({folder.name}/README.md)" in INDEX and (folder / "README.md").is_file()
-
-
 @pytest.mark.slow
 def test_the_claims_page_is_what_the_command_writes() -> None:
     claims = read_claims(RESULTS / "claims.yaml")

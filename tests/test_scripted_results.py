@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from functools import partial
-from statistics import mean, median
+from statistics import mean
 
 import collisions_by_layer
 import evictions
@@ -58,15 +57,6 @@ def test_every_lossy_run_on_the_shipped_model_is_paired() -> None:
     assert list(lost_points.of_texts(runs)) == LOST_POINTS["texts"]
 
 
-def test_the_dictionary_says_how_little_fidelity_tells_of_the_points_lost() -> None:
-    pairs = lost_points.forecasts(LOST_POINTS["answers"], "choices not executed")
-    errors = [predicted - lost for predicted, lost in pairs]
-    within = sum(abs(error) <= lost_points.WITHIN for error in errors)
-    rms = mean(error**2 for error in errors) ** 0.5
-    [row] = re.findall("^.*`routing_fidelity`.*$", (RESULTS / "README.md").read_text(), re.M)
-    assert f"error of {rms:.0f} (root mean square; {within} of {len(errors)} forecasts" in row
-
-
 def test_collisions_by_layer_add_up_to_those_of_the_replay() -> None:
     trace = TRACES / "olmoe-1b-7b.parquet"
     shares = collisions_by_layer.shares(trace, "none", "lru")
@@ -88,20 +78,3 @@ def test_leads_and_slopes_follow_from_their_runs(name: str) -> None:
     file = RESULTS / f"{name}.json"
     rows = json.loads(file.read_text())["rows"]
     assert rows == leads.rows_of(load_runs(file.parent), leads.FOUND[name])
-
-
-def test_the_bars_of_hazard() -> None:
-    """Never over 0.3 points worse than LRU, and a quarter of the gap to Belady in the median."""
-    rates = {
-        (c["trace"], c["capacity"], c["eviction"]): run["miss_rate"]
-        for run in ROUTING
-        if "recall" not in (c := run["cell"]) and c["capacity"] in ("5%", "10%", "25%", "50%")
-    }
-    places = sorted({key[:2] for key in rates})
-    assert len(places) == 12
-    gaps = []
-    for trace, share in places:
-        lru, hazard, bound = (rates[trace, share, e] for e in ("lru", "hazard", "belady"))
-        assert hazard - lru <= 0.003
-        gaps.append((lru - hazard) / (lru - bound))
-    assert median(gaps) >= 0.25

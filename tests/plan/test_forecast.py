@@ -247,12 +247,6 @@ def test_placements_are_read_as_llama_cpp_has_them(text: str) -> None:
     assert read_placement("--n-cpu-moe 25") == Placement(kind="host_layers", amount=25)
 
 
-@pytest.mark.parametrize("text", ["host_layers=", "slots=8GiB", "25", "half", "cache=GiB"])
-def test_what_is_no_placement_is_refused_with_the_forms(text: str) -> None:
-    with pytest.raises(ValueError, match=r"placement=.*Allowed: resident, host_layers=N"):
-        read_placement(text)
-
-
 def test_the_runtime_ideal_changes_no_device_and_others_slow_it() -> None:
     device = load_hardware("rtx-3090")
     assert load_runtime("ideal").on(device) is device

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +19,8 @@ from moecache_plan.losses import (
     amount,
     band,
     here,
-    kind_of,
     published,
     rules_of,
-    shipped,
 )
 from moecache_plan.losses_page import lines
 from tests.conftest import Moecache
@@ -66,10 +63,6 @@ def test_a_band_is_the_median_with_every_model_counting_once() -> None:
     assert found.high == pytest.approx(0.8 + wider * (min(at_nine, 0.9) - 0.8))
 
 
-def test_fewer_than_three_models_forecast_nothing() -> None:
-    assert band([loss("A", 0.9), loss("B", 0.8), loss("B", 0.7)]) is None
-
-
 def test_a_range_is_never_under_the_noise_of_the_sources() -> None:
     found = band([loss(name, 0.95) for name in "ABC"])
     assert found is not None
@@ -102,33 +95,6 @@ def test_an_amount_is_of_what_was_changed_or_else_of_memory(
     assert amount(share, resident) == words
 
 
-def test_the_shipped_rows_are_as_the_readme_says() -> None:
-    rows = shipped()
-    text = (FOLDER / "README.md").read_text()
-    assert f"{len(rows):,} published pairs" in text
-    assert f"{len({row.model for row in rows})} models" in text
-    assert len(rows) >= 400 and len({row.model for row in rows}) >= 25
-    with (FOLDER / "rows.csv").open() as file:
-        for cells in csv.DictReader(file):
-            assert cells["source"] and cells["quote"], cells
-            assert cells["exactness"] in ("table", "reported", "chart"), cells
-            assert bool(cells["share"]) == bool(cells["share_of"]), cells
-
-
-def test_a_quote_of_a_table_has_the_figure_of_its_row() -> None:
-    """As a share or in percent, however many digits the source prints."""
-    with (FOLDER / "rows.csv").open() as file:
-        rows = [cells for cells in csv.DictReader(file) if cells["metric"] == "accuracy"]
-    wrong = []
-    for cells in rows:
-        after = float(cells["after"])
-        forms = {f"{after:.{d}f}" for d in range(7)} | {f"{100 * after:.{d}f}" for d in range(5)}
-        forms |= {f"{after:g}", f"{100 * after:g}"}
-        if not any(form in cells["quote"] for form in forms) and "/" not in cells["quote"]:
-            wrong.append((cells["source"], cells["quote"], cells["after"]))
-    assert wrong == []
-
-
 def test_every_lossy_algorithm_has_a_class_of_rule() -> None:
     lossy = {
         name
@@ -151,15 +117,6 @@ def test_every_lossy_algorithm_has_a_class_of_rule() -> None:
 )
 def test_a_rule_is_asked_for_by_class_algorithm_or_composition(name: str, rules: list[str]) -> None:
     assert rules_of(name) == rules
-
-
-def test_names_that_do_not_go_are_refused_with_what_does() -> None:
-    with pytest.raises(ValueError, match=r"--lossy='cache_prio'.*Did you mean 'cache_prior'"):
-        rules_of("cache_prio")
-    with pytest.raises(ValueError, match="'on_demand' is lossless"):
-        rules_of("on_demand")
-    with pytest.raises(ValueError, match=r"--task='gsm9k'.*Did you mean 'gsm8k'"):
-        kind_of("gsm9k")
 
 
 QWEN = load_real_model("Qwen3-30B-A3B", "model")

@@ -109,21 +109,6 @@ def test_a_rate_of_memory_is_read_as_typed(text: str, found: float | None) -> No
     assert rate(text, "host_memory") == (None if found is None else pytest.approx(found * 1e9))
 
 
-@pytest.mark.parametrize(
-    ("key", "text", "said"),
-    [
-        *(("host_memory", t, "'2x6000'.*or a rate") for t in ("6000", "DDR5-6000", "6000 MT/s")),
-        ("host_memory", "6000GB/s", "6000 GB/s, more than any machine has.*at most 2000GB/s"),
-        ("host_memory", "fast", "is not a rate.*'2x5600'"),
-        ("disk", "7000", "7000 GB/s, more than any machine has"),
-        ("disk", "measured 80", "is not a rate"),
-    ],
-)
-def test_what_no_machine_has_is_refused_with_what_was_meant(key: str, text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=rf"{key}='{text}'.*{said}"):
-        rate(text, key)
-
-
 def test_a_processors_own_profile_is_a_processor_and_no_card(
     tmp_path: Path, moecache: Moecache
 ) -> None:

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from lm_eval_moecache import MoECacheError, plan
 from lm_eval_moecache.emulate.models import emulated_names, load_real_model
 from lm_eval_moecache.records.hardware import load_hardware
 from moecache_plan.advice import two_digits
@@ -79,10 +78,3 @@ def test_without_a_model_it_lists_those_that_the_machine_runs(
     page = moecache("plan", *command).splitlines()
     assert page[0].startswith("What rtx-3060-12gb (12 GB) runs") and max(map(len, page)) <= 80
     assert "needs a MODEL" in moecache("plan", *command, "--placement", "cpu", code=2)
-
-
-def test_from_python_options_are_the_commands() -> None:
-    found = plan("OLMoE-1B-7B", hardware="rtx-4090-24gb", context=1024)
-    assert found["context"] == 1024 and found["first"].endswith("all of it fits.")
-    with pytest.raises(MoECacheError, match=r"option='hardwar'.*Did you mean 'hardware'"):
-        plan("OLMoE-1B-7B", hardwar="rtx-4090-24gb")

@@ -209,7 +209,8 @@ ARGUMENTS: list[tuple[str, Any, str]] = [
     ("eviction.init_args", 7, "eviction.init_args"),
     ("draft", "self:int4", "moecache-spec"),
     ("draft_tokens", 3, "moecache-spec"),
-    ("precision", "int5", "precision"),
+    ("precision", "int5", "Did you mean 'int"),
+    ("precision", "int2/16", "precision='int2/16' is not known"),
     ("precision", "", "precision"),
     ("precision", "int4:int8", "is not in order"),
     ("precision", "int8:int4:nf4", "names 'int4' twice"),
@@ -252,12 +253,14 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({**WALL, "store": "tape"}, "store='tape' … disk, ram"),
     ({**WALL, "bandwidth": "5e9"}, "bandwidth='5e9' … '5GB/s'"),
     ({**WALL, "store": "disk", "store_dir": "/dev/null/x"}, "store_dir='/dev/null/x' cannot be written to"),
+    ({"encoded_dir": "/dev/null/x", "precision": "int8"}, "encoded_dir='/dev/null/x' cannot be written to"),
 ]  # fmt: skip
 """Incompatible arguments."""
 DRAFTED: list[tuple[str, Any, str]] = [
     ("draft_tokens", 0, "draft_tokens=0 … 1 or more"),
     ("draft_tokens", "two", "draft_tokens='two' … whole number"),
     ("draft_token", 2, "'draft_token' … Did you mean 'draft_tokens'?"),
+    ("precision", "int4", "draft='self:int4' is made of the target's own weights"),
     *(("draft_tokens", value, f"draft_tokens={value!r}") for value in (10**6, 2.5, math.inf, True)),
     ("draft_tokens", 10**400, "draft_tokens="),
 ]
@@ -294,8 +297,34 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"capacity": "36000B"}, "capacity='36000B' … too small for one expert of 36864 bytes"),
     ({"capacity": "30000B", "dtype": "float32"}, "'30000B' … one expert of 36864 bytes"),
     ({"capacity": "65/layer"}, "capacity='65/layer' … more than the 64 experts"),
+    *(({"policy": "on_demand", **given}, words) for given, words in (
+        ({"precision": "int8/g64"}, "has no groups"),
+        ({"precision": "int2/g7"}, "g8, g16"),
+        ({"precision": "int2/g1024"}, "the group size must be one of g8, g16"),
+        ({"precision": "int4", "miss": "cascade"}, "precision='int4' is the only one stored"),
+        ({"miss": "fetch_lowest"}, "precision='bf16' is the only one stored"),
+        ({"precision": "int8:int4", "miss": "cascade", "miss.t2": 0.8}, "miss.t2=0.8 has no"),
+        ({"precision": "int4", "device_map": "auto"}, "device_map='auto' cannot be combined with"),
+        ({"precision": "int8:int4", "capacity": "10B"}, "too small for one expert of"),
+        ({"prefetch": "draft", "draft_tokens": 2}, "draft_tokens=2 … drafts no tokens"),
+        ({"prefetch": "draft", "draft": "prompt_lookup"}, "no attention outputs"),
+        ({"prefetch": "draft", "streams": 2}, "follows one request at a time"),
+        ({"draft": "tiny"}, "draft='tiny' is for … moecache-spec"),
+        ({"draft_tokens": 2}, "draft_tokens=2 is for … moecache-spec"),
+        ({"prefetch": "draft", "scoring": "scan", "capacity": "8/layer"}, "scoring='scan' cannot be combined with"),
+    )),
 ]  # fmt: skip
 """Settings that do not fit the shipped model: checked before its weights are loaded."""
+SPEC: list[tuple[dict[str, Any], str]] = [
+    ({"streams": 2, "draft": "tiny"}, "streams=2 … one request at a time"),
+    ({"draft": "nowhere/at-all"}, "draft='nowhere/at-all' … prompt_lookup"),
+    ({"draft": "self:int5"}, "self:int5 … Did you mean … int4"),
+    ({"draft": "prompt_lookup"}, "draft='prompt_lookup' … prefetch='draft' … folder"),
+    ({"prefetch.cutoff": 9}, "prefetch.cutoff=9 … must be 0 or more … 8 MoE layers"),
+    ({"prefetch.cutoff": "all"}, "prefetch.cutoff='all' … auto"),
+    ({"prefetch.critical": 65}, "prefetch.critical=65 … 64"),
+]
+"""Settings of drafts that do not fit the shipped model under `sp_moe`."""
 ON_WALL: list[tuple[str, Any, str]] = [
     ("parallelize", True, "parallelize=True … accelerate launch"),
     ("load_in_8bit", True, "load_in_8bit"),
@@ -341,6 +370,7 @@ FILES: list[tuple[str, str, str]] = [
     ("hardware", HARDWARE.replace("peak_flops: 1.0e+12\n", ""), "lacks 'peak_flops'"),
     ("hardware", HARDWARE.replace("peak_flops", "peak_flop"), "'peak_flop' is not known. Did you mean 'peak_flops'"),
     ("hardware", "just text", "hardware= … x.yaml"),
+    *(("hardware", HARDWARE.replace(f"{key}: {was}", f"{key}: {value}"), f"{key}={value} … {meant}") for key, was, value, meant in (("memory_bytes", "1.0e+10", 24, "24e+9"), ("link_bytes_per_s", "1.0e+9", 25, "25e+9"), ("peak_flops", "1.0e+12", 82.6, "82.6e+12"), ("link_latency_s", "0", 10, "10e-6"))),
     *(("hardware", HARDWARE + text + "\n", text.partition(":")[0]) for text in ("link_efficiency: 1.2", "link_efficiency: 0.0", "link_lanes: 0")),
     *(
         ("hardware", HARDWARE + f"{key}: {value}\n", f"{key}=")
@@ -609,6 +639,7 @@ def table() -> Iterator[Bad]:
     yield from (Bad("host", {key: value}, words) for key, value, words in HOST)
     yield from (Bad("host", given, words) for given, words in UNFIT)
     yield from (Bad("host", {**WALL, key: value}, words) for key, value, words in ON_WALL)
+    yield from (Bad("spec", {"policy": "sp_moe", **given}, words) for given, words in SPEC)
     yield from (Bad("drafted", {key: value}, words) for key, value, words in DRAFTED)
     yield from (Bad(*row) for row in FILES)
     for path, value, words in EDITED:

@@ -114,9 +114,9 @@ def judge(bad: Bad, folder: Path, places: dict[str, str]) -> tuple[str, str]:
         return judged(
             lambda: read_config(split_arguments(bad.given, ())[0], speculative=drafted), bad.words
         )
-    if bad.kind == "host":
+    if bad.kind in ("host", "spec"):
         placed = {k: v.format(**places) for k, v in bad.given.items() if "{models}" in str(v)}
-        return judged(lambda: refused_model({**bad.given, **placed}), bad.words)
+        return judged(lambda: refused_model({**bad.given, **placed}, bad.kind == "spec"), bad.words)
     if bad.kind == "command":
         return command([word.format(**places) for word in bad.given], bad.words)
     return read_bad(bad.kind, bad.given, folder, bad.words)
@@ -129,9 +129,9 @@ def read_bad(kind: str, data: str | bytes, folder: Path, words: str) -> tuple[st
     return judged(lambda: KINDS[kind].read(path), words)
 
 
-def refused_model(given: dict[str, Any]) -> None:
+def refused_model(given: dict[str, Any], drafts: bool) -> None:
     """Check arguments on both ways into a run; AssertionError where their messages differ."""
-    from lm_eval_moecache.harness.lm import MoECacheLM
+    from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
 
     def refusal(act: Callable[[], object]) -> str:
         try:
@@ -140,8 +140,9 @@ def refused_model(given: dict[str, Any]) -> None:
             return str(error)
         return ""
 
-    cell = Cell(model="moecache", model_args=given, tasks=("tiny_arc",))
-    alone, in_sweep = refusal(lambda: MoECacheLM(**given)), refusal(lambda: check_cell(cell))
+    kind, name = (MoECacheSpecLM, "moecache-spec") if drafts else (MoECacheLM, "moecache")
+    cell = Cell(model=name, model_args=given, tasks=("tiny_arc",))
+    alone, in_sweep = refusal(lambda: kind(**given)), refusal(lambda: check_cell(cell))
     assert alone == in_sweep, f"alone: {alone!r}, in a sweep: {in_sweep!r}"
     raise ValueError(alone)
 

@@ -35,7 +35,7 @@ def test_every_row_of_the_table_is_refused_in_words(
     tmp_path: Path, is_slow: bool, at_least: int
 ) -> None:
     """The slow rows import lm-eval or read a model."""
-    tally, slow = Tally(), ("host", "command", "views")
+    tally, slow = Tally(), ("host", "spec", "command", "views")
     rows = [bad for bad in table() if (bad.kind in slow) == is_slow]
     try_table(tmp_path, tally, rows)
     assert tally.problems == []

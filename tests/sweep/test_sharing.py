@@ -103,11 +103,6 @@ def test_cells_that_share_a_run_are_those_of_live_runs_to_the_byte(
     assert len(totals) >= distinct
 
 
-def test_lossless_compositions_are_those_that_papers_name() -> None:
-    assert {"on_demand", "specmd", "mixtral_offloading"} <= set(LOSSLESS[0]["policy"])
-    assert {"promoe", "commitmoe_prefetch"} <= set(PREDICTORS["policy"])
-
-
 def test_bounds_of_drafted_cells_are_replayed(tmp_path: Path, base: dict[str, Any]) -> None:
     plain, grid = {**base, **SELF, "policy": "on_demand"}, {"eviction": ["lru", "lfu"]}
     fields = {**DRAFTED, "tasks": ["toy_answer"], "bounds": ["belady", "oracle"]}

@@ -105,16 +105,6 @@ def test_a_cell_is_named_by_what_it_emulates_and_by_its_link() -> None:
     assert emulated["expert_weights"] == 3 * 2048 * 1024 and "source" not in emulated
 
 
-def test_cells_of_earlier_releases_keep_their_names_and_so_their_runs() -> None:
-    """Releases with the default profile's former name, and without host figures."""
-    assert resolve(read_config({}))["hardware"]["name"] == "a100-5gbps"
-    hardware = resolve(read_config({"hardware": "phone-12gb"}))["hardware"]
-    later_fields = {"pass_overhead_s", "wait_overhead_s", "host_flops", "host_memory_bytes_per_s"}
-    assert not {"layer_overhead_s", *later_fields} & set(hardware)
-    slow = resolve(read_config({"hardware": "specmd-a100"}))["hardware"]
-    assert slow["layer_overhead_s"] == 0.03
-
-
 def test_editing_a_policy_file_makes_another_run(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     text = "routing: standard\nprefetch: none\neviction: {}\nmiss: fetch\n"

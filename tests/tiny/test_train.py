@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from random import Random
 
@@ -11,11 +10,8 @@ import torch
 from transformers import AutoTokenizer, OlmoeForCausalLM
 
 from lm_eval_moecache.tiny import MODEL_DIR
-from lm_eval_moecache.tiny.documents import PAGES
-from tools.train_tiny import books
 from tools.train_tiny.batches import LATE, NUM_ROWS, ROW_LENGTH, skill_batch
 from tools.train_tiny.network import build_config, build_model
-from tools.train_tiny.packages import PACKAGES
 from tools.train_tiny.tokenizer import VOCAB_SIZE
 
 needs_compiler = pytest.mark.skipif(
@@ -51,16 +47,3 @@ def test_packed_problems_see_only_themselves() -> None:
         assert not visible[row, row + 1 :].any()
     repeated = skill_batch(tokenizer, Random(0), LATE)
     assert torch.equal(repeated.ids_BS, batch.ids_BS)
-
-
-def test_packages_are_pinned_and_only_the_public_domain_is_held_out_to_ship() -> None:
-    assert all(len(package.sha256) == 64 and package.version for package in PACKAGES)
-    shipped = [package for package in PACKAGES if package.public_domain]
-    assert shipped and all("public domain" in package.licence for package in shipped)
-
-
-def test_the_pages_are_of_two_dictionaries_and_three_books_and_no_page_comes_twice() -> None:
-    rows = [json.loads(line) for line in PAGES.read_text("utf-8").splitlines()]
-    assert len({row["page"] for row in rows}) == len(rows) == books.NUM_PAGES
-    assert {row["source"] for row in rows} > set(books.BOOKS)
-    assert sum(row["source"] in books.BOOKS for row in rows) == 115

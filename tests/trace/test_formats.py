@@ -327,33 +327,6 @@ def test_a_trace_without_sizes_is_given_those_of_a_model(tmp_path: Path) -> None
     assert reread.geometry.expert_bytes == ((12_582_912,),) * 2 and reread.has_sizes
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "experts", "top_k", "passes"),
-    [
-        ("olmoe-1b-7b", 16, 64, 8, 299),
-        ("qwen3-30b-a3b", 48, 128, 6, 129),
-        ("gemma-4-26b-a4b", 30, 128, 6, 129),
-    ],
-)
-def test_the_shipped_traces_are_whole(
-    name: str, layers: int, experts: int, top_k: int, passes: int
-) -> None:
-    trace = load_trace(str(ROOT / "traces" / f"{name}.parquet"))
-    geometry = trace.geometry
-    assert (geometry.num_layers, geometry.num_experts, geometry.top_k) == (layers, experts, top_k)
-    assert trace.num_passes == passes and trace.has_sizes
-
-
-@pytest.mark.parametrize(
-    ("file", "name"), [("qwen.route.csv", "qwen3-30b-a3b"), ("gemma.route.csv", "gemma-4-26b-a4b")]
-)
-def test_a_shipped_trace_routes_as_the_published_one(file: str, name: str) -> None:
-    published = load_trace(str(traces.published(file)))
-    shipped = load_trace(str(ROOT / "traces" / f"{name}.parquet"))
-    np.testing.assert_array_equal(shipped.keys, published.keys)
-    assert shipped.geometry.expert_bytes == published.geometry.expert_bytes
-
-
 def test_a_trace_written_again_is_the_same_and_takes_no_more_bytes(tmp_path: Path) -> None:
     shipped, copy = ROOT / "traces" / "olmoe-1b-7b.parquet", tmp_path / "copy.parquet"
     trace, reread = load_trace(str(shipped)), written(load_trace(str(shipped)), copy)

@@ -19,7 +19,7 @@ from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
 from lm_eval_moecache.trace import file
 from lm_eval_moecache.trace.file import StreamedTrace, open_trace, read_trace
-from tests.conftest import Checkpoint, Moecache
+from tests.conftest import Checkpoint
 from tests.engine import traces
 from tests.harness import make_instance
 from tests.trace.test_trace import rewritten, without_digest
@@ -145,12 +145,3 @@ def test_damage_is_named_by_its_place_in_the_file(
     pq.write_table(damaged(recorded), path)
     with pytest.raises(ValueError, match=said):
         list(open_trace(path).parts())
-
-
-def test_the_command_streams_what_needs_no_future(
-    recorded: Path, in_parts: pytest.MonkeyPatch, moecache: Moecache
-) -> None:
-    words = ("replay", recorded, "--policy=specmd", "--capacity=50%", "--json", "--bound=false")
-    streamed = moecache(*words)
-    in_parts.setattr(file, "WHOLE_ROWS", 1 << 18)
-    assert moecache(*words) == streamed

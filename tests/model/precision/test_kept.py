@@ -15,7 +15,6 @@ import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
 
-from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.precision import loading
 from lm_eval_moecache.model.precision.codecs import AsStored, Encoded, encode
@@ -119,14 +118,6 @@ def test_a_full_disk_costs_the_next_load_its_time(
     first = answers(load(path, folder))
     monkeypatch.undo()
     assert answers(load(path, folder)) == first
-
-
-def test_what_has_no_effect_or_no_place_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="encoded_dir='x' has no effect without precision"):
-        read_config({"encoded_dir": "x"})
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"encoded_dir=.* cannot be written to"):
-        read_config({"encoded_dir": str(tmp_path / "file"), "precision": "int8"})
 
 
 # --- store=disk ---------------------------------------------------------------------------------

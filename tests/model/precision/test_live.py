@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.precision.codecs import expert_matrices
 from lm_eval_moecache.model.precision.ladder import ALIASES, codec_names, codecs_of
 from tests.conftest import Checkpoint
-from tests.harness import answers, choices, refusal
+from tests.harness import answers, choices
 from tests.model.wall.on_device import judged
 from tests.model.wall.races import Judge
 from tests.model.wrapped import (
@@ -126,27 +125,3 @@ def test_a_ladder_whose_lower_levels_are_never_used_is_warned_of(checkpoint: Che
     assert not one_level.report()["warnings"]
     assert answers(lm) == answers(one_level)
     assert lm.engine.ledger.passes == one_level.engine.ledger.passes
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"precision": "int2/g256"}, "multiple of 1024 weights, .*'int2/g8'"),
-        ({"precision": "int4", "miss": "cascade"}, "precision='int4' is the only one stored"),
-        ({"miss": "fetch_lowest"}, "precision='bf16' is the only one stored"),
-        ({"precision": "int8:int4", "miss": "cascade", "miss.t2": 0.8}, "miss.t2=0.8 has no"),
-        ({"precision": "int4", "device_map": "auto"}, "device_map='auto' cannot be combined with"),
-        ({"precision": "int8:int4", "capacity": "10B"}, "too small for one expert of"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_the_model_is_loaded(
-    checkpoint: Checkpoint, arguments: dict[str, Any], message: str
-) -> None:
-    defaults = {"pretrained": str(checkpoint("olmoe")), "policy": "on_demand", "capacity": "30%"}
-    assert re.search(message, refusal(**{**defaults, **arguments}))
-
-
-def test_a_draft_made_of_the_targets_own_weights_is_refused() -> None:
-    with pytest.raises(ValueError, match="draft='self:int4' is made of the target's own weights"):
-        read_config({"precision": "int4"}, speculative=True)
-    assert read_config({"precision": "int4", "draft": "prompt_lookup"}, speculative=True).precision

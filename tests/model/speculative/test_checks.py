@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import transformers
 from tokenizers import Tokenizer, models
 
@@ -36,42 +35,6 @@ def test_good_arguments_reach_the_loading(tmp_path: Path) -> None:
     drafts = (shape_of(tmp_path / "good"), shape_of(tmp_path / "bare", tokenizer=None), "tiny")
     for draft in drafts:
         assert_loads(MoECacheSpecLM, policy="sp_moe", draft=draft)
-
-
-ALONG: dict[str, Any] = {"kind": MoECacheLM, "policy": "on_demand", "prefetch": "draft"}
-"""A draft that reads along, without speculation."""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        ({"streams": 2, "draft": "tiny"}, ["streams=2", "one request at a time", "1"]),
-        ({"draft": "nowhere/at-all"}, ["draft='nowhere/at-all'", "prompt_lookup"]),
-        ({"draft": "self:int5"}, ["self:int5", "Did you mean", "int4"]),
-        ({"draft": "prompt_lookup"}, ["draft='prompt_lookup'", "prefetch='draft'", "folder"]),
-        ({"prefetch.cutoff": 9}, ["prefetch.cutoff=9", "must be 0 or more", "8 MoE layers"]),
-        ({"prefetch.cutoff": "all"}, ["prefetch.cutoff='all'", "auto"]),
-        ({"prefetch.critical": 65}, ["prefetch.critical=65", "64"]),
-        ({**ALONG, "draft_tokens": 2}, ["draft_tokens=2", "drafts no tokens"]),
-        ({**ALONG, "draft": "prompt_lookup"}, ["no attention outputs"]),
-        ({**ALONG, "streams": 2}, ["follows one request at a time"]),
-        (
-            {**ALONG, "prefetch": "none", "draft": "tiny"},
-            ["draft='tiny' is for", "moecache-spec"],
-        ),
-        (
-            {**ALONG, "prefetch": "none", "draft_tokens": 2},
-            ["draft_tokens=2 is for", "moecache-spec"],
-        ),
-        (
-            {**ALONG, "scoring": "scan", "capacity": "8/layer"},
-            ["scoring='scan' cannot be combined with"],
-        ),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
-)
-def test_a_bad_setting_is_refused(arguments: dict[str, Any], parts: list[str]) -> None:
-    says(refusal(**arguments), *parts)
 
 
 def test_a_codec_that_cannot_store_the_experts_is_refused(tmp_path: Path) -> None:
