@@ -14,59 +14,26 @@ from tests.conftest import Moecache
 from tests.engine import traces
 
 QWEN = traces_dir() / "qwen3-30b-a3b.parquet"
-IMP = """[INFO] Expert LRU cache: 48 layers {x} 96 slots {x} 1.18 MiB = 5436.00 MiB GPU memory
-[INFO] Expert LRU cache stats: 111426 hits, 24576 misses (81.9% hit rate)
-[INFO] Expert LRU prefetch stats: 0 H2Ds issued, 0 skipped (already cached)
-""".format(x="\u00d7")
-FREETOKEN = """MoE cache (64 decode steps): miss_rate=0.200, active/layer=6.0, missing/layer=1.2
-MoE cache worst layers: L0=0.498, L1=0.446, L2=0.441, L3=0.361, L4=0.326
-MoE routing: oracle_hit=0.701 (realized 0.800), slots/layer=32.0, working_set=73.1/100,
-             experts_for_90pct=52.3, norm_entropy=0.813
-MoE cache (64 decode steps): miss_rate=0.100, active/layer=6.0, missing/layer=0.6
-MoE routing: oracle_hit=0.711 (realized 0.900), slots/layer=32.0, working_set=73.1/100,
-             experts_for_90pct=52.3, norm_entropy=0.813
-"""
-STREAMLX = (
-    "[serve] {'hits': 10, 'misses': 30, 'evictions': 0, 'miss_rate': 0.75, 'fetch_s': 0.1, "
-    "'bytes_read': 300, 'reads': 30}\n"
-    "[serve] {'hits': 300, 'misses': 100, 'evictions': 68, 'miss_rate': 0.25, 'fetch_s': 0.4, "
-    "'bytes_read': 1000, 'reads': 100}\n"
+COUNTS = Path(__file__).parent / "counts"
+"""What each runtime prints, by its name."""
+IMP, STREAMLX, COLIBRI, BIG = (
+    (COUNTS / f"{name}.log").read_text() for name in ("imp", "streamlx", "colibri", "BigMoeOnEdge")
 )
-LLAMA = "ggml_expert_cache_free: expert cache stats (device {}) - hits: {}, misses: {}, hit rate: "
-LLAMA += "80.0%, h2d copies: {}, h2d bytes: {}, d2d copies: 0, d2d bytes: 0, skipped h2d: {}\n"
-LLAMA_CPP = LLAMA.format(0, 2400, 600, 600, 6000, 2400)
-LLAMA_CPP += LLAMA.format(1, 600, 300, 300, 3000, 600)
-COLIBRI = """== Streaming C engine v2.2 | cache=16/layer bits=8 pilot=0 wide=1 guard=1 hot=0 ==
-PEAK RSS: 3.49 GB
-Expert cache hit rate: 41.2%  (hit=1234 miss=1760)
-Speed: 4.60 tok/s (43.5s for 200 tokens)
-"""
-BIG = """step,steps,wall_ms,io_ms,compute_ms,read_bytes,cache_hit_pct,stall_ms
-1,3,824.2,507.8,316.4,815583232,1.61,0.000
-2,3,782.2,508.2,274.0,816078848,2.81,0.000
-3,3,481.9,259.3,222.6,388624384,7.89,0.000
-# summary tokens=3
-"""
-WRITERS: dict[str, tuple[str, dict[str, Any]]] = {
+WRITERS: dict[str, dict[str, Any]] = {
     # 3 lookups an expert: gate, up and down are keys of their own.
-    "imp": (IMP, {"hits": 37142, "misses": 8192, "hit_rate": 0.81930, "slots_per_layer": 32}),
+    "imp": {"hits": 37142, "misses": 8192, "hit_rate": 0.81930, "slots_per_layer": 32},
     # Two windows of as many lookups: the mean of their rates. The oracle of the last.
-    "FreeToken": (FREETOKEN, {"steps": 128, "hit_rate": 0.85, "oracle_hit_rate": 0.711}),
-    "streamlx": (STREAMLX, {"hits": 300, "misses": 100, "hit_rate": 0.75, "bytes_moved": 1000}),
-    "llama.cpp": (
-        LLAMA_CPP,
-        {"hits": 1000, "misses": 300, "hit_rate": 1 / 1.3, "bytes_moved": 9000},
-    ),
-    "colibri": (COLIBRI, {"hits": 1234, "misses": 1760, "slots_per_layer": 16}),
-    "BigMoeOnEdge": (BIG, {"hit_rate": 0.0789, "steps": 3, "bytes_moved": 2020286464}),
+    "FreeToken": {"steps": 128, "hit_rate": 0.85, "oracle_hit_rate": 0.711},
+    "streamlx": {"hits": 300, "misses": 100, "hit_rate": 0.75, "bytes_moved": 1000},
+    "llama.cpp": {"hits": 1000, "misses": 300, "hit_rate": 1 / 1.3, "bytes_moved": 9000},
+    "colibri": {"hits": 1234, "misses": 1760, "slots_per_layer": 16},
+    "BigMoeOnEdge": {"hit_rate": 0.0789, "steps": 3, "bytes_moved": 2020286464},
 }
 
 
 @pytest.fixture(params=WRITERS)
-def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
-    path = tmp_path / "counts.log"
-    path.write_text(WRITERS[request.param][0])
-    return request.param, path
+def written(request: pytest.FixtureRequest) -> tuple[str, Path]:
+    return request.param, COUNTS / f"{request.param}.log"
 
 
 def test_every_writers_own_lines_are_read(written: tuple[str, Path]) -> None:
@@ -74,7 +41,7 @@ def test_every_writers_own_lines_are_read(written: tuple[str, Path]) -> None:
     assert set(WRITERS) == {*FORMS, "BigMoeOnEdge"}
     counts = read_counts(str(path))
     assert counts.writer == writer
-    for name, value in WRITERS[writer][1].items():
+    for name, value in WRITERS[writer].items():
         assert getattr(counts, name) == pytest.approx(value, rel=1e-4), name
 
 

