@@ -13,23 +13,29 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from random import Random
+from statistics import mean
 from typing import Any
 
 import torch
 from grid import RESULTS, arguments, text_table
-from specimen import REPLACED_BY_SCORE, Specimen, random_resident, rerouted
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.records.files import TINY
 from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.tiny import documents
-from tools.train_tiny.skills.generator import ASKED
+from tools.train_tiny.skills.generator import ASKED, held_out
+from tools.train_tiny.skills.problem import Problem
 
 SHIFT = 17
-LABELS = {1: REPLACED_BY_SCORE, 4: "cache-aware routing"}
+LABELS = {1: "absent experts replaced by score", 4: "cache-aware routing"}
 """Anchor's number -> the demo's run that answers it."""
 LEVELS = (
     *("first 4 of 8 kept, renormalised", "10% random", "first 2 of 8 kept, renormalised"),
@@ -40,6 +46,8 @@ RATES = (0.75, 0.5, 0.375)
 TASKS = ("gsm8k", "arc")
 Change = Callable[[Tensor, Tensor, int, torch.Generator], tuple[Tensor, Tensor]]
 """(experts [T, K], weights [T, K], both heaviest first, number of experts, draws) -> the same."""
+Executed = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(layer, experts [T, K], their weights) -> what is executed instead."""
 ANCHORS = (
     ("random expert for each absent one, rate .75 / .5 / .375", ".75 / .31 / .22", "BuddyMoE 2-4"),
     (
@@ -65,6 +73,108 @@ ANCHORS = (
 Two equal configurations of its Table 1 differ by 2 points (rms): .98 and 1.00 are no
 significant difference.
 """
+
+
+class Specimen:
+    """A model that answers one problem at a time, so that a cache sees them in order."""
+
+    def __init__(self, folder: str) -> None:
+        # A carved model's folder holds its modelling file.
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model_path(folder), dtype=torch.float32, trust_remote_code=True
+        ).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(model_path(folder), trust_remote_code=True)
+        modules = self.model.modules()
+        self.blocks = [
+            module for module in modules if hasattr(module, "gate") and hasattr(module, "experts")
+        ]
+        self.num_experts = int(self.model.config.num_experts)
+        self.top_k = int(self.model.config.num_experts_per_tok)
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer(text).input_ids
+
+    @torch.no_grad()
+    def text_loss(self, texts: list[list[int]]) -> float:
+        rows = (torch.tensor([ids]) for ids in texts)
+        return mean(float(self.model(input_ids=row, labels=row).loss) for row in rows)
+
+    @torch.no_grad()
+    def is_right(self, problem: Problem) -> bool:
+        """Score a problem as lm-eval does: by its likeliest option, or by the generated text."""
+        row: Any = problem.row
+        texts, right = [problem.target], 0
+        if "mc1_targets" in row:
+            texts = row["mc1_targets"]["choices"]
+        elif "answerKey" in row:
+            texts, right = row["choices"]["text"], "ABCD".index(row["answerKey"])
+        elif "choices" in row:
+            texts, right = list("ABCD"), row["answer"]
+        before, answers = self.ids(problem.prompt), [self.ids(f" {text}") for text in texts]
+        longest = max(map(len, answers))
+        ids = [[*before, *answer, *[0] * (longest - len(answer))] for answer in answers]
+        logits = self.model(input_ids=torch.tensor(ids)).logits[:, len(before) - 1 : -1]
+        if len(texts) == 1:
+            return bool((logits[0].argmax(-1) == torch.tensor(answers[0])).all())
+        cost = partial(nn.functional.cross_entropy, reduction="sum")
+        tokens = zip(logits, map(torch.tensor, answers), strict=True)
+        nats = [float(cost(scores[: len(answer)], answer)) for scores, answer in tokens]
+        return nats.index(min(nats)) == right
+
+    def accuracy(self, task: str, num_documents: int, change: Executed | None = None) -> float:
+        """Percentage of right answers, unmodified or with changed experts."""
+        with nullcontext() if change is None else rerouted(self, change):
+            return 100 * mean(map(self.is_right, held_out(ASKED[task], num_documents, seed=0)))
+
+
+@contextmanager
+def rerouted(specimen: Specimen, change: Executed) -> Iterator[None]:
+    """Change the experts that each layer executes."""
+
+    def hook(layer: int, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, experts, weights = inputs
+        return hidden, *change(layer, experts, weights)
+
+    with ExitStack() as stack:
+        for layer, block in enumerate(specimen.blocks):
+            handle = block.experts.register_forward_pre_hook(partial(hook, layer))
+            stack.callback(handle.remove)
+        yield
+
+
+def by_token(swap: Callable[[int, list[int], list[float]], list[int]]) -> Executed:
+    """Route each token to the experts that `swap` makes of a layer, its experts and weights."""
+
+    def change(layer: int, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = zip(experts.tolist(), weights.tolist(), strict=True)
+        rows = [swap(layer, *token) for token in tokens]
+        return torch.tensor(rows, dtype=experts.dtype), weights
+
+    return change
+
+
+def random_resident(specimen: Specimen, share: float) -> Executed:
+    """Each layer's LRU cache holds a share of its experts; a random resident replaces a miss.
+
+    The missing expert is loaded after the token, as if fetched in the background.
+    """
+    rng, all_experts = Random(0), range(specimen.num_experts)
+    size = int(share * len(all_experts))
+    caches = [OrderedDict.fromkeys(rng.sample(all_experts, size)) for _ in specimen.blocks]
+
+    def swap(layer: int, experts: list[int], _: list[float]) -> list[int]:
+        cache = caches[layer]
+        spare = [resident for resident in cache if resident not in experts]
+        rng.shuffle(spare)
+        substitutes = [e if e in cache or not spare else spare.pop() for e in experts]
+        for expert in experts:
+            cache[expert] = None
+            cache.move_to_end(expert)
+        while len(cache) > size:
+            cache.popitem(last=False)
+        return substitutes
+
+    return by_token(swap)
 
 
 def first(num_ranks: int, *, renormalize: bool) -> Change:

@@ -210,12 +210,12 @@ class ModelArguments(Schema):
     scoring: Literal["parallel", "scan"] = Field(
         "parallel",
         description="`parallel`, or `scan`: scored text is routed as if it were decoded "
-        "(one precision, caches per layer)",
+        "(virtual clock, one precision, caches per layer)",
     )
     streams: Annotated[int, Field(ge=1, le=MOST_COUNT)] = Field(
         1,
         description="requests that the emulated device serves at once, sharing its cache, link and "
-        "clock (how many are computed together is `batch_size`, which changes no figure)",
+        "clock (how many are computed together is `batch_size`: no request sees another)",
     )
     cache_reset: Literal["request", "never"] = Field(
         "request",
