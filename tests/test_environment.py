@@ -225,3 +225,20 @@ def test_no_number_of_ours_is_nan_in_json(tmp_path: Path) -> None:
     run = record("a", tok_per_s=float("nan"), miss_rate=float("inf"))
     text = write_record(tmp_path, run).read_text()
     assert "NaN" not in text and "Infinity" not in text
+
+
+@pytest.mark.parametrize(
+    ("extra", "command"),
+    [
+        ("matplotlib", "plot {0}"),
+        ("optuna", "tune --out={0}/new --tasks=tiny_gsm8k"),
+        ("ray", "sweep {0}/sweep.yaml --executor=ray"),
+        ("submitit", "sweep {0}/sweep.yaml --executor=submitit"),
+    ],
+)
+def test_a_missing_extra_is_named_with_the_line_that_installs_it(
+    extra: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moecache: Moecache
+) -> None:
+    monkeypatch.setitem(sys.modules, extra, None)
+    (leaderboard_of_four(tmp_path) / "sweep.yaml").write_text("tasks: tiny_arc\nlimit: 1\n")
+    assert f"pip install {extra}" in moecache(*command.format(tmp_path).split(), code=2)

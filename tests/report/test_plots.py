@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -62,14 +61,6 @@ def test_what_cannot_be_drawn_is_refused_and_runs_are_chosen_by_settings(
     refusal = moecache("plot", folder, "--group=policy", code=2)
     assert "--group='policy' has no effect on the `figures`" in refusal
     moecache("plot", write(tmp_path / "one", record("a")), code=2)
-
-
-def test_without_matplotlib_the_extra_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moecache: Moecache
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    message = moecache("plot", leaderboard_of_four(tmp_path), code=2)
-    assert "pip install matplotlib" in message
 
 
 def grid(folder: Path, prefetches: tuple[str, ...] = ("next_gate", "none", "score")) -> Path:

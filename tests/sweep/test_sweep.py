@@ -6,7 +6,6 @@ import multiprocessing
 import random
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -175,15 +174,6 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
     assert not list((path.parent / "runs").glob(".*.part"))
     calm = swept(tmp_path / "undisturbed", base=base, grid=grid, limit=1, name="killed")
     assert figures(path.parent) == figures(calm.parent)
-
-
-@pytest.mark.parametrize("extra", ["ray", "submitit"])
-def test_a_missing_extra_is_named(
-    extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moecache: Moecache
-) -> None:
-    monkeypatch.setitem(sys.modules, extra, None)
-    message = moecache("sweep", write_sweep(tmp_path / "extra"), f"--executor={extra}", code=2)
-    assert f"pip install {extra}" in message
 
 
 @pytest.mark.slow

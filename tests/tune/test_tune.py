@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,13 +258,6 @@ def test_no_trial_begins_when_the_time_is_up(command: list[str], moecache: Moeca
     resumed = moecache.json(*command, "--trials=6")
     assert [e["name"] for e in resumed["shipped"]] == COMPOSITIONS
     assert resumed["left_out"] == {}
-
-
-def test_a_missing_optuna_is_named(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, moecache: Moecache
-) -> None:
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    assert "pip install optuna" in moecache(*command, code=2)
 
 
 GEOMETRY = make_geometry(num_layers=2, num_experts=8, top_k=2)
