@@ -30,6 +30,7 @@ from tests.conftest import Moecache
 from tests.engine import traces
 from tests.records.test_artifact import make
 from tests.report.runs import leaderboard_of_four, record
+from tests.soak.corpus import section
 
 ROOT = Path(__file__).resolve().parent.parent
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -71,57 +72,27 @@ def bad_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
         subprocess.run(["umount", str(folder)], capture_output=True)
 
 
-TRACE = "{0}/run-000.parquet"
-ROUTED = Path(__file__).parent / "trace" / "formats" / "route_trace.csv"
-FITTED = f"profile runtimes --from={ROOT / 'results/runtimes/rows.csv'}"
-EVAL = "eval --tasks=tiny_arc --model_args="
-COMMANDS = {
-    "table": "table {0} --write",
-    "table, each": "table {0} --write --each",
-    "plot": "plot {0}",
-    "plot elsewhere": "plot {0} --output={0}/new/plots",
-    "pack": "pack {0}",
-    "pack, undo": "pack {0}/packed --undo",
-    "replay": f"replay {TRACE} --timeline={{0}}/timeline.json",
-    "replay into a new folder": f"replay {TRACE} --timeline={{0}}/new/timeline.json",
-    "sweep": "sweep {0}/sweep.yaml",
-    "sweep over traces": "sweep {0}/traces/sweep.yaml",
-    "reproduce": "reproduce specmd/table-2 --out={0}/new",
-    "tune": "tune --out={0}/new",
-    "eval, results": "eval --tasks=tiny_arc --output_path={0}/new",
-    "eval, trace": f"{EVAL}trace={{0}}/new",
-    "eval, encoded experts": f"{EVAL}precision=int8,encoded_dir={{0}}/new",
-    "eval, files of experts": f"{EVAL}clock=wall,policy=on_demand,store=disk,dtype=float32,"
-    "store_dir={0}/new",
-    "profile device": "profile device a.csv b.csv --base=h200 --capacity=5% --out={0}/new/x.yaml",
-    "profile hardware": "profile hardware --out={0}/new/x.yaml",
-    "profile layer_sizes": f"profile layer_sizes {TRACE} --out={{0}}/sizes.json",
-    "profile logit_range": "profile logit_range --out={0}/new/x.json",
-    "profile runtimes": f"{FITTED} --out={{0}}/new/x.yaml",
-    "runtimes, their report": f"{FITTED} --out={{0}}.yaml --report={{0}}/new",
-    "profile use": f"profile use {TRACE} --out={{0}}/use.json",
-    **{
-        f"profile {name}": f"profile {name} --out={{0}}/new/x.safetensors"
-        for name in ("buddies", "data_aware", "predictor", "sensitivity")
-    },
-    **{f"analyze {name}": f"analyze {name} --out={{0}}/new" for name in ANALYSES},
-    "trace": f"trace convert {ROUTED} {{0}}/new.csv",
+PLACES = {
+    "routed": Path(__file__).parent / "trace" / "formats" / "route_trace.csv",
+    "speeds": ROOT / "results/runtimes/rows.csv",
 }
+COMMANDS = [line for line in section("# Where {folder} is full") if line]
 READERS = {"choose", "compare", "completion", "plan", "policies", "validate"}
 """Commands that write nothing."""
 
 
 def test_every_command_that_writes_is_tried_on_a_folder_that_cannot_be_written() -> None:
-    words = [command.split() for command in COMMANDS.values()]
+    words = [command.split() for command in COMMANDS]
     tried = {command for command, *_ in words}
     missing = set(module.commands()) - tried - READERS
     assert not missing, f"{missing}: add to COMMANDS, or where nothing is written to READERS"
     assert tried | READERS == set(module.commands())
     assert not tried & READERS
-    assert {what for command, what, *_ in words if command == "profile"} == set(actions())
+    for command, kinds in (("profile", actions()), ("analyze", ANALYSES)):
+        assert {what for name, what, *_ in words if name == command} == set(kinds)
 
 
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_folder_that_cannot_be_written_is_told_in_one_line_and_left_as_it_was(
     bad_folder: Path,
     command: str,
@@ -133,7 +104,7 @@ def test_a_folder_that_cannot_be_written_is_told_in_one_line_and_left_as_it_was(
     # Indexing lm-eval's own 10,000 tasks takes seconds.
     monkeypatch.setattr(TaskManager, "__init__", partialmethod(init, include_defaults=False))
     files_before = {p: p.read_bytes() for p in bad_folder.rglob("*") if p.is_file()}
-    stderr = moecache(*command.format(bad_folder).split(), code=2)
+    stderr = moecache(*command.format(folder=bad_folder, **PLACES).split(), code=2)
     [line] = stderr.strip().splitlines()[-1:]
     assert str(bad_folder) in line
     assert re.search("No space left|has 0 bytes free|Read-only file system", line)

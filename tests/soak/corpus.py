@@ -590,10 +590,15 @@ FOREIGN: list[tuple[dict[str, str] | None, str]] = [
 """Foreign metadata of safetensors files, with words of the refusal."""
 
 
-def _commands(section: str) -> list[tuple[list[str], str]]:
-    """Return the commands of a section of `commands.txt`, each with words of its refusal."""
-    text = Path(__file__).with_name("commands.txt").read_text().partition(section)[2]
-    rows = [line.partition(" => ") for line in text.partition("\n# ")[0].splitlines()[1:] if line]
+def section(head: str) -> list[str]:
+    """Return the lines of a section of `commands.txt`."""
+    text = Path(__file__).with_name("commands.txt").read_text().partition(head)[2]
+    return text.partition("\n# ")[0].splitlines()[1:]
+
+
+def _commands(head: str) -> list[tuple[list[str], str]]:
+    """Return the commands of a section, each with words of its refusal."""
+    rows = [line.partition(" => ") for line in section(head) if line]
     return [(shlex.split(given.replace("{long}", LONG)), words) for given, _, words in rows]
 
 
