@@ -105,16 +105,6 @@ class Codec(ABC):
         return installed
 
 
-PIECE = 1 << 17
-"""Weights processed at a time on a CPU, so that temporaries fit into a core's cache."""
-
-
-def pieces(count: int, width: int, most: int = PIECE) -> list[slice]:
-    """Split `count` rows of `width` weights into slices of at most `most` weights or one row."""
-    rows = max(1, most // width)
-    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
-
-
 class Cast(Codec):
     """Stores the weights at a floating-point dtype; lossless where that is the model's own."""
 
@@ -159,35 +149,14 @@ class Int8(Codec):
     def encode(self, matrix: Tensor) -> tuple[Tensor, ...]:
         from bitsandbytes.functional import int8_vectorwise_quant
 
-        if matrix.device.type != "cpu":
-            weights, absmax, _ = int8_vectorwise_quant(matrix.to(torch.float16).contiguous())
-            return weights, absmax
-        weights = torch.empty(matrix.shape, dtype=torch.int8)
-        absmax = torch.empty(len(matrix))
-        for rows in pieces(len(matrix), matrix.shape[1], most=4 * PIECE):
-            part = matrix[rows].to(torch.float16).contiguous()
-            weights[rows], absmax[rows], _ = int8_vectorwise_quant(part)
+        weights, absmax, _ = int8_vectorwise_quant(matrix.to(torch.float16).contiguous())
         return weights, absmax
 
     def decode(self, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         from bitsandbytes.functional import int8_vectorwise_dequant
 
-        weights, absmax = tensors
-        if weights.device.type != "cpu":
-            return int8_vectorwise_dequant(weights, absmax).to(dtype)  # type: ignore[no-any-return]
-        # The library's arithmetic, without its temporaries of the whole matrix: the same bits.
-        decoded = torch.empty(tuple(shape), dtype=dtype)
-        parts = pieces(*weights.shape)
-        piece = torch.empty(weights[parts[0]].shape)
-        for rows in parts:
-            target = decoded[rows]
-            scaled = piece[: len(target)].copy_(weights[rows])
-            target.copy_(scaled.mul_(absmax[rows, None]).mul_(_PER_STEP))
-        return decoded
-
-
-_PER_STEP = 7.874015718698502e-3
-"""1 / 127, as bitsandbytes has it."""
+        decoded: Tensor = int8_vectorwise_dequant(*tensors)
+        return decoded.to(dtype)
 
 
 class FourBit(Codec):
@@ -235,12 +204,6 @@ class FourBit(Codec):
         return decoded.reshape(tuple(shape))
 
 
-ITERATIONS, BETA, NORM = 20, 10.0, 0.7
-"""HQQ's own settings: the most steps, and the parameters of its shrinkage operator."""
-SMALLEST, LARGEST_SCALE = 1e-4, 2e4
-"""A group that spans at most the first keeps scale 1; scales are capped at the second."""
-
-
 class HalfQuadratic(Codec):
     """HQQ (Badri and Shaji 2023): `bits` per weight; a float16 scale and zero per group.
 
@@ -249,10 +212,6 @@ class HalfQuadratic(Codec):
     on CUDA and in float32 on a CPU, so codes would differ by device. Decoded in float32 and then
     rounded to the compute dtype, which loses less than HQQ's own arithmetic in the compute dtype
     and is the same on every device.
-
-    The library's steps, run on pieces of a matrix that fit into a core's cache, give the library's
-    codes to the last bit. Pieces cannot be searched on their own: the matrix' mean error ends the
-    search.
     """
 
     library: ClassVar[str | None] = "hqq"
@@ -265,7 +224,6 @@ class HalfQuadratic(Codec):
         self.bits = bits
         # Three-bit codes go ten to a 32-bit word: 3.2 bits each.
         self._word, self._per_word = (torch.int32, 10) if bits == 3 else (torch.uint8, 8 // bits)
-        self._top = 2**bits - 1
 
     def layout(self, shape: Sequence[int]) -> Layout:
         # Words pack weights of different groups; only those of three bits may be padded.
@@ -282,64 +240,37 @@ class HalfQuadratic(Codec):
         packed = (-(-groups // self._per_word), self.group_size)
         return ((packed, self._word), scales, scales)
 
-    @torch.no_grad()
     def encode(self, matrix: Tensor) -> tuple[Tensor, ...]:
         from hqq.core.quantize import Quantizer
 
-        weights_GS = matrix.cpu().float().reshape(-1, self.group_size)
-        scale_G1, zero_G1 = self._search(weights_GS)
-        codes_GS = torch.empty(weights_GS.shape, dtype=torch.uint8)
-        for rows in pieces(*weights_GS.shape):
-            scaled = (weights_GS[rows] * scale_G1[rows]).add_(zero_G1[rows])
-            codes_GS[rows] = scaled.round_().clamp_(0, self._top)
-        packed = Quantizer.pack[Quantizer.bit_to_packing[self.bits]](codes_GS)
-        parts = (packed, (1.0 / scale_G1).half(), zero_G1.half())
+        packed, meta = Quantizer.quantize(
+            matrix.cpu(),
+            nbits=self.bits,
+            group_size=self.group_size,
+            round_zero=self.bits == 4,  # As HQQ's own configurations do.
+            axis=1,
+            device="cpu",
+        )
+        parts = (packed, meta["scale"].half(), meta["zero"].half())
         return tuple(part.to(matrix.device) for part in parts)
 
     def decode(self, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        from hqq.core.quantize import Quantizer
+
         packed, scale, zero = tensors
-        device = packed.device
-        decoded = torch.empty((len(scale), self.group_size), dtype=dtype, device=device)
-        parts = pieces(*packed.shape) if device.type == "cpu" else [slice(None)]
-        piece = torch.empty(packed[parts[0]].shape, device=device)
-        for part in range(self._per_word):
-            shift = self.bits * (self._per_word - 1 - part)
-            # Codes are not shifted within their words: scale and zero are scaled instead, which is
-            # exact for powers of two.
-            factor = 2.0**shift
-            groups = slice(part * len(packed), min((part + 1) * len(packed), len(scale)))
-            scales, zeros = scale[groups].float() / factor, zero[groups].float() * factor
-            target = decoded[groups]
-            for rows in parts:
-                target_rows = target[rows]
-                codes = packed[rows][: len(target_rows)] & (self._top << shift)
-                values = piece[: len(target_rows)].copy_(codes)
-                target_rows.copy_(values.sub_(zeros[rows]).mul_(scales[rows]))
-        return decoded.reshape(tuple(shape))
-
-    def _search(self, weights_GS: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scale (codes per weight) and zero of each group, as HQQ's optimiser finds them."""
-        from hqq.core.optimize import optimize_weights_proximal_legacy_step as library_step
-
-        lowest, highest = weights_GS.aminmax(dim=1, keepdim=True)
-        span = highest - lowest
-        scale_G1 = torch.where(span <= SMALLEST, 1.0, self._top / span).clamp_(max=LARGEST_SCALE)
-        zero_G1 = -lowest * scale_G1
-        if self.bits == 4:  # As HQQ's own configurations do.
-            zero_G1.round_()
-        error_GS, best = torch.empty_like(weights_GS), torch.inf
-        for _ in range(ITERATIONS):
-            for rows in pieces(*weights_GS.shape):
-                weights = weights_GS[rows]
-                decoded, _, zero_G1[rows], _ = library_step(
-                    weights, scale_G1[rows], zero_G1[rows], [0, self._top], BETA, NORM, 1
-                )
-                torch.sub(weights, decoded, out=error_GS[rows]).abs_()
-            error = float(error_GS.mean())
-            if not error < best:
-                break
-            best = error
-        return scale_G1, zero_G1
+        meta = {
+            "nbits": self.bits,
+            "group_size": self.group_size,
+            "shape": tuple(shape),
+            "scale": scale.float(),
+            "zero": zero.float(),
+            "axis": 1,
+            "packing": Quantizer.bit_to_packing[self.bits],
+            "view_as_float": False,
+            "compute_dtype": torch.float32,
+        }
+        decoded: Tensor = Quantizer.dequantize(packed, meta)
+        return decoded.to(dtype)
 
 
 CODECS: dict[str, Callable[[str, int | None], Codec]] = {
@@ -436,7 +367,7 @@ def takes_no_memory(tensor: Tensor) -> bool:
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
-BYTES_PER_WEIGHT = 20
+BYTES_PER_WEIGHT = 32
 """Temporary memory of any codec while it encodes, besides the matrix and its codes."""
 MOST_BYTES = 2**30
 """Limit on the temporary memory of all matrices encoded at one time."""

@@ -1,6 +1,4 @@
-"""Every codec: its codes and decoded weights, by many threads and in pieces, and its refusals.
-
-The oracles of codes and weights are the libraries themselves, on one whole matrix."""
+"""Every codec: its bits and errors, by many threads, and its refusals."""
 
 from __future__ import annotations
 
@@ -10,19 +8,16 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from hqq.core.quantize import Quantizer
 from torch import Tensor, nn
 
 from lm_eval_moecache.model.precision import codecs
 from lm_eval_moecache.model.precision.codecs import (
-    HalfQuadratic,
     encode,
     expert_bytes,
-    pieces,
     side_by_side,
     workers,
 )
@@ -142,7 +137,6 @@ def test_hqq_encodes_on_the_cpu_whatever_the_device(name: str) -> None:
     assert codec(name).encodes_on == "cpu"
 
 
-HQQ = ("hqq2", "hqq3", "hqq4", "hqq8")
 WHOLE = (96, 64)
 
 
@@ -171,65 +165,6 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(3)
     yield
     torch.set_num_threads(num_threads)
-
-
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of at most 960 weights, which do not divide the rows."""
-
-    def small(count: int, width: int, most: int = 0) -> list[slice]:
-        return pieces(count, width, most=960)
-
-    monkeypatch.setattr(codecs, "pieces", small)
-
-
-def by_library(found: HalfQuadratic, matrix: Tensor) -> tuple[Tensor, ...]:
-    packed, meta = Quantizer.quantize(
-        matrix,
-        nbits=found.bits,
-        group_size=found.group_size,
-        axis=1,
-        round_zero=found.bits == 4,
-        device="cpu",
-    )
-    return packed, meta["scale"].half(), meta["zero"].half()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", HQQ)
-def test_hqq_in_pieces_gives_the_librarys_codes(name: str, kind: str, small_pieces: None) -> None:
-    coder = cast(HalfQuadratic, codec(name))
-    expected = by_library(coder, drawn(kind))
-    assert all(map(torch.equal, coder.encode(drawn(kind)), expected))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_int8_in_pieces_gives_the_librarys_codes(kind: str, small_pieces: None) -> None:
-    from bitsandbytes.functional import int8_vectorwise_quant
-
-    matrix = drawn(kind, (97, 64))
-    weights, absmax, _ = int8_vectorwise_quant(matrix.half())
-    assert all(map(torch.equal, codec("int8").encode(matrix), (weights, absmax)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [*HQQ, "hqq2/g16", "hqq3/g8", "int8"])
-def test_weights_are_decoded_to_the_librarys_bits(
-    name: str, kind: str, dtype: torch.dtype, small_pieces: None
-) -> None:
-    from bitsandbytes.functional import int8_vectorwise_dequant
-
-    coder, shape = codec(name), (97, 64) if name == "int8" else WHOLE
-    tensors = coder.encode(drawn(kind, shape))
-    if isinstance(coder, HalfQuadratic):
-        meta = {"nbits": coder.bits, "group_size": coder.group_size, "axis": 1, "shape": shape}
-        meta |= {"packing": Quantizer.bit_to_packing[coder.bits], "view_as_float": False}
-        meta |= {"compute_dtype": torch.float32, "scale": tensors[1].float()}
-        expected = Quantizer.dequantize(tensors[0], {**meta, "zero": tensors[2].float()}).to(dtype)
-    else:
-        expected = int8_vectorwise_dequant(*tensors).to(dtype)
-    assert torch.equal(coder.decode(tensors, shape, dtype), expected)
 
 
 def experts_of(kinds: tuple[str, ...] = KINDS) -> tuple[nn.Module, Tensor]:
