@@ -144,14 +144,78 @@ def test_a_column_that_no_run_has_a_figure_for_is_named(
     assert "no run here has draft_acceptance: its column is empty" in capsys.readouterr().err
 
 
-def test_what_varies_becomes_a_column_and_the_mean_of_tasks_is_shown(
-    tmp_path: Path, table: Table
+def of_versions(*torch: str) -> list[dict[str, Any]]:
+    return [record(v, environment={"versions": {"torch": v, "other": "5"}}) for v in torch]
+
+
+def two(**figures: Any) -> list[dict[str, Any]]:
+    """Two runs that differ in their miss rate, which `figures` are of."""
+    return [record(n, policy=n, miss_rate=m, totals=figures) for n, m in (("a", 0.1), ("b", 0.2))]
+
+
+PLAIN = record("plain")
+TIMES = {"mean": 2.0, "p50": 1.5, "p90": 3.0, "p99": 4.0, "stderr": 0.125}
+OTHERS = {"miss": "drop", "miss.h": 1, "eviction.order": "fifo", "bandwidth": "5GB/s"}
+RATES = "--columns=policy,decode_miss_rate,ttft_ms.p99,miss_rate"
+RATE = ("--columns=policy,miss_rate",)
+CSV = ("--format=csv", *RATE)
+
+
+@pytest.mark.parametrize(
+    ("runs", "options", "shown", "absent"),
+    [
+        # What varies is a column, and the mean of several tasks.
+        (
+            [record(b, tasks=("quiz", "exam"), bandwidth=f"{b}GB/s") for b in "59"],
+            *((), "| Bandwidth | Accuracy | quiz acc | exam acc |", ""),
+        ),
+        (
+            [record("a", **OTHERS), PLAIN],
+            ("--columns=policy,parameters", "--sort=parameters"),
+            *("| specmd | miss.h=1, eviction.order=fifo |\n| specmd |  |\n", ""),
+        ),
+        # Tables of one rule with another parameter were alike.
+        ([record(c, capacity=c, **OTHERS) for c in ("5%", "9%")], (), "In all rows miss.h=1", ""),
+        (
+            [record("a", totals={"ttft_ms": TIMES, "miss_rate_stderr": 0.0125})],
+            ("--columns=ttft_ms,ttft_ms.*,miss_rate",),
+            "| TTFT ms | TTFT ms mean | TTFT ms p50 | TTFT ms p90 | TTFT ms p99 | Miss |\n"
+            "| --: | --: | --: | --: | --: | --: |\n"
+            "| 2.000 ±0.125 | 2.000 ±0.125 | 1.500 | 3.000 | 4.000 | 0.2500 ±0.0125 |",
+            "",
+        ),
+        # What no test was made of is never bold.
+        (two(), (RATES,), "| a | 0.0500 | 4.000 | 0.1000 |", "**"),
+        (
+            two(miss_rate_stderr=0.01),
+            *((RATES,), "| a | 0.0500 | 4.000 | **0.1000 ±0.0100** |", ""),
+        ),
+        (two(routing_fidelity=1.0), (), "| Policy |", "Fidelity"),
+        ([PLAIN, *two(routing_fidelity=0.75)], (), "| Fidelity |", "Low precision"),
+        ([PLAIN, *two(low_precision_share=0.5)], (), "| Low precision |", "Fidelity"),
+        (of_versions("2.12", "2.13"), (), "several versions of torch: rows may differ", "other"),
+        (of_versions("2.13", "2.13"), (), "| Policy |", "versions"),
+        # No cell is a formula, but a number may be negative; and none ends itself.
+        *(
+            ([record("a", policy=name)], CSV, f"\n'{name},0.25\n", "")
+            for name in ("=1+1", "+1", "-cmd", "@SUM(A1)", "\t=1")
+        ),
+        ([record("a", miss_rate=-0.25)], CSV, "\nspecmd,-0.25\n", ""),
+        (
+            [record("a", policy="a|b\nc<script>\\")],
+            *(RATE, "\n| a\\|b c&lt;script>\\\\ | 0.2500 |\n", "<script"),
+        ),
+        (
+            *([PLAIN], (*RATE, "--title=<img src=x>[a](javascript:b)")),
+            *("## &lt;img src=x>\\[a](javascript:b)\n", "<img"),
+        ),
+    ],
+)
+def test_a_table_of_these_runs_shows(
+    tmp_path: Path, table: Table, runs: Any, options: Any, shown: str, absent: str
 ) -> None:
-    bandwidths = {"a": "5GB/s", "b": "9GB/s"}
-    tasks = ("quiz", "exam")
-    write(tmp_path, *(record(name, tasks=tasks, bandwidth=b) for name, b in bandwidths.items()))
-    head = table(tmp_path).splitlines()[0]
-    assert "| Bandwidth | Accuracy | quiz acc | exam acc |" in head
+    text = table(write(tmp_path, *runs), *options)
+    assert shown in text and not (absent and absent in text)
 
 
 def test_a_pivot_view_puts_one_setting_across(tmp_path: Path, table: Table) -> None:
@@ -301,18 +365,6 @@ def test_documents_of_one_batch_are_one_sample_of_the_test(tmp_path: Path, table
         assert ("| new | **4.950** |" in out) == (batches != 2), out
 
 
-def test_what_no_test_was_made_of_is_never_bold(tmp_path: Path, table: Table) -> None:
-    def shown(**totals: float) -> str:
-        rates = {"a": 0.1, "b": 0.2}
-        runs = [record(n, policy=n, miss_rate=rate, totals=totals) for n, rate in rates.items()]
-        return table(
-            write(tmp_path, *runs), "--columns=policy,decode_miss_rate,ttft_ms.p99,miss_rate"
-        )
-
-    assert "**" not in shown()
-    assert "| a | 0.0500 | 4.000 | **0.1000 ±0.0100** |" in shown(miss_rate_stderr=0.01)
-
-
 def test_runs_of_different_identity_are_told_apart_and_not_ranked(
     tmp_path: Path, table: Table
 ) -> None:
@@ -350,70 +402,6 @@ def test_parameters_in_a_mapping_have_the_columns_of_dotted_keys(
         assert "| routing.lambda=0.9 | 0.9 |" in columns
     (shown,) = tables
     assert "routing.lambda" in shown and "0.1" in shown
-
-
-def test_parameters_of_algorithms_can_stand_in_one_column(tmp_path: Path, table: Table) -> None:
-    others = {"miss": "drop", "miss.h": 1, "eviction.order": "fifo", "bandwidth": "5GB/s"}
-    write(tmp_path, record("a", **others), record("b"))
-    lines = table(tmp_path, "--columns=policy,parameters", "--sort=parameters").splitlines()
-    assert lines[2:4] == ["| specmd | miss.h=1, eviction.order=fifo |", "| specmd |  |"]
-
-
-@pytest.mark.parametrize("name", ["=1+1", "+1", "-cmd", "@SUM(A1)", "\t=1"])
-def test_no_csv_cell_is_a_formula(tmp_path: Path, table: Table, name: str) -> None:
-    folder = write(tmp_path, record("a", policy=name), record("b", miss_rate=-0.25))
-    text = table(folder, "--format=csv", "--columns=policy,miss_rate")
-    rows = list(csv.reader(io.StringIO(text)))
-    assert [f"'{name}", "0.25"] in rows
-    assert ["specmd", "-0.25"] in rows, "a number is none"
-
-
-def test_markdown_cells_stay_cells(tmp_path: Path, table: Table) -> None:
-    folder = write(tmp_path, record("a", policy="a|b\nc<script>\\"), record("b"))
-    title = "--title=<img src=x>[a](javascript:b)"
-    lines = table(folder, "--columns=policy,miss_rate", title).splitlines()
-    assert r"| a\|b c&lt;script>\\ | 0.2500 |" in lines
-    assert lines[0] == r"## &lt;img src=x>\[a](javascript:b)"
-    assert all(line.count(" | ") == 1 for line in lines if line.startswith("| "))
-
-
-def test_percentiles_and_standard_errors_of_speed(tmp_path: Path, table: Table) -> None:
-    ttft_ms = {"mean": 2.0, "p50": 1.5, "p90": 3.0, "p99": 4.0, "stderr": 0.125}
-    run = record("a", totals={"ttft_ms": ttft_ms, "miss_rate_stderr": 0.0125})
-    out = table(write(tmp_path, run), "--columns=ttft_ms,ttft_ms.*,miss_rate")
-    assert "| TTFT ms | TTFT ms mean | TTFT ms p50 | TTFT ms p90 | TTFT ms p99 | Miss |" in out
-    row = "| 2.000 ±0.125 | 2.000 ±0.125 | 1.500 | 3.000 | 4.000 | 0.2500 ±0.0125 |"
-    assert row in out
-
-
-def test_fidelity_and_precision_are_shown_in_a_lossy_row(tmp_path: Path, table: Table) -> None:
-    plain, lossy_run, stored = (
-        record(name, policy=name, totals={"routing_fidelity": fidelity, "low_precision_share": low})
-        for name, fidelity, low in (("a", 1.0, 0.0), ("b", 0.75, 0.0), ("c", 1.0, 0.5))
-    )
-    for name, other in (("exact", None), ("b", lossy_run), ("c", stored)):
-        out = table(write(tmp_path / name, plain, *filter(None, [other])))
-        assert ("| Fidelity |" in out) == (other is not None)
-        assert ("| Low precision |" in out) == (other is stored)
-
-
-@pytest.mark.parametrize("gap", [0.3, 0.5])
-def test_a_parameter_that_all_rows_have_stands_below_them(
-    tmp_path: Path, table: Table, gap: float
-) -> None:
-    """No column shows it: tables of one rule with another parameter were alike."""
-    given = {"miss": "mine.Rule", "miss.gap": gap}
-    write(tmp_path, *(record(name, capacity=name, **given) for name in ("25%", "50%")))
-    assert f"In all rows miss.gap={gap}" in table(tmp_path)
-
-
-def test_a_table_of_several_versions_says_so(tmp_path: Path, table: Table) -> None:
-    runs = [record(name) for name in "ab"]
-    for run, version in zip(runs, ("2.12.0", "2.13.0"), strict=True):
-        run["environment"]["versions"] = {"torch": version, "transformers": "5.0"}
-    assert "Made by several versions of torch: rows may differ" in table(write(tmp_path, *runs))
-    runs[0]["environment"]["versions"]["torch"] = "2.13.0"
-    assert "several versions" not in table(write(tmp_path, *runs))
 
 
 # --- views relative to a baseline, the best within a budget, figures, boards over folders ---
