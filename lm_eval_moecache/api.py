@@ -95,15 +95,16 @@ def load_trace(
 
 
 def load_runs(place: Place) -> Runs:
-    """Load every results JSON under a folder (or one file), in order of experiment and run id.
+    """Load every run under a folder (or in one file) as two DataFrames, `runs` and `samples`.
 
-    In a folder, files that hold no run are skipped, unreadable ones with a warning. The list that
-    is returned has `to_dataframe()`, a line per run under forty names.
+    `runs` has a line a run, in order of experiment and run id, under the names of `moecache table`;
+    `samples` one a run, task, document and metric. In a folder, files that hold no run are skipped,
+    unreadable ones with a warning.
     """
     from lm_eval_moecache.report.runs import columns, files
 
     with as_moecache_error():
-        return columns.Runs(files.load_runs(Path(place)))
+        return columns.as_frames(files.load_runs(Path(place)))
 
 
 def plan(model: Place, **options: Any) -> Mapping[str, Any]:

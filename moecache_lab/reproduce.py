@@ -14,7 +14,7 @@ from lm_eval_moecache.cli.main import listed, print_result, wrapped
 from lm_eval_moecache.cli.main import main as moecache
 from lm_eval_moecache.harness.evaluation_options import check_limit
 from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.report.runs.files import RUNS, load_runs
+from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.report.runs.run import Run
 from lm_eval_moecache.report.tables.text import line
 from lm_eval_moecache.sweep.pool import read_jobs
@@ -58,7 +58,7 @@ def run(arguments: Namespace) -> int:
             code = moecache(["table", str(folder), "--write"]) or moecache(["plot", str(folder)])
     if code or arguments.dry_run:
         return code
-    runs = load_runs(folder / RUNS) if recipe.sweep else []
+    runs = load_runs(folder) if recipe.sweep else []
     text = paper_page(name, recipe, runs)
     write_whole(folder / SAID, text)
     sys.stdout.write(text + f"\nwritten: {folder}\n")

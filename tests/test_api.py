@@ -14,6 +14,7 @@ import lm_eval_moecache
 from lm_eval_moecache import MoECacheError, load_runs, load_trace, plan, replay
 from lm_eval_moecache.harness.arguments import FROM_PRETRAINED, KEYS, hflm_keys
 from lm_eval_moecache.harness.keys import HFLMKeys, ModelKeys
+from lm_eval_moecache.report.runs.files import load_runs as read_runs
 from tests.conftest import Moecache
 
 
@@ -91,11 +92,18 @@ def test_the_models_type_of_keys_has_all_that_it_takes() -> None:
     assert own == set(KEYS)
 
 
-def test_runs_are_forty_named_columns_in_pandas() -> None:
-    runs = load_runs(Path(__file__).resolve().parent.parent / "results/demo")
-    table = runs.to_dataframe()
-    assert table.shape == (len(runs), 40) and table.columns.is_unique
-    row, run = table.iloc[0], runs[0]
+def test_runs_are_a_line_each_of_the_same_named_columns() -> None:
+    place = Path(__file__).resolve().parent.parent / "results/demo"
+    table, samples = load_runs(place)
+    stored = read_runs(place)
+    assert table.shape == (len(stored), 42) and table.columns.is_unique
+    row, run = table.iloc[0], stored[0]
+    answers = samples[
+        (samples.run_id == run.run_id) & (samples.metric == "exact_match,strict-match")
+    ]
+    assert answers.value.mean() == pytest.approx(row["accuracy"])
+    best = table[table.accuracy > table.accuracy.max() - 0.01].sort_values("right_per_hour")
+    assert best.label.iloc[-1] == "every expert resident"
     score = run.score("tiny_gsm8k")
     assert score is not None
     assert (row["accuracy"], row["accuracy_stderr"]) == (score.value, score.stderr)

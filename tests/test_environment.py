@@ -22,7 +22,7 @@ from lm_eval_moecache.cli import main as module
 from lm_eval_moecache.cli.profile import actions
 from lm_eval_moecache.records.artifact import write_artifact
 from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.report.runs.files import PACKED, RUNS, write_packed
+from lm_eval_moecache.report.runs.files import RUNS, write_tables
 from lm_eval_moecache.sweep import files, worker
 from lm_eval_moecache.sweep.files import only_sweep, write_record
 from moecache_lab.analyze import ANALYSES
@@ -58,7 +58,7 @@ def bad_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
         (folder / "traces").mkdir()
         path = traces.record(folder / "traces")
         (folder / "traces" / "sweep.yaml").write_text(f"traces: {path}\ngrid: {{capacity: 50%}}\n")
-        write_packed(folder / "packed" / PACKED, [record("packed")])
+        write_tables(folder / "packed", [record("packed")])
         if request.param == "full":
             with pytest.raises(OSError, match="No space"), (folder / "filler").open("wb") as file:
                 while True:

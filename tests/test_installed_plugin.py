@@ -21,6 +21,7 @@ from lm_eval_moecache.engine.virtual import loop
 from lm_eval_moecache.records import plugins
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.jit import Upgrade, has_numba
+from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.testing import EvictionContract, PrefetchContract, run_contract
 from lm_eval_moecache.trace.importers import trace_formats
 from tests.conftest import Moecache
@@ -165,7 +166,7 @@ def test_it_is_swept_by_its_names(arrows: Path, tmp_path: Path) -> None:
     }
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     assert main(["sweep", str(tmp_path / "sweep.yaml")]) == 0
-    assert len([*(tmp_path / "runs").glob("*.json")]) == 2
+    assert len(load_runs(tmp_path)) == 2
 
 
 def changed(point: EntryPoint, **fields: str) -> EntryPoint:

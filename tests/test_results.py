@@ -15,7 +15,7 @@ from lm_eval.utils import make_table
 
 from lm_eval_moecache.cli.table import board_folders, collect, other_tables
 from lm_eval_moecache.harness.run_report import speed_table
-from lm_eval_moecache.report.runs.files import PACKED, load_runs
+from lm_eval_moecache.report.runs.files import TABLE, load_runs
 from lm_eval_moecache.report.runs.run import Run
 from lm_eval_moecache.report.tables import FORMS
 from lm_eval_moecache.report.tables.leaderboard import distinct
@@ -30,7 +30,7 @@ from moecache_lab.reproduce import paper_page
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 INDEX = (RESULTS / "README.md").read_text()
 # A folder with a recipe alone has no results yet.
-FOUND = [path for pattern in ("*/*.json", f"*/{PACKED}") for path in RESULTS.rglob(pattern)]
+FOUND = [path for pattern in ("*/*.json", f"*/{TABLE}") for path in RESULTS.rglob(pattern)]
 FOLDERS = sorted({RESULTS / path.relative_to(RESULTS).parts[0] for path in FOUND})
 BOARDS = board_folders(RESULTS)
 SCRIPTED = (

@@ -13,7 +13,7 @@ from lm_eval_moecache.records.files import read_json, read_yaml, write_whole
 from lm_eval_moecache.records.numbers import listed_names
 from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.report import every_eval_ever
-from lm_eval_moecache.report.runs.files import PACKED, RUNS, load_runs
+from lm_eval_moecache.report.runs.files import RUNS, TABLE, load_runs
 from lm_eval_moecache.report.runs.schema import FrontFile, RowsFile
 from lm_eval_moecache.report.tables import FORMS
 from lm_eval_moecache.report.tables.leaderboard import Table, distinct, leaderboard
@@ -110,7 +110,7 @@ def board_folders(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise FileNotFoundError(f"{str(folder)!r}: there is no such folder.")
     sweeps = {path.parent for path in folder.rglob("sweep.yaml")}
-    finished = {f for f in sweeps if (f / PACKED).is_file() or any((f / RUNS).glob("*.json"))}
+    finished = {f for f in sweeps if (f / TABLE).is_file() or any((f / RUNS).glob("*.json"))}
     folders = sorted(finished | {path.parent for path in folder.rglob(BOARD)})
     if not folders:
         raise ValueError(f"{str(folder)!r} has neither finished sweeps nor a {BOARD} below it.")

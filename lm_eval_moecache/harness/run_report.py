@@ -80,8 +80,11 @@ def run_report(
     return report
 
 
+_FIRST = ("e2el_ms", "tok_per_s", "ttft_ms", "tpot_ms", "miss_rate", "requests")
+
+
 def speed_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a report's metrics as flat rows: one per task, and one named `all`."""
+    """Return a report's metrics as flat rows, one per task and one named `all`: speed first."""
     setting = {
         "policy": report["policy"]["name"],
         "capacity": report["capacity"],
@@ -90,11 +93,12 @@ def speed_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     }
     rows = []
     for task, metrics in (*report["tasks"].items(), ("all", report["totals"])):
-        row: dict[str, Any] = {"task": task, **setting}
+        row: dict[str, Any] = {}
         for name, value in metrics.items():
             figures = value if isinstance(value, Mapping) else {"mean": value}
             row |= {name if k == "mean" else f"{name}_{k}": v for k, v in figures.items()}
-        rows.append(row)
+        first = {name: row[name] for name in _FIRST if name in row}
+        rows.append({"task": task, **first, **setting, **row})
     return rows
 
 

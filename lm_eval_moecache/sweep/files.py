@@ -1,8 +1,8 @@
 """The files of an experiment's folder: written whole or not at all, and looked up by hash.
 
 <experiment>/sweep.yaml
-<experiment>/runs/<run-id>.json       one finished run
-<experiment>/runs.jsonl.gz            or all of them, after `moecache pack`
+<experiment>/runs/<run-id>.json       a run that has finished, until the sweep ends
+<experiment>/runs.parquet             the finished runs, with samples.parquet (`report.runs.files`)
 <experiment>/failed/<run-id>.txt      why a run failed; removed when it succeeds
 """
 
@@ -23,11 +23,10 @@ from lm_eval_moecache.records.files import (
     check_replaceable,
     check_writable,
     parse_json,
-    read_json,
     write_whole,
 )
 from lm_eval_moecache.records.numbers import finite
-from lm_eval_moecache.report.runs.files import PACKED, RUNS, read_packed, unpack
+from lm_eval_moecache.report.runs.files import RUNS, TABLE, cells, fold, read_tables
 from lm_eval_moecache.report.runs.schema import check_record
 
 if TYPE_CHECKING:
@@ -62,32 +61,27 @@ def write_failure(folder: Path, run_id: str, text: str) -> None:
 def finished(folder: Path) -> dict[str, dict[str, Any]]:
     """Return configuration hash -> what identifies a finished run, without its scores and metrics.
 
-    Packed runs count. An invalid file is skipped with a warning: its cell runs again.
+    An invalid file is skipped with a warning: its cell runs again.
     """
-    packed = folder / PACKED
-    records = read_packed(packed) if packed.is_file() else []
-    for record in records:
-        check_record(record, str(packed))
-    by_hash = {str(record.get("configuration_hash")): _about(record) for record in records}
-    for path in sorted((folder / RUNS).glob("*.json")):
-        try:
-            record = read_json(path, str(path))
-            check_record(record, str(path))
-        except ValueError as error:
-            logger.warning("no finished run: %s", error)
-            continue
-        if record.get("run_id") != path.stem:
-            logger.warning("no finished run: %s is not the run that its name says", path)
-            continue
-        if record.get("configuration_hash") is not None:
-            by_hash[record["configuration_hash"]] = _about(record)
-    return by_hash
+    return {r["configuration_hash"]: r for r in _heads(folder) if r["configuration_hash"]}
 
 
-def _about(record: Mapping[str, Any]) -> dict[str, Any]:
+def _heads(folder: Path) -> list[dict[str, Any]]:
+    by_id = {record["run_id"]: record for record in read_tables(folder, samples=False)}
+    for record in by_id.values():
+        check_record(record, f"{folder / TABLE}: {record['run_id']}")
+    by_id |= {record["run_id"]: record for _, record in cells(folder)}
     # Without scores and metrics, most of a record's size.
-    kept = ("run_id", "label", "configuration", "sources", "inputs", "environment")
-    return {key: record.get(key) for key in kept}
+    kept = ("run_id", "label", "configuration", "configuration_hash", "sources", "inputs")
+    return [{key: record.get(key) for key in (*kept, "environment")} for record in by_id.values()]
+
+
+def relabel(folder: Path, labels: Mapping[str, str | None]) -> None:
+    """Write new labels into finished runs: run id -> label."""
+    found = {r["run_id"]: r for r in read_tables(folder)} if labels else {}
+    found |= {record["run_id"]: record for _, record in cells(folder)}
+    for run_id, label in labels.items():
+        write_record(folder, {**found[run_id], "label": label})
 
 
 def unedited(
@@ -107,25 +101,24 @@ def unedited(
     return current
 
 
-def former_ids(folder: Path, planned: Iterable[ResolvedCell]) -> dict[str, list[str]]:
-    """Return run id -> ids of the finished runs that this run will replace.
+def replaced_ids(folder: Path, planned: Iterable[ResolvedCell]) -> set[str]:
+    """Return the ids of finished runs that one of these cells, which has run, replaces.
 
     Those of its configuration under a former id, and those of the same settings whose files
     (a trace, a policy, a profile) held something else.
     """
-    done, planned = finished(folder), list(planned)
-    current = {cell.configuration_hash for cell in planned}
-    by_settings: dict[str, list[str]] = {}
-    for digest, record in done.items():
-        if digest not in current:
-            by_settings.setdefault(_settings(record["configuration"]), []).append(record["run_id"])
-    ids = {}
-    for cell in planned:
-        same = done.get(cell.configuration_hash)
-        former = [] if same is None else [same["run_id"]]
-        former += by_settings.get(_settings(cell.settings), [])
-        ids[cell.run_id] = [run_id for run_id in former if run_id != cell.run_id]
-    return ids
+    heads, planned = _heads(folder), list(planned)
+    ids, current = {r["run_id"] for r in heads}, {cell.configuration_hash for cell in planned}
+    done = [cell for cell in planned if cell.run_id in ids]
+    own = {cell.run_id: (cell.configuration_hash, _settings(cell.settings)) for cell in done}
+    digests, settings = ({pair[i] for pair in own.values()} for i in (0, 1))
+    return {
+        record["run_id"]
+        for record in heads
+        if record["run_id"] not in own
+        if (digest := record["configuration_hash"]) in digests
+        or (digest not in current and _settings(record["configuration"]) in settings)
+    }
 
 
 def _settings(configuration: Any) -> str:
@@ -133,12 +126,13 @@ def _settings(configuration: Any) -> str:
 
 
 @contextlib.contextmanager
-def only_sweep(folder: Path) -> Iterator[None]:
+def only_sweep(folder: Path) -> Iterator[set[str]]:
     """Lock the folder against a second sweep; the lock ends with the process, however it dies.
 
-    A killed sweep leaves the lock file behind, which the next one takes over. Packed runs are
-    unpacked: a sweep changes runs one by one. Raises ValueError where another sweep holds the lock,
-    OSError where the folder is not writable.
+    A killed sweep leaves the lock file behind, which the next one takes over. At the end finished
+    runs are put into the folder's tables, without those of the ids that the block adds to the set
+    it is given. Raises ValueError where another sweep holds the lock, OSError where the folder is
+    not writable.
     """
     runs = folder / RUNS
     runs.mkdir(parents=True, exist_ok=True)
@@ -150,12 +144,16 @@ def only_sweep(folder: Path) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise ValueError(f"another sweep is at work in {str(folder)!r}.") from None
+    without: set[str] = set()
     try:
         _remove_leftovers(folder)
-        unpack(folder)
-        yield
+        yield without
     finally:
         _remove_leftovers(folder)
+        try:
+            fold(folder, without)
+        except (OSError, ValueError) as error:  # a full disk: the runs are still files
+            logger.warning("the runs stay in %s: %s", runs, error)
         with contextlib.suppress(OSError):  # Windows does not remove open files
             path.unlink()
         lock.release()

@@ -22,21 +22,19 @@ from lm_eval_moecache.harness.generation import check_generation
 from lm_eval_moecache.harness.plugin import SPECULATIVE
 from lm_eval_moecache.harness.preflight import Bare, check_arguments
 from lm_eval_moecache.model.checkpoint import skeleton
-from lm_eval_moecache.records.files import read_json
 from lm_eval_moecache.records.numbers import counted, unknown_name_error
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.runs.columns import SETTINGS, is_setting, unknown_column_error
-from lm_eval_moecache.report.runs.files import RUNS
 from lm_eval_moecache.report.runs.run import ACCURACY, KEYS, PARETO, Figure
 from lm_eval_moecache.report.tables.leaderboard import expanded, split_order
 from lm_eval_moecache.sweep.evaluation import check_data, check_task_names
 from lm_eval_moecache.sweep.files import (
     TRACES,
     finished,
-    former_ids,
     only_sweep,
+    relabel,
+    replaced_ids,
     unedited,
-    write_record,
 )
 from lm_eval_moecache.sweep.identity import ResolvedCell, plan
 from lm_eval_moecache.sweep.pool import local_pool, submit
@@ -69,26 +67,20 @@ def run_sweep(
     started = time.monotonic()
     planned, merged = _plan(sweep, live)
     outcomes: list[Outcome] = []
-    with only_sweep(folder):
+    with only_sweep(folder) as without:
         finished_runs, skipped, division = _division(planned, folder, rerun, live)
-        for resolved in skipped:
-            # Labels are not part of the configuration: write a new one into the finished run.
-            finished_run, label = finished_runs[resolved.configuration_hash], resolved.cell.label
-            if finished_run["label"] != label:
-                path = folder / RUNS / f"{finished_run['run_id']}.json"
-                write_record(folder, {**read_json(path, str(path)), "label": label})
+        # Labels are not part of the configuration: write new ones into the finished runs.
+        pairs = [(finished_runs[p.configuration_hash], p.cell.label) for p in skipped]
+        relabel(folder, {run["run_id"]: label for run, label in pairs if run["label"] != label})
         if any(division):
             results = execute(division, folder, sweep)
             total, first = len(planned), len(skipped)
-            # Records keep their ids; a run that is made again replaces the one before.
-            former = former_ids(folder, planned)
             with tqdm(results, sweep.name, total, initial=first, unit="run", smoothing=0) as bar:
                 for outcome in bar:
                     outcomes.append(outcome)
-                    for run_id in former.get(outcome.run_id, ()) if outcome.error is None else ():
-                        (folder / RUNS / f"{run_id}.json").unlink(missing_ok=True)
                     if outcome.error is not None:
                         bar.write(f"failed: {outcome.run_id}: {outcome.error}", file=sys.stderr)
+        without |= replaced_ids(folder, planned)
     done = [outcome for outcome in outcomes if outcome.error is None]
     runs, replays = ([o.seconds for o in done if o.by == by] for by in (BY_MODEL, BY_REPLAY))
     # The time replays would have taken as runs, at this sweep's mean run time, if it ran any.

@@ -17,7 +17,7 @@ from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.report.metrics import task_metrics
-from lm_eval_moecache.report.runs.files import RUNS, load_runs
+from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.report.runs.run import ACCURACY
 from lm_eval_moecache.sweep.files import FAILED, finished, unedited
 from lm_eval_moecache.sweep.identity import ResolvedCell
@@ -162,7 +162,7 @@ class CandidateRunner:
     def _read(self, planned: ResolvedCell) -> Measured:
         record = self._record(planned)
         assert record is not None, "it was run"
-        [run] = load_runs(self.folder / RUNS / f"{record['run_id']}.json")
+        [run] = [run for run in load_runs(self.folder) if run.run_id == record["run_id"]]
         score, speed = run[ACCURACY], run[self.objective.metric].number
         if score.number is None or speed is None:
             what = "accuracy" if score.number is None else self.objective.metric

@@ -70,7 +70,7 @@ def test_a_figure_is_made_again_with_the_papers_numbers_and_ours(
     folder = tmp_path / "reproduced" / "specmd" / "figure_4"
     for name in ("sweep.yaml", "table.md", "table.csv", "plots/figure.svg", "paper.md"):
         assert (folder / name).stat().st_size, name
-    runs = load_runs(folder / "runs")
+    runs = load_runs(folder)
     rates: dict[str, Any] = {
         run.moecache["policy"]["eviction"]["name"]: run.moecache["totals"]["collision_miss_rate"]
         for run in runs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.run_report import settings_without_effect, speed_table
 from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.ledger import Ledger, RequestRecord
+from lm_eval_moecache.report.runs.files import TABLE, read_tables
 from lm_eval_moecache.report.runs.schema import MoecacheRecord, published_schema
 
 POLICY = {
@@ -150,13 +150,12 @@ RESULTS = Path(__file__).resolve().parent.parent.parent / "results"
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
-    data = path.read_bytes()
-    packed = path.suffix == ".gz"
-    for line in gzip.decompress(data).splitlines() if packed else [data]:
-        yield json.loads(line)["config"]["moecache"]
+    tables = path.name == TABLE
+    for record in read_tables(path.parent) if tables else [json.loads(path.read_text())]:
+        yield record["config"]["moecache"]
 
 
-FILES = [*sorted(RESULTS.rglob("runs.jsonl.gz")), RESULTS / "first_run/results.json"]
+FILES = [*sorted(RESULTS.rglob(TABLE)), RESULTS / "first_run/results.json"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.parent.relative_to(RESULTS)))

@@ -30,7 +30,7 @@ from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.sizes import capacity_text, parse_capacity
 from lm_eval_moecache.report.compare import CompareOptions, compare
 from lm_eval_moecache.report.metrics import task_metrics
-from lm_eval_moecache.report.runs.files import load_runs
+from lm_eval_moecache.report.runs.files import TABLE, load_runs, write_tables
 from lm_eval_moecache.report.tables.leaderboard import distinct, leaderboard
 from lm_eval_moecache.report.tables.schema import Board
 from lm_eval_moecache.report.tables.text import as_json, as_markdown
@@ -81,6 +81,11 @@ def _use_views(path: Path) -> object:
     """Check the names in a sweep's tables and figures, for which lm-eval lists its tasks."""
     sweep = read_sweep(path)
     return check_report(sweep, sweep.cells())
+
+
+def _tables(folder: Path) -> Path:
+    write_tables(folder, [record("a"), record("b")])
+    return folder / TABLE
 
 
 def _use_results(path: Path) -> object:
@@ -228,7 +233,7 @@ KINDS: dict[str, Kind] = {
     ),
     "use": Kind("x.json", lambda path: load_use(str(path)).hottest, _use, "json", is_closed=True),
     "cells": Kind("cells.json.gz", _use_cells, CELLS, **GZ),
-    "packed": Kind("runs.jsonl.gz", _use_results, record("a"), **GZ),
+    "tables": Kind(TABLE, _use_results, _tables),
     "trace": Kind("x.parquet", _use_trace, lambda folder: traces.record(folder)),
     "partial": Kind("x.parquet.partial", _use_trace, _partial),
     "csv": Kind("x.csv", _use_trace, CSV),

@@ -22,7 +22,7 @@ from lm_eval_moecache.sweep.sharing import SharedRun, detail_of, share_name
 from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.trace.use import UseProfile, write_use
 from tests.conftest import Moecache
-from tests.sweep.toy import both_ways, figures, made_by, records, swept, write_sweep
+from tests.sweep.toy import both_ways, figures, loose, made_by, records, swept, write_sweep
 
 
 def lossless_policies(with_predictor: bool) -> list[str]:
@@ -261,8 +261,9 @@ def test_bounds_are_listed_with_the_cells_of_a_sweep(tmp_path: Path, base: dict[
     # Without traces, missing bounds still need a run, that of a finished cell.
     for trace in (path.parent / "traces").iterdir():
         trace.unlink()
-    for run in (path.parent / "runs").glob("*belady*"):
-        run.unlink()
+    for run in loose(path.parent):
+        if "belady" in run.name:
+            run.unlink()
     assert main(["sweep", str(path)]) == 0
     assert len(records(path.parent)) == 12
 
@@ -275,11 +276,11 @@ def test_a_kill_at_any_step_leaves_a_trace_that_is_whole_or_made_again(
     grid = {"capacity": ["25%", "50%", "75%"]}
     path = swept(tmp_path / "x", base=base, grid=grid)
     expected = figures(path.parent)
-    runs, traces = path.parent / "runs", path.parent / "traces"
+    traces = path.parent / "traces"
     [recording] = [
         r["run_id"] for r in records(path.parent).values() if "run" in r["environment"]["made_by"]
     ]
-    for record in runs.glob("*.json"):
+    for record in loose(path.parent):
         if lost != "common" or record.stem != recording:
             record.unlink()
     if lost != "record":
@@ -303,9 +304,9 @@ def test_a_received_folder_is_never_left(
     outside.mkdir()
     for name in ("owned.json", "owned.txt"):
         (outside / name).write_text("mine")
-    [file] = (path.parent / "runs").glob("*.json")
-    record = json.loads(file.read_text())
     for run_id in ("../../outside/owned", "..", "another"):
+        [file] = loose(path.parent)
+        record = json.loads(file.read_text())
         file.write_text(json.dumps({**record, "run_id": run_id, "label": "other"}))
         report = moecache.json("sweep", path)
         assert len(report["done"]) == 1, "no finished run"
@@ -320,12 +321,12 @@ def test_a_run_of_a_former_id_is_replaced_by_the_one_made_again(
     tmp_path: Path, base: dict[str, Any], moecache: Moecache
 ) -> None:
     path = swept(tmp_path / "x", base=base, grid={"policy": ["on_demand"], "capacity": ["25%"]})
-    [file] = (path.parent / "runs").glob("*.json")
+    [file] = loose(path.parent)
     record, run_id = json.loads(file.read_text()), file.stem
     former = run_id[:-4]
     file.unlink()
     (path.parent / "runs" / f"{former}.json").write_text(json.dumps({**record, "run_id": former}))
     assert moecache.json("sweep", path)["skipped"] == [run_id]
-    assert [p.stem for p in (path.parent / "runs").iterdir()] == [former]
+    assert [r["run_id"] for r in records(path.parent).values()] == [former]
     moecache("sweep", path, "--rerun")
-    assert [p.stem for p in (path.parent / "runs").iterdir()] == [run_id]
+    assert [r["run_id"] for r in records(path.parent).values()] == [run_id]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import random
 import shutil
@@ -33,7 +34,7 @@ def run(path: Path, *options: str) -> int:
 
 
 def written(path: Path) -> dict[Path, int]:
-    """Return the modification time of each finished run."""
+    """Return the modification time of each run that is not in the tables yet."""
     return {p: p.stat().st_mtime_ns for p in (path.parent / "runs").glob("*.json")}
 
 
@@ -54,10 +55,12 @@ def test_a_sweep_writes_every_cell_and_a_second_one_runs_none(
         environment_fields = {"date", "seconds", "machine", "versions", "revision", "made_by"}
         assert environment_fields == set(record["environment"])
         assert "samples" not in record
-    before = written(path)
+    names = ["runs.parquet", "samples.parquet", "sweep.yaml", "traces"]
+    assert sorted(p.name for p in path.parent.iterdir()) == names
+    before = (path.parent / names[0]).stat().st_mtime_ns
     rerun = moecache.json("sweep", path)
     assert (len(rerun["skipped"]), rerun["done"]) == (4, [])
-    assert before == written(path)
+    assert (path.parent / names[0]).stat().st_mtime_ns == before
 
 
 @pytest.mark.slow
@@ -166,12 +169,13 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
     # If most sweeps ended before their kill, this would test nothing.
     assert num_killed >= 8
     assert counts == sorted(counts)
-    before = written(path)
+    before = {p.stem: p.read_text() for p in written(path)}
     last = run_sweep(read_sweep(path), path.parent, live=True)
     assert len(records(path.parent)) == 32
     assert len(last["done"]) == 32 - counts[-1]
-    assert all(p.stat().st_mtime_ns == at for p, at in before.items())
-    assert not list((path.parent / "runs").glob(".*.part"))
+    after = {record["run_id"]: record for record in records(path.parent).values()}
+    assert all(after[run_id] == json.loads(text) for run_id, text in before.items())
+    assert not (path.parent / "runs").exists()
     calm = swept(tmp_path / "undisturbed", base=base, grid=grid, limit=1, name="killed")
     assert figures(path.parent) == figures(calm.parent)
 
@@ -198,13 +202,13 @@ def test_a_dry_run_makes_no_folder(tmp_path: Path, moecache: Moecache) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.yaml"]
 
 
-def test_a_dry_run_reads_runs_that_are_packed(tmp_path: Path, moecache: Moecache) -> None:
-    """It unpacks nothing: an estimate writes no files."""
+def test_a_dry_run_reads_tables_and_writes_no_files(tmp_path: Path, moecache: Moecache) -> None:
     baseline = Path(__file__).parents[2] / "results" / "baseline"
-    for name in ("sweep.yaml", "runs.jsonl.gz"):
+    names = ["runs.parquet", "samples.parquet", "sweep.yaml"]
+    for name in names:
         shutil.copy(baseline / name, tmp_path)
     assert len(moecache.json("sweep", tmp_path / "sweep.yaml", "--dry-run")["runs"]) == 4
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs.jsonl.gz", "sweep.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 TRACE = Path(__file__).parents[2] / "traces" / "olmoe-1b-7b.parquet"

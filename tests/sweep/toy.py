@@ -9,7 +9,9 @@ from typing import Any
 import yaml
 
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.report.runs.files import SAMPLES, TABLE, cells, read_tables
 from lm_eval_moecache.sweep import worker
+from lm_eval_moecache.sweep.files import write_record
 
 NUM_DOCS = 4
 _LOADER = """
@@ -84,10 +86,19 @@ def write_sweep(folder: Path, **fields: Any) -> Path:
 
 def records(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the finished runs by configuration hash."""
-    runs = [json.loads(path.read_text()) for path in sorted((folder / "runs").glob("*.json"))]
+    runs = [*read_tables(folder), *(record for _, record in cells(folder))]
     by_hash = {record["configuration_hash"]: record for record in runs}
     assert len(by_hash) == len(runs), "one configuration was written twice"
     return by_hash
+
+
+def loose(folder: Path) -> list[Path]:
+    """Make a file of each run again, as a sweep leaves them that is killed; return the files."""
+    for record in read_tables(folder):
+        write_record(folder, record)
+    for name in (TABLE, SAMPLES):
+        (folder / name).unlink()
+    return sorted((folder / "runs").iterdir())
 
 
 def figures(folder: Path) -> dict[str, dict[str, Any]]:

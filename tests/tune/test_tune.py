@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.records.files import task_configs_dir
-from lm_eval_moecache.report.runs.files import load_runs
+from lm_eval_moecache.report.runs.files import load_runs, read_tables
 from lm_eval_moecache.sweep import evaluation, worker
 from lm_eval_moecache.sweep.identity import ResolvedCell
 from lm_eval_moecache.sweep.worker import BY_MODEL, BY_REPLAY
@@ -91,7 +91,7 @@ def test_a_search_measures_shipped_and_drawn_policies_and_writes_the_best(
     assert best["miss"] == report["best"]["policy"]["miss"]
     assert report["best"]["speed"] == max(e["speed"] for e in report["front"] if e["within_budget"])
     # The run behind every measured figure is in the folder, ready for tables.
-    speeds = {run.moecache["totals"]["tok_per_s"] for run in load_runs(folder / "runs")}
+    speeds = {run.moecache["totals"]["tok_per_s"] for run in load_runs(folder)}
     assert {e["speed"] for e in report["front"] if e["measured_by"] == BY_MODEL} <= speeds
     assert report["verdict"] in (folder / "front.md").read_text()
     assert json.loads((folder / "front.json").read_text()) == report
@@ -106,7 +106,7 @@ def test_the_best_is_confirmed_on_documents_that_the_search_has_not_seen(
     assert confirmation["points_lost"] == 100 * (
         confirmation["reference_accuracy"] - confirmation["accuracy"]
     )
-    runs = load_runs(tmp_path / "found" / "runs")
+    runs = load_runs(tmp_path / "found")
     confirming_runs = {run.label: run for run in runs if str(run.label).endswith("other documents")}
     assert len(confirming_runs) == 2
     for run in confirming_runs.values():
@@ -136,7 +136,7 @@ def test_a_resumed_search_repeats_no_composition_and_draws_something_else(
 ) -> None:
     moecache.json(*command, "--trials=4")
     folder = tmp_path / "found"
-    mtimes = {p: p.stat().st_mtime_ns for p in (folder / "runs").glob("*.json")}
+    before = read_tables(folder)
     # A trial that was killed half way: the third composition's, which is next.
     killed_trial = open_study(folder, asked(checkpoint), 0).ask()
     assert killed_trial.user_attrs["composition"] == COMPOSITIONS[2]
@@ -144,7 +144,7 @@ def test_a_resumed_search_repeats_no_composition_and_draws_something_else(
     assert [e["name"] for e in report["shipped"]] == COMPOSITIONS
     assert sum(report["trials"].values()) == 4 + 1 + 4
     assert report["trials"]["fail"] == 1
-    assert all(p.stat().st_mtime_ns == mtime for p, mtime in mtimes.items())
+    assert before and all(record in read_tables(folder) for record in before)
     drawn = [t.params for t in open_study(folder, asked(checkpoint), 0).get_trials() if t.params]
     assert len(drawn) == 5
     assert drawn[0] not in drawn[1:]

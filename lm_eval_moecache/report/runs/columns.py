@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.numbers import listed, nearest
@@ -16,6 +16,7 @@ from lm_eval_moecache.report.runs.run import (
     KEYS,
     PARETO,
     PHASES,
+    SPEED_FILTER,
     Figure,
     Run,
     Value,
@@ -150,8 +151,6 @@ def chosen_runs(runs: Sequence[Run], option: str, where: str | None) -> list[Run
 
 # --- runs as two tables: a line a run, and a line a document and metric ---
 
-FRAME_FIRST = ("tasks", "policy", "capacity", ACCURACY, "tok_per_s", "ttft_ms", "miss_rate")
-"""What one asks first; the other columns follow."""
 FRAME_SETTINGS = (
     *("policy", *AXES, "capacity", "capacity_bytes", "precision", "hardware", "emulate", "clock"),
     *("link", "streams", "num_fewshot", "limit", "seed"),
@@ -164,30 +163,58 @@ FRAME_FIGURES = (
 )
 
 
-class Runs(list[Run]):
-    """Runs, in order, with their settings and metrics as a table."""
+def frame_row(run: Run) -> dict[str, Any]:
+    """Return a run under the names of `moecache table`, the same for any runs, what one asks first.
 
-    def to_dataframe(self) -> Any:
-        """Return a pandas DataFrame of a line per run and the same forty columns for any runs.
-
-        A column that a run has nothing for is empty: `accuracy` where nothing is scored,
-        `draft_acceptance` where nothing is drafted. Columns have the names of `moecache table`.
-        """
-        import pandas
-
-        return pandas.DataFrame([_frame_row(run) for run in self])
-
-
-def _frame_row(run: Run) -> dict[str, Any]:
+    A column that a run has nothing for is None: `accuracy` where nothing is scored. Right answers
+    an hour of the device are of runs that generate.
+    """
+    mean, seconds = run[ACCURACY], (run["e2el_ms"].number or 0) / 1000
+    is_share = mean.number is not None and run["tok_per_s"].number and seconds
     row: dict[str, Any] = {
+        "tasks": "+".join(run.tasks),
+        **{name: run.setting(name).raw for name in ("policy", "capacity")},
+        ACCURACY: mean.raw,
+        "right_per_hour": 3600 * (mean.number or 0) / seconds if is_share else None,
+        **{name: run[name].raw for name in ("e2el_ms", "tok_per_s", "ttft_ms", "miss_rate")},
+        "label": run.label,
+        "accuracy_stderr": mean.stderr,
         "run_id": run.run_id,
         "experiment": run.experiment,
-        "label": run.label,
         "model": run.model,
         "pretrained": run.identity.get("pretrained"),
-        "tasks": "+".join(run.tasks),
-        **{name: run.setting(name).raw for name in FRAME_SETTINGS},
-        ACCURACY: run[ACCURACY].raw,
-        "accuracy_stderr": run[ACCURACY].stderr,
     }
+    row |= {name: run.setting(name).raw for name in FRAME_SETTINGS}
     return row | {name: run[name].raw for name in FRAME_FIGURES}
+
+
+SAMPLE_COLUMNS = ("run_id", "task", "document", "metric", "value", "words")
+"""`metric` is lm-eval's `metric,filter` (`...,speed` for figures of speed), `words` what a
+perplexity's log-likelihood is divided by."""
+
+
+class Runs(NamedTuple):
+    """Stored runs as two pandas DataFrames."""
+
+    runs: Any
+    """A line a run: tasks, policy, capacity, accuracy, right answers an hour, time an answer ..."""
+    samples: Any
+    """A line a run, task, document and metric (`acc,none`, or `tpot_ms,speed`)."""
+
+
+def as_frames(runs: Sequence[Run]) -> Runs:
+    """Return runs as two tables, in their order; columns have the names of `moecache table`."""
+    import pandas
+
+    samples: dict[str, list[Any]] = {name: [] for name in SAMPLE_COLUMNS}
+    for run in runs:
+        for task in dict.fromkeys([*run.samples, *run.speed]):
+            speeds = {f"{k},{SPEED_FILTER}": v for k, v in run.speed.get(task, {}).items()}
+            for metric, values in {**run.samples.get(task, {}), **speeds}.items():
+                for name, text in (("run_id", run.run_id), ("task", task), ("metric", metric)):
+                    samples[name] += [text] * len(values)
+                samples["document"] += values
+                pairs = [v if isinstance(v, list) else (v, math.nan) for v in values.values()]
+                samples["value"] += [float(value) for value, _ in pairs]
+                samples["words"] += [float(words) for _, words in pairs]
+    return Runs(pandas.DataFrame([frame_row(run) for run in runs]), pandas.DataFrame(samples))

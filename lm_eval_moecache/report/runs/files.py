@@ -1,39 +1,40 @@
-"""Reads results JSONs (a sweep's records, or lm-eval's own files) into runs.
+"""Runs and where they lie: two tables an experiment, and the results JSONs they are made of.
 
-A sweep writes `runs/<run-id>.json`, one file per run, so that each run appears whole or not at all;
-`moecache pack` puts them into one compressed file, `runs.jsonl.gz`, one record per line. All
-commands read both forms, and a resumed sweep unpacks the file. In pandas:
-`pd.read_json("runs.jsonl.gz", lines=True)`.
+    <experiment>/runs.parquet      a line a run: setting and figures, and its whole record as JSON
+    <experiment>/samples.parquet   a line a run, task, document and metric
+    <experiment>/runs/<run-id>.json    a run that a sweep has finished and not yet put into them
+
+A sweep writes one file a run, so that a run appears whole or not at all, and puts them into the
+tables when it ends. lm-eval's own results JSONs are read as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gzip
+import io
 import json
 import logging
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.files import (
-    as_text,
+    MOST_JSON_BYTES,
+    check_file,
     exists,
-    lines_of,
     parse_json,
-    read_gzip,
     read_json,
     write_whole,
 )
-from lm_eval_moecache.records.numbers import shown
+from lm_eval_moecache.report.runs.columns import SAMPLE_COLUMNS, frame_row
 from lm_eval_moecache.report.runs.run import SPEED_FILTER, Run
 from lm_eval_moecache.report.runs.schema import check_record
 
 logger = logging.getLogger(__name__)
-PACKED = "runs.jsonl.gz"
-RUNS = "runs"
+TABLE, SAMPLES, RUNS = "runs.parquet", "samples.parquet", "runs"
 Record = dict[str, Any]
 # Those whose documents are pairs: log-likelihood, and words or bytes.
 _PERPLEXITIES = ("word_perplexity", "byte_perplexity", "bits_per_byte")
@@ -49,11 +50,11 @@ _NAMED_SINCE = {
 
 
 def load_runs(place: str | Path) -> list[Run]:
-    """Load every results JSON under a folder (or one file), in order of experiment and run id.
+    """Load every run under a folder (or in one file), in order of experiment and run id.
 
     In a folder, an unreadable file is skipped with a warning that names file and field, other JSON
-    files silently. Raises FileNotFoundError where `place` does not exist, ValueError where it holds
-    no run.
+    files silently; of a run in both forms the JSON counts, the newer one. Raises FileNotFoundError
+    where `place` does not exist, ValueError where it holds no run.
     """
     if not str(place):
         raise ValueError(
@@ -62,30 +63,44 @@ def load_runs(place: str | Path) -> list[Run]:
     if not exists(place):
         raise FileNotFoundError(f"{str(place)!r}: there is no such file or folder.")
     place = Path(place)
-    is_file, runs = place.is_file(), []
-    for path in [place] if is_file else sorted([*place.rglob("*.json"), *place.rglob(PACKED)]):
+    runs: dict[tuple[Path, str], Run] = {}
+    # Tables first: a folder's JSONs replace what they hold.
+    files = [place] if place.is_file() else [*place.rglob(TABLE), *sorted(place.rglob("*.json"))]
+    for path in files:
         try:
-            packed = path.name == PACKED
-            records = read_packed(path) if packed else [read_json(path, repr(str(path)))]
-            runs += [run for record in records if (run := _run(record, path)) is not None]
+            found = _runs_in(path)
         except ValueError as error:
-            if is_file:
+            if place.is_file():
                 raise
             logger.warning("skipping unreadable results file: %s", error)
+            continue
+        folder = path.parent.parent if path.parent.name == RUNS else path.parent
+        runs |= {(folder, run.run_id): run for run in found}
     if not runs:
         raise ValueError(
-            f"{str(place)!r} holds no results of moecache runs: JSON files written by "
-            "`moecache sweep`, or by `lm_eval run --model moecache --output_path`."
+            f"{str(place)!r} holds no results of moecache runs: files written by `moecache sweep`, "
+            "or by `lm_eval run --model moecache --output_path`."
         )
-    return sorted(runs, key=lambda run: (run.experiment, run.run_id, str(run.path)))
+    return sorted(runs.values(), key=lambda run: (run.experiment, run.run_id, str(run.path)))
 
 
-def _run(data: Any, path: Path) -> Run | None:
+def _runs_in(path: Path) -> list[Run]:
+    if path.name != TABLE:
+        run = _run(read_json(path, repr(str(path))), path)
+        return [] if run is None else [run]
+    runs = (
+        _run(record, path, f"{str(path)!r}: row {row}")
+        for row, record in enumerate(read_tables(path.parent), 1)
+    )
+    return [run for run in runs if run is not None]
+
+
+def _run(data: Any, path: Path, where: str = "") -> Run | None:
     if not isinstance(data, dict) or not isinstance(data.get("config"), dict):
         return None
     if "moecache" not in data["config"] or "results" not in data:
         return None
-    schema = check_record(data, repr(str(path)))
+    schema = check_record(data, where or repr(str(path)))
     options = dict(data.get("configuration") or {})
     tasks_given = options.pop("tasks", ())
     if not options:
@@ -162,96 +177,127 @@ def _comparable(metric: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return single
 
 
-def read_packed(path: Path) -> list[Record]:
-    """Return the records of a packed file, in order. Raises ValueError naming file and line."""
-    text = as_text(read_gzip(path, repr(str(path))), repr(str(path)))
+# --- the two tables ---
+
+
+def read_tables(folder: Path, *, samples: bool = True) -> list[Record]:
+    """Return the records of a folder's tables, in order; with `samples` their documents' scores.
+
+    Raises ValueError naming the file, and the row or column, that does not fit.
+    """
+    path = folder / TABLE
+    if not path.is_file():
+        return []
+    table = _read(path, ("run_id", "record"))
+    scores = _read_samples(folder / SAMPLES) if samples else {}
     records = []
-    for number, line in enumerate(lines_of(text), 1):
-        record = parse_json(line, f"{str(path)!r}: line {number}")
-        if not isinstance(record, dict) or not isinstance(record.get("run_id"), str):
-            raise ValueError(f"{str(path)!r}: line {number} is not a run: it has no `run_id`.")
-        records.append(record)
+    for row, (run_id, text) in enumerate(
+        zip(*(table[name].to_pylist() for name in table.column_names), strict=True), 1
+    ):
+        what = f"{str(path)!r}: row {row}"
+        record = parse_json(str(text), what)
+        if not isinstance(record, dict) or record.get("run_id") != run_id:
+            raise ValueError(f"{what} is not the run that its run_id={run_id!r} says.")
+        records.append({**record, "scores": scores.get(run_id, {})} if samples else record)
     return records
 
 
-def write_packed(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write the records in order of run id; equal records give equal bytes."""
-    ordered = sorted(records, key=lambda record: str(record["run_id"]))
-    lines = (
-        json.dumps(r, ensure_ascii=False, allow_nan=False, separators=(",", ":")) for r in ordered
-    )
-    text = "".join(f"{line}\n" for line in lines)
-    write_whole(path, gzip.compress(text.encode(), compresslevel=9, mtime=0))
+def _read(path: Path, names: Collection[str]) -> Any:
+    import pyarrow
+    from pyarrow import parquet
+
+    what = repr(str(path))
+    check_file(path, what, MOST_JSON_BYTES)
+    try:
+        file = parquet.ParquetFile(path)
+        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+        if sum(group.total_byte_size for group in groups) > MOST_JSON_BYTES:
+            raise ValueError(f"holds more than the {MOST_JSON_BYTES} bytes that are read")
+        if absent := [name for name in names if name not in file.schema_arrow.names]:
+            raise ValueError(f"lacks the column {', '.join(map(repr, absent))}")
+        return file.read([*names])
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{what} is not readable: {error}.") from None
 
 
-def pack(folder: Path) -> int:
-    """Pack every run of an experiment's folder into one file; return the number of runs in it.
+def _read_samples(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return run id -> task -> `metric,filter` -> document -> score, or [log-likelihood, words]."""
+    frame = _read(path, SAMPLE_COLUMNS).to_pandas(strings_to_categorical=True)
+    scores: dict[str, dict[str, dict[str, Any]]] = {}
+    if frame.empty:
+        return scores
+    keys = [frame[name].cat for name in ("run_id", "task", "metric")]
+    codes = [key.codes.to_numpy() for key in keys]
+    starts = np.flatnonzero(sum((np.diff(code, prepend=-2) != 0) for code in codes))
+    documents, values, words = (frame[name].to_numpy() for name in ("document", "value", "words"))
+    for start, end in zip(starts, [*starts[1:], len(frame)], strict=True):
+        run_id, task, metric = (
+            str(key.categories[code[start]]) for key, code in zip(keys, codes, strict=True)
+        )
+        parts: list[Any] = values[start:end].tolist()
+        if not np.isnan(words[start]):
+            parts = [[*pair] for pair in zip(parts, words[start:end].tolist(), strict=True)]
+        by_document = dict(zip(documents[start:end], parts, strict=True))
+        scores.setdefault(run_id, {}).setdefault(task, {})[metric] = by_document
+    return scores
 
-    A run in both forms is taken from its own file, the newer one. The files are removed only after
-    the packed one was read back and compared equal. Raises ValueError, and changes nothing, where a
-    file of `runs/` is unreadable or two packed runs share an id.
+
+def write_tables(folder: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write the tables, in order of run id; equal records give equal bytes."""
+    rows, samples = list[Record](), list[tuple[Any, ...]]()
+    for record in sorted(records, key=lambda record: str(record["run_id"])):
+        about = {key: value for key, value in record.items() if key != "scores"}
+        run, run_id = _run(about, folder / TABLE), record["run_id"]
+        text = json.dumps(about, allow_nan=False, separators=(",", ":"))
+        rows.append({**(frame_row(run) if run else {}), "run_id": run_id, "record": text})
+        for task, metrics in record.get("scores", {}).items():
+            for metric, scores in metrics.items():
+                for document, score in scores.items():
+                    value, words = score if isinstance(score, list) else (score, None)
+                    samples.append((run_id, task, document, metric, float(value), words))
+    columns = zip(*samples, strict=True) if samples else [()] * len(SAMPLE_COLUMNS)
+    _write(folder / SAMPLES, dict(zip(SAMPLE_COLUMNS, columns, strict=True)))
+    names = dict.fromkeys(name for row in rows for name in row)
+    _write(folder / TABLE, {name: [row.get(name) for row in rows] for name in names})
+
+
+def _write(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    kinds = dict.fromkeys(SAMPLE_COLUMNS, pyarrow.string())
+    kinds |= dict.fromkeys(SAMPLE_COLUMNS[-2:], pyarrow.float64())
+    data = {name: pyarrow.array(cells, kinds.get(name)) for name, cells in columns.items()}
+    image = io.BytesIO()
+    parquet.write_table(pyarrow.table(data), image, compression="zstd", compression_level=19)
+    write_whole(path, image.getvalue())
+
+
+def cells(folder: Path) -> Iterator[tuple[Path, Record]]:
+    """Yield the runs that are not in the tables yet: file, record. Warns of files that are none."""
+    for path in sorted((folder / RUNS).glob("*.json")):
+        try:
+            record = read_json(path, str(path))
+            check_record(record, str(path))
+            if record.get("run_id") != path.stem:
+                raise ValueError(f"{path} is not the run that its name says")
+        except ValueError as error:
+            logger.warning("no finished run: %s", error)
+            continue
+        yield path, record
+
+
+def fold(folder: Path, without: Collection[str] = ()) -> None:
+    """Put the finished runs into the tables, and leave out those of the ids `without`.
+
+    The JSONs are removed after the tables are written: a kill loses nothing.
     """
-    target = folder / PACKED
-    files = sorted((folder / RUNS).glob("*.json"))
-    records = _by_id(target) if target.is_file() else {}
-    records |= {path.stem: _own_record(path) for path in files}
-    if not records:
-        raise ValueError(f"{str(folder)!r} has no runs to pack: {RUNS}/*.json.")
-    write_packed(target, records.values())
-    if {r["run_id"]: r for r in read_packed(target)} != records:
-        raise ValueError(f"{str(target)!r} does not hold what was written to it.")
-    for path in files:
+    new = dict(cells(folder))
+    old = {record["run_id"]: record for record in read_tables(folder)} if new or without else {}
+    records = old | {record["run_id"]: record for record in new.values()}
+    if new or old.keys() & set(without):
+        write_tables(folder, (r for name, r in records.items() if name not in without))
+    for path in new:
         path.unlink()
     with contextlib.suppress(OSError):
         (folder / RUNS).rmdir()
-    return len(records)
-
-
-def unpack(folder: Path) -> int:
-    """Write every packed run to its own file and remove the packed one; return the number of runs.
-
-    An existing file is kept: it holds a later run. Raises ValueError, and changes nothing, where a
-    run would be lost (two of one id, or a file of that name that is not the run) or an id would
-    lead out of the folder.
-    """
-    source = folder / PACKED
-    if not source.is_file():
-        return 0
-    records, targets = _by_id(source), {}
-    for name in records:
-        # The id becomes a file name: an untrusted archive must not write elsewhere.
-        if set(name) & {"/", "\\", "\0"}:
-            raise ValueError(f"{str(source)!r}: run_id={shown(name)} is not a name of a file.")
-        path = folder / RUNS / f"{name}.json"
-        if path.exists():
-            _own_record(path)
-        else:
-            targets[name] = path
-    for name, path in targets.items():
-        text = json.dumps(records[name], indent=1, ensure_ascii=False, allow_nan=False)
-        write_whole(path, f"{text}\n")
-        if _own_record(path) != records[name]:
-            raise ValueError(f"{str(path)!r} does not hold what was written to it.")
-    source.unlink()
-    return len(records)
-
-
-def _by_id(packed: Path) -> dict[str, Record]:
-    records = read_packed(packed)
-    counts = Counter(record["run_id"] for record in records)
-    if duplicates := [name for name, count in counts.items() if count > 1]:
-        raise ValueError(
-            f"{str(packed)!r} has several runs of one run_id, of which only one could be kept: "
-            f"{', '.join(map(shown, duplicates))}."
-        )
-    return {record["run_id"]: record for record in records}
-
-
-def _own_record(path: Path) -> Record:
-    """Read `runs/<run-id>.json`. Raises ValueError unless it is a file that holds that run."""
-    if not path.is_file():
-        raise ValueError(f"{str(path)!r} is not a file, where the run of its name should be.")
-    record = read_json(path, repr(str(path)))
-    if not isinstance(record, dict) or record.get("run_id") != path.stem:
-        raise ValueError(f"{str(path)!r} is not the run that its name says.")
-    return record
