@@ -50,7 +50,8 @@ DEFAULT_FLOOR = 0.005
 # router's near tie may fall the other way; a wall clock measures.
 TOLERANCE = {"virtual": 0.02, "wall": 0.1}
 # The keys of a record's `environment` that decide how sums round: threads do, cores do not.
-_MACHINE = ("cpu", "cpu_model", "instructions", "threads", "gpu", "rounding")
+_ABOUT = ("machine", "versions")
+_MACHINE = ("cpu", "instructions", "threads", "gpu", "rounding")
 _LIBRARIES = ("torch", "transformers", "numpy")
 ALL_TASKS, WHOLE_RUN = "(all)", "(whole run)"
 # Perplexity in other forms: judging one of them is enough.
@@ -92,21 +93,19 @@ class CompareOptions:
         return is_virtual and self.is_one_machine(old, new)
 
     def is_one_machine(self, old: Run, new: Run) -> bool:
-        """Whether both runs were made on machines that round alike."""
-        return same_machine(old, new) if self.same_machine is None else self.same_machine
+        """Whether both runs were made on machines that round alike.
 
-
-def same_machine(one: Run, other: Run) -> bool:
-    """Whether both records name CPU, instruction set, threads and libraries, and agree on them."""
-    fingerprints = []
-    for run in (one, other):
-        machine, versions = (run.environment.get(key, {}) for key in ("machine", "versions"))
-        libraries = [versions.get(name) for name in _LIBRARIES]
-        # Old records and lm-eval's own files do not name the CPU: assume another machine.
-        if not machine.get("cpu_model") or not all(libraries):
-            return False
-        fingerprints.append([*map(machine.get, _MACHINE), *libraries])
-    return fingerprints[0] == fingerprints[1]
+        As the records say: CPU, instruction set, threads and libraries. Old records and lm-eval's
+        own files do not name the CPU, and pass for another machine's.
+        """
+        if self.same_machine is not None:
+            return self.same_machine
+        machines, versions = ([r.environment.get(k, {}) for r in (old, new)] for k in _ABOUT)
+        one, other = (
+            [m.get("cpu_model"), *map(v.get, _LIBRARIES), *map(m.get, _MACHINE)]
+            for m, v in zip(machines, versions, strict=True)
+        )
+        return one == other and all(one[: 1 + len(_LIBRARIES)])
 
 
 class Test(NamedTuple):
@@ -139,18 +138,33 @@ class Difference(NamedTuple):
     by: str
 
 
-def difference(losses: Sequence[float]) -> Difference:
-    """Return what documents' losses (positive: worse) say of the score's change."""
+def paired(losses: Sequence[float]) -> tuple[Test, Difference]:
+    """Return what documents' losses (positive: worse) say: McNemar's test, else sign flips."""
     values = -np.asarray(losses, dtype=np.float64)
-    count = len(losses)
+    count, mean = len(losses), float(values.mean())
     if np.isin(values, (-1, 0, 1)).all():
         won, lost = int((values > 0).sum()), int((values < 0).sum())
         low, high = answers_interval(won, lost, count)
-        p, by = 2 * sign_test(min(won, lost), max(won, lost)), "McNemar's exact test"
+        test = Test(
+            sign_test(won, lost),
+            sign_test(lost, won),
+            f"{MCNEMAR}: {lost} lost, {won} won of {count} documents",
+            least_p=0.5 ** (won + lost),
+            least_possible=0.5**count,
+        )
+        by = "McNemar's exact test"
     else:
         low, high = mean_interval(values)
-        p, by = 2 * min(sign_flip_test(values), sign_flip_test(-values)), "sign flips"
-    return Difference(float(values.mean()), low, high, count, min(p, 1.0), by)
+        test = Test(
+            sign_flip_test(-values),
+            sign_flip_test(values),
+            f"sign flips of {count} documents",
+            least_p=least_flip_p(values),
+            least_possible=least_flip_p([1.0] * count),
+        )
+        by = "sign flips"
+    p = min(2 * min(test.p_loss, test.p_gain), 1.0)
+    return test, Difference(mean, low, high, count, p, by)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,11 +205,16 @@ class Row:
         return self.baseline - self.new if self.higher_is_better else self.new - self.baseline
 
     @property
+    def gained(self) -> bool:
+        """Whether the new figure is the better one of two."""
+        return self.change is not None and self.loss < 0
+
+    @property
     def p(self) -> float | None:
         """The one-sided p-value of the change that was seen, a loss or a gain; None untested."""
         if self.test is None:
             return None
-        return self.test.p_gain if self.loss < 0 else self.test.p_loss
+        return self.test.p_gain if self.gained else self.test.p_loss
 
     @property
     def is_regression(self) -> bool:
@@ -233,16 +252,7 @@ def score_test(baseline: Score, new: Score, old_samples: Samples, samples: Sampl
         error = math.hypot(baseline.stderr, new.stderr)
         loss = sign * (baseline.value - new.value)
         return Test(z_test(loss, error), z_test(-loss, error), "standard errors")
-    losses = _losses(baseline, old_samples, samples)
-    if all(loss in (-1, 0, 1) for loss in losses):
-        return mcnemar(losses)
-    return Test(
-        p_loss=sign_flip_test(losses),
-        p_gain=sign_flip_test([-loss for loss in losses]),
-        by=f"sign flips of {len(losses)} documents",
-        least_p=least_flip_p(losses),
-        least_possible=least_flip_p([1.0] * len(losses)),
-    )
+    return paired(_losses(baseline, old_samples, samples))[0]
 
 
 def _losses(baseline: Score, old_samples: Samples, samples: Samples) -> list[float]:
@@ -262,19 +272,6 @@ def _losses(baseline: Score, old_samples: Samples, samples: Samples) -> list[flo
         else:
             losses.append(sign * (before - after))
     return losses
-
-
-def mcnemar(losses: Sequence[float]) -> Test:
-    """Test right-or-wrong answers to the same documents (McNemar, exact, one-sided)."""
-    won, lost, documents = losses.count(-1), losses.count(1), len(losses)
-    by = f"{MCNEMAR}: {lost} lost, {won} won of {documents} documents"
-    return Test(
-        p_loss=sign_test(won, lost),
-        p_gain=sign_test(lost, won),
-        by=by,
-        least_p=0.5 ** (won + lost),
-        least_possible=0.5**documents,
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -358,19 +355,19 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], options: CompareOptions
         )
 
     # Correct for the number of tests, leaving out those that cannot reach significance.
-    tested = [(row, row.test) for row in rows if row.test is not None]
-    losses = _corrected([t.p_loss for _, t in tested], [t for _, t in tested], options.alpha)
-    gains = _corrected([t.p_gain for _, t in tested], [t for _, t in tested], options.alpha)
-    corrected = iter(
-        [
-            gain if r.loss < 0 else loss
-            for (r, _), loss, gain in zip(tested, losses, gains, strict=True)
-        ]
+    tests = {i: row.test for i, row in enumerate(rows) if row.test is not None}
+    losses, gains = (
+        (
+            dict(zip(tests, _corrected(p, [*tests.values()], options.alpha), strict=True))
+            for p in zip(*((test.p_loss, test.p_gain) for test in tests.values()), strict=True)
+        )
+        if tests
+        else ({}, {})
     )
-    weak = [f"{row.task} {row.metric}" for row, t in tested if t.least_possible > options.alpha]
+    weak = [rows[i] for i, test in tests.items() if test.least_possible > options.alpha]
     judged = [
-        row if row.verdict else row.judged(next(corrected) if row.test else None, options.alpha)
-        for row in rows
+        row if row.verdict else row.judged((gains if row.gained else losses).get(i), options.alpha)
+        for i, row in enumerate(rows)
     ]
     return Comparison(
         rows=tuple(judged),
@@ -379,8 +376,8 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], options: CompareOptions
         versions=versions,
         exact_runs=exact_runs,
         on_one_machine=on_one_machine,
-        tests=len(tested),
-        weak_tests=tuple(dict.fromkeys(weak)),
+        tests=len(tests),
+        weak_tests=tuple(dict.fromkeys(f"{row.task} {row.metric}" for row in weak)),
     )
 
 
@@ -483,6 +480,10 @@ def _scores(key: str, task: str, old: Run, new: Run, options: CompareOptions) ->
             yield Row(run=key, task=task, metric=score.key, verdict=MISSING)
             continue
         after, higher = new_scores[score.key], score.higher_is_better
+        sides = [run.samples.get(task, {}).get(score.key, {}) for run in (old, new)]
+        # Of pairs (log-likelihood, words) the score is no mean over documents.
+        is_mean = not any(isinstance(v, list) for side in sides for v in side.values())
+        is_mean = is_mean and len(sides[0]) > 1 and sides[0].keys() == sides[1].keys()
         row = Row(
             run=key,
             task=task,
@@ -490,13 +491,9 @@ def _scores(key: str, task: str, old: Run, new: Run, options: CompareOptions) ->
             baseline=score.value,
             new=after.value,
             higher_is_better=higher,
+            difference=paired(_losses(score, *sides))[1] if is_mean else None,
         )
-        sides = [run.samples.get(task, {}).get(score.key, {}) for run in (old, new)]
         test = None if exact else score_test(score, after, *sides)
-        # Of pairs (log-likelihood, words) the score is no mean over documents.
-        is_mean = not any(isinstance(v, list) for side in sides for v in side.values())
-        if is_mean and len(sides[0]) > 1 and sides[0].keys() == sides[1].keys():
-            row = replace(row, difference=difference(_losses(score, *sides)))
         # The floor: points for a share, relative to the baseline for any other score.
         unit = 1.0 if higher and 0 <= score.value <= 1 else abs(score.value)
         yield _tested(row, test, exact, options, unit)
@@ -513,18 +510,17 @@ def _all_tasks(
         if score is None or not score.higher_is_better:
             continue
         old, new = (run.samples.get(task, {}).get(score.key, {}) for run in pair)
-        paired = [(value, new[doc]) for doc, value in old.items() if doc in new]
-        right_or_wrong = all(value in (0, 1) for both in paired for value in both)
-        if old and old.keys() == new.keys() and right_or_wrong:
+        both = [(value, new[doc]) for doc, value in old.items() if doc in new]
+        if old and old.keys() == new.keys() and all(v in (0, 1) for two in both for v in two):
             tasks += 1
-            answers += paired
+            answers += both
             exact &= _repeats(*pair, options)
     if tasks > 1:
         before, after = (sum(side) / len(answers) for side in zip(*answers, strict=True))
-        losses = [old - new for old, new in answers]
+        test, found = paired([old - new for old, new in answers])
         row = Row(run=key, task=ALL_TASKS, metric="accuracy", baseline=before, new=after)
-        row = replace(row, higher_is_better=True, difference=difference(losses))
-        yield _tested(row, None if exact else mcnemar(losses), exact, options)
+        row = replace(row, higher_is_better=True, difference=found)
+        yield _tested(row, None if exact else test, exact, options)
 
 
 def _whole_runs(shared: Mapping[str, tuple[Run, Run]]) -> list[tuple[Run, Run]]:

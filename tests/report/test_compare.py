@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.report.compare import CompareOptions, as_text, compare, difference, score_test
+from lm_eval_moecache.report.compare import CompareOptions, as_text, compare, paired, score_test
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.runs.columns import metric_column
 from lm_eval_moecache.report.runs.files import load_runs
@@ -428,12 +428,12 @@ def test_a_difference_comes_with_its_interval_n_and_p_on_one_machine_too(gate: G
 
 
 def test_differences_of_scores_between_0_and_1_are_tested_by_sign_flips() -> None:
-    found = difference([0.25, 0.5, 0.125, -0.25])
+    _, found = paired([0.25, 0.5, 0.125, -0.25])
     assert (found.mean, found.documents, found.by) == (-0.15625, 4, "sign flips")
     # Of 16 patterns of signs, 4 sum to 0.625 or more, and 4 to -0.625 or less.
     assert found.p == 2 * 4 / 16
     assert found.low < found.mean < found.high
-    assert difference([0.0, 0.0, 0.5]).p == 1
+    assert paired([0.0, 0.0, 0.5])[1].p == 1
 
 
 @pytest.mark.parametrize(
