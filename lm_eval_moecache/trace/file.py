@@ -31,10 +31,8 @@ from lm_eval_moecache.trace.header import (
     HEADER_KEY,
     REQUESTS_KEY,
     Header,
-    check_seal,
     read_header,
     read_listed,
-    sealed,
     write_header,
     write_settled,
 )
@@ -318,7 +316,7 @@ class FinishedPart:
 
     path: Path
     schema_arrow: Any
-    """Arrow schema with the metadata of the trace, except its requests and digest."""
+    """Arrow schema with the metadata of the trace, except its requests."""
     num_batches: int
     num_rows: int
 
@@ -373,9 +371,7 @@ def read_trace(path: Path, *, logits: bool = False, predicted: bool = False) -> 
         table.validate(full=True)
     num_passes = (pa.compute.max(table["pass"]).as_py() or 0) + 1
     requests, scans, settled = read_listed(name, schema.metadata, num_passes)
-    trace = trace_of(name, table.combine_chunks(), header, settled, requests, scans)
-    check_seal(name, header, schema.metadata, schema, len(table))
-    return trace
+    return trace_of(name, table.combine_chunks(), header, settled, requests, scans)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -449,7 +445,6 @@ def open_trace(
         columns = columns_of(name, schema, header, **large)
         last = file.read_row_group(file.num_row_groups - 1, columns=["pass"])["pass"]
     num_passes = (last[-1].as_py() or 0) + 1
-    check_seal(name, header, schema.metadata, schema, num_rows)
     requests, scans, settled = read_listed(name, schema.metadata, num_passes)
     return StreamedTrace(
         path=path,
@@ -508,7 +503,7 @@ def write_parquet(
 
     `extra` is added to the metadata of their `schema`.
     """
-    metadata = sealed({**schema.metadata, **extra}, schema, num_rows)
+    metadata = {**schema.metadata, **extra}
     schema = schema.with_metadata(metadata)
     encodings = dict.fromkeys(("request", "pass", "token", "layer"), "DELTA_BINARY_PACKED")
     for field in schema:

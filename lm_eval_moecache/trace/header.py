@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -51,8 +50,6 @@ class Header:
     """The draft model; None without one, or where drafts were copied from the prompt."""
     ranked: int = 0
     """Number of experts kept per prediction of the draft, likeliest first."""
-    digest: str | None = None
-    """Digest of the metadata as written; None in a trace of another writer."""
 
 
 def write_header(header: Header) -> bytes:
@@ -89,35 +86,6 @@ def _sizes(geometry: Geometry) -> dict[str, Any]:
     return {name: value for name, value in sizes.items() if value or name not in optional}
 
 
-def sealed(metadata: Mapping[bytes, bytes], schema: Any, num_rows: int) -> dict[bytes, bytes]:
-    """Return the metadata with a digest in its header, over metadata, columns and row count."""
-    header = parse_json(metadata[HEADER_KEY], HEADER_KEY.decode())
-    header["digest"] = _digest(metadata, schema, num_rows)
-    return {**metadata, HEADER_KEY: json.dumps(header).encode()}
-
-
-def check_seal(
-    name: str, header: Header, metadata: Mapping[bytes, bytes], schema: Any, num_rows: int
-) -> None:
-    """Raise ValueError if the metadata changed since they were written. No digest, no check."""
-    if header.digest not in (None, _digest(metadata, schema, num_rows)):
-        raise ValueError(
-            f"trace {name}: its model, columns or requests were changed after it was written: the "
-            "digest in its metadata differs. Copy or record the trace again."
-        )
-
-
-def _digest(metadata: Mapping[bytes, bytes], schema: Any, num_rows: int) -> str:
-    header = parse_json(metadata[HEADER_KEY], HEADER_KEY.decode())
-    header.pop("digest", None)
-    keys = (REQUESTS_KEY, SCANS_KEY, DRAFTS_KEY)
-    others = {key.decode(): metadata[key].decode() for key in keys if key in metadata}
-    # Record lists by value type: writers name the list's field differently.
-    columns = [[field.name, str(getattr(field.type, "value_type", field.type))] for field in schema]
-    text = json.dumps([header, others, columns, num_rows], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def read_header(name: str, metadata: Mapping[bytes, bytes] | None) -> Header:
     """Read the metadata key `moecache`; ValueError names the field that does not fit."""
     from lm_eval_moecache.records.schemas import check
@@ -140,7 +108,6 @@ def read_header(name: str, metadata: Mapping[bytes, bytes] | None) -> Header:
         proposals=tuple(fields.proposals),
         draft=None if fields.draft is None else _draft(name, fields.draft, fields.num_layers),
         ranked=0 if fields.draft is None else fields.draft.ranked,
-        digest=fields.digest,
     )
 
 

@@ -52,6 +52,7 @@ class TraceHeader(ModelSizes):
     proposals: list[str] = Field(default_factory=list)
     draft: DraftSizes | None = None
     digest: str | None = None
+    """Of the metadata, in traces written before 29 November 2026; not read."""
 
 
 Counts = Annotated[list[Count], Field(min_length=1)]

@@ -22,7 +22,7 @@ from lm_eval_moecache.trace.file import StreamedTrace, open_trace, read_trace
 from tests.conftest import Checkpoint
 from tests.engine import traces
 from tests.harness import make_instance
-from tests.trace.test_trace import rewritten, without_digest
+from tests.trace.test_trace import rewritten
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def with_a_pair(path: Path) -> pa.Table:
 
 
 def without_a_pass(path: Path) -> pa.Table:
-    table = without_digest(pq.read_table(path))
+    table = pq.read_table(path)
     return table.filter(table["pass"].to_numpy() != 9)
 
 
