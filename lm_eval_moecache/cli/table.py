@@ -14,6 +14,7 @@ from lm_eval_moecache.records.numbers import listed_names
 from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.report import every_eval_ever
 from lm_eval_moecache.report.runs.files import RUNS, TABLE, load_runs
+from lm_eval_moecache.report.runs.run import Run
 from lm_eval_moecache.report.runs.schema import FrontFile, RowsFile
 from lm_eval_moecache.report.tables import FORMS
 from lm_eval_moecache.report.tables.leaderboard import Table, distinct, leaderboard
@@ -74,11 +75,12 @@ def run(arguments: Namespace) -> int:
     elif arguments.write:
         _write(folder, collect(folder, *choices), form)
     else:
-        tables = collect(folder, *choices)
+        runs = load_runs(folder)
+        tables = collect(folder, *choices, runs=runs)
         for place, column in enumerate(tables[0].columns if choices[0] else ()):
             if all(row[place].raw is None for row in tables[0].rows):
                 sys.stderr.write(f"moecache: no run here has {column.name}: its column is empty.\n")
-        if form != "csv" and not any(choices) and (lost := lost_points(load_runs(folder))):
+        if form != "csv" and not any(choices) and (lost := lost_points(runs)):
             tables.append(lost)
         sys.stdout.write(FORMS[form or "md"](tables))
     return 0
@@ -159,9 +161,10 @@ def collect(
     columns: list[str] | None = None,
     sort: list[str] | None = None,
     title: str | None = None,
+    runs: Sequence[Run] = (),
 ) -> list[Table]:
     """Return the leaderboard of a folder, then the views that its `table.yaml` or sweep defines."""
-    runs, path = load_runs(folder), folder / BOARD
+    runs, path = runs or load_runs(folder), folder / BOARD
     if path.is_file():
         board = check(Board, read_yaml(path, str(path)), str(path))
     elif (folder / "sweep.yaml").is_file():

@@ -169,6 +169,7 @@ def axis_of(runs: Sequence[Run], shown: Sequence[Run], name: str) -> Axis:
     column = find_column(runs, name)
     label, scale = _UNITS.get(name, (column.words or column.heading, 1.0))
     label, log = label.removesuffix(" (lower is better)"), False
+    label = label.replace(".", " ").replace("_", " ") if label == name else label
     numbers = [n for run in shown if (n := run[name].number)]
     if "[MB]" in column.words:
         in_gb = max(numbers, default=0) > 10_000 * MEGABYTE
@@ -291,8 +292,8 @@ def _series_name(run: Run, names: Sequence[str]) -> str:
         text = str(run.setting(name).raw or "")
         if name != "run":
             text = re.sub(r" \+ (\w+)=", r", \1 ", text).replace("_", " ")
-        # A bare number needs its setting's name.
-        is_bare = text.replace(".", "", 1).lstrip("-").isdigit()
+        # A bare number needs its setting's name; a label is one.
+        is_bare = name != "run" and text.replace(".", "", 1).lstrip("-").isdigit()
         parts.append(f"{name.rpartition('.')[2].replace('_', ' ')} {text}" if is_bare else text)
     return ", ".join(filter(None, parts))
 
@@ -320,13 +321,12 @@ def draw_figure(runs: Sequence[Run], figure: Figure, *, front: bool = False) -> 
             if front:
                 _ring_front(place, members, x, y)
             _label(place, x, y)
-            twice = f"{title}: {y.short}" if titles.count(title) > 1 else title
-            place.set_title(
-                plain(twice or (f"{y.short} against {x.short}" if figure.title else ""))
-            )
+            if titles.count(title) > 1:
+                title = f"{title}: {y.short}" if title else ""
+            place.set_title(plain(title))
         # matplotlib cuts off titles wider than the figure.
         _, x, y = panels[0]
-        title = figure.title or f"{y.short.capitalize()} against {x.short}"
+        title = figure.title or ("" if panels[1:] else f"{y.short.capitalize()} against {x.short}")
         _finish(picture, places, "\n".join(wrap(plain(title), _LETTERS_A_PANEL * across)))
     return picture
 

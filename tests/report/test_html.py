@@ -11,8 +11,6 @@ import pytest
 
 from lm_eval_moecache.report.runs.columns import metric_column
 from lm_eval_moecache.report.runs.run import Value
-from lm_eval_moecache.report.tables.leaderboard import Table
-from lm_eval_moecache.report.tables.page import _digits, brief
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
 
@@ -115,28 +113,6 @@ def test_the_page_fits_a_phone_and_can_be_sorted_there(page: Any) -> None:
         assert shown(page)[0] == "specmd 50%"
     finally:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "told"),
-    [
-        ("ttft_ms", (3.19040144929715, 16.3), ["3.19", "16.30"]),
-        ("tok_per_s", (456.757, 3.04), ["456.8", "3.0"]),
-        ("tok_per_s", (4.279, 2.5), ["4.28", "2.50"]),
-        ("evictions", (7,), ["7"]),
-        ("bytes_moved", (1436516352, 8_100_000), ["1437 MB", "8 MB"]),
-        ("bytes_moved", (8_150_000,), ["8.150 MB"]),
-        *(("evictions", (19452, 7), ["19452", "7"]), ("miss_rate", (0.43244891,), ["0.432"])),
-    ],
-)
-def test_a_column_has_one_number_of_digits(
-    name: str, values: tuple[float, ...], told: list[str]
-) -> None:
-    column = metric_column(name)
-    assert column is not None
-    rows = tuple((Value(value),) for value in values)
-    (digits,) = _digits(Table("", (column,), rows), rows)
-    assert [brief(column, value, digits) for (value,) in rows] == told
 
 
 def test_an_error_is_told_as_0_only_where_it_is_0_or_of_rounding() -> None:

@@ -25,7 +25,6 @@ from lm_eval_moecache.records.files import (
     MOST_JSON_BYTES,
     check_file,
     exists,
-    parse_json,
     read_json,
     write_whole,
 )
@@ -195,7 +194,10 @@ def read_tables(folder: Path, *, samples: bool = True) -> list[Record]:
         zip(*(table[name].to_pylist() for name in table.column_names), strict=True), 1
     ):
         what = f"{str(path)!r}: row {row}"
-        record = parse_json(str(text), what)
+        try:
+            record = json.loads(str(text))
+        except ValueError as error:
+            raise ValueError(f"{what} is not readable JSON: {error}") from None
         if not isinstance(record, dict) or record.get("run_id") != run_id:
             raise ValueError(f"{what} is not the run that its run_id={run_id!r} says.")
         records.append({**record, "scores": scores.get(run_id, {})} if samples else record)
@@ -227,13 +229,11 @@ def _read_samples(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     if frame.empty:
         return scores
     keys = [frame[name].cat for name in ("run_id", "task", "metric")]
-    codes = [key.codes.to_numpy() for key in keys]
+    codes, names = [key.codes.to_numpy() for key in keys], [[*key.categories] for key in keys]
     starts = np.flatnonzero(sum((np.diff(code, prepend=-2) != 0) for code in codes))
     documents, values, words = (frame[name].to_numpy() for name in ("document", "value", "words"))
     for start, end in zip(starts, [*starts[1:], len(frame)], strict=True):
-        run_id, task, metric = (
-            str(key.categories[code[start]]) for key, code in zip(keys, codes, strict=True)
-        )
+        run_id, task, metric = (text[code[start]] for text, code in zip(names, codes, strict=True))
         parts: list[Any] = values[start:end].tolist()
         if not np.isnan(words[start]):
             parts = [[*pair] for pair in zip(parts, words[start:end].tolist(), strict=True)]

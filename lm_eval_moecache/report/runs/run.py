@@ -253,7 +253,13 @@ class Run:
 
     def scores(self, task: str) -> list[Score]:
         """Return the accuracy metrics of a task or group, in lm-eval's order."""
-        return scores_of(self.results.get(task, {}), self.higher_is_better.get(task, {}))
+        return self._scores.get(task, [])
+
+    @cached_property
+    def _scores(self) -> dict[str, list[Score]]:
+        return {
+            t: scores_of(row, self.higher_is_better.get(t, {})) for t, row in self.results.items()
+        }
 
     def score(self, task: str) -> Score | None:
         """Return a task's primary metric under its first filter."""
@@ -278,7 +284,7 @@ class Run:
         """The tasks without the groups."""
         return [name for name in self.results if name not in self.subtasks]
 
-    @property
+    @cached_property
     def scored(self) -> list[str]:
         """The names a table shows: groups with a score of their own, else their tasks."""
 

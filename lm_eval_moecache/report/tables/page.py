@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.report.metrics import MEGABYTE
 from lm_eval_moecache.report.runs.columns import Column, metric_column
-from lm_eval_moecache.report.runs.run import ACCURACY, PARETO, Value
+from lm_eval_moecache.report.runs.run import ACCURACY, PARETO
 from lm_eval_moecache.report.tables.leaderboard import Table
 from lm_eval_moecache.report.tables.text import notes
 
@@ -52,12 +50,8 @@ def as_html(tables: Sequence[Table]) -> str:
     settings = [j for j, column in enumerate(first.columns) if _kind(column) == "setting"]
     figures = sorted((j for j in range(len(names)) if j not in settings), key=rank)
     places, rows = first.places or [""] * len(first.rows), []
-    digits = {
-        place: _digits(first, [*compress(first.rows, [at == place for at in places])])
-        for place in set(places)
-    }
     for i, place in enumerate(places):
-        row = _row(first, i, settings, figures, digits[place]) | {"place": place}
+        row = _row(first, i, settings, figures) | {"place": place}
         if len(drawn) == 2:
             y, x = (first.rows[i][j] for j in drawn)
             row["point"] = [x.number, y.number, y.stderr] if None not in (x.raw, y.raw) else None
@@ -82,13 +76,9 @@ def as_html(tables: Sequence[Table]) -> str:
             {
                 "title": view.title,
                 "columns": view.columns,
-                "rows": [
-                    _cells(view, i, range(len(view.columns)), view_digits)
-                    for i in range(len(view.rows))
-                ],
+                "rows": [_cells(view, i, range(len(view.columns))) for i in range(len(view.rows))],
             }
             for view in views
-            for view_digits in [_digits(view, view.rows)]
         ],
         notes=[note.replace("`", "") for note in notes(first)],
         kind=_kind,
@@ -100,32 +90,7 @@ def _is_apart(table: Table, j: int) -> bool:
     return len(set(table.places)) > 1 and table.columns[j].name in table.apart
 
 
-_SMALL = 10
-"""Columns of smaller values have two decimals at least: a phone's tokens per second."""
-
-
-def _digits(table: Table, rows: Sequence[Sequence[Value]]) -> list[int]:
-    """Return the decimals of each column: those that give its largest value four digits.
-
-    Never more than the tables in text have, but two where all values are below 10; bytes are given
-    in MB, with up to three.
-    """
-    digits = []
-    for j, column in enumerate(table.columns):
-        is_bytes = "[MB]" in column.words
-        numbers = [abs(row[j].number or 0.0) / (MEGABYTE if is_bytes else 1) for row in rows]
-        largest = max(numbers, default=0.0)
-        most = 3 if is_bytes else column.decimals
-        is_score = not column.words or column.name == ACCURACY
-        if column.decimals and not is_score and largest < _SMALL:
-            most = max(most, 2)
-        digits.append(most if is_score else min(most, max(0, 4 - len(str(int(largest))))))
-    return digits
-
-
-def _row(
-    table: Table, i: int, settings: Sequence[int], figures: Sequence[int], digits: Sequence[int]
-) -> dict[str, Any]:
+def _row(table: Table, i: int, settings: Sequence[int], figures: Sequence[int]) -> dict[str, Any]:
     """Return a row of the leaderboard: a short name, and its distinguishing settings to unfold."""
     row = list(zip(table.columns, table.rows[i], strict=True))
     texts = [(row[j][0], str(row[j][1].raw or "")) for j in settings]
@@ -146,30 +111,23 @@ def _row(
         "more": ", ".join(filter(None, others)),
         "settings": [(column.heading, text) for column, text in filled],
         "keys": [text for _, text in texts],
-        "cells": _cells(table, i, figures, digits),
+        "cells": _cells(table, i, figures),
         "is_front": any(c.name == PARETO and value.raw == "*" for c, value in row),
     }
 
 
-def _cells(
-    table: Table, i: int, places: Sequence[int], digits: Sequence[int]
-) -> list[dict[str, Any]]:
+def _cells(table: Table, i: int, places: Sequence[int]) -> list[dict[str, Any]]:
     cells = []
     for j in places:
         column, value = table.columns[j], table.rows[i][j]
-        text, _, error = brief(column, value, digits[j]).partition(" ±")
+        text, _, error = column.text(value).partition(" ±")
+        if "[MB]" in column.words and value.number is not None:
+            text = f"{value.number / MEGABYTE:.1f} MB"
         # The page sorts by `key`, where texts with a leading number are recognised.
         cell = {"key": "" if value.raw is None else str(value.raw), "label": column.heading}
         cell |= {"kind": _kind(column), "text": text, "error": error}
         cells.append({**cell, "is_best": (i, j) in table.best})
     return cells
-
-
-def brief(column: Column, value: Value, decimals: int) -> str:
-    """Return a cell with so many decimals, bytes in MB."""
-    if "[MB]" not in column.words or value.number is None:
-        return replace(column, decimals=decimals).text(value)
-    return f"{value.number / MEGABYTE:.{decimals}f} MB"
 
 
 def _kind(column: Column) -> str:
