@@ -76,6 +76,19 @@ def keys_table() -> str:
     return "\n".join(lines)
 
 
+def metrics_table() -> str:
+    """The dictionary's table of metrics in results/README.md; a test compares the two."""
+    from lm_eval_moecache.report.metrics import METRICS
+
+    better = {True: "more", False: "less", None: ""}
+    lines = ["| field | unit | better | meaning |", "|---|---|---|---|"]
+    lines += [
+        f"| `{name}` | {m.unit} | {better[m.higher_is_better]} | {m.meaning} |"
+        for name, m in METRICS.items()
+    ]
+    return "\n".join(lines)
+
+
 def metrics_page() -> str:
     text = (ROOT / "results" / "README.md").read_text()
     start = text.index("## Dictionary of columns")

@@ -73,6 +73,8 @@ class Metric(NamedTuple):
     """Its value from the passes' totals; None for metrics computed elsewhere (per request, say)."""
     by_phase: bool = False
     """Whether `prefill_`, `decode_` and `verify_` forms exist."""
+    unit: str = ""
+    meaning: str = ""
 
 
 def share(part: float, whole: float) -> float | None:
@@ -106,6 +108,8 @@ def _declared() -> dict[str, Metric]:
                 words=row["words"],
                 of=per(row["part"], row["whole"], int(row["scale"] or 1)) if row["part"] else None,
                 by_phase=bool(row["by_phase"]),
+                unit=row["unit"],
+                meaning=row["meaning"],
             )
             for row in csv.DictReader(file)
         }

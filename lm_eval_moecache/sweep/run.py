@@ -282,9 +282,6 @@ def check_report(sweep: SweepFile, cells: Sequence[Cell]) -> None:
         check(f"{place}: where", [*view.where, *(view.relative_to or ())], setting=True)
         sort = [split_order(name)[0] for name in view.sort or ()]
         check(f"{place}: values or sort", [*expanded(view.values or ()), *sort], setting=False)
-        if view.pick is not None:
-            check(f"{place}: pick", [view.pick.best, view.pick.score], setting=False)
-            check(f"{place}: pick: relative_to", list(view.pick.relative_to), setting=True)
     for figure in sweep.figures:
         place = f"figures: {figure.name!r}"
         check(f"{place}: group or where", [*(figure.group or ()), *figure.where], setting=True)

@@ -72,8 +72,8 @@ class SweepFile(Schema):
 
     Each mapping of `runs` (by default one empty run) is crossed with every combination of each
     `grid`, on top of `base`. Keys are model arguments, or `model`, `label`, `tasks` and the
-    evaluation's `OPTIONS`. Cells with all items of an `exclude` entry are left out. `bounds`
-    (belady, oracle) adds a replay that knows the future next to each lossless cell.
+    evaluation's `OPTIONS`. `bounds` (belady, oracle) adds a replay that knows the future next to
+    each lossless cell.
 
     `traces` (files, or patterns like `traces/*.parquet`) replaces `tasks`: every cell is replayed
     on each of them, without a model. `eviction: belady` is then a value like any other.
@@ -90,7 +90,6 @@ class SweepFile(Schema):
     base: dict[str, Any] = Field(default_factory=dict)
     grid: Mappings = Field(default_factory=lambda: [dict[str, Any]()])
     runs: Mappings = Field(default_factory=lambda: [dict[str, Any]()])
-    exclude: Mappings = Field(default_factory=list)
     bounds: list[Literal["belady", "oracle"]] = Field(default_factory=list)
     executor: Executor = "local"
     executor_options: dict[str, Any] = Field(default_factory=dict)
@@ -100,23 +99,11 @@ class SweepFile(Schema):
 
     def cells(self) -> list[Cell]:
         """Return the cells in the order written; the last key of a grid varies fastest."""
-        combinations = [
-            settings
-            for settings in self._combinations()
-            if not any(
-                all(settings.get(k) == v for k, v in entry.items()) for entry in self.exclude
-            )
-        ]
-        cells = [
-            self._replay_cell(file, settings)
-            for file in self.trace_files
-            for settings in combinations
-        ]
+        combinations = [*self._combinations()]
         if not self.traces:
-            cells = [self._cell(settings) for settings in combinations]
-        if not cells:
-            raise ValueError(f"sweep {self.name!r} has no runs: `grid`, `runs` or `exclude`.")
-        return cells
+            return [self._cell(settings) for settings in combinations]
+        pairs = itertools.product(self.trace_files, combinations)
+        return [self._replay_cell(file, settings) for file, settings in pairs]
 
     def _combinations(self) -> Iterator[dict[str, Any]]:
         for run in self.runs:
@@ -203,10 +190,6 @@ def read_sweep(path: Path) -> SweepFile:
             f"sweep {sweep.name!r}: `grid` and `runs` make {total} cells, more than the "
             f"{MOST_CELLS} of one sweep. Make several sweeps of it."
         )
-    keys = {key for part in (*sweep.grid, *sweep.runs, sweep.base) for key in part}
-    for key in (key for entry in sweep.exclude for key in entry):
-        if key not in keys:
-            raise unknown_name_error("exclude: the key", key, keys)
     return sweep
 
 

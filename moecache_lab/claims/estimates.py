@@ -205,7 +205,7 @@ class Traces(Estimate):
 
 def _divisor(values: Any) -> Any:
     if not np.all(values):
-        raise ValueError("what is compared with is 0, to which there is no ratio.")
+        raise ValueError("versus: it is 0, to which there is no ratio. Allowed: form=difference.")
     return values
 
 

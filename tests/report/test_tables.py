@@ -8,7 +8,6 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -446,48 +445,7 @@ def test_no_change_is_told_against_a_baseline_of_another_identity(
     assert "| other | 8 | 900.0 | 800.0 |" in told[1]
 
 
-def pickable(folder: Path, loss: float, **rule: object) -> Path:
-    """At each capacity a baseline of accuracy 1 and others with fewer misses and lower accuracy."""
-    figures = {"on_demand": (10, 0.5), "b": (9, 0.3), "c": (6, 0.1)}
-    for capacity, (name, (right, missed)) in product(("5%", "50%"), figures.items()):
-        if (capacity, name) != ("50%", "b"):
-            answers = (1,) * right + (0,) * (10 - right)
-            run = {"policy": name, "capacity": capacity, "answers": answers, "miss_rate": missed}
-            write(folder, record(f"{name}{capacity}", **run))
-    pick = {"best": "miss_rate", "score": "quiz", "loss": loss}
-    pick |= {"relative_to": {"policy": "on_demand"}, **rule}
-    view = {"title": "P", "rows": "capacity", "values": ["policy", "miss_rate"], "pick": pick}
-    return sweep_file(folder, views=[{**view, "sort": ["capacity"]}])
-
-
-@pytest.mark.parametrize(
-    ("loss", "expected"),
-    [
-        (0.0, "| 5% | on_demand | 0.5000 |\n| 50% | on_demand | 0.5000 |"),
-        (0.1, "| 5% | b | 0.3000 |\n| 50% | on_demand | 0.5000 |"),
-        (0.4, "| 5% | c | 0.1000 |\n| 50% | c | 0.1000 |"),
-    ],
-)
-def test_the_pick_has_the_fewest_misses_within_the_loss(
-    tmp_path: Path, table: Table, loss: float, expected: str
-) -> None:
-    assert expected in table(pickable(tmp_path, loss)).partition("## P")[2]
-
-
-def test_a_pick_is_held_against_a_baseline_of_its_own_identity(
-    tmp_path: Path, table: Table
-) -> None:
-    """The fewest misses of a batch of eight are no answer to what to run alone."""
-    batch = {"batch_size": 8, "capacity": "5%", "miss_rate": 0.01, "answers": (1,) * 10}
-    write(tmp_path, record("batch", policy="d", **batch))
-    assert "| 5% | c | 0.1000 |" in table(pickable(tmp_path, 0.4)).partition("## P")[2]
-
-
-def test_a_pick_or_figure_of_what_no_run_has_is_refused(
-    tmp_path: Path, table: Table, moecache: Moecache
-) -> None:
-    message = table(pickable(tmp_path / "pick", 0.1, score="quizz"), code=2)
-    assert "no score of 'quizz'" in message
+def test_a_figure_of_what_no_run_has_is_refused(tmp_path: Path, moecache: Moecache) -> None:
     panels = [{"x": "capacity", "y": "miss_rate"}]
     figure = {"name": "mine", "panels": panels, "where": {"policy": "nobody"}}
     folder = sweep_file(leaderboard_of_four(tmp_path / "figure"), figures=[figure])

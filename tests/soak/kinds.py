@@ -84,7 +84,7 @@ def _use_views(path: Path) -> object:
 
 
 def _tables(folder: Path) -> Path:
-    write_tables(folder, [record("a"), record("b")])
+    write_tables(folder, [record("a")])
     return folder / TABLE
 
 

@@ -93,7 +93,7 @@ def _metrics() -> Any:
     fields: dict[str, Any] = {
         name: (
             Percentiles | float | None if name in LATENCIES else float | None,
-            Field(None, description=metric.words),
+            Field(None, description=metric.meaning),
         )
         for name, metric in METRICS.items()
     }

@@ -35,15 +35,6 @@ Names = Annotated[list[str], BeforeValidator(_names)]
 Settings = Annotated[dict[str, Any], BeforeValidator(_settings)]
 
 
-class Pick(Schema):
-    """Choice among runs that share a place in a view: the best within a budget."""
-
-    best: str
-    score: str
-    loss: Annotated[float, Field(ge=0)]
-    relative_to: Settings
-
-
 class View(Schema):
     """One entry of `views`."""
 
@@ -54,7 +45,6 @@ class View(Schema):
     values: Names | None = None
     sort: Names | None = None
     relative_to: Settings | None = None
-    pick: Pick | None = None
 
 
 class Panel(Schema):

@@ -1,4 +1,4 @@
-"""Views of runs: pivots, changes against a baseline, the best within a budget."""
+"""Views of runs: pivots, and changes against a baseline."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_moecache.records.numbers import unknown_name_error
-from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.runs.columns import Column, metric_column
-from lm_eval_moecache.report.runs.run import Run, Value, varying
-from lm_eval_moecache.report.tables.leaderboard import Table, leaderboard, place_of, sorted_runs
+from lm_eval_moecache.report.runs.columns import Column
+from lm_eval_moecache.report.runs.run import Run, Value
+from lm_eval_moecache.report.tables.leaderboard import Table, leaderboard, sorted_runs
 
 if TYPE_CHECKING:
-    from lm_eval_moecache.report.tables.schema import Pick, View
+    from lm_eval_moecache.report.tables.schema import View
 
 
 def view_table(runs: Sequence[Run], view: View) -> Table:
@@ -24,8 +23,7 @@ def view_table(runs: Sequence[Run], view: View) -> Table:
     `where` selects runs by settings (a value or a list of them). Without `columns`, `values` are
     the columns of a plain table. With `columns`, that setting's values head the columns, `rows`
     (one setting or several) name the rows, and each cell holds its run's `values`. `relative_to`
-    adds changes in percent against the run with those settings (`with_changes`); `pick` keeps the
-    best run within a budget where several share a cell (`pick`).
+    adds changes in percent against the run with those settings (`with_changes`).
     """
     chosen = [run for run in runs if run.matches(view.where)]
     if not chosen:
@@ -34,8 +32,6 @@ def view_table(runs: Sequence[Run], view: View) -> Table:
     values = ["accuracy"] if view.values is None else view.values
     rows = (["policy"] if across else []) if view.rows is None else view.rows
     settings = [*rows, *([across] if across else [])]
-    if view.pick is not None:
-        chosen = pick(chosen, runs, settings, view.pick)
     sort = view.sort or (settings if across else None)
     flat = leaderboard(chosen, title=view.title, columns=[*settings, *values], sort=sort)
     if view.relative_to is not None:
@@ -118,42 +114,3 @@ def with_changes(table: Table, num_settings: int, relative_to: Mapping[str, Any]
             cells += [row[j], Value(100 * (new / old - 1) if old and new is not None else None)]
         rows.append(tuple(cells))
     return Table(table.title, tuple(columns), tuple(rows), apart=table.apart)
-
-
-def pick(
-    chosen: Sequence[Run], runs: Sequence[Run], settings: Sequence[str], rule: Pick
-) -> list[Run]:
-    """Among runs that agree in `settings`, keep the one with the `best` metric within the budget.
-
-    A run is within the budget if its `score` (a task) is at most `loss` (0.01: one percent) worse
-    than its baseline's: the run of `runs` with the settings of `relative_to` that agrees in the
-    others and, unless `relative_to` names a part of it, in its identity. Groups without a run
-    within the budget are left out.
-    """
-    figures = metric_column(rule.best)
-    if figures is None or figures.higher_is_better is None:
-        allowed = [name for name, m in METRICS.items() if m.higher_is_better is not None]
-        raise unknown_name_error("views: pick: best", rule.best, allowed)
-    sign = 1 if figures.higher_is_better else -1
-    apart = varying(runs)
-    if not rule.relative_to.keys().isdisjoint(apart):
-        apart = []
-    others = [name for name in (*settings, *apart) if name not in rule.relative_to]
-    base_place = tuple(str(value) for value in rule.relative_to.values())
-    bases = {place_of(r, others): r for r in runs if place_of(r, [*rule.relative_to]) == base_place}
-    best: dict[tuple[str, ...], tuple[float, Run]] = {}
-    for run in chosen:
-        base, figure = bases.get(place_of(run, others)), run[rule.best].number
-        if base is None or figure is None:
-            continue
-        new, old = (compared.find_score(rule.score) for compared in (run, base))
-        if new is None or old is None or not old.value:
-            raise ValueError(
-                f"views: pick: {run.run_id} or its baseline has no score of {rule.score!r}."
-            )
-        change = new.value / old.value - 1
-        loss = -change if old.higher_is_better else change
-        group = place_of(run, [*settings, *apart])
-        if loss <= rule.loss and (group not in best or sign * figure > best[group][0]):
-            best[group] = sign * figure, run
-    return [run for _, run in best.values()]
