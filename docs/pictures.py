@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -88,13 +86,12 @@ def timeline(folder: Path) -> Path:
     """Compute, link and host during one token: a decode pass of a replay's timeline."""
     from matplotlib.figure import Figure
 
-    from lm_eval_moecache.cli.replay import run_raw
+    from lm_eval_moecache.cli.replay import replay
     from lm_eval_moecache.records.files import traces_dir
 
     file = folder / "timeline.json"
-    arguments = [str(traces_dir() / "olmoe-1b-7b.parquet"), "--miss=host", "--bound=false"]
-    with contextlib.redirect_stdout(io.StringIO()):
-        run_raw([*arguments, "--hardware=rtx-4090-24gb", f"--timeline={file}"])
+    how = {"miss": "host", "bound": False, "hardware": "rtx-4090-24gb"}
+    replay(traces_dir() / "olmoe-1b-7b.parquet", **how, timeline=str(file))
     events = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
     file.unlink()
     token = [e for e in events if e["cat"] == "passes"][20]

@@ -1,70 +1,97 @@
-"""The functions of `lm_eval_moecache` itself: stable names over the commands of the same names.
+"""The commands as functions, and what reads traces and runs: `api.NAME` is `moecache NAME`.
 
-Every error that they raise for their arguments is a `MoECacheError`.
+A function takes the command's options as keywords, and returns what `--json` prints, a mapping
+whose `str` is the page. Every error that it raises for what it was given is a `MoECacheError`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import wraps
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lm_eval_moecache.records import plugins
 from lm_eval_moecache.records.errors import as_moecache_error
-from lm_eval_moecache.trace import importers
-from lm_eval_moecache.trace.trace import Trace
+from lm_eval_moecache.records.numbers import unknown_name_error
 
 if TYPE_CHECKING:
-    from lm_eval_moecache.report.replay_report import ReplayReport
+    from lm_eval_moecache.cli.replay import replay as replay
+    from lm_eval_moecache.records.command import Report
     from lm_eval_moecache.report.runs.columns import Runs
+    from lm_eval_moecache.trace.trace import Trace
+
+    plan: Callable[..., Report]
 
 Place = str | PathLike[str]
+_OURS = (
+    *("cli.compare:compare", "cli.completion:completion", "cli.plot:plot"),
+    *("cli.policies:policies", "cli.replay:replay", "cli.sweep:sweep", "cli.table:table"),
+    *("cli.trace:trace_convert", "cli.trace:trace_formats", "cli.trace:trace_show"),
+    *("cli.tune:tune", "cli.eval:eval_"),
+    *("profiling.buddies:profile_buddies", "profiling.data_aware:profile_data_aware"),
+    *("profiling.hardware:profile_hardware", "profiling.layer_sizes:profile_layer_sizes"),
+    *("profiling.predictor:profile_predictor", "profiling.sensitivity:profile_sensitivity"),
+    "profiling.use:profile_use",
+)
+GROUPS = {
+    "profile": "Make offline artifacts: buddy lists, predictors, a profile of this machine, and "
+    "others.",
+    "trace": "Show what a routing trace contains, convert it, or list the formats that are read.",
+}
+"""Commands of several actions, each a function `COMMAND_ACTION`."""
 
 
-def replay(
-    trace: Place | Trace | Sequence[Place | Trace],
-    *,
-    policy: Any = "on_demand",
-    capacity: Any = "25%",
-    expert_bytes: int | None = None,
-    bound: bool = True,
-    jobs: int = 1,
-    **settings: Any,
-) -> ReplayReport:
-    """Run routing traces through the emulated cache without a model, as `moecache replay` does.
+def command_places() -> dict[str, str]:
+    """Return name -> `module:function` of all commands, sorted: ours, and those of packages.
 
-    Args:
-        trace: A trace, its file, or several; none of them is changed.
-        policy: A composition's name, a YAML's path, or a mapping of its form.
-        capacity: `5%` of all expert bytes, `2GiB`, `51experts`, or `30/layer`.
-        expert_bytes: Bytes of one expert, for traces that do not give them.
-        bound: Whether to add on-demand LRU's misses and the fewest possible.
-        jobs: Processes to share the replays among.
-        settings: The other options of the command: `eviction`, `hardware`, `seed` ..., and
-            parameters as `**{"eviction.order": "fifo"}`. An algorithm may be a mapping of its name
-            and parameters. A list of policies, algorithms, capacities, hardware or bandwidths runs
-            every combination.
-
-    Example:
-        >>> from lm_eval_moecache import replay
-        >>> from lm_eval_moecache.records.files import traces_dir
-        >>> rules = ["lru", {"name": "lfu"}]
-        >>> report = replay(traces_dir() / "olmoe-1b-7b.parquet", eviction=rules, bound=False)
-        >>> report.to_dataframe()[["eviction", "miss_rate"]].round(2)
-          eviction  miss_rate
-        0      lru       0.51
-        1      lfu       0.52
+    Raises MoECacheError, naming the package, for a name that is taken.
     """
-    # Imported late: the traces alone need neither engine nor schemas.
-    from lm_eval_moecache.report.replay_report import ReplayReport
-    from lm_eval_moecache.sweep.replay_grid import combinations, run_all
+    found = {}
+    for place in _OURS:
+        group, _, action = place.partition(":")[2].rstrip("_").partition("_")
+        found[f"{group} {action}".rstrip()] = f"lm_eval_moecache.{place}"
+    for kind, lead in (("commands", ""), ("profile", "profile ")):
+        own = [name.removeprefix(lead) for name in found if name.startswith(lead)]
+        added = plugins.added(kind, own)
+        found |= {f"{lead}{name}": point.value for name, point in added.items()}
+    return dict(sorted(found.items()))
 
-    given = [trace] if isinstance(trace, (str, PathLike, Trace)) else list(trace)
-    with as_moecache_error():
-        traces = [each if isinstance(each, Trace) else fspath(each) for each in given]
-        configs = combinations({"policy": policy, "capacity": capacity, **settings})
-        rows = run_all(traces, configs, expert_bytes=expert_bytes, bound=bound, jobs=jobs)
-        return ReplayReport(rows)
+
+def command_names() -> list[str]:
+    """Return the first words of all commands, sorted."""
+    return sorted({name.partition(" ")[0] for name in command_places()})
+
+
+def function_at(place: str) -> Callable[..., Any]:
+    """Return the function at `module:name`."""
+    module, _, name = place.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    """Return a command as a function: `profile_use` for `moecache profile use`."""
+    places = {each.replace(" ", "_"): place for each, place in command_places().items()}
+    if name not in places:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    function = function_at(places[name])
+    parameters = inspect.signature(function).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+    @wraps(function)
+    def checked(*args: Any, **keywords: Any) -> Any:
+        with as_moecache_error():
+            for key in keywords if not takes_any else ():
+                if not {key, f"{key}_"} & {*parameters}:
+                    raise unknown_name_error(f"{name}: option", key, parameters)
+            return function(*args, **keywords)
+
+    globals()[name] = checked  # asked once
+    return checked
 
 
 def load_trace(
@@ -84,6 +111,8 @@ def load_trace(
         expert_bytes: Bytes of one expert, for formats without sizes; by default one.
         top_k: Experts per token, for formats that do not give them.
     """
+    from lm_eval_moecache.trace import importers
+
     with as_moecache_error():
         return importers.load_trace(
             fspath(file),
@@ -105,27 +134,3 @@ def load_runs(place: Place) -> Runs:
 
     with as_moecache_error():
         return columns.as_frames(files.load_runs(Path(place)))
-
-
-def plan(model: Place, **options: Any) -> Mapping[str, Any]:
-    """Return what a machine can do with a model, as `moecache plan --json` prints it.
-
-    Args:
-        model: A name that the command lists, or a model's file (a config.json, a GGUF ...).
-        options: The command's options by name: `hardware="rtx-4090-24gb"`, `context=4096` ...
-    """
-    from lm_eval_moecache.cli.main import command, parser_of
-    from lm_eval_moecache.records.numbers import unknown_name_error
-
-    # The forecaster's own: a registered command, as another package's would be.
-    arguments = parser_of("plan").get_defaults()
-    with as_moecache_error():
-        for key in options:
-            if key not in arguments or key == "model":
-                raise unknown_name_error(
-                    "plan: option", key, {*vars(arguments)} - {"config", "json", "model"}
-                )
-        for key, value in {**options, "model": fspath(model)}.items():
-            arguments[key] = value
-        found: Mapping[str, Any] = command("plan").find(arguments)
-        return found

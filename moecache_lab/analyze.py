@@ -1,4 +1,4 @@
-"""Analyse a model as the papers do: sensitivity, locality, coactivation and others."""
+"""What `moecache analyze` reads, prints and draws."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
-
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.harness.arguments import as_arguments_error
+from lm_eval_moecache.records.command import Options, Report, with_options
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import finite, unknown_name_error
@@ -55,45 +53,58 @@ _OPTIONS: Mapping[str, tuple[type, str]] = {
 _COUNTS = ("k_max", "sample_tokens", "seeds", "limit", "max_tokens")
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("analysis", help=" or ".join(ANALYSES))
-    parser.add_argument("--pretrained", default="tiny", help="tiny, a folder or a hub id")
-    trust = "run the modelling code that comes with the model"
-    parser.add_argument("--trust_remote_code", type=bool, default=False, help=trust)
-    parser.add_argument("--out", help="folder for the JSON, the table and the pictures")
+def _options() -> Options:
+    """Return the options of all analyses, each with the analyses that read it."""
+    options = {}
     for key, (kind, text) in _OPTIONS.items():
         owners = {name: own[key] for name, own in ANALYSES.items() if key in own}
         of = [name if value is None else f"{name} {value}" for name, value in owners.items()]
-        parser.add_argument(f"--{key}", type=kind | None, help=f"{text} ({', '.join(of)})")
+        options[key] = (kind, None, f"{text} ({', '.join(of)})")
+    return options
 
 
-def run(arguments: Namespace) -> int:
-    name, model = arguments.analysis, arguments.pretrained
-    if name not in ANALYSES:
-        raise unknown_name_error("analysis", name, ANALYSES)
-    options, trusted = _settled(name, arguments), {"trust_remote_code": arguments.trust_remote_code}
+@with_options(_options())
+def analyze(
+    analysis: str,
+    *,
+    pretrained: str = "tiny",
+    trust_remote_code: bool | None = None,
+    out: str | None = None,
+    **given: Any,
+) -> Report:
+    """Analyse a model as the papers do: sensitivity, locality, coactivation and others.
+
+    Args:
+        analysis: coactivation, divergence, drafting, locality, optimal_expert, predictability or
+            sensitivity
+        pretrained: tiny, a folder or a hub id
+        trust_remote_code: run the model's own modelling code: true
+        out: folder for the JSON, the table and the pictures
+    """
+    if analysis not in ANALYSES:
+        raise unknown_name_error("analysis", analysis, ANALYSES)
+    options, trusted = _settled(analysis, given), {"trust_remote_code": bool(trust_remote_code)}
     # Imported late: a wrong option should not wait for torch.
-    module = importlib.import_module(f"moecache_lab.analyses.{_MODULES.get(name, name)}")
-    subject = model if name == _PREDICTED else _read(model, options, **trusted)
-    own = trusted if name == _PREDICTED else {}
-    analysis = getattr(module, name)(subject, options, **own)
-    tables = {"rows": analysis.tables[name]} if name in analysis.tables else analysis.tables
-    text = "\n".join(map(rows_as_markdown, analysis.tables.values()))
-    print_result(arguments.json, {"model": model, **tables}, text)
-    if arguments.out:
+    module = importlib.import_module(f"moecache_lab.analyses.{_MODULES.get(analysis, analysis)}")
+    is_predicted = analysis == _PREDICTED
+    subject = pretrained if is_predicted else _read(pretrained, options, **trusted)
+    found = getattr(module, analysis)(subject, options, **(trusted if is_predicted else {}))
+    tables = {"rows": found.tables[analysis]} if analysis in found.tables else found.tables
+    if out:
         from lm_eval_moecache.report.plots import save_as
 
-        folder = Path(arguments.out)
-        for table, rows in analysis.tables.items():
-            text = json.dumps(finite({"model": model, "rows": rows}), indent=2) + "\n"
+        folder = Path(out)
+        for table, rows in found.tables.items():
+            text = json.dumps(finite({"model": pretrained, "rows": rows}), indent=2) + "\n"
             write_whole(folder / f"{table}.json", text)
             write_whole(folder / f"{table}.md", rows_as_markdown(rows))
-        figure = analysis.draw()
-        title = f"{analysis.title} ({', '.join(filter(None, (model, analysis.about)))})"
+        figure = found.draw()
+        title = f"{found.title} ({', '.join(filter(None, (pretrained, found.about)))})"
         # matplotlib cuts off titles wider than the figure.
         figure.suptitle("\n".join(wrap(title, int(10 * figure.get_figwidth()))))
-        save_as(figure, folder / name)
-    return 0
+        save_as(figure, folder / analysis)
+    text = "\n".join(map(rows_as_markdown, found.tables.values()))
+    return Report({"model": pretrained, **tables}, text)
 
 
 def _read(model: str, options: Mapping[str, Any], **trusted: bool) -> Any:
@@ -107,9 +118,9 @@ def _read(model: str, options: Mapping[str, Any], **trusted: bool) -> Any:
         return AnalyzedModel(model, texts, options["max_tokens"], **trusted)
 
 
-def _settled(analysis: str, arguments: Namespace) -> dict[str, Any]:
+def _settled(analysis: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return this analysis' options. Raises ValueError for options that only others read."""
-    given = {key: arguments[key] for key in sorted(_OPTIONS) if arguments[key] is not None}
+    given = {key: value for key, value in sorted(asked.items()) if value is not None}
     for key, value in given.items():
         if key not in ANALYSES[analysis]:
             owners = " and ".join(name for name, defaults in ANALYSES.items() if key in defaults)

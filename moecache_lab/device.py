@@ -1,9 +1,4 @@
-"""Fit a hardware profile's few effective rates to a device's measurements, with intervals.
-
-FILES are pairs: a routing trace, and the table of its tokens as `moecache validate` takes it. Each
-figure has a physical meaning and one value for all tokens and models; nothing is fitted per token.
-The clock itself is the model: every guess replays the routings.
-"""
+"""The action `moecache profile device`: a profile's rates, fitted to measurements."""
 
 from __future__ import annotations
 
@@ -14,12 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jsonargparse import ArgumentParser, Namespace
 from scipy import optimize, stats
 
-from lm_eval_moecache.engine.setting import MOST_READS, TOGETHER, Setting
-from lm_eval_moecache.profiling._texts import Told, add_options
+from lm_eval_moecache.engine.setting import TOGETHER, Setting
 from lm_eval_moecache.profiling.hardware import as_yaml, profile_path
+from lm_eval_moecache.records.command import Report
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.records.numbers import finite, read_count, unknown_name_error
@@ -30,12 +24,12 @@ from moecache_plan.validation import (
     READ,
     STALL,
     WALL,
+    Ran,
     Series,
     Values,
     closeness,
     read_measured,
     same_tokens,
-    setting_of,
     simulate,
 )
 
@@ -69,40 +63,50 @@ class Measured(NamedTuple):
         return same_tokens(ours, self.series, self.tokens)
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    pairs = "TRACE MEASURED [TRACE MEASURED ...]"
-    parser.add_argument("files", type=str, nargs="+", help=pairs)
-    for name, text in (
-        ("out", "the fitted profile's file: NAME.yaml"),
-        ("base", "the profile to begin with"),
-        ("capacity", "the engine's cache capacity"),
-    ):
-        parser.add_argument(f"--{name}", type=str, required=True, help=text)
-    add_options(
-        parser,
-        ("reads", "1", "reads an expert, or one number per pair, by commas"),
-        ("tokens", ":", "FIRST:LAST to fit on"),
-        ("fit", ",".join(DEFAULT), "figures to fit, by commas"),
-        ("policy", "on_demand", "the engine's policy"),
-        ("eviction", "lru", "the engine's eviction"),
-        ("execute", TOGETHER, "the engine's execution order"),
-    )
+def profile_device(
+    files: Sequence[str],
+    *,
+    out: str,
+    base: str,
+    capacity: str,
+    reads: str = "1",
+    tokens: str = ":",
+    fit: str = ",".join(DEFAULT),
+    policy: str = "on_demand",
+    eviction: str = "lru",
+    execute: str = TOGETHER,
+) -> Report:
+    """Fit a hardware profile's few effective rates to a device's measurements, with intervals.
 
+    FILES are pairs: a routing trace, and the table of its tokens as `moecache validate` takes it.
+    Each figure has a physical meaning and one value for all tokens and models; nothing is fitted
+    per token. The clock itself is the model: every guess replays the routings.
 
-def run(arguments: Namespace) -> Told:
-    """Fit and write; tell how certain each fitted figure is.
+    Tells how certain each fitted figure is: `cannot_tell_apart` lists pairs of figures with the
+    correlation of their errors; `says_nothing_of` the figures whose interval spans more than a
+    factor of two.
 
-    `cannot_tell_apart` lists pairs of figures with the correlation of their errors;
-    `says_nothing_of` the figures whose interval spans more than a factor of two.
+    Args:
+        files: TRACE MEASURED [TRACE MEASURED ...]
+        out: the fitted profile's file: NAME.yaml
+        base: the profile to begin with
+        capacity: the engine's cache capacity
+        reads: reads an expert, or one number per pair, by commas
+        tokens: FIRST:LAST to fit on
+        fit: figures to fit, by commas
+        policy: the engine's policy
+        eviction: the engine's eviction
+        execute: the engine's execution order
     """
-    path, names = profile_path(arguments.out), tuple(arguments.fit.split(","))
-    runs, base = _measured_runs(arguments)
-    fitted, intervals, confounded = fit(runs, base, names)
-    origin = f"{len(runs)} runs ({', '.join(run.name for run in runs)}), tokens {arguments.tokens}"
-    sources = dict(base.sources)
+    path, names = profile_path(out), tuple(fit.split(","))
+    ran, begin = Ran(capacity, policy, eviction, execute), load_hardware(base)
+    runs = _measured_runs(files, ran, begin, reads, read_tokens(tokens))
+    fitted, intervals, confounded = fit_to(runs, begin, names)
+    origin = f"{len(runs)} runs ({', '.join(run.name for run in runs)}), tokens {tokens}"
+    sources = dict(begin.sources)
     for name, (low, high) in intervals.items():
         sources[name] = f"fitted on {origin}; 95% within {low:.3g} to {high:.3g}"
-    if fitted.load_overhead_s_per_byte != base.load_overhead_s_per_byte:
+    if fitted.load_overhead_s_per_byte != begin.load_overhead_s_per_byte:
         sources[BY_COLUMN] = f"measured on {origin}: mgmt_ms over read_bytes"
     profile = replace(fitted, name=path.stem, source=sources)
     write_whole(path, as_yaml({k: v for k, v in asdict(profile).items() if v is not None}))
@@ -113,26 +117,26 @@ def run(arguments: Namespace) -> Told:
         "says_nothing_of": [name for name, (low, high) in intervals.items() if high > WIDE * low],
         "runs": {run.name: closeness(*run.aligned(profile)) for run in runs},
     }
-    return report, as_yaml(finite(report))
+    return Report(report, as_yaml(finite(report)))
 
 
-def _measured_runs(arguments: Namespace) -> tuple[list[Measured], Hardware]:
-    files = arguments.files
+def _measured_runs(
+    files: Sequence[str], ran: Ran, base: Hardware, reads: str, tokens: slice
+) -> list[Measured]:
     if len(files) % 2:
         raise ValueError(f"files={files!r} must be pairs: TRACE MEASURED [TRACE MEASURED ...].")
-    texts = arguments.reads.split(",")
-    reads = [read_count("reads", count, least=1, most=MOST_READS) for count in texts]
+    counts = [read_count("reads", count, least=1) for count in reads.split(",")]
     pairs = list(zip(files[::2], files[1::2], strict=True))
-    reads = reads * len(pairs) if len(reads) == 1 else reads
-    if len(reads) != len(pairs):
-        raise ValueError(f"reads={arguments.reads!r} must be one number or one for each pair.")
-    base, tokens, runs = load_hardware(arguments.base), read_tokens(arguments.tokens), []
-    for (trace_file, table), count in zip(pairs, reads, strict=True):
-        trace = load_trace(trace_file)
-        setting, series = setting_of(trace, base, arguments, count), read_measured(Path(table))
+    counts = counts * len(pairs) if len(counts) == 1 else counts
+    if len(counts) != len(pairs):
+        raise ValueError(f"reads={reads!r} must be one number or one for each pair.")
+    runs = []
+    for (trace_file, table), count in zip(pairs, counts, strict=True):
+        trace, series = load_trace(trace_file), read_measured(Path(table))
+        setting = ran._replace(reads_per_expert=count).setting(trace, base)
         runs.append(Measured(Path(trace_file).name.split(".")[0], trace, setting, series, tokens))
         runs[-1].aligned(base)  # refuses a table of another run
-    return runs, base
+    return runs
 
 
 def read_tokens(text: str) -> slice:
@@ -144,7 +148,7 @@ def read_tokens(text: str) -> slice:
     return slice(start, read_count("tokens", last) if last else None)
 
 
-def fit(
+def fit_to(
     runs: Sequence[Measured], start: Hardware, names: Sequence[str]
 ) -> tuple[Hardware, dict[str, list[float]], list[list[Any]]]:
     """Return the profile that fits stall and wall of all runs' tokens best.

@@ -1,9 +1,4 @@
-"""Calibrate the range of router logits for cache_prior (cache-conditional experts, appendix C).
-
-Prints one number per layer, the mean over tokens of max(z) - min(z): pass them as
-`routing.logit_range` in place of the running average. The text is what `--tasks` are trained on
-(never what they are tested on), or plain text files.
-"""
+"""The action `moecache profile logit_range`."""
 
 from __future__ import annotations
 
@@ -11,24 +6,28 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
-
-from lm_eval_moecache.profiling._texts import Told, add_text_options, analyzed_texts
+from lm_eval_moecache.profiling._texts import TEXT, analyzed_texts
+from lm_eval_moecache.records.command import Report, with_options
 from lm_eval_moecache.records.files import write_whole
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    add_text_options(parser)
-    parser.add_argument("--out", type=str | None, help="a JSON file to write them to")
+@with_options(TEXT)
+def profile_logit_range(*, out: str | None = None, **given: Any) -> Report:
+    """Calibrate the range of router logits for cache_prior (cache-conditional experts, appendix C).
 
+    Prints one number per layer, the mean over tokens of max(z) - min(z): pass them as
+    `routing.logit_range` in place of the running average. The text is what `--tasks` are trained on
+    (never what they are tested on), or plain text files.
 
-def run(arguments: Namespace) -> Told:
-    analyzed, _ = analyzed_texts(arguments)
+    Args:
+        out: a JSON file to write them to
+    """
+    analyzed, _ = analyzed_texts(given)
     report = {"model": analyzed.name, "logit_range": measure(analyzed)}
-    if arguments.out:
-        write_whole(Path(arguments.out), json.dumps(report, indent=1) + "\n")
+    if out:
+        write_whole(Path(out), json.dumps(report, indent=1) + "\n")
     numbers = ", ".join(f"{value:.4f}" for value in report["logit_range"])
-    return report, f"[{numbers}]\n"
+    return Report(report, f"[{numbers}]")
 
 
 def measure(reading: Any) -> list[float]:

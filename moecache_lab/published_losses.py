@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
-from lm_eval_moecache.cli.main import wrapped
+from lm_eval_moecache.records.command import wrapped
 from lm_eval_moecache.report.tables.text import padded
 from moecache_plan.losses import LEAST_MODELS, NOISE, Band, Loss, band
 

@@ -1,18 +1,16 @@
-"""Remake a paper's table or figure by one command, with the paper's own numbers and ours."""
+"""What `moecache reproduce` remakes and prints."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.cli.main import listed, print_result, wrapped
-from lm_eval_moecache.cli.main import main as moecache
+from lm_eval_moecache import api
 from lm_eval_moecache.harness.evaluation_options import check_limit
+from lm_eval_moecache.records.command import Report, listed, wrapped
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.report.runs.run import Run
@@ -24,48 +22,54 @@ SAID = "paper.md"
 SEE = "see the table and the picture"
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "figure", nargs="?", type=str | None, help="PAPER/FIGURE; without it, the list of all"
-    )
-    parser.add_argument("--pretrained", default="tiny", help="tiny, a folder or a hub id")
-    parser.add_argument("--limit", type=int | float | None, help="documents per task")
-    parser.add_argument("--out", type=str | None, help="default: reproduced/PAPER/FIGURE")
-    parser.add_argument("--jobs", type=int, default=1, help="parallel processes")
-    parser.add_argument("--live", action="store_true", help="run the model for every cell")
-    parser.add_argument("--dry-run", action="store_true", help="write the recipe and estimate only")
+def reproduce(
+    figure: str | None = None,
+    *,
+    pretrained: str = "tiny",
+    limit: int | float | None = None,
+    out: str | None = None,
+    jobs: int = 1,
+    live: bool = False,
+    dry_run: bool = False,
+) -> Report:
+    """Remake a paper's table or figure by one command, with the paper's own numbers and ours.
 
-
-def run(arguments: Namespace) -> int:
-    if arguments.figure is None:
-        return _list(arguments.json)
-    name = arguments.figure
-    read_jobs(arguments.jobs)
-    check_limit(arguments.limit, "reproduce")
-    recipe = fitted(name, arguments.pretrained, arguments.limit)
-    folder = Path(arguments.out or Path("reproduced") / name)
+    Args:
+        figure: PAPER/FIGURE; without it, the list of all
+        pretrained: tiny, a folder or a hub id
+        limit: documents per task
+        out: default: reproduced/PAPER/FIGURE
+        jobs: parallel processes
+        live: run the model for every cell
+        dry_run: write the recipe and estimate only
+    """
+    if figure is None:
+        return _all_figures()
+    read_jobs(jobs)
+    check_limit(limit, "reproduce")
+    recipe = fitted(figure, pretrained, limit)
+    folder = Path(out or Path("reproduced") / figure)
     folder.mkdir(parents=True, exist_ok=True)
     if recipe.analyze:
-        settings = [f"--{key}={value}" for key, value in recipe.analyze.options.items()]
-        code = moecache(["analyze", recipe.analyze.analysis, *settings, f"--out={folder}"])
+        analysis, options = recipe.analyze.analysis, recipe.analyze.options
+        printed = [str(api.analyze(analysis, **options, out=str(folder)))]
     else:
         path = folder / "sweep.yaml"
         write_whole(path, yaml.safe_dump(recipe.sweep, sort_keys=False, allow_unicode=True))
-        options = [f"--jobs={arguments.jobs}", *(["--live"] if arguments.live else [])]
-        options += ["--dry-run"] if arguments.dry_run else []
-        code = moecache(["sweep", str(path), *options])
-        if not code and not arguments.dry_run:
-            code = moecache(["table", str(folder), "--write"]) or moecache(["plot", str(folder)])
-    if code or arguments.dry_run:
-        return code
+        done: Report = api.sweep(str(path), jobs=jobs, live=live, dry_run=dry_run)
+        if done.code or dry_run:
+            return done
+        printed = [str(done), str(api.table(str(folder), write=True)), str(api.plot(str(folder)))]
     runs = load_runs(folder) if recipe.sweep else []
-    text = paper_page(name, recipe, runs)
+    text = paper_page(figure, recipe, runs)
     write_whole(folder / SAID, text)
-    sys.stdout.write(text + f"\nwritten: {folder}\n")
-    return 0
+    return Report(
+        {"figure": figure, "folder": str(folder)},
+        "\n".join([*printed, text, f"written: {folder}"]),
+    )
 
 
-def _list(as_json: bool) -> int:
+def _all_figures() -> Report:
     recipes = {name: load_recipe(name) for name in recipe_names()}
     shown = {"where", "title", "claims"}
     rows = [{"name": name, **recipe.model_dump(include=shown)} for name, recipe in recipes.items()]
@@ -73,7 +77,7 @@ def _list(as_json: bool) -> int:
     lines = listed([(name, recipe.title) for name, recipe in recipes.items()], lead)
     note = f"{len(recipes)} tables and figures. `moecache reproduce NAME` remakes one on the "
     lines += ["", *wrapped(f"{note}shipped model, `--pretrained MODEL` on another.")]
-    return print_result(as_json, {"figures": rows}, "\n".join([*lines, ""]))
+    return Report({"figures": rows}, "\n".join(lines))
 
 
 def paper_page(name: str, recipe: Recipe, runs: list[Run]) -> str:

@@ -1,8 +1,4 @@
-"""Fit the constants of runtimes' mechanisms to published speeds, one machine left out at a time.
-
-Writes the constants, and for each mechanism how far forecasts were from machines that played no
-part in their fit (`mechanisms.yaml`); with --report also a table and a plot.
-"""
+"""The action `moecache profile runtimes`."""
 
 from __future__ import annotations
 
@@ -10,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
-
-from lm_eval_moecache.profiling._texts import Told
+from lm_eval_moecache.records.command import Report
 from lm_eval_moecache.records.files import traces_dir, write_whole
 from lm_eval_moecache.records.runtimes import MECHANISMS_FILE
 from lm_eval_moecache.report.plots import look, new_figure, save
@@ -21,28 +15,31 @@ from moecache_plan.published import read_rows
 from moecache_plan.validate import speeds_text
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    text = "published speeds, as of `moecache validate --speeds`"
-    parser.add_argument("--from", type=str, required=True, metavar="CSV", help=text)
-    text = "file of the constants (default: the package's own)"
-    parser.add_argument("--out", type=str, default=str(MECHANISMS_FILE), help=text)
-    text = "folder for the table and the plot, each machine left out of its own fit"
-    parser.add_argument("--report", type=str | None, help=text)
+def profile_runtimes(
+    *, from_: str, out: str = str(MECHANISMS_FILE), report: str | None = None
+) -> Report:
+    """Fit the constants of runtimes' mechanisms to published speeds, each machine left out once.
 
+    Writes the constants, and for each mechanism how far forecasts were from machines that played no
+    part in their fit (`mechanisms.yaml`); with --report also a table and a plot.
 
-def run(arguments: Namespace) -> Told:
+    Args:
+        from_: published speeds, as of `moecache validate --speeds`: a CSV
+        out: file of the constants (default: the package's own)
+        report: folder for the table and the plot, each machine left out of its own fit
+    """
     begin = begin_at(traces_dir().glob("*.parquet"))
-    rows, left_out = read_rows(Path(getattr(arguments, "from")), begin)
+    rows, left_out = read_rows(Path(from_), begin)
     known, result = fit_all(rows, begin)
     result = {**result, "left_out": left_out}
-    write_whole(Path(arguments.out), as_yaml(known, result["hit_rates"]))
-    if arguments.report:
+    write_whole(Path(out), as_yaml(known, result["hit_rates"]))
+    if report:
         # Every row as forecast without its machine.
-        folder = Path(arguments.report)
+        folder = Path(report)
         write_whole(folder / "table.md", speeds_text(result))
         _plot(result["rows"], folder / "plots" / "predicted.svg")
     text = speeds_text(result) + "\n" + as_yaml(known, result["hit_rates"]) + "\n"
-    return {**result, "constants": dict(known.constants)}, text
+    return Report({**result, "constants": dict(known.constants)}, text)
 
 
 def _plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

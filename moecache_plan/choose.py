@@ -1,10 +1,4 @@
-"""Rank lossless policies for a model at a capacity: how fast each is, and what it needs.
-
-A MODEL is replayed on the most similar shipped trace, with the model's sizes; a TRACE as it was
-recorded. Every policy serves the whole trace, from an empty cache unless its experts are placed
-beforehand. No policy changes an output: all have the accuracy of the unmodified model. `--lossy`
-prints what a lossy rule lost in publications.
-"""
+"""What `moecache choose` ranks and prints."""
 
 from __future__ import annotations
 
@@ -13,22 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
-
-from lm_eval_moecache.cli.main import aligned, listed, print_result, wrapped
-from lm_eval_moecache.emulate.models import emulated_names
 from lm_eval_moecache.emulate.stored import load_stored
+from lm_eval_moecache.records.command import Report, aligned, listed, wrapped
 from lm_eval_moecache.records.hardware import same_card_note
 from lm_eval_moecache.records.numbers import read_count, read_number
 from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.importers import trace_formats
 from moecache_plan import losses
+from moecache_plan.detect import parse_machine
 from moecache_plan.losses_page import lines
 from moecache_plan.machines import SYSTEM, Machine
-from moecache_plan.models import MODEL_FILES, load_model
+from moecache_plan.models import load_model
 from moecache_plan.nearest import nearest_trace
-from moecache_plan.plan import MOST_CONTEXT, add_machine_arguments, machine_of
+from moecache_plan.plan import MOST_CONTEXT
 from moecache_plan.ranking import (
     BLOCKS,
     CONTENDERS,
@@ -43,63 +35,82 @@ from moecache_plan.ranking import (
 )
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    text = "a trace (give .json files and folders by --trace); or a model: "
-    text += f"{', '.join(emulated_names())}, or {MODEL_FILES}"
-    parser.add_argument("model_or_trace", type=str, help=text)
-    text = "cache size: 5%% of all expert bytes, 2GiB, 51 experts"
-    parser.add_argument("--capacity", type=str, default="25%", help=text)
-    add_machine_arguments(parser)
-    text = "with a model: trace of its routing; default: the most similar shipped one"
-    parser.add_argument("--trace", type=str | None, help=text)
-    text = "with a model: tokens that a decoded one attends to"
-    parser.add_argument("--context", type=int, default=4096, help=text)
-    text = "recall and precision of the predictors, which an oracle simulates"
-    parser.add_argument("--recall", type=float, default=RECALL, help=text)
-    text = "also print what a lossy rule lost in publications: a composition, a routing or miss "
-    text += "algorithm, prune, merge or quantise"
-    parser.add_argument("--lossy", type=str | None, help=text)
-    text = "with --lossy: a published task (gsm8k, mmlu ...), generate or choice"
-    parser.add_argument("--task", type=str | None, help=text)
+def choose(
+    model_or_trace: str,
+    *,
+    capacity: str = "25%",
+    hardware: str | None = None,
+    ram: str | None = None,
+    host_memory: str | None = None,
+    disk: str | None = None,
+    precision: str | None = None,
+    trace: str | None = None,
+    context: int = 4096,
+    recall: float = RECALL,
+    lossy: str | None = None,
+    task: str | None = None,
+) -> Report:
+    """Rank lossless policies for a model at a capacity: how fast each is, and what it needs.
 
+    A MODEL is replayed on the most similar shipped trace, with the model's sizes; a TRACE as it was
+    recorded. Every policy serves the whole trace, from an empty cache unless its experts are placed
+    beforehand. No policy changes an output: all have the accuracy of the unmodified model.
+    `--lossy` prints what a lossy rule lost in publications.
 
-def run(arguments: Namespace) -> int:
-    recall = read_number("--recall", arguments.recall, above=0, most=1)
-    context = read_count("--context", arguments.context, least=1, most=MOST_CONTEXT)
-    lossy = _read_lossy(arguments)
-    machine = machine_of(arguments)
+    Args:
+        model_or_trace: a trace (give .json files and folders by --trace); or a model: a name, a hub
+            id, or a config.json, a model's folder, a GGUF or its index
+        capacity: cache size: 5% of all expert bytes, 2GiB, 51experts
+        hardware: a card, Mac or chip as its box has it (rtx-4090-24gb, M4 Max 64GB), or a YAML;
+            none: a processor alone; default: the machine it runs on
+        ram: the machine's RAM: 64GB
+        host_memory: nominal rate of the RAM: 83GB/s, or channels and MT/s: 2x5600
+        disk: the drive's scattered reads: 3.5GB/s
+        precision: stored weights: bf16, int4, a GGUF type such as q4_k_m, mxfp4, awq, 4.5bpw;
+            default: as published
+        trace: with a model: trace of its routing; default: the most similar shipped one
+        context: with a model: tokens that a decoded one attends to
+        recall: recall and precision of the predictors, which an oracle simulates
+        lossy: also print what a lossy rule lost in publications: a composition, a routing or miss
+            algorithm, prune, merge or quantise
+        task: with --lossy: a published task (gsm8k, mmlu ...), generate or choice
+    """
+    read_number("--recall", recall, above=0, most=1)
+    read_count("--context", context, least=1, most=MOST_CONTEXT)
+    asked = _read_lossy(lossy, task)
+    machine = parse_machine(hardware, ram=ram, host_memory=host_memory, disk=disk)
     if machine.cards > 1:
         raise ValueError(
-            f"hardware={arguments.hardware!r}: one cache is on one card. Allowed: {machine.name}."
+            f"hardware={hardware!r}: one cache is on one card. Allowed: {machine.name}."
         )
-    file, model = _read_subject(arguments)
-    if model is None and lossy is not None:
+    file, model = _read_subject(model_or_trace, precision=precision, trace=trace)
+    if model is None and asked is not None:
         raise ValueError(
-            f"--lossy={arguments.lossy!r} needs a model, but {file!r} is a trace. Allowed: "
-            f"`moecache choose MODEL --trace {file} --lossy {arguments.lossy}`."
+            f"--lossy={lossy!r} needs a model, but {file!r} is a trace. Allowed: "
+            f"`moecache choose MODEL --trace {file} --lossy {lossy}`."
         )
     if model is not None:
-        _check_ram(model, machine, arguments.capacity)
+        _check_ram(model, machine, capacity)
     report = {
-        **find(file, model, configs_of(arguments.capacity, machine, model, recall), context),
+        **find(file, model, configs_of(capacity, machine, model, recall), context),
         "hardware": machine.name,
         "machine": machine.about or machine.title,
         "recall": recall,
     }
-    if model is not None and lossy is not None:
-        held = parse_capacity(arguments.capacity, model.geometry()).total_bytes
+    if model is not None and asked is not None:
+        held = parse_capacity(capacity, model.geometry()).total_bytes
         resident = min(held / model.all_expert_bytes, 1.0)
-        report["losses"] = losses.published(model, **lossy, resident=resident)
-    return print_result(arguments.json, report, _text(report, machine))
+        report["losses"] = losses.published(model, **asked, resident=resident)
+    return Report(report, lambda: _text(report, machine))
 
 
-def _read_lossy(arguments: Namespace) -> dict[str, str] | None:
+def _read_lossy(lossy: str | None, task: str | None) -> dict[str, str] | None:
     """Return what is asked of a lossy rule, checked; None without `--lossy`."""
-    if arguments.lossy is None:
-        if arguments.task is not None:
-            raise ValueError(f"--task={arguments.task!r} needs --lossy.")
+    if lossy is None:
+        if task is not None:
+            raise ValueError(f"--task={task!r} needs --lossy.")
         return None
-    asked = {"lossy": arguments.lossy, "task": arguments.task or losses.GENERATE}
+    asked = {"lossy": lossy, "task": task or losses.GENERATE}
     losses.rules_of(asked["lossy"])
     losses.kind_of(asked["task"])
     return asked
@@ -122,17 +133,18 @@ def _check_ram(model: RealModel, machine: Machine, capacity: str) -> None:
         )
 
 
-def _read_subject(arguments: Namespace) -> tuple[str, RealModel | None]:
+def _read_subject(
+    subject: str, *, precision: str | None, trace: str | None
+) -> tuple[str, RealModel | None]:
     """Return the trace to replay, and the model by which its layers are charged, if one is given.
 
     Raises ValueError for an option that cannot be combined with it.
     """
-    subject = arguments.model_or_trace
     suffixes = {suffix for kind in trace_formats().values() for suffix in kind.suffixes}
     # A .json is a model's configuration; routing in one is given by --trace.
     if Path(subject).suffix in suffixes - {".json"}:
-        for key in ("precision", "trace"):
-            if (value := arguments[key]) is not None:
+        for key, value in {"precision": precision, "trace": trace}.items():
+            if value is not None:
                 raise ValueError(
                     f"--{key}={value!r} needs a model, but {subject!r} is a trace. Allowed: "
                     f"`moecache choose MODEL --trace {subject}`, which charges a model's layers."
@@ -145,9 +157,9 @@ def _read_subject(arguments: Namespace) -> tuple[str, RealModel | None]:
             raise
         hint = f"If it is a trace, name its model: `moecache choose MODEL --trace {subject}`."
         raise ValueError(f"{error} {hint}") from error
-    if arguments.precision is not None:
-        model = replace(model, stored=load_stored(arguments.precision))
-    return arguments.trace or str(nearest_trace(model)), model
+    if precision is not None:
+        model = replace(model, stored=load_stored(precision))
+    return trace or str(nearest_trace(model)), model
 
 
 # --- the page ---

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from lm_eval_moecache.cli.main import aligned, wrapped
+from lm_eval_moecache.records.command import aligned, wrapped
 
 
 def lines(reports: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,7 +1,4 @@
-"""Forecast what a machine does with a model: what to run, with which flags, and how fast.
-
-Without a MODEL it lists those that this machine runs.
-"""
+"""What `moecache plan` forecasts and prints."""
 
 from __future__ import annotations
 
@@ -9,21 +6,19 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from os import PathLike, fspath
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
-
-from lm_eval_moecache.cli.main import aligned, print_result, terminal_width
 from lm_eval_moecache.emulate.models import emulated_names, load_real_model
-from lm_eval_moecache.emulate.stored import PRECISION_HELP, load_stored
-from lm_eval_moecache.records.hardware import profile_names
+from lm_eval_moecache.emulate.stored import load_stored
+from lm_eval_moecache.records.command import Report, aligned, terminal_width
 from lm_eval_moecache.records.numbers import listed_names, read_count
 from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.runtimes import load_runtime
 from moecache_plan.advice import Setup, advise, ranged, two_digits, usual_precision, usual_row
 from moecache_plan.detect import parse_machine
 from moecache_plan.machines import Machine
-from moecache_plan.models import MODEL_FILES, load_model
+from moecache_plan.models import load_model
 from moecache_plan.placement import BUFFERS, room, stored_for
 
 MOST_CONTEXT = 2**24
@@ -34,61 +29,70 @@ _SAYS = {"weights": "--precision", "memory": "--host_memory", "RAM": "--ram", "d
 """What may be assumed of a machine -> the option that says it."""
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    text = f"{', '.join(emulated_names())}; or {MODEL_FILES}; without it, what this machine runs"
-    parser.add_argument("model", type=str | None, nargs="?", help=text)
-    add_machine_arguments(parser)
-    parser.add_argument("--context", type=int, default=4096, help="tokens in the KV cache")
-    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens (for TTFT)")
-    text = "a speed of this model here: 'llama.cpp host_layers=all 21.3'"
-    parser.add_argument("--measured", type=str | None, help=text)
-    text = "programs, separated by commas: 'llama.cpp,ollama'; default: those of such a machine"
-    parser.add_argument("--runtime", type=str | None, help=text)
-    text = "where experts are kept: host_layers=25 (--n-cpu-moe), cpu, resident, slots=39; "
-    text += "default: the best that fits"
-    parser.add_argument("--placement", type=str | None, help=text)
+def plan(
+    model: str | PathLike[str] | None = None,
+    *,
+    hardware: str | None = None,
+    ram: str | None = None,
+    host_memory: str | None = None,
+    disk: str | None = None,
+    precision: str | None = None,
+    context: int = 4096,
+    prompt: int = 512,
+    measured: str | None = None,
+    runtime: str | None = None,
+    placement: str | None = None,
+) -> Report:
+    """Forecast what a machine does with a model: what to run, with which flags, and how fast.
+
+    Without a MODEL it lists those that this machine runs.
+
+    Args:
+        model: a name, such as gpt-oss-120b (an unknown one is refused with the nearest), a hub id,
+            or a config.json, a model's folder, a GGUF or its index
+        hardware: a card, Mac or chip as its box has it (rtx-4090-24gb, M4 Max 64GB), or a YAML;
+            several cards: '2x rtx-3090'; none: a processor alone; default: the machine it runs on
+        ram: the machine's RAM: 64GB
+        host_memory: nominal rate of the RAM: 83GB/s, or channels and MT/s: 2x5600
+        disk: the drive's scattered reads: 3.5GB/s
+        precision: stored weights: bf16, int4, a GGUF type such as q4_k_m, mxfp4, awq, 4.5bpw;
+            default: as published
+        context: tokens in the KV cache
+        prompt: prompt tokens (for TTFT)
+        measured: a speed of this model here: 'llama.cpp host_layers=all 21.3'
+        runtime: programs, separated by commas: 'llama.cpp,ollama'; default: those of such a machine
+        placement: where experts are kept: host_layers=25 (--n-cpu-moe), cpu, resident, slots=39;
+            default: the best that fits
+    """
+    read_count("--context", context, least=1, most=MOST_CONTEXT)
+    read_count("--prompt", prompt, least=1, most=MOST_CONTEXT)
+    chosen = None if model is None else load_model(fspath(model))
+    stored = None if precision is None else load_stored(precision)
+    machine = parse_machine(hardware, ram=ram, host_memory=host_memory, disk=disk)
+    asked = {"measured": measured, "placement": placement, "runtime": runtime}
+    if chosen is not None:
+        report = _of_model(chosen, stored, precision, machine, (context, prompt), asked)
+        return Report(report, lambda: "\n".join(_answer(report, _width())))
+    for key, value in asked.items():
+        if value is not None:
+            raise ValueError(f"--{key}={value!r} needs a MODEL.")
+    runnable = _runnable(machine, stored, context, prompt)
+    return Report(runnable, lambda: "\n".join(_list(runnable, _width())))
 
 
-def add_machine_arguments(parser: ArgumentParser) -> None:
-    """Add the options that name a machine and the bits of a model's weights."""
-    text = f"one of {', '.join(profile_names())}; or a YAML"
-    text += "; several cards: '2x rtx-3090'"
-    text += "; none: a processor alone; default: the machine it runs on"
-    parser.add_argument("--hardware", type=str | None, help=text)
-    parser.add_argument("--ram", type=str | None, help="the machine's RAM: 64GB")
-    text = "nominal rate of the RAM: 83GB/s, or channels and MT/s: 2x5600"
-    parser.add_argument("--host_memory", type=str | None, help=text)
-    text = "the drive's scattered reads: 3.5GB/s"
-    parser.add_argument("--disk", type=str | None, help=text)
-    text = f"stored weights: {PRECISION_HELP}; default: as published"
-    parser.add_argument("--precision", type=str | None, help=text)
+def _width() -> int:
+    return max(min(terminal_width(), _WIDEST), 60)
 
 
-def machine_of(arguments: Namespace) -> Machine:
-    """Return the machine that `add_machine_arguments` asked for."""
-    said = {key: arguments[key] for key in ("ram", "host_memory", "disk")}
-    return parse_machine(arguments.hardware, **said)
-
-
-def run(arguments: Namespace) -> int:
-    report = find(arguments)
-    width = max(min(terminal_width(), _WIDEST), 60)
-    lines = _list(report, width) if "models" in report else _answer(report, width)
-    return print_result(arguments.json, report, "\n".join([*lines, ""]))
-
-
-def find(arguments: Namespace) -> dict[str, Any]:
-    """Return the report that `--json` prints. Raises ValueError naming the option."""
-    context = read_count("--context", arguments.context, least=1, most=MOST_CONTEXT)
-    prompt = read_count("--prompt", arguments.prompt, least=1, most=MOST_CONTEXT)
-    model = None if arguments.model is None else load_model(arguments.model)
-    stored = None if arguments.precision is None else load_stored(arguments.precision)
-    machine = machine_of(arguments)
-    if model is None:
-        for key in ("measured", "placement", "runtime"):
-            if (value := arguments[key]) is not None:
-                raise ValueError(f"--{key}={value!r} needs a MODEL.")
-        return _runnable(machine, stored, context, prompt)
+def _of_model(
+    model: RealModel,
+    stored: Any,
+    precision: str | None,
+    machine: Machine,
+    tokens: tuple[int, int],
+    asked: Mapping[str, str | None],
+) -> dict[str, Any]:
+    context, prompt = tokens
     taken = []
     if stored is None:
         run_as = usual_precision(model, machine, context)
@@ -97,13 +101,13 @@ def find(arguments: Namespace) -> dict[str, Any]:
             taken = [f"weights in {run_as.stored.name} {why}"]
     else:
         run_as = model = replace(model, stored=stored)
-        if stored.name.lower() != arguments.precision.lower():
-            taken = [f"weights in {stored.name} (--precision {arguments.precision})"]
+        if precision is not None and stored.name.lower() != precision.lower():
+            taken = [f"weights in {stored.name} (--precision {precision})"]
     advice = advise(
         Setup(model=run_as, machine=machine, context=context, prompt=prompt),
-        measured=arguments.measured,
-        runtimes=listed_names(arguments.runtime),
-        placement=arguments.placement,
+        measured=asked["measured"],
+        runtimes=listed_names(asked["runtime"]),
+        placement=asked["placement"],
     )
     return {
         "model": model.name,

@@ -1,17 +1,4 @@
-"""Compare predictions with measurements: one run token by token, its counts, or many speeds.
-
-moecache validate TRACE MEASURED --hardware ... --capacity ...: replays a trace, and compares with
-MEASURED, a CSV with one row per decoded token and any of the columns wall_ms, stall_ms, io_ms,
-compute_ms, read_bytes, cache_hit_pct (lines with # are comments).
-
-moecache validate [TRACE] --counts FILE --capacity ...: holds a runtime's own hits, misses and bytes
-(the log or statistics of imp, FreeToken, streamlx, colibri or llama.cpp's cache of experts;
-BigMoeOnEdge's CSV) against a replay of that run's trace, or with --model of the nearest routing.
-
-moecache validate --speeds ROWS: forecasts published speeds of runtimes, a CSV with the columns
-runtime, model, precision, hardware, host_memory_GBps, link_GBps, disk_GBps, placement, context,
-prompt, prefill_tok_s, decode_tok_s, source, note.
-"""
+"""What `moecache validate` compares and prints."""
 
 from __future__ import annotations
 
@@ -19,12 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jsonargparse import ArgumentParser, Namespace
-
-from lm_eval_moecache.cli.main import print_result, wrapped
-from lm_eval_moecache.engine.setting import MOST_READS, TOGETHER
+from lm_eval_moecache.engine.setting import TOGETHER
+from lm_eval_moecache.records.command import Report, wrapped
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
-from lm_eval_moecache.records.numbers import read_count
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.tables.text import padded
 from lm_eval_moecache.trace.importers import load_trace
@@ -32,6 +16,7 @@ from moecache_plan.mechanisms import PROMPTS
 from moecache_plan.models import load_model
 from moecache_plan.nearest import nearest_trace
 from moecache_plan.published import WITHIN, summary
+from moecache_plan.validation import Ran
 
 if TYPE_CHECKING:
     from moecache_plan.counts import Counts
@@ -39,91 +24,110 @@ if TYPE_CHECKING:
 _PASSES = {"all": "prompts and decode steps", "decode": "decode steps"}
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    text = "the routing of the measured run"
-    parser.add_argument("trace", type=str | None, nargs="?", help=text)
-    text = "measurements of that run: a CSV with one row per token"
-    parser.add_argument("measured", type=str | None, nargs="?", help=text)
-    text = "published speeds of runtimes, a CSV: forecasts every row instead of replaying a trace"
-    parser.add_argument("--speeds", type=str | None, help=text)
-    text = "a runtime's own counts of its cache: its log, statistics, or CSV"
-    parser.add_argument("--counts", type=str | None, help=text)
-    text = "with --counts and no trace: the model that ran; the nearest shipped routing is replayed"
-    parser.add_argument("--model", type=str | None, help=text)
-    parser.add_argument("--hardware", type=str | None, help="profile, or YAML")
-    parser.add_argument("--capacity", type=str | None, help="cache capacity: 4000MiB")
-    parser.add_argument("--policy", type=str, default="on_demand", help="the engine's policy")
-    parser.add_argument("--eviction", type=str, default="lru", help="the engine's eviction")
-    order = "run an event's experts together once all have arrived, or as_they_arrive, resident "
-    order += "ones first"
-    parser.add_argument("--execute", type=str, default=TOGETHER, help=order)
-    reads = "read requests per expert"
-    parser.add_argument("--reads_per_expert", type=int, default=1, help=reads)
+def validate(
+    trace: str | None = None,
+    measured: str | None = None,
+    *,
+    speeds: str | None = None,
+    counts: str | None = None,
+    model: str | None = None,
+    hardware: str | None = None,
+    capacity: str | None = None,
+    policy: str = "on_demand",
+    eviction: str = "lru",
+    execute: str = TOGETHER,
+    reads_per_expert: int = 1,
+) -> Report:
+    """Compare predictions with measurements: one run token by token, its counts, or many speeds.
 
+    moecache validate TRACE MEASURED --hardware ... --capacity ...: replays a trace, and compares
+    with MEASURED, a CSV with one row per decoded token and any of the columns wall_ms, stall_ms,
+    io_ms, compute_ms, read_bytes, cache_hit_pct (lines with # are comments).
 
-def run(arguments: Namespace) -> int:
-    asked = ("trace", "measured", "hardware", "capacity")
-    given = [name for name in asked if arguments[name] is not None]
-    if arguments.model is not None and arguments.counts is None:
-        raise ValueError(f"model={arguments.model!r} needs --counts.")
-    if arguments.speeds is not None:
-        if arguments.counts is not None:
-            given = ["counts", *given]
-        if given:
+    moecache validate [TRACE] --counts FILE --capacity ...: holds a runtime's own hits, misses and
+    bytes (the log or statistics of imp, FreeToken, streamlx, colibri or llama.cpp's cache of
+    experts; BigMoeOnEdge's CSV) against a replay of that run's trace, or with --model of the
+    nearest routing.
+
+    moecache validate --speeds ROWS: forecasts published speeds of runtimes, a CSV with the columns
+    runtime, model, precision, hardware, host_memory_GBps, link_GBps, disk_GBps, placement, context,
+    prompt, prefill_tok_s, decode_tok_s, source, note.
+
+    Args:
+        trace: the routing of the measured run
+        measured: measurements of that run: a CSV with one row per token
+        speeds: published speeds of runtimes, a CSV: forecasts every row instead of replaying a
+            trace
+        counts: a runtime's own counts of its cache: its log, statistics, or CSV
+        model: with --counts and no trace: the model that ran; the nearest shipped routing is
+            replayed
+        hardware: profile, or YAML
+        capacity: cache capacity: 4000MiB
+        policy: the engine's policy
+        eviction: the engine's eviction
+        execute: run an event's experts together once all have arrived, or as_they_arrive, resident
+            ones first
+        reads_per_expert: read requests per expert
+    """
+    asked = {"trace": trace, "measured": measured, "hardware": hardware, "capacity": capacity}
+    given = {name: value for name, value in asked.items() if value is not None}
+    if model is not None and counts is None:
+        raise ValueError(f"model={model!r} needs --counts.")
+    if speeds is not None:
+        for name, value in {**({"counts": counts} if counts else {}), **given}.items():
             raise ValueError(
-                f"{given[0]}={arguments[given[0]]!r} cannot be combined with --speeds, whose rows "
-                "say what was measured. Allowed with it: --json."
+                f"{name}={value!r} cannot be combined with --speeds, whose rows say what was "
+                "measured. Allowed with it: --json."
             )
-        return _speeds(arguments)
-    if arguments.counts is not None:
-        return _counts(arguments)
-    if missing := [name for name in asked if name not in given]:
+        return _speeds(speeds)
+    how = {"policy": policy, "eviction": eviction, "execute": execute}
+    ran = Ran(capacity or "", **how, reads_per_expert=reads_per_expert)
+    if counts is not None:
+        if measured is not None:
+            raise ValueError(f"measured={measured!r} cannot be combined with --counts.")
+        return _counts(counts, trace, model, hardware or DEFAULT_PROFILE, ran)
+    if trace is None or measured is None or hardware is None or capacity is None:
+        missing = ", ".join(name for name in asked if name not in given)
         raise ValueError(
-            f"{', '.join(missing)} is missing. Allowed: TRACE MEASURED --hardware NAME --capacity "
-            "SIZE; [TRACE] --counts FILE; or --speeds ROWS."
+            f"{missing} is missing. Allowed: TRACE MEASURED --hardware NAME --capacity SIZE; "
+            "[TRACE] --counts FILE; or --speeds ROWS."
         )
-    return _tokens(arguments)
+    return _tokens(trace, measured, hardware, ran)
 
 
-def _tokens(arguments: Namespace) -> int:
+def _tokens(file: str, measured: str, hardware: str, ran: Ran) -> Report:
     from moecache_plan import validation
 
-    trace = load_trace(arguments.trace)
-    hardware = load_hardware(arguments.hardware)
-    reads = read_count("reads_per_expert", arguments.reads_per_expert, least=1, most=MOST_READS)
-    setting = validation.setting_of(trace, hardware, arguments, reads)
-    measured = validation.read_measured(Path(arguments.measured))
-    pair = validation.same_tokens(validation.simulate(trace, setting), measured)
+    trace = load_trace(file)
+    setting = ran.setting(trace, load_hardware(hardware))
+    series = validation.read_measured(Path(measured))
+    pair = validation.same_tokens(validation.simulate(trace, setting), series)
     comparison = validation.closeness(*pair)
-    return print_result(arguments.json, comparison, validation.as_text(comparison, measured))
+    return Report(comparison, validation.as_text(comparison, series))
 
 
-def _counts(arguments: Namespace) -> int:
+def _counts(counts: str, file: str | None, model: str | None, hardware: str, ran: Ran) -> Report:
     from moecache_plan import counts as runtime
-    from moecache_plan import validation
 
-    if arguments.measured is not None:
-        raise ValueError(f"measured={arguments.measured!r} cannot be combined with --counts.")
-    if (arguments.trace is None) == (arguments.model is None):
-        what = "is given twice" if arguments.trace else "is missing"
+    if (file is None) == (model is None):
+        what = "is given twice" if file else "is missing"
         raise ValueError(
-            f"counts={arguments.counts!r}: the routing {what}. Allowed: the TRACE of that run, or "
+            f"counts={counts!r}: the routing {what}. Allowed: the TRACE of that run, or "
             "--model NAME, which replays the nearest shipped routing."
         )
-    counted = runtime.read_counts(arguments.counts)
-    if arguments.trace is not None:
-        trace = load_trace(arguments.trace)
-        capacity = arguments.capacity or _counted_capacity(counted, trace.geometry.num_layers)
+    counted = runtime.read_counts(counts)
+    if model is None:
+        trace = load_trace(str(file))
+        capacity = ran.capacity or _counted_capacity(counted, trace.geometry.num_layers)
         note = "Routing: the given trace. If it is of the same prompt, counts should be equal, too."
     else:
-        model = load_model(arguments.model)
-        trace = load_trace(str(nearest_trace(model)))
-        asked = parse_capacity(
-            arguments.capacity or _counted_capacity(counted, model.num_layers), model.geometry()
-        )
-        slots = runtime.slots_per_layer(asked.total_bytes, model.geometry())
+        real = load_model(model)
+        trace = load_trace(str(nearest_trace(real)))
+        capacity = ran.capacity or _counted_capacity(counted, real.num_layers)
+        asked = parse_capacity(capacity, real.geometry())
+        slots = runtime.slots_per_layer(asked.total_bytes, real.geometry())
         # As many cycles as the model has.
-        slots *= trace.geometry.top_k / model.top_k
+        slots *= trace.geometry.top_k / real.top_k
         per_layer = asked.per_layer or counted.has_layer_caches
         capacity = (
             f"{round(slots)}/layer" if per_layer else str(round(slots * trace.geometry.num_layers))
@@ -133,23 +137,20 @@ def _counts(arguments: Namespace) -> int:
             "as the run's. Another text, and perhaps another model: only rates compare, and these "
             "by some points at best."
         )
-    arguments.capacity = capacity
-    hardware = load_hardware(arguments.hardware or DEFAULT_PROFILE)
-    setting = validation.setting_of(trace, hardware, arguments, 1)
-    ours = runtime.replayed(trace, setting, counted)
-    if arguments.trace is not None and counted.steps not in (None, ours["steps"]):
+    ran = ran._replace(capacity=capacity)
+    ours = runtime.replayed(trace, ran.setting(trace, load_hardware(hardware)), counted)
+    if file is not None and counted.steps not in (None, ours["steps"]):
         note = (
             f"The counts are of {counted.steps} decode steps and the trace of {ours['steps']:.0f}: "
             "they are not of one run, and only rates compare."
         )
-    about = {"trace": trace.name, "capacity": capacity, "own_trace": arguments.trace is not None}
-    result = runtime.side_by_side(counted, ours, policy=arguments.policy, **about)
+    about = {"trace": trace.name, "capacity": capacity, "own_trace": file is not None}
+    result = runtime.side_by_side(counted, ours, policy=ran.policy, **about)
     head = (
         f"{counted.writer}'s counts ({_PASSES[counted.phase]}) against a replay of {trace.name}: "
-        f"{arguments.policy}, {arguments.eviction}, a cache of {capacity}."
+        f"{ran.policy}, {ran.eviction}, a cache of {capacity}."
     )
-    text = "\n".join([*wrapped(head), "", runtime.as_text(result), *wrapped(note), ""])
-    return print_result(arguments.json, result, text)
+    return Report(result, "\n".join([*wrapped(head), "", runtime.as_text(result), *wrapped(note)]))
 
 
 def _counted_capacity(counted: Counts, num_layers: int) -> str:
@@ -165,10 +166,10 @@ def _counted_capacity(counted: Counts, num_layers: int) -> str:
     )
 
 
-def _speeds(arguments: Namespace) -> int:
+def _speeds(file: str) -> Report:
     from moecache_plan import published
 
-    rows, left_out = published.read_rows(Path(arguments.speeds))
+    rows, left_out = published.read_rows(Path(file))
     result = published.speeds_report([published.predict(row) for row in rows], left_out)
     text = speeds_text(result)
     unknown = sorted({row["runtime"] for row in result["rows"] if not row["has_profile"]})
@@ -181,7 +182,7 @@ def _speeds(arguments: Namespace) -> int:
             "results/runtimes:\nfor those rows this is not a test. `moecache profile runtimes` "
             "forecasts each without its machine.\n"
         )
-    return print_result(arguments.json, result, text)
+    return Report(result, text)
 
 
 def speeds_text(result: Mapping[str, Any]) -> str:

@@ -11,18 +11,18 @@ import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.setting import EXECUTIONS, Setting
+from lm_eval_moecache.engine.setting import EXECUTIONS, MOST_READS, TOGETHER, Setting
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.files import lines_of, read_text
 from lm_eval_moecache.records.hardware import Hardware
-from lm_eval_moecache.records.numbers import plain_number, shown, unknown_name_error
+from lm_eval_moecache.records.numbers import plain_number, read_count, shown, unknown_name_error
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.trace import Trace
 
@@ -48,18 +48,29 @@ class Series:
         return Series({name: values[tokens] for name, values in self.columns.items()})
 
 
-def setting_of(trace: Trace, hardware: Hardware, arguments: Any, reads: int) -> Setting:
-    """Return the setting in which the measured engine ran."""
-    if arguments.execute not in EXECUTIONS:
-        raise unknown_name_error("execute", arguments.execute, EXECUTIONS)
-    return Setting(
-        policy=load_policy(arguments.policy, {"eviction": arguments.eviction}),
-        capacity=parse_capacity(arguments.capacity, trace.geometry),
-        hardware=hardware,
-        seed=trace.seed,
-        execute=arguments.execute,
-        reads_per_expert=reads,
-    )
+class Ran(NamedTuple):
+    """How a measured engine ran."""
+
+    capacity: str
+    policy: str = "on_demand"
+    eviction: str = "lru"
+    execute: str = TOGETHER
+    reads_per_expert: int = 1
+
+    def setting(self, trace: Trace, hardware: Hardware) -> Setting:
+        """Return the setting that replays a trace of it on this hardware."""
+        if self.execute not in EXECUTIONS:
+            raise unknown_name_error("execute", self.execute, EXECUTIONS)
+        return Setting(
+            policy=load_policy(self.policy, {"eviction": self.eviction}),
+            capacity=parse_capacity(self.capacity, trace.geometry),
+            hardware=hardware,
+            seed=trace.seed,
+            execute=self.execute,
+            reads_per_expert=read_count(
+                "reads_per_expert", self.reads_per_expert, least=1, most=MOST_READS
+            ),
+        )
 
 
 def read_measured(path: Path) -> Series:

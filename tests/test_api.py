@@ -36,7 +36,7 @@ def test_a_replay_is_the_commands_with_a_report(trace: Path, moecache: Moecache)
     words = ("--policy=specmd", "--capacity=50%", "--seed=3")
     assert report.as_dict() == moecache.json("replay", trace, *words)
     assert report.metrics == report.as_dict()["runs"][0]["metrics"]
-    assert str(report) + "\n" == moecache("replay", trace, *words, "--all")
+    assert f"{report}\n" == moecache("replay", trace, *words)
     loaded = load_trace(trace, predicted=True)
     assert replay(loaded, policy="specmd", capacity="50%", seed=3).metrics == report.metrics
 

@@ -16,15 +16,16 @@ import lm_eval.tasks
 import pytest
 from lm_eval.tasks import TaskManager
 
+from lm_eval_moecache import api
 from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names
-from lm_eval_moecache.cli.eval import completed, run_raw
-from lm_eval_moecache.cli.main import commands
+from lm_eval_moecache.cli.eval import completed, eval_
 from lm_eval_moecache.cli.policies import meaning_of
 from lm_eval_moecache.harness.arguments import KEYS
 from lm_eval_moecache.records.files import task_configs_dir
 from tests.conftest import Moecache
 
+COMMANDS = api.command_names()
 NAMES = (*policy_names(), *(name for axis in AXES for name in algorithm_names(axis)))
 
 
@@ -90,7 +91,7 @@ def test_help_lists_every_command_with_its_summary(
     moecache: Moecache, arguments: list[str]
 ) -> None:
     lines = [line.split() for line in moecache(*arguments).split("\n")]
-    for name in commands():
+    for name in COMMANDS:
         (words,) = [words for words in lines if words[:1] == [name]]
         assert len(words) > 1
     assert moecache("--version") == f"moecache {version('lm-eval-moecache')}\n"
@@ -101,7 +102,7 @@ def test_completion_knows_every_command_and_its_options(
     moecache: Moecache, shell: str, tmp_path: Path
 ) -> None:
     script = moecache("completion", shell)
-    for word in (*commands(), "model_args", "capacity", "buddies", "include_path", "rerun"):
+    for word in (*COMMANDS, "model_args", "capacity", "buddies", "include_path", "rerun"):
         assert word in script, word
     if shell == "bash":
         (tmp_path / "complete.sh").write_text(script)
@@ -135,7 +136,7 @@ def test_eval_indexes_no_task_files_of_lm_evals_unless_a_name_needs_them(
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", Noting)
     monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", lambda: lm_eval.tasks.TaskManager())
     monkeypatch.setattr(sys, "argv", ["moecache"])
-    run_raw(["--tasks", tasks] if tasks else [])
+    eval_(*(["--tasks", tasks] if tasks else []))
     assert defaults[-1] is is_whole
     assert defaults[:-1] == [False] * len(defaults[:-1])
 
@@ -317,7 +318,7 @@ def test_the_table_shows_what_varies_and_fits_a_terminal(
 
 
 LISTS = [["policies"], ["policies", "specmd"], ["policies", "--all"]]
-PLAIN = [[n, "--help"] for n in commands() if n not in ("eval", "profile", "trace")]
+PLAIN = [[*name.split(), "--help"] for name in api.command_places() if name != "eval"]
 
 
 @pytest.mark.parametrize("words", [*LISTS, *PLAIN], ids=" ".join)

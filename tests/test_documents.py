@@ -25,9 +25,10 @@ from nbclient import NotebookClient
 
 from docs.hooks import keys_table
 from docs.wall_table import wall_table
+from lm_eval_moecache import api
 from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names
-from lm_eval_moecache.cli.main import commands, main
+from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.harness.arguments import CHOICES, KEYS
 from lm_eval_moecache.model.precision.ladder import codec_names
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
@@ -114,7 +115,7 @@ def test_the_readmes_tables_are_those_of_the_demo_and_of_the_first_run() -> None
 def test_the_docs_list_every_key_as_the_code_has_it_and_every_command() -> None:
     page = (ROOT / "docs/keys.md").read_text()
     assert keys_table() in page
-    for command in commands():
+    for command in api.command_names():
         assert f"`moecache {command}" in page, command
 
 

@@ -17,9 +17,8 @@ from unittest.mock import Mock
 import pytest
 from lm_eval.tasks import TaskManager
 
-from lm_eval_moecache import __main__
+from lm_eval_moecache import __main__, api
 from lm_eval_moecache.cli import main as module
-from lm_eval_moecache.cli.profile import actions
 from lm_eval_moecache.records.artifact import write_artifact
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.report.runs.files import RUNS, write_tables
@@ -84,11 +83,13 @@ READERS = {"choose", "compare", "completion", "plan", "policies", "validate"}
 def test_every_command_that_writes_is_tried_on_a_folder_that_cannot_be_written() -> None:
     words = [command.split() for command in COMMANDS]
     tried = {command for command, *_ in words}
-    missing = set(module.commands()) - tried - READERS
+    missing = set(api.command_names()) - tried - READERS
     assert not missing, f"{missing}: add to COMMANDS, or where nothing is written to READERS"
-    assert tried | READERS == set(module.commands())
+    assert tried | READERS == set(api.command_names())
     assert not tried & READERS
-    for command, kinds in (("profile", actions()), ("analyze", ANALYSES)):
+    actions = [name.split() for name in api.command_places() if " " in name]
+    profiled = {what for command, what in actions if command == "profile"}
+    for command, kinds in (("profile", profiled), ("analyze", ANALYSES)):
         assert {what for name, what, *_ in words if name == command} == set(kinds)
 
 
@@ -115,7 +116,7 @@ def test_an_interrupt_is_exit_130_and_a_line_on_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch, moecache: Moecache
 ) -> None:
     monkeypatch.setattr(module, "_run", Mock(side_effect=KeyboardInterrupt))
-    for name in module.commands():
+    for name in api.command_names():
         [line] = moecache(name, code=130).splitlines()
         assert line.startswith(f"moecache {name}: interrupted. ")
     assert "the same command runs the others" in moecache("sweep", code=130)

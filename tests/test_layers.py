@@ -6,12 +6,15 @@ import ast
 import subprocess
 import sys
 from graphlib import TopologicalSorter
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
+from lm_eval_moecache import api
 from lm_eval_moecache.algorithms.registry import AXES, modules_of
-from lm_eval_moecache.cli.main import commands
+from lm_eval_moecache.records import plugins
+from lm_eval_moecache.records.errors import MoECacheError
 from tests.conftest import Moecache
 from tests.house import (
     MODULES,
@@ -165,33 +168,43 @@ def test_the_picture_in_the_guide_is_the_codes_own() -> None:
     assert len(floors()) <= 11
 
 
-SUBCOMMAND = '''"""Count up to a number."""
+COMMAND = '''from __future__ import annotations
+from lm_eval_moecache.records.command import Report
 
-from jsonargparse import ArgumentParser, Namespace
+def count(*, to: int = 3, by: int | None = None) -> Report:
+    """Count up to a number.
 
-
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--to", type=int, default=3, help="the last number")
-
-
-def run(arguments: Namespace) -> int:
-    print(" ".join(str(number) for number in range(1, arguments.to + 1)))
-    return 0
+    Args:
+        to: the last number
+        by: the steps
+    """
+    numbers = [*range(1, to + 1, by or 1)]
+    return Report({"numbers": numbers}, " ".join(map(str, numbers)))
 '''
 
 
-def test_a_new_subcommand_is_one_file(
+def test_a_new_command_is_one_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moecache: Moecache
 ) -> None:
-    import lm_eval_moecache.cli as folder
-
-    (tmp_path / "count.py").write_text(SUBCOMMAND)
-    monkeypatch.setattr(folder, "__path__", [*folder.__path__, str(tmp_path)])
-    try:
-        assert "count" in commands()
-        assert "Count up to a number." in moecache("--help")
-        assert moecache("count", "--to", "4") == "1 2 3 4\n"
-    finally:
-        sys.modules.pop("lm_eval_moecache.cli.count", None)
-        if hasattr(folder, "count"):
-            delattr(folder, "count")
+    (tmp_path / "counting.py").write_text(COMMAND)
+    monkeypatch.syspath_prepend(tmp_path)
+    point = EntryPoint("count", "counting:count", "lm_eval_moecache.commands")
+    added = plugins.added
+    monkeypatch.setattr(
+        plugins,
+        "added",
+        lambda kind, own: {**added(kind, own), **({"count": point} if kind == "commands" else {})},
+    )
+    assert "Count up to a number." in moecache("--help")
+    assert "the last number (default: 3)" in moecache("count", "--help")
+    assert moecache("count", "--to", "4") == "1 2 3 4\n"
+    assert moecache.json("count", "--by=2") == api.count(by=2) == {"numbers": [1, 3]}
+    for words, said in (
+        (["--to", "x"], "--to='x' must be a whole number."),
+        (["--too", "4"], "option='--too' is not known. Did you mean '--to'?"),
+        (["--to", "-4"], "--to=-4 must be a number"),
+        (["4"], "4"),
+    ):
+        assert said in moecache("count", *words, code=2)
+    with pytest.raises(MoECacheError, match="count: option='too' is not known"):
+        api.count(too=4)

@@ -1,76 +1,82 @@
-"""Compare two sets of results: exit 0 if nothing got worse, 1 on a regression, 2 if unusable.
-
-Scores are tested over their samples: without a real change at most `--alpha` of comparisons fail.
-On the baseline's own machine, figures of the virtual clock must repeat exactly. "Better" is said by
-the same tests and tolerances as "worse".
-"""
+"""What `moecache compare` compares and prints."""
 
 from __future__ import annotations
 
-import sys
+import json
+from typing import Literal
 
-from jsonargparse import ArgumentParser, Namespace
-
+from lm_eval_moecache.records.command import Report
 from lm_eval_moecache.records.numbers import listed_names, plain_number
 from lm_eval_moecache.report.compare import (
     DEFAULT_ALPHA,
     FORMS,
     SPEED_METRICS,
     CompareOptions,
-    compare,
 )
+from lm_eval_moecache.report.compare import compare as compared
 from lm_eval_moecache.report.runs.columns import chosen_runs
 from lm_eval_moecache.report.runs.files import load_runs
 
 _SAME_MACHINE = {"auto": None, "yes": True, "no": False}
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("baseline", help="a folder of results, or one results file")
-    parser.add_argument("new", help="the same for the change under test")
-    text = "relative tolerance for speed, either way: 5%%, or tok_per_s=5%%,miss_rate=1%%, or "
-    text += "both; default: 0 (exact) on the baseline's machine, 2%% on others, 10%% with the wall "
-    text += "clock"
-    parser.add_argument("--tolerance", type=str | None, help=text)
-    text = "smallest change of a score that counts: 0.5%% is half a point of accuracy or "
-    text += "half a percent of a perplexity; default: 0 on the baseline's machine, else 0.5%%"
-    parser.add_argument("--floor", type=str | None, help=text)
-    text = "probability of a false alarm over all tested scores; default: 0.01"
-    parser.add_argument("--alpha", type=str, default=f"{DEFAULT_ALPHA:g}", help=text)
-    text = "whether both machines round identically; auto: decided from the records"
-    choices = sorted(_SAME_MACHINE)
-    parser.add_argument("--same_machine", choices=choices, default="auto", help=text)
-    text = "speed metrics to compare, as `table --columns` names them"
-    parser.add_argument("--metrics", default=",".join(SPEED_METRICS), help=text)
-    text = "settings to ignore when joining runs, e.g. pretrained,device"
-    parser.add_argument("--ignore", default="", help=text)
-    text = "of BASELINE the runs with these settings, as two rows of one sweep: run=LABEL, or "
-    text += "SETTING=VALUE,..."
-    parser.add_argument("--baseline_where", type=str | None, help=text)
-    parser.add_argument("--new_where", type=str | None, help="the same of NEW")
-    parser.add_argument("--format", choices=tuple(FORMS), default="text")
-    parser.add_argument("--all", action="store_true", help="list unchanged metrics as well")
+def compare(
+    baseline: str,
+    new: str,
+    *,
+    tolerance: str | None = None,
+    floor: str | None = None,
+    alpha: str = f"{DEFAULT_ALPHA:g}",
+    same_machine: Literal["auto", "no", "yes"] = "auto",
+    metrics: str = ",".join(SPEED_METRICS),
+    ignore: str = "",
+    baseline_where: str | None = None,
+    new_where: str | None = None,
+    format: Literal["text", "md", "json"] = "text",
+    all: bool = False,
+) -> Report:
+    """Compare two sets of results: exit 0 if nothing got worse, 1 on a regression, 2 if unusable.
 
+    Scores are tested over their samples: without a real change at most `--alpha` of comparisons
+    fail. On the baseline's own machine, figures of the virtual clock must repeat exactly. "Better"
+    is said by the same tests and tolerances as "worse".
 
-def run(arguments: Namespace) -> int:
-    tolerance, tolerances = _tolerances(arguments.tolerance)
+    Args:
+        baseline: a folder of results, or one results file
+        new: the same for the change under test
+        tolerance: relative tolerance for speed, either way: 5%, or tok_per_s=5%,miss_rate=1%, or
+            both; default: 0 (exact) on the baseline's machine, 2% on others, 10% with the wall
+            clock
+        floor: smallest change of a score that counts: 0.5% is half a point of accuracy or half a
+            percent of a perplexity; default: 0 on the baseline's machine, else 0.5%
+        alpha: probability of a false alarm over all tested scores
+        same_machine: whether both machines round identically; auto: decided from the records
+        metrics: speed metrics to compare, as `table --columns` names them
+        ignore: settings to ignore when joining runs, e.g. pretrained,device
+        baseline_where: of BASELINE the runs with these settings, as two rows of one sweep:
+            run=LABEL, or SETTING=VALUE,...
+        new_where: the same of NEW
+        format: how it is printed
+        all: list unchanged metrics as well
+    """
+    general, by_metric = _tolerances(tolerance)
     rules = CompareOptions(
-        alpha=_share("--alpha", arguments.alpha),
-        floor=None if arguments.floor is None else _share("--floor", arguments.floor),
-        tolerance=tolerance,
-        tolerances=tolerances,
-        metrics=tuple(listed_names(arguments.metrics)),
-        ignore=tuple(listed_names(arguments.ignore)),
-        same_machine=_SAME_MACHINE[arguments.same_machine],
+        alpha=_share("--alpha", alpha),
+        floor=None if floor is None else _share("--floor", floor),
+        tolerance=general,
+        tolerances=by_metric,
+        metrics=tuple(listed_names(metrics)),
+        ignore=tuple(listed_names(ignore)),
+        same_machine=_SAME_MACHINE[same_machine],
     )
-    baseline, new = (
-        chosen_runs(load_runs(arguments[side]), f"{side}_where", arguments[f"{side}_where"])
-        for side in ("baseline", "new")
+    before = chosen_runs(load_runs(baseline), "baseline_where", baseline_where)
+    after = chosen_runs(load_runs(new), "new_where", new_where)
+    comparison = compared(before, after, rules)
+    return Report(
+        json.loads(FORMS["json"](comparison)),
+        lambda: FORMS[format](comparison, everything=all),
+        code=1 if comparison.is_regression else 0,
     )
-    comparison = compare(baseline, new, rules)
-    form = FORMS["json" if arguments.json else arguments.format]
-    sys.stdout.write(form(comparison, everything=arguments.all))
-    return 1 if comparison.is_regression else 0
 
 
 def _share(option: str, text: str) -> float:

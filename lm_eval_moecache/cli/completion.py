@@ -1,28 +1,27 @@
-"""Print a script that completes commands and options: `eval "$(moecache completion bash)"`."""
+"""What `moecache completion` prints: one parser of every command, in a shell's words."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from typing import Any
+from typing import Any, Literal
 
-from jsonargparse import ArgumentParser, Namespace
-
-from lm_eval_moecache.cli.main import command, commands, parser_of, summary_of
-
-SHELLS = ("bash", "zsh", "tcsh")
+from lm_eval_moecache import api
+from lm_eval_moecache.cli.main import summary_of
+from lm_eval_moecache.cli.parser import parser_of
+from lm_eval_moecache.records.command import Report
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS, help=" or ".join(SHELLS))
+def completion(shell: Literal["bash", "zsh", "tcsh"]) -> Report:
+    """Print a script that completes commands and options: `eval "$(moecache completion bash)"`.
 
-
-def run(arguments: Namespace) -> int:
+    Args:
+        shell: bash, zsh or tcsh
+    """
     # Imported late, like all the commands: only `completion` itself waits for them.
     import shtab
 
-    sys.stdout.write(shtab.complete(whole_parser(), shell=arguments.shell) + "\n")
-    return 0
+    script = shtab.complete(whole_parser(), shell=shell)
+    return Report({"script": script}, script)
 
 
 def whole_parser() -> argparse.ArgumentParser:
@@ -30,29 +29,25 @@ def whole_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="moecache")
     parser.add_argument("--version", action="store_true", help="print the version")
     subparsers = parser.add_subparsers()
-    for name, path in commands().items():
-        subparser = subparsers.add_parser(
-            name, help=summary_of(path).replace("%", "%%"), add_help=False
-        )
-        for action in _parser_of(name)._actions:
+    places = api.command_places()
+    for name in api.command_names():
+        about = api.GROUPS.get(name) or summary_of(places[name])
+        subparser = subparsers.add_parser(name, help=about.replace("%", "%%"), add_help=False)
+        for action in _actions_of(name, places):
             # Escaped, so that argparse fills in no default or type: a shell shows plain text.
             action.help = (action.help or "").replace("%%", "%").replace("%", "%%")
             subparser._add_action(action)
     return parser
 
 
-def _parser_of(name: str) -> Any:
-    module = command(name)
+def _actions_of(name: str, places: dict[str, str]) -> list[Any]:
     if name == "eval":
         from lm_eval._cli.harness import HarnessCLI
 
-        return HarnessCLI()._subparsers.choices["run"]
-    if name == "replay":
-        return module.parser()
-    if hasattr(module, "add_arguments"):
-        return parser_of(name)
-    # A command that parses by itself: only the actions of `profile` are listed.
-    parser = argparse.ArgumentParser(add_help=False)
-    if name == "profile":
-        parser.add_argument("artifact", choices=list(module.actions()))
-    return parser
+        return list(HarnessCLI()._subparsers.choices["run"]._actions)
+    if name in api.GROUPS:
+        parser = argparse.ArgumentParser(add_help=False)
+        actions = [each.partition(" ")[2] for each in places if each.startswith(f"{name} ")]
+        parser.add_argument("what", choices=actions)
+        return parser._actions
+    return list(parser_of(name, api.function_at(places[name]))._actions)

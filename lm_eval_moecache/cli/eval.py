@@ -1,4 +1,4 @@
-"""Run `lm_eval run ...` with our models and tasks registered, without the start-up hook."""
+"""What `moecache eval` adds to `lm_eval run`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from lm_eval_moecache.harness.saving import Unsaved
 from lm_eval_moecache.records.files import task_configs_dir
 
 
-def run_raw(argv: list[str]) -> int:
-    """Pass everything to lm-eval; add our model and task folder unless the user names others."""
+def eval_(*argv: str) -> int:
+    """Run `lm_eval run ...` with our models and tasks registered, without the start-up hook.
+
+    Everything is passed to lm-eval, with our model and task folder unless others are named.
+    Returns the exit code.
+    """
     from lm_eval.__main__ import cli_evaluate
 
     asks_help = bool({"-h", "--help"} & set(argv))

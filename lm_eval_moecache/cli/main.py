@@ -1,42 +1,27 @@
-"""Entry point of `moecache`: finds the subcommand's module and passes it the arguments.
+"""Entry point of `moecache`: finds a command's function, calls it and prints what it returns.
 
-A subcommand is a module of this folder, or one that a package names by an entry point of the group
-`lm_eval_moecache.commands`. It has a docstring (its help), `add_arguments(parser)` and
-`run(arguments)`, which returns the exit code. A module with `run_raw(argv)` parses by itself.
-Only the chosen module is imported, so that `moecache replay` starts without torch. Below: helpers
-with which commands parse and print.
+`api` names the functions; a package adds its own by an entry point `name = "module:function"` of
+the group `lm_eval_moecache.commands` (`.profile` for an action of `moecache profile`). Only the
+chosen command's module is imported, so that `moecache replay` starts without torch.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib
+import inspect
 import json
 import os
-import pkgutil
-import shutil
 import sys
-import textwrap
-from argparse import SUPPRESS, Action
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
-
-from lm_eval_moecache.records import plugins
-from lm_eval_moecache.records.files import check_place, check_writable, read_yaml
-from lm_eval_moecache.records.numbers import (
-    MOST_COUNT,
-    finite,
-    read_number,
-    shown,
-    unknown_name_error,
-)
-from lm_eval_moecache.records.sizes import check_one_word
+from lm_eval_moecache import api
+from lm_eval_moecache.cli.parser import given
+from lm_eval_moecache.records.command import listed, wrapped
+from lm_eval_moecache.records.numbers import finite, unknown_name_error
 
 RESUMING = {
     "eval": "Recorded traces hold the finished requests; the same command starts over.",
@@ -46,8 +31,6 @@ RESUMING = {
     "tune": "The study and its runs are kept: the same command continues the search.",
 }
 """What an interrupted command has kept, and how to resume it."""
-WRITTEN = ("out", "output", "plot", "report", "work")
-"""Options that name a file or folder the command writes."""
 _HINTS = (
     "`moecache COMMAND --help` shows a command's options, `moecache --version` the\n"
     "version, `moecache completion bash` (zsh, tcsh) a script that completes both."
@@ -55,30 +38,16 @@ _HINTS = (
 NOTHING_KEPT = "The same command starts over."
 
 
-def commands() -> dict[str, str]:
-    """Return name -> module of all subcommands, sorted: ours, and those that packages add."""
-    found = modules_of("cli", "commands")
-    del found["main"]
-    return found
-
-
-def modules_of(folder: str, kind: str) -> dict[str, str]:
-    """Return name -> module of a folder of ours and of the entry points of a kind, sorted.
-
-    Raises MoECacheError, naming the package, for a name that is taken.
-    """
-    package = importlib.import_module(f"lm_eval_moecache.{folder}")
-    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
-    own = {name: f"{package.__name__}.{name}" for name in names if name[0] != "_"}
-    added = {name: point.value for name, point in plugins.added(kind, own).items()}
-    return dict(sorted({**own, **added}.items()))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; return its exit code, 2 with a one-line message for a user's error."""
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    return answered(f"moecache {name}", lambda: _run(name, rest), RESUMING.get(name, NOTHING_KEPT))
+
+
+def answered(title: str, command: Callable[[], int], kept: str = NOTHING_KEPT) -> int:
+    """Run a command; return its exit code, 2 with a one-line message for a user's error."""
     try:
-        code = _run(name, rest)
+        code = command()
         sys.stdout.flush()
         return code
     except ValueError as error:
@@ -93,144 +62,59 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = f"{error.filename}: " if error.filename is not None and error.strerror else ""
         message, code = f"{place}{reason}", 2
     except KeyboardInterrupt:
-        message, code = f"interrupted. {RESUMING.get(name, NOTHING_KEPT)}", 130
-    sys.stderr.write(f"moecache {name}: {message}\n")
+        message, code = f"interrupted. {kept}", 130
+    sys.stderr.write(f"{title}: {message}\n")
     return code
 
 
 def _run(name: str, argv: list[str]) -> int:
+    names = api.command_places()
     if name in ("-h", "--help"):
-        rows = [(command, summary_of(module)) for command, module in commands().items()]
+        firsts = api.command_names()
+        rows = [(each, api.GROUPS.get(each) or summary_of(names[each])) for each in firsts]
         lines = ["usage: moecache COMMAND [options]", "", *listed(rows, 13), "", _HINTS, ""]
         sys.stdout.write("\n".join(lines))
         return 0
     if name == "--version" and not argv:
         sys.stdout.write(f"moecache {version('lm-eval-moecache')}\n")
         return 0
-    module = command(name)
-    if hasattr(module, "run_raw"):
-        return int(module.run_raw(argv))
-    return int(module.run(parsed(parser_of(name), argv)))
+    if name in api.GROUPS:
+        actions = {
+            n.partition(" ")[2]: place for n, place in names.items() if n.startswith(f"{name} ")
+        }
+        if not argv or argv[0] in ("-h", "--help"):
+            rows = [(action, summary_of(place)) for action, place in actions.items()]
+            head = [f"usage: moecache {name} WHAT [options]", "", *wrapped(api.GROUPS[name]), ""]
+            last = ["", f"`moecache {name} WHAT --help` has its options.", ""]
+            sys.stdout.write("\n".join([*head, *listed(rows, 16), *last]))
+            return 0
+        if argv[0] not in actions:
+            raise unknown_name_error(name, argv[0], list(actions))
+        name, argv = f"{name} {argv[0]}", argv[1:]
+    elif name not in names:
+        raise unknown_name_error("command", name, api.command_names())
+    return run(name, api.function_at(names[name]), argv)
 
 
-def command(name: str) -> ModuleType:
-    """Return a subcommand's module; ValueError, with the nearest name, where there is none."""
-    known = commands()
-    if name not in known:
-        raise unknown_name_error("command", name, list(known))
-    return importlib.import_module(known[name])
+def run(name: str, function: Callable[..., Any], argv: Sequence[str]) -> int:
+    """Call a command's function with these words, print what it returns, return the exit code."""
+    if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(function).parameters.values()):
+        return int(function(*argv))  # another program's words: `eval`
+    keywords, as_json = given(name, function, argv)
+    found = function(**keywords)
+    data = found if isinstance(found, dict) else found.as_dict()
+    text = json.dumps(finite(data), indent=2, allow_nan=False) if as_json else str(found)
+    sys.stdout.write(f"{text}\n" if text else "")
+    return int(getattr(found, "code", 0))
 
 
-def parser_of(name: str) -> ArgumentParser:
-    """Return the parser of a command that has no `run_raw`."""
-    module = command(name)
-    parser = make_parser(f"moecache {name}", module.__doc__)
-    module.add_arguments(parser)
-    return parser
-
-
-def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
-    """Parse a command's options. Raises ValueError for a number or file that cannot be valid.
-
-    Raises OSError where an output cannot be written, before any work is done.
-    """
-    for word, next_word in zip(argv, [*argv[1:], ""], strict=False):
-        # Checked before jsonargparse reads it, which would expand a bomb of YAML aliases.
-        file = next_word if word == "--config" else word.partition("--config=")[2]
-        if file and not file.startswith("-"):
-            what = f"config={file!r}"
-            options = read_yaml(file, what)
-            if not isinstance(options, dict):
-                raise ValueError(
-                    f"{what} must hold a mapping of options; it holds {shown(options)}."
-                )
-    check_one_word(argv)
-    arguments = parser.parse_args(list(argv))
-    if getattr(arguments, "pretrained", None) is not None:
-        check_place("pretrained", arguments.pretrained)
-    for key in WRITTEN:
-        if getattr(arguments, key, None):
-            check_writable(Path(getattr(arguments, key)))
-    for key, value in vars(arguments).items():
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, (int, float)) and not isinstance(number, bool):
-                read_number(f"--{key}", number, least=0, most=MOST_COUNT)
-    return arguments
-
-
-def summary_of(module: str) -> str:
-    """Return the first line of a module's docstring."""
+def summary_of(place: str) -> str:
+    """Return the first line of the docstring of a function at `module:name`."""
     # Read, not imported: some commands import torch and lm-eval, seconds for a line of text.
+    module, _, name = place.partition(":")
     spec = find_spec(module)
     assert spec is not None and spec.origin is not None, f"no module {module!r}"
-    source = Path(spec.origin).read_text(encoding="utf-8")
-    return (ast.get_docstring(ast.parse(source)) or "").split("\n")[0]
-
-
-# --- jsonargparse, with help pages that fit a terminal ---
-
-
-class PlainHelp(DefaultHelpFormatter):
-    """Shows an option's help with its default, unless the text names it already."""
-
-    def _expand_help(self, action: Action) -> str:
-        text = (action.help or "").replace("%%", "%")
-        default = action.default
-        if default in (None, False, SUPPRESS) or not action.option_strings or "default" in text:
-            return text
-        return f"{text} (default: {default})"
-
-
-def make_parser(prog: str, description: str | None, epilog: str | None = None) -> ArgumentParser:
-    """Return a command's parser with the options that all commands share."""
-    parser = ArgumentParser(
-        prog=prog,
-        description=description,
-        epilog=epilog,
-        formatter_class=PlainHelp,
-        print_config=None,
-    )
-    parser.add_argument("--config", action="config", help="read options from a YAML file")
-    parser.add_argument("--json", action="store_true", help="print machine-readable output")
-    return parser
-
-
-def print_result(as_json: bool, result: Any, text: str) -> int:
-    """Print a command's result as JSON or as text; return exit code 0."""
-    if as_json:
-        text = json.dumps(finite(result), indent=2, allow_nan=False) + "\n"
-    sys.stdout.write(text)
-    return 0
-
-
-def terminal_width() -> int:
-    """Return the columns of a line: COLUMNS, the terminal's, or 80, but 40 at least."""
-    return max(shutil.get_terminal_size((80, 24)).columns, 40)
-
-
-def wrapped(text: str, indent: int = 0) -> list[str]:
-    """Return a paragraph as lines that fit the terminal."""
-    lead = " " * indent
-    return textwrap.wrap(
-        text,
-        terminal_width() - 1,
-        initial_indent=lead,
-        subsequent_indent=lead,
-        break_on_hyphens=False,
-    )
-
-
-def listed(rows: Iterable[tuple[str, str]], lead: int) -> list[str]:
-    """Return lines of names with their texts, wrapped to the terminal after `lead` columns."""
-    lines: list[str] = []
-    for name, text in rows:
-        first, *others = wrapped(text, lead)
-        lines += [f"  {name:{lead - 3}s} {first.lstrip()}", *others]
-    return lines
-
-
-def aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Return lines of cells in columns, each aligned to its side: `<` or `>`."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    forms = [f"{side}{width}" for side, width in zip(sides, widths, strict=True)]
-    return ["  ".join(map(format, row, forms)).rstrip() for row in rows]
+    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return (ast.get_docstring(node) or "").split("\n")[0]
+    return ""

@@ -1,4 +1,4 @@
-"""List compositions and algorithms, or explain one: its parameters, defaults and source."""
+"""What `moecache policies` lists and explains."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-from jsonargparse import ArgumentParser, Namespace
+from typing import Any, Literal
 
 from lm_eval_moecache.algorithms.policy import load_policy, policy_names, unmangle
 from lm_eval_moecache.algorithms.registry import (
@@ -17,7 +15,7 @@ from lm_eval_moecache.algorithms.registry import (
     find_algorithm,
     parameters_of,
 )
-from lm_eval_moecache.cli.main import listed, print_result, terminal_width, wrapped
+from lm_eval_moecache.records.command import Report, listed, terminal_width, wrapped
 from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.hardware import profile_names
 from lm_eval_moecache.records.numbers import unknown_name_error
@@ -25,21 +23,27 @@ from lm_eval_moecache.records.numbers import unknown_name_error
 _LEAD = 24
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", help="explain this composition or algorithm")
-    parser.add_argument("--axis", choices=AXES, help="the algorithms of one axis, with a summary")
-    text = "include parameters and sources of all algorithms"
-    parser.add_argument("--all", action="store_true", help=text)
+def policies(
+    name: str | None = None,
+    *,
+    axis: Literal["routing", "prefetch", "eviction", "miss"] | None = None,
+    all: bool = False,
+) -> Report:
+    """List compositions and algorithms, or explain one: its parameters, defaults and source.
 
-
-def run(arguments: Namespace) -> int:
-    axes = AXES if arguments.axis is None else (arguments.axis,)
-    if arguments.name is not None:
-        explanation = explain(arguments.name, axes)
-        return print_result(arguments.json, explanation, _explained(explanation))
-    listing, in_full = collect(axes), arguments.all or arguments.axis
-    text = _in_full(listing, with_sources=arguments.all) if in_full else _in_short(listing)
-    return print_result(arguments.json, listing, text)
+    Args:
+        name: explain this composition or algorithm
+        axis: the algorithms of one axis, with a summary
+        all: include parameters and sources of all algorithms
+    """
+    axes = AXES if axis is None else (axis,)
+    if name is not None:
+        explanation = explain(name, axes)
+        return Report(explanation, lambda: _explained(explanation))
+    listing = collect(axes)
+    if all or axis is not None:
+        return Report(listing, lambda: _in_full(listing, with_sources=all))
+    return Report(listing, lambda: _in_short(listing))
 
 
 # --- listing ---

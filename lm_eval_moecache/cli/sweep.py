@@ -1,50 +1,55 @@
-"""Run a grid or list of runs from a YAML file; finished runs are kept, and a rerun resumes."""
+"""What `moecache sweep` runs and tells."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from jsonargparse import ArgumentParser, Namespace
-
-from lm_eval_moecache.cli.main import print_result
+from lm_eval_moecache.records.command import Report
 from lm_eval_moecache.records.numbers import counted
 from lm_eval_moecache.sweep.pool import read_jobs
-from lm_eval_moecache.sweep.spec import EXECUTORS, read_sweep
+from lm_eval_moecache.sweep.spec import Executor, read_sweep
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("sweep", help="results/<experiment>/sweep.yaml")
-    parser.add_argument("--jobs", type=int | None, help="parallel processes; default: the file's")
-    text = "ray and submitit are extras; default: the file's"
-    parser.add_argument("--executor", choices=EXECUTORS, help=text)
-    parser.add_argument("--rerun", action="store_true", help="also rerun finished cells")
-    text = "run the model for every cell instead of once per group of cells with equal outputs"
-    parser.add_argument("--live", action="store_true", help=text)
-    parser.add_argument("--dry-run", action="store_true", help="check, list and estimate only")
+def sweep(
+    sweep: str,
+    *,
+    jobs: int | None = None,
+    executor: Executor | None = None,
+    rerun: bool = False,
+    live: bool = False,
+    dry_run: bool = False,
+) -> Report:
+    """Run a grid or list of runs from a YAML file; finished runs are kept, and a rerun resumes.
 
-
-def run(arguments: Namespace) -> int:
-    path = Path(arguments.sweep)
-    sweep = read_sweep(path)
-    if arguments.jobs is not None:
-        sweep = sweep.model_copy(update={"jobs": read_jobs(arguments.jobs)})
-    if arguments.executor is not None and arguments.executor != sweep.executor:
+    Args:
+        sweep: results/<experiment>/sweep.yaml
+        jobs: parallel processes; default: the file's
+        executor: ray and submitit are extras; default: the file's
+        rerun: also rerun finished cells
+        live: run the model for every cell instead of once per group of cells with equal outputs
+        dry_run: check, list and estimate only
+    """
+    path = Path(sweep)
+    spec = read_sweep(path)
+    if jobs is not None:
+        spec = spec.model_copy(update={"jobs": read_jobs(jobs)})
+    if executor is not None and executor != spec.executor:
         # The file's options are for the file's executor.
-        changes = {"executor": arguments.executor, "executor_options": {}}
-        sweep = sweep.model_copy(update=changes)
+        changes: dict[str, object] = {"executor": executor, "executor_options": {}}
+        spec = spec.model_copy(update=changes)
     folder = path.parent
     # Imported late: a wrong file should not wait for torch and lm-eval.
     from lm_eval_moecache.sweep.run import as_text, estimate, run_sweep
 
-    if arguments.dry_run:
-        estimated = estimate(sweep, folder, rerun=arguments.rerun, live=arguments.live)
+    if dry_run:
+        estimated = estimate(spec, folder, rerun=rerun, live=live)
         lines = [f"{row['state']:9s} {row['run_id']}" for row in estimated["runs"]]
-        dry_run = {"experiment": sweep.name, **estimated}
-        return print_result(arguments.json, dry_run, "\n".join([*lines, as_text(estimated), ""]))
-    report = run_sweep(sweep, folder, rerun=arguments.rerun, live=arguments.live)
+        found = {"experiment": spec.name, **estimated}
+        return Report(found, "\n".join([*lines, as_text(estimated)]))
+    report = run_sweep(spec, folder, rerun=rerun, live=live)
     failed, by_replay, saved_s = (report[k] for k in ("failed", "by_replay", "saved_seconds"))
     lines = [
-        f"{sweep.name}: {len(report['done'])} done, {len(report['skipped'])} finished before, "
+        f"{spec.name}: {len(report['done'])} done, {len(report['skipped'])} finished before, "
         f"{len(failed)} failed, of {counted(report['runs'], 'run')} in {report['seconds']:.1f} s"
     ]
     if report["merged"]:
@@ -57,5 +62,4 @@ def run(arguments: Namespace) -> int:
         lines.append(f"tracebacks: {folder / 'failed'}; the same command retries failed runs")
     else:
         lines.append(f"next: moecache table {folder}")
-    print_result(arguments.json, report, "\n".join([*lines, ""]))
-    return 1 if failed else 0
+    return Report(report, "\n".join(lines), code=1 if failed else 0)

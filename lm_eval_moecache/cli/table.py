@@ -1,14 +1,15 @@
-"""Make leaderboard tables (md, csv, html, json) from a folder of results."""
+"""What `moecache table` prints and writes."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
-from jsonargparse import ArgumentParser, Namespace
-
+from lm_eval_moecache.records.command import Report
 from lm_eval_moecache.records.files import read_json, read_yaml, write_whole
 from lm_eval_moecache.records.numbers import listed_names
 from lm_eval_moecache.records.schemas import check
@@ -28,83 +29,89 @@ logger = logging.getLogger(__name__)
 BOARD = "table.yaml"
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("dir", help="a sweep's folder, or any folder with results JSONs below it")
-    text = f"default: md; {every_eval_ever.NAME}: each run in that schema instead, one "
-    text += f"JSON per line (with --write: DIR/{every_eval_ever.NAME}/UUID.json, one file per run)"
-    forms = [*sorted(FORMS), every_eval_ever.NAME]
-    parser.add_argument("--format", choices=forms, help=text)
-    text = "comma-separated; ttft_ms.* is mean, p50, p90 and p99; default: the columns that vary"
-    parser.add_argument("--columns", type=str | None, help=text)
-    text = "comma-separated columns, best first; NAME:asc or NAME:desc forces an order; "
-    text += "default: accuracy,tok_per_s"
-    parser.add_argument("--sort", type=str | None, help=text)
-    parser.add_argument("--title", type=str | None, help="default: the sweep file's")
-    text = "write DIR/table.md (and .csv, .html, .json)"
-    parser.add_argument("--write", action="store_true", help=text)
-    text = "with --write: for every sweep's folder below DIR, for every folder with a table.yaml "
-    text += "(title, where, distinct, by, columns, sort, views: a leaderboard over what lies below "
-    text += "it), and for the JSONs of analyses and searches"
-    parser.add_argument("--each", action="store_true", help=text)
+def table(
+    dir: str,
+    *,
+    format: Literal["csv", "every_eval_ever", "html", "json", "md"] | None = None,
+    columns: str | None = None,
+    sort: str | None = None,
+    title: str | None = None,
+    write: bool = False,
+    each: bool = False,
+) -> Report:
+    """Make leaderboard tables (md, csv, html, json) from a folder of results.
 
-
-def run(arguments: Namespace) -> int:
-    folder = Path(arguments.dir)
-    form = "json" if arguments.json else arguments.format
-    columns, sort = (listed_names(arguments[key]) or None for key in ("columns", "sort"))
-    choices = columns, sort, arguments.title
-    if not arguments.dir:
-        raise ValueError("DIR='' is not a path. Allowed: a folder of results, `.` for this one.")
-    if form == every_eval_ever.NAME:
-        if any(choices) or arguments.each:
+    Args:
+        dir: a sweep's folder, or any folder with results JSONs below it
+        format: default: md; every_eval_ever: each run in that schema instead, one JSON per line
+            (with --write: DIR/every_eval_ever/UUID.json, one file per run)
+        columns: comma-separated; ttft_ms.* is mean, p50, p90 and p99; default: the columns that
+            vary
+        sort: comma-separated columns, best first; NAME:asc or NAME:desc forces an order; default:
+            accuracy,tok_per_s
+        title: default: the sweep file's
+        write: write DIR/table.md (and .csv, .html, .json)
+        each: with --write: for every sweep's folder below DIR, for every folder with a table.yaml
+            (title, where, distinct, by, columns, sort, views: a leaderboard over what lies below
+            it), and for the JSONs of analyses and searches
+    """
+    folder, choices = Path(dir), (listed_names(columns) or None, listed_names(sort) or None, title)
+    if format == every_eval_ever.NAME:
+        if any(choices) or each:
             raise ValueError(
-                f"--format={form} takes every run with all its figures: it cannot be combined with "
-                "--columns, --sort, --title or --each."
+                f"--format={format} takes every run with all its figures: it cannot be combined "
+                "with --columns, --sort, --title or --each."
             )
-        return _exchange(folder, arguments.write)
-    if arguments.each:
-        if not arguments.write or any(choices):
-            raise ValueError(
-                "--each needs --write, and cannot be combined with --columns, --sort or --title."
-            )
-        for board_folder in board_folders(folder):
-            _write(board_folder, collect(board_folder), form)
-        for path, text in other_tables(folder).items():
+        return _exchange(folder, write)
+    if each and (not write or any(choices)):
+        raise ValueError(
+            "--each needs --write, and cannot be combined with --columns, --sort or --title."
+        )
+    if write:
+        folders = board_folders(folder) if each else [folder]
+        files = [file for place in folders for file in _write(place, format, *choices)]
+        for path, text in other_tables(folder).items() if each else ():
             write_whole(path, text)
-            sys.stdout.write(f"{path}\n")
-    elif arguments.write:
-        _write(folder, collect(folder, *choices), form)
-    else:
-        runs = load_runs(folder)
-        tables = collect(folder, *choices, runs=runs)
-        for place, column in enumerate(tables[0].columns if choices[0] else ()):
-            if all(row[place].raw is None for row in tables[0].rows):
-                sys.stderr.write(f"moecache: no run here has {column.name}: its column is empty.\n")
-        if form != "csv" and not any(choices) and (lost := lost_points(runs)):
-            tables.append(lost)
-        sys.stdout.write(FORMS[form or "md"](tables))
-    return 0
+            files.append(str(path))
+        return Report({"files": files}, "\n".join(files))
+    runs = load_runs(folder)
+    tables = collect(folder, *choices, runs=runs)
+    for place, column in enumerate(tables[0].columns if choices[0] else ()):
+        if all(row[place].raw is None for row in tables[0].rows):
+            sys.stderr.write(f"moecache: no run here has {column.name}: its column is empty.\n")
+    if format != "csv" and not any(choices) and (lost := lost_points(runs)):
+        tables.append(lost)
+    return Report(json.loads(FORMS["json"](tables)), FORMS[format or "md"](tables))
 
 
-def _exchange(folder: Path, write: bool) -> int:
+def _exchange(folder: Path, write: bool) -> Report:
     if write and not folder.is_dir():
         raise ValueError(f"--write: {str(folder)!r} is not a folder.")
     # All before the first is written; copies of a run are one document.
     texts = {every_eval_ever.file_name(run): every_eval_ever.line(run) for run in load_runs(folder)}
-    for name, text in texts.items():
-        if write:
-            write_whole(folder / every_eval_ever.NAME / name, text)
-        sys.stdout.write(f"{folder / every_eval_ever.NAME / name}\n" if write else text)
-    return 0
+    if not write:
+        return Report({"documents": [*map(json.loads, texts.values())]}, "".join(texts.values()))
+    files = {folder / every_eval_ever.NAME / name: text for name, text in texts.items()}
+    for path, text in files.items():
+        write_whole(path, text)
+    names = [str(path) for path in files]
+    return Report({"files": names}, "\n".join(names))
 
 
-def _write(folder: Path, tables: Sequence[Table], chosen: str | None) -> None:
+def _write(
+    folder: Path,
+    form: str | None,
+    columns: list[str] | None,
+    sort: list[str] | None,
+    title: str | None,
+) -> list[str]:
     if not folder.is_dir():
         raise ValueError(f"--write: {str(folder)!r} is not a folder.")
-    for name in [chosen] if chosen else FORMS:
-        path = folder / f"table.{name}"
-        write_whole(path, FORMS[name](tables))
-        sys.stdout.write(f"{path}\n")
+    tables = collect(folder, columns, sort, title)
+    paths = {folder / f"table.{name}": FORMS[name] for name in ([form] if form else FORMS)}
+    for path, write_as in paths.items():
+        write_whole(path, write_as(tables))
+    return [str(path) for path in paths]
 
 
 def board_folders(folder: Path) -> list[Path]:

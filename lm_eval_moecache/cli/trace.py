@@ -1,89 +1,37 @@
-"""Show what a routing trace contains, convert it, or list the formats that can be read."""
+"""What `moecache trace` shows, converts and lists."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jsonargparse import Namespace
 
-from lm_eval_moecache.cli.main import make_parser, parsed, print_result
 from lm_eval_moecache.emulate.models import load_real_model
+from lm_eval_moecache.records.command import Report
 from lm_eval_moecache.records.event import DECODE, PHASES
-from lm_eval_moecache.records.numbers import counted, read_count, unknown_name_error
+from lm_eval_moecache.records.numbers import counted, read_count
 from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.sizes import parse_bytes
-from lm_eval_moecache.trace.importers import find_format, load_trace, trace_formats
+from lm_eval_moecache.trace.importers import find_format, load_trace
+from lm_eval_moecache.trace.importers import trace_formats as known_formats
 from lm_eval_moecache.trace.trace import Trace, build_trace, with_sizes
 
-ACTIONS = ("convert", "formats", "show")
 _BY_GATES = "prefetch by the next layer's gate"
 _NO_LOGITS = "it has no logits of the router"
 
 
-def run_raw(argv: list[str]) -> int:
-    """Run one action."""
-    if not argv or argv[0] in ("-h", "--help"):
-        sys.stdout.write(f"usage: moecache trace {{{','.join(ACTIONS)}}} [options]\n\n{__doc__}\n")
-        return 0
-    action = argv[0]
-    if action not in ACTIONS:
-        raise unknown_name_error("trace", action, ACTIONS)
-    parser = make_parser(f"moecache trace {action}", __doc__)
-    if action != "formats":
-        parser.add_argument(
-            "file", type=str, help="a trace of any format, or a folder of responses"
-        )
-        silent = "experts per token, if the file does not state it"
-        parser.add_argument("--top_k", type=int | None, help=silent)
-        of_model = "the traced model: its top-k and layers, and (convert) its experts' sizes"
-        parser.add_argument("--model", type=str | None, help=of_model)
-    if action == "convert":
-        suffix = "output file; the suffix selects the format: .parquet, .csv, .jsonl"
-        parser.add_argument("out", type=str, help=suffix)
-        size = "size of one expert: '12MiB'"
-        parser.add_argument("--expert_bytes", type=str | None, help=size)
-        parser.add_argument("--request", type=int | None, help="export only this request (from 0)")
-    arguments = parsed(parser, argv[1:])
-    report, text = {"formats": _formats, "show": _show, "convert": _convert}[action](arguments)
-    return print_result(arguments.json, report, text)
+def trace_show(file: str, *, top_k: int | None = None, model: str | None = None) -> Report:
+    """Show what a trace holds, and which questions it can answer, with the reason where it cannot.
 
-
-def _shape(arguments: Namespace) -> tuple[RealModel | None, dict[str, Any]]:
-    """Return the model that was traced, if given, and what its options say of a trace's shape."""
-    if arguments.model is None:
-        return None, {"top_k": arguments.top_k}
-    model = load_real_model(arguments.model, "model")
-    return model, {"top_k": arguments.top_k or model.top_k, "num_layers": model.num_layers}
-
-
-def _formats(arguments: Namespace) -> tuple[dict[str, Any], str]:
-    rows: list[dict[str, Any]] = [
-        {
-            "format": name,
-            "suffixes": list(kind.suffixes),
-            "about": kind.about,
-            "holds": kind.holds,
-            "written": kind.write is not None,
-        }
-        for name, kind in trace_formats().items()
-    ]
-    lines = []
-    for row in rows:
-        ways = "read and written" if row["written"] else "read"
-        lines += [f"{row['format']} ({' '.join(row['suffixes'])}; {ways})", f"  {row['about']}"]
-        lines += [f"  besides the ids: {row['holds']}"]
-    return {"formats": rows}, "\n".join([*lines, ""])
-
-
-def _show(arguments: Namespace) -> tuple[dict[str, Any], str]:
-    """Return what a trace holds, and why it cannot answer a question (None where it can)."""
-    file = arguments.file
-    trace = load_trace(file, logits=True, predicted=True, **_shape(arguments)[1])
+    Args:
+        file: a trace of any format, or a folder of responses
+        top_k: experts per token, if the file does not state it
+        model: the traced model: its top-k and layers
+    """
+    trace = load_trace(file, logits=True, predicted=True, **_shape(model, top_k)[1])
     geometry, columns = trace.geometry, trace.columns
     phases = columns.phase[trace.row_bounds[:-1][:: geometry.num_layers]]
     counts = {phase: int((phases == code).sum()) for code, phase in enumerate(PHASES)}
@@ -106,7 +54,7 @@ def _show(arguments: Namespace) -> tuple[dict[str, Any], str]:
         ("routing rules that use scores (open loop)", logits is None, _NO_LOGITS),
         (_BY_GATES, no_gates, "it has no predictions of the gates"),
     )
-    facts = {
+    facts: dict[str, Any] = {
         "file": file,
         "format": find_format(file),
         "model": "" if geometry.model == Path(file).stem else geometry.model,
@@ -138,7 +86,7 @@ def _show(arguments: Namespace) -> tuple[dict[str, Any], str]:
         which = f" as recorded: {' or '.join(recorded)}" if trace.predicted is None else ""
         yes = f"  yes  {what}{which if what == _BY_GATES else ''}"
         lines.append(yes if why is None else f"  no   {what}: {why}")
-    return facts, "\n".join([*lines, ""])
+    return Report(facts, "\n".join(lines))
 
 
 def _recorded(trace: Trace) -> list[str]:
@@ -152,28 +100,44 @@ def _recorded(trace: Trace) -> list[str]:
     return told
 
 
-def _convert(arguments: Namespace) -> tuple[dict[str, Any], str]:
-    out = Path(arguments.out)
-    written = {kind.suffixes[0]: kind.write for kind in trace_formats().values() if kind.write}
-    if out.suffix not in written:
+def trace_convert(
+    file: str,
+    out: str,
+    *,
+    top_k: int | None = None,
+    model: str | None = None,
+    expert_bytes: str | None = None,
+    request: int | None = None,
+) -> Report:
+    """Convert a trace into another format, and read it back.
+
+    Args:
+        file: a trace of any format, or a folder of responses
+        out: output file; the suffix selects the format: .parquet, .csv, .jsonl
+        top_k: experts per token, if the file does not state it
+        model: the traced model: its top-k, layers and sizes of experts
+        expert_bytes: size of one expert: '12MiB'
+        request: export only this request (from 0)
+    """
+    written = {kind.suffixes[0]: kind.write for kind in known_formats().values() if kind.write}
+    target = Path(out)
+    if target.suffix not in written:
         raise ValueError(
-            f"out={arguments.out!r}: no format of that suffix is written. Allowed: "
-            f"{', '.join(written)}."
+            f"out={out!r}: no format of that suffix is written. Allowed: {', '.join(written)}."
         )
-    expert_bytes = arguments.expert_bytes
     size = None if expert_bytes is None else parse_bytes(expert_bytes, "expert_bytes")
-    model, shape = _shape(arguments)
-    trace = load_trace(arguments.file, expert_bytes=size, **shape)
-    if model is not None:
-        trace = with_sizes(trace, model)
-    if arguments.request is not None:
-        trace = only_request(trace, arguments.request)
-    written[out.suffix](trace, out)
-    read_back = load_trace(str(out))
+    real, shape = _shape(model, top_k)
+    trace = load_trace(file, expert_bytes=size, **shape)
+    if real is not None:
+        trace = with_sizes(trace, real)
+    if request is not None:
+        trace = only_request(trace, request)
+    written[target.suffix](trace, target)
+    read_back = load_trace(out)
     np.testing.assert_array_equal(read_back.keys, trace.keys)
-    facts = {"out": str(out), "passes": read_back.num_passes, "rows": len(read_back.columns.layer)}
-    text = f"{out}: {facts['passes']} passes, {facts['rows']} rows, read back as they were.\n"
-    return facts, text
+    facts = {"out": out, "passes": read_back.num_passes, "rows": len(read_back.columns.layer)}
+    text = f"{out}: {facts['passes']} passes, {facts['rows']} rows, read back as they were."
+    return Report(facts, text)
 
 
 def only_request(trace: Trace, number: int) -> Trace:
@@ -190,3 +154,31 @@ def only_request(trace: Trace, number: int) -> Trace:
     return build_trace(
         trace.name, trace.geometry, request_columns, seed=trace.seed, has_sizes=trace.has_sizes
     )
+
+
+def trace_formats() -> Report:
+    """List the formats of traces that can be read, and what each holds."""
+    rows: list[dict[str, Any]] = [
+        {
+            "format": name,
+            "suffixes": list(kind.suffixes),
+            "about": kind.about,
+            "holds": kind.holds,
+            "written": kind.write is not None,
+        }
+        for name, kind in known_formats().items()
+    ]
+    lines = []
+    for row in rows:
+        ways = "read and written" if row["written"] else "read"
+        lines += [f"{row['format']} ({' '.join(row['suffixes'])}; {ways})", f"  {row['about']}"]
+        lines += [f"  besides the ids: {row['holds']}"]
+    return Report({"formats": rows}, "\n".join(lines))
+
+
+def _shape(model: str | None, top_k: int | None) -> tuple[RealModel | None, dict[str, Any]]:
+    """Return the model that was traced, if given, and what the options say of a trace's shape."""
+    if model is None:
+        return None, {"top_k": top_k}
+    real = load_real_model(model, "model")
+    return real, {"top_k": top_k or real.top_k, "num_layers": real.num_layers}

@@ -1,15 +1,13 @@
-"""Search compositions and parameters for the fastest policy within a budget of accuracy."""
+"""What `moecache tune` asks and checks."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from jsonargparse import ArgumentParser, Namespace
-
-from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.harness.arguments import KEYS
 from lm_eval_moecache.harness.evaluation_options import check_limit
+from lm_eval_moecache.records.command import Report
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, canonical_name
 from lm_eval_moecache.records.numbers import (
     listed_names,
@@ -24,54 +22,73 @@ from lm_eval_moecache.sweep.pool import read_jobs
 _FOR_EVERY_RUN = ("precision", "emulate")
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    text = "folder for the study, the runs, front.md and best.yaml"
-    parser.add_argument("--out", help=text)
-    parser.add_argument("--pretrained", default="tiny", help="tiny, a folder or a hub id")
-    text = "further arguments of every run: precision=int8:int4,emulate=OLMoE-1B-7B"
-    parser.add_argument("--model_args", type=str | None, help=text)
-    text = "comma-separated tasks; the accuracy is their mean"
-    parser.add_argument("--tasks", default="moecache_offline", help=text)
-    parser.add_argument("--limit", type=int | float | None, help="documents per task")
-    parser.add_argument("--capacity", default="25%", help="5%%, 2GiB, 51experts or 30/layer")
-    parser.add_argument("--hardware", default=DEFAULT_PROFILE, help="profile, or YAML")
-    text = "link bandwidth, overrides the profile's: 5GB/s"
-    parser.add_argument("--bandwidth", type=str | None, help=text)
-    text = "allowed accuracy loss in points (default: 1)"
-    parser.add_argument("--budget", type=float, default=1.0, help=text)
-    text = "speed objective: tok_per_s, tpot_ms, ttft_ms ..."
-    parser.add_argument("--metric", default="tok_per_s", help=text)
-    parser.add_argument("--space", type=str | None, help="YAML of the search space")
-    text = "candidates to try; shipped compositions take turns with drawn ones, and count"
-    parser.add_argument("--trials", type=int, default=1000, help=text)
-    text = "time limit in seconds for starting runs, counted from the first candidate"
-    parser.add_argument("--timeout", type=float, default=600.0, help=text)
-    parser.add_argument("--jobs", type=int, default=1, help="processes that run the model")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the search")
+def tune(
+    *,
+    out: str,
+    pretrained: str = "tiny",
+    model_args: str | None = None,
+    tasks: str = "moecache_offline",
+    limit: int | float | None = None,
+    capacity: str = "25%",
+    hardware: str = DEFAULT_PROFILE,
+    bandwidth: str | None = None,
+    budget: float = 1.0,
+    metric: str = "tok_per_s",
+    space: str | None = None,
+    trials: int = 1000,
+    timeout: float = 600.0,
+    jobs: int = 1,
+    seed: int = 0,
+) -> Report:
+    """Search compositions and parameters for the fastest policy within a budget of accuracy.
 
-
-def run(arguments: Namespace) -> int:
-    _check(arguments)
+    Args:
+        out: folder for the study, the runs, front.md and best.yaml
+        pretrained: tiny, a folder or a hub id
+        model_args: further arguments of every run: precision=int8:int4,emulate=OLMoE-1B-7B
+        tasks: comma-separated tasks; the accuracy is their mean
+        limit: documents per task
+        capacity: 5%, 2GiB, 51experts or 30/layer
+        hardware: profile, or YAML
+        bandwidth: link bandwidth, overrides the profile's: 5GB/s
+        budget: allowed accuracy loss in points
+        metric: speed objective: tok_per_s, tpot_ms, ttft_ms ...
+        space: YAML of the search space
+        trials: candidates to try; shipped compositions take turns with drawn ones, and count
+        timeout: time limit in seconds for starting runs, counted from the first candidate
+        jobs: processes that run the model
+        seed: seed of the search
+    """
+    allowed = [name for name, m in METRICS.items() if m.higher_is_better is not None]
+    if metric not in allowed:
+        raise unknown_name_error("metric", metric, allowed)
+    read_number("budget", budget, least=0, most=100)
+    read_number("timeout", timeout, above=0)
+    read_count("trials", trials)
+    read_jobs(jobs)
+    read_count("seed", seed)
+    check_limit(limit, "tune")
+    further = _model_args(model_args)
     # Imported late: a wrong option should not wait for torch and lm-eval.
     from lm_eval_moecache.tune.measure import Objective
     from lm_eval_moecache.tune.outcome import front_table
-    from lm_eval_moecache.tune.search import tune
+    from lm_eval_moecache.tune.search import tune as search
 
-    plain = {
-        key: arguments[key] for key in ("pretrained", "limit", "bandwidth", "metric", "budget")
-    }
     objective = Objective(
-        **plain,
-        tasks=tuple(listed_names(arguments.tasks)),
-        capacity=str(arguments.capacity),
-        hardware=canonical_name(arguments.hardware),
-        model_args=_model_args(arguments.model_args),
+        pretrained=pretrained,
+        limit=limit,
+        bandwidth=bandwidth,
+        metric=metric,
+        budget=budget,
+        tasks=tuple(listed_names(tasks)),
+        capacity=str(capacity),
+        hardware=canonical_name(hardware),
+        model_args=further,
     )
-    space = None if arguments.space is None else Path(arguments.space)
-    effort = {key: arguments[key] for key in ("trials", "seed", "jobs")}
-    out = Path(arguments.out)
-    outcome = tune(objective, out, space, _say, timeout_s=arguments.timeout, **effort)
-    return print_result(arguments.json, outcome, front_table(outcome))
+    place = None if space is None else Path(space)
+    effort = {"trials": trials, "seed": seed, "jobs": jobs}
+    outcome = search(objective, Path(out), place, _say, timeout_s=timeout, **effort)
+    return Report(outcome, lambda: front_table(outcome))
 
 
 def _say(line: str) -> None:
@@ -92,17 +109,3 @@ def _model_args(text: str | None) -> dict[str, str]:
             )
         values[key] = value
     return values
-
-
-def _check(arguments: Namespace) -> None:
-    if not arguments.out:
-        raise ValueError("--out must name a folder: the search is kept there, and goes on from it.")
-    allowed = [name for name, m in METRICS.items() if m.higher_is_better is not None]
-    if arguments.metric not in allowed:
-        raise unknown_name_error("metric", arguments.metric, allowed)
-    read_number("budget", arguments.budget, least=0, most=100)
-    read_number("timeout", arguments.timeout, above=0)
-    read_count("trials", arguments.trials)
-    read_jobs(arguments.jobs)
-    read_count("seed", arguments.seed)
-    check_limit(arguments.limit, "tune")

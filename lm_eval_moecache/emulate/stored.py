@@ -52,9 +52,6 @@ CACHE_BITS = {
     **{"q5_1": 6.0, "q5_0": 5.5, "q4_1": 5.0, "q4_0": 4.5},
 }
 """Bits of an element of the KV cache, by the name of its type."""
-PRECISION_HELP = (
-    f"{', '.join(PRECISIONS)}; of GGUF q4_k_m, ud-q4_k_xl, iq3_s ...; exl3:4.0, 4.5bpw, 4bit (MLX)"
-)
 _SAME = {"bfloat16": "bf16", "f16": "bf16", "fp16": "bf16", "float16": "bf16", "fp4": "mxfp4"}
 GGUF_BITS = {
     **{"1": "iq1_m", "2": "q2_k", "3": "q3_k_m", "4": "q4_k_m", "5": "q5_k_m", "6": "q6_k"},

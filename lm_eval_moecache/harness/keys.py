@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, signature
 from os import PathLike
 from typing import Any, Literal, TypedDict, TypeVar
 
-from lm_eval_moecache.harness.arguments import ModelArguments
+from lm_eval_moecache.harness.arguments import CHOICES, ModelArguments
+from lm_eval_moecache.records.command import Options
 
 Made = TypeVar("Made", bound=Callable[..., None])
 Place = str | PathLike[str]
@@ -94,6 +95,19 @@ class ModelKeys(HFLMKeys, total=False):
     cache_reset: Literal["request", "never"]
     draft: Place
     draft_tokens: int
+
+
+def key_options(keys: Sequence[str]) -> Options:
+    """Return keys of a live run as options of a command, with the help of `ModelArguments`."""
+    fields = {key: ModelArguments.model_fields[key] for key in keys}
+    return {
+        key: (
+            field.annotation if key in CHOICES else Any,
+            field.default,
+            str(field.description).replace("`", ""),
+        )
+        for key, field in fields.items()
+    }
 
 
 def shows_keys(constructor: Made) -> Made:

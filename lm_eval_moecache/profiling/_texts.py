@@ -11,9 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jsonargparse import ArgumentParser, Namespace
-
 from lm_eval_moecache.harness.arguments import as_arguments_error
+from lm_eval_moecache.records.command import Options
 from lm_eval_moecache.records.files import TINY, lines_of, parse_json, read_text
 from lm_eval_moecache.records.numbers import listed_names
 
@@ -22,54 +21,35 @@ if TYPE_CHECKING:
 
 # --- options ---
 
-
-def add_options(parser: ArgumentParser, *options: tuple[str, Any, str]) -> None:
-    """Add options, each (name, default, help) and of its default's type (None: a text)."""
-    for name, default, help_text in options:
-        kind = str | None if default is None else type(default)
-        parser.add_argument(f"--{name}", type=kind, default=default, help=help_text)
-
-
-def add_source_options(parser: ArgumentParser, files: str, limit: int) -> None:
-    """Add the options that name a model and the documents it reads, from tasks or files."""
-    add_options(
-        parser,
-        ("pretrained", TINY, "tiny, a folder or a hub id"),
-        ("trust_remote_code", False, "run the modelling code that comes with the model"),
-        ("tasks", None, "tasks whose training documents are used: a,b,c"),
-        ("data", None, files),
-        ("include_path", None, "folder with more tasks"),
-        ("limit", limit, "documents of each task"),
-    )
-
-
-def add_text_options(parser: ArgumentParser, limit: int = 200, max_tokens: int = 20_000) -> None:
-    """Add the options of an action that reads text verbatim."""
-    add_source_options(parser, "plain text files: a.txt,b.txt", limit)
-    add_options(parser, ("max_tokens", max_tokens, "how much text to read"))
+_SOURCE: Options = {
+    "pretrained": (str, TINY, "tiny, a folder or a hub id"),
+    "trust_remote_code": (bool | None, None, "run the model's own modelling code: true"),
+    "tasks": (str | None, None, "tasks whose training documents are used: a,b,c"),
+    "data": (str | None, None, "plain text files, a.txt,b.txt; of prompts also .jsonl"),
+    "include_path": (str | None, None, "folder with more tasks"),
+    "limit": (int, 200, "documents of each task"),
+}
+TEXT: Options = {**_SOURCE, "max_tokens": (int, 20_000, "how much text to read")}
+"""Options of an action that reads text verbatim."""
+TRAINING: Options = {
+    **_SOURCE,
+    "tokens": (int, 20, "generated tokens of each prompt"),
+    "prompts_per_batch": (int, 64, "generated together"),
+    "learning_rate": (float, 1e-3, "of Adam at the start"),
+    "batch_size": (int, 32, "tokens, or texts, of a training step"),
+    "max_epochs": (int, 30, "most epochs"),
+    "patience": (int, 5, "epochs without gain until it stops"),
+    "seed": (int, 42, "of the 80/20 split and the training"),
+}
+"""Options of an action that trains on what a model generates from prompts."""
+Given = Mapping[str, Any]
 
 
-def add_training_options(parser: ArgumentParser, what: str, **defaults: Any) -> None:
-    """Add the options of an action that trains on what a model generates from prompts."""
-    parser.add_argument("--out", type=str, required=True, help=f"the {what}: NAME.safetensors")
-    add_source_options(parser, "files of prompts: a.txt,b.jsonl", defaults["limit"])
-    add_options(
-        parser,
-        ("tokens", defaults["tokens"], "generated tokens of each prompt"),
-        ("prompts_per_batch", 64, "generated together"),
-        ("learning_rate", defaults["learning_rate"], "of Adam at the start"),
-        ("batch_size", defaults["batch_size"], "tokens, or texts, of a training step"),
-        ("max_epochs", defaults["max_epochs"], "most epochs"),
-        ("patience", 5, "epochs without gain until it stops"),
-        ("seed", 42, "of the 80/20 split and the training"),
-    )
-
-
-def check_counts(arguments: Namespace, *names: str, least: int = 1) -> None:
+def check_counts(given: Given, *names: str, least: int = 1) -> None:
     """Refuse options below `least`."""
     for name in names:
-        if getattr(arguments, name) < least:
-            raise ValueError(f"{name}={getattr(arguments, name)} must be {least} or more.")
+        if given[name] < least:
+            raise ValueError(f"{name}={given[name]} must be {least} or more.")
 
 
 def check_out(out: str) -> None:
@@ -78,15 +58,15 @@ def check_out(out: str) -> None:
         raise ValueError(f"out={out!r} must end in .safetensors.")
 
 
-def check_training(arguments: Namespace, *counts: str) -> None:
+def check_training(given: Given, *counts: str) -> None:
     """Refuse options that no training from prompts can use; `counts` must be 1 or more."""
-    check_out(arguments.out)
-    check_counts(arguments, "limit", "tokens", "prompts_per_batch", "batch_size", "max_epochs")
-    check_counts(arguments, "patience", *counts)
-    check_counts(arguments, "seed", least=0)
-    if not arguments.learning_rate > 0:
-        raise ValueError(f"learning_rate={arguments.learning_rate} must be above 0.")
-    if not (arguments.tasks or arguments.data) and arguments.pretrained != TINY:
+    check_out(given["out"])
+    check_counts(given, "limit", "tokens", "prompts_per_batch", "batch_size", "max_epochs")
+    check_counts(given, "patience", *counts)
+    check_counts(given, "seed", least=0)
+    if not given["learning_rate"] > 0:
+        raise ValueError(f"learning_rate={given['learning_rate']} must be above 0.")
+    if not (given["tasks"] or given["data"]) and given["pretrained"] != TINY:
         raise ValueError(
             "tasks, data: give --tasks, --data or both: only tiny has its own prompts."
         )
@@ -142,43 +122,43 @@ def _example(task: Any, doc: Any) -> Example:
     return Example(str(prompt), f"{task.config.target_delimiter}{target}")
 
 
-def analyzed_texts(arguments: Namespace) -> tuple[ReadingModel, dict[str, Any]]:
+def analyzed_texts(given: Given) -> tuple[ReadingModel, dict[str, Any]]:
     """Return the model with its texts, and the record of their source."""
-    tasks, files = listed_names(arguments.tasks), listed_names(arguments.data)
+    tasks, files = listed_names(given["tasks"]), listed_names(given["data"])
     if not (tasks or files):
         raise ValueError("tasks, data: give --tasks, --data or both: a profile needs text.")
-    check_counts(arguments, "limit", "max_tokens")
-    examples = task_examples(tasks, arguments.limit, arguments.include_path) if tasks else []
+    check_counts(given, "limit", "max_tokens")
+    examples = task_examples(tasks, given["limit"], given["include_path"]) if tasks else []
     texts = [example.prompt + example.answer for example in examples]
     texts += [read_text(name, f"data={name!r}") for name in files]
     names = [Path(name).name for name in files]
     # Imported late: it brings torch, and a wrong option should not wait for it.
     from lm_eval_moecache.model.reading import ReadingModel
 
-    model, trusted = arguments.pretrained, arguments.trust_remote_code
+    model, trusted = given["pretrained"], bool(given["trust_remote_code"])
     with as_arguments_error(model):
-        reading = ReadingModel(model, texts, arguments.max_tokens, trust_remote_code=trusted)
+        reading = ReadingModel(model, texts, given["max_tokens"], trust_remote_code=trusted)
     return reading, {"tasks": tasks, "data": names, "documents": len(examples)}
 
 
-def collect_prompts(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:
+def collect_prompts(given: Given) -> tuple[list[str], dict[str, Any]]:
     """Return the prompts, each once, and the record of their source."""
-    tasks, files = listed_names(arguments.tasks), listed_names(arguments.data)
+    tasks, files = listed_names(given["tasks"]), listed_names(given["data"])
     prompts: list[str] = []
     if tasks:
-        examples = task_examples(tasks, arguments.limit, arguments.include_path)
+        examples = task_examples(tasks, given["limit"], given["include_path"])
         prompts += [example.prompt for example in examples]
     for name in files:
         prompts += read_prompts(name)
     if not (tasks or files):
         from lm_eval_moecache.tiny.documents import training_prompts
 
-        prompts = training_prompts(arguments.limit)
+        prompts = training_prompts(given["limit"])
     prompts = [prompt for prompt in dict.fromkeys(prompts) if prompt.strip()]
     if len(prompts) < 2:
         raise ValueError(f"tasks, data: {len(prompts)} prompts, but training needs 2 or more.")
     names = [Path(name).name for name in files]
-    return prompts, {"tasks": tasks, "data": names, "limit": arguments.limit}
+    return prompts, {"tasks": tasks, "data": names, "limit": given["limit"]}
 
 
 def read_prompts(path: str) -> list[str]:
@@ -204,7 +184,3 @@ def texts_in(path: str, key: str, fields: Sequence[str]) -> list[str]:
             raise ValueError(f"{label} must be a string or have one under {names}.")
         texts.append(text)
     return texts
-
-
-Told = tuple[Mapping[str, Any], str]
-"""What an action of `moecache profile` returns: its report, and the same in words."""

@@ -1,7 +1,4 @@
-"""Measure the machine this runs on and write it down as a hardware profile.
-
-The host is the processor that this runs on: what `miss=host` computes absent experts with.
-"""
+"""The action `moecache profile hardware`, and how profiles are written."""
 
 from __future__ import annotations
 
@@ -11,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.profiling._texts import Told, add_options
+from lm_eval_moecache.records.command import Report
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.sizes import parse_bandwidth, parse_bytes
 
@@ -24,52 +20,58 @@ _LEAST_COPY = 2**16
 """Largest edge of the measured product: beyond it one takes minutes on any device."""
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--out", type=str, required=True, help="the profile's file: NAME.yaml")
-    add_options(
-        parser,
-        ("device", "auto", "auto, cpu, cuda, xpu:1 ..."),
-        ("dtype", "bfloat16", "compute dtype"),
-        ("size", "256MiB", "bytes of one measured copy"),
-        ("matmul", 2048, "edge of the measured matrix product (smaller if it is slow)"),
-        (
-            "pretrained",
-            None,
-            "decode a model of this shape on the wall clock and measure its overheads",
-        ),
-        ("policy", ON_DEMAND, "policy whose bookkeeping --pretrained measures"),
-        ("bandwidth", None, "throttled link bandwidth for --pretrained"),
-    )
+def profile_hardware(
+    *,
+    out: str,
+    device: str = "auto",
+    dtype: str = "bfloat16",
+    size: str = "256MiB",
+    matmul: int = 2048,
+    pretrained: str | None = None,
+    policy: str = ON_DEMAND,
+    bandwidth: str | None = None,
+) -> Report:
+    """Measure the machine this runs on and write it down as a hardware profile.
 
+    The host is the processor that this runs on: what `miss=host` computes absent experts with. The
+    profile's `source` names the measurement behind each field.
 
-def run(arguments: Namespace) -> Told:
-    """Measure and write; the profile's `source` names the measurement behind each field."""
-    path = profile_path(arguments.out)
-    if not 1 <= arguments.matmul <= MOST_EDGE:
-        raise ValueError(f"matmul={arguments.matmul} must be 1 or more and at most {MOST_EDGE}.")
-    nbytes = parse_bytes(arguments.size, "size", unit="MB", least=_LEAST_COPY)
-    wall_options = {"bandwidth": arguments.bandwidth, "policy": arguments.policy}
-    for key, value in wall_options.items() if not arguments.pretrained else ():
+    Args:
+        out: the profile's file: NAME.yaml
+        device: auto, cpu, cuda, xpu:1 ...
+        dtype: compute dtype
+        size: bytes of one measured copy
+        matmul: edge of the measured matrix product (smaller if it is slow)
+        pretrained: decode a model of this shape on the wall clock and measure its overheads
+        policy: policy whose bookkeeping --pretrained measures
+        bandwidth: throttled link bandwidth for --pretrained
+    """
+    path = profile_path(out)
+    if not 1 <= matmul <= MOST_EDGE:
+        raise ValueError(f"matmul={matmul} must be 1 or more and at most {MOST_EDGE}.")
+    nbytes = parse_bytes(size, "size", unit="MB", least=_LEAST_COPY)
+    wall_options = {"bandwidth": bandwidth, "policy": policy}
+    for key, value in wall_options.items() if not pretrained else ():
         if value not in (None, ON_DEMAND):
             raise ValueError(f"{key}={value!r} has no effect without pretrained=.")
-    rate = parse_bandwidth(arguments.bandwidth) if arguments.bandwidth else None
-    load_policy(arguments.policy)
+    rate = parse_bandwidth(bandwidth) if bandwidth else None
+    load_policy(policy)
     try:
         # Only now is torch needed.
         from lm_eval_moecache.profiling._measure import decoding, measure
 
-        place = (arguments.device, arguments.dtype)
-        profile = measure(path.stem, *place, nbytes, arguments.matmul)
-        if arguments.pretrained:
-            profile = decoding(arguments.pretrained, *place, profile, arguments.policy, rate)
+        place = (device, dtype)
+        profile = measure(path.stem, *place, nbytes, matmul)
+        if pretrained:
+            profile = decoding(pretrained, *place, profile, policy, rate)
     except RuntimeError as error:  # as torch raises for missing memory, among others
         reason = str(error).split("\n")[0]
         raise ValueError(
-            f"size={arguments.size!r}, matmul={arguments.matmul}: cannot be measured here: {reason}"
+            f"size={size!r}, matmul={matmul}: cannot be measured here: {reason}"
         ) from error
     fields = dataclasses.asdict(profile)
     write_whole(path, as_yaml(fields))
-    return fields, as_yaml(fields)
+    return Report(fields, as_yaml(fields))
 
 
 def profile_path(out: str) -> Path:

@@ -1,8 +1,4 @@
-"""Solve for cache sizes that differ by layer (AdapMoE), from a routing trace.
-
-Prints the experts each MoE layer should keep for the fewest expected loads, and the miss rate
-next to that of equal sizes; `--out sizes.json` writes the file that `capacity=sizes.json` takes.
-"""
+"""The action `moecache profile layer_sizes`."""
 
 from __future__ import annotations
 
@@ -13,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.profiling._texts import Told
+from lm_eval_moecache.records.command import Report
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.sizes import LAYER_SIZES, parse_capacity
 from lm_eval_moecache.trace.importers import load_trace
@@ -24,33 +19,39 @@ from lm_eval_moecache.trace.trace import Trace
 Counts = npt.NDArray[np.int64]
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("trace", type=str, help="a routing trace, as of `trace=DIR`")
-    parser.add_argument("--capacity", type=str, default="25%", help="total capacity of all layers")
-    parser.add_argument("--out", type=str | None, help="a JSON file to write the sizes to")
+def profile_layer_sizes(trace: str, *, capacity: str = "25%", out: str | None = None) -> Report:
+    """Solve for cache sizes that differ by layer (AdapMoE), from a routing trace.
 
+    Prints the experts each MoE layer should keep for the fewest expected loads, and the miss rate
+    next to that of equal sizes; `--out sizes.json` writes the file that `capacity=sizes.json`
+    takes.
 
-def run(arguments: Namespace) -> Told:
-    trace = load_trace(arguments.trace)
-    capacity = parse_capacity(arguments.capacity, trace.geometry)
-    slots = capacity.total_bytes // trace.geometry.max_expert_bytes
-    curves = miss_curves(trace)
+    Args:
+        trace: a routing trace, as of `trace=DIR`
+        capacity: total capacity of all layers
+        out: a JSON file to write the sizes to
+    """
+    routing = load_trace(trace)
+    total = parse_capacity(capacity, routing.geometry)
+    slots = total.total_bytes // routing.geometry.max_expert_bytes
+    curves = miss_curves(routing)
     sizes = best_sizes(curves, slots)
     equal = equal_sizes(len(curves), slots)
     report = {
         LAYER_SIZES: sizes,
-        "model": trace.geometry.model,
-        "num_experts": trace.geometry.num_experts,
-        "capacity": arguments.capacity,
-        "trace": trace.name,
+        "model": routing.geometry.model,
+        "num_experts": routing.geometry.num_experts,
+        "capacity": capacity,
+        "trace": routing.name,
         "miss_rate": miss_rate(curves, sizes),
         "miss_rate_of_equal_sizes": miss_rate(curves, equal),
     }
-    if arguments.out:
-        write_whole(Path(arguments.out), json.dumps(report, indent=1) + "\n")
-    return report, (
+    if out:
+        write_whole(Path(out), json.dumps(report, indent=1) + "\n")
+    return Report(
+        report,
         f"experts per layer: {sizes}\nmiss rate with LRU: {report['miss_rate']:.4f}, with equal "
-        f"sizes {report['miss_rate_of_equal_sizes']:.4f}\n"
+        f"sizes {report['miss_rate_of_equal_sizes']:.4f}",
     )
 
 

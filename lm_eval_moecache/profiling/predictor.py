@@ -1,42 +1,33 @@
-"""Train CommitMoE's predictors of the next layer's experts (section 4.2) on what a model generates.
-
-The prompts are documents that `--tasks` are trained on (never what they are tested on) or files:
-`.jsonl` with a string or {"prompt": ...} a line, or plain text with a prompt a line. `tiny` has
-its own generator's where neither is given.
-"""
+"""The action `moecache profile predictor`."""
 
 from __future__ import annotations
 
-from jsonargparse import ArgumentParser, Namespace
+from typing import Any, Literal
 
-from lm_eval_moecache.algorithms.learned.predictor import LOSSES
-from lm_eval_moecache.profiling._texts import (
-    Told,
-    add_options,
-    add_training_options,
-    check_training,
-)
+from lm_eval_moecache.profiling._texts import TRAINING, check_training
 from lm_eval_moecache.records.artifact import PREDICTOR
-from lm_eval_moecache.records.numbers import unknown_name_error
+from lm_eval_moecache.records.command import Report, with_options
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    defaults = {"limit": 1000, "tokens": 20, "batch_size": 32, "max_epochs": 30}
-    add_training_options(parser, "predictor", learning_rate=5e-5, **defaults)
-    add_options(
-        parser,
-        ("loss", "kl", "kl (eq. 4), or bce of the chosen experts"),
-        ("halve_every", 5, "epochs until the learning rate is halved"),
-    )
+@with_options(TRAINING, limit=1000, learning_rate=5e-5)
+def profile_predictor(
+    *, out: str, loss: Literal["bce", "kl"] = "kl", halve_every: int = 5, **given: Any
+) -> Report:
+    """Train CommitMoE's predictors of the next layer's experts on what a model generates.
 
+    The prompts are documents that `--tasks` are trained on (never what they are tested on) or
+    files: `.jsonl` with a string or {"prompt": ...} a line, or plain text with a prompt a line.
+    `tiny` has its own generator's where neither is given (section 4.2).
 
-def run(arguments: Namespace) -> Told:
-    """Record, train layer after layer, judge on the held-out prompts, write."""
-    check_training(arguments, "halve_every")
-    if arguments.loss not in LOSSES:
-        raise unknown_name_error("loss", arguments.loss, LOSSES)
+    Args:
+        out: the predictor: NAME.safetensors
+        loss: kl (eq. 4), or bce of the chosen experts
+        halve_every: epochs until the learning rate is halved
+    """
+    given |= {"out": out, "loss": loss, "halve_every": halve_every}
+    check_training(given, "halve_every")
     # Imported late: it brings torch, and a wrong option should not wait for it.
     from lm_eval_moecache.model.predictor.training import Recipe, train_layers
     from lm_eval_moecache.profiling._training import train_artifact
 
-    return train_artifact(arguments, PREDICTOR, Recipe, train_layers)
+    return train_artifact(given, PREDICTOR, Recipe, train_layers)

@@ -1,4 +1,4 @@
-"""Count how often each expert was used, in a trace or in an engine's counts: warm=PROFILE."""
+"""The action `moecache profile use`: counts of a trace, or of an engine, become a profile."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.profiling._texts import Told
+from lm_eval_moecache.records.command import Report
 from lm_eval_moecache.records.files import (
     check_file,
     lines_of,
@@ -25,31 +24,26 @@ from lm_eval_moecache.records.files import (
 from lm_eval_moecache.trace.use import UseProfile, bare_name, load_use, write_use
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "trace",
-        type=str,
-        help="a trace of any format, or counts: .coli_usage, imatrix .gguf, SGLang's .pt, heat of "
-        "GLM's atlas",
-    )
-    parser.add_argument("--out", type=str, required=True, help="the profile: NAME.json")
-    text = "model of the profile (default: the trace's)"
-    parser.add_argument("--model", type=str | None, help=text)
+def profile_use(trace: str, *, out: str, model: str | None = None) -> Report:
+    """Count how often each expert was used, in a trace or in an engine's counts: warm=PROFILE.
 
-
-def run(arguments: Namespace) -> Told:
-    """Count and write; print how uneven the use is."""
-    if Path(arguments.out).suffix != ".json":
-        raise ValueError(f"out={arguments.out!r} must end in .json.")
-    profile = read_counts(arguments.trace, "trace") or load_use(arguments.trace, key="trace")
-    if arguments.model is not None:
-        profile = replace(profile, model=bare_name(arguments.model))
-    write_use(Path(arguments.out), profile)
+    Args:
+        trace: a trace of any format, or counts: .coli_usage, imatrix .gguf, SGLang's .pt, heat of
+            GLM's atlas
+        out: the profile: NAME.json
+        model: model of the profile (default: the trace's)
+    """
+    if Path(out).suffix != ".json":
+        raise ValueError(f"out={out!r} must end in .json.")
+    profile = read_counts(trace, "trace") or load_use(trace, key="trace")
+    if model is not None:
+        profile = replace(profile, model=bare_name(model))
+    write_use(Path(out), profile)
     flat = sorted((count for layer in profile.counts for count in layer), reverse=True)
     total = max(sum(flat), 1)
     shares = {f"{p}%": sum(flat[: len(flat) * p // 100]) / total for p in (10, 25, 50)}
     stats = {
-        "out": arguments.out,
+        "out": out,
         "model": profile.model,
         "uses": sum(flat),
         "experts": len(flat),
@@ -57,11 +51,11 @@ def run(arguments: Namespace) -> Told:
         "share_of_the_most_used": shares,
     }
     lines = [
-        f"{arguments.out}: {stats['uses']} uses of {stats['experts']} experts of "
+        f"{out}: {stats['uses']} uses of {stats['experts']} experts of "
         f"{profile.model or 'a model that is not named'}, {stats['never_used']} of them never used:"
     ]
     lines += [f"  the {part} most used: {share:.1%}" for part, share in shares.items()]
-    return stats, "\n".join([*lines, ""])
+    return Report(stats, "\n".join(lines))
 
 
 _MOST = 1 << 34

@@ -2,7 +2,7 @@
 
 The groups are `lm_eval_moecache.KIND`, where KIND is an axis, `formats`, `commands`, `profile`,
 `policies`, `hardware` or `runtimes`. An axis and `formats` name a class, `commands` and `profile`
-(its actions) a module; the others name a module whose folder holds YAMLs. Nothing of a package is
+(its actions) a function; the others name a module whose folder holds YAMLs. Nothing of a package is
 imported before a name of its kind is looked up; a command's module not before the command runs.
 """
 

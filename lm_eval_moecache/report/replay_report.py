@@ -100,6 +100,8 @@ class ReplayReport:
     """The rows of a replay, in the order given: one per trace and combination of the settings."""
 
     rows: Sequence[Row]
+    in_full: bool = False
+    """Whether its table has all columns."""
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -123,8 +125,8 @@ class ReplayReport:
         return pandas.json_normalize(runs)
 
     def __str__(self) -> str:
-        """Return the table that `moecache replay --all` prints."""
-        return as_table(self.rows, in_full=True)
+        """Return the table that `moecache replay` prints."""
+        return as_table(self.rows, in_full=self.in_full)
 
 
 def _names(rows: Sequence[Row]) -> list[str]:

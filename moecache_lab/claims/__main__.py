@@ -1,8 +1,4 @@
-"""Answer what papers claim from the runs of a results folder, with intervals and tests.
-
-A claims file names for each claim the runs to compare, the metric and what is expected; the page
-of verdicts (CLAIMS.md next to it) follows from it and the runs alone.
-"""
+"""`python -m moecache_lab.claims`: answers what papers claim from the runs of a results folder."""
 
 from __future__ import annotations
 
@@ -10,41 +6,38 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jsonargparse import Namespace
-
-from lm_eval_moecache.cli.main import make_parser, parsed, print_result
+from lm_eval_moecache.cli.main import answered, run
+from lm_eval_moecache.records.command import Report
 from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.records.numbers import finite
 from moecache_lab.claims.page import page
 from moecache_lab.claims.verdicts import Verdict, answer, read_claims
 
 PAGE = "CLAIMS.md"
 
 
+def claims(file: str = "results/claims.yaml", *, write: bool = False) -> Report:
+    """Answer what papers claim from the runs of a results folder, with intervals and tests.
+
+    A claims file names for each claim the runs to compare, the metric and what is expected; the
+    page of verdicts (CLAIMS.md next to it) follows from it and the runs alone.
+
+    Args:
+        file: the claims file (default: results/claims.yaml)
+        write: write CLAIMS.md next to the file
+    """
+    path = Path(file)
+    asked = read_claims(path)
+    verdicts = answer(asked, path.parent)
+    text = page(asked, verdicts)
+    if write:
+        write_whole(path.parent / PAGE, text)
+        text = f"written: {path.parent / PAGE}"
+    return Report({"claims": [_told(verdict) for verdict in verdicts]}, text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code, 2 with a one-line message for a user's error."""
-    parser = make_parser("python -m moecache_lab.claims", __doc__)
-    parser.add_argument("file", nargs="?", default="results/claims.yaml", help="the claims file")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE} next to the file")
-    try:
-        return run(parsed(parser, sys.argv[1:] if argv is None else argv))
-    except ValueError as error:
-        sys.stderr.write(f"claims: {error}\n")
-        return 2
-
-
-def run(arguments: Namespace) -> int:
-    path = Path(arguments.file)
-    claims = read_claims(path)
-    verdicts = answer(claims, path.parent)
-    if arguments.json:
-        report = finite({"claims": [_told(verdict) for verdict in verdicts]})
-        return print_result(True, report, "")
-    text = page(claims, verdicts)
-    if arguments.write:
-        write_whole(path.parent / PAGE, text)
-        text = f"written: {path.parent / PAGE}\n"
-    return print_result(False, None, text)
+    return answered("claims", lambda: run("claims", claims, sys.argv[1:] if argv is None else argv))
 
 
 def _told(verdict: Verdict) -> dict[str, object]:

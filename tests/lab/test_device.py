@@ -10,8 +10,8 @@ import pytest
 
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.trace.importers import load_trace
-from moecache_lab.device import Measured, fit
-from moecache_plan.validation import Series, setting_of
+from moecache_lab.device import Measured, fit_to
+from moecache_plan.validation import Series
 from tests.conftest import Moecache
 from tests.engine import traces
 from tests.plan.test_validate import CAPACITY, ENGINE, measured_by, profile, write
@@ -48,7 +48,7 @@ def test_management_is_fitted_on_the_tokens_that_are_asked_for(trace: Path) -> N
     slow = replace(traces.HARDWARE, load_overhead_s_per_byte=1e-6)
     columns, run = dict(measured_by(trace, slow).columns), load_trace(str(trace))
     columns["mgmt_ms"] = columns["mgmt_ms"] * np.where(np.arange(15) < 10, 1, 9)
-    setting = setting_of(run, traces.HARDWARE, ENGINE, 2)
+    setting = ENGINE.setting(run, traces.HARDWARE)
     measured = Measured("run", run, setting, Series(columns), slice(0, 10))
-    fitted, *_ = fit([measured], traces.HARDWARE, ["memory_bytes_per_s"])
+    fitted, *_ = fit_to([measured], traces.HARDWARE, ["memory_bytes_per_s"])
     assert fitted.load_overhead_s_per_byte == pytest.approx(1e-6)

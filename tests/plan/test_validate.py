@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import yaml
 
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.trace.importers import load_trace
-from moecache_plan.validation import Series, setting_of, simulate
+from moecache_plan.validation import Ran, Series, simulate
 from tests.conftest import Moecache
 from tests.engine import traces
 
@@ -22,9 +21,7 @@ EXACT = {
     **{"stall_ratio": 1, "stall_median_error": 0, "wall_ratio": 1, "wall_median_error": 0},
 }
 CAPACITY = "12kB"
-ENGINE = SimpleNamespace(
-    policy="on_demand", eviction="lru", capacity=CAPACITY, execute="as_they_arrive"
-)
+ENGINE = Ran(CAPACITY, execute="as_they_arrive", reads_per_expert=2)
 
 
 def profile(folder: Path, name: str = "device", **changes: object) -> Path:
@@ -37,7 +34,7 @@ def profile(folder: Path, name: str = "device", **changes: object) -> Path:
 def measured_by(trace: Path, hardware: Hardware) -> Series:
     """Measurements of a device that matches the clock exactly."""
     run = load_trace(str(trace))
-    return simulate(run, setting_of(run, hardware, ENGINE, 2))
+    return simulate(run, ENGINE.setting(run, hardware))
 
 
 def write(path: Path, columns: dict[str, Any], comment: str = "") -> Path:
