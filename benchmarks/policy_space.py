@@ -255,18 +255,18 @@ def render_answers(runs: Sequence[Run]) -> str:
 
 def draw_answers(runs: Sequence[Run], costs: Mapping[str, str], folder: Path) -> None:
     """Plot the winners over link and host, and every answer's speed with its cost in perplexity."""
-    figure, panels = new_figure(1, 3)
-    figure.set_size_inches(17, 5)
+    figure, panels = new_figure(3, 1)
+    figure.set_size_inches(9, 13)
     titles = {"": "from an empty cache", PLACED: "most used experts placed"}
     for axes, (suffix, title) in zip(panels, titles.items(), strict=False):
         names, gains = winners(runs, suffix)
         places = names.map(LOSSLESS.index)
         axes.imshow(places, cmap="Pastel1", vmin=0, vmax=8, aspect="auto", origin="lower")
-        texts = names.map(lambda name: name.removeprefix("host, ")) + gains.map("\nx{:.2f}".format)
+        texts = names.map(lambda name: name.removeprefix("host, ")) + gains.map("\nx{:.3g}".format)
         links, hosts = ([f"{rate:g}" for rate in values] for values in (names.columns, names.index))
         write_cells(axes, texts, links, hosts)
         axes.set(xlabel="link [GB/s]", ylabel="host memory [GB/s]")
-        axes.set_title(f"fastest at equal outputs, {title}")
+        axes.set_title(f"fastest at equal outputs, {title}: times the speed of fetching")
     axes = panels[2]
     speeds = speeds_of(runs).xs(HOST_GB, level="host_gb")
     for place, (answer, curve) in enumerate(speeds.items()):

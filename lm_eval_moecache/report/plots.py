@@ -112,8 +112,18 @@ def save_as(figure: Any, stem: Path) -> list[Path]:
 
 
 def save(figure: Any, *paths: str | Path) -> None:
-    """Write a figure as SVG, PNG or PDF, by file suffix, and close it."""
+    """Write a figure as SVG, PNG or PDF, by file suffix, and close it.
+
+    Axes have plain numbers: no powers, no factor beside the axis.
+    """
     plt = pyplot()
+    for axis in (axis for place in figure.axes for axis in (place.xaxis, place.yaxis)):
+        ends = sorted(map(abs, axis.get_view_interval()))
+        if axis.get_scale() == "log":
+            # Within a decade there may be no major tick.
+            axis.set_minor_formatter(_number if ends[1] < 10 * ends[0] else "")
+        if axis.get_scale() == "log" or ends[1] >= 10_000:
+            axis.set_major_formatter(_number)
     for target in map(Path, paths):
         image = io.BytesIO()
         with plt.rc_context(STYLE):
@@ -121,6 +131,10 @@ def save(figure: Any, *paths: str | Path) -> None:
             figure.savefig(image, format=kind, dpi=150, metadata=_UNDATED[target.suffix])
         write_whole(target, image.getvalue())
     plt.close(figure)
+
+
+def _number(value: float, _: object) -> str:
+    return f"{value:,.10g}"
 
 
 # --- plots of runs ---
@@ -406,18 +420,13 @@ def _fit_scores(place: Any, points: Sequence[tuple[float, ...]]) -> None:
 
 
 def _label(place: Any, x: Axis, y: Axis) -> None:
-    """Label both axes, with plain numbers: no powers, no factor beside the axis."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator
 
     place.set_xlabel(x.label)
     place.set_ylabel(y.label)
     if y.log:
         place.set_yscale("log")
         place.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        place.yaxis.set_minor_formatter(NullFormatter())
-    for axis in (place.xaxis, place.yaxis):
-        if axis.get_scale() == "log" or max(map(abs, axis.get_view_interval())) >= 10_000:
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
 def _ring_front(place: Any, runs: Sequence[Run], x: Axis, y: Axis) -> None:

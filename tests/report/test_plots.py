@@ -181,7 +181,7 @@ def test_axes_have_plain_numbers_and_units_and_series_one_look_and_a_name(tmp_pa
         {"name": "x", "panels": panels, "group": ["policy", "draft_tokens"]}
     )
     picture = plots.draw_figure(runs, figure)
-    picture.canvas.draw()
+    plots.save(picture, tmp_path / "x.svg")
     first, second, third, hidden = picture.axes
     assert first.get_xlabel() == "link [GB/s]" and not hidden.get_visible()
     assert [place.get_title() for place in (first, second)] == [
