@@ -32,7 +32,6 @@ from lm_eval_moecache.report.statistics import (
     tarone,
     z_test,
 )
-from lm_eval_moecache.report.tables.text import line
 
 SAME, BETTER, WITHIN, WORSE, CHANGED = "same", "better", "within", "worse", "changed"
 MISSING, NEW = "missing", "new"
@@ -588,11 +587,28 @@ _TOLD = ("run", "task", "metric", "baseline", "new", "change", "allowed", "judge
 
 def as_text(comparison: Comparison, *, everything: bool = False) -> str:
     """Return one line per changed metric (or every metric); the verdict ends the log."""
+    lines = _lines(comparison, everything)
+    return "\n".join([*_notes(comparison), *lines, _summary(comparison)]) + "\n"
+
+
+def as_markdown(comparison: Comparison, *, everything: bool = False) -> str:
+    """Return the same as a pull-request comment: the verdict first, then a list."""
+    lines = [f"- {text.strip()}" for text in _lines(comparison, everything)]
+    notes = [*_notes(comparison), ""] if lines else _notes(comparison)
+    return "\n".join([f"### moecache: {_summary(comparison)}", "", *notes, *lines]) + "\n"
+
+
+FORMS: Mapping[str, Callable[..., str]] = {"text": as_text, "md": as_markdown, "json": as_json}
+
+
+def _lines(comparison: Comparison, everything: bool) -> list[str]:
     lines = []
-    for row in _chosen(comparison, everything):
+    for row in comparison.rows:
+        if row.verdict == SAME and not everything:
+            continue
         text = f"{row.verdict:8s} {' '.join(filter(None, (row.task or WHOLE_RUN, row.metric)))}"
         if row.change is not None:
-            text += f": {_number(row.baseline)} -> {_number(row.new)} (change {row.change:+.4g}, "
+            text += f": {row.baseline:.6g} -> {row.new:.6g} (change {row.change:+.4g}, "
             text += f"allowed {row.allowed:.4g}, {row.judged_by}"
             if row.corrected is not None and comparison.tests > 1:
                 text += f", one-sided p {row.corrected:.2g}, corrected for {comparison.tests} tests"
@@ -600,8 +616,7 @@ def as_text(comparison: Comparison, *, everything: bool = False) -> str:
                 text += f", one-sided p {row.p:.2g}"
             text += ")"
         lines.append(f"{text}  [{row.run}]")
-    told = _differences(comparison, everything)
-    return "\n".join([*_notes(comparison), *lines, *told, _summary(comparison)]) + "\n"
+    return lines + _differences(comparison, everything)
 
 
 _MOST_TOLD = 20
@@ -625,32 +640,6 @@ def _differences(comparison: Comparison, everything: bool) -> list[str]:
             f"n {documents}, p {p:.2g} ({by}, two-sided)" + (f"  [{row.run}]" if several else "")
         )
     return lines
-
-
-def as_markdown(comparison: Comparison, *, everything: bool = False) -> str:
-    """Return a pull-request comment: the verdict, then a table of the changed metrics."""
-    lines = [f"### moecache: {_summary(comparison)}", "", *_notes(comparison)]
-    rows = _chosen(comparison, everything)
-    if rows:
-        lines += [""] if lines[-1] else []
-        lines += ["| | Run | Task | Metric | Baseline | New | Change | Allowed | Judged by | p |"]
-        lines += ["| --- | --- | --- | --- | --: | --: | --: | --: | --- | --: |"]
-    for row in rows:
-        verdict = f"**{row.verdict}**" if row.is_regression else row.verdict
-        allowed = None if row.baseline is None else row.allowed
-        cells = [verdict, f"`{row.run}`", row.task or WHOLE_RUN, row.metric or ""]
-        cells += map(_number, (row.baseline, row.new, row.change, allowed))
-        cells += [row.judged_by, _number(row.corrected, 2)]
-        lines.append(line([cell.replace("|", "\\|") for cell in cells]))
-    told = [f"- {text}" for text in _differences(comparison, everything)]
-    return "\n".join([*lines, *([""] if told else []), *told]) + "\n"
-
-
-FORMS: Mapping[str, Callable[..., str]] = {"text": as_text, "md": as_markdown, "json": as_json}
-
-
-def _chosen(comparison: Comparison, everything: bool) -> list[Row]:
-    return [row for row in comparison.rows if everything or row.verdict != SAME]
 
 
 def _notes(comparison: Comparison) -> list[str]:
@@ -694,7 +683,3 @@ def _summary(comparison: Comparison) -> str:
     counts = ", ".join(f"{verdicts.count(name)} {name}" for name in dict.fromkeys(verdicts))
     kind = "REGRESSION" if comparison.is_regression else "pass"
     return f"{kind}: {len(verdicts)} figures: {counts}"
-
-
-def _number(value: float | None, digits: int = 6) -> str:
-    return "" if value is None else f"{value:.{digits}g}"

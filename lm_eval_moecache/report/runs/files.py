@@ -41,11 +41,6 @@ _FACTS = (
     *("inputs", "config", "versions", "n-shot", "chat_template_sha", "system_instruction_sha"),
     *("date", "lm_eval_version"),
 )
-# Old records name means over requests like the pooled metrics: old name -> today's.
-_NAMED_SINCE = {
-    name: f"request_{name}"
-    for name in ("tok_per_s", "hit_rate", "miss_rate", "collision_miss_rate")
-}
 
 
 def load_runs(place: str | Path) -> list[Run]:
@@ -117,7 +112,7 @@ def _run(data: Any, path: Path, where: str = "") -> Run | None:
         for key, values in metrics.items():
             name = key.removesuffix(f",{SPEED_FILTER}")
             if name != key:
-                speed.setdefault(task, {})[_NAMED_SINCE.get(name, name)] = values
+                speed.setdefault(task, {})[name] = values
             else:
                 scores.setdefault(task, {})[key] = _comparable(key.partition(",")[0], values)
     return Run(
@@ -269,7 +264,7 @@ def _write(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
     kinds |= dict.fromkeys(SAMPLE_COLUMNS[-2:], pyarrow.float64())
     data = {name: pyarrow.array(cells, kinds.get(name)) for name, cells in columns.items()}
     image = io.BytesIO()
-    parquet.write_table(pyarrow.table(data), image, compression="zstd", compression_level=19)
+    parquet.write_table(pyarrow.table(data), image, compression="zstd", compression_level=9)
     write_whole(path, image.getvalue())
 
 

@@ -7,6 +7,7 @@ run's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from lm_eval_moecache.report.runs.columns import Column
 from lm_eval_moecache.report.runs.run import Run, Value
@@ -21,8 +22,14 @@ _NOTE = (
     "so many a loss of 1 point is shown in four cases of five (one-sided, 5%), where answers "
     "change as often as here"
 )
-_COUNTS = ("documents", "won", "lost")
-_ON = ("points_lost", "low", "high")
+_COLUMNS = (
+    *(Column(name, name.capitalize()) for name in (*_NAMES, "task")),
+    *(Column(name, name.capitalize(), 0, is_number=True) for name in ("documents", "won", "lost")),
+    Column("points_lost", "Points lost", 1, is_number=True),
+    Column("low", "95% from", 1, is_number=True),
+    Column("high", "to", 1, is_number=True),
+    *(Column(f"documents_for_{n}", f"Documents for {n}", 0, is_number=True) for n in POINTS),
+)
 
 
 def lost_points(runs: Sequence[Run]) -> Table | None:
@@ -46,30 +53,14 @@ def lost_points(runs: Sequence[Run]) -> Table | None:
             lost = sum(answers[doc] < old for doc, old in base.items())
             low, high = other_documents_interval(won, lost, len(base), DOCUMENTS)
             changed = (won + lost) / len(base)
-            body.append(
-                (
-                    *(run.setting(name) for name in _NAMES),
-                    Value(task),
-                    *map(Value, (len(base), won, lost)),
-                    *(Value(100 * each) for each in ((lost - won) / len(base), -high, -low)),
-                    *(Value(documents_needed(points / 100, changed)) for points in POINTS),
-                )
-            )
+            figures: list[Any] = [task, len(base), won, lost]
+            figures += [100 * each for each in ((lost - won) / len(base), -high, -low)]
+            figures += [documents_needed(points / 100, changed) for points in POINTS]
+            body.append((*(run.setting(name) for name in _NAMES), *map(Value, figures)))
     if not body:
         return None
-    heads = [Column(name, name.capitalize()) for name in (*_NAMES, "task")]
-    heads += [Column(name, name.capitalize(), 0, is_number=True) for name in _COUNTS]
-    headings = ("Points lost", "95% from", "to")
-    heads += [
-        Column(name, heading, 1, is_number=True)
-        for name, heading in zip(_ON, headings, strict=True)
-    ]
-    heads += [
-        Column(f"documents_for_{points}", f"Documents for {points}", 0, is_number=True)
-        for points in POINTS
-    ]
-    title, facts = "Points lost against the lossless run", ((INTERVAL, _NOTE),)
-    return Table(title, tuple(heads), tuple(body), about=facts)
+    title = "Points lost against the lossless run"
+    return Table(title, _COLUMNS, tuple(body), about=((INTERVAL, _NOTE),))
 
 
 def _answers(run: Run, task: str) -> dict[str, float]:
