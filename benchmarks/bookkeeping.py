@@ -18,9 +18,8 @@ import torch
 from grid import arguments
 from setup import SHAPES, random_model, run, take, virtual, wall
 
+from lm_eval_moecache.model.hook import WrappedModel
 from lm_eval_moecache.model.moe_layers import find_moe_layers
-from lm_eval_moecache.model.wrap import WrappedModel
-from lm_eval_moecache.records.jit import compile_at_once
 
 SHAPE = {**SHAPES["narrow"], "vocab_size": 512}
 TARGETS_US = {"on_demand": 12, "specmd": 40, "mixture_cache": 30, "buddymoe": 60}
@@ -72,8 +71,6 @@ def main() -> None:
     defaults = {"policies": ",".join(TARGETS_US), "clock": ("virtual", "wall")}
     options = arguments(__doc__, capacity="25%", tokens=64, **defaults)
     torch.set_num_threads(1)
-    # As in a run of many tokens: machine code serves the events.
-    compile_at_once()
     model = random_model(SHAPE)
     print(f"{options.clock} clock at {options.capacity}; CPU microseconds per layer and step")
     for policy in options.policies.split(","):

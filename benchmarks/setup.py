@@ -23,12 +23,12 @@ from grid import setting_of
 from lm_eval_moecache.algorithms.learned.buddies import PAIRS, WEIGHTED
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import TOGETHER
-from lm_eval_moecache.engine.virtual.engine import LIVE_PASSES, VirtualEngine
 from lm_eval_moecache.model.device import best_device, synchronize
+from lm_eval_moecache.model.hook import WrappedModel
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers, router_digest
 from lm_eval_moecache.model.wall.loading import ExpertLoader, assemble
-from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.artifact import write_artifact
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
@@ -117,9 +117,7 @@ def virtual(
     layers, geometry = described(model)
     setting = setting_of(geometry, capacity, drawn(policy, layers, geometry), policy=policy)
     setting = replace(setting, hardware=hardware or setting.hardware, execute=execute)
-    engine = VirtualEngine(geometry, setting)
-    engine.expect(LIVE_PASSES)
-    return WrappedModel(model, layers, engine)
+    return WrappedModel(model, layers, Engine(geometry, setting))
 
 
 def prompts(count: int, length: int, vocabulary: int, device: torch.device) -> list[torch.Tensor]:

@@ -22,8 +22,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lm_eval_moecache.model.checkpoint import skeleton, weights_files
+from lm_eval_moecache.model.hook import WrappedModel
 from lm_eval_moecache.model.wall.loading import ExpertLoader
-from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.sizes import parse_capacity
 

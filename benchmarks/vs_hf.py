@@ -55,10 +55,8 @@ def evaluate(options: argparse.Namespace) -> None:
 
     from lm_eval_moecache import MoECacheLM
     from lm_eval_moecache.records.files import task_configs_dir
-    from lm_eval_moecache.records.jit import compile_at_once
     from lm_eval_moecache.tiny import MODEL_DIR
 
-    compile_at_once()
     rounds, device = min(options.rounds, 3), device_of(options.device)
     manager = TaskManager(include_path=str(task_configs_dir()), include_defaults=False)
 

@@ -1,44 +1,28 @@
-"""An eviction rule of one's own: SIEVE (Zhang et al., NSDI 2024), a FIFO with second chances.
+"""An eviction rule of one's own: who has been needed least since it was loaded leaves first.
 
-Run it from this folder: `moecache replay TRACE --eviction my_eviction.Sieve`.
+Run it from this folder: `moecache replay TRACE --eviction my_eviction.LeastUsed`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Container
-from typing import ClassVar
-
-from lm_eval_moecache.algorithms.eviction.base import HitRule
+from lm_eval_moecache import Event, Eviction
 
 
-class Sieve(HitRule):
-    """A hand moves from the oldest key to the newest; what was hit since its last visit stays."""
+class LeastUsed(Eviction):
+    """Evicts the resident that the fewest events have used since its load, then the oldest."""
 
-    source: ClassVar[str] = "Zhang et al. 2024 (SIEVE)"
+    source = "the worked example of docs/algorithms.md"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._hit: dict[int, bool] = {}  # in order of insertion
-        self._hand: int | None = None
+        self.uses: dict[int, int] = {}  # in order of loading
 
-    def admit(self, key: int) -> None:
-        self._hit[key] = False
+    def on_insert(self, key: int, prefetched: bool) -> None:
+        self.uses[key] = 0
 
-    def hit(self, key: int) -> None:
-        if key in self._hit:
-            self._hit[key] = True
+    def on_event(self, event: Event) -> None:
+        self.uses |= {key: self.uses[key] + 1 for key in event.keys if key in self.uses}
 
-    def victim(self, pinned: Container[int], layer: int) -> int | None:
-        keys = list(self._hit)
-        start = keys.index(self._hand) if self._hand in self._hit else 0
-        around = [key for key in keys[start:] + keys[:start] if key not in pinned]
-        return next((key for key in around if not self._hit[key]), around[0] if around else None)
+    def on_evict(self, key: int) -> None:
+        del self.uses[key]
 
-    def forget(self, key: int) -> None:
-        keys = list(self._hit)
-        for passed in keys[keys.index(self._hand) if self._hand in self._hit else 0 :]:
-            if passed == key:
-                break
-            self._hit[passed] = False
-        self._hand = next(iter(keys[keys.index(key) + 1 :]), None)
-        del self._hit[key]
+    def victim(self, pinned: set[int], layer: int) -> int | None:
+        return min((key for key in self.uses if key not in pinned), key=self.uses.get, default=None)

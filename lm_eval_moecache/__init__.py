@@ -9,17 +9,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm as Eviction
     from lm_eval_moecache.algorithms.eviction.base import HitRule
+    from lm_eval_moecache.algorithms.eviction.base import StatefulEviction as Eviction
+    from lm_eval_moecache.algorithms.features import Expert, Layer, Now
     from lm_eval_moecache.algorithms.miss.base import MissAlgorithm as Miss
-    from lm_eval_moecache.algorithms.miss.base import Resolution
     from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm as Prefetch
     from lm_eval_moecache.algorithms.ranked import RankedEviction
     from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm as Routing
     from lm_eval_moecache.api import load_runs, load_trace, plan, replay
     from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
     from lm_eval_moecache.records.errors import MoECacheError
-    from lm_eval_moecache.records.event import Event, Fetch
+    from lm_eval_moecache.records.event import Event
     from lm_eval_moecache.records.geometry import Geometry
     from lm_eval_moecache.records.selection import Selection
     from lm_eval_moecache.trace.formats.base import TraceFormat
@@ -30,17 +30,18 @@ if TYPE_CHECKING:
 # `moecache --help` does not need.
 _PLACES = {
     "Event": "records.event:Event",
-    "Eviction": "algorithms.eviction.base:EvictionAlgorithm",
-    "Fetch": "records.event:Fetch",
+    "Eviction": "algorithms.eviction.base:StatefulEviction",
+    "Expert": "algorithms.features:Expert",
     "Geometry": "records.geometry:Geometry",
     "HitRule": "algorithms.eviction.base:HitRule",
+    "Layer": "algorithms.features:Layer",
     "Miss": "algorithms.miss.base:MissAlgorithm",
     "MoECacheError": "records.errors:MoECacheError",
     "MoECacheLM": "harness.lm:MoECacheLM",
     "MoECacheSpecLM": "harness.lm:MoECacheSpecLM",
+    "Now": "algorithms.features:Now",
     "Prefetch": "algorithms.prefetch.base:PrefetchAlgorithm",
     "RankedEviction": "algorithms.ranked:RankedEviction",
-    "Resolution": "algorithms.miss.base:Resolution",
     "Routing": "algorithms.routing.base:RoutingAlgorithm",
     "Selection": "records.selection:Selection",
     "TraceFormat": "trace.formats.base:TraceFormat",
@@ -52,16 +53,17 @@ _PLACES = {
 __all__ = [
     "Event",
     "Eviction",
-    "Fetch",
+    "Expert",
     "Geometry",
     "HitRule",
+    "Layer",
     "Miss",
     "MoECacheError",
     "MoECacheLM",
     "MoECacheSpecLM",
+    "Now",
     "Prefetch",
     "RankedEviction",
-    "Resolution",
     "Routing",
     "Selection",
     "TraceFormat",

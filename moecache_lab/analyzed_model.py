@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.engine.engine import Engine as VirtualEngine
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.virtual.engine import VirtualEngine
+from lm_eval_moecache.model.hook import WrappedModel
 from lm_eval_moecache.model.reading import ReadingModel
-from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.profiling._texts import texts_in
 from lm_eval_moecache.records.files import TINY, read_text
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from pyarrow.parquet import read_schema
 
-from lm_eval_moecache.engine.virtual.costs import Costs, attention_s
+from lm_eval_moecache.engine.costs import Costs, attention_s
 from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.files import traces_dir
 from lm_eval_moecache.records.geometry import Geometry

@@ -19,8 +19,6 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # On models of a few kilobytes a second thread only waits, and for long on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Rules run as plain Python: numba would compile each for ten seconds.
-os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 # So do bitsandbytes' functions for odd shapes: a C++ compiler would take as long for one.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 

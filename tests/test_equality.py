@@ -95,7 +95,7 @@ def test_a_step_is_a_decode_step_by_either_name_of_the_cache(name: str) -> None:
     model = random_model("olmoe")
     wrapped = wrap_virtual(model, "on_demand", "25%")
     wrapped._begin_pass(model, (), {"input_ids": torch.ones(1, 1, dtype=torch.long), name: past})
-    assert wrapped._phase == DECODE
+    assert wrapped._pass is not None and wrapped._pass._begun.phase == DECODE
     wrapped.unwrap()
 
 

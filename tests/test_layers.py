@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -42,7 +43,8 @@ TORCH_FREE = ("records.", "trace.", "algorithms.", "engine.", "report.")
 # A replay's future is a record, too: offline algorithms take it.
 ALGORITHM_MAY_IMPORT = ("records.", "trace.future")
 # The vocabulary of rules that rank residents, state what an expert costs, or learned offline.
-RANKINGS = ("algorithms.features", "algorithms.ranked", "algorithms.costs", "algorithms.importance")
+LOOPS = tuple(f"algorithms.{n}" for n in ("choosing", "cheapest", "likeliest", "substitution"))
+RANKINGS = ("algorithms.features", "algorithms.ranked", "algorithms.importance", *LOOPS)
 LEARNED = "algorithms.learned."
 
 
@@ -101,7 +103,7 @@ def test_algorithms_are_leaves_and_their_bases_see_the_records_only() -> None:
         assert [n for n in own_imports_of(module) if not matches(n, allowed)] == [], module
     for axis in AXES:
         base_imports = own_imports_of(f"algorithms.{axis}.base")
-        allowed = (*ALGORITHM_MAY_IMPORT, "algorithms.parameters", "algorithms.costs")
+        allowed = (*ALGORITHM_MAY_IMPORT, "algorithms.parameters", *LOOPS)
         assert [name for name in base_imports if not matches(name, allowed)] == [], axis
 
 
@@ -208,3 +210,17 @@ def test_a_new_command_is_one_function(
         assert said in moecache("count", *words, code=2)
     with pytest.raises(MoECacheError, match="count: option='too' is not known"):
         api.count(too=4)
+
+
+def test_nothing_enters_the_kernel_but_by_its_door() -> None:
+    """`memory.door` compiles `serve`, and `visit` for the wall's arrivals; nobody else does."""
+    by_name = re.compile(r"\bcompiled\(|\bdoor\(")
+    callers = {
+        name
+        for name, path in MODULES.items()
+        if by_name.search(path.read_text("utf-8")) and not name.startswith("records.")
+    }
+    assert callers == {
+        *("algorithms.choosing", "engine.memory"),  # loops of rules, and the door itself
+        *("engine.engine", "engine.rows", "engine.wall.engine"),
+    }

@@ -20,8 +20,8 @@ from lm_eval_moecache.algorithms.learned.predictor import costs, shapes, target_
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.prefetch.gates import DataAware
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.engine.costs import Costs
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.virtual.costs import Costs
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import find_moe_layers

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.engine.costs import DENSE_KERNELS, EXPERT_KERNELS, Costs
 from lm_eval_moecache.engine.setting import check_host
-from lm_eval_moecache.engine.virtual.costs import DENSE_KERNELS, EXPERT_KERNELS, Costs
 from lm_eval_moecache.profiling import _measure
 from lm_eval_moecache.profiling._measure import (
     MOST_LAYERS,

@@ -6,9 +6,6 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import numpy as np
-
-from lm_eval_moecache.records.arrays import DoubleArray
 from lm_eval_moecache.records.artifact import Artifact
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.future import Future
@@ -74,27 +71,25 @@ class Algorithm(ABC):
         """Return axis and rule as errors name them: `eviction='lru'`."""
         return f"{cls.axis}={vars(cls).get('name', cls.__name__)!r}"
 
-    def get_ready(self) -> None:
-        """Load or make machine code that decides, before a run that must not pause for it."""
-        return
-
 
 class OverRows(Algorithm):
-    """A rule that decides the tokens of many rows at once, each by its own residents."""
+    """A rule that is asked about many rows at once, each of which decides by itself.
 
-    state_size: ClassVar[int] = 0
-    """How many numbers the rule keeps of each layer, all 0 at first: `Tokens.state`."""
+    Rows are runs side by side, each with a cache of its own. One row's rule is asked about all of
+    them, and finds what it remembers of each in that row's own rule (`Event.own`). A rule that is
+    not one of these is asked row by row.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.state: DoubleArray = np.zeros((self.geometry.num_layers, self.state_size))
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew with all that the rule remembers, if anything."""
+        return
 
     def reset_copy(self) -> Any:
-        """Return the rule as it was made: it keeps nothing but `state`."""
+        """Return the rule as it was made."""
         twin = copy(self)
-        twin.state = np.zeros_like(self.state)
+        twin.forget()
         return twin
-
-    def row_state(self, layer: int, num_tokens: int) -> DoubleArray:
-        """Return what the rule, of a single row, keeps for its next event, [1, numbers]."""
-        return self.state[layer, None]

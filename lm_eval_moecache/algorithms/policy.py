@@ -17,7 +17,6 @@ from lm_eval_moecache.algorithms.registry import (
     ranges_of,
     source_of,
 )
-from lm_eval_moecache.algorithms.returned import guarded
 from lm_eval_moecache.records.files import is_file, policies_dir, read_yaml
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import MOST_COUNT, nearest, read_number, unknown_name_error
@@ -41,8 +40,7 @@ class Choice:
             for name, allowed in ranges_of(self.algorithm).items():
                 key = f"{self.axis}.{unmangle(name)}"
                 allowed.check(key, self.parameters[name], geometry)
-            built = self.algorithm(geometry, seed=seed, **self.parameters)
-            return guarded(built, self.name) if self.is_outside else built
+            return self.algorithm(geometry, seed=seed, **self.parameters)
         except ValueError as error:
             raise ValueError(f"{self.axis}={self.name}: {error}") from error
         except Exception as error:

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from lm_eval_moecache.engine.engine import Engine as VirtualEngine
 from lm_eval_moecache.engine.replay import cold_passes, enter_requests
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.event import PHASES, PREFILL
 from lm_eval_moecache.trace.future import Future

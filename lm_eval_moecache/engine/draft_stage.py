@@ -10,8 +10,8 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch
-from lm_eval_moecache.engine.virtual.costs import Costs
-from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.engine.costs import Costs
+from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.trace.recorder import DraftNotes
@@ -21,10 +21,11 @@ class DraftedEngine(Protocol):
     """An engine, as the draft's stage sees it (see `engine.engine.Engine`)."""
 
     clock: Any
+    rules: Any
 
     def advance(self, seconds: float) -> None: ...
 
-    def submit_draft(self, keys: Sequence[int], pass_index: int, batched: bool) -> None: ...
+    def submit_draft(self, keys: IntArray, pass_index: int, batched: bool) -> None: ...
 
     def await_prefetches(self) -> float: ...
 
@@ -141,7 +142,7 @@ class DraftStage:
         prefetch = self._prefetch
         assert prefetch is not None, "nobody asked for a prediction"
         self._engine.advance(self._costs.gates_s(1))
-        keys = prefetch.propose_draft(layer, logits)
+        keys = self._engine.rules.propose_draft(layer, logits)
         self._engine.submit_draft(keys, self._pass_index, prefetch.batched)
         self._engine.advance(0.0)
 

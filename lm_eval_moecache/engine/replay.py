@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.learned.predictor import target_of
-from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
-from lm_eval_moecache.engine.engine import Engine, proposals_by_event
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.rows import Proposed
 from lm_eval_moecache.engine.setting import CONTEXT, Setting
-from lm_eval_moecache.engine.virtual.batches import replay_passes
-from lm_eval_moecache.engine.virtual.engine import VirtualEngine
-from lm_eval_moecache.engine.virtual.loop import NOTHING_PROPOSED, joined
-from lm_eval_moecache.engine.virtual.together import serving
-from lm_eval_moecache.records.arrays import FloatArray, IntArray
-from lm_eval_moecache.records.event import (
-    DECODE,
-    NO_PREDICTIONS,
-    PHASES,
-    PREFILL,
-    UNSEEN_EXPERTS,
-    UNSEEN_SCORES,
-    Event,
-)
+from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.batch import Batch
+from lm_eval_moecache.records.event import PHASES, UNSEEN_SCORES
 from lm_eval_moecache.records.geometry import NO_TARGET
 from lm_eval_moecache.records.ledger import PassRecord, RequestRecord
 from lm_eval_moecache.trace.file import StreamedTrace
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.recorder import identity
-from lm_eval_moecache.trace.trace import Halves, Lists, Trace
+from lm_eval_moecache.trace.trace import Lists, Trace
 
-_CHUNK_PASSES = 256
 _BATCH_PASSES = 4096
 Served = tuple[RequestRecord, ...]
 """The requests that a pass serves."""
-_UNSEEN: Any = UNSEEN_EXPERTS, UNSEEN_SCORES, UNSEEN_SCORES, NO_PREDICTIONS
 
 
 def replay(
@@ -49,8 +35,8 @@ def replay(
     future: Future | None = None,
     cache_reset: str = "request",
     on_progress: Callable[[int], object] | None = None,
-    on_engine: Callable[[VirtualEngine], object] | None = None,
-) -> VirtualEngine:
+    on_engine: Callable[[Engine], object] | None = None,
+) -> Engine:
     """Serve every pass of a trace; return the engine, whose ledger holds the counts.
 
     A drafted trace brings its own draft, which overrides the setting's. `on_progress` is called
@@ -60,28 +46,31 @@ def replay(
     setting = replace(setting, draft=trace.drafted.draft or setting.draft)
     if trace.scans:
         _check_scans(trace, setting)
-    engine = VirtualEngine(trace.geometry, setting, future)
+    engine = Engine(trace.geometry, setting, future)
     if on_engine is not None:
         on_engine(engine)
     waiting = enter_requests(trace, engine)
-    engine.expect(trace.num_passes)
-    serve = _serve_events if trace.scans or engine.is_stepwise else _serve_passes
     for server, part, served in _turns(engine, trace, waiting, cache_reset, on_engine):
         needs = _needs_of(part, server, setting, cache_reset)
-        for num_passes in serve(server, part, needs, served):
+        _check_drafts(part, server)
+        for first, last, is_scan in _segments(part, _is_apart(server)):
+            _serve(server, part, needs, first, last, is_scan)
+            for record in server.ledger.passes[part.first_pass + first :]:
+                _note_drafts(part, record)
+                for request in served[record.index]:
+                    request.passes.append(record)
             if on_progress is not None:
-                on_progress(num_passes)
-    engine.ledger.serve(())
+                on_progress(last - first)
     return engine
 
 
 def _turns(
-    engine: VirtualEngine,
+    engine: Engine,
     trace: Trace | StreamedTrace,
     waiting: Sequence[Served],
     cache_reset: str,
-    on_engine: Callable[[VirtualEngine], object] | None,
-) -> Iterator[tuple[VirtualEngine, Trace, Sequence[Served]]]:
+    on_engine: Callable[[Engine], object] | None,
+) -> Iterator[tuple[Engine, Trace, Sequence[Served]]]:
     """Yield the parts of a trace in turn, each with the engine that serves it.
 
     With it come the requests that its passes serve, by the number of the pass in that engine. With
@@ -91,7 +80,7 @@ def _turns(
     if cache_reset != "request":
         yield from ((engine, part, waiting) for part in trace.parts())
         return
-    server: VirtualEngine | None = None
+    server: Engine | None = None
     last_requests: Set[int] = frozenset()
     begun = 0
     for part in trace.parts():
@@ -115,13 +104,15 @@ def _turns(
 
 def _check_scans(trace: Trace | StreamedTrace, setting: Setting) -> None:
     """Raise ValueError for a setting under which no text can be served layer by layer."""
-    capacity, routing = setting.capacity, setting.policy.routing
+    capacity, policy = setting.capacity, setting.policy
+    routing, prefetch = policy.routing, policy.prefetch
     shared = len(capacity.bytes_by_partition) < trace.geometry.num_layers
     looks_ahead = bool(getattr(routing.algorithm, "depth", 0))
     for key, value, is_refused, allowed in (
         ("attention", setting.attention, setting.attention == CONTEXT, "attention='none'"),
         ("capacity", capacity.text, shared, "a cache per layer, as '30/layer'"),
         ("routing", routing.name, looks_ahead, "a routing of one layer"),
+        ("prefetch", prefetch.name, prefetch.algorithm.is_active, "prefetch='none'"),
     ):
         if is_refused:
             raise ValueError(
@@ -130,91 +121,122 @@ def _check_scans(trace: Trace | StreamedTrace, setting: Setting) -> None:
             )
 
 
-def _serve_passes(
-    engine: VirtualEngine,
-    part: Trace,
-    needs: EventFields,
-    waiting: Sequence[Served],
-) -> Iterator[int]:
-    """Serve a part some thousand passes at a time; yield how many."""
-    begin, proposals = 0, list[tuple[IntArray, IntArray]]()
-    for first, last, _ in _segments(part):
-        proposals.append(_proposed(engine, part, needs, first, last))
-        if last - begin < _BATCH_PASSES and last < part.num_passes:
-            continue
-        counts = np.concatenate([np.diff(bounds) for _, bounds in proposals])
-        proposed = np.concatenate([keys for keys, _ in proposals]), np.append(0, counts.cumsum())
-        events = _events(part, needs, begin, last, True) if engine.needs_events else None
-        replay_passes(engine, part, begin, last, proposed, events)
-        for record in engine.ledger.passes[part.first_pass + begin :]:
-            _note_drafts(part, record)
-            for request in waiting[record.index]:
-                request.passes.append(record)
-        yield last - begin
-        begin, proposals = last, []
+def _serve(engine: Engine, part: Trace, needs: Needs, first: int, last: int, is_scan: bool) -> None:
+    """Serve passes `first` to `last` (excluded) of a part, or a scanned text of so many tokens."""
+    if is_scan:
+        _scan(engine, part, needs, first, last)
+        return
+    num_layers = part.geometry.num_layers
+    batch = _batch_of(part, needs, first, last, engine.wants_positions)
+    proposed, next_use = _recorded(part, needs, first, last), None
+    if engine.eviction.is_offline and engine.future is not None:
+        events = slice(first * num_layers, last * num_layers + 1)
+        bounds = part.key_bounds[events]
+        next_use = engine.future.next_use[bounds[0] : bounds[-1]]
+    if _is_apart(engine):
+        _serve_pass(engine, part, batch, proposed, first)
+        return
+    engine.serve(batch, proposed, next_use)
 
 
-def _proposed(
-    engine: Engine, part: Trace, needs: EventFields, first: int, last: int
-) -> tuple[IntArray, IntArray]:
-    """Return the proposals at the events of some passes: keys, and their bounds by event."""
-    prefetch = engine.rules.prefetch
-    if not prefetch.is_active:
-        return NOTHING_PROPOSED
-    known_proposals = _known_proposals(part, needs, first, last)
-    if known_proposals is not None:
-        return known_proposals
-    proposals: list[Sequence[int]] = []
-    for event in _events(part, needs, first, last, False):
-        if event.layer == 0:
-            prefetch.on_pass(event.pass_index)
-        proposals.append(prefetch.propose(event))
-    return joined(proposals)
+def _is_apart(engine: Engine) -> bool:
+    """Whether something is to be done before each pass."""
+    return engine.rules.prefetch.predicts_pass or engine.draft_stage is not None
 
 
-def _serve_events(
-    engine: VirtualEngine,
-    part: Trace,
-    needs: EventFields,
-    waiting: Sequence[Served],
-) -> Iterator[int]:
-    """Serve a part event by event, and scanned texts layer by layer; yield how many passes."""
-    _check_drafts(part, engine)
-    num_layers, together = part.geometry.num_layers, None
-    for first, last, is_scan in _segments(part):
-        if not is_scan:
-            events = _show(engine, part, needs, first, last)
-        for pass_index in range(first, first + 1 if is_scan else last):
-            engine.ledger.serve(waiting[part.first_pass + pass_index])
-            if is_scan:
-                _run_scan(engine, part, needs, first, last - first)
-                break
-            _draft(part, engine, pass_index)
-            positions = None
-            if engine.wants_positions:
-                row, stop = part.row_bounds[pass_index * num_layers :][:2]
-                positions = part.columns.token[row:stop].astype(np.int64)
-            own = [*islice(events, num_layers)]
-            event = own[0]
-            engine.begin_pass(event.phase, event.num_tokens, positions=positions)
-            is_token = event.phase == DECODE and event.num_tokens == 1 == len(event.weights)
-            together = serving([engine], together) if is_token and engine.loop.is_compiled else None
-            for event in own:
-                if together is not None:
-                    given = event.experts, event.weights, event.logits, event.predicted
-                    together.run(event.layer, *given)
-                    continue
-                engine.enter(event.layer, event.num_tokens)
-                engine.run(event)
-            if together is not None:
-                together.end()
-            engine.end_pass()
-            _note_drafts(part, engine.record)
-        yield last - first
+def _serve_pass(
+    engine: Engine, part: Trace, batch: Batch, proposed: Proposed | None, index: int
+) -> None:
+    """Serve one pass that drafting precedes, or the prefetches of all of its layers."""
+    _draft(part, engine, index)
+    ahead = None
+    if engine.rules.prefetch.predicts_pass and proposed is not None:
+        # A pass's proposal precedes its first layer, but is recorded with it.
+        keys, bounds = proposed
+        ahead, proposed = keys[: bounds[1]], (keys[:0], np.zeros_like(bounds))
+    engine.serve_pass(batch, proposed, ahead)
+
+
+def _batch_of(part: Trace, needs: Needs, first: int, last: int, has_positions: bool) -> Batch:
+    """Return passes `first` to `last` (excluded) of a part as a live run has them."""
+    num_layers, columns = part.geometry.num_layers, part.columns
+    rows = part.row_bounds[first * num_layers : last * num_layers + 1]
+    own, tokens = slice(rows[0], rows[-1]), np.diff(rows)
+    weights = logits = UNSEEN_SCORES
+    if needs.weights and columns.weights is not None:
+        weights = columns.weights[own]
+    if needs.logits and part.logits is not None:
+        logits = part.logits[own].astype(np.float32)
+    phase = PHASES[columns.phase[rows[0]]]
+    targets, predicted = _predictions(part, needs, rows, phase)
+    positions = None
+    if has_positions:
+        starts = pairwise(rows[::num_layers].tolist())
+        stops = rows[1::num_layers].tolist()
+        positions = [
+            columns.token[start:stop].astype(np.int64)
+            for (start, _), stop in zip(starts, stops, strict=True)
+        ]
+    return Batch(
+        phase=phase,
+        num_layers=num_layers,
+        experts=columns.experts[own].astype(np.int64),
+        bounds=None if (tokens == 1).all() else rows - rows[0],
+        weights=weights,
+        logits=logits,
+        targets=targets,
+        predicted=predicted,
+        positions=positions,
+    )
+
+
+def _predictions(
+    part: Trace, needs: Needs, rows: Any, phase: str
+) -> tuple[Sequence[Sequence[int]], FloatArray]:
+    """Return by layer which layers are predicted there, and the predictions of these rows.
+
+    There are none where proposals are known already.
+    """
+    num_layers, num_experts = part.geometry.num_layers, part.geometry.num_experts
+    if not needs.depth:
+        return (), UNSEEN_SCORES
+    targets = [
+        [*range(layer + 1, min(layer + needs.depth + 1, num_layers))] for layer in range(num_layers)
+    ]
+    if needs.predicted_by:
+        found = [target_of(layer, num_layers, phase) for layer in range(num_layers)]
+        targets = [[] if target is None else [target] for target in found]
+    if needs.recorded is not None or part.predicted is None:
+        return targets, UNSEEN_SCORES
+    offsets = part.predicted.offsets[rows[0] : rows[-1] + 1]
+    tokens, num_passes = np.diff(rows), (len(rows) - 1) // num_layers
+    wanted = np.repeat(np.tile([*map(len, targets)], num_passes), tokens)
+    values = part.predicted.values[offsets[0] : offsets[-1]].reshape(-1, num_experts)
+    kept = np.diff(offsets) // num_experts
+    if (kept != wanted).any():
+        # The trace predicts further ahead.
+        places = np.arange(kept.sum()) - np.repeat(np.cumsum(kept) - kept, kept)
+        values = values[places < np.repeat(wanted, kept)]
+    return targets, values.astype(np.float32)
+
+
+def _scan(engine: Engine, part: Trace, needs: Needs, first: int, last: int) -> None:
+    """Serve the passes of a scanned text layer by layer, like the live run."""
+    num_layers, columns = part.geometry.num_layers, part.columns
+    engine.begin_scan(last - first)
+    for layer in range(num_layers):
+        rows = part.row_bounds[np.arange(first, last) * num_layers + layer]
+        weights = logits = UNSEEN_SCORES
+        if columns.weights is not None:
+            weights = columns.weights[rows]
+        if needs.logits and part.logits is not None:
+            logits = part.logits[rows].astype(np.float32)
+        engine.scan(layer, columns.experts[rows].astype(np.int64), weights, logits)
+    engine.end_scan()
 
 
 @dataclass(frozen=True, slots=True)
-class EventFields:
+class Needs:
     """The fields of an event, besides its keys, that the algorithms of a policy need."""
 
     weights: bool
@@ -224,24 +246,21 @@ class EventFields:
     """Digest of the predictor behind the predictions; empty for the model's gates."""
     recorded: Lists | None = None
     """The prefetcher's proposals in the recorded run, which spare asking it."""
-    asked_ahead: PrefetchAlgorithm | None = None
-    """The prefetcher, where no other algorithm uses predictions."""
 
 
-def _needs_of(trace: Trace, engine: Engine, setting: Setting, cache_reset: str) -> EventFields:
+def _needs_of(trace: Trace, engine: Engine, setting: Setting, cache_reset: str) -> Needs:
     """Return the fields that the policy needs; recorded proposals stand in for its prefetcher.
 
     Raises ValueError where the trace lacks one of them.
     """
     choice: Any = setting.policy.prefetch
     routing, prefetch = engine.rules.routing, engine.rules.prefetch
-    recorded = asked_ahead = None
+    recorded = None
     # Some routing algorithms execute the predicted experts, some miss algorithms choose prefetch
     # levels by the predictions: these need the predictions themselves.
     if not (routing.depth or engine.rules.miss.uses_ladder):
         name = identity(choice, setting.seed, engine.prefetch_digest, cache_reset)
         recorded = trace.proposed.get(name)
-        asked_ahead = prefetch
         other = "request" if cache_reset == "never" else "never"
         if recorded is None and identity(choice, setting.seed, engine.prefetch_digest, other) in (
             trace.proposed
@@ -265,9 +284,7 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting, cache_reset: str) 
         logits = engine.weighs_changes
         algorithms = routing, engine.rules.miss, engine.eviction
         weights = logits or weighs or any(algorithm.uses_weights for algorithm in algorithms)
-    needs = EventFields(
-        weights, logits, engine.depth, engine.predictor_digest, recorded, asked_ahead
-    )
+    needs = Needs(weights, logits, engine.depth, engine.predictor_digest, recorded)
     lacks = ""
     if weights and trace.columns.weights is None:
         lacks = "a row has no weights"
@@ -290,7 +307,7 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting, cache_reset: str) 
     return needs
 
 
-def _lacks_of_predictions(trace: Trace, needs: EventFields) -> str:
+def _lacks_of_predictions(trace: Trace, needs: Needs) -> str:
     """Return what is wrong with a trace's predictions; empty where they suffice."""
     if trace.predicted is None:
         return "there is no column 'predicted'"
@@ -306,64 +323,25 @@ def _lacks_of_predictions(trace: Trace, needs: EventFields) -> str:
     return ""
 
 
-def _show(
-    engine: Engine, trace: Trace, needs: EventFields, first: int, last: int
-) -> Iterator[Event]:
-    """Return the events of passes `first` to `last`; hand the engine their known proposals."""
-    proposals = _known_proposals(trace, needs, first, last)
-    answers: Iterator[Sequence[int]] | None = None
-    if proposals is not None:
-        answers = proposals_by_event(*proposals)
-        if engine.rules.prefetch.predicts_pass:
-            # A pass's proposal precedes its first layer, but is recorded with it.
-            answers = _at_pass_starts(answers, trace.geometry.num_layers)
-    engine.answers = answers
-    return _events(trace, needs, first, last, proposals is not None)
+def _segments(trace: Trace, one_by_one: bool) -> Iterator[tuple[int, int, bool]]:
+    """Divide the passes into batches and scanned texts; yield (first, last, is scanned).
 
-
-def _at_pass_starts(answers: Iterator[Sequence[int]], num_layers: int) -> Iterator[Sequence[int]]:
-    """Yield each pass's first answer at its start, and empty ones at its events."""
-    for index, keys in enumerate(answers):
-        if index % num_layers == 0:
-            yield keys
-        yield ()
-
-
-def _segments(trace: Trace) -> Iterator[tuple[int, int, bool]]:
-    """Divide the passes into chunks and scanned texts; yield (first, last, is scanned).
-
-    The passes of a chunk have one phase, and are all of one token or all of several, so that a
-    prefetcher can be asked about all decode steps of a chunk at once.
+    The passes of a batch have one phase, and are all of one token or all of several; `one_by_one`
+    has each for itself.
     """
     starts = trace.row_bounds[:: trace.geometry.num_layers]
     rows_of_first = trace.row_bounds[1 :: trace.geometry.num_layers] - starts[:-1]
     kinds = trace.columns.phase[starts[:-1]] * 2 + (rows_of_first > 1)
     changes: list[int] = (np.flatnonzero(np.diff(kinds)) + 1).tolist()
-    at = 0
+    at, most = 0, 1 if one_by_one else _BATCH_PASSES
     for first, count in (*trace.scans, (trace.num_passes, 0)):
         cuts = [at, *(change for change in changes if at < change < first), first]
         for start, stop in pairwise(cuts):
-            for begin in range(start, stop, _CHUNK_PASSES):
-                yield begin, min(begin + _CHUNK_PASSES, stop), False
+            for begin in range(start, stop, most):
+                yield begin, min(begin + most, stop), False
         if count:
             yield first, first + count, True
         at = first + count
-
-
-def _run_scan(engine: Engine, trace: Trace, needs: EventFields, first: int, count: int) -> None:
-    """Serve the passes of a scanned text layer by layer, like the live run."""
-    num_layers, columns = trace.geometry.num_layers, trace.columns
-    engine.begin_scan(count)
-    for layer in range(num_layers):
-        rows = trace.row_bounds[(first + np.arange(count)) * num_layers + layer]
-        weights = logits = UNSEEN_SCORES
-        if columns.weights is not None:
-            weights = columns.weights[rows]
-        if needs.logits and trace.logits is not None:
-            logits = trace.logits[rows].astype(np.float32)
-        experts = columns.experts[rows].astype(np.int64)
-        engine.scan(Event(-1, layer, PREFILL, count, [], experts, weights, logits))
-    engine.end_scan()
 
 
 def enter_requests(trace: Trace | StreamedTrace, engine: Engine) -> list[Served]:
@@ -452,113 +430,11 @@ def _note_drafts(trace: Trace, record: PassRecord) -> None:
         record.drafted, record.accepted = trace.drafted.settled[record.index]
 
 
-def _known_proposals(
-    trace: Trace, needs: EventFields, first: int, last: int
-) -> tuple[IntArray, IntArray] | None:
-    """Return the proposals at each event of passes `first` to `last` (excluded), if known ahead.
-
-    They are all keys, and their bounds by event. None where the prefetcher must be asked at each
-    event in turn: it uses more than predictions, or a pass has several tokens.
-    """
+def _recorded(trace: Trace, needs: Needs, first: int, last: int) -> Proposed | None:
+    """Return what was proposed at each event of passes `first` to `last`, if it was recorded."""
+    if needs.recorded is None:
+        return None
     num_layers = trace.geometry.num_layers
-    if needs.recorded is not None:
-        bounds = needs.recorded.bounds[first * num_layers : last * num_layers + 1]
-        keys: IntArray = needs.recorded.values[bounds[0] : bounds[-1]].astype(np.int64)
-        return keys, bounds - bounds[0]
-    prefetch, predicted = needs.asked_ahead, trace.predicted
-    if prefetch is None or predicted is None or not needs.depth:
-        return None
-    rows = trace.row_bounds[first * num_layers : last * num_layers + 1]
-    if rows[-1] - rows[0] != len(rows) - 1:
-        return None
-    offsets = predicted.offsets[rows]
-    sizes = np.diff(offsets).reshape(-1, num_layers)
-    if (sizes != sizes[0]).any():
-        return None
-    by_pass = predicted.values[offsets[0] : offsets[-1]].reshape(last - first, -1)
-    return _asked_ahead(prefetch, by_pass, sizes[0].tolist(), min(needs.depth, predicted.depth))
-
-
-def _asked_ahead(
-    prefetch: PrefetchAlgorithm, by_pass: Halves, sizes: Sequence[int], depth: int
-) -> tuple[IntArray, IntArray] | None:
-    """Ask the prefetcher layer by layer, for all passes at once.
-
-    `by_pass` are predicted logits [passes, values], of which each layer has `sizes[layer]`.
-    """
-    num_passes, num_layers = len(by_pass), len(sizes)
-    num_experts = prefetch.geometry.num_experts
-    counts = np.zeros((num_passes, num_layers, depth), np.int64)
-    proposals: list[tuple[int, int, IntArray]] = []
-    start = 0
-    for layer, size in enumerate(sizes):
-        for ahead in range(min(depth, size // num_experts)):
-            column = start + ahead * num_experts
-            logits = by_pass[:, column : column + num_experts].astype(np.float32)
-            target = (layer + 1 + ahead) % num_layers
-            proposed = prefetch.propose_arrays([target] * num_passes, logits)
-            if proposed is None:
-                return None
-            keys, counts[:, layer, ahead] = proposed
-            proposals.append((layer, ahead, keys))
-        start += size
-    ends = counts.cumsum().reshape(counts.shape)
-    merged = np.zeros(counts.sum(), np.int64)
-    for layer, ahead, keys in proposals:
-        counts_ahead = counts[:, layer, ahead]
-        begin = ends[:, layer, ahead] - counts_ahead.cumsum()
-        merged[np.arange(len(keys)) + np.repeat(begin, counts_ahead)] = keys
-    return merged, np.append(0, ends[:, :, -1]) if depth else np.zeros(1, np.int64)
-
-
-def _events(
-    trace: Trace, needs: EventFields, first: int, last: int, is_proposed: bool
-) -> Iterator[Event]:
-    """Build the events of passes `first` to `last` (excluded), as a live hook does.
-
-    `is_proposed`: proposals are known already, so events need no predictions.
-    """
-    columns, geometry = trace.columns, trace.geometry
-    num_layers, num_experts = geometry.num_layers, geometry.num_experts
-    places = slice(first * num_layers, last * num_layers + 1)
-    rows: list[int] = trace.row_bounds[places].tolist()
-    bounds: list[int] = (trace.key_bounds[places] - trace.key_bounds[places.start]).tolist()
-    start = trace.key_bounds[places.start]
-    keys: list[int] = trace.keys[start : start + bounds[-1]].tolist()
-    logits_of = trace.logits if needs.logits else None
-    ahead = trace.predicted if needs.depth and not is_proposed else None
-    offsets = [] if ahead is None else ahead.offsets[rows].tolist()
-
-    @cache
-    def unseen_at(layer: int, phase: str) -> Mapping[int, FloatArray]:
-        """Return the layers that a live run predicts here, at a cost in time, without scores."""
-        if needs.predicted_by:
-            target = target_of(layer, num_layers, phase)
-            return {} if target is None else {target: UNSEEN_SCORES}
-        end = min(layer + needs.depth + 1, num_layers)
-        return dict.fromkeys(range(layer + 1, end), UNSEEN_SCORES)
-
-    for place, (row, stop) in enumerate(pairwise(rows)):
-        part_pass, layer = divmod(place, num_layers)
-        phase, num_tokens = PHASES[columns.phase[row]], stop - row
-        experts, weights, logits, predicted = _UNSEEN
-        if needs.weights or num_tokens > 1:
-            # In a pass of one token the keys are the experts.
-            experts = columns.experts[row:stop].astype(np.int64)
-            if columns.weights is not None:
-                weights = columns.weights[row:stop]
-        if logits_of is not None:
-            logits = logits_of[row:stop].astype(np.float32)
-        if ahead is not None:
-            values = ahead.values[offsets[place] : offsets[place + 1]].reshape(num_tokens, -1)
-            # Only a predictor's rows reach past the last layer, to the first one of the next pass.
-            reach = min(needs.depth * num_experts, values.shape[1])
-            predicted = {
-                (layer + 1 + nth) % num_layers: values[:, at : at + num_experts].astype(np.float32)
-                for nth, at in enumerate(range(0, reach, num_experts))
-            }
-        elif is_proposed and needs.depth:
-            predicted = unseen_at(layer, phase)
-        index = trace.first_pass + first + part_pass
-        needed = keys[bounds[place] : bounds[place + 1]]
-        yield Event(index, layer, phase, num_tokens, needed, experts, weights, logits, predicted)
+    bounds = needs.recorded.bounds[first * num_layers : last * num_layers + 1]
+    keys = needs.recorded.values[bounds[0] : bounds[-1]].astype(np.int64)
+    return keys, bounds - bounds[0]

@@ -25,9 +25,8 @@ from tqdm import tqdm
 
 from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.rows import Row, serve_kept
 from lm_eval_moecache.engine.setting import PROMPT_LOOKUP
-from lm_eval_moecache.engine.virtual.engine import ANSWER_PASSES, VirtualEngine
+from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.harness.arguments import (
     Config,
     as_arguments_error,
@@ -61,6 +60,7 @@ from lm_eval_moecache.harness.tasks import watch_evaluations
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.decoding import RowDecoding
 from lm_eval_moecache.model.device import device_of
+from lm_eval_moecache.model.hook import FinishedSequences, Row, WrappedModel
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.speculative import (
     DraftHooks,
@@ -70,7 +70,6 @@ from lm_eval_moecache.model.speculative import (
     measure_overlap,
     watched_by,
 )
-from lm_eval_moecache.model.wrap import FinishedSequences, WrappedModel
 from lm_eval_moecache.records.files import TINY
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.numbers import check_typed
@@ -304,7 +303,7 @@ class MoECacheLM(HFLM):
             self.wrapped.recorder.restart()
         if self.moecache.cache_reset != "request":
             return
-        if not self.engine.is_virtual:
+        if isinstance(self.engine, WallEngine):
             self.engine.restart()
             return
         engine = self.engine.fresh()
@@ -343,7 +342,7 @@ class MoECacheLM(HFLM):
             if row.engine is None:
                 if engine is self.engine:
                     ledger.serve(served)
-                serve_kept(row, engine)
+                row.serve(engine)
                 ledger.serve([])
             if engine is not self.engine:
                 self.engine.merge(engine, served)
@@ -408,8 +407,6 @@ class MoECacheLM(HFLM):
         self._computed.add(rows)
         # HFLM sorts and pads what it gets; a row that has ended makes place for the next of it.
         self._at_once = rows
-        if isinstance(self.engine, VirtualEngine):
-            self.engine.expect(len(copies) * ANSWER_PASSES)
         with self._computing(size, len(copies), "generate_until", disable_tqdm):
             for start in range(0, len(copies), size):
                 outputs += super().generate_until(copies[start : start + size], disable_tqdm=True)

@@ -10,7 +10,6 @@ import torch
 
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.virtual.engine import LIVE_PASSES, VirtualEngine
 from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.model.checkpoint import model_path, skeleton, weights_files, weights_identity
 from lm_eval_moecache.model.device import device_of, name_of
@@ -90,8 +89,7 @@ class ModelLoader:
         """Return the engine of a setting and its store, None where experts run from the model."""
         if self._experts is not None:
             return assemble(model, geometry, setting, self._experts)
-        engine = VirtualEngine(geometry, setting)
-        engine.expect(LIVE_PASSES)
+        engine = Engine(geometry, setting)
         if self._codecs is None:
             return engine, None
         kernel, device_type = implementation_of(model), device_of(model).type

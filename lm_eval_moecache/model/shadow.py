@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from lm_eval_moecache.algorithms.learned.predictor import digest_of, target_of
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
+from lm_eval_moecache.model.hook import rounded
 from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
 from lm_eval_moecache.model.predictor.network import network_of, pass_predictor_of
-from lm_eval_moecache.model.wrap import rounded
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.artifact import check_router_digest
 from lm_eval_moecache.records.event import PASS_START, Event
@@ -68,7 +69,10 @@ class ShadowPrefetcher:
             self._prefetch.on_pass(event.pass_index)
         if self._pass_predictor is not None:
             # Proposed before the pass, and recorded with its first layer.
-            pass_start = event._replace(layer=PASS_START, keys=(), predicted=self._pass_predictions)
+            nothing = np.zeros((len(event.experts), 0), np.int64)
+            pass_start = event._replace(
+                layer=PASS_START, experts=nothing, predicted=self._pass_predictions
+            )
             return list(self._prefetch.propose(pass_start)) if event.layer == 0 else []
         predicted = {}
         if self._network is not None:

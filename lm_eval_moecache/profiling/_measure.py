@@ -25,13 +25,13 @@ from scipy import optimize
 from torch import nn
 
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.virtual.costs import (
+from lm_eval_moecache.engine.costs import (
     DENSE_KERNELS,
     EXPERT_KERNELS,
     GATE_KERNELS,
     Costs,
 )
+from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.device import (
@@ -43,13 +43,13 @@ from lm_eval_moecache.model.device import (
     timed,
     total_memory,
 )
+from lm_eval_moecache.model.hook import WrappedModel
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.reading import watched
 from lm_eval_moecache.model.store import Matrices
 from lm_eval_moecache.model.wall.loading import ExpertLoader
 from lm_eval_moecache.model.wall.pools import SlotPools
 from lm_eval_moecache.model.wall.store import SlotStore
-from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
@@ -461,9 +461,7 @@ def _decode(
     engine = WallEngine(geometry, setting, pools)
     link = engine.link
     if capacity == ALL:
-        (pool,) = engine.pools
-        pool.fill(reversed(range(geometry.num_layers * geometry.num_experts)))
-        engine.fill()
+        engine.fill(np.arange(geometry.num_layers * geometry.num_experts)[::-1].copy())
     store = SlotStore(pools, geometry, "grouped_mm", device_of(model).type)
     router_marks: list[tuple[float, float]] = []
     ended_s: list[float] = []

@@ -1,18 +1,25 @@
-"""An event: the experts that one pass needs from one MoE layer.
+"""One MoE layer of a pass as rules see it, in arrays.
 
-An expert key is the integer `layer * num_experts + expert`, so that keys sort by layer, then by
-expert; "layer" counts MoE layers only. Times are seconds, sizes are bytes.
+A key names an expert of the whole model: `layer * num_experts + expert`. Keys sort by layer, then
+by expert; "layer" counts MoE layers only. Times are seconds, sizes are bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, Weigh, softmax_weights
+from lm_eval_moecache.records.arrays import (
+    BoolArray,
+    FloatArray,
+    IntArray,
+    Weigh,
+    softmax_weights,
+)
 
 PREFILL, DECODE, VERIFY = "prefill", "decode", "verify"
 PHASES = (PREFILL, DECODE, VERIFY)
@@ -22,87 +29,101 @@ DROPPED = -1
 """In `Event.experts`: an expert that is left out."""
 UNSEEN_EXPERTS: IntArray = np.empty((0, 0), dtype=np.int64)
 UNSEEN_SCORES: FloatArray = np.empty((0, 0), dtype=np.float32)
-"""Arrays without rows, for fields of an event that no algorithm of the policy uses."""
+NO_FLAGS: BoolArray = np.empty((0, 0), dtype=bool)
+"""Arrays without rows, for what no algorithm of the policy uses, or nobody knows."""
 NO_PREDICTIONS: Mapping[int, FloatArray] = MappingProxyType({})
 
 
 class Event(NamedTuple):
-    """One (pass, MoE layer): the unique experts its tokens need, in order of first need.
+    """A layer of a pass: what the tokens need there, and where its experts are.
 
-    Immutable: a changed selection makes a new event, and the outcome is in `engine.decide.Plan`. A
-    named tuple, because one is made per layer and token and a frozen dataclass costs four times as
-    much.
-
-    `experts` and `weights` are [tokens, top_k] in router order, heaviest first; `logits` are
-    [tokens, experts], unmodified. They have no rows where no algorithm of the policy uses them
-    (`experts` also not in passes of one token, where `keys` suffices). In the event of a changed
-    selection a dropped expert is DROPPED, and if there are logits, an expert that the router did
-    not choose has its softmax score as weight.
+    Of one run, or of several side by side: a row is a run of its own, with a cache of its own, and
+    has its part of the tokens. Arrays must not be changed.
     """
 
-    pass_index: int
     layer: int
     phase: str
-    num_tokens: int
-    keys: Sequence[int]
-    experts: IntArray = UNSEEN_EXPERTS
+    passes: Sequence[int]
+    """The number of each row's pass."""
+    num_experts: int
+    """Of a layer."""
+    experts: IntArray
+    """[tokens, top_k], heaviest first; DROPPED where one is left out."""
     weights: FloatArray = UNSEEN_SCORES
+    """[tokens, top_k]; without rows where the rule does not use them. Where routing has chosen
+    others, theirs are softmax scores, if there are logits."""
     logits: FloatArray = UNSEEN_SCORES
+    """[tokens, experts], unmodified; without rows where the rule does not use them."""
+    bounds: Sequence[int] = ()
+    """Row r has the tokens `bounds[r]` to `bounds[r + 1]`; empty for a single row."""
+    resident: BoolArray = NO_FLAGS
+    """[rows, experts]; known to routing and miss rules, as is the next one."""
+    absent: BoolArray = NO_FLAGS
+    """[rows, experts]: what a miss rule is asked about. Experts that are neither resident nor
+    absent are on their way, and waited for."""
+    own: Sequence[Any] = ()
+    """By row, its rule, which has what it remembers; known to rules over rows."""
     predicted: Mapping[int, FloatArray] = NO_PREDICTIONS
     """Target layer -> predicted logits [tokens, experts]: its gate's on this layer's input, or a
     trained predictor's. A target at or before this layer belongs to the next pass."""
     weigh: Weigh = softmax_weights
     """The model family's rule for the weights of chosen experts."""
 
-    def of_token(self, token: int, pass_index: int, base: int) -> Event:
-        """Return the event of one token in a decode pass of its own; a key is `base` + expert."""
-        row = slice(token, token + 1)
-        keys: list[int] = (self.experts[token] + base).tolist()
-        return Event(
-            pass_index,
-            self.layer,
-            DECODE,
-            1,
-            keys,
-            self.experts[row],
-            self.weights[row],
-            self.logits[row],
-        )
+    @property
+    def pass_index(self) -> int:
+        """The number of the first row's pass."""
+        return self.passes[0]
 
-    def spelled_out(self, num_experts: int) -> Event:
-        """Return the event with `experts` filled in from the keys where it has none."""
-        if len(self.experts):
+    @property
+    def keys(self) -> list[int]:
+        """The keys that the tokens need, each once, in order of first need."""
+        return unique_in_order(self.layer, self.num_experts, self.experts)
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """How many tokens each row has."""
+        return [stop - start for start, stop in pairwise(self.bounds)] or [len(self.experts)]
+
+    @property
+    def rows(self) -> IntArray:
+        """The row of each token, [tokens]."""
+        if len(self.experts) == len(self.passes):
+            return np.arange(len(self.passes))
+        return np.repeat(np.arange(len(self.passes)), self.sizes)
+
+    @property
+    def is_missing(self) -> BoolArray:
+        """Whether each chosen expert is absent, [tokens, top_k]."""
+        return self._found(self.absent)
+
+    @property
+    def is_resident(self) -> BoolArray:
+        """Whether each chosen expert is resident, [tokens, top_k]."""
+        return self._found(self.resident)
+
+    def _found(self, flags: BoolArray) -> BoolArray:
+        found = flags[self.rows[:, None], self.experts]
+        return np.asarray(found & (self.experts != DROPPED))
+
+    def row(self, place: int) -> Event:
+        """Return the event of one row."""
+        if len(self.passes) == 1:
             return self
-        experts = np.array([self.keys], dtype=np.int64) - self.layer * num_experts
-        return self._replace(experts=experts)
-
-
-class Fetch(NamedTuple):
-    """One expert to load, at a level of the precision ladder (0 is the best)."""
-
-    key: int
-    level: int = 0
+        own = slice(self.bounds[place], self.bounds[place + 1])
+        return self._replace(
+            passes=self.passes[place : place + 1],
+            experts=self.experts[own],
+            weights=self.weights[own],
+            logits=self.logits[own],
+            bounds=(),
+            resident=self.resident[place : place + 1],
+            absent=self.absent[place : place + 1],
+            own=self.own[place : place + 1],
+            predicted={target: values[own] for target, values in self.predicted.items()},
+        )
 
 
 def unique_in_order(layer: int, num_experts: int, experts: IntArray) -> list[int]:
-    """Return the keys of [tokens, top_k] experts, each once, in order of first need."""
+    """Return the keys of [tokens, top_k] experts, each once, in order of first need; no dropped."""
     base = layer * num_experts
-    return list(dict.fromkeys((experts + base).ravel().tolist()))
-
-
-def num_assignments(event: Event, keys: Sequence[int], num_experts: int) -> int:
-    """Count the (token, expert) pairs that these keys of an event serve."""
-    if not len(event.experts):
-        return len(keys)
-    if len(keys) == len(event.keys):
-        if event.num_tokens == 1:
-            return sum([expert >= 0 for expert in event.experts.tolist()[0]])
-        return int((event.experts >= 0).sum())
-    experts = np.asarray(keys) - event.layer * num_experts
-    return int(np.isin(event.experts, experts).sum())
-
-
-def resident_mask(layer: int, num_experts: int, resident: Container[int]) -> BoolArray:
-    """Return which of a layer's experts are resident [experts]."""
-    base = layer * num_experts
-    return np.array([key in resident for key in range(base, base + num_experts)], dtype=bool)
+    return list(dict.fromkeys((experts[experts >= 0] + base).tolist()))

@@ -15,8 +15,8 @@ class Counters:
     """All counts; `total` adds them field by field.
 
     Lookups count unique experts per event (requests). A new count is a field here plus the line
-    that adds to it: in `engine.core`, which serves every policy and clock, or in `engine.decide`,
-    where lossy algorithms choose. `report.metrics` derives the reported figures.
+    that adds to it in `engine.kernel`, which serves every policy and clock. `report.metrics`
+    derives the reported figures.
     """
 
     requests: int = 0

@@ -17,7 +17,7 @@ from typing import Any
 from lm_eval_moecache.algorithms.policy import Policy, load_policy, policy_names, unmangle
 from lm_eval_moecache.algorithms.registry import AXES, parameters_of
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.virtual.engine import VirtualEngine
+from lm_eval_moecache.engine.engine import Engine as VirtualEngine
 from lm_eval_moecache.records.errors import MoECacheError
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import Capacity

@@ -9,27 +9,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
-from lm_eval_moecache.algorithms.miss.base import MissAlgorithm
+from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm, StatefulEviction
 from lm_eval_moecache.algorithms.policy import Choice, Policy
 from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch
 from lm_eval_moecache.algorithms.registry import base_of, parameters_of
-from lm_eval_moecache.algorithms.returned import guarded
-from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
+from lm_eval_moecache.engine.rules import check_selection
 from lm_eval_moecache.records.event import (
-    DECODE,
     DROPPED,
     PASS_START,
-    UNSEEN_EXPERTS,
     UNSEEN_SCORES,
     Event,
-    unique_in_order,
 )
+from lm_eval_moecache.testing.ranked import as_stateful
 from lm_eval_moecache.testing.streams import (
     StreamFuture,
     all_events,
@@ -56,14 +51,16 @@ def declared(event: Event, algorithm: Any) -> Event:
     """
     logits = algorithm.uses_logits
     weights = logits or algorithm.uses_weights
-    # In a one-token pass `keys` suffice for algorithms that do not choose experts.
-    chooses = isinstance(algorithm, (RoutingAlgorithm, MissAlgorithm))
-    if event.num_tokens == 1 and not (weights or chooses):
-        event = event._replace(experts=UNSEEN_EXPERTS)
     return event._replace(
         weights=event.weights if weights else UNSEEN_SCORES,
         logits=event.logits if logits else UNSEEN_SCORES,
     )
+
+
+def placed(event: Event, rule: Any, resident: Any) -> Event:
+    """Return the event as a rule that chooses sees it, with these [experts] resident."""
+    flags = np.asarray(resident, dtype=bool)[None]
+    return declared(event, rule)._replace(resident=flags, absent=~flags, own=[rule])
 
 
 class Contract:
@@ -82,9 +79,10 @@ class Contract:
         parameters = profile_parameter(self.algorithm, GEOMETRY) | self.parameters
         geometry = laddered(GEOMETRY) if getattr(self.algorithm, "uses_ladder", 0) else GEOMETRY
         instance = self.algorithm(geometry, seed=seed, **parameters)
+        instance = as_stateful(instance)
         if instance.is_offline:
             instance.prepare(StreamFuture(GEOMETRY, PASSES))
-        return guarded(instance, self.algorithm.__name__)
+        return instance
 
     def policy(self) -> Policy:
         """Return the on-demand policy with this algorithm and its mandatory partners."""
@@ -127,7 +125,6 @@ class Contract:
         before = copy.deepcopy(PASSES)
         run(self.policy(), GEOMETRY)
         for old, new in zip(all_events(before), all_events(PASSES), strict=True):
-            assert old.keys == new.keys
             np.testing.assert_array_equal(old.experts, new.experts)
             np.testing.assert_array_equal(old.logits, new.logits)
 
@@ -135,26 +132,32 @@ class Contract:
 class RoutingContract(Contract):
     """The tests of every routing algorithm."""
 
-    def selections(self, resident: set[int]) -> list[Any]:
-        """Return (event, selection) for every event of the stream."""
+    def selections(self, resident: Any) -> list[Any]:
+        """Return (event, selection) for every event of the stream, with these experts resident."""
         routing, pairs = self.make(), []
         for events in PASSES:
             routing.on_pass(events[0].pass_index)
             for event in events:
-                pairs.append((event, routing.select(declared(fresh(event), routing), resident)))
+                pairs.append((event, routing.choose(placed(fresh(event), routing, resident))))
         return pairs
 
     def test_its_selections_fit_whatever_is_resident(self) -> None:
-        every = set(range(GEOMETRY.num_layers * GEOMETRY.num_experts))
-        for resident in (set[int](), {k for k in every if k % 3 == 0}, every):
-            self.selections(resident)
+        for every in (0, 3, 1):
+            for event, selection in self.selections(_each(every)):
+                if selection is not None:
+                    check_selection(selection, event)
 
     def test_a_lossless_routing_never_changes_a_selection(self) -> None:
-        changed = [s for _, s in self.selections({1, 9, 17}) if s is not None]
+        changed = [s for _, s in self.selections(_each(3)) if s is not None]
         if self.algorithm.is_lossless:
             assert not changed, "is_lossless, but it changed a selection"
         else:
             assert changed, "it is not is_lossless, but it changed no selection of the stream"
+
+
+def _each(every: int) -> Any:
+    """Return flags of each so manieth expert of a layer; 0: of none."""
+    return (np.arange(GEOMETRY.num_experts) % max(every, 1) == 0) & (every > 0)
 
 
 class PrefetchContract(Contract):
@@ -168,8 +171,9 @@ class PrefetchContract(Contract):
         for events in PASSES:
             prefetch.on_pass(events[0].pass_index)
             if prefetch.predicts_pass:
+                nothing = np.zeros((len(events[0].experts), 0), np.int64)
                 before = events[0]._replace(
-                    layer=PASS_START, keys=(), predicted=pass_predictions(events)
+                    layer=PASS_START, experts=nothing, predicted=pass_predictions(events)
                 )
                 pairs.append((before, prefetch.propose(before)))
             for event in events:
@@ -177,43 +181,26 @@ class PrefetchContract(Contract):
                 pairs.append((event, prefetch.propose(declared(event_copy, prefetch))))
         return pairs
 
+    def test_proposals_are_keys_of_the_model_without_duplicates(self) -> None:
+        for _, keys in self.proposals():
+            assert len(set(keys)) == len(keys)
+            assert all(0 <= k < GEOMETRY.num_layers * GEOMETRY.num_experts for k in keys)
+
     def test_it_proposes_something_unless_it_says_that_it_does_not(self) -> None:
-        proposals = [keys for _, keys in self.proposals()]
-        assert any(proposals) == self.algorithm.is_active
-        for key in chain(*proposals):
-            assert isinstance(key, int), "numpy integers slow the core down"
+        assert any(len(keys) for _, keys in self.proposals()) == self.algorithm.is_active
 
     def test_what_predicts_a_pass_says_nothing_once_it_runs(self) -> None:
         if self.algorithm.predicts_pass:
-            assert not any(keys for event, keys in self.proposals() if event.layer != PASS_START)
-
-    def test_many_steps_at_once_are_what_single_ones_would_propose(self) -> None:
-        """Replays, and live runs that defer proposals, call `propose_arrays` where there is one."""
-        # One decimal place, to get ties.
-        logits = np.random.default_rng(0).normal(0, 2, (40, GEOMETRY.num_experts)).round(1)
-        logits = logits.astype(np.float32)
-        base = GEOMETRY.num_experts
-        # Steps of one layer, as in a replay, and of alternating layers, as in a live run.
-        for layers in ([1] * 40, [0, 1] * 20):
-            at_once, alone = self.make(), self.make()
-            proposals: list[list[int]] = []
-            for chunk in (slice(24), slice(24, None)):
-                batch = at_once.propose_arrays(layers[chunk], logits[chunk])
-                if batch is None:
-                    return
-                proposals += [
-                    step_keys.tolist() for step_keys in np.split(batch[0], batch[1].cumsum()[:-1])
-                ]
-            for step, (layer, row, keys) in enumerate(zip(layers, logits, proposals, strict=True)):
-                event = Event(step, 0, DECODE, 1, [base], predicted={layer: row[None]})
-                assert list(alone.propose(event)) == keys
+            assert not any(
+                len(keys) for event, keys in self.proposals() if event.layer != PASS_START
+            )
 
 
 class MissContract(Contract):
     """The tests of every miss algorithm."""
 
-    def resolutions(self, share: float, dropped: bool = False) -> list[Any]:
-        """Return (event, residents, absent keys, resolution) of each event with a miss.
+    def selections(self, share: float, dropped: bool = False) -> list[Any]:
+        """Return (event, selection) of each event with a miss.
 
         About `share` of the experts are resident; with `dropped`, each token's last is dropped.
         """
@@ -223,55 +210,35 @@ class MissContract(Contract):
             if dropped:
                 experts = event.experts.copy()
                 experts[:, -1] = DROPPED
-                live = experts[experts != DROPPED] + event.layer * GEOMETRY.num_experts
-                event = event._replace(experts=experts, keys=list(dict.fromkeys(live.tolist())))
-            levels = range(3 if self.algorithm.uses_ladder else 1)
-            resident = {
-                event.layer * GEOMETRY.num_experts + e: int(rng.choice(levels))
-                for e in range(GEOMETRY.num_experts)
-                if rng.random() < share
-            }
-            absent = [key for key in event.keys if key not in resident]
-            if absent:
-                visible = declared(event, miss)
-                cases.append((event, resident, absent, miss.resolve(visible, absent, resident)))
+                event = event._replace(experts=experts)
+            seen = placed(event, miss, rng.random(GEOMETRY.num_experts) < share)
+            if seen.is_missing.any():
+                cases.append((seen, miss.choose(seen)))
         return cases
 
-    def test_what_is_executed_is_resident_or_loaded(self) -> None:
+    def test_its_selections_fit_whatever_is_resident(self) -> None:
         for share, dropped in ((0.0, False), (0.3, False), (0.7, False), (0.4, True)):
-            for event, resident, absent, resolution in self.resolutions(share, dropped):
-                if resolution is None:
-                    continue
-                loaded = {fetch.key: fetch.level for fetch in resolution.fetch}
-                assert set(loaded) <= set(event.keys) and len(loaded) == len(resolution.fetch)
-                # A resident is loaded again only at a better level, and only with `upgrade`.
-                better = {k for k, level in loaded.items() if k in resident and level < resident[k]}
-                assert set(loaded) <= set(absent) | better
-                assert self.make().upgrade or not better
+            for event, selection in self.selections(share, dropped):
+                if selection is not None:
+                    check_selection(selection, event)
 
     def test_a_lossless_handler_loads_all(self) -> None:
-        changed = [r for *_, r in self.resolutions(0.4) if r is not None]
+        changed = [s for _, s in self.selections(0.4) if s is not None]
         assert not (changed and self.algorithm.is_lossless), "is_lossless, but it did not load all"
 
     def test_levels_are_of_the_store_and_the_best_one_alone_where_it_needs_no_ladder(self) -> None:
-        fetched = [f for *_, r in self.resolutions(0.3) if r is not None for f in r.fetch]
-        assert all(isinstance(f.level, int) and 0 <= f.level < 3 for f in fetched)
-        assert any(f.level for f in fetched) == self.algorithm.uses_ladder
+        miss, most = self.make(), 4 if self.algorithm.uses_ladder else 1
         for event in all_events(PASSES):
+            levels = miss.levels(event.experts, event.weights)
+            assert levels.shape == event.experts.shape
+            assert levels.min() >= 0 and levels.max() < most
             for layer in range(GEOMETRY.num_layers):
-                keys = [GEOMETRY.key(layer, e) for e in (5, 0, 7, 2)]
-                levels = self.make().prefetch_levels(event, layer, keys)
-                assert self.algorithm.uses_ladder or not any(levels)
-
-    def test_no_token_gets_an_expert_twice(self) -> None:
-        for *_, resolution in self.resolutions(0.5):
-            if resolution is None or resolution.selection is None:
-                continue
-            for row in resolution.selection.experts.tolist():
-                assert len(set(row)) == len(row)
+                levels = miss.prefetch_levels(event, layer, np.array([5, 0, 7, 2]))
+                assert levels.shape == (4,) and levels.min() >= 0
+                assert levels.max() < (3 if self.algorithm.uses_ladder else 1)
 
 
-def play(eviction: EvictionAlgorithm, script: str) -> list[int]:
+def play(rule: EvictionAlgorithm, script: str) -> list[int]:
     """Play a script and return the victims in order, with nothing pinned.
 
     A script is a comma-separated list of steps: `pass` (a new pass begins), `load 1 9` (in this
@@ -282,7 +249,8 @@ def play(eviction: EvictionAlgorithm, script: str) -> list[int]:
     first use after a load is the demand that loaded the key, unless a new pass has begun; an
     evicted key may be loaded again (ghost lists). Keys are those of `GEOMETRY`: layer x 8 + expert.
     """
-    eviction.capacity_bytes, eviction.num_slots = 800, 8
+    rule.capacity_bytes, rule.num_slots = 800, 8
+    eviction = as_stateful(rule)
     eviction.on_pass(0)
     passes, num_resident, layer = 0, 0, 0
     victims: list[int] = []
@@ -344,9 +312,7 @@ def _use(tokens: Sequence[Sequence[int]], pass_index: int) -> Event:
         for rank, key in enumerate(keys):
             logits[token, key % GEOMETRY.num_experts] = 2.0 - rank
     event = make_event(GEOMETRY, pass_index, layer, logits)
-    experts = event.experts[:, row]
-    keys = unique_in_order(layer, GEOMETRY.num_experts, experts)
-    return event._replace(keys=keys, experts=experts, weights=event.weights[:, row])
+    return event._replace(experts=event.experts[:, row], weights=event.weights[:, row])
 
 
 class Pool:
@@ -354,7 +320,7 @@ class Pool:
 
     def __init__(self, eviction: EvictionAlgorithm, size: int, curious: bool = False) -> None:
         eviction.capacity_bytes, eviction.num_slots = size * 100, size
-        self.eviction = eviction
+        self.eviction: StatefulEviction = as_stateful(eviction)
         self.size = size
         self.curious = curious
         """Whether the pool also asks for victims that it does not evict."""

@@ -32,7 +32,6 @@ from lm_eval_moecache.algorithms.policy import Choice, Policy, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.arrays import FloatArray, softmax
 from lm_eval_moecache.records.artifact import (
     BUDDIES,
@@ -43,7 +42,7 @@ from lm_eval_moecache.records.artifact import (
     artifact_of,
     write_artifact,
 )
-from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
+from lm_eval_moecache.records.event import DECODE, PREFILL, Event
 from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.selection import Selection
@@ -129,11 +128,10 @@ def make_event(
     logits_TE = np.asarray(logits, dtype=np.float32)
     experts_TK = np.argsort(-logits_TE, axis=-1, kind="stable")[:, : geometry.top_k]
     return Event(
-        pass_index=pass_index,
+        passes=[pass_index],
         layer=layer,
         phase=phase,
-        num_tokens=len(logits_TE),
-        keys=unique_in_order(layer, geometry.num_experts, experts_TK),
+        num_experts=geometry.num_experts,
         experts=experts_TK,
         weights=np.take_along_axis(softmax(logits_TE), experts_TK, -1),
         logits=logits_TE,
@@ -148,7 +146,7 @@ def fresh(event: Event, depth: int = DEPTH, wraps: bool = False) -> Event:
     """
     reach = range(0 if wraps else event.layer + 1, event.layer + depth + 1)
     predicted = {at: p for at, p in event.predicted.items() if at in reach}
-    return event._replace(keys=list(event.keys), predicted=predicted)
+    return event._replace(predicted=predicted)
 
 
 class StreamFuture(Future):
@@ -202,21 +200,27 @@ def run(
         seed=seed,
         draft=Draft(geometry=geometry) if policy.prefetch.algorithm.needs_draft else None,
     )
-    engine = VirtualEngine(geometry, setting, StreamFuture(geometry, passes))
+    engine = Engine(geometry, setting, StreamFuture(geometry, passes))
     outputs = []
     depth = max(engine.rules.routing.depth, engine.rules.prefetch.depth)
     wraps = engine.rules.prefetch.uses_predictor
     for events in passes:
         if setting.draft is not None and events[0].phase != PREFILL:
             draft(engine, events)
-        engine.begin_pass(events[0].phase, events[0].num_tokens, pass_predictions(events))
+        engine.begin_pass(events[0].phase, len(events[0].experts), pass_predictions(events))
         for event in events:
-            engine.enter(event.layer, event.num_tokens)
-            outputs.append(weigh(event, engine.run(fresh(event, depth, wraps)).selection))
+            given = fresh(event, depth, wraps)
+            outputs.append(weigh(event, choose(engine, given)))
             engine.check_integrity()
         engine.end_pass()
         engine.check_integrity()
     return Run(engine, outputs)
+
+
+def choose(engine: Engine, event: Event) -> Selection | None:
+    """Serve an event as the next layer of the pass in progress; return what changes it."""
+    given = event.experts, event.weights, event.logits, event.predicted
+    return engine.alone.choose(event.layer, *given)
 
 
 def pass_predictions(events: Pass) -> dict[int, FloatArray]:

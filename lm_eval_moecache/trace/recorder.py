@@ -262,7 +262,7 @@ class Recorder:
             self.writer.begin_pass(index, noted.phase, requests, noted.positions, drafting)
             for event, logits, by_layer in noted.events:
                 ahead = {layer: values.astype(np.float32) for layer, values in by_layer.items()}
-                self.add(event._replace(pass_index=index), logits, ahead.__getitem__)
+                self.add(event._replace(passes=[index]), logits, ahead.__getitem__)
 
     def add(
         self,

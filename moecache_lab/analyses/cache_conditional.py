@@ -5,7 +5,7 @@ Shapes: T tokens that are predicted, E experts, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -104,17 +104,23 @@ def locality(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
 def _watch(engine: Engine, layer: int) -> list[IntArray]:
     """Return the list to which each lookup appends the states of the layer's experts [E]."""
     states: list[IntArray] = []
-    num_experts, pool = engine.geometry.num_experts, engine.pools[layer]
-    keys = np.arange(num_experts) + layer * num_experts
+    experts = np.arange(engine.geometry.num_experts)
+    keys = experts + layer * len(experts)
 
-    def observe(event: Event) -> None:
-        if event.layer == layer:
-            resident = pool.resident
-            is_resident = np.array([key in resident for key in keys.tolist()])
+    rows = engine.alone
+    choose = rows.choose
+
+    def observed(index: int, *given: Any, **named: Any) -> Selection | None:
+        is_resident = engine.memory.experts["resident"][keys] > 0
+        selection = choose(index, *given, **named)
+        if index == layer:
             needed, others = np.where(is_resident, HIT, MISS), np.where(is_resident, CACHED, ABSENT)
-            states.append(np.where(np.isin(keys, event.keys), needed, others))
+            states.append(np.where(np.isin(experts, rows.executed), needed, others))
+        return selection
 
-    engine.on_event = observe
+    # Layer by layer, so that each can be looked at.
+    rows.by_loop = False
+    rows.choose = observed  # type: ignore[method-assign, assignment]
     return states
 
 
@@ -158,7 +164,7 @@ class ForcedExpert(RoutingAlgorithm):
         self.own: dict[int, IntArray] = {}
         """Layer -> the router's choice [tokens, K] in the last pass."""
 
-    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+    def choose(self, event: Event) -> Selection | None:
         self.own[event.layer] = event.experts
         if event.layer != self.layer:
             return None

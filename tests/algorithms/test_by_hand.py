@@ -14,10 +14,11 @@ from lm_eval_moecache.algorithms.learned.buddies import PAIRS
 from lm_eval_moecache.algorithms.learned.sensitivity import LAYERS, THRESHOLDS
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm
 from lm_eval_moecache.records.artifact import BUDDIES, SENSITIVITY, write_artifact
-from lm_eval_moecache.records.event import DECODE, DROPPED, Event, unique_in_order
+from lm_eval_moecache.records.event import DECODE, DROPPED, Event
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.testing.contracts import expected, play
+from lm_eval_moecache.testing.ranked import as_stateful
 from lm_eval_moecache.testing.streams import (
     artifact_for,
     laddered,
@@ -25,6 +26,7 @@ from lm_eval_moecache.testing.streams import (
     make_geometry,
     profile_parameter,
 )
+from tests.algorithms.asked import choose, resolve
 
 CASES: Mapping[str, Mapping[str, Any]] = read_yaml(Path(__file__).with_name("by_hand.yaml"), "")
 UNWORKED = {
@@ -66,14 +68,13 @@ def event_of(geometry: Geometry, case: Mapping[str, Any]) -> Event:
     if "gates" in case:
         weights = np.atleast_2d(np.array(case["gates"], dtype=np.float32))
         experts = np.tile(np.arange(weights.shape[1]), (len(weights), 1))
-        return Event(*place, DECODE, len(weights), experts[0].tolist(), experts, weights)
+        return Event(place[1], DECODE, [place[0]], geometry.num_experts, experts, weights)
     predicted = {layer: logits_of(given) for layer, given in case.get("predicted", {}).items()}
     event = make_event(geometry, *place, logits_of(case), case.get("phase", DECODE), predicted)
     if "router" in case:
         experts = np.atleast_2d(case["router"])
-        keys = unique_in_order(place[1], geometry.num_experts, experts[experts >= 0])
         weights = np.where(experts == DROPPED, 0, event.weights)
-        event = event._replace(experts=experts, weights=weights, keys=keys)
+        event = event._replace(experts=experts, weights=weights)
     return event
 
 
@@ -121,11 +122,10 @@ def test_a_case_worked_by_hand(axis: str, name: str, case: Any, tmp_path: Path) 
 
 def routed(rule: Any, case: Mapping[str, Any]) -> None:
     event = event_of(rule.geometry, case)
-    cached = {rule.geometry.key(event.layer, expert) for expert in case.get("cached", ())}
-    executes(case, rule, event, rule.select(event, cached))
+    executes(case, rule, choose(rule, event, case.get("cached", ())))
 
 
-def executes(case: Mapping[str, Any], rule: Any, event: Event, selection: Any) -> None:
+def executes(case: Mapping[str, Any], rule: Any, selection: Any) -> None:
     """Compare a selection with the `experts` of a case, their weights and how they are weighed."""
     if "experts" not in case:
         return
@@ -147,18 +147,22 @@ def executes(case: Mapping[str, Any], rule: Any, event: Event, selection: Any) -
 
 def resolved(rule: Any, case: Mapping[str, Any]) -> None:
     event, given = event_of(rule.geometry, case), case["resident"]
+    base = event.layer * event.num_experts
     resident = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, 0)
-    absent = [key for key in event.keys if key not in resident]
-    resolution = rule.resolve(event, absent, resident)
+    held = {key - base: level for key, level in resident.items() if 0 <= key - base < 100}
+    selection, loaded = resolve(rule, event, held)
+    levels = {base + expert: level for expert, level in loaded.items()}
     if case["fetch"] == "all":
-        assert resolution is None
+        assert selection is None
+        assert levels == dict.fromkeys((key for key in event.keys if key not in resident), 0)
     else:
-        levels = {fetch.key: fetch.level for fetch in resolution.fetch}
         by_key = isinstance(case["fetch"], Mapping)
         assert levels == (case["fetch"] if by_key else dict.fromkeys(case["fetch"], 0))
-        executes(case, rule, event, resolution.selection)
+        executes(case, rule, selection)
     if "keys" in case:
-        assert [*rule.prefetch_levels(event, 1, case["keys"])] == case["levels"]
+        experts = np.array(case["keys"]) - event.num_experts
+        experts = np.where(experts < 0, experts + event.num_experts, experts)
+        assert rule.prefetch_levels(event, 1, experts).tolist() == case["levels"]
 
 
 def proposed(rule: Any, case: Mapping[str, Any]) -> None:
@@ -180,8 +184,8 @@ def test_evictions_choose_as_scripted() -> None:
 
 def test_the_least_important_leaves_and_layers_compare() -> None:
     """SwapMoE's importance: a decayed sum of gate scores, resident or not."""
-    geometry = make_geometry(num_layers=2, num_experts=4, top_k=1)
-    rule = find_algorithm("eviction", "importance")(geometry, decay=0.5)
+    geometry = make_geometry(num_layers=2, num_experts=4, top_k=4)
+    rule = as_stateful(find_algorithm("eviction", "importance")(geometry, decay=0.5))
     turns = [
         # 0.1, 0.2, 0.3, 0.5, 0.6 of keys 2, 5, 1, 0, 4.
         ([(0, [0.5, 0.3, 0.1, 0.1]), (1, [0.6, 0.2, 0.1, 0.1])], [2, 5, 1, 0, 4]),

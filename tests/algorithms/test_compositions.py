@@ -15,14 +15,15 @@ import yaml
 
 from lm_eval_moecache.algorithms.policy import check_cache_form, load_policy, policy_names
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm
+from lm_eval_moecache.engine.engine import Engine as VirtualEngine
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.records.arrays import softmax
-from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY, Event
+from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY
 from lm_eval_moecache.records.files import policies_dir
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import (
+    choose,
     make_event,
     make_geometry,
     make_hardware,
@@ -30,6 +31,7 @@ from lm_eval_moecache.testing.streams import (
     run,
     weigh,
 )
+from tests.algorithms import asked
 
 # --- compositions ---
 
@@ -208,27 +210,25 @@ LOGITS = [3.0, 2.0, 1.0, 0.9, 0.2, 0.0]
 PRUNED = {"routing": "pruning", "routing.h": 2, "miss": "drop", "miss.h": 1}
 
 
-def serve(given: dict[str, Any], *texts: list[float]) -> tuple[Any, Any, Event]:
-    """Serve a token at a time; return the engine, the last plan and the last event."""
+def serve(given: dict[str, Any], *texts: list[float]) -> tuple[Any, Any]:
+    """Serve a token at a time; return the engine, and what the last token's experts are."""
     policy, capacity = policy_of(given), parse_capacity("5experts", LAYER)
     engine = VirtualEngine(
         LAYER, Setting(policy=policy, capacity=capacity, hardware=make_hardware())
     )
     for place, logits in enumerate(texts):
-        event = make_event(LAYER, place, 0, [logits])
         engine.begin_pass(DECODE, 1)
-        engine.enter(0, 1)
-        plan = engine.run(event)
+        selection = choose(engine, make_event(LAYER, place, 0, [logits]))
         engine.end_pass()
         engine.check_integrity()
-    return engine, plan, event
+    return engine, selection
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_a_drop_after_pruning_keeps_what_both_keep(renormalize: bool) -> None:
-    engine, plan, _ = serve({**PRUNED, "routing.renormalize": renormalize}, LOGITS)
-    assert plan.selection.experts.tolist() == [[0, 1, 2]]
-    assert plan.selection.keep.tolist() == [[True, False, False]]
+    engine, selection = serve({**PRUNED, "routing.renormalize": renormalize}, LOGITS)
+    assert selection.experts.tolist() == [[0, 1, 2]]
+    assert selection.keep.tolist() == [[True, False, False]]
     (record,) = engine.ledger.passes
     assert (record.requests, record.misses, record.dropped) == (2, 2, 2)
     assert (record.unfaithful, record.substituted, record.executed) == (0, 0, 1)
@@ -236,18 +236,21 @@ def test_a_drop_after_pruning_keeps_what_both_keep(renormalize: bool) -> None:
     scores = softmax(np.array([LOGITS], dtype=np.float32))[0]
     expected = scores[:3].sum() if renormalize else scores[0]
     original = make_event(LAYER, 0, 0, [LOGITS])
-    assert weigh(original, plan.selection).sum() == pytest.approx(expected)
+    assert weigh(original, selection).sum() == pytest.approx(expected)
 
 
 def test_substitutes_are_counted_and_what_they_weigh_reaches_the_eviction() -> None:
     given = {"miss": "substitute_score", "eviction": "score"}
-    engine, plan, event = serve(given, LOGITS, [3.0, 2.0, 0.9, 1.0, 0.2, 0.0])
+    engine, selection = serve(given, LOGITS, [3.0, 2.0, 0.9, 1.0, 0.2, 0.0])
     record = engine.ledger.passes[-1]
     # Expert 3 is absent; 2 is 0.007 away and resident.
-    assert plan.selection.experts.tolist() == [[0, 1, 2]]
+    assert selection.experts.tolist() == [[0, 1, 2]]
     assert (record.misses, record.substituted, record.unfaithful) == (1, 1, 1)
     assert record.bytes_moved == 0
-    np.testing.assert_allclose(plan.event.weights, softmax(event.logits)[:, :3])
+    # Both tokens' scores of the three experts.
+    texts = np.array([LOGITS, [3.0, 2.0, 0.9, 1.0, 0.2, 0.0]], dtype=np.float32)
+    summed = engine.memory.experts["weight"][:3]
+    np.testing.assert_allclose(summed, softmax(texts)[:, :3].sum(axis=0), rtol=1e-6)
 
 
 # --- commit: which layers are predicted ---
@@ -256,7 +259,7 @@ def test_substitutes_are_counted_and_what_they_weigh_reaches_the_eviction() -> N
 def committed(routing: Any, pass_index: int, layer: int, phase: str, ahead: Any = None) -> bool:
     """Whether it chooses, at an event of a token that predicts the layer ahead, or none."""
     event = make_event(GEOMETRY, pass_index, layer, [range(6)], phase, ahead)
-    return routing.select(event, ()) is not None
+    return asked.choose(routing, event) is not None
 
 
 def test_the_first_layer_of_the_first_generated_token_is_the_routers() -> None:
@@ -276,5 +279,5 @@ def test_a_batch_whose_row_has_ended_and_a_verification_are_routed_as_usual(
     rows: int, phase: str
 ) -> None:
     rule, ahead = find_algorithm("routing", "commit")(GEOMETRY), {0: np.zeros((rows, 6))}
-    rule.select(make_event(GEOMETRY, 0, 1, [range(6)] * rows, DECODE, ahead), ())
+    asked.choose(rule, make_event(GEOMETRY, 0, 1, [range(6)] * rows, DECODE, ahead))
     assert not committed(rule, 1, 0, phase)

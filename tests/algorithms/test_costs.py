@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +15,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lm_eval_moecache.algorithms import costs
-from lm_eval_moecache.algorithms.costs import Missing, Substitute, SubstituteCost, ranking
+from lm_eval_moecache.algorithms.cheapest import Ranking, ranking
+from lm_eval_moecache.algorithms.choosing import Loop
 from lm_eval_moecache.algorithms.miss.base import SubstitutingMiss
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingByCost
-from lm_eval_moecache.records.tokens import Tokens
+from lm_eval_moecache.algorithms.substitution import (
+    Missing,
+    Replacing,
+    Substitute,
+    SubstituteCost,
+)
+from lm_eval_moecache.records import machine_code
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.memory import address_of, at, kind_of
 from lm_eval_moecache.testing.streams import equip, make_geometry, policy_of
 
+RECORDS: dict[str, type[Any]] = {"take_cheapest": Ranking, "take_substitutes": Replacing}
 GEOMETRY = make_geometry(num_layers=3, num_experts=12, top_k=4)
 BASES: dict[str, type[Any]] = {"routing": RoutingByCost, "miss": SubstitutingMiss}
 CASES: list[dict[str, Any]] = [
@@ -43,66 +54,77 @@ def rule_of(case: dict[str, Any]) -> Any:
     return getattr(equip(policy_of(case), GEOMETRY), axis).build(GEOMETRY, 0)
 
 
-def tokens_of_rows(rows: int, per_row: int, state_size: int, is_biased: bool) -> Tokens:
-    drawn = np.random.default_rng(rows * per_row)
-    size, layer = (rows * per_row, GEOMETRY.num_experts), 1
+def event_of_rows(sizes: Sequence[int], rule: Any, is_biased: bool) -> Event:
+    drawn = np.random.default_rng(sum(sizes))
+    size, rows = (sum(sizes), GEOMETRY.num_experts), len(sizes)
     logits = drawn.normal(size=size).round(1).astype(np.float32)  # with ties
     bias = drawn.normal(size=size[1]) if is_biased else 0.0
     experts = np.argsort(-(logits + bias), axis=-1, kind="stable")[:, : GEOMETRY.top_k]
     weights = np.take_along_axis(np.exp(logits), experts, axis=-1)
-    resident = np.repeat(drawn.random((rows, size[1])) < 0.5, per_row, axis=0)
-    state = drawn.random((rows, state_size)) + 1
-    own = experts, weights, logits, resident, ~resident, state
-    return Tokens(layer, "decode", [*range(rows)], *own)
+    resident = drawn.random((rows, size[1])) < 0.5
+    own = [copy(rule) for _ in sizes]
+    for each in own:
+        if isinstance(rule, RoutingByCost):
+            each.seen = drawn.random((GEOMETRY.num_layers, 3)) + 1
+    bounds = np.cumsum([0, *sizes]).tolist()
+    given = experts, weights, logits, bounds, resident, ~resident, own
+    return Event(1, "decode", [*range(rows)], GEOMETRY.num_experts, *given)
 
 
-def told(rule: Any, tokens: Tokens) -> Any:
-    chosen = rule.choose(tokens)
+def told(rule: Any, event: Event) -> Any:
+    chosen = rule.choose(event)
     if chosen is None:
         return None
     keep = None if chosen.keep is None else chosen.keep.tolist()
-    return chosen.experts.tolist(), keep, tokens.state.tolist()
+    return chosen.experts.tolist(), keep, [vars(own).get("seen", ()) for own in event.own]
 
 
-def set_compiling(monkeypatch: pytest.MonkeyPatch, compiles: bool) -> None:
-    monkeypatch.setattr(pytest.importorskip("numba").config, "DISABLE_JIT", not compiles)
-    for loop in (costs.CHEAPEST, costs.SUBSTITUTES):
-        monkeypatch.setattr(loop.upgrade, "is_due", lambda **_: compiles)
+def in_plain_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let loops run as they are written."""
+
+    def plain(self: Loop, event: Event) -> int:
+        loop = getattr(self._code, self._entry)
+        record = at(address_of(self.record), 0, kind_of(RECORDS[self._entry]))
+        total, start, record.layer = 0, 0, event.layer
+        for row, size in enumerate(event.sizes):
+            record.row = row
+            total += loop(record, start, start + size)
+            start += size
+        return total
+
+    monkeypatch.setattr(Loop, "run", plain)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_machine_code_chooses_as_plain_python(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, changed = rule_of(case), 0
-    for rows, per_row, is_biased in ((1, 1, False), (1, 1, True), (5, 1, True), (3, 7, False)):
+    for sizes, is_biased in (([1], False), ([1], True), ([1] * 5, True), ([7, 1, 4], False)):
         results = []
-        for compiles in (False, True):
-            set_compiling(monkeypatch, compiles)
-            tokens = tokens_of_rows(rows, per_row, getattr(rule, "state_size", 0), is_biased)
-            results.append(told(rule, tokens))
-        assert results[0] == results[1]
+        for is_plain in (False, True):
+            with monkeypatch.context() as patch:
+                if is_plain:
+                    in_plain_python(patch)
+                results.append(told(rule, event_of_rows(sizes, rule, is_biased)))
+        assert str(results[0]) == str(results[1])
         changed += results[0] is not None
     assert changed
 
 
-@pytest.mark.parametrize("compiles", [False, True])
-def test_ranks_and_ties_are_those_of_the_numpy_functions(
-    compiles: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_compiling(monkeypatch, compiles)
+def test_ranks_and_ties_are_those_of_the_numpy_functions() -> None:
     rule = rule_of({"routing": "max_rank", "routing.J": 1})
     for rows, is_biased in ((4, False), (9, True)):
-        tokens = tokens_of_rows(rows, 3, rule.state_size, is_biased)
-        ranked = ranking(tokens)
-        cached = np.take_along_axis(tokens.resident, ranked, axis=-1)
+        event = event_of_rows([3] * rows, rule, is_biased)
+        ranked = ranking(event)
+        cached = np.take_along_axis(event.resident[event.rows], ranked, axis=-1)
         cached[:, 2 * GEOMETRY.top_k :] = False
         place = np.where(cached, 1, 2)
         place[:, 0] = 0
         taken = np.sort(place.argsort(axis=-1, kind="stable")[:, : GEOMETRY.top_k], axis=-1)
         expected = np.take_along_axis(ranked, taken, axis=-1)
-        np.testing.assert_array_equal(rule.choose(tokens).experts, expected)
+        np.testing.assert_array_equal(rule.choose(event).experts, expected)
 
 
-def test_a_cost_that_numba_cannot_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cost_that_numba_cannot_compile_runs_as_it_is() -> None:
     class Latest(SubstitutingMiss):
         def cost(self) -> SubstituteCost:
             seen: list[Missing] = []
@@ -113,50 +135,32 @@ def test_a_cost_that_numba_cannot_compile_runs_as_it_is(monkeypatch: pytest.Monk
 
             return cost
 
-    set_compiling(monkeypatch, True)
-    chosen = told(Latest(geometry=GEOMETRY), tokens_of_rows(2, 1, 0, False))
-    assert chosen is not None
+    rule = Latest(geometry=GEOMETRY)
+    assert told(rule, event_of_rows([1, 1], rule, False)) is not None
 
 
 @pytest.mark.parametrize("given", [1.5, (float("nan"), 0.0), (0.0, 1.0, 2.0)], ids=str)
-def test_plain_python_refuses_a_cost_that_is_not_two_numbers(
-    given: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cost_in_plain_python_is_refused_where_it_is_not_two_numbers(given: Any) -> None:
     class Wrong(SubstitutingMiss):
         def cost(self) -> SubstituteCost:
-            return lambda missing, other: given
+            return lambda missing, other: [given][int(other.score)]
 
-    set_compiling(monkeypatch, False)
-    with pytest.raises(ValueError, match=re.escape(f"the cost is {given!r}; expected: a tuple")):
-        told(Wrong(geometry=GEOMETRY), tokens_of_rows(2, 1, 0, False))
+    rule = Wrong(geometry=GEOMETRY)
+    with pytest.raises(ValueError, match=re.escape(f"returned {given!r}; expected: two numbers")):
+        told(rule, event_of_rows([1, 1], rule, False))
 
 
-def test_a_rule_made_again_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_compiling(monkeypatch, True)
+def test_a_rule_made_again_is_not_compiled_again() -> None:
     case = {"routing": "cache_prior", "routing.lambda": 0.25}
-    tokens = tokens_of_rows(1, 1, 3, False)
-    rule_of(case).choose(tokens)
-    known = len(costs.CHEAPEST._compiled)
-    rule_of(case).choose(tokens)
-    assert len(costs.CHEAPEST._compiled) == known
-    rule_of(case | {"routing.lambda": 0.75}).choose(tokens)
-    assert len(costs.CHEAPEST._compiled) == known + 1
-
-
-def test_getting_ready_compiles_the_cost_and_leaves_the_rule_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    set_compiling(monkeypatch, True)
-    for case in ({"routing": "cache_prior", "routing.lambda": 0.375}, {"miss": "buddy"}):
-        rule = rule_of(case)
-        loop = costs.CHEAPEST if "routing" in case else costs.SUBSTITUTES
-        monkeypatch.setattr(loop, "_compiled", {})
-        rule.get_ready()
-        assert len(loop._compiled) == 1 and not rule.state.any()
+    assert rule_of(case).loop
+    known = len(machine_code._bridges)
+    assert rule_of(case).loop and len(machine_code._bridges) == known
+    assert rule_of(case | {"routing.lambda": 0.71}).loop
+    assert len(machine_code._bridges) == known + 1
 
 
 LIKING = """
-from lm_eval_moecache.algorithms.costs import RankCost, Ranked, Seen
+from lm_eval_moecache.algorithms.cheapest import RankCost, Ranked, Seen
 from lm_eval_moecache.algorithms.routing.base import RoutingByCost
 import scales
 from scales import SCALE
@@ -188,17 +192,18 @@ class Local(RoutingByCost):
         return cost
 """
 CHOOSE = """
-import sys
-from unittest.mock import patch
 import liking
-from lm_eval_moecache.algorithms import costs
-from tests.algorithms.test_costs import GEOMETRY, told, tokens_of_rows
+from lm_eval_moecache.records import machine_code
+from tests.algorithms.test_costs import GEOMETRY, event_of_rows, told
 
-with patch.object(costs.CHEAPEST.upgrade, "is_due", lambda **_: True):
-    for name in ("Imported", "Local", "Attribute"):
-        rule = getattr(liking, name)(geometry=GEOMETRY)
-        print(told(rule, tokens_of_rows(4, 1, 3, False)))
-    print([found is not None for found in costs.CHEAPEST._compiled.values()])
+plain = []
+machine_code._in_python = lambda rule, *more, kept=machine_code._in_python: (
+    plain.append(rule.__qualname__.split(".")[0]), kept(rule, *more)
+)[1]
+for name in ("Imported", "Local", "Attribute"):
+    rule = getattr(liking, name)(geometry=GEOMETRY)
+    print(told(rule, event_of_rows([1] * 4, rule, False)))
+print(plain)
 """
 
 
@@ -214,9 +219,9 @@ def test_machine_code_on_disk_ends_with_the_values_that_it_was_made_of(tmp_path:
         (tmp_path / "scales.py").write_text(f"SCALE = {scale}")
         command = [sys.executable, "-c", CHOOSE]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        *chosen, compiled = run.stdout.splitlines()
-        assert len(set(chosen)) == 1, "the same rule, stated in three ways"
-        assert compiled == "[True, True]", "but for a module's attribute, which may change"
+        *chosen, plain = run.stdout.strip().rsplit("\n", 1)
+        assert plain == "['Attribute']", "a module's attribute may change"
+        chosen = [line for line in chosen[0].split("\n") if line]
         printed.append(chosen[0])
     assert printed[0] == "None" != printed[1]
 
@@ -224,12 +229,11 @@ def test_machine_code_on_disk_ends_with_the_values_that_it_was_made_of(tmp_path:
 def test_a_value_that_changes_in_a_process_gives_another_machine_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    set_compiling(monkeypatch, True)
     told_of = []
     for scale in (0.0, 9.0):
         scope: dict[str, Any] = {"__name__": "liking"}
         monkeypatch.setitem(sys.modules, "scales", SimpleNamespace(SCALE=scale))
         exec(compile(LIKING, __file__, "exec"), scope)
         rule = scope["Imported"](geometry=GEOMETRY)
-        told_of.append(told(rule, tokens_of_rows(4, 1, 3, False)))
+        told_of.append(told(rule, event_of_rows([1] * 4, rule, False)))
     assert told_of[0] is None is not told_of[1]

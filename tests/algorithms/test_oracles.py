@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -13,17 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.learned.buddies import PAIRS, conditional
-from lm_eval_moecache.algorithms.prefetch import score
-from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
-from lm_eval_moecache.algorithms.prefetch.gates import NextGate
 from lm_eval_moecache.algorithms.prefetch.score import Score
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm, parameters_of
 from lm_eval_moecache.records.arrays import FloatArray, softmax
 from lm_eval_moecache.records.artifact import BUDDIES
 from lm_eval_moecache.records.event import DECODE, Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.testing.contracts import Pool
+from lm_eval_moecache.testing.ranked import as_stateful
 from lm_eval_moecache.testing.streams import (
     StreamFuture,
     artifact_for,
@@ -35,6 +31,7 @@ from lm_eval_moecache.testing.streams import (
     profile_for,
 )
 from tests.algorithms import oracles
+from tests.algorithms.asked import choose, executed, resolve
 from tests.algorithms.oracles import Entry
 
 LIGHT = settings(max_examples=25, derandomize=True)
@@ -87,7 +84,7 @@ class Witness(Pool):
     def __init__(self, rule: RankedEviction, size: int) -> None:
         super().__init__(rule, size)
         self.rule, self.log, self.pass_index, self.num_events = rule, [Entry("pass")], 0, 0
-        rule.on_pass(0)
+        self.eviction.on_pass(0)
 
     def play(self, steps: Sequence[Any]) -> None:
         for what, *rest in steps:
@@ -107,9 +104,9 @@ class Witness(Pool):
 
     def execute(self, layer: int, tokens: list[list[int]], weights: list[int]) -> None:
         experts = np.array(tokens)
-        keys = list(dict.fromkeys((experts + layer * GEOMETRY.num_experts).ravel().tolist()))
         shares = np.array(weights[: experts.size], dtype=np.float32).reshape(experts.shape) / 16
-        event = Event(self.pass_index, layer, DECODE, len(tokens), keys, experts, shares)
+        place = layer, DECODE, [self.pass_index], GEOMETRY.num_experts
+        event = Event(*place, experts, shares)
         self.load(event)
         # Any levels will do: these are derived from the weights.
         levels = {k: weights[k % len(weights)] % 3 for k in event.keys}
@@ -179,8 +176,7 @@ def test_cache_aware_routing_agrees_with_the_papers_algorithms(oracle: Any) -> N
         rule = find_algorithm("routing", oracle.__name__)(WIDE, **parameters)
         for place, logits in enumerate(texts):
             event = make_event(WIDE, 0, 0, [logits])
-            selection = rule.select(fresh(event), cached)
-            experts = event.experts if selection is None else selection.experts
+            experts = executed(event, choose(rule, event, cached))
             expected = oracle(texts[: place + 1], cached, WIDE.top_k, **parameters)
             assert set(experts[0].tolist()) == expected
 
@@ -204,8 +200,9 @@ def test_commit_agrees_with_equations_5_and_6_heaviest_first(
     geometry = make_geometry(num_layers=2, num_experts=6, top_k=4)
     given = {"trigger_min": least, "trigger_max": 3, "alpha1": alphas[0], "alpha2": alphas[1]}
     rule = find_algorithm("routing", "commit")(geometry, weights="owa", scores=scores, **given)
-    rule.select(make_event(geometry, 3, 0, [[0.0] * 6], predicted={1: [guess]}), ())
-    selection = rule.select(make_event(geometry, 3, 1, [logits]), ())
+    choose(rule, make_event(geometry, 3, 0, [[0.0] * 6], predicted={1: [guess]}))
+    selection = choose(rule, make_event(geometry, 3, 1, [logits]))
+    assert selection is not None and selection.weights is not None
     args = logits, guess, 4, *alphas, range(least, 4), scores == "router"
     expected = oracles.output_weights(*args)
     assert dict(zip(selection.experts[0].tolist(), selection.weights[0], strict=True)) == (
@@ -215,20 +212,6 @@ def test_commit_agrees_with_equations_5_and_6_heaviest_first(
 
 
 # --- miss -------------------------------------------------------------------------------------
-
-
-def executed(rule: Any, event: Event, resident: set[int]) -> list[list[int]]:
-    """Return the experts that a substitution executes; it loads those that are not resident."""
-    base = event.layer * WIDE.num_experts
-    held = {base + expert for expert in resident}
-    absent = [key for key in event.keys if key not in held]
-    resolution = rule.resolve(fresh(event), absent, dict.fromkeys(held, 0))
-    if resolution is None:
-        return [*event.experts.tolist()]
-    experts: list[list[int]] = resolution.selection.experts.tolist()
-    fetched = {base + e for row in experts for e in row} - held
-    assert {fetch.key for fetch in resolution.fetch} == fetched
-    return experts
 
 
 NUMBER = st.integers(-40, 40).map(lambda n: n / 8)
@@ -259,7 +242,7 @@ def test_buddies_agree_with_algorithm_1_its_gates_and_its_budget(
     q = conditional(artifact_for(BUDDIES, WIDE).arrays[PAIRS][1], 1.0).tolist()
     lists = [oracles.buddy_list(row, given["alpha"], 16)[: given["H"]] for row in q]
     bypass = not {k % 8 for k in event.keys} & resident
-    answers = executed(rule, event, resident)
+    answers = executed(event, choose(rule, event, resident)).tolist()
     for text, own, changed in zip(texts, event.experts.tolist(), answers, strict=True):
         mass = [math.exp((text[e] - text[own[0]]) / temperature) for e in own]
         margin = (mass[0] - mass[1]) / sum(mass)
@@ -322,7 +305,6 @@ def test_ladders_agree_with_their_slow_version(
     parameters: dict[str, Any] = {"t1": steps[0], "t2": steps[1]}
     parameters = {"h": h} if name == "fetch_priority" else parameters
     parameters |= {"upgrade": upgrade} if name != "drop_cascade" else {}
-    absent = [key for key in event.keys if key not in resident]
     expected: dict[int, int] = {}
     keep = np.ones(event.experts.shape, dtype=bool)
     for token, experts in enumerate(event.experts.tolist()):
@@ -331,15 +313,16 @@ def test_ladders_agree_with_their_slow_version(
                 keep[token, experts.index(expert)] = expert in resident
             elif expert not in resident or (parameters.get("upgrade") and level < resident[expert]):
                 expected[expert] = min(level, expected.get(expert, 9))
-    resolution = find_algorithm("miss", name)(LADDER, **parameters).resolve(event, absent, resident)
-    assert {fetch.key: fetch.level for fetch in resolution.fetch} == expected
-    found = keep | True if resolution.selection is None else resolution.selection.keep
+    rule = find_algorithm("miss", name)(LADDER, **parameters)
+    selection, loaded = resolve(rule, event, resident)
+    assert loaded == expected
+    found = keep | True if selection is None else selection.keep
     assert found.tolist() == keep.tolist()
 
 
 @pytest.mark.parametrize("name", ["swap_rank", "substitute_random", "random"])
 def test_random_choices_are_uniform_over_what_is_allowed(name: str) -> None:
-    counts, eviction = np.zeros(8), find_algorithm("eviction", "random")(WIDE)
+    counts, eviction = np.zeros(8), as_stateful(find_algorithm("eviction", "random")(WIDE))
     for key in range(8):
         eviction.on_insert(key, False)
     for pass_index in range(400):
@@ -351,10 +334,10 @@ def test_random_choices_are_uniform_over_what_is_allowed(name: str) -> None:
             continue
         event = make_event(WIDE, pass_index, 0, [[9.0, 8.0, 7.0, 0, 0, 0, 0, 0]])
         if name == "swap_rank":
-            selection = find_algorithm("routing", name)(WIDE, rank=2).select(event, set())
+            selection = choose(find_algorithm("routing", name)(WIDE, rank=2), event)
         else:
-            resident = dict.fromkeys((0, 2, 3, 4, 5, 6, 7), 0)
-            selection = find_algorithm("miss", name)(WIDE).resolve(event, [1], resident).selection
+            selection = choose(find_algorithm("miss", name)(WIDE), event, (0, 2, 3, 4, 5, 6, 7))
+        assert selection is not None
         counts[selection.experts[0, 1]] += 1
     assert counts[:3].sum() == 0
     np.testing.assert_allclose(counts[3:] / 400, 0.2, atol=0.07)
@@ -440,7 +423,8 @@ TWO_LAYERS = make_geometry(num_layers=2, num_experts=16, top_k=2)
 
 
 def single(logits: FloatArray, layer: int = 1) -> Event:
-    return Event(0, 0, DECODE, len(logits), [0, 1], predicted={layer: logits})
+    experts = np.tile([0, 1], (len(logits), 1))
+    return Event(0, DECODE, [0], 16, experts, predicted={layer: logits})
 
 
 @pytest.mark.parametrize("percentile", [0.0, 33.0, 80.0, 99.5, 100.0])
@@ -463,44 +447,12 @@ def test_the_bar_is_the_bin_of_the_percentile_of_all_scores(
         assert proposed == set(np.flatnonzero((scores > bar).any(0)).tolist())
 
 
-@pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize(
-    "make",
-    [
-        *(partial(Score, percentile=percentile) for percentile in (0.0, 33.0, 80.0, 99.5, 100.0)),
-        partial(Score, scope="token"),
-        NextGate,
-    ],
-)
-def test_rows_propose_together_what_each_proposes_alone_event_by_event(
-    make: Callable[[Geometry], PrefetchAlgorithm], compiles: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if compiles:
-        monkeypatch.setattr(pytest.importorskip("numba").config, "DISABLE_JIT", False)
-    monkeypatch.setattr(score.UPGRADE, "is_due", lambda done=0: compiles)
-    rng = np.random.default_rng(9)
-    together, at_once, alone = ([make(TWO_LAYERS) for _ in range(3)] for _ in range(3))
-    for size in (2, 30, 6, 60):
-        layers = [0, 1] * (size // 2)
-        # Other spreads, so that the rows' own histories differ; the next move the bar far.
-        spreads = np.array([[[1]], [[5]], [[40]]]) * rng.choice([0.1, 1])
-        logits = rng.normal(0, spreads, (3, size, 16)).astype(np.float32)
-        keys, counts = together[0].propose_rows(together, layers, logits)
-        rows = [[*map(int, row)] for row in np.split(keys, counts.cumsum()[:-1])]
-        for rule, chunk, own in zip(alone, at_once, range(3), strict=True):
-            steps = zip(logits[own], layers, strict=True)
-            expected = [[*rule.propose(single(row[None], layer))] for row, layer in steps]
-            assert rows[own * size : (own + 1) * size] == expected
-            keys, counts = chunk.propose_arrays(layers, logits[own]) or ((), ())
-            assert [row.tolist() for row in np.split(keys, counts.cumsum()[:-1])] == expected
-
-
 # A predictor of stated quality has that quality.
 
 MANY = make_geometry(num_layers=4, num_experts=32, top_k=4)
 RNG = np.random.default_rng(0)
 EVENTS = [
-    Event(p, layer, DECODE, 1, (32 * layer + RNG.permutation(32)[:4]).tolist())
+    Event(layer, DECODE, [p], 32, RNG.permutation(32)[None, :4])
     for p in range(150)
     for layer in range(4)
 ]

@@ -103,7 +103,7 @@ class Costs:
         """
         hw, size = self.hw, self.g.expert_bytes[event.layer][0]
         load_s = hw.link_latency_s + size / hw.link_rate
-        cross_s = hw.link_latency_s + self.activations(event.num_tokens) / hw.link_rate
+        cross_s = hw.link_latency_s + self.activations(len(event.experts)) / hw.link_rate
         nbytes, read_s = self.weights[event.layer], size / hw.host_memory_bytes_per_s
         on_host = {k: self.roofline_s(hw.host_flops, nbytes, n, read_s) for k, n in tokens.items()}
         on_device = {key: self.experts_s(event.layer, 1, n) for key, n in tokens.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,12 +17,20 @@ from lm_eval_moecache.algorithms.learned.data_aware import cost_of
 from lm_eval_moecache.algorithms.learned.predictor import FREE, costs
 from lm_eval_moecache.algorithms.miss.base import weight_shares
 from lm_eval_moecache.records.arrays import softmax
-from lm_eval_moecache.records.event import DECODE, DROPPED, PASS_START, PREFILL, Event, Fetch
+from lm_eval_moecache.records.event import DECODE, DROPPED, PASS_START, PREFILL, Event
 from lm_eval_moecache.records.geometry import NO_TARGET
 from lm_eval_moecache.records.ledger import PassRecord
 from tests.engine.costs import Costs
+from tests.engine.features import RankedAlone, as_stateful
 
 TOTALS = ("bytes_moved", "link_busy_s", "evictions", "lifetime_tokens")
+
+
+class Fetch(NamedTuple):
+    """A load, at a precision level."""
+
+    key: int
+    level: int = 0
 
 
 @dataclass
@@ -55,7 +63,7 @@ class Oracle:
             getattr(policy, axis).build(g, setting.seed) for axis in ("routing", "prefetch", "miss")
         )
         self.room = setting.capacity.bytes_by_partition
-        self.rules = [policy.eviction.build(g, setting.seed) for _ in self.room]
+        self.rules = [as_stateful(policy.eviction.build(g, setting.seed)) for _ in self.room]
         for rule, room in zip(self.rules, self.room, strict=True):
             mean = sum(levels[0] for levels in g.expert_bytes)
             rule.capacity_bytes, rule.num_slots = room, max(1, room * g.num_layers // mean)
@@ -89,10 +97,10 @@ class Oracle:
         for rule in self.rules:
             rule.on_pass(index)
         stalled = self.draft(index)
-        record = PassRecord(index, first.phase, first.num_tokens, started)
+        record = PassRecord(index, first.phase, len(first.experts), started)
         record.draft_s, record.stall_s = self.now - started, stalled
         self.passes.append(record)
-        self.tokens = [tokens + first.num_tokens for tokens in self.tokens]
+        self.tokens = [tokens + len(first.experts) for tokens in self.tokens]
         self.begin(record)
         if self.setting.attention == "context":
             rows = slice(*self.trace.row_bounds[index * self.g.num_layers :][:2])
@@ -102,7 +110,7 @@ class Oracle:
         if self.prefetch.predicts_pass:
             artifact = self.prefetch.artifact
             cost = FREE if artifact is None else cost_of(artifact)
-            ready_s = self.now + self.costs.network_s(cost, first.num_tokens)
+            ready_s = self.now + self.costs.network_s(cost, len(first.experts))
             self.enqueue(self.pass_proposals[index], index, PASS_START, ready_s, {})
             self.now = ready_s
         for event in self.events[index]:
@@ -138,14 +146,14 @@ class Oracle:
 
     def run(self, event: Event) -> None:
         layer, rule, miss = event.layer, self.rules[self.pool_of(event.layer)], self.miss
-        self.now += self.costs.dense_s(layer, event.num_tokens) + self.attention_s
+        self.now += self.costs.dense_s(layer, len(event.experts)) + self.attention_s
         self.drain(self.now, (), layer)
         self.pay()
         executed, demands = self.decide(event)
         began, pinned, predict_s = self.now, set(executed.keys), self.costs.gates_s(event)
         if self.prefetch.uses_predictor and event.predicted:
             network = costs(self.prefetch.artifact)[layer]
-            predict_s = self.costs.network_s(network, event.num_tokens)
+            predict_s = self.costs.network_s(network, len(event.experts))
         ready_s, device, waiting, sent = self.now, executed, executed.keys, None
         self.levels = {}
         if demands:
@@ -185,8 +193,8 @@ class Oracle:
         if self.prefetch.is_active and self.prefetch.after_layer:
             self.submit(executed, self.now)
         self.drain(self.now, pinned, layer)
-        if len(self.g.precision) > 1:
-            rule.on_levels(executed, self.levels)
+        if isinstance(rule, RankedAlone):
+            rule.on_event(executed, self.levels)
         else:
             rule.on_event(executed)
 
@@ -195,32 +203,35 @@ class Oracle:
         record, miss, held = self.record, self.miss, self.level
         acts = not (self.setting.policy.phases == "decode" and event.phase == PREFILL)
         routes, lossy = (acts and not a.is_lossless for a in (self.routing, miss))
-        selection = self.routing.select(event, held) if routes else None
+        selection = self.routing.choose(self.seen(event, self.routing)) if routes else None
         looked_up = executed = self.changed(event, selection)
         absent = [key for key in looked_up.keys if key not in held]
         missed = [key for key in absent if not self.is_pending(key)]
-        wanted = absent if lossy else [key for key in looked_up.keys if held.get(key, 1)]
-        demands = [Fetch(key) for key in wanted]
-        asked = missed if miss.awaits_late else absent
-        if lossy and (asked or (len(self.g.precision) > 1 and miss.upgrade)):
-            resolution = miss.resolve(looked_up, asked, held)
-            if resolution is not None:
-                demands, change = list(resolution.fetch), resolution.selection
-                if change is not None:
-                    is_other = change.experts != looked_up.experts
-                    record.substituted += int((is_other & (looked_up.experts != DROPPED)).sum())
-                    selection = change if selection is None else change.after(selection)
-                    executed = self.changed(looked_up, selection)
-                if len(asked) < len(absent):
-                    late = [key for key in absent if key not in missed and key in executed.keys]
-                    order = {key: place for place, key in enumerate(absent)}
-                    demands += [Fetch(key) for key in late]
-                    demands.sort(key=lambda fetch: order.get(fetch.key, len(order)))
+        asked, upgrades = missed if miss.awaits_late else absent, lossy and miss.upgrade
+        required = dict.fromkeys(looked_up.keys, 0)
+        if lossy and (asked or (len(self.g.precision) > 1 and upgrades)):
+            given = self.seen(looked_up, miss)
+            change, levels = miss.choose(given), miss.levels(given.experts, given.weights)
+            if change is not None:
+                is_other = change.experts != looked_up.experts
+                record.substituted += int((is_other & (looked_up.experts != DROPPED)).sum())
+                selection = change if selection is None else change.after(selection)
+                executed = self.changed(looked_up, selection)
+            base = event.layer * self.g.num_experts
+            for key in executed.keys:
+                own = levels[executed.experts == key - base]
+                required[key] = int(own.min())
+        demands = [
+            Fetch(key, required.get(key, 0))
+            for key in dict.fromkeys([*looked_up.keys, *executed.keys])
+            if key in executed.keys
+            and (key not in held or ((upgrades or not lossy) and held[key] > required.get(key, 0)))
+        ]
         record.requests += len(looked_up.keys)
         record.misses += len(missed)
         record.late += len(absent) - len(missed)
         record.collisions += sum(self.left_in.get(key) == event.pass_index for key in missed)
-        record.token_requests += event.num_tokens * self.g.top_k
+        record.token_requests += len(event.experts) * self.g.top_k
         record.token_misses += self.served(looked_up, absent)
         record.avoided += len(set(absent) - set(executed.keys)) if lossy else 0
         differs = selection is not None and not (
@@ -228,7 +239,7 @@ class Oracle:
             and (selection.keep is None or bool(np.all(selection.keep)))
         )
         if (routes or lossy) and len(event.weights) and (absent or differs):
-            record.weighed_tokens += event.num_tokens
+            record.weighed_tokens += len(event.experts)
         if selection is not None:
             self.judge(event, selection)
         hits = self.unused.intersection(looked_up.keys)
@@ -255,9 +266,14 @@ class Oracle:
                 weights = np.where(np.isnan(selection.weights), weights, selection.weights)
         if selection.keep is not None:
             experts = np.where(selection.keep, experts, DROPPED)
-        base = event.layer * self.g.num_experts
-        keys = list(dict.fromkeys(base + e for e in experts.ravel().tolist() if e != DROPPED))
-        return event._replace(keys=keys, experts=experts, weights=weights)
+        return event._replace(experts=experts, weights=weights)
+
+    def seen(self, event: Event, rule: Any) -> Event:
+        """The event with where the layer's experts are, as rules that choose see it."""
+        keys = range(event.layer * self.g.num_experts, (event.layer + 1) * self.g.num_experts)
+        held = np.array([[key in self.level for key in keys]])
+        late = np.array([[self.miss.awaits_late and self.is_pending(key) for key in keys]])
+        return event._replace(resident=held, absent=~held & ~late, own=[rule])
 
     def judge(self, event: Event, selection: Any) -> None:
         """Count what a selection leaves out, puts in, and loses of the router's weights."""
@@ -350,12 +366,13 @@ class Oracle:
         return any(key in (None, wish.key) for wish in wishes)
 
     def submit(self, event: Event, ready_s: float) -> None:
-        keys, levels = self.prefetch.propose(event), dict[int, int]()
+        keys, levels = [*self.prefetch.propose(event)], dict[int, int]()
         acts = not (self.setting.policy.phases == "decode" and event.phase == PREFILL)
         if len(self.g.precision) > 1 and acts and not self.miss.is_lossless:
             for layer in dict.fromkeys(key // self.g.num_experts for key in keys):
-                own = [key for key in keys if key // self.g.num_experts == layer]
-                levels |= zip(own, self.miss.prefetch_levels(event, layer, own), strict=True)
+                own = np.array([key for key in keys if key // self.g.num_experts == layer])
+                told = self.miss.prefetch_levels(event, layer, own % self.g.num_experts)
+                levels |= zip(own.tolist(), told.tolist(), strict=True)
         self.enqueue(keys, event.pass_index, event.layer, ready_s, levels)
 
     def enqueue(
@@ -499,8 +516,7 @@ class Oracle:
         self.record.host_s += seconds
         self.record.host_executed += sum(tokens[key] for key in chosen)
         self.levels |= dict.fromkeys(chosen, 0)
-        keys = [key for key in event.keys if key not in chosen]
-        rest = event._replace(keys=keys, experts=np.where(on_host, DROPPED, event.experts))
+        rest = event._replace(experts=np.where(on_host, DROPPED, event.experts))
         return rest, [fetch for fetch in wanted if fetch.key not in chosen], sent
 
     def end_host(self, demands: Any, sent: int, pinned: set[int], layer: int) -> None:

@@ -10,13 +10,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
+from lm_eval_moecache.algorithms.eviction.base import StatefulEviction
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.algorithms.registry import find_algorithm
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.kernel.serve import RESET
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.engine.wall.link import Transfer
-from lm_eval_moecache.records.event import DECODE, PREFILL, UNSEEN_SCORES, Event, unique_in_order
+from lm_eval_moecache.records.event import DECODE, DROPPED, PREFILL, UNSEEN_SCORES, Event
 from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.ledger import PassRecord
@@ -33,15 +34,17 @@ class FixedPrefetch(PrefetchAlgorithm):
 
     source: ClassVar[str] = "test"
 
-    def __init__(self, geometry: Geometry, script: Script, after_layer: bool = False) -> None:
+    def __init__(
+        self, geometry: Geometry, script: Script, after_layer: bool = False, depth: int = 0
+    ) -> None:
         super().__init__(geometry)
-        self.script, self.after_layer = script, after_layer
+        self.script, self.after_layer, self.depth = script, after_layer, depth
 
     def propose(self, event: Event) -> Sequence[int]:
         return self.script.get((event.pass_index, event.layer), ())
 
 
-class OldestFirst(EvictionAlgorithm):
+class OldestFirst(StatefulEviction):
     """Evicts in the order of loading, and logs what it is told: a word, then keys or a layer."""
 
     source: ClassVar[str] = "test"
@@ -136,7 +139,11 @@ def make_setting(
         "miss": find_algorithm("miss", "fetch"),
     }
     built = {
-        axis: SimpleNamespace(build=lambda geometry, seed, make=make: make(geometry))
+        axis: SimpleNamespace(
+            build=lambda geometry, seed, make=make: make(geometry),
+            name=f"scripted {axis}",
+            algorithm=make if isinstance(make, type) else FixedPrefetch,
+        )
         for axis, make in (makers | axes).items()
     }
     policy: Any = SimpleNamespace(phases=phases, **built)
@@ -158,10 +165,15 @@ def make_engine(
     geometry: Geometry | None = None,
     hardware: Hardware | None = None,
     **more: Any,
-) -> VirtualEngine:
+) -> Engine:
     """Return an engine of `make_setting`."""
     geometry = geometry or make_geometry()
-    return VirtualEngine(geometry, make_setting(script, capacity, geometry, hardware, **more))
+    return Engine(geometry, make_setting(script, capacity, geometry, hardware, **more))
+
+
+def fill(engine: Engine, keys: Sequence[int]) -> None:
+    """Empty the caches, and fill them with these keys at no cost."""
+    engine._settle(RESET, keys=np.array(keys, np.int64))
 
 
 def expect(record: object, figures: str) -> None:
@@ -172,41 +184,41 @@ def expect(record: object, figures: str) -> None:
     assert told == expected, f"{told}, not {expected}"
 
 
+def experts_of(engine: Engine, layer: int, keys: Sequence[int], tokens: int = 1) -> Any:
+    """Return experts [tokens, top_k] of a layer that need these keys; the rest is dropped."""
+    experts = np.full((tokens, engine.geometry.top_k), DROPPED)
+    assert len(keys) <= experts.size, "more keys than the tokens have experts"
+    experts.flat[: len(keys)] = np.array(keys, np.int64) - layer * engine.geometry.num_experts
+    return experts
+
+
 def decode(
-    engine: VirtualEngine,
+    engine: Engine,
     *keys_by_layer: Sequence[int],
     says: str = "",
-    gates: int = 0,
     phase: str = DECODE,
     tokens: int = 1,
 ) -> PassRecord:
     """Run a pass layer by layer and check the accounts after each, and what its record `says`."""
-    record = engine.begin_pass(phase, tokens)
+    engine.begin_pass(phase, tokens)
     for layer, keys in enumerate(keys_by_layer):
-        engine.enter(layer, tokens)
-        scores = np.zeros((1, engine.geometry.num_experts), dtype=np.float32)
-        predicted = {layer + 1 + i: scores for i in range(gates)}
-        engine.run(Event(record.index, layer, phase, tokens, list(keys), predicted=predicted))
+        run_layer(engine, experts_of(engine, layer, keys, tokens), layer)
         engine.check_integrity()
-    engine.end_pass()
+    record = engine.end_pass()
     engine.check_integrity()
     expect(record, says)
     return record
 
 
 def run_layer(
-    engine: VirtualEngine, experts: Any, layer: int = 0, weights: Any = UNSEEN_SCORES
+    engine: Engine, experts: Any, layer: int = 0, weights: Any = UNSEEN_SCORES
 ) -> Selection | None:
     """Serve a layer of the pass in progress for experts [tokens, top_k]; return their change."""
-    record, array = engine.record, np.asarray(experts, dtype=np.int64)
-    keys = unique_in_order(layer, engine.geometry.num_experts, array[array >= 0])
-    engine.enter(layer, len(array))
-    event = Event(record.index, layer, record.phase, len(array), keys, array, weights)
-    return engine.run(event).selection
+    return engine.alone.choose(layer, np.asarray(experts, dtype=np.int64), weights)
 
 
 def prefill(
-    engine: VirtualEngine,
+    engine: Engine,
     experts: Any,
     says: str = "",
     phase: str = PREFILL,
@@ -216,9 +228,9 @@ def prefill(
 
     Return the changed selection, if any.
     """
-    record = engine.begin_pass(phase, len(experts))
+    engine.begin_pass(phase, len(experts))
     selection = run_layer(engine, experts, weights=weights)
-    engine.end_pass()
+    record = engine.end_pass()
     engine.check_integrity()
     expect(record, says)
     return selection

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from lm_eval_moecache.emulate.models import load_real_model
-from lm_eval_moecache.engine import core
+from lm_eval_moecache.engine.costs import (
+    DENSE_KERNELS,
+    EXPERT_KERNELS,
+    GATE_KERNELS,
+    Costs,
+    attention_s,
+)
+from lm_eval_moecache.engine.kernel import clock
+from lm_eval_moecache.engine.kernel.state import Counts
 from lm_eval_moecache.engine.regime import (
     COMPUTE,
     HOST,
@@ -20,16 +28,10 @@ from lm_eval_moecache.engine.regime import (
 )
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import CONTEXT
-from lm_eval_moecache.engine.virtual.costs import (
-    DENSE_KERNELS,
-    EXPERT_KERNELS,
-    GATE_KERNELS,
-    Costs,
-    attention_s,
-)
 from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.memory import make_record
 from lm_eval_moecache.records.real_model import LayerCaches
 from lm_eval_moecache.trace.trace import Trace
 from tests.engine import traces
@@ -93,12 +95,14 @@ def test_what_is_outside_the_layers_is_paid_once_a_pass() -> None:
 
 def test_to_have_waited_for_the_link_costs_more_than_the_wait() -> None:
     engine = make_engine(hardware=make_hardware(wait_overhead_s=0.5))
-    state, clock = engine.state, engine.clock
-    assert (core.await_link(state, 3.0), clock.now) == (3.0, 3.5)
+    run, count = engine.memory.run, make_record(Counts)
+    clock.await_link(run, 3.0, count)
+    assert (count.stall_s, engine.clock.now) == (3.0, 3.5)
     # An expert that is there already costs no wait.
-    assert (core.await_link(state, 3.5), clock.now) == (0.0, 3.5)
+    clock.await_link(run, 3.5, count)
+    assert (count.stall_s, engine.clock.now) == (3.0, 3.5)
     # Waiting for a past moment does not turn back time.
-    assert (core.wait_until(state, 1.0), clock.now) == (0.0, 3.5)
+    assert (clock.wait_until(run, 1.0), engine.clock.now) == (0.0, 3.5)
 
 
 # --- attention to the context ---

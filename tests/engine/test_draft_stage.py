@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.prefetch.gates import DraftPrefetch
 from lm_eval_moecache.engine.draft_stage import solve_cutoff
-from lm_eval_moecache.engine.virtual.engine import VirtualEngine
+from lm_eval_moecache.engine.engine import Engine as VirtualEngine
 from lm_eval_moecache.records.event import VERIFY
 from lm_eval_moecache.records.geometry import Draft
 from tests.engine.scripted import decode, make_engine, make_geometry
@@ -59,7 +59,7 @@ def test_batched_io_pays_one_latency_for_a_layer(io: str, loaded_at: float) -> N
     engine = make_drafting(cutoff=1, io=io)
     draft(engine, [0, 1], [], [])
     verify(engine, [0, 1])
-    assert engine.link.busy_until == loaded_at  # 2 + 1 + 4 + 4, or one latency more
+    assert engine.memory.run.busy_until == loaded_at  # 2 + 1 + 4 + 4, or one latency more
     assert engine.link.transfers == 2
 
 

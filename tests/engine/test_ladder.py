@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
-from lm_eval_moecache.engine.virtual.engine import VirtualEngine
-from lm_eval_moecache.records.event import Event, Fetch
+import numpy as np
+
+from lm_eval_moecache.algorithms.miss.base import MissAlgorithm
+from lm_eval_moecache.engine.engine import Engine as VirtualEngine
+from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.trace.header import HEADER_KEY, Header, read_header, write_header
 from tests.engine.scripted import decode, expect, make_engine, make_geometry, make_hardware
 
@@ -22,7 +25,7 @@ LADDER = make_geometry(
 
 
 class Wanted(MissAlgorithm):
-    """Demands each key at its level of `levels`, absent or not; prefetches at those of `ahead`."""
+    """Demands each key at its level of `demanded`, there or not; prefetches at those of `ahead`."""
 
     source: ClassVar[str] = "test"
     uses_ladder: ClassVar[bool] = True
@@ -32,16 +35,19 @@ class Wanted(MissAlgorithm):
         self, geometry: Geometry, levels: Mapping[int, int], ahead: Mapping[int, int] | None = None
     ) -> None:
         super().__init__(geometry)
-        self.levels, self.ahead = levels, ahead or {}
+        self.demanded, self.ahead = levels, ahead or {}
 
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
-    ) -> Resolution | None:
-        demands = [(key, self.levels.get(key, 0)) for key in event.keys]
-        return Resolution([Fetch(k, level) for k, level in demands if level < resident.get(k, 9)])
+    def choose(self, event: Event) -> Selection | None:
+        self.layer = event.layer
+        return None
 
-    def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
-        return [self.ahead.get(key, 0) for key in keys]
+    def levels(self, experts: Any, weights: Any) -> Any:
+        keys = experts + self.layer * self.geometry.num_experts
+        return np.vectorize(lambda key: self.demanded.get(key, 0))(keys)
+
+    def prefetch_levels(self, event: Event, layer: int, experts: Any) -> Any:
+        keys = experts + layer * self.geometry.num_experts
+        return np.array([self.ahead.get(key, 0) for key in keys.tolist()])
 
 
 def make(
@@ -78,7 +84,7 @@ def test_a_hit_at_a_lower_level_is_a_hit_of_that_level() -> None:
     levels[1] = 1  # now demanded at a better level; an upgrade is a transfer
     figures = "requests=2 misses=0 hits=2 low_precision=2 bytes_moved=50 evictions=0"
     decode(engine, [0, 1], says=figures)
-    assert (engine.pools[0].resident, engine.pools[0].replaced) == ({0: 2, 1: 1}, 1)
+    assert (engine.pools[0].resident, engine.pools[0]["replaced"]) == ({0: 2, 1: 1}, 1)
 
 
 def test_an_upgrade_frees_the_old_copy_first_and_is_no_departure_to_an_eviction_rule() -> None:
@@ -88,7 +94,7 @@ def test_an_upgrade_frees_the_old_copy_first_and_is_no_departure_to_an_eviction_
     decode(engine, [0, 1])
     levels[0] = 0
     decode(engine, [0, 1], says="evictions=0")  # 50 + 100 fit only without the old 50
-    assert (engine.pools[0].resident, engine.pools[0].used_bytes) == ({1: 1, 0: 0}, 150)
+    assert (engine.pools[0].resident, engine.pools[0]["used"]) == ({1: 1, 0: 0}, 150)
     told = [("insert", 0), ("insert", 1)]
     assert engine.eviction.told("insert", "evict") == told
     # It is as old as before: the first to leave.
@@ -101,14 +107,14 @@ def test_a_prefetch_in_flight_at_a_lower_level_than_demanded_is_loaded_again() -
     # dense 0-2, two transfers 2-12, experts 12-14, dense 14-16; key 4 moves at int2 12-14 and
     # is resident, but int8 is demanded: 5 s, and 5 s for key 5: 16-26; two experts.
     decode(engine, [0, 1], [4, 5], says="end_s=28 bytes_moved=425")
-    assert (engine.pools[0].resident[4], engine.pools[0].replaced) == (0, 1)
+    assert (engine.pools[0].resident[4], engine.pools[0]["replaced"]) == (0, 1)
 
 
 def test_a_prefetch_at_the_level_that_is_demanded_is_a_hit() -> None:
     engine = make({0: 0, 1: 0, 4: 2, 5: 2}, "300B", {(0, 0): [4, 5]}, {4: 2, 5: 2})
     # Layer 0's experts run 12-14; keys 4 and 5 move 12-14 and 14-16, when layer 1's event begins.
     decode(engine, [0, 1], [4, 5], says="prefetch_hits=2 late=0 misses=2")
-    expect(engine.record, "bytes_moved=250 low_precision=2")
+    expect(engine.ledger.passes[-1], "bytes_moved=250 low_precision=2")
 
 
 def test_a_trace_header_keeps_the_ladder() -> None:

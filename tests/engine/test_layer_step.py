@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,11 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.miss.lossless import FetchCachedFirst
-from lm_eval_moecache.engine.virtual.costs import EXPERT_KERNELS, GATE_KERNELS
+from lm_eval_moecache.engine.costs import EXPERT_KERNELS, GATE_KERNELS
 from lm_eval_moecache.records.artifact import DATA_AWARE
 from lm_eval_moecache.records.event import DECODE, PASS_START, Event
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.jit import column
 from lm_eval_moecache.testing.streams import artifact_for
 from tests.engine.scripted import (
     FixedPrefetch,
@@ -41,7 +40,7 @@ def test_a_prefetch_in_flight_is_late_and_only_its_rest_is_awaited() -> None:
     # dense 0-2; keys 0, 1 move 2-12; experts 12-14; key 4 moves 12-17 behind them.
     # Next layer: dense 14-16; key 4 is in flight: stall 16-17; expert 17-18.
     decode(engine, [0, 1], [4], says="end_s=18 stall_s=10+1 requests=3 late=1 misses=2")
-    expect(engine.record, "prefetch_hits=0 bytes_moved=300 link_busy_s=15")
+    expect(engine.ledger.passes[-1], "prefetch_hits=0 bytes_moved=300 link_busy_s=15")
 
 
 def test_a_prefetch_that_arrived_in_time_is_a_hit_counted_apart() -> None:
@@ -62,7 +61,7 @@ def test_a_queued_prefetch_that_is_demanded_is_late_and_moves_as_a_demand() -> N
     # dense 8-10; event 6, 5: 6 is a miss, 5 is late. 4 is in flight until 12, then 6 (demanded
     # first) 12-17, then 5 17-22: stall 12; experts 22-24.
     decode(engine, [0], [6, 5], says="end_s=24 stall_s=5+12 requests=3 late=1 misses=2")
-    assert engine.record.bytes_moved == 400 and not engine.link.active
+    assert engine.ledger.passes[-1].bytes_moved == 400 and not engine.memory.run.queued
 
 
 def test_a_demand_overtakes_queued_prefetches_but_not_the_transfer_in_flight() -> None:
@@ -71,7 +70,7 @@ def test_a_demand_overtakes_queued_prefetches_but_not_the_transfer_in_flight() -
     # layer 1: dense 8-10; key 4 waits for 8, overtakes 9: 12-17; expert 17-18; key 9 moves 17-22.
     # layer 2: dense 18-20; 8 has arrived (hit), 9 is in flight until 22 (late); experts 22-24.
     decode(engine, [0], [4], [8, 9], says="end_s=24 stall_s=5+7+2")
-    expect(engine.record, "requests=4 hits=1 late=1 misses=2 prefetch_hits=1")
+    expect(engine.ledger.passes[-1], "requests=4 hits=1 late=1 misses=2 prefetch_hits=1")
 
 
 def test_a_demand_goes_before_a_prefetch_that_could_start_at_its_instant() -> None:
@@ -99,22 +98,22 @@ def test_prefetches_that_are_no_longer_of_use_are_cancelled_before_they_move() -
     # dense 0-2; key 0 2-7; expert 7-8; key 4 moves 7-12. dense 8-10; key 7 12-17; expert 17-18.
     # 5 and 6 were for the past event; 8 is for the next layer and starts at 17.
     decode(engine, [0], [7], says="end_s=18 bytes_moved=400")
-    assert engine.link.inflight == 8
-    assert column(engine.state.slots, "due").max() < 0
+    assert engine.memory.run.inflight == 8
+    assert engine.memory.slots["due"].max() < 0
 
 
 def test_a_prefetch_evicts_when_it_starts_and_not_what_is_being_executed() -> None:
     engine = make_engine({(0, 0): [4]}, 2)
-    record = engine.begin_pass(DECODE, 1)
+    engine.begin_pass(DECODE, 1)
     run_layer(engine, [[0, 1]])
     # Keys 0, 1 fill the cache and execute 12-14: key 4 finds no room until 14.
-    assert (list(engine.pools[0].resident), engine.link.inflight) == ([0, 1], None)
-    run_layer(engine, [[0]], layer=1)
+    assert (list(engine.pools[0].resident), engine.memory.run.inflight) == ([0, 1], -1)
+    run_layer(engine, [[0, -1]], layer=1)
     engine.end_pass()
     # Key 4 starts at 14, with the dense part 14-16, and evicts key 0, the oldest. It lands at 19:
     # stall 3; expert 19-20.
     assert list(engine.pools[0].resident) == [1, 4]
-    expect(record, "end_s=20 stall_s=10+3 evictions=1 late=1")
+    expect(engine.ledger.passes[-1], "end_s=20 stall_s=10+3 evictions=1 late=1")
     engine.check_integrity()
 
 
@@ -127,13 +126,15 @@ def test_a_prefetch_for_an_earlier_layer_is_meant_for_the_next_pass() -> None:
 
 
 def test_a_flight_that_lands_executes_and_leaves_in_a_wave_is_not_fetched_again() -> None:
-    engine, waves = make_engine({(0, 0): [5]}, 1), list[list[int]]()
-    engine.watch_waves(lambda keys: waves.append(list(keys)))
+    engine, spans = make_engine({(0, 0): [5]}, 1), list[tuple[Any, ...]]()
+    engine.record_spans(lambda *span: spans.append(span))
     # layer 0: dense 0-2; key 0 2-7; expert 7-8; key 5 moves 8-13 in its place. Dense 8-10.
     # layer 1: 4 is a miss, 5 is late and fills the cache at 13 (stall 3); its wave 13-14 makes
     # room for key 4: 14-19 (stall 5); expert 19-20.
     decode(engine, [0], [4, 5], says="end_s=20 stall_s=5+3+5 late=1 misses=2 bytes_moved=300")
-    assert waves == [[0], [5], [4]]
+    # Each wave is of one expert.
+    waves = [span for span in spans if span[0] == "experts"]
+    assert waves == [("experts", 7, 8, 0, 1), ("experts", 13, 14, 1, 1), ("experts", 19, 20, 1, 1)]
 
 
 def test_an_eviction_learns_between_waves_what_each_has_executed() -> None:
@@ -164,7 +165,8 @@ def test_every_wait_for_the_link_is_paid_for_and_the_link_goes_on_meanwhile() ->
     decode(engine, [0], [4], [8], says="hits=3 duration_s=9")
     # Waves pay for each of their waits: dense 0-2; 0 and 1 move 2-12; they run 12.5-14.5; 2 moves
     # 14.5-19.5 and runs 20-21.
-    decode(make_engine(None, 2, hardware=hardware), [0, 1, 2], says="end_s=21 stall_s=15")
+    waves = make_engine(None, 2, make_geometry(top_k=3), hardware)
+    decode(waves, [0, 1, 2], says="end_s=21 stall_s=15")
 
 
 def test_a_cache_per_layer_keeps_layers_out_of_each_others_way() -> None:
@@ -178,20 +180,22 @@ def test_a_cache_per_layer_keeps_layers_out_of_each_others_way() -> None:
 
 
 def test_the_predictor_costs_time_where_the_compute_does_not_wait_anyway() -> None:
-    engine = make_engine({}, hardware=make_hardware(kernel_overhead_s=0.125))
+    hardware = make_hardware(kernel_overhead_s=0.125)
+    engine = make_engine(hardware=hardware, prefetch=partial(FixedPrefetch, script={}, depth=1))
     # dense 2 + 30/8 = 5.75; key 0 moves 5.75-10.75, which hides the gate's 3/8 s;
     # expert 1 + 15/8 = 2.875.
-    decode(engine, [0], gates=1, says="end_s=13.625 stall_s=5")
+    decode(engine, [0], says="end_s=13.625 stall_s=5")
     # dense 5.75, gate 0.375, expert 2.875: the predictor takes time, which is not stall.
-    decode(engine, [0], gates=1, says="duration_s=9 stall_s=0")
+    decode(engine, [0], says="duration_s=9 stall_s=0")
 
 
 def test_a_prefetch_starts_only_when_its_prediction_is_ready() -> None:
-    engine = make_engine({(1, 0): [4]}, hardware=make_hardware(kernel_overhead_s=0.125))
+    prefetch = partial(FixedPrefetch, script={(1, 0): [4]}, depth=1)
+    engine = make_engine(hardware=make_hardware(kernel_overhead_s=0.125), prefetch=prefetch)
     decode(engine, [0])  # ends at 13.625, as above
     # dense until 19.375; gate until 19.75; key 4 moves 19.75-24.75; expert until 22.625;
     # dense until 28.375: key 4 is resident; gate until 28.75; expert until 31.625.
-    decode(engine, [0], [4], gates=1, says="end_s=31.625 stall_s=0 prefetch_hits=1")
+    decode(engine, [0], [4], says="end_s=31.625 stall_s=0 prefetch_hits=1")
 
 
 def test_precision_and_recall_compare_what_was_proposed_with_what_was_needed() -> None:
@@ -219,7 +223,7 @@ def test_a_cold_start_empties_the_cache_and_lets_the_flight_land() -> None:
     decode(engine, [0])
     # key 0 2-7; expert 7-8; key 4 in flight until 12; key 5 queued.
     engine.reset_cache()
-    assert engine.clock.now == 12.0 and not engine.link.active
+    assert engine.clock.now == 12.0 and not engine.memory.run.queued
     assert all(not pool.resident and not pool.arriving for pool in engine.pools)
     engine.check_integrity()
     decode(engine, [0], says="misses=1 collisions=0")
@@ -237,7 +241,7 @@ def test_a_delayed_prefetch_is_hidden_by_the_next_layer_s_attention_alone() -> N
         (True, "end_s=38 stall_s=3 late=1 misses=0"),
     ):
         prefetch = partial(FixedPrefetch, script={(1, 0): [4]}, after_layer=is_delayed)
-        engine = make_engine(None, 12, prefetch=prefetch)
+        engine = make_engine(None, 12, make_geometry(top_k=4), prefetch=prefetch)
         # dense 0-2; four transfers 2-22; experts 22-26.
         decode(engine, [0, 1, 2, 3], says="end_s=26")
         decode(engine, [0, 1, 2, 3], [4], says=says)
@@ -262,9 +266,11 @@ def test_the_resident_expert_runs_while_the_absent_one_is_loaded() -> None:
 def test_a_split_event_launches_its_kernels_twice_and_predicts_before_it_runs() -> None:
     seconds = []
     for axes in ({}, {"miss": FetchCachedFirst}):
-        engine = make_engine(hardware=make_hardware(kernel_overhead_s=0.01), **axes)
+        gate = partial(FixedPrefetch, script={}, depth=1)
+        hardware = make_hardware(kernel_overhead_s=0.01)
+        engine = make_engine(hardware=hardware, prefetch=gate, **axes)
         decode(engine, [0])
-        seconds.append(decode(engine, [0, 1], gates=1).duration_s)
+        seconds.append(decode(engine, [0, 1]).duration_s)
     # `fetch`: the load of 5 s hides the gate; then two experts run. Cached first: it hides the gate
     # and one expert, and the other launches its kernels once more.
     assert seconds[0] - seconds[1] == pytest.approx(1.0)
@@ -280,8 +286,9 @@ def test_a_split_event_launches_its_kernels_twice_and_predicts_before_it_runs() 
 def test_it_counts_and_moves_as_fetch_does_and_is_never_slower(
     events: list[list[int]], capacity: int
 ) -> None:
-    plain = make_engine(capacity=capacity)
-    reordered = make_engine(capacity=capacity, miss=FetchCachedFirst)
+    geometry = make_geometry(top_k=3)
+    plain = make_engine(None, capacity, geometry)
+    reordered = make_engine(None, capacity, geometry, miss=FetchCachedFirst)
     for keys in events:
         a, b = decode(plain, keys), decode(reordered, keys)
         times = {"start_s": 0.0, "end_s": 0.0, "stall_s": 0.0}
@@ -305,7 +312,7 @@ class Foreseeing(FixedPrefetch):
         self.artifact = dataclasses.replace(artifact, arrays=arrays)
 
     def propose(self, event: Event) -> Sequence[int]:
-        self.seen.append((event.pass_index, event.layer, event.num_tokens))
+        self.seen.append((event.pass_index, event.layer, len(event.experts)))
         return super().propose(event)
 
 
@@ -316,7 +323,7 @@ def test_a_pass_is_predicted_before_its_first_layer() -> None:
     # Expert 5 moves 6-11: dense 7-9, stall 2 s, expert 11-12. Expert 8 was not predicted:
     # dense 12-14, transfer 14-19, expert 19-20.
     decode(engine, [1], [5], [8], says="start_s=0 end_s=20 stall_s=10 late=2 misses=1")
-    expect(engine.record, "predicted=2 predicted_right=2 predictable=2")
+    expect(engine.ledger.passes[-1], "predicted=2 predicted_right=2 predictable=2")
 
 
 def test_it_is_asked_once_a_pass_and_moves_nothing_that_is_resident() -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
 from functools import partial
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
-from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
+from lm_eval_moecache.algorithms.miss.base import MissAlgorithm
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
-from lm_eval_moecache.engine import core
 from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.selection import Selection
-from tests.engine.scripted import decode, make_engine, make_geometry, prefill, run_layer
+from tests.engine.scripted import decode, fill, make_engine, make_geometry, prefill, run_layer
 
 
 class DropAbsent(MissAlgorithm):
@@ -23,11 +21,8 @@ class DropAbsent(MissAlgorithm):
 
     source: ClassVar[str] = "test"
 
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Container[int]
-    ) -> Resolution | None:
-        keys = event.experts + event.layer * self.geometry.num_experts
-        return Resolution([], Selection(event.experts, ~np.isin(keys, absent)))
+    def choose(self, event: Event) -> Selection | None:
+        return Selection(event.experts, ~event.is_missing)
 
 
 class KeepFirst(RoutingAlgorithm):
@@ -35,7 +30,7 @@ class KeepFirst(RoutingAlgorithm):
 
     source: ClassVar[str] = "test"
 
-    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+    def choose(self, event: Event) -> Selection | None:
         keep = np.zeros(event.experts.shape, dtype=bool)
         keep[:, 0] = True
         return Selection(event.experts, keep)
@@ -43,13 +38,13 @@ class KeepFirst(RoutingAlgorithm):
 
 def test_dropped_assignments_are_no_misses_of_the_last_expert() -> None:
     engine = make_engine(None, 4, make_geometry(num_layers=1), miss=DropAbsent)
-    core.fill(engine.state, [0])
+    fill(engine, [0])
     prefill(engine, [[0, -1], [3, -1]], says="misses=1 token_misses=1")
 
 
 def test_dropping_everything_absent_neither_moves_nor_waits() -> None:
     engine = make_engine(miss=DropAbsent)
-    core.fill(engine.state, [0])
+    fill(engine, [0])
     # dense 0-2, expert 2-3.
     figures = "end_s=3 stall_s=0 requests=2 misses=1 dropped=1 executed=1"
     selection = prefill(engine, [[0, 1]], phase=DECODE, says=figures)
@@ -62,7 +57,7 @@ def test_a_flight_that_nobody_waits_for_lands_no_earlier_than_its_time() -> None
     engine.begin_pass(DECODE, 1)
     run_layer(engine, [[0, 1]])  # dense 0-2; both dropped; key 8 starts at 2 or later
     run_layer(engine, [[0, 1]], 1)  # dense 2-4; both dropped: key 8 is still in flight, until 7
-    assert engine.link.inflight == 8
+    assert engine.memory.run.inflight == 8
     assert 8 not in engine.pools[0].resident
     engine.end_pass()
     engine.check_integrity()
@@ -117,4 +112,4 @@ def test_lost_weight_and_avoided_misses_are_counted_where_a_lossy_rule_acts() ->
     # even half, and no other token needs it; 4 has half of the second's, and is loaded.
     says = "misses=2 avoided=1 weighed_tokens=2 bytes_moved=100"
     prefill(engine, [[0, 3], [4, 1]], weights=weights, phase=DECODE, says=says)
-    assert engine.record.lost_weight == pytest.approx(0.25)
+    assert engine.ledger.passes[-1].lost_weight == pytest.approx(0.25)

@@ -8,11 +8,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import pytest
 
-from lm_eval_moecache.engine import core
+from lm_eval_moecache.engine.kernel.link import hint
 from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.engine.wall.link import Traffic, Transfer, WallLink, Worker
 from lm_eval_moecache.records.errors import TransferError
@@ -207,11 +206,11 @@ def make(transfer_s: float) -> tuple[Traffic, ScriptedLink, Callable[..., None]]
     engine.close()
 
     def submit(keys: Sequence[int], now: float, batch: int = -1) -> None:
-        state, levels = engine.state, [0] * len(keys)
-        core.submit_keys(state, core.Keys(keys, 0, len(keys)), levels, 0, 0, now, batch)
+        for key in keys:
+            hint(engine.memory.run, key, 0, 0, 0, now, batch)
 
-    link: Any = ScriptedLink(transfer_s)
-    return Traffic(engine.caches, link, engine.state), link, submit
+    engine.link = link = ScriptedLink(transfer_s)
+    return engine.traffic, link, submit
 
 
 @pytest.mark.parametrize(
@@ -239,20 +238,20 @@ def test_those_are_issued_that_begin_before_the_next_visit(
 ) -> None:
     traffic, link, submit = make(transfer_s)
     # The time from `executed` to the next visit.
-    traffic.drain(-1, 0, "executed")
+    traffic.drain(-1, "executed")
     now[0] += gap_s + stood_still_s
     traffic.note_stall(stood_still_s)
-    traffic.drain(-1, 0, "begun")
+    traffic.drain(-1, "begun")
     link.busy_until_s = now[0] + busy_s
     submit([4, 5, 6, 7], now[0])
-    traffic.drain(-1, 0, "executed", awaited=awaited)
+    traffic.drain(-1, "executed", awaited=awaited)
     assert link.issued == begin
 
 
 def test_an_unknown_gap_keeps_the_link_from_standing_idle(now: list[float]) -> None:
     traffic, link, submit = make(2.0)
     submit([4, 5], 0.0)
-    traffic.drain(-1, 0, "new")
+    traffic.drain(-1, "new")
     assert link.issued == [4]
 
 
@@ -260,7 +259,7 @@ def test_a_batch_is_issued_whole(now: list[float]) -> None:
     traffic, link, submit = make(2.0)
     submit([4, 5, 6], 0.0, batch=1)
     submit([7], 0.0, batch=2)
-    traffic.drain(-1, 0, "new")
+    traffic.drain(-1, "new")
     assert link.issued == [4, 5, 6]
 
 

@@ -17,7 +17,7 @@ from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.engine.wall.slots import SlottedCache
-from lm_eval_moecache.records.event import DECODE, PREFILL, Event
+from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
 from tests.engine.scripted import (
@@ -25,9 +25,11 @@ from tests.engine.scripted import (
     StillMover,
     decode,
     expect,
+    experts_of,
     make_engine,
     make_geometry,
     make_setting,
+    run_layer,
 )
 
 
@@ -85,14 +87,12 @@ def serve(
 ) -> list[PassRecord]:
     records = []
     for keys_by_layer in passes:
-        record = engine.begin_pass(phase, 1)
+        engine.begin_pass(phase, 1)
         for layer, keys in enumerate(keys_by_layer):
-            engine.enter(layer, 1)
-            engine.run(Event(record.index, layer, phase, 1, list(keys)))
+            run_layer(engine, experts_of(engine, layer, keys), layer)
             assert sorted(execute(engine, slots, layer)) == sorted(keys)
-        engine.end_pass()
+        records.append(engine.end_pass())
         engine.check_integrity()
-        records.append(record)
     return records
 
 
@@ -110,8 +110,9 @@ def events(num_layers: int, num_experts: int, top_k: int) -> Any:
 def test_without_prefetching_every_count_is_the_virtual_clocks(
     passes: list[list[list[int]]], capacity: object
 ) -> None:
-    wall, slots = wall_engine(None, capacity)
-    virtual = make_engine(capacity=capacity)
+    geometry = make_geometry(top_k=4)
+    wall, slots = wall_engine(None, capacity, geometry=geometry)
+    virtual = make_engine(None, capacity, geometry)
     wall_records = serve(wall, slots, passes)
     wall.close()
     for wall_record, keys in zip(wall_records, passes, strict=True):
@@ -140,7 +141,7 @@ def test_laws_hold_with_prefetches_and_transfers_that_come_late(
     phase: str,
     seed: int,
 ) -> None:
-    engine, slots = wall_engine(script, capacity, seed)
+    engine, slots = wall_engine(script, capacity, seed, geometry=make_geometry(top_k=3))
     records = serve(engine, slots, passes, phase)
     assert sum(r.requests for r in records) == sum(len(k) for p in passes for k in p)
     assert all(r.hits >= 0 and r.late >= 0 and r.bytes_moved >= 0 for r in records)
@@ -155,9 +156,8 @@ def test_laws_hold_with_prefetches_and_transfers_that_come_late(
 def test_a_pass_that_broke_off_does_not_harm_the_next() -> None:
     engine, slots = wall_engine(None, 2, seed=1)
     for _ in range(5):
-        record = engine.begin_pass(DECODE, 1)
-        engine.enter(0, 1)
-        engine.run(Event(record.index, 0, DECODE, 1, [0, 1]))
+        engine.begin_pass(DECODE, 1)
+        run_layer(engine, [[0, 1]])
         serve(engine, slots, [[[2, 3], [4, 5], [8, 9]]])
     engine.close()
 
@@ -191,18 +191,17 @@ def gated_pass(
     slots.open.set()
     serve(engine, slots, [[[0], [5], [8]]])
     slots.open.clear()
-    record = engine.begin_pass(DECODE, 1)
+    engine.begin_pass(DECODE, 1)
     executed: list[int] = []
     for layer, keys in enumerate([[0], [4], [8]]):
-        engine.enter(layer, 1)
         if layer == 1 and before is not None:
             before(engine, slots)
-        engine.run(Event(record.index, layer, DECODE, 1, keys))
+        run_layer(engine, experts_of(engine, layer, keys), layer)
         if layer == 1 and after:
             slots.open.set()
         executed += execute(engine, slots, layer)
     slots.open.set()
-    engine.end_pass()
+    record = engine.end_pass()
     engine.close()
     return record, executed
 

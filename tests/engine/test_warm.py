@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from lm_eval_moecache.algorithms.features import find_lowest
+from lm_eval_moecache.engine.engine import Engine as VirtualEngine
+from lm_eval_moecache.engine.kernel.ranking import find_victim
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.sweep.identity import resolve
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 from lm_eval_moecache.trace.use import UseProfile, load_use, use_of
 from tests.conftest import Moecache
-
-from . import traces
+from tests.engine import traces
+from tests.engine.scripted import fill
 
 # Experts take 1500 bytes in layer 1 and 1000 in the others.
 COUNTS = ((0, 9, 2, 0, 0, 0, 0, 0), (0, 0, 0, 9, 0, 0, 0, 1), (7, 0, 0, 0, 0, 0, 0, 0))
@@ -49,9 +49,9 @@ def test_the_most_used_that_fit_are_there_at_no_cost(capacity: str, held: set[in
     engine.check_integrity()
     if capacity == "4500B":
         # The least used is the first to leave under LRU.
-        assert find_lowest(engine.state, engine.rank, 0, 3, -1, 0) == 2
+        assert find_victim(engine.memory.run, 0, -1) == 2
     assert engine.clock.now == engine.link.bytes_moved == engine.link.busy_s == 0
-    assert sum(pool.loads + pool.evictions for pool in engine.pools) == 0
+    assert sum(pool["loads"] + pool["evictions"] for pool in engine.pools) == 0
 
 
 def test_a_reset_goes_back_to_the_warm_state(trace: Trace) -> None:
@@ -66,21 +66,18 @@ def test_a_reset_goes_back_to_the_warm_state(trace: Trace) -> None:
     assert sum(p.evictions for p in engine.ledger.passes) == evictions
 
 
-@pytest.mark.usefixtures("machine_code")
 @pytest.mark.parametrize("name", ["lru", "arc"])
 def test_every_fresh_engine_starts_warm(name: str) -> None:
     first = VirtualEngine(traces.GEOMETRY, warmed("4500B", eviction=name))
     placed = dict(first.pools[0].resident)
-    first.expect(1)
     for _ in range(3):
         engine = first.fresh()
-        assert engine.loop.is_compiled
         assert engine.pools[0].resident == placed
         # One with a state of its own has heard of them.
-        assert engine.rank or engine.eviction.victim((), 0) in placed
+        assert name == "lru" or engine.eviction.victim((), 0) in placed
         engine.check_integrity()
         # What one does with its tables is no other's.
-        engine.reset_cache(warm=False)
+        fill(engine, [])
         assert not engine.pools[0].resident
 
 
@@ -158,12 +155,3 @@ def test_a_cell_is_named_by_what_warms_it(tmp_path: Path, path: Path) -> None:
     assert "warm" not in resolve(read_config({}))
     names = [resolve(read_config({"warm": str(file)}))["warm"] for file in (path, copy)]
     assert names[0] == names[1]
-
-
-@pytest.mark.parametrize("name", ["w_tinylfu", "random"])
-def test_an_eviction_with_a_state_of_its_own_is_asked_after_a_reset_too(
-    name: str, trace: Trace
-) -> None:
-    engine = replay(trace, warmed("30%", None, eviction=name), cache_reset="never")
-    engine.reset_cache()
-    assert engine.state.run[0].own == 1

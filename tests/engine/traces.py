@@ -14,9 +14,9 @@ import pytest
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
+from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL, Event
 from lm_eval_moecache.records.geometry import Geometry
@@ -111,8 +111,8 @@ def requests(
     for event, request in events(seed, count, num_passes - 1):
         place, is_last = event.pass_index % num_passes, event.layer == GEOMETRY.num_layers - 1
         if event.layer == 0:
-            tokens = (3 + place if place else 0) + np.arange(event.num_tokens)
-            owners = np.full(event.num_tokens, request)
+            tokens = (3 + place if place else 0) + np.arange(len(event.experts))
+            owners = np.full(len(event.experts), request)
             writer.begin_pass(event.pass_index, event.phase, owners, tokens)
         predicted = list(event.predicted.values())
         writer.add(event.layer, event.experts, event.weights, event.logits, predicted)
@@ -220,11 +220,6 @@ def decode_trace(experts: Any, num_experts: int, phases: Sequence[str] = ()) -> 
     return from_rows(geometry_of((1,) * num_layers, num_experts, top_k), rows, flat)
 
 
-def one_by_one(engine: VirtualEngine) -> None:
-    """Make an engine serve events one by one, in plain Python: for `replay(on_engine=...)`."""
-    engine.watch_waves(lambda keys: None)
-
-
 def misses(
     trace: Trace,
     eviction: str,
@@ -253,3 +248,21 @@ def published(name: str) -> Path:
     if not path.is_file():
         pytest.skip(f"{name} is not among the shared data")
     return path
+
+
+def figures(engine: Engine) -> dict[str, Any]:
+    """Everything a report is made from, and the final state of the caches and the link."""
+    engine.check_integrity()
+    slots, rules = engine.memory.slots, (engine.rules.routing, engine.rules.miss)
+    names = "unused", "since", "due", "level", "queued_level"
+    counted = "loads", "evictions", "warmed", "lifetime", "peak"
+    return {
+        "passes": engine.ledger.passes,
+        "requests": [[p.index for p in r.passes] for r in engine.ledger.requests],
+        "now": engine.clock.now,
+        "held": [(pool.resident, pool.arriving) for pool in engine.pools],
+        "slots": {name: slots[name].tolist() for name in names},
+        "counted": [[pool[name] for name in counted] for pool in engine.pools],
+        "link": (engine.link.busy_s, engine.link.bytes_moved, engine.link.transfers),
+        "seen": [rule.seen.tolist() for rule in rules if hasattr(rule, "seen")],
+    }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
+from lm_eval_moecache.algorithms.miss.base import MissOverRows
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
-from lm_eval_moecache.records.event import Event, Fetch
+from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 
 
@@ -28,22 +29,20 @@ class RandomPrefetch(PrefetchAlgorithm):
         return keys
 
 
-class RandomLevels(MissAlgorithm):
+class RandomLevels(MissOverRows):
     """Demands absent and resident experts, and prefetches, at random levels."""
 
     source = "test"
     uses_ladder = upgrade = draws = True
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        super().__init__(geometry, seed=seed)
-        self._rng = np.random.default_rng(seed)
+    def forget(self) -> None:
+        self._rng = np.random.default_rng(self.seed)
 
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
-    ) -> Resolution | None:
-        demands = zip(event.keys, self.prefetch_levels(event, 0, event.keys), strict=True)
-        return Resolution([Fetch(k, level) for k, level in demands if level < resident.get(k, 9)])
+    def choose(self, event: Event) -> None:
+        return None
 
-    def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
-        levels: list[int] = self._rng.integers(0, len(self.geometry.precision), len(keys)).tolist()
-        return levels
+    def levels(self, experts: IntArray, weights: FloatArray) -> IntArray:
+        return self._rng.integers(0, len(self.geometry.precision), experts.shape)
+
+    def prefetch_levels(self, event: Event, layer: int, experts: IntArray) -> IntArray:
+        return self._rng.integers(0, len(self.geometry.precision), len(experts))

@@ -137,9 +137,9 @@ def test_a_forced_expert_takes_its_rank_unless_the_token_has_it_already() -> Non
     routing = ForcedExpert(make_geometry(num_experts=5, top_k=3), rank=2)
     logits = [[5, 4, 3, 2, 1], [1, 2, 3, 4, 5], [5, 1, 4, 2, 3]]
     event = make_event(routing.geometry, 0, 1, logits)
-    assert routing.select(event, ()) is None
+    assert routing.choose(event) is None
     routing.layer, routing.wanted = 1, np.asarray([0, 0, 4])
-    selection = routing.select(event, ())
+    selection = routing.choose(event)
     assert selection is not None
     # Experts 0, 1, 2 have 0 first; 4, 3, 2 get 0 in the place of 3; 0, 2, 4 have 4 last.
     assert selection.experts.tolist() == [[0, 1, 2], [4, 0, 2], [0, 2, 4]]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm_eval_moecache.model.wrap import FinishedSequences, WrappedModel
+from lm_eval_moecache.model.hook import FinishedSequences, WrappedModel
 from tests.model.wrapped import WRAP
 
 PAD, END = 0, 1

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.model.device import copy_to_host
 from lm_eval_moecache.model.gate import Gate
+from lm_eval_moecache.model.hook import WrappedModel, _Deferred
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.wrap import WrappedModel
 from tests.families.configs import small_model
 from tests.model.wall.scripted import NAME, scripted
 from tests.model.wrapped import logits_of, make_engine, wrap_virtual
@@ -63,7 +63,7 @@ def test_waiting_for_the_end_of_the_pass_changes_no_count(
     def never(*_: Any) -> None:
         raise AssertionError("an event waited")
 
-    monkeypatch.setattr(WrappedModel, "_token_passes", never)
+    monkeypatch.setattr(_Deferred, "end", never)
     assert [ledger(model, *policy) for policy in POLICIES] == deferred
 
 

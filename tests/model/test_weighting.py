@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from lm_eval_moecache.engine.engine import Engine as VirtualEngine
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.model.gate import Choice
+from lm_eval_moecache.model.hook import WrappedModel
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
 from lm_eval_moecache.model.weighting import (
     SoftmaxChosen,
     changed_output,
     in_numpy,
 )
-from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.artifact import PREDICTOR, write_artifact
-from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import artifact_for, make_hardware, policy_of
@@ -97,9 +96,9 @@ def routed() -> Any:
 def changed_by(routed: Any, *given: Any, **more: Any) -> Any:
     """Change the router's output as the hook does, with the router's choice in the event."""
     wrapped, output = routed
-    experts = output[2].numpy()
-    event = Event(0, 0, "decode", len(experts), [], experts=experts)
-    return wrapped._changed(0, output, Selection(*given, **more), event)
+    rule, choice = wrapped.weighting[0], wrapped.layers[0].gate.read(output)
+    assert rule is not None
+    return changed_output(output, choice, Selection(*given, **more), rule, None, output[2].numpy())
 
 
 def test_an_algorithms_own_weights_reach_the_router_and_nan_leaves_the_rule(routed: Any) -> None:

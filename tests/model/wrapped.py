@@ -15,10 +15,11 @@ import pytest
 import torch
 from transformers import core_model_loading
 
+from lm_eval_moecache.engine.engine import Engine as VirtualEngine
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.virtual.engine import VirtualEngine
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.model.hook import WrappedModel
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.precision.codecs import (
     Codec,
@@ -31,7 +32,6 @@ from lm_eval_moecache.model.precision.ladder import codecs_of, parse_ladder
 from lm_eval_moecache.model.store import LadderStore, implementation_of
 from lm_eval_moecache.model.wall.loading import ExpertLoader, assemble
 from lm_eval_moecache.model.wall.pools import RamTier
-from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.sizes import parse_capacity

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from lm_eval_moecache import RankedEviction
-from lm_eval_moecache.algorithms.features import Expert, Layer, Now
+from lm_eval_moecache import Expert, Layer, Now, RankedEviction
 
 
 class AgedLFU(RankedEviction):

@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
-from lm_eval_moecache import Prefetch
-from lm_eval_moecache.records import Event, Geometry
+from lm_eval_moecache import Event, Geometry, Prefetch
 
 
 class Repeat(Prefetch):

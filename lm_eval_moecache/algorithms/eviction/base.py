@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.parameters import Algorithm
@@ -13,11 +13,9 @@ from lm_eval_moecache.records.event import Event
 class EvictionAlgorithm(Algorithm):
     """Chooses the victim; sizes, pins and residency are the cache's alone.
 
-    The cache guarantees the order `on_insert` -> any number of `on_event` / `on_predicted` ->
-    `on_evict` for each key, and `on_pass` before the first event of each pass. A resident that is
-    loaded again at a better precision has not left: there are no calls for it. One instance
-    serves one cache (with a capacity of `n/layer`, one layer). An algorithm must be deterministic
-    in its constructor's arguments and the calls it receives; ties go to the smaller key.
+    One instance serves one cache (with a capacity of `n/layer`, one layer). An algorithm must be
+    deterministic in its constructor's arguments and the calls it receives; ties go to the smaller
+    key. It is a `RankedEviction`, or one that `StatefulEviction` calls.
     """
 
     axis: ClassVar[str] = "eviction"
@@ -29,6 +27,15 @@ class EvictionAlgorithm(Algorithm):
     num_slots: int = 0
     """Experts of the model's mean size, at the best level, that the cache has room for: what ARC,
     2Q and S3-FIFO divide. At least 1; the cache sets it before the first call."""
+
+
+class StatefulEviction(EvictionAlgorithm):
+    """An eviction with a state of its own, which hears of all that the cache does.
+
+    The cache guarantees the order `on_insert` -> any number of `on_event` / `on_predicted` ->
+    `on_evict` for each key, and `on_pass` before the first event of each pass. A resident that is
+    loaded again at a better precision has not left: there are no calls for it.
+    """
 
     @abstractmethod
     def on_insert(self, key: int, prefetched: bool) -> None:
@@ -48,13 +55,6 @@ class EvictionAlgorithm(Algorithm):
         evicted. `on_event` follows for all of the event's keys. Most algorithms can ignore it.
         """
         return
-
-    def on_levels(self, event: Event, levels: Mapping[int, int]) -> None:
-        """As `on_event`, and called instead of it if the store has several levels of precision.
-
-        `levels` maps each of `event.keys` to the level at which it was executed, 0 being the best.
-        """
-        self.on_event(event)
 
     def on_predicted(self, key: int) -> None:
         """Note that a prefetcher wants a resident key."""
@@ -80,7 +80,7 @@ class EvictionAlgorithm(Algorithm):
         """
 
 
-class HitRule(EvictionAlgorithm):
+class HitRule(StatefulEviction):
     """Base of the textbook rules, which distinguish a hit from the use that loaded the expert.
 
     The engine reports every use, including the one that caused a demand load (`on_event` follows

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
-from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.trace.future import Future
 
 
 class Belady(RankedEviction):
@@ -35,22 +32,3 @@ class Belady(RankedEviction):
     @staticmethod
     def rank(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
         return float(-expert.next_use), 0.0
-
-    def prepare(self, future: Future) -> None:
-        self._future = future
-        self._pass = 0
-        for key, first in enumerate(future.first_use.tolist()):
-            self._features.experts[key].next_use = first
-
-    def on_pass(self, pass_index: int) -> None:
-        super().on_pass(pass_index)
-        self._pass = pass_index
-
-    def on_executed(self, layer: int, keys: Sequence[int]) -> None:
-        after = self._pass * self.geometry.num_layers + layer + 1
-        for key in keys:
-            self._features.experts[key].next_use = self._future.rank_from(key, after)
-
-    def _next_uses(self, event: Event) -> list[int]:
-        after = event.pass_index * self.geometry.num_layers + event.layer + 1
-        return [self._future.rank_from(key, after) for key in event.keys]

@@ -6,13 +6,13 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
+from lm_eval_moecache.algorithms.eviction.base import StatefulEviction
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.ranges import Count
 
 
 @dataclass(eq=False, kw_only=True)
-class Hysteresis(EvictionAlgorithm):
+class Hysteresis(StatefulEviction):
     """Keeps the experts that first filled the cache until another is hotter by a quarter plus four.
 
     colibri's `tier_pick_swap`: heat counts uses, resident or not, and is halved periodically; a hot

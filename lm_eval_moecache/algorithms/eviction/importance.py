@@ -8,14 +8,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
+from lm_eval_moecache.algorithms.eviction.base import StatefulEviction
 from lm_eval_moecache.algorithms.importance import ImportanceScores
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.ranges import Decay
 
 
 @dataclass(eq=False, kw_only=True)
-class Importance(EvictionAlgorithm):
+class Importance(StatefulEviction):
     """Evicts the expert with the least importance, the decayed sum of its gate scores.
 
     SwapMoE (Kong et al. 2023), implemented from its abstract, as the text was not available:

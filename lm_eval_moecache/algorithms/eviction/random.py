@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
+from lm_eval_moecache.algorithms.eviction.base import StatefulEviction
 
 _BITS = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15
 """2^64 / the golden ratio, by which SplitMix64 steps."""
 
 
-class Random(EvictionAlgorithm):
+class Random(StatefulEviction):
     """Evicts a resident expert drawn uniformly from those that are not pinned.
 
     The draws depend only on the seed and the number of evictions.

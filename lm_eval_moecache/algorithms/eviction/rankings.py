@@ -21,6 +21,7 @@ class FIFO(RankedEviction):
 
     name: ClassVar[str] = "fifo"
     source: ClassVar[str] = "the textbook baseline; SpecMD section 4.2 uses its order in a queue"
+    recency: ClassVar[Literal["", "use", "loading"]] = "loading"
     moves: ClassVar[bool] = False
 
     @staticmethod
@@ -40,6 +41,7 @@ class LRU(RankedEviction):
 
     name: ClassVar[str] = "lru"
     source: ClassVar[str] = "Eliseev & Mazur 2023 (Mixtral offloading); SpecMD appendix B"
+    recency: ClassVar[Literal["", "use", "loading"]] = "use"
     moves: ClassVar[bool] = False
 
     @staticmethod
@@ -58,6 +60,7 @@ class TailLRU(RankedEviction):
 
     name: ClassVar[str] = "tail_lru"
     source: ClassVar[str] = "BigMoeOnEdge#22 (keep the prompt tail's experts hot)"
+    recency: ClassVar[Literal["", "use", "loading"]] = "use"
     moves: ClassVar[bool] = False
     by_token: ClassVar[bool] = True
 

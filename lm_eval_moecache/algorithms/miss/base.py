@@ -1,48 +1,28 @@
-"""The miss axis: from absent experts to fetches and the experts to execute."""
+"""The miss axis: what is executed where experts are absent, and at which level they are loaded."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.costs import (
-    NO_SCORES,
-    NO_TABLE,
-    SubstituteCost,
-    choose_once,
-    substitutes,
-)
 from lm_eval_moecache.algorithms.parameters import Algorithm, OverRows
+from lm_eval_moecache.algorithms.substitution import SubstituteCost, Substitution
 from lm_eval_moecache.records.arrays import (
+    NO_SCORES,
     BoolArray,
-    DoubleArray,
     FloatArray,
     IntArray,
     each_token,
     softmax,
 )
-from lm_eval_moecache.records.event import DROPPED, Event, Fetch
+from lm_eval_moecache.records.batch import Batch
+from lm_eval_moecache.records.event import DROPPED, Event
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
-from lm_eval_moecache.records.tokens import Tokens, tokens_of
-
-
-@dataclass(frozen=True, slots=True)
-class Resolution:
-    """The decision about the absent experts of one event.
-
-    `fetch` lists the loads in the order they are requested from the link; `selection` replaces the
-    experts to execute, and is None to execute the event's own.
-    """
-
-    fetch: Sequence[Fetch]
-    selection: Selection | None = None
 
 
 class MissAlgorithm(Algorithm):
@@ -50,7 +30,8 @@ class MissAlgorithm(Algorithm):
 
     `Event.experts` are always filled, heaviest first; experts dropped by routing are DROPPED. Each
     token is decided by itself, from the residents at the start of the event: an expert may be
-    loaded for one token and replaced for another.
+    loaded for one token and replaced for another. What is still executed and is absent is loaded,
+    in order of need.
     """
 
     axis: ClassVar[str] = "miss"
@@ -70,11 +51,12 @@ class MissAlgorithm(Algorithm):
     uses_ladder: ClassVar[bool] = False
     """Whether it loads at lower levels of precision, which the store must have."""
     upgrade: bool = False
-    """Whether it is also called without absent experts, to upgrade residents of a lower level."""
+    """Whether residents of a lower level than `levels` says are loaded again."""
     awaits_late: bool = False
-    """Whether the engine waits for prefetches under way instead of asking about them."""
+    """Whether prefetches under way are waited for, and not absent."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.uses_ladder and len(self.geometry.precision) < 2:
             raise ValueError(
                 f"{self.label()} loads at lower precisions, but "
@@ -83,69 +65,26 @@ class MissAlgorithm(Algorithm):
             )
 
     @abstractmethod
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
-    ) -> Resolution | None:
-        """Return the decision about the `absent` keys (in order of need), or None to load them all.
+    def choose(self, event: Event) -> Selection | None:
+        """Return the experts to execute instead, or None for the event's own.
 
-        Every absent key is either in `fetch` or no longer in the selection. Prefetches under way
-        are absent, too, unless `awaits_late`: then they are in neither `absent` nor `resident`, and
-        the engine waits for those still in the selection. `resident` maps resident keys to their
-        levels: fetching one at a better level loads it again. A returned selection has DROPPED
-        wherever the event has it.
-        """
-
-    def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
-        """Return the level at which to prefetch each of a layer's keys, most wanted first."""
-        return [0] * len(keys)
-
-
-NOTHING_HELD: Mapping[int, int] = MappingProxyType({})
-
-
-class MissOverRows(OverRows, MissAlgorithm):
-    """Base of the rules that decide the tokens of many rows at once, each by its own residents.
-
-    What they still execute and is absent is loaded, in order of need, at the level of `levels`.
-    """
-
-    @abstractmethod
-    def choose(self, tokens: Tokens) -> Selection | None:
-        """Return the experts to execute instead, with DROPPED where it is, or None to load all.
-
-        What it returns for a token depends on that token's row alone, and where nothing is absent
-        it changes nothing.
+        Where `event.experts` are DROPPED they stay so. Where nothing is absent nothing changes.
         """
 
     def levels(self, experts: IntArray, weights: FloatArray) -> IntArray:
-        """Return the level that each entry requires, from experts and weights [tokens, top_k]."""
+        """Return the level that each entry requires, from experts and weights [tokens, top_k].
+
+        An expert is loaded once, at the best level that any token requires.
+        """
         return np.zeros(experts.shape, np.int64)
 
-    def predicted_levels(self, logits: FloatArray) -> IntArray:
-        """Return at which level to prefetch each expert for a token, given a gate's predicted
-        logits: [tokens, experts]."""
-        return np.zeros(logits.shape, np.int64)
+    def prefetch_levels(self, event: Event, layer: int, experts: IntArray) -> IntArray:
+        """Return at which level to prefetch each expert of a layer, most wanted first."""
+        return np.zeros(len(experts), np.int64)
 
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
-    ) -> Resolution | None:
-        kept, num_experts = self.row_state(event.layer, event.num_tokens), self.geometry.num_experts
-        selection = self.choose(tokens_of(event, resident, num_experts, kept, absent))
-        if selection is None and not self.uses_ladder:
-            return None
-        executed = event.experts if selection is None else selection.experts
-        live = executed != DROPPED
-        if selection is not None and selection.keep is not None:
-            live &= selection.keep
-        # An expert is loaded once, at the best level that any token requires.
-        never = len(self.geometry.precision)
-        best = np.full(num_experts, never)
-        np.minimum.at(best, executed[live], self.levels(event.experts, event.weights)[live])
-        base = event.layer * num_experts
-        keys, held = (event.keys, resident) if self.upgrade else (absent, NOTHING_HELD)
-        wanted = zip(keys, best[np.array(keys, np.int64) - base].tolist(), strict=True)
-        fetch = [Fetch(key, level) for key, level in wanted if level < held.get(key, never)]
-        return Resolution(fetch, selection)
+
+class MissOverRows(OverRows, MissAlgorithm):
+    """Base of the rules that decide the tokens of many rows at once, each by its own residents."""
 
 
 class LosslessMiss(MissAlgorithm):
@@ -153,9 +92,7 @@ class LosslessMiss(MissAlgorithm):
 
     is_lossless: ClassVar[bool] = True
 
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
-    ) -> Resolution | None:
+    def choose(self, event: Event) -> Selection | None:
         return None
 
 
@@ -172,26 +109,26 @@ class LadderMiss(MissOverRows):
     def levels(self, experts: IntArray, weights: FloatArray) -> IntArray:
         """Return the level that each entry requires, from experts and weights [tokens, top_k]."""
 
-    def choose(self, tokens: Tokens) -> Selection | None:
+    def choose(self, event: Event) -> Selection | None:
         return None
 
     def unpredicted(self, count: int) -> Sequence[int]:
         """Return the levels of keys, most wanted first, of a layer whose gate is not predicted."""
         return [0] * count
 
-    def predicted_levels(self, logits: FloatArray) -> IntArray:
-        lowest, each = len(self.geometry.precision) - 1, each_token(logits)
-        experts = np.argsort(-logits, axis=-1, kind="stable")[:, : self.geometry.top_k]
-        best = np.full(logits.shape, lowest)
-        levels = self.levels(experts, softmax(logits)[each, experts])
-        best[each, experts] = np.minimum(levels, lowest)
-        return best
-
-    def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
+    def prefetch_levels(self, event: Event, layer: int, experts: IntArray) -> IntArray:
         if layer not in event.predicted:
-            return self.unpredicted(len(keys))
-        best = self.predicted_levels(event.predicted[layer]).min(axis=0).tolist()
-        return [best[key % self.geometry.num_experts] for key in keys]
+            return np.array(self.unpredicted(len(experts)), np.int64)
+        logits = event.predicted[layer]
+        lowest, each = len(self.geometry.precision) - 1, each_token(logits)
+        chosen = np.argsort(-logits, axis=-1, kind="stable")[:, : self.geometry.top_k]
+        levels, best = (
+            self.levels(chosen, softmax(logits)[each, chosen]),
+            np.full(logits.shape, lowest),
+        )
+        best[each, chosen] = np.minimum(levels, lowest)
+        found: IntArray = best.min(axis=0)[experts]
+        return found
 
 
 Order = Literal["heaviest", "lightest"]
@@ -223,9 +160,9 @@ def weight_before(weights: FloatArray, live: BoolArray) -> FloatArray:
     return np.asarray((weights.cumsum(axis=-1) - weights) / total, dtype=np.float32)
 
 
-def unless_all(tokens: Tokens, keep: BoolArray, renormalize: bool) -> Selection | None:
+def unless_all(event: Event, keep: BoolArray, renormalize: bool) -> Selection | None:
     """Drop the entries that `keep` [tokens, top_k] leaves out."""
-    return None if keep.all() else Selection(tokens.experts, keep, renormalize)
+    return None if keep.all() else Selection(event.experts, keep, renormalize)
 
 
 Budget = Annotated[
@@ -270,36 +207,36 @@ class SubstitutingMiss(MissOverRows):
     def cost(self) -> SubstituteCost:
         """Return what a substitute costs, as a function of numbers that numba can compile."""
 
-    def budget(self, tokens: Tokens) -> IntArray:
+    def budget(self, event: Event) -> IntArray:
         """Return how many experts each token may have replaced, [tokens]: `rho` by default."""
-        return np.full(len(tokens.experts), self.rho or tokens.experts.shape[1])
-
-    def table(self, tokens: Tokens) -> tuple[DoubleArray, IntArray]:
-        """Return numbers [any, experts] for `Substitute.given`, and each expert's row of them."""
-        return NO_TABLE, tokens.experts
+        return np.full(len(event.experts), self.rho or event.experts.shape[1])
 
     @cached_property
-    def _cost(self) -> SubstituteCost:
-        return self.cost()
+    def loop(self) -> Substitution:
+        """The loop over tokens and their absent experts."""
+        loop = Substitution(self.cost(), self.geometry.num_experts, self.geometry.top_k)
+        loop.record.reuse, loop.record.forwards = self.reuse, int(self.order == "heaviest")
+        return loop
 
-    def get_ready(self) -> None:
-        choose_once(self)
+    @property
+    def is_loop(self) -> bool:
+        """Whether the loop says all that it chooses."""
+        return type(self).choose is SubstitutingMiss.choose
 
-    def choose(self, tokens: Tokens) -> Selection | None:
-        chosen, sought = substitutes(
-            tokens,
-            self._cost,
-            self.budget(tokens),
-            scores=softmax(tokens.logits) if self.uses_scores else NO_SCORES,
-            shares=weight_shares(tokens.experts, tokens.weights) if self.uses_shares else NO_SCORES,
-            table=self.table(tokens),
-            reuse=self.reuse,
-            heaviest_first=self.order == "heaviest",
-        )
-        is_same = chosen == tokens.experts
-        lost = sought & is_same
+    def scores_of(self, given: Event | Batch) -> Mapping[str, FloatArray]:
+        """Return the softmax scores and shares of tokens, where the cost looks at them."""
+        return {
+            "scores": softmax(given.logits) if self.uses_scores else NO_SCORES,
+            "shares": weight_shares(given.experts, given.weights)
+            if self.uses_shares
+            else NO_SCORES,
+        }
+
+    def choose(self, event: Event) -> Selection | None:
+        self.loop.give(**self.scores_of(event))
+        chosen, lost = self.loop.of_event(event, self.budget(event))
         keep = ~lost if self.fallback == "drop" and lost.any() else None
-        if keep is None and is_same.all():
+        if keep is None and (chosen == event.experts).all():
             return None
-        weigh_as = tokens.experts if self.weight == "missing" else None
+        weigh_as = event.experts if self.weight == "missing" else None
         return Selection(chosen, keep, weigh_as=weigh_as)

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.costs import Missing, Substitute, SubstituteCost
 from lm_eval_moecache.algorithms.learned.buddies import (
     BuddyProfile,
     activating_entropy,
     top_k_shares,
 )
 from lm_eval_moecache.algorithms.miss.base import Budget, Order, SubstitutingMiss
-from lm_eval_moecache.records.arrays import BoolArray, DoubleArray, IntArray, each_token
+from lm_eval_moecache.algorithms.substitution import (
+    Missing,
+    Substitute,
+    SubstituteCost,
+    Substitution,
+)
+from lm_eval_moecache.records.arrays import BoolArray, IntArray, each_token
 from lm_eval_moecache.records.artifact import BUDDIES, load_artifact
-from lm_eval_moecache.records.event import DROPPED
+from lm_eval_moecache.records.event import DROPPED, Event
+from lm_eval_moecache.records.memory import address_of
 from lm_eval_moecache.records.ranges import Experts, Positive, Range, Share, ZeroOrMore
-from lm_eval_moecache.records.tokens import Tokens
 
 Reuse = Annotated[float, Range(least=0, below=1)]
 
@@ -102,7 +108,7 @@ class Buddy(SubstitutingMiss):
         self.q, self.is_buddy = known.buddies(self.measure, self.alpha, self.k_max, self.H)
         device = np.arange(num_experts) * self.partitions // num_experts
         self.q *= np.maximum(1 - self.kappa * np.abs(device[:, None] - device), 0.0)
-        self.affinities = np.where(self.is_buddy, self.q, -1.0)
+        self.affinities = np.ascontiguousarray(np.where(self.is_buddy, self.q, -1.0), np.float64)
 
     def cost(self) -> SubstituteCost:
         eta = self.eta
@@ -114,30 +120,22 @@ class Buddy(SubstitutingMiss):
 
         return cost
 
-    def budget(self, tokens: Tokens) -> IntArray:
-        is_open = self.tolerates(tokens) & self.has_residents(tokens)
-        return np.where(is_open, super().budget(tokens), 0)
+    def budget(self, event: Event) -> IntArray:
+        return np.where(self.tolerates(event), super().budget(event), 0)
 
-    def table(self, tokens: Tokens) -> tuple[DoubleArray, IntArray]:
-        return self.affinities[tokens.layer], tokens.experts
+    @cached_property
+    def loop(self) -> Substitution:
+        loop = super().loop
+        start, step = address_of(self.affinities), self.affinities[0].nbytes
+        loop.record.tolerance = self.beta
+        loop.give(tables=start + step * np.arange(len(self.affinities)))
+        return loop
 
-    def has_residents(self, tokens: Tokens) -> BoolArray:
-        """Return a mask [tokens] of those whose row passes the residency gate."""
-        if tokens.by_row[1] == 1:
-            missing, live = tokens.is_missing, tokens.experts != DROPPED
-            return np.asarray(missing.sum(axis=-1) < self.beta * live.sum(axis=-1))
-        is_chosen = np.zeros((len(tokens.passes), self.geometry.num_experts + 1), dtype=bool)
-        is_chosen[tokens.rows[:, None], tokens.experts] = True
-        is_chosen = is_chosen[:, :-1]  # without what is DROPPED
-        absent = is_chosen & tokens.absent[:: tokens.by_row[1]]
-        is_open = absent.sum(axis=-1) < self.beta * is_chosen.sum(axis=-1)
-        return np.asarray(is_open[tokens.rows])
-
-    def tolerates(self, tokens: Tokens) -> BoolArray:
+    def tolerates(self, event: Event) -> BoolArray:
         """Return a mask [tokens] of those that pass the entropy and margin gates."""
-        live = tokens.experts != DROPPED
-        own = tokens.logits[each_token(tokens.experts), tokens.experts]
+        live = event.experts != DROPPED
+        own = event.logits[each_token(event.experts), event.experts]
         shares = top_k_shares(np.where(live, own, -np.inf), self.temperature)
         best = np.sort(shares, axis=-1)
-        is_open = activating_entropy(shares) > self.thresholds[tokens.layer]
+        is_open = activating_entropy(shares) > self.thresholds[event.layer]
         return np.asarray(is_open & (best[:, -1] - best[:, -2] < self.gamma))

@@ -9,10 +9,9 @@ import numpy as np
 
 from lm_eval_moecache.algorithms.miss.base import MissOverRows, keep_one, unless_all, weight_shares
 from lm_eval_moecache.records.arrays import each_token
-from lm_eval_moecache.records.event import DROPPED, PREFILL
+from lm_eval_moecache.records.event import DROPPED, PREFILL, Event
 from lm_eval_moecache.records.ranges import Count, Range, Share
 from lm_eval_moecache.records.selection import Selection
-from lm_eval_moecache.records.tokens import Tokens
 
 FewerExperts = Annotated[
     int, Range(least=0, below="top_k", why=": with none to drop it is miss=fetch")
@@ -38,9 +37,9 @@ class Drop(MissOverRows):
     h: FewerExperts = 2
     renormalize: bool = False
 
-    def choose(self, tokens: Tokens) -> Selection | None:
+    def choose(self, event: Event) -> Selection | None:
         light = np.arange(self.geometry.top_k) >= self.h
-        return unless_all(tokens, ~(tokens.is_missing & light), self.renormalize)
+        return unless_all(event, ~(event.is_missing & light), self.renormalize)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -63,9 +62,9 @@ class DropCold(MissOverRows):
     factor: Share = 1.0
     renormalize: bool = True
 
-    def choose(self, tokens: Tokens) -> Selection | None:
-        cold = weight_shares(tokens.experts, tokens.weights) < self.factor / self.geometry.top_k
-        return unless_all(tokens, ~(tokens.is_missing & cold), self.renormalize)
+    def choose(self, event: Event) -> Selection | None:
+        cold = weight_shares(event.experts, event.weights) < self.factor / self.geometry.top_k
+        return unless_all(event, ~(event.is_missing & cold), self.renormalize)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -86,13 +85,13 @@ class DegradeZero(MissOverRows):
 
     tau: Share = 0.1
 
-    def choose(self, tokens: Tokens) -> Selection | None:
-        if tokens.phase == PREFILL:
+    def choose(self, event: Event) -> Selection | None:
+        if event.phase == PREFILL:
             return None
-        shares = weight_shares(tokens.experts, tokens.weights)
-        keep = ~(tokens.is_missing & (shares < self.tau))
+        shares = weight_shares(event.experts, event.weights)
+        keep = ~(event.is_missing & (shares < self.tau))
         keep_one(keep, shares)
-        return unless_all(tokens, keep, renormalize=True)
+        return unless_all(event, keep, renormalize=True)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -124,18 +123,18 @@ class ExpertBudget(MissOverRows):
         super().__post_init__()
         self._budget = 2 * self.geometry.top_k if self.budget is None else self.budget
 
-    def choose(self, tokens: Tokens) -> Selection | None:
-        (rows, per_row), num_experts = tokens.by_row, self.geometry.num_experts
-        live, shares = tokens.experts != DROPPED, weight_shares(tokens.experts, tokens.weights)
-        places = (tokens.rows[:, None] * num_experts + tokens.experts)[live]
+    def choose(self, event: Event) -> Selection | None:
+        rows, num_experts = len(event.passes), self.geometry.num_experts
+        live, shares = event.experts != DROPPED, weight_shares(event.experts, event.weights)
+        places = (event.rows[:, None] * num_experts + event.experts)[live]
         summed = np.bincount(places, shares[live], rows * num_experts).reshape(rows, -1)
         needed = np.bincount(places, minlength=rows * num_experts).reshape(rows, -1) > 0
-        missed = needed & tokens.absent[::per_row]
+        missed = needed & event.absent
         room = np.maximum(self._budget - (needed & ~missed).sum(axis=-1), 0)
         ranked = np.where(missed, -summed, np.inf).argsort(axis=-1, kind="stable")
         left_out = missed.copy()
         left_out[each_token(ranked), ranked] &= np.arange(num_experts) >= room[:, None]
-        keep = ~(left_out[tokens.rows[:, None], tokens.experts] & live)
+        keep = ~(left_out[event.rows[:, None], event.experts] & live)
         if self.rescue:
             keep_one(keep, shares)
-        return unless_all(tokens, keep, self.renormalize)
+        return unless_all(event, keep, self.renormalize)

@@ -16,9 +16,8 @@ from lm_eval_moecache.algorithms.miss.base import (
     weight_before,
 )
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
-from lm_eval_moecache.records.event import DROPPED
+from lm_eval_moecache.records.event import DROPPED, Event
 from lm_eval_moecache.records.selection import Selection
-from lm_eval_moecache.records.tokens import Tokens
 
 
 class FetchLowest(MissOverRows):
@@ -33,7 +32,7 @@ class FetchLowest(MissOverRows):
     source: ClassVar[str] = "SpecMD section 3.1.2 (fetch-lowest-bit)"
     uses_ladder: ClassVar[bool] = True
 
-    def choose(self, tokens: Tokens) -> Selection | None:
+    def choose(self, event: Event) -> Selection | None:
         return None
 
     def levels(self, experts: IntArray, weights: FloatArray) -> IntArray:
@@ -168,9 +167,9 @@ class DropCascade(LadderMiss):
         self._num_levels = len(self.geometry.precision)
         self._bounds = np.linspace(self.t1, self.t2, self._num_levels, dtype=np.float32)
 
-    def choose(self, tokens: Tokens) -> Selection | None:
-        is_beyond = self.levels(tokens.experts, tokens.weights) == self._num_levels
-        return unless_all(tokens, ~(tokens.is_missing & is_beyond), self.renormalize)
+    def choose(self, event: Event) -> Selection | None:
+        is_beyond = self.levels(event.experts, event.weights) == self._num_levels
+        return unless_all(event, ~(event.is_missing & is_beyond), self.renormalize)
 
     def levels(self, experts: IntArray, weights: FloatArray) -> IntArray:
         return np.searchsorted(self._bounds, weight_before(weights, experts != DROPPED))

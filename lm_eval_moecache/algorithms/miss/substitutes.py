@@ -8,11 +8,12 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.costs import Missing, Substitute, SubstituteCost
 from lm_eval_moecache.algorithms.miss.base import Budget, SubstitutingMiss
-from lm_eval_moecache.records.arrays import DoubleArray, IntArray
+from lm_eval_moecache.algorithms.substitution import Missing, Substitute, SubstituteCost
+from lm_eval_moecache.records.arrays import DoubleArray
+from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.ranges import Share
-from lm_eval_moecache.records.tokens import Tokens
+from lm_eval_moecache.records.selection import Selection
 
 
 @dataclass(eq=False, kw_only=True)
@@ -107,17 +108,22 @@ class SubstituteRandom(SubstitutingMiss):
     def cost(self) -> SubstituteCost:
         return _draw
 
-    def table(self, tokens: Tokens) -> tuple[DoubleArray, IntArray]:
-        missing, num_experts = tokens.is_missing, self.geometry.num_experts
-        within = missing & (missing.cumsum(axis=-1) <= self.budget(tokens)[:, None])
+    def choose(self, event: Event) -> Selection | None:
+        self.loop.give(draws=self._draws(event))
+        return super().choose(event)
+
+    def _draws(self, event: Event) -> DoubleArray:
+        """Return a number for each expert in place of each absent one, [tokens, top_k, experts]."""
+        missing, num_experts = event.is_missing, self.geometry.num_experts
+        within = missing & (missing.cumsum(axis=-1) <= self.budget(event)[:, None])
         columns, found = within.T.nonzero()
-        draws, rows = np.empty((len(found), num_experts)), tokens.rows[found]
+        draws, rows = np.zeros((*missing.shape, num_experts)), event.rows[found]
         for row in np.unique(rows).tolist():
-            own = np.random.default_rng((self.seed, tokens.passes[row], tokens.layer))
-            draws[rows == row] = own.random((np.count_nonzero(rows == row), num_experts))
-        places = np.zeros(missing.shape, np.int64)
-        places[found, columns] = np.arange(len(found))
-        return draws, places
+            own = np.random.default_rng((self.seed, event.passes[row], event.layer))
+            is_own = rows == row
+            drawn = own.random((np.count_nonzero(is_own), num_experts))
+            draws[found[is_own], columns[is_own]] = drawn
+        return draws
 
 
 def _draw(missing: Missing, other: Substitute) -> tuple[float, float]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.parameters import Algorithm
+from lm_eval_moecache.algorithms.likeliest import Likeliest
+from lm_eval_moecache.algorithms.parameters import Algorithm, OverRows
 from lm_eval_moecache.records.arrays import DoubleArray, FloatArray, IntArray, each_token, softmax
 from lm_eval_moecache.records.event import DROPPED, Event
 
@@ -50,35 +52,7 @@ class PrefetchAlgorithm(Algorithm):
 
     @abstractmethod
     def propose(self, event: Event) -> Sequence[int]:
-        """Return the keys to prefetch now, in order of priority, without duplicates."""
-
-    def propose_arrays(
-        self, layers: Sequence[int], logits: FloatArray
-    ) -> tuple[IntArray, IntArray] | None:
-        """Return the proposals for n one-token predictions at once, or None if unsupported.
-
-        Returns all keys, and the number of keys of each row [n]. Row i of `logits` [n, experts]
-        predicts layer `layers[i]`. Only for algorithms that read nothing else of an event: a replay
-        batches many steps of one layer, a live run all layers of a step.
-        """
-        return None
-
-    def propose_rows(
-        self, rules: Sequence[Any], layers: Sequence[int], logits: FloatArray
-    ) -> tuple[IntArray, IntArray]:
-        """Return what `propose_arrays` of each of these rules, alike but for memory, proposes.
-
-        Each predicts the same layers [n] in a run of its own; `logits` are [rules, n, experts], and
-        the numbers returned are [rules x n].
-        """
-        if not self.remembers:
-            every = [*layers] * len(logits)
-            found = self.propose_arrays(every, logits.reshape(-1, logits.shape[-1]))
-            assert found is not None, "asked of a rule that cannot"
-            return found
-        told = [each.propose_arrays(layers, own) for each, own in zip(rules, logits, strict=True)]
-        keys, counts = zip(*told, strict=True)
-        return np.concatenate(keys), np.concatenate(counts)
+        """Return the keys to prefetch now, of one row, in order of priority, without duplicates."""
 
 
 class DraftStagePrefetch(PrefetchAlgorithm):
@@ -113,37 +87,60 @@ class DraftStagePrefetch(PrefetchAlgorithm):
         return ()
 
 
-class LikeliestPrefetch(PrefetchAlgorithm):
-    """Base of the rules that propose each token's likeliest experts by the predicted logits."""
+class ScorePrefetch(OverRows, PrefetchAlgorithm):
+    """Base of the rules that propose experts by their predicted scores alone, by a loop.
+
+    The layers that an event predicts follow each other.
+    """
 
     remembers: ClassVar[bool] = False
-    count: int
-    """Experts proposed for each token of a predicted layer."""
+    count: int = 0
+    """Experts proposed for each token of a predicted layer; 0: those above a bar."""
+
+    @cached_property
+    def loop(self) -> Likeliest:
+        """The loop over tokens and experts."""
+        return Likeliest(self.geometry, count=self.count)
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether the loop says all that it proposes."""
+        return type(self).propose is ScorePrefetch.propose
+
+    def give(self, own: Sequence[Any], scores: FloatArray) -> None:
+        """Give the loop what it needs of each row's own rule, and of scores, besides these."""
+        return
+
+    def scores(self, logits: FloatArray, is_alone: bool) -> FloatArray:
+        """Return what decides, [predictions, experts]; `is_alone` if events have one token."""
+        # A single token's order needs no probabilities.
+        return logits if is_alone else softmax(logits)
 
     def propose(self, event: Event) -> Sequence[int]:
         keys: list[int] = []
         for layer, logits in event.predicted.items():
-            keys += most_likely(layer, logits, self.count)
+            scores = self.scores(logits, len(logits) == 1)
+            self.give([self], scores)
+            keys += self.loop.of_event(layer, len(logits), scores)
         return keys
-
-    def propose_arrays(
-        self, layers: Sequence[int], logits: FloatArray
-    ) -> tuple[IntArray, IntArray]:
-        return best_of_rows(layers, logits, self.count)
 
 
 def most_likely(layer: int, logits: FloatArray, count: int) -> list[int]:
-    """Return the keys of each token's `count` likeliest experts, in the order of `by_mass`.
+    """Return the keys of each token's `count` likeliest experts, largest summed score first.
 
-    `logits` are [tokens, experts].
+    `logits` are [tokens, experts]; ties go to the smaller key.
     """
     if len(logits) == 1:
         # A single token's order needs no probabilities.
         return largest(layer, logits[0], count)
     scores = softmax(logits)
+    best = np.argsort(-scores, axis=-1, kind="stable")[:, :count]
     wanted = np.zeros(scores.shape, dtype=bool)
-    wanted[each_token(scores), _top(-scores, count)] = True
-    return by_mass(layer, wanted, scores)
+    wanted[each_token(scores), best] = True
+    experts, mass = np.flatnonzero(wanted.any(axis=0)), np.where(wanted, scores, 0).sum(axis=0)
+    order = (-mass[experts]).argsort(kind="stable")
+    keys: list[int] = (experts[order] + layer * scores.shape[-1]).tolist()
+    return keys
 
 
 def largest(layer: int, values: FloatArray | DoubleArray | IntArray, count: int) -> list[int]:
@@ -153,55 +150,6 @@ def largest(layer: int, values: FloatArray | DoubleArray | IntArray, count: int)
     return keys
 
 
-def by_mass(layer: int, wanted: np.ndarray, scores: FloatArray) -> list[int]:
-    """Return the keys of the experts wanted by any token, largest summed score first.
-
-    `wanted` is boolean [tokens, experts], `scores` are [tokens, experts]; ties go to the smaller
-    key.
-    """
-    if len(scores) == 1:
-        experts = wanted[0].nonzero()[0]
-        mass = scores[0][experts]
-    else:
-        experts = np.flatnonzero(wanted.any(axis=0))
-        mass = (scores * wanted).sum(axis=0)[experts]
-    keys: list[int] = (experts[(-mass).argsort(kind="stable")] + layer * scores.shape[-1]).tolist()
-    return keys
-
-
-def best_of_rows(
-    layers: Sequence[int], logits: FloatArray, count: int
-) -> tuple[IntArray, IntArray]:
-    """Return `most_likely` of each single token in one array, and each token's number of keys.
-
-    `layers` [tokens] holds each token's layer.
-    """
-    top = _top(-logits, count) + np.asarray(layers)[:, None] * logits.shape[-1]
-    return top.ravel(), np.full(len(top), top.shape[1])
-
-
-def _top(ranks: FloatArray, count: int) -> IntArray:
-    """Return the indices of each row's `count` lowest ranks, lowest first, ties by index.
-
-    Sorts 64-bit integers that hold rank and index: numpy vectorises this, which makes it several
-    times as fast as an argsort.
-    """
-    if len(ranks) < 3:
-        # Numbers too few for it to pay.
-        return ranks.argsort(axis=-1, kind="stable")[:, :count]
-    bits = np.add(ranks, 0, dtype=np.float32).view(np.int32)  # adding 0 turns -0 into 0
-    bits ^= (bits >> 31) & np.int32(0x7FFFFFFF)
-    places: IntArray = (bits.astype(np.int64) << 32) | np.arange(ranks.shape[-1])
-    if 8 * count < ranks.shape[-1]:
-        places.partition(count, axis=-1)
-        places = places[:, :count]
-    places.sort(axis=-1)
-    return places[:, :count] & 0xFFFFFFFF
-
-
 def activations(event: Event, num_experts: int) -> IntArray:
     """Return how many of the event's tokens each expert of its layer serves: [experts]."""
-    if not len(event.experts):
-        keys = np.asarray(event.keys, dtype=np.int64) - event.layer * num_experts
-        return np.bincount(keys, minlength=num_experts)
     return np.bincount(event.experts[event.experts != DROPPED], minlength=num_experts)

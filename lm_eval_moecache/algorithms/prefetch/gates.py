@@ -10,8 +10,8 @@ from lm_eval_moecache.algorithms.learned.data_aware import load_data_aware
 from lm_eval_moecache.algorithms.learned.predictor import load_predictor
 from lm_eval_moecache.algorithms.prefetch.base import (
     DraftStagePrefetch,
-    LikeliestPrefetch,
     PrefetchAlgorithm,
+    ScorePrefetch,
     most_likely,
 )
 from lm_eval_moecache.records.arrays import FloatArray
@@ -21,7 +21,7 @@ from lm_eval_moecache.records.ranges import Count, Experts, Positive, Range
 
 
 @dataclass(eq=False, kw_only=True)
-class NextGate(LikeliestPrefetch):
+class NextGate(ScorePrefetch):
     """Applies the gates of the next `depth` layers to this layer's input and takes the top-k.
 
     SpecMD section 3.1.4 (top-k with overfetch); the idea is Eliseev & Mazur's. `overfetch`
@@ -56,7 +56,7 @@ class NextGate(LikeliestPrefetch):
 
 
 @dataclass(eq=False, kw_only=True)
-class Predictor(LikeliestPrefetch):
+class Predictor(ScorePrefetch):
     """Proposes each token's k likeliest experts of the next MoE layer by a trained predictor.
 
     CommitMoE section 4.2: one linear layer on the router's input predicts the same token's next

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection
 from functools import cached_property
 from typing import Annotated, ClassVar
 
-from lm_eval_moecache.algorithms.costs import NO_SCORES, RankCost, cheapest, choose_once
+import numpy as np
+
+from lm_eval_moecache.algorithms.cheapest import Cheapest, RankCost
 from lm_eval_moecache.algorithms.parameters import Algorithm, OverRows
-from lm_eval_moecache.records.arrays import FloatArray, softmax
+from lm_eval_moecache.records.arrays import NO_SCORES, DoubleArray, FloatArray, softmax
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
-from lm_eval_moecache.records.tokens import Tokens, tokens_of
 
 
 class RoutingAlgorithm(Algorithm):
@@ -30,29 +30,18 @@ class RoutingAlgorithm(Algorithm):
     """How many layers ahead `Event.predicted` must reach."""
 
     @abstractmethod
-    def select(self, event: Event, resident: Collection[int]) -> Selection | None:
-        """Return the experts [tokens, top_k] to execute, heaviest first, or None for the router's.
-
-        `event.logits` are [tokens, experts] and must not be changed. `resident` holds keys.
-        """
-
-
-class RoutingOverRows(OverRows, RoutingAlgorithm):
-    """Base of the rules that decide the tokens of many rows at once, each by its own residents."""
-
-    uses_residents: ClassVar[bool] = True
-    """Whether it looks at the residents: else all tokens of a text may choose at once."""
-
-    @abstractmethod
-    def choose(self, tokens: Tokens) -> Selection | None:
+    def choose(self, event: Event) -> Selection | None:
         """Return the experts [tokens, top_k] to execute, heaviest first, or None for the router's.
 
         What it returns for a token depends on that token's row alone.
         """
 
-    def select(self, event: Event, resident: Collection[int]) -> Selection | None:
-        kept = self.row_state(event.layer, event.num_tokens)
-        return self.choose(tokens_of(event, resident, self.geometry.num_experts, kept))
+
+class RoutingOverRows(OverRows, RoutingAlgorithm):
+    """Base of the rules that are asked about many rows at once."""
+
+    uses_residents: ClassVar[bool] = True
+    """Whether it looks at the residents: else all tokens of a text may choose at once."""
 
 
 class RoutingByCost(RoutingOverRows):
@@ -64,31 +53,32 @@ class RoutingByCost(RoutingOverRows):
     uses_logits: ClassVar[bool] = True
     uses_scores: ClassVar[bool] = False
     """Whether `cost` looks at softmax scores."""
-    state_size: ClassVar[int] = 3
+
+    def forget(self) -> None:
+        self.seen: DoubleArray = np.zeros((self.geometry.num_layers, 3))
+        """Of each layer: how many tokens, and the sums of their ranges and means (see `Seen`)."""
 
     @abstractmethod
     def cost(self) -> RankCost:
         """Return what an expert costs, as a function of numbers that numba can compile."""
 
     @cached_property
-    def stated_cost(self) -> RankCost:
-        """What `cost` returned the first time."""
-        return self.cost()
+    def loop(self) -> Cheapest:
+        """The loop over tokens and ranks."""
+        return Cheapest(self.cost(), self.geometry.num_experts, self.geometry.top_k)
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether the loop says all that it chooses."""
+        return type(self).choose is RoutingByCost.choose
 
     def scores(self, logits: FloatArray) -> FloatArray:
         """Return softmax scores, where the cost looks at them."""
         return softmax(logits) if self.uses_scores else NO_SCORES
 
-    def get_ready(self) -> None:
-        choose_once(self)
-
-    @classmethod
-    def is_plain(cls) -> bool:
-        """Whether `cost` is all that it decides by: then machine code may do the rest."""
-        return cls.choose is RoutingByCost.choose and cls.on_pass is RoutingAlgorithm.on_pass
-
-    def choose(self, tokens: Tokens) -> Selection | None:
-        chosen = cheapest(tokens, self.stated_cost, self.scores(tokens.logits))
+    def choose(self, event: Event) -> Selection | None:
+        seen = [rule.seen for rule in event.own]
+        chosen = self.loop.of_event(event, self.scores(event.logits), seen)
         return None if chosen is None else Selection(chosen)
 
 

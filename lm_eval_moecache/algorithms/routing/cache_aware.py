@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from numpy import float32
 
-from lm_eval_moecache.algorithms.costs import RankCost, Ranked, Seen
+from lm_eval_moecache.algorithms.cheapest import RankCost, Ranked, Seen
 from lm_eval_moecache.algorithms.routing.base import AlwaysKept, RoutingByCost
 from lm_eval_moecache.records.ranges import Positive, Range
 

@@ -9,11 +9,10 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 
 from lm_eval_moecache.algorithms.routing.base import RoutingOverRows
-from lm_eval_moecache.records.arrays import BoolArray, DoubleArray, FloatArray, IntArray, each_token
-from lm_eval_moecache.records.event import DECODE
+from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, each_token
+from lm_eval_moecache.records.event import DECODE, UNSEEN_SCORES, Event
 from lm_eval_moecache.records.ranges import Positive, Range
 from lm_eval_moecache.records.selection import Selection
-from lm_eval_moecache.records.tokens import Tokens
 
 MostRight = Annotated[
     int, Range(least=0, below="top_k", why=": where all are right nothing is replaced")
@@ -79,48 +78,51 @@ class Commit(RoutingOverRows):
                 f"routing.trigger_min={least} and trigger_max={most} must lie between 1 and "
                 f"top_k - 1 = {top_k - 1}: OWA is for predictions that are right in part."
             )
-        self.state = np.zeros((1, 1 + self.geometry.num_experts))
-        """Of each token: the number of the event that is decided, from 1, and by which logits."""
+        super().__post_init__()
 
-    def row_state(self, layer: int, num_tokens: int) -> DoubleArray:
-        if len(self.state) != num_tokens:
-            self.state = np.zeros((num_tokens, self.state.shape[1]))
-        return self.state
+    def forget(self) -> None:
+        self.number = -1
+        """Of the event that is decided, or -1."""
+        self.decided: FloatArray = UNSEEN_SCORES
+        """The logits by which it is, [tokens, experts]."""
 
-    def choose(self, tokens: Tokens) -> Selection | None:
-        num_layers, (_, per_row) = self.geometry.num_layers, tokens.by_row
-        number = np.array(tokens.passes).repeat(per_row) * num_layers + tokens.layer + 1
-        is_decided = tokens.state[:, :1] == number[:, None]
-        decided = tokens.state[:, 1:].astype(np.float32)
-        ahead = tokens.predicted.get((tokens.layer + 1) % num_layers)
-        tokens.state[:, 0] = 0
-        if ahead is not None:
-            tokens.state[:, 0], tokens.state[:, 1:] = number + 1, ahead
-        if not is_decided.any() or (tokens.layer == 0 and tokens.phase != DECODE):
+    def choose(self, event: Event) -> Selection | None:
+        num_layers, sizes = self.geometry.num_layers, event.sizes
+        ahead = event.predicted.get((event.layer + 1) % num_layers)
+        is_decided, decided = np.zeros((len(event.logits), 1), bool), np.zeros_like(event.logits)
+        start = 0
+        for rule, index, size in zip(event.own, event.passes, sizes, strict=True):
+            number, own = index * num_layers + event.layer, slice(start, start + size)
+            if rule.number == number and len(rule.decided) == size:
+                is_decided[own], decided[own] = True, rule.decided
+            rule.number = -1 if ahead is None else number + 1
+            rule.decided = UNSEEN_SCORES if ahead is None else ahead[own].copy()
+            start += size
+        if not is_decided.any() or (event.layer == 0 and event.phase != DECODE):
             return None
         best = np.argsort(-decided, axis=-1, kind="stable")[:, : self.geometry.top_k]
-        weights, is_used = self._weigh(tokens, decided, best), is_decided
+        weights, is_used = self._weigh(event, decided, best), is_decided
         if self.tokens == "mispredicted":
-            found = _right(best, tokens.experts).sum(axis=-1, keepdims=True)
+            found = _right(best, event.experts).sum(axis=-1, keepdims=True)
             is_used = is_used & (found <= (self.most_right or 0))
         if not is_used.all():
-            best = np.where(is_used, best, tokens.experts)
+            best = np.where(is_used, best, event.experts)
             weights = None if weights is None else np.where(is_used, weights, np.float32(np.nan))
-        return _heaviest_first(tokens, best, weights, is_decided)
+        return _heaviest_first(event, best, weights, is_decided)
 
-    def _weigh(self, tokens: Tokens, decided: FloatArray, best: IntArray) -> FloatArray | None:
+    def _weigh(self, event: Event, decided: FloatArray, best: IntArray) -> FloatArray | None:
         """Return the weights [tokens, top_k], or None for those of the router's logits."""
         if (self.scores, self.weights) == ("router", "plain"):
             return None
-        plain = tokens.weigh(decided if self.scores == "predicted" else tokens.logits, best)
-        return plain if self.weights == "plain" else self._owa(tokens, best, plain)
+        plain = event.weigh(decided if self.scores == "predicted" else event.logits, best)
+        return plain if self.weights == "plain" else self._owa(event, best, plain)
 
-    def _owa(self, tokens: Tokens, best: IntArray, plain: FloatArray) -> FloatArray:
+    def _owa(self, event: Event, best: IntArray, plain: FloatArray) -> FloatArray:
         """Adjust the weights [tokens, top_k] of the executed experts by eq. 5 and 6."""
-        true = np.zeros(tokens.logits.shape)
+        true = np.zeros(event.logits.shape)
         each = each_token(best)
-        true[each, tokens.experts] = tokens.weights
-        right = _right(best, tokens.experts)
+        true[each, event.experts] = event.weights
+        right = _right(best, event.experts)
         own = true[each, best] * right
         total = true.sum(axis=-1, keepdims=True)
         # A token without a correct prediction is never triggered; this avoids its 0 / 0.
@@ -134,13 +136,13 @@ class Commit(RoutingOverRows):
 
 
 def _heaviest_first(
-    tokens: Tokens, best: IntArray, weights: FloatArray | None, is_decided: BoolArray
+    event: Event, best: IntArray, weights: FloatArray | None, is_decided: BoolArray
 ) -> Selection:
     """Sort the experts by weight, descending, as miss algorithms and caches expect them.
 
     Those of tokens that are not decided [tokens, 1] stay in the router's order.
     """
-    ruled = tokens.weigh(tokens.logits, best)
+    ruled = event.weigh(event.logits, best)
     weighed = ruled if weights is None else np.where(np.isnan(weights), ruled, weights)
     weighed = np.where(is_decided, weighed, 0)
     each, order = each_token(best), np.argsort(-weighed, axis=-1, kind="stable")

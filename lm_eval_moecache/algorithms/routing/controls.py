@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -12,7 +11,6 @@ from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm, RoutingOv
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.ranges import Rank
 from lm_eval_moecache.records.selection import Selection
-from lm_eval_moecache.records.tokens import Tokens
 
 
 class Standard(RoutingAlgorithm):
@@ -22,7 +20,7 @@ class Standard(RoutingAlgorithm):
     source: ClassVar[str] = "SpecMD section 3.1.1"
     is_lossless: ClassVar[bool] = True
 
-    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+    def choose(self, event: Event) -> Selection | None:
         return None
 
 
@@ -46,10 +44,10 @@ class DropRank(RoutingOverRows):
     scope: Literal["from", "only"] = "from"
     renormalize: bool = False
 
-    def choose(self, tokens: Tokens) -> Selection | None:
-        keep = np.ones(tokens.experts.shape, dtype=bool)
+    def choose(self, event: Event) -> Selection | None:
+        keep = np.ones(event.experts.shape, dtype=bool)
         keep[:, self.rank - 1 : self.rank if self.scope == "only" else None] = False
-        return Selection(tokens.experts, keep, self.renormalize)
+        return Selection(event.experts, keep, self.renormalize)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -75,11 +73,13 @@ class SwapRank(RoutingOverRows):
         if self.geometry.top_k == self.geometry.num_experts:
             raise ValueError("the router selects every expert: there is none to swap in.")
 
-    def choose(self, tokens: Tokens) -> Selection | None:
-        size = tokens.by_row[1], self.geometry.num_experts
-        seeds = [(self.seed, index, tokens.layer) for index in tokens.passes]
-        draws = np.concatenate([np.random.default_rng(seed).random(size) for seed in seeds])
-        np.put_along_axis(draws, tokens.experts, -1.0, axis=-1)
-        experts = tokens.experts.copy()
+    def choose(self, event: Event) -> Selection | None:
+        draws = np.empty((len(event.experts), self.geometry.num_experts))
+        for row, index in enumerate(event.passes):
+            own = event.rows == row
+            rng = np.random.default_rng((self.seed, index, event.layer))
+            draws[own] = rng.random((np.count_nonzero(own), self.geometry.num_experts))
+        np.put_along_axis(draws, event.experts, -1.0, axis=-1)
+        experts = event.experts.copy()
         experts[:, self.rank - 1] = draws.argmax(axis=-1)
         return Selection(experts)

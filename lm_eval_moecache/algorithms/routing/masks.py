@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -16,7 +15,6 @@ from lm_eval_moecache.algorithms.learned.sensitivity import (
 )
 from lm_eval_moecache.algorithms.routing.base import (
     FewerExperts,
-    RoutingAlgorithm,
     RoutingOverRows,
     fewer_experts,
 )
@@ -24,7 +22,6 @@ from lm_eval_moecache.records.artifact import SENSITIVITY
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.ranges import Positive, ProperShare, Range
 from lm_eval_moecache.records.selection import Selection
-from lm_eval_moecache.records.tokens import Tokens
 
 
 @dataclass(eq=False, kw_only=True)
@@ -51,10 +48,10 @@ class Pruning(RoutingOverRows):
         super().__post_init__()
         self._left = fewer_experts(self.h, self.geometry.top_k)
 
-    def choose(self, tokens: Tokens) -> Selection | None:
-        keep = np.zeros(tokens.experts.shape, dtype=bool)
+    def choose(self, event: Event) -> Selection | None:
+        keep = np.zeros(event.experts.shape, dtype=bool)
         keep[:, : self._left] = True
-        return Selection(tokens.experts, keep, self.renormalize)
+        return Selection(event.experts, keep, self.renormalize)
 
 
 Threshold = Annotated[float, Range(above=0, most=1, why="; 0 keeps all")]
@@ -85,11 +82,11 @@ class SkipRatio(RoutingOverRows):
         super().__post_init__()
         self._least = fewer_experts(self.k_min, self.geometry.top_k)
 
-    def choose(self, tokens: Tokens) -> Selection | None:
-        keep = tokens.weights > self.t * tokens.weights.max(axis=-1, keepdims=True)
-        ranks = np.argsort(np.argsort(-tokens.weights, axis=-1, kind="stable"), axis=-1)
+    def choose(self, event: Event) -> Selection | None:
+        keep = event.weights > self.t * event.weights.max(axis=-1, keepdims=True)
+        ranks = np.argsort(np.argsort(-event.weights, axis=-1, kind="stable"), axis=-1)
         keep |= ranks < self._least
-        return None if keep.all() else Selection(tokens.experts, keep, self.renormalize)
+        return None if keep.all() else Selection(event.experts, keep, self.renormalize)
 
 
 Mass = Annotated[float, Range(above=0, below=1, why=", which keeps all")]
@@ -114,18 +111,18 @@ class SkipMass(RoutingOverRows):
     p: Mass = 0.9
     renormalize: bool = False
 
-    def choose(self, tokens: Tokens) -> Selection | None:
-        order = np.argsort(-tokens.weights, axis=-1, kind="stable")
-        sorted_weights = np.take_along_axis(tokens.weights, order, axis=-1).astype(np.float64)
+    def choose(self, event: Event) -> Selection | None:
+        order = np.argsort(-event.weights, axis=-1, kind="stable")
+        sorted_weights = np.take_along_axis(event.weights, order, axis=-1).astype(np.float64)
         before = sorted_weights.cumsum(axis=-1) - sorted_weights
         keep = np.empty(order.shape, dtype=bool)
         total = sorted_weights.sum(axis=-1, keepdims=True)
         np.put_along_axis(keep, order, before < self.p * total, axis=-1)
-        return None if keep.all() else Selection(tokens.experts, keep, self.renormalize)
+        return None if keep.all() else Selection(event.experts, keep, self.renormalize)
 
 
 @dataclass(eq=False, kw_only=True)
-class Sensitivity(RoutingAlgorithm):
+class Sensitivity(RoutingOverRows):
     """Keeps as few of a token's heaviest experts as the layer's sensitivity allows.
 
     AdapMoE (Zhong et al., ICCAD 2024; arXiv 2408.10284): with top-2 gating the second expert is
@@ -157,7 +154,6 @@ class Sensitivity(RoutingAlgorithm):
         asked = float(np.interp(100 * self.share, np.arange(101), known))
         self._threshold = asked if self.threshold is None else self.threshold
 
-    def select(self, event: Event, resident: Container[int]) -> Selection | None:
-        assert event.experts is not None and event.weights is not None
+    def choose(self, event: Event) -> Selection | None:
         keep = rises(event.weights, self._sensitivity[event.layer]) > self._threshold
         return None if keep.all() else Selection(event.experts, keep, renormalize=True)

@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.costs import ranking
+from lm_eval_moecache.algorithms.cheapest import ranking
 from lm_eval_moecache.algorithms.routing.base import RoutingOverRows
 from lm_eval_moecache.records.arrays import FloatArray, each_token
+from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.selection import Selection
-from lm_eval_moecache.records.tokens import Tokens
 
 
 @dataclass(eq=False, kw_only=True)
@@ -46,13 +46,13 @@ class PreGated(RoutingOverRows):
     def on_pass(self, pass_index: int) -> None:
         self._decided = None
 
-    def choose(self, tokens: Tokens) -> Selection | None:
-        decided, self._decided = self._decided, tokens.predicted.get(tokens.layer + 1)
+    def choose(self, event: Event) -> Selection | None:
+        decided, self._decided = self._decided, event.predicted.get(event.layer + 1)
         if decided is None:
             return None
         top = np.argsort(-decided, axis=-1, kind="stable")[:, : self.geometry.top_k]
         is_chosen = np.zeros(decided.shape, dtype=bool)
         is_chosen[each_token(top), top] = True
-        ranked = ranking(tokens)
+        ranked = ranking(event)
         experts = ranked[is_chosen[each_token(ranked), ranked]].reshape(top.shape)
-        return None if (experts == tokens.experts).all() else Selection(experts)
+        return None if (experts == event.experts).all() else Selection(experts)

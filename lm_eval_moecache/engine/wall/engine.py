@@ -1,20 +1,28 @@
 """The engine of the wall clock: real transfers, and experts executed as they arrive.
 
-`run` decides and starts the transfers once the router has chosen; the `waves` execute where the
+Choosing a layer's experts decides and starts the transfers; the `waves` execute them where the
 model calls its experts. The calling thread makes all decisions; only bytes move in another.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+import weakref
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import count
+from typing import Any, NamedTuple
 
-from lm_eval_moecache.engine import core
-from lm_eval_moecache.engine.decide import Plan
+import numpy as np
+
+from lm_eval_moecache.engine.callbacks import Callbacks
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.host import HOST, HostShare
+from lm_eval_moecache.engine.kernel import cache as told
+from lm_eval_moecache.engine.kernel import wall
+from lm_eval_moecache.engine.kernel.serve import CLOSE, RESET
+from lm_eval_moecache.engine.memory import door, make_memory
+from lm_eval_moecache.engine.rows import Rows
+from lm_eval_moecache.engine.rules import Rules, make_evictions
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.wall.link import (
     Mover,
@@ -25,251 +33,343 @@ from lm_eval_moecache.engine.wall.link import (
     time_load,
     transfer_of,
 )
-from lm_eval_moecache.engine.wall.slots import Held, LeveledCache, PlacedCache, SlottedCache
-from lm_eval_moecache.records.event import PREFILL, Event, Fetch, num_assignments
+from lm_eval_moecache.engine.wall.slots import LeveledCache, PlacedCache, SlottedCache
+from lm_eval_moecache.records.arrays import IntArray
+from lm_eval_moecache.records.event import PREFILL, Event
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.memory import INTS, numbers
+from lm_eval_moecache.records.selection import Selection
 
 # A prefill executes the arrived experts once they are a quarter of the event: more, smaller parts
 # would hide little more of the transfers and cost kernel launches.
 PARTS = 4
 NOBODY = -1
 """A mark by which nobody is pinned."""
+HOST = -1
+"""In a wave, in place of a slot: the expert is executed on the host, where it is stored."""
+
+
+class HostCosts(NamedTuple):
+    """Seconds measured before the first request (profiled offline by Fiddler, section 3.3).
+
+    Executing one expert of the first layer takes `fixed + each * tokens`; other layers scale by
+    expert bytes.
+    """
+
+    host_fixed_s: float
+    host_each_s: float
+    device_fixed_s: float
+    device_each_s: float
+    load_s: float
+    """Loading one expert of the first layer over the real link."""
+    way_s: float
+    """Moving activations to the host, or back."""
+
+
+_COUNTED = ["peak", "loads", "warmed", "evictions", "replaced", "lifetime"]
+"""What caches count for the whole run, however often they start anew."""
+
+
+class WallRows(Rows):
+    """Serves the layers of a `WallEngine`, the only one of its device."""
+
+    engine: WallEngine
+
+    def choose(self, *given: Any, **named: Any) -> Selection | None:
+        self.engine.enter()
+        return super().choose(*given, **named)
+
+    def begin(self, phase: str, tokens: Sequence[int], *more: Any, **named: Any) -> None:
+        self.engine.note_time()
+        super().begin(phase, tokens, *more, **named)
+
+    def end(self) -> None:
+        self.engine.clock.synchronize()
+        self.engine.note_time()
+        super().end()
+
+    def _close(self, event: Event) -> None:
+        self._do(CLOSE, event.layer, event.layer + 1)
+        self.engine.begin_event(event)
+
+    def visit(self, what: int, mark: int = 0, keys: Sequence[int] = (), number: int = 0) -> int:
+        """Let the kernel do one of the things of `kernel.wall`."""
+        if keys:
+            self._give(keys=np.array(keys, np.int64))
+            self._call.num_keys = len(keys)
+        self._call.number = number
+        answer = int(self._visit(self._place, what, mark))
+        self.engine.callbacks.finish()
+        return answer
+
+    def submit(self, now: float) -> None:
+        """Queue what the prefetchers propose."""
+        self._call.seconds = now
+        self.visit(wall.SUBMIT)
+
+    def share_with_host(self, mark: int, link_free_s: float) -> None:
+        """Let the host have its part of the event."""
+        self._call.seconds = link_free_s
+        self.visit(wall.HOST, mark)
+
+    def __init__(self, engine: WallEngine) -> None:
+        super().__init__([engine])
+        self.engine, self._visit = engine, door("visit")
+
+    def restart(self) -> None:
+        super().restart()
+        self.by_loop = False
+
+
+class WallCallbacks(Callbacks):
+    """Gives loaded experts their slots, and takes those of the evicted ones."""
+
+    def __init__(self, engine: WallEngine, evictions: Sequence[Any]) -> None:
+        engine.memory.run.notifies = 1
+        self._engine = weakref.proxy(engine)
+        super().__init__(engine.memory, evictions, engine.rules)
+
+    def _readers(self) -> Any:
+        own, engine = [*super()._readers()], self._engine
+
+        def also(kind: int, do: Any) -> None:
+            before = own[kind]
+            own[kind] = lambda key: (do(key), before(key))
+
+        also(told.EVICTED, lambda key: engine.cache_of(key).vacate(key))
+        # A bound method would keep the engine.
+        also(told.DEMANDED, lambda key: engine.place(key))
+        return own
 
 
 @dataclass(slots=True)
 class _Pending:
-    """An event between `run` and the last of its waves."""
+    """An event between its decision and the last of its waves."""
 
     event: Event
-    demands: list[Fetch]
-    """Demands not yet given to the link, because they did not fit."""
+    keys: Sequence[int]
+    mark: int
+    """By which its keys were pinned first."""
+    num_demands: int
     remaining: Sequence[int]
     """Keys not yet executed."""
-    levels: dict[int, int] | None
-    """Executed key -> its precision level; None where the store has one level."""
+    next_demand: int = 0
+    """Demands from this place on are not loaded yet, because they did not fit."""
     on_host: Sequence[int] = ()
     """Keys that the host executes."""
 
 
 class WallEngine(Engine):
-    """Serves an event in two steps: `run` begins it, the `waves` end it.
+    """Serves an event in two steps: choosing begins it, the `waves` end it.
 
     Time is the machine's, and the mover really copies bytes.
     """
 
-    clock: WallClock
-    link: WallLink
-    pools: Sequence[PlacedCache]
-    caches: Sequence[PlacedCache]
+    is_virtual = False
+    clock: Any
+    link: Any
+    pools: Sequence[Any]
+    alone: Any
+    caches: Sequence[Any]
 
     def __init__(self, geometry: Geometry, setting: Setting, mover: Mover) -> None:
         # For experts stored encoded, even at a single level, the mover makes the slots.
         self._encoded = bool(geometry.compute_bytes)
         self._pending: _Pending | None = None
-        super().__init__(geometry, setting)
+        self._is_open = False
+        """Whether a pass is in progress."""
+        self._placed: list[int] = []
+        """Keys that have just got their slots."""
+        self.host_costs: HostCosts | None = None
         self.link = WallLink(mover, setting.throttle_bytes_per_s, self._encoded)
         self.clock = WallClock(mover.synchronize)
-        self.traffic = Traffic(self.caches, self.link, self.state)
-        rule = self.rules.miss.host_rule
-        self.host = HostShare(rule, self.geometry, self.link) if rule else None
-        self.state.run[0].placed = 1
-        caches, slots = self.caches, self.state.slots
-        # Without a reference to the engine: the memory of its slots goes with it.
-        self.outside.vacate = lambda key: caches[slots[key].home].vacate(key)
-        self._fill()
-        self._before = self._totals()
+        super().__init__(geometry, setting)
 
-    def _make_pools(self) -> Sequence[PlacedCache]:
-        geometry, held, names = self.geometry, Held(self.state), count()
+    def _make(self, evictions: Sequence[Any], like: Engine | None) -> None:
+        geometry = self.geometry
+        self.memory = make_memory(geometry, self.setting, self.rules, evictions, None, self.depth)
+        self.memory.run.wall = 1
+        self._first_memory = self.memory.copy()
+        self.callbacks = WallCallbacks(self, evictions)
+        names, pools = count(), list[PlacedCache]()
         partitions = self.setting.capacity.partitions(geometry.num_layers)
-        pools: list[PlacedCache] = []
-        for eviction, layers in zip(self.outside.evictions, partitions, strict=True):
+        for index, (eviction, layers) in enumerate(zip(evictions, partitions, strict=True)):
             if self._encoded:
-                pools.append(LeveledCache(held, len(pools), eviction, names))
+                pools.append(LeveledCache(self.memory, index, eviction, names))
             else:
-                pools.append(SlottedCache(held, len(pools), eviction, geometry, layers))
-        return pools
+                pools.append(SlottedCache(self.memory, index, eviction, geometry, layers))
+        self.pools = pools
+        self.alone = WallRows(weakref.proxy(self))
+        self.traffic = Traffic(self)
 
-    def _fill(self) -> None:
-        for key in self.warm:
-            self.caches[self.state.slots[key].home].fill([key])
-        self.fill()
-
-    @property
-    def _is_prefetching(self) -> bool:
-        """Whether a prefetch is queued or issued."""
-        return self.rules.prefetches and (self.state.run[0].queued > 0 or self.link.active)
-
-    def enter(self, layer: int, num_tokens: int) -> None:
-        """Do nothing: the end of the previous layer issued what may begin before `run`."""
-
-    def run(self, event: Event) -> Plan:
-        traffic, link, run = self.traffic, self.link, self.state.run[0]
-        link.launched()
-        if self._is_prefetching:
-            traffic.land(link.arrivals())
-        plan = self._decide(event)
-        event, demands = plan.event, plan.demands
-        if demands is None:
-            slots = self.state.slots
-            demands = [Fetch(key) for key in event.keys if slots[key].demanded == run.mark]
-        levels: dict[int, int] | None = {} if self.rules.ladder else None
-        plan.levels = levels
-        self._pending = pending = _Pending(event, list(demands), event.keys, levels)
-        self._begin(pending)
-        if self.rules.prefetches:
-            if not self.rules.prefetch.after_layer:
-                self._submit(event, self.clock.now)
-            if not pending.demands:
-                awaited = any(link.is_flying(key) for key in event.keys)
-                visit = event.phase, event.layer, "begun"
-                traffic.drain(run.mark, event.layer, visit, awaited)
-        return plan
-
-    def waves(self) -> Iterator[tuple[Mapping[int, int], bool]]:
-        if (pending := self._pending) is None:
-            return
-        event, state = pending.event, self.state
-        if pending.on_host:
-            if pending.levels is not None:
-                pending.levels.update(dict.fromkeys(pending.on_host, 0))
-            assignments = num_assignments(event, pending.on_host, self.geometry.num_experts)
-            self.record.host_executed += assignments
-            yield dict.fromkeys(pending.on_host, HOST), False
-        while True:
-            yield from self._wave(pending)
-            if not pending.demands:
-                break
-            num_demands = len(pending.demands)
-            unexecuted = set(pending.remaining)
-            core.pin(state, pending.remaining, 0, len(pending.remaining), event.layer)
-            if state.run[0].own:
-                executed = [key for key in event.keys if key not in unexecuted]
-                self.caches[event.layer].eviction.on_executed(event.layer, executed)
-            self.link.launched()
-            self._demand(pending, unexecuted)
-            assert len(pending.demands) < num_demands, "no room for one expert after its wave"
-        if self.rules.prefetches:
-            self.link.launched()
-            if self.rules.prefetch.after_layer:
-                self._submit(event, self.clock.now)
-            core.pin(state, event.keys, 0, len(event.keys), event.layer)
-            visit = event.phase, event.layer, "executed"
-            self.traffic.drain(state.run[0].mark, event.layer, visit)
-        for key, level in (pending.levels or {}).items():
-            state.slots[key].executed_level = level
-            state.experts[key].ran_below_best_precision = int(level > 0)
-        core.note(state, self._event_of(event))
-        self._pending = None  # Up to here `_recover` has demands to wait for.
-
-    def _recover(self) -> None:
-        super()._recover()
-        if self._pending is not None:
-            # Its demands may still be moving into their slots.
-            self._pending = None
-            while demanded := self.link.demanded():
-                self.traffic.land(self.link.wait_for(demanded))
-
-    def fill(self) -> None:
-        """Load the residents of warmed caches into their slots; no pass is charged."""
-        for cache in dict.fromkeys(self.caches):
-            bring(cache, self.link, list(cache.slots.items()))
-
-    def time_load(self, count: int) -> float:
-        seconds = time_load(self.caches[0], self.link, count)
-        self._before = self._totals()
-        return seconds
-
-    def advance(self, seconds: float) -> None:
-        if self._is_prefetching:
-            self.link.launched()
-            self.traffic.drain(NOBODY, 0)
-
-    def await_prefetches(self) -> float:
-        start_s = self.clock.now
-        # Prefetches that find no room are left for their events to demand.
-        while issued := self.link.issued():
-            self.traffic.land(self.link.wait_for(issued))
-            self.advance(0.0)
-        return self.clock.now - start_s
-
-    def flush(self) -> None:
-        self._recover()
-        link = self.link
-        core.flush(self.state)
-        while (key := link.withdraw_last(link.issued(), ())) is not None:
-            self.caches[self.state.slots[key].home].withdraw(key)
-        while issued := link.issued():
-            self.traffic.land(link.wait_for(issued))
+    def fresh(self, future: Any = None) -> Engine:
+        raise AssertionError("an engine on the wall clock is the only one of its device")
 
     def close(self) -> None:
         self.link.close()
 
+    @property
+    def can_defer(self) -> bool:
+        return False
+
+    @property
+    def asks_for_host_costs(self) -> bool:
+        """Whether the host's rule needs measured times."""
+        return self.rules.miss.host_rule not in ("", "always")
+
+    def set_host_costs(self, costs: HostCosts) -> None:
+        """Let the host's share follow measured times, set before the first event."""
+        levels, run, sizes = self.memory.levels, self.memory.run, self.geometry.expert_bytes
+        self.host_costs = costs
+        for layer in range(self.geometry.num_layers):
+            scale, own = sizes[layer][0] / sizes[0][0], levels[layer * run.num_levels]
+            own["host_fixed_s"], own["fixed_s"] = costs.host_fixed_s, costs.device_fixed_s
+            own["host_flop_s"], own["flop_s"] = costs.host_each_s, costs.device_each_s
+            for name in ("host_fixed_s", "fixed_s", "host_flop_s", "flop_s"):
+                own[name] *= scale
+        run.latency_s, run.link_rate, run.way_s = 0.0, sizes[0][0] / costs.load_s, costs.way_s
+        run.element_bytes = 0.0
+
+    def cache_of(self, key: int) -> PlacedCache:
+        """Return the cache that may hold a key."""
+        cache: PlacedCache = self.caches[key // self.geometry.num_experts]
+        return cache
+
+    def place(self, key: int) -> None:
+        """Give a loaded key its slot."""
+        self.cache_of(key).place(key, int(self.memory.slots["level"][key]))
+        self._placed.append(key)
+
+    def take_placed(self) -> list[int]:
+        """Return the keys that got their slots since the last call."""
+        placed, self._placed = self._placed, []
+        return placed
+
+    def note_time(self) -> None:
+        """Tell the kernel the time, and what the link has done."""
+        run = self.memory.run
+        run.now, run.moved, run.busy_s = self.clock.now, self.link.bytes_moved, self.link.busy_s
+
+    # An event.
+
+    @property
+    def _is_prefetching(self) -> bool:
+        """Whether a prefetch is queued or issued."""
+        return bool(self.rules.prefetches and (self.memory.run.queued > 0 or self.link.active))
+
+    def enter(self) -> None:
+        """Make what has arrived resident, before a layer's experts are looked up."""
+        self.link.launched()
+        if self._is_prefetching:
+            self.traffic.land(self.link.arrivals())
+
+    def begin_event(self, event: Event) -> None:
+        """Begin the transfers of an event that has been decided."""
+        run = self.memory.run
+        keys: list[int] = numbers(run.keys, INTS)[: run.num_keys]
+        self._pending = pending = _Pending(event, keys, run.mark, run.num_demands, keys)
+        self._begin(pending)
+        if self.rules.prefetches:
+            if not self.rules.prefetch.after_layer:
+                self.alone.submit(self.clock.now)
+            if pending.next_demand == pending.num_demands:
+                awaited = any(self.link.is_flying(key) for key in keys)
+                visit = event.phase, event.layer, "begun"
+                self.traffic.drain(run.mark, visit, awaited)
+
     def _begin(self, pending: _Pending) -> None:
         """Give an event's demands to the link as far as they fit, after the host's share."""
-        event = pending.event
-        event_keys = set(event.keys)
-        cache = self.caches[event.layer]
+        event, rows, slots = pending.event, self.alone, self.memory.slots
+        demands: list[int] = self.memory.scratch["demands"][: pending.num_demands].tolist()
         if self._is_prefetching:
-            pending.demands = [f for f in pending.demands if not self._is_coming(cache, f)]
+            for key in demands:
+                self._meet(key)
             due = event.pass_index * self.geometry.num_layers + event.layer
-            self.traffic.cancel(due, event_keys)
-            self._use(event_keys)
-        if self.host is not None and pending.demands:
-            chosen = self.host.choose(event, pending.demands)
-            pending.on_host = [fetch.key for fetch in pending.demands if fetch.key in chosen]
-            pending.demands = [fetch for fetch in pending.demands if fetch.key not in chosen]
-            pending.remaining = [key for key in pending.remaining if key not in chosen]
-        if self.rules.ladder:
-            for fetch in pending.demands:
-                if self.state.experts[fetch.key].resident:
-                    # At a worse level than this event needs.
-                    core.release_for_upgrade(self.state, fetch.key)
-        self._demand(pending, event_keys)
+            self.traffic.cancel(due, set(pending.keys))
+        if demands:
+            if self.rules.miss.host_rule:
+                costs, sizes = self.host_costs, self.geometry.expert_bytes
+                load_s = 0.0
+                if costs is not None:
+                    load_s = costs.load_s * sizes[event.layer][0] / sizes[0][0]
+                rows.share_with_host(pending.mark, len(self.link.demanded()) * load_s)
+                pending.on_host = [key for key in demands if slots["done"][key] == pending.mark]
+            rows.visit(wall.RELEASE, pending.mark)
+        pending.remaining = [key for key in pending.keys if key not in pending.on_host]
+        self._demand(pending)
 
-    def note_host(self, busy_s: float, wait_s: float) -> None:
-        """Record the seconds of the host's part of an event, and of the device's wait for it."""
-        self.record.host_s += busy_s
-        self.record.host_wait_s += wait_s
-
-    def _is_coming(self, cache: PlacedCache, fetch: Fetch) -> bool:
-        """Whether a demand needs no transfer, as a prefetch brings it at a sufficient level."""
-        key, link, slot = fetch.key, self.link, self.state.slots[fetch.key]
-        if slot.arriving:
-            if slot.level <= fetch.level:
-                link.promote(key)
-                return True
-            if link.revoke(key):
-                cache.withdraw(key)
+    def _meet(self, key: int) -> None:
+        """See to it that a demand's prefetch under way comes at once, or not at all."""
+        slot = self.memory.slots[key]
+        if slot["arriving"]:
+            if slot["level"] <= slot["demanded_level"]:
+                self.link.promote(key)
+            elif self.link.revoke(key):
+                self.take_back(key)
             else:
                 self._wait({key})
-        elif slot.due >= 0:
-            core.withdraw(self.state, key)
-        return cache.holds(key, fetch.level)
 
-    def _demand(self, pending: _Pending, pinned: Set[int]) -> None:
-        cache, layer = self.caches[pending.event.layer], pending.event.layer
-        for index, (key, level) in enumerate(pending.demands):
-            while not cache.make_room(key, level, self.state.run[0].mark, layer):
-                if not self._reclaim(cache, pinned):
-                    pending.demands = pending.demands[index:]
-                    return
-            cache.insert(key, level)
-            self.link.demand(transfer_of(cache, key, level))
-        pending.demands = []
+    def take_back(self, key: int) -> None:
+        """Give back the room of a prefetch whose transfer has not begun."""
+        self.alone.visit(wall.TAKEN_BACK, keys=[key])
+        self.cache_of(key).vacate(key)
 
-    def _reclaim(self, cache: PlacedCache, pinned: Set[int]) -> bool:
+    def _demand(self, pending: _Pending) -> None:
+        """Load the next demands, as many as fit; prefetches not yet moving give way to them."""
+        cache = self.caches[pending.event.layer]
+        while pending.next_demand < pending.num_demands:
+            start = pending.next_demand
+            pending.next_demand = self.alone.visit(wall.LOAD, pending.mark, number=start)
+            for key in self.take_placed():
+                level = int(self.memory.slots["level"][key])
+                self.link.demand(transfer_of(cache, key, level))
+            if pending.next_demand < pending.num_demands and not self._reclaim(cache, pending):
+                return
+
+    def _reclaim(self, cache: Any, pending: _Pending) -> bool:
         """Make a prefetch of this cache give way to a demand; False where none can."""
+        pinned = self.memory.experts["pinned"]
         arriving = {key for key in self.link.issued() if key in cache.keys}
-        key = self.link.withdraw_last(arriving, pinned)
+        wanted = {key for key in arriving if pinned[key] == self.memory.run.mark}
+        key = self.link.withdraw_last(arriving, wanted)
         if key is not None:
-            cache.withdraw(key)
+            self.take_back(key)
             return True
-        moving = arriving - pinned
+        moving = arriving - wanted
         if not moving:
             return False
         self._wait(moving)
         return True
+
+    def waves(self) -> Iterator[tuple[Mapping[int, int], bool]]:
+        """Yield, as they arrive, the keys that the event in progress has still to execute.
+
+        Each key comes with its slot, which holds its weights until the next wave is requested. The
+        flag is True where the wave is the whole event. The iterator must be exhausted.
+        """
+        if (pending := self._pending) is None:
+            return
+        event, rows = pending.event, self.alone
+        if pending.on_host:
+            yield dict.fromkeys(pending.on_host, HOST), False
+        while True:
+            yield from self._wave(pending)
+            if pending.next_demand == pending.num_demands:
+                break
+            rows.visit(wall.WAVE, pending.mark)
+            self.link.launched()
+            before = pending.next_demand
+            self._demand(pending)
+            assert pending.next_demand > before, "no room for one expert after its wave"
+        after_layer = self.rules.prefetches and self.rules.prefetch.after_layer
+        if after_layer:
+            self.link.launched()
+            rows.submit(self.clock.now)
+        rows.visit(wall.ENDED, pending.mark)
+        if self.rules.prefetches:
+            self.link.launched()
+            self.traffic.drain(self.memory.run.mark, (event.phase, event.layer, "executed"))
+        self._pending = None  # Up to here `_recover` has demands to wait for.
 
     def _wave(self, pending: _Pending) -> Iterator[tuple[Mapping[int, int], bool]]:
         """Yield all keys that are resident or in flight, in order of arrival.
@@ -278,16 +378,16 @@ class WallEngine(Engine):
         of a prefill hides part of its transfers, and so does that of the resident experts where
         the policy executes them first.
         """
-        event, cache, link = pending.event, self.caches[pending.event.layer], self.link
-        placed = [k for k in pending.remaining if k in cache.slots]
-        pending.remaining = [k for k in pending.remaining if k not in cache.slots]
+        event, slots, link = pending.event, self.caches[pending.event.layer].slots, self.link
+        placed = [k for k in pending.remaining if k in slots]
+        pending.remaining = [k for k in pending.remaining if k not in slots]
         flying = {k for k in placed if link.is_flying(k)}
-        ready = [k for k in placed if k not in flying]
-        enough = -(-len(event.keys) // PARTS) if event.phase == PREFILL else len(placed) + 1
+        ready, num_keys = [k for k in placed if k not in flying], len(pending.keys)
+        enough = -(-num_keys // PARTS) if event.phase == PREFILL else len(placed) + 1
         at_once = self.rules.miss.cached_first
         while flying:
             if ready and (at_once or len(ready) >= enough):
-                yield self._execute(pending, cache, ready), False
+                yield {key: slots[key] for key in ready}, False
                 ready = []
             at_once = False
             self._wait(flying, max(1, min(len(flying), enough - len(ready))))
@@ -295,31 +395,121 @@ class WallEngine(Engine):
             flying -= set(arrived)
             ready += arrived
         if ready:
-            yield self._execute(pending, cache, ready), len(ready) == len(event.keys)
-        self._use(placed)
-
-    def _use(self, keys: Iterable[int]) -> None:
-        """Note that an event uses these keys, whoever loaded them."""
-        for key in keys:
-            self.state.slots[key].unused = 0
-
-    def _execute(
-        self, pending: _Pending, cache: PlacedCache, keys: Sequence[int]
-    ) -> Mapping[int, int]:
-        """Record that these keys are executed now; return their slots."""
-        if pending.levels is not None:
-            slots = self.state.slots
-            pending.levels.update({key: slots[key].level for key in keys})
-            lower = [key for key in keys if slots[key].level]
-            if lower:
-                num_experts = self.geometry.num_experts
-                self.record.low_precision += num_assignments(pending.event, lower, num_experts)
-        return {key: cache.slots[key] for key in keys}
+            yield {key: slots[key] for key in ready}, len(ready) == num_keys
 
     def _wait(self, keys: Set[int], count: int = 1) -> None:
         """Wait until `count` of the flying `keys` have arrived, and record the stall."""
         start_s = time.perf_counter()
         self.traffic.land(self.link.wait_for(keys, count))
         waited_s = time.perf_counter() - start_s
-        self.record.stall_s += waited_s
+        self.alone.counts[0]["stall_s"] += waited_s
         self.traffic.note_stall(waited_s)
+
+    def note_host(self, busy_s: float, wait_s: float) -> None:
+        """Record the seconds of the host's part of an event, and of the device's wait for it."""
+        record = self.alone.counts[0]
+        record["host_s"] += busy_s
+        record["host_wait_s"] += wait_s
+
+    # Passes, drafts, resets.
+
+    def begin_pass(self, *given: Any, **named: Any) -> None:
+        self._recover()
+        super().begin_pass(*given, **named)
+        self._is_open = True
+
+    def end_pass(self) -> Any:
+        self._is_open = False
+        return super().end_pass()
+
+    def _recover(self) -> None:
+        """Clean up after a pass that broke off, if any, before the next one begins."""
+        if self._is_open:
+            self._is_open = False
+            # Nobody cancels what was due at the events that the pass did not reach.
+            number = (self.num_passes + 1) * self.geometry.num_layers - 1
+            self.alone.visit(wall.CANCEL, number=number)
+        if self._pending is not None:
+            # Its demands may still be moving into their slots.
+            self._pending = None
+            while demanded := self.link.demanded():
+                self.traffic.land(self.link.wait_for(demanded))
+
+    def time_load(self, count: int) -> float:
+        return time_load(self.caches[0], self.link, count)
+
+    def advance(self, seconds: float) -> None:
+        if self._is_prefetching:
+            self.link.launched()
+            self.traffic.drain(NOBODY)
+
+    def await_prefetches(self) -> float:
+        start_s = self.clock.now
+        # Prefetches that find no room are left for their events to demand.
+        while issued := self.link.issued():
+            self.traffic.land(self.link.wait_for(issued))
+            self.advance(0.0)
+        return float(self.clock.now - start_s)
+
+    def _settle(self, *given: Any, **named: Any) -> float:
+        self.note_time()
+        return super()._settle(*given, **named)
+
+    def flush(self) -> None:
+        self._recover()
+        super().flush()
+        while (key := self.link.withdraw_last(self.link.issued(), ())) is not None:
+            self.take_back(key)
+        while issued := self.link.issued():
+            self.traffic.land(self.link.wait_for(issued))
+
+    def reset_cache(self) -> None:
+        self.flush()
+        self._fill()
+
+    def _fill(self) -> None:
+        """Restore the initial caches."""
+        self.fill(np.array(self._warm, np.int64))
+
+    def fill(self, keys: IntArray) -> None:
+        """Fill the caches with these keys alone, with an empty link; no pass is charged for it."""
+        self._settle(RESET, keys=keys)
+        self.take_placed()
+        for pool in self.pools:
+            bring(pool, self.link, [*pool.slots.items()])
+
+    def restart(self) -> None:
+        """Start anew for another request: cache, link and the state of every rule.
+
+        What `fresh` does with another engine, for the one that holds a device's memory.
+        """
+        self.flush()
+        self.fill(np.zeros(0, np.int64))
+        setting, geometry, stage = self.setting, self.geometry, self.rules.prefetch
+        self.rules = Rules(geometry, setting.policy, setting.seed, self.rules)
+        if stage.needs_draft:
+            # What was planned for a draft stage is no state of its rule.
+            self.rules.prefetch = stage
+        evictions = make_evictions(geometry, setting)
+        run = self.memory.run
+        moved = run.moved_before, run.busy_s_before
+        counted = self.memory.caches[_COUNTED].copy()
+        self.memory.restore(self._first_memory)
+        self.memory.caches[_COUNTED] = counted
+        run.wall = run.notifies = 1
+        run.moved_before, run.busy_s_before = moved
+        self.eviction = evictions[0]
+        self.callbacks.restart(evictions, self.rules)
+        self.alone.restart()
+        self._fill()
+
+    def check_integrity(self) -> None:
+        for pool in self.pools:
+            pool.check_integrity()
+        counted = sum(record.bytes_moved for record in self.ledger.passes)
+        is_open = self._is_open or (self.draft_stage is not None and self.draft_stage.is_open)
+        moved = self.link.bytes_moved
+        assert is_open or counted == moved, f"ledger has {counted} bytes, link {moved}"
+        loads = sum(pool["loads"] for pool in self.pools)
+        transfers = self.link.transfers + self.link.num_issued
+        assert loads == transfers, f"{loads} loads, {transfers} transfers"

@@ -10,9 +10,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Container, Hashable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from lm_eval_moecache.engine import core
+from lm_eval_moecache.engine.kernel import wall
 from lm_eval_moecache.engine.wall.slots import PlacedCache
 from lm_eval_moecache.records.errors import TransferError
 
@@ -401,21 +401,21 @@ class Traffic:
     to the next one, and the link its own rate.
     """
 
-    def __init__(self, caches: Sequence[PlacedCache], link: WallLink, state: core.State) -> None:
-        self._caches = caches
-        self._link = link
-        self._state = state
+    def __init__(self, engine: Any) -> None:
+        """`engine` is that of the wall clock."""
+        # A reference would keep the engine and its slots alive.
+        self._engine: Any = weakref.proxy(engine)
         self._gaps: dict[Hashable, float] = {}
         """Kind of visit -> seconds to the next one, without the waits of the compute."""
         self._last: tuple[Hashable, float] | None = None
 
-    def drain(self, mark: int, layer: int, visit: Hashable = None, awaited: bool = False) -> None:
+    def drain(self, mark: int, visit: Hashable = None, awaited: bool = False) -> None:
         """Land arrived prefetches, then issue those that begin to move before the next visit.
 
         Keys pinned by `mark` do not make room for them. `awaited`: whether the compute waits for
         the transfers already given to the link.
         """
-        link = self._link
+        link = self._engine.link
         self.land(link.arrivals())
         now = time.perf_counter()
         if self._last is not None:
@@ -424,43 +424,41 @@ class Traffic:
             self._gaps[last_visit] = average + (now - since_s - average) * WEIGHT
         self._last = (visit, now)
         begins_s = link.free_s(now) if awaited else now
-        self._issue(mark, layer, now, begins_s + self._gaps.get(visit, 0.0))
+        self._issue(mark, now, begins_s + self._gaps.get(visit, 0.0))
 
     def note_stall(self, seconds: float) -> None:
         """Note for how long the compute has waited since the last visit."""
         if self._last is not None:
             self._last = (self._last[0], self._last[1] + seconds)
 
-    def _issue(self, mark: int, layer: int, now: float, until_s: float) -> None:
+    def _issue(self, mark: int, now: float, until_s: float) -> None:
         """Issue the prefetches that begin by `until_s`, and the whole rest of a batch."""
-        link, state, batch = self._link, self._state, -1
+        engine, batch = self._engine, -1
+        link, rows = engine.link, engine.alone
         while True:
-            key, last_batch = core.head(state), batch
+            key, last_batch = rows.visit(wall.NEXT), batch
             if key < 0:
                 return
-            slot = state.slots[key]
-            batch = slot.batch
+            slot = engine.memory.slots[key]
+            batch, due = int(slot["batch"]), int(slot["due"])
             if link.free_s(now) > until_s and (batch < 0 or batch != last_batch):
                 return
-            cache, level, due = self._caches[slot.home], slot.queued_level, slot.due
-            if state.experts[key].resident:
-                core.withdraw(state, key)
-            elif cache.make_room(key, level, mark, layer):
-                cache.reserve(key)
-                link.issue(transfer_of(cache, key, level, due))
-            else:
+            if not rows.visit(wall.RESERVE, mark, [key]):
                 return
+            cache, level = engine.cache_of(key), int(slot["level"])
+            cache.place(key, level)
+            link.issue(transfer_of(cache, key, level, due))
 
     def land(self, keys: Sequence[int]) -> None:
         """Make arrived keys resident."""
-        for key in keys:
-            core.arrive(self._state, key)
+        if keys:
+            self._engine.alone.visit(wall.LANDED, keys=keys)
 
     def cancel(self, due: int, wanted: Set[int]) -> None:
         """Drop the prefetches of events up to `due`, also issued ones not yet moving."""
-        core.cancel_due(self._state, due)
-        for key in self._link.withdraw_issued(due, wanted):
-            self._caches[self._state.slots[key].home].withdraw(key)
+        self._engine.alone.visit(wall.CANCEL, number=due)
+        for key in self._engine.link.withdraw_issued(due, wanted):
+            self._engine.take_back(key)
 
 
 def bring(cache: PlacedCache, link: WallLink, places: Sequence[tuple[int, int]]) -> None:

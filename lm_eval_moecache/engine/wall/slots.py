@@ -3,65 +3,24 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
-from lm_eval_moecache.engine import core
-from lm_eval_moecache.engine.tables import ExpertCache, HasState, is_ranked
+from lm_eval_moecache.engine.memory import Cache, Memory
 from lm_eval_moecache.records.geometry import Geometry
 
 
-@dataclass(slots=True)
-class Held:
-    """The tables of a wall-clock engine, which keep their form."""
-
-    state: core.State
-
-
-class PlacedCache(ExpertCache):
+class PlacedCache(Cache):
     """A cache that gives each key a slot while it is resident or arriving."""
 
-    def __init__(self, engine: HasState, index: int, eviction: EvictionAlgorithm) -> None:
-        super().__init__(engine, index, eviction)
-        self.rank: Any = eviction.plain_rank if is_ranked(eviction) else None  # type: ignore[attr-defined]
+    def __init__(self, memory: Memory, index: int, eviction: EvictionAlgorithm) -> None:
+        super().__init__(memory, index, eviction)
         self.slots: dict[int, int] = {}
         """Key -> slot, of all resident and arriving keys."""
 
-    def holds(self, key: int, level: int) -> bool:
-        """Whether a key is resident at a level or a better one."""
-        return bool(self.state.experts[key].resident) and self.state.slots[key].level <= level
-
-    def make_room(self, key: int, level: int, mark: int, layer: int) -> bool:
-        """Evict until a key fits; False once only arriving keys and those of `mark` are left."""
-        nbytes = self.size_of(key, level)
-        return core.make_room(self.state, self.rank, key, nbytes, self.index, mark, layer)
-
-    def insert(self, key: int, level: int = 0) -> None:
-        """Make a demanded key resident at once: the compute awaits its transfer before all else."""
-        core.take_bytes(self.state, self.index, self.size_of(key, level))
-        core.insert(self.state, key, key // self.num_experts, level, False)
+    def place(self, key: int, level: int) -> None:
+        """Give a key a slot at a level; its bytes are already taken."""
         self.slots[key] = self._place(key, level)
-
-    def fill(self, keys: Iterable[int]) -> None:
-        """Make these keys resident before the first request; they are not counted as loads."""
-        for key in keys:
-            core.fill(self.state, [key])
-            self.slots[key] = self._place(key, 0)
-
-    def reserve(self, key: int) -> None:
-        """Reserve the bytes of a queued prefetch whose transfer begins."""
-        core.reserve(self.state, key)
-        self.slots[key] = self._place(key, self.state.slots[key].level)
-
-    def withdraw(self, key: int) -> None:
-        """Release an arriving key whose transfer has not begun."""
-        slot, cache = self.state.slots[key], self.state.caches[self.index]
-        slot.arriving = 0
-        cache.used -= self.size_of(key, slot.level)
-        cache.loads -= 1
-        self.vacate(key)
 
     def vacate(self, key: int) -> None:
         """Take a key's slot from it."""
@@ -99,13 +58,13 @@ class SlottedCache(PlacedCache):
 
     def __init__(
         self,
-        engine: HasState,
+        memory: Memory,
         index: int,
         eviction: EvictionAlgorithm,
         geometry: Geometry,
         layers: Sequence[int],
     ) -> None:
-        super().__init__(engine, index, eviction)
+        super().__init__(memory, index, eviction)
         self.num_slots = slots_of(self.capacity_bytes, geometry, layers)
         self._first_key = geometry.key(layers[0], 0)
         self.holds_all = self.num_slots == len(layers) * geometry.num_experts
@@ -130,10 +89,10 @@ class LeveledCache(PlacedCache):
     """
 
     def __init__(
-        self, engine: HasState, index: int, eviction: EvictionAlgorithm, names: Iterator[int]
+        self, memory: Memory, index: int, eviction: EvictionAlgorithm, names: Iterator[int]
     ) -> None:
         """`names` numbers the slots; the caches of a run share it, so that slots are unique."""
-        super().__init__(engine, index, eviction)
+        super().__init__(memory, index, eviction)
         self._names = names
         self._sizes_of: dict[int, tuple[int, int]] = {}
         """Slot -> (bytes, level)."""

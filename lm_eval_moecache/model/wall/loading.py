@@ -17,9 +17,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lm_eval_moecache.engine.host import HostCosts
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.wall.engine import WallEngine
+from lm_eval_moecache.engine.wall.engine import HostCosts, WallEngine
 from lm_eval_moecache.engine.wall.slots import slots_of
 from lm_eval_moecache.model.checkpoint import Source, can_leave_out, leaving_out, sources_of
 from lm_eval_moecache.model.device import (
@@ -333,10 +332,9 @@ def assemble(
         pools = SlotPools(loader.parameters, geometry, setting.capacity, loader.tiers[0], device)
     engine = WallEngine(geometry, setting, pools)
     store = SlotStore(pools, geometry, str(implementation_of(model)), device.type)
-    if engine.host is not None:
-        store.note_host = engine.note_host
-        if engine.host.asks_for_costs:
-            engine.host.costs = measure_host(engine, pools, experts[0], device)
+    store.note_host = engine.note_host
+    if engine.asks_for_host_costs:
+        engine.set_host_costs(measure_host(engine, pools, experts[0], device))
     return engine, store
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from lm_eval_moecache.engine.host import HOST
+from lm_eval_moecache.engine.wall.engine import HOST
 from lm_eval_moecache.model.device import copy_to_device, copy_to_host
 from lm_eval_moecache.model.store import GroupedCall, Kernel, OnSlots, Slots, Store, Waves
 from lm_eval_moecache.model.wall.pools import DeviceMover, Places

@@ -54,7 +54,7 @@ def test_the_cutoff_is_solved_by_measured_times(lm: MoECacheSpecLM) -> None:
     assert cutoff["load_layer_ms"][0] >= 8 * size / 1e6 * 1000 * 0.99
     assert cutoff["draft_layer_ms"] > 0 and cutoff["memory_bytes"] > 2**30
     assert cutoff["asked"] == "auto" and cutoff["used"] == cutoff["answer"] == 0
-    assert not lm.engine.pools[0].loads and not lm.engine.ledger.passes
+    assert not lm.engine.pools[0]["loads"] and not lm.engine.ledger.passes
     install(lm, draft="tiny", bandwidth="100GB/s", capacity="100%")
     assert lm.engine.link.bytes_moved == 0
     lm.generate_until(asked(1), disable_tqdm=True)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from lm_eval_moecache.model.hook import WrappedModel
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.wall.pools import DiskTier, tensors_in
-from lm_eval_moecache.model.wrap import WrappedModel
 from tests.model.wall.races import Judge, Recording
 from tests.model.wrapped import loader_of, wrap_wall
 from tests.models import random_model, sizes_of

@@ -169,7 +169,7 @@ def races(drawn: random.Random) -> Iterator[None]:
         pause()
         return token
 
-    decisions = [(WallEngine, name) for name in ("enter", "run", "_execute")]
+    decisions = [(WallEngine, name) for name in ("enter", "begin_event", "_demand")]
     with ExitStack() as stack:
         for owner, name in (*decisions, (SlotPools, "stored"), (LadderPools, "stored")):
             function = late(getattr(owner, name))
@@ -190,7 +190,7 @@ class Pass:
     """Tokens in the KV cache before this pass; -1 where none is kept."""
     routers: list[Any] = field(default_factory=list)
     """Layer -> its router's final output."""
-    levels: list[Mapping[int, int] | None] = field(default_factory=list)
+    levels: list[Any] = field(default_factory=list)
     """Layer -> key -> level, where there are several."""
     logits: Tensor | None = None
 
@@ -217,15 +217,17 @@ class Recording:
             lm.model.register_forward_hook(self._end),
             *(layer.router.register_forward_hook(self._routed) for layer in layers),
         ]
-        run, self._told = engine.run, lm.wrapped._store.levels
+        self._told, rows = lm.wrapped.store.levels, engine.alone
+        choose = rows.choose
 
-        def noted(event: Any) -> Any:
-            plan = run(event)
+        def noted(layer: int, *given: Any, **named: Any) -> Any:
+            selection = choose(layer, *given, **named)
             if self._told is None:
-                self.passes[-1].levels.append(plan.levels)
-            return plan
+                # Written once the layer has been executed.
+                self.passes[-1].levels.append((layer, rows.executed, rows.levels))
+            return selection
 
-        engine.run = noted
+        rows.choose = noted
 
     def close(self) -> None:
         for handle in self._handles:
@@ -241,7 +243,18 @@ class Recording:
         self.passes.append(Pass(inputs, length if uses_cache else -1))
 
     def _end(self, model: Any, args: Any, output: Any) -> None:
-        self.passes[-1].logits = output.logits.clone()
+        record = self.passes[-1]
+        record.logits = output.logits.clone()
+        if self._told is None:
+            record.levels = [self._executed(*each) for each in record.levels]
+
+    def _executed(self, layer: int, experts: Any, levels: Any) -> Mapping[int, int] | None:
+        """Return at which level a layer has executed each key."""
+        if levels is None:
+            return None
+        live, base = experts >= 0, layer * self._lm.engine.geometry.num_experts
+        keys = (experts[live] + base).tolist()
+        return dict(zip(keys, levels[live].tolist(), strict=True))
 
     def _routed(self, router: Any, args: Any, output: Any) -> None:
         record = self.passes[-1]
@@ -481,7 +494,7 @@ def compare(
             lm.wrapped.unwrap()
             lm.model.set_experts_implementation(kernel)
             lm.install(config)
-            assert lm.wrapped._store.kernel == kernel
+            assert lm.wrapped.store.kernel == kernel
             recording = Recording(lm)
             try:
                 answers = generate(lm) if way.speculative else drive(lm)

@@ -15,12 +15,13 @@ import torch
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.model.hook import WrappedModel
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.wall import store
-from lm_eval_moecache.model.wrap import WrappedModel
-from lm_eval_moecache.records.event import DECODE, Event
+from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.trace.importers import load_trace
 from tests.conftest import Checkpoint
+from tests.engine.scripted import experts_of, run_layer
 from tests.harness import answers
 from tests.model.wrapped import (
     HOST,
@@ -142,9 +143,9 @@ def test_the_resident_run_before_what_is_missing_is_there() -> None:
     wrapped = wrap_wall(model, "on_demand", "40%", miss="fetch_cached_first")
     engine = wrapped.engine
     engine.begin_pass(DECODE, 1)
-    engine.run(Event(0, 0, DECODE, 1, [0, 1]))
+    run_layer(engine, experts_of(engine, 0, [0, 1]))
     assert [dict(slot_of).keys() for slot_of, _ in engine.waves()] == [{0, 1}]
-    engine.run(Event(0, 0, DECODE, 1, [2, 0, 1]))
+    run_layer(engine, experts_of(engine, 0, [2, 0, 1]))
     assert [list(slot_of) for slot_of, _ in engine.waves()] == [[0, 1], [2]]
     wrapped.unwrap()
 

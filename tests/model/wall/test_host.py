@@ -5,17 +5,14 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from lm_eval_moecache.engine.host import HostCosts
 from lm_eval_moecache.engine.wall.engine import WallEngine
+from lm_eval_moecache.model.hook import WrappedModel
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.store import GroupedCall
 from lm_eval_moecache.model.wall.store import WorkOnPool
-from lm_eval_moecache.model.wrap import WrappedModel
-from lm_eval_moecache.records.event import DECODE, PREFILL, Event, Fetch
 from tests.model.wrapped import logits_of, wrap_wall
 from tests.models import random_model
 
@@ -28,36 +25,14 @@ def engine_of(wrapped: WrappedModel) -> WallEngine:
     return engine
 
 
-def costs(host_fixed_s: float, host_each_s: float, load_s: float) -> HostCosts:
-    """Costs of a host with a device that takes no time, and neither does the way to it."""
-    free = dict.fromkeys(("device_fixed_s", "device_each_s", "way_s"), 0.0)
-    host = {"host_fixed_s": host_fixed_s, "host_each_s": host_each_s, "load_s": load_s}
-    return HostCosts(**host, **free)
-
-
-def test_each_rule_divides_by_the_measured_times() -> None:
-    """By hand: loading takes 10, the host 4 and 1 a token; tokens 1, 2, 9 and 3."""
+def test_the_hosts_share_goes_by_measured_times() -> None:
     wrapped = wrap_wall(random_model("olmoe"), "on_demand", "40%", miss="host")
-    host = engine_of(wrapped).host
-    assert host is not None and host.costs is not None
-    measured = host.costs
-    assert measured.load_s > 0 and measured.host_fixed_s + measured.host_each_s > 0
-    host.costs = costs(4, 1, 10)
-    experts = np.array([[0, 2, 3], [1, 2, 3], [1, 2, 3]] + [[2, -1, -1]] * 6)
-    event = Event(0, 0, PREFILL, 9, [0, 2, 3, 1], experts)
-    fetches = [Fetch(key) for key in event.keys]
-    # 5, 6 and 7 beat 10; 13 does not.
-    assert host.choose(event, fetches) == {0, 1, 3}
-    # One token's event needs no experts spelled out.
-    assert host.choose(Event(0, 1, DECODE, 1, [8, 9]), [Fetch(8), Fetch(9)]) == {8, 9}
-    host._rule = "balanced"
-    # The host ends 0 at 5, before a load; 1 at 11 and the link 2 at 10: 2 goes to the link; then
-    # 1 at 11 before 3 at 20, and 3 at 18 before 20.
-    assert host.choose(event, fetches) == {0, 1, 3}
-    host.costs = costs(40, 1, 10)
-    assert host.choose(event, fetches) == set()
-    host._rule = "always"
-    assert host.choose(event, fetches) == {0, 1, 2, 3}
+    engine = engine_of(wrapped)
+    costs, run, levels = engine.host_costs, engine.memory.run, engine.memory.levels
+    assert costs is not None and costs.load_s > 0 and costs.host_fixed_s + costs.host_each_s > 0
+    (size,) = engine.geometry.expert_bytes[0]
+    assert size / run.link_rate == pytest.approx(costs.load_s)
+    assert levels["host_flop_s"] == pytest.approx([costs.host_each_s] * len(levels))
     wrapped.unwrap()
 
 
@@ -66,7 +41,7 @@ def test_the_hosts_rows_are_added_to_those_of_a_kernel_on_the_pool() -> None:
     model = random_model("olmoe")
     module: Any = find_moe_layers(model)[0].experts
     wrapped = wrap_wall(model, "on_demand", "100%")
-    store: Any = wrapped._store
+    store: Any = wrapped.store
     pools = store.pools
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(6, 32, generator=generator).to(torch.bfloat16)
@@ -93,7 +68,7 @@ def test_an_error_on_the_host_ends_the_pass_with_it(monkeypatch: pytest.MonkeyPa
     def gone(self: Any, layer: int, expert: int) -> Any:
         raise OSError("the folder is gone")
 
-    monkeypatch.setattr(type(wrapped._store.pools), "stored", gone)  # type: ignore[attr-defined]
+    monkeypatch.setattr(type(wrapped.store.pools), "stored", gone)  # type: ignore[attr-defined]
     with pytest.raises(OSError, match="the folder is gone"):
         logits_of(model)
     wrapped.unwrap()

@@ -55,18 +55,18 @@ def test_each_family_has_a_part_and_all_that_meets_is_in_one() -> None:
 
 
 def at_once(self: WallEngine, pending: Any) -> Iterator[Any]:
-    cache, link = self.caches[pending.event.layer], self.link
+    cache, link = self.cache_of(pending.keys[0]), self.link
     held = [key for key in pending.remaining if key in cache.slots]
     pending.remaining = [key for key in pending.remaining if key not in cache.slots]
-    yield self._execute(pending, cache, held), False
+    yield {key: cache.slots[key] for key in held}, False
     while flying := {key for key in held if link.is_flying(key)}:
         self._wait(flying)
 
 
-def unpinned(self: WallEngine, pending: Any, _: Any, demand: Any = WallEngine._demand) -> Any:
+def unpinned(self: WallEngine, pending: Any, demand: Any = WallEngine._demand) -> Any:
     # No key carries a new mark.
-    self.state.run[0].mark += 1
-    return demand(self, pending, {0})
+    self.memory.run.mark += 1
+    return demand(self, pending)
 
 
 def soon(mover: DeviceMover, transfer: Any, begin: Any = DeviceMover.begin) -> None:
@@ -102,8 +102,8 @@ def test_a_race_that_is_there_is_found(
     monkeypatch.setattr(*MUTATIONS[mutation])
     try:
         wrong = bool(compare(families("olmoe"), setting, 8)[0])
-    except AssertionError:
-        # An integrity check failed first.
+    except (AssertionError, KeyError):
+        # An integrity check failed first, or an expert has no slot.
         wrong = True
     finally:
         # The race may have damaged the models.

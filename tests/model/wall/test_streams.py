@@ -16,7 +16,7 @@ import torch
 from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.engine.wall.link import Transfer, WallLink, Worker
 from lm_eval_moecache.model import device
-from lm_eval_moecache.model import wrap as wrapping
+from lm_eval_moecache.model import hook as wrapping
 from lm_eval_moecache.model.wall import pools, store
 from lm_eval_moecache.model.wall.pools import DeviceMover, LadderPools, RamTier, SlotPools
 from lm_eval_moecache.records.errors import TransferError
@@ -97,8 +97,7 @@ def test_a_cache_that_is_filled_anew_waits_for_what_a_pass_left_behind() -> None
         outputs = logits(wrapped.model, tokens=TOKENS)
         engine = wrapped.engine
         assert isinstance(engine, WallEngine)
-        engine.flush()
-        engine.fill()
+        engine.reset_cache()
         assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
         wrapped.unwrap()
 
@@ -211,7 +210,7 @@ def test_more_slots_than_a_grouped_product_takes_are_served_by_windows(
     model = random_model("olmoe").float()
     expected = logits_of(model)
     wrapped = wrap_wall(model, "on_demand", "60%")
-    monkeypatch.setattr(wrapped._store, "on_cpu", False)
+    monkeypatch.setattr(wrapped.store, "on_cpu", False)
     logits = logits_of(model, wrapped)
     pairs = zip(expected, logits, strict=True)
     assert all(torch.allclose(a[0], b[0], atol=1e-4, rtol=1e-3) for a, b in pairs)

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from lm_eval_moecache.engine.rows import Row
 from lm_eval_moecache.model import device
-from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.model.hook import Row, WrappedModel
 from tests.model.wall.races import FOLDERS, KERNEL, Family, config_of, ways
 from tests.model.wall.scripted import NAME, Device, scripted
 from tests.model.wrapped import loader_of, wrap_virtual, wrap_wall
@@ -58,7 +57,7 @@ def check(wrapped: WrappedModel, waits: Counter[str], most: int) -> None:
     text = torch.randint(2, 300, (2, 9), generator=torch.Generator().manual_seed(1)).to(NAME)
     mask = torch.ones(2, 10, dtype=torch.int64)
     mask[1, :3] = 0
-    layers, past = len(wrapped._layers), None
+    layers, past = len(wrapped.layers), None
     for rows, count in ((1, 9), (1, 9), (1, 1), (2, 9), (2, 1)):
         mask_args = {"attention_mask": mask[:, : 10 - (count == 9)].to(NAME)} if rows == 2 else {}
         cache_args = {"past_key_values": past} if count == 1 else {}
@@ -124,7 +123,7 @@ def test_samples_of_a_batch_cross_once_a_layer_each_way(
 
     monkeypatch.setattr(device, "copy_to_device", counted)
     wrapped = wrap_virtual(random_model(FAMILY, **sizes_of(FAMILY)).to(NAME), policy, "25%")
-    layers, past = len(wrapped._layers), None
+    layers, past = len(wrapped.layers), None
     text = torch.randint(2, 300, (5, 9), generator=torch.Generator().manual_seed(1)).to(NAME)
     wrapped.rows = [Row(wrapped.engine.fresh()) for _ in text]
     for count in (9, 1, 1):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import replace
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.learned.predictor import PredictorCost
+from lm_eval_moecache.engine.setting import check_host
 from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.geometry import Geometry
@@ -37,7 +38,7 @@ class Costs:
     """
 
     def __init__(self, hardware: Hardware, geometry: Geometry) -> None:
-        self._hardware = hardware
+        self._hardware, self._geometry = hardware, geometry
         flop_s_per_byte = 2 / geometry.element_bytes / hardware.peak_flops
         self._dense = tuple(
             (size * flop_s_per_byte, size / hardware.memory_bytes_per_s)
@@ -56,6 +57,22 @@ class Costs:
         self._overhead_s = layer_s + hardware.pass_overhead_s / len(self._dense)
         self.expert_overhead_s = EXPERT_KERNELS * hardware.kernel_overhead_s
         self._gate_s = GATE_KERNELS * hardware.kernel_overhead_s
+
+    def dense_parts(self) -> list[tuple[float, float, float]]:
+        """Return each layer's seconds before its experts: arithmetic a token, reading, launches."""
+        return [
+            (*parts, overhead_s)
+            for parts, overhead_s in zip(self._dense, self._dense_overhead_s, strict=True)
+        ]
+
+    def on_host(self) -> Costs:
+        """Return the same costs on the profile's host; ValueError if it has no figures of one."""
+        hardware = self._hardware
+        check_host(hardware)
+        assert hardware.host_flops and hardware.host_memory_bytes_per_s
+        flops, bytes_per_s = hardware.host_flops, hardware.host_memory_bytes_per_s
+        host = replace(hardware, peak_flops=flops, memory_bytes_per_s=bytes_per_s)
+        return Costs(host, self._geometry)
 
     @property
     def overhead_s(self) -> float:
@@ -79,6 +96,16 @@ class Costs:
         flop_s = 2 * cost.num_weights * num_tokens / hardware.peak_flops
         read_s = cost.num_bytes / hardware.memory_bytes_per_s
         return max(flop_s, read_s) + cost.num_kernels * hardware.kernel_overhead_s
+
+    def gates_parts(self, num_gates: int) -> tuple[float, float, float]:
+        """Return what gates as predictors take: FLOP a token, seconds of reading, of launches."""
+        return 0.0, 0.0, self.gates_s(num_gates)
+
+    def network_parts(self, cost: PredictorCost) -> tuple[float, float, float]:
+        """Return the same of a small network next to the model."""
+        hardware = self._hardware
+        read_s = cost.num_bytes / hardware.memory_bytes_per_s
+        return 2.0 * cost.num_weights, read_s, cost.num_kernels * hardware.kernel_overhead_s
 
     def experts_s(
         self, layer: int, num_experts: int, num_assignments: int, level: int = 0
@@ -108,48 +135,3 @@ def attention_s(model: RealModel, hardware: Hardware, phase: str, positions: Int
     nbytes = sum(model.kv_bytes(end) for end in ends.tolist())
     read_s = nbytes / hardware.memory_bytes_per_s
     return max(2 * multiply_adds / hardware.peak_flops, read_s) / model.num_layers
-
-
-def read_shares(reads: int) -> tuple[float, ...]:
-    """Return the share of an expert's weights that each of its reads brings, in order.
-
-    An expert has three projections of equal size: gate, up, down. With two reads, as in engines
-    that keep gate and up in one tensor, the first brings two of the three.
-    """
-    return (2 / 3, 1 / 3) if reads == 2 else (1 / reads,) * reads
-
-
-@lru_cache(maxsize=4096)
-def arrivals(
-    sizes: tuple[float, ...], *, lanes: int, lane_rate: float, link_rate: float, latency_s: float
-) -> tuple[float, ...]:
-    """Return each request's arrival time, in seconds from the start of the first.
-
-    Requests are served in order, up to `lanes` at once. Each waits its latency, then moves at
-    `lane_rate` or at its share of `link_rate`, whichever is lower (bytes/s). Cost: O(requests x
-    lanes).
-    """
-    times = [0.0] * len(sizes)
-    waiting: dict[int, float] = {}
-    """Request in a lane -> seconds until it begins to move."""
-    moving: dict[int, float] = {}
-    """Request in a lane -> bytes left."""
-    now, begun = 0.0, 0
-    while begun < len(sizes) or waiting or moving:
-        while begun < len(sizes) and len(waiting) + len(moving) < lanes:
-            waiting[begun] = latency_s
-            begun += 1
-        rate = min(lane_rate, link_rate / max(len(moving), 1))
-        steps = [(wait_s, request) for request, wait_s in waiting.items()]
-        steps += [(nbytes / rate, request) for request, nbytes in moving.items()]
-        step_s, first = min(steps)
-        now += step_s
-        waiting = {request: wait_s - step_s for request, wait_s in waiting.items()}
-        moving = {request: nbytes - rate * step_s for request, nbytes in moving.items()}
-        if first in waiting:
-            del waiting[first]
-            moving[first] = float(sizes[first])
-        else:
-            del moving[first]
-            times[first] = now
-    return tuple(times)

@@ -1,0 +1,158 @@
+"""The one door: what is done to the events of a batch, for each row of it."""
+
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+import math
+
+from lm_eval_moecache.engine.kernel.cache import EVENT, PASS, find, notify, reset
+from lm_eval_moecache.engine.kernel.clock import wait_until
+from lm_eval_moecache.engine.kernel.event import close_event, decide, enter
+from lm_eval_moecache.engine.kernel.link import drain, flush, hint, is_active
+from lm_eval_moecache.engine.kernel.ranking import note_pass
+from lm_eval_moecache.engine.kernel.state import ASKED, COUNTS, RUN, SLOT, Call, Counts, Run
+from lm_eval_moecache.records.memory import DOUBLES, INTS, at, invoke, numbers
+
+BEGIN, ENTER, CLOSE, END, SCAN = 1, 2, 4, 8, 16
+"""What is done with each pass of a row, and with its events: begin the pass; charge what precedes a
+layer's experts; look up, load and execute; end the pass. Of a scanned text each token is a pass of
+its own, and layers come one after another: what a pass takes is added up."""
+FLUSH, RESET, HINT, ADVANCE, SETTLE = 32, 64, 128, 256, 512
+"""What is done with each row instead: empty the link, then the caches; queue the call's keys as
+prefetches; let some seconds pass; wait until all prefetches have arrived."""
+
+
+def serve(call: Call) -> int:
+    """Do what a call says, for each of its rows."""
+    rows, first_passes = numbers(call.rows, INTS), numbers(call.first_passes, INTS)
+    for row in range(call.num_rows):
+        run = at(rows[row], 0, RUN)
+        if call.what >= FLUSH:
+            settle(run, call)
+            continue
+        run.cursor = 0
+        for index in range(call.num_passes):
+            run.row = row
+            count = at(call.counts, row * call.num_passes + index, COUNTS)
+            serve_pass(run, call, row, index, first_passes[row] + index, count)
+    return 0
+
+
+def serve_pass(run: Run, call: Call, row: int, index: int, number: int, count: Counts) -> None:
+    """Serve some layers of a pass with this number in its run."""
+    num_layers, attention_s = call.end_layer - call.first_layer, 0.0
+    if call.attention_s:
+        attention_s = numbers(call.attention_s, DOUBLES)[row * call.num_passes + index]
+    if call.what & BEGIN:
+        run.began_s = run.now
+        if not call.what & SCAN:
+            count.start_s = run.now
+        run.tokens += tokens_of(call, index * num_layers * call.num_rows + row)
+        note_pass(run, number)
+        notify(run, PASS, number)
+    for layer in range(call.first_layer, call.end_layer):
+        place = index * num_layers + layer - call.first_layer
+        serve_event(run, call, place * call.num_rows + row, number, layer, attention_s, row, count)
+    if call.what & END:
+        if call.what & SCAN:
+            count.end_s += run.now - run.began_s
+        else:
+            count.end_s = run.now
+        count.bytes_moved += run.moved - run.moved_before
+        count.link_busy_s += run.busy_s - run.busy_s_before
+        count.evictions += run.evictions - run.evictions_before
+        count.lifetime_tokens += run.lifetime - run.lifetime_before
+        run.moved_before = run.moved
+        run.busy_s_before = run.busy_s
+        run.evictions_before = run.evictions
+        run.lifetime_before = run.lifetime
+
+
+def tokens_of(call: Call, place: int) -> int:
+    """Return the tokens of an event at a place of the batch."""
+    if call.bounds:
+        bounds = numbers(call.bounds, INTS)
+        return bounds[place + 1] - bounds[place]
+    return 1
+
+
+def serve_event(
+    run: Run,
+    call: Call,
+    place: int,
+    number: int,
+    layer: int,
+    attention_s: float,
+    row: int,
+    count: Counts,
+) -> None:
+    """Serve one event of a pass, which stands at a place in the batch."""
+    start, stop = place, place + 1
+    if call.bounds:
+        bounds = numbers(call.bounds, INTS)
+        start, stop = bounds[place], bounds[place + 1]
+    run.layer = layer
+    run.number = number * run.num_layers + layer
+    run.tokens_here = stop - start
+    run.first_entry = start * run.top_k
+    run.end_entry = stop * run.top_k
+    if call.what & ENTER:
+        if not run.wall:
+            enter(run, attention_s)
+        if call.resident:
+            find(run, call, row)
+    if call.what & CLOSE:
+        if call.route or call.replace:
+            choose(run, call, row, start, stop)
+        notify(run, EVENT, place)
+        decide(run, call, count)
+        if not run.wall:
+            close_event(run, call, place, count)
+            if call.levels:
+                note_levels(run, call)
+
+
+def choose(run: Run, call: Call, row: int, start: int, stop: int) -> None:
+    """Let what the call names change which experts the event's tokens get."""
+    for number in range(2):
+        function, record = call.route, call.routing
+        if number:
+            function, record = call.replace, call.replacing
+        if function:
+            asked = at(record, 0, ASKED)
+            asked.layer = run.layer
+            asked.row = row
+            call.changes += invoke(function, record, start, stop)
+
+
+def note_levels(run: Run, call: Call) -> None:
+    """Write at which level each entry of the event was executed."""
+    experts, levels = numbers(call.executed, INTS), numbers(call.levels, INTS)
+    for entry in range(run.first_entry, run.end_entry):
+        if experts[entry] >= 0:
+            key = run.layer * run.num_experts + experts[entry]
+            levels[entry] = at(run.slots, key, SLOT).executed_level
+
+
+def settle(run: Run, call: Call) -> None:
+    """Do what is done between the events of passes."""
+    if call.what & FLUSH:
+        flush(run)
+    if call.what & RESET:
+        reset(run, call)
+    if call.what & HINT:
+        keys, levels = numbers(call.keys, INTS), numbers(call.proposed_levels, INTS)
+        ready_s = run.now + call.seconds
+        for place in range(call.num_keys):
+            level = levels[place] if call.proposed_levels else 0
+            hint(run, keys[place], level, call.number, -1, ready_s, call.batch)
+        wait_until(run, ready_s)
+    if call.what & ADVANCE:
+        run.layer = 0
+        wait_until(run, run.now + call.seconds)
+        drain(run, run.now, -1)
+    if call.what & SETTLE and is_active(run):
+        run.layer = 0
+        drain(run, math.inf, -1)
+        call.seconds = wait_until(run, run.busy_until)
