@@ -110,7 +110,7 @@ def test_the_papers_numbers_are_listed_with_those_of_the_runs(path: Path) -> Non
 # --- the leaderboard: each setting once, and submissions keep to its protocol ---
 
 BOARD: dict[str, Any] = yaml.safe_load((RESULTS / "table.yaml").read_text())
-SUBMITTED = sorted((RESULTS / "submissions").glob("*.json"))
+SUBMITTED = sorted((RESULTS / "submissions").glob("*/runs.parquet"))
 
 
 def check_submission(run: Run, protocol: Mapping[str, Any]) -> None:
@@ -135,7 +135,7 @@ def demo() -> list[Run]:
     return load_runs(RESULTS / "demo")
 
 
-@pytest.mark.parametrize("path", SUBMITTED, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", SUBMITTED, ids=lambda path: path.parent.name)
 def test_what_was_handed_in_keeps_to_the_protocol(path: Path) -> None:
     [run] = load_runs(path)
     check_submission(run, BOARD["where"])
