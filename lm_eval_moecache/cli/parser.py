@@ -28,8 +28,8 @@ WRITTEN = ("out", "output", "plot", "report", "timeline")
 """Options that name a file or folder the command writes."""
 _SECTION = re.compile(r"^(Args|Returns|Raises|Example):$", re.MULTILINE)
 _ENTRY = re.compile(r"^    (\w+): ", re.MULTILINE)
-_REFUSED = re.compile(r'Parser key "([\w-]+)":.*Got value: (.*)', re.DOTALL)
-_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+_REFUSED = re.compile(r'Parser key "([\w-]+)":.*(?:Got|Given) value: (.*)', re.DOTALL)
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list of them"}
 
 
 class Option(NamedTuple):
@@ -166,38 +166,35 @@ def given(name: str, function: Command, argv: Sequence[str]) -> tuple[dict[str, 
     check_one_word(argv)
     options, free = options_of(function), _takes_any(function)
     words, parameters = _parameters(argv) if free else (list(argv), {})
-    known = {*options, "config", "json"}
-    for word in words:
-        typed = word[2:].partition("=")[0].replace("-", "_")
-        if (
-            word.startswith("--")
-            and typed
-            and not any(n.startswith(typed) for n in known | {"help"})
-        ):
-            raise unknown_name_error("option", word.partition("=")[0], [f"--{n}" for n in known])
+    _check_names(words, options)
     parser = parser_of(name, function)
     found = _read(parser.parse_args, words, options)
     if (file := found.pop("config", None)) is not None:
-        of_file, others = _of_file(file, known, free)
-        lists = {k: v for k, v in of_file.items() if k in options and options[k].is_raw(v)}
-        texts = {k: options[k].as_typed(v) if k in options else v for k, v in of_file.items()}
-        texts = {k: v for k, v in texts.items() if k not in lists}
-        of_file = {**_read(parser.parse_object, texts, options), **lists}
+        entries, others = _of_file(file, {*options, "json"}, free)
+        raw = {key: v for key, v in entries.items() if key in options and options[key].is_raw(v)}
+        typed = {key: options[key].as_typed(v) for key, v in entries.items() if key in options}
+        typed = {key: value for key, value in {**entries, **typed}.items() if key not in raw}
+        of_file = {**_read(parser.parse_object, typed, options), **raw}
         # An algorithm that is named anew has none of the parameters given before.
         others = {key: v for key, v in others.items() if key.partition(".")[0] not in found}
         found, parameters = {**of_file, **found}, {**others, **parameters}
     as_json = bool(found.pop("json", False))
     for key, value in found.items():
         _check(key, value, options[key])
-    missing = [
-        n for n, o in options.items() if o.default is inspect.Parameter.empty and not found.get(n)
-    ]
-    if missing:
-        raise ValueError(
-            f"{', '.join(n.upper() if options[n].is_place else f'--{n}' for n in missing)} is "
-            f"missing. `moecache {name} --help` has what it takes."
-        )
+    required = [key for key, each in options.items() if each.default is inspect.Parameter.empty]
+    if missing := [key for key in required if not found.get(key)]:
+        names = (key.upper() if options[key].is_place else f"--{key}" for key in missing)
+        raise ValueError(f"missing: {', '.join(names)}. `moecache {name} --help` shows what it is.")
     return {**{options[key].name: v for key, v in found.items()}, **parameters}, as_json
+
+
+def _check_names(words: Sequence[str], options: Mapping[str, Option]) -> None:
+    """Refuse an option that no option begins with, naming the nearest."""
+    own = {"config", "json", *(key for key, option in options.items() if not option.is_place)}
+    for word in words:
+        typed = word[2:].partition("=")[0].replace("-", "_")
+        if word.startswith("--") and typed and not any(n.startswith(typed) for n in own | {"help"}):
+            raise unknown_name_error("option", word.partition("=")[0], [f"--{n}" for n in own])
 
 
 def _takes_any(function: Command) -> bool:
@@ -214,14 +211,14 @@ def _read(parse: Callable[[Any], Any], what: Any, options: Mapping[str, Option])
         if refused is None or refused[1] not in options:
             raise ValueError(" ".join(str(error).split())) from None
         kinds = get_args(options[refused[1]].kind) or (options[refused[1]].kind,)
-        words = [_KINDS.get(getattr(kind, "__name__", ""), str(kind)) for kind in kinds]
+        words = [_KINDS[get_origin(kind) or kind] for kind in kinds]
         allowed = " or ".join(dict.fromkeys(words))
         raise ValueError(f"--{refused[1]}={shown(refused[2])} must be {allowed}.") from None
 
 
 def _check(key: str, value: Any, option: Option) -> None:
     if option.choices and value not in option.choices:
-        raise unknown_name_error(f"--{key}", value, option.choices)
+        raise unknown_name_error(key if option.is_place else f"--{key}", value, option.choices)
     if key == "pretrained":
         check_place(key, value)
     if key in WRITTEN and value:
@@ -271,7 +268,7 @@ def _of_file(file: str, known: set[str], free: bool) -> tuple[dict[str, Any], di
             options |= {key: value["name"]} if "name" in value else {}
         elif free and _is_parameter(key):
             parameters[key] = value
-        elif key not in known - {"config"}:
+        elif key not in known:
             raise unknown_name_error(f"config file {Path(file).name}: option", key, known)
         elif value is not None:
             options[key] = value
