@@ -219,6 +219,8 @@ def _read(parse: Callable[[Any], Any], what: Any, options: Mapping[str, Option])
 def _check(key: str, value: Any, option: Option) -> None:
     if option.choices and value not in option.choices:
         raise unknown_name_error(key if option.is_place else f"--{key}", value, option.choices)
+    if option.is_place and value == "":
+        raise ValueError(f"{key.upper()}='' is not a path or a name. {option.about.capitalize()}.")
     if key == "pretrained":
         check_place(key, value)
     if key in WRITTEN and value:

@@ -46,12 +46,11 @@ class Bad(NamedTuple):
 
 
 def _trace(edit: Callable[[pa.Table], pa.Table] = lambda table: table, **header: Any) -> bytes:
-    """Return a recorded trace with changed header fields and an edited table, without a digest."""
+    """Return a recorded trace with changed header fields and an edited table."""
     with tempfile.TemporaryDirectory() as folder:
         path = traces.record(Path(folder))
         table = edit(pq.read_table(path))
         about = json.loads(table.schema.metadata[b"moecache"])
-        about.pop("digest")
         metadata = {b"moecache": json.dumps({**about, **header}).encode()}
         pq.write_table(table.replace_schema_metadata(metadata), path)
         return path.read_bytes()
