@@ -1,121 +1,19 @@
 """Slow, obvious versions of each family of rules, written from the papers and not from our code.
 
-Evictions are judged by a cache's whole log; routing and miss handling go token by token through
-Python lists.
+Routing and miss handling go token by token through Python lists. Evictions have theirs in
+`tests/engine/features.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.features import Expert, Layer, Now
-from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One log entry: `pass`, `insert`, `evict`, `use` (by an event) or `hint` (predicted)."""
-
-    what: str
-    key: int = -1
-    weights: tuple[float, ...] = ()
-    level: int = 0
-    prefetched: bool = False
-    event: int = -1
-    """Number of the event that used the key."""
-    places: tuple[int, ...] = (0,)
-    """Its positions in the event's [tokens, top_k], in row-major order."""
-
-
-# --- evictions --------------------------------------------------------------------------------
-
-
-def ranked(rule: RankedEviction, log: Sequence[Entry], key: int, layer: int, held: int) -> Any:
-    """Return a resident's rank, and the key: every feature is found in the log anew.
-
-    `layer` is being served; the key's own layer has `held` residents.
-    """
-    own = [(i, entry) for i, entry in enumerate(log) if entry.key == key]
-    uses = [(i, entry) for i, entry in own if entry.what == "use"]
-    came = max(i for i, entry in own if entry.what == "insert")
-    last = max([came, *(i for i, _ in uses)])
-    last_use: float = last
-    if rule.by_token and last > came:
-        event = [i for i, entry in enumerate(log) if entry.event == log[last].event]
-        last_use = event[0] + log[last].places[-1] / 1000
-    stay = [i for i, _ in uses if i > came]
-    # The first use in the pass of a demanded load is what it was loaded for.
-    demand = not log[came].prefetched and any(pass_of(log, i) == pass_of(log, came) for i in stay)
-    fills, growth, now_pass = cold_fills(log), rule.growth, pass_of(log, len(log))
-    weight = sum(sum(e.weights) * math.exp(growth * (pass_of(log, i) - now_pass)) for i, e in uses)
-    is_current, since = current(log, key, rule.geometry)
-    expert: Any = Expert(
-        **{"last_use": last_use, "current_since": since},  # fractions, here
-        uses=sum(not (rule.only_best and entry.level) for _, entry in uses),
-        loaded=came,
-        current=now_pass if is_current else -2,
-        turn=num_events(log[:last], without=log[last].event),
-        accessed=sum(entry.what == "use" for entry in log[: last + 1]),
-        hits=len(stay) - demand,
-        cold_fill_rank=fills.index(came) + 1 if came in fills else 0,
-        served_tokens=sum(len(entry.weights) for _, entry in uses),
-        weight=round(math.log(weight) if growth and weight else weight, 9),
-    )
-    now = Now(
-        *(rule.geometry.num_layers, rule.geometry.num_experts, now_pass, layer),
-        turns=num_events(log),
-        accesses=sum(entry.what == "use" for entry in log),
-        cold_fills=len(fills),
-        parameter=rule.parameter,
-    )
-    home = Layer(key // rule.geometry.num_experts, held, slots=rule.num_slots)
-    return *rule.plain_rank(expert, home, now), key
-
-
-def pass_of(log: Sequence[Entry], place: int) -> int:
-    return sum(entry.what == "pass" for entry in log[:place]) - 1
-
-
-def num_events(log: Sequence[Entry], without: int = -1) -> int:
-    return len({entry.event for entry in log if entry.what == "use"} - {without})
-
-
-def cold_fills(log: Sequence[Entry]) -> list[int]:
-    """Return the places of loads into an empty cache before its first eviction."""
-    held, has_evicted, found = 0, False, list[int]()
-    for i, entry in enumerate(log):
-        held += (entry.what == "insert") - (entry.what == "evict")
-        found += [i] if entry.what == "insert" and not has_evicted else []
-        if entry.what == "evict":
-            has_evicted, found = held > 0, found if held else []
-    return found
-
-
-def current(log: Sequence[Entry], key: int, geometry: Geometry) -> tuple[bool, float]:
-    """Whether the pass in progress has used a key or been told to fetch it, and since when."""
-    is_current, since, hinted = False, 0.0, 0
-    layer, served = key // geometry.num_experts, -1
-    for i, entry in enumerate(log):
-        if entry.what == "pass":
-            # A hint made after its layer's turn is for the next pass.
-            is_current, since = hinted > 0, i + hinted / 1000 if hinted else since
-            hinted, served = 0, -1
-        served = entry.key // geometry.num_experts if entry.what == "use" else served
-        if entry.key == key:
-            hinted = 0 if entry.what in ("insert", "evict") else hinted
-            if entry.what in ("insert", "use") or (entry.what == "hint" and not is_current):
-                is_current, since = True, i
-            if (entry.what == "hint" or entry.prefetched) and layer <= served:
-                hinted = i
-    return is_current, since
-
 
 # --- routing: equations 5 to 10 on lists ------------------------------------------------------
 

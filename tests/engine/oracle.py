@@ -194,7 +194,7 @@ class Oracle:
             self.submit(executed, self.now)
         self.drain(self.now, pinned, layer)
         if isinstance(rule, RankedAlone):
-            rule.on_event(executed, self.levels)
+            rule.on_levels(executed, self.levels)
         else:
             rule.on_event(executed)
 

@@ -132,35 +132,6 @@ def test_what_waves_can_leave_is_what_the_engine_does() -> None:
         assert min(random_misses) == fewest_by_search(trace, slots)
 
 
-def naive_belady(trace: Trace, slots: int) -> int:
-    """Scan for the unpinned key whose next event is furthest, wave by wave, in one cache."""
-    events = [trace.keys[a:b].tolist() for a, b in pairwise(trace.key_bounds)]
-    held: set[int] = set()
-    count = 0
-
-    def next_use(key: int, now: int) -> int:
-        return next((t for t in range(now + 1, len(events)) if key in events[t]), len(events))
-
-    for now, needs in enumerate(events):
-        waiting = set(needs)
-        for key in [k for k in needs if k not in held]:
-            count += 1
-            if len(held) == slots:
-                if held <= waiting:
-                    waiting -= held
-                held.remove(max(held - waiting, key=lambda k: (next_use(k, now), -k)))
-            held.add(key)
-    return count
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_belady_scans_for_the_furthest_next_event_in_waves_too(seed: int) -> None:
-    trace = mixed_trace(seed, passes=12, top_k=1 + seed % 3)
-    for slots in (2, 3, 4, 7):
-        if slots >= trace.geometry.top_k:
-            assert misses(trace, "belady", slots) == naive_belady(trace, slots)
-
-
 def test_the_usual_belady_is_no_bound_on_decode_misses() -> None:
     """Hence the second form: this one keeps the next prefill's experts, and decoding pays."""
     phases = ["prefill", "decode", "decode", "prefill", "decode"]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.registry import find_algorithm
-from lm_eval_moecache.engine.wall.engine import WallEngine
+from lm_eval_moecache.engine.wall.engine import HostCosts, WallEngine
 from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.engine.wall.slots import SlottedCache
 from lm_eval_moecache.records.event import DECODE, PREFILL
@@ -226,3 +226,20 @@ def test_a_late_expert_is_replaced_or_awaited(late: str) -> None:
     record, executed = gated_pass(after=late == "await", miss=miss)
     assert executed == ([0, 5, 8] if late == "replace" else [0, 4, 8])
     assert (record.late, record.misses, record.substituted) == (1, 0, late == "replace")
+
+
+@pytest.mark.parametrize(("host_s", "on_host"), [(0.5, 2), (4.0, 0)])
+def test_the_hosts_measured_times_are_of_the_first_layer_and_others_scale(
+    host_s: float, on_host: int
+) -> None:
+    """Loading takes 2 s and, of the second layer's experts of 300 bytes, 6 s; a way half a second.
+
+    4 s on the host are too long in the first layer, and in the second 12 s.
+    """
+    geometry = make_geometry(2, top_k=1, expert_bytes=((100,), (300,)))
+    miss = partial(find_algorithm("miss", "host"), rule="first")
+    engine, slots = wall_engine(None, "1/layer", geometry=geometry, miss=miss)
+    engine.set_host_costs(HostCosts(0.0, host_s, 0.0, 0.0, load_s=2.0, way_s=0.5))
+    (record,) = serve(engine, slots, [[[0], [4]]])
+    assert (record.misses, record.host_executed) == (2, on_host)
+    engine.close()
