@@ -245,7 +245,8 @@ def test_a_predictor_that_does_not_fit_is_refused_before_the_weights_are_loaded(
 ) -> None:
     path = tmp_path / "predictor.safetensors"
     artifact = artifact_for(PREDICTOR, lm.geometry, hidden=32, loss=loss)
-    artifact.arrays["2.1.weight"][2] = 0
+    if loss == "kl":
+        artifact.arrays["2.1.weight"][2] = 0
     write_artifact(path, artifact)
     arguments = {"policy": "commitmoe_prefetch", "prefetch.profile": str(path)}
     with pytest.raises(ValueError, match=message):
