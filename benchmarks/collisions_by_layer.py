@@ -12,13 +12,13 @@ import json
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from grid import RESULTS, arguments
 
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.harness.arguments import read_config
-from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.report.plots import legend, look, new_figure, save_as
 from lm_eval_moecache.sweep.replay_grid import Replays
 
@@ -36,20 +36,19 @@ def shares(trace: Path, prefetch: str, eviction: str) -> list[float]:
     counts = np.zeros((2, replays.trace.geometry.num_layers))
 
     def watch(engine: Engine) -> None:
-        # Events are served one by one, and counted at once.
-        engine.on_event = lambda event: None
-        engine.loop.leave()  # type: ignore[attr-defined]
-        run = engine.run
+        rows = engine.alone
+        choose = rows.choose
 
-        def counting(event: Event) -> object:
-            assert engine.record is not None
-            before = engine.record.collisions, engine.record.requests
-            answer = run(event)
-            after = engine.record.collisions, engine.record.requests
-            counts[:, event.layer] += np.subtract(after, before)
+        def counting(layer: int, *given: Any, **named: Any) -> object:
+            before = [int(rows.counts[0][name]) for name in ("collisions", "requests")]
+            answer = choose(layer, *given, **named)
+            after = [int(rows.counts[0][name]) for name in ("collisions", "requests")]
+            counts[:, layer] += np.subtract(after, before)
             return answer
 
-        engine.run = counting  # type: ignore[assignment, method-assign]
+        # Layer by layer, and each counted at once.
+        rows.by_loop = False
+        rows.choose = counting  # type: ignore[assignment, method-assign]
 
     replays.replay(replays.setting(config), on_engine=watch)
     collisions, requests = counts

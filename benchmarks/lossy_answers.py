@@ -15,15 +15,13 @@ those of 4000 MiB (80.3 and 81.9% hits in their curves).
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from grid import RESULTS, setting_of, shipped_trace, text_table
 
-from lm_eval_moecache.algorithms.miss.base import Resolution, weight_shares
+from lm_eval_moecache.algorithms.miss.base import weight_shares
 from lm_eval_moecache.algorithms.miss.drops import DropCold
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.event import DECODE, Event
@@ -55,16 +53,12 @@ class Shadow(DropCold):
         self.missed = self.cold = 0
         self.lost = 0.0
 
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Container[int]
-    ) -> Resolution | None:
-        keys = event.experts + event.layer * self.geometry.num_experts
-        is_absent, shares = np.isin(keys, absent), weight_shares(event.experts, event.weights)
-        is_cold = is_absent & (shares < self.factor / self.geometry.top_k)
-        self.missed += int(is_absent.sum())
+    def choose(self, event: Event) -> None:
+        shares = weight_shares(event.experts, event.weights)
+        is_cold = event.is_missing & (shares < self.factor / self.geometry.top_k)
+        self.missed += int(event.is_missing.sum())
         self.cold += int(is_cold.sum())
         self.lost += float(shares[is_cold].sum())
-        return None
 
 
 def dropped(trace: Trace, miss: str, factor: float) -> list[str]:
