@@ -87,8 +87,7 @@ def callback(function: Callable[[int, int, int], int]) -> Any:
 def address_of(made: Any) -> int:
     """Return the address of an array, a record or a callback, which its maker keeps alive."""
     if isinstance(made, np.ndarray):
-        place: int = made.__array_interface__["data"][0]
-        return place
+        return made.ctypes.data
     if isinstance(made, ctypes.Structure):
         return ctypes.addressof(made)
     return ctypes.cast(made, ctypes.c_void_p).value or 0
