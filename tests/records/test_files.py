@@ -153,6 +153,8 @@ ALLOWED = {
         "profiling/use.py",
         # What a card's driver prints.
         "moecache_plan/detect.py",
+        # What a form printed, and a record in a table of ours.
+        *("cli/compare.py", "cli/table.py", "report/runs/files.py"),
         # Files that a run wrote for its own use, in its own folder.
         "trace/file.py",
         *("sweep/worker.py", "sweep/sharing.py", "harness/judge.py"),
