@@ -71,7 +71,8 @@ def visit(call: Call, what: int, mark: int) -> int:
     elif what == RESERVE:
         found = reserve(run, keys[0], mark)
         # The event's keys are free later, maybe before anything else is noted of their layer.
-        at(run.layers, run.layer, LAYER).stale = 1
+        if run.layer >= 0:
+            at(run.layers, run.layer, LAYER).stale = 1
         return int(found)
     return 0
 
