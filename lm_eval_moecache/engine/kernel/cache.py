@@ -11,6 +11,8 @@ PASS, EVENT, DEMANDED, PREFETCHED, HINTED, MISSED, EVICTED, EXECUTED, WAVE, NOTE
 """What stateful evictions are notified of: a pass, an event that begins (its place in the batch), a
 key's loading and such, a wave that ends (its layer, after its keys), and that the event has been
 executed (its layer)."""
+RELEASED, UPGRADED = 10, 11
+"""What the wall alone is notified of: a key loaded anew at a better level."""
 
 
 def notify(run: Run, kind: int, number: int) -> None:
@@ -115,6 +117,8 @@ def insert(run: Run, key: int, level: int, prefetched: bool) -> None:
     if slot.upgrading:
         # To evictions it has never left.
         slot.upgrading = 0
+        if run.wall:
+            notify(run, UPGRADED, key)
         return
     slot.unused = int(prefetched)
     note_load(run, key, prefetched)

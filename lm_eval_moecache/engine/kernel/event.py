@@ -7,6 +7,7 @@ from __future__ import annotations
 from lm_eval_moecache.engine.kernel.cache import (
     EXECUTED,
     NOTED,
+    RELEASED,
     WAVE,
     insert,
     is_missing,
@@ -272,6 +273,8 @@ def prepare_loads(run: Run, mark: int, ready_s: float) -> float:
             if at(run.experts, key, EXPERT).resident:
                 release(run, key)
                 slot.upgrading = 1
+                if run.wall:
+                    notify(run, RELEASED, key)
                 cache_of(run, run.layer).replaced += 1
             if run.load_overhead_s:
                 level = run.layer * run.num_levels + slot.demanded_level

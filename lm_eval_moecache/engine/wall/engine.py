@@ -139,7 +139,8 @@ class WallCallbacks(Callbacks):
         also(told.EVICTED, lambda key: engine.cache_of(key).vacate(key))
         # A bound method would keep the engine.
         also(told.DEMANDED, lambda key: engine.place(key))
-        return own
+        # What is loaded anew at a better level: RELEASED and UPGRADED.
+        return [*own, lambda key: engine.cache_of(key).vacate(key), lambda key: engine.place(key)]
 
 
 @dataclass(slots=True)
