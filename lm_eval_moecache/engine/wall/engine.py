@@ -499,6 +499,8 @@ class WallEngine(Engine):
         self.memory.caches[_COUNTED] = counted
         run.wall = run.notifies = 1
         run.moved_before, run.busy_s_before = moved
+        if self.host_costs is not None:
+            self.set_host_costs(self.host_costs)
         self.eviction = evictions[0]
         self.callbacks.restart(evictions, self.rules)
         self.alone.restart()
