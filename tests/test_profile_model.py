@@ -137,11 +137,11 @@ def test_the_lightest_go_first_and_the_heaviest_always_stays() -> None:
     layer_1 = float(read_artifact(profile, SENSITIVITY, "profile").arrays[LAYERS][1])
     experts = np.array([[2, 0, 1], [3, 1, 0]])
     weights = np.array([[0.6, 0.3, 0.1], [0.34, 0.33, 0.33]], dtype=np.float32)
-    event = Event(0, 1, DECODE, 2, [6, 4, 5, 7], experts=experts, weights=weights)
+    event = Event(1, DECODE, [0], 4, experts, weights)
 
     def kept(threshold: float) -> list[list[bool]]:
         build = find_algorithm("routing", "sensitivity")
-        selection = build(geometry, profile=profile, threshold=threshold).select(event, ())
+        selection = build(geometry, profile=profile, threshold=threshold).choose(event)
         if selection is None:
             return [[True] * 3] * 2
         assert selection.renormalize

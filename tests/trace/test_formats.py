@@ -196,7 +196,7 @@ def test_show_names_the_prefetchers_that_a_trace_replays_without_its_gates(
     writer = TraceWriter(tmp_path, "x", Header(geometry=traces.GEOMETRY, seed=0, proposals=names))
     for event, _ in traces.events(0):
         if event.layer == 0:
-            tokens = np.arange(event.num_tokens)
+            tokens = np.arange(len(event.experts))
             writer.begin_pass(event.pass_index, event.phase, tokens * 0, tokens)
         writer.add(event.layer, event.experts, event.weights, event.logits, [], [[1], []])
     path = writer.close()
