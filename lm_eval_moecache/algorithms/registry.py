@@ -104,6 +104,12 @@ def _checked(axis: str, found: Any, key: str) -> type[Any]:
     base = base_of(axis)
     if not (isinstance(found, type) and issubclass(found, base) and found is not base):
         raise ValueError(f"{key} is not a subclass of {base.__module__}.{base.__name__}.")
+    if axis == "eviction":
+        from lm_eval_moecache.algorithms.eviction.base import StatefulEviction
+        from lm_eval_moecache.algorithms.ranked import RankedEviction
+
+        if not issubclass(found, (StatefulEviction, RankedEviction)):
+            raise ValueError(f"{key} must derive from lm_eval_moecache.Eviction or RankedEviction.")
     where = f"{key} ({source_of(found)})"
     if inspect.isabstract(found):
         lacking = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import os
 import tempfile
 from collections.abc import Callable
 from dis import get_instructions
@@ -20,6 +21,9 @@ from inspect import isfunction
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, get_type_hints
+
+# Else numba's colours end each command on a terminal with an escape sequence.
+os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 
 import llvmlite.binding as llvm
 import numba
