@@ -63,7 +63,7 @@ class Outstanding:
         self._link.demand, self._link.arrivals = self.demand, self.arrivals
 
     def demand(self, transfer: Transfer) -> None:
-        if self._engine.record.phase == DECODE:
+        if self._engine.alone.phase == DECODE:
             self._since = self._since or time.perf_counter()
             self.nbytes += transfer.nbytes
         self._demand(transfer)

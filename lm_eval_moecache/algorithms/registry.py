@@ -108,7 +108,8 @@ def _checked(axis: str, found: Any, key: str) -> type[Any]:
         from lm_eval_moecache.algorithms.eviction.base import StatefulEviction
         from lm_eval_moecache.algorithms.ranked import RankedEviction
 
-        if not issubclass(found, (StatefulEviction, RankedEviction)):
+        asked: Any = (StatefulEviction, RankedEviction)
+        if not issubclass(found, asked):
             raise ValueError(f"{key} must derive from lm_eval_moecache.Eviction or RankedEviction.")
     where = f"{key} ({source_of(found)})"
     if inspect.isabstract(found):
