@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.numbers import nearest
 
 _PLAIN = re.compile(r"[\w.+-]+(?<!\.yaml)(?<!\.yml)(?<!\.json)")
@@ -32,7 +33,12 @@ def check_known(names: Collection[str], folders: Collection[str]) -> None:
             return
         known.update(name.decode() for name in _NAMED.findall(text))
     if unknown:
-        name = min(unknown)
+        name, ours = min(unknown), str(task_configs_dir())
+        if any(unknown[name].search(text) for text in _texts_in(ours)):
+            raise ValueError(
+                f"tasks={name!r} is this package's own. Add --include_path {ours}, or run "
+                "`moecache eval`, which adds it."
+            )
         raise ValueError(
             f"tasks={name!r} is not known.{nearest(name, known)} Allowed: the tasks and groups of "
             "`lm_eval ls tasks`, and of the folders in include_path, as this package's "
@@ -44,7 +50,11 @@ def _texts(folders: Collection[str]) -> Iterator[bytes]:
     package = importlib.util.find_spec("lm_eval")
     assert package is not None and package.origin is not None, "lm-eval is not installed"
     for place in (*folders, str(Path(package.origin).parent / "tasks")):
-        for folder, _, files in os.walk(place):
-            for file in files:
-                if file.endswith((".yaml", ".yml", ".py")):
-                    yield Path(folder, file).read_bytes()
+        yield from _texts_in(place)
+
+
+def _texts_in(place: str) -> Iterator[bytes]:
+    for folder, _, files in os.walk(place):
+        for file in files:
+            if file.endswith((".yaml", ".yml", ".py")):
+                yield Path(folder, file).read_bytes()
