@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -106,20 +106,13 @@ class CompareOptions:
         )
         return one == other and all(one[: 1 + len(_LIBRARIES)])
 
+    def repeats(self, old: Run, new: Run) -> bool:
+        """Whether `new` must answer as `old` did: the same settings on one machine.
 
-class Test(NamedTuple):
-    """A test of one metric: its p-values, and `by`, the test and its samples in words.
-
-    `p_loss` and `p_gain` are one-sided: the chance of a loss, or a gain, this large if nothing had
-    changed. `least_p` is the smallest p that this many changed samples can give, `least_possible`
-    the smallest p if every sample had changed one way.
-    """
-
-    p_loss: float
-    p_gain: float
-    by: str
-    least_p: float = 0.0
-    least_possible: float = 0.0
+        Other settings answer otherwise by design, and which answers turn right is chance.
+        """
+        before, after = ([run.model, run.model_args, run.options] for run in (old, new))
+        return before == after and self.is_exact(old, new)
 
 
 class Difference(NamedTuple):
@@ -137,112 +130,50 @@ class Difference(NamedTuple):
     by: str
 
 
-def paired(losses: Sequence[float]) -> tuple[Test, Difference]:
+class Test(NamedTuple):
+    """A test of one metric: its p-values, and `by`, the test and its samples in words.
+
+    `p_loss` and `p_gain` are one-sided: the chance of a loss, or a gain, this large if nothing had
+    changed. `least_p` is the smallest p that this many changed samples can give, `least_possible`
+    the smallest p if every sample had changed one way.
+    """
+
+    p_loss: float
+    p_gain: float
+    by: str
+    least_p: float = 0.0
+    least_possible: float = 0.0
+    difference: Difference | None = None
+    """Of a test over the documents of both sides."""
+
+
+def paired(losses: Sequence[float]) -> Test:
     """Return what documents' losses (positive: worse) say: McNemar's test, else sign flips."""
     values = -np.asarray(losses, dtype=np.float64)
-    count, mean = len(losses), float(values.mean())
+    count = len(losses)
     if np.isin(values, (-1, 0, 1)).all():
         won, lost = int((values > 0).sum()), int((values < 0).sum())
         low, high = answers_interval(won, lost, count)
-        test = Test(
-            sign_test(won, lost),
-            sign_test(lost, won),
-            f"{MCNEMAR}: {lost} lost, {won} won of {count} documents",
-            least_p=0.5 ** (won + lost),
-            least_possible=0.5**count,
-        )
-        by = "McNemar's exact test"
+        by, told = "McNemar's exact test", f"{MCNEMAR}: {lost} lost, {won} won of {count} documents"
+        p_loss, p_gain = sign_test(won, lost), sign_test(lost, won)
+        least_p, least_possible = 0.5 ** (won + lost), 0.5**count
     else:
         low, high = mean_interval(values)
-        test = Test(
-            sign_flip_test(-values),
-            sign_flip_test(values),
-            f"sign flips of {count} documents",
-            least_p=least_flip_p(values),
-            least_possible=least_flip_p([1.0] * count),
-        )
-        by = "sign flips"
-    p = min(2 * min(test.p_loss, test.p_gain), 1.0)
-    return test, Difference(mean, low, high, count, p, by)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One metric of both sides, judged; a missing run has no task, a missing task no metric.
-
-    `allowed` is how much the figure may change, for better or worse, whatever the test finds.
-    `corrected` is `p` after the correction over the whole comparison; 1 where too few samples
-    changed to exclude chance. `higher_is_better` None: neither direction is better,
-    and any change beyond `allowed` counts.
-    """
-
-    run: str
-    task: str | None = None
-    metric: str | None = None
-    baseline: float | None = None
-    new: float | None = None
-    higher_is_better: bool | None = None
-    allowed: float = 0.0
-    judged_by: str = "presence"
-    test: Test | None = None
-    difference: Difference | None = None
-    """Of a score whose documents are known on both sides, also where the digits must repeat."""
-    corrected: float | None = None
-    verdict: str = ""
-
-    @property
-    def change(self) -> float | None:
-        """New minus baseline; None where either is missing."""
-        if self.baseline is None or self.new is None:
-            return None
-        return self.new - self.baseline
-
-    @property
-    def loss(self) -> float:
-        """How much worse the new figure is; negative for a gain. Both sides must have a figure."""
-        assert self.baseline is not None and self.new is not None, "a figure that a side lacks"
-        return self.baseline - self.new if self.higher_is_better else self.new - self.baseline
-
-    @property
-    def gained(self) -> bool:
-        """Whether the new figure is the better one of two."""
-        return self.change is not None and self.loss < 0
-
-    @property
-    def p(self) -> float | None:
-        """The one-sided p-value of the change that was seen, a loss or a gain; None untested."""
-        if self.test is None:
-            return None
-        return self.test.p_gain if self.gained else self.test.p_loss
-
-    @property
-    def is_regression(self) -> bool:
-        """Whether this row alone fails the comparison."""
-        return self.verdict in REGRESSIONS
-
-    def judged(self, corrected: float | None, alpha: float) -> Row:
-        """Return the row with its verdict; where there is no test, `allowed` alone decides."""
-        assert self.baseline is not None and self.new is not None, "a figure that a side lacks"
-        slack = _EPSILON * max(abs(self.baseline), abs(self.new))
-        by_chance = corrected is not None and corrected > alpha
-        if abs(self.loss) <= slack:
-            verdict = SAME
-        elif by_chance or abs(self.loss) <= self.allowed + slack:
-            verdict = WITHIN
-        elif self.higher_is_better is None:
-            verdict = CHANGED
-        else:
-            verdict = BETTER if self.loss < 0 else WORSE
-        return replace(self, corrected=corrected, verdict=verdict)
+        by, told = "sign flips", f"sign flips of {count} documents"
+        p_loss, p_gain = sign_flip_test(-values), sign_flip_test(values)
+        least_p, least_possible = least_flip_p(values), least_flip_p([1.0] * count)
+    p = min(2 * min(p_loss, p_gain), 1.0)
+    found = Difference(float(values.mean()), low, high, count, p, by)
+    return Test(p_loss, p_gain, told, least_p, least_possible, found)
 
 
 def score_test(baseline: Score, new: Score, old_samples: Samples, samples: Samples) -> Test | None:
     """Test whether a score changed: McNemar's exact test for right or wrong, else sign flips.
 
     Paired by document where both sides kept the same documents; pairs (log-likelihood, words) are
-    judged by the log-likelihood (higher is better). Otherwise a z-test on the standard errors; None
-    where lm-eval reports none. Raises ValueError where a document's word counts differ: it is then
-    a different document.
+    judged by the log-likelihood (higher is better), and have no `difference`: their score is no
+    mean over documents. Otherwise a z-test on the standard errors; None where lm-eval reports none.
+    Raises ValueError where a document's word counts differ: it is then a different document.
     """
     sign = 1 if baseline.higher_is_better else -1
     if len(old_samples) < 2 or old_samples.keys() != samples.keys():
@@ -251,33 +182,45 @@ def score_test(baseline: Score, new: Score, old_samples: Samples, samples: Sampl
         error = math.hypot(baseline.stderr, new.stderr)
         loss = sign * (baseline.value - new.value)
         return Test(z_test(loss, error), z_test(-loss, error), "standard errors")
-    return paired(_losses(baseline, old_samples, samples))[0]
-
-
-def _losses(baseline: Score, old_samples: Samples, samples: Samples) -> list[float]:
-    """Return each document's loss. Raises ValueError where its word counts differ."""
-    sign = 1 if baseline.higher_is_better else -1
-    losses = []
+    losses, is_mean = [], True
     for doc, before in old_samples.items():
         after = samples[doc]
-        if isinstance(before, list):
-            if before[1] != after[1]:
-                raise ValueError(
-                    f"{baseline.key}: document {doc} has {before[1]:g} words or bytes in the "
-                    f"baseline, {after[1]:g} in the new run: they are different documents. "
-                    "Make the baseline again."
-                )
-            losses.append(before[0] - after[0])
-        else:
+        if not isinstance(before, list):
             losses.append(sign * (before - after))
-    return losses
+            continue
+        is_mean = False
+        losses.append(before[0] - after[0])
+        if before[1] != after[1]:
+            raise ValueError(
+                f"{baseline.key}: document {doc} has {before[1]:g} words or bytes in the "
+                f"baseline, {after[1]:g} in the new run: they are different documents. "
+                "Make the baseline again."
+            )
+    test = paired(losses)
+    return test if is_mean else test._replace(difference=None)
+
+
+_FIELDS = (
+    *("run", "task", "metric", "baseline", "new", "higher_is_better", "allowed", "judged_by"),
+    *("test", "difference", "verdict"),
+)
+_UNTESTED = {"allowed": 0.0, "judged_by": "presence"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
     """Every judged metric, and what the verdict rests on."""
 
-    rows: tuple[Row, ...]
+    rows: Any
+    """A DataFrame of a row a metric of both sides: `_FIELDS`, then `change`, `p`, `p_corrected`.
+
+    A missing run has no task, a missing task no metric. `allowed` is how much the figure may
+    change, for better or worse, whatever the test finds. `higher_is_better` None: neither direction
+    is better, and any change beyond `allowed` counts. `difference` is of a score whose documents
+    are known on both sides, also where the digits must repeat. `p` is the one-sided p-value of the
+    change that was seen, a loss or a gain; `p_corrected` after the correction over the whole
+    comparison, 1 where too few samples changed to exclude chance.
+    """
     alpha: float
     differing: Mapping[str, tuple[str, str]]
     """Arguments in which two single runs differ, compared nonetheless: name -> (baseline, new)."""
@@ -287,9 +230,17 @@ class Comparison:
     """Runs made on the baseline's machine, which had to repeat it to the digit."""
     on_one_machine: bool
     """Whether any run was made on the baseline's machine, under whatever settings."""
-    tests: int
-    weak_tests: tuple[str, ...]
-    """Tests with too few samples: not even losing all of them would fail."""
+
+    @property
+    def tests(self) -> int:
+        return int(self.rows.test.notna().sum())
+
+    @property
+    def weak_tests(self) -> list[str]:
+        """Tests with too few samples: not even losing all of them would fail."""
+        tested = self.rows[self.rows.test.notna()]
+        weak = (row for row in tested.itertuples() if row.test.least_possible > self.alpha)
+        return [*dict.fromkeys(f"{row.task} {row.metric}" for row in weak)]
 
     @property
     def noticeable(self) -> dict[int, float]:
@@ -297,21 +248,19 @@ class Comparison:
 
         A share; of a change that turns answers wrong and none right, and of this score alone.
         """
-        sizes = {
-            row.difference.documents
-            for row in self.rows
-            if row.test is not None and row.test.by.startswith(MCNEMAR) and row.difference
-        }
+        tests = self.rows.test.dropna()
+        sizes = {t.difference.documents for t in tests if t.difference and MCNEMAR in t.by}
         losses = {size: noticeable_loss(size, self.alpha) for size in sorted(sizes)}
         return {size: loss for size, loss in losses.items() if loss is not None}
 
     @property
     def is_regression(self) -> bool:
         """Whether any row fails the comparison."""
-        return any(row.is_regression for row in self.rows)
+        return bool(self.rows.verdict.isin(REGRESSIONS).any())
 
 
 Units = dict[str, dict[str, Run]]
+Row = dict[str, Any]
 
 
 def compare(baseline: Sequence[Run], new: Sequence[Run], options: CompareOptions) -> Comparison:
@@ -324,10 +273,10 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], options: CompareOptions
     rows: list[Row] = []
     exact_runs, on_one_machine, versions = 0, False, dict[str, tuple[str, str]]()
     for key, tasks in old_units.items():
-        new_tasks = new_units.get(key)
-        if new_tasks is None:
-            rows.append(Row(run=key, verdict=MISSING))
+        if key not in new_units:
+            rows.append({"run": key, "verdict": MISSING})
             continue
+        new_tasks, found = new_units[key], list[Row]()
         shared = {task: (run, new_tasks[task]) for task, run in tasks.items() if task in new_tasks}
         for task, pair in shared.items():
             _check_identity(*pair, task, options)
@@ -335,49 +284,62 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], options: CompareOptions
             changed = _apart(before, after, "none").items()
             versions |= {k: sides for k, sides in changed if k in before and k in after}
         on_one_machine |= any(options.is_one_machine(*pair) for pair in shared.values())
-        exact_runs += bool(shared) and all(_repeats(*p, options) for p in shared.values())
+        exact_runs += bool(shared) and all(options.repeats(*p) for p in shared.values())
         for task in tasks:
             if task in shared:
-                rows += _scores(key, task, *shared[task], options)
-                rows += _speeds(key, task, *shared[task], options)
+                found += [*_scores(task, *shared[task], options)]
+                found += [*_speeds(task, *shared[task], options)]
             else:
-                rows.append(Row(run=key, task=task, verdict=MISSING))
-        rows += _all_tasks(key, shared, options)
-        for old, new_run in _whole_runs(shared):
-            rows += _speeds(key, None, old, new_run, options)
-        rows += [Row(run=key, task=task, verdict=NEW) for task in new_tasks if task not in tasks]
-    rows += [Row(run=key, verdict=NEW) for key in new_units if key not in old_units]
-    if not any(row.change is not None or row.is_regression for row in rows):
+                found.append({"task": task, "verdict": MISSING})
+        found += _all_tasks(shared, options)
+        # Totals can be compared where both runs have the same tasks.
+        pairs = {(old.run_id, other.run_id): (old, other) for old, other in shared.values()}
+        for old, other in pairs.values():
+            if set(old.tasks) == set(other.tasks):
+                found += _speeds(None, old, other, options)
+        found += [{"task": task, "verdict": NEW} for task in new_tasks if task not in tasks]
+        rows += [{"run": key, **row} for row in found]
+    rows += [{"run": key, "verdict": NEW} for key in new_units if key not in old_units]
+    judged = _judged(rows, options.alpha)
+    if not (judged.change.notna() | judged.verdict.isin(REGRESSIONS)).any():
         raise ValueError(
             "BASELINE and NEW have no figure in common: nothing was compared. Allowed: runs that "
             f"report one of {', '.join(options.metrics)}, or scores of the same tasks."
         )
-
-    # Correct for the number of tests, leaving out those that cannot reach significance.
-    tests = {i: row.test for i, row in enumerate(rows) if row.test is not None}
-    losses, gains = (
-        (
-            dict(zip(tests, _corrected(p, [*tests.values()], options.alpha), strict=True))
-            for p in zip(*((test.p_loss, test.p_gain) for test in tests.values()), strict=True)
-        )
-        if tests
-        else ({}, {})
-    )
-    weak = [rows[i] for i, test in tests.items() if test.least_possible > options.alpha]
-    judged = [
-        row if row.verdict else row.judged((gains if row.gained else losses).get(i), options.alpha)
-        for i, row in enumerate(rows)
-    ]
     return Comparison(
-        rows=tuple(judged),
+        rows=judged,
         alpha=options.alpha,
         differing=differing,
         versions=versions,
         exact_runs=exact_runs,
         on_one_machine=on_one_machine,
-        tests=len(tests),
-        weak_tests=tuple(dict.fromkeys(f"{row.task} {row.metric}" for row in weak)),
     )
+
+
+def _judged(rows: Sequence[Row], alpha: float) -> Any:
+    """Return the rows as a frame with their verdicts; without a test `allowed` alone decides."""
+    import pandas
+
+    filled = [{**dict.fromkeys(_FIELDS), **_UNTESTED, **row} for row in rows]
+    frame = pandas.DataFrame(filled, columns=[*_FIELDS], dtype=object)
+    frame = frame.astype({"baseline": float, "new": float, "allowed": float})
+    frame["change"] = frame.new - frame.baseline
+    loss = -frame.change.where(frame.higher_is_better == True, -frame.change)  # noqa: E712
+    tests = frame.test.dropna()
+    for name in ("p", "p_corrected"):
+        frame[name] = math.nan
+    for gained, side in ((False, "p_loss"), (True, "p_gain")):
+        p_values = [getattr(test, side) for test in tests]
+        at = tests.index[(loss[tests.index] < 0) == gained]
+        frame.loc[at, "p"] = pandas.Series(p_values, tests.index)[at]
+        corrected = pandas.Series(_corrected(p_values, [*tests], alpha), tests.index)
+        frame.loc[at, "p_corrected"] = corrected[at]
+    slack = _EPSILON * frame[["baseline", "new"]].abs().max(axis=1)
+    is_within = (frame.p_corrected > alpha) | (loss.abs() <= frame.allowed + slack)
+    known = frame.verdict.notna()
+    conditions = [known, loss.abs() <= slack, is_within, frame.higher_is_better.isna(), loss < 0]
+    frame["verdict"] = np.select(conditions, [frame.verdict, SAME, WITHIN, CHANGED, BETTER], WORSE)
+    return frame
 
 
 def _corrected(p_values: Sequence[float], tests: Sequence[Test], alpha: float) -> list[float]:
@@ -448,59 +410,25 @@ def _check_identity(old: Run, new: Run, task: str, options: CompareOptions) -> N
         )
 
 
-def _tested(
-    row: Row, test: Test | None, exact: bool, options: CompareOptions, unit: float = 1.0
-) -> Row:
-    """Return the row of a score with its allowance and test; the floor is a share of `unit`."""
-    floor = options.floor
-    if floor is None:
-        floor = 0.0 if exact else DEFAULT_FLOOR
-    judged_by = EXACTLY if exact and not floor else f"floor {floor:g}"
-    judged_by = judged_by if test is None else test.by
-    return replace(row, allowed=floor * unit, judged_by=judged_by, test=test)
-
-
-def _repeats(old: Run, new: Run, options: CompareOptions) -> bool:
-    """Whether `new` must answer as `old` did: the same settings on one machine.
-
-    Other settings answer otherwise by design, and which answers turn right is chance.
-    """
-    before, after = ([run.model, run.model_args, run.options] for run in (old, new))
-    return before == after and options.is_exact(old, new)
-
-
-def _scores(key: str, task: str, old: Run, new: Run, options: CompareOptions) -> Iterator[Row]:
-    exact = _repeats(old, new, options)
+def _scores(task: str, old: Run, new: Run, options: CompareOptions) -> Iterator[Row]:
+    exact = options.repeats(old, new)
     new_scores = {score.key: score for score in new.scores(task)}
     for score in old.scores(task):
         if score.metric in _SAME_AS_PERPLEXITY:
             continue
         if score.key not in new_scores:
-            yield Row(run=key, task=task, metric=score.key, verdict=MISSING)
+            yield {"task": task, "metric": score.key, "verdict": MISSING}
             continue
         after, higher = new_scores[score.key], score.higher_is_better
         sides = [run.samples.get(task, {}).get(score.key, {}) for run in (old, new)]
-        # Of pairs (log-likelihood, words) the score is no mean over documents.
-        is_mean = not any(isinstance(v, list) for side in sides for v in side.values())
-        is_mean = is_mean and len(sides[0]) > 1 and sides[0].keys() == sides[1].keys()
-        row = Row(
-            run=key,
-            task=task,
-            metric=score.key,
-            baseline=score.value,
-            new=after.value,
-            higher_is_better=higher,
-            difference=paired(_losses(score, *sides))[1] if is_mean else None,
-        )
-        test = None if exact else score_test(score, after, *sides)
+        row = {"task": task, "metric": score.key, "baseline": score.value, "new": after.value}
         # The floor: points for a share, relative to the baseline for any other score.
         unit = 1.0 if higher and 0 <= score.value <= 1 else abs(score.value)
-        yield _tested(row, test, exact, options, unit)
+        test = score_test(score, after, *sides)
+        yield {**row, "higher_is_better": higher, **_tested(test, exact, options, unit)}
 
 
-def _all_tasks(
-    key: str, shared: Mapping[str, tuple[Run, Run]], options: CompareOptions
-) -> Iterator[Row]:
+def _all_tasks(shared: Mapping[str, tuple[Run, Run]], options: CompareOptions) -> Iterator[Row]:
     """Judge the answers of all tasks together: many small losses make a large one."""
     answers: list[tuple[float, float]] = []
     tasks, exact = 0, True
@@ -513,24 +441,28 @@ def _all_tasks(
         if old and old.keys() == new.keys() and all(v in (0, 1) for two in both for v in two):
             tasks += 1
             answers += both
-            exact &= _repeats(*pair, options)
+            exact &= options.repeats(*pair)
     if tasks > 1:
         before, after = (sum(side) / len(answers) for side in zip(*answers, strict=True))
-        test, found = paired([old - new for old, new in answers])
-        row = Row(run=key, task=ALL_TASKS, metric="accuracy", baseline=before, new=after)
-        row = replace(row, higher_is_better=True, difference=found)
-        yield _tested(row, None if exact else test, exact, options)
+        row = {"task": ALL_TASKS, "metric": "accuracy", "baseline": before, "new": after}
+        test = paired([old - new for old, new in answers])
+        yield {**row, "higher_is_better": True, **_tested(test, exact, options)}
 
 
-def _whole_runs(shared: Mapping[str, tuple[Run, Run]]) -> list[tuple[Run, Run]]:
-    """Return the pairs of runs with the same tasks, whose totals can be compared."""
-    pairs = {(old.run_id, new.run_id): (old, new) for old, new in shared.values()}
-    return [(old, new) for old, new in pairs.values() if set(old.tasks) == set(new.tasks)]
+def _tested(test: Test | None, exact: bool, options: CompareOptions, unit: float = 1.0) -> Row:
+    """Return a score's allowance, a floor that is a share of `unit`, and its test.
+
+    Where the digits must repeat, documents only say by how much they do not.
+    """
+    floor = options.floor
+    if floor is None:
+        floor = 0.0 if exact else DEFAULT_FLOOR
+    difference, test = test.difference if test else None, None if exact else test
+    by = test.by if test else EXACTLY if exact and not floor else f"floor {floor:g}"
+    return {"allowed": floor * unit, "judged_by": by, "test": test, "difference": difference}
 
 
-def _speeds(
-    key: str, task: str | None, old: Run, new: Run, options: CompareOptions
-) -> Iterator[Row]:
+def _speeds(task: str | None, old: Run, new: Run, options: CompareOptions) -> Iterator[Row]:
     """Judge a task's speed, or with None that of the whole run."""
     if task is not None and task not in old.moecache["tasks"]:
         return
@@ -544,45 +476,45 @@ def _speeds(
         assert figure is not None, metric
         told = metric if task is None else f"{metric}@{task}"
         before, after = (run[told].number for run in (old, new))
-        row = Row(run=key, task=task, metric=metric, baseline=before, new=after)
+        row = {"task": task, "metric": metric, "baseline": before, "new": after}
         if before is not None and after is not None:
             tolerance = options.tolerances.get(name, default)
-            yield replace(
-                row,
-                higher_is_better=figure.metric.higher_is_better,
-                allowed=tolerance * abs(before),
-                judged_by=f"tolerance {tolerance:g}" if tolerance else EXACTLY,
-            )
+            yield {
+                **row,
+                "higher_is_better": figure.metric.higher_is_better,
+                "allowed": tolerance * abs(before),
+                "judged_by": f"tolerance {tolerance:g}" if tolerance else EXACTLY,
+            }
         elif before is not after:
-            yield replace(row, verdict=MISSING if after is None else NEW)
+            yield {**row, "verdict": MISSING if after is None else NEW}
+
+
+# --- what is printed ---
+
+_TOLD = (
+    *("run", "task", "metric", "baseline", "new", "change", "allowed", "judged_by", "difference"),
+    *("p", "p_corrected", "verdict"),
+)
 
 
 def as_json(comparison: Comparison, *, everything: bool = True) -> str:
     """Return `{"verdict", "alpha", "tests", "noticeable", "rows", ...}`, always with all rows."""
+    rows = comparison.rows[[*_TOLD]]
+    told = rows.astype(object).where(rows.notna(), None).to_dict("records")
     report = {
         "verdict": "regression" if comparison.is_regression else "pass",
         "alpha": comparison.alpha,
         "tests": comparison.tests,
-        "weak_tests": list(comparison.weak_tests),
+        "weak_tests": comparison.weak_tests,
         "noticeable": {str(size): loss for size, loss in comparison.noticeable.items()},
         "exact_runs": comparison.exact_runs,
         "versions": {name: list(pair) for name, pair in comparison.versions.items()},
         "differing": {name: list(pair) for name, pair in comparison.differing.items()},
         "rows": [
-            {
-                **{name: getattr(row, name) for name in _TOLD},
-                "difference": None if row.difference is None else row.difference._asdict(),
-                "p": row.p,
-                "p_corrected": row.corrected,
-                "verdict": row.verdict,
-            }
-            for row in comparison.rows
+            {**row, "difference": row["difference"] and row["difference"]._asdict()} for row in told
         ],
     }
     return json.dumps(report, indent=2) + "\n"
-
-
-_TOLD = ("run", "task", "metric", "baseline", "new", "change", "allowed", "judged_by")
 
 
 def as_text(comparison: Comparison, *, everything: bool = False) -> str:
@@ -599,41 +531,33 @@ def as_markdown(comparison: Comparison, *, everything: bool = False) -> str:
 
 
 FORMS: Mapping[str, Callable[..., str]] = {"text": as_text, "md": as_markdown, "json": as_json}
-
-
-def _lines(comparison: Comparison, everything: bool) -> list[str]:
-    lines = []
-    for row in comparison.rows:
-        if row.verdict == SAME and not everything:
-            continue
-        text = f"{row.verdict:8s} {' '.join(filter(None, (row.task or WHOLE_RUN, row.metric)))}"
-        if row.change is not None:
-            text += f": {row.baseline:.6g} -> {row.new:.6g} (change {row.change:+.4g}, "
-            text += f"allowed {row.allowed:.4g}, {row.judged_by}"
-            if row.corrected is not None and comparison.tests > 1:
-                text += f", one-sided p {row.corrected:.2g}, corrected for {comparison.tests} tests"
-            elif row.p is not None:
-                text += f", one-sided p {row.p:.2g}"
-            text += ")"
-        lines.append(f"{text}  [{row.run}]")
-    return lines + _differences(comparison, everything)
-
-
 _MOST_TOLD = 20
 """Differences of scores that are printed without `--all`, changed or not."""
 
 
-def _differences(comparison: Comparison, everything: bool) -> list[str]:
-    """Return a line per score: how much it changed, how surely, by how many documents."""
-    rows = [row for row in comparison.rows if row.difference is not None]
-    several = len({row.run for row in rows}) > 1
-    if len(rows) > _MOST_TOLD and not everything:
-        rows = [row for row in rows if row.verdict != SAME]
+def _lines(comparison: Comparison, everything: bool) -> list[str]:
+    """Return a line a metric, then one a score: how much it changed, and how surely."""
+    changed = comparison.rows[comparison.rows.verdict != SAME]
+    shown = comparison.rows if everything else changed
     lines = []
-    for row in rows:
-        assert row.difference is not None, "chosen for having one"
+    for row in shown.itertuples():
+        text = f"{row.verdict:8s} {' '.join(filter(None, (row.task or WHOLE_RUN, row.metric)))}"
+        if not math.isnan(row.change):
+            text += f": {row.baseline:.6g} -> {row.new:.6g} (change {row.change:+.4g}, "
+            text += f"allowed {row.allowed:.4g}, {row.judged_by}"
+            if row.test is not None and comparison.tests > 1:
+                text += f", one-sided p {row.p_corrected:.2g}, "
+                text += f"corrected for {comparison.tests} tests"
+            elif row.test is not None:
+                text += f", one-sided p {row.p:.2g}"
+            text += ")"
+        lines.append(f"{text}  [{row.run}]")
+    known = comparison.rows.difference.notna()
+    several = comparison.rows.run[known].nunique() > 1
+    rows = comparison.rows if everything or known.sum() <= _MOST_TOLD else changed
+    for row in rows[rows.difference.notna()].itertuples():
         *figures, documents, p, by = row.difference
-        scale, unit = (100, " points") if "McNemar" in by else (1, "")
+        scale, unit = (100, " points") if MCNEMAR in by else (1, "")
         mean, low, high = (f"{scale * figure:+.3g}" for figure in figures)
         lines.append(
             f"difference of {row.task} {row.metric}: {mean}{unit}, 95% interval {low} to {high}, "
@@ -679,7 +603,7 @@ def _notes(comparison: Comparison) -> list[str]:
 
 
 def _summary(comparison: Comparison) -> str:
-    verdicts = [row.verdict for row in comparison.rows]
+    verdicts = [*comparison.rows.verdict]
     counts = ", ".join(f"{verdicts.count(name)} {name}" for name in dict.fromkeys(verdicts))
     kind = "REGRESSION" if comparison.is_regression else "pass"
     return f"{kind}: {len(verdicts)} figures: {counts}"

@@ -428,12 +428,14 @@ def test_a_difference_comes_with_its_interval_n_and_p_on_one_machine_too(gate: G
 
 
 def test_differences_of_scores_between_0_and_1_are_tested_by_sign_flips() -> None:
-    _, found = paired([0.25, 0.5, 0.125, -0.25])
+    found = paired([0.25, 0.5, 0.125, -0.25]).difference
+    assert found is not None
     assert (found.mean, found.documents, found.by) == (-0.15625, 4, "sign flips")
     # Of 16 patterns of signs, 4 sum to 0.625 or more, and 4 to -0.625 or less.
     assert found.p == 2 * 4 / 16
     assert found.low < found.mean < found.high
-    assert paired([0.0, 0.0, 0.5])[1].p == 1
+    unchanged = paired([0.0, 0.0, 0.5]).difference
+    assert unchanged is not None and unchanged.p == 1
 
 
 @pytest.mark.parametrize(
