@@ -1,8 +1,7 @@
 """Accelerators through torch's generic interface: devices, memory and streams; and host memory.
 
 The only vendor-specific module: what CUDA alone has (locking host memory in place) is here
-next to its plain fallback, and nothing else in the package asks which accelerator it runs on. For
-the host: how much memory this process uses, and how much is available.
+next to its plain fallback, and nothing else in the package asks which accelerator it runs on.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import math
 import mmap
 import os
 import re
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -267,43 +265,12 @@ def locked_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return tensor
 
 
-# --- host memory: available, and used by this process ------------------------------------------
+# --- host memory that is available --------------------------------------------------------------
 
-_EVERY_S = 0.02
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _LIMIT = {"": "memory.max", "memory": "memory.limit_in_bytes"}
 _USE = {"": "memory.current", "memory": "memory.usage_in_bytes"}
 """Controller in a line of /proc/self/cgroup (empty: version 2) -> file of its value."""
-
-
-def own_bytes() -> int | None:
-    """Return this process' anonymous and shared resident bytes; None where unknown.
-
-    File mappings do not count: the system reclaims their pages when it needs them.
-    """
-    sizes_kb = re.findall(r"(?:RssAnon|RssShmem):\s+(\d+) kB", _text(_PROC / "self/status"))
-    return sum(map(int, sizes_kb)) * 1024 if sizes_kb else None
-
-
-@contextmanager
-def watched() -> Iterator[list[int]]:
-    """Sample `own_bytes` every `_EVERY_S` of a block; yield [peak bytes], [] where unknown."""
-    peak: list[int] = []
-    done = threading.Event()
-
-    def watch() -> None:
-        while (now := own_bytes()) is not None:
-            peak[:] = [max([now, *peak])]
-            if done.wait(_EVERY_S):
-                return
-
-    thread = threading.Thread(target=watch, name="moecache-memory", daemon=True)
-    thread.start()
-    try:
-        yield peak
-    finally:
-        done.set()
-        thread.join()
 
 
 def available_host_bytes() -> int | None:

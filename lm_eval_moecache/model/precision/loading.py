@@ -8,14 +8,12 @@ a lock: others wait, then use its files.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import itertools
 import json
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
@@ -172,7 +170,6 @@ def encoding(
         def encode_parameter(module: Any, name: str, value: nn.Parameter) -> None:
             pending: dict[str, Encoded] = module.__dict__.setdefault(_HELD, {})
             pending[name] = encode(module, name, value, codecs, bar.update)
-            page_out_checkpoints()
             if store is not None and set(pending) == set(expert_matrices(module)):
                 module.__dict__[_WRITTEN] = store.write(_joined(module.__dict__.pop(_HELD)))
 
@@ -260,21 +257,3 @@ def _joined(encoded: Mapping[str, Encoded]) -> Encoded:
     """Return a layer's parts level by level, given those of each of its matrices."""
     levels = zip(*encoded.values(), strict=True)
     return [{name: part for parts in level for name, part in parts.items()} for level in levels]
-
-
-_MADV_PAGEOUT = 21
-"""Reclaim pages now, without losing data: clean ones are read again when needed."""
-
-
-def page_out_checkpoints() -> None:
-    """Reclaim this process' pages of mapped safetensors files (on Linux; elsewhere nothing)."""
-    maps = Path("/proc/self/maps")
-    if not (sys.platform.startswith("linux") and maps.exists()):
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    for line in maps.read_text().splitlines():
-        # The hub's cache keeps files by their hash, in folders of this name.
-        if line.endswith(".safetensors") or "/blobs/" in line:
-            start, end = (int(part, 16) for part in line.split()[0].split("-"))
-            # A kernel without it, or another user's file, refuses: no harm.
-            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_PAGEOUT)

@@ -25,11 +25,9 @@ from lm_eval_moecache.model.device import (
     CPU,
     available_host_bytes,
     device_of,
-    own_bytes,
     peak_memory,
     timed,
     total_memory,
-    watched,
 )
 from lm_eval_moecache.model.moe_layers import MoELayer, find_moe_layers
 from lm_eval_moecache.model.precision.codecs import (
@@ -108,7 +106,7 @@ class ExpertLoader:
         self.parameters: list[dict[str, Tensor]]
         """Layer -> parameter name -> a tensor of its shape and type."""
         self.load_stats: dict[str, Any] = {}
-        """Time and peak memory of loading."""
+        """Seconds of loading, and a device's peak memory."""
 
     arguments: ClassVar[Mapping[str, Any]] = {"device_map": {"": "cpu"}, "max_memory": None}
     """Placement arguments of `from_pretrained`: the device gets its part later."""
@@ -119,7 +117,6 @@ class ExpertLoader:
         start_s = time.perf_counter()
         try:
             with ExitStack() as stack:
-                peak = stack.enter_context(watched())
                 layers = find_moe_layers(self._skeleton)
                 if self._in_place is not None:
                     stack.enter_context(leaving_out(names_of(layers)))
@@ -135,8 +132,6 @@ class ExpertLoader:
                 + (f" (files are written to {self._folder})" if writes else "")
             ) from error
         self.load_stats = {"seconds": time.perf_counter() - start_s}
-        if peak:
-            self.load_stats |= {"peak_host_bytes": peak[0], "own_host_bytes": own_bytes()}
         peak_bytes = None if self._device.type == "cpu" else peak_memory(self._device)
         if peak_bytes is not None:
             self.load_stats["peak_device_bytes"] = peak_bytes

@@ -68,7 +68,7 @@ def test_answers_are_those_of_the_hf_model(
         lm.install(read_config({**WALL, "store": store, **folder}))
     report = lm.report()
     assert report["clock"] == "wall" and report["store"] == store
-    assert report["load"]["seconds"] > 0 and report["load"]["peak_host_bytes"] > 2**20
+    assert report["load"]["seconds"] > 0
     lm.wrapped.unwrap()
 
 
