@@ -123,6 +123,14 @@ def test_a_live_run_equals_the_replay_of_its_trace(
         assert sum(p.unfaithful for p in live if p.phase == "prefill") == 0
 
 
+def test_rows_of_a_batch_are_recorded_with_their_own_predictions(
+    lm: MoECacheLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lm, "batch_size_per_gpu", 3)
+    given = {"policy": "specmd", "streams": 1, "trace_keep": "all", "capacity": "40%"}
+    _assert_replayed(lm, _recorded(lm, tmp_path, given))
+
+
 @pytest.mark.parametrize("cache_reset", ["never", "request"])
 def test_a_prompt_in_chunks_replays_as_it_ran(
     lm: MoECacheLM, tmp_path: Path, cache_reset: str

@@ -346,24 +346,20 @@ class _Kind:
     ) -> None:
         """`predicted` are the logits of all its layers, where a prefetcher predicts passes."""
         self._wrapped, self._begun = wrapped, begun
-        engine, self._recorder = wrapped.engine, wrapped.recorder
+        engine, recorder = wrapped.engine, wrapped.recorder
         self._predicted = predicted
         self._places: dict[torch.device, Tensor] = {}
         is_lossy = engine.rules.is_lossy
         # A lossy policy's loss is measured by weight, whatever its rules look at.
-        self._wants_weights = engine.wants_weights or is_lossy or self._recorder is not None
-        self._wants_logits = engine.wants_logits
-        gates = [layer.gate for layer in wrapped.layers]
+        self._wants_weights = engine.wants_weights or is_lossy or recorder is not None
+        self._wants_logits = engine.wants_logits or (recorder is not None and recorder.wants_logits)
         # An unsorted choice is sorted by its weights.
-        self._is_sorted = [gate.sorts for gate in gates]
+        self._is_sorted = [layer.gate.sorts for layer in wrapped.layers]
         self._reads_weights = self._wants_weights or not all(self._is_sorted)
-        notes = self._recorder is not None and wrapped.rows is not None
-        self._reach = self._recorder.reach if self._recorder is not None and notes else 0
-        if notes:
-            self._wants_logits |= self._recorder is not None and self._recorder.wants_logits
+        self._reach = 0 if recorder is None else recorder.reach
+        if recorder is not None and wrapped.rows is not None:
             for row, own in zip(begun.owners, begun.positions_by_row() or (), strict=True):
                 row.noted.append(NotedPass(begun.phase, own, []))
-        self._notes = notes
         self.begin()
 
     def begin(self) -> None:
@@ -488,19 +484,37 @@ class _Kind:
         by_event = [count for size in sizes for count in (counts if len(counts) > 1 else [size])]
         return None if max(by_event) == 1 else np.cumsum([0, *by_event])
 
-    def _note(self, batch: Batch, noted: Noted) -> None:
-        """Keep what a recording wants of a layer of each row, before any policy changes it."""
-        if not self._notes:
+    def _predictions(self, batch: Batch) -> Mapping[int, FloatArray]:
+        """Return what a layer predicts for all tokens: target layer -> logits [T, E]."""
+        if not len(batch.targets):
+            return NO_PREDICTIONS
+        [targets] = batch.targets
+        by_token = batch.predicted.reshape(len(batch.experts), len(targets), -1)
+        return {target: by_token[:, place] for place, target in enumerate(targets)}
+
+    def _note(self, batch: Batch, noted: Noted, hidden: Tensor | None = None) -> None:
+        """Record a layer before any policy changes it, or keep it for when its row is served."""
+        wrapped, begun, layer = self._wrapped, self._begun, batch.first_layer
+        if wrapped.recorder is None:
             return
-        begun, layer = self._begun, batch.first_layer
-        num_experts = self._wrapped.engine.geometry.num_experts
+        num_experts, predicted = wrapped.engine.geometry.num_experts, self._predictions(batch)
+        logits: Any = batch.logits.astype(np.float16) if len(batch.logits) else None
+        if wrapped.rows is None:
+            given: Any = [wrapped.engine.num_passes], num_experts, batch.experts, batch.weights
+            event = Event(layer, begun.phase, *given, predicted=predicted)
+            wrapped.recorder.add(event, logits, noted.__getitem__, hidden, self._seen)
+            return
         for row, own in zip(begun.owners, begun.parts, strict=True):
-            given = batch.experts[own], batch.weights[own], batch.logits[own]
-            predicted = {target: values[own] for target, values in batch.predicted_at(0).items()}
-            event = Event(layer, begun.phase, [-1], num_experts, *given, predicted=predicted)
-            logits: Any = batch.logits[own].astype(np.float16) if len(batch.logits) else None
-            half: Any = {ahead: values[own].astype(np.float16) for ahead, values in noted.items()}
-            row.noted[-1].events.append((event, logits, half))
+            given = [-1], num_experts, batch.experts[own], batch.weights[own], batch.logits[own]
+            ahead = {target: values[own] for target, values in predicted.items()}
+            event = Event(layer, begun.phase, *given, predicted=ahead)
+            half: Any = {target: values[own].astype(np.float16) for target, values in noted.items()}
+            row.noted[-1].events.append((event, None if logits is None else logits[own], half))
+
+    def _seen(self, values: Tensor) -> Any:
+        """Return values of all tokens as an array of those that somebody waits for."""
+        array = _flat(values.detach()).cpu().numpy()
+        return array if self._begun.valid is None else array[self._begun.valid]
 
 
 Noted = Mapping[int, FloatArray]
@@ -520,7 +534,7 @@ class _Deferred(_Kind):
         if not self._calls:
             return
         batch, _ = self._on_host(self._calls)
-        if self._notes:
+        if self._wrapped.recorder is not None:
             for call in self._calls:
                 own, [noted] = self._on_host([call])
                 self._note(own, noted)
@@ -552,9 +566,7 @@ class _Layered(_Kind):
     def router(self, layer: int, hidden: Tensor, output: Any) -> Any:
         wrapped, rule = self._wrapped, self._wrapped.weighting[layer]
         batch, [noted] = self._on_host([self._read(layer, hidden, output)])
-        self._note(batch, noted)
-        if self._recorder is not None and not self._notes:
-            self._record(layer, hidden, output, batch)
+        self._note(batch, noted, hidden)
         weigh = {} if rule is None else {"weigh": in_numpy(rule)}
         selection = self._choose(layer, batch, weigh)
         if wrapped.store.levels is not None and wrapped.engine.rules.ladder:
@@ -569,38 +581,6 @@ class _Layered(_Kind):
         given = batch.experts, batch.weights, batch.logits, self._predictions(batch)
         selection: Selection | None = self._rows.choose(layer, *given, **weigh)
         return selection
-
-    def _predictions(self, batch: Batch) -> Mapping[int, FloatArray]:
-        """Return what is predicted for all tokens: target layer -> logits [T, E]."""
-        if not len(batch.targets):
-            return NO_PREDICTIONS
-        [targets] = batch.targets
-        by_token = batch.predicted.reshape(len(batch.experts), len(targets), -1)
-        return {target: by_token[:, place] for place, target in enumerate(targets)}
-
-    def _record(self, layer: int, hidden: Tensor, output: Any, batch: Batch) -> None:
-        """Record a layer of a pass whose rows are served together."""
-        wrapped, recorder = self._wrapped, self._recorder
-        assert recorder is not None
-
-        def seen(values: Tensor) -> Any:
-            array = values.detach().reshape(-1, values.shape[-1]).cpu().numpy()
-            return array if self._begun.valid is None else array[self._begun.valid]
-
-        # Later gates may be queried too; their hooks do not fire.
-        def predict(ahead: int) -> FloatArray:
-            return np.asarray(seen(rounded(wrapped.layers[ahead].gate.predict(hidden))))
-
-        num_experts = wrapped.engine.geometry.num_experts
-        given = layer, self._begun.phase, [self._index], num_experts, batch.experts, batch.weights
-        event = Event(*given, predicted=self._predictions(batch))
-        logits = seen(wrapped.layers[layer].gate.read(output).logits.half())
-        recorder.add(event, logits, predict, hidden, seen)
-
-    @property
-    def _index(self) -> int:
-        """The number of the pass, as far as prefetchers that observe it are told."""
-        return int(self._wrapped.engine.num_passes)
 
     def _levels(self) -> IntArray | None:
         """Return at which level each row of the batch executes each expert [B, E], -1 for none."""
