@@ -13,26 +13,27 @@ from lm_eval_moecache.model import weighting
 from lm_eval_moecache.model.gate import Gate
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.weighting import (
-    Sigmoid,
-    SigmoidNormed,
-    SoftmaxAll,
-    SoftmaxChosen,
-    SparseMixer,
+    Raw,
     WeightingRule,
     find_rule,
+    sigmoid,
+    sigmoid_normed,
+    softmax_all,
+    softmax_chosen,
+    sparse_mixer,
 )
 from tests.models import FAMILIES, random_model
 
-RULES: dict[str, type[WeightingRule]] = {
-    "olmoe": SoftmaxAll,
-    "mixtral": SoftmaxChosen,
-    "qwen2_moe": SoftmaxAll,
-    "qwen3_moe": SoftmaxChosen,
-    "phimoe": SparseMixer,
-    "deepseek_v2": SoftmaxAll,
-    "deepseek_v3": SigmoidNormed,
-    "gpt_oss": SoftmaxChosen,
-    "granitemoe": SoftmaxChosen,
+RULES: dict[str, Raw] = {
+    "olmoe": softmax_all,
+    "mixtral": softmax_chosen,
+    "qwen2_moe": softmax_all,
+    "qwen3_moe": softmax_chosen,
+    "phimoe": sparse_mixer,
+    "deepseek_v2": softmax_all,
+    "deepseek_v3": sigmoid_normed,
+    "gpt_oss": softmax_chosen,
+    "granitemoe": softmax_chosen,
 }
 
 
@@ -43,7 +44,7 @@ def test_the_rule_found_gives_the_routers_own_weights_for_its_own_selection(fami
         rule = find_rule(layer.gate)
         sample = torch.rand(1)
         assert torch.equal(sample, torch.rand(1, generator=torch.Generator().manual_seed(5)))
-        assert isinstance(rule, RULES[family])
+        assert rule is not None and rule.raw is RULES[family]
         # routed_scaling_factor of tests/models.py
         assert rule.scale == (1.5 if family.startswith("deepseek") else 1)
         hidden = torch.randn(64, 32, generator=torch.Generator().manual_seed(9)).bfloat16()
@@ -54,11 +55,9 @@ def test_the_rule_found_gives_the_routers_own_weights_for_its_own_selection(fami
         torch.testing.assert_close(rule_weights.float(), weights.float(), rtol=0.02, atol=1e-3)
 
 
-class Squared(WeightingRule):
+def squared(logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
     """Squares of the chosen logits."""
-
-    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        return logits_TE.gather(-1, experts_TK) ** 2
+    return logits_TE.gather(-1, experts_TK) ** 2
 
 
 def test_a_new_familys_rule_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +70,9 @@ def test_a_new_familys_rule_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> Non
     router = Stranger(8, 4)
     gate = Gate(router, router, 8, 4)
     assert find_rule(gate) is None
-    monkeypatch.setattr(weighting, "RULES", [*weighting.RULES, Squared])
+    monkeypatch.setattr(weighting, "RULES", {**weighting.RULES, squared: ""})
     rule = find_rule(gate)
-    assert isinstance(rule, Squared)
+    assert rule is not None and rule.raw is squared
     logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
     assert rule(logits, torch.tensor([[2, 0]]), torch.float32).tolist() == [[9.0, 1.0]]
 
@@ -84,31 +83,28 @@ SWAPPED = torch.tensor([[3, 0]])
 
 
 @pytest.mark.parametrize(
-    ("rule", "scale", "expected"),
+    ("raw", "scale", "expected"),
     [
-        (SoftmaxAll(), 1, [0.4, 0.1]),
-        (SoftmaxChosen(), 1, [4 / 5, 1 / 5]),
+        (softmax_all, 1, [0.4, 0.1]),
+        (softmax_chosen, 1, [4 / 5, 1 / 5]),
         # sigmoid(ln x) = x / (1 + x).
-        (Sigmoid(), 1, [4 / 5, 1 / 2]),
-        (SigmoidNormed(), 1, [0.8 / 1.3, 0.5 / 1.3]),
-        (SigmoidNormed(), 2.5, [2.0 / 1.3, 1.25 / 1.3]),
+        (sigmoid, 1, [4 / 5, 1 / 2]),
+        (sigmoid_normed, 1, [0.8 / 1.3, 0.5 / 1.3]),
+        (sigmoid_normed, 2.5, [2.0 / 1.3, 1.25 / 1.3]),
     ],
 )
-def test_weights_of_other_experts_by_hand(
-    rule: WeightingRule, scale: float, expected: list[float]
-) -> None:
-    rule.scale = scale
+def test_weights_of_other_experts_by_hand(raw: Raw, scale: float, expected: list[float]) -> None:
+    rule = WeightingRule(raw, scale=scale)
     assert rule(LOGITS, SWAPPED, torch.float32)[0].tolist() == pytest.approx(expected)
 
 
 def test_sparse_mixer_weighs_each_among_those_close_to_it() -> None:
     # jitter 0.1: an expert l is far from the chosen one c where (c - l) / max(|l|, c) > 0.2.
     logits = torch.tensor([[1.0, 1.9, 2.0, 0.5]])
-    rule = SparseMixer(0.1)
     # First expert 2 (2.0): 1.9 is at (0.1 / 2) = 0.05, near; 1.0 at 0.5, far. Softmax of 2.0, 1.9.
     # Then expert 0 (1.0) with 2 taken: 1.9 is above it (negative, near), 0.5 at 0.5, far: softmax
     # of 1.0 and 1.9.
-    weights = rule(logits, torch.tensor([[2, 0]]), torch.float32)[0].tolist()
+    weights = sparse_mixer(logits, torch.tensor([[2, 0]]), 0.1)[0].tolist()
     assert weights == pytest.approx(
         [
             math.exp(2.0) / (math.exp(2.0) + math.exp(1.9)),

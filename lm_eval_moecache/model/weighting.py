@@ -6,8 +6,8 @@ selection. Shapes: T tokens, E experts, K experts per token.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,121 +19,83 @@ from lm_eval_moecache.model.gate import Choice, Gate, value_of
 from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, Weigh
 from lm_eval_moecache.records.selection import Selection
 
+Raw = Callable[..., Tensor]
+"""Returns float32 weights [T, K] of logits [T, E] and chosen experts [T, K], before a family's
+constant scale. A third argument is a parameter of the router (`RULES`)."""
 
-class WeightingRule(ABC):
-    """Turns logits [T, E] and chosen experts [T, K] into weights [T, K].
 
-    To add one, subclass it here and add it to `RULES`. Which rule a router follows is found by
-    probing it, so that no list of model names has to be kept.
-    """
+@dataclass(frozen=True, slots=True)
+class WeightingRule:
+    """Turns logits [T, E] and chosen experts [T, K] into weights [T, K]."""
 
-    def __init__(self, scale: float = 1.0) -> None:
-        self.scale = scale
-
-    @classmethod
-    def of(cls, router: nn.Module) -> WeightingRule | None:
-        """Return the rule with this router's parameters, or None where it cannot be its rule."""
-        return cls()
-
-    @abstractmethod
-    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        """Return float32 weights before the family's constant scale."""
+    raw: Raw
+    parameters: tuple[Any, ...] = ()
+    scale: float = 1.0
 
     def __call__(self, logits_TE: Tensor, experts_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        weights = self.raw(as_dtype(logits_TE, torch.float32), experts_TK)
+        weights = self.raw(as_dtype(logits_TE, torch.float32), experts_TK, *self.parameters)
         return as_dtype(weights if self.scale == 1 else weights * self.scale, dtype)
 
 
-class Sigmoid(WeightingRule):
+def sigmoid(logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
     """Sigmoid of each chosen logit, not renormalised; a correction bias only selects."""
-
-    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        return logits_TE.gather(-1, experts_TK).sigmoid()
+    return logits_TE.gather(-1, experts_TK).sigmoid()
 
 
-class SigmoidNormed(WeightingRule):
+def sigmoid_normed(logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
     """Sigmoid of the chosen logits, renormalised to sum to one (DeepSeek-V3, GLM)."""
-
-    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        chosen = logits_TE.gather(-1, experts_TK).sigmoid()
-        return chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+    chosen = logits_TE.gather(-1, experts_TK).sigmoid()
+    return chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
 
 
-class SoftmaxAll(WeightingRule):
+def softmax_all(logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
     """Softmax over all experts, not renormalised (OLMoE, DeepSeek-V2, Qwen2-MoE)."""
-
-    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        return logits_TE.softmax(-1).gather(-1, experts_TK)
+    return logits_TE.softmax(-1).gather(-1, experts_TK)
 
 
-class SoftmaxChosen(WeightingRule):
+def softmax_chosen(logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
     """Softmax over the chosen experts (GPT-OSS, Granite; Mixtral and Qwen3-MoE renormalise
     softmax-then-top-k, which is the same)."""
-
-    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        return logits_TE.gather(-1, experts_TK).softmax(-1)
+    return logits_TE.gather(-1, experts_TK).softmax(-1)
 
 
-class SoftmaxChosenScaled(WeightingRule):
+def softmax_chosen_scaled(logits_TE: Tensor, experts_TK: Tensor, scale_E: Tensor) -> Tensor:
     """Softmax over the chosen experts, each times its own scale (Gemma 4)."""
-
-    def __init__(self, scale_E: Tensor) -> None:
-        super().__init__()
-        self._scale_E = scale_E.detach().float()
-
-    @classmethod
-    def of(cls, router: nn.Module) -> SoftmaxChosenScaled | None:
-        has_scale = isinstance(getattr(router, "per_expert_scale", None), Tensor)
-        return cls(value_of(router, "per_expert_scale")) if has_scale else None
-
-    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        scale_E = self._scale_E.to(logits_TE.device)
-        return logits_TE.gather(-1, experts_TK).softmax(-1) * scale_E[experts_TK]
+    return softmax_chosen(logits_TE, experts_TK) * scale_E.to(logits_TE.device)[experts_TK]
 
 
-class SparseMixer(WeightingRule):
+def sparse_mixer(logits_TE: Tensor, experts_TK: Tensor, jitter_eps: float) -> Tensor:
     """Phi-MoE: each expert in turn against those not yet taken that come close to it."""
-
-    def __init__(self, jitter_eps: float) -> None:
-        super().__init__()
-        self._jitter_eps = jitter_eps
-
-    @classmethod
-    def of(cls, router: nn.Module) -> SparseMixer | None:
-        jitter_eps = getattr(router, "router_jitter_noise", None)
-        return cls(jitter_eps) if isinstance(jitter_eps, float) else None
-
-    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        remaining = logits_TE.clone()
-        weights = []
-        for k in range(experts_TK.shape[-1]):
-            chosen = experts_TK[:, k : k + 1]
-            chosen_logit = remaining.gather(-1, chosen)
-            factor = torch.maximum(logits_TE.abs(), chosen_logit)
-            far = ((chosen_logit - logits_TE) / factor) > 2 * self._jitter_eps
-            weights.append(remaining.masked_fill(far, float("-inf")).softmax(-1).gather(-1, chosen))
-            remaining = remaining.scatter(-1, chosen, float("-inf"))
-        return torch.cat(weights, -1)
+    remaining = logits_TE.clone()
+    weights = []
+    for chosen in experts_TK.split(1, dim=-1):
+        chosen_logit = remaining.gather(-1, chosen)
+        factor = torch.maximum(logits_TE.abs(), chosen_logit)
+        far = ((chosen_logit - logits_TE) / factor) > 2 * jitter_eps
+        weights.append(remaining.masked_fill(far, float("-inf")).softmax(-1).gather(-1, chosen))
+        remaining = remaining.scatter(-1, chosen, float("-inf"))
+    return torch.cat(weights, -1)
 
 
-class SqrtSoftplusNormed(WeightingRule):
+def sqrt_softplus_normed(logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
     """Square root of softplus of the chosen logits, renormalised to sum to one (DeepSeek-V4)."""
-
-    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        chosen = nn.functional.softplus(logits_TE.gather(-1, experts_TK)).sqrt()
-        return chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+    chosen = nn.functional.softplus(logits_TE.gather(-1, experts_TK)).sqrt()
+    return chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
 
 
-RULES: list[type[WeightingRule]] = [
-    Sigmoid,
-    SigmoidNormed,
-    SoftmaxAll,
-    SoftmaxChosen,
-    SoftmaxChosenScaled,
-    SparseMixer,
-    SqrtSoftplusNormed,
-]
-"""Tried in this order."""
+RULES: dict[Raw, str] = {
+    sigmoid: "",
+    sigmoid_normed: "",
+    softmax_all: "",
+    softmax_chosen: "",
+    softmax_chosen_scaled: "per_expert_scale",
+    sparse_mixer: "router_jitter_noise",
+    sqrt_softplus_normed: "",
+}
+"""Tried in this order: rule -> the attribute of a router that it takes, if any.
+
+To add one, write its function here and enter it. Which rule a router follows is found by probing
+it, so that no list of model names has to be kept."""
 
 
 NUM_TOKENS = 32
@@ -152,19 +114,28 @@ def find_rule(gate: Gate) -> WeightingRule | None:
     if gate.skips or float(logits_TE.std()) < LEAST_SPREAD:
         return None
     experts_TK = experts_TK.long()
-    for rule_type in RULES:
-        rule = rule_type.of(gate.router)
-        if rule is None:
+    for raw, attribute in RULES.items():
+        parameters = _parameters(gate.router, attribute)
+        if parameters is None:
             continue
-        ratio = weights_TK / rule.raw(logits_TE, experts_TK)
+        ratio = weights_TK / raw(logits_TE, experts_TK, *parameters)
         scale = float(ratio.median())
         # bf16 keeps 8 bits of a weight, hence the tolerance; a rule with a threshold may put a
         # token on its other side.
         close = torch.isclose(ratio, torch.full_like(ratio, scale), rtol=0.02)
         if close.all(-1).float().mean() >= ENOUGH:
-            rule.scale = _exact_scale(gate.router, scale)
-            return rule
+            return WeightingRule(raw, parameters, _exact_scale(gate.router, scale))
     return None
+
+
+def _parameters(router: nn.Module, attribute: str) -> tuple[Any, ...] | None:
+    """Return what a rule takes besides logits; None where the router does not have it."""
+    if not attribute:
+        return ()
+    value = getattr(router, attribute, None)
+    if isinstance(value, Tensor):
+        value = value_of(router, attribute).detach().float()
+    return None if value is None else (value,)
 
 
 def find_rules(gates: Sequence[Gate]) -> list[WeightingRule | None]:

@@ -170,7 +170,7 @@ class Checked:
         row, lm = self.row, self.load(ON_DEMAND)
         gate = find_moe_layers(lm.model)[-1].gate
         row.router, rule = gate.name, find_rule(gate)
-        row.rule = "" if rule is None else type(rule).__name__
+        row.rule = "" if rule is None else rule.raw.__name__
         row.virtual, row.batch = self.judge(lm, ON_DEMAND), self.in_batches(lm)
         row.prefetching = row.trace = row.lossy = REFUSED
         if not self.is_refused(PREFETCHING):

@@ -17,7 +17,7 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model.moe_layers import find_moe_layers, router_digest
-from lm_eval_moecache.model.weighting import SoftmaxChosenScaled, check_rules, find_rule
+from lm_eval_moecache.model.weighting import check_rules, find_rule, softmax_chosen_scaled
 from tests.conftest import Checkpoint
 from tests.families.configs import small_model
 from tests.model.wrapped import assert_same, logits_of, wrap_virtual
@@ -63,16 +63,17 @@ def test_a_router_without_weights_is_known_by_its_stand_in(family: str) -> None:
         empty = transformers.AutoModelForCausalLM.from_config(config_of(family))
     gate = find_moe_layers(empty)[0].gate
     real = find_rule(find_moe_layers(random_model(family))[0].gate)
-    assert type(find_rule(gate.stand_in())) is type(real) and real is not None
+    found = find_rule(gate.stand_in())
+    assert real is not None and found is not None and found.raw is real.raw
     check_rules([gate])
 
 
 def test_a_scale_of_each_expert_is_found_without_weights_too() -> None:
     model = small_model("gemma4_text").to("meta")
     rule = find_rule(find_moe_layers(model)[0].gate.stand_in())
-    assert isinstance(rule, SoftmaxChosenScaled)
+    assert rule is not None and rule.raw is softmax_chosen_scaled
     scale, logits = torch.tensor([1.0, 2.0, 3.0]), torch.log(torch.tensor([[1.0, 1.0, 2.0]]))
-    weights = SoftmaxChosenScaled(scale)(logits, torch.tensor([[2, 1]]), torch.float32)
+    weights = softmax_chosen_scaled(logits, torch.tensor([[2, 1]]), scale)
     torch.testing.assert_close(weights, torch.tensor([[2.0, 2 / 3]]))
 
 
@@ -154,7 +155,7 @@ def test_an_unknown_rule_is_refused_before_loading(
 ) -> None:
     path = str(checkpoint("olmoe"))
     check_arguments(path, {**CPU, "policy": "pruning"})
-    monkeypatch.setattr("lm_eval_moecache.model.weighting.RULES", [])
+    monkeypatch.setattr("lm_eval_moecache.model.weighting.RULES", {})
     check_arguments(path, {**CPU, "policy": "specmd"})
     with pytest.raises(ValueError, match="OlmoeTopKRouter weighs its experts by a rule"):
         check_arguments(path, {**CPU, "policy": "pruning"})

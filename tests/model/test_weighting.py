@@ -16,9 +16,10 @@ from lm_eval_moecache.model.gate import Choice
 from lm_eval_moecache.model.hook import WrappedModel
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
 from lm_eval_moecache.model.weighting import (
-    SoftmaxChosen,
+    WeightingRule,
     changed_output,
     in_numpy,
+    softmax_chosen,
 )
 from lm_eval_moecache.records.artifact import PREDICTOR, write_artifact
 from lm_eval_moecache.records.selection import Selection
@@ -150,7 +151,7 @@ def test_dropped_weight_is_lost_or_shared_and_a_substitute_may_take_the_missing_
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_changed_experts_have_the_routers_scale(tokens: int) -> None:
     """Logits of 1, 1 and 2 parts: half and half of 2.5 become a third and two thirds of it."""
-    rule = SoftmaxChosen(2.5)
+    rule = WeightingRule(softmax_chosen, scale=2.5)
     logits = torch.log(torch.tensor([[1.0, 1.0, 2.0]] * tokens))
     experts = torch.tensor([[0, 1]] * tokens)
     choice = Choice(logits, torch.full((tokens, 2), 1.25), experts)
