@@ -64,7 +64,7 @@ def _fenced(path: Path) -> str:
 
 def keys_table() -> str:
     """The table of docs/keys.md; a test compares the two."""
-    from lm_eval_moecache.harness.arguments import ModelArguments
+    from lm_eval_moecache.records.schemas.keys import ModelArguments
 
     lines = ["| key | what | default |", "|---|---|---|"]
     lines.append(

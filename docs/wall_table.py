@@ -14,9 +14,10 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.policy import Policy, load_policy, policy_names
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm
-from lm_eval_moecache.harness.arguments import CHOICES, read_config
+from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.model.precision.ladder import codec_names
 from lm_eval_moecache.records.files import traces_dir
+from lm_eval_moecache.records.schemas.keys import CHOICES
 
 LADDER = "int8:int4:int2"
 _FOLDERS = ("trace", "store_dir", "encoded_dir", "warm")

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.setting import EXECUTIONS, MOST_READS, TOGETHER, Setting
+from lm_eval_moecache.engine.setting import EXECUTIONS, TOGETHER, Setting
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.files import lines_of, read_text
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.numbers import plain_number, read_count, shown, unknown_name_error
+from lm_eval_moecache.records.schemas.keys import MOST_READS
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.trace import Trace
 

@@ -12,8 +12,9 @@ import pytest
 
 import lm_eval_moecache
 from lm_eval_moecache import MoECacheError, load_runs, load_trace, plan, replay
-from lm_eval_moecache.harness.arguments import FROM_PRETRAINED, KEYS, hflm_keys
+from lm_eval_moecache.harness.arguments import FROM_PRETRAINED, hflm_keys
 from lm_eval_moecache.harness.keys import HFLMKeys, ModelKeys
+from lm_eval_moecache.records.schemas.keys import KEYS
 from lm_eval_moecache.report.runs.files import load_runs as read_runs
 from tests.conftest import Moecache
 

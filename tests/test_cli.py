@@ -21,8 +21,8 @@ from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names
 from lm_eval_moecache.cli.eval import completed, eval_
 from lm_eval_moecache.cli.policies import meaning_of
-from lm_eval_moecache.harness.arguments import KEYS
 from lm_eval_moecache.records.files import task_configs_dir
+from lm_eval_moecache.records.schemas.keys import KEYS
 from tests.conftest import Moecache
 
 COMMANDS = api.command_names()

@@ -22,7 +22,7 @@ import lm_eval_moecache
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.harness import arguments
-from lm_eval_moecache.harness.arguments import KEYS, read_config, split_arguments
+from lm_eval_moecache.harness.arguments import read_config, split_arguments
 from lm_eval_moecache.harness.evaluation_options import check_command
 from lm_eval_moecache.harness.generation import check_generation
 from lm_eval_moecache.harness.lm import MoECacheLM
@@ -32,6 +32,7 @@ from lm_eval_moecache.harness.saving import Unsaved, check_output
 from lm_eval_moecache.records.errors import ArgumentsError
 from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.schemas.keys import KEYS
 from lm_eval_moecache.sweep.run import check_cell
 from lm_eval_moecache.sweep.spec import Cell
 from tests.engine.scripted import OldestFirst, make_geometry

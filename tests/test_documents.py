@@ -29,9 +29,9 @@ from lm_eval_moecache import api
 from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.harness.arguments import CHOICES, KEYS
 from lm_eval_moecache.model.precision.ladder import codec_names
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
+from lm_eval_moecache.records.schemas.keys import CHOICES, KEYS
 from lm_eval_moecache.report.runs.files import read_tables, write_tables
 from lm_eval_moecache.sweep.run import check_cells
 from lm_eval_moecache.sweep.spec import read_sweep

@@ -13,11 +13,12 @@ from lm_eval_moecache.algorithms.policy import load_policy, policy_names
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.harness.arguments import KEPT, read_config
+from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model.moe_layers import find_moe_layers, router_digest
 from lm_eval_moecache.records.artifact import PREDICTOR, write_artifact
+from lm_eval_moecache.records.schemas.keys import CHOICES
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.testing.streams import artifact_for
 from lm_eval_moecache.trace.importers import load_trace
@@ -267,7 +268,7 @@ def test_what_a_trace_keeps_is_exact_and_what_it_lacks_is_said(
     """One plain run's trace serves every composition that prefetches by gates; others refuse it."""
     traces = {
         keep: _recorded(lm, tmp_path / keep, {"policy": "on_demand", "trace_keep": keep})
-        for keep in KEPT
+        for keep in CHOICES["trace_keep"]
     }
     for policy in ("specmd", "mixtral_offloading", "fate", "moe_infinity", "on_demand"):
         lm.install(read_config({"policy": policy, "capacity": "20%", "streams": 2}))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from lm_eval_moecache.harness import hub
-from lm_eval_moecache.harness.arguments import help_text
 from lm_eval_moecache.harness.evaluation_options import check_command, options_of
 from lm_eval_moecache.harness.plugin import register
 from lm_eval_moecache.harness.saving import Unsaved
+from lm_eval_moecache.records.command import listed
 from lm_eval_moecache.records.files import task_configs_dir
+from lm_eval_moecache.records.schemas.keys import KEYS
+from lm_eval_moecache.records.schemas.keys import options_of as about
 
 
 def eval_(*argv: str) -> int:
@@ -38,9 +39,20 @@ def eval_(*argv: str) -> int:
     finally:
         if asks_help:
             # lm-eval has printed its own help, and is about to end the process.
-            width = shutil.get_terminal_size((80, 24)).columns
-            sys.stdout.write(f"\n{help_text(width - 2)}")
+            sys.stdout.write("\n".join(["", _KEYS, "", *_own_keys(), ""]))
     return unsaved.exit_code()
+
+
+_KEYS = "keys of --model_args (--model moecache and moecache-spec), in addition to those of `hf`:"
+
+
+def _own_keys() -> list[str]:
+    """Return our keys with their help and defaults as lines for the terminal."""
+    rows = [
+        (key, text if default is None else f"{text} (default: {default})")
+        for key, (_, default, text) in about(KEYS).items()
+    ]
+    return listed(rows, 20)
 
 
 @contextmanager

@@ -10,10 +10,10 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.harness.keys import key_options
 from lm_eval_moecache.records.command import with_options
 from lm_eval_moecache.records.files import parse_yaml, write_whole
 from lm_eval_moecache.records.numbers import finite, shown
+from lm_eval_moecache.records.schemas.keys import options_of
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.report.replay_report import ReplayReport, Timeline
 from lm_eval_moecache.sweep.pool import read_jobs
@@ -23,7 +23,7 @@ from lm_eval_moecache.trace.trace import Trace
 Place = str | PathLike[str]
 
 
-@with_options(key_options(SETTINGS), policy="on_demand", seed=None)
+@with_options(options_of(SETTINGS), policy="on_demand", seed=None)
 def replay(
     traces: Place | Trace | Sequence[Place | Trace],
     *,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from lm_eval_moecache.harness.arguments import KEYS
 from lm_eval_moecache.harness.evaluation_options import check_limit
 from lm_eval_moecache.records.command import Report
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, canonical_name
@@ -15,6 +14,7 @@ from lm_eval_moecache.records.numbers import (
     read_number,
     unknown_name_error,
 )
+from lm_eval_moecache.records.schemas.keys import KEYS
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.sweep.pool import read_jobs
 

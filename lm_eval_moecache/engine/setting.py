@@ -17,9 +17,6 @@ SELF = "self:"
 PROMPT_LOOKUP = "prompt_lookup"
 """The draft that looks up its tokens in the prompt."""
 
-
-MOST_READS = 64
-"""Most read requests per expert."""
 TOGETHER, AS_THEY_ARRIVE = EXECUTIONS = ("together", "as_they_arrive")
 """When an event's experts are executed: all once the last has arrived; or residents at once and
 each absent expert as it arrives, so that later arrivals hide behind that work."""

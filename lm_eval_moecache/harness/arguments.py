@@ -10,14 +10,13 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal, get_args
+from pathlib import Path
+from typing import Any
 
-from pydantic import BeforeValidator, Field, InstanceOf
+from pydantic import InstanceOf
 
 from lm_eval_moecache.algorithms.policy import Policy, check_cache_form, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
@@ -26,7 +25,6 @@ from lm_eval_moecache.engine.setting import (
     AS_THEY_ARRIVE,
     CONTEXT,
     FIFO,
-    MOST_READS,
     PROMPT_LOOKUP,
     SELF,
     TOGETHER,
@@ -37,12 +35,13 @@ from lm_eval_moecache.engine.setting import (
 from lm_eval_moecache.model.precision.ladder import Ladder, parse_ladder
 from lm_eval_moecache.records.errors import ArgumentsError
 from lm_eval_moecache.records.files import check_writable
-from lm_eval_moecache.records.geometry import MOST_DRAFTED, Geometry
-from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, Hardware, load_hardware
-from lm_eval_moecache.records.numbers import MOST_COUNT, listed, nearest
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.hardware import Hardware, load_hardware
+from lm_eval_moecache.records.numbers import listed, nearest
 from lm_eval_moecache.records.real_model import RealModel
-from lm_eval_moecache.records.runtimes import IDEAL, load_runtime
-from lm_eval_moecache.records.schemas import Count, Schema, check
+from lm_eval_moecache.records.runtimes import load_runtime
+from lm_eval_moecache.records.schemas import check
+from lm_eval_moecache.records.schemas.keys import KEYS, ModelArguments
 from lm_eval_moecache.records.sizes import (
     capacity_text,
     check_capacity,
@@ -94,151 +93,14 @@ def is_lm_eval_command() -> bool:
 
 # SP-MoE drafts one token per iteration (section 5).
 DEFAULT_DRAFT, DEFAULT_DRAFT_TOKENS = "self:int4", 1
-LOSSLESS, ALL, ROUTING = KEPT = ("lossless", "all", "routing")
-"""Content of a trace: enough for lossless policies with the prefetchers of the compositions, enough
-for any replay, or the experts alone."""
+ALL, ROUTING = "all", "routing"
+"""Contents of a trace: enough for any replay, or the experts alone."""
 # Keys that HFLM passes on to transformers' from_pretrained; any other is a misspelt key.
 FROM_PRETRAINED = (
     *("attn_implementation", "cache_dir", "device_map", "experts_implementation"),
     *("local_files_only", "low_cpu_mem_usage", "quantization_config", "token"),
     *("use_safetensors", "variant"),
 )
-
-
-def _text(value: object) -> str | None:
-    """Return a name as text: lm-eval parses digits as integers, and a folder may be called 7."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (str, int, PurePath)):
-        raise ValueError("must be text: a name, or a path")
-    return str(value)
-
-
-# `Any`: `Config` replaces the name by the object it stands for.
-Name = Annotated[Any, BeforeValidator(_text)]
-
-
-class ModelArguments(Schema):
-    """Our keys of `--model_args`, with their defaults and the help text of `moecache eval`."""
-
-    policy: Any = Field(
-        "specmd", description="a name that `moecache policies` lists, a YAML file, or a mapping"
-    )
-    routing: Any = Field(
-        None,
-        description="replaces the policy's routing algorithm: a name or a class path "
-        "(`my_package.MyRouting`); parameters as `routing.NAME=value`",
-    )
-    prefetch: Any = Field(None, description="the same for prefetching")
-    eviction: Any = Field(None, description="the same for eviction")
-    miss: Any = Field(None, description="the same for miss handling")
-    capacity: Any = Field(
-        "25%",
-        description="cache size: `5%` of all expert bytes, `2GiB`, `51experts`, `30/layer` (one "
-        "cache per layer)",
-    )
-    precision: Any = Field(
-        None,
-        description="stored precisions of the experts, best first: `int8`, `int8:int4:int2` "
-        "(default: the model's dtype)",
-    )
-    hardware: Name = Field(
-        DEFAULT_PROFILE, description="device to emulate: name or YAML of a hardware profile"
-    )
-    runtime: Name = Field(
-        IDEAL,
-        description="program to forecast, which reaches a share of the device's rates "
-        "(`llama.cpp`, `ktransformers` ...): name or YAML of a runtime profile",
-    )
-    bandwidth: Any = Field(None, description="link bandwidth, overrides the profile's: `5GB/s`")
-    link: Literal["priority", "fifo"] = Field(
-        "priority",
-        description="`priority` (demands first, stale prefetches cancelled) or `fifo`",
-    )
-    execute: Literal["together", "as_they_arrive"] = Field(
-        "together",
-        description="run an event's experts `together` once all have arrived, or `as_they_arrive`, "
-        "resident ones first",
-    )
-    reads_per_expert: Annotated[int, Field(ge=1, le=MOST_READS)] = Field(
-        1,
-        description="read requests per expert (its projections), for links with several lanes",
-    )
-    attention: Literal["none", "context"] = Field(
-        "none",
-        description="`context` adds attention over the context and its KV cache, from the "
-        "configuration of `emulate`; `none` omits both",
-    )
-    emulate: Name = Field(
-        None,
-        description="compute bytes and times with the sizes of this model: a name, a folder or "
-        "a YAML",
-    )
-    warm: Name = Field(
-        None,
-        description="fill the cache before the first request: a trace, a JSON that `profile "
-        "use` writes, or `tiny` (shipped use profile)",
-    )
-    phases: Any = Field(
-        None,
-        description="`all`, or `decode`: lossy algorithms act only while decoding (default: the "
-        "policy's)",
-    )
-    seed: Count = Field(0, description="seed of randomised algorithms")
-    trace: Name = Field(
-        None, description="folder to record a routing trace into, for `moecache replay`"
-    )
-    trace_keep: Literal["lossless", "all", "routing"] = Field(
-        "lossless",
-        description="content of the trace: `lossless` (enough to replay lossless policies), `all` "
-        "(lossy ones, too) or `routing` (experts only)",
-    )
-    clock: Literal["virtual", "wall"] = Field(
-        "virtual", description="`virtual`, or `wall`: real transfers on this machine, measured"
-    )
-    store: Literal["ram", "disk"] = Field(
-        "ram", description="with `clock=wall`: store non-resident experts in `ram` or on `disk`"
-    )
-    store_dir: Name = Field(
-        None,
-        description="folder for the files of `store=disk` (default: ~/.cache/lm-eval-moecache)",
-    )
-    encoded_dir: Name = Field(
-        None,
-        description="with `precision`: folder in which encoded experts are kept for later loads",
-    )
-    scoring: Literal["parallel", "scan"] = Field(
-        "parallel",
-        description="`parallel`, or `scan`: scored text is routed as if it were decoded "
-        "(virtual clock, one precision, caches per layer)",
-    )
-    streams: Annotated[int, Field(ge=1, le=MOST_COUNT)] = Field(
-        1,
-        description="requests that the emulated device serves at once, sharing its cache, link and "
-        "clock (how many are computed together is `batch_size`: no request sees another)",
-    )
-    cache_reset: Literal["request", "never"] = Field(
-        "request",
-        description="`request`: each request starts with a fresh cache, link, clock and rules; "
-        "`never`: a running server, where they carry over from request to request",
-    )
-    draft: Name = Field(
-        None,
-        description="`moecache-spec`, `prefetch=draft`: a model, `tiny-draft`, `self:int4` or "
-        "`prompt_lookup` (default: self:int4)",
-    )
-    draft_tokens: Annotated[int, Field(ge=1, le=MOST_DRAFTED)] | None = Field(
-        None, description="`moecache-spec`: tokens drafted for each verify pass (default: 1)"
-    )
-
-
-KEYS = tuple(ModelArguments.model_fields)
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    key: get_args(field.annotation)
-    for key, field in ModelArguments.model_fields.items()
-    if getattr(field.annotation, "__origin__", None) is Literal
-}
-"""Key -> the values it may have, the default first."""
 
 
 class Config(ModelArguments):
@@ -477,18 +339,3 @@ def _conflicts(
         why = "has no attention outputs to predict experts from, as "
         why += f"prefetch={policy.prefetch.name!r} does"
         yield "draft", why, "another prefetch; or a folder, a hub id or self:int4 in its place"
-
-
-def help_text(width: int) -> str:
-    """Return the help on our keys, printed below lm-eval's own."""
-    lines = [
-        "keys of --model_args (--model moecache and moecache-spec), in addition to those of `hf`:",
-        "",
-    ]
-    for key, field in ModelArguments.model_fields.items():
-        default = "" if field.default is None else f" (default: {field.default})"
-        text = f"{field.description}{default}".replace("`", "")
-        lines.append(
-            textwrap.fill(text, width, initial_indent=f"  {key:18s}", subsequent_indent=" " * 20)
-        )
-    return "\n".join([*lines, ""])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from os import PathLike
 from typing import Any, Literal, TypedDict, TypeVar
 
-from lm_eval_moecache.harness.arguments import CHOICES, ModelArguments
-from lm_eval_moecache.records.command import Options
+from lm_eval_moecache.records.schemas.keys import DEFAULTS
 
 Made = TypeVar("Made", bound=Callable[..., None])
 Place = str | PathLike[str]
@@ -97,26 +96,10 @@ class ModelKeys(HFLMKeys, total=False):
     draft_tokens: int
 
 
-def key_options(keys: Sequence[str]) -> Options:
-    """Return keys of a live run as options of a command, with the help of `ModelArguments`."""
-    fields = {key: ModelArguments.model_fields[key] for key in keys}
-    return {
-        key: (
-            field.annotation if key in CHOICES else Any,
-            field.default,
-            str(field.description).replace("`", ""),
-        )
-        for key, field in fields.items()
-    }
-
-
 def shows_keys(constructor: Made) -> Made:
     """Make `help` and notebooks show a constructor's own keys with their defaults, not `**`."""
     *named, rest = signature(constructor).parameters.values()
-    own = [
-        Parameter(key, Parameter.KEYWORD_ONLY, default=field.default)
-        for key, field in ModelArguments.model_fields.items()
-    ]
+    own = [Parameter(k, Parameter.KEYWORD_ONLY, default=v) for k, v in DEFAULTS.items()]
     others = rest.replace(name="hflm_arguments", annotation=Any)
     shown = signature(constructor).replace(parameters=[*named, *own, others])
     constructor.__signature__ = shown  # type: ignore[attr-defined]

@@ -21,9 +21,7 @@ from lm_eval_moecache.model.speculative import ExpertsOf
 from lm_eval_moecache.model.store import LadderStore, Store, implementation_of
 from lm_eval_moecache.model.wall.loading import ExpertLoader, assemble
 from lm_eval_moecache.records.geometry import Geometry
-
-_DECISIVE = ("clock", "store", "store_dir", "precision")
-"""Keys that decide how a model is loaded."""
+from lm_eval_moecache.records.schemas.keys import LOADING, keys_with
 
 
 class ModelLoader:
@@ -60,7 +58,7 @@ class ModelLoader:
 
     def check(self, config: Config) -> None:
         """Raise ValueError if a setting needs the model loaded in another way."""
-        for key in _DECISIVE:
+        for key in keys_with(LOADING):
             loaded, required = getattr(self._config, key), getattr(config, key)
             if loaded != required:
                 raise ValueError(

@@ -16,20 +16,18 @@ from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.regime import decode_waits, regime_of
 from lm_eval_moecache.engine.setting import FIFO
-from lm_eval_moecache.harness.arguments import Config, ModelArguments
+from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.hardware import OF_THE_MACHINE
 from lm_eval_moecache.records.ledger import GENERATE, RequestRecord
+from lm_eval_moecache.records.schemas.keys import DEFAULTS, RARE, REPORTED, keys_with
 from lm_eval_moecache.report.metrics import MEGABYTE, UNCHANGED, task_metrics
 from lm_eval_moecache.report.runs.columns import metric_column
 from lm_eval_moecache.report.tables.text import padded
 
-_RARE = ("execute", "reads_per_expert", "attention")
-# Settings that the title of the speed table names unless they have their default.
-_TITLED = ("scoring", "streams", "cache_reset", "link", *_RARE)
-_DEFAULTS = {
-    "phases": "all",
-    **{key: ModelArguments.model_fields[key].default for key in _TITLED},
+# Settings that the title of the speed table names where they have not their default.
+_TITLED = {"phases": "all"} | {
+    key: DEFAULTS[key] for key in keys_with(REPORTED | RARE) if key not in ("clock", "warm")
 }
 
 
@@ -58,15 +56,9 @@ def run_report(
             for name, value in dataclasses.asdict(config.hardware).items()
             if name not in OF_THE_MACHINE
         },
-        "clock": config.clock,
-        "scoring": config.scoring,
-        "streams": config.streams,
-        "cache_reset": config.cache_reset,
-        "link": config.link,
-        # Unusual costs and orders of execution.
-        **{k: getattr(config, k) for k in _RARE if getattr(config, k) != _DEFAULTS[k]},
+        **{key: getattr(config, key) for key in keys_with(REPORTED)},
+        **{k: v for k in keys_with(RARE) if (v := getattr(config, k)) != DEFAULTS[k]},
         **({} if setting.warm is None else {"warm": setting.warm.name}),
-        "seed": config.seed,
         "model": dataclasses.asdict(engine.geometry),
         **_regime(engine, config, requests),
         "warnings": settings_without_effect(by_task, config, engine.draft_stage),
@@ -273,6 +265,6 @@ def _title(report: Mapping[str, Any]) -> str:
     settings = {**report, "phases": policy["phases"]}
     # Reports older than the setting `link` lack it.
     parts += [
-        f"{k}: {settings[k]}" for k, value in _DEFAULTS.items() if settings.get(k, value) != value
+        f"{k}: {settings[k]}" for k, value in _TITLED.items() if settings.get(k, value) != value
     ]
     return ", ".join(parts)

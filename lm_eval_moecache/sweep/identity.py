@@ -18,6 +18,7 @@ from lm_eval_moecache.algorithms.registry import AXES, source_digest
 from lm_eval_moecache.harness.arguments import Config, read_config
 from lm_eval_moecache.records.files import TINY, task_configs_dir
 from lm_eval_moecache.records.hardware import OF_THE_MACHINE, RENAMED
+from lm_eval_moecache.records.schemas.keys import LOADING, keys_with
 from lm_eval_moecache.report.runs.run import ONLY_HOW
 from lm_eval_moecache.sweep.spec import REPLAY, Cell
 from lm_eval_moecache.tiny import MODEL_DIR
@@ -91,10 +92,7 @@ class ResolvedCell:
             self.cell.model,
             self.cell.pretrained,
             hflm_arguments,
-            config.clock,
-            config.store,
-            str(config.store_dir),
-            str(config.precision),
+            *(str(getattr(config, key)) for key in keys_with(LOADING)),
         )
 
 

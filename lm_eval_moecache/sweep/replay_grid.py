@@ -16,10 +16,11 @@ from lm_eval_moecache.engine.bound import fewest_misses
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.regime import decode_waits, regime_of
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.setting import MOST_READS, Setting
+from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import Config, read_config
 from lm_eval_moecache.harness.run_report import idle_prefetch
 from lm_eval_moecache.records.numbers import MOST_COUNT, read_count, unknown_name_error
+from lm_eval_moecache.records.schemas.keys import MOST_READS, REPLAYED, keys_with
 from lm_eval_moecache.records.sizes import Capacity, check_sized
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.replay_report import FEWEST, LRU, PHASES_SHOWN, Row
@@ -35,10 +36,7 @@ _FORESEEING = ("prefetch", "eviction")
 _PATIENCE_S = 2.0
 """Shorter replays show no progress bar."""
 Progress = Callable[[int], object]
-SETTINGS = (
-    *("policy", "capacity", "hardware", "runtime", *AXES, "phases", "bandwidth", "link", "execute"),
-    *("reads_per_expert", "attention", "emulate", "warm", "seed", "cache_reset"),
-)
+SETTINGS = keys_with(REPLAYED)
 """Keys of a live run that a replay accepts as well."""
 LISTS = ("policy", *AXES, "hardware", "bandwidth", "capacity")
 """Keys that take lists, of which every combination is run, in the order of the table's rows:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.files import TINY, TINY_DRAFT, replace, write_whole
+from lm_eval_moecache.records.schemas.keys import KEYS, REPLAYED, roles_of
 from lm_eval_moecache.sweep.files import FAILED, TRACES
 from lm_eval_moecache.sweep.identity import (
     ResolvedCell,
@@ -32,12 +33,6 @@ from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
 from lm_eval_moecache.trace.recorder import Detail, identity, needs_shadow
 
 _FORMAT = 2
-# Settings that change neither a lossless policy's outputs nor what the model computes. Cells that
-# differ in any other setting share no run.
-OUTPUT_INVARIANT_KEYS = (
-    *("policy", "capacity", "hardware", "runtime", "emulate", "link", "warm"),
-    *("execute", "reads_per_expert", "attention", "cache_reset", "seed", "trace", "detail"),
-)
 
 
 class ExecutionPlan(NamedTuple):
@@ -117,9 +112,9 @@ def share_name(planned: ResolvedCell) -> str | None:
         "options": dict(cell.options),
         "include_path": list(cell.include_path),
         "moecache": {
-            name: value
-            for name, value in config
-            if name not in OUTPUT_INVARIANT_KEYS and value != getattr(default, name)
+            key: getattr(config, key)
+            for key in KEYS
+            if not roles_of(key) & REPLAYED and getattr(config, key) != getattr(default, key)
         },
     }
     return digest_of(shared_settings)

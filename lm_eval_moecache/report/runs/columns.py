@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.numbers import listed, nearest
+from lm_eval_moecache.records.schemas.keys import RARE, REPORTED, keys_with
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.runs.run import (
     ACCURACY,
@@ -26,7 +27,6 @@ SETTINGS = (
     *("run", "experiment", "model", "tasks", "policy", *AXES, "parameters"),
     *("capacity", "capacity_bytes"),
 )
-REPORTED = ("link", "warm", "store")
 _ROUND_OFF = 1e-9
 """Standard errors up to this share of their value are of rounding: sums in another order."""
 
@@ -120,7 +120,7 @@ def score_column(runs: Sequence[Run], name: str) -> Column | None:
 
 def is_setting(name: str, arguments: Iterable[str]) -> bool:
     """Whether `name` is a setting of every run, or one of `arguments`."""
-    return name in (*SETTINGS, *REPORTED, *KEYS, *arguments)
+    return name in (*SETTINGS, *keys_with(REPORTED | RARE), *KEYS, *arguments)
 
 
 def unknown_column_error(name: str, allowed: Sequence[str]) -> ValueError:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.records.schemas.keys import COMPARED, RARE, REPORTED, keys_with
 from lm_eval_moecache.report.metrics import METRICS, Metric
 
 # A task's primary metric is the first of these that it reports, else its first metric.
@@ -21,12 +22,9 @@ BATCH = "batch"
 """Number of the batch that a document shares with others, among its speed metrics."""
 ONLY_HOW = ("batch_size", "max_batch_size")
 """Arguments that say how many requests are computed together, and change no figure."""
-_COMPARED = {
-    *("policy", "phases", "capacity", "precision", "link", "warm", "draft", "draft_tokens"),
-    *("store", "store_dir", "encoded_dir", "trace", "trace_keep", "label", *AXES),
-    *ONLY_HOW,
-}
+_COMPARED = {*keys_with(COMPARED), "label", *ONLY_HOW}
 """Model arguments that comparisons vary (and the axes' parameters: `eviction.NAME`)."""
+_SETTING = tuple(key for key in keys_with(REPORTED | RARE) if key not in _COMPARED)
 RATES = (
     *("link_bytes_per_s", "link_latency_s", "peak_flops", "memory_bytes_per_s"),
     *("kernel_overhead_s", "layer_overhead_s", "host_flops", "host_memory_bytes_per_s"),
@@ -36,9 +34,9 @@ _MODEL = ("model_revision", "model_sha", "model_num_parameters", "model_dtype")
 _PROMPTS = (("chat_template", "apply_chat_template"), ("system_instruction", "system_instruction"))
 _OPTIONS = ("limit", "fewshot_as_multiturn")
 KEYS = (
-    *("pretrained", *_MODEL, "tasks", "task_versions", "num_fewshot", "streams"),
-    *("chat_template", "system_instruction", "gen_kwargs", *_OPTIONS, *_SEEDS, "seed", "clock"),
-    *("scoring", "cache_reset", "hardware", "emulate", *RATES, "device"),
+    *("pretrained", *_MODEL, "tasks", "task_versions", "num_fewshot"),
+    *("chat_template", "system_instruction", "gen_kwargs", *_OPTIONS, *_SEEDS, *_SETTING),
+    *("hardware", "emulate", *RATES, "device"),
 )
 """The keys of `identity`, but for further model arguments (`dtype`, `max_length` ...)."""
 PARETO, ACCURACY = "pareto", "accuracy"
@@ -349,11 +347,6 @@ def identity(run: Run, tasks: Sequence[str] | None = None) -> dict[str, str]:
         "tasks": "+".join(sorted(run.tasks)) if tasks is None else None,
         "task_versions": _by_task(facts.get("versions"), versioned),
         "num_fewshot": _by_task(facts.get("n-shot"), versioned),
-        # Before `streams`, the rows of a batch shared the cache.
-        "streams": report.get("streams")
-        or arguments.get("batch_size")
-        or config.get("batch_size")
-        or 1,
         **{
             # lm-eval's files keep only a digest of a prompt's text.
             name: str(facts.get(f"{name}_sha") or "")[:12] or run.options.get(option) or "none"
@@ -362,7 +355,12 @@ def identity(run: Run, tasks: Sequence[str] | None = None) -> dict[str, str]:
         "gen_kwargs": run.options.get("gen_kwargs") or config.get("gen_kwargs") or None,
         **{key: run.options.get(key, config.get(key)) for key in _OPTIONS},
         **{key: config.get(key) for key in _SEEDS},
-        **{key: report.get(key) for key in ("seed", "clock", "scoring", "cache_reset")},
+        **{key: report.get(key, arguments.get(key)) for key in _SETTING},
+        # Before `streams`, the rows of a batch shared the cache.
+        "streams": report.get("streams")
+        or arguments.get("batch_size")
+        or config.get("batch_size")
+        or 1,
         "hardware": hardware["name"],
         "emulate": (report.get("emulate") or {}).get("name"),
         **{key: hardware.get(key) or None for key in RATES},

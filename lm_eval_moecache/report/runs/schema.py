@@ -12,6 +12,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, create_model, field
 
 from lm_eval_moecache.records.numbers import shown
 from lm_eval_moecache.records.schemas import OpenSchema, check
+from lm_eval_moecache.records.schemas.keys import (
+    RARE,
+    REPORTED,
+    ModelArguments,
+    keys_with,
+    options_of,
+)
 from lm_eval_moecache.report.metrics import LATENCIES, METRICS
 
 Number = float
@@ -106,7 +113,23 @@ else:
     MetricsReport = _metrics()
 
 
-class MoecacheRecord(OpenSchema):
+def _setting() -> Any:
+    """Return the schema of our keys as they stand in a report; those of another release may not."""
+    kinds: dict[str, Any] = {k: f.annotation for k, f in ModelArguments.model_fields.items()}
+    texts = {k: text for k, (*_, text) in options_of(keys_with(REPORTED | RARE)).items()}
+    fields: dict[str, Any] = {
+        key: (kinds[key] | None, Field(None, description=text)) for key, text in texts.items()
+    }
+    return create_model("Setting", __base__=OpenSchema, **fields)
+
+
+if TYPE_CHECKING:
+    SettingReport = OpenSchema
+else:
+    SettingReport = _setting()
+
+
+class MoecacheRecord(SettingReport):
     """`config.moecache` of a results JSON: the full setting of a run, and its metrics."""
 
     policy: PolicyReport
@@ -114,14 +137,6 @@ class MoecacheRecord(OpenSchema):
     capacity_bytes: int | None = None
     hardware: Machine
     clock: Literal["virtual", "wall"]
-    scoring: Literal["parallel", "scan"] = "parallel"
-    streams: int = Field(1, description="requests that the emulated device serves at once")
-    cache_reset: Literal["never", "request"] | None = None
-    link: Literal["priority", "fifo"] = "priority"
-    execute: Literal["together", "as_they_arrive"] = "together"
-    reads_per_expert: int = Field(1, description="read requests per expert")
-    attention: Literal["none", "context"] = "none"
-    seed: int | None = None
     model: ModelSizes | None = None
     device: str | None = Field(None, description="where the model ran, whatever was emulated")
     warm: str | None = None
@@ -130,7 +145,6 @@ class MoecacheRecord(OpenSchema):
     regime: dict[str, Any] | None = None
     warnings: list[str] = Field([], description="settings without effect")
     ranks: int | None = None
-    store: Literal["ram", "disk"] | None = None
     load: dict[str, Any] | None = Field(None, description="wall clock: duration and peak memory")
     totals: MetricsReport
     tasks: dict[str, MetricsReport]

@@ -1,0 +1,209 @@
+"""The one table of our keys of `--model_args`: their types, defaults, help and roles.
+
+Parsing, the reference of keys, `replay`'s options, what cells of a sweep share, what comparisons
+vary, the report and its schema are derived from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import Flag, auto
+from pathlib import PurePath
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field
+
+from lm_eval_moecache.records.command import Options
+from lm_eval_moecache.records.geometry import MOST_DRAFTED
+from lm_eval_moecache.records.hardware import DEFAULT_PROFILE
+from lm_eval_moecache.records.numbers import MOST_COUNT
+from lm_eval_moecache.records.runtimes import IDEAL
+from lm_eval_moecache.records.schemas import Count, Schema
+
+MOST_READS = 64
+"""Most read requests per expert."""
+
+
+class Role(Flag):
+    """What a key is to those who read a run's setting."""
+
+    COMPARED = auto()
+    """Comparisons vary it: it is no part of a run's identity."""
+    REPLAYED = auto()
+    """A replay can change it: under a lossless policy neither the answers nor what the model
+    computes depend on it, so that cells of a sweep that differ in it share a live run."""
+    LOADING = auto()
+    """It decides how the model is loaded."""
+    REPORTED = auto()
+    """It stands in the report, `config.moecache`."""
+    RARE = auto()
+    """It does where it has not its default."""
+
+
+COMPARED, REPLAYED, LOADING, REPORTED, RARE = Role
+RULE = COMPARED | REPLAYED
+
+
+def _text(value: object) -> str | None:
+    """Return a name as text: lm-eval parses digits as integers, and a folder may be called 7."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (str, int, PurePath)):
+        raise ValueError("must be text: a name, or a path")
+    return str(value)
+
+
+# `Any`: what a run has resolved is the object that the name stands for.
+Name = Annotated[Any, BeforeValidator(_text)]
+
+
+class ModelArguments(Schema):
+    """Our keys of `--model_args`, with their defaults and the help text of `moecache eval`."""
+
+    policy: Annotated[Any, RULE] = Field(
+        "specmd", description="a name that `moecache policies` lists, a YAML file, or a mapping"
+    )
+    routing: Annotated[Any, RULE] = Field(
+        None,
+        description="replaces the policy's routing algorithm: a name or a class path "
+        "(`my_package.MyRouting`); parameters as `routing.NAME=value`",
+    )
+    prefetch: Annotated[Any, RULE] = Field(None, description="the same for prefetching")
+    eviction: Annotated[Any, RULE] = Field(None, description="the same for eviction")
+    miss: Annotated[Any, RULE] = Field(None, description="the same for miss handling")
+    capacity: Annotated[Any, RULE] = Field(
+        "25%",
+        description="cache size: `5%` of all expert bytes, `2GiB`, `51experts`, `30/layer` (one "
+        "cache per layer)",
+    )
+    precision: Annotated[Any, COMPARED | LOADING] = Field(
+        None,
+        description="stored precisions of the experts, best first: `int8`, `int8:int4:int2` "
+        "(default: the model's dtype)",
+    )
+    hardware: Annotated[Name, REPLAYED] = Field(
+        DEFAULT_PROFILE, description="device to emulate: name or YAML of a hardware profile"
+    )
+    runtime: Annotated[Name, REPLAYED] = Field(
+        IDEAL,
+        description="program to forecast, which reaches a share of the device's rates "
+        "(`llama.cpp`, `ktransformers` ...): name or YAML of a runtime profile",
+    )
+    bandwidth: Annotated[Any, REPLAYED] = Field(
+        None, description="link bandwidth, overrides the profile's: `5GB/s`"
+    )
+    link: Annotated[Literal["priority", "fifo"], RULE | REPORTED] = Field(
+        "priority",
+        description="`priority` (demands first, stale prefetches cancelled) or `fifo`",
+    )
+    execute: Annotated[Literal["together", "as_they_arrive"], REPLAYED | RARE] = Field(
+        "together",
+        description="run an event's experts `together` once all have arrived, or `as_they_arrive`, "
+        "resident ones first",
+    )
+    reads_per_expert: Annotated[int, Field(ge=1, le=MOST_READS), REPLAYED | RARE] = Field(
+        1,
+        description="read requests per expert (its projections), for links with several lanes",
+    )
+    attention: Annotated[Literal["none", "context"], REPLAYED | RARE] = Field(
+        "none",
+        description="`context` adds attention over the context and its KV cache, from the "
+        "configuration of `emulate`; `none` omits both",
+    )
+    emulate: Annotated[Name, REPLAYED] = Field(
+        None,
+        description="compute bytes and times with the sizes of this model: a name, a folder or "
+        "a YAML",
+    )
+    warm: Annotated[Name, RULE | RARE] = Field(
+        None,
+        description="fill the cache before the first request: a trace, a JSON that `profile "
+        "use` writes, or `tiny` (shipped use profile)",
+    )
+    phases: Annotated[Any, RULE] = Field(
+        None,
+        description="`all`, or `decode`: lossy algorithms act only while decoding (default: the "
+        "policy's)",
+    )
+    seed: Annotated[Count, REPLAYED | REPORTED] = Field(
+        0, description="seed of randomised algorithms"
+    )
+    trace: Annotated[Name, COMPARED] = Field(
+        None, description="folder to record a routing trace into, for `moecache replay`"
+    )
+    trace_keep: Annotated[Literal["lossless", "all", "routing"], COMPARED] = Field(
+        "lossless",
+        description="content of the trace: `lossless` (enough to replay lossless policies), `all` "
+        "(lossy ones, too) or `routing` (experts only)",
+    )
+    clock: Annotated[Literal["virtual", "wall"], LOADING | REPORTED] = Field(
+        "virtual", description="`virtual`, or `wall`: real transfers on this machine, measured"
+    )
+    store: Annotated[Literal["ram", "disk"], COMPARED | LOADING | RARE] = Field(
+        "ram", description="with `clock=wall`: store non-resident experts in `ram` or on `disk`"
+    )
+    store_dir: Annotated[Name, COMPARED | LOADING] = Field(
+        None,
+        description="folder for the files of `store=disk` (default: ~/.cache/lm-eval-moecache)",
+    )
+    encoded_dir: Annotated[Name, COMPARED] = Field(
+        None,
+        description="with `precision`: folder in which encoded experts are kept for later loads",
+    )
+    scoring: Annotated[Literal["parallel", "scan"], REPORTED] = Field(
+        "parallel",
+        description="`parallel`, or `scan`: scored text is routed as if it were decoded "
+        "(virtual clock, one precision, caches per layer)",
+    )
+    streams: Annotated[int, Field(ge=1, le=MOST_COUNT), REPORTED] = Field(
+        1,
+        description="requests that the emulated device serves at once, sharing its cache, link and "
+        "clock (how many are computed together is `batch_size`: no request sees another)",
+    )
+    cache_reset: Annotated[Literal["request", "never"], REPLAYED | REPORTED] = Field(
+        "request",
+        description="`request`: each request starts with a fresh cache, link, clock and rules; "
+        "`never`: a running server, where they carry over from request to request",
+    )
+    draft: Annotated[Name, COMPARED] = Field(
+        None,
+        description="`moecache-spec`, `prefetch=draft`: a model, `tiny-draft`, `self:int4` or "
+        "`prompt_lookup` (default: self:int4)",
+    )
+    draft_tokens: Annotated[Annotated[int, Field(ge=1, le=MOST_DRAFTED)] | None, COMPARED] = Field(
+        None, description="`moecache-spec`: tokens drafted for each verify pass (default: 1)"
+    )
+
+
+KEYS = tuple(ModelArguments.model_fields)
+DEFAULTS: Mapping[str, Any] = {k: f.default for k, f in ModelArguments.model_fields.items()}
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    key: get_args(field.annotation)
+    for key, field in ModelArguments.model_fields.items()
+    if getattr(field.annotation, "__origin__", None) is Literal
+}
+"""Key -> the values it may have, the default first."""
+
+
+def roles_of(key: str) -> Role:
+    """Return what a key is; nothing for a name that is no key of ours."""
+    field = ModelArguments.model_fields.get(key)
+    return next((r for r in field.metadata if isinstance(r, Role)), Role(0)) if field else Role(0)
+
+
+def keys_with(role: Role) -> tuple[str, ...]:
+    """Return the keys that have this role, or one of these, in the table's order."""
+    return tuple(key for key in KEYS if roles_of(key) & role)
+
+
+def options_of(keys: Iterable[str]) -> Options:
+    """Return keys as options of a command: each with its type, its default and its help."""
+    fields = {key: ModelArguments.model_fields[key] for key in keys}
+    return {
+        key: (
+            field.annotation if key in CHOICES else Any,
+            field.default,
+            str(field.description).replace("`", ""),
+        )
+        for key, field in fields.items()
+    }
