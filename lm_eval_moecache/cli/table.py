@@ -16,7 +16,7 @@ from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.report import every_eval_ever
 from lm_eval_moecache.report.runs.files import RUNS, TABLE, load_runs
 from lm_eval_moecache.report.runs.run import Run
-from lm_eval_moecache.report.runs.schema import FrontFile, RowsFile
+from lm_eval_moecache.report.runs.schema import RowsFile
 from lm_eval_moecache.report.tables import FORMS
 from lm_eval_moecache.report.tables.leaderboard import Table, distinct, leaderboard
 from lm_eval_moecache.report.tables.lost import lost_points
@@ -127,7 +127,7 @@ def board_folders(folder: Path) -> list[Path]:
 
 
 def other_tables(folder: Path) -> dict[Path, str]:
-    """Return path -> Markdown of analyses and searches, made again from the JSON next to each.
+    """Return path -> Markdown of analyses, made again from the JSON next to each.
 
     A file that does not fit is left out with a warning that names file and field.
     """
@@ -147,7 +147,7 @@ def other_tables(folder: Path) -> dict[Path, str]:
 
 
 def other_table(path: Path) -> str | None:
-    """Return the Markdown of one JSON of an analysis or a search; None for any other file."""
+    """Return the Markdown of one JSON of an analysis; None for any other file."""
     what = repr(str(path))
     data = read_json(path, what)
     if not isinstance(data, dict):
@@ -155,11 +155,6 @@ def other_table(path: Path) -> str | None:
     if "rows" in data:
         check(RowsFile, data, what)
         return rows_as_markdown(data["rows"])
-    if "front" in data:
-        from lm_eval_moecache.tune.outcome import front_table
-
-        check(FrontFile, data, what)
-        return front_table(data)
     return None
 
 

@@ -220,12 +220,12 @@ def _meant(capacity: str) -> str:
     return f" Did you mean {' or '.join(meant)}?" if meant else ""
 
 
-def check_sized(text: str, trace: str, option: str) -> None:
+def check_sized(text: str, trace: str) -> None:
     """Raise ValueError for a capacity in bytes with a trace that lacks the experts' size."""
     if not (text.endswith(("%", _PER_LAYER)) or _EXPERTS.fullmatch(text)):
         raise ValueError(
             f"capacity={text!r}: trace {trace} does not say how large an expert is. Give "
-            f"{option}, or a capacity as a share, a number of experts or N/layer."
+            "`expert_bytes`, or a capacity as a share, a number of experts or N/layer."
         )
 
 

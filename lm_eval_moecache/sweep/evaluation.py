@@ -9,7 +9,7 @@ import contextlib
 import io
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 from unittest import mock
@@ -120,11 +120,18 @@ def evaluate(cell: Cell, lm: Any) -> dict[str, Any]:
             **cell.options,
         )
     assert results is not None, "only the first rank of a distributed run has results"
-    record = {key: results[key] for key in _KEPT if key in results}
+    record: dict[str, Any] = {key: results[key] for key in _KEPT if key in results}
+    for part in {"results", "groups"} & record.keys():
+        record[part] = {name: without_speed(row) for name, row in record[part].items()}
     record["n-samples"] = results["n-samples"]
     record["config"] = {key: results["config"].get(key) for key in _KEPT_CONFIG}
     record["scores"] = {name: scores(rows) for name, rows in sorted(results["samples"].items())}
     return record
+
+
+def without_speed(by_metric: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the figures of speed, which `config.moecache` has as well."""
+    return {key: value for key, value in by_metric.items() if not key.endswith(f",{SPEED_FILTER}")}
 
 
 def scores(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -133,17 +140,26 @@ def scores(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     A perplexity's per-sample value is a pair (log-likelihood, words) and stays one. Of a document's
     speed the metrics in `RECORDED_SPEED` are stored, to six digits.
     """
-    by_metric: dict[str, dict[str, Any]] = {}
+    figures = []
     for sample in samples:
-        figures: dict[str, Any] = recorded_speed(sample.get(SAMPLE_KEY, {}))
+        figures.append((sample["doc_id"], recorded_speed(sample.get(SAMPLE_KEY, {}))))
         if sample["filter"] != SPEED_FILTER:
-            figures |= {
-                f"{name},{sample['filter']}": _plain(sample[name]) for name in sample["metrics"]
-            }
-        for key, value in figures.items():
+            names = sample["metrics"]
+            answers = {f"{name},{sample['filter']}": _plain(sample[name]) for name in names}
+            figures.append((sample["doc_id"], answers))
+    return by_metric(figures)
+
+
+def by_metric(
+    figures: Iterable[tuple[object, Mapping[str, Any]]],
+) -> dict[str, dict[str, Any]]:
+    """Turn (document, metric -> value) into metric -> document -> value, sorted by metric."""
+    found: dict[str, dict[str, Any]] = {}
+    for document, values in figures:
+        for key, value in values.items():
             if value is not None:
-                by_metric.setdefault(key, {})[str(sample["doc_id"])] = value
-    return by_metric
+                found.setdefault(key, {})[str(document)] = value
+    return dict(sorted(found.items()))
 
 
 def recorded_speed(figures: Mapping[str, float]) -> dict[str, float]:

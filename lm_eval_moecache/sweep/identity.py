@@ -20,7 +20,7 @@ from lm_eval_moecache.records.files import TINY, task_configs_dir
 from lm_eval_moecache.records.hardware import OF_THE_MACHINE, RENAMED
 from lm_eval_moecache.records.schemas.keys import LOADING, keys_with
 from lm_eval_moecache.report.runs.run import ONLY_HOW
-from lm_eval_moecache.sweep.spec import REPLAY, Cell
+from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.tiny import MODEL_DIR
 
 _SLUG_LENGTH = 60
@@ -65,14 +65,15 @@ class ResolvedCell:
 
     @property
     def inputs(self) -> str | None:
-        """Digest of what the run reads besides the package: weights, drafts, artefacts, tasks.
+        """Digest of what the run reads besides the package: weights, drafts, artefacts, tasks, a
+        trace.
 
         None where it reads nothing of the kind. Like `sources`, it is not part of the hash: the run
         on retrained weights replaces the one before.
         """
         names = [*_files_in(self.cell.include_path)]
         for place in (self.cell.pretrained, self.config.draft):
-            if self.cell.model != REPLAY and isinstance(place, str) and place != TINY:
+            if isinstance(place, str) and place != TINY:
                 names.append(place)
         for axis in AXES:
             values = getattr(self.config.policy, axis).parameters.values()

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -24,7 +25,7 @@ from lm_eval_moecache.records.schemas.keys import MOST_READS, REPLAYED, keys_wit
 from lm_eval_moecache.records.sizes import Capacity, check_sized
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.replay_report import FEWEST, LRU, PHASES_SHOWN, Row
-from lm_eval_moecache.sweep.pool import local_pool, submit
+from lm_eval_moecache.sweep.pool import local_pool
 from lm_eval_moecache.trace.file import StreamedTrace
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace, open_any
@@ -96,8 +97,8 @@ def run_all(
     config_slices = [part[turn::slices] for part in by_capacity for turn in range(slices)]
     work = [(i, trace, part) for i, trace in enumerate(traces) for part in config_slices if part]
     rows: dict[tuple[int, int], Row] = {}
-    with local_pool(jobs) as pool:
-        futures = submit(pool, _run_part, work, configs, options)
+    with local_pool(jobs) as submit:
+        futures = submit(_run_part, work, configs, options)
         progress = tqdm(as_completed(futures), "parts", len(work), disable=not show_progress)
         for future in progress:
             place, _, part = futures[future]
@@ -172,18 +173,22 @@ class Replays:
     """The replays of one trace, each setting once: a requested replay may serve as a bound, too."""
 
     def __init__(
-        self, trace: str | Trace, configs: Sequence[Config], expert_bytes: int | None, bound: bool
+        self,
+        trace: str | Trace | StreamedTrace,
+        configs: Sequence[Config],
+        expert_bytes: int | None = None,
+        bound: bool = False,
     ) -> None:
         policies = [config.policy for config in configs]
-        is_offline = any(getattr(p, a).algorithm.is_offline for p in policies for a in _FORESEEING)
-        self.trace: Trace | StreamedTrace
-        if isinstance(trace, Trace):
-            self.trace, self.file = trace, trace.name
-        else:
-            self.file = trace
+        self.bound = bound
+        self._needs_future = bound or any(
+            getattr(p, axis).algorithm.is_offline for p in policies for axis in _FORESEEING
+        )
+        self.file = trace if isinstance(trace, str) else trace.name
+        if isinstance(trace, str):
             # A large trace in our format is streamed, unless a bound or an algorithm needs its
             # future.
-            self.trace = (load_trace if bound or is_offline else open_any)(
+            self.trace = (load_trace if self._needs_future else open_any)(
                 trace,
                 logits=any(
                     (p.eviction.algorithm.uses_weights and not p.is_lossless)
@@ -196,18 +201,24 @@ class Replays:
                 ),
                 expert_bytes=expert_bytes,
             )
-        self.bound = bound
-        has_future = (bound or is_offline) and isinstance(self.trace, Trace)
-        self.future = Future(self.trace) if has_future else None  # type: ignore[arg-type]
+        elif self._needs_future and isinstance(trace, StreamedTrace):
+            self.trace = load_trace(str(trace.path), logits=True, predicted=True)
+        else:
+            self.trace = trace
         # Without prefetching, hardware changes when experts arrive, but not which are missed.
         self._lru = configs[0].with_changes(policy=load_policy("on_demand", _ON_DEMAND))
         self._done: dict[str, _Found] = {}
         self._fewest: dict[tuple[Capacity, bool, bool], tuple[int, int]] = {}
 
+    @cached_property
+    def future(self) -> Future | None:
+        """What the trace will need; None where nothing asks, which leaves the trace on disk."""
+        return Future(self.trace) if self._needs_future else None  # type: ignore[arg-type]
+
     def setting(self, config: Config) -> Setting:
         """Return the engine's setting. Raises ValueError where the capacity needs unknown sizes."""
         if not self.trace.has_sizes and config.emulate is None:
-            check_sized(config.capacity, self.trace.name, "--expert_bytes")
+            check_sized(config.capacity, self.trace.name)
         setting = config.setting(self.trace.geometry)
         return setting if config.seed is not None else replace(setting, seed=self.trace.seed)
 

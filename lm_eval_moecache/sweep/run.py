@@ -5,12 +5,11 @@ Or estimates, for the same cells, what would run and how long it would take.
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor, Future, as_completed
+from concurrent.futures import BrokenExecutor, as_completed
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -37,7 +36,7 @@ from lm_eval_moecache.sweep.files import (
     unedited,
 )
 from lm_eval_moecache.sweep.identity import ResolvedCell, plan
-from lm_eval_moecache.sweep.pool import local_pool, submit
+from lm_eval_moecache.sweep.pool import EXECUTORS
 from lm_eval_moecache.sweep.sharing import (
     ExecutionPlan,
     bound_cells,
@@ -320,121 +319,41 @@ def check_cell(cell: Cell, bare: Bare = skeleton) -> ResolvedCell:
     return plan(cell, *configuration)
 
 
-# --- executors: this process, local processes, a Ray cluster, Slurm jobs ---
-#
-# Each executor yields outcomes as they arrive. All call the same worker, which writes the results
-# itself: Ray and Slurm need the experiment's folder on a file system that their machines share.
-
-Stages = Sequence[Sequence[ResolvedCell]]
-Place = tuple[str, str]
-"""Folder and name of the experiment."""
+# --- the runs: in this process, or by an executor ---
 
 
 def execute(
     stages: Iterable[Sequence[ResolvedCell]], folder: Path, sweep: SweepFile
 ) -> Iterator[Outcome]:
-    """Run the cells, stage after stage: a replay needs the trace of an earlier run.
+    """Run the cells, stage after stage, as a replay needs the trace of an earlier run.
 
-    Within a stage, cells that share a loaded model or a trace run consecutively.
+    Yields outcomes as they arrive; the worker writes the results itself. Within a stage, cells that
+    share a loaded model or a trace run consecutively.
     """
     ordered = [sorted(stage, key=_neighbours) for stage in stages if stage]
-    where, options = (str(folder.resolve()), sweep.name), sweep.executor_options
-    if sweep.executor == "ray":
-        return _ray(ordered, where, sweep.jobs, options)
-    if sweep.executor == "submitit":
-        return _submitit(ordered, where, sweep.jobs, options)
-    if sweep.jobs == 1:
-        return (run_cell(cell, *where) for stage in ordered for cell in stage)
-    return _processes(ordered, where, sweep.jobs)
+    where = str(folder.resolve()), sweep.name
+    if (sweep.executor, sweep.jobs) == ("local", 1):
+        yield from (run_cell(cell, *where) for stage in ordered for cell in stage)
+        return
+    with EXECUTORS[sweep.executor](sweep.jobs, where[0], sweep.executor_options) as submit:
+        for stage in ordered:
+            # A Slurm job takes long to start: one takes an equal share of the stage.
+            size = -(-len(stage) // sweep.jobs) if sweep.executor == "submitit" else 1
+            chunks = [stage[start : start + size] for start in range(0, len(stage), size)]
+            try:
+                futures = submit(run_cells, chunks, *where)
+            except BrokenExecutor as dead:  # a process died in an earlier stage
+                yield from failed(stage, dead)
+                continue
+            for future in as_completed(futures):
+                error = future.exception()
+                yield from future.result() if error is None else failed(futures[future], error)
 
 
 def _neighbours(planned: ResolvedCell) -> tuple[str, ...]:
     return (*planned.load_key, planned.shared or "")
 
 
-def failed(planned: ResolvedCell, error: BaseException) -> Outcome:
-    """Return the outcome of a cell whose process or job ended with this error."""
-    return Outcome(planned.run_id, f"{type(error).__name__}: {error}")
-
-
-def _processes(stages: Stages, where: Place, jobs: int) -> Iterator[Outcome]:
-    with local_pool(jobs) as pool:
-        for stage in stages:
-            try:
-                futures = submit(pool, run_cell, stage, *where)
-            except BrokenExecutor as dead:  # a process died in an earlier stage
-                yield from (failed(cell, dead) for cell in stage)
-                continue
-            for future in as_completed(futures):
-                yield outcome_of(future, futures[future])
-
-
-def outcome_of(future: Future[Outcome], planned: ResolvedCell) -> Outcome:
-    """Return a cell's outcome; a process that died (memory, a kill) counts as a failed run."""
-    error = future.exception()
-    return future.result() if error is None else failed(planned, error)
-
-
-def _ray(stages: Stages, where: Place, jobs: int, options: Mapping[str, Any]) -> Iterator[Outcome]:
-    ray = import_extra("executor='ray'", "ray", "ray")
-    is_ours = not ray.is_initialized()
-    if is_ours:
-        ray.init(**{"log_to_driver": False, **options})
-    cores = max(1, int(ray.cluster_resources().get("CPU", 1)) // jobs)
-    # Ray's worker processes are reused for tasks of one function, so they share a loaded model.
-    task = ray.remote(num_cpus=cores, max_retries=0)(run_cell)
-    waiting: dict[Any, ResolvedCell] = {}
-    try:
-        for stage in stages:
-            waiting = {task.remote(cell, *where): cell for cell in stage}
-            while waiting:
-                [ready], _ = ray.wait(list(waiting), num_returns=1)
-                cell = waiting.pop(ready)
-                try:
-                    yield ray.get(ready)
-                except ray.exceptions.RayError as error:
-                    yield failed(cell, error)
-    except BaseException:
-        # On a cluster we did not start, queued tasks would still run.
-        for reference in waiting:
-            ray.cancel(reference, force=True)
-        raise
-    finally:
-        if is_ours:
-            ray.shutdown()
-
-
-def _submitit(
-    stages: Stages, where: Place, jobs: int, options: Mapping[str, Any]
-) -> Iterator[Outcome]:
-    submitit = import_extra("executor='submitit'", "submitit", "submitit")
-    parameters = {"timeout_min": 24 * 60, **options}
-    cluster = parameters.pop("cluster", None)
-    executor = submitit.AutoExecutor(folder=f"{where[0]}/submitit", cluster=cluster)
-    executor.update_parameters(**parameters)
-    for stage in stages:
-        # Neighbours share a loaded model: put consecutive runs into one job.
-        size = -(-len(stage) // jobs)
-        chunks = [stage[start : start + size] for start in range(0, len(stage), size)]
-        submitted = executor.map_array(run_cells, chunks, *([word] * len(chunks) for word in where))
-        try:
-            for job, chunk in zip(submitted, chunks, strict=True):
-                try:
-                    yield from job.result()
-                except Exception as error:  # submitit raises several kinds, the job's own included
-                    yield from (failed(cell, error) for cell in chunk)
-        except BaseException:
-            for job in submitted:
-                job.cancel()
-            raise
-
-
-def import_extra(what: str, package: str, extra: str) -> Any:
-    """Import an optional package. Raises ValueError naming the extra that installs it."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ValueError(
-            f"{what} needs the package {package!r}, which is not installed ({error}). "
-            f"Install it with `pip install {package}`, or this package with its extra {extra!r}."
-        ) from error
+def failed(cells: Iterable[ResolvedCell], error: BaseException) -> Iterator[Outcome]:
+    """Yield the outcomes of cells whose process or job died (memory, a kill)."""
+    return (Outcome(cell.run_id, f"{type(error).__name__}: {error}") for cell in cells)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib
 import json
 import os
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache, lru_cache
@@ -27,26 +26,29 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.plugin import MODELS
 from lm_eval_moecache.harness.run_report import run_report
-from lm_eval_moecache.harness.tasks import document_metrics, drop_group_errors, speed_row
+from lm_eval_moecache.harness.tasks import document_metrics
 from lm_eval_moecache.records.artifact import versions_of
 from lm_eval_moecache.records.errors import MoECacheError
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.numbers import unknown_name_error
-from lm_eval_moecache.records.sizes import check_sized, parse_bytes
-from lm_eval_moecache.report.runs.run import SPEED_FILTER
-from lm_eval_moecache.sweep.evaluation import evaluate, loadable, quiet, recorded_speed
+from lm_eval_moecache.records.sizes import parse_bytes
+from lm_eval_moecache.sweep.evaluation import (
+    by_metric,
+    evaluate,
+    quiet,
+    recorded_speed,
+    without_speed,
+)
 from lm_eval_moecache.sweep.files import write_failure, write_record
-from lm_eval_moecache.sweep.identity import ResolvedCell, plan
-from lm_eval_moecache.sweep.replay_grid import SETTINGS
-from lm_eval_moecache.sweep.sharing import SharedRun, is_offline
+from lm_eval_moecache.sweep.identity import ResolvedCell, content_digest, plan
+from lm_eval_moecache.sweep.replay_grid import SETTINGS, Replays
+from lm_eval_moecache.sweep.sharing import SharedRun
 from lm_eval_moecache.sweep.spec import REPLAY, Cell
 from lm_eval_moecache.trace.file import StreamedTrace
-from lm_eval_moecache.trace.future import Future
-from lm_eval_moecache.trace.importers import load_trace, open_any
+from lm_eval_moecache.trace.importers import open_any
 from lm_eval_moecache.trace.recorder import FULL
 from lm_eval_moecache.trace.trace import Trace
 
@@ -54,7 +56,6 @@ RECORD_FORMAT = 1
 BY_MODEL, BY_REPLAY = "model", "replay"
 KEYS = (*SETTINGS, "expert_bytes")
 """The keys of a cell in a sweep over traces."""
-_SUFFIX = f",{SPEED_FILTER}"
 # Settings of the maths libraries that change how sums round.
 _ROUNDING = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
 _PACKAGES = ("lm-eval-moecache", "lm-eval", "torch", "transformers", "numpy")
@@ -164,7 +165,7 @@ class NoSharedRunError(MoECacheError):
 
 
 def check_trace_cell(cell: Cell) -> ResolvedCell:
-    """Return the cell with its identity, which covers the trace's content.
+    """Return the cell with its identity.
 
     Raises ValueError naming the key, or the trace, that does not fit.
     """
@@ -172,54 +173,30 @@ def check_trace_cell(cell: Cell) -> ResolvedCell:
         axis, dot, _ = key.partition(".")
         if key not in KEYS and not (dot and axis in AXES):
             raise unknown_name_error("of a sweep over traces, the key", key, KEYS)
-    trace = _load(cell, cell.pretrained)
     settings = {key: value for key, value in cell.arguments.items() if key != "expert_bytes"}
+    trace = _trace_of(cell, cell.pretrained)
     config = read_config({"policy": "on_demand", "seed": trace.seed, **settings}, replayed=True)
-    capacity = config.setting(trace.geometry).capacity
-    if not trace.has_sizes and config.emulate is None:
-        check_sized(capacity.text, trace.name, "expert_bytes")
-    return plan(cell, config, {"content": _digest(cell.pretrained, _state(cell.pretrained))})
+    Replays(trace, [config]).setting(config)
+    return plan(cell, config, {})
 
 
-def _load(cell: Cell, file: str) -> Trace | StreamedTrace:
+def _trace_of(cell: Cell, file: str) -> Trace | StreamedTrace:
     size = cell.arguments.get("expert_bytes")
     expert_bytes = None if size is None else parse_bytes(str(size), "expert_bytes")
-    return _open(file, expert_bytes, _state(file))
+    return _opened(file, expert_bytes, content_digest(file))
 
 
 @lru_cache(maxsize=1)
-def _open(file: str, expert_bytes: int | None, state: tuple[int, int]) -> Trace | StreamedTrace:
+def _opened(file: str, expert_bytes: int | None, digest: str | None) -> Trace | StreamedTrace:
     """Keep the last trace read: cells of one trace follow each other."""
     return open_any(file, logits=True, predicted=True, expert_bytes=expert_bytes)
 
 
-def _state(file: str) -> tuple[int, int]:
-    path = Path(file)
-    if not path.is_file():
-        return (0, 0)
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns
-
-
-@lru_cache(maxsize=64)
-def _digest(file: str, state: tuple[int, int]) -> str:
-    sha256 = hashlib.sha256()
-    with open(file, "rb") as content:
-        while block := content.read(1 << 20):
-            sha256.update(block)
-    return sha256.hexdigest()[:16]
-
-
 def _replay(planned: ResolvedCell, file: str) -> tuple[dict[str, Any], list[RequestRecord]]:
-    """Return a replay's report and its requests; offline algorithms load the whole trace."""
-    config, future, trace = planned.config, None, _load(planned.cell, file)
-    if is_offline(planned):
-        if not isinstance(trace, Trace):
-            trace = load_trace(file, logits=True, predicted=True)
-        future = Future(trace)
-    setting = config.setting(trace.geometry)
-    engine = replay(trace, setting, future=future, cache_reset=config.cache_reset)
-    engine.check_integrity()
+    """Return a replay's report and its requests."""
+    config = planned.config
+    replays = Replays(_trace_of(planned.cell, file), [config])
+    engine = replays.replay(replays.setting(config))
     requests = engine.ledger.requests
     return run_report(engine, config, requests, engine.peak_cache_bytes), requests
 
@@ -244,51 +221,11 @@ def _replayed(planned: ResolvedCell, folder: Path) -> tuple[dict[str, Any], str]
     recorded: dict[str, Any] = json.loads(files.results.read_text())
     results: dict[str, Any] = recorded["kept"]
     results["config"]["moecache"] = {**report, **(results["config"]["moecache"] or {})}
-    _replace_speed(results, requests, planned.cell)
+    for task, documents in document_metrics(requests).items():
+        speed = by_metric((document, recorded_speed(each)) for document, each in documents.items())
+        answers = without_speed(results["scores"].get(task, {}))
+        results["scores"][task] = dict(sorted((answers | speed).items()))
     return results, recorded["run_id"]
-
-
-def _replace_speed(record: dict[str, Any], requests: Sequence[RequestRecord], cell: Cell) -> None:
-    """Replace the speed rows of `record` by those of these requests.
-
-    Raises ValueError where the metrics differ: a device on which all is free, for example, has no
-    tokens per second.
-    """
-    results: dict[str, dict[str, Any]] = record["results"]
-    if not any(key.endswith(_SUFFIX) for row in results.values() for key in row):
-        return
-    by_task = document_metrics(requests)
-    for task, documents in by_task.items():
-        row = results.get(task, {})
-        names = [key for key in row if key.endswith(_SUFFIX)]
-        if not names:
-            continue
-        speed = speed_row(documents.values())
-        if set(speed) != set(names):
-            raise ValueError(
-                f"task {task}: the recorded run has the speed figures {', '.join(names)}, this "
-                f"cell has {', '.join(speed)}. Run it with `moecache sweep --live`."
-            )
-        row.update(speed)
-        speeds: dict[str, dict[str, float]] = {}
-        for document, figures in documents.items():
-            for key, value in recorded_speed(figures).items():
-                speeds.setdefault(key, {})[str(document)] = value
-        record["scores"].setdefault(task, {}).update(speeds)
-    for name, group in _groups(cell.tasks, cell.include_path).items():
-        aggregated = group.aggregate(results)
-        for group_row in (results.get(name), record.get("groups", {}).get(name)):
-            if group_row is not None:
-                group_row.update(
-                    {key: aggregated[key] for key in group_row if key.endswith(_SUFFIX)}
-                )
-    drop_group_errors(record, (figures for docs in by_task.values() for figures in docs.values()))
-
-
-@lru_cache(maxsize=2)
-def _groups(tasks: tuple[str, ...], include_path: tuple[str, ...]) -> Mapping[str, Any]:
-    groups: Mapping[str, Any] = loadable(tasks, include_path).load(list(tasks))["groups"]
-    return groups
 
 
 # --- provenance: the part of a record that a rerun need not reproduce ---

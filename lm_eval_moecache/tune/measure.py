@@ -92,21 +92,26 @@ class CandidateRunner:
         self._speeds: dict[str, float] = {}
         self._skeleton = shared_skeletons()
 
+    @property
+    def floor(self) -> float:
+        """The lowest accuracy that meets the budget."""
+        # A loss of exactly the budget meets it, rounding errors aside.
+        return self.reference.accuracy - self.objective.budget * POINT - 1e-9
+
     def prepare(self, depth: int) -> None:
         """Run the model once, losslessly; record its routing, with predictions `depth` ahead."""
         args = {"policy": "on_demand", "prefetch": "next_gate", "prefetch.depth": depth}
         planned = self.candidate("reference", args)
         self._config = planned.config
         traces = self.folder / "trace"
-        files = sorted(traces.glob("*.parquet"))
-        if not files or self._record(planned) is None:
+        if is_missing := not list(traces.glob("*.parquet")) or self._record(planned) is None:
             shutil.rmtree(traces, ignore_errors=True)
             # Recording a trace changes nothing in the record, so `planned` keeps its hash.
             config = planned.config.with_changes(trace=str(traces), detail=FULL)
-            self._execute(dataclasses.replace(planned, config=config))
-            files = sorted(traces.glob("*.parquet"))
-        self.reference = self._read(planned)
-        self.trace = load_trace(str(files[-1]), logits=True, predicted=True)
+            planned = dataclasses.replace(planned, config=config)
+        self.reference = self.run(planned, again=is_missing)
+        [*_, file] = sorted(traces.glob("*.parquet"))
+        self.trace = load_trace(str(file), logits=True, predicted=True)
 
     def candidate(
         self,
@@ -140,26 +145,16 @@ class CandidateRunner:
             self._speeds[key] = float(speed["mean"] if isinstance(speed, Mapping) else speed)
         return dataclasses.replace(self.reference, speed=self._speeds[key], measured_by=BY_REPLAY)
 
-    def run(self, planned: ResolvedCell) -> Measured:
+    def run(self, planned: ResolvedCell, *, again: bool = False) -> Measured:
         """Return a candidate's metrics, from a run of the model or an earlier record of one.
 
         Raises ValueError, with the run's error, where it fails.
         """
-        if self._record(planned) is None:
-            self._execute(planned)
-        return self._read(planned)
-
-    def _record(self, planned: ResolvedCell) -> Mapping[str, Any] | None:
-        done = unedited(finished(self.folder), [planned])
-        return done.get(planned.configuration_hash)
-
-    def _execute(self, planned: ResolvedCell) -> None:
-        outcome = run_cell(planned, str(self.folder.resolve()), EXPERIMENT)
-        if outcome.error is not None:
-            reason = self.folder / FAILED / f"{planned.run_id}.txt"
-            raise ValueError(f"{planned.cell.label}: {outcome.error}; its traceback: {reason}")
-
-    def _read(self, planned: ResolvedCell) -> Measured:
+        if again or self._record(planned) is None:
+            outcome = run_cell(planned, str(self.folder.resolve()), EXPERIMENT)
+            if outcome.error is not None:
+                reason = self.folder / FAILED / f"{planned.run_id}.txt"
+                raise ValueError(f"{planned.cell.label}: {outcome.error}; its traceback: {reason}")
         record = self._record(planned)
         assert record is not None, "it was run"
         [run] = [run for run in load_runs(self.folder) if run.run_id == record["run_id"]]
@@ -171,6 +166,10 @@ class CandidateRunner:
                 "a score for which more is better, one of them with generation for tok_per_s."
             )
         return Measured(score.number, score.stderr, speed, BY_MODEL)
+
+    def _record(self, planned: ResolvedCell) -> Mapping[str, Any] | None:
+        done = unedited(finished(self.folder), [planned])
+        return done.get(planned.configuration_hash)
 
 
 def overrides_of(policy: Mapping[str, Any], axes: Sequence[str] = AXES) -> dict[str, Any]:

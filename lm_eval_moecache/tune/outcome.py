@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
 
 from lm_eval_moecache.algorithms.policy import choice_text
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.runs.columns import Column
 from lm_eval_moecache.report.runs.run import Value
@@ -46,34 +45,31 @@ def outcome_of(
     """
     metric, sign = question["metric"], sign_of(question["metric"])
     within_budget = [e for e in entries if e["within_budget"]]
-    shipped = [e for e in entries if e["kind"] == SHIPPED]
 
     def fastest(some: Iterable[Entry]) -> Entry | None:
         return max(some, key=lambda e: (sign * e["speed"], e["accuracy"]), default=None)
 
+    def keeps(e: Entry, other: Entry) -> bool:
+        if sign * e["speed"] > sign * other["speed"]:
+            return True
+        if (e["speed"], e["accuracy"]) == (other["speed"], other["accuracy"]):
+            return True
+        scores = (Sampled(each["accuracy"], each["stderr"] or 0.0, {}) for each in (e, other))
+        return keeps_score(*scores, e["is_lossless"], other["is_lossless"])
+
     best = fastest(within_budget)
     best_shipped = fastest(e for e in within_budget if e["kind"] == SHIPPED)
-    scores = [Sampled(e["accuracy"], e["stderr"] or 0.0, {}) for e in entries]
-    rows = [
-        ((score.figure, sign * e["speed"]), score, bool(e.get("is_lossless")))
-        for e, score in zip(entries, scores, strict=True)
-    ]
     front: dict[tuple[float, float], Entry] = {}
-    for entry, (point, score, lossless) in zip(entries, rows, strict=True):
-        if all(
-            point == other_point
-            or point[1] > other_point[1]
-            or keeps_score(score, other, lossless, is_other_lossless)
-            for other_point, other, is_other_lossless in rows
-        ):
-            front.setdefault(point, entry)
+    for e in entries:
+        if all(keeps(e, other) for other in entries):
+            front.setdefault((e["speed"], e["accuracy"]), e)
     return {
         "question": dict(question),
         "floor": floor,
         "verdict": _verdict(metric, best, best_shipped),
         "best": best,
         "front": sorted(front.values(), key=lambda e: -sign * float(e["speed"])),
-        "shipped": shipped,
+        "shipped": [e for e in entries if e["kind"] == SHIPPED],
         "left_out": dict(left_out),
         "trials": dict(counts),
         "confirmation": None,
@@ -109,18 +105,9 @@ def read_outcome(
             continue
         counts[state] += 1
         left_out.pop(composition, None)
-        if "figures" in attributes:
-            figures = attributes["figures"]
-            entries.append(
-                {
-                    "name": composition or f"trial {trial.number}",
-                    "kind": attributes["kind"],
-                    "policy": attributes["policy"],
-                    "is_lossless": attributes["is_lossless"],
-                    **figures,
-                    "within_budget": figures["accuracy"] >= floor,
-                }
-            )
+        if "entry" in attributes:
+            entry = attributes["entry"]
+            entries.append({**entry, "within_budget": entry["accuracy"] >= floor})
         elif composition is not None:
             left_out[composition] = attributes.get("reason", state)
     return outcome_of(study.user_attrs["question"], floor, entries, left_out, counts)
@@ -140,52 +127,39 @@ def confirmation_text(name: str, confirmation: Mapping[str, Any] | None) -> str:
     )
 
 
-def front_table(report: Mapping[str, Any]) -> str:
+def front_table(outcome: Mapping[str, Any]) -> str:
     """Return front, shipped compositions and verdict of an outcome as Markdown."""
-    metric = report["question"]["metric"]
-    if metric not in METRICS:
-        raise unknown_name_error("question.metric", metric, METRICS)
-    heading, decimals, *_ = METRICS[metric]
-    speed = Column(metric, heading, decimals, None, True)
-    shipped = sorted(report["shipped"], key=lambda e: -sign_of(metric) * e["speed"])
+    metric = outcome["question"]["metric"]
+    shipped = sorted(outcome["shipped"], key=lambda e: -sign_of(metric) * e["speed"])
     tables = [
-        _table("Pareto front", report["front"], speed),
-        _table("Shipped compositions", shipped, speed),
+        _table("Pareto front", outcome["front"], metric),
+        _table("Shipped compositions", shipped, metric),
     ]
-    lines = [as_markdown(tables), report["verdict"]]
-    if report["best"] is not None and "confirmation" in report:
-        lines.append(confirmation_text(report["best"]["name"], report["confirmation"]))
+    lines = [as_markdown(tables), outcome["verdict"]]
+    if outcome["best"] is not None:
+        lines.append(confirmation_text(outcome["best"]["name"], outcome["confirmation"]))
     reasons: dict[str, list[str]] = {}
-    for name, reason in report["left_out"].items():
+    for name, reason in outcome["left_out"].items():
         reasons.setdefault(reason, []).append(name)
     lines += [f"Left out: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
     return "\n".join(lines) + "\n"
 
 
-def _table(title: str, entries: Sequence[Mapping[str, Any]], speed: Column) -> Table:
-    columns = (
-        Column("name", "Policy"),
-        Column("composition", "Composition"),
-        Column("lossless", "Lossless"),
-        Column("accuracy", "Accuracy", 3, None, True),
-        speed,
-        Column("measured_by", "Measured by"),
-        Column("within_budget", "Within budget"),
-    )
-    rows = tuple(
-        (
-            Value(e["name"]),
-            Value(composition_text(e["policy"])),
-            # Searches of earlier versions did not record it.
-            Value({None: None, True: "yes", False: "no"}[e.get("is_lossless")]),
-            Value(e["accuracy"], e["stderr"]),
-            Value(e["speed"]),
-            Value(e["measured_by"]),
-            Value("yes" if e["within_budget"] else "no"),
-        )
-        for e in entries
-    )
-    return Table(title, columns, rows)
+def _table(title: str, entries: Sequence[Entry], metric: str) -> Table:
+    heading, decimals, *_ = METRICS[metric]
+    cells: Mapping[Column, Callable[[Entry], Value]] = {
+        Column("name", "Policy"): lambda e: Value(e["name"]),
+        Column("composition", "Composition"): lambda e: Value(composition_text(e["policy"])),
+        Column("lossless", "Lossless"): lambda e: Value("yes" if e["is_lossless"] else "no"),
+        Column("accuracy", "Accuracy", 3, None, True): lambda e: Value(e["accuracy"], e["stderr"]),
+        Column(metric, heading, decimals, None, True): lambda e: Value(e["speed"]),
+        Column("measured_by", "Measured by"): lambda e: Value(e["measured_by"]),
+        Column("within_budget", "Within budget"): lambda e: Value(
+            "yes" if e["within_budget"] else "no"
+        ),
+    }
+    rows = tuple(tuple(read(e) for read in cells.values()) for e in entries)
+    return Table(title, (*cells,), rows)
 
 
 def composition_text(policy: Mapping[str, Any]) -> str:

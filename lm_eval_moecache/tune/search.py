@@ -9,7 +9,6 @@ The best policy is confirmed on documents that the search has not seen.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,8 @@ from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.sweep.evaluation import answers_of, leaf_tasks
 from lm_eval_moecache.sweep.files import only_sweep
 from lm_eval_moecache.sweep.identity import ResolvedCell
-from lm_eval_moecache.sweep.pool import local_pool, submit
-from lm_eval_moecache.sweep.run import check_cell, import_extra
+from lm_eval_moecache.sweep.pool import import_extra, local_pool
+from lm_eval_moecache.sweep.run import check_cell
 from lm_eval_moecache.sweep.worker import BY_REPLAY, forget_model
 from lm_eval_moecache.tune.measure import POINT, CandidateRunner, Objective, overrides_of
 from lm_eval_moecache.tune.outcome import (
@@ -64,8 +63,7 @@ def tune(
 
     `trials` are drawn and shipped compositions together; after `timeout_s` running ones finish and
     no others start. With several `jobs`, which take an equal share of the trials each, `say` must
-    be a function of a module. Returns the content of `front.json`. Raises ValueError for any fault
-    of the options before the first run.
+    be a function of a module. Raises ValueError for any fault of the options before the first run.
     """
     space = read_space(space_file or DEFAULT_SPACE)
     reference = check_objective(objective)
@@ -76,24 +74,20 @@ def tune(
         shipped, left_out = _shipped(runner)
         _resume(study, shipped)
         runner.prepare(space.max_depth)
-        search = Search(runner, space.fit(runner.trace.geometry), shipped, say)
+        shares = [(seed + job, len(range(job, trials, jobs))) for job in range(jobs)]
+        arguments = objective, folder, space, shipped, say, timeout_s
         if jobs == 1:
-            search.run(study, trials, timeout_s)
+            _work(*shares, *arguments)
         else:
             forget_model()  # each worker loads its own
-            shares = [(seed + job, len(range(job, trials, jobs))) for job in range(jobs)]
-            with local_pool(jobs) as pool:
-                works = submit(
-                    pool, _work, shares, objective, folder, space, shipped, say, timeout_s
-                )
-                for future in works:
+            with local_pool(jobs) as submit:
+                for future in submit(_work, shares, *arguments):
                     future.result()
-        outcome = read_outcome(study, search.floor, shipped, left_out)
+        outcome = read_outcome(study, runner.floor, shipped, left_out)
         best = outcome["best"]
         if best is not None:
             outcome["confirmation"] = confirmation = confirm(runner, best, say)
             say(confirmation_text(best["name"], confirmation))
-    write_whole(folder / "front.json", json.dumps(outcome, indent=1) + "\n")
     write_whole(folder / "front.md", front_table(outcome))
     if best is not None:
         write_whole(folder / "best.yaml", policy_yaml(best, outcome["question"]))
@@ -220,7 +214,7 @@ def _enqueue_next(study: Any, shipped: Sequence[str]) -> None:
     taken = {trial.user_attrs.get("composition") for trial in trials}
     name = next((name for name in shipped if name not in taken), None)
     if name is not None:
-        study.enqueue_trial({}, user_attrs={"kind": SHIPPED, "composition": name})
+        study.enqueue_trial({}, user_attrs={"composition": name})
 
 
 def _work(
@@ -232,12 +226,22 @@ def _work(
     say: Callable[[str], object],
     timeout_s: float,
 ) -> None:
-    """Run a share (its seed, its number of trials) of a search in a process of its own."""
+    """Run a share (its seed, its number of trials) of a search, until they or the time are up."""
     seed, trials = share
     runner = CandidateRunner(objective, folder)
     runner.prepare(space.max_depth)
-    search = Search(runner, space.fit(runner.trace.geometry), shipped, say)
-    search.run(open_study(folder, objective, seed), trials, timeout_s)
+
+    def alternate(study: Any, trial: Any) -> None:
+        if "composition" not in trial.user_attrs:
+            _enqueue_next(study, shipped)
+
+    open_study(folder, objective, seed).optimize(
+        Search(runner, space.fit(runner.trace.geometry), say),
+        trials,
+        timeout_s,
+        catch=(Exception,),
+        callbacks=[alternate],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,23 +250,7 @@ class Search:
 
     runner: CandidateRunner
     space: Space
-    shipped: Sequence[str]
     say: Callable[[str], object]
-
-    @property
-    def floor(self) -> float:
-        """The lowest accuracy that meets the budget."""
-        # A loss of exactly the budget meets it, rounding errors aside.
-        return self.runner.reference.accuracy - self.runner.objective.budget * POINT - 1e-9
-
-    def run(self, study: Any, trials: int, timeout_s: float) -> None:
-        """Run trials until they or the time are up; a failed one keeps its reason."""
-
-        def alternate(study: Any, trial: Any) -> None:
-            if "composition" not in trial.user_attrs:
-                _enqueue_next(study, self.shipped)
-
-        study.optimize(self, trials, timeout_s, catch=(Exception,), callbacks=[alternate])
 
     def __call__(self, trial: Any) -> float:
         """Return a candidate's speed; its policy and figures become the trial's attributes.
@@ -291,14 +279,15 @@ class Search:
                 trial.set_user_attr("reason", str(error))
                 self.say(f"{label}: failed: {error}")
                 raise
-        attributes = {"kind": SEARCHED, **trial.user_attrs, "policy": policy.as_dict()}
-        attributes |= {
+        entry = {
+            "name": label,
+            "kind": SHIPPED if name else SEARCHED,
+            "policy": policy.as_dict(),
             "is_lossless": policy.is_lossless,
-            "figures": dataclasses.asdict(measured),
+            **dataclasses.asdict(measured),
         }
-        for key, value in attributes.items():
-            trial.set_user_attr(key, value)
-        trial.set_constraint("budget", self.floor - measured.accuracy)
+        trial.set_user_attr("entry", entry)
+        trial.set_constraint("budget", self.runner.floor - measured.accuracy)
         source = "replayed" if measured.measured_by == BY_REPLAY else "run"
         text = f"{label}: accuracy {measured.accuracy:.3f}, speed {measured.speed:.1f} ({source})"
         self.say(text if name else f"{text}: {composition_text(policy.as_dict())}")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from lm_eval_moecache.algorithms.policy import unmangle
-from lm_eval_moecache.algorithms.registry import AXES, find_algorithm, parameters_of
+from lm_eval_moecache.algorithms.registry import find_algorithm, parameters_of
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import plain_number, unknown_name_error
@@ -64,18 +64,13 @@ class Space:
 def read_space(path: Path) -> Space:
     """Read a space file. Raises ValueError naming what is unknown or malformed."""
     what = f"space={str(path)!r}"
-    schema = check(SpaceFile, read_yaml(path, what), what)
-    axes: dict[str, dict[str, dict[str, Any]]] = {
-        axis: dict(getattr(schema, axis)) for axis in AXES
-    }
-    for axis in AXES:
-        for name, parameters in axes[axis].items():
-            parameter_names = [unmangle(n) for n in parameters_of(find_algorithm(axis, name))]
+    axes = check(SpaceFile, read_yaml(path, what), what).model_dump()
+    for axis, algorithms in axes.items():
+        for name, parameters in algorithms.items():
+            known = [unmangle(n) for n in parameters_of(find_algorithm(axis, name))]
             for parameter in parameters:
-                if parameter not in parameter_names:
-                    raise unknown_name_error(
-                        f"space: {axis}.{name}: parameter", parameter, parameter_names
-                    )
+                if parameter not in known:
+                    raise unknown_name_error(f"space: {axis}.{name}: parameter", parameter, known)
     return Space(axes)
 
 

@@ -407,7 +407,6 @@ FILES: list[tuple[str, str, str]] = [
     ("claims", CLAIMS + CLAIMS.partition("claims:\n")[2], "has A1 twice"),
     ("claims", "title: x\nabout: x\nclaims: []\n", "must not be empty"),
     *(("rows", text, "rows") for text in ('{"rows": []}', '{"rows": 7}', '{"rows": [7]}', '{"rows": [{"a": [1]}]}', '{"rows": [{"a": 1}, {"b": 1}]}')),
-    *(("front", text, "front.json") for text in ('{"front": 7}', '{"front": []}', '{"front": [], "front": []}')),
     *(("use", json.dumps({**USE, **change}), f"warm= … x.json … {words}") for change, words in (({"counts": [[1, 2], [3]]}, "must have num_layers=2 of num_experts=2"), ({"counts": [[1, -2], [3, 4]]}, "counts.0.1=-2 must be"), ({"kind": "uses"}, "kind"), ({"countz": []}, "countz"))),
     *(("use", text, "x.json") for text in ("[]", "{}", '{"format": 2}', "7", '{"counts": [[-1]]}')),
     *(("sizes", text, "x.json") for text in ("[]", "{}", "7", *(f'{{"experts_per_layer": {n}}}' for n in ("[]", "[0]", "[true]", "[1.5]", "7", "[1e30]")))),

@@ -17,7 +17,6 @@ import yaml
 
 from lm_eval_moecache.algorithms.learned.data_aware import load_data_aware
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.cli.table import other_table
 from lm_eval_moecache.emulate.models import load_real_model
 from lm_eval_moecache.engine.replay import replay
@@ -110,7 +109,7 @@ def _use_claims(path: Path) -> object:
 
 
 def _use_table(path: Path) -> object:
-    """Remake the table next to the JSON of an analysis or a search."""
+    """Remake the table next to the JSON of an analysis."""
     path.with_suffix(".md").touch()
     try:
         return other_table(path)
@@ -194,15 +193,7 @@ class Kind:
         return gzip.compress(text.encode(), mtime=0) if self.form == "gz" else text.encode()
 
 
-ENTRY: dict[str, Any] = {
-    **{"name": "lru", "policy": {axis: {"name": "x"} for axis in AXES}, "measured_by": "replay"},
-    **{"accuracy": 0.5, "stderr": None, "speed": 3.0, "within_budget": True},
-}
 ROWS = {"model": "tiny", "rows": [{"layer": n, "share": n / 7, "x": None} for n in range(3)]}
-FRONT = {
-    **{"question": {"metric": "ttft_ms"}, "verdict": "x", "best": ENTRY, "confirmation": None},
-    **{"front": [ENTRY], "shipped": [ENTRY], "left_out": {"specmd": "x"}},
-}
 CELLS = [
     {"cell": {"trace": trace, "eviction": eviction}, "miss_rate": 0.1 + 0.2 * number}
     for trace in ("a", "b")
@@ -226,7 +217,6 @@ KINDS: dict[str, Kind] = {
     ),
     "results": Kind("x.json", _use_results, record("a"), **JSON),
     "rows": Kind("x.json", _use_table, ROWS, **JSON),
-    "front": Kind("front.json", _use_table, FRONT, **JSON),
     "sizes": Kind(
         "x.json", lambda path: capacity_text(str(path)),
         {"experts_per_layer": [3, 2, 1], "capacity": 6}, **JSON,

@@ -18,13 +18,13 @@ NUM_TASKS = 6
 SCRIPT = """
 import signal, sys
 from pathlib import Path
-from lm_eval_moecache.sweep.pool import local_pool, submit
+from lm_eval_moecache.sweep.pool import local_pool
 from tests.sweep.test_pool import work
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
     try:
-        with local_pool(2) as pool:
-            for future in submit(pool, work, range({num}), sys.argv[1]):
+        with local_pool(2) as submit:
+            for future in submit(work, range({num}), sys.argv[1]):
                 future.result()
     except KeyboardInterrupt:
         print("interrupted", flush=True)

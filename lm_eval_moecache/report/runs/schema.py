@@ -1,4 +1,4 @@
-"""Schemas of results: runs, analyses and searches.
+"""Schemas of results: runs and analyses.
 
 Files of other releases may have more fields than are read here; those that are read have the types
 their readers rely on.
@@ -240,48 +240,6 @@ class RowsFile(OpenSchema):
             if list(row) != list(rows[0]):
                 raise ValueError(f"has a row with {shown(list(row))}, not {shown(list(rows[0]))}")
         return rows
-
-
-class Found(OpenSchema):
-    """One policy that a search has measured."""
-
-    name: str
-    policy: AxesReport
-    accuracy: Number
-    stderr: Number | None
-    speed: Number
-    measured_by: str
-    within_budget: bool
-
-
-class Confirmation(OpenSchema):
-    """The best policy of a search, on documents held out from it."""
-
-    documents: dict[str, int]
-    points_lost: Number
-    accuracy: Number
-    reference_accuracy: Number
-    within_budget: bool
-    speed: Number
-    reference_speed: Number
-
-
-class Question(OpenSchema):
-    """The question that a search answers."""
-
-    metric: str
-
-
-class FrontFile(OpenSchema):
-    """The JSON of `moecache tune`."""
-
-    question: Question
-    verdict: str
-    best: Found | None
-    front: list[Found]
-    shipped: list[Found]
-    left_out: dict[str, str]
-    confirmation: Confirmation | None = None
 
 
 class TraceCell(OpenSchema):
