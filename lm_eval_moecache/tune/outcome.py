@@ -54,8 +54,8 @@ def outcome_of(
             return True
         if (e["speed"], e["accuracy"]) == (other["speed"], other["accuracy"]):
             return True
-        scores = (Sampled(each["accuracy"], each["stderr"] or 0.0, {}) for each in (e, other))
-        return keeps_score(*scores, e["is_lossless"], other["is_lossless"])
+        one, another = (Sampled(x["accuracy"], x["stderr"] or 0.0, {}) for x in (e, other))
+        return keeps_score(one, another, e["is_lossless"], other["is_lossless"])
 
     best = fastest(within_budget)
     best_shipped = fastest(e for e in within_budget if e["kind"] == SHIPPED)

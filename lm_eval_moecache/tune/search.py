@@ -77,7 +77,7 @@ def tune(
         shares = [(seed + job, len(range(job, trials, jobs))) for job in range(jobs)]
         arguments = objective, folder, space, shipped, say, timeout_s
         if jobs == 1:
-            _work(*shares, *arguments)
+            _work(shares[0], *arguments)
         else:
             forget_model()  # each worker loads its own
             with local_pool(jobs) as submit:
