@@ -5,16 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lm_eval_moecache
-from lm_eval_moecache import MoECacheError, load_runs, load_trace, plan, replay
-from lm_eval_moecache.harness.arguments import FROM_PRETRAINED, hflm_keys
-from lm_eval_moecache.harness.keys import HFLMKeys, ModelKeys
-from lm_eval_moecache.records.schemas.keys import KEYS
+from lm_eval_moecache import MoECacheError, MoECacheSpecLM, load_runs, load_trace, plan, replay
+from lm_eval_moecache.records.schemas.keys import DEFAULTS
 from lm_eval_moecache.report.runs.files import load_runs as read_runs
 from tests.conftest import Moecache
 
@@ -86,11 +85,9 @@ def test_what_a_user_gets_wrong_is_one_kind_of_error(call: Callable[[], Any], me
         call()
 
 
-def test_the_models_type_of_keys_has_all_that_it_takes() -> None:
-    assert set(HFLMKeys.__annotations__) <= {*hflm_keys(), *FROM_PRETRAINED}
-    assert set(FROM_PRETRAINED) <= set(HFLMKeys.__annotations__)
-    own = set(ModelKeys.__annotations__) - set(HFLMKeys.__annotations__)
-    assert own == set(KEYS)
+def test_help_shows_the_models_keys_with_their_defaults() -> None:
+    shown = signature(MoECacheSpecLM).parameters
+    assert {key: shown[key].default for key in DEFAULTS} == DEFAULTS
 
 
 def test_runs_are_a_line_each_of_the_same_named_columns() -> None:

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from inspect import Parameter, signature
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from lm_eval import utils
@@ -34,7 +35,6 @@ from lm_eval_moecache.harness.arguments import (
 )
 from lm_eval_moecache.harness.evaluation_options import check_use_cache
 from lm_eval_moecache.harness.generation import check_generation, stands_alone
-from lm_eval_moecache.harness.keys import shows_keys
 from lm_eval_moecache.harness.model_loader import ModelLoader
 from lm_eval_moecache.harness.preflight import charged_geometry, check_arguments, model_name
 from lm_eval_moecache.harness.recording import recorder_of
@@ -73,12 +73,8 @@ from lm_eval_moecache.model.speculative import (
 from lm_eval_moecache.records.files import TINY
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.numbers import check_typed
+from lm_eval_moecache.records.schemas.keys import DEFAULTS
 from lm_eval_moecache.trace.trace import NO_REQUEST
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from lm_eval_moecache.harness.keys import ModelKeys
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +88,8 @@ class MoECacheLM(HFLM):
     Args:
         pretrained: A hub id, a folder, `tiny`, or a loaded model (which is taken over until
             `wrapped.unwrap()`).
-        arguments: The keys of `keys.ModelKeys`: ours, and all arguments of HFLM. An algorithm with
-            parameters is `eviction={"name": "least_stale", "order": "fifo"}`.
+        arguments: Our keys (`records/schemas/keys.py` explains them), and all arguments of HFLM. An
+            algorithm with parameters is `eviction={"name": "least_stale", "order": "fifo"}`.
 
     Example:
         >>> from lm_eval_moecache import MoECacheLM  # doctest: +SKIP
@@ -110,8 +106,7 @@ class MoECacheLM(HFLM):
     _has_unsent = False
     """Whether there have been requests since the ledger was last sent to the first rank."""
 
-    @shows_keys
-    def __init__(self, pretrained: Any = TINY, **arguments: Unpack[ModelKeys]) -> None:
+    def __init__(self, pretrained: Any = TINY, **arguments: Any) -> None:
         with as_arguments_error(pretrained):
             speculative = self.is_speculative
             config, hflm_args = check_arguments(pretrained, arguments, speculative=speculative)
@@ -730,4 +725,13 @@ class MoECacheSpecLM(MoECacheLM):
         return output[:, : context.shape[1] + self._count_output(row, stop)]
 
 
+def _shows_keys() -> None:
+    """Make `help` and notebooks show the model's own keys with their defaults, not only `**`."""
+    own = [Parameter(k, Parameter.KEYWORD_ONLY, default=v) for k, v in DEFAULTS.items()]
+    *named, rest = signature(MoECacheLM.__init__).parameters.values()
+    shown = signature(MoECacheLM.__init__).replace(parameters=[*named, *own, rest])
+    MoECacheLM.__init__.__signature__ = shown  # type: ignore[attr-defined]
+
+
+_shows_keys()
 watch_evaluations(MoECacheLM)
