@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.choosing import Answer, Asked, Loop
+from lm_eval_moecache.algorithms.choosing import Answer, Asked, Loop, sort_experts
 from lm_eval_moecache.records.arrays import DoubleArray, FloatArray, IntArray, each_token
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.memory import (
@@ -101,21 +101,7 @@ def rank_experts(given: Ranking, token: int) -> None:
         if ordered[expert] == 0.0:
             ranked[place] = expert
             place += 1
-    # Shell's sort, of the others by logit and index.
-    gap = num_experts
-    while gap > 1:
-        gap = max(5 * gap // 11, 1)
-        for start in range(top_k + gap, num_experts):
-            expert, place = ranked[start], start
-            logit = logits[row + expert]
-            while place - gap >= top_k:
-                other = ranked[place - gap]
-                above = logits[row + other]
-                if above > logit or (above == logit and other < expert):
-                    break
-                ranked[place] = other
-                place -= gap
-            ranked[place] = expert
+    sort_experts(given.ranked + 8 * top_k, num_experts - top_k, given.logits + 4 * row)
     is_sorted = True
     for rank in range(num_experts):
         ordered[rank] = logits[row + ranked[rank]]

@@ -7,6 +7,7 @@ numba cannot compile a rule's function it is called in plain Python, and chooses
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,7 @@ from lm_eval_moecache.records.memory import (
     INTS,
     address_of,
     make_record,
+    numbers,
 )
 
 
@@ -46,6 +48,26 @@ class Answer:
     second: float = 0.0
 
 
+def sort_experts(experts: int, count: int, scores: int) -> None:
+    """Sort the experts [count] at an address by their `scores` [experts], largest first.
+
+    Ties go to the smaller expert. Shell's sort: machine code has no memory of its own.
+    """
+    order, values, gap = numbers(experts, INTS), numbers(scores, FLOATS), count
+    while gap > 1:
+        gap = max(5 * gap // 11, 1)
+        for start in range(gap, count):
+            expert, place = order[start], start
+            own = values[expert]
+            while place >= gap:
+                other = order[place - gap]
+                if values[other] > own or (values[other] == own and other < expert):
+                    break
+                order[place] = other
+                place -= gap
+            order[place] = expert
+
+
 class Loop:
     """A loop over one event's tokens, with its record in memory.
 
@@ -64,7 +86,8 @@ class Loop:
     def function(self) -> Callable[[int, int, int], int]:
         from lm_eval_moecache.records.machine_code import compiled  # imports numba
 
-        made: Callable[[int, int, int], int] = compiled((self._code,), self._entry)
+        modules = sys.modules[__name__], self._code
+        made: Callable[[int, int, int], int] = compiled(modules, self._entry)
         return made
 
     @property

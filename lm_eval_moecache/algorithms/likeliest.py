@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.choosing import Asked, Loop
+from lm_eval_moecache.algorithms.choosing import Asked, Loop, sort_experts
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.memory import FLAGS, FLOATS, INTS, address_of, numbers
@@ -109,24 +109,13 @@ def want_likeliest(given: Proposing, row: int) -> None:
 
 def write_wanted(given: Proposing, layer: int, found: int) -> int:
     """Write a layer's wanted keys behind those found, largest sum first; return how many."""
-    keys, mass = numbers(given.keys + 8 * found, INTS), numbers(given.mass, FLOATS)
-    wanted, count, base = numbers(given.wanted, FLAGS), 0, layer * given.num_experts
+    keys, wanted = numbers(given.keys + 8 * found, INTS), numbers(given.wanted, FLAGS)
+    count, base = 0, layer * given.num_experts
     for expert in range(given.num_experts):
         if wanted[expert]:
             keys[count] = expert
             count += 1
-    gap = count
-    while gap > 1:  # Shell's sort
-        gap = max(5 * gap // 11, 1)
-        for start in range(gap, count):
-            expert, place = keys[start], start
-            while place >= gap and (
-                mass[keys[place - gap]] < mass[expert]
-                or (mass[keys[place - gap]] == mass[expert] and keys[place - gap] > expert)
-            ):
-                keys[place] = keys[place - gap]
-                place -= gap
-            keys[place] = expert
+    sort_experts(given.keys + 8 * found, count, given.mass)
     for place in range(count):
         keys[place] += base
     return count

@@ -6,7 +6,11 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
+
+from lm_eval_moecache.records.arrays import DoubleArray, IntArray
 from lm_eval_moecache.records.artifact import Artifact
+from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.future import Future
 
@@ -87,6 +91,18 @@ class OverRows(Algorithm):
     def forget(self) -> None:
         """Begin anew with all that the rule remembers, if anything."""
         return
+
+    def drawn(self, event: Event, rows: IntArray) -> DoubleArray:
+        """Return random numbers [len(rows), experts], each for an entry of one of these `rows`.
+
+        Those of a row depend on the seed, its pass and the layer alone.
+        """
+        draws = np.empty((len(rows), self.geometry.num_experts))
+        for row in np.unique(rows).tolist():
+            own = rows == row
+            rng = np.random.default_rng((self.seed, event.passes[row], event.layer))
+            draws[own] = rng.random((np.count_nonzero(own), self.geometry.num_experts))
+        return draws
 
     def reset_copy(self) -> Any:
         """Return the rule as it was made."""

@@ -180,22 +180,18 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-_Declared = tuple[Mapping[str, inspect.Parameter], Mapping[str, Range]]
-_declared: dict[type[Any], _Declared] = {}
-"""By algorithm, the constructor's parameters without their ranges, and the ranges."""
-
-
-def _declaration(algorithm: type[Any]) -> _Declared:
-    if algorithm not in _declared:
-        parameters: dict[str, inspect.Parameter] = {}
-        ranges: dict[str, Range] = {}
-        for name, given in inspect.signature(algorithm, eval_str=True).parameters.items():
-            if name not in _NOT_PARAMETERS and given.kind not in _VARIADIC:
-                annotation, allowed = split_range(given.annotation)
-                parameters[name] = given.replace(annotation=annotation)
-                ranges |= {} if allowed is None else {name: allowed}
-        _declared[algorithm] = parameters, ranges
-    return _declared[algorithm]
+@cache
+def _declaration(
+    algorithm: type[Any],
+) -> tuple[Mapping[str, inspect.Parameter], Mapping[str, Range]]:
+    """Return the constructor's parameters without their ranges, and the ranges."""
+    parameters, ranges = dict[str, inspect.Parameter](), dict[str, Range]()
+    for name, given in inspect.signature(algorithm, eval_str=True).parameters.items():
+        if name not in _NOT_PARAMETERS and given.kind not in _VARIADIC:
+            annotation, allowed = split_range(given.annotation)
+            parameters[name] = given.replace(annotation=annotation)
+            ranges |= {} if allowed is None else {name: allowed}
+    return parameters, ranges
 
 
 def parameters_of(algorithm: type[Any]) -> Mapping[str, inspect.Parameter]:

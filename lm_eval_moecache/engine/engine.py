@@ -15,7 +15,7 @@ import numpy as np
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.learned.data_aware import cost_of
-from lm_eval_moecache.algorithms.learned.predictor import FREE, digest_of
+from lm_eval_moecache.algorithms.learned.predictor import PredictorCost, digest_of
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.engine.callbacks import AddSpan, Callbacks
 from lm_eval_moecache.engine.costs import Costs, attention_s
@@ -367,7 +367,7 @@ class Engine:
         """Prefetch by the predictions of the whole pass: an event of layer `PASS_START`."""
         artifact = self.rules.prefetch.artifact
         # A third-party prefetcher without an artifact has no known cost.
-        cost, seconds = FREE if artifact is None else cost_of(artifact), 0.0
+        cost, seconds = PredictorCost() if artifact is None else cost_of(artifact), 0.0
         if self.is_virtual:
             seconds = self.costs.network_s(cost, num_tokens)
         keys = proposed

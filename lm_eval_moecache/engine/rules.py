@@ -67,8 +67,7 @@ class Rules:
     @property
     def proposes_by_loop(self) -> bool:
         """Whether proposals follow from predictions alone, and go to the link as they are."""
-        prefetch = self.prefetch
-        return isinstance(prefetch, ScorePrefetch) and prefetch.is_loop and not self.ladder
+        return is_loop(self.prefetch) and not self.ladder
 
     def choose_by_loop(self, eviction: EvictionAlgorithm) -> bool:
         """Whether all that the rules decide is known, or decided by loops that the kernel calls."""
@@ -76,9 +75,9 @@ class Rules:
             return not self.ladder
         rule: Any = self.routing if self.miss.is_lossless else self.miss
         is_one = self.routing.is_lossless or self.miss.is_lossless
-        is_loop = isinstance(rule, RoutingByCost | SubstitutingMiss) and rule.is_loop
         looks = eviction.uses_weights or eviction.uses_logits or eviction.is_offline
-        return is_one and is_loop and not looks and (self.proposes_by_loop or not self.prefetches)
+        can_propose = self.proposes_by_loop or not self.prefetches
+        return is_one and is_loop(rule) and not looks and can_propose
 
     @contextmanager
     def naming(self, axis: str, method: str, layer: int | None) -> Iterator[None]:
@@ -179,6 +178,18 @@ def make_evictions(geometry: Geometry, setting: Setting) -> list[EvictionAlgorit
         eviction.num_slots = max(1, size * geometry.num_layers // total_bytes)
         evictions.append(eviction)
     return evictions
+
+
+_LOOPS = ((RoutingByCost, "choose"), (SubstitutingMiss, "choose"), (ScorePrefetch, "propose"))
+"""Bases of rules with a loop, and the method that says no more than the loop does."""
+
+
+def is_loop(rule: Any) -> bool:
+    """Whether a loop says all that a rule decides."""
+    return any(
+        isinstance(rule, base) and getattr(type(rule), method) is getattr(base, method)
+        for base, method in _LOOPS
+    )
 
 
 class Misfit(Exception):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lm_eval_moecache.algorithms.learned.data_aware import cost_of
-from lm_eval_moecache.algorithms.learned.predictor import FREE, costs
+from lm_eval_moecache.algorithms.learned.predictor import PredictorCost, costs
 from lm_eval_moecache.algorithms.miss.base import weight_shares
 from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.event import DECODE, DROPPED, PASS_START, PREFILL, Event
@@ -109,7 +109,7 @@ class Oracle:
             self.attention_s = self.costs.attention_s(model, first.phase, at)
         if self.prefetch.predicts_pass:
             artifact = self.prefetch.artifact
-            cost = FREE if artifact is None else cost_of(artifact)
+            cost = PredictorCost() if artifact is None else cost_of(artifact)
             ready_s = self.now + self.costs.network_s(cost, len(first.experts))
             self.enqueue(self.pass_proposals[index], index, PASS_START, ready_s, {})
             self.now = ready_s

@@ -56,9 +56,4 @@ def load_data_aware(profile: str | None, geometry: Geometry) -> Artifact:
 
 def cost_of(artifact: Artifact) -> PredictorCost:
     """Return the cost of reading a pass's tokens, without attention over earlier ones."""
-    arrays = artifact.arrays.values()
-    return PredictorCost(
-        num_weights=sum(array.size for array in arrays),
-        num_bytes=sum(array.nbytes for array in arrays),
-        num_kernels=_KERNELS,
-    )
+    return PredictorCost.of([*artifact.arrays.values()], _KERNELS)

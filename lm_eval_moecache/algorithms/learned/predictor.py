@@ -8,8 +8,9 @@ stages with ReLU between them, stored as `L.S.weight` [out, in] and `L.S.bias` [
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 from lm_eval_moecache.records.artifact import PREDICTOR, Artifact, load_artifact
 from lm_eval_moecache.records.event import DECODE
@@ -23,16 +24,17 @@ _LINEAR_KERNELS = 2
 """A product with its bias, and a cast or an activation; the softmax at the end is one more."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PredictorCost:
+class PredictorCost(NamedTuple):
     """The cost of one application at a layer: multiplied weights, bytes read, kernels launched."""
 
-    num_weights: int
-    num_bytes: int
-    num_kernels: int
+    num_weights: int = 0
+    num_bytes: int = 0
+    num_kernels: int = 0
 
-
-FREE = PredictorCost(num_weights=0, num_bytes=0, num_kernels=0)
+    @classmethod
+    def of(cls, arrays: Sequence[Any], num_kernels: int) -> PredictorCost:
+        """Return the cost of multiplying by these arrays once."""
+        return cls(sum(a.size for a in arrays), sum(a.nbytes for a in arrays), num_kernels)
 
 
 def num_stages(layer: int, num_layers: int) -> int:
@@ -108,12 +110,8 @@ def costs(artifact: Artifact) -> tuple[PredictorCost, ...]:
     layer_costs = []
     for layer in range(artifact.num_layers):
         arrays = [a for name, a in artifact.arrays.items() if name.startswith(f"{layer}.")]
-        cost = PredictorCost(
-            num_weights=sum(array.size for array in arrays),
-            num_bytes=sum(array.nbytes for array in arrays),
-            num_kernels=_LINEAR_KERNELS * num_stages(layer, artifact.num_layers) + 1,
-        )
-        layer_costs.append(cost)
+        num_kernels = _LINEAR_KERNELS * num_stages(layer, artifact.num_layers) + 1
+        layer_costs.append(PredictorCost.of(arrays, num_kernels))
     return tuple(layer_costs)
 
 

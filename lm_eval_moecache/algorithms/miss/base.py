@@ -218,11 +218,6 @@ class SubstitutingMiss(MissOverRows):
         loop.record.reuse, loop.record.forwards = self.reuse, int(self.order == "heaviest")
         return loop
 
-    @property
-    def is_loop(self) -> bool:
-        """Whether the loop says all that it chooses."""
-        return type(self).choose is SubstitutingMiss.choose
-
     def scores_of(self, given: Event | Batch) -> Mapping[str, FloatArray]:
         """Return the softmax scores and shares of tokens, where the cost looks at them."""
         return {

@@ -10,7 +10,6 @@ import numpy as np
 
 from lm_eval_moecache.algorithms.miss.base import Budget, SubstitutingMiss
 from lm_eval_moecache.algorithms.substitution import Missing, Substitute, SubstituteCost
-from lm_eval_moecache.records.arrays import DoubleArray
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.ranges import Share
 from lm_eval_moecache.records.selection import Selection
@@ -109,21 +108,13 @@ class SubstituteRandom(SubstitutingMiss):
         return _draw
 
     def choose(self, event: Event) -> Selection | None:
-        self.loop.give(draws=self._draws(event))
-        return super().choose(event)
-
-    def _draws(self, event: Event) -> DoubleArray:
-        """Return a number for each expert in place of each absent one, [tokens, top_k, experts]."""
-        missing, num_experts = event.is_missing, self.geometry.num_experts
+        missing = event.is_missing
         within = missing & (missing.cumsum(axis=-1) <= self.budget(event)[:, None])
-        columns, found = within.T.nonzero()
-        draws, rows = np.zeros((*missing.shape, num_experts)), event.rows[found]
-        for row in np.unique(rows).tolist():
-            own = np.random.default_rng((self.seed, event.passes[row], event.layer))
-            is_own = rows == row
-            drawn = own.random((np.count_nonzero(is_own), num_experts))
-            draws[found[is_own], columns[is_own]] = drawn
-        return draws
+        columns, tokens = within.T.nonzero()
+        draws = np.zeros((*missing.shape, self.geometry.num_experts))
+        draws[tokens, columns] = self.drawn(event, event.rows[tokens])
+        self.loop.give(draws=draws)
+        return super().choose(event)
 
 
 def _draw(missing: Missing, other: Substitute) -> tuple[float, float]:

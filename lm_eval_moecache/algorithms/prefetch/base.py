@@ -102,11 +102,6 @@ class ScorePrefetch(OverRows, PrefetchAlgorithm):
         """The loop over tokens and experts."""
         return Likeliest(self.geometry, count=self.count)
 
-    @property
-    def is_loop(self) -> bool:
-        """Whether the loop says all that it proposes."""
-        return type(self).propose is ScorePrefetch.propose
-
     def give(self, own: Sequence[Any], scores: FloatArray) -> None:
         """Give the loop what it needs of each row's own rule, and of scores, besides these."""
         return

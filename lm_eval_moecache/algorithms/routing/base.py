@@ -67,11 +67,6 @@ class RoutingByCost(RoutingOverRows):
         """The loop over tokens and ranks."""
         return Cheapest(self.cost(), self.geometry.num_experts, self.geometry.top_k)
 
-    @property
-    def is_loop(self) -> bool:
-        """Whether the loop says all that it chooses."""
-        return type(self).choose is RoutingByCost.choose
-
     def scores(self, logits: FloatArray) -> FloatArray:
         """Return softmax scores, where the cost looks at them."""
         return softmax(logits) if self.uses_scores else NO_SCORES

@@ -74,11 +74,7 @@ class SwapRank(RoutingOverRows):
             raise ValueError("the router selects every expert: there is none to swap in.")
 
     def choose(self, event: Event) -> Selection | None:
-        draws = np.empty((len(event.experts), self.geometry.num_experts))
-        for row, index in enumerate(event.passes):
-            own = event.rows == row
-            rng = np.random.default_rng((self.seed, index, event.layer))
-            draws[own] = rng.random((np.count_nonzero(own), self.geometry.num_experts))
+        draws = self.drawn(event, event.rows)
         np.put_along_axis(draws, event.experts, -1.0, axis=-1)
         experts = event.experts.copy()
         experts[:, self.rank - 1] = draws.argmax(axis=-1)
