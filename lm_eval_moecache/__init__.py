@@ -9,12 +9,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lm_eval_moecache.algorithms.eviction.base import HitRule
+    from lm_eval_moecache.algorithms.eviction.base import HitRule, RankedEviction
     from lm_eval_moecache.algorithms.eviction.base import StatefulEviction as Eviction
     from lm_eval_moecache.algorithms.features import Expert, Layer, Now
     from lm_eval_moecache.algorithms.miss.base import MissAlgorithm as Miss
     from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm as Prefetch
-    from lm_eval_moecache.algorithms.ranked import RankedEviction
     from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm as Routing
     from lm_eval_moecache.api import load_runs, load_trace, plan, replay
     from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
@@ -41,7 +40,7 @@ _PLACES = {
     "MoECacheSpecLM": "harness.lm:MoECacheSpecLM",
     "Now": "algorithms.features:Now",
     "Prefetch": "algorithms.prefetch.base:PrefetchAlgorithm",
-    "RankedEviction": "algorithms.ranked:RankedEviction",
+    "RankedEviction": "algorithms.eviction.base:RankedEviction",
     "Routing": "algorithms.routing.base:RoutingAlgorithm",
     "Selection": "records.selection:Selection",
     "TraceFormat": "trace.formats.base:TraceFormat",

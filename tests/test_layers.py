@@ -44,7 +44,7 @@ TORCH_FREE = ("records.", "trace.", "algorithms.", "engine.", "report.")
 ALGORITHM_MAY_IMPORT = ("records.", "trace.future")
 # The vocabulary of rules that rank residents, state what an expert costs, or learned offline.
 LOOPS = tuple(f"algorithms.{n}" for n in ("choosing", "cheapest", "likeliest", "substitution"))
-RANKINGS = ("algorithms.features", "algorithms.ranked", "algorithms.importance", *LOOPS)
+RANKINGS = ("algorithms.features", "algorithms.importance", *LOOPS)
 LEARNED = "algorithms.learned."
 
 

@@ -105,8 +105,7 @@ def _checked(axis: str, found: Any, key: str) -> type[Any]:
     if not (isinstance(found, type) and issubclass(found, base) and found is not base):
         raise ValueError(f"{key} is not a subclass of {base.__module__}.{base.__name__}.")
     if axis == "eviction":
-        from lm_eval_moecache.algorithms.eviction.base import StatefulEviction
-        from lm_eval_moecache.algorithms.ranked import RankedEviction
+        from lm_eval_moecache.algorithms.eviction.base import RankedEviction, StatefulEviction
 
         asked: Any = (StatefulEviction, RankedEviction)
         if not issubclass(found, asked):

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from lm_eval_moecache.algorithms import features
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
+from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm, RankedEviction
 from lm_eval_moecache.algorithms.learned.predictor import costs as predictor_costs
-from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.engine.costs import Costs
 from lm_eval_moecache.engine.kernel import (
     cache as caches,

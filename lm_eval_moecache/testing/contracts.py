@@ -249,20 +249,9 @@ def play(rule: EvictionAlgorithm, script: str) -> list[int]:
     first use after a load is the demand that loaded the key, unless a new pass has begun; an
     evicted key may be loaded again (ghost lists). Keys are those of `GEOMETRY`: layer x 8 + expert.
     """
-    rule.capacity_bytes, rule.num_slots = 800, 8
-    eviction = as_stateful(rule)
+    pool, passes, layer, steps = Pool(rule, 8), 0, 0, _steps(script)
+    eviction: Any = pool.eviction
     eviction.on_pass(0)
-    passes, num_resident, layer = 0, 0, 0
-    victims: list[int] = []
-
-    def evict(count: int) -> None:
-        for _ in range(count):
-            victim = eviction.victim(frozenset(), layer)
-            assert victim is not None, "no victim though nothing is pinned"
-            eviction.on_evict(victim)
-            victims.append(victim)
-
-    steps = _steps(script)
     for place, (word, tokens) in enumerate(steps):
         (keys, *_) = tokens
         if word == "pass":
@@ -271,9 +260,8 @@ def play(rule: EvictionAlgorithm, script: str) -> list[int]:
         elif word == "at":
             (layer,) = keys
         elif word in ("load", "prefetch"):
-            num_resident += len(keys)
             for key in keys:
-                eviction.on_insert(key, word == "prefetch")
+                pool.insert(key, word == "prefetch")
         elif word == "want":
             for key in keys:
                 eviction.on_predicted(key)
@@ -283,9 +271,9 @@ def play(rule: EvictionAlgorithm, script: str) -> list[int]:
             eviction.on_levels(_use(tokens, passes), dict.fromkeys(keys, 1))
         else:
             assert word == "leave", f"{word!r} is no step of a script"
-            evict(num_resident if place == len(steps) - 1 else len(keys))
-            num_resident -= len(keys)
-    return victims
+            for _ in pool.keys.copy() if place == len(steps) - 1 else keys:
+                pool.evict(set(), layer)
+    return pool.victims
 
 
 def expected(script: str) -> list[int]:

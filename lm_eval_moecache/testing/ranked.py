@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.ranked import RankedEviction
+from lm_eval_moecache.algorithms.eviction.base import RankedEviction
 from lm_eval_moecache.engine.kernel import ranking, state
 from lm_eval_moecache.engine.memory import Memory, make_tables, rank_by
 from lm_eval_moecache.records.event import Event

@@ -6,7 +6,6 @@ Shapes: T tokens, L layers, E experts, K experts per token, D hidden size.
 from __future__ import annotations
 
 import dataclasses
-import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from lm_eval_moecache.algorithms.policy import Choice, Policy, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.records.arrays import FloatArray, softmax
+from lm_eval_moecache.records.arrays import FloatArray, each_token, softmax
 from lm_eval_moecache.records.artifact import (
     BUDDIES,
     DATA_AWARE,
@@ -247,20 +246,15 @@ def draft(engine: Engine, events: Sequence[Event]) -> None:
 def weigh(event: Event, selection: Selection | None) -> Output:
     """Return each expert's weight in a selection under a softmax-over-all router [T, E]."""
     chosen = selection or Selection(event.experts)
-    scores = softmax(event.logits)
+    scores, each = softmax(event.logits).astype(np.float64), each_token(event.experts)
+    weights = scores[each, chosen.experts if chosen.weigh_as is None else chosen.weigh_as]
+    if chosen.weights is not None:
+        weights = np.where(np.isnan(chosen.weights), weights, chosen.weights)
+    kept = weights if chosen.keep is None else np.where(chosen.keep, weights, 0.0)
+    factors = weights.sum(axis=-1) / np.maximum(kept.sum(axis=-1), 1e-20)
     output = np.zeros(scores.shape)
-    for token, experts in enumerate(chosen.experts.tolist()):
-        sources = experts if chosen.weigh_as is None else chosen.weigh_as[token].tolist()
-        weights = [float(scores[token, source]) for source in sources]
-        if chosen.weights is not None:
-            fixed = chosen.weights[token].tolist()
-            weights = [w if math.isnan(g) else g for w, g in zip(weights, fixed, strict=True)]
-        keep = [True] * len(experts) if chosen.keep is None else chosen.keep[token].tolist()
-        kept_weight = sum(w for w, k in zip(weights, keep, strict=True) if k)
-        shares = np.broadcast_to(chosen.renormalize, len(output))[token]
-        factor = sum(weights) / kept_weight if shares and kept_weight else 1.0
-        for expert, weight, keeps in zip(experts, weights, keep, strict=True):
-            output[token, expert] += weight * factor * keeps
+    shares = np.where(chosen.renormalize, factors, 1.0)
+    np.add.at(output, (each, chosen.experts), kept * shares[:, None])
     return output
 
 

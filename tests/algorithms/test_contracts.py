@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from lm_eval_moecache.algorithms.eviction.base import RankedEviction
 from lm_eval_moecache.algorithms.eviction.rankings import FIFO, LRU
 from lm_eval_moecache.algorithms.eviction.textbook import Clock
 from lm_eval_moecache.algorithms.miss.drops import Drop
-from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.algorithms.registry import (
     AXES,
     algorithm_names,
@@ -138,7 +138,8 @@ def test_the_contract_finds_a_rule_that_forgets_use_and_one_that_changes_when_as
     case(LRU).test_asking_changes_nothing_before_somebody_leaves()
 
 
-def test_no_result_depends_on_the_hash_seed() -> None:
+def test_no_result_depends_on_the_hash_seed_or_on_machine_code() -> None:
+    """The second run is in plain Python."""
     script = (
         "from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm\n"
         "from lm_eval_moecache.testing.streams import make_geometry, policy_of, run\n"
@@ -150,8 +151,9 @@ def test_no_result_depends_on_the_hash_seed() -> None:
     )
     root = Path(__file__).resolve().parents[2]
     printed = set()
-    for hash_seed in ("1", "2"):
+    for hash_seed, is_plain in (("1", "0"), ("2", "1")):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(root)}
+        environment["NUMBA_DISABLE_JIT"] = is_plain
         command, options = [sys.executable, "-c", script], {"capture_output": True, "check": True}
         printed.add(subprocess.run(command, env=environment, cwd=root, **options).stdout)
     assert len(printed) == 1

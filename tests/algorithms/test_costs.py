@@ -1,4 +1,4 @@
-"""Rules stated by costs choose the same in plain Python as in machine code."""
+"""Rules stated by costs: ranks and ties, and when their machine code is made anew or not at all."""
 
 from __future__ import annotations
 
@@ -15,43 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lm_eval_moecache.algorithms.cheapest import Ranking, ranking
-from lm_eval_moecache.algorithms.choosing import Loop
+from lm_eval_moecache.algorithms.cheapest import ranking
 from lm_eval_moecache.algorithms.miss.base import SubstitutingMiss
-from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingByCost
-from lm_eval_moecache.algorithms.substitution import (
-    Missing,
-    Replacing,
-    Substitute,
-    SubstituteCost,
-)
+from lm_eval_moecache.algorithms.substitution import Missing, Substitute, SubstituteCost
 from lm_eval_moecache.records import machine_code
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.memory import address_of, at, kind_of
 from lm_eval_moecache.testing.streams import equip, make_geometry, policy_of
 
-RECORDS: dict[str, type[Any]] = {"take_cheapest": Ranking, "take_substitutes": Replacing}
 GEOMETRY = make_geometry(num_layers=3, num_experts=12, top_k=4)
-BASES: dict[str, type[Any]] = {"routing": RoutingByCost, "miss": SubstitutingMiss}
-CASES: list[dict[str, Any]] = [
-    *(
-        {axis: name}
-        for axis, base in BASES.items()
-        for name in algorithm_names(axis)
-        if issubclass(find_algorithm(axis, name), base)
-    ),
-    {"routing": "cache_prior", "routing.delta": "mean", "routing.top_j": 0},
-    {"routing": "cache_prior", "routing.logit_range": [1.0, 2.0, 3.0]},
-    {"miss": "buddy", "miss.eta": 1.0, "miss.reuse": 0.5, "miss.order": "lightest"},
-    {"miss": "substitute_score", "miss.scale": "relative", "miss.fallback": "drop"},
-    {"miss": "substitute_random", "miss.rho": 2},
-]
 
 
 def rule_of(case: dict[str, Any]) -> Any:
-    (axis,) = (axis for axis in BASES if axis in case)
-    return getattr(equip(policy_of(case), GEOMETRY), axis).build(GEOMETRY, 0)
+    return equip(policy_of(case), GEOMETRY).routing.build(GEOMETRY, 0)
 
 
 def event_of_rows(sizes: Sequence[int], rule: Any, is_biased: bool) -> Event:
@@ -77,37 +53,6 @@ def told(rule: Any, event: Event) -> Any:
         return None
     keep = None if chosen.keep is None else chosen.keep.tolist()
     return chosen.experts.tolist(), keep, [vars(own).get("seen", ()) for own in event.own]
-
-
-def in_plain_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let loops run as they are written."""
-
-    def plain(self: Loop, event: Event) -> int:
-        loop = getattr(self._code, self._entry)
-        record = at(address_of(self.record), 0, kind_of(RECORDS[self._entry]))
-        total, start, record.layer = 0, 0, event.layer
-        for row, size in enumerate(event.sizes):
-            record.row = row
-            total += loop(record, start, start + size)
-            start += size
-        return total
-
-    monkeypatch.setattr(Loop, "run", plain)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_machine_code_chooses_as_plain_python(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rule, changed = rule_of(case), 0
-    for sizes, is_biased in (([1], False), ([1], True), ([1] * 5, True), ([7, 1, 4], False)):
-        results = []
-        for is_plain in (False, True):
-            with monkeypatch.context() as patch:
-                if is_plain:
-                    in_plain_python(patch)
-                results.append(told(rule, event_of_rows(sizes, rule, is_biased)))
-        assert str(results[0]) == str(results[1])
-        changed += results[0] is not None
-    assert changed
 
 
 def test_ranks_and_ties_are_those_of_the_numpy_functions() -> None:
@@ -159,38 +104,27 @@ def test_a_rule_made_again_is_not_compiled_again() -> None:
     assert len(machine_code._bridges) == known + 1
 
 
+COSTS = {"Imported": "SCALE", "Attribute": "scales.SCALE", "Local": "scale"}
+"""Name of a rule -> where its cost finds a number."""
 LIKING = """
 from lm_eval_moecache.algorithms.cheapest import RankCost, Ranked, Seen
 from lm_eval_moecache.algorithms.routing.base import RoutingByCost
 import scales
 from scales import SCALE
+""" + "".join(
+    f"""
 
-
-class Imported(RoutingByCost):
-    def cost(self) -> RankCost:
-        def cost(expert: Ranked, seen: Seen) -> tuple[float, float]:
-            return -expert.logit - expert.resident * SCALE, 0.0
-
-        return cost
-
-
-class Attribute(RoutingByCost):
-    def cost(self) -> RankCost:
-        def cost(expert: Ranked, seen: Seen) -> tuple[float, float]:
-            return -expert.logit - expert.resident * scales.SCALE, 0.0
-
-        return cost
-
-
-class Local(RoutingByCost):
+class {name}(RoutingByCost):
     def cost(self) -> RankCost:
         scale = scales.SCALE
 
         def cost(expert: Ranked, seen: Seen) -> tuple[float, float]:
-            return -expert.logit - expert.resident * scale, 0.0
+            return -expert.logit - expert.resident * {scale}, 0.0
 
         return cost
 """
+    for name, scale in COSTS.items()
+)
 CHOOSE = """
 import liking
 from lm_eval_moecache.records import machine_code

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.learned.buddies import PAIRS, conditional
-from lm_eval_moecache.algorithms.prefetch.score import Score
-from lm_eval_moecache.algorithms.ranked import RankedEviction
-from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm, parameters_of
+from lm_eval_moecache.algorithms.prefetch.gates import Score
+from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.records.arrays import FloatArray, softmax
 from lm_eval_moecache.records.artifact import BUDDIES
 from lm_eval_moecache.records.event import DECODE, Event
-from lm_eval_moecache.testing.contracts import Pool
 from lm_eval_moecache.testing.ranked import as_stateful
 from lm_eval_moecache.testing.streams import (
     StreamFuture,
@@ -32,112 +30,8 @@ from lm_eval_moecache.testing.streams import (
 )
 from tests.algorithms import oracles
 from tests.algorithms.asked import choose, executed, resolve
-from tests.engine.features import RankedAlone
 
 LIGHT = settings(max_examples=25, derandomize=True)
-
-# --- evictions --------------------------------------------------------------------------------
-
-GEOMETRY = make_geometry(num_layers=3, num_experts=4, top_k=2)
-EXPERT = st.integers(0, GEOMETRY.num_experts - 1)
-KEY = st.integers(0, GEOMETRY.num_layers * GEOMETRY.num_experts - 1)
-TOKEN = st.lists(EXPERT, min_size=2, max_size=2, unique=True)
-EVENT = st.tuples(
-    st.just("event"),
-    st.integers(0, GEOMETRY.num_layers - 1),
-    st.lists(TOKEN, min_size=1, max_size=2),
-    st.lists(st.integers(1, 9), min_size=4, max_size=4),
-)
-STEP = st.one_of(
-    EVENT,
-    EVENT,
-    st.tuples(st.just("pass")),
-    st.tuples(st.just("prefetch"), KEY),
-    st.tuples(st.just("hint"), KEY),
-)
-# But for Belady, which knows the future. Rules with a state of their own are judged by
-# libCacheSim's, or by hand.
-JUDGED = [
-    name
-    for name in algorithm_names("eviction")
-    if issubclass(find_algorithm("eviction", name), RankedEviction) and name != "belady"
-]
-READINGS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in JUDGED),
-    # Every reading of a paper, each alone.
-    *(
-        (name, {key: value})
-        for name in JUDGED
-        for key, parameter in parameters_of(find_algorithm("eviction", name)).items()
-        for value in get_args(parameter.annotation)
-        if value != parameter.default and isinstance(value, str)
-    ),
-    ("heat_lru", {"protect_above": 1}),
-    ("least_stale", {"protect": "none", "order": "fifo"}),
-]
-
-
-class Both:
-    """A rule and its slow version as one: their victims must be the same."""
-
-    def __init__(self, *rules: Any) -> None:
-        self.rules = rules
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *given: [getattr(rule, name)(*given) for rule in self.rules]
-
-    def victim(self, pinned: set[int], layer: int) -> int | None:
-        found, expected = (rule.victim(pinned, layer) for rule in self.rules)
-        assert found == expected, f"{found} leaves, and not {expected}"
-        return found
-
-
-class Witness(Pool):
-    """A small cache under both."""
-
-    def __init__(self, rule: RankedEviction, size: int) -> None:
-        super().__init__(rule, size)
-        slow = RankedAlone(rule)
-        slow.num_slots = size
-        self.eviction, self.pass_index = Both(self.eviction, slow), 0
-        self.eviction.on_pass(0)
-
-    def play(self, steps: Sequence[Any]) -> None:
-        for what, *rest in steps:
-            if what == "pass":
-                self.pass_index += 1
-                self.eviction.on_pass(self.pass_index)
-            elif what == "event":
-                self.execute(*rest)
-            elif what == "prefetch" and rest[0] not in self.keys:
-                if len(self.keys) == self.size:
-                    self.evict(set(), layer=1)
-                self.insert(rest[0], prefetched=True)
-            elif what == "hint" and rest[0] in self.keys:
-                self.eviction.on_predicted(rest[0])
-
-    def execute(self, layer: int, tokens: list[list[int]], weights: list[int]) -> None:
-        experts = np.array(tokens)
-        shares = np.array(weights[: experts.size], dtype=np.float32).reshape(experts.shape) / 16
-        place = layer, DECODE, [self.pass_index], GEOMETRY.num_experts
-        event = Event(*place, experts, shares)
-        self.load(event)
-        # Any levels will do: these are derived from the weights.
-        levels = {k: weights[k % len(weights)] % 3 for k in event.keys}
-        self.eviction.on_levels(event, levels)
-
-
-@pytest.mark.parametrize(("name", "parameters"), READINGS)
-def test_an_eviction_agrees_with_its_slow_version_key_by_key(
-    name: str, parameters: dict[str, Any]
-) -> None:
-    @LIGHT
-    @given(steps=st.lists(STEP, min_size=5, max_size=30), size=st.integers(1, 7))
-    def agree(steps: list[Any], size: int) -> None:
-        Witness(find_algorithm("eviction", name)(GEOMETRY, **parameters), size).play(steps)
-
-    agree()
-
 
 # --- routing ----------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 from typing import Any
 
+from lm_eval_moecache.algorithms.eviction.base import RankedEviction
 from lm_eval_moecache.algorithms.features import Expert, Layer, Now
-from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.records.event import Event
 
 DECAYS = (0.6, 0.9, 0.98)

@@ -12,7 +12,7 @@ import numpy as np
 
 from lm_eval_moecache.algorithms.likeliest import Likeliest
 from lm_eval_moecache.algorithms.parameters import Algorithm, OverRows
-from lm_eval_moecache.records.arrays import DoubleArray, FloatArray, IntArray, each_token, softmax
+from lm_eval_moecache.records.arrays import DoubleArray, FloatArray, IntArray, softmax
 from lm_eval_moecache.records.event import DROPPED, Event
 
 
@@ -43,8 +43,8 @@ class PrefetchAlgorithm(Algorithm):
 
     @property
     def draft_stage(self) -> DraftStagePrefetch | None:
-        """The part that prefetches while a draft model drafts, or None."""
-        return None
+        """The rule as one that prefetches while a draft model drafts, or None."""
+        return self if isinstance(self, DraftStagePrefetch) else None
 
     def most(self, overfetch: float) -> int:
         """Return a share `overfetch` of the router's experts as a number, at most all of them."""
@@ -70,10 +70,6 @@ class DraftStagePrefetch(PrefetchAlgorithm):
     """Whether the experts proposed together move as one batch."""
     synchronous: bool
     """Whether the draft waits, after each of its layers, for what that layer has asked for."""
-
-    @property
-    def draft_stage(self) -> DraftStagePrefetch:
-        return self
 
     @abstractmethod
     def plan(self, cutoff: int) -> None:
@@ -118,24 +114,6 @@ class ScorePrefetch(OverRows, PrefetchAlgorithm):
             self.give([self], scores)
             keys += self.loop.of_event(layer, len(logits), scores)
         return keys
-
-
-def most_likely(layer: int, logits: FloatArray, count: int) -> list[int]:
-    """Return the keys of each token's `count` likeliest experts, largest summed score first.
-
-    `logits` are [tokens, experts]; ties go to the smaller key.
-    """
-    if len(logits) == 1:
-        # A single token's order needs no probabilities.
-        return largest(layer, logits[0], count)
-    scores = softmax(logits)
-    best = np.argsort(-scores, axis=-1, kind="stable")[:, :count]
-    wanted = np.zeros(scores.shape, dtype=bool)
-    wanted[each_token(scores), best] = True
-    experts, mass = np.flatnonzero(wanted.any(axis=0)), np.where(wanted, scores, 0).sum(axis=0)
-    order = (-mass[experts]).argsort(kind="stable")
-    keys: list[int] = (experts[order] + layer * scores.shape[-1]).tolist()
-    return keys
 
 
 def largest(layer: int, values: FloatArray | DoubleArray | IntArray, count: int) -> list[int]:

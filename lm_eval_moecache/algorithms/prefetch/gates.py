@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
 
 from lm_eval_moecache.algorithms.learned.data_aware import load_data_aware
 from lm_eval_moecache.algorithms.learned.predictor import load_predictor
+from lm_eval_moecache.algorithms.likeliest import BINS, Likeliest
 from lm_eval_moecache.algorithms.prefetch.base import (
     DraftStagePrefetch,
-    PrefetchAlgorithm,
     ScorePrefetch,
-    most_likely,
+    largest,
 )
-from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
 from lm_eval_moecache.records.artifact import DATA_AWARE, PREDICTOR
 from lm_eval_moecache.records.event import PASS_START, Event
+from lm_eval_moecache.records.memory import address_of
 from lm_eval_moecache.records.ranges import Count, Experts, Positive, Range
 
 
@@ -88,8 +92,58 @@ class Predictor(ScorePrefetch):
         self.count = self.most(self.overfetch)
 
 
+Percentile = Annotated[float, Range(" (80 for the 80th, not 0.8)", least=1, most=100)]
+
+
 @dataclass(eq=False, kw_only=True)
-class DataAware(PrefetchAlgorithm):
+class Score(ScorePrefetch):
+    """Proposes the next layer's experts whose gate score exceeds a percentile of the scores.
+
+    SpecMD section 3.1.4 after Zhu et al. 2025: "all experts above a configurable percentile
+    threshold (the default is 80th percentile)" of the softmax scores. The paper does not say which
+    scores; that the rule adapts the number of experts to the distribution excludes a single token's
+    scores (80% of 64 would always leave 13).
+    `scope=history`: the percentile of all scores predicted so far for that layer;
+    `scope=token`: of the one token's scores, a fixed share. Cost: one gate, charged to the clock.
+
+    The history is a histogram with bins of 1/4096, and the percentile is rounded down to a bin.
+    That is fine for usual scores, but coarse where most are tiny: with a router so certain, or so
+    many experts, that the percentile lies below 1/4096, the threshold is 0 and every expert is
+    proposed. `scope=token` has no such limit.
+    """
+
+    name: ClassVar[str] = "score"
+    source: ClassVar[str] = "SpecMD section 3.1.4; Zhu et al. 2025"
+    remembers: ClassVar[bool] = True
+    depth = 1
+
+    percentile: Percentile = 80.0
+    scope: Literal["history", "token"] = "history"
+
+    def forget(self) -> None:
+        layers = self.geometry.num_layers
+        self.counts: IntArray = np.zeros((layers, BINS + 1), np.int64)
+        self.places: IntArray = np.zeros((layers, 3), np.int64)
+        """The history: see `Proposing.histories`."""
+
+    @cached_property
+    def loop(self) -> Likeliest:
+        return Likeliest(self.geometry, share=self.percentile / 100)
+
+    def give(self, own: Sequence[Any], scores: FloatArray) -> None:
+        if self.scope == "token":
+            bars = np.percentile(scores, self.percentile, axis=-1)
+            self.loop.give(bars=bars.astype(np.float32))
+        else:
+            places = [(address_of(rule.counts), address_of(rule.places)) for rule in own]
+            self.loop.give(histories=np.array(places))
+
+    def scores(self, logits: FloatArray, is_alone: bool) -> FloatArray:
+        return softmax(logits)
+
+
+@dataclass(eq=False, kw_only=True)
+class DataAware(ScorePrefetch):
     """Proposes each token's k likeliest experts of every layer before the pass begins.
 
     SiDA (Du et al., MLSys 2024): a network trained offline on a router's choices reads the tokens'
@@ -117,14 +171,10 @@ class DataAware(PrefetchAlgorithm):
 
     def __post_init__(self) -> None:
         self.artifact = load_data_aware(self.profile, self.geometry)
-        self._count = self.most(self.overfetch)
+        self.count = self.most(self.overfetch)
 
     def propose(self, event: Event) -> Sequence[int]:
-        keys: list[int] = []
-        if event.layer == PASS_START:
-            for layer, logits in sorted(event.predicted.items()):
-                keys += most_likely(layer, logits, self._count)
-        return keys
+        return super().propose(event) if event.layer == PASS_START else ()
 
 
 # Section 3.2 takes one critical expert for Mixtral, whose 336 MB make errors costly, and the top-k
@@ -175,4 +225,4 @@ class DraftPrefetch(DraftStagePrefetch):
             self.cutoff = cutoff
 
     def propose_draft(self, layer: int, logits: FloatArray) -> Sequence[int]:
-        return most_likely(layer, logits, self.num_critical)
+        return largest(layer, logits[0], self.num_critical)
