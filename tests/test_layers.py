@@ -103,7 +103,8 @@ def test_algorithms_are_leaves_and_their_bases_see_the_records_only() -> None:
         assert [n for n in own_imports_of(module) if not matches(n, allowed)] == [], module
     for axis in AXES:
         base_imports = own_imports_of(f"algorithms.{axis}.base")
-        allowed = (*ALGORITHM_MAY_IMPORT, "algorithms.parameters", *LOOPS)
+        shared = ("algorithms.parameters", "algorithms.features", *LOOPS)
+        allowed = (*ALGORITHM_MAY_IMPORT, *shared)
         assert [name for name in base_imports if not matches(name, allowed)] == [], axis
 
 

@@ -193,11 +193,11 @@ def _declaration(
     return parameters, ranges
 
 
-def parameters_of(algorithm: type[Any]) -> Mapping[str, inspect.Parameter]:
+def parameters_of(algorithm: Any) -> Mapping[str, inspect.Parameter]:
     """Return the constructor parameters that a user may set."""
     return _declaration(algorithm)[0]
 
 
-def ranges_of(algorithm: type[Any]) -> Mapping[str, Range]:
+def ranges_of(algorithm: Any) -> Mapping[str, Range]:
     """Return the ranges of the parameters that have one."""
     return _declaration(algorithm)[1]
