@@ -95,73 +95,63 @@ def read_header(name: str, metadata: Mapping[bytes, bytes] | None) -> Header:
         raise ValueError(f"trace {name}: the file has no metadata key 'moecache'.")
     what = f"trace {name}: metadata 'moecache'"
     fields = check(TraceHeader, parse_json(metadata[HEADER_KEY], what), what)
-    depth, by = fields.predicted_depth, fields.predicted_by
-    if depth >= fields.num_layers:
-        raise _field_error(name, "predicted_depth", depth, "must lie below num_layers")
-    if by and depth != 1:
-        raise _field_error(name, "predicted_by", by, "needs predicted_depth 1 with it")
+    depth, drafts = fields.predicted_depth, fields.draft
+    _refuse(what, fields, "predicted_depth", depth >= fields.num_layers, "must be below num_layers")
+    is_apart = bool(fields.predicted_by) and depth != 1
+    _refuse(what, fields, "predicted_by", is_apart, "needs predicted_depth 1 with it")
     return Header(
-        geometry=_geometry(name, fields),
+        geometry=_geometry(what, fields),
         seed=fields.seed,
         predicted_depth=depth,
-        predicted_by=by,
+        predicted_by=fields.predicted_by,
         proposals=tuple(fields.proposals),
-        draft=None if fields.draft is None else _draft(name, fields.draft, fields.num_layers),
-        ranked=0 if fields.draft is None else fields.draft.ranked,
+        draft=None if drafts is None else _draft(f"{what}: draft", drafts, fields.num_layers),
+        ranked=0 if drafts is None else drafts.ranked,
     )
 
 
-def _draft(name: str, fields: DraftSizes, num_layers: int) -> Draft:
-    geometry, targets = _geometry(name, fields), tuple(fields.targets)
-    if targets and len(targets) != geometry.num_layers:
-        rule = f"must hold one layer of the model for each of the draft's {geometry.num_layers}"
-        raise _field_error(name, "draft.targets", fields.targets, rule)
-    if max(targets, default=-1) >= num_layers:
-        raise _field_error(
-            name, "draft.targets", fields.targets, f"must lie below num_layers={num_layers}"
-        )
-    if fields.level >= len(geometry.precision):
-        raise _field_error(name, "draft.level", fields.level, "must be one of its precisions")
+def _refuse(what: str, fields: ModelSizes, field: str, is_bad: bool, rule: str) -> None:
+    if is_bad:
+        raise ValueError(f"{what}: {field}={shown(getattr(fields, field))} {rule}.")
+
+
+def _draft(what: str, fields: DraftSizes, num_layers: int) -> Draft:
+    geometry, targets = _geometry(what, fields), tuple(fields.targets)
+    is_other = bool(targets) and len(targets) != geometry.num_layers
+    _refuse(what, fields, "targets", is_other, "must hold a layer for each of the draft's")
+    is_beyond = max(targets, default=-1) >= num_layers
+    _refuse(what, fields, "targets", is_beyond, f"must lie below num_layers={num_layers}")
+    is_unstored = fields.level >= len(geometry.precision)
+    _refuse(what, fields, "level", is_unstored, "must be one of its precisions")
     return Draft(
         geometry=geometry, targets=targets, **{name: getattr(fields, name) for name in _OF_DRAFT}
     )
 
 
-def _geometry(name: str, fields: ModelSizes) -> Geometry:
+def _geometry(what: str, fields: ModelSizes) -> Geometry:
     precision = tuple(fields.precision.split(":"))
-    for level in precision:
-        if _PRECISION.fullmatch(level) is None:
-            rule = "is not known. Allowed: names like bf16, fp8, int4, nf4, int2/g16, q4_k, unknown"
-            raise _field_error(name, "precision", level, rule)
     element_bytes = fields.element_bytes or _ELEMENT_BYTES.get(precision[0])
-    if element_bytes is None:
-        allowed = ", ".join(_ELEMENT_BYTES)
-        raise _field_error(
-            name, "precision", fields.precision, f"needs one of {allowed} or element_bytes"
-        )
     levels = fields.levels or [[size] for size in fields.expert_bytes]
-    if any(len(sizes) != len(precision) for sizes in levels):
-        raise _field_error(
-            name, "levels", levels, "must hold one size per precision for each layer"
-        )
-    if [sizes[0] for sizes in levels] != fields.expert_bytes:
-        raise _field_error(name, "levels", levels, "must begin with the sizes of expert_bytes")
+    is_known = all(map(_PRECISION.fullmatch, precision))
+    rule = "is not known. Allowed: names like bf16, fp8, int4, nf4, int2/g16, q4_k, unknown"
+    _refuse(what, fields, "precision", not is_known, rule)
+    rule = f"needs one of {', '.join(_ELEMENT_BYTES)} or element_bytes"
+    _refuse(what, fields, "precision", element_bytes is None, rule)
+    is_short = any(len(sizes) != len(precision) for sizes in levels)
+    _refuse(what, fields, "levels", is_short, "must hold one size per precision for each layer")
+    is_other = [sizes[0] for sizes in levels] != fields.expert_bytes
+    _refuse(what, fields, "levels", is_other, "must begin with the sizes of expert_bytes")
     try:
         return Geometry(
-            **{name: getattr(fields, name) for name in _OF_MODEL},
+            **{name: getattr(fields, name) for name in (*_OF_MODEL, "hidden_size")},
             expert_bytes=tuple(map(tuple, levels)),
             dense_bytes=tuple(fields.dense_bytes),
             precision=precision,
-            element_bytes=float(element_bytes),
+            element_bytes=float(element_bytes or 0),
             compute_bytes=tuple(fields.compute_bytes),
-            hidden_size=fields.hidden_size,
         )
     except ValueError as error:
-        raise ValueError(f"trace {name}: metadata 'moecache': {error}") from error
-
-
-def _field_error(name: str, field: str, value: object, rule: str) -> ValueError:
-    return ValueError(f"trace {name}: metadata 'moecache': {field}={shown(value)} {rule}.")
+        raise ValueError(f"{what}: {error}") from error
 
 
 def write_requests(requests: Sequence[RequestRecord]) -> bytes:
