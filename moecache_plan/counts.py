@@ -1,7 +1,8 @@
 """What runtimes count themselves, held against a replay: hits, misses and bytes of their caches.
 
-A file of counts is a runtime's log, or what it prints or writes at the end of a run. `FORMS` has
-the lines by which each is known; BigMoeOnEdge writes a CSV with a row per decoded token instead.
+A file of counts is a runtime's log, or what it prints or writes at the end of a run.
+`counters.yaml` has the lines by which each is known; BigMoeOnEdge writes a CSV with a row per
+decoded token instead.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL
 from lm_eval_moecache.records.files import lines_of, read_text
 from lm_eval_moecache.trace.trace import Trace
+from moecache_plan.data import data
 
 MOST_BYTES = 1 << 30
 ALL = "all"
 """Passes that a runtime counts: these, or `DECODE` alone."""
-_NUMBER = r"([\d.]+)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,42 +64,7 @@ class Form:
     oracle: str = ""
 
 
-FORMS: Mapping[str, Form] = {
-    # kekzl/imp, src/exec/expert_cache.cu: at the end of a run.
-    "imp": Form(
-        line=r"Expert LRU cache stats: (?P<hits>\d+) hits, (?P<misses>\d+) misses",
-        keys=3,
-        slots=rf"Expert LRU cache: \d+ layers \S+ {_NUMBER} slots",
-        has_layer_caches=True,
-    ),
-    # FlashML-org/FreeToken#231, --moe-collect-stats: one line per window of decode steps.
-    "FreeToken": Form(
-        line=r"MoE cache \((?P<steps>\d+) decode steps\): miss_rate=(?P<rate>[\d.]+), "
-        r"active/layer=(?P<active>[\d.]+)",
-        phase=DECODE,
-        slots=rf"slots/layer={_NUMBER}",
-        oracle=rf"oracle_hit={_NUMBER}",
-    ),
-    # srcterm/streamlx, `aggregate_stats`: a dictionary, printed or as JSON.
-    "streamlx": Form(
-        line=r"""["']hits["']: (?P<hits>\d+),\s*["']misses["']: (?P<misses>\d+)"""
-        r"""(?:[^{}]*["']bytes_read["']: (?P<bytes>\d+))?""",
-        last=True,
-        has_layer_caches=True,
-    ),
-    # A fork's CUDA cache of experts (ggml-org/llama.cpp#20757): one line per device.
-    "llama.cpp": Form(
-        line=r"expert cache stats \(device \d+\) - hits: (?P<hits>\d+), misses: (?P<misses>\d+), "
-        r".*?h2d bytes: (?P<bytes>\d+)",
-        keys=3,
-    ),
-    # JustVugg/colibri: the report of a run.
-    "colibri": Form(
-        line=r"Expert cache hit rate: .*?\(hit=(?P<hits>\d+) miss=(?P<misses>\d+)\)",
-        slots=rf"\bcache={_NUMBER}/layer",
-        has_layer_caches=True,
-    ),
-}
+FORMS = {writer: Form(**fields) for writer, fields in data("counters").items()}
 _TABLE = "BigMoeOnEdge"
 _HIT, _READ = "cache_hit_pct", "read_bytes"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -24,32 +24,12 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.records.files import lines_of, read_text, shipped_dir
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.records.real_model import RealModel
+from moecache_plan.data import data
 
-RULES = {
-    "reroute": "routing biased towards resident experts",
-    "residents": "routing restricted to resident experts",
-    "substitute": "absent experts replaced by residents of similar score",
-    "buddy": "absent experts replaced by their buddies",
-    "random": "experts replaced at random",
-    "drop": "light or absent experts left out",
-    "top_k": "fewer experts a token",
-    "cascade": "absent experts run at lower precision, or left out",
-    "commit": "predicted experts run, whatever the router says",
-    "prune": "experts removed from the model",
-    "merge": "experts merged into fewer",
-    "quantise": "experts stored at fewer bits",
-    "lossless": "nothing changed: the noise of the source",
-}
+RULES = {rule: fields["words"] for rule, fields in data("rules").items()}
 """Class of rule -> its words."""
 ALGORITHMS = {
-    **dict.fromkeys(("cache_prior", "max_rank", "cumsum", "substitute_cached"), "reroute"),
-    **dict.fromkeys(("commit", "pre_gated"), "commit"),
-    **dict.fromkeys(("pruning", "drop_rank"), "top_k"),
-    **dict.fromkeys(("skip_mass", "skip_ratio", "sensitivity"), "drop"),
-    **dict.fromkeys(("drop", "drop_cold", "degrade_zero", "expert_budget"), "drop"),
-    **dict.fromkeys(("swap_rank", "substitute_random"), "random"),
-    **dict.fromkeys(("cascade", "drop_cascade", "fetch_lowest", "fetch_priority"), "cascade"),
-    **{"buddy": "buddy", "substitute_score": "substitute"},
+    name: rule for rule, fields in data("rules").items() for name in fields.get("algorithms", ())
 }
 """Lossy algorithm -> its class of rule."""
 GENERATE, CHOICE, TEXT = KINDS = ("generate", "choice", "text")
@@ -150,20 +130,15 @@ def read_losses(file: str | Path) -> tuple[Loss, ...]:
     kinds: dict[str, Any] = dict.fromkeys(("experts", "top_k", "n"), int)
     kinds |= dict.fromkeys(("share", "resident", "before", "after"), float)
     names = [field.name for field in fields(Loss)]
-
-    def value(name: str, cell: str) -> Any:
-        if name not in kinds:
-            return cell
-        return kinds[name](cell) if cell else None
-
-    return tuple(
-        Loss(**{name: value(name, cells[name]) for name in names}) for cells in _table(file)
-    )
+    return tuple(Loss(**{name: row[name] for name in names}) for row in _table(file, kinds))
 
 
-def _table(file: str | Path) -> Iterable[dict[str, Any]]:
+def _table(file: str | Path, kinds: Mapping[str, type]) -> Iterator[dict[str, Any]]:
+    """Yield a CSV's rows: texts, and in the columns of `kinds` numbers, or None for no cell."""
     path = shipped_dir("results/published_losses") / file
-    return csv.DictReader(lines_of(read_text(path, str(path))))
+    for row in csv.DictReader(lines_of(read_text(path, str(path)))):
+        numbers = {name: kind(row[name]) if row[name] else None for name, kind in kinds.items()}
+        yield {**row, **numbers}
 
 
 @cache
@@ -174,9 +149,8 @@ def here() -> tuple[dict[str, Any], ...]:
     the router's choices not executed), `documents`, `right` (a share), and `points` lost to the
     lossless run of the same documents.
     """
-    number = {"documents": int, "changed": float, "right": float, "points": float}
-    rows = _table("here.csv")
-    return tuple({name: number.get(name, str)(cell) for name, cell in row.items()} for row in rows)
+    kinds = {"documents": int, "changed": float, "right": float, "points": float}
+    return tuple(_table("here.csv", kinds))
 
 
 @cache
@@ -186,12 +160,9 @@ def judged() -> dict[tuple[str, str], dict[str, float]]:
     From judged.csv: `rows`, `covered` (the share within their ranges), `median_error` in points,
     and `no_loss_error`, that of a forecast of no loss.
     """
-    figures = ("covered", "median_error", "no_loss_error")
-    return {
-        (row["rule"], row["kind"]): {"rows": int(row["rows"])}
-        | {name: float(row[name]) for name in figures}
-        for row in _table("judged.csv")
-    }
+    kinds = {"rows": int, "covered": float, "median_error": float, "no_loss_error": float}
+    rows = _table("judged.csv", kinds)
+    return {(row["rule"], row["kind"]): {name: row[name] for name in kinds} for row in rows}
 
 
 # --- the forecast ---

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from lm_eval_moecache.report.statistics import Floats, mean_interval
 from lm_eval_moecache.sweep.replay_grid import Replays
 from lm_eval_moecache.trace.trace import Trace
 from lm_eval_moecache.trace.use import use_of
+from moecache_plan.data import data
 from moecache_plan.nearest import context_seconds, cycle_ratio, step_time, traced_bytes
 
 BLOCKS = 8
@@ -41,8 +42,8 @@ class Contender(NamedTuple):
 
     model_args: str
     words: str
-    needs: tuple[str, ...] = ()
-    """`predictor` (an oracle stands for it), `host` (computes experts), `profile` (of use)."""
+    needs: Sequence[str] = ()
+    """`PREDICTOR` (an oracle stands for it), `HOST` (computes experts), `PROFILE`, `FUTURE`."""
 
     @property
     def args(self) -> dict[str, str]:
@@ -50,55 +51,9 @@ class Contender(NamedTuple):
         return dict(item.split("=") for item in self.model_args.split(","))
 
 
-_BALANCED = "miss=host,miss.rule=balanced"
 LRU = "lru"
 CONTENDERS: Mapping[str, Contender] = {
-    LRU: Contender("policy=on_demand", "loads on demand, evicts by recency"),
-    "lfu": Contender("policy=on_demand,eviction=lfu", "on demand, evicts by frequency"),
-    "lfru": Contender(
-        "policy=on_demand,eviction=lfru", "on demand, evicts by frequency and recency"
-    ),
-    "hazard": Contender(
-        "policy=on_demand,eviction=hazard",
-        "on demand, evicts the expert whose next use it forecasts to be furthest away",
-    ),
-    "specmd": Contender(
-        "policy=specmd",
-        "the default of lm_eval runs: prefetches, evicts by Least-Stale",
-        (PREDICTOR,),
-    ),
-    "mixtral_offloading": Contender(
-        "policy=mixtral_offloading",
-        "prefetches the next layer's experts, evicts by recency",
-        (PREDICTOR,),
-    ),
-    "prefetch+hazard": Contender(
-        "policy=mixtral_offloading,eviction=hazard",
-        "prefetches the next layer's experts, evicts as hazard does",
-        (PREDICTOR,),
-    ),
-    "ktransformers": Contender(
-        "policy=ktransformers",
-        "the most used experts stay resident, the host computes the others",
-        (HOST, PROFILE),
-    ),
-    "host": Contender(
-        f"policy=on_demand,{_BALANCED}",
-        "absent experts are computed by the host if that ends the event sooner, else loaded; "
-        "evicts by recency",
-        (HOST,),
-    ),
-    "host+hazard": Contender(
-        f"policy=on_demand,eviction=hazard,{_BALANCED}",
-        "as host, but evicts as hazard does",
-        (HOST,),
-    ),
-    "bound": Contender(
-        "policy=on_demand,eviction=belady",
-        "the fewest misses without prefetching (Belady); policies that prefetch or compute "
-        "on the host may be faster",
-        (FUTURE,),
-    ),
+    name: Contender(**fields) for name, fields in data("contenders").items()
 }
 
 
