@@ -17,12 +17,7 @@ from lm_eval_moecache.records.errors import MoECacheError
 from lm_eval_moecache.records.files import is_file, read_head
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.trace.formats import arrays, export, lines, responses
-from lm_eval_moecache.trace.formats.base import (
-    Options,
-    TraceFormat,
-    first_object,
-    reading,
-)
+from lm_eval_moecache.trace.formats.base import Options, TraceFormat, reading
 from lm_eval_moecache.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -34,31 +29,15 @@ HEAD_BYTES = 1 << 20
 """Size of the file head from which its format is detected."""
 
 
-def _begins(*starts: bytes) -> Callable[[bytes], bool]:
-    return lambda head: head.startswith(starts)
+def _begins(pattern: str) -> Callable[[bytes], bool]:
+    """Whether a file begins so, blank lines and lines of `#` in front of it left out."""
+    begins = re.compile(rb"(?:\s*#[^\n]*\n)*\s*" + pattern.encode())
+    return lambda head: begins.match(head) is not None
 
 
-def _has_fields(*fields: str) -> Callable[[bytes], bool]:
-    """Whether the first line is a JSON object with these fields."""
-    return lambda head: first_object(head).keys() >= set(fields)
-
-
-def _first_line_is(pattern: str) -> Callable[[bytes], bool]:
-    """Whether the first line, without blanks around it, is of this form; `#` lines are skipped."""
-
-    def sniff(head: bytes) -> bool:
-        texts = (line.strip() for line in head.decode("utf-8", "replace").split("\n"))
-        first = next((text for text in texts if text and not text.startswith("#")), "")
-        return re.fullmatch(pattern, first) is not None
-
-    return sniff
-
-
-def _routed(*containers: bytes) -> Callable[[bytes], bool]:
-    """Whether this is a response with routing, in one of these objects if any is given."""
-    return lambda head: (
-        b'routed_experts"' in head and (not containers or any(name in head for name in containers))
-    )
+def _has(*fields: str) -> str:
+    """Return the pattern of a first line that is a JSON object with these fields."""
+    return r"\{" + "".join(rf'(?=[^\n]*"{field}"\s*:)' for field in fields)
 
 
 def _read_parquet(path: Path, options: Options) -> Trace:
@@ -68,12 +47,13 @@ def _read_parquet(path: Path, options: Options) -> Trace:
     return read_trace(path, logits=options.logits, predicted=options.predicted)
 
 
+_ROUTED = '(?s:(?=.*routed_experts"))'
 _FORMATS = {
     "parquet": TraceFormat(
         "This package's own, of `trace=DIR`: Parquet with all that a run records, or its stream.",
         (".parquet", ".partial"),
         "weights, phases, requests, sizes; logits, predictions, drafts where recorded",
-        _begins(b"PAR1", b"\xff\xff\xff\xff"),
+        lambda head: head.startswith((b"PAR1", b"\xff\xff\xff\xff")),
         _read_parquet,
         export.write_parquet,
         says_sizes=True,
@@ -82,7 +62,7 @@ _FORMATS = {
         "BigMoeOnEdge's `route_trace v1` CSV: a line per (token, layer, slot), sizes in comments.",
         (".csv",),
         "weights, phases, turns, sizes of each layer",
-        _begins(b"# route_trace"),
+        lambda head: head.startswith(b"# route_trace"),
         lines.read_route_trace,
         export.write_route_trace,
         says_sizes=True,
@@ -91,14 +71,14 @@ _FORMATS = {
         "`layer,expert` CSV of llama.cpp's moe-trace: a row for each expert that ran, in order.",
         (".csv",),
         "phases by the size of a batch",
-        _first_line_is(r"layer, *expert|[0-9]+ *, *[0-9]+"),
+        _begins(r"(layer, *expert|[0-9]+ *, *[0-9]+)\s*(\n|$)"),
         lines.read_activations,
     ),
     "cache_lab": TraceFormat(
         "moe-cache-lab routing JSONL, version 1: one text, its prompt and what was generated.",
         (".jsonl",),
         "probabilities of the chosen as weights, phases",
-        lambda head: first_object(head).get("format") == lines.CACHE_LAB,
+        _begins(rf'\{{[^\n]*"format"\s*:\s*"{lines.CACHE_LAB}"'),
         lines.read_cache_lab,
         export.write_cache_lab,
     ),
@@ -106,35 +86,35 @@ _FORMATS = {
         "colibri's `ROUTE_TRACE`: lines `call row layer id:gate id:gate ...`.",
         (".txt", ".trace", ".log"),
         "gates of the chosen as weights, phases by the number of rows",
-        _first_line_is(lines.CALL.pattern),
+        _begins(rf"{lines.CALL.pattern}(\n|$)"),
         lines.read_colibri,
     ),
     "lattice": TraceFormat(
         "lattice's JSON lines `{layer_idx, token_idx, selected_ids, gate_weights}`.",
         (".jsonl",),
         "gate weights of the chosen; no phases",
-        _has_fields("layer_idx", "token_idx", "selected_ids"),
+        _begins(_has("layer_idx", "token_idx", "selected_ids")),
         lines.read_lattice,
     ),
     "megatron": TraceFormat(
         "Megatron's RouterTracer: JSON lines of one record per (step, layer, rank).",
         (".jsonl",),
         "phases by the tokens of a step; no weights",
-        _has_fields("step", "layer", "top_indices"),
+        _begins(_has("step", "layer", "top_indices")),
         lines.read_megatron,
     ),
     "token_jsonl": TraceFormat(
         'JSON lines `{"tok": n, "layers": [[ids] ...]}`, one decode step each (warp, moe-stream).',
         (".jsonl",),
         "nothing more: every token is a decode step",
-        _has_fields("tok", "layers"),
+        _begins(_has("tok", "layers")),
         lines.read_token_jsonl,
     ),
     "array": TraceFormat(
         "`.npy` and `.npz`: `routed_experts` [tokens, layers, top_k], the prompt's length or not.",
         (".npz", ".npy"),
         "num_prompt_tokens, weights [tokens, layers, top_k] and num_experts where it has them",
-        _begins(b"PK\x03\x04", b"\x93NUMPY"),
+        lambda head: head.startswith((b"PK\x03\x04", b"\x93NUMPY")),
         arrays.read_array,
     ),
     "glm_atlas": TraceFormat(
@@ -148,7 +128,7 @@ _FORMATS = {
         "SGLang's responses with `routed_experts` (`return_routed_experts`), whose shape is given.",
         (".json", ".jsonl"),
         "phases, requests",
-        _routed(b'"meta_info"', b'"sglext"', b'"sgl_ext"'),
+        _begins(_ROUTED + '(?s:(?=.*"(?:meta_info|sglext|sgl_ext)"))'),
         responses.read_responses,
         reads_folders=True,
     ),
@@ -156,7 +136,7 @@ _FORMATS = {
         "dynamo's responses with `nvext.routed_experts`.",
         (".json", ".jsonl"),
         "phases, requests",
-        _routed(b'"nvext"'),
+        _begins(_ROUTED + '(?s:(?=.*"nvext"))'),
         responses.read_responses,
         reads_folders=True,
     ),
@@ -164,14 +144,14 @@ _FORMATS = {
         "vLLM's responses with `routed_experts`: a file of one or many, or a folder of saved JSON.",
         (".json", ".jsonl"),
         "phases, requests",
-        _routed(),
+        _begins(_ROUTED),
         responses.read_responses,
         reads_folders=True,
     ),
 }
 """Name -> format; the first whose `sniff` takes a file is its own."""
-_LOG_FIELDS = {"layers_logged", "topk_ids"}
-"""Fields of the first line of vLLM's VLLM_LOG_MOE."""
+_is_log = _begins(f"(?:{_has('layers_logged')}|{_has('topk_ids')})")
+"""Whether a file is of vLLM's VLLM_LOG_MOE."""
 
 
 @cache
@@ -207,7 +187,7 @@ def find_format(file: str) -> str:
         with _naming_the_importer(name, row.sniff, head_of.name):
             if (row.reads_folders or not is_folder) and row.sniff(head):
                 return name
-    if _LOG_FIELDS & first_object(head).keys():
+    if _is_log(head):
         raise ValueError(
             f"trace {file!r} is a log of VLLM_LOG_MOE, which names neither a token's request nor "
             "its pass, and by default one layer alone. Allowed: vLLM's responses, of a server with "

@@ -347,15 +347,6 @@ def check_counts(what: str, record: dict[str, Any], *counts: str) -> None:
         record[key] = read_count(f"{what}: {key}", record[key])
 
 
-def first_object(head: bytes) -> dict[str, Any]:
-    """Return the JSON object on a file's first line, or an empty dict."""
-    try:
-        record = parse_json(head.lstrip().split(b"\n", 1)[0], "")
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
 def whole(what: str, value: Any, key: str, **bounds: int) -> int | None:
     """Return `value` as a count within the bounds of `read_count`, or None for None."""
     return None if value is None else read_count(f"{what}: {key}", value, **bounds)
