@@ -119,30 +119,27 @@ class NotedPass(NamedTuple):
 
 
 class Propose(Protocol):
-    """A shadow prefetcher: its proposals are recorded, never fetched."""
+    """A shadow prefetcher (`model/shadow.py`): its proposals are recorded, never fetched.
 
-    def restart(self) -> None:
-        """Begin another request: forget all that was seen, under `cache_reset=request`."""
+    It looks `depth` layers ahead, where `reads_hidden` at texts or hidden states itself. It
+    receives the tokens of a pass [rows, length], then each event with its logits, for which it
+    returns the keys it proposes: `rows` picks the valid tokens of hidden states, `predict` returns
+    a later layer's gate logits. `restart` begins another request, under `cache_reset=request`.
+    """
 
     @property
-    def depth(self) -> int:
-        """How many layers ahead it looks."""
+    def depth(self) -> int: ...
 
     @property
-    def reads_hidden(self) -> bool:
-        """Whether it reads texts or hidden states itself."""
+    def reads_hidden(self) -> bool: ...
 
-    def begin_pass(self, input_ids: Tensor, past_length: int, valid: Any) -> None:
-        """Receive the tokens of a pass [rows, length], before its first event."""
+    def restart(self) -> None: ...
+
+    def begin_pass(self, input_ids: Tensor, past_length: int, valid: Any) -> None: ...
 
     def __call__(
         self, event: Event, hidden: Any, rows: Rows | None, predict: Predict
-    ) -> Sequence[int]:
-        """Return the keys it proposes at an event with logits.
-
-        `rows` picks the valid tokens of hidden states; `predict` returns a later layer's gate
-        logits.
-        """
+    ) -> Sequence[int]: ...
 
 
 def positions_of(input_ids: Tensor, mask: Tensor | None, past_length: int) -> IntArray:

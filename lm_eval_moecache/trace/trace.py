@@ -41,9 +41,8 @@ class Columns:
 
     def at(self, rows: Any) -> Columns:
         """Return these rows: a slice, a mask or their numbers."""
-        weights = None if self.weights is None else self.weights[rows]
-        others = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "weights"}
-        return Columns(**others, weights=weights)
+        every = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Columns(**{name: None if a is None else a[rows] for name, a in every.items()})
 
 
 class Refuse(NamedTuple):
