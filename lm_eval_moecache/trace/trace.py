@@ -42,7 +42,8 @@ class Columns:
     def at(self, rows: Any) -> Columns:
         """Return these rows: a slice, a mask or their numbers."""
         every = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Columns(**{name: None if a is None else a[rows] for name, a in every.items()})
+        picked: Any = {name: None if a is None else a[rows] for name, a in every.items()}
+        return Columns(**picked)
 
 
 class Refuse(NamedTuple):
