@@ -32,7 +32,8 @@ from lm_eval_moecache.harness.tasks import (
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.ledger import PassRecord, RequestRecord
-from lm_eval_moecache.report.runs.run import BATCH, independent, scores_of
+from lm_eval_moecache.report.metrics import BATCH
+from lm_eval_moecache.report.runs.run import independent, scores_of
 from tests.harness import small_tasks
 
 SPEED = "!function lm_eval_moecache.harness.tasks.SpeedTask"

@@ -76,8 +76,8 @@ def table(
         return Report({"files": files}, "\n".join(files))
     runs = load_runs(folder)
     tables = collect(folder, *choices, runs=runs)
-    for place, column in enumerate(tables[0].columns if choices[0] else ()):
-        if all(row[place].raw is None for row in tables[0].rows):
+    for column in tables[0].columns if choices[0] else ():
+        if tables[0].cells[column.name].isna().all():
             sys.stderr.write(f"moecache: no run here has {column.name}: its column is empty.\n")
     if format != "csv" and not any(choices) and (lost := lost_points(runs)):
         tables.append(lost)

@@ -31,8 +31,8 @@ from lm_eval.api.metrics import mean, mean_stderr
 from lm_eval.api.task import ConfigurableTask
 
 from lm_eval_moecache.records.ledger import RequestRecord
-from lm_eval_moecache.report.metrics import clustered_stderr, clusters, request_metrics
-from lm_eval_moecache.report.runs.run import BATCH, PLACEHOLDER, SPEED_FILTER
+from lm_eval_moecache.report.metrics import BATCH, clustered_stderr, clusters, request_metrics
+from lm_eval_moecache.report.runs.run import PLACEHOLDER, SPEED_FILTER
 
 PROMPT_TOKENS = "prompt_tokens"
 """Prompt length of a document: context for its speed, not a speed metric itself."""

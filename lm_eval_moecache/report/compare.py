@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lm_eval_moecache.records.numbers import unknown_name_error
-from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.runs.run import ONLY_HOW, Figure, Run, Score, identity
+from lm_eval_moecache.report.metrics import METRICS, metric_column
+from lm_eval_moecache.report.runs.run import ONLY_HOW, Run, Score, identity
 from lm_eval_moecache.report.statistics import (
     answers_interval,
     holm,
@@ -83,7 +83,7 @@ class CompareOptions:
                     f"metric={name!r} is a score, and every score of every task is compared as it "
                     f"is, within `--floor`. Allowed here: figures of speed, as {SPEED_METRICS}."
                 )
-            if Figure.of(name) is None:
+            if metric_column(name) is None:
                 raise unknown_name_error("metric", name, METRICS)
 
     def is_exact(self, old: Run, new: Run) -> bool:
@@ -472,8 +472,8 @@ def _speeds(task: str | None, old: Run, new: Run, options: CompareOptions) -> It
         metric, at, wanted_task = name.partition("@")
         if at and wanted_task != task:
             continue
-        figure = Figure.of(metric)
-        assert figure is not None, metric
+        column = metric_column(metric)
+        assert column is not None, metric
         told = metric if task is None else f"{metric}@{task}"
         before, after = (run[told].number for run in (old, new))
         row = {"task": task, "metric": metric, "baseline": before, "new": after}
@@ -481,7 +481,7 @@ def _speeds(task: str | None, old: Run, new: Run, options: CompareOptions) -> It
             tolerance = options.tolerances.get(name, default)
             yield {
                 **row,
-                "higher_is_better": figure.metric.higher_is_better,
+                "higher_is_better": column.higher_is_better,
                 "allowed": tolerance * abs(before),
                 "judged_by": f"tolerance {tolerance:g}" if tolerance else EXACTLY,
             }

@@ -10,11 +10,12 @@ is None, never 0.
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,8 @@ from lm_eval_moecache.records.ledger import (
 )
 
 Metrics = dict[str, Any]
+BATCH = "batch"
+"""Number of the batch that a document shares with others, among its speed metrics."""
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 """The metrics that are told as mean and percentiles."""
 EARLY_STEPS = 8
@@ -60,21 +63,59 @@ class Totals(Counters):
         return self.executed - self.unfaithful
 
 
-class Metric(NamedTuple):
-    """A metric's formula, and how tables and axes show it."""
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of tables, axes and comparisons. Of settings there is only a name and a heading."""
 
+    name: str
     heading: str
-    decimals: int
-    higher_is_better: bool | None
+    decimals: int | None = None
+    """Of a number; None for a text."""
+    higher_is_better: bool | None = None
     """None: neither direction is better."""
-    words: str
-    """Name and unit on an axis. Bytes are drawn in MB."""
-    of: Callable[[Totals], float | None] | None = None
-    """Its value from the passes' totals; None for metrics computed elsewhere (per request, say)."""
-    by_phase: bool = False
-    """Whether `prefill_`, `decode_` and `verify_` forms exist."""
+    words: str = ""
+    """Name and unit on an axis, empty for the heading. Bytes are drawn in MB."""
     unit: str = ""
     meaning: str = ""
+    of: Callable[[Totals], float | None] | None = None
+    """Its value from the passes' totals; None where it is computed elsewhere (per request, say)."""
+    by_phase: bool = False
+    """Whether `prefill_`, `decode_` and `verify_` forms exist."""
+    tested_by: str = ""
+    """The metric of documents that tests compare; with a `-` in front, its opposite."""
+    base: str = ""
+    """Of a metric: its name in a record, `decode_miss_rate` of `decode_miss_rate@task`."""
+    percentile: str = ""
+    task: str = ""
+
+    @property
+    def is_score(self) -> bool:
+        """Whether the column is of answers: accuracy, or a task's score."""
+        return self.higher_is_better is not None and not self.base
+
+    @property
+    def in_megabytes(self) -> bool:
+        return "[MB]" in self.words
+
+    def text(self, value: float | str | None, stderr: float | None = None) -> str:
+        """Return a cell as text: numbers rounded to `decimals`, `±` one standard error."""
+        if not isinstance(value, (int, float)) or self.decimals is None:
+            return "" if value is None else str(value)
+        text = f"{value:.{self.decimals}f}"
+        text = text if float(text) else text.removeprefix("-")
+        if stderr is None:
+            return text
+        error = f"{stderr:.{self.decimals}f}"
+        if stderr > _ROUND_OFF * abs(value) and not float(error):
+            # 0 is said of an error that is 0; a smaller one has as many digits as it needs.
+            error = f"{stderr:.{-math.floor(math.log10(stderr))}f}"
+        return f"{text} ±{error}"
+
+
+_ROUND_OFF = 1e-9
+"""Standard errors up to this share of their value are of rounding: sums in another order."""
+PERCENTILES = ("mean", "p50", "p90", "p99")
+PHASES = {"prefill_": "prefill ", "decode_": "decode ", "verify_": "verify "}
 
 
 def share(part: float, whole: float) -> float | None:
@@ -96,27 +137,56 @@ def per(part: str, whole: str = "", scale: int = 1) -> Callable[[Totals], float 
     return of
 
 
-def _declared() -> dict[str, Metric]:
+def _declared() -> dict[str, Column]:
     """Read `metrics.csv`: a line a metric, `part` / `whole` * `scale` of `Totals` where it is."""
     better = {"more": True, "less": False, "": None}
     with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
         return {
-            row["name"]: Metric(
+            row["name"]: Column(
+                name=row["name"],
                 heading=row["heading"],
                 decimals=int(row["decimals"]),
                 higher_is_better=better[row["better"]],
                 words=row["words"],
-                of=per(row["part"], row["whole"], int(row["scale"] or 1)) if row["part"] else None,
-                by_phase=bool(row["by_phase"]),
                 unit=row["unit"],
                 meaning=row["meaning"],
+                of=per(row["part"], row["whole"], int(row["scale"] or 1)) if row["part"] else None,
+                by_phase=bool(row["by_phase"]),
+                tested_by=row["tested_by"],
+                base=row["name"],
             )
             for row in csv.DictReader(file)
         }
 
 
-METRICS: Mapping[str, Metric] = _declared()
+METRICS: Mapping[str, Column] = _declared()
 """Metric -> its declaration, in the order of the dictionary."""
+
+
+def metric_column(name: str) -> Column | None:
+    """Return the column `miss_rate`, `decode_miss_rate`, `ttft_ms.p99` or `tok_per_s@task`.
+
+    None where no metric has that name.
+    """
+    metric, _, task = name.partition("@")
+    base, dot, percentile = metric.partition(".")
+    phase = next((p for p in PHASES if base.startswith(p)), "")
+    declared = METRICS.get(base.removeprefix(phase))
+    if declared is None or (dot and percentile not in PERCENTILES):
+        return None
+    heading = f"{phase[:-1].capitalize()} {declared.heading.lower()}" if phase else declared.heading
+    suffix = (f" {percentile}" if percentile else "") + (f" ({task})" if task else "")
+    return replace(
+        declared,
+        name=name,
+        heading=heading + suffix,
+        words=PHASES.get(phase, "") + declared.words + suffix,
+        # A percentile, or a rate of one phase, has no samples by document.
+        tested_by="" if phase or percentile not in ("", "mean") else declared.tested_by,
+        base=base,
+        percentile=percentile,
+        task=task,
+    )
 
 
 UNCHANGED: Mapping[str, float] = {"routing_fidelity": 1.0, "low_precision_share": 0.0}

@@ -8,7 +8,6 @@ only runs of one identity.
 from __future__ import annotations
 
 import io
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from typing import Any
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.numbers import listed, unknown_name_error
-from lm_eval_moecache.report.metrics import MEGABYTE
-from lm_eval_moecache.report.runs.columns import Column, find_column, score_column
+from lm_eval_moecache.report.metrics import MEGABYTE, Column
+from lm_eval_moecache.report.runs.columns import find_column, score_column
 from lm_eval_moecache.report.runs.run import (
     ACCURACY,
     RATES,
@@ -319,21 +318,20 @@ def draw_figure(runs: Sequence[Run], figure: Figure, *, front: bool = False) -> 
     """Draw one figure, its panels in rows of two; return it. `front` rings the Pareto front."""
     across = min(len(figure.panels), MAX_ACROSS)
     picture, places = new_figure(-(-len(figure.panels) // across), across)
-    panels = [_chosen(runs, figure, panel) for panel in figure.panels]
+    panels = [_points(runs, figure, panel) for panel in figure.panels]
     # A series looks the same in all panels.
-    names = sorted({name for series, *_ in panels for name in series})
+    names = sorted({name for points, *_ in panels for name in points.series})
     titles = [panel.title for panel in figure.panels]
     with pyplot().rc_context(STYLE):
         for place in places[len(panels) :]:
             place.set_visible(False)
-        for place, title, (series, x, y) in zip(places, titles, panels, strict=False):
-            for name, members in series.items():
-                _draw_series(place, name, _points(members, x, y), names.index(name), figure.line)
-            members = [run for each in series.values() for run in each]
+        for place, title, (points, x, y) in zip(places, titles, panels, strict=False):
+            for name, series in points.groupby("series"):
+                _draw_series(place, str(name), series, names.index(name), figure.line)
             if y.column.is_score and y.column.higher_is_better:
-                _fit_scores(place, _points(members, x, y))
+                _fit_scores(place, points)
             if front:
-                _ring_front(place, members, x, y)
+                _ring_front(place, points, x, y)
             _label(place, x, y)
             if titles.count(title) > 1:
                 title = f"{title}: {y.short}" if title else ""
@@ -345,58 +343,54 @@ def draw_figure(runs: Sequence[Run], figure: Figure, *, front: bool = False) -> 
     return picture
 
 
-def _chosen(
-    runs: Sequence[Run], figure: Figure, panel: Panel
-) -> tuple[dict[str, list[Run]], Axis, Axis]:
-    """Return a panel's runs by series, and its axes."""
+def _points(runs: Sequence[Run], figure: Figure, panel: Panel) -> tuple[Any, Axis, Axis]:
+    """Return a panel's points as a frame, a line a run that has both figures, and its axes.
+
+    Columns: `run`, `series`, and of either axis the value and the half of its 95% interval
+    (`x`, `x_half`, `y`, `y_half`).
+    """
+    import pandas
+
     where = {**figure.where, **panel.where}
     chosen = [run for run in runs if run.matches(where)]
     x, y = (axis_of(runs, chosen, name) for name in (panel.x, panel.y))
-    series: dict[str, list[Run]] = {}
-    for run in chosen:
-        if x.at(run) is not None and y.at(run) is not None:
-            series.setdefault(_series_name(run, figure.group or ["policy"]), []).append(run)
-    if not series:
+    rows = [
+        (run, _series_name(run, figure.group or ["policy"]), *at, *up)
+        for run in chosen
+        if (at := x.at(run)) is not None and (up := y.at(run)) is not None
+    ]
+    if not rows:
         raise ValueError(f"figures: {figure.name!r}: no run has where={where!r} and figures.")
-    for name, members in series.items() if figure.line else ():
-        _check_line(figure.name, name, members, x)
-    return dict(sorted(series.items())), x, y
+    points = pandas.DataFrame(rows, columns=["run", "series", "x", "x_half", "y", "y_half"])
+    for name, series in points.groupby("series") if figure.line else ():
+        _check_line(figure.name, str(name), series, x)
+    return points, x, y
 
 
-def _check_line(figure: str, name: str, members: Sequence[Run], x: Axis) -> None:
+def _check_line(figure: str, name: str, points: Any, x: Axis) -> None:
     """Raise ValueError where a line would join runs that differ, or two in one place."""
     across = x.column.name
     joinable = {across, *(RATES if across in ("hardware", "bandwidth") else ())}
-    if varied := [key for key in varying(members) if key not in joinable]:
+    if varied := [key for key in varying([*points.run]) if key not in joinable]:
         raise ValueError(
             f"figures: {figure!r}: the line {name!r} would join runs that differ in "
             f"{', '.join(varied)}. Add these to `group`, or a `where`."
         )
-    places: dict[float, str] = {}
-    for run in members:
-        at, _ = x.at(run) or (math.nan, 0.0)
-        twin = places.setdefault(at, run.run_id)
-        if twin != run.run_id and across.startswith(_CAPACITY):
-            raise ValueError(
-                f"no plot: {name!r} has several runs at {x.short} {at:g}: {twin}, {run.run_id}."
-            )
+    twins = points[points.duplicated("x", keep=False)].sort_values("x", kind="stable")
+    if len(twins) and across.startswith(_CAPACITY):
+        one, other = (run.run_id for run in twins.run[:2])
+        raise ValueError(
+            f"no plot: {name!r} has several runs at {x.short} {twins.x.iloc[0]:g}: {one}, {other}."
+        )
 
 
-def _points(runs: Sequence[Run], x: Axis, y: Axis) -> list[tuple[float, float, float, float]]:
-    """Return (x, half of its interval, y, half of its interval) of each run that has both."""
-    pairs = [(x.at(run), y.at(run)) for run in runs]
-    return [(*a, *b) for a, b in pairs if a is not None and b is not None]
-
-
-def _draw_series(
-    place: Any, name: str, points: Sequence[tuple[float, ...]], index: int, line: bool
-) -> None:
-    xs, x_errors, ys, y_errors = zip(*sorted(points), strict=True)
+def _draw_series(place: Any, name: str, points: Any, index: int, line: bool) -> None:
+    points = points.sort_values(["x", "x_half", "y", "y_half"])
     place.errorbar(
-        xs,
-        ys,
-        xerr=x_errors if any(x_errors) else None,
-        yerr=y_errors if any(y_errors) else None,
+        points.x,
+        points.y,
+        xerr=points.x_half if points.x_half.any() else None,
+        yerr=points.y_half if points.y_half.any() else None,
         elinewidth=0.8,
         # Two points do not make a curve.
         linestyle="-" if line and len(points) > 2 else "none",
@@ -405,13 +399,13 @@ def _draw_series(
     )
 
 
-def _fit_scores(place: Any, points: Sequence[tuple[float, ...]]) -> None:
+def _fit_scores(place: Any, points: Any) -> None:
     """Fit a y axis to its bars, within 0 and 1 where all points are shares."""
-    if not all(0 <= y <= 1 for _, _, y, _ in points):
+    if not points.y.between(0, 1).all():
         return
     # A bar may pass what a share can be; its point may not.
-    ends = [min(max(y + side * e, 0.0), 1.0) for _, _, y, e in points for side in (-1, 1)]
-    low, high = min(ends), max(ends)
+    low = float((points.y - points.y_half).clip(0, 1).min())
+    high = float((points.y + points.y_half).clip(0, 1).max())
     # So that a difference of one answer in a hundred does not fill the picture.
     pad = max(0.08 * (high - low), (0.05 - (high - low)) / 2)
     place.set_ylim(max(0.0, low - pad), min(1.0, high + pad))
@@ -429,23 +423,24 @@ def _label(place: Any, x: Axis, y: Axis) -> None:
         place.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
 
 
-def _ring_front(place: Any, runs: Sequence[Run], x: Axis, y: Axis) -> None:
+def _ring_front(place: Any, points: Any, x: Axis, y: Axis) -> None:
     """Ring the runs that no other run of the same identity is shown to beat, nor any one as drawn.
 
     A test keeps a row on the front that another beats by an answer or two: a table explains that,
     but a ring around the point would not be believed.
     """
-    axes = (x.column, y.column)
-    front = [runs[i] for group in groups(runs) for i in pareto_front(runs, group, axes)]
-    points = {(x_value, y_value) for x_value, _, y_value, _ in _points(front, x, y)}
-    signs = [1 if axis.higher_is_better else -1 for axis in axes]
-    for other in {(x_value, y_value) for x_value, _, y_value, _ in _points(runs, x, y)}:
-        gains = {p: [s * (o - v) for s, o, v in zip(signs, other, p, strict=True)] for p in points}
-        points -= {p for p, gain in gains.items() if min(gain) >= 0 and max(gain) > 0}
-    if points:
+    runs, axes = [*points.run], (x.column, y.column)
+    front = sorted(i for group in groups(runs) for i in pareto_front(runs, group, axes))
+    gains = [1 if axis.higher_is_better else -1 for axis in axes] * points[["x", "y"]].to_numpy()
+    shown = [
+        i
+        for i in front
+        if not ((gains >= gains[i]).all(axis=1) & (gains > gains[i]).any(axis=1)).any()
+    ]
+    if shown:
         ring = {"marker": "o", "markersize": 12, "markerfacecolor": "none", "color": "0.35"}
-        xs, ys = zip(*sorted(points), strict=True)
-        place.plot(xs, ys, linestyle="none", label="Pareto front", **ring)
+        ringed = points.iloc[shown][["x", "y"]].drop_duplicates().sort_values(["x", "y"])
+        place.plot(ringed.x, ringed.y, linestyle="none", label="Pareto front", **ring)
 
 
 def _finish(figure: Any, places: Sequence[Any], title: str) -> None:

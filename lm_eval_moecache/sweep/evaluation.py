@@ -22,7 +22,8 @@ from lm_eval_moecache.harness.task_names import check_known
 from lm_eval_moecache.harness.tasks import REQUEST_BYTES, SAMPLE_KEY
 from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.numbers import nearest
-from lm_eval_moecache.report.runs.run import BATCH, SPEED_FILTER
+from lm_eval_moecache.report.metrics import BATCH
+from lm_eval_moecache.report.runs.run import SPEED_FILTER
 from lm_eval_moecache.sweep.spec import Cell
 
 # lm-eval's default of 100,000 draws costs more than a tiny run; 1,000 place the standard error

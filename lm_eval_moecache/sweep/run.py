@@ -22,9 +22,9 @@ from lm_eval_moecache.harness.plugin import SPECULATIVE
 from lm_eval_moecache.harness.preflight import Bare, check_arguments
 from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.records.numbers import counted, unknown_name_error
-from lm_eval_moecache.report.metrics import METRICS
+from lm_eval_moecache.report.metrics import METRICS, metric_column
 from lm_eval_moecache.report.runs.columns import SETTINGS, is_setting, unknown_column_error
-from lm_eval_moecache.report.runs.run import ACCURACY, KEYS, PARETO, Figure
+from lm_eval_moecache.report.runs.run import ACCURACY, KEYS, PARETO
 from lm_eval_moecache.report.tables.leaderboard import expanded, split_order
 from lm_eval_moecache.sweep.evaluation import check_data, check_task_names
 from lm_eval_moecache.sweep.files import (
@@ -291,7 +291,7 @@ def check_report(sweep: SweepFile, cells: Sequence[Cell]) -> None:
 
 def _is_metric(name: str, tasks: Sequence[str], sweep: SweepFile) -> bool:
     """Whether a column is a metric, or the score of a task (a group's tasks are lm-eval's)."""
-    if name in (ACCURACY, PARETO) or Figure.of(name) is not None:
+    if name in (ACCURACY, PARETO) or metric_column(name) is not None:
         return True
     task = name.partition(":")[0]
     if task in tasks or sweep.traces:

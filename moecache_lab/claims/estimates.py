@@ -18,8 +18,9 @@ import numpy as np
 from lm_eval_moecache.records.files import parse_json, read_gzip, read_json
 from lm_eval_moecache.records.numbers import shown, unknown_name_error
 from lm_eval_moecache.records.schemas import check, check_as
+from lm_eval_moecache.report.metrics import BATCH
 from lm_eval_moecache.report.runs.files import load_runs
-from lm_eval_moecache.report.runs.run import BATCH, Run, independent
+from lm_eval_moecache.report.runs.run import Run, independent
 from lm_eval_moecache.report.runs.schema import RowsFile, TraceCell
 from lm_eval_moecache.report.statistics import Floats, answers_interval, documents_needed
 from moecache_lab.claims.schema import Part

@@ -13,8 +13,7 @@ import pytest
 
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.report.compare import CompareOptions, as_text, compare, paired, score_test
-from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.runs.columns import metric_column
+from lm_eval_moecache.report.metrics import METRICS, metric_column
 from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.report.runs.run import Run, Score
 from lm_eval_moecache.report.statistics import answers_interval

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from lm_eval_moecache.report.runs.columns import metric_column
-from lm_eval_moecache.report.runs.run import Value
+from lm_eval_moecache.report.metrics import metric_column
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
 
@@ -120,7 +119,7 @@ def test_an_error_is_told_as_0_only_where_it_is_0_or_of_rounding() -> None:
     assert column is not None
     # 3e-13 is what adding the same numbers in another order leaves.
     errors = (0.0, 3e-13, 0.049, 0.05001, None)
-    told = [column.text(Value(4.35, stderr=error)) for error in errors]
+    told = [column.text(4.35, error) for error in errors]
     assert told == ["4.3 ±0.0", "4.3 ±0.0", "4.3 ±0.05", "4.3 ±0.1", "4.3"]
 
 

@@ -22,11 +22,12 @@ from lm_eval_moecache.records.ledger import (
 )
 from lm_eval_moecache.report.metrics import (
     METRICS,
-    Metric,
+    Column,
     cache_metrics,
     clustered_stderr,
     clusters,
     inter_token_ms,
+    metric_column,
     miss_rate_stderr,
     per,
     rates,
@@ -35,7 +36,6 @@ from lm_eval_moecache.report.metrics import (
     task_metrics,
     unique_passes,
 )
-from lm_eval_moecache.report.runs.columns import metric_column
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -342,9 +342,12 @@ def test_a_new_column_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         make_pass(1, DECODE, 0, 1, requests=4, evictions=2),
     ]
     assert "evictions_per_request" not in cache_metrics(passes)
-    share = per("evictions", "requests")
-    metric = Metric("Evicted/req", 3, False, "evictions [per request]", share, True)
-    monkeypatch.setitem(METRICS, "evictions_per_request", metric)  # type: ignore[arg-type]
+    metric = Column(
+        *("evictions_per_request", "Evicted/req", 3, False, "evictions [per request]"),
+        of=per("evictions", "requests"),
+        by_phase=True,
+    )
+    monkeypatch.setitem(METRICS, metric.name, metric)  # type: ignore[arg-type]
     metrics = cache_metrics(passes)
     assert metrics["evictions_per_request"] == metrics["decode_evictions_per_request"] == 3 / 8
     assert metrics["prefill_evictions_per_request"] is None

@@ -283,7 +283,7 @@ def stars(folder: Path, *runs: dict[str, Any]) -> set[str]:
     """The names of the rows with a star."""
     runs_of = load_runs(write(folder, *runs))
     board = leaderboard(runs_of, columns=["policy", "accuracy", "tok_per_s", "pareto"])
-    return {str(row[0].raw) for row in board.rows if row[-1].raw == "*"}
+    return set(board.cells.policy[board.cells.pareto == "*"])
 
 
 def lossy(name: str, answers: Sequence[float], speed: float, fidelity: float) -> dict[str, Any]:
@@ -481,10 +481,7 @@ def test_a_lossy_run_says_what_it_loses_and_what_a_thousand_documents_would(
     write(tmp_path, exact, lossy)
     found = lost_points(load_runs(tmp_path))
     assert found is not None
-    (row,) = found.rows
-    figures = dict(
-        zip((column.name for column in found.columns), (v.raw for v in row), strict=True)
-    )
+    (figures,) = found.cells.to_dict("records")
     assert (figures["documents"], figures["won"], figures["lost"]) == (40, 2, 6)
     assert figures["points_lost"] == pytest.approx(10)
     low, high = other_documents_interval(2, 6, 40, 1000)

@@ -1,15 +1,15 @@
-"""Columns of runs: name, heading, digits, and which direction is better."""
+"""The columns that runs have: figures and scores, settings, and the frames of `load_runs`."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.numbers import listed, nearest
+<<<<<<< Updated upstream
 from lm_eval_moecache.records.schemas.keys import RARE, REPORTED, keys_with
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.runs.run import (
@@ -22,11 +22,16 @@ from lm_eval_moecache.report.runs.run import (
     Run,
     Value,
 )
+=======
+from lm_eval_moecache.report.metrics import METRICS, Column, metric_column
+from lm_eval_moecache.report.runs.run import ACCURACY, KEYS, PARETO, SPEED_FILTER, Run
+>>>>>>> Stashed changes
 
 SETTINGS = (
     *("run", "experiment", "model", "tasks", "policy", *AXES, "parameters"),
     *("capacity", "capacity_bytes"),
 )
+<<<<<<< Updated upstream
 _ROUND_OFF = 1e-9
 """Standard errors up to this share of their value are of rounding: sums in another order."""
 
@@ -63,45 +68,32 @@ class Column:
             # 0 is said of an error that is 0; a smaller one has as many digits as it needs.
             error = f"{value.stderr:.{-math.floor(math.log10(value.stderr))}f}"
         return f"{text} ±{error}"
+=======
+REPORTED = ("link", "warm", "store")
+_DECLARED = {
+    column.name: column
+    for column in (
+        Column(PARETO, "Pareto"),
+        Column(ACCURACY, "Accuracy", 3, True),
+        Column("capacity_bytes", "Capacity bytes", 0),
+    )
+}
+"""What is neither a metric, nor the score of a task, nor a setting's text."""
+>>>>>>> Stashed changes
 
 
 def find_column(runs: Sequence[Run], name: str) -> Column:
     """Return a column by name. Raises ValueError where no run has it."""
-    if name == PARETO:
-        return Column(PARETO, "Pareto")
-    column = figure_column(runs, name)
+    column = _DECLARED.get(name) or metric_column(name) or score_column(runs, name)
     if column is not None:
         return column
     if is_setting(name, ()) or any(run.setting(name).raw is not None for run in runs):
         # Parameters keep their spelling as heading: capitalising `routing.M` would change the key.
-        heading = name if "." in name else name.replace("_", " ").capitalize()
-        return Column(name, heading, is_number=name == "capacity_bytes")
+        return Column(name, name if "." in name else name.replace("_", " ").capitalize())
     tasks = [task for run in runs for task in run.results]
     arguments = [key for run in runs for key in (*run.model_args, *KEYS)]
     names = dict.fromkeys([*SETTINGS, *arguments, ACCURACY, *METRICS, *tasks, PARETO])
     raise unknown_column_error(name, list(names))
-
-
-def figure_column(runs: Sequence[Run], name: str) -> Column | None:
-    """Return the column of the mean accuracy, a metric or a score; None for any other name."""
-    if name == ACCURACY:
-        return Column(name, "Accuracy", 3, True, True)
-    return metric_column(name) or score_column(runs, name)
-
-
-def metric_column(name: str) -> Column | None:
-    """Return the column `miss_rate`, `decode_miss_rate`, `ttft_ms.p99` or `tok_per_s@task`.
-
-    None where no metric has that name.
-    """
-    figure = Figure.of(name)
-    if figure is None:
-        return None
-    metric, phase, _, percentile, task = figure
-    heading = f"{phase[:-1].capitalize()} {metric.heading.lower()}" if phase else metric.heading
-    suffix = (f" {percentile}" if percentile else "") + (f" ({task})" if task else "")
-    words = PHASES.get(phase, "") + metric.words + suffix
-    return Column(name, heading + suffix, metric.decimals, metric.higher_is_better, True, words)
 
 
 def score_column(runs: Sequence[Run], name: str) -> Column | None:
@@ -115,7 +107,7 @@ def score_column(runs: Sequence[Run], name: str) -> Column | None:
     task, higher = name.partition(":")[0], score.higher_is_better
     heading = f"{task} {score.metric}{'' if higher else ' (lower is better)'}"
     words = f"{task} {score.metric.replace('_', ' ')}"
-    return Column(name, heading, 3 if higher else 2, higher, True, words)
+    return Column(name, heading, 3 if higher else 2, higher, words)
 
 
 def is_setting(name: str, arguments: Iterable[str]) -> bool:
@@ -155,9 +147,10 @@ FRAME_SETTINGS = (
     *("policy", *AXES, "capacity", "capacity_bytes", "precision", "hardware", "emulate", "clock"),
     *("link", "streams", "num_fewshot", "limit", "seed"),
 )
+FRAME_FIRST = ("right_per_hour", "e2el_ms", "tok_per_s", "ttft_ms", "miss_rate")
 FRAME_FIGURES = (
-    *("ttft_ms", "ttft_ms.p99", "tpot_ms", "tpot_ms.p99", "itl_ms.p99", "e2el_ms", "tok_per_s"),
-    *("hit_rate", "miss_rate", "decode_miss_rate", "stall_ms_per_token", "bytes_per_token"),
+    *("ttft_ms.p99", "tpot_ms", "tpot_ms.p99", "itl_ms.p99", "output_tokens"),
+    *("hit_rate", "decode_miss_rate", "stall_ms_per_token", "bytes_per_token"),
     *("prefetch_precision", "prefetch_recall", "routing_fidelity", "low_precision_share"),
     "draft_acceptance",
 )
@@ -166,17 +159,14 @@ FRAME_FIGURES = (
 def frame_row(run: Run) -> dict[str, Any]:
     """Return a run under the names of `moecache table`, the same for any runs, what one asks first.
 
-    A column that a run has nothing for is None: `accuracy` where nothing is scored. Right answers
-    an hour of the device are of runs that generate.
+    A column that a run has nothing for is None: `accuracy` where nothing is scored.
     """
-    mean, seconds = run[ACCURACY], (run["e2el_ms"].number or 0) / 1000
-    is_share = mean.number is not None and run["tok_per_s"].number and seconds
+    mean = run[ACCURACY]
     row: dict[str, Any] = {
         "tasks": "+".join(run.tasks),
         **{name: run.setting(name).raw for name in ("policy", "capacity")},
         ACCURACY: mean.raw,
-        "right_per_hour": 3600 * (mean.number or 0) / seconds if is_share else None,
-        **{name: run[name].raw for name in ("e2el_ms", "tok_per_s", "ttft_ms", "miss_rate")},
+        **{name: run[name].raw for name in FRAME_FIRST},
         "label": run.label,
         "accuracy_stderr": mean.stderr,
         "run_id": run.run_id,

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
+<<<<<<< Updated upstream
 from lm_eval_moecache.records.schemas.keys import COMPARED, RARE, REPORTED, keys_with
 from lm_eval_moecache.report.metrics import METRICS, Metric
+=======
+from lm_eval_moecache.report.metrics import BATCH, Column, metric_column
+from lm_eval_moecache.report.runs.answers import ANSWERS, costs_of
+>>>>>>> Stashed changes
 
 # A task's primary metric is the first of these that it reports, else its first metric.
 _PREFERRED = ("exact_match", "acc", "mc2", "f1", "word_perplexity", "rouge1_max", "bleu")
 SPEED_FILTER = "speed"
 PLACEHOLDER = "bypass"
 """lm-eval's metric of answers that nothing scores (`--predict_only`), always 999."""
-BATCH = "batch"
-"""Number of the batch that a document shares with others, among its speed metrics."""
 ONLY_HOW = ("batch_size", "max_batch_size")
 """Arguments that say how many requests are computed together, and change no figure."""
 _COMPARED = {*keys_with(COMPARED), "label", *ONLY_HOW}
@@ -40,12 +43,6 @@ KEYS = (
 )
 """The keys of `identity`, but for further model arguments (`dtype`, `max_length` ...)."""
 PARETO, ACCURACY = "pareto", "accuracy"
-PERCENTILES = ("mean", "p50", "p90", "p99")
-PHASES = {"prefill_": "prefill ", "decode_": "decode ", "verify_": "verify "}
-# Metrics whose per-document values have another name: metric -> (name, sign).
-_BY_DOCUMENT = {"hit_rate": ("request_miss_rate", -1.0)} | {
-    name: (f"request_{name}", 1.0) for name in ("tok_per_s", "miss_rate", "collision_miss_rate")
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +63,6 @@ class Value:
     def number(self) -> float | None:
         """The raw value where it is a number, else None."""
         return self.raw if isinstance(self.raw, (int, float)) else None
-
-
-class Figure(NamedTuple):
-    """A metric's name in parts: `decode_miss_rate`, `ttft_ms.p99`, `tok_per_s@task`."""
-
-    metric: Metric
-    phase: str
-    base: str
-    percentile: str
-    task: str
-
-    @classmethod
-    def of(cls, name: str) -> Figure | None:
-        """Return a name's parts; None where no metric has that name."""
-        metric, _, task = name.partition("@")
-        base, dot, percentile = metric.partition(".")
-        phase = next((p for p in PHASES if base.startswith(p)), "")
-        declared = METRICS.get(base.removeprefix(phase))
-        if declared is None or (dot and percentile not in PERCENTILES):
-            return None
-        return cls(declared, phase, base, percentile, task)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,25 +134,29 @@ class Run:
     """Date, duration, machine and versions; empty for lm-eval's own files."""
     facts: Mapping[str, Any]
     """lm-eval's other entries: `versions`, `n-shot`, `config`, `chat_template_sha` ..."""
+    slo: Mapping[str, float] = field(default_factory=dict)
+    """Limits that `goodput` counts: metric of a request -> the most it may be, in ms."""
 
     def __getitem__(self, name: str) -> Value:
         """Return what the column of this name shows: a figure, a score, or a setting."""
         if name == ACCURACY:
             return self._accuracy
-        figure = Figure.of(name)
-        if figure is not None:
-            return self._figure(figure)
+        column = metric_column(name)
+        if column is not None:
+            return self._figure(column)
         score = self.find_score(name)
         return self.setting(name) if score is None else Value(score.value, score.stderr)
 
-    def _figure(self, figure: Figure) -> Value:
+    def _figure(self, column: Column) -> Value:
         """Read a metric; means and miss rates carry a standard error where recorded."""
-        base, percentile, task = figure[2:]
-        figures = self.moecache["tasks"].get(task, {}) if task else self.moecache["totals"]
-        value, stderr = figures.get(base), figures.get(f"{base}_stderr")
+        tasks, task = self.moecache["tasks"], column.task
+        figures = tasks.get(task, {}) if task else self.moecache["totals"]
+        value, stderr = figures.get(column.base), figures.get(f"{column.base}_stderr")
         if isinstance(value, Mapping):
-            stderr = value.get("stderr") if percentile in ("", "mean") else None
-            value = value.get(percentile or "mean")
+            stderr = value.get("stderr") if column.percentile in ("", "mean") else None
+            value = value.get(column.percentile or "mean")
+        if value is None and column.base in ANSWERS:
+            value, stderr = ANSWERS[column.base](self, [task] if task else self.tasks)
         return Value(value, stderr) if isinstance(value, (int, float)) else Value()
 
     @cached_property
@@ -226,21 +206,25 @@ class Run:
         if name == ACCURACY:
             parts = [self._answers(task, score) for task, score in self._primary]
             return {doc: value for part in parts for doc, value in part.items()}
-        figure = Figure.of(name)
-        if figure is None:
+        column = metric_column(name)
+        if column is None:
             score = self.find_score(name)
             return {} if score is None else self._answers(name.partition(":")[0], score)
-        # A percentile has no samples by document.
-        mean = name.partition("@")[0].removesuffix(".mean")
-        by_document, sign = _BY_DOCUMENT.get(mean, (mean, 1.0))
+        sign = -1.0 if column.tested_by.startswith("-") else 1.0
+        by_document = column.tested_by.removeprefix("-")
         return independent(
             {
                 f"{task} {doc}": (sign * value, metrics.get(BATCH, {}).get(doc))
-                for task, metrics in self.speed.items()
-                if figure.task in ("", task)
+                for task, metrics in self.costs.items()
+                if column.task in ("", task)
                 for doc, value in metrics.get(by_document, {}).items()
             }
         )
+
+    @cached_property
+    def costs(self) -> dict[str, dict[str, Mapping[str, float]]]:
+        """`speed` with the tokens and time of each answer."""
+        return {task: costs_of(metrics, self.slo) for task, metrics in self.speed.items()}
 
     def _answers(self, task: str, score: Score) -> dict[str, float]:
         sign = 1.0 if score.higher_is_better else -1.0

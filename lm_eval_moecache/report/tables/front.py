@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from lm_eval_moecache.report.runs.columns import Column
+from lm_eval_moecache.report.metrics import Column
 from lm_eval_moecache.report.runs.run import Run
 from lm_eval_moecache.report.statistics import holm, sign_test, tango_score, z_test
 

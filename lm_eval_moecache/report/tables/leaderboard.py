@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.report.metrics import UNCHANGED
-from lm_eval_moecache.report.runs.columns import Column, find_column, score_column
+from lm_eval_moecache.report.metrics import PERCENTILES, UNCHANGED, Column
+from lm_eval_moecache.report.runs.columns import find_column, score_column
 from lm_eval_moecache.report.runs.run import (
     ACCURACY,
     PARETO,
-    PERCENTILES,
     Run,
     Value,
     distinguishing,
@@ -41,12 +40,15 @@ _OFFLINE = {"eviction": "belady", "prefetch": "oracle"}
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A finished table: `best` holds the (row, column) positions of each column's best cells."""
+    """A finished table."""
 
     title: str
     columns: tuple[Column, ...]
-    rows: tuple[tuple[Value, ...], ...]
-    best: frozenset[tuple[int, int]] = frozenset()
+    cells: Any
+    """A DataFrame of a line a row, under the columns' names, with `<name>_stderr` behind those that
+    have errors; None where there is nothing."""
+    best: frozenset[tuple[int, str]] = frozenset()
+    """(row, column) of each column's best cells."""
     about: tuple[tuple[str, str], ...] = ()
     """(name, text) pairs on the runs: when they were made, on what machine, with which versions."""
     apart: tuple[str, ...] = ()
@@ -54,6 +56,32 @@ class Table:
     places: tuple[str, ...] = ()
     """Row -> its values of `apart`: rows of one place are ranked together. Empty without `apart`.
     """
+    runs: tuple[Run, ...] = ()
+    """Row -> its run, the first one of a merged row."""
+
+    def texts(self) -> list[list[tuple[str, bool]]]:
+        """Return each row's cells as all forms print them, and whether each is a best one."""
+        rows = self.cells.to_dict("records")
+        return [
+            [
+                (c.text(row[c.name], row.get(f"{c.name}_stderr")), (i, c.name) in self.best)
+                for c in self.columns
+            ]
+            for i, row in enumerate(rows)
+        ]
+
+
+def cells_of(columns: Sequence[Column], rows: Sequence[Sequence[Value]]) -> Any:
+    """Return values as the `cells` of a table."""
+    import pandas
+
+    cells: dict[str, list[Any]] = {}
+    for j, column in enumerate(columns):
+        cells[column.name] = [row[j].raw for row in rows]
+        errors = [row[j].stderr for row in rows]
+        if any(error is not None for error in errors):
+            cells[f"{column.name}_stderr"] = errors
+    return pandas.DataFrame(cells, dtype=object)
 
 
 def leaderboard(
@@ -90,18 +118,25 @@ def leaderboard(
         for i, row in enumerate(rows):
             row[names.index(PARETO)] = Value("*" if i in pareto_rows else "")
     best = {
-        (i, j)
-        for j, column in enumerate(table_columns)
+        (i, column.name)
+        for column in table_columns
         for group in ranked
         for i in best_rows(ordered, group, column)
     }
     apart = tuple(dict.fromkeys([*varying(runs), *by]))
-    table_rows = tuple(map(tuple, rows))
-    places = tuple(_place_text(run, apart) for run in ordered) if apart else ()
     facts = about(runs)
     if 0 < (num_bounds := sum(map(knows_the_future, runs))) < len(runs):
         facts += ((BOUNDS, "Rows that know the future are listed last, without a rank"),)
-    table = Table(title, tuple(table_columns), table_rows, frozenset(best), facts, apart, places)
+    table = Table(
+        title=title,
+        columns=tuple(table_columns),
+        cells=cells_of(table_columns, rows),
+        best=frozenset(best),
+        about=facts,
+        apart=apart,
+        places=tuple(_place_text(run, apart) for run in ordered) if apart else (),
+        runs=tuple(ordered),
+    )
     return merged(table, len(rows) - num_bounds) if merge else table
 
 
@@ -115,26 +150,21 @@ def merged(table: Table, num_ranked: int) -> Table:
 
     Rows from `num_ranked` on, which are not ranked, stay separate from the others.
     """
-    at = [j for j, column in enumerate(table.columns) if column.name == "policy"]
-    if not at:
+    if "policy" not in table.cells:
         return table
+    others = table.cells.drop(columns="policy").assign(is_ranked=table.cells.index < num_ranked)
     alike: dict[object, list[int]] = defaultdict(list)
-    for i, row in enumerate(table.rows):
-        others = tuple((v.raw, v.stderr) for j, v in enumerate(row) if j != at[0])
-        alike[others, i < num_ranked].append(i)
-    rows = []
-    for same in alike.values():
-        cells = list(table.rows[same[0]])
-        if len(same) > 1:
-            names = dict.fromkeys(str(table.rows[i][at[0]].raw) for i in same)
-            cells[at[0]] = replace(cells[at[0]], raw=", ".join(names))
-        rows.append(tuple(cells))
-    kept = [same[0] for same in alike.values()]
+    for i, row in enumerate(others.itertuples(index=False)):
+        alike[tuple(row)].append(i)
+    kept = [rows[0] for rows in alike.values()]
+    policies = [dict.fromkeys(map(str, table.cells.policy[rows])) for rows in alike.values()]
+    cells = table.cells.iloc[kept].reset_index(drop=True)
     return replace(
         table,
-        rows=tuple(rows),
-        best=frozenset((kept.index(i), j) for i, j in table.best if i in kept),
+        cells=cells.assign(policy=[", ".join(names) for names in policies]),
+        best=frozenset((kept.index(i), name) for i, name in table.best if i in kept),
         places=tuple(table.places[i] for i in kept) if table.places else (),
+        runs=tuple(table.runs[i] for i in kept),
     )
 
 

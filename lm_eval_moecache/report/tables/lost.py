@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lm_eval_moecache.report.runs.columns import Column
+from lm_eval_moecache.report.metrics import Column
 from lm_eval_moecache.report.runs.run import Run, Value
 from lm_eval_moecache.report.statistics import documents_needed, other_documents_interval
-from lm_eval_moecache.report.tables.leaderboard import INTERVAL, Table
+from lm_eval_moecache.report.tables.leaderboard import INTERVAL, Table, cells_of
 
 _NAMES = ("run", "policy", "capacity")
 DOCUMENTS = 1_000
@@ -24,11 +24,11 @@ _NOTE = (
 )
 _COLUMNS = (
     *(Column(name, name.capitalize()) for name in (*_NAMES, "task")),
-    *(Column(name, name.capitalize(), 0, is_number=True) for name in ("documents", "won", "lost")),
-    Column("points_lost", "Points lost", 1, is_number=True),
-    Column("low", "95% from", 1, is_number=True),
-    Column("high", "to", 1, is_number=True),
-    *(Column(f"documents_for_{n}", f"Documents for {n}", 0, is_number=True) for n in POINTS),
+    *(Column(name, name.capitalize(), 0) for name in ("documents", "won", "lost")),
+    Column("points_lost", "Points lost", 1),
+    Column("low", "95% from", 1),
+    Column("high", "to", 1),
+    *(Column(f"documents_for_{n}", f"Documents for {n}", 0) for n in POINTS),
 )
 
 
@@ -60,7 +60,7 @@ def lost_points(runs: Sequence[Run]) -> Table | None:
     if not body:
         return None
     title = "Points lost against the lossless run"
-    return Table(title, _COLUMNS, tuple(body), about=((INTERVAL, _NOTE),))
+    return Table(title, _COLUMNS, cells_of(_COLUMNS, body), about=((INTERVAL, _NOTE),))
 
 
 def _answers(run: Run, task: str) -> dict[str, float]:

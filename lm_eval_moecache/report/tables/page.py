@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.report.metrics import MEGABYTE
-from lm_eval_moecache.report.runs.columns import Column, metric_column
+from lm_eval_moecache.report.metrics import MEGABYTE, Column
 from lm_eval_moecache.report.runs.run import ACCURACY, PARETO
 from lm_eval_moecache.report.tables.leaderboard import Table
 from lm_eval_moecache.report.tables.text import notes
@@ -20,6 +19,7 @@ _FIRST = (ACCURACY, "tok_per_s", "ttft_ms", "tpot_ms", "miss_rate")
 _NAMING = ("run", "policy", "capacity")
 _PLACES = ("experiment", "tasks", "model")
 _IDLE = ("standard", "none", "fetch")
+_DRAWN = "tok_per_s"
 
 
 def as_html(tables: Sequence[Table]) -> str:
@@ -31,30 +31,33 @@ def as_html(tables: Sequence[Table]) -> str:
     from jinja2 import Environment
 
     first, *views = tables
-    names = [column.name for column in first.columns]
-    has_mean = ACCURACY in names
+    columns = {column.name: column for column in first.columns}
 
-    def rank(place: int) -> int:
+    def rank(column: Column) -> int:
         """Order columns: Pareto mark, accuracy (or the scores, without a mean), speed, others."""
-        name = names[place]
-        if name == PARETO:
+        if column.name == PARETO:
             return -1
-        if metric_column(name) is None and name != ACCURACY and not has_mean:
+        if not column.base and ACCURACY not in columns:
             return 0
-        return _FIRST.index(name) if name in _FIRST else len(_FIRST)
+        return _FIRST.index(column.name) if column.name in _FIRST else len(_FIRST)
 
     # What is drawn above the table: accuracy, or the first score without a mean, against speed.
-    rising = [column.name for column in first.columns if column.higher_is_better]
-    scores = [ACCURACY] if has_mean else [name for name in rising if metric_column(name) is None]
-    drawn = [names.index(name) for name in (*scores[:1], "tok_per_s") if name in names]
-    settings = [j for j, column in enumerate(first.columns) if _kind(column) == "setting"]
-    figures = sorted((j for j in range(len(names)) if j not in settings), key=rank)
-    places, rows = first.places or [""] * len(first.rows), []
-    for i, place in enumerate(places):
-        row = _row(first, i, settings, figures) | {"place": place}
+    scores = [c for c in first.columns if c.is_score and c.higher_is_better]
+    drawn = [columns[_DRAWN]] if _DRAWN in columns else []
+    drawn += [columns[ACCURACY]] if ACCURACY in columns else scores[:1]
+    settings = [c for c in first.columns if _kind(c) == "setting"]
+    figures = sorted((c for c in first.columns if c not in settings), key=rank)
+    # The choice of a place is one of these settings already.
+    chosen = [c for c in settings if len(set(first.places)) > 1 and c.name in first.apart]
+    rows, cells = [], _cells(first, figures)
+    for i, values in enumerate(first.cells.to_dict("records")):
+        row = _row(values, settings, [c for c in settings if c not in chosen])
+        row |= {"cells": cells[i], "place": first.places[i] if first.places else ""}
+        row["is_front"] = values.get(PARETO) == "*"
         if len(drawn) == 2:
-            y, x = (first.rows[i][j] for j in drawn)
-            row["point"] = [x.number, y.number, y.stderr] if None not in (x.raw, y.raw) else None
+            names = (drawn[0].name, drawn[1].name, f"{drawn[1].name}_stderr")
+            point = [values.get(name) for name in names]
+            row["point"] = None if None in point[:2] else point
         rows.append(row)
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         _PAGE.read_text(encoding="utf-8")
@@ -63,21 +66,16 @@ def as_html(tables: Sequence[Table]) -> str:
         title=first.title or "moecache results",
         about=first.about,
         board={
-            "columns": [first.columns[j] for j in figures],
-            "settings": [first.columns[j].heading for j in settings],
+            "columns": figures,
+            "settings": [c.heading for c in settings],
             "rows": sorted(rows, key=lambda row: not row["is_front"]),
             "places": list(dict.fromkeys(first.places)),
-            # The choice of a place is one of these settings already.
-            "chosen": [first.columns[j].heading for j in settings if _is_apart(first, j)],
+            "chosen": [c.heading for c in chosen],
             "apart": " and ".join(name.replace("_", " ") for name in first.apart),
-            "axes": [first.columns[j].words or first.columns[j].heading for j in drawn[::-1]],
+            "axes": [c.words or c.heading for c in drawn],
         },
         views=[
-            {
-                "title": view.title,
-                "columns": view.columns,
-                "rows": [_cells(view, i, range(len(view.columns))) for i in range(len(view.rows))],
-            }
+            {"title": view.title, "columns": view.columns, "rows": _cells(view, view.columns)}
             for view in views
         ],
         notes=[note.replace("`", "") for note in notes(first)],
@@ -86,53 +84,53 @@ def as_html(tables: Sequence[Table]) -> str:
     return text + "\n"
 
 
-def _is_apart(table: Table, j: int) -> bool:
-    return len(set(table.places)) > 1 and table.columns[j].name in table.apart
+def _row(
+    values: Mapping[str, Any], settings: Sequence[Column], naming: Sequence[Column]
+) -> dict[str, Any]:
+    """Return a row of the leaderboard: a short name, and its settings to unfold.
 
-
-def _row(table: Table, i: int, settings: Sequence[int], figures: Sequence[int]) -> dict[str, Any]:
-    """Return a row of the leaderboard: a short name, and its distinguishing settings to unfold."""
-    row = list(zip(table.columns, table.rows[i], strict=True))
-    texts = [(row[j][0], str(row[j][1].raw or "")) for j in settings]
-    filled = [(column, text) for column, text in texts if text]
-    # What all rows shown have in common is above the table.
-    apart = {table.columns[j].name for j in settings if _is_apart(table, j)}
-    naming = [(column, text) for column, text in filled if column.name not in apart]
+    What all rows shown have in common is above the table, and not in `naming`.
+    """
+    texts = {c.name: str(values[c.name] or "") for c in settings}
+    named = [(c, texts[c.name]) for c in naming if texts[c.name]]
     others = []
-    for column, text in naming:
+    for column, text in named:
         if column.name in AXES or column.name == "parameters":
             # An algorithm by its name; idle ones are left out.
             others.append("" if column.name in AXES and text in _IDLE else text)
         elif column.name not in (*_NAMING, *_PLACES):
             others.append(f"{column.heading.lower()} {text}")
-    others += [text for column, text in naming if column.name in _PLACES]
+    others += [text for column, text in named if column.name in _PLACES]
     return {
-        "name": " ".join(text for column, text in naming if column.name in _NAMING) or "run",
+        "name": " ".join(text for column, text in named if column.name in _NAMING) or "run",
         "more": ", ".join(filter(None, others)),
-        "settings": [(column.heading, text) for column, text in filled],
-        "keys": [text for _, text in texts],
-        "cells": _cells(table, i, figures),
-        "is_front": any(c.name == PARETO and value.raw == "*" for c, value in row),
+        "settings": [(c.heading, texts[c.name]) for c in settings if texts[c.name]],
+        "keys": [*texts.values()],
     }
 
 
-def _cells(table: Table, i: int, places: Sequence[int]) -> list[dict[str, Any]]:
-    cells = []
-    for j in places:
-        column, value = table.columns[j], table.rows[i][j]
-        text, _, error = column.text(value).partition(" ±")
-        if "[MB]" in column.words and value.number is not None:
-            text = f"{value.number / MEGABYTE:.1f} MB"
-        # The page sorts by `key`, where texts with a leading number are recognised.
-        cell = {"key": "" if value.raw is None else str(value.raw), "label": column.heading}
-        cell |= {"kind": _kind(column), "text": text, "error": error}
-        cells.append({**cell, "is_best": (i, j) in table.best})
-    return cells
+def _cells(table: Table, columns: Sequence[Column]) -> list[list[dict[str, Any]]]:
+    """Return the cells of these columns, row by row."""
+    places = [table.columns.index(column) for column in columns]
+    rows = []
+    for printed, values in zip(table.texts(), table.cells.to_dict("records"), strict=True):
+        cells = []
+        for column, place in zip(columns, places, strict=True):
+            value = values[column.name]
+            text, _, error = printed[place][0].partition(" ±")
+            if column.in_megabytes and value is not None:
+                text = f"{value / MEGABYTE:.1f} MB"
+            # The page sorts by `key`, where texts with a leading number are recognised.
+            cell = {"key": "" if value is None else str(value), "label": column.heading}
+            cell |= {"kind": _kind(column), "text": text, "error": error}
+            cells.append({**cell, "is_best": printed[place][1]})
+        rows.append(cells)
+    return rows
 
 
 def _kind(column: Column) -> str:
     if column.name == PARETO:
         return "pareto"
-    if not column.is_number:
+    if column.decimals is None:
         return "setting"
     return {True: "number higher", False: "number lower", None: "number"}[column.higher_is_better]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,11 +41,10 @@ def as_markdown(tables: Sequence[Table]) -> str:
         lines.append(line([_in_markdown(column.heading) for column in table.columns]))
         marks = [":-:" if c.name == PARETO else "---" for c in table.columns]
         numbers = zip(table.columns, marks, strict=True)
-        lines.append(line(["--:" if c.is_number else mark for c, mark in numbers]))
-        for i, row in enumerate(table.rows):
-            cells = [_in_markdown(c.text(v)) for c, v in zip(table.columns, row, strict=True)]
-            best = [f"**{text}**" if (i, j) in table.best else text for j, text in enumerate(cells)]
-            lines.append(line(best))
+        lines.append(line([mark if c.decimals is None else "--:" for c, mark in numbers]))
+        for row in table.texts():
+            cells = [(_in_markdown(text), is_best) for text, is_best in row]
+            lines.append(line([f"**{text}**" if is_best else text for text, is_best in cells]))
         legend = ". ".join(notes(table))
         texts.append("\n".join([*lines, "", *([f"{legend}.", ""] if legend else [])]))
     return "\n".join(texts)
@@ -63,7 +60,8 @@ def notes(table: Table) -> list[str]:
     texts = [_LEGEND] if table.best else []
     if any(c.name == PARETO for c in table.columns):
         texts.append(_FRONT.format("by that test" if table.best else f"by a {_TEST}"))
-    texts += ["±: standard error"] if any(v.stderr for row in table.rows for v in row) else []
+    errors = table.cells.filter(regex="_stderr$")
+    texts += ["±: standard error"] if errors.fillna(0).any(axis=None) else []
     if table.apart:
         texts.append(f"Rows of different {', '.join(table.apart)} are not compared")
     if {"tok_per_s", "tpot_ms"} <= {c.name for c in table.columns}:
@@ -104,23 +102,13 @@ def padded(heads: Sequence[str], cells: Sequence[Sequence[Any]]) -> str:
 
 def as_csv(tables: Sequence[Table]) -> str:
     """Return the first table: full precision, one header line, `<column>_stderr` after a score."""
-    records = _records(tables[0])
-    recorded = {name for record in records for name in record}
-    names = []
-    for column in tables[0].columns:
-        names += [column.name, *({f"{column.name}_stderr"} & recorded)]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    for record in records:
-        # A spreadsheet would evaluate a text like `=1+1`: quote texts, not numbers.
-        writer.writerow(
-            {
-                name: f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
-                for name, cell in record.items()
-            }
-        )
-    return text.getvalue()
+
+    def harmless_cell(cell: Any) -> Any:
+        """Quote texts, not numbers: a spreadsheet would evaluate a text like `=1+1`."""
+        return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
+
+    text: str = tables[0].cells.map(harmless_cell).to_csv(index=False, lineterminator="\n")
+    return text
 
 
 def as_json(tables: Sequence[Table]) -> str:
@@ -134,12 +122,8 @@ def as_json(tables: Sequence[Table]) -> str:
 
 def _records(table: Table) -> list[dict[str, Any]]:
     """Return the rows as plain mappings, standard errors under `<column>_stderr`."""
-    records = []
-    for row in table.rows:
-        record: dict[str, Any] = {}
-        for column, value in zip(table.columns, row, strict=True):
-            record[column.name] = value.raw
-            if value.stderr is not None:
-                record[f"{column.name}_stderr"] = value.stderr
-        records.append(record)
-    return records
+    names = {column.name for column in table.columns}
+    return [
+        {name: value for name, value in row.items() if name in names or value is not None}
+        for row in table.cells.to_dict("records")
+    ]

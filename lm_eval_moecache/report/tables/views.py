@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_moecache.records.numbers import unknown_name_error
-from lm_eval_moecache.report.runs.columns import Column
-from lm_eval_moecache.report.runs.run import Run, Value
+from lm_eval_moecache.report.metrics import Column
+from lm_eval_moecache.report.runs.run import Run
 from lm_eval_moecache.report.tables.leaderboard import Table, leaderboard, sorted_runs
 
 if TYPE_CHECKING:
@@ -38,44 +36,43 @@ def view_table(runs: Sequence[Run], view: View) -> Table:
         flat = with_changes(flat, len(settings), view.relative_to)
     if across:
         heads = [str(run.setting(across).raw) for run in sorted_runs(chosen, [across])]
-        flat = _pivot(flat, len(rows), list(dict.fromkeys(heads)))
-    filled = [j for j in range(len(flat.columns)) if any(r[j].raw is not None for r in flat.rows)]
-    return replace(
-        flat,
-        columns=tuple(flat.columns[j] for j in filled),
-        rows=tuple(tuple(row[j] for j in filled) for row in flat.rows),
-        best=frozenset((i, filled.index(j)) for i, j in flat.best if j in filled),
-    )
+        flat = _pivot(flat, rows, across, list(dict.fromkeys(heads)))
+    columns = [column for column in flat.columns if flat.cells[column.name].notna().any()]
+    return replace(flat, columns=tuple(columns), cells=flat.cells[_with_errors(flat, columns)])
 
 
-def _pivot(flat: Table, width: int, labels: Sequence[str]) -> Table:
-    """Pivot a flat table: the column after the first `width` becomes the column heads."""
-    across, figures = flat.columns[width].name, flat.columns[width + 1 :]
-    cells: dict[tuple[str, ...], dict[str, Sequence[Value]]] = defaultdict(dict)
-    for row in flat.rows:
-        names, label = tuple(map(Column("", "").text, row[:width])), str(row[width].raw)
-        if label in cells[names]:
-            settings = [column.name for column in flat.columns[: width + 1]]
-            raise ValueError(
-                f"view {flat.title!r}: several runs at "
-                f"{dict(zip(settings, (*names, label), strict=True))}. Add a setting to `rows`, or "
-                "a `where`."
-            )
-        cells[names][label] = row[width + 1 :]
-    single = len(figures) == 1
-    columns = []
+def _with_errors(table: Table, columns: Sequence[Column]) -> list[str]:
+    """Return the names of the columns, with those of their standard errors behind each."""
+    names = (name for column in columns for name in (column.name, f"{column.name}_stderr"))
+    return [name for name in names if name in table.cells]
+
+
+def _pivot(flat: Table, rows: Sequence[str], across: str, labels: Sequence[str]) -> Table:
+    """Make one row of those with the same `rows`, the values of `across` side by side."""
+    figures, keys = flat.columns[len(rows) + 1 :], [*rows, across]
+    cells = flat.cells.assign(**flat.cells[keys].map(Column("", "").text).astype(object))
+    twins = cells[cells.duplicated(keys)]
+    if len(twins):
+        raise ValueError(
+            f"view {flat.title!r}: several runs at {twins[keys].iloc[0].to_dict()}. Add a setting "
+            "to `rows`, or a `where`."
+        )
+    # Rows are joined by their texts, in the order in which each first appears.
+    cells.index = cells[[*rows]].agg("\0".join, axis=1) if rows else [""] * len(cells)
+    body = cells[~cells.index.duplicated()][[*rows]]
+    columns, single = list(flat.columns[: len(rows)]), len(figures) == 1
     for label in labels:
+        part = cells[cells[across] == label]
         for figure in figures:
-            heading = f"{across} {label}" if single else f"{figure.heading} at {label}"
             name = f"{figure.name}[{across}={label}]"
+            heading = f"{across} {label}" if single else f"{figure.heading} at {label}"
             columns.append(replace(figure, name=name, heading=heading, words=""))
-    empty = [Value()] * len(figures)
-    body = tuple(
-        (*map(Value, names), *(v for label in labels for v in by_label.get(label, empty)))
-        for names, by_label in cells.items()
-    )
+            for suffix in ("", "_stderr"):
+                if figure.name + suffix in part:
+                    values = part[figure.name + suffix].reindex(body.index)
+                    body[name + suffix] = values.where(values.notna(), None)
     title = ": ".join(filter(None, (flat.title, figures[0].heading if single else "")))
-    return Table(title, (*flat.columns[:width], *columns), body, apart=flat.apart)
+    return Table(title, tuple(columns), body.reset_index(drop=True), apart=flat.apart)
 
 
 def with_changes(table: Table, num_settings: int, relative_to: Mapping[str, Any]) -> Table:
@@ -89,28 +86,35 @@ def with_changes(table: Table, num_settings: int, relative_to: Mapping[str, Any]
     for name in relative_to:
         if name not in names:
             raise unknown_name_error("views: relative_to", name, names)
-    others = [i for i, name in enumerate(names) if name not in relative_to]
-    base_values = {names.index(name): str(value) for name, value in relative_to.items()}
+    others = [name for name in names if name not in relative_to]
     is_apart = relative_to.keys().isdisjoint(table.apart)
-    apart = table.places if table.places and is_apart else [""] * len(table.rows)
+    apart = table.places if table.places and is_apart else [""] * len(table.runs)
     places = [
-        (place, *(row[i].identity for i in others))
-        for place, row in zip(apart, table.rows, strict=True)
+        (place, *(run.setting(name).identity for name in others))
+        for place, run in zip(apart, table.runs, strict=True)
     ]
+    wanted = {name: str(value) for name, value in relative_to.items()}
     is_base = [
-        all(row[i].identity == value for i, value in base_values.items()) for row in table.rows
+        all(run.setting(name).identity == value for name, value in wanted.items())
+        for run in table.runs
     ]
-    bases = dict(compress(zip(places, table.rows, strict=True), is_base))
-    columns = [*table.columns[:num_settings]]
+    bases = {place: i for i, place in enumerate(places) if is_base[i]}
+    # The row itself where there is nothing to compare with.
+    at = [
+        bases.get(place, -1) if not base else -1
+        for place, base in zip(places, is_base, strict=True)
+    ]
+    columns, cells = [*table.columns[:num_settings]], table.cells.copy()
     for figure in table.columns[num_settings:]:
-        change = Column(f"{figure.name}_change", f"{figure.heading} change %", 1, None, True)
+        change = Column(f"{figure.name}_change", f"{figure.heading} change %", 1)
         columns += [figure, change]
-    rows = []
-    for row, place, is_baseline in zip(table.rows, places, is_base, strict=True):
-        base = None if is_baseline else bases.get(place)
-        cells = [*row[:num_settings]]
-        for j in range(num_settings, len(row)):
-            new, old = row[j].number, None if base is None else base[j].number
-            cells += [row[j], Value(100 * (new / old - 1) if old and new is not None else None)]
-        rows.append(tuple(cells))
-    return Table(table.title, tuple(columns), tuple(rows), apart=table.apart)
+        new = cells[figure.name].where(cells[figure.name].map(_is_number)).astype(float)
+        old = new.reindex(at).set_axis(new.index)
+        changes = (100 * (new / old.where(old != 0) - 1)).astype(object)
+        cells[change.name] = changes.where(changes.notna(), None)
+    changed = Table(table.title, tuple(columns), cells, apart=table.apart)
+    return replace(changed, cells=cells[_with_errors(changed, columns)])
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float))
