@@ -211,7 +211,7 @@ def test_report_is_plain_json_and_speed_a_flat_table_of_it(lm: MoECacheLM) -> No
     assert report["policy"]["eviction"]["name"] == "least_stale"
     assert totals["requests"] == 8
     bytes_moved = sum(task["bytes_moved"] for task in report["tasks"].values())
-    assert totals["bytes_moved"] == bytes_moved == lm.engine.link.bytes_moved
+    assert totals["bytes_moved"] == bytes_moved == lm.engine.memory.run.moved
     assert totals["peak_cache_bytes"] <= report["capacity_bytes"]
     table = pandas.DataFrame(lm.speed()).set_index("task")
     assert list(table.index) == ["choice", "gen", "all"]

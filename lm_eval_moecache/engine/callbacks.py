@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lm_eval_moecache.engine.kernel import cache, clock
+from lm_eval_moecache.engine.kernel import cache
 from lm_eval_moecache.engine.memory import Memory
 from lm_eval_moecache.engine.rules import Misfit, Rules, shown
 from lm_eval_moecache.records.event import Event
@@ -118,9 +118,6 @@ class Callbacks:
         try:
             if self.error is None:
                 self._read()
-                if what == clock.RESET_ALL:
-                    for key in in_order_of_loading(self._memory):
-                        self._notify[cache.EVICTED](key)
                 if what < 0:
                     return 0
                 return self._victim(what, mark)
@@ -180,10 +177,3 @@ class Callbacks:
             return
         error, self.error = self.error, None
         raise error
-
-
-def in_order_of_loading(memory: Memory) -> list[int]:
-    """Return the resident keys, those loaded first in front."""
-    resident = np.flatnonzero(memory.experts["resident"])
-    keys: list[int] = resident[np.argsort(memory.slots["arrival"][resident])].tolist()
-    return keys

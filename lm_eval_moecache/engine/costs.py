@@ -40,10 +40,6 @@ class Costs:
     def __init__(self, hardware: Hardware, geometry: Geometry) -> None:
         self._hardware, self._geometry = hardware, geometry
         flop_s_per_byte = 2 / geometry.element_bytes / hardware.peak_flops
-        self._dense = tuple(
-            (size * flop_s_per_byte, size / hardware.memory_bytes_per_s)
-            for size in geometry.dense_bytes
-        )
         compute_bytes = geometry.compute_bytes or [levels[0] for levels in geometry.expert_bytes]
         self.expert_parts_s = tuple(
             tuple((nbytes * flop_s_per_byte, size / hardware.memory_bytes_per_s) for size in levels)
@@ -52,18 +48,19 @@ class Costs:
         """[layer][level] An expert's seconds of arithmetic per token, and of reading it."""
         layer_s = DENSE_KERNELS * hardware.kernel_overhead_s + hardware.layer_overhead_s
         # A pass's work outside its layers is charged to the first layer's dense part.
-        self._dense_overhead_s = [layer_s + hardware.pass_overhead_s]
-        self._dense_overhead_s += [layer_s] * (len(self._dense) - 1)
-        self._overhead_s = layer_s + hardware.pass_overhead_s / len(self._dense)
+        pass_s = hardware.pass_overhead_s
+        self.dense_parts_s = tuple(
+            (
+                size * flop_s_per_byte,
+                size / hardware.memory_bytes_per_s,
+                layer_s if layer else layer_s + pass_s,
+            )
+            for layer, size in enumerate(geometry.dense_bytes)
+        )
+        """[layer] Seconds before its experts: of arithmetic per token, of reading, of launches."""
         self.expert_overhead_s = EXPERT_KERNELS * hardware.kernel_overhead_s
-        self._gate_s = GATE_KERNELS * hardware.kernel_overhead_s
-
-    def dense_parts(self) -> list[tuple[float, float, float]]:
-        """Return each layer's seconds before its experts: arithmetic a token, reading, launches."""
-        return [
-            (*parts, overhead_s)
-            for parts, overhead_s in zip(self._dense, self._dense_overhead_s, strict=True)
-        ]
+        self.overhead_s = layer_s + pass_s / len(geometry.dense_bytes) + self.expert_overhead_s
+        """Mean seconds of a layer's overheads, beyond its arithmetic and memory traffic."""
 
     def on_host(self) -> Costs:
         """Return the same costs on the profile's host; ValueError if it has no figures of one."""
@@ -74,35 +71,22 @@ class Costs:
         host = replace(hardware, peak_flops=flops, memory_bytes_per_s=bytes_per_s)
         return Costs(host, self._geometry)
 
-    @property
-    def overhead_s(self) -> float:
-        """Mean seconds of a layer's overheads, beyond its arithmetic and memory traffic."""
-        return self._overhead_s + self.expert_overhead_s
-
     def dense_s(self, layer: int, num_tokens: int) -> float:
         """Return the seconds before a layer's experts (attention, norms, router ...)."""
-        flop_s, read_s = self._dense[layer]
-        flop_s *= num_tokens
-        weights_s = flop_s if flop_s > read_s else read_s
-        return weights_s + self._dense_overhead_s[layer]
+        flop_s, read_s, overhead_s = self.dense_parts_s[layer]
+        return max(flop_s * num_tokens, read_s) + overhead_s
 
     def gates_s(self, num_gates: int) -> float:
         """Return the seconds of applying `num_gates` more gates as predictors."""
-        return num_gates * self._gate_s
+        return num_gates * (GATE_KERNELS * self._hardware.kernel_overhead_s)
 
     def network_s(self, cost: PredictorCost, num_tokens: int) -> float:
         """Return the seconds of a small network next to the model, for `num_tokens` tokens."""
-        hardware = self._hardware
-        flop_s = 2 * cost.num_weights * num_tokens / hardware.peak_flops
-        read_s = cost.num_bytes / hardware.memory_bytes_per_s
-        return max(flop_s, read_s) + cost.num_kernels * hardware.kernel_overhead_s
-
-    def gates_parts(self, num_gates: int) -> tuple[float, float, float]:
-        """Return what gates as predictors take: FLOP a token, seconds of reading, of launches."""
-        return 0.0, 0.0, self.gates_s(num_gates)
+        flop, read_s, overhead_s = self.network_parts(cost)
+        return max(flop * num_tokens / self._hardware.peak_flops, read_s) + overhead_s
 
     def network_parts(self, cost: PredictorCost) -> tuple[float, float, float]:
-        """Return the same of a small network next to the model."""
+        """Return what it takes: FLOP a token, seconds of reading, of launches."""
         hardware = self._hardware
         read_s = cost.num_bytes / hardware.memory_bytes_per_s
         return 2.0 * cost.num_weights, read_s, cost.num_kernels * hardware.kernel_overhead_s

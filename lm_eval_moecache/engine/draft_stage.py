@@ -7,27 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch
 from lm_eval_moecache.engine.costs import Costs
-from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.trace.recorder import DraftNotes
-
-
-class DraftedEngine(Protocol):
-    """An engine, as the draft's stage sees it (see `engine.engine.Engine`)."""
-
-    clock: Any
-    rules: Any
-
-    def advance(self, seconds: float) -> None: ...
-
-    def submit_draft(self, keys: IntArray, pass_index: int, batched: bool) -> None: ...
-
-    def await_prefetches(self) -> float: ...
 
 
 class DraftStage:
@@ -45,9 +32,10 @@ class DraftStage:
         self,
         draft: Draft,
         hardware: Hardware,
-        engine: DraftedEngine,
+        engine: Any,
         prefetch: DraftStagePrefetch | None,
     ) -> None:
+        """`engine` is the `engine.engine.Engine` whose time it is."""
         self.draft = draft
         self._hardware, self._engine, self._prefetch = hardware, engine, prefetch
         self._costs = Costs(hardware, draft.geometry)
@@ -117,7 +105,7 @@ class DraftStage:
     def begin(self, pass_index: int) -> None:
         """Begin drafting for the pass with this index, still to come."""
         self.is_open = True
-        self.start_s, self.stall_s = self._engine.clock.now, 0.0
+        self.start_s, self.stall_s = self._engine.now, 0.0
         self._pass_index = pass_index
         if self.notes is not None:
             self.notes.begin()

@@ -26,13 +26,12 @@ from lm_eval_moecache.engine.kernel.serve import (
     CLOSE,
     END,
     ENTER,
-    FLUSH,
+    FILL,
     HINT,
-    RESET,
     SETTLE,
 )
 from lm_eval_moecache.engine.kernel.state import COUNTS, Call
-from lm_eval_moecache.engine.memory import Cache, Memory, door, make_memory
+from lm_eval_moecache.engine.memory import Cache, door, make_memory
 from lm_eval_moecache.engine.rows import Proposed, Rows, records_of
 from lm_eval_moecache.engine.rules import Rules, make_evictions
 from lm_eval_moecache.engine.setting import (
@@ -60,36 +59,6 @@ from lm_eval_moecache.trace.future import Future
 PASS_KINDS = BEGIN | ENTER | CLOSE | END
 
 
-class Clock:
-    """The time of a run in virtual seconds."""
-
-    def __init__(self, memory: Memory) -> None:
-        self._run = memory.run
-
-    @property
-    def now(self) -> float:
-        return float(self._run.now)
-
-
-class Link:
-    """What a run's link has done: one transfer at a time, but for lanes."""
-
-    def __init__(self, memory: Memory) -> None:
-        self._run = memory.run
-
-    @property
-    def bytes_moved(self) -> int:
-        return int(self._run.moved)
-
-    @property
-    def transfers(self) -> int:
-        return int(self._run.transfers)
-
-    @property
-    def busy_s(self) -> float:
-        return float(self._run.busy_s)
-
-
 class Engine:
     """Serves the passes of a run in virtual time.
 
@@ -98,8 +67,6 @@ class Engine:
 
     is_virtual: ClassVar[bool] = True
     """Whether time is computed."""
-    clock: Any
-    link: Any
 
     def __init__(
         self,
@@ -144,7 +111,7 @@ class Engine:
             self._fill()
 
     def _make(self, evictions: Sequence[EvictionAlgorithm], like: Engine | None) -> None:
-        """Make what serves: memory, clock, link and caches, and rows of this engine alone."""
+        """Make what serves: memory and caches, and rows of this engine alone."""
         geometry, setting = self.geometry, self.setting
         self.costs: Costs = Costs(setting.hardware, geometry) if like is None else like.costs
         if like is None:
@@ -154,7 +121,6 @@ class Engine:
             self._first_memory = like._first_memory
         self.memory = self._first_memory.copy()
         self.callbacks = Callbacks(self.memory, evictions, self.rules)
-        self.clock, self.link = Clock(self.memory), Link(self.memory)
         if self.eviction.is_offline and self.future is not None:
             self.memory.experts["next_use"] = self.future.first_use
         self.pools = [Cache(self.memory, index, rule) for index, rule in enumerate(evictions)]
@@ -164,7 +130,7 @@ class Engine:
 
     def _fill(self) -> None:
         """Fill the empty caches with the most used experts; no pass is charged for them."""
-        self._settle(RESET, keys=np.array(self._warm, np.int64))
+        self._settle(FILL, keys=np.array(self._warm, np.int64))
 
     def _check_algorithms(self, evictions: Sequence[EvictionAlgorithm]) -> None:
         """Refuse algorithms that lack what they need, and hand over the future."""
@@ -199,6 +165,11 @@ class Engine:
     def waves(self) -> Iterator[tuple[Mapping[int, int], bool]]:
         """Yield nothing: experts are executed where they are."""
         yield from ()
+
+    @property
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return float(self.memory.run.now)
 
     @property
     def num_passes(self) -> int:
@@ -351,7 +322,7 @@ class Engine:
         if stage is not None and is_drafted:
             count = rows.counts[0]
             count["start_s"], count["stall_s"] = stage.start_s, stage.stall_s
-            count["draft_s"] = self.clock.now - stage.start_s
+            count["draft_s"] = self.now - stage.start_s
             stage.is_open = False
         self._num_tokens = num_tokens
         if self.rules.prefetch.predicts_pass:
@@ -402,7 +373,7 @@ class Engine:
         """Begin a text whose tokens are routed one after another, as if decoded."""
         assert len(self.pools) == self.geometry.num_layers, "scanning without a cache per layer"
         self._scanned = np.zeros(num_tokens, COUNTS)  # type: ignore[call-overload]
-        self._scanned["start_s"] = self._scanned["end_s"] = self.clock.now
+        self._scanned["start_s"] = self._scanned["end_s"] = self.now
         self._tokens_before = self.memory.run.tokens
 
     def scan(
@@ -471,14 +442,6 @@ class Engine:
     def await_prefetches(self) -> float:
         """Wait until all prefetches have arrived; return the seconds waited."""
         return self._settle(SETTLE)
-
-    def flush(self) -> None:
-        """Empty the link: drop queued prefetches and land the one in flight."""
-        self._settle(FLUSH)
-
-    def reset_cache(self) -> None:
-        """Empty the link and restore the initial caches."""
-        self._settle(FLUSH | RESET, keys=np.array(self._warm, np.int64))
 
     def time_load(self, count: int) -> float:
         """Return the seconds that loading `count` experts of the first layer takes."""

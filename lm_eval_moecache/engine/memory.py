@@ -188,12 +188,13 @@ def _write_costs(
         level["flop_s"], level["read_s"] = costs.expert_parts_s[layer][number]
         if on_host is not None:
             level["host_flop_s"], level["host_read_s"] = on_host.expert_parts_s[layer][number]
-    for layer, (flop_s, read_s, overhead_s) in enumerate(costs.dense_parts()):
+    for layer, (flop_s, read_s, overhead_s) in enumerate(costs.dense_parts_s):
         layers[layer]["flop_s"], layers[layer]["read_s"] = flop_s, read_s
         layers[layer]["overhead_s"] = overhead_s
     artifact = rules.prefetch.artifact if rules.prefetch.uses_predictor else None
     for layer in range(geometry.num_layers):
-        predicting = costs.gates_parts(min(depth, geometry.num_layers - 1 - layer))
+        # FLOP a token, seconds of reading, of launches.
+        predicting = 0.0, 0.0, costs.gates_s(min(depth, geometry.num_layers - 1 - layer))
         if artifact is not None:
             predicting = costs.network_parts(predictor_costs(artifact)[layer])
         for name, value in zip(("flop", "read_s", "overhead_s"), predicting, strict=True):

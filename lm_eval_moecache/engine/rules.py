@@ -136,12 +136,15 @@ class Rules:
     def levels_of(self, event: Event, keys: IntArray) -> IntArray:
         """Return the level at which the miss rule has each key prefetched, for one row."""
         levels, num_experts = np.zeros(len(keys), np.int64), self.geometry.num_experts
-        layers = keys // num_experts
+        layers, most = keys // num_experts, len(self.geometry.precision)
         for layer in dict.fromkeys(layers.tolist()):
             own = np.flatnonzero(layers == layer)
             with self.naming("miss", "prefetch_levels", event.layer):
                 found = np.asarray(self.miss.prefetch_levels(event, layer, keys[own] % num_experts))
-                self._check_levels(found, own.shape)
+                fits = found.shape == own.shape and found.dtype.kind in "iu"
+                if not (fits and ((found >= 0) & (found < most)).all()):
+                    expected = f"Expected: {len(own)} levels, each in 0..{most - 1}."
+                    raise Misfit(f"{shown(found)}. {expected}")
             levels[own] = found
         return levels
 
@@ -160,12 +163,6 @@ class Rules:
                 raise Misfit(f"the level {wrong[0]}. Expected: each in 0..{most - 1}.")
             # An array of its own, as the kernel writes to it.
             return np.array(levels.clip(0, most - 1), np.int64, order="C")
-
-    def _check_levels(self, levels: Any, shape: tuple[int, ...]) -> None:
-        most = len(self.geometry.precision)
-        fits = levels.shape == shape and levels.dtype.kind in "iu"
-        if not (fits and ((levels >= 0) & (levels < most)).all()):
-            raise Misfit(f"{shown(levels)}. Expected: {shape[0]} levels, each in 0..{most - 1}.")
 
 
 def make_evictions(geometry: Geometry, setting: Setting) -> list[EvictionAlgorithm]:

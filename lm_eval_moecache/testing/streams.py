@@ -169,7 +169,7 @@ class Run:
     def figures(self) -> list[object]:
         """Every observable outcome, for exact comparison: ledger, clock and weights."""
         records = [dataclasses.astuple(record) for record in self.engine.ledger.passes]
-        return [*records, self.engine.clock.now, *[o.tolist() for o in self.outputs]]
+        return [*records, self.engine.now, *[o.tolist() for o in self.outputs]]
 
     @property
     def misses(self) -> int:

@@ -474,7 +474,7 @@ def check(seed: int) -> Case:
     if case.reset == "never":
         residents = {key: level for pool in engine.pools for key, level in pool.resident.items()}
         assert residents == oracles[0].level, what
-        assert engine.clock.now == oracles[0].now, what
+        assert engine.now == oracles[0].now, what
     assert engine.peak_cache_bytes == max(sum(oracle.peak) for oracle in oracles), what
     engine.check_integrity()
     return case

@@ -14,7 +14,8 @@ from lm_eval_moecache.algorithms.eviction.base import StatefulEviction
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.kernel.serve import RESET
+from lm_eval_moecache.engine.kernel.cache import evict
+from lm_eval_moecache.engine.kernel.serve import FILL
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.records.event import DECODE, DROPPED, PREFILL, UNSEEN_SCORES, Event
@@ -173,7 +174,9 @@ def make_engine(
 
 def fill(engine: Engine, keys: Sequence[int]) -> None:
     """Empty the caches, and fill them with these keys at no cost."""
-    engine._settle(RESET, keys=np.array(keys, np.int64))
+    for key in [key for pool in engine.pools for key in pool.resident]:
+        evict(engine.memory.run, key)
+    engine._settle(FILL, keys=np.array(keys, np.int64))
 
 
 def expect(record: object, figures: str) -> None:

@@ -15,7 +15,7 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Trace
 from tests.engine.features import RankedAlone
-from tests.engine.traces import decode_trace, draw_trace, figures, misses, setting_for
+from tests.engine.traces import decode_trace, figures, misses, setting_for
 
 
 def test_favourites_stay_where_lru_loses_them() -> None:
@@ -77,15 +77,6 @@ def assert_as_slow(trace: Trace, capacity: str, link: str = "priority", **own: A
         setting = setting_for(trace, capacity, axes, link=link)
         runs.append(figures(replay(trace, setting, future=Future(trace))))
     assert runs[0] == runs[1]
-
-
-@pytest.mark.parametrize("prefetch", ["none", "next_gate", "frequency", "oracle"])
-@pytest.mark.parametrize("capacity", ["1experts", "7experts", "50%", "2/layer"])
-@pytest.mark.parametrize("memory", [1, 20])
-def test_it_is_its_slow_form(prefetch: str, capacity: str, memory: int) -> None:
-    own = {"eviction__memory": memory, "eviction__nearness": memory / 10}
-    for link in ("priority", "fifo"):
-        assert_as_slow(draw_trace(memory), capacity, link, prefetch=prefetch, **own)
 
 
 @pytest.mark.parametrize(("top_k", "memory"), [(1, 200), (2, 9)])

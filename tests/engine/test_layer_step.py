@@ -12,12 +12,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.miss.lossless import FetchCachedFirst
-from lm_eval_moecache.engine.costs import EXPERT_KERNELS, GATE_KERNELS
 from lm_eval_moecache.records.artifact import DATA_AWARE
 from lm_eval_moecache.records.event import DECODE, PASS_START, Event
 from lm_eval_moecache.records.geometry import Geometry
@@ -30,7 +26,6 @@ from tests.engine.scripted import (
     make_engine,
     make_geometry,
     make_hardware,
-    prefill,
     run_layer,
 )
 
@@ -87,12 +82,6 @@ def test_a_demand_goes_before_a_prefetch_that_could_start_at_its_instant() -> No
     decode(engine, [0], [4], [8], says="end_s=19 stall_s=5+5+2 late=1")
 
 
-def test_a_prefetch_that_lands_at_the_instant_of_its_event_is_a_hit() -> None:
-    engine = make_engine({(0, 0): [4]}, geometry=make_geometry(dense_bytes=(200, 400, 200)))
-    # dense 0-2; key 0 2-7; expert 7-8; key 4 moves 7-12. dense 8-12; expert 12-13.
-    decode(engine, [0], [4], says="end_s=13 stall_s=5 late=0 misses=1 prefetch_hits=1")
-
-
 def test_prefetches_that_are_no_longer_of_use_are_cancelled_before_they_move() -> None:
     engine = make_engine({(0, 0): [4, 5, 6, 8]}, 8)
     # dense 0-2; key 0 2-7; expert 7-8; key 4 moves 7-12. dense 8-10; key 7 12-17; expert 17-18.
@@ -146,14 +135,6 @@ def test_an_eviction_learns_between_waves_what_each_has_executed() -> None:
     assert engine.eviction.told("executed") == waves
 
 
-def test_compute_of_a_wave_counts_the_assignments_of_its_own_experts() -> None:
-    # At 100 FLOP/s an assignment (2 x 50 FLOP) takes 1 s; reading weights costs nothing.
-    engine = make_engine(None, 2, hardware=make_hardware(peak_flops=100.0, memory_bytes_per_s=1e30))
-    # dense: 3 tokens x 200 FLOP / 100 FLOP/s = 6 s.
-    # 0, 1 move 6-16; five assignments 16-21; 2 moves 21-26; one assignment 26-27.
-    prefill(engine, [[0, 1], [0, 1], [0, 2]], says="end_s=27 stall_s=15")
-
-
 def test_every_wait_for_the_link_is_paid_for_and_the_link_goes_on_meanwhile() -> None:
     hardware = make_hardware(wait_overhead_s=0.5)
     engine = make_engine({(0, 0): [5]}, hardware=hardware)
@@ -169,16 +150,6 @@ def test_every_wait_for_the_link_is_paid_for_and_the_link_goes_on_meanwhile() ->
     decode(waves, [0, 1, 2], says="end_s=21 stall_s=15")
 
 
-def test_a_cache_per_layer_keeps_layers_out_of_each_others_way() -> None:
-    engine = make_engine({(0, 0): [5]}, "1/layer")
-    # layer 0: dense 0-2; key 0 2-7; expert 7-8; key 5 moves 7-12 into the cache of layer 1.
-    # layer 1: dense 8-10; key 4 waits for 5, then evicts it: 12-17; expert 17-18.
-    decode(engine, [0], [4], says="end_s=18 evictions=1 bytes_moved=300")
-    # Both are still resident: (2 + 1) s a layer.
-    decode(engine, [0], [4], says="hits=2 duration_s=6")
-    assert [list(pool.resident) for pool in engine.pools] == [[0], [4], []]
-
-
 def test_the_predictor_costs_time_where_the_compute_does_not_wait_anyway() -> None:
     hardware = make_hardware(kernel_overhead_s=0.125)
     engine = make_engine(hardware=hardware, prefetch=partial(FixedPrefetch, script={}, depth=1))
@@ -187,46 +158,6 @@ def test_the_predictor_costs_time_where_the_compute_does_not_wait_anyway() -> No
     decode(engine, [0], says="end_s=13.625 stall_s=5")
     # dense 5.75, gate 0.375, expert 2.875: the predictor takes time, which is not stall.
     decode(engine, [0], says="duration_s=9 stall_s=0")
-
-
-def test_a_prefetch_starts_only_when_its_prediction_is_ready() -> None:
-    prefetch = partial(FixedPrefetch, script={(1, 0): [4]}, depth=1)
-    engine = make_engine(hardware=make_hardware(kernel_overhead_s=0.125), prefetch=prefetch)
-    decode(engine, [0])  # ends at 13.625, as above
-    # dense until 19.375; gate until 19.75; key 4 moves 19.75-24.75; expert until 22.625;
-    # dense until 28.375: key 4 is resident; gate until 28.75; expert until 31.625.
-    decode(engine, [0], [4], says="end_s=31.625 stall_s=0 prefetch_hits=1")
-
-
-def test_precision_and_recall_compare_what_was_proposed_with_what_was_needed() -> None:
-    engine = make_engine({(0, 0): [4, 5, 6]}, 8)
-    decode(engine, [0], [4, 7], says="predicted=3 predicted_right=1 predictable=2")
-
-
-def test_a_proposal_that_is_resident_is_refreshed_and_not_moved() -> None:
-    engine = make_engine({(1, 0): [4, 1]})
-    decode(engine, [0], [4])
-    decode(engine, [0], [4], says="hits=2")
-    assert engine.eviction.told("predicted") == [("predicted", 4)]
-
-
-def test_token_misses_count_each_tokens_absent_experts() -> None:
-    engine = make_engine()
-    decode(engine, [0, 1])
-    # Unique: 0, 1 hit, 2, 3 miss. The three tokens lack 0, 1 and 2 of their two experts.
-    figures = "requests=4 misses=2 token_requests=6 token_misses=3"
-    prefill(engine, [[0, 1], [2, 0], [2, 3]], says=figures)
-
-
-def test_a_cold_start_empties_the_cache_and_lets_the_flight_land() -> None:
-    engine = make_engine({(0, 0): [4, 5]}, 8)
-    decode(engine, [0])
-    # key 0 2-7; expert 7-8; key 4 in flight until 12; key 5 queued.
-    engine.reset_cache()
-    assert engine.clock.now == 12.0 and not engine.memory.run.queued
-    assert all(not pool.resident and not pool.arriving for pool in engine.pools)
-    engine.check_integrity()
-    decode(engine, [0], says="misses=1 collisions=0")
 
 
 def test_a_delayed_prefetch_is_hidden_by_the_next_layer_s_attention_alone() -> None:
@@ -263,39 +194,6 @@ def test_the_resident_expert_runs_while_the_absent_one_is_loaded() -> None:
     decode(engine, [0, 1], says="end_s=16 stall_s=4 hits=1 misses=1")
 
 
-def test_a_split_event_launches_its_kernels_twice_and_predicts_before_it_runs() -> None:
-    seconds = []
-    for axes in ({}, {"miss": FetchCachedFirst}):
-        gate = partial(FixedPrefetch, script={}, depth=1)
-        hardware = make_hardware(kernel_overhead_s=0.01)
-        engine = make_engine(hardware=hardware, prefetch=gate, **axes)
-        decode(engine, [0])
-        seconds.append(decode(engine, [0, 1]).duration_s)
-    # `fetch`: the load of 5 s hides the gate; then two experts run. Cached first: it hides the gate
-    # and one expert, and the other launches its kernels once more.
-    assert seconds[0] - seconds[1] == pytest.approx(1.0)
-    assert GATE_KERNELS * 0.01 + 1.0 + EXPERT_KERNELS * 0.01 < 5.0
-
-
-@given(
-    events=st.lists(
-        st.lists(st.integers(0, 3), min_size=1, max_size=3, unique=True), min_size=1, max_size=8
-    ),
-    capacity=st.integers(1, 4),
-)
-def test_it_counts_and_moves_as_fetch_does_and_is_never_slower(
-    events: list[list[int]], capacity: int
-) -> None:
-    geometry = make_geometry(top_k=3)
-    plain = make_engine(None, capacity, geometry)
-    reordered = make_engine(None, capacity, geometry, miss=FetchCachedFirst)
-    for keys in events:
-        a, b = decode(plain, keys), decode(reordered, keys)
-        times = {"start_s": 0.0, "end_s": 0.0, "stall_s": 0.0}
-        assert dataclasses.replace(a, **times) == dataclasses.replace(b, **times)
-        assert b.duration_s <= a.duration_s + 1e-9
-
-
 # --- prefetching for a whole pass before it begins ---
 
 
@@ -324,13 +222,3 @@ def test_a_pass_is_predicted_before_its_first_layer() -> None:
     # dense 12-14, transfer 14-19, expert 19-20.
     decode(engine, [1], [5], [8], says="start_s=0 end_s=20 stall_s=10 late=2 misses=1")
     expect(engine.ledger.passes[-1], "predicted=2 predicted_right=2 predictable=2")
-
-
-def test_it_is_asked_once_a_pass_and_moves_nothing_that_is_resident() -> None:
-    script = {(1, PASS_START): (1,)}
-    engine = make_engine(capacity=6, prefetch=partial(Foreseeing, script=script))
-    decode(engine, [1], [5], [8])
-    # 1 s to read the tokens, then three times a dense part and an expert.
-    decode(engine, [1], [5], [8], says="duration_s=10 bytes_moved=0")
-    calls = [call for call in engine.rules.prefetch.seen if call[1] == PASS_START]  # type: ignore[attr-defined]
-    assert calls == [(0, PASS_START, 1), (1, PASS_START, 1)]

@@ -36,12 +36,6 @@ class KeepFirst(RoutingAlgorithm):
         return Selection(event.experts, keep)
 
 
-def test_dropped_assignments_are_no_misses_of_the_last_expert() -> None:
-    engine = make_engine(None, 4, make_geometry(num_layers=1), miss=DropAbsent)
-    fill(engine, [0])
-    prefill(engine, [[0, -1], [3, -1]], says="misses=1 token_misses=1")
-
-
 def test_dropping_everything_absent_neither_moves_nor_waits() -> None:
     engine = make_engine(miss=DropAbsent)
     fill(engine, [0])
@@ -61,13 +55,6 @@ def test_a_flight_that_nobody_waits_for_lands_no_earlier_than_its_time() -> None
     assert 8 not in engine.pools[0].resident
     engine.end_pass()
     engine.check_integrity()
-
-
-def test_pruning_by_the_router_is_counted_and_not_fetched() -> None:
-    engine = make_engine(routing=KeepFirst)
-    # dense 0-2; keys 0 and 1 move 2-12; two experts 12-14.
-    figures = "end_s=14 requests=2 misses=2 dropped=2 executed=2 unfaithful=0 token_misses=2"
-    prefill(engine, [[0, 3], [1, 3]], says=figures)
 
 
 def test_lossy_algorithms_of_a_decode_only_policy_stand_aside_in_prefill() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from itertools import product
 from typing import Any
 
@@ -91,12 +91,26 @@ class Tired(Clock):
         return super().victim(pinned, layer)
 
 
-def test_what_an_eviction_raises_in_the_midst_of_a_call_is_raised() -> None:
+class Blind(Clock):
+    """Evicts what must not leave."""
+
+    def victim(self, pinned: Collection[int], layer: int) -> int | None:
+        return next(iter(pinned), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Tired", r"Tired\.victim at layer \d raised .* tired"),
+        ("Blind", r"Blind\.victim at layer \d returned the pinned key \d"),
+    ],
+)
+def test_what_an_eviction_does_wrong_in_the_midst_of_a_call_is_raised(name: str, says: str) -> None:
     trace = draw_trace(7, (1000, 1500, 1000, 1500, 1500, 1000), 16, 3)
     for capacity in ("2experts", "30%", "5/layer"):
-        with pytest.raises(AlgorithmError, match=r"Tired\.victim at layer \d raised .* tired"):
-            tired = setting_for(trace, capacity, {"eviction": f"{__name__}.Tired"})
-            replay(trace, tired, cache_reset="never")
+        with pytest.raises(AlgorithmError, match=says):
+            setting = setting_for(trace, capacity, {"eviction": f"{__name__}.{name}"})
+            replay(trace, setting, cache_reset="never")
 
 
 # --- rows side by side ---

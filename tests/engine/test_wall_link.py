@@ -123,17 +123,6 @@ def test_a_throttled_link_takes_the_asked_time_and_counts_it_as_busy(
     worker.close()
 
 
-def test_a_throttled_link_keeps_the_rate_in_real_time(copies: Copies) -> None:
-    """A crowded machine may make it slower, never faster."""
-    worker = Worker(copies, bytes_per_s=1e6)
-    start = time.perf_counter()
-    for key in range(3):
-        worker.put(Transfer(key, key, 10_000), demanded=True)
-    wait_for(worker, 3)
-    assert time.perf_counter() - start >= 0.03
-    worker.close()
-
-
 @pytest.mark.parametrize("error", [OSError("bad shard"), KeyboardInterrupt(), MemoryError("full")])
 def test_what_goes_wrong_in_the_thread_is_raised_where_it_is_waited_for(
     copies: Copies, error: BaseException
@@ -162,6 +151,7 @@ def test_a_closed_worker_refuses_and_does_not_hang(copies: Copies) -> None:
 
 
 def test_a_link_that_is_dropped_leaves_no_thread(copies: Copies) -> None:
+    gc.collect()
     before = threads()
     link = WallLink(copies, None)
     assert len(threads()) == len(before) + 1
@@ -246,13 +236,6 @@ def test_those_are_issued_that_begin_before_the_next_visit(
     submit([4, 5, 6, 7], now[0])
     traffic.drain(-1, "executed", awaited=awaited)
     assert link.issued == begin
-
-
-def test_an_unknown_gap_keeps_the_link_from_standing_idle(now: list[float]) -> None:
-    traffic, link, submit = make(2.0)
-    submit([4, 5], 0.0)
-    traffic.drain(-1, "new")
-    assert link.issued == [4]
 
 
 def test_a_batch_is_issued_whole(now: list[float]) -> None:

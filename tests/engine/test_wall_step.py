@@ -145,7 +145,7 @@ def test_laws_hold_with_prefetches_and_transfers_that_come_late(
     records = serve(engine, slots, passes, phase)
     assert sum(r.requests for r in records) == sum(len(k) for p in passes for k in p)
     assert all(r.hits >= 0 and r.late >= 0 and r.bytes_moved >= 0 for r in records)
-    engine.reset_cache()
+    engine.restart()
     assert not engine.pools[0].resident and not engine.pools[0].arriving
     assert not engine.link.active
     # Arrivals during the reset count towards the next pass, which checks the accounts again.

@@ -253,16 +253,17 @@ def published(name: str) -> Path:
 def figures(engine: Engine) -> dict[str, Any]:
     """Everything a report is made from, and the final state of the caches and the link."""
     engine.check_integrity()
-    slots, rules = engine.memory.slots, (engine.rules.routing, engine.rules.miss)
+    run, slots = engine.memory.run, engine.memory.slots
+    rules = engine.rules.routing, engine.rules.miss
     names = "unused", "since", "due", "level", "queued_level"
     counted = "loads", "evictions", "warmed", "lifetime", "peak"
     return {
         "passes": engine.ledger.passes,
         "requests": [[p.index for p in r.passes] for r in engine.ledger.requests],
-        "now": engine.clock.now,
+        "now": engine.now,
         "held": [(pool.resident, pool.arriving) for pool in engine.pools],
         "slots": {name: slots[name].tolist() for name in names},
         "counted": [[pool[name] for name in counted] for pool in engine.pools],
-        "link": (engine.link.busy_s, engine.link.bytes_moved, engine.link.transfers),
+        "link": (run.busy_s, run.moved, run.transfers),
         "seen": [rule.seen.tolist() for rule in rules if hasattr(rule, "seen")],
     }

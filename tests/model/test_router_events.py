@@ -44,12 +44,11 @@ def ledger(model: Any, policy: str, changes: dict[str, str]) -> tuple[Any, ...]:
     engine = make_engine(policy, "40%", describe(model, layers, "x"), **changes)
     wrapped = WrappedModel(model, layers, engine)
     decode(model)
-    engine.reset_cache()
     logits_of(model)
     decode(model)
     wrapped.unwrap()
     engine.check_integrity()
-    return engine.ledger.passes, engine.clock.now, [sorted(p.resident) for p in engine.pools]
+    return engine.ledger.passes, engine.now, [sorted(p.resident) for p in engine.pools]
 
 
 @pytest.mark.parametrize("family", FAMILY_CASES)

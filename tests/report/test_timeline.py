@@ -35,11 +35,11 @@ def test_durations_and_bytes_add_up_to_the_runs_totals(
         return sum(e["dur"] if what == "dur" else e["args"].get(what, 0) for e in track_spans)
 
     passes = engine.ledger.passes
-    assert total(COMPUTE) == pytest.approx(engine.clock.now * 1e6)
+    assert total(COMPUTE) == pytest.approx(engine.now * 1e6)
     assert total(PASSES) == pytest.approx(sum(p.duration_s for p in passes) * 1e6)
     assert total(COMPUTE, "stall") == pytest.approx(sum(p.stall_s for p in passes) * 1e6)
-    assert total(LINK) == pytest.approx(engine.link.busy_s * 1e6)
-    assert total(LINK, what="bytes") == engine.link.bytes_moved
+    assert total(LINK) == pytest.approx(engine.memory.run.busy_s * 1e6)
+    assert total(LINK, what="bytes") == engine.memory.run.moved
     assert total(HOST) == pytest.approx(sum(p.host_s for p in passes) * 1e6)
     assert (total(HOST) > 0) == (policy in ("hybrimoe",))
     _assert_apart(spans)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lm_eval_moecache.engine.kernel.clock import READ, RESET_ALL
+from lm_eval_moecache.engine.kernel.clock import READ
 from lm_eval_moecache.engine.kernel.ranking import find_victim, note_eviction, note_load
 from lm_eval_moecache.engine.kernel.state import CACHE, EXPERT, LAYER, LEVEL, SLOT, Call, Run
 from lm_eval_moecache.records.memory import FLAGS, INTS, at, invoke, numbers
@@ -125,19 +125,8 @@ def insert(run: Run, key: int, level: int, prefetched: bool) -> None:
     notify(run, PREFETCHED if prefetched else DEMANDED, key)
 
 
-def reset(run: Run, call: Call) -> None:
-    """Empty the caches, with an empty link, and fill them as the call says; no pass counts it."""
-    evictions, lifetime, notifies = run.evictions, run.lifetime, run.notifies
-    if notifies:
-        invoke(run.ask, RESET_ALL, 0, 0)
-    run.notifies = 0
-    for home in range(run.num_layers):
-        layer = at(run.layers, home, LAYER)
-        while layer.held:
-            evict(run, at(run.experts, home * run.num_experts + layer.held - 1, EXPERT).member)
-    run.notifies = notifies
-    run.evictions_before += run.evictions - evictions
-    run.lifetime_before += run.lifetime - lifetime
+def fill(run: Run, call: Call) -> None:
+    """Fill the empty caches with the call's keys; no pass counts it."""
     keys = numbers(call.keys, INTS)
     for place in range(call.num_keys):
         home = at(run.slots, keys[place], SLOT).home

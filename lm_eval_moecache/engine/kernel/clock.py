@@ -7,8 +7,8 @@ from lm_eval_moecache.records.memory import DOUBLES, at, invoke, numbers
 
 DENSE, WAIT, STALL, WAKE, EXPERTS, TRANSFER, LOADS, HOST = SPANS = range(8)
 """Kinds of spans of the timeline."""
-READ, RESET_ALL = -1, -2
-"""In place of a cache: asks Python for no victim, but to read messages and spans, or of a reset."""
+READ = -1
+"""In place of a cache: asks Python for no victim, but to read messages and spans."""
 
 
 def add_span(run: Run, kind: int, start_s: float, end_s: float, what: int, number: int) -> None:

@@ -16,7 +16,7 @@ from lm_eval_moecache.engine.kernel.cache import (
     notify,
     take_bytes,
 )
-from lm_eval_moecache.engine.kernel.clock import TRANSFER, add_span, wait_until
+from lm_eval_moecache.engine.kernel.clock import TRANSFER, add_span
 from lm_eval_moecache.engine.kernel.ranking import note_hint
 from lm_eval_moecache.engine.kernel.state import (
     EXPERT,
@@ -259,19 +259,3 @@ def drain_fifo(run: Run) -> float:
         elif run.inflight != key:
             waits -= was_demanded  # It was resident already.
     return ready_s
-
-
-def flush(run: Run) -> None:
-    """Empty the link: drop queued prefetches and land the one in flight; forget predictions."""
-    for home in range(run.num_layers + 1):
-        layer = at(run.layers, home, LAYER)
-        layer.queue_first = -1
-        layer.queue_last = -1
-        layer.num_predicted = 0
-        layer.epoch += 1
-    for key in range(run.num_layers * run.num_experts):
-        at(run.slots, key, SLOT).due = -1
-    run.queued = 0
-    if run.inflight >= 0:
-        wait_until(run, run.busy_until)
-        land(run)

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import math
 
-from lm_eval_moecache.engine.kernel.cache import EVENT, PASS, find, notify, reset
+from lm_eval_moecache.engine.kernel.cache import EVENT, PASS, fill, find, notify
 from lm_eval_moecache.engine.kernel.clock import wait_until
 from lm_eval_moecache.engine.kernel.event import close_event, decide, enter
-from lm_eval_moecache.engine.kernel.link import drain, flush, hint, is_active
+from lm_eval_moecache.engine.kernel.link import drain, hint, is_active
 from lm_eval_moecache.engine.kernel.ranking import note_pass
 from lm_eval_moecache.engine.kernel.state import ASKED, COUNTS, RUN, SLOT, Call, Counts, Run
 from lm_eval_moecache.records.memory import DOUBLES, INTS, at, invoke, numbers
@@ -18,8 +18,8 @@ BEGIN, ENTER, CLOSE, END, SCAN = 1, 2, 4, 8, 16
 """What is done with each pass of a row, and with its events: begin the pass; charge what precedes a
 layer's experts; look up, load and execute; end the pass. Of a scanned text each token is a pass of
 its own, and layers come one after another: what a pass takes is added up."""
-FLUSH, RESET, HINT, ADVANCE, SETTLE = 32, 64, 128, 256, 512
-"""What is done with each row instead: empty the link, then the caches; queue the call's keys as
+FILL, HINT, ADVANCE, SETTLE = 32, 64, 128, 256
+"""What is done with each row instead: fill its empty caches with the call's keys; queue these as
 prefetches; let some seconds pass; wait until all prefetches have arrived."""
 
 
@@ -28,7 +28,7 @@ def serve(call: Call) -> int:
     rows, first_passes = numbers(call.rows, INTS), numbers(call.first_passes, INTS)
     for row in range(call.num_rows):
         run = at(rows[row], 0, RUN)
-        if call.what >= FLUSH:
+        if call.what >= FILL:
             settle(run, call)
             continue
         run.cursor = 0
@@ -137,22 +137,20 @@ def note_levels(run: Run, call: Call) -> None:
 
 def settle(run: Run, call: Call) -> None:
     """Do what is done between the events of passes."""
-    if call.what & FLUSH:
-        flush(run)
-    if call.what & RESET:
-        reset(run, call)
-    if call.what & HINT:
+    if call.what == FILL:
+        fill(run, call)
+    elif call.what == HINT:
         keys, levels = numbers(call.keys, INTS), numbers(call.proposed_levels, INTS)
         ready_s = run.now + call.seconds
         for place in range(call.num_keys):
             level = levels[place] if call.proposed_levels else 0
             hint(run, keys[place], level, call.number, -1, ready_s, call.batch)
         wait_until(run, ready_s)
-    if call.what & ADVANCE:
+    elif call.what == ADVANCE:
         run.layer = 0
         wait_until(run, run.now + call.seconds)
         drain(run, run.now, -1)
-    if call.what & SETTLE and is_active(run):
+    elif is_active(run):
         run.layer = 0
         drain(run, math.inf, -1)
         call.seconds = wait_until(run, run.busy_until)

@@ -19,7 +19,7 @@ from lm_eval_moecache.engine.callbacks import Callbacks
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.kernel import cache as told
 from lm_eval_moecache.engine.kernel import wall
-from lm_eval_moecache.engine.kernel.serve import CLOSE, RESET
+from lm_eval_moecache.engine.kernel.serve import CLOSE, FILL
 from lm_eval_moecache.engine.memory import door, make_memory
 from lm_eval_moecache.engine.rows import Rows
 from lm_eval_moecache.engine.rules import Rules, make_evictions
@@ -27,7 +27,6 @@ from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.wall.link import (
     Mover,
     Traffic,
-    WallClock,
     WallLink,
     bring,
     time_load,
@@ -84,7 +83,7 @@ class WallRows(Rows):
         super().begin(phase, tokens, *more, **named)
 
     def end(self) -> None:
-        self.engine.clock.synchronize()
+        self.engine.synchronize()
         self.engine.note_time()
         super().end()
 
@@ -167,8 +166,6 @@ class WallEngine(Engine):
     """
 
     is_virtual = False
-    clock: Any
-    link: Any
     pools: Sequence[Any]
     alone: Any
     caches: Sequence[Any]
@@ -183,7 +180,7 @@ class WallEngine(Engine):
         """Keys that have just got their slots."""
         self.host_costs: HostCosts | None = None
         self.link = WallLink(mover, setting.throttle_bytes_per_s, self._encoded)
-        self.clock = WallClock(mover.synchronize)
+        self.synchronize, self._origin_s = mover.synchronize, time.perf_counter()
         super().__init__(geometry, setting)
 
     def _make(self, evictions: Sequence[Any], like: Engine | None) -> None:
@@ -208,6 +205,10 @@ class WallEngine(Engine):
 
     def close(self) -> None:
         self.link.close()
+
+    @property
+    def now(self) -> float:
+        return time.perf_counter() - self._origin_s
 
     @property
     def can_defer(self) -> bool:
@@ -249,7 +250,7 @@ class WallEngine(Engine):
     def note_time(self) -> None:
         """Tell the kernel the time, and what the link has done."""
         run = self.memory.run
-        run.now, run.moved, run.busy_s = self.clock.now, self.link.bytes_moved, self.link.busy_s
+        run.now, run.moved, run.busy_s = self.now, self.link.bytes_moved, self.link.busy_s
 
     # An event.
 
@@ -272,7 +273,7 @@ class WallEngine(Engine):
         self._begin(pending)
         if self.rules.prefetches:
             if not self.rules.prefetch.after_layer:
-                self.alone.submit(self.clock.now)
+                self.alone.submit(self.now)
             if pending.next_demand == pending.num_demands:
                 awaited = any(self.link.is_flying(key) for key in keys)
                 visit = event.phase, event.layer, "begun"
@@ -365,7 +366,7 @@ class WallEngine(Engine):
         after_layer = self.rules.prefetches and self.rules.prefetch.after_layer
         if after_layer:
             self.link.launched()
-            rows.submit(self.clock.now)
+            rows.submit(self.now)
         rows.visit(wall.ENDED, pending.mark)
         if self.rules.prefetches:
             self.link.launched()
@@ -445,36 +446,23 @@ class WallEngine(Engine):
             self.traffic.drain(NOBODY)
 
     def await_prefetches(self) -> float:
-        start_s = self.clock.now
+        start_s = self.now
         # Prefetches that find no room are left for their events to demand.
         while issued := self.link.issued():
             self.traffic.land(self.link.wait_for(issued))
             self.advance(0.0)
-        return float(self.clock.now - start_s)
+        return self.now - start_s
 
     def _settle(self, *given: Any, **named: Any) -> float:
         self.note_time()
         return super()._settle(*given, **named)
 
-    def flush(self) -> None:
-        self._recover()
-        super().flush()
-        while (key := self.link.withdraw_last(self.link.issued(), ())) is not None:
-            self.take_back(key)
-        while issued := self.link.issued():
-            self.traffic.land(self.link.wait_for(issued))
-
-    def reset_cache(self) -> None:
-        self.flush()
-        self._fill()
-
     def _fill(self) -> None:
-        """Restore the initial caches."""
         self.fill(np.array(self._warm, np.int64))
 
     def fill(self, keys: IntArray) -> None:
-        """Fill the caches with these keys alone, with an empty link; no pass is charged for it."""
-        self._settle(RESET, keys=keys)
+        """Fill the empty caches with these keys; no pass is charged for it."""
+        self._settle(FILL, keys=keys)
         self.take_placed()
         for pool in self.pools:
             bring(pool, self.link, [*pool.slots.items()])
@@ -484,8 +472,11 @@ class WallEngine(Engine):
 
         What `fresh` does with another engine, for the one that holds a device's memory.
         """
-        self.flush()
-        self.fill(np.zeros(0, np.int64))
+        self._recover()
+        while (key := self.link.withdraw_last(self.link.issued(), ())) is not None:
+            self.take_back(key)
+        while issued := self.link.issued():
+            self.traffic.land(self.link.wait_for(issued))
         setting, geometry, stage = self.setting, self.geometry, self.rules.prefetch
         self.rules = Rules(geometry, setting.policy, setting.seed, self.rules)
         if stage.needs_draft:
@@ -495,6 +486,10 @@ class WallEngine(Engine):
         run = self.memory.run
         moved = run.moved_before, run.busy_s_before
         counted = self.memory.caches[_COUNTED].copy()
+        counted["evictions"] += self.memory.caches["held"]
+        for pool in self.pools:
+            for key in [*pool.slots]:
+                pool.vacate(key)
         self.memory.restore(self._first_memory)
         self.memory.caches[_COUNTED] = counted
         run.wall = run.notifies = 1

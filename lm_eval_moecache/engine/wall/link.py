@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Container, Hashable, Sequence, Set
+from collections.abc import Collection, Container, Hashable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -220,19 +220,6 @@ class Worker:
 
 WEIGHT = 0.25
 """Weight of the newest sample in running averages of times: an outlier soon fades."""
-
-
-class WallClock:
-    """The machine's clock: work takes real time, so nothing has to be charged."""
-
-    def __init__(self, synchronize: Callable[[], None]) -> None:
-        self.synchronize = synchronize
-        self._origin_s = time.perf_counter()
-
-    @property
-    def now(self) -> float:
-        """Seconds since the clock was made."""
-        return time.perf_counter() - self._origin_s
 
 
 class WallLink:

@@ -97,7 +97,7 @@ def test_a_cache_that_is_filled_anew_waits_for_what_a_pass_left_behind() -> None
         outputs = logits(wrapped.model, tokens=TOKENS)
         engine = wrapped.engine
         assert isinstance(engine, WallEngine)
-        engine.reset_cache()
+        engine.restart()
         assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
         wrapped.unwrap()
 
