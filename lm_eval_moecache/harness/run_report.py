@@ -20,13 +20,8 @@ from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.hardware import OF_THE_MACHINE
 from lm_eval_moecache.records.ledger import GENERATE, RequestRecord
-<<<<<<< Updated upstream
 from lm_eval_moecache.records.schemas.keys import DEFAULTS, RARE, REPORTED, keys_with
-from lm_eval_moecache.report.metrics import MEGABYTE, UNCHANGED, task_metrics
-from lm_eval_moecache.report.runs.columns import metric_column
-=======
 from lm_eval_moecache.report.metrics import MEGABYTE, UNCHANGED, metric_column, task_metrics
->>>>>>> Stashed changes
 from lm_eval_moecache.report.tables.text import padded
 
 # Settings that the title of the speed table names where they have not their default.

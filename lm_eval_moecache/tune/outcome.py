@@ -10,13 +10,7 @@ import yaml
 
 from lm_eval_moecache.algorithms.policy import choice_text
 from lm_eval_moecache.algorithms.registry import AXES
-<<<<<<< Updated upstream
-from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.runs.columns import Column
-=======
-from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.report.metrics import METRICS, Column
->>>>>>> Stashed changes
 from lm_eval_moecache.report.runs.run import Value
 from lm_eval_moecache.report.tables.front import Sampled, keeps_score
 from lm_eval_moecache.report.tables.leaderboard import Table, cells_of
@@ -134,16 +128,8 @@ def confirmation_text(name: str, confirmation: Mapping[str, Any] | None) -> str:
 
 def front_table(outcome: Mapping[str, Any]) -> str:
     """Return front, shipped compositions and verdict of an outcome as Markdown."""
-<<<<<<< Updated upstream
     metric = outcome["question"]["metric"]
     shipped = sorted(outcome["shipped"], key=lambda e: -sign_of(metric) * e["speed"])
-=======
-    metric = report["question"]["metric"]
-    if metric not in METRICS:
-        raise unknown_name_error("question.metric", metric, METRICS)
-    speed = Column(metric, METRICS[metric].heading, METRICS[metric].decimals)
-    shipped = sorted(report["shipped"], key=lambda e: -sign_of(metric) * e["speed"])
->>>>>>> Stashed changes
     tables = [
         _table("Pareto front", outcome["front"], metric),
         _table("Shipped compositions", shipped, metric),
@@ -158,48 +144,21 @@ def front_table(outcome: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-<<<<<<< Updated upstream
 def _table(title: str, entries: Sequence[Entry], metric: str) -> Table:
-    heading, decimals, *_ = METRICS[metric]
+    speed = METRICS[metric]
     cells: Mapping[Column, Callable[[Entry], Value]] = {
         Column("name", "Policy"): lambda e: Value(e["name"]),
         Column("composition", "Composition"): lambda e: Value(composition_text(e["policy"])),
         Column("lossless", "Lossless"): lambda e: Value("yes" if e["is_lossless"] else "no"),
-        Column("accuracy", "Accuracy", 3, None, True): lambda e: Value(e["accuracy"], e["stderr"]),
-        Column(metric, heading, decimals, None, True): lambda e: Value(e["speed"]),
+        Column("accuracy", "Accuracy", 3): lambda e: Value(e["accuracy"], e["stderr"]),
+        Column(metric, speed.heading, speed.decimals): lambda e: Value(e["speed"]),
         Column("measured_by", "Measured by"): lambda e: Value(e["measured_by"]),
         Column("within_budget", "Within budget"): lambda e: Value(
             "yes" if e["within_budget"] else "no"
         ),
     }
-    rows = tuple(tuple(read(e) for read in cells.values()) for e in entries)
-    return Table(title, (*cells,), rows)
-=======
-def _table(title: str, entries: Sequence[Mapping[str, Any]], speed: Column) -> Table:
-    columns = (
-        Column("name", "Policy"),
-        Column("composition", "Composition"),
-        Column("lossless", "Lossless"),
-        Column("accuracy", "Accuracy", 3),
-        speed,
-        Column("measured_by", "Measured by"),
-        Column("within_budget", "Within budget"),
-    )
-    rows = tuple(
-        (
-            Value(e["name"]),
-            Value(composition_text(e["policy"])),
-            # Searches of earlier versions did not record it.
-            Value({None: None, True: "yes", False: "no"}[e.get("is_lossless")]),
-            Value(e["accuracy"], e["stderr"]),
-            Value(e["speed"]),
-            Value(e["measured_by"]),
-            Value("yes" if e["within_budget"] else "no"),
-        )
-        for e in entries
-    )
+    columns, rows = (*cells,), [[read(e) for read in cells.values()] for e in entries]
     return Table(title, columns, cells_of(columns, rows))
->>>>>>> Stashed changes
 
 
 def composition_text(policy: Mapping[str, Any]) -> str:

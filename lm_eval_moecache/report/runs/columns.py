@@ -9,67 +9,14 @@ from typing import Any, NamedTuple
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.numbers import listed, nearest
-<<<<<<< Updated upstream
 from lm_eval_moecache.records.schemas.keys import RARE, REPORTED, keys_with
-from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.runs.run import (
-    ACCURACY,
-    KEYS,
-    PARETO,
-    PHASES,
-    SPEED_FILTER,
-    Figure,
-    Run,
-    Value,
-)
-=======
 from lm_eval_moecache.report.metrics import METRICS, Column, metric_column
 from lm_eval_moecache.report.runs.run import ACCURACY, KEYS, PARETO, SPEED_FILTER, Run
->>>>>>> Stashed changes
 
 SETTINGS = (
     *("run", "experiment", "model", "tasks", "policy", *AXES, "parameters"),
     *("capacity", "capacity_bytes"),
 )
-<<<<<<< Updated upstream
-_ROUND_OFF = 1e-9
-"""Standard errors up to this share of their value are of rounding: sums in another order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column; settings, and some metrics, have no better direction."""
-
-    name: str
-    heading: str
-    decimals: int = 0
-    higher_is_better: bool | None = None
-    is_number: bool = False
-    words: str = ""
-    """Name and unit on an axis; empty for the heading."""
-
-    @property
-    def is_score(self) -> bool:
-        """Whether the column is of answers: accuracy, or a task's score."""
-        return self.higher_is_better is not None and Figure.of(self.name) is None
-
-    def text(self, value: Value) -> str:
-        """Return a cell as text: numbers rounded to `decimals`, `±` one standard error."""
-        if value.raw is None:
-            return ""
-        if value.number is None:
-            return str(value.raw)
-        text = f"{value.number:.{self.decimals}f}"
-        text = text if float(text) else text.removeprefix("-")
-        if value.stderr is None:
-            return text
-        error = f"{value.stderr:.{self.decimals}f}"
-        if value.stderr > _ROUND_OFF * abs(value.number) and not float(error):
-            # 0 is said of an error that is 0; a smaller one has as many digits as it needs.
-            error = f"{value.stderr:.{-math.floor(math.log10(value.stderr))}f}"
-        return f"{text} ±{error}"
-=======
-REPORTED = ("link", "warm", "store")
 _DECLARED = {
     column.name: column
     for column in (
@@ -79,7 +26,6 @@ _DECLARED = {
     )
 }
 """What is neither a metric, nor the score of a task, nor a setting's text."""
->>>>>>> Stashed changes
 
 
 def find_column(runs: Sequence[Run], name: str) -> Column:

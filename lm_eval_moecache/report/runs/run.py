@@ -10,13 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
-<<<<<<< Updated upstream
 from lm_eval_moecache.records.schemas.keys import COMPARED, RARE, REPORTED, keys_with
-from lm_eval_moecache.report.metrics import METRICS, Metric
-=======
 from lm_eval_moecache.report.metrics import BATCH, Column, metric_column
 from lm_eval_moecache.report.runs.answers import ANSWERS, costs_of
->>>>>>> Stashed changes
 
 # A task's primary metric is the first of these that it reports, else its first metric.
 _PREFERRED = ("exact_match", "acc", "mc2", "f1", "word_perplexity", "rouge1_max", "bleu")
