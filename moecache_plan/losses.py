@@ -8,7 +8,6 @@ counting once, with the range of eight rows in ten. Nothing finer beats it on mo
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.records.files import lines_of, read_text, shipped_dir
+from lm_eval_moecache.records.files import read_csv, shipped_dir
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.records.real_model import RealModel
 from moecache_plan.data import data
@@ -136,7 +135,7 @@ def read_losses(file: str | Path) -> tuple[Loss, ...]:
 def _table(file: str | Path, kinds: Mapping[str, type]) -> Iterator[dict[str, Any]]:
     """Yield a CSV's rows: texts, and in the columns of `kinds` numbers, or None for no cell."""
     path = shipped_dir("results/published_losses") / file
-    for row in csv.DictReader(lines_of(read_text(path, str(path)))):
+    for row in read_csv(path, str(path)):
         numbers = {name: kind(row[name]) if row[name] else None for name, kind in kinds.items()}
         yield {**row, **numbers}
 

@@ -9,8 +9,6 @@ read too: `hit 71%`, `top-k 4`, `16 cores`, `-ub 2048`, `KV cache q8_0`, `tensor
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,8 +18,8 @@ from statistics import median
 from typing import Any, TypeVar
 
 from lm_eval_moecache.emulate.models import load_real_model
-from lm_eval_moecache.emulate.stored import CACHE_BITS, GGUF_BITS, load_stored
-from lm_eval_moecache.records.files import lines_of, read_text
+from lm_eval_moecache.emulate.stored import CACHE_BITS, load_stored
+from lm_eval_moecache.records.files import read_csv
 from lm_eval_moecache.records.hardware import NO_CARD, Hardware, load_hardware
 from lm_eval_moecache.records.real_model import RealModel, Stored
 from lm_eval_moecache.records.runtimes import (
@@ -149,8 +147,7 @@ def read_rows(
     Raises ValueError where the file is no CSV with these columns.
     """
     what = f"speeds={str(path)!r}"
-    lines = [line for line in lines_of(read_text(path, what)) if not line.startswith("#")]
-    table = csv.DictReader(io.StringIO("\n".join(lines)))
+    table = read_csv(path, what)
     names = [name.strip() for name in table.fieldnames or ()]
     table.fieldnames = names
     if missing := [name for name in NEEDED if name not in names]:
@@ -268,7 +265,7 @@ def _stored(text: str) -> Stored:
     bits = re.match(r"i?q([1-8])", name)
     # Published files called `Q4` are mostly Unsloth's.
     typed = [] if re.fullmatch("i?q[1-7]", name) else [text]
-    guesses = [*typed, f"ud-{name}", *([f"ud-{GGUF_BITS[bits[1]]}"] if bits else [])]
+    guesses = [*typed, f"ud-{name}", *([f"ud-q{bits[1]}"] if bits else [])]
     return _first(load_stored, guesses)
 
 

@@ -7,7 +7,6 @@ included, as engines print it; a negative value means that there was no cache.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import EXECUTIONS, TOGETHER, Setting
 from lm_eval_moecache.records.event import PREFILL
-from lm_eval_moecache.records.files import lines_of, read_text
+from lm_eval_moecache.records.files import read_csv
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.numbers import plain_number, read_count, shown, unknown_name_error
 from lm_eval_moecache.records.schemas.keys import MOST_READS
@@ -80,8 +79,7 @@ def read_measured(path: Path) -> Series:
     ValueError for a file without any of the columns, and for a cell that is not a number.
     """
     label = f"measured={str(path)!r}"
-    lines = lines_of(read_text(path, label))
-    reader = csv.DictReader(line for line in lines if not line.startswith("#"))
+    reader = read_csv(path, label)
     rows = list(reader)
     header = reader.fieldnames or []
     present = [name for name in COLUMNS if name in header]

@@ -5,68 +5,32 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from lm_eval_moecache.emulate.stored import read_stored
+from lm_eval_moecache.emulate.stored import mapping_of, read_stored
+from lm_eval_moecache.records.files import read_csv
 from lm_eval_moecache.records.numbers import MOST_COUNT, read_count, shown
 from lm_eval_moecache.records.real_model import DTYPE_BYTES, LayerCaches, RealModel
 
-KEYS = frozenset(
-    "name source hidden_size intermediate_size moe_intermediate_size intermediate_size_mlp "
-    "num_hidden_layers first_k_dense_replace mlp_only_layers mlp_layer_types decoder_sparse_step "
-    "interleave_moe_layer_step num_local_experts num_experts n_routed_experts num_experts_per_tok "
-    "top_k_experts n_shared_experts shared_expert_intermediate_size shared_intermediate_size "
-    "num_attention_heads num_key_value_heads head_dim attn_output_gate q_lora_rank kv_lora_rank "
-    "qk_nope_head_dim qk_rope_head_dim v_head_dim o_lora_rank o_groups compress_ratios "
-    "index_head_dim index_n_heads layer_types full_attention_interval sliding_window "
-    "sliding_window_pattern attention_chunk_size global_head_dim num_global_key_value_heads "
-    "attention_k_eq_v linear_num_key_heads linear_num_value_heads linear_key_head_dim "
-    "linear_value_head_dim linear_conv_kernel_dim linear_num_heads linear_head_dim vocab_size "
-    "tie_word_embeddings expert_bits quantization_config model_type enable_moe_block "
-    "moe_num_experts moe_k moe_num_shared_experts moe_layer_start_index "
-    "moe_shared_expert_intermediate_size num_dense_layers conv_L_cache hybrid_override_pattern "
-    "layers_block_type mamba_num_heads mamba_head_dim n_groups ssm_state_size conv_kernel "
-    "mlp_hidden_act mamba_n_heads mamba_d_head mamba_d_state mamba_d_conv mamba_n_groups "
-    "mamba_expand mamba_dt_rank attn_layer_period attn_layer_offset expert_layer_period "
-    "expert_layer_offset hybrid_layer_pattern moe_layer_freq swa_num_key_value_heads "
-    "num_shared_experts moe_latent_size attn_type_list layer_group_size share_q_dim "
-    "share_expert_dim attention_other_setting full_attn_layers shared_experts_intermediate_size "
-    "dense_intermediate_size zero_expert_num".split()
-)
-"""The keys that a YAML may have: names of transformers' configurations, and `expert_bits`, the
-stored bits per expert weight. A `config.json` has more, and more names of the same."""
+KEYS_FILE = Path(__file__).with_name("keys.csv")
 _MOST_LAYERS, _MOST_EXPERTS = 4096, 2**17
-
 _NESTED = ("thinker_config", "text_config", "language_config", "llm_config")
 """Parts of a configuration with the text model's sizes, the outermost first."""
 _PARTS = ("attn_config", "ffn_config", "linear_attn_config")
 """Parts of it with sizes of one kind of layer (DBRX, Kimi-Linear)."""
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layers")
-_EXPERTS = (
-    *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-    *("num_routed_experts", "moe_num_routed_experts", "num_moe_experts"),
-)
-_TOP_K = (
-    *("num_experts_per_tok", "top_k_experts", "moe_k", "num_experts_per_token", "moe_topk"),
-    *("moe_top_k", "experts_per_token", "num_selected_experts", "moe_router_topk"),
-)
-_INNER = (
-    *("moe_intermediate_size", "expert_intermediate_size", "moe_ffn_hidden_size"),
-    *("expert_ffn_hidden_size", "ffn_hidden_size", "intermediate_size"),
-)
-_DENSE = (
-    *("intermediate_size_mlp", "dense_intermediate_size", "ffn_hidden_size"),
-    "intermediate_size",
-)
-_SHARED = (
-    *("shared_expert_intermediate_size", "shared_intermediate_size", "share_expert_dim"),
-    *("moe_shared_expert_intermediate_size", "shared_experts_intermediate_size"),
-)
-_NUM_SHARED = (
-    *("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"),
-)
-_LISTED = {*_EXPERTS, *_TOP_K, *_INNER, *_SHARED, *_NUM_SHARED, "moe_layer_start_index"}
-"""Keys that may have one number a layer (Hunyuan) or one a modality (ERNIE-VL)."""
+_LAYERS, _EXPERTS, _TOP_K = "num_hidden_layers", "num_local_experts", "num_experts_per_tok"
+_INNER, _DENSE = "moe_intermediate_size", "intermediate_size_mlp"
+
+
+@cache
+def keys() -> Mapping[str, Mapping[str, bool]]:
+    """Return key -> its names, itself the first, each with whether there may be one a layer."""
+    return {
+        row["key"]: dict.fromkeys([row["key"], *row["also"].split()], bool(row["each"]))
+        for row in read_csv(KEYS_FILE, str(KEYS_FILE))
+    }
 
 
 def read_config(config: object, what: str) -> RealModel:
@@ -80,14 +44,14 @@ def read_config(config: object, what: str) -> RealModel:
     config = _flat(config, what)
     read = _Reader(config, what)
     _check_experts(read)
-    hidden = read("hidden_size", "d_model")
-    inner = read(*_INNER)
+    hidden = read("hidden_size")
+    inner = read(_INNER)
     blocks = _blocks(read)
     if blocks:
         total_layers, dense_layers = blocks.count("moe"), 0
         dense_blocks = blocks.count("mlp")
     else:
-        total_layers = read(*_LAYERS, most=_MOST_LAYERS)
+        total_layers = read(_LAYERS, most=_MOST_LAYERS)
         dense_layers = dense_blocks = _dense_layers(read, total_layers)
     num_layers = total_layers - dense_layers
     if num_layers < 1:
@@ -95,20 +59,20 @@ def read_config(config: object, what: str) -> RealModel:
             f"{what}: none of its {total_layers} layers has experts. Allowed: "
             f"first_k_dense_replace and other keys of dense layers that leave one."
         )
-    num_experts = read(*_EXPERTS, most=_MOST_EXPERTS)
-    top_k = read(*_TOP_K)
+    num_experts = read(_EXPERTS, most=_MOST_EXPERTS)
+    top_k = read(_TOP_K)
     if top_k > num_experts:
         raise ValueError(f"{what}: num_experts_per_tok={top_k} of {num_experts} experts.")
     if empty := read("zero_expert_num", default=0):
         # LongCat's router may choose nothing, as often as it has entries without weights.
         top_k = max(1, round(top_k * num_experts / (num_experts + empty)))
     attention, caches, state_bytes = _attention(read, hidden, total_layers, blocks)
-    dense_inner = read(*_DENSE, default=inner)
+    dense_inner = read(_DENSE, default=inner)
     vocabulary = read("vocab_size") * hidden
     attended = round(attention / total_layers)
     # Squared ReLU has no gate, so that its experts lack the third matrix.
     matrices = 2 if config.get("mlp_hidden_act") == "relu2" else 3
-    latent = read("moe_latent_size", "moe_hidden_size", default=hidden)
+    latent = read("moe_latent_size", default=hidden)
     between = 2 * hidden * latent if latent != hidden else 0
     shared = hidden * matrices * _shared(read, inner)
     expert = matrices * latent * inner
@@ -157,7 +121,7 @@ def _flat(config: Mapping[str, Any], what: str) -> dict[str, Any]:
     for key in (*_NESTED, *_PARTS):
         if flat.get(key) is None:
             continue
-        part = _mapping(flat[key], f"{what}: {key}")
+        part = mapping_of(flat[key], f"{what}: {key}")
         inner = {n: v for n, v in part.items() if v is not None or n not in flat}
         if key == "linear_attn_config":
             renamed = ("head_dim", "num_heads")
@@ -169,21 +133,15 @@ def _flat(config: Mapping[str, Any], what: str) -> dict[str, Any]:
     return flat
 
 
-def _mapping(value: object, what: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{what}={shown(value)} must be a mapping.")
-    return value
-
-
 def _check_experts(read: _Reader) -> None:
     """Raise ValueError where a configuration says that there are no routed experts."""
     no_experts = "it is not a configuration of a Mixture-of-Experts model."
     for key in ("enable_moe_block", "is_moe"):
         if key in read.config and not read.flag(key):
             raise ValueError(f"{read.what}: {key} is not set: {no_experts}")
-    if not any(key in read.config for key in _EXPERTS):
-        raise ValueError(f"{read.what} lacks {_EXPERTS[0]} or {_EXPERTS[1]}: {no_experts}")
-    if read(*_EXPERTS, most=_MOST_EXPERTS) == 1:
+    if not any(name in read.config for name in keys()[_EXPERTS]):
+        raise ValueError(f"{read.what} lacks num_local_experts or num_experts: {no_experts}")
+    if read(_EXPERTS, most=_MOST_EXPERTS) == 1:
         raise ValueError(f"{read.what} has one expert, which is a dense layer: {no_experts}")
 
 
@@ -229,13 +187,8 @@ def _dense_layers(read: _Reader, total: int) -> int:
         period = read("expert_layer_period")
         offset = read("expert_layer_offset", default=0)
         return sum(layer % period != offset for layer in range(total))
-    names = ("interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_interval")
-    step = read(*names, default=1)
-    first = read(
-        *("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
-        *("moe_layer_num_skipped",),
-        default=0,
-    )
+    step = read("interleave_moe_layer_step", default=1)
+    first = read("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers", default=0)
     named = set(read.numbers("mlp_only_layers"))
     return sum(layer < first or (layer + 1) % step != 0 or layer in named for layer in range(total))
 
@@ -244,35 +197,37 @@ def _shared(read: _Reader, inner: int) -> int:
     """Return the inner width of shared experts or of a dense block in their place, 0 if neither."""
     always = read.text("model_type").startswith(("llama4", "hunyuan"))
     dense = always or read.config.get("enable_moe_block")
-    default = read("intermediate_size") if dense else read(*_NUM_SHARED, default=0) * inner
-    return read(*_SHARED, default=default, least=0)
+    default = read("intermediate_size") if dense else read("n_shared_experts", default=0) * inner
+    return read("shared_expert_intermediate_size", default=default, least=0)
 
 
 class _Reader:
-    """Reads counts of a configuration, each under any of several names."""
+    """Reads counts of a configuration, each under any of its names (keys.csv)."""
 
     def __init__(self, config: Mapping[str, Any], what: str) -> None:
         self.config, self.what = config, what
 
     def __call__(
-        self, *names: str, default: int | None = None, least: int = 1, most: int = MOST_COUNT
+        self, *given: str, default: int | None = None, least: int = 1, most: int = MOST_COUNT
     ) -> int:
         least = 0 if default == 0 else least
-        for name in names:
+        names = {n: each for key in given for n, each in keys().get(key, {key: False}).items()}
+        for name, may_be_listed in names.items():
             value = self.config.get(name)
             if value is None:
                 continue
-            if isinstance(value, (list, tuple)) and name in _LISTED and value:
+            if isinstance(value, (list, tuple)) and may_be_listed and value:
                 counts = [self._count(name, item, least, most) for item in value]
                 # That of most layers; of two modalities the text's, which comes first.
                 return max(counts, key=counts.count)
             return self._count(name, value, least, most)
         if default is None:
             empty = next((name for name in names if name in self.config), None)
-            others = [name for name in names if name != (empty or names[0])][:3]
+            first = empty or next(iter(names))
+            others = [name for name in names if name != first][:3]
             also = f" (or {', '.join(others)})" if others else ""
             null = ", which is null or no finite number there" if empty else ""
-            raise ValueError(f"{self.what} lacks {empty or names[0]}{also}{null}.")
+            raise ValueError(f"{self.what} lacks {first}{also}{null}.")
         return default
 
     def _count(self, name: str, value: object, least: int, most: int) -> int:
@@ -393,7 +348,7 @@ def _kinds(read: _Reader, num_layers: int, blocks: list[str]) -> list[str]:
         return [_WINDOWED if letter == "L" else _FULL for letter in letters]
     if any(read.config.get(key) for key in _LINEAR_SIZES):
         read("layer_types")  # which layers are linear, nothing says
-    every = read("sliding_window_pattern", "global_attn_every_n_layers", default=1)
+    every = read("sliding_window_pattern", default=1)
     return [_WINDOWED if (layer + 1) % every else _FULL for layer in layers]
 
 
@@ -414,7 +369,7 @@ def _own_sizes(read: _Reader, kinds: list[str]) -> list[dict[str, Any]]:
     }
     by_kind = {_WINDOWED: windowed, _FULL: full}
     by_layer = read.config.get("per_layer_config") or {}
-    by_layer = _mapping(by_layer, f"{read.what}: per_layer_config")
+    by_layer = mapping_of(by_layer, f"{read.what}: per_layer_config")
     each = read.numbers("num_attention_heads_per_layer", len(kinds))
     indexers = read.names("indexer_types", len(kinds))
     sizes = []
@@ -423,7 +378,7 @@ def _own_sizes(read: _Reader, kinds: list[str]) -> list[dict[str, Any]]:
         own |= {"num_attention_heads": each[layer]} if each else {}
         own |= {"indexer": indexers[layer]} if indexers else {}
         named = by_layer.get(str(layer)) or by_layer.get(f"{layer:02d}") or {}
-        own |= _mapping(named, f"{read.what}: per_layer_config of layer {layer}")
+        own |= mapping_of(named, f"{read.what}: per_layer_config of layer {layer}")
         sizes.append(own)
     return sizes
 
@@ -433,10 +388,10 @@ def _mixer(read: _Reader, hidden: int, kind: str) -> _Mixer:
     if kind == _LINEAR:
         weights, state_bytes = _linear(read, hidden)
         return _Mixer(weights, state_bytes=state_bytes)
-    heads = read("num_attention_heads", "n_heads")
+    heads = read("num_attention_heads")
     window = None
     if kind == _WINDOWED:
-        window = read("sliding_window", "sliding_window_size", "attention_chunk_size")
+        window = read("sliding_window")
     gated = read.config.get("attn_output_gate") or read.text("model_type").startswith(_GATED)
     indexed = (
         0 if window or read.config.get("indexer") == "shared" else read("index_head_dim", default=0)
@@ -456,9 +411,9 @@ def _mixer(read: _Reader, hidden: int, kind: str) -> _Mixer:
         cached = DTYPE_BYTES * (rank + rope + indexed)
         work = heads * (2 * rank + rope)
         return _Mixer(queries + keys + outputs + index, cached, work, window)
-    width = read("head_dim", "kv_channels", default=max(1, hidden // heads))
+    width = read("head_dim", default=max(1, hidden // heads))
     value = read("v_head_dim", default=width)
-    groups = read("kv_n_heads", "num_attention_groups", "num_key_value_heads", default=heads)
+    groups = read("kv_n_heads", default=heads)
     queries = hidden * heads * width
     if shared := read("share_q_dim", default=0):  # Step-3
         queries = hidden * shared + shared * heads * width
@@ -487,17 +442,17 @@ def _linear(read: _Reader, hidden: int) -> tuple[int, int]:
         heads = read("linear_num_heads", "num_attention_heads")
         size = read("linear_head_dim", "head_dim")
         width = heads * size
-        kernel = read("linear_conv_kernel_dim", "short_conv_kernel_size", default=4)
+        kernel = read("linear_conv_kernel_dim", default=4)
         full_rank = read.flag("no_kda_lora") or read.text("model_type").startswith("bailing")
         gate = hidden * width if full_rank else (hidden + width) * size
         weights = 4 * hidden * width + 2 * gate + hidden * heads + 3 * kernel * width
         return weights, 4 * width * size
-    if heads := read("mamba_num_heads", "mamba_n_heads", default=0):
-        size = read("ssm_state_size", "mamba_d_state")
-        width = heads * read("mamba_head_dim", "mamba_d_head")
-        mixed = width + 2 * read("n_groups", "mamba_n_groups", default=1) * size
+    if heads := read("mamba_num_heads", default=0):
+        size = read("ssm_state_size")
+        width = heads * read("mamba_head_dim")
+        mixed = width + 2 * read("n_groups", default=1) * size
         projections = hidden * (mixed + width + heads) + width * hidden
-        kernel = read("conv_kernel", "mamba_d_conv", default=4)
+        kernel = read("conv_kernel", default=4)
         return projections + mixed * kernel, 4 * width * size
     if read("mamba_d_state", default=0):
         size = read("mamba_d_state")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import re
 from collections.abc import Mapping
@@ -10,10 +9,10 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from lm_eval_moecache.emulate.configuration import KEYS, read_config
+from lm_eval_moecache.emulate.configuration import keys, read_config
 from lm_eval_moecache.emulate.stored import load_stored
-from lm_eval_moecache.records.files import is_file, lines_of, read_json, read_text, read_yaml
-from lm_eval_moecache.records.names import Naming, UnknownNameError, find_name, spell
+from lm_eval_moecache.records.files import is_file, read_json, read_yaml
+from lm_eval_moecache.records.names import Naming, UnknownNameError, find_name, read_aliases, spell
 from lm_eval_moecache.records.numbers import shown, unknown_name_error
 from lm_eval_moecache.records.real_model import RealModel
 
@@ -50,10 +49,8 @@ def naming() -> Naming:
 
     Active parameters may be left out, where one model alone has the rest of the name.
     """
-    lines = lines_of(read_text(ALSO_FILE, str(ALSO_FILE)))
-    table = csv.DictReader(line for line in lines if not line.startswith("#"))
     return Naming(
-        aliases={other: row["name"] for row in table for other in row["also"].split("; ")},
+        aliases=read_aliases(ALSO_FILE, emulated_names()),
         filler=f"-(?:{'|'.join(_FILLER.split())})",
         optional="-?a-[0-9.]+-b$",
     )
@@ -85,9 +82,10 @@ def load_real_model(name: str, key: str = "emulate") -> RealModel:
         return _shipped(str(name), key)
     config = read_yaml(path, what)
     # A config.json from the hub has many keys that nothing reads; a YAML is written for us.
+    known = {name for names in keys().values() for name in names}
     for field in config if isinstance(config, Mapping) else ():
-        if field not in KEYS:
-            raise unknown_name_error(f"{what}: the key", field, KEYS)
+        if field not in known:
+            raise unknown_name_error(f"{what}: the key", field, known)
     return read_config(config, what)
 
 

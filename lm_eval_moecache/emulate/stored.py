@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from lm_eval_moecache.records.files import read_csv
 from lm_eval_moecache.records.numbers import (
     MOST_COUNT,
     listed,
@@ -16,75 +19,54 @@ from lm_eval_moecache.records.numbers import (
 )
 from lm_eval_moecache.records.real_model import BF16, Stored
 
-PRECISIONS = {
-    stored.name: stored
-    for stored in (
-        BF16,
-        Stored("fp8", 8 + 32 / 128**2, 8 + 32 / 128**2, about="one fp32 scale for 128 x 128"),
-        Stored("int8", 8.5, 8.5, about="one fp16 scale for 32 weights"),
-        Stored("int4", 4.5, 4.5, about="one fp16 scale for 32 weights"),
-        Stored("nf4", 4.5, 4.5, about="bitsandbytes, one fp32 scale for 64 weights"),
-        Stored("mxfp4", 4.25, about="one 8-bit scale for 32 weights; the rest in bf16"),
-        Stored("nvfp4", 4.5, about="one 8-bit scale for 16 weights; the rest in bf16"),
-        Stored("awq", 4 + 20 / 128, 4 + 20 / 128, about="a scale and a zero point for 128 weights"),
-        Stored("gptq", 4 + 20 / 128, 4 + 20 / 128, about="as awq"),
-        Stored("mxfp4_moe", 4.25, 8.5, 8.5, about="GGUF, experts in mxfp4, the rest in q8_0"),
-    )
-}
-"""The vocabulary stays in bf16, as in checkpoints of transformers, except for GGUF's."""
-_GGUF = {
-    # llama.cpp's tools/quantize/README.md, bits of a whole file (Llama-3.1-8B).
-    **{"iq1_s": 2.0042, "iq1_m": 2.146, "iq2_xxs": 2.3824, "iq2_xs": 2.5882, "iq2_s": 2.7403},
-    **{"iq2_m": 2.9294, "iq3_xxs": 3.2548, "iq3_xs": 3.4977, "iq3_s": 3.6606, "iq3_m": 3.7628},
-    **{"iq4_xs": 4.4597, "iq4_nl": 4.6818, "q2_k_s": 2.9697, "q2_k": 3.1593, "q3_k_s": 3.6429},
-    **{"q3_k_l": 4.2979, "q4_k_s": 4.6672},
-    # llama-quantize --help, GiB of Llama-3-8B (8.03 billion weights): 3.74, 4.34, 4.78, 5.21, 5.65.
-    **{"q3_k_m": 4.0, "q4_0": 4.64, "q4_1": 5.11, "q5_0": 5.57, "q5_1": 6.04},
-    # Files of Qwen3-30B-A3B (30.53 billion weights): 18.6, 21.10, 21.74, 25.10 and 32.48 GB.
-    **{"q4_k_m": 4.87, "q5_k_s": 5.53, "q5_k_m": 5.70, "q6_k": 6.58, "q8_0": 8.5},
-    # ik_llama.cpp and ternary types: bits of the type itself.
-    **{"iq2_k": 2.375, "iq3_k": 3.4375, "iq4_k": 4.5, "iq5_k": 5.5, "iq6_k": 6.625, "iq4_ks": 4.25},
-    **{"tq1_0": 1.6875, "tq2_0": 2.0625},
-}
-"""Mean bits per weight of GGUF files by their type; a file itself says it exactly (`plan FILE`)."""
+PRECISIONS_FILE = Path(__file__).with_name("precisions.csv")
 CACHE_BITS = {
     **{"f16": 16.0, "bf16": 16.0, "fp8": 8.0, "q8_0": 8.5},
     **{"q5_1": 6.0, "q5_0": 5.5, "q4_1": 5.0, "q4_0": 4.5},
 }
 """Bits of an element of the KV cache, by the name of its type."""
-_SAME = {"bfloat16": "bf16", "f16": "bf16", "fp16": "bf16", "float16": "bf16", "fp4": "mxfp4"}
-GGUF_BITS = {
-    **{"1": "iq1_m", "2": "q2_k", "3": "q3_k_m", "4": "q4_k_m", "5": "q5_k_m", "6": "q6_k"},
-    **{"7": "q6_k", "8": "q8_0"},
-}
-"""Bits of a name like `Q4` -> the usual GGUF type."""
-_SAME |= {f"q{bits}": name for bits, name in GGUF_BITS.items()}
-_SAME |= {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m"}
+_GGUF = "GGUF"
 _Q8_0 = 8.5
 _FORMS = "ud-NAME of a GGUF type, 4bit (MLX), exl3:4.0, 4.5bpw"
+
+
+@cache
+def precisions() -> Mapping[str, Stored]:
+    """Return the bits of the field's precisions by each of their names, as precisions.csv has them.
+
+    A GGUF's are the mean of a file of that type, which says it exactly itself (`plan FILE`).
+    """
+    found: dict[str, Stored] = {}
+    for row in read_csv(PRECISIONS_FILE, str(PRECISIONS_FILE)):
+        usual = row["experts"] if row["about"] == _GGUF else "16"
+        parts = ("experts", "rest", "vocabulary")
+        experts, rest, vocabulary = (float(row[part] or usual) for part in parts)
+        stored = Stored(row["name"], experts, rest, vocabulary, row["about"])
+        found |= dict.fromkeys([stored.name, *row["also"].split()], stored)
+    return found
 
 
 def load_stored(name: str) -> Stored:
     """Return the stored precision of a name of the field, in any case.
 
-    Allowed are `PRECISIONS`, the types of GGUF, `ud-q4_k_xl` (experts of that type, the rest in
-    eight bits), `q4_k_xl` (GGUF's with the vocabulary in eight bits), `4bit` (MLX in groups of 64),
-    `exl3:4.0` and `4.5bpw`. Raises ValueError with what is allowed.
+    Allowed are `precisions`, `ud-q4_k_xl` (experts of that type, the rest in eight bits), `q4_k_xl`
+    (GGUF's with the vocabulary in eight bits), `4bit` (MLX in groups of 64), `exl3:4.0` and
+    `4.5bpw`. Raises ValueError with what is allowed.
     """
     typed = re.sub(r"[\s-]+", "_", str(name).strip().lower())
+    is_dynamic, known = typed.startswith("ud_"), precisions()
     plain = typed.removeprefix("ud_")
-    plain = _SAME.get(plain, plain)
-    if plain in PRECISIONS and not typed.startswith("ud_"):
-        return PRECISIONS[plain]
-    is_dynamic = typed.startswith("ud_")
+    plain = known[plain].name if plain in known else plain
+    if plain in known and not is_dynamic:
+        return known[plain]
     family = re.sub("_x?l$", "", plain)
     larger = "_l" if plain.endswith("_xl") and not is_dynamic else "_m"
-    base = next((n for n in (plain, family, family + larger) if n in _GGUF), None)
-    if base is not None:
-        bits = _GGUF[base]
+    bases = (known.get(name, BF16) for name in (plain, family + larger, family))
+    if base := next((each for each in bases if each.about == _GGUF), None):
+        bits = base.expert_bits
         rest = max(bits, _Q8_0) if is_dynamic else bits
-        vocabulary = rest if base == plain else max(bits, _Q8_0)
-        about = "GGUF, Unsloth's: experts of the type, the rest in q8_0" if is_dynamic else "GGUF"
+        vocabulary = rest if base.name == plain else max(bits, _Q8_0)
+        about = "GGUF, Unsloth's: experts of the type, the rest in q8_0" if is_dynamic else _GGUF
         label = f"ud-{plain}" if is_dynamic else plain
         return Stored(label, bits, rest, vocabulary, about)
     if mlx := re.fullmatch(r"(?:mlx_?)?([2-8])_?bits?|mlx_?([2-8])", plain):
@@ -97,7 +79,7 @@ def load_stored(name: str) -> Stored:
     if bpw := re.fullmatch(rf"{number}_?bpw", plain):
         bits = read_number(f"precision={shown(name)}", bpw[1], above=0, most=16)
         return Stored(f"{bits:g}bpw", bits, bits, bits, "every weight")
-    names = [*PRECISIONS, *_GGUF]
+    names = list(dict.fromkeys(stored.name for stored in known.values()))
     near = nearest(plain, names)
     raise ValueError(
         f"precision={shown(name)} is not known.{near} Allowed: {listed(names, name)}; {_FORMS}."
@@ -119,7 +101,7 @@ def read_stored(config: Mapping[str, Any], what: str) -> Stored:
     if quantized is None:
         return BF16
     what = f"{what}: {key}"
-    quantized = _mapping(quantized, what)
+    quantized = mapping_of(quantized, what)
     method = str(quantized.get("quant_method", quantized.get("quant_algo", ""))).lower()
     bits = _bits(method, quantized, what)
     exclusions = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
@@ -132,7 +114,8 @@ def read_stored(config: Mapping[str, Any], what: str) -> Stored:
     return Stored(method, bits, dense_bits)
 
 
-def _mapping(value: object, what: str) -> Mapping[str, Any]:
+def mapping_of(value: object, what: str) -> Mapping[str, Any]:
+    """Return a value that has to be a mapping. ValueError begins with `what`."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{what}={shown(value)} must be a mapping.")
     return value
@@ -174,18 +157,18 @@ def _bits(method: str, quantized: Mapping[str, Any], what: str) -> float:
             fourth = 4.127 if quantized.get("bnb_4bit_use_double_quant") else 4.5
             return 8 if quantized.get("load_in_8bit") else fourth
         case "hqq":
-            outer = _mapping(quantized.get("quant_config") or {}, f"{what}: quant_config")
+            outer = mapping_of(quantized.get("quant_config") or {}, f"{what}: quant_config")
             inner = outer.get("weight_quant_params", quantized)
-            inner = _mapping(inner, f"{what}: weight_quant_params")
+            inner = mapping_of(inner, f"{what}: weight_quant_params")
             return count(inner, "nbits", default=4) + 32 / count(inner, "group_size", default=64)
         case "modelopt" | "nvfp4" | "fp8_pb_wo" if "nvfp4" in str(quantized).lower():
             return 4.5  # four bits, plus an 8-bit scale per sixteen weights
         case "modelopt" if "fp8" in str(quantized).lower():
             return 8
         case "compressed-tensors" if groups := quantized.get("config_groups"):
-            first = next(iter(_mapping(groups, f"{what}: config_groups").values()))
-            first = _mapping(first, f"{what}: config_groups' first")
-            weights = _mapping(first.get("weights"), f"{what}: config_groups' weights")
+            first = next(iter(mapping_of(groups, f"{what}: config_groups").values()))
+            first = mapping_of(first, f"{what}: config_groups' first")
+            weights = mapping_of(first.get("weights"), f"{what}: config_groups' weights")
             bits = count(weights, "num_bits")
             scale = 8 if weights.get("type") == "float" and bits == 4 else 16
             return bits + (scale / count(weights, "group_size") if weights.get("group_size") else 0)

@@ -7,17 +7,17 @@ a profile of the same kind, its source marked as there.
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lm_eval_moecache.records.files import lines_of, read_text
-from lm_eval_moecache.records.names import Naming, find_name, spell
+from lm_eval_moecache.records.files import read_csv
+from lm_eval_moecache.records.names import Naming, find_name, read_aliases, spell
 
 CHIPS_FILE = Path(__file__).resolve().parent.parent / "hardware" / "chips.csv"
+ALSO_FILE = CHIPS_FILE.with_name("also.csv")
 LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.56e9}
 """PCIe generation -> nominal rate of a lane, its encoding taken off."""
 _LEAST_GB = 4
@@ -26,14 +26,9 @@ _HALVES = ("b200", "b300", "gb10")
 """Entries of one of two dies, and of a card that is a chip."""
 _VENDOR = re.compile("^(geforce|radeon|tesla)-(?!pro)")
 _BUS = re.compile(r"PCIe ([1-6])\.0 x([0-9]+)")
-_CARDS = Naming(
-    aliases={
-        **{"V100": "v100-pcie-16gb", "P100": "p100-pcie-16gb"},
-        **{"A100": "a100-pcie-40gb", "RX 580 8GB": "rx-580", "W7800": "radeon-pro-w7800"},
-    },
-    filler="-(?:nvidia|geforce|rtx|gtx|amd|radeon|rx|tesla|instinct|intel|arc|gpu|quadro|pcie|"
-    "generation|blackwell|workstation|edition|ai-pro(?=-r))",
-    optional="-[0-9]+-gb?$",
+_FILLER = (
+    "-(?:nvidia|geforce|rtx|gtx|amd|radeon|rx|tesla|instinct|intel|arc|gpu|quadro|pcie|"
+    "generation|blackwell|workstation|edition|ai-pro(?=-r))"
 )
 _WITH_A_CHIP = (
     "-(?:apple|macbook|mac|studio|mini|air|imac|chip|soc|amd|qualcomm|nvidia|unified|memory|"
@@ -81,7 +76,8 @@ def card_name(typed: str) -> str:
     def has_memory(name: str, words: str) -> bool:
         return bool(float(words.split("-")[1]) == cards()[name].memory_size_gb)
 
-    return find_name("hardware", text, cards(), _CARDS, has_memory)
+    naming = Naming(read_aliases(ALSO_FILE, cards()), _FILLER, optional="-[0-9]+-gb?$")
+    return find_name("hardware", text, cards(), naming, has_memory)
 
 
 def release_year(name: str) -> int | None:
@@ -122,17 +118,13 @@ def card_of(name: str) -> Card:
 @cache
 def chips() -> Mapping[str, Mapping[str, str]]:
     """Return name -> its line of hardware/chips.csv."""
-    lines = lines_of(read_text(CHIPS_FILE, str(CHIPS_FILE)))
-    table = csv.DictReader(line for line in lines if not line.startswith("#"))
-    return {row["name"]: row for row in table}
+    return {row["name"]: row for row in read_csv(CHIPS_FILE, str(CHIPS_FILE))}
 
 
 @cache
 def _spellings() -> tuple[Naming, Mapping[str, str]]:
     """Return how chips' names are spelled, and every spelling with the chip's name."""
-    also = {
-        other: name for name, chip in chips().items() for other in chip["also"].split("; ") if other
-    }
+    also = read_aliases(CHIPS_FILE, chips())
     naming = Naming(aliases=also, filler=_WITH_A_CHIP)
     return naming, {spell(name, naming): also.get(name, name) for name in [*also, *chips()]}
 

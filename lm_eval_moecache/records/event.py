@@ -27,7 +27,6 @@ PASS_START = -1
 """The layer of an event before the first one, which needs nothing and predicts the whole pass."""
 DROPPED = -1
 """In `Event.experts`: an expert that is left out."""
-UNSEEN_EXPERTS: IntArray = np.empty((0, 0), dtype=np.int64)
 UNSEEN_SCORES: FloatArray = np.empty((0, 0), dtype=np.float32)
 NO_FLAGS: BoolArray = np.empty((0, 0), dtype=bool)
 """Arrays without rows, for what no algorithm of the policy uses, or nobody knows."""

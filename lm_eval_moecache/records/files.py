@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import csv
 import errno
 import gzip
 import json
@@ -98,6 +99,12 @@ def as_text(data: bytes, what: str) -> str:
 def lines_of(text: str) -> list[str]:
     """Return the lines of `as_text`. Unlike `splitlines`, it leaves Unicode's separators alone."""
     return text.removesuffix("\n").split("\n") if text else []
+
+
+def read_csv(path: str | Path, what: str) -> csv.DictReader[str]:
+    """Return the rows of a CSV with a header, without lines that begin with `#`."""
+    lines = lines_of(read_text(path, what))
+    return csv.DictReader(f"{line}\n" for line in lines if not line.startswith("#"))
 
 
 def read_head(path: str | Path, what: str, size: int, most: int | None = None) -> bytes:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from lm_eval_moecache.records.cards import card_name, card_of, cards, chip_of, chips
-from lm_eval_moecache.records.names import Naming, UnknownNameError, find_name
+from lm_eval_moecache.records.cards import ALSO_FILE, card_name, card_of, cards, chip_of, chips
+from lm_eval_moecache.records.names import Naming, UnknownNameError, find_name, read_aliases
 from lm_eval_moecache.records.plugins import yaml_files
 from lm_eval_moecache.records.ranges import Positive, Range, Share, ZeroOrMore, check_fields
 from lm_eval_moecache.records.sizes import parse_bandwidth
@@ -23,26 +24,6 @@ MOST_LANES = 1024
 _MOST_CHANNELS = 64
 RENAMED = {"a100-5gbps": "a100-5GBps"}
 """Name of a profile in records of earlier releases -> its current name."""
-
-_NAMING = Naming(
-    aliases={
-        "cpu": NO_CARD,
-        "no card": NO_CARD,
-        "GB10": "dgx-spark",
-        "DGX Spark 128GB": "dgx-spark",
-        "Ryzen AI Max+ 395": "strix-halo",
-        "Ryzen AI Max+ 395 128GB": "strix-halo",
-        "Strix Halo 128GB": "strix-halo",
-        "Radeon 8060S": "strix-halo",
-        "M4 Pro 48GB": "m4-pro",
-        "M4 Max 128GB": "m4-max",
-        "M3 Ultra 256GB": "m3-ultra",
-        "RTX PRO 6000 Blackwell": "rtx-pro-6000",
-    },
-    filler="-(?:nvidia|geforce|rtx|gtx|amd|radeon|rx|apple|instinct|gpu)",
-    optional="-[0-9]+-gb?$",
-)
-"""Memory may be left out (`rtx3060`) or added (`RTX 3090 24GB`) where one profile fits."""
 
 _BY_BANDWIDTH = ("link_bytes_per_s", "link_efficiency", "link_lane_bytes_per_s")
 OF_THE_MACHINE = (
@@ -151,6 +132,19 @@ class Hardware:
         return min(self.link_rate, self.link_lane_bytes_per_s or self.link_rate)
 
 
+@cache
+def _naming() -> Naming:
+    """Return how profiles are called.
+
+    Memory may be left out (`rtx3060`) or added (`RTX 3090 24GB`) where one profile fits.
+    """
+    return Naming(
+        aliases=read_aliases(ALSO_FILE, profile_names()),
+        filler="-(?:nvidia|geforce|rtx|gtx|amd|radeon|rx|apple|instinct|gpu)",
+        optional="-[0-9]+-gb?$",
+    )
+
+
 def profile_names() -> list[str]:
     """Return the names of the profiles, sorted: the shipped ones, and what packages add."""
     return list(yaml_files("hardware", PROFILE_DIR))
@@ -190,12 +184,12 @@ def canonical_name(name: str) -> str:
     if str(name).endswith((".yaml", ".yml")):
         return str(name)
     try:
-        return find_name("hardware", str(name), profile_names(), _NAMING, _has_memory)
+        return find_name("hardware", str(name), profile_names(), _naming(), _has_memory)
     except ValueError as unknown:
         problem = unknown
     if (chip := chip_of(str(name))) is not None:
         try:
-            return find_name("hardware", chip.name, profile_names(), _NAMING, _has_memory)
+            return find_name("hardware", chip.name, profile_names(), _naming(), _has_memory)
         except ValueError:
             return chip.name
     if not isinstance(problem, UnknownNameError):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
+from lm_eval_moecache.records.files import read_csv
 from lm_eval_moecache.records.numbers import shown, unknown_name_error
 
 _TYPED = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+()-]*")
@@ -25,6 +27,12 @@ class Naming(NamedTuple):
     """Pattern of words that distinguish nothing, each with the hyphen before it."""
     optional: str = "(?!)"
     """Pattern of an end that may be left out where one file alone has the rest of the name."""
+
+
+def read_aliases(path: Path, names: Collection[str]) -> dict[str, str]:
+    """Return other name -> one of `names`, as the columns `name` and `also` (`A; B`) of a CSV."""
+    rows = [row for row in read_csv(path, str(path)) if row["name"] in names]
+    return {other: row["name"] for row in rows for other in row["also"].split("; ") if other}
 
 
 def find_name(

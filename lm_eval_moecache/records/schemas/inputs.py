@@ -1,5 +1,4 @@
-"""Schemas of files that users write: compositions, hardware profiles, evaluation options, views of
-runs, search spaces and sweeps."""
+"""Schemas of files that users write: compositions, and profiles of hardware and of runtimes."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import math
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo, create_model
 
@@ -16,17 +15,10 @@ from lm_eval_moecache.records.numbers import plain_number
 from lm_eval_moecache.records.ranges import types_of
 from lm_eval_moecache.records.schemas import Schema, check
 
-MOST_JOBS = 1024
-MOST_CHOICES = 1000
-SIZES = ("top_k", "num_experts")
-"""Sizes of the model that may stand for numbers in a search space."""
-_MOST_FEWSHOT = 1000
 _INFINITE = ("peak_flops", "memory_bytes_per_s")
 """Fields that may be infinite: compute that takes no time is a useful idealisation, but an infinite
 link or memory would leave nothing to measure."""
 
-Executor = Literal["local", "ray", "submitit"]
-EXECUTORS: tuple[str, ...] = get_args(Executor)
 Text = Annotated[str, Field(min_length=1)]
 
 
