@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,8 +17,20 @@ from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.report.metrics import BATCH, clustered_stderr
 from lm_eval_moecache.report.statistics import Floats
 
-if TYPE_CHECKING:
-    from lm_eval_moecache.report.runs.run import Run, Score
+
+class Run(Protocol):
+    """What is needed of a stored run."""
+
+    @property
+    def moecache(self) -> Mapping[str, Any]: ...
+    @property
+    def samples(self) -> Mapping[str, Mapping[str, Mapping[str, Any]]]: ...
+    @property
+    def costs(self) -> Mapping[str, Mapping[str, Mapping[str, float]]]: ...
+    @property
+    def identity(self) -> Mapping[str, str]: ...
+    def score(self, task: str) -> Any: ...
+
 
 Figure = tuple[float | None, float | None]
 """A value and its standard error; None where a run does not have it."""
@@ -87,7 +99,7 @@ def costs_of(
     return found
 
 
-def shares_of(run: Run, tasks: Sequence[str]) -> dict[str, Score]:
+def shares_of(run: Run, tasks: Sequence[str]) -> dict[str, Any]:
     """Return the primary scores of those of the tasks that generate and are scored from 0 to 1."""
     figures, scores = run.moecache["tasks"], {task: run.score(task) for task in tasks}
     return {
@@ -98,7 +110,7 @@ def shares_of(run: Run, tasks: Sequence[str]) -> dict[str, Score]:
     }
 
 
-def rights_of(run: Run, task: str, score: Score) -> tuple[Floats, Floats, list[float]]:
+def rights_of(run: Run, task: str, score: Any) -> tuple[Floats, Floats, list[float]]:
     """Return a score's documents: right answers, their times in ms, and labels of their batches.
 
     Empty where not every document has a time.
