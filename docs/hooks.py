@@ -64,15 +64,15 @@ def _fenced(path: Path) -> str:
 
 def keys_table() -> str:
     """The table of docs/keys.md; a test compares the two."""
-    from lm_eval_moecache.records.schemas.keys import ModelArguments
+    from lm_eval_moecache.records.schemas.keys import DEFAULTS, HELP
 
     lines = ["| key | what | default |", "|---|---|---|"]
     lines.append(
         "| `pretrained` | hub id, folder, `tiny`, or (from Python) a loaded model | `tiny` |"
     )
-    for key, field in ModelArguments.model_fields.items():
-        default = "" if field.default is None else f"`{field.default}`"
-        lines.append(f"| `{key}` | {field.description} | {default} |")
+    for key, text in HELP.items():
+        default = "" if DEFAULTS[key] is None else f"`{DEFAULTS[key]}`"
+        lines.append(f"| `{key}` | {text} | {default} |")
     return "\n".join(lines)
 
 

@@ -389,24 +389,21 @@ def test_only_failures_in_a_row_silence_a_judge(
     assert judge.verdict("q", "r", "answer 2") == 1.0, "a verdict that is known is still given"
 
 
-def test_a_local_model_judges_without_an_endpoint(tmp_path: Path) -> None:
-    judge = Judge("tiny", None, tmp_path / "v.jsonl")
-    assert judge.verdict("2 + 3?", "5", "It is 5") in (0.0, 1.0)
-    assert "transformers:tiny" in (tmp_path / "v.jsonl").read_text()
+THERE = {"judge_model": "m", "judge_url": "http://127.0.0.1:9/v1"}
 
 
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ({}, "none is named"),
+        ({}, "metadata has no judge_model"),
+        ({"judge_model": "m"}, "metadata has no judge_url"),
         ({"judge_modle": "x"}, "Did you mean 'judge_model'"),
         ({"judge_model": "m", "judge_url": "localhost:8000/v1"}, "judge_url='localhost:8000/v1'"),
         ({"judge_model": "m", "judge_url": "ftp://host/v1"}, "Allowed: http://HOST:PORT/v1"),
         ({"judge_model": "m", "judge_url": "http:///v1"}, "is not an address of an endpoint"),
-        ({"judge_model": "tiny", "judge_cache": "/dev/null/v.jsonl"}, "Not a directory"),
-        ({"judge_model": "tiny", "judge_cache": "/dev/full"}, "a device or a pipe"),
-        ({"judge_model": "tiny", "judge_cache": "/tmp"}, "it is a folder"),
-        ({"judge_model": "./no/such/model"}, "judge_model='./no/such/model': there is no such"),
+        ({**THERE, "judge_cache": "/dev/null/v.jsonl"}, "Not a directory"),
+        ({**THERE, "judge_cache": "/dev/full"}, "a device or a pipe"),
+        ({**THERE, "judge_cache": "/tmp"}, "it is a folder"),
     ],
 )
 def test_a_wrong_judge_is_refused_before_anything_runs(

@@ -9,12 +9,10 @@ answer) and, where the task has
 an exact match, `judge_agreement` (how often the two agree). SpecMD section 5.1 has GPT-5 judge
 TruthfulQA and NaturalQuestions. The command line names the judge:
 
-    --metadata '{"judge_model": "Qwen/Qwen3-8B"}'                        a transformers model, here
     --metadata '{"judge_url": "http://localhost:8000/v1", "judge_model": "gpt-oss-120b"}'
 
-The second form calls any OpenAI-compatible endpoint, with the key of OPENAI_API_KEY. Verdicts are
-cached in `judge_cache` (JSON lines) by a digest of judge, prompt and answer: a rerun calls no
-judge.
+It is called at any OpenAI-compatible endpoint, with the key of OPENAI_API_KEY. Verdicts are cached
+in `judge_cache` (JSON lines) by a digest of judge, prompt and answer: a rerun calls no judge.
 """
 
 from __future__ import annotations
@@ -36,9 +34,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean
 
 from lm_eval_moecache.harness.tasks import SpeedTask
-from lm_eval_moecache.model.device import device_of
 from lm_eval_moecache.records.files import (
-    check_place,
     check_writable,
     lines_of,
     read_text,
@@ -83,8 +79,8 @@ def read_verdict(reply: str) -> str | None:
 class Judge:
     """Judges whether an answer is correct, and caches its verdicts on disk."""
 
-    def __init__(self, model: str, url: str | None, cache: Path) -> None:
-        self.name = f"{url or 'transformers'}:{model}"
+    def __init__(self, model: str, url: str, cache: Path) -> None:
+        self.name = f"{url}:{model}"
         self._model, self._url, self._cache = model, url, cache.expanduser()
         self._prompt = read_text(task_configs_dir() / PROMPT_FILE, PROMPT_FILE)
         self._known: dict[str, float] = {}
@@ -94,7 +90,6 @@ class Judge:
             with suppress(ValueError, KeyError, TypeError):
                 entry = json.loads(line)
                 self._known[entry["key"]] = VERDICTS[entry["verdict"]]
-        self._local: Any = None
         self._failures = 0
 
     def verdict(self, question: str, references: str, answer: str) -> float | None:
@@ -106,7 +101,7 @@ class Judge:
         prompt = self._prompt.format(question=question, reference=references, answer=answer)
         key = hashlib.sha256(f"{self.name}\n{prompt}".encode()).hexdigest()
         if key not in self._known:
-            verdict = self._try_endpoint(prompt) if self._url else self._ask_local(prompt)
+            verdict = self._try_endpoint(prompt)
             if verdict is None:
                 return None
             self._known[key] = VERDICTS[verdict]
@@ -144,7 +139,7 @@ class Judge:
         key = os.environ.get("OPENAI_API_KEY")
         messages = [{"role": "user", "content": prompt}]
         reply = requests.post(
-            f"{str(self._url).rstrip('/')}/chat/completions",
+            f"{self._url.rstrip('/')}/chat/completions",
             headers={"Authorization": f"Bearer {key}"} if key else {},
             json={"model": self._model, "messages": messages, "temperature": 0, "seed": 0},
             timeout=_TIMEOUT_S,
@@ -153,25 +148,6 @@ class Judge:
             raise ValueError(f"it answered {reply.status_code}: {reply.text[:200]}")
         text = str(reply.json()["choices"][0]["message"]["content"])
         return read_verdict(text)
-
-    def _ask_local(self, prompt: str) -> str:
-        """Return the verdict that is the likelier continuation of the prompt."""
-        import torch
-
-        if self._local is None:
-            from lm_eval_moecache.model.checkpoint import load_model
-
-            self._local = load_model(self._model)
-        model, tokenizer = self._local
-        start = tokenizer(prompt).input_ids
-        scores: dict[str, float] = {}
-        for word in VERDICTS:
-            tail = tokenizer(f" {word}", add_special_tokens=False).input_ids
-            with torch.no_grad():
-                logits = model(torch.tensor([start + tail], device=device_of(model))).logits[0]
-            chances = logits[len(start) - 1 : -1].float().log_softmax(-1)
-            scores[word] = float(chances[range(len(tail)), tail].mean())
-        return max(scores, key=scores.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,18 +161,15 @@ class Answer:
 def checked_judge(settings: Mapping[str, Any]) -> Judge:
     """Return the judge that `--metadata` names.
 
-    Raises ValueError where it can judge nothing: no address, no model, no place for its verdicts.
+    Raises ValueError where it can judge nothing: no address, no place for its verdicts.
     """
-    name, url = str(settings["judge_model"]), settings.get("judge_url")
-    if url is not None:
-        parts = urlsplit(url if isinstance(url, str) else "")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(
-                f"judge_url={shown(url)} is not an address of an endpoint. Allowed: "
-                "http://HOST:PORT/v1 or https://HOST/v1."
-            )
-    else:
-        check_place("judge_model", name)
+    name, url = str(settings["judge_model"]), settings["judge_url"]
+    parts = urlsplit(url if isinstance(url, str) else "")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(
+            f"judge_url={shown(url)} is not an address of an endpoint. Allowed: "
+            "http://HOST:PORT/v1 or https://HOST/v1."
+        )
     given = str(settings.get("judge_cache", DEFAULT_CACHE))
     cache = Path(given).expanduser()
     try:
@@ -228,12 +201,13 @@ class JudgedTask(SpeedTask):
                 f"task {self.config.task!r}: output_type={self.OUTPUT_TYPE!r} gives no text to "
                 "judge. Allowed with JudgedTask: generate_until."
             )
-        if not settings.get("judge_model"):
-            raise ValueError(
-                f"task {self.config.task!r} is judged by a model, and none is named. Give "
-                "--metadata '{\"judge_model\": NAME}' (a transformers model, or with judge_url one "
-                "of an OpenAI-compatible endpoint)."
-            )
+        for key in ("judge_model", "judge_url"):
+            if not settings.get(key):
+                raise ValueError(
+                    f"task {self.config.task!r} is judged by a model, and metadata has no {key}. "
+                    "Give, of any OpenAI-compatible endpoint, "
+                    '--metadata \'{"judge_url": "http://HOST:PORT/v1", "judge_model": NAME}\'.'
+                )
         self._judge = checked_judge(settings)
         self._agrees = False
 

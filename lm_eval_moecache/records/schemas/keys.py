@@ -11,7 +11,7 @@ from enum import Flag, auto
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from lm_eval_moecache.records.command import Options
 from lm_eval_moecache.records.geometry import MOST_DRAFTED
@@ -58,125 +58,88 @@ Name = Annotated[Any, BeforeValidator(_text)]
 
 
 class ModelArguments(Schema):
-    """Our keys of `--model_args`, with their defaults and the help text of `moecache eval`."""
+    """Our keys of `--model_args`; the text below a key is its help."""
 
-    policy: Annotated[Any, RULE] = Field(
-        "specmd", description="a name that `moecache policies` lists, a YAML file, or a mapping"
-    )
-    routing: Annotated[Any, RULE] = Field(
-        None,
-        description="replaces the policy's routing algorithm: a name or a class path "
-        "(`my_package.MyRouting`); parameters as `routing.NAME=value`",
-    )
-    prefetch: Annotated[Any, RULE] = Field(None, description="the same for prefetching")
-    eviction: Annotated[Any, RULE] = Field(None, description="the same for eviction")
-    miss: Annotated[Any, RULE] = Field(None, description="the same for miss handling")
-    capacity: Annotated[Any, RULE] = Field(
-        "25%",
-        description="cache size: `5%` of all expert bytes, `2GiB`, `51experts`, `30/layer` (one "
-        "cache per layer)",
-    )
-    precision: Annotated[Any, COMPARED | LOADING] = Field(
-        None,
-        description="stored precisions of the experts, best first: `int8`, `int8:int4:int2` "
-        "(default: the model's dtype)",
-    )
-    hardware: Annotated[Name, REPLAYED] = Field(
-        DEFAULT_PROFILE, description="device to emulate: name or YAML of a hardware profile"
-    )
-    runtime: Annotated[Name, REPLAYED] = Field(
-        IDEAL,
-        description="program to forecast, which reaches a share of the device's rates "
-        "(`llama.cpp`, `ktransformers` ...): name or YAML of a runtime profile",
-    )
-    bandwidth: Annotated[Any, REPLAYED] = Field(
-        None, description="link bandwidth, overrides the profile's: `5GB/s`"
-    )
-    link: Annotated[Literal["priority", "fifo"], RULE | REPORTED] = Field(
-        "priority",
-        description="`priority` (demands first, stale prefetches cancelled) or `fifo`",
-    )
-    execute: Annotated[Literal["together", "as_they_arrive"], REPLAYED | RARE] = Field(
-        "together",
-        description="run an event's experts `together` once all have arrived, or `as_they_arrive`, "
-        "resident ones first",
-    )
-    reads_per_expert: Annotated[int, Field(ge=1, le=MOST_READS), REPLAYED | RARE] = Field(
-        1,
-        description="read requests per expert (its projections), for links with several lanes",
-    )
-    attention: Annotated[Literal["none", "context"], REPLAYED | RARE] = Field(
-        "none",
-        description="`context` adds attention over the context and its KV cache, from the "
-        "configuration of `emulate`; `none` omits both",
-    )
-    emulate: Annotated[Name, REPLAYED] = Field(
-        None,
-        description="compute bytes and times with the sizes of this model: a name, a folder or "
-        "a YAML",
-    )
-    warm: Annotated[Name, RULE | RARE] = Field(
-        None,
-        description="fill the cache before the first request: a trace, a JSON that `profile "
-        "use` writes, or `tiny` (shipped use profile)",
-    )
-    phases: Annotated[Any, RULE] = Field(
-        None,
-        description="`all`, or `decode`: lossy algorithms act only while decoding (default: the "
-        "policy's)",
-    )
-    seed: Annotated[Count, REPLAYED | REPORTED] = Field(
-        0, description="seed of randomised algorithms"
-    )
-    trace: Annotated[Name, COMPARED] = Field(
-        None, description="folder to record a routing trace into, for `moecache replay`"
-    )
-    trace_keep: Annotated[Literal["lossless", "all", "routing"], COMPARED] = Field(
-        "lossless",
-        description="content of the trace: `lossless` (enough to replay lossless policies), `all` "
-        "(lossy ones, too) or `routing` (experts only)",
-    )
-    clock: Annotated[Literal["virtual", "wall"], LOADING | REPORTED] = Field(
-        "virtual", description="`virtual`, or `wall`: real transfers on this machine, measured"
-    )
-    store: Annotated[Literal["ram", "disk"], COMPARED | LOADING | RARE] = Field(
-        "ram", description="with `clock=wall`: store non-resident experts in `ram` or on `disk`"
-    )
-    store_dir: Annotated[Name, COMPARED | LOADING] = Field(
-        None,
-        description="folder for the files of `store=disk` (default: ~/.cache/lm-eval-moecache)",
-    )
-    encoded_dir: Annotated[Name, COMPARED] = Field(
-        None,
-        description="with `precision`: folder in which encoded experts are kept for later loads",
-    )
-    scoring: Annotated[Literal["parallel", "scan"], REPORTED] = Field(
-        "parallel",
-        description="`parallel`, or `scan`: scored text is routed as if it were decoded "
-        "(virtual clock, one precision, caches per layer)",
-    )
-    streams: Annotated[int, Field(ge=1, le=MOST_COUNT), REPORTED] = Field(
-        1,
-        description="requests that the emulated device serves at once, sharing its cache, link and "
-        "clock (how many are computed together is `batch_size`: no request sees another)",
-    )
-    cache_reset: Annotated[Literal["request", "never"], REPLAYED | REPORTED] = Field(
-        "request",
-        description="`request`: each request starts with a fresh cache, link, clock and rules; "
-        "`never`: a running server, where they carry over from request to request",
-    )
-    draft: Annotated[Name, COMPARED] = Field(
-        None,
-        description="`moecache-spec`, `prefetch=draft`: a model, `tiny-draft`, `self:int4` or "
-        "`prompt_lookup` (default: self:int4)",
-    )
-    draft_tokens: Annotated[Annotated[int, Field(ge=1, le=MOST_DRAFTED)] | None, COMPARED] = Field(
-        None, description="`moecache-spec`: tokens drafted for each verify pass (default: 1)"
-    )
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    policy: Annotated[Any, RULE] = "specmd"
+    """a name that `moecache policies` lists, a YAML file, or a mapping"""
+    routing: Annotated[Any, RULE] = None
+    """replaces the policy's routing algorithm: a name or a class path (`my_package.MyRouting`);
+    parameters as `routing.NAME=value`"""
+    prefetch: Annotated[Any, RULE] = None
+    """the same for prefetching"""
+    eviction: Annotated[Any, RULE] = None
+    """the same for eviction"""
+    miss: Annotated[Any, RULE] = None
+    """the same for miss handling"""
+    capacity: Annotated[Any, RULE] = "25%"
+    """cache size: `5%` of all expert bytes, `2GiB`, `51experts`, `30/layer` (one cache per
+    layer)"""
+    precision: Annotated[Any, COMPARED | LOADING] = None
+    """stored precisions of the experts, best first: `int8`, `int8:int4:int2` (default: the model's
+    dtype)"""
+    hardware: Annotated[Name, REPLAYED] = DEFAULT_PROFILE
+    """device to emulate: name or YAML of a hardware profile"""
+    runtime: Annotated[Name, REPLAYED] = IDEAL
+    """program to forecast, which reaches a share of the device's rates (`llama.cpp`,
+    `ktransformers` ...): name or YAML of a runtime profile"""
+    bandwidth: Annotated[Any, REPLAYED] = None
+    """link bandwidth, overrides the profile's: `5GB/s`"""
+    link: Annotated[Literal["priority", "fifo"], RULE | REPORTED] = "priority"
+    """`priority` (demands first, stale prefetches cancelled) or `fifo`"""
+    execute: Annotated[Literal["together", "as_they_arrive"], REPLAYED | RARE] = "together"
+    """run an event's experts `together` once all have arrived, or `as_they_arrive`, resident ones
+    first"""
+    reads_per_expert: Annotated[int, Field(ge=1, le=MOST_READS), REPLAYED | RARE] = 1
+    """read requests per expert (its projections), for links with several lanes"""
+    attention: Annotated[Literal["none", "context"], REPLAYED | RARE] = "none"
+    """`context` adds attention over the context and its KV cache, from the configuration of
+    `emulate`; `none` omits both"""
+    emulate: Annotated[Name, REPLAYED] = None
+    """compute bytes and times with the sizes of this model: a name, a folder or a YAML"""
+    warm: Annotated[Name, RULE | RARE] = None
+    """fill the cache before the first request: a trace, a JSON that `profile use` writes, or `tiny`
+    (shipped use profile)"""
+    phases: Annotated[Any, RULE] = None
+    """`all`, or `decode`: lossy algorithms act only while decoding (default: the policy's)"""
+    seed: Annotated[Count, REPLAYED | REPORTED] = 0
+    """seed of randomised algorithms"""
+    trace: Annotated[Name, COMPARED] = None
+    """folder to record a routing trace into, for `moecache replay`"""
+    trace_keep: Annotated[Literal["lossless", "all", "routing"], COMPARED] = "lossless"
+    """content of the trace: `lossless` (enough to replay lossless policies), `all` (lossy ones,
+    too) or `routing` (experts only)"""
+    clock: Annotated[Literal["virtual", "wall"], LOADING | REPORTED] = "virtual"
+    """`virtual`, or `wall`: real transfers on this machine, measured"""
+    store: Annotated[Literal["ram", "disk"], COMPARED | LOADING | RARE] = "ram"
+    """with `clock=wall`: store non-resident experts in `ram` or on `disk`"""
+    store_dir: Annotated[Name, COMPARED | LOADING] = None
+    """folder for the files of `store=disk` (default: ~/.cache/lm-eval-moecache)"""
+    encoded_dir: Annotated[Name, COMPARED] = None
+    """with `precision`: folder in which encoded experts are kept for later loads"""
+    scoring: Annotated[Literal["parallel", "scan"], REPORTED] = "parallel"
+    """`parallel`, or `scan`: scored text is routed as if it were decoded (virtual clock, one
+    precision, caches per layer)"""
+    streams: Annotated[int, Field(ge=1, le=MOST_COUNT), REPORTED] = 1
+    """requests that the emulated device serves at once, sharing its cache, link and clock (how many
+    are computed together is `batch_size`: no request sees another)"""
+    cache_reset: Annotated[Literal["request", "never"], REPLAYED | REPORTED] = "request"
+    """`request`: each request starts with a fresh cache, link, clock and rules; `never`: a running
+    server, where they carry over from request to request"""
+    draft: Annotated[Name, COMPARED] = None
+    """`moecache-spec`, `prefetch=draft`: a model, `tiny-draft`, `self:int4` or `prompt_lookup`
+    (default: self:int4)"""
+    draft_tokens: Annotated[Annotated[int, Field(ge=1, le=MOST_DRAFTED)] | None, COMPARED] = None
+    """`moecache-spec`: tokens drafted for each verify pass (default: 1)"""
 
 
 KEYS = tuple(ModelArguments.model_fields)
 DEFAULTS: Mapping[str, Any] = {k: f.default for k, f in ModelArguments.model_fields.items()}
+HELP: Mapping[str, str] = {
+    key: " ".join(str(field.description).split())
+    for key, field in ModelArguments.model_fields.items()
+}
 CHOICES: Mapping[str, tuple[str, ...]] = {
     key: get_args(field.annotation)
     for key, field in ModelArguments.model_fields.items()
@@ -198,12 +161,8 @@ def keys_with(role: Role) -> tuple[str, ...]:
 
 def options_of(keys: Iterable[str]) -> Options:
     """Return keys as options of a command: each with its type, its default and its help."""
-    fields = {key: ModelArguments.model_fields[key] for key in keys}
+    kinds = {key: ModelArguments.model_fields[key].annotation for key in keys}
     return {
-        key: (
-            field.annotation if key in CHOICES else Any,
-            field.default,
-            str(field.description).replace("`", ""),
-        )
-        for key, field in fields.items()
+        key: (kind if key in CHOICES else Any, DEFAULTS[key], HELP[key].replace("`", ""))
+        for key, kind in kinds.items()
     }

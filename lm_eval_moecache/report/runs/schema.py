@@ -12,13 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, create_model, field
 
 from lm_eval_moecache.records.numbers import shown
 from lm_eval_moecache.records.schemas import OpenSchema, check
-from lm_eval_moecache.records.schemas.keys import (
-    RARE,
-    REPORTED,
-    ModelArguments,
-    keys_with,
-    options_of,
-)
+from lm_eval_moecache.records.schemas.keys import HELP, RARE, REPORTED, ModelArguments, keys_with
 from lm_eval_moecache.report.metrics import LATENCIES, METRICS
 
 Number = float
@@ -116,9 +110,9 @@ else:
 def _setting() -> Any:
     """Return the schema of our keys as they stand in a report; those of another release may not."""
     kinds: dict[str, Any] = {k: f.annotation for k, f in ModelArguments.model_fields.items()}
-    texts = {k: text for k, (*_, text) in options_of(keys_with(REPORTED | RARE)).items()}
     fields: dict[str, Any] = {
-        key: (kinds[key] | None, Field(None, description=text)) for key, text in texts.items()
+        key: (kinds[key] | None, Field(None, description=HELP[key]))
+        for key in keys_with(REPORTED | RARE)
     }
     return create_model("Setting", __base__=OpenSchema, **fields)
 
