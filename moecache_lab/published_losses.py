@@ -7,9 +7,13 @@ what `moecache choose --lossy` says of its forecasts.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from statistics import mean, median
+from functools import cache
+from itertools import product
 from typing import Any
+
+import pandas as pd
 
 from lm_eval_moecache.records.command import wrapped
 from lm_eval_moecache.report.tables.text import padded
@@ -39,69 +43,55 @@ def judge(rows: Sequence[Loss]) -> dict[str, Any]:
     All on the same rows, those for which the finest forecast has three other models.
     """
     scored = [row for row in rows if row.is_share]
-    cells: dict[Key, dict[tuple[str, ...], list[Loss]]] = {}
-    for key in (*FINEST, _of_kind):
-        for row in scored:
-            cells.setdefault(key, {}).setdefault(key(row), []).append(row)
-    known: dict[tuple[Any, ...], Band | None] = {}
+    cells: dict[Any, list[Loss]] = defaultdict(list)
+    for key, row in product((*FINEST, _of_kind), scored):
+        cells[key, key(row)].append(row)
 
-    def without(row: Loss, keys: Sequence[Key]) -> Band | None:
-        for key in keys:
-            at = (key, key(row), row.model)
-            if at not in known:
-                known[at] = band(
-                    other for other in cells[key][key(row)] if other.model != row.model
-                )
-            if (found := known[at]) is not None:
-                return found
-        return None
+    @cache
+    def without(key: Key, cell: tuple[str, ...], model: str) -> Band | None:
+        return band(other for other in cells[key, cell] if other.model != model)
 
-    told = [row for row in scored if without(row, FINEST)]
-    forms: dict[str, Callable[[Loss], Band | None]] = {
-        "rule, kind of task, amount": lambda row: without(row, FINEST),
-        "rule, kind of task": lambda row: without(row, (of_rule,)),
-        "kind of task": lambda row: without(row, (_of_kind,)),
+    def forecast(row: Loss, *keys: Key) -> Band | None:
+        """Return that of the first of these keys that has three other models."""
+        return next(filter(None, (without(key, key(row), row.model) for key in keys)), None)
+
+    told = [row for row in scored if forecast(row, *FINEST)]
+    forms: dict[str, Sequence[Key]] = {
+        **{"rule, kind of task, amount": FINEST, "rule, kind of task": (of_rule,)},
+        **{"kind of task": (_of_kind,), "no loss": ()},
     }
-    misses = {name: [_miss(row, form(row)) for row in told] for name, form in forms.items()}
-    misses["no loss"] = [_miss(row, None) for row in told]
-    nothing = [each["error"] for each in misses["no loss"]]
-    ours = misses["rule, kind of task, amount"]
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row, each in zip(told, ours, strict=True):
-        groups.setdefault(of_rule(row), []).append({**each, "nothing": abs(row.points)})
+    misses = {
+        name: pd.DataFrame([_miss(row, forecast(row, *keys)) for row in told])
+        for name, keys in forms.items()
+    }
+    ours, constant = misses["rule, kind of task, amount"], misses["kind of task"]
+    alike = [(cell, cells[of_rule, cell]) for cell in sorted({*map(of_rule, scored)})]
+    asked = [
+        {"rule": rule, "kind": kind, "rows": len(each), "models": len({row.model for row in each})}
+        for (rule, kind), each in alike
+    ]
     return {
         "rows": len(rows),
         "models": len({row.model for row in rows}),
         "shares": len(scored),
         "forecast": len(told),
-        "forms": {name: _summary(told, each, nothing) for name, each in misses.items()},
+        "forms": {name: _summary(each) for name, each in misses.items()},
         "rules": [
             {
                 "rule": rule,
                 "kind": kind,
                 "rows": len(each),
-                "models": len({row.model for row in told if of_rule(row) == (rule, kind)}),
-                "median_points": median(row.points for row in told if of_rule(row) == (rule, kind)),
-                "median_error": median(one["error"] for one in each),
-                "no_loss_error": median(one["nothing"] for one in each),
-                "covered": mean(one["covered"] for one in each),
+                "models": each["model"].nunique(),
+                "median_points": float(each["points"].median()),
+                "median_error": float(each["error"].median()),
+                "no_loss_error": float(each["nothing"].median()),
+                "covered": float(each["covered"].mean()),
             }
-            for (rule, kind), each in sorted(groups.items())
+            for (rule, kind), each in ours.groupby(["rule", "kind"])
         ],
-        "no_forecast": [
-            {"rule": rule, "kind": kind, "rows": len(each), "models": len({r.model for r in each})}
-            for (rule, kind), each in sorted(cells[of_rule].items())
-            if len({row.model for row in each}) < LEAST_MODELS
-        ],
-        "untested": [
-            {"rule": rule, "kind": kind, "rows": len(each)}
-            for (rule, kind), each in sorted(cells[of_rule].items())
-            if len({row.model for row in each}) == LEAST_MODELS
-        ],
-        "constant_as_good": mean(
-            constant["error"] <= each["error"]
-            for constant, each in zip(misses["kind of task"], ours, strict=True)
-        ),
+        "no_forecast": [each for each in asked if each["models"] < LEAST_MODELS],
+        "untested": [each for each in asked if each["models"] == LEAST_MODELS],
+        "constant_as_good": float((constant["error"] <= ours["error"]).mean()),
         "noise_points": NOISE,
     }
 
@@ -112,33 +102,30 @@ def _of_kind(row: Loss) -> tuple[str, ...]:
 
 def _miss(row: Loss, found: Band | None) -> dict[str, Any]:
     """Return by how many points a forecast errs, and whether its range holds the row."""
+    told = {name: getattr(row, name) for name in ("rule", "kind", "model", "points")}
+    told |= {"nothing": abs(row.points)}
     if found is None:
-        return {"error": abs(row.points), "covered": math.nan, "width": 0.0}
+        return {**told, "error": abs(row.points), "covered": math.nan, "width": 0.0}
     middle, least, most = found.points(row.before)
     covered = least - 1e-9 <= row.points <= most + 1e-9
-    return {"error": abs(row.points - middle), "covered": covered, "width": most - least}
+    error = abs(row.points - middle)
+    return {**told, "error": error, "covered": float(covered), "width": most - least}
 
 
-def _summary(
-    rows: Sequence[Loss], misses: Sequence[Mapping[str, Any]], nothing: Sequence[float]
-) -> dict[str, float]:
-    errors = [each["error"] for each in misses]
-    by_cell: dict[tuple[str, ...], list[float]] = {}
-    by_model: dict[str, list[float]] = {}
-    for row, each in zip(rows, misses, strict=True):
-        by_cell.setdefault((*of_rule(row), row.model), []).append(each["covered"])
-        by_model.setdefault(row.model, []).append(each["covered"])
-    return {
-        "median_error": median(errors),
-        "rms_error": math.sqrt(mean(error**2 for error in errors)),
-        "within_2": mean(error <= 2 for error in errors),
-        "within_5": mean(error <= 5 for error in errors),
-        "no_better": mean(e >= n for e, n in zip(errors, nothing, strict=True)),
-        "covered": mean(each["covered"] for each in misses),
-        "covered_cells": mean(mean(each) for each in by_cell.values()),
-        "covered_models": mean(mean(each) for each in by_model.values()),
-        "median_width": median(each["width"] for each in misses),
+def _summary(misses: pd.DataFrame) -> dict[str, float]:
+    error, covered = misses["error"], misses["covered"]
+    figures = {
+        "median_error": error.median(),
+        "rms_error": math.sqrt((error**2).mean()),
+        "within_2": (error <= 2).mean(),
+        "within_5": (error <= 5).mean(),
+        "no_better": (error >= misses["nothing"]).mean(),
+        "covered": covered.mean(),
+        "covered_cells": misses.groupby(["rule", "kind", "model"])["covered"].mean().mean(),
+        "covered_models": misses.groupby("model")["covered"].mean().mean(),
+        "median_width": misses["width"].median(),
     }
+    return {name: float(figure) for name, figure in figures.items()}
 
 
 def losses_text(found: Mapping[str, Any]) -> str:
