@@ -15,6 +15,7 @@ from lm_eval_moecache.records.command import Options, Report, with_options
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import finite, unknown_name_error
+from lm_eval_moecache.records.ranges import Count, Share
 from lm_eval_moecache.records.sizes import is_per_layer, parse_capacity
 from lm_eval_moecache.report.tables.text import rows_as_markdown
 
@@ -33,24 +34,23 @@ ANALYSES: Mapping[str, Mapping[str, Any]] = {
 }
 """Analysis -> options with defaults; each is a function of a module of `analyses/`, its own or:"""
 _MODULES = dict.fromkeys(("locality", "optimal_expert", "sensitivity"), "cache_conditional")
-_OPTIONS: Mapping[str, tuple[type, str]] = {
+_OPTIONS: Mapping[str, tuple[Any, str]] = {
     "text": (str, "a plain text, or a .jsonl with one per line (tiny: its held-out pages)"),
-    "max_tokens": (int, "tokens of it to read"),
+    "max_tokens": (Count, "tokens of it to read"),
     "tasks": (str, "a,b (tiny: its tasks that generate)"),
-    "limit": (int, "documents of each task"),
+    "limit": (Count, "documents of each task"),
     "profile": (str, "the predictor (tiny has its own)"),
-    "seeds": (int, "draws per swapped rank"),
+    "seeds": (Count, "draws per swapped rank"),
     "rank": (int, "whose choices are tried"),
     "capacity": (str, "the cache of each layer"),
     "policies": (str, "a,b"),
     "layer": (int, "the MoE layer to draw"),
-    "alpha": (float, "share of co-activations in a buddy list"),
-    "k_max": (int, "the longest buddy list"),
-    "sample_tokens": (int, "tokens on which outputs are compared"),
+    "alpha": (Share, "share of co-activations in a buddy list"),
+    "k_max": (Count, "the longest buddy list"),
+    "sample_tokens": (Count, "tokens on which outputs are compared"),
     "draft": (str, "the draft model"),
     "lambda": (float, "of cache_prior"),
 }
-_COUNTS = ("k_max", "sample_tokens", "seeds", "limit", "max_tokens")
 
 
 def _options() -> Options:
@@ -129,11 +129,6 @@ def _settled(analysis: str, asked: Mapping[str, Any]) -> dict[str, Any]:
                 f"{owners}. Leave it out."
             )
     options = {**ANALYSES[analysis], **given}
-    if not 0 < options.get("alpha", 1) <= 1:
-        raise ValueError(f"alpha={options['alpha']} must be above 0 and at most 1.")
-    for key in _COUNTS:
-        if options.get(key, 1) < 1:
-            raise ValueError(f"{key}={options[key]} must be 1 or more.")
     for policy in options["policies"].split(",") if "policies" in options else ():
         load_policy(policy)
     if "capacity" in options and not is_per_layer(options["capacity"]):

@@ -144,8 +144,8 @@ def load_policy(
     drops the old one's parameters and shows in the policy's name. Raises ValueError for anything
     unknown, and for a parameter that the chosen algorithm does not have.
     """
-    data, where, stem = _read(given)
-    composed = {axis: _as_mapping(axis, data.get(axis), where) for axis in AXES}
+    data, stem = _read(given)
+    composed: dict[str, dict[str, Any]] = {axis: data[axis] for axis in AXES}
     merged = _override(composed, overrides or {})
     phases = (overrides or {}).get("phases", data.get("phases", "all"))
     if phases not in PHASES:
@@ -193,8 +193,8 @@ def check_cache_form(policy: Policy, per_layer: bool) -> None:
         )
 
 
-def _read(given: str | Mapping[str, Any]) -> tuple[Mapping[str, Any], str, str]:
-    """Return a composition's checked fields, its source for messages, and a default name."""
+def _read(given: str | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """Return a composition's checked fields, each axis as a mapping, and a default name."""
     from lm_eval_moecache.records.schemas import check
     from lm_eval_moecache.records.schemas.inputs import PolicyFile
 
@@ -213,7 +213,7 @@ def _read(given: str | Mapping[str, Any]) -> tuple[Mapping[str, Any], str, str]:
         if not isinstance(data, dict):
             raise ValueError(f"policy={str(path)!r} must hold a mapping with {', '.join(AXES)}.")
     checked = check(PolicyFile, dict(data), where)
-    return checked.model_dump(exclude_none=True, exclude_unset=True), where, stem
+    return checked.model_dump(exclude_none=True, exclude_unset=True), stem
 
 
 def _check_pairs(choices: Mapping[str, Choice], is_lossless: bool) -> None:
@@ -248,11 +248,15 @@ def _override(
     composed: Mapping[str, Mapping[str, Any]], overrides: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Return the axes with overrides applied: first algorithms, then parameters."""
+    from lm_eval_moecache.records.schemas import check_as
+    from lm_eval_moecache.records.schemas.inputs import Algorithm
+
     merged = {axis: dict(mapping) for axis, mapping in composed.items()}
     for axis, value in overrides.items():
-        if axis in merged:
-            is_mapping = isinstance(value, Mapping)
-            merged[axis] = _as_mapping(axis, value, "policy") if is_mapping else {"name": value}
+        if axis in merged and isinstance(value, Mapping):
+            merged[axis] = check_as(dict[str, Algorithm], {axis: dict(value)}, "policy")[axis]
+        elif axis in merged:
+            merged[axis] = {"name": value}
     for key, value in overrides.items():
         axis, dot, parameter = key.partition(".")
         if dot and not parameter:
@@ -260,17 +264,6 @@ def _override(
         if parameter:
             merged[axis][parameter] = value
     return merged
-
-
-def _as_mapping(axis: str, value: object, where: str) -> dict[str, Any]:
-    if isinstance(value, str):
-        return {"name": value}
-    if isinstance(value, Mapping) and ("name" in value) != ("class_path" in value):
-        return dict(value)
-    raise ValueError(
-        f"{where}: {axis}={value!r} must be an algorithm's name, or a mapping with "
-        "`name` (or `class_path`) and its parameters."
-    )
 
 
 def _choose(axis: str, given: Mapping[str, Any]) -> Choice:

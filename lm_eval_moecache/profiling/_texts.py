@@ -15,6 +15,7 @@ from lm_eval_moecache.harness.arguments import as_arguments_error
 from lm_eval_moecache.records.command import Options
 from lm_eval_moecache.records.files import TINY, lines_of, parse_json, read_text
 from lm_eval_moecache.records.numbers import listed_names
+from lm_eval_moecache.records.ranges import Count, Positive, Whole
 
 if TYPE_CHECKING:
     from lm_eval_moecache.model.reading import ReadingModel
@@ -27,29 +28,22 @@ _SOURCE: Options = {
     "tasks": (str | None, None, "tasks whose training documents are used: a,b,c"),
     "data": (str | None, None, "plain text files, a.txt,b.txt; of prompts also .jsonl"),
     "include_path": (str | None, None, "folder with more tasks"),
-    "limit": (int, 200, "documents of each task"),
+    "limit": (Count, 200, "documents of each task"),
 }
-TEXT: Options = {**_SOURCE, "max_tokens": (int, 20_000, "how much text to read")}
+TEXT: Options = {**_SOURCE, "max_tokens": (Count, 20_000, "how much text to read")}
 """Options of an action that reads text verbatim."""
 TRAINING: Options = {
     **_SOURCE,
-    "tokens": (int, 20, "generated tokens of each prompt"),
-    "prompts_per_batch": (int, 64, "generated together"),
-    "learning_rate": (float, 1e-3, "of Adam at the start"),
-    "batch_size": (int, 32, "tokens, or texts, of a training step"),
-    "max_epochs": (int, 30, "most epochs"),
-    "patience": (int, 5, "epochs without gain until it stops"),
-    "seed": (int, 42, "of the 80/20 split and the training"),
+    "tokens": (Count, 20, "generated tokens of each prompt"),
+    "prompts_per_batch": (Count, 64, "generated together"),
+    "learning_rate": (Positive, 1e-3, "of Adam at the start"),
+    "batch_size": (Count, 32, "tokens, or texts, of a training step"),
+    "max_epochs": (Count, 30, "most epochs"),
+    "patience": (Count, 5, "epochs without gain until it stops"),
+    "seed": (Whole, 42, "of the 80/20 split and the training"),
 }
 """Options of an action that trains on what a model generates from prompts."""
 Given = Mapping[str, Any]
-
-
-def check_counts(given: Given, *names: str, least: int = 1) -> None:
-    """Refuse options below `least`."""
-    for name in names:
-        if given[name] < least:
-            raise ValueError(f"{name}={given[name]} must be {least} or more.")
 
 
 def check_out(out: str) -> None:
@@ -58,14 +52,9 @@ def check_out(out: str) -> None:
         raise ValueError(f"out={out!r} must end in .safetensors.")
 
 
-def check_training(given: Given, *counts: str) -> None:
-    """Refuse options that no training from prompts can use; `counts` must be 1 or more."""
+def check_training(given: Given) -> None:
+    """Refuse options that no training from prompts can use."""
     check_out(given["out"])
-    check_counts(given, "limit", "tokens", "prompts_per_batch", "batch_size", "max_epochs")
-    check_counts(given, "patience", *counts)
-    check_counts(given, "seed", least=0)
-    if not given["learning_rate"] > 0:
-        raise ValueError(f"learning_rate={given['learning_rate']} must be above 0.")
     if not (given["tasks"] or given["data"]) and given["pretrained"] != TINY:
         raise ValueError(
             "tasks, data: give --tasks, --data or both: only tiny has its own prompts."
@@ -127,7 +116,6 @@ def analyzed_texts(given: Given) -> tuple[ReadingModel, dict[str, Any]]:
     tasks, files = listed_names(given["tasks"]), listed_names(given["data"])
     if not (tasks or files):
         raise ValueError("tasks, data: give --tasks, --data or both: a profile needs text.")
-    check_counts(given, "limit", "max_tokens")
     examples = task_examples(tasks, given["limit"], given["include_path"]) if tasks else []
     texts = [example.prompt + example.answer for example in examples]
     texts += [read_text(name, f"data={name!r}") for name in files]

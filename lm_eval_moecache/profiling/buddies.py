@@ -18,14 +18,10 @@ from lm_eval_moecache.algorithms.learned.buddies import (
     check_profile,
     conditional,
 )
-from lm_eval_moecache.profiling._texts import (
-    TEXT,
-    analyzed_texts,
-    check_counts,
-    check_out,
-)
+from lm_eval_moecache.profiling._texts import TEXT, analyzed_texts, check_out
 from lm_eval_moecache.records.artifact import BUDDIES, artifact_of, write_artifact
 from lm_eval_moecache.records.command import Report, with_options
+from lm_eval_moecache.records.ranges import Count, Decay, Whole, ZeroOrMore
 
 _WARMUP_WEIGHT = 0.5
 
@@ -35,11 +31,11 @@ def profile_buddies(
     *,
     out: str,
     alpha: float | list[float] = 0.95,
-    k_max: int = 16,
-    smoothing: float = 1.0,
-    warmup_tokens: int = 0,
-    warmup_weight: float = _WARMUP_WEIGHT,
-    sample_tokens: int = 256,
+    k_max: Count = 16,
+    smoothing: ZeroOrMore = 1.0,
+    warmup_tokens: Whole = 0,
+    warmup_weight: Decay = _WARMUP_WEIGHT,
+    sample_tokens: Count = 256,
     **given: Any,
 ) -> Report:
     """Count which experts are chosen together, for BuddyMoE's lists of substitutes.
@@ -60,10 +56,6 @@ def profile_buddies(
     own = {"k_max": k_max, "smoothing": smoothing}
     own |= {"warmup_tokens": warmup_tokens, "warmup_weight": warmup_weight}
     check_out(out)
-    check_counts({**own, "sample_tokens": sample_tokens}, "k_max", "sample_tokens")
-    check_counts(own, "smoothing", "warmup_tokens", least=0)
-    if not 0 <= warmup_weight <= 1:
-        raise ValueError(f"warmup_weight={warmup_weight} must lie between 0 and 1.")
     if warmup_weight != _WARMUP_WEIGHT and not warmup_tokens:
         raise ValueError(
             f"warmup_weight={warmup_weight} has no effect without warmup_tokens above 0."

@@ -7,11 +7,17 @@ from typing import Any
 from lm_eval_moecache.profiling._texts import TRAINING, check_training
 from lm_eval_moecache.records.artifact import DATA_AWARE
 from lm_eval_moecache.records.command import Report, with_options
+from lm_eval_moecache.records.ranges import Count, ZeroOrMore
 
 
 @with_options(TRAINING, limit=200, tokens=40, batch_size=16, max_epochs=60)
 def profile_data_aware(
-    *, out: str, width: int = 128, truncate: int = 30, hard_weight: float = 0.1, **given: Any
+    *,
+    out: str,
+    width: Count = 128,
+    truncate: Count = 30,
+    hard_weight: ZeroOrMore = 0.1,
+    **given: Any,
 ) -> Report:
     """Train SiDA's data-aware network, which predicts all layers' experts from a text's tokens.
 
@@ -25,9 +31,7 @@ def profile_data_aware(
         hard_weight: of the chosen experts
     """
     given |= {"out": out, "width": width, "truncate": truncate, "hard_weight": hard_weight}
-    check_training(given, "width", "truncate")
-    if not hard_weight >= 0:
-        raise ValueError(f"hard_weight={hard_weight} must be 0 or more.")
+    check_training(given)
     # Imported late: it brings torch, and a wrong option should not wait for it.
     from lm_eval_moecache.model.predictor.training import TextRecipe, train_on_texts
     from lm_eval_moecache.profiling._training import train_artifact

@@ -7,11 +7,12 @@ from typing import Any, Literal
 from lm_eval_moecache.profiling._texts import TRAINING, check_training
 from lm_eval_moecache.records.artifact import PREDICTOR
 from lm_eval_moecache.records.command import Report, with_options
+from lm_eval_moecache.records.ranges import Count
 
 
 @with_options(TRAINING, limit=1000, learning_rate=5e-5)
 def profile_predictor(
-    *, out: str, loss: Literal["bce", "kl"] = "kl", halve_every: int = 5, **given: Any
+    *, out: str, loss: Literal["bce", "kl"] = "kl", halve_every: Count = 5, **given: Any
 ) -> Report:
     """Train CommitMoE's predictors of the next layer's experts on what a model generates.
 
@@ -25,7 +26,7 @@ def profile_predictor(
         halve_every: epochs until the learning rate is halved
     """
     given |= {"out": out, "loss": loss, "halve_every": halve_every}
-    check_training(given, "halve_every")
+    check_training(given)
     # Imported late: it brings torch, and a wrong option should not wait for it.
     from lm_eval_moecache.model.predictor.training import Recipe, train_layers
     from lm_eval_moecache.profiling._training import train_artifact

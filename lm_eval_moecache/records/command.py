@@ -8,7 +8,9 @@ import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, get_type_hints
+
+from lm_eval_moecache.records.ranges import split_range
 
 Options = Mapping[str, tuple[Any, Any, str]]
 """Option -> its type, its default and its help."""
@@ -40,14 +42,22 @@ def with_options(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command's function these options as keywords of its `**`, with their defaults.
 
-    `defaults` are those that differ. A `**parameters` remains for more.
+    `defaults` are those that differ. A `**parameters` remains for more. Calls raise ValueError for
+    what lies outside of the range of its type (`records.ranges`).
     """
     own_defaults = {key: default for key, (_, default, _) in options.items()} | defaults
 
     def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        hints = get_type_hints(function, include_extras=True)
+        hints |= {key: kind for key, (kind, _, _) in options.items()}
+        ranges = {key: split_range(hint)[1] for key, hint in hints.items()}
+
         @wraps(function)
         def filled(*args: Any, **keywords: Any) -> Any:
             given = {key.rstrip("_"): value for key, value in keywords.items()}
+            for key, value in given.items():
+                if allowed := ranges.get(key):
+                    allowed.check(key, value)
             return function(*args, **{**own_defaults, **given})
 
         *named, rest = inspect.signature(function).parameters.values()
@@ -56,7 +66,7 @@ def with_options(
                 f"{key}_" if keyword.iskeyword(key) else key,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=own_defaults[key],
-                annotation=kind,
+                annotation=split_range(kind)[0],
             )
             for key, (kind, _, _) in options.items()
         ]

@@ -1,4 +1,4 @@
-"""Ranges of numbers as annotations: of algorithms' parameters, and of the fields of profiles."""
+"""Ranges of numbers as annotations: of algorithms' parameters, options, and profiles' fields."""
 
 from __future__ import annotations
 
@@ -75,6 +75,7 @@ Positive = Annotated[float, Range(above=0)]
 Share = Annotated[float, Range(above=0, most=1)]
 ProperShare = Annotated[float, Range(above=0, below=1)]
 Decay = Annotated[float, Range(least=0, most=1)]
+Whole = Annotated[int, Range(least=0)]
 Count = Annotated[int, Range(least=1)]
 Rank = Annotated[int, Range(least=1, most="top_k")]
 Experts = Annotated[int, Range(least=1, most="num_experts")]

@@ -27,7 +27,7 @@ Text = Annotated[str, Field(min_length=1)]
 
 def _algorithm(value: object) -> object:
     if isinstance(value, str):
-        return value
+        return {"name": value}
     if not isinstance(value, dict) or ("name" in value) == ("class_path" in value):
         raise ValueError(
             "must be an algorithm's name, or a mapping with `name` (or `class_path`) and its "
