@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, BatchEncoding
 
-from lm_eval_moecache.algorithms.learned.data_aware import NUM_LSTMS, cost_of
-from lm_eval_moecache.algorithms.learned.data_aware import shapes as sida_shapes
+from lm_eval_moecache.algorithms.learned.data_aware import NUM_LSTMS
 from lm_eval_moecache.algorithms.learned.predictor import costs, shapes, target_of
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.prefetch.gates import DataAware
@@ -387,13 +386,6 @@ def test_pass_by_pass_it_says_of_each_rows_text_what_its_oracle_does(
         logits = np.stack([logits_by_layer[layer] for layer in range(3)], axis=1)
         np.testing.assert_allclose(logits, np.reshape(expected, (-1, 3, 8)), atol=1e-4)
         past += ids.shape[1]
-
-
-def test_its_cost_is_its_weights(drawn: tuple[Artifact, nn.Embedding]) -> None:
-    artifact, _ = drawn
-    sizes = [int(np.prod(shape)) for shape in sida_shapes(3, 8, 6, 4).values()]
-    cost = cost_of(artifact)
-    assert (cost.num_weights, cost.num_bytes) == (sum(sizes), 2 * sum(sizes))
 
 
 def test_the_command_makes_the_same_network_twice_and_it_runs(

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from lm_eval_moecache.algorithms.learned.buddies import PAIRS, BuddyProfile
 from lm_eval_moecache.algorithms.learned.sensitivity import LAYERS, THRESHOLDS, rises
-from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.coactivation import observe
@@ -28,12 +27,9 @@ from lm_eval_moecache.records.artifact import (
     SENSITIVITY,
     read_artifact,
 )
-from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.sweep import evaluation
-from lm_eval_moecache.testing.streams import make_geometry
 from lm_eval_moecache.tiny import MODEL_DIR
 from lm_eval_moecache.tiny.documents import arc
-from tests.artifacts import profile_for
 from tests.conftest import Checkpoint, Moecache
 
 TEXT = "A snorf lives in the desert and eats stones . It fears fire , as nibbins do . " * 20
@@ -129,28 +125,6 @@ def test_the_rise_is_the_square_of_the_lost_share_times_the_sensitivity() -> Non
     # Lost from rank 1 on: 0.4 of 1.0 and 0.5 of 0.8; from rank 2 on: 0.1 and 0.2 of 0.8.
     expected = [[np.inf, 0.16 * 5, 0.01 * 5], [np.inf, 0.625**2 * 5, 0.25**2 * 5]]
     assert rises(weights, 5.0) == pytest.approx(np.array(expected), rel=1e-6)
-
-
-def test_the_lightest_go_first_and_the_heaviest_always_stays() -> None:
-    geometry = make_geometry(num_layers=2, num_experts=4, top_k=3)
-    profile = profile_for(SENSITIVITY, geometry)
-    layer_1 = float(read_artifact(profile, SENSITIVITY, "profile").arrays[LAYERS][1])
-    experts = np.array([[2, 0, 1], [3, 1, 0]])
-    weights = np.array([[0.6, 0.3, 0.1], [0.34, 0.33, 0.33]], dtype=np.float32)
-    event = Event(1, DECODE, [0], 4, experts, weights)
-
-    def kept(threshold: float) -> list[list[bool]]:
-        build = find_algorithm("routing", "sensitivity")
-        selection = build(geometry, profile=profile, threshold=threshold).choose(event)
-        if selection is None:
-            return [[True] * 3] * 2
-        assert selection.renormalize
-        return selection.keep.tolist()
-
-    assert kept(0.005 * layer_1) == [[True, True, True], [True, True, True]]
-    assert kept(0.05 * layer_1) == [[True, True, False], [True, True, True]]
-    assert kept(0.17 * layer_1) == [[True, False, False], [True, True, False]]
-    assert kept(9.0 * layer_1) == [[True, False, False], [True, False, False]]
 
 
 @pytest.fixture(scope="module")

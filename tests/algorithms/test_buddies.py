@@ -1,4 +1,4 @@
-"""BuddyMoE's profile: equations 1 and 4 to 6 by hand, counting, and profiles that cannot be."""
+"""BuddyMoE's profile: equation 4 by hand, counting, and profiles that cannot be."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ import numpy as np
 import pytest
 
 from lm_eval_moecache.algorithms.learned.buddies import (
-    NO_BUDDY,
     PAIRS,
     TOP_LOGITS,
     Coactivation,
-    activating_entropy,
-    buddy_lists,
     conditional,
-    top_k_shares,
 )
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.records.artifact import BUDDIES, write_artifact
@@ -34,37 +30,12 @@ M = np.array(
 )
 
 
-def test_equation_1_entropy_is_one_for_equal_shares_and_less_for_peaked_ones() -> None:
-    # Shares 1/2, 1/4, 1/4: (ln 2 / 2 + ln 4 / 4 + ln 4 / 4) / ln 3 = 1.5 ln 2 / ln 3.
-    for shares, expected in (([1.0] * 4, 1.0), ([2.0, 1.0, 1.0], 1.5 * math.log(2) / math.log(3))):
-        logits = np.log(np.array([shares], dtype=np.float32))
-        assert activating_entropy(top_k_shares(logits, 1.0)) == pytest.approx([expected])
-
-
 def test_equation_4_counts_become_shares_and_rows_without_evidence_stay_empty() -> None:
     q = conditional(M, 0.0)
     np.testing.assert_allclose(q[0], [0, 0.2, 0.3, 0.4, 0.1])
     np.testing.assert_allclose(q.sum(axis=-1), 1.0)
     np.testing.assert_allclose(conditional(M, 1.0)[0], np.array([0, 3, 4, 5, 2]) / 14)
     assert not conditional(M * np.outer([1, 1, 1, 1, 0], [1, 1, 1, 1, 0]), 1.0)[4].any()
-
-
-@pytest.mark.parametrize(
-    ("expert", "alpha", "k_max", "expected"),
-    [
-        # By falling share: 3 (0.4), 2 (0.3), 1 (0.2), 4 (0.1).
-        *[(0, 0.4, 4, [3]), (0, 0.41, 4, [3, 2]), (0, 0.7, 4, [3, 2]), (0, 0.9, 4, [3, 2, 1])],
-        *[(0, 1.0, 4, [3, 2, 1, 4]), (0, 1.0, 2, [3, 2])],
-        # Ties go to the smaller index; an active expert has a buddy however small alpha is.
-        (1, 1e-6, 4, [0]),
-    ],
-)
-def test_equations_5_and_6_take_the_shortest_prefix_that_covers_alpha(
-    expert: int, alpha: float, k_max: int, expected: list[int]
-) -> None:
-    row = buddy_lists(conditional(M, 0.0), alpha, k_max)[expert]
-    assert row[row != NO_BUDDY].tolist() == expected
-    assert (buddy_lists(conditional(M * 0, 1.0), alpha, k_max) == NO_BUDDY).all()
 
 
 def test_similarities_stand_in_for_counts_and_are_not_smoothed() -> None:

@@ -113,11 +113,6 @@ def test_commitmoes_values_are_compositions(name: str, top_k: int, values: list[
     assert [*neutral.triggers] == values[2:], "the default range"
 
 
-def test_a_parameter_without_a_name_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"eviction\.=1 names no parameter"):
-        load_policy("on_demand", {"eviction.": 1})
-
-
 # --- pairings ---
 
 GEOMETRY = make_geometry(num_layers=2, num_experts=6, top_k=3)
@@ -195,12 +190,6 @@ def test_an_eviction_runs_with_a_cache_per_layer_unless_it_chooses_between_layer
         return
     with pytest.raises(ValueError, match=f"eviction='{name}' chooses between layers"):
         check_cache_form(policy, per_layer=True)
-
-
-def test_awaiting_late_experts_where_nothing_is_prefetched_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"miss.late='await' has no effect with prefetch='none'"):
-        load_policy("buddymoe", {"prefetch": "none", "miss.late": "await"})
-    load_policy("buddymoe", {"miss.late": "await"})
 
 
 # --- one lossy rule on top of another ---

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from lm_eval_moecache.algorithms.eviction.base import RankedEviction
 from lm_eval_moecache.algorithms.eviction.rankings import FIFO, LRU
 from lm_eval_moecache.algorithms.eviction.textbook import Clock
 from lm_eval_moecache.algorithms.miss.drops import Drop
@@ -171,14 +170,3 @@ def test_the_contract_finds_a_rule_that_reads_what_it_has_not_declared() -> None
     case = type("Case", (CONTRACTS["miss"],), {"algorithm": Peeking})
     with pytest.raises(IndexError):
         case().test_its_selections_fit_whatever_is_resident()
-
-
-def test_a_ranked_rule_says_what_a_victim_costs() -> None:
-    """A ranking looks at all residents of the layers that it has to look at; none is O(1)."""
-    for name in algorithm_names("eviction"):
-        rule = find_algorithm("eviction", name)
-        if issubclass(rule, RankedEviction):
-            cost = " ".join((rule.__doc__ or "").partition("Cost:")[2].split())
-            assert "residents" in cost and "per victim" in cost, (
-                f"{name}: its docstring has to say 'Cost: ... residents ... per victim'"
-            )

@@ -101,11 +101,11 @@ def test_commit_agrees_with_equations_5_and_6_heaviest_first(
 
 NUMBER = st.integers(-40, 40).map(lambda n: n / 8)
 ALGORITHM_1 = {"H": None, "tau": 0.0, "gamma": 1.0, "temperature": 1.0, "alpha": 1.0, "rho": None}
-ALGORITHM_1 |= {"kappa": 0.0, "eta": 0.0, "reuse": 0.0, "order": "heaviest"}
+ALGORITHM_1 |= {"k_max": 16, "kappa": 0.0, "eta": 0.0, "reuse": 0.0, "order": "heaviest"}
 OTHERS = {
-    **{"H": (1, 3, 6), "tau": (0.5, 0.8, 0.95), "gamma": (0.2, 0.5), "temperature": (0.8, 1.5)},
+    **{"H": (1, 3), "tau": (0.5, 0.8, 0.95), "gamma": (0.2, 0.5), "temperature": (0.8, 1.5)},
     **{"alpha": (0.3, 0.8), "rho": (1, 2), "kappa": (0.3, 0.4), "eta": (2.0,), "reuse": (0.7,)},
-    "order": ("lightest",),
+    **{"k_max": (4, 5), "order": ("lightest",)},
 }
 
 
@@ -125,7 +125,8 @@ def test_buddies_agree_with_algorithm_1_its_gates_and_its_budget(
     rule = find_algorithm("miss", "buddy")(WIDE, **profile, **given, partitions=partitions)
     event = make_event(WIDE, 0, 1, texts)
     q = conditional(artifact_for(BUDDIES, WIDE).arrays[PAIRS][1], 1.0).tolist()
-    lists = [oracles.buddy_list(row, given["alpha"], 16)[: given["H"]] for row in q]
+    sizes = given["alpha"], given["k_max"]
+    lists = [oracles.buddy_list(row, *sizes)[: given["H"]] for row in q]
     bypass = not {k % 8 for k in event.keys} & resident
     answers = executed(event, choose(rule, event, resident)).tolist()
     for text, own, changed in zip(texts, event.experts.tolist(), answers, strict=True):

@@ -236,6 +236,8 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"eviction": "lru", "eviction.order": "fifo"}, "eviction.order='fifo' … is not used by eviction=lru … Allowed: none"),
     ({"eviction": "least_stale", "eviction.ordr": "fifo"}, "eviction.ordr='fifo' … Did you mean 'order'?"),
     ({"eviction": "least_stale", "eviction.order": "lifo"}, "eviction.order='lifo' … last_use … fifo"),
+    ({"policy": "on_demand", "eviction.": 1}, "eviction.=1 names no parameter"),
+    ({"policy": "buddymoe", "prefetch": "none", "miss.late": "await"}, "miss.late='await' has no effect with prefetch='none'"),
     ({"prefetch": "score", "prefetch.percentile": "most"}, "prefetch.percentile='most' … prefetch=score"),
     ({"prefetch": "next_gate", "prefetch.depth": 1.5}, "prefetch.depth=1.5"),
     ({"eviction": "lru", "eviction.seed": 3}, "eviction.seed=3 … is not used"),
