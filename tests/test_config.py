@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lm_eval
 import pytest
 import torch
 import transformers
@@ -22,11 +21,10 @@ import lm_eval_moecache
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.harness import arguments
-from lm_eval_moecache.harness.arguments import read_config, split_arguments
+from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.evaluation_options import check_command
 from lm_eval_moecache.harness.generation import check_generation
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.harness.plugin import register
 from lm_eval_moecache.harness.preflight import check_arguments, resolve_device
 from lm_eval_moecache.harness.saving import Unsaved, check_output
 from lm_eval_moecache.records.errors import ArgumentsError
@@ -170,22 +168,6 @@ def test_an_override_goes_before_init_args_and_drops_what_another_algorithm_had(
     assert load_policy("on_demand", overrides) == load_policy("on_demand", reverse)
 
 
-def test_defaults_are_those_of_the_design() -> None:
-    config = read_config({})
-    assert config.policy.name == "specmd"
-    assert config.capacity == "25%"
-    assert config.hardware.name == "a100-5GBps"
-    assert (config.clock, config.scoring, config.cache_reset) == ("virtual", "parallel", "request")
-
-
-def test_arguments_are_divided_between_us_and_the_host() -> None:
-    text = "policy=specmd,eviction.order=fifo,dtype=float32,device_map=x"
-    model_args = simple_parse_args_string(text)
-    cache_args, hflm_args = split_arguments(model_args, ["dtype", "batch_size"])
-    assert cache_args == {"policy": "specmd", "eviction.order": "fifo"}
-    assert hflm_args == {"dtype": "float32", "device_map": "x"}
-
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -301,41 +283,12 @@ def test_only_lm_evals_command_ends_the_process(monkeypatch: pytest.MonkeyPatch)
         MoECacheLM.create_from_arg_string("polciy=specmd")
 
 
-@pytest.mark.parametrize(
-    ("asked", "options", "said"),
-    [
-        (",batch_size=x", {}, "batch_size='x' must be a whole number"),
-        (",batch_size=4", {"batch_size": 2}, "pretrained='no/such' cannot be read"),
-        ("", {"batch_size": "x"}, "batch_size='x' must be a whole number"),
-    ],
-)
-def test_a_batch_size_among_the_models_arguments_is_checked_like_the_option(
-    asked: str, options: dict[str, Any], said: str
-) -> None:
-    register()
-    model_args = f"pretrained=no/such{asked}"
-    with pytest.raises(ArgumentsError, match=said):
-        lm_eval.simple_evaluate("moecache", model_args, ["tiny_gsm8k"], **options)
-
-
-@pytest.mark.parametrize(
-    ("model", "asked", "said"),
-    [
-        ("moecache", {"until": [1]}, r"until=\[1\] must be a text or a list of texts"),
-        ("moecache", "max_gen_toks=-5", "max_gen_toks=-5 must be a whole number .*, 1 or more"),
-        ("moecache", {"nope": 1}, "the key='nope' is not known. Allowed: .* more"),
-        ("moecache-spec", {"temperature": 0.7}, "temperature=0.7 with"),
-    ],
-)
-def test_generation_options_that_cannot_be_followed_are_refused_before_a_sweep(
-    model: str, asked: dict[str, Any] | str, said: str
-) -> None:
+def test_generation_options_that_cannot_be_followed_are_refused_before_a_sweep() -> None:
     """For all others see `tests/soak/commands.txt`."""
-    cell = Cell(model=model, model_args={}, tasks=("tiny_arc",), options={"gen_kwargs": asked})
-    with pytest.raises(ArgumentsError, match=f"gen_kwargs: {said}") as caught:
+    asked = {"gen_kwargs": {"until": [1]}}
+    cell = Cell(model="moecache", model_args={}, tasks=("tiny_arc",), options=asked)
+    with pytest.raises(ArgumentsError, match=r"gen_kwargs: until=\[1\] must be a text or a list"):
         check_cell(cell)
-    # What `draft=` is for is not offered.
-    assert "assistant_model" not in str(caught.value)
 
 
 def test_every_generation_option_of_lm_evals_tasks_is_allowed_and_sampling_but_with_a_draft() -> (
@@ -353,13 +306,6 @@ def test_a_tasks_own_options_are_checked_before_its_first_request(checkpoint: An
     with pytest.raises(ArgumentsError, match="prompt_lookup_num_tokens=2"):
         lm.generate_until([*generations(2), drafted], disable_tqdm=True)
     assert lm.engine.ledger.passes == []
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(ArgumentsError, match="Permission denied"):
-        check_command(["--model", "moecache", *TASK, "--output_path", str(tmp_path / "out")])
 
 
 def test_model_args_may_name_the_device_and_the_batch_size(checkpoint: Any) -> None:

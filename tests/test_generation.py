@@ -86,29 +86,35 @@ REFUSED = [
     ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2 must be 1"),
     ({"cache_implementation": "quantized"}, "cache_implementation='quantized'.*dynamic, static"),
 ]
+OF_A_CHECKPOINT = [
+    *REFUSED,
+    ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens=2 would change what drafts"),
+    ({"return_dict_in_generate": True}, "return_dict_in_generate=True is not what lm-eval reads"),
+]
 
 
 @pytest.mark.parametrize(("options", "said"), REFUSED, ids=str)
-def test_what_cannot_be_followed_is_refused_by_name_wherever_it_stands(
-    folder: Path, options: dict[str, Any], said: str
-) -> None:
+def test_what_cannot_be_followed_is_refused_by_name(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ArgumentsError, match=f"gen_kwargs: {said}"):
         check_generation(options, speculative=False)
-    lm = MoECacheLM(with_defaults(folder, options), policy="on_demand", **HOST)
+
+
+@pytest.mark.parametrize(("own", "said"), OF_A_CHECKPOINT, ids=str)
+def test_so_it_is_in_a_checkpoint_unless_a_request_turns_it_off(
+    own: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ArgumentsError, match=f"generation_config.json: {said}"):
+        check_generation({"until": ["x"]}, False, own)
+    # What a request asks for counts before a checkpoint's default.
+    if (own, said) in REFUSED:
+        check_generation({key: (*OPTIONS[key].off, None)[0] for key in own}, False, own)
+
+
+def test_a_checkpoints_options_are_checked_before_the_first_request(folder: Path) -> None:
+    lm = MoECacheLM(with_defaults(folder, {"max_time": 2.0}), policy="on_demand", **HOST)
+    with pytest.raises(ArgumentsError, match=r"max_time=2\.0"):
         lm.generate_until(requests({}), disable_tqdm=True)
     assert lm.engine.ledger.passes == []
-    # What a request asks for counts before a checkpoint's default.
-    off = {key: (*OPTIONS[key].off, None)[0] for key in options}
-    lm.generate_until(requests(off), disable_tqdm=True)
-
-
-@pytest.mark.parametrize(
-    "own", [{"prompt_lookup_num_tokens": 2}, {"return_dict_in_generate": True}], ids=str
-)
-def test_a_checkpoints_own_draft_or_form_of_output_is_refused(own: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentsError, match=f"generation_config.json: {next(iter(own))}="):
-        check_generation({"until": ["x"]}, False, own)
 
 
 def test_a_draft_does_not_follow_a_checkpoints_beams(folder: Path) -> None:

@@ -221,16 +221,12 @@ def check_hflm_arguments(pretrained: object, config: Config, hflm_args: dict[str
         raise ValueError(
             f"batch_size={batch_size!r} is not known. Allowed: a whole number, auto, auto:N."
         )
-    if config.clock == "wall" and batch_size not in ("1", str(streams)):
+    is_wall = config.clock == "wall"
+    if (is_wall or streams > 1) and batch_size not in ("1", str(streams)):
         raise ValueError(
-            f"batch_size={batch_size!r} with clock='wall' and streams={streams}: requests that are "
-            "measured together share the device. Allowed: the same number for both, as "
-            "streams=4,batch_size=4."
-        )
-    if streams > 1 and batch_size not in ("1", str(streams)):
-        raise ValueError(
-            f"batch_size={batch_size!r} with streams={streams}: as many are computed together as "
-            f"the device serves at once. Allowed with it: batch_size={streams}, or none."
+            f"batch_size={batch_size!r} with {'clock=wall and ' * is_wall}streams={streams}: as "
+            "many requests are computed together as the device serves at once. Allowed: the same "
+            "number for both, as streams=4,batch_size=4, or no batch_size."
         )
     alone = {
         "a draft (--model moecache-spec, prefetch=draft), which follows one request": config.draft,

@@ -5,21 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lm_eval_moecache.algorithms.policy import Choice, load_policy, policy_names
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.harness.arguments import (
-    ALL,
-    ROUTING,
-    Config,
-)
+from lm_eval_moecache.harness.arguments import ALL, ROUTING, Config
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.shadow import shadow_prefetchers_of
 from lm_eval_moecache.trace.recorder import FULL, Detail, Recorder, identity, needs_shadow
-
-if TYPE_CHECKING:
-    pass
 
 
 def recorder_of(
