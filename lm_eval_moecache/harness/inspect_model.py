@@ -42,9 +42,9 @@ _GATHERED_S = 0.05
 class MoECacheAPI(ModelAPI):
     """A mixture-of-experts model inside an expert cache, as a model of Inspect.
 
-    Requests that wait together are computed together, `batch_size` of them (1 repeats to the digit);
-    each is served as if it were alone. Decoding is greedy unless the task gives a temperature.
-    Messages go through the model's chat template, or are texts with a blank line between.
+    Requests that wait together are one batch (`batch_size=1` repeats to the digit); each is served
+    as if it were alone. Decoding is greedy unless the task gives a temperature. Messages go through
+    the model's chat template, or are texts with a blank line between.
 
     Every output's `metadata["moecache"]` has the speed of its request. A finished task's log has
     the run's record (`config.moecache` of a results JSON) and its table under `metadata`.
@@ -172,9 +172,11 @@ _TASKS = [NAME]
 """Names of the tasks begun, the present one last."""
 
 
-@modelapi(name=NAME)
-def moecache() -> type[ModelAPI]:
+def _provider() -> type[ModelAPI]:
     return MoECacheAPI
+
+
+modelapi(name=NAME)(_provider)
 
 
 @hooks(name=f"{NAME}_speed", description="Speed of a model in an expert cache, in its tasks' logs")
