@@ -7,7 +7,6 @@ from random import Random
 
 import pytest
 
-from tools.train_tiny.skills import world
 from tools.train_tiny.skills.generator import (
     AUXILIARY,
     GRADES,
@@ -33,27 +32,6 @@ def test_no_test_problem_is_ever_drawn_for_training(name: str) -> None:
     if name != "pages":
         assert not {problem.prompt for problem in train} & {problem.prompt for problem in test}
     assert {split_of(f"{problem.skill}/{problem.key}") for problem in test} == {"test"}
-
-
-@pytest.mark.slow
-def test_every_fact_asked_in_the_test_is_also_trained_in_another_wording() -> None:
-    for name in (f"{skill}/{grade}" for skill in ("mmlu", "arc", "truthfulqa") for grade in GRADES):
-        count = 2000
-        trained_facts = set()
-        for problem in draw(name, "train", count):
-            trained_facts.add((problem.kind, fact_of(problem)))
-        test_facts = {
-            (problem.kind, fact_of(problem)) for problem in held_out((name,), 150, seed=0)
-        }
-        assert test_facts <= trained_facts
-
-
-def fact_of(problem: object) -> tuple[str, ...]:
-    text = problem.key.lower()  # type: ignore[attr-defined]
-    subjects = [*world.lands(), *world.animals(), *world.tools(), *world.BEASTS]
-    subjects += [name for grade in GRADES for name in world.fixed_facts(grade)]
-    subjects += [name for grade in world.ELEMENTS for name in world.elements(grade)]
-    return tuple(subject for subject in subjects if subject.lower() in text)
 
 
 @pytest.mark.parametrize("name", [f"bbh/navigate/{grade}" for grade in GRADES])
