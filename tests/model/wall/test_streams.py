@@ -19,6 +19,7 @@ from lm_eval_moecache.model import device
 from lm_eval_moecache.model import hook as wrapping
 from lm_eval_moecache.model.wall import pools, store
 from lm_eval_moecache.model.wall.pools import DeviceMover, LadderPools, RamTier, SlotPools
+from lm_eval_moecache.model.wall.store import KERNELS
 from lm_eval_moecache.records.errors import TransferError
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import make_geometry
@@ -33,7 +34,7 @@ from tests.model.wall.on_device import (
     wrap_files,
 )
 from tests.model.wall.scripted import NAME, SCRIPTS, Device, Misuse, Stream, scripted
-from tests.model.wrapped import assert_same, logits_of, wrap_wall
+from tests.model.wrapped import logits_of, of_tokens, wrap_wall
 from tests.models import random_model
 
 TOKENS = 12
@@ -202,31 +203,25 @@ def test_a_hazard_that_is_there_is_found(
     assert is_misuse or "repetition" in message or "equal" in message, message
 
 
-def test_more_slots_than_a_grouped_product_takes_are_served_by_windows(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_more_slots_than_a_product_takes_are_served_by_windows(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With windows of five slots instead of 1,023, on the CPU, by the kernel for a pool."""
+    """Windows of five slots, on the CPU, by transformers' kernels on the pool.
+
+    The rows of a grouped product depend on their number there, and so on the window.
+    """
     monkeypatch.setattr(store, "MAX_GROUPS", 5)
-    model = random_model("olmoe").float()
-    expected = logits_of(model)
-    wrapped = wrap_wall(model, "on_demand", "60%")
-    monkeypatch.setattr(wrapped.store, "on_cpu", False)
-    logits = logits_of(model, wrapped)
-    pairs = zip(expected, logits, strict=True)
-    assert all(torch.allclose(a[0], b[0], atol=1e-4, rtol=1e-3) for a, b in pairs)
-
-
-def test_windows_give_the_bits_of_one_product_where_rows_are_apart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By the kernel whose rows do not depend on each other on a CPU, either."""
     monkeypatch.setattr(store, "MOST", 5)
-    model = random_model("olmoe")
-    model.set_experts_implementation("batched_mm")
+    model = random_model("olmoe").float()
+    model.set_experts_implementation(kernel)
     expected = logits_of(model)
     for capacity in ("60%", "25%", "100%"):
         wrapped = wrap_wall(model, "specmd", capacity)
-        assert_same(expected, logits_of(model, wrapped), capacity)
+        monkeypatch.setattr(wrapped.store, "on_cpu", False)
+        pairs = zip(*map(of_tokens, (expected, logits_of(model, wrapped))), strict=True)
+        most = 0.0 if kernel == "batched_mm" else 1e-4
+        assert all(torch.allclose(a, b, atol=most, rtol=most) for a, b in pairs), capacity
 
 
 def test_locked_memory_has_the_size_of_what_lies_there(monkeypatch: pytest.MonkeyPatch) -> None:
