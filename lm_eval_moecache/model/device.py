@@ -18,7 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -161,31 +160,27 @@ def can_time(device: torch.device) -> bool:
 # --- numbers of a layer, or a pass --------------------------------------------------------------
 
 
-def copy_to_host(tensors: Sequence[Tensor], valid: NDArray[np.bool_] | None) -> list[Any]:
-    """Return each [..., n] tensor as an array [T, n], restricted to the `valid` tokens if given.
+def copy_to_host(tensors: Sequence[Tensor]) -> list[Any]:
+    """Return each [..., n] tensor as an array [T, n].
 
     Device tensors arrive in a single transfer as float32, exact for integers below 2^24 such as
     expert indices. Host tensors are viewed in place.
     """
     if all([values.is_cpu for values in tensors]):
-        arrays = [_rows(_plain(values).numpy()) for values in tensors]
-    else:
-        rows = [_rows(values.detach()) for values in tensors]
-        packed = torch.cat([row.float().ravel() for row in rows]).cpu().numpy()
-        arrays, start = [], 0
-        for row in rows:
-            arrays.append(packed[start : start + row.numel()].reshape(row.shape))
-            start += row.numel()
-    return arrays if valid is None else [array[valid] for array in arrays]
+        return [rows_of(_plain(values)).numpy() for values in tensors]
+    rows = [rows_of(values.detach()) for values in tensors]
+    packed = torch.cat([row.float().ravel() for row in rows]).cpu()
+    parts = torch.split(packed, [row.numel() for row in rows])
+    return [part.view(row.shape).numpy() for part, row in zip(parts, rows, strict=True)]
 
 
-def copy_to_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def copy_to_device(values: Any, device: torch.device) -> Tensor:
     """Return a host array or tensor on a device, without waiting for it.
 
     Pageable memory is read before this returns, so the source may be freed or changed at once.
     """
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
-    return tensor.to(device=device, dtype=dtype or tensor.dtype, non_blocking=True)
+    return tensor.to(device=device, non_blocking=True)
 
 
 def copies_on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
@@ -202,8 +197,9 @@ def copies_on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> li
     return [part.view(t.shape).to(t.dtype) for part, t in zip(parts, tensors, strict=True)]
 
 
-def _rows(values: Any) -> Any:
-    return values if values.ndim == 2 else values.reshape(-1, values.shape[-1])
+def rows_of(values: Tensor) -> Tensor:
+    """Return [..., n] values as [T, n]."""
+    return values if values.dim() == 2 else values.reshape(-1, values.shape[-1])
 
 
 def _plain(values: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lm_eval_moecache.algorithms.learned.predictor import target_of
 from lm_eval_moecache.engine.rows import Rows
-from lm_eval_moecache.model.device import as_dtype, copy_to_device, copy_to_host, device_of
+from lm_eval_moecache.model.device import as_dtype, copy_to_device, copy_to_host, device_of, rows_of
 from lm_eval_moecache.model.moe_layers import MoELayer, cache_of, router_digest
 from lm_eval_moecache.model.predictor.network import network_of, pass_predictor_of
 from lm_eval_moecache.model.store import (
@@ -412,7 +412,7 @@ class _Kind:
             tensors.append(rounded(self._whole(call.predicted.values() for call in calls)))
         if noted:
             tensors.append(rounded(self._whole(call.noted.values() for call in calls)))
-        found = iter(copy_to_host(tensors, None))
+        found = iter(copy_to_host(tensors))
         experts = next(found).astype(np.int64)
         seen: Any = next(found).astype(np.float32) if self._reads_weights else UNSEEN_SCORES
         sizes = self._sizes(calls)
@@ -451,14 +451,14 @@ class _Kind:
         """
         flat = []
         for of_call in values:
-            each = [_flat(tensor) for tensor in of_call]
+            each = [rows_of(tensor) for tensor in of_call]
             if each:
                 joined_tensor = each[0]
                 if len(each) > 1:
                     joined_tensor = torch.stack(each, dim=1)
                 if self._begun.valid is not None:
                     joined_tensor = joined_tensor[self._waited(joined_tensor.device)]
-                flat.append(_flat(joined_tensor))
+                flat.append(rows_of(joined_tensor))
         device = flat[0].device
         if any([tensor.device != device for tensor in flat]):
             flat = [tensor.to(device) for tensor in flat]
@@ -476,7 +476,7 @@ class _Kind:
         last one only."""
         if self._begun.valid is not None:
             return [self._begun.num_tokens] * len(calls)
-        return [_flat(call.experts).shape[0] for call in calls]
+        return [rows_of(call.experts).shape[0] for call in calls]
 
     def _bounds(self, sizes: Sequence[int]) -> IntArray | None:
         """Return the bounds of the events of layers with so many tokens; None: a token each."""
@@ -513,7 +513,7 @@ class _Kind:
 
     def _seen(self, values: Tensor) -> Any:
         """Return values of all tokens as an array of those that somebody waits for."""
-        array = _flat(values.detach()).cpu().numpy()
+        array = rows_of(values.detach()).cpu().numpy()
         return array if self._begun.valid is None else array[self._begun.valid]
 
 
@@ -623,11 +623,6 @@ class _Scanned(_Layered):
 def rounded(logits: Tensor) -> Tensor:
     """Round to float16, the precision of a routing trace, so that a replay sees equal logits."""
     return logits.to(torch.float16).float()
-
-
-def _flat(values: Tensor) -> Tensor:
-    """Return [..., n] values as [T, n]."""
-    return values if values.dim() == 2 else values.reshape(-1, values.shape[-1])
 
 
 def _in_order(experts: Any, weights: Any, is_sorted: Any) -> tuple[Any, Any]:

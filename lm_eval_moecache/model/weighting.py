@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lm_eval_moecache.model.device import as_dtype, copies_on_device
+from lm_eval_moecache.model.device import as_dtype, copies_on_device, rows_of
 from lm_eval_moecache.model.gate import Choice, Gate, value_of
 from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, Weigh
 from lm_eval_moecache.records.selection import Selection
@@ -238,8 +238,7 @@ def changed_output(
 
 def _of_tokens(values: Tensor, rows: Tensor | None) -> Tensor:
     """Return values [..., n] as [tokens, n], of these rows if given."""
-    flat = values if values.dim() == 2 else values.flatten(0, -2)
-    return flat if rows is None else flat[rows]
+    return rows_of(values) if rows is None else rows_of(values)[rows]
 
 
 def _changed_tokens(selection: Selection, own: IntArray) -> list[bool]:

@@ -7,25 +7,20 @@ from pathlib import Path
 
 import pytest
 import transformers
-from lm_eval.models.huggingface import HFLM
 
-from lm_eval_moecache import MoECacheLM
-from tests.families.__main__ import DOCS, table
+from tests.families.__main__ import DOCS
 from tests.families.check import (
     AS_HF,
     EQUAL,
     FAILED,
-    HOST,
     ON_DEMAND,
     REFUSED,
     RUNS,
     Checked,
     Row,
     check,
-    save,
 )
 from tests.families.configs import causal_types, other_types
-from tests.harness import make_instance
 
 # A bias from the block, or from a part of the router; probabilities and scales; a class for
 # skipping; experts by token id.
@@ -59,22 +54,6 @@ def test_every_family_answers_in_a_batch_as_hf_does(model_type: str, tmp_path: P
     assert checked.in_batches(checked.load(ON_DEMAND)) in (EQUAL, AS_HF), checked.row.reasons
 
 
-def test_a_hybrids_prompt_may_have_as_many_tokens_as_a_layer_has_channels(tmp_path: Path) -> None:
-    """Once a size said which axis is which: rows had others' convolutions, by up to 8 nats."""
-    path, channels = str(save(tmp_path, "qwen3_next")), 48
-    texts = ["q" * channels, "w" * (channels - 1), "e" * 35, "r" * 32]
-    asked = [make_instance("loglikelihood", "l", i, text[1:], " A") for i, text in enumerate(texts)]
-    plain, ours = (
-        kind(path, batch_size=4, **HOST, **more)
-        for kind, more in ((HFLM, {}), (MoECacheLM, ON_DEMAND))
-    )
-    layer = next(module for module in plain.model.modules() if hasattr(module, "conv1d"))
-    assert layer.conv1d.in_channels == channels
-    assert len(ours.tok_encode(texts[0][1:] + " A")) - 1 == channels
-    expected = plain.loglikelihood(asked, disable_tqdm=True)
-    assert ours.loglikelihood(asked, disable_tqdm=True) == expected
-
-
 def test_the_table_has_every_type_of_this_transformers() -> None:
     rows = json.loads((DOCS / "families.json").read_text())
     assert len(rows) >= 55
@@ -83,9 +62,3 @@ def test_the_table_has_every_type_of_this_transformers() -> None:
     assert all(f"| `{row['model_type']}` |" in page for row in rows)
     if f"transformers {transformers.__version__} " in page:
         assert [row["model_type"] for row in rows] == [*causal_types(), *other_types()]
-
-
-def test_a_refusal_stands_in_the_table_with_its_reason() -> None:
-    page = table([Row("odd", virtual=REFUSED, reasons=["pretrained: no."])])
-    assert "| `odd` | refused |" in page and "- `odd`: pretrained: no." in page
-    assert "1 refused" in page

@@ -66,14 +66,6 @@ def test_waiting_for_the_end_of_the_pass_changes_no_count(
     assert [ledger(model, *policy) for policy in POLICIES] == deferred
 
 
-def test_what_changes_outputs_does_not_wait() -> None:
-    model = random_model("olmoe")
-    geometry = describe(model, find_moe_layers(model), "x")
-    names = ("fiddler", "specmd", "mixture_cache", "importance_scheduling", "pre_gated")
-    deferring = [name for name in names if make_engine(name, "40%", geometry).can_defer]
-    assert deferring == ["fiddler", "specmd"]
-
-
 def test_a_pass_that_breaks_off_leaves_no_event_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("olmoe")
     wrapped = wrap_virtual(model, "specmd", "40%")
@@ -131,15 +123,14 @@ def test_logits_that_are_bounded_or_bent_are_no_product() -> None:
         assert bool(gate._linear_in) == is_linear
 
 
-@pytest.mark.parametrize("valid", [None, np.array([True, False, True])])
-def test_what_a_device_tells_arrives_exactly(valid: Any) -> None:
+def test_what_a_device_tells_arrives_exactly() -> None:
     """Integers included, and tensors that differ in rows."""
     experts = torch.tensor([[[5, 16_777_215], [0, 1], [2, 3]]])
-    tensors = [experts, torch.rand(3, 2), torch.rand(3, 7).to(torch.float16).float()]
-    tensors += [torch.arange(8).reshape(4, 2)] if valid is None else []
+    logits = torch.rand(3, 7).to(torch.float16).float()
+    tensors = [experts, torch.rand(3, 2), logits, torch.arange(8).reshape(4, 2)]
     with scripted("compute_late") as device:
         on_device, waits_before = [t.to(NAME) for t in tensors], device.waits
-        copies = copy_to_host(on_device, valid)
+        copies = copy_to_host(on_device)
     assert device.waits - waits_before == 1
-    for copied, expected in zip(copies, copy_to_host(tensors, valid), strict=True):
+    for copied, expected in zip(copies, copy_to_host(tensors), strict=True):
         assert np.array_equal(copied, expected)

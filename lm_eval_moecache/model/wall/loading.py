@@ -344,49 +344,43 @@ def measure_host(
 ) -> HostCosts:
     """Measure one expert of the first layer on the host, on the device, and over the link."""
     up = getattr(module, up_name(module))
-    _, rows, columns = up.shape
-    hidden_size, width = (rows, columns) if module.is_transposed else (columns, rows)
+    hidden_size, width = up.shape[1:] if module.is_transposed else up.shape[:0:-1]
 
     def ones(*shape: int, on: Any = device) -> torch.Tensor:
         return torch.ones(shape, dtype=up.dtype, device=on)
 
-    def on_host(tokens: int) -> Callable[[], object]:
+    def fastest_s(work: Callable[[], object]) -> float:
+        return min(timed(work, device, TRIALS))
+
+    def on_host_s(tokens: int) -> float:
         hidden_TD, index = ones(tokens, hidden_size, on="cpu"), torch.zeros((tokens, 1)).long()
 
         def once() -> None:
             call = GroupedCall(module, hidden_TD, index, torch.ones((tokens, 1)), len(up))
             call.run([(0, 0)], pools.elsewhere(module, 0, [0]))
 
-        return once
+        return fastest_s(once)
 
-    def on_device(tokens: int) -> Callable[[], object]:
-        """Run the two products alone: a kernel's other work is the same for every expert."""
-        hidden_TD, up_DH = ones(tokens, hidden_size), ones(hidden_size, width)
+    def on_device_s(tokens: int) -> float:
+        """Of the two products alone: a kernel's other work is the same for every expert."""
         inner = width // 2 if module.has_gate else width
+        hidden_TD, up_DH = ones(tokens, hidden_size), ones(hidden_size, width)
         down_HD = ones(inner, hidden_size)
+        return fastest_s(lambda: (hidden_TD @ up_DH)[:, :inner] @ down_HD)
 
-        def once() -> None:
-            (hidden_TD @ up_DH)[:, :inner] @ down_HD
-
-        return once
-
-    def fastest_s(work: Callable[[], object]) -> float:
-        return min(timed(work, device, TRIALS))
-
-    def line(of_tokens: Callable[[int], Callable[[], object]]) -> tuple[float, float]:
+    def line(seconds: Callable[[int], float]) -> tuple[float, float]:
         """Return a call's fixed seconds, and its seconds per token."""
-        few_s, many_s = fastest_s(of_tokens(FEW)), fastest_s(of_tokens(MANY))
+        few_s, many_s = seconds(FEW), seconds(MANY)
         each_s = max(many_s - few_s, 0.0) / (MANY - FEW)
         return max(few_s - FEW * each_s, 0.0), each_s
 
-    host_fixed, host_each = line(on_host)
-    device_fixed, device_each = line(on_device)
-    hidden = ones(1, hidden_size)
+    host_fixed, host_each = line(on_host_s)
+    device_fixed, device_each = line(on_device_s)
     return HostCosts(
         host_fixed_s=host_fixed,
         host_each_s=host_each,
         device_fixed_s=device_fixed,
         device_each_s=device_each,
         load_s=engine.time_load(1),
-        way_s=0.0 if device.type == "cpu" else fastest_s(hidden.cpu),
+        way_s=0.0 if device.type == "cpu" else fastest_s(ones(1, hidden_size).cpu),
     )

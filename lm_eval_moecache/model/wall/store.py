@@ -217,7 +217,7 @@ class WorkOnPool(Work):
         """Return the call, in host memory, in which the host runs its assignments."""
         hidden_TD, index_TK, w_TK = self._hidden_TD, self._index_TK, self._w_TK
         # They are fetched as float32, which is exact for expert indices and 16-bit values.
-        arrays = copy_to_host([hidden_TD.float(), index_TK, w_TK.float()], None)
+        arrays = copy_to_host([hidden_TD.float(), index_TK, w_TK.float()])
         hidden, index, weights = map(torch.from_numpy, arrays)
         hidden, index = hidden.to(hidden_TD.dtype), index.to(index_TK.dtype)
         self._on_host = GroupedCall(self._module, hidden, index, weights, self._num_experts)

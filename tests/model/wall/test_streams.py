@@ -168,7 +168,7 @@ HAZARDS: dict[str, tuple[Any, str, Any]] = {
     "a look at the device's memory": (
         wrapping,
         "copy_to_host",
-        lambda ts, _: [t.numpy() for t in ts],
+        lambda ts: [t.numpy() for t in ts],
     ),
     "a table left on the CPU": (store, "copy_to_device", lambda values, *_: values),
 }
