@@ -84,23 +84,6 @@ def test_what_is_stopped_keeps_what_it_said_and_the_next_one_runs(tmp_path: Path
     assert said.read_text() == "ratio 0.5\n"
 
 
-@pytest.mark.usefixtures("scripted")
-def test_checks_are_written_as_they_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run_check = gpu_check.run_check
-
-    def cut_off(name: str, *given: object) -> object:
-        if name == "vs_hf":
-            raise KeyboardInterrupt
-        return run_check(name, *given)
-
-    monkeypatch.setattr(gpu_check, "run_check", cut_off)
-    with pytest.raises(KeyboardInterrupt):
-        gpu_check.check("cpu", "nano", ["link", "vs_hf"], 8.0, tmp_path)
-    report = json.loads((tmp_path / "check.json").read_text())
-    assert report["checks"]["link"]["found"]["link, share of one large copy"] == [0.912]
-    assert "| 0.912 |" in (tmp_path / "table.md").read_text()
-
-
 @pytest.mark.slow
 def test_all_of_it_runs_with_the_store_of_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "found"

@@ -392,10 +392,10 @@ class _Kind:
         weights = choice.weights if self._reads_weights else None
         return RouterCall(layer, choice.experts, weights, logits, predicted, noted)
 
-    def _on_host(self, calls: Sequence[RouterCall]) -> tuple[Batch, list[Noted]]:
+    def _on_host(self, calls: Sequence[RouterCall]) -> Batch:
         """Bring calls to the host in one transfer, restricted to the tokens somebody waits for.
 
-        Returns them as a pass that begins with the first one's layer, and what is noted of each.
+        Returns them as a pass that begins with the first one's layer.
         """
         begun = self._begun
         tensors = [self._whole([call.experts] for call in calls)]
@@ -407,11 +407,9 @@ class _Kind:
             is_weighed = self._wrapped.weighting[calls[0].layer] is not None
             logits = self._whole([call.logits] for call in calls)
             tensors.append(as_dtype(logits, torch.float32) if is_weighed else rounded(logits))
-        ahead, noted = (any(call[place] for call in calls) for place in (4, 5))
+        ahead = any(call.predicted for call in calls)
         if ahead:
             tensors.append(rounded(self._whole(call.predicted.values() for call in calls)))
-        if noted:
-            tensors.append(rounded(self._whole(call.noted.values() for call in calls)))
         found = iter(copy_to_host(tensors))
         experts = next(found).astype(np.int64)
         seen: Any = next(found).astype(np.float32) if self._reads_weights else UNSEEN_SCORES
@@ -422,7 +420,7 @@ class _Kind:
         positions = None
         if self._wrapped.engine.wants_positions:
             positions = begun.positions_by_row()
-        batch = Batch(
+        return Batch(
             phase=begun.phase,
             num_layers=len(calls),
             experts=experts,
@@ -435,14 +433,6 @@ class _Kind:
             num_rows=len(begun.counts),
             first_layer=calls[0].layer,
         )
-        told, start = list[Noted](), 0
-        values = next(found) if noted else UNSEEN_SCORES
-        for call, size in zip(calls, sizes, strict=True):
-            own = values[start : start + size * len(call.noted)]
-            by_token = own.reshape(size, len(call.noted), -1) if call.noted else own
-            told.append({target: by_token[:, at] for at, target in enumerate(call.noted)})
-            start += len(own)
-        return batch, told
 
     def _whole(self, values: Iterable[Iterable[Any]]) -> Tensor:
         """Return the tensors of some calls, [T, n] each, as one on the first one's device.
@@ -492,22 +482,23 @@ class _Kind:
         by_token = batch.predicted.reshape(len(batch.experts), len(targets), -1)
         return {target: by_token[:, place] for place, target in enumerate(targets)}
 
-    def _note(self, batch: Batch, noted: Noted, hidden: Tensor | None = None) -> None:
+    def _note(self, batch: Batch, call: RouterCall, hidden: Tensor | None = None) -> None:
         """Record a layer before any policy changes it, or keep it for when its row is served."""
         wrapped, begun, layer = self._wrapped, self._begun, batch.first_layer
         if wrapped.recorder is None:
             return
+        noted = {target: self._seen(rounded(values)) for target, values in call.noted.items()}
         num_experts, predicted = wrapped.engine.geometry.num_experts, self._predictions(batch)
         logits: Any = batch.logits.astype(np.float16) if len(batch.logits) else None
         if wrapped.rows is None:
-            given: Any = [wrapped.engine.num_passes], num_experts, batch.experts, batch.weights
-            event = Event(layer, begun.phase, *given, predicted=predicted)
+            number, seen = [wrapped.engine.num_passes], (batch.experts, batch.weights)
+            event = Event(layer, begun.phase, number, num_experts, *seen, predicted=predicted)
             wrapped.recorder.add(event, logits, noted.__getitem__, hidden, self._seen)
             return
         for row, own in zip(begun.owners, begun.parts, strict=True):
-            given = [-1], num_experts, batch.experts[own], batch.weights[own], batch.logits[own]
+            given = batch.experts[own], batch.weights[own], batch.logits[own]
             ahead = {target: values[own] for target, values in predicted.items()}
-            event = Event(layer, begun.phase, *given, predicted=ahead)
+            event = Event(layer, begun.phase, [-1], num_experts, *given, predicted=ahead)
             half: Any = {target: values[own].astype(np.float16) for target, values in noted.items()}
             row.noted[-1].events.append((event, None if logits is None else logits[own], half))
 
@@ -515,10 +506,6 @@ class _Kind:
         """Return values of all tokens as an array of those that somebody waits for."""
         array = rows_of(values.detach()).cpu().numpy()
         return array if self._begun.valid is None else array[self._begun.valid]
-
-
-Noted = Mapping[int, FloatArray]
-"""Target layer -> logits [T, E] by its gate, for a recording."""
 
 
 class _Deferred(_Kind):
@@ -533,11 +520,10 @@ class _Deferred(_Kind):
     def end(self) -> None:
         if not self._calls:
             return
-        batch, _ = self._on_host(self._calls)
+        batch = self._on_host(self._calls)
         if self._wrapped.recorder is not None:
             for call in self._calls:
-                own, [noted] = self._on_host([call])
-                self._note(own, noted)
+                self._note(self._on_host([call]), call)
         if self._wrapped.rows is None:
             self._wrapped.engine.serve(batch, predicted=self._predicted)
             return
@@ -565,8 +551,9 @@ class _Layered(_Kind):
 
     def router(self, layer: int, hidden: Tensor, output: Any) -> Any:
         wrapped, rule = self._wrapped, self._wrapped.weighting[layer]
-        batch, [noted] = self._on_host([self._read(layer, hidden, output)])
-        self._note(batch, noted, hidden)
+        call = self._read(layer, hidden, output)
+        batch = self._on_host([call])
+        self._note(batch, call, hidden)
         weigh = {} if rule is None else {"weigh": in_numpy(rule)}
         selection = self._choose(layer, batch, weigh)
         if wrapped.store.levels is not None and wrapped.engine.rules.ladder:

@@ -68,7 +68,7 @@ def sparse_mixer(logits_TE: Tensor, experts_TK: Tensor, jitter_eps: float) -> Te
     """Phi-MoE: each expert in turn against those not yet taken that come close to it."""
     remaining = logits_TE.clone()
     weights = []
-    for chosen in experts_TK.split(1, dim=-1):
+    for chosen in torch.split(experts_TK, 1, dim=-1):
         chosen_logit = remaining.gather(-1, chosen)
         factor = torch.maximum(logits_TE.abs(), chosen_logit)
         far = ((chosen_logit - logits_TE) / factor) > 2 * jitter_eps

@@ -74,21 +74,10 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, ""])
 
 
-def merged(rows: Sequence[Row]) -> list[Row]:
-    """Return the table's rows with these in place of those of their types."""
-    path, fresh = DOCS / "families.json", {row.model_type: row for row in rows}
-    committed = json.loads(path.read_text()) if path.exists() else []
-    row_of = {data.pop("model_type"): data for data in committed}
-    for model_type, data in row_of.items():
-        data.pop("verdict")
-        fresh.setdefault(model_type, Row(model_type, **data))
-    return [fresh[name] for name in (*causal_types(), *other_types()) if name in fresh]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--write", action="store_true", help="write docs/families.md and .json, for TYPE their rows"
+        "--write", action="store_true", help="write docs/families.md and .json: without TYPE"
     )
     parser.add_argument("types", nargs="*")
     options = parser.parse_args()
@@ -101,9 +90,8 @@ def main() -> None:
         rows.append(check(model_type))
         seconds = time.perf_counter() - start
         print(json.dumps({**rows[-1].as_dict(), "seconds": round(seconds, 1)}), flush=True)
-    if options.write:
+    if options.write and not options.types:
         DOCS.mkdir(exist_ok=True)
-        rows = merged(rows)
         (DOCS / "families.md").write_text(table(rows))
         data = [row.as_dict() for row in rows]
         (DOCS / "families.json").write_text(json.dumps(data, indent=1) + "\n")

@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lm_eval_moecache.engine.engine import Engine as VirtualEngine
-from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.model.gate import Choice
-from lm_eval_moecache.model.hook import WrappedModel
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
 from lm_eval_moecache.model.weighting import (
     WeightingRule,
@@ -23,65 +20,39 @@ from lm_eval_moecache.model.weighting import (
 )
 from lm_eval_moecache.records.artifact import PREDICTOR, write_artifact
 from lm_eval_moecache.records.selection import Selection
-from lm_eval_moecache.records.sizes import parse_capacity
-from lm_eval_moecache.testing.streams import artifact_for, make_hardware, policy_of
+from lm_eval_moecache.testing.streams import artifact_for
+from tests.model.wrapped import assert_same, logits_of, wrap_virtual
 from tests.models import FAMILIES, random_model
 
-TOKENS = torch.arange(2, 14).reshape(1, 12)
+CAPACITY = "4/layer"
+LOSSY: list[dict[str, Any]] = [
+    {"routing": "cache_prior", "miss": "substitute_score"},
+    {"routing": "max_rank", "routing.M": 4, "miss": "drop", "miss.h": 1},
+    {"routing": "pre_gated", "prefetch": "next_gate", "miss": "substitute_random"},
+    {"routing": "swap_rank", "eviction": "score"},
+]
 
 
-def wrap(model: Any, overrides: dict[str, Any]) -> WrappedModel:
-    layers = find_moe_layers(model)
-    geometry = describe(model, layers, "random")
-    capacity = parse_capacity("4/layer", geometry)
-    setting = Setting(policy=policy_of(overrides), capacity=capacity, hardware=make_hardware())
-    return WrappedModel(model, layers, VirtualEngine(geometry, setting))
-
-
-def logits_of(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model(TOKENS).logits.float()
-    return logits
-
-
-def test_every_lossy_algorithm_runs_in_every_family_and_leaves_the_model_as_it_was() -> None:
-    lossy = (
-        {"routing": "cache_prior", "miss": "substitute_score"},
-        {"routing": "max_rank", "routing.M": 4, "miss": "drop", "miss.h": 1},
-        {"routing": "pre_gated", "prefetch": "next_gate", "miss": "substitute_random"},
-        {"routing": "swap_rank", "eviction": "score"},
-    )
-    for family in FAMILIES:
-        model = random_model(family)
-        plain = logits_of(model)
-        for overrides in lossy:
-            wrapped = wrap(model, overrides)
-            logits_of(model)  # fills the cache: a cold one gives no reason to change anything
-            changed = logits_of(model)
-            wrapped.engine.check_integrity()
-            wrapped.unwrap()
-            assert torch.isfinite(changed).all(), (family, overrides)
-            assert not torch.equal(changed, plain), (family, overrides)
-        assert torch.equal(logits_of(model), plain), family
-
-
-def test_committing_runs_in_every_family_by_its_own_rule(tmp_path: Path) -> None:
-    for family in FAMILIES:
-        model = random_model(family)
-        plain, layers = logits_of(model), find_moe_layers(model)
-        artifact = artifact_for(PREDICTOR, describe(model, layers, "random"), hidden=32)
-        path = str(tmp_path / f"{family}.safetensors")
-        write_artifact(path, dataclasses.replace(artifact, router_digest=router_digest(layers)))
-        outputs = []
-        for rule in ({}, {"routing.weights": "owa"}, {"routing.scores": "router"}):
-            overrides = {"routing": "commit", "prefetch": "predictor", "prefetch.profile": path}
-            wrapped = wrap(model, overrides | rule)
-            outputs.append(logits_of(model))
-            wrapped.engine.check_integrity()
-            wrapped.unwrap()
-        assert all(torch.isfinite(logits).all() for logits in outputs), family
-        assert not any(torch.equal(outputs[0], other) for other in (*outputs[1:], plain)), family
-        assert torch.equal(logits_of(model), plain), family
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_lossy_algorithm_runs_in_every_family_and_leaves_the_model_as_it_was(
+    family: str, tmp_path: Path
+) -> None:
+    model = random_model(family)
+    plain, layers = logits_of(model), find_moe_layers(model)
+    artifact = artifact_for(PREDICTOR, describe(model, layers, "random"), hidden=32)
+    profile = str(tmp_path / "predictor.safetensors")
+    write_artifact(profile, dataclasses.replace(artifact, router_digest=router_digest(layers)))
+    commit = {"routing": "commit", "prefetch": "predictor", "prefetch.profile": profile}
+    committed = ({}, {"routing.weights": "owa"}, {"routing.scores": "router"})
+    found = []
+    for overrides in (*LOSSY, *({**commit, **rule} for rule in committed)):
+        wrapped = wrap_virtual(model, "on_demand", CAPACITY, **overrides)
+        logits_of(model)  # fills the cache: a cold one gives no reason to change anything
+        found.append(logits_of(model, wrapped))
+        assert all(logits.isfinite().all() for logits in found[-1]), overrides
+        assert not all(map(torch.equal, found[-1], plain)), overrides
+    assert not any(all(map(torch.equal, found[-3], other)) for other in found[-2:])
+    assert_same(plain, logits_of(model), padding=True)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +62,7 @@ def routed() -> Any:
     torch.manual_seed(0)
     with torch.no_grad():
         output = find_moe_layers(model)[0].router(torch.randn(4, 32, dtype=torch.bfloat16))
-    return wrap(model, {"miss": "drop"}), output
+    return wrap_virtual(model, "on_demand", CAPACITY, miss="drop"), output
 
 
 def changed_by(routed: Any, *given: Any, **more: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -107,6 +108,7 @@ class SlotStore(Store):
         return self._host.submit(work)
 
 
+@dataclass(eq=False)
 class Work:
     """One call of an experts module, executed in one part or several.
 
@@ -114,32 +116,25 @@ class Work:
     so that the result does not depend on the parts.
     """
 
-    def __init__(
-        self,
-        store: SlotStore,
-        layer: int,
-        module: nn.Module,
-        hidden_TD: Tensor,
-        index_TK: Tensor,
-        w_TK: Tensor,
-    ) -> None:
-        self._store, self._layer, self._module = store, layer, module
-        self._hidden_TD, self._index_TK, self._w_TK = hidden_TD, index_TK, w_TK
-        self._num_experts = store.geometry.num_experts
-        self._done: Tensor | None = None
-        """The module's output [T, D], where one part had all experts."""
+    store: SlotStore
+    layer: int
+    module: nn.Module
+    hidden_TD: Tensor
+    index_TK: Tensor
+    w_TK: Tensor
+    done: Tensor | None = None
+    """The module's output [T, D], where one part had all experts."""
 
-    def _ask(
-        self, kernel: str, stand_in: OnSlots, hidden: Tensor, index: Tensor, weights: Tensor
-    ) -> Tensor:
-        out: Tensor = ALL_EXPERTS_FUNCTIONS[kernel](stand_in, hidden, index, weights)
-        return out
+    @property
+    def num_experts(self) -> int:
+        return self.store.geometry.num_experts
 
-    def _ask_whole(self, kernel: str) -> bool:
+    def ask_whole(self, kernel: str) -> bool:
         """Run all at once if the cache holds the layer in one piece; return whether it does."""
-        stand_in = self._store.pools.whole(self._module, self._layer)
+        stand_in = self.store.pools.whole(self.module, self.layer)
         if stand_in is not None:
-            self._done = self._ask(kernel, stand_in, self._hidden_TD, self._index_TK, self._w_TK)
+            run = ALL_EXPERTS_FUNCTIONS[kernel]
+            self.done = run(stand_in, self.hidden_TD, self.index_TK, self.w_TK)
         return stand_in is not None
 
 
@@ -152,8 +147,8 @@ class WorkInGroups(Work):
 
     @cached_property
     def _call(self) -> GroupedCall:
-        inputs = self._hidden_TD, self._index_TK, self._w_TK
-        return GroupedCall(self._module, *inputs, self._num_experts)
+        inputs = self.hidden_TD, self.index_TK, self.w_TK
+        return GroupedCall(self.module, *inputs, self.num_experts)
 
     @cached_property
     def _served(self) -> set[int]:
@@ -161,11 +156,11 @@ class WorkInGroups(Work):
 
     def execute(self, places: Places, is_all: bool) -> None:
         """Run the assignments to these experts in their slots; `is_all`: there are no others."""
-        many = self._store.padding is None and self._index_TK.numel() >= self._num_experts
-        if is_all and many and self._ask_whole("grouped_mm"):
+        many = self.store.padding is None and self.index_TK.numel() >= self.num_experts
+        if is_all and many and self.ask_whole("grouped_mm"):
             return
         self._served.update(places)
-        parts = self._store.pools.parts(self._module, self._layer, dict(sorted(places.items())))
+        parts = self.store.pools.parts(self.module, self.layer, dict(sorted(places.items())))
         for slot_of, matrices in parts:
             self._call.run(slot_of.items(), matrices)
 
@@ -175,7 +170,7 @@ class WorkInGroups(Work):
         Host and caller write to the same buffers, allocated here before either begins.
         """
         self._served.update(experts)
-        self._call.reserve(self._store.pools.elsewhere(self._module, self._layer, experts[:1]))
+        self._call.reserve(self.store.pools.elsewhere(self.module, self.layer, experts[:1]))
         return self._call
 
     def pad(self, padding: BoolArray) -> None:
@@ -184,14 +179,14 @@ class WorkInGroups(Work):
         The output at padding positions is discarded, but goes on to the next layers in products
         shared with real tokens: with other rows in them, these would round differently.
         """
-        pools, layer = self._store.pools, self._layer
-        for expert in torch.unique(self._index_TK[torch.from_numpy(padding)]).tolist():
+        pools, layer = self.store.pools, self.layer
+        for expert in torch.unique(self.index_TK[torch.from_numpy(padding)]).tolist():
             if expert not in self._served:
-                self._call.run([(expert, 0)], pools.elsewhere(self._module, layer, [expert]))
+                self._call.run([(expert, 0)], pools.elsewhere(self.module, layer, [expert]))
 
     def result(self) -> Tensor:
         """Return the module's output [T, D]."""
-        return self._call.result() if self._done is None else self._done
+        return self._call.result() if self.done is None else self.done
 
 
 class WorkOnPool(Work):
@@ -206,21 +201,21 @@ class WorkOnPool(Work):
 
     def execute(self, places: Places, is_all: bool) -> None:
         """Run the assignments to these experts in their slots; `is_all`: there are no others."""
-        kernel = self._store.kernel
-        if is_all and self._ask_whole(kernel):
+        kernel = self.store.kernel
+        if is_all and self.ask_whole(kernel):
             return
         max_slots = MAX_GROUPS if kernel == "grouped_mm" else MOST
-        for slot_of, slots in self._store.pools.windows(self._layer, places, max_slots):
+        for slot_of, slots in self.store.pools.windows(self.layer, places, max_slots):
             self._execute_window(kernel, slots, slot_of, is_all and len(slot_of) == len(places))
 
     def host_call(self, experts: Sequence[int]) -> GroupedCall:
         """Return the call, in host memory, in which the host runs its assignments."""
-        hidden_TD, index_TK, w_TK = self._hidden_TD, self._index_TK, self._w_TK
+        hidden_TD, index_TK, w_TK = self.hidden_TD, self.index_TK, self.w_TK
         # They are fetched as float32, which is exact for expert indices and 16-bit values.
         arrays = copy_to_host([hidden_TD.float(), index_TK, w_TK.float()])
         hidden, index, weights = map(torch.from_numpy, arrays)
         hidden, index = hidden.to(hidden_TD.dtype), index.to(index_TK.dtype)
-        self._on_host = GroupedCall(self._module, hidden, index, weights, self._num_experts)
+        self._on_host = GroupedCall(self.module, hidden, index, weights, self.num_experts)
         return self._on_host
 
     def pad(self, padding: BoolArray) -> None:
@@ -228,28 +223,29 @@ class WorkOnPool(Work):
 
     def result(self) -> Tensor:
         """Return the module's output [T, D]."""
-        if self._done is not None:
-            return self._done
+        if self.done is not None:
+            return self.done
         if self._on_host is not None:
-            host_SD = copy_to_device(self._on_host.unweighted(), self._hidden_TD.device)
-            if getattr(self._module, "has_post_expert_norm", False):
-                host_SD = self._module.post_expert_norm(host_SD)  # type: ignore[operator]
+            host_SD = copy_to_device(self._on_host.unweighted(), self.hidden_TD.device)
+            if getattr(self.module, "has_post_expert_norm", False):
+                host_SD = self.module.post_expert_norm(host_SD)  # type: ignore[operator]
             self._add(host_SD)
         if self._out_SD is None:
-            return torch.zeros_like(self._hidden_TD)
-        weighted_SD = self._out_SD * self._w_TK.reshape(-1, 1)
-        tokens, top_k = self._index_TK.shape
-        return weighted_SD.view(tokens, top_k, -1).sum(dim=1).to(self._hidden_TD.dtype)
+            return torch.zeros_like(self.hidden_TD)
+        weighted_SD = self._out_SD * self.w_TK.reshape(-1, 1)
+        tokens, top_k = self.index_TK.shape
+        return weighted_SD.view(tokens, top_k, -1).sum(dim=1).to(self.hidden_TD.dtype)
 
     def _execute_window(self, kernel: str, slots: Slots, slot_of: Places, is_all: bool) -> None:
-        num_slots, top_k = len(next(iter(slots.values()))), self._index_TK.shape[-1]
+        num_slots, top_k = len(next(iter(slots.values()))), self.index_TK.shape[-1]
+        run: Kernel = ALL_EXPERTS_FUNCTIONS[kernel]
         # Experts outside this window point beyond the last slot.
-        table_E = torch.full((self._num_experts,), num_slots, dtype=torch.int64)
+        table_E = torch.full((self.num_experts,), num_slots, dtype=torch.int64)
         table_E[list(slot_of)] = torch.tensor(list(slot_of.values()))
-        slot_TK = copy_to_device(table_E, self._index_TK.device)[self._index_TK]
-        one_token = len(self._hidden_TD) == 1 and len(slot_of) == top_k
+        slot_TK = copy_to_device(table_E, self.index_TK.device)[self.index_TK]
+        one_token = len(self.hidden_TD) == 1 and len(slot_of) == top_k
         skips = kernel == "grouped_mm"
-        stand_in = OnSlots(self._module, slots, sparse=skips and not one_token)
+        stand_in = OnSlots(self.module, slots, sparse=skips and not one_token)
         here_TK: Tensor | None = None
         if not (skips or one_token):
             # This kernel computes absent experts, too, and a slot being written may hold a NaN,
@@ -257,15 +253,15 @@ class WorkOnPool(Work):
             here_TK = slot_TK < num_slots
             slot_TK = slot_TK.where(here_TK, next(iter(slot_of.values())))
         if is_all:
-            w_TK = self._w_TK if here_TK is None else self._w_TK * here_TK
-            self._done = self._ask(kernel, stand_in, self._hidden_TD, slot_TK, w_TK)
+            w_TK = self.w_TK if here_TK is None else self.w_TK * here_TK
+            self.done = run(stand_in, self.hidden_TD, slot_TK, w_TK)
             return
-        hidden_SD = self._hidden_TD.repeat_interleave(top_k, dim=0)
+        hidden_SD = self.hidden_TD.repeat_interleave(top_k, dim=0)
         slot_S1 = slot_TK.reshape(-1, 1)
         w_S1 = hidden_SD.new_ones(slot_S1.shape)
         if here_TK is not None:
             w_S1 = w_S1 * here_TK.reshape(-1, 1)
-        self._add(self._ask(kernel, stand_in, hidden_SD, slot_S1, w_S1))
+        self._add(run(stand_in, hidden_SD, slot_S1, w_S1))
 
     def _add(self, more_SD: Tensor) -> None:
         self._out_SD = more_SD if self._out_SD is None else self._out_SD + more_SD

@@ -30,14 +30,19 @@ def expected(plain: MoECacheLM) -> list[list[int]]:
     return generated(plain, requests(COUNT))
 
 
-@pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("draft", ["tiny", "useless", "prompt_lookup"])
+SETTINGS: list[dict[str, Any]] = [
+    *({"draft": draft, "draft_tokens": n} for draft in ("tiny", "useless") for n in (1, 4)),
+    *({"draft": "prompt_lookup", "draft_tokens": n, "policy": "on_demand"} for n in (1, 4)),
+    *({"draft": "tiny", "draft_tokens": 3, "policy": p} for p in ("specmd", "sp_moe_vanilla")),
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda given: "-".join(map(str, given.values())))
 def test_the_tokens_are_those_of_greedy_decoding(
-    spec: MoECacheSpecLM, expected: list[list[int]], useless: Path, draft: str, tokens: int
+    spec: MoECacheSpecLM, expected: list[list[int]], useless: Path, setting: dict[str, Any]
 ) -> None:
-    name = str(useless) if draft == "useless" else draft
-    policy = {"policy": "on_demand"} if draft == "prompt_lookup" else {}
-    install(spec, draft=name, draft_tokens=tokens, **policy)
+    draft, tokens = setting["draft"], setting["draft_tokens"]
+    install(spec, **{**setting, "draft": str(useless) if draft == "useless" else draft})
     assert generated(spec, requests(COUNT)) == expected
     totals = spec.report()["totals"]
     if draft == "tiny":
@@ -47,14 +52,6 @@ def test_the_tokens_are_those_of_greedy_decoding(
     if draft == "useless":
         assert totals["draft_acceptance"] < 0.1
     spec.engine.check_integrity()
-
-
-def test_lossless_policies_leave_the_tokens_alone(
-    spec: MoECacheSpecLM, expected: list[list[int]]
-) -> None:
-    for policy in ("specmd", "sp_moe_vanilla"):
-        install(spec, policy=policy, draft="tiny", draft_tokens=3)
-        assert generated(spec, requests(COUNT)) == expected, policy
 
 
 def test_a_stop_string_inside_accepted_drafts_ends_the_answer_there(

@@ -217,14 +217,12 @@ class Recording:
             lm.model.register_forward_hook(self._end),
             *(layer.router.register_forward_hook(self._routed) for layer in layers),
         ]
-        self._told, rows = lm.wrapped.store.levels, engine.alone
-        choose = rows.choose
+        rows, choose = engine.alone, engine.alone.choose
 
         def noted(layer: int, *given: Any, **named: Any) -> Any:
             selection = choose(layer, *given, **named)
-            if self._told is None:
-                # Written once the layer has been executed.
-                self.passes[-1].levels.append((layer, rows.executed, rows.levels))
+            # On the wall clock they are written once the layer has been executed.
+            self.passes[-1].levels.append((layer, rows.executed, rows.levels))
             return selection
 
         rows.choose = noted
@@ -245,8 +243,7 @@ class Recording:
     def _end(self, model: Any, args: Any, output: Any) -> None:
         record = self.passes[-1]
         record.logits = output.logits.clone()
-        if self._told is None:
-            record.levels = [self._executed(*each) for each in record.levels]
+        record.levels = [self._executed(*each) for each in record.levels]
 
     def _executed(self, layer: int, experts: Any, levels: Any) -> Mapping[int, int] | None:
         """Return at which level a layer has executed each key."""
@@ -257,16 +254,7 @@ class Recording:
         return dict(zip(keys, levels[live].tolist(), strict=True))
 
     def _routed(self, router: Any, args: Any, output: Any) -> None:
-        record = self.passes[-1]
-        record.routers.append(output)
-        if self._told is not None:
-            layer = len(record.levels)
-            told, levels = self._told[layer], None
-            if told is not None:
-                assert len(told) == 1, "rows that are served separately"
-                by_key = enumerate(told[0].tolist(), layer * told.size)
-                levels = {key: level for key, level in by_key if level >= 0}
-            record.levels.append(levels)
+        self.passes[-1].routers.append(output)
 
 
 # --- the judge --------------------------------------------------------------------------------
