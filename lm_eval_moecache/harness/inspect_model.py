@@ -172,11 +172,7 @@ _TASKS = [NAME]
 """Names of the tasks begun, the present one last."""
 
 
-def _provider() -> type[ModelAPI]:
-    return MoECacheAPI
-
-
-modelapi(name=NAME)(_provider)
+modelapi(name=NAME)(lambda: MoECacheAPI)
 
 
 @hooks(name=f"{NAME}_speed", description="Speed of a model in an expert cache, in its tasks' logs")
