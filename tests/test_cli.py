@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -31,10 +31,9 @@ NAMES = (*policy_names(), *(name for axis in AXES for name in algorithm_names(ax
 
 @pytest.mark.parametrize("axes", [AXES, ("eviction",)])
 def test_policies_as_json_has_the_form_of_the_design(
-    axes: tuple[str, ...], moecache: Moecache
+    axes: tuple[str, ...], moecache: Moecache, tmp_path: Path
 ) -> None:
-    option = [] if axes == AXES else ["--axis", *axes]
-    listing = moecache.json("policies", *option)
+    listing = moecache.json("policies", *([] if axes == AXES else ["--axis", *axes]))
     assert Path(listing["task_configs"]).is_dir()
     assert [c["name"] for c in listing["compositions"]] == policy_names()
     for composition in listing["compositions"]:
@@ -43,23 +42,16 @@ def test_policies_as_json_has_the_form_of_the_design(
     for axis, algorithms in listing["algorithms"].items():
         assert [algorithm["name"] for algorithm in algorithms] == algorithm_names(axis)
         assert all("parameters" in entry and entry["source"] for entry in algorithms)
+    (tmp_path / "options.yaml").write_text("axis: eviction\n" if axes != AXES else "{}\n")
+    assert moecache.json("policies", "--config", tmp_path / "options.yaml") == listing
 
 
 def test_policies_as_text_names_everything_with_defaults_and_sources(moecache: Moecache) -> None:
     text = moecache("policies")
-    assert "--include_path" in text
+    assert "--include_path" in text and all(name in text for name in NAMES)
     assert "a100-5GBps" in text and "a100-5gbps" not in text
-    assert all(name in text for name in NAMES)
     text = " ".join(moecache("policies", "--all").split())
     assert all(name in text for name in (*NAMES, "overfetch=1.0", "SpecMD section 4.2"))
-
-
-def test_options_may_be_given_in_a_file(moecache: Moecache, tmp_path: Path) -> None:
-    (tmp_path / "options.yaml").write_text("axis: eviction\n")
-    text = moecache("policies", "--axis", "eviction")
-    assert "least_stale" in text and "next_gate" not in text and "Compositions" not in text
-    assert moecache("policies", "--config", str(tmp_path / "options.yaml")) == text
-    assert "--jsno" in moecache("policies", "--jsno", code=2)
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -178,28 +170,19 @@ NAMED = "eviction: least_stale\neviction.order: fifo\n"
 MAPPED = "eviction: {name: least_stale, order: fifo}\n"
 
 
-@dataclass
-class Replay:
-    """Replays a small trace, with options of a file or of the command line."""
-
-    trace: Path
-    moecache: Moecache
-
-    def options(self, text: str) -> Path:
-        file = self.trace.with_name("options.yaml")
-        file.write_text(text)
-        return file
-
-    def by_file(self, text: str, *words: str) -> dict[str, Any]:
-        return self(f"--config={self.options(text)}", *words)[0]
-
-    def __call__(self, *words: str) -> list[dict[str, Any]]:
-        return list(self.moecache.json("replay", self.trace, *words)["runs"])
+Replay = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
 def replay(trace: Path, moecache: Moecache) -> Replay:
-    return Replay(trace, moecache)
+    """Replays a small trace with options of the command line, and of a file."""
+
+    def runs(*words: str, file: str = "{}") -> list[dict[str, Any]]:
+        path = trace.with_name("options.yaml")
+        path.write_text(file)
+        return list(moecache.json("replay", trace, *words, f"--config={path}")["runs"])
+
+    return runs
 
 
 @pytest.mark.parametrize(
@@ -219,17 +202,20 @@ def replay(trace: Path, moecache: Moecache) -> Replay:
 def test_a_file_may_give_an_algorithm_its_parameters(
     text: str, words: list[str], axis: str, expected: dict[str, Any], replay: Replay
 ) -> None:
-    run = replay.by_file(text + "capacity: 25%\n", *words, "--capacity=50%")
+    [run] = replay(*words, "--capacity=50%", file=f"{text}capacity: 25%\n")
     assert run["composition"][axis].items() >= expected.items()
     assert run["capacity"] == "50%"
 
 
-def test_values_of_a_file_need_no_quotes_and_may_name_the_traces(replay: Replay) -> None:
-    report = replay.by_file("capacity: [5experts, 50%]\nseed: 1\nbound: false\ntimeline: null\n")
-    assert report["capacity"] == "5experts" and report["bound_miss_rate"] is None
-    file = replay.options(f"traces: [{replay.trace}]\njson: true\n")
-    report = json.loads(replay.moecache("replay", f"--config={file}"))
-    assert report["runs"][0]["trace"] == str(replay.trace)
+def test_values_of_a_file_need_no_quotes_and_may_name_the_traces(
+    replay: Replay, trace: Path, moecache: Moecache
+) -> None:
+    run = replay(file="capacity: [5experts, 50%]\nseed: 1\nbound: false\ntimeline: null\n")[0]
+    assert run["capacity"] == "5experts" and run["bound_miss_rate"] is None
+    file = trace.with_name("options.yaml")
+    file.write_text(f"traces: [{trace}]\njson: true\n")
+    [run] = json.loads(moecache("replay", f"--config={file}"))["runs"]
+    assert run["trace"] == str(trace)
 
 
 @pytest.mark.parametrize(
@@ -241,10 +227,11 @@ def test_values_of_a_file_need_no_quotes_and_may_name_the_traces(replay: Replay)
     ],
 )
 def test_what_a_file_gets_wrong_is_said_in_its_first_line(
-    text: str, message: str, replay: Replay
+    text: str, message: str, trace: Path, moecache: Moecache
 ) -> None:
-    words = ["replay", replay.trace, "--config", replay.options(text)]
-    assert message in replay.moecache(*words, code=2).split("\n")[0]
+    file = trace.with_name("options.yaml")
+    file.write_text(text)
+    assert message in moecache("replay", trace, "--config", file, code=2).split("\n")[0]
 
 
 def test_lists_are_every_combination_in_the_order_given_by_any_number_of_processes(
@@ -258,14 +245,6 @@ def test_lists_are_every_combination_in_the_order_given_by_any_number_of_process
     single_run = replay("--eviction=lfu", "--capacity=25%", "--bandwidth=5GB/s")
     assert single_run == [runs[3]]
     assert all(r["metrics"]["miss_rate"] >= r["bound_miss_rate"] for r in runs)
-
-
-def test_an_order_of_execution_moves_time_and_not_what_is_missed(replay: Replay) -> None:
-    words = ("--hardware=oneplus-15r", "--bound=false", "--reads_per_expert=2")
-    orders = ("--execute=together", "--execute=as_they_arrive")
-    together, on_arrival = (replay(*words, order)[0]["metrics"] for order in orders)
-    assert all(together[key] == on_arrival[key] for key in ("miss_rate", "bytes_moved"))
-    assert all(together[key] != on_arrival[key] for key in ("tok_per_s", "stall_ms_per_token"))
 
 
 def test_lists_go_with_any_axis_and_with_a_class_of_the_current_folder(
@@ -289,16 +268,6 @@ def test_lists_go_with_any_axis_and_with_a_class_of_the_current_folder(
     }
     rates = {r["policy"]: r["metrics"]["miss_rate"] for r in runs}
     assert rates["on_demand"] == rates[f"on_demand + eviction={mine}"]
-
-
-def test_a_changed_composition_is_not_called_by_its_name_alone(
-    trace: Path, moecache: Moecache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    words = ("replay", trace, "--policy", "edgemoe", "--bound", "false")
-    own, changed = moecache(*words), moecache(*words, "--eviction.layer", "index")
-    assert "edgemoe" in own and "eviction.layer" not in own
-    assert "edgemoe (eviction.layer=index)" in changed
 
 
 def test_the_table_shows_what_varies_and_fits_a_terminal(
@@ -341,12 +310,14 @@ def test_what_a_parameter_means_is_not_cut_at_an_abbreviation() -> None:
     assert meaning_of("percentile", doc) == "Zhu et al. 2025 take a `percentile` of the scores."
 
 
-def test_bounds_are_listed_with_the_rate_they_bound(replay: Replay) -> None:
-    run = replay.by_file("capacity: 25%\nprefetch: none\n")
+def test_bounds_are_listed_with_the_rate_they_bound(
+    replay: Replay, trace: Path, moecache: Moecache
+) -> None:
+    [run] = replay(file="capacity: 25%\nprefetch: none\n")
     for phase in ("", "decode_"):
         rate = run["metrics"][f"{phase}miss_rate"]
         assert run[f"bound_{phase}miss_rate"] <= run[f"lru_{phase}miss_rate"] == rate
-    table = replay.moecache("replay", replay.trace, "--capacity=25%", "--all")
+    table = moecache("replay", trace, "--capacity=25%", "--all")
     rows = [line for line in table.splitlines() if line.startswith("|")]
     heads, cells = ([c.strip() for c in row.strip("|").split("|")] for row in (rows[0], rows[2]))
     column = heads.index("Decode miss")
@@ -354,31 +325,36 @@ def test_bounds_are_listed_with_the_rate_they_bound(replay: Replay) -> None:
     assert float(cells[column + 2]) == pytest.approx(run["bound_decode_miss_rate"], abs=1e-4)
 
 
-def test_a_header_shows_the_parameters_of_a_rule_that_replaces_another(replay: Replay) -> None:
+def test_a_header_names_the_parameters_that_are_not_the_rules_or_the_compositions_own(
+    trace: Path, moecache: Moecache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a run alone too: two of one rule printed alike."""
-    heads = []
-    for words in (
-        ["--miss=drop_cold", "--miss.factor=0.3"],
-        ["--miss=drop_cold", "--miss.factor=0.5"],
-        ["--miss=drop_cold"],
+    monkeypatch.setenv("COLUMNS", "200")
+    drop, edgemoe = ["--miss=drop_cold", "--capacity=50%"], ["--policy=edgemoe", "--bound=false"]
+    for words, parameter in (
+        ([*drop, "--miss.factor=0.3"], "(miss.factor=0.3)"),
+        ([*drop, "--miss.factor=0.5"], "(miss.factor=0.5)"),
+        ([*edgemoe, "--eviction.layer", "index"], "edgemoe (eviction.layer=index)"),
     ):
-        printed = replay.moecache("replay", replay.trace, "--capacity=50%", *words)
-        heads.append(" ".join(printed.partition("|")[0].split()))
-    assert "(miss.factor=0.3)" in heads[0] and "(miss.factor=0.5)" in heads[1]
-    assert "factor" not in heads[2]
+        assert parameter in moecache("replay", trace, *words)
+    for words in (drop, edgemoe):
+        header = moecache("replay", trace, *words).partition("|")[0]
+        assert "factor" not in header and "eviction.layer" not in header
 
 
-def test_a_replay_of_a_rule_that_changes_answers_has_its_fidelity(replay: Replay) -> None:
+def test_a_replay_of_a_rule_that_changes_answers_has_its_fidelity(
+    trace: Path, moecache: Moecache
+) -> None:
     lossy, lossless = (
-        replay.moecache("replay", replay.trace, "--capacity=50%", *words)
+        moecache("replay", trace, "--capacity=50%", *words)
         for words in (["--miss=drop", "--miss.h=1"], [])
     )
     assert "|Fidelity|" in lossy and "Fidelity" not in lossless
 
 
 def test_a_prefetcher_that_proposes_nothing_is_named(replay: Replay) -> None:
-    run = replay.by_file("prefetch: history\n")
+    [run] = replay("--prefetch=history")
     (warning,) = run["warnings"]
     assert warning.startswith("prefetch=history did nothing: ") and "cache_reset=never" in warning
-    run = replay.by_file("prefetch: history\ncache_reset: never\n")
+    [run] = replay("--prefetch=history", "--cache_reset=never")
     assert run["warnings"] == [] and run["metrics"]["prefetch_precision"] is not None

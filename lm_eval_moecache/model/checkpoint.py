@@ -151,7 +151,7 @@ def check_weights(key: str, model: str, hflm_args: Mapping[str, Any]) -> None:
     For a hub id, only downloaded files are checked. The ValueError begins with `key` and the
     model, and names the file.
     """
-    folder = None if hflm_args.get("gguf_file") else _folder_of(model, hflm_args)
+    folder = None if hflm_args.get("gguf_file") else folder_of(model, hflm_args)
     if folder is None:
         return
     label = f"{key}={model!r}"
@@ -210,7 +210,7 @@ def _shards(folder: Path, what: str) -> dict[Path, list[str]]:
 def weights_files(model: Any, hflm_args: Mapping[str, Any]) -> list[Path]:
     """Return the safetensors files that a model loads from; [] if it loads from other formats."""
     loads_others = not isinstance(model, str) or hflm_args.get("gguf_file")
-    folder = None if loads_others else _folder_of(model, hflm_args)
+    folder = None if loads_others else folder_of(model, hflm_args)
     shards = {} if folder is None else _shards(folder, f"pretrained={model!r}")
     return [path for path in shards if path.is_file()]
 
@@ -220,7 +220,7 @@ def weights_identity(model: Any, hflm_args: Mapping[str, Any]) -> str:
 
     Empty where there are no files: for a loaded model, or one not downloaded yet.
     """
-    folder = _folder_of(model, hflm_args) if isinstance(model, str) else None
+    folder = folder_of(model, hflm_args) if isinstance(model, str) else None
     if folder is None:
         return ""
     files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
@@ -228,7 +228,7 @@ def weights_identity(model: Any, hflm_args: Mapping[str, Any]) -> str:
     return json.dumps([str(folder.resolve()), str(hflm_args.get("revision", "main")), stats])
 
 
-def _folder_of(model: str, hflm_args: Mapping[str, Any]) -> Path | None:
+def folder_of(model: str, hflm_args: Mapping[str, Any]) -> Path | None:
     """Return a checkpoint's folder, local or downloaded; None for a hub id not downloaded yet."""
     subfolder = str(hflm_args.get("subfolder") or "")
     if Path(model).is_dir():

@@ -12,10 +12,9 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
-
 from lm_eval_moecache.algorithms.registry import AXES, source_digest
 from lm_eval_moecache.harness.arguments import Config, read_config
+from lm_eval_moecache.model.checkpoint import folder_of
 from lm_eval_moecache.records.files import TINY, task_configs_dir
 from lm_eval_moecache.records.hardware import OF_THE_MACHINE, RENAMED
 from lm_eval_moecache.records.schemas.keys import LOADING, keys_with
@@ -74,14 +73,12 @@ class ResolvedCell:
         names = [*_files_in(self.cell.include_path)]
         for place in (self.cell.pretrained, self.config.draft):
             if isinstance(place, str) and place != TINY:
-                names.append(place)
+                names.append(str(folder_of(place, self.hflm_arguments) or place))
         for axis in AXES:
             values = getattr(self.config.policy, axis).parameters.values()
             names += [value for value in values if isinstance(value, str)]
-        revision = str(self.hflm_arguments.get("revision") or "main")
-        digests = (content_digest(name) or _hub_digest(name, revision) for name in {*names})
         # By content alone: a folder may have been moved.
-        contents = sorted(filter(None, digests))
+        contents = sorted(filter(None, map(content_digest, {*names})))
         return digest_of({"contents": contents}) if contents else None
 
     @property
@@ -117,17 +114,6 @@ def content_digest(place: str) -> str | None:
     except OSError:
         return None
     return digest_of(parts) if parts else None
-
-
-def _hub_digest(name: str, revision: str) -> str | None:
-    """Return a digest of a hub id's files in the local cache; None where they are not there."""
-    if name.count("/") > 1 or name.startswith(("/", ".", "~")):
-        return None
-    try:
-        config = try_to_load_from_cache(name, "config.json", revision=revision)
-    except ValueError:  # no hub id
-        return None
-    return content_digest(str(Path(config).parent)) if isinstance(config, str) else None
 
 
 _READ_FROM_FOLDERS = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".py")

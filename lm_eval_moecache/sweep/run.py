@@ -21,7 +21,7 @@ from lm_eval_moecache.harness.generation import check_generation
 from lm_eval_moecache.harness.plugin import SPECULATIVE
 from lm_eval_moecache.harness.preflight import Bare, check_arguments
 from lm_eval_moecache.model.checkpoint import skeleton
-from lm_eval_moecache.records.numbers import counted, unknown_name_error
+from lm_eval_moecache.records.numbers import counted
 from lm_eval_moecache.report.metrics import METRICS, metric_column
 from lm_eval_moecache.report.runs.columns import SETTINGS, is_setting, unknown_column_error
 from lm_eval_moecache.report.runs.run import ACCURACY, KEYS, PARETO
@@ -102,7 +102,6 @@ def run_sweep(
 def _plan(sweep: SweepFile, live: bool) -> tuple[list[ResolvedCell], int]:
     """Check a sweep's cells and bounds; return the distinct ones, and the number of duplicates."""
     cells = sweep.cells()
-    check_executor(sweep)
     check_report(sweep, cells)
     planned = check_cells(cells)
     merged = len(cells) - len(planned)
@@ -231,31 +230,6 @@ def shared_skeletons() -> Bare:
         return skeletons[key]
 
     return bare
-
-
-EXECUTOR_OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "local": (),
-    "ray": ("address", "namespace", "num_cpus", "num_gpus", "object_store_memory", "log_to_driver"),
-    "submitit": (
-        *("cluster", "name", "timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node"),
-        *("tasks_per_node", "stderr_to_stdout", "slurm_account", "slurm_array_parallelism"),
-        *("slurm_constraint", "slurm_exclude", "slurm_exclusive", "slurm_gres", "slurm_job_name"),
-        *("slurm_gpus_per_node", "slurm_gpus_per_task", "slurm_mem", "slurm_mem_per_cpu"),
-        *("slurm_mem_per_gpu", "slurm_nodelist", "slurm_nodes", "slurm_num_gpus"),
-        *("slurm_partition", "slurm_qos", "slurm_time"),
-    ),
-}
-"""Executor -> the options of `executor_options`: none that names a command or a file to run."""
-
-
-def check_executor(sweep: SweepFile) -> None:
-    """Raise ValueError naming an executor's option that a sweep file may not set."""
-    allowed = EXECUTOR_OPTIONS[sweep.executor]
-    for name in sweep.executor_options:
-        if name not in allowed:
-            raise unknown_name_error(
-                "executor_options", name, allowed or ("none with executor=local",)
-            )
 
 
 def check_report(sweep: SweepFile, cells: Sequence[Cell]) -> None:

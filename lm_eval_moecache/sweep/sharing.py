@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.records.files import TINY, TINY_DRAFT, replace, write_whole
+from lm_eval_moecache.model.checkpoint import model_path
+from lm_eval_moecache.records.files import replace, write_whole
 from lm_eval_moecache.records.schemas.keys import KEYS, REPLAYED, roles_of
 from lm_eval_moecache.sweep.files import FAILED, TRACES
 from lm_eval_moecache.sweep.identity import (
@@ -29,10 +30,9 @@ from lm_eval_moecache.sweep.identity import (
     plan,
 )
 from lm_eval_moecache.sweep.spec import REPLAY
-from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
 from lm_eval_moecache.trace.recorder import Detail, identity, needs_shadow
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 class ExecutionPlan(NamedTuple):
@@ -105,8 +105,12 @@ def share_name(planned: ResolvedCell) -> str | None:
         "format": _FORMAT,
         "model": cell.model,
         "pretrained": cell.pretrained,
-        "files": _fingerprint(cell.pretrained),
-        **({} if config.draft is None else {"draft_files": _fingerprint(config.draft)}),
+        # A kept trace must not outlive its weights.
+        "files": [
+            content_digest(str(model_path(place)))
+            for place in (cell.pretrained, config.draft)
+            if place is not None
+        ],
         "hflm_arguments": dict(planned.hflm_arguments),
         "tasks": list(cell.tasks),
         "options": dict(cell.options),
@@ -118,11 +122,6 @@ def share_name(planned: ResolvedCell) -> str | None:
         },
     }
     return digest_of(shared_settings)
-
-
-def _fingerprint(pretrained: str) -> str | None:
-    """Return a digest of a local model's files: a kept trace must not outlive its weights."""
-    return content_digest(str({TINY: MODEL_DIR, TINY_DRAFT: DRAFT_DIR}.get(pretrained, pretrained)))
 
 
 def detail_of(group: Iterable[ResolvedCell]) -> Detail:
@@ -149,16 +148,11 @@ def detail_of(group: Iterable[ResolvedCell]) -> Detail:
     )
 
 
-def _contents_of(detail: Detail) -> dict[str, Any]:
-    """Return the contents of a trace of this detail, as JSON."""
-    return {
-        "weights": detail.weights,
-        "logits": detail.logits,
-        "prefetchers": [
-            identity(choice, seed, "", reset) for choice, seed, reset in detail.shadows
-        ],
-        "criticals": list(detail.criticals or ()),
-    }
+def _holds(detail: Detail) -> set[str]:
+    """Return what a trace of this detail holds, each as a text."""
+    kinds = {kind for kind in ("weights", "logits") if getattr(detail, kind)}
+    prefetchers = {identity(choice, seed, "", reset) for choice, seed, reset in detail.shadows}
+    return kinds | prefetchers | {f"critical {number}" for number in detail.criticals or ()}
 
 
 class SharedRun:
@@ -173,12 +167,8 @@ class SharedRun:
         """Whether the trace exists and holds all of this detail."""
         try:
             contents = json.loads(self.results.read_text())
-            return bool(contents["format"] == _FORMAT and self.trace.is_file()) and all(
-                set(value) <= set(contents[key])
-                if isinstance(value, list)
-                else value <= contents[key]
-                for key, value in _contents_of(wanted).items()
-            )
+            is_whole = contents["format"] == _FORMAT and self.trace.is_file()
+            return is_whole and _holds(wanted) <= {*contents["holds"]}
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
@@ -189,7 +179,7 @@ class SharedRun:
         replace(recording, self.trace)
         shutil.rmtree(self.partial, ignore_errors=True)
         common = {"moecache": {"device": results["config"]["moecache"]["device"]}}
-        content = {"format": _FORMAT, "run_id": run_id, **_contents_of(detail)}
+        content = {"format": _FORMAT, "run_id": run_id, "holds": sorted(_holds(detail))}
         content["kept"] = {**results, "config": {**results["config"], **common}}
         write_whole(self.results, json.dumps(content, ensure_ascii=False, default=str))
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -21,7 +21,19 @@ from lm_eval_moecache.report.tables.schema import Figure, Names, View, is_mappin
 from lm_eval_moecache.sweep.pool import MOST_JOBS
 
 Executor = Literal["local", "ray", "submitit"]
-EXECUTORS: tuple[str, ...] = get_args(Executor)
+EXECUTOR_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "local": (),
+    "ray": ("address", "namespace", "num_cpus", "num_gpus", "object_store_memory", "log_to_driver"),
+    "submitit": (
+        *("cluster", "name", "timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node"),
+        *("tasks_per_node", "stderr_to_stdout", "slurm_account", "slurm_array_parallelism"),
+        *("slurm_constraint", "slurm_exclude", "slurm_exclusive", "slurm_gres", "slurm_job_name"),
+        *("slurm_gpus_per_node", "slurm_gpus_per_task", "slurm_mem", "slurm_mem_per_cpu"),
+        *("slurm_mem_per_gpu", "slurm_nodelist", "slurm_nodes", "slurm_num_gpus"),
+        *("slurm_partition", "slurm_qos", "slurm_time"),
+    ),
+}
+"""Executor -> the options of `executor_options`: none that names a command or a file to run."""
 # Keys passed on to lm-eval's `simple_evaluate`; every other key of a cell is a model argument.
 OPTIONS = tuple(Options.model_fields)
 _RUN_KEYS = ("model", "label", "tasks", *OPTIONS)
@@ -176,6 +188,10 @@ def read_sweep(path: Path) -> SweepFile:
                 "model runs. Allowed: one of `tasks` and `traces`."
             )
     check_include_path(sweep.include_path)
+    allowed = EXECUTOR_OPTIONS[sweep.executor] or ("none with executor=local",)
+    for name in sweep.executor_options:
+        if name not in allowed:
+            raise unknown_name_error("executor_options", name, allowed)
     for key in (key for grid in sweep.grid for key in grid):
         if values := [run[key] for run in sweep.runs if key in run]:
             raise ValueError(

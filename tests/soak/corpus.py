@@ -434,6 +434,7 @@ FILES: list[tuple[str, str, str]] = [
     ("sweep", SWEEP + "base: {apply_chat_template: 7}\n", "apply_chat_template"),
     *(("sweep", SWEEP + f"jobs: {n}\n", f"jobs={told} must be") for n, told in ((0, 0), (1.5, 1.5), ("true", True))),
     ("sweep", SWEEP + "executor: rey\n", "Did you mean 'ray'"),
+    *(("sweep", SWEEP + f"executor: {name}\nexecutor_options: {{{option}: x}}\n", f"executor_options='{option}'") for name, option in (("submitit", "local_setup"), ("submitit", "slurm_setup"), ("ray", "runtime_env"), ("local", "mem_gb"))),
     ("sweep", SWEEP + "grd: {}\n", "Did you mean 'grid'"),
     ("sweep", SWEEP + "tasks: other\n", 'duplicate key "tasks"'),
     ("sweep", SWEEP + "views: [{titel: x}]\n", "Did you mean 'title'"),

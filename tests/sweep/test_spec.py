@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +21,12 @@ from lm_eval_moecache.sweep import identity
 from lm_eval_moecache.sweep.files import finished, unedited, write_record
 from lm_eval_moecache.sweep.identity import (
     ResolvedCell,
-    _hub_digest,
     content_digest,
     plan,
     resolve,
     slug,
 )
-from lm_eval_moecache.sweep.run import check_cell, check_cells, check_executor, check_report
+from lm_eval_moecache.sweep.run import check_cell, check_cells, check_report
 from lm_eval_moecache.sweep.spec import Cell, SweepFile, read_sweep
 from lm_eval_moecache.sweep.worker import head
 from tests.report.runs import record
@@ -46,72 +43,55 @@ def hash_of(cell: Cell) -> str:
     return plan(cell, read_config(arguments), {}).configuration_hash
 
 
-def test_grid_is_every_combination_with_the_last_key_fastest(tmp_path: Path) -> None:
-    grid = {"policy": ["specmd", "on_demand"], "capacity": ["5%", "10%"]}
-    cells = sweep(tmp_path, base={"hardware": "a100-5GBps"}, grid=grid).cells()
-    combinations = [(c.model_args["policy"], c.model_args["capacity"]) for c in cells]
-    assert combinations == list(itertools.product(*grid.values()))
-    assert {c.model_args["hardware"] for c in cells} == {"a100-5GBps"}
-    # Tasks and limits can be axes, too.
-    cells = sweep(tmp_path, grid={"tasks": ["toy", ["toy", "other"]], "limit": [1, 2]}).cells()
-    combinations = [(c.tasks, c.options["limit"]) for c in cells]
-    assert combinations == list(itertools.product([("toy",), ("toy", "other")], [1, 2]))
-
-
-def test_runs_are_crossed_with_the_grid_and_carry_their_labels(tmp_path: Path) -> None:
+def test_cells_are_every_combination_of_runs_and_grids_in_the_order_written(tmp_path: Path) -> None:
+    """The last key varies fastest; tasks and limits can be axes; a label is no argument."""
     runs = [{"label": "plain"}, {"label": "dropping", "miss": "drop", "limit": 3}]
-    cells = sweep(tmp_path, runs=runs, grid={"capacity": ["5%", "10%"]}, limit=9).cells()
-    labels = [(c.label, c.options["limit"]) for c in cells]
-    assert labels == [("plain", 9), ("plain", 9), ("dropping", 3), ("dropping", 3)]
-    assert "label" not in cells[0].model_args
-
-
-def test_several_grids_follow_each_other(tmp_path: Path) -> None:
-    grid = [{"policy": ["a", "b"], "capacity": ["5%", "10%"]}, {"policy": "c"}]
-    cells = sweep(tmp_path, grid=grid).cells()
-    values = [tuple(c.model_args.values()) for c in cells]
-    assert values == [("a", "5%"), ("a", "10%"), ("b", "5%"), ("b", "10%"), ("c",)]
+    grid = [
+        {"policy": ["a", "b"], "capacity": ["5%", "10%"]},
+        {"policy": "c", "tasks": ["toy", ["toy", "other"]]},
+    ]
+    cells = sweep(tmp_path, base={"seed": 1}, runs=runs, grid=grid, limit=9).cells()
+    pairs = [{"policy": p, "capacity": c} for p in ("a", "b") for c in ("5%", "10%")]
+    of_grid = [(pair, ("toy",)) for pair in pairs]
+    of_grid += [({"policy": "c"}, tasks) for tasks in (("toy",), ("toy", "other"))]
+    assert [(c.label, c.options["limit"], c.model_args, c.tasks) for c in cells] == [
+        (label, limit, {"seed": 1, **more, **arguments}, tasks)
+        for label, limit, more in (("plain", 9, {}), ("dropping", 3, {"miss": "drop"}))
+        for arguments, tasks in of_grid
+    ]
 
 
 def cell(**model_args: Any) -> Cell:
     return Cell(model="moecache", model_args=model_args, tasks=("toy",))
 
 
-def test_a_run_has_a_name_and_is_the_same_with_a_written_default_and_another_with_a_change() -> (
-    None
-):
+def test_a_run_has_a_readable_name_that_is_safe_in_a_file_system() -> None:
+    assert slug(cell(policy="specmd", capacity="5%")) == "specmd_5pct_toy"
+    assert "/" not in slug(cell(policy="../mine.yaml", capacity="3/layer"))
+
+
+def test_a_run_is_the_same_with_a_written_default_and_another_with_a_change(tmp_path: Path) -> None:
     arguments = {"policy": "specmd", "capacity": "5%"}
     plain = hash_of(cell(**arguments))
-    assert hash_of(cell(**arguments, clock="virtual", seed=0)) == plain
-    for name in ("a100-5GBps", "a100-5gbps"):
-        assert hash_of(cell(**arguments, hardware=name)) == plain
-    name = slug(cell(policy="specmd", capacity="5%"))
-    assert name == "specmd_5pct_toy", "readable and safe in a file system"
-    assert "/" not in slug(cell(policy="../mine.yaml", capacity="3/layer"))
-    for change in ({"capacity": "6%"}, {"seed": 1}, {"eviction": "lru"}):
-        assert hash_of(cell(**{**arguments, **change})) != plain
+    defaults: list[dict[str, Any]] = [{"clock": "virtual", "seed": 0}]
+    defaults += [{"hardware": name} for name in ("a100-5GBps", "a100-5gbps")]
+    assert {hash_of(cell(**arguments, **change)) for change in defaults} == {plain}
+    changes: list[dict[str, Any]] = [{"capacity": "6%"}, {"seed": 1}, {"eviction": "lru"}]
+    changes += [{"emulate": name} for name in ("OLMoE-1B-7B", "Mixtral-8x7B")]
+    changes += [{"link": "fifo"}]
+    assert len({plain, *(hash_of(cell(**arguments | change)) for change in changes)}) == 7
+    path = tmp_path / "mine.yaml"
+    hashes = set()
+    for eviction in ("lru", "random"):
+        path.write_text(f"routing: standard\nprefetch: none\neviction: {eviction}\nmiss: fetch\n")
+        hashes.add(hash_of(cell(policy=str(path), capacity="5%")))
+    assert len(hashes) == 2, "editing a policy file makes another run"
 
 
-def test_a_cell_is_named_by_what_it_emulates_and_by_its_link() -> None:
-    plain = resolve(read_config({}))
-    assert "emulate" not in plain and "link" not in plain
-    settings = ({"emulate": "OLMoE-1B-7B"}, {"emulate": "Mixtral-8x7B"}, {"link": "fifo"})
-    texts = {
-        json.dumps(resolve(read_config(arguments)), sort_keys=True, default=str)
-        for arguments in settings
-    }
-    assert len(texts) == 3
+def test_a_cells_sizes_are_those_it_emulates_wherever_they_are_from() -> None:
+    assert not {"emulate", "link"} & resolve(read_config({})).keys()
     emulated = resolve(read_config({"emulate": "OLMoE-1B-7B"}))["emulate"]
     assert emulated["expert_weights"] == 3 * 2048 * 1024 and "source" not in emulated
-
-
-def test_editing_a_policy_file_makes_another_run(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    text = "routing: standard\nprefetch: none\neviction: {}\nmiss: fetch\n"
-    path.write_text(text.format("lru"))
-    before = hash_of(cell(policy=str(path), capacity="5%"))
-    path.write_text(text.format("random"))
-    assert hash_of(cell(policy=str(path), capacity="5%")) != before
 
 
 def test_settings_metrics_and_tasks_of_a_view_are_known(tmp_path: Path) -> None:
@@ -244,23 +224,6 @@ def test_every_algorithm_has_a_digest_of_its_own() -> None:
     assert len(digests) == sum(len(algorithm_names(axis)) for axis in AXES)
 
 
-@pytest.mark.parametrize(
-    ("executor", "option"),
-    [
-        ("submitit", {"local_setup": ["touch x"]}),
-        ("submitit", {"slurm_setup": ["touch x"]}),
-        ("ray", {"runtime_env": {"working_dir": "."}}),
-        ("local", {"mem_gb": 1}),
-    ],
-)
-def test_an_executor_takes_no_option_that_names_a_command(
-    executor: str, option: dict[str, Any], tmp_path: Path
-) -> None:
-    file = sweep(tmp_path, executor=executor, executor_options=option)
-    with pytest.raises(ValueError, match=f"executor_options={next(iter(option))!r}"):
-        check_executor(file)
-
-
 def test_other_generation_settings_are_another_run() -> None:
     def digest(**options: Any) -> str:
         return check_cell(
@@ -281,9 +244,14 @@ def test_a_models_files_in_the_hubs_cache_are_part_of_what_a_run_read(
     (tmp_path / "models--org--moe/refs").mkdir()
     (tmp_path / "models--org--moe/refs/main").write_text("abc")
     (snapshot / "config.json").write_text("{}")
-    (snapshot / "model.safetensors").write_bytes(b"one")
-    first = _hub_digest("org/moe", "main")
-    assert first is not None and first == content_digest(str(snapshot))
-    (snapshot / "model.safetensors").write_bytes(b"two")
-    assert _hub_digest("org/moe", "main") not in (None, first)
-    assert _hub_digest("org/other", "main") is None and _hub_digest("./a/b", "main") is None
+
+    def inputs(pretrained: str) -> str | None:
+        arguments = Cell(model="moecache", model_args={"pretrained": pretrained})
+        return plan(arguments, read_config({}), {}).inputs
+
+    found = set()
+    for weights in (b"one", b"two"):
+        (snapshot / "model.safetensors").write_bytes(weights)
+        found.add(inputs("org/moe"))
+    assert len(found - {None}) == 2
+    assert inputs("org/other") is None and inputs("./a/b") is None
