@@ -237,17 +237,17 @@ class _Reader:
 
     def text(self, key: str) -> str:
         """Return a text of the configuration, empty where it is missing."""
-        value = self.config.get(key)
-        if value is not None and not isinstance(value, str):
-            raise ValueError(f"{self.what}: {key}={shown(value)} must be a text.")
-        return value or ""
+        return str(self._of(str, key, "a text") or "")
 
     def flag(self, key: str) -> bool:
         """Return whether a key is set."""
+        return bool(self._of(bool, key, "true or false"))
+
+    def _of(self, kind: type, key: str, words: str) -> object:
         value = self.config.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise ValueError(f"{self.what}: {key}={shown(value)} must be true or false.")
-        return bool(value)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{self.what}: {key}={shown(value)} must be {words}.")
+        return value
 
     def numbers(self, key: str, total: int | None = None) -> list[int]:
         """Return a list of whole numbers, of `total` layers if given; empty where missing."""

