@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -230,6 +231,7 @@ class MoECacheLM(HFLM):
         self._computed: set[int] = set()
         """How many requests were computed together, of each kind of them."""
         self._in_documents = False
+        self._began_s: float | None = None
         if self.batch_size not in (1, self.batch_plan.max_rows) and self.batch_plan.reason:
             logger.warning(
                 "batch_size=%s: requests are computed %s at a time: %s.",
@@ -261,6 +263,7 @@ class MoECacheLM(HFLM):
 
     def _records(self, requests: Sequence[Instance]) -> list[RequestRecord]:
         ledger = self.engine.ledger
+        self._began_s = self._began_s or time.monotonic()
         records = [
             ledger.new_request(str(r.task_name), r.request_type, document=r.doc_id, place=r.idx)
             for r in requests
@@ -641,9 +644,18 @@ class MoECacheLM(HFLM):
         self.finish_trace()
         info["moecache"] = report = self.report()
         if not self._has_shown:
-            sys.stdout.write(speed_table(report) + "\n")
+            sys.stdout.write(f"{speed_table(report)}\n{self._own_duration()}\n")
         self._has_shown = True
         return info
+
+    def _own_duration(self) -> str:
+        """Return a sentence on how long this machine took, whatever was emulated."""
+        documents = len({(record.task, record.document) for record in self.evaluated()})
+        seconds = time.monotonic() - (self._began_s or time.monotonic())
+        rate = f", {documents / seconds:.2g} a second" if seconds and documents else ""
+        return (
+            f"This machine took {seconds:.3g} s for {documents} documents{rate} (without loading)."
+        )
 
     def finish_trace(self) -> Path | None:
         """Give the recorded trace its name and return its path; further passes are refused."""
