@@ -16,10 +16,8 @@ from lm_eval_moecache.algorithms.learned.buddies import PAIRS, BuddyProfile
 from lm_eval_moecache.algorithms.learned.sensitivity import LAYERS, THRESHOLDS, rises
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.model.coactivation import observe
 from lm_eval_moecache.model.moe_layers import find_moe_layers, router_digest
-from lm_eval_moecache.model.reading import ReadingModel
-from lm_eval_moecache.model.sensitivity import Fisher
+from lm_eval_moecache.model.reading import Fisher, ReadingModel, observe
 from lm_eval_moecache.profiling._texts import task_examples
 from lm_eval_moecache.records.artifact import (
     ARTIFACT_DIR,

@@ -106,8 +106,8 @@ class Pass:
     """A pass in progress: which tokens of which rows it computes."""
 
     phase: str
-    shape: tuple[int, int]
-    """[B, tokens]"""
+    num_rows: int
+    """Of the batch, those that have ended included."""
     valid: BoolArray | None
     """Which tokens a request waits for [B x tokens]; None for all."""
     owners: Sequence[Row]
@@ -291,7 +291,7 @@ class WrappedModel:
             if row is not None and count
         ]
         places, served, counts = [[*each] for each in zip(*told, strict=True)] if told else [[]] * 3
-        return Pass(phase, (len(owners), length), valid, served, places, counts, positions)
+        return Pass(phase, len(owners), valid, served, places, counts, positions)
 
     def _shape_of(self, embeddings: Tensor | None) -> Tensor:
         """Return a tensor [rows, tokens] in place of the tokens that embeddings stand for."""
@@ -573,7 +573,7 @@ class _Layered(_Kind):
         """Return at which level each row of the batch executes each expert [B, E], -1 for none."""
         rows, levels = self._rows, self._rows.levels
         assert levels is not None, "a ladder without levels"
-        shape = self._begun.shape[0], self._wrapped.engine.geometry.num_experts
+        shape = self._begun.num_rows, self._wrapped.engine.geometry.num_experts
         executed: IntArray = np.full(shape, -1)
         places = np.repeat(self._begun.places, self._begun.counts)[: len(levels), None]
         live = rows.executed >= 0

@@ -63,8 +63,8 @@ def profile_buddies(
     analyzed, data = analyzed_texts(given)
     alphas = alphas_of("alpha", alpha, analyzed.geometry.num_layers)
 
-    from lm_eval_moecache.model.coactivation import observe
     from lm_eval_moecache.model.moe_layers import router_digest
+    from lm_eval_moecache.model.reading import observe
 
     def warmup(num_tokens: int) -> npt.NDArray[np.float64]:
         """Return the weight of each token of a text (section 3.3, iii)."""

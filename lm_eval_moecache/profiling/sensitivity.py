@@ -29,7 +29,7 @@ def profile_sensitivity(*, out: str, **given: Any) -> Report:
             f"pretrained={given['pretrained']!r} has one expert per token: none to leave out."
         )
     from lm_eval_moecache.model.moe_layers import router_digest
-    from lm_eval_moecache.model.sensitivity import Fisher
+    from lm_eval_moecache.model.reading import Fisher
 
     fisher = Fisher(analyzed)
     fisher.read()

@@ -14,7 +14,7 @@ from lm_eval_moecache.algorithms.learned.buddies import (
     buddy_lists,
     conditional,
 )
-from lm_eval_moecache.model.coactivation import observe
+from lm_eval_moecache.model.reading import observe
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.report.plots import new_figure
 from moecache_lab.analyzed_model import Analysis, AnalyzedModel, Rows
