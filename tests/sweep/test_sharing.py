@@ -132,16 +132,6 @@ def test_warmed_cells_share_the_run_of_the_cold_one(tmp_path: Path, base: dict[s
         check_arguments("tiny", {"policy": "on_demand", "warm": str(profile)})
 
 
-def test_what_changes_outputs_or_is_measured_is_not_shared(
-    tmp_path: Path, base: dict[str, Any]
-) -> None:
-    alone = [{}, {"miss": "drop"}, {"routing": "pruning"}, {"precision": "int8"}, {"limit": 1}]
-    runs = [{"policy": "on_demand", **change} for change in alone]
-    path = swept(tmp_path / "x", base=base, runs=runs)
-    assert made_by(records(path.parent)) == ["run"] * 5
-    assert not (path.parent / "traces").exists()
-
-
 def cell(**arguments: Any) -> ResolvedCell:
     """Return a planned cell of the shipped model on demand."""
     settings = {"policy": "on_demand", "capacity": "30/layer", **arguments}
@@ -171,6 +161,11 @@ def test_what_the_model_computes_otherwise_is_not_shared(changed: dict[str, Any]
     """A scan serves a text layer by layer: its trace is no trace of parallel scoring."""
     other = share_name(cell(**changed))
     assert other is not None and other != share_name(cell())
+
+
+@pytest.mark.parametrize("changed", [{"miss": "drop"}, {"routing": "pruning"}, {"clock": "wall"}])
+def test_what_changes_outputs_or_is_measured_runs_alone(changed: dict[str, Any]) -> None:
+    assert share_name(cell(**changed)) is None
 
 
 @pytest.mark.parametrize(
@@ -225,18 +220,21 @@ def test_a_trace_serves_later_cells_until_it_lacks_something_or_the_model_has_ch
         weights.write_bytes(kept)
 
 
-def test_a_dry_run_counts_runs_and_replays(
+def test_a_dry_run_counts_runs_and_replays_and_writes_nothing(
     tmp_path: Path, base: dict[str, Any], moecache: Moecache
 ) -> None:
     grid = {"capacity": ["25%", "50%", "75%"], "miss": ["fetch", "drop"]}
     path = write_sweep(tmp_path / "x", base=base, grid=grid)
-    estimate = moecache.json("sweep", str(path), "--dry-run")
+    estimate = moecache.json("sweep", path, "--dry-run")
     assert (estimate["model_runs"], estimate["replays"]) == (4, 2)
-    assert moecache.json("sweep", str(path), "--dry-run", "--live")["model_runs"] == 6
+    assert moecache.json("sweep", path, "--dry-run", "--live")["model_runs"] == 6
+    assert [each.name for each in path.parent.iterdir()] == ["sweep.yaml"]
     assert main(["sweep", str(path)]) == 0
     write_sweep(tmp_path / "x", base=base, grid={**grid, "capacity": ["25%", "60%", "70%"]})
-    printed = moecache("sweep", str(path), "--dry-run")
+    names = {each.name for each in path.parent.iterdir()}
+    printed = moecache("sweep", path, "--dry-run")
     assert "2 runs of the model" in printed and "2 replays" in printed and "about" in printed
+    assert {each.name for each in path.parent.iterdir()} == names
 
 
 def test_bounds_are_listed_with_the_cells_of_a_sweep(tmp_path: Path, base: dict[str, Any]) -> None:
@@ -300,21 +298,19 @@ def test_a_received_folder_is_never_left(
 ) -> None:
     """An id that is a path, or another run's, writes and deletes nothing elsewhere."""
     path = swept(tmp_path / "x", base=base, grid={"policy": ["on_demand"], "capacity": ["25%"]})
+    assert not (path.parent / "traces").exists(), "a cell alone shares no trace"
     outside = tmp_path / "outside"
     outside.mkdir()
-    for name in ("owned.json", "owned.txt"):
-        (outside / name).write_text("mine")
+    owned = [outside / "owned.json", outside / "owned.txt"]
+    for file in owned:
+        file.write_text("mine")
     for run_id in ("../../outside/owned", "..", "another"):
         [file] = loose(path.parent)
         record = json.loads(file.read_text())
         file.write_text(json.dumps({**record, "run_id": run_id, "label": "other"}))
-        report = moecache.json("sweep", path)
-        assert len(report["done"]) == 1, "no finished run"
-        assert sorted(p.name for p in path.parent.parent.rglob("owned*")) == [
-            "owned.json",
-            "owned.txt",
-        ]
-        assert all(place.read_text() == "mine" for place in outside.iterdir())
+        assert len(moecache.json("sweep", path)["done"]) == 1, "no finished run"
+        assert sorted(tmp_path.rglob("owned*")) == owned
+        assert {file.read_text() for file in owned} == {"mine"}
 
 
 def test_a_run_of_a_former_id_is_replaced_by_the_one_made_again(
