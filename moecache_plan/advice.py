@@ -28,7 +28,7 @@ from moecache_plan.forecast import (
     prompt_work,
     scale_by,
 )
-from moecache_plan.machines import SYSTEM, Machine, with_overrides
+from moecache_plan.machines import METAL, PHONE, SYSTEM, Machine, with_overrides
 from moecache_plan.mechanisms import PROCESSOR, PROMPTS, mechanisms
 from moecache_plan.placement import (
     AUTO,
@@ -51,9 +51,7 @@ ON_SHARED = ("llama.cpp", "ollama")
 """Programs of chips whose card shares the memory, and that are no Macs."""
 ON_PHONES = ("bigmoeonedge",)
 ON_PROCESSORS = ("llama.cpp", "ik_llama.cpp", "ollama")
-_PHONE_FLOPS = 1e12
-"""A device with unified memory and less is a phone."""
-_NO_MAC = re.compile(r"(strix|ryzen|radeon|arc|snapdragon|dgx|jetson)-")
+_USUAL_ON = {PROCESSOR: ON_PROCESSORS, PHONE: ON_PHONES, METAL: ON_MACS}
 _FEW_BITS = 6.0
 _USUAL = ("q4_k_m", "q3_k_m", "q2_k")
 
@@ -86,14 +84,24 @@ class Setup:
 
 
 def usual_runtimes(machine: Machine) -> tuple[str, ...]:
-    """Return the programs that such a machine has."""
-    if machine.is_processor:
-        return ON_PROCESSORS
-    if not machine.shares_memory:
-        return ON_CARDS
-    if machine.peak_flops < _PHONE_FLOPS:
-        return ON_PHONES
-    return ON_SHARED if _NO_MAC.match(machine.name) else ON_MACS
+    """Return the programs that people have on such a machine."""
+    return _USUAL_ON.get(machine.platform, ON_SHARED if machine.is_unified else ON_CARDS)
+
+
+def asked_runtimes(machine: Machine, names: Sequence[str]) -> list[Runtime]:
+    """Return these programs, or else the usual ones that have kernels for the machine.
+
+    Raises ValueError for one that is asked for and has none.
+    """
+    found = [load_runtime(name) for name in names or usual_runtimes(machine)]
+    for runtime in found if names else ():
+        if not machine.runs(runtime):
+            usual = ", ".join(each.name for each in asked_runtimes(machine, ()))
+            raise ValueError(
+                f"runtime={runtime.name!r} does not run on {machine.title} ({machine.platform}), "
+                f"but on {', '.join(runtime.runs_on)} ({runtime.source}). Allowed: {usual}."
+            )
+    return [runtime for runtime in found if machine.runs(runtime)]
 
 
 def advise(
@@ -112,14 +120,14 @@ def advise(
     """
     if measured is not None:
         setup = replace(setup, scale=read_measured(setup, measured))
-    names = runtimes or usual_runtimes(setup.machine)
-    asked = [load_runtime(name) for name in names]
+    asked = asked_runtimes(setup.machine, runtimes)
     if placement is not None and (where := read_placement(placement)).kind != AUTO:
         setup = replace(setup, placement=where)
+        names = ", ".join(each.name for each in asked)
         asked = [each for each in asked if has_placement(each, where)]
         if not asked:
             raise ValueError(
-                f"placement={placement!r} is none of {', '.join(names)}. Allowed: host_layers=N, "
+                f"placement={placement!r} is none of {names}. Allowed: host_layers=N, "
                 "gpu_layers=N, resident and cpu of llama.cpp, resident_experts=N of "
                 "ktransformers, slots=N and cache=8GiB of programs with a cache of experts."
             )

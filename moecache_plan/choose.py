@@ -110,10 +110,10 @@ def _read_lossy(lossy: str | None, task: str | None) -> dict[str, str] | None:
         if task is not None:
             raise ValueError(f"--task={task!r} needs --lossy.")
         return None
-    asked = {"lossy": lossy, "task": task or losses.GENERATE}
-    losses.rules_of(asked["lossy"])
-    losses.kind_of(asked["task"])
-    return asked
+    rule, of = losses.known_names(lossy, task or losses.GENERATE)
+    losses.rules_of(rule)
+    losses.kind_of(of)
+    return {"lossy": rule, "task": of}
 
 
 def _check_ram(model: RealModel, machine: Machine, capacity: str) -> None:

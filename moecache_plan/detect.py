@@ -16,12 +16,16 @@ from lm_eval_moecache.records.hardware import NO_CARD, Hardware, load_hardware
 from lm_eval_moecache.records.sizes import parse_bytes
 from moecache_plan.machines import (
     LINK_SHARE,
+    PROCESSORS,
     Machine,
     as_machine,
+    channels_of,
+    check_one_kind,
     rate,
     with_overrides,
     with_period_dram,
     with_ram,
+    with_usual_ram,
 )
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -49,8 +53,25 @@ def parse_machine(
     else:
         several = re.fullmatch(r"([0-9]{1,2}) ?[xX] ?(.+)", name.strip())
         cards = max(int(several[1]), 1) if several else 1
-        found = as_machine(load_hardware(several[2] if several else name), cards=cards)
-    return with_overrides(with_period_dram(with_ram(found, given["ram"])), **given)
+        found = as_machine(_named(several[2] if several else name), cards=cards)
+    found = with_overrides(with_period_dram(with_ram(found, given["ram"])), **given)
+    if given["ram"] is None and (channels := channels_of(host_memory or "")):
+        return with_usual_ram(found, channels)
+    return found
+
+
+def _named(name: str) -> Hardware:
+    """Return the profile of a name; of a processor's name, how to ask for it."""
+    check_one_kind(name)
+    try:
+        return load_hardware(name)
+    except ValueError:
+        if PROCESSORS.search(name.lower()) is None:
+            raise
+        raise ValueError(
+            f"hardware={name!r} names a processor. Allowed: --hardware none, with the memory that "
+            "decides its speed, as --host_memory 2x5600 --ram 64GB."
+        ) from None
 
 
 def detect_machine() -> Machine:

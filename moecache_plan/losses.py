@@ -31,6 +31,8 @@ ALGORITHMS = {
     name: rule for rule, fields in data("rules").items() for name in fields.get("algorithms", ())
 }
 """Lossy algorithm -> its class of rule."""
+_ALSO = {"reap": "prune", "arcc": "arcchallenge", "arce": "arceasy", "gpqadiamond": "gpqa"}
+"""Other names of rules and tasks, in lower case and without marks."""
 GENERATE, CHOICE, TEXT = KINDS = ("generate", "choice", "text")
 SHARES = ("accuracy", "relative_accuracy")
 """Metrics that are shares of right answers."""
@@ -218,13 +220,25 @@ def rules_of(name: str) -> list[str]:
     return list(dict.fromkeys(ALGORITHMS[each] for each in lossy if each in ALGORITHMS))
 
 
+def known_names(lossy: str, task: str) -> tuple[str, str]:
+    """Return a rule and a task as they are called here: REAP is `prune`, ARC-C `arc_challenge`."""
+    rule = re.sub("[- ]", "_", lossy.strip().lower())
+    spelled = {re.sub("_", "", name): name for name in _kinds()}
+    name = re.sub("[^a-z0-9]", "", task.lower().replace("+", "plus"))
+    return _ALSO.get(rule, rule), spelled.get(_ALSO.get(name, name), task)
+
+
 def kind_of(task: str) -> str:
     """Return the kind of a task: as published, or the kind itself. Raises ValueError for others."""
+    if task not in _kinds():
+        raise unknown_name_error("--task", task, sorted(_kinds()))
+    return _kinds()[task]
+
+
+@cache
+def _kinds() -> dict[str, str]:
     kinds = {row.task: row.kind for row in shipped() if row.is_share}
-    kinds |= {GENERATE: GENERATE, CHOICE: CHOICE}
-    if task not in kinds:
-        raise unknown_name_error("--task", task, sorted(kinds))
-    return kinds[task]
+    return {**kinds, GENERATE: GENERATE, CHOICE: CHOICE, "gpqa": CHOICE}
 
 
 def published(

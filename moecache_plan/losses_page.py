@@ -7,6 +7,9 @@ from statistics import median
 from typing import Any
 
 from lm_eval_moecache.records.command import aligned, wrapped
+from moecache_plan.losses import CHOICE
+
+_CHANCE = 25.0
 
 
 def lines(reports: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -28,6 +31,8 @@ def _lines(told: Mapping[str, Any]) -> list[str]:
             f"{_points(forecast['points'])} points in the median, and in eight of ten "
             f"{_points(forecast['least'])} to {_points(forecast['most'])} (below 0: a gain)."
         )
+        if told["kind"] == CHOICE and 100 * told["score"] - forecast["most"] < _CHANCE:
+            head += f" The far end is below the {_CHANCE:g} that guessing among four gives."
     cells = [["nearest models", "rows", "points lost", "median", "measured on"]]
     for each in told["nearest"]:
         ends = f"{_points(each['least_points'])} to {_points(each['most_points'])}"
@@ -65,6 +70,7 @@ def _lines(told: Mapping[str, Any]) -> list[str]:
 
 
 def _points(number: float) -> str:
+    number = round(number, 1) + 0.0  # no -0.0
     return f"{number:.1f}" if abs(number) < 9.95 else f"{number:.0f}"
 
 

@@ -11,12 +11,14 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from lm_eval_moecache.records.cards import release_year
+from lm_eval_moecache.records.cards import cards, release_year
 from lm_eval_moecache.records.hardware import NO_CARD, Hardware, load_hardware
 from lm_eval_moecache.records.runtimes import Runtime
 from lm_eval_moecache.records.sizes import parse_bandwidth
+from moecache_plan.mechanisms import PROCESSOR
 
-DESKTOP_RAM = 64e9
+MODULE = 32e9
+DESKTOP_RAM = 2 * MODULE
 SERVER_BYTES_PER_S = 307.2e9
 """Assumed of a host with more RAM than a desktop takes: eight channels of DDR5-4800."""
 MOST_DESKTOP_RAM = 2**38
@@ -33,7 +35,22 @@ _NOMINAL = (7.88e9, 8e9, 15.75e9, 16e9, 31.5e9, 32e9, 63e9, 64e9)
 _DDR4, _DDR5_FROM = 3200.0, 2022
 """MT/s of desktops' memory before the year in which DDR5 came."""
 _CHANNELS = re.compile(r"(?:(\d) ?x ?)?(\d+)[- ]?(?:x|ch\w*) ?(?:l?p?ddr\dx?-?)? ?(\d{4,5})")
+PROCESSORS = re.compile(
+    r"\b(none|cpu|ryzen|epyc|xeon|threadripper|core|i[3579]-\d+|ultra \d|altra|graviton|cobalt)\b"
+)
+_CARD = re.compile(r"\b(rtx|gtx|rx|radeon|tesla|arc)\b")
 _MT_PER_S = re.compile(r"(?:l?p?ddr\dx?-?)? ?(\d{4,5})(?: ?mt/?s| ?mhz)?")
+
+CUDA, METAL, PHONE = "CUDA", "Metal", "phone"
+"""Platforms, as `Runtime.runs_on` names them; those of other cards and chips go by their names."""
+_BY_NAME = {
+    "ROCm": re.compile(r"rx|radeon|ai-pro|pro-[wv]|ryzen|strix|mi\d|instinct"),
+    "SYCL": re.compile(r"arc-|flex|max-1"),
+    "Vulkan": re.compile("snapdragon|adreno|mali"),
+}
+_NO_MAC = re.compile(r"(strix|ryzen|radeon|arc|snapdragon|dgx|jetson)-")
+_PHONE_FLOPS = 1e12
+"""A device with unified memory and less is a phone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +72,27 @@ class Machine(Hardware):
     def shares_memory(self) -> bool:
         """Whether it has a card that shares the host's memory."""
         return self.is_unified and not self.is_processor
+
+    @property
+    def platform(self) -> str:
+        """What programs need kernels for; a chip that shares memory and is not known is a Mac's."""
+        if self.is_processor:
+            return PROCESSOR
+        if self.is_unified and self.peak_flops < _PHONE_FLOPS:
+            return PHONE
+        if self.is_unified and not _NO_MAC.match(self.name):
+            return METAL
+        return next((name for name, it in _BY_NAME.items() if it.match(self.name)), CUDA)
+
+    def runs(self, runtime: Runtime) -> bool:
+        """Whether a program has kernels for it, as far as anybody says."""
+        for entry in runtime.runs_on:
+            platform, _, rule = entry.partition(" ")
+            if platform == self.platform:
+                level = compute_capability(self.name) if platform == CUDA and rule else None
+                of_names = platform == CUDA or re.match(rule, self.name)
+                return bool(of_names) and (level is None or level >= float(rule))
+        return not runtime.runs_on
 
     @property
     def title(self) -> str:
@@ -161,6 +199,16 @@ class Machine(Hardware):
         return replace(self, **changes, source={**self.sources, **said})
 
 
+def compute_capability(name: str) -> float | None:
+    """Return the CUDA compute capability of a card by its name; None where nobody says."""
+    stem = re.sub("-[0-9]+gb$", "", name)
+    found = (card for key, card in cards().items() if f"{key}-".startswith(f"{stem}-"))
+    card = cards().get(name) or next(found, None)
+    if card is None or card.cuda_major_version is None:
+        return None
+    return float(f"{card.cuda_major_version}.{card.cuda_minor_version or 0}")
+
+
 def as_machine(hardware: Hardware, **more: Any) -> Machine:
     """Return the machine of a profile.
 
@@ -202,6 +250,17 @@ def with_overrides(
     return machine._with(GIVEN, **changes).with_server_memory(ram or 0.0)
 
 
+def with_usual_ram(machine: Machine, channels: int) -> Machine:
+    """Return a machine with a module for each channel of memory, where nobody said its RAM."""
+    ram = channels * MODULE
+    if machine.shares_memory or not machine.is_guess("host_memory_bytes") or ram <= DESKTOP_RAM:
+        return machine
+    changes = {"host_memory_bytes": ram}
+    if machine.is_processor:
+        changes["memory_bytes"] = ram - SYSTEM
+    return machine._with("assumed, a module of 32 GB for each channel", **changes)
+
+
 def with_period_dram(machine: Machine) -> Machine:
     """Return a machine with the desktop memory of its card's time, where nobody said which.
 
@@ -232,6 +291,21 @@ def with_ram(machine: Machine, ram: float | None) -> Machine:
         held = machine.memory_bytes / of_all * ram
         sized = machine._with(GIVEN, memory_bytes=held, host_memory_bytes=ram)
         return replace(sized, name=name)
+
+
+def check_one_kind(name: str) -> None:
+    """Raise ValueError for a machine of cards of several kinds, which no forecast is of."""
+    if len([part for part in name.lower().split("+") if _CARD.search(part)]) > 1:
+        raise ValueError(
+            f"hardware={name!r} has cards of several kinds, and a forecast is of one. Allowed: "
+            "one of them, or several of one, as '2x rtx-3090'."
+        )
+
+
+def channels_of(host_memory: str) -> int | None:
+    """Return how many channels of memory such a text states."""
+    found = _CHANNELS.fullmatch(host_memory.strip().lower())
+    return int(found[1] or 1) * int(found[2]) if found else None
 
 
 def rate(text: str, key: str) -> float | None:

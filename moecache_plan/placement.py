@@ -184,6 +184,8 @@ def place(
     """
     layers, experts = model.num_layers, model.num_experts
     kind, amount = placement.kind, placement.amount
+    if machine.is_processor and runtime.absent != READ and kind in ("slots", "cache"):
+        raise ValueError(f"{placement}: {runtime.name} has no cache of experts on a processor")
     if kind == "cpu" or (machine.is_processor and runtime.absent != READ):
         cpu = Placement(kind="cpu")
         return Placed(mechanism=HOST, placement=cpu, on_host=1.0, whole=1.0, cached=0.0)

@@ -42,7 +42,14 @@ from moecache_plan.forecast import (
     rule_of_thumb_s,
     token_work,
 )
-from moecache_plan.machines import Machine, as_machine, rate, with_overrides
+from moecache_plan.machines import (
+    PROCESSORS,
+    Machine,
+    as_machine,
+    check_one_kind,
+    rate,
+    with_overrides,
+)
 from moecache_plan.mechanisms import PROCESSOR, PROMPTS, Mechanisms, mechanisms
 from moecache_plan.placement import Placed, place, read_placement, stored_for
 
@@ -56,16 +63,12 @@ GROUPS = (RESIDENT, HOST, PROCESSOR, BOTH, COPY, LAYER, READ)
 WITHIN = (1.25, 1.5, 1.6, 2.5)
 _SHORT = 256
 """Tokens of context assumed where a row does not say."""
-_NO_CARD = re.compile(
-    r"\b(none|cpu|ryzen|epyc|xeon|threadripper|core|i[3579]-\d+|ultra \d|altra|graviton|cobalt)\b"
-)
 _TELLS_NOTHING = re.compile(
     r"\d+-?c(ores?)?|unified|mini|air|mac|macbook|studio|base|desktop|vram|gddr\w*|single"
 )
 """Words of a device's name besides what identifies it."""
 _TELLS_APART = re.compile(r"ultra|max\+?|pro|ti|super|xtx?|gre|laptop|mobile|max-q")
 """Words after a device's name that make it another device."""
-_CARD = re.compile(r"\b(rtx|gtx|rx|radeon|tesla|arc)\b")
 _READS = {
     **dict.fromkeys((HOST, BOTH), "host_memory_GBps"),
     **dict.fromkeys((COPY, LAYER), "link_GBps"),
@@ -73,7 +76,10 @@ _READS = {
 }
 """Mechanism -> the column of the rate that matters most to it."""
 _KV = re.compile(r"\bkv cache (?:in )?(q[45]_[01]|q8_0|fp8)\b")
-_DRAFTED = re.compile(r"(?<!no )(?<!no-)(?<!without )\b(mtp|draft\w*|spec(ulative|[- ]dec)\w*)\b")
+_DRAFTED = re.compile(
+    r"(?<!no )(?<!no-)(?<!without )\b(mtp|draft\w*|spec(ulative|[- ]dec)\w*)\b"
+    r"(?! ?[=:] ?(0|off|none)\b)"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,13 +280,12 @@ def find_hardware(name: str) -> tuple[Hardware, int]:
     body = name.strip()
     match = re.match(r"(\d+) ?[x×] ?(?=\D)(.*)", body, re.IGNORECASE)  # noqa: RUF001
     cards, body = (int(match[1]), match[2]) if match else (1, body)
-    if len([part for part in body.lower().split("+") if _CARD.search(part)]) > 1:
-        raise ValueError(f"hardware={name!r} has cards of several kinds")
+    check_one_kind(body)
     try:
         found = _first(_hardware, _readings(body))
         return found, 1 if found.is_processor else cards
     except ValueError:
-        if not body or _NO_CARD.search(body.lower()):
+        if not body or PROCESSORS.search(body.lower()):
             return load_hardware(NO_CARD), 1
         raise
 

@@ -34,7 +34,7 @@ _OTHER = re.compile(r"-[0-9.]+-[bmt](?=-|$)|reap|prune|merge|draft|eagle|mtp|lor
 """What a finetune of a model has not in its name besides the model's: other sizes, parts of it."""
 _DENSE = re.compile(
     r"(?:code|tiny|meta)?-?llama-?(?:[123](?:\.[123])?)?-[0-9.]+b|qwen-?(?:1\.5|2|2\.5)-.*\b[0-9.]+b"
-    r"|qwen-?3-(?:vl-)?(?:0\.6|1\.7|2|4|8|14|32)b|qwq|qwen-?3\.[56]-(?:0\.8|2|4|9|27)b|vicuna"
+    r"|qwen-?3-(?:vl-)?(?:0\.6|1\.7|2|4|8|14|32)b|qwq|qwen-?3\.[5-9]-(?:0\.8|2|4|9|27)b|vicuna"
     r"|mistral-(?:7b|nemo|small-[23]|large-2)|ministral|devstral|codestral|gemma-?(?:[23]-)?[0-9]+b"
     r"|phi-?(?:[1234]\b|3\.5-mini)|gpt-?2\b|opt-[0-9.]+b|pythia|falcon-|yi-[0-9.]|smollm|glm-?4-9b"
     r"|olmo-?[23]?-[0-9.]+b|deepseek-r1-distill|granite-3\.[0-9]-[28]b|command-r",

@@ -63,8 +63,12 @@ class Runtime:
     """Flags where the processor computes everything."""
     tensor_flags: str = ""
     """Flags that divide each layer over all cards, with `{cards}` to be filled in."""
-    devices: Literal["any", "unified", "card"] = "any"
-    """`unified`: runs on machines whose device shares the host's memory only; `card`: on others."""
+    devices: Literal["any", "card"] = "any"
+    """`card`: runs only on a device with memory of its own."""
+    runs_on: tuple[str, ...] = ()
+    """What it has kernels for: `CUDA`, `CUDA 8.0` (of cards from that compute capability on),
+    `ROCm`, `ROCm rx-9|mi3` (of cards by their names), `SYCL`, `Vulkan`, `Metal`, `processor`,
+    `phone`; empty where nobody says."""
     models: str = ""
     """Pattern of the models that it runs, in lower case; empty for any."""
     gguf: bool = False

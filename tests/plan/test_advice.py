@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -193,3 +194,27 @@ def test_programs_of_macs_are_offered_on_macs_alone(chip: str, names: set[str]) 
     found = {row["runtime"] for row in advised(SMALL, chip)["runtimes"]}
     own = {"mlx", "ollama", "bigmoeonedge"}
     assert found <= names and own & found == own & names
+
+
+@pytest.mark.parametrize(
+    ("card", "runtime", "kernels"),
+    [
+        ("RX 6900 XT", "imp", "(ROCm), but on CUDA 9.0"),
+        ("RTX 4090", "mlx", "(CUDA), but on Metal"),
+        ("GTX 1050 Ti", "vllm", "but on CUDA 7.5"),
+        ("RX 6900 XT", "vllm", "ROCm rx-[79]|mi[23]"),
+    ],
+)
+def test_a_program_without_kernels_for_a_card_is_refused_and_not_offered(
+    card: str, runtime: str, kernels: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(kernels)):
+        advised(SMALL, card, runtimes=(runtime,))
+    assert runtime not in {row["runtime"] for row in advised(SMALL, card)["runtimes"]}
+    assert "imp" in {row["runtime"] for row in advised(SMALL, "RTX 5090")["runtimes"]}
+
+
+def test_a_machine_of_many_channels_has_the_ram_of_as_many_modules() -> None:
+    assert machine("none", host_memory="12x6400").ram == 384e9
+    assert machine("none", host_memory="12x6400", ram="64GB").ram == 64e9
+    assert machine("none", host_memory="2x5600").ram == 64e9

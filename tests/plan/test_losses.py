@@ -19,6 +19,8 @@ from moecache_plan.losses import (
     amount,
     band,
     here,
+    kind_of,
+    known_names,
     published,
     rules_of,
 )
@@ -117,6 +119,22 @@ def test_every_lossy_algorithm_has_a_class_of_rule() -> None:
 )
 def test_a_rule_is_asked_for_by_class_algorithm_or_composition(name: str, rules: list[str]) -> None:
     assert rules_of(name) == rules
+
+
+@pytest.mark.parametrize(
+    ("typed", "known"),
+    [
+        (("REAP", "arc-c"), ("prune", "arc_challenge")),
+        (("top-k", "humaneval+"), ("top_k", "humaneval_plus")),
+        (("cache_prior", "MATH-500"), ("cache_prior", "math500")),
+        (("prune", "gpqa"), ("prune", "gpqa")),
+    ],
+)
+def test_rules_and_tasks_are_known_by_other_names(
+    typed: tuple[str, str], known: tuple[str, str]
+) -> None:
+    assert known_names(*typed) == known
+    assert rules_of(known[0]) and kind_of(known[1])
 
 
 QWEN = load_real_model("Qwen3-30B-A3B", "model")

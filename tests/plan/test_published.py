@@ -21,6 +21,7 @@ from moecache_plan.published import (
     SpeedRow,
     find_hardware,
     find_model,
+    read_row,
     read_rows,
     speed,
     tokens,
@@ -66,8 +67,10 @@ def test_a_row_is_forecast_with_its_range_and_left_out_ones_say_why(
         ("placement", "somewhere", "placement="),
         ("note", "top-k 200", "top-k 200 of 128 experts"),
         ("note", "hit rate 120%", "of 120%"),
+        ("hardware", "RTX 3090 + RTX 3060", "cards of several kinds"),
     ]
     first = {**ROW, "host_memory_GBps": "2x5600", "prompt": 4096, "prefill_tok_s": 400}
+    first["note"] = "MTP=0, DRAFT = off"
     others = [{**ROW, column: text} for column, text, _ in left_out]
     path = write(tmp_path / "rows.csv", first, *others)
     result = moecache.json("validate", "--speeds", path)
@@ -114,8 +117,9 @@ def test_a_card_with_more_memory_is_the_card_and_words_after_a_models_name_say_n
     for other in ("RTX 2050", "GPU 9000"):
         with pytest.raises(ValueError, match="is not known"):
             find_hardware(other)
-    with pytest.raises(ValueError, match="cards of several kinds"):
-        find_hardware("RTX 3090 + RTX 3060")
+    cached = {**ROW, "hardware": "none", "placement": "slots=4"}
+    with pytest.raises(ValueError, match="has no cache of experts on a processor"):
+        read_row({name: str(cached.get(name, "")) for name in (*COLUMNS, "machine")})
 
 
 def test_models_speeds_and_tokens_are_read_as_typed() -> None:
