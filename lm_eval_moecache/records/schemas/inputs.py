@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo, create_model
 
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.numbers import plain_number
@@ -77,7 +77,8 @@ Record = TypeVar("Record")
 def _profile_schema(record: Any) -> type[BaseModel]:
     """Return a profile's schema, made from the fields of its record, which checks their ranges."""
     figure = Annotated[float, Field(allow_inf_nan=True), BeforeValidator(_figure)]
-    kinds = {float: figure, float | None: figure | None}
+    texts = Annotated[list[str], AfterValidator(tuple)]
+    kinds = {float: figure, float | None: figure | None, tuple[str, ...]: texts}
     schema_fields: dict[str, Any] = {}
     for field in fields(record):
         kind = types_of(record)[field.name][0]
