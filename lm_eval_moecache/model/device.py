@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 import re
 import time
 import weakref
@@ -18,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -93,7 +93,7 @@ def timed(work: Callable[[], object], device: torch.device, times: int) -> list[
 def total_memory(device: torch.device) -> int | None:
     """Return the bytes of a device's memory (the machine's for a CPU); None where unknown."""
     if device.type == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(psutil.virtual_memory().total)
     module: Any = torch.get_device_module(device)
     for query in (
         lambda: torch.accelerator.get_memory_info(device)[1],  # type: ignore[attr-defined,unused-ignore]
@@ -263,25 +263,22 @@ def locked_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 # --- host memory that is available --------------------------------------------------------------
 
-_PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-_LIMIT = {"": "memory.max", "memory": "memory.limit_in_bytes"}
-_USE = {"": "memory.current", "memory": "memory.usage_in_bytes"}
-"""Controller in a line of /proc/self/cgroup (empty: version 2) -> file of its value."""
+_OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_FILES = {
+    "": ("memory.max", "memory.current"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+"""Controller in a line of /proc/self/cgroup (empty: version 2) -> files of its limit and use."""
 
 
-def available_host_bytes() -> int | None:
-    """Return the bytes that can be allocated without swapping or exceeding a cgroup's limit.
-
-    None where the system does not report them.
-    """
-    available_kb = re.search(r"MemAvailable:\s+(\d+) kB", _text(_PROC / "meminfo"))
-    rooms = [int(available_kb[1]) * 1024] if available_kb else []
-    for line in _text(_PROC / "self/cgroup").splitlines():
+def available_host_bytes() -> int:
+    """Return the bytes that can be allocated without swapping or exceeding a cgroup's limit."""
+    rooms = [int(psutil.virtual_memory().available)]
+    for line in _text(_OWN_GROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
-        for kind in _LIMIT:
-            if kind in controllers.split(","):
-                rooms += _rooms(kind, path)
-    return min(rooms, default=None)
+        for kind in _FILES.keys() & {*controllers.split(",")}:
+            rooms += _rooms(kind, path)
+    return min(rooms)
 
 
 def _rooms(kind: str, path: str) -> Iterator[int]:
@@ -290,11 +287,10 @@ def _rooms(kind: str, path: str) -> Iterator[int]:
     for place in (group, *group.parents):
         # A container may see its own group as the root.
         folder = _GROUPS / kind / place
-        limit, used = _number(folder / _LIMIT[kind]), _number(folder / _USE[kind])
+        limit, used = (_number(folder / name) for name in _FILES[kind])
         if limit is not None and used is not None:
-            cached = re.search(
-                r"^(?:total_)?inactive_file (\d+)", _text(folder / "memory.stat"), re.M
-            )
+            stat = _text(folder / "memory.stat")
+            cached = re.search(r"^(?:total_)?inactive_file (\d+)", stat, re.M)
             yield max(0, limit - used + (int(cached[1]) if cached else 0))
 
 

@@ -305,7 +305,7 @@ def check_wall(
     if device == "cpu":
         needed |= {"slots": slots, "the model's other weights": dense}
     available = available_host_bytes()
-    if available is not None and sum(needed.values()) > available:
+    if sum(needed.values()) > available:
         parts = " and ".join(f"{size} bytes of {item}" for item, size in needed.items() if size)
         kind = "memory" if device == "cpu" else "locked memory"
         remedy = "store=disk, or more memory" if store == "ram" else "a smaller capacity"
