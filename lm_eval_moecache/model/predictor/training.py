@@ -10,7 +10,7 @@ T tokens, L layers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 from tqdm import tqdm
 
 from lm_eval_moecache.algorithms.learned.predictor import HIDDEN_FACTOR, array_name, num_stages
@@ -77,24 +78,23 @@ class Best(NamedTuple):
     held_out_loss: float
 
 
-Loss = Callable[[Tensor], tuple[Tensor, int]]
-"""Numbers of examples -> their mean loss, and how many it is the mean of."""
+Loss = Callable[[Any, Tensor], tuple[Tensor, int]]
+"""(examples, numbers of some) -> their mean loss, and how many it is the mean of."""
 _JUDGED_AT_ONCE = 65536
 
 
 def fit(
     network: nn.Module,
-    losses: tuple[Loss, int],
-    held_out: tuple[Loss, int],
+    loss_of: Loss,
+    known: Sized,
+    held_out: Sized,
     recipe: Recipe | TextRecipe,
     seed: int,
 ) -> Best:
     """Train by Adam until `patience` epochs bring no improvement; restore the best epoch's weights.
 
-    `losses` and `held_out` are losses with the number of examples they are of. The learning rate is
-    halved every `halve_every` epochs of a recipe that says so.
+    The learning rate is halved every `halve_every` epochs of a recipe that says so.
     """
-    (loss_of, count), (held_out_loss_of, held_out_count) = losses, held_out
     order = torch.Generator().manual_seed(seed)
     adam = torch.optim.Adam(network.parameters(), lr=recipe.learning_rate)
     every = recipe.halve_every if isinstance(recipe, Recipe) else recipe.max_epochs
@@ -102,14 +102,14 @@ def fit(
     best, best_state = Best(0, 0, float("inf")), copy.deepcopy(network.state_dict())
     at_once = _JUDGED_AT_ONCE if isinstance(recipe, Recipe) else recipe.batch_size
     for epoch in range(1, recipe.max_epochs + 1):
-        for rows in torch.split(torch.randperm(count, generator=order), recipe.batch_size):
+        for rows in torch.split(torch.randperm(len(known), generator=order), recipe.batch_size):
             adam.zero_grad()
-            torch.autograd.backward(loss_of(rows)[0])
+            torch.autograd.backward(loss_of(known, rows)[0])
             adam.step()
         halving.step()
         with torch.no_grad():
-            judged = torch.split(torch.arange(held_out_count), at_once)
-            parts = [held_out_loss_of(rows) for rows in judged]
+            judged = torch.split(torch.arange(len(held_out)), at_once)
+            parts = [loss_of(held_out, rows) for rows in judged]
         loss = sum(float(part) * num for part, num in parts) / sum(num for _, num in parts)
         best = best._replace(epochs=epoch)
         if loss < best.held_out_loss:
@@ -173,15 +173,12 @@ def train(
     linears = [nn.Linear(*sizes) for sizes in pairwise(widths)]
     network = nn.Sequential(*[m for linear in linears for m in (nn.ReLU(), linear)][1:])
 
-    def losses(some: Pairs) -> tuple[Loss, int]:
-        inputs, targets = _tensors(some, recipe.loss, num_chosen)
+    def loss_of(some: TensorDataset, rows: Tensor) -> tuple[Tensor, int]:
+        inputs, targets = some[rows]
+        return _loss(network(inputs.float()), targets, recipe.loss), len(rows)
 
-        def loss_of(rows: Tensor) -> tuple[Tensor, int]:
-            return _loss(network(inputs[rows].float()), targets[rows], recipe.loss), len(rows)
-
-        return loss_of, len(inputs)
-
-    best = fit(network, losses(pairs), losses(held_out), recipe, seed)
+    known, tested = (_examples(some, recipe.loss, num_chosen) for some in (pairs, held_out))
+    best = fit(network, loss_of, known, tested, recipe, seed)
     arrays: dict[str, Halves] = {}
     for stage, linear in enumerate(linears):
         for part, values in (("weight", linear.weight), ("bias", linear.bias)):
@@ -189,14 +186,14 @@ def train(
     return arrays, best
 
 
-def _tensors(pairs: Pairs, loss: str, num_chosen: int) -> tuple[Tensor, Tensor]:
+def _examples(pairs: Pairs, loss: str, num_chosen: int) -> TensorDataset:
     """Return inputs and targets: the router's distribution (`kl`) or its chosen set (`bce`)."""
     inputs = torch.from_numpy(pairs.inputs_ND)
     if loss == "kl":
-        return inputs, torch.from_numpy(pairs.targets_NE).float().softmax(-1)
+        return TensorDataset(inputs, torch.from_numpy(pairs.targets_NE).float().softmax(-1))
     chosen = np.zeros(pairs.targets_NE.shape, dtype=np.float32)
     np.put_along_axis(chosen, top_k(pairs.targets_NE, num_chosen), 1.0, axis=-1)
-    return inputs, torch.from_numpy(chosen)
+    return TensorDataset(inputs, torch.from_numpy(chosen))
 
 
 def _loss(predicted: Tensor, targets: Tensor, loss: str) -> Tensor:
@@ -252,15 +249,12 @@ def train_on_texts(
     sizes = (table.shape[-1], recipe.width, geometry.num_layers, geometry.num_experts)
     network, top = DataAwareNetwork(*sizes), geometry.top_k
 
-    def losses(some: Sequence[Text]) -> tuple[Loss, int]:
-        def loss_of(rows: Tensor) -> tuple[Tensor, int]:
-            batch = [some[row] for row in rows.tolist()]
-            loss = _text_loss(network, batch, embed, top, recipe)
-            return loss, sum(len(text.ids) for text in batch)
+    def loss_of(some: Sequence[Text], rows: Tensor) -> tuple[Tensor, int]:
+        batch = [some[row] for row in rows.tolist()]
+        loss = _text_loss(network, batch, embed, top, recipe)
+        return loss, sum(len(text.ids) for text in batch)
 
-        return loss_of, len(some)
-
-    best_epoch = fit(network, losses(known), losses(held_out), recipe, recipe.seed)
+    best_epoch = fit(network, loss_of, known, held_out, recipe, recipe.seed)
     # Judged as stored, in float16.
     arrays = {name: value.half() for name, value in network.state_dict().items()}
     network.load_state_dict({name: value.float() for name, value in arrays.items()})
