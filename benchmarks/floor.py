@@ -3,8 +3,6 @@
 A choice over all experts with a bonus for residents and LRU behind it, for some rows, in machine
 code that is called by address and writes its result in place: what it takes beyond a hook that does
 nothing.
-
-    python benchmarks/floor.py
 """
 
 from __future__ import annotations
@@ -93,9 +91,3 @@ def unit_us(rows: int, calls: int = 500) -> float:
 
     with torch.no_grad():
         return timed(by_address) - timed(lambda *_: None)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for number in (1, 16):
-        print(f"{number} rows: {unit_us(number):.1f} us")

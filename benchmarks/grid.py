@@ -103,10 +103,6 @@ def setting_of(
     return read_config(keys, replayed=True).setting(geometry)
 
 
-def load(file: Path) -> list[Run]:
-    return json.loads(gzip.decompress(file.read_bytes())) if file.is_file() else []
-
-
 def fill(
     file: Path,
     cells: Iterable[tuple[Run, Any]],
@@ -115,7 +111,7 @@ def fill(
     save_each: int = 20,
 ) -> list[Run]:
     """Measure the cells, each with its inputs, that the file lacks, and return all."""
-    runs = load(file)
+    runs = json.loads(gzip.decompress(file.read_bytes())) if file.is_file() else []
     known = {json.dumps(run["cell"], sort_keys=True) for run in runs}
     for cell, meaning in cells:
         if json.dumps(cell, sort_keys=True) not in known:
@@ -145,10 +141,10 @@ def draws(num_units: int) -> npt.NDArray[np.int64]:
     return np.vstack([np.ones(num_units, dtype=np.int64), *counts])
 
 
-def interval(values: Floats, form: str = "{:.1f}") -> str:
+def interval(values: Floats) -> str:
     """Format a figure and the 95% interval of its draws; `values` has the figure first."""
     low, high = bounds(values)
-    return f"{form.format(values[0])} [{form.format(low)}, {form.format(high)}]"
+    return f"{values[0]:.1f} [{low:.1f}, {high:.1f}]"
 
 
 def bounds(values: Floats) -> Floats:
@@ -156,11 +152,9 @@ def bounds(values: Floats) -> Floats:
     return np.nanpercentile(values[1:], [2.5, 97.5])
 
 
-def text_table(
-    headers: Sequence[str], rows: Iterable[Sequence[str]], first: str = "---", others: str = "---"
-) -> str:
-    """Return a Markdown table without padding; `first` and `others` align its columns."""
-    lines = [headers, [first, *[others] * (len(headers) - 1)], *rows]
+def text_table(headers: Sequence[str], rows: Iterable[Sequence[str]], others: str = "---") -> str:
+    """Return a Markdown table without padding; `others` aligns all columns but the first."""
+    lines = [headers, ["---", *[others] * (len(headers) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
