@@ -240,18 +240,16 @@ def table(report: Mapping[str, Any]) -> str:
         ]
     lines += ["| what | found | target | |", "|---|---|---|---|"]
     for name, result in report["checks"].items():
-        lines.append(
-            f"| {name} | {state_of(result)} {result['said']} | | {result['seconds']:.0f} s |"
-        )
+        state, seconds = f"{state_of(result)} {result['said']}", f"{result['seconds']:.0f} s"
+        lines.append(f"| {name} | {state} | | {seconds} |")
         for words, values in result["found"].items():
-            text = ", ".join(f"{value:.3g}" for value in values) or "not said"
-            bound, met = "", ""
+            text, bound, met = ", ".join(f"{value:.3g}" for value in values), "", ""
             if (target := FIGURES[words][2]) is not None:
                 least, most = target
                 bound = f"at least {least}" if most == inf else f"{least} to {most}"
                 within = bool(values) and all(least <= value <= most for value in values)
                 met = "met" if within else "missed"
-            lines.append(f"| {words} | {text} | {bound} | {met} |")
+            lines.append(f"| {words} | {text or 'not said'} | {bound} | {met} |")
     return "\n".join([*lines, ""])
 
 

@@ -103,6 +103,10 @@ def setting_of(
     return read_config(keys, replayed=True).setting(geometry)
 
 
+def load(file: Path) -> list[Run]:
+    return json.loads(gzip.decompress(file.read_bytes())) if file.is_file() else []
+
+
 def fill(
     file: Path,
     cells: Iterable[tuple[Run, Any]],
@@ -111,7 +115,7 @@ def fill(
     save_each: int = 20,
 ) -> list[Run]:
     """Measure the cells, each with its inputs, that the file lacks, and return all."""
-    runs = json.loads(gzip.decompress(file.read_bytes())) if file.is_file() else []
+    runs = load(file)
     known = {json.dumps(run["cell"], sort_keys=True) for run in runs}
     for cell, meaning in cells:
         if json.dumps(cell, sort_keys=True) not in known:
