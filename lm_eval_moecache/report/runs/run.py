@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.records.schemas.keys import COMPARED, RARE, REPORTED, keys_with
+from lm_eval_moecache.records.schemas.keys import COMPARED, REPORTED, keys_with
 from lm_eval_moecache.report.metrics import BATCH, Column, metric_column
 from lm_eval_moecache.report.runs.answers import ANSWERS, costs_of
 
@@ -23,7 +23,7 @@ ONLY_HOW = ("batch_size", "max_batch_size")
 """Arguments that say how many requests are computed together, and change no figure."""
 _COMPARED = {*keys_with(COMPARED), "label", *ONLY_HOW}
 """Model arguments that comparisons vary (and the axes' parameters: `eviction.NAME`)."""
-_SETTING = tuple(key for key in keys_with(REPORTED | RARE) if key not in _COMPARED)
+_SETTING = tuple(key for key in keys_with(REPORTED) if key not in _COMPARED)
 RATES = (
     *("link_bytes_per_s", "link_latency_s", "peak_flops", "memory_bytes_per_s"),
     *("kernel_overhead_s", "layer_overhead_s", "host_flops", "host_memory_bytes_per_s"),
@@ -335,7 +335,7 @@ def identity(run: Run, tasks: Sequence[str] | None = None) -> dict[str, str]:
         "gen_kwargs": run.options.get("gen_kwargs") or config.get("gen_kwargs") or None,
         **{key: run.options.get(key, config.get(key)) for key in _OPTIONS},
         **{key: config.get(key) for key in _SEEDS},
-        **{key: report.get(key, arguments.get(key)) for key in _SETTING},
+        **{key: report.get(key) for key in _SETTING},
         # Before `streams`, the rows of a batch shared the cache.
         "streams": report.get("streams")
         or arguments.get("batch_size")
