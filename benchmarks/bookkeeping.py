@@ -59,8 +59,8 @@ def microseconds(model: Any, options: Any, policy: str, rows: int) -> list[float
     means, prompt = [], torch.arange(2, 18).repeat(rows, 1)
     for _ in range(5):
         if options.clock == "wall":
-            device = torch.device("cpu")
-            wrapped = wall(model, take(model, device), policy, options.capacity)
+            loader = take(model, torch.device("cpu"))
+            wrapped = wall(model, loader, policy, options.capacity)
         else:
             wrapped = virtual(model, policy, options.capacity)
         engine, served = wrapped.engine, list[Row]()
@@ -92,10 +92,9 @@ def main() -> None:
         print(f"{rows} rows, unit {unit:.1f} us")
         for policy in options.policies.split(","):
             costs_us = microseconds(model, options, policy, rows)
-            target, verdict = TARGETS.get(policy), ""
-            units = min(costs_us) / unit
-            if target is not None:
-                most = target * (1 if rows == 1 else 3)
+            units, verdict = min(costs_us) / unit, ""
+            if policy in TARGETS:
+                most = TARGETS[policy] * (1 if rows == 1 else 3)
                 verdict = f", target {most:g}: {'met' if units <= most else 'missed'}"
             print(
                 f"{policy}: median {median(costs_us):.0f} (best {min(costs_us):.0f}), "

@@ -68,8 +68,7 @@ def measured(
     """Run the same texts under both clocks."""
     model, moved, loader = models
     rate = parse_bandwidth(options.bandwidth)
-    words = model.config.vocab_size
-    texts = prompts(options.rounds + 1, options.prompt, words, model.device)
+    texts = prompts(options.rounds + 1, options.prompt, model.config.vocab_size, model.device)
     # On the wall clock a prefill executes experts as they arrive, a decode step all together.
     arriving, together = (
         passes_of(virtual(model, policy, capacity, hardware, execute), texts, options.tokens)

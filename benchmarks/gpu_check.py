@@ -219,9 +219,8 @@ def check(
 
 
 def state_of(result: Mapping[str, Any]) -> str:
-    if result["code"] == 124:
-        return "stopped at its limit"
-    return "passed" if result["passed"] else f"failed: exit {result['code']}"
+    failed = "stopped at its limit" if result["code"] == 124 else f"failed: exit {result['code']}"
+    return "passed" if result["passed"] else failed
 
 
 def table(report: Mapping[str, Any]) -> str:

@@ -89,11 +89,11 @@ def main() -> None:
             print(f"{options.shape} on {device}, {options.policy} at {options.capacity}, {tier}")
             print(f"accelerate: {spread([1e3 * a[1] for a, _ in pairs])} ms a token")
             print(f"moecache:   {spread([1e3 * m[1] for _, m in pairs])} ms a token")
-            geometry, passes = wrapped.engine.geometry, wrapped.engine.ledger.passes
+            geometry = wrapped.engine.geometry
             num_far = sum(place == tier for place in model.hf_device_map.values())
             far_bytes = num_far * geometry.total_expert_bytes // geometry.num_layers
             # The first text warmed the cache.
-            warm = passes[1 + options.tokens :]
+            warm = wrapped.engine.ledger.passes[1 + options.tokens :]
             moved = mean(record.bytes_moved for record in warm if record.phase != PREFILL)
             print(
                 f"bytes brought near a step: {far_bytes / 1e6:.1f} MB in whole layers, "
