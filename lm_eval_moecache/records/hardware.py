@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from lm_eval_moecache.records.cards import ALSO_FILE, card_name, card_of, cards, chip_of, chips
 from lm_eval_moecache.records.names import Naming, UnknownNameError, find_name, read_aliases
 from lm_eval_moecache.records.plugins import yaml_files
-from lm_eval_moecache.records.ranges import Positive, Range, Share, ZeroOrMore, check_fields
+from lm_eval_moecache.records.ranges import Positive, Range, Share, ZeroOrMore
 from lm_eval_moecache.records.sizes import parse_bandwidth
 
 PROFILE_DIR = Path(__file__).resolve().parent.parent / "hardware"
@@ -84,9 +84,6 @@ class Hardware:
     is_processor: bool = False
     """Whether there is no card: the processor computes everything, and the link is the drive's."""
     source: dict[str, str] | str = ""
-
-    def __post_init__(self) -> None:
-        check_fields(self, f"hardware {self.name!r}")
 
     @property
     def sources(self) -> dict[str, str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache, reduce
+from functools import reduce
 from operator import or_
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.numbers import LIMITS, unknown_name_error
+from lm_eval_moecache.records.numbers import LIMITS
 
 _COUNTS = {
     "top_k": "the router's top_k={}",
@@ -50,24 +49,6 @@ def split_range(annotation: Any) -> tuple[Any, Range | None]:
         if get_origin(kind) is Annotated and isinstance(kind.__metadata__[0], Range):
             kinds[place], found = get_args(kind)
     return (annotation, None) if found is None else (reduce(or_, kinds), found)
-
-
-@cache
-def types_of(record: Any) -> Mapping[str, tuple[Any, Range | None]]:
-    """Return the type and the range of each field of a dataclass."""
-    hints = get_type_hints(record, include_extras=True)
-    return {name: split_range(hint) for name, hint in hints.items()}
-
-
-def check_fields(record: Any, what: str) -> None:
-    """Raise ValueError for the first field outside its range or its list of words."""
-    record_type: Any = type(record)
-    for name, (kind, allowed) in types_of(record_type).items():
-        value = getattr(record, name)
-        if allowed is not None:
-            allowed.check(f"{what}: {name}", value)
-        elif get_origin(kind) is Literal and value not in get_args(kind):
-            raise unknown_name_error(f"{what}: {name}", value, get_args(kind))
 
 
 ZeroOrMore = Annotated[float, Range(least=0)]

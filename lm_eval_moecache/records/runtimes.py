@@ -18,7 +18,7 @@ from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.records.plugins import yaml_files
-from lm_eval_moecache.records.ranges import Count, Positive, Share, check_fields
+from lm_eval_moecache.records.ranges import Count, Positive, Share
 
 RUNTIME_DIR = Path(__file__).resolve().parent.parent / "runtimes"
 MECHANISMS_FILE = RUNTIME_DIR / "mechanisms.yaml"
@@ -95,7 +95,6 @@ class Runtime:
     def __post_init__(self) -> None:
         if self.absent not in MECHANISMS:
             raise unknown_name_error(f"runtime {self.name!r}: absent", self.absent, MECHANISMS)
-        check_fields(self, f"runtime {self.name!r}")
         try:
             re.compile(self.called)
         except re.error as error:

@@ -39,10 +39,10 @@ _WORDS = {
     "string_too_short": "must not be empty",
     "too_short": "must not be empty",
     "none_required": "must be left out",
-    "greater_than": "must be above {gt}",
-    "greater_than_equal": "must be {ge} or more",
-    "less_than": "must be below {lt}",
-    "less_than_equal": "must be at most {le}",
+    "greater_than": "must be above {gt:.10g}",
+    "greater_than_equal": "must be {ge:.10g} or more",
+    "less_than": "must be below {lt:.10g}",
+    "less_than_equal": "must be at most {le:.10g}",
     "finite_number": "must be a finite number",
 }
 

@@ -6,19 +6,21 @@ import math
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo, create_model
 
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.numbers import plain_number
-from lm_eval_moecache.records.ranges import types_of
+from lm_eval_moecache.records.ranges import split_range
 from lm_eval_moecache.records.schemas import Schema, check
 
 _INFINITE = ("peak_flops", "memory_bytes_per_s")
 """Fields that may be infinite: compute that takes no time is a useful idealisation, but an infinite
 link or memory would leave nothing to measure."""
 
+_LIMITS = {"least": "ge", "above": "gt", "most": "le", "below": "lt"}
+"""Limits of a range, as pydantic calls them."""
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -75,13 +77,16 @@ Record = TypeVar("Record")
 
 @cache
 def _profile_schema(record: Any) -> type[BaseModel]:
-    """Return a profile's schema, made from the fields of its record, which checks their ranges."""
-    figure = Annotated[float, Field(allow_inf_nan=True), BeforeValidator(_figure)]
-    texts = Annotated[list[str], AfterValidator(tuple)]
-    kinds = {float: figure, float | None: figure | None, tuple[str, ...]: texts}
+    """Return a profile's schema, made from the fields of its record and their ranges."""
+    hints = get_type_hints(record, include_extras=True)
+    kinds: dict[Any, Any] = {tuple[str, ...]: Annotated[list[str], AfterValidator(tuple)]}
     schema_fields: dict[str, Any] = {}
     for field in fields(record):
-        kind = types_of(record)[field.name][0]
+        kind, allowed = split_range(hints[field.name])
+        given = {} if allowed is None else allowed.limits
+        limits: dict[str, Any] = {_LIMITS[name]: limit for name, limit in given.items()}
+        figure = Annotated[float, Field(allow_inf_nan=True, **limits), BeforeValidator(_figure)]
+        kinds |= {float: figure, float | None: figure | None, int: Annotated[int, Field(**limits)]}
         kind = Text if field.name == "name" else kinds.get(kind, kind)
         schema_fields[field.name] = (kind, ... if field.default is MISSING else field.default)
     return create_model(f"{record.__name__}File", __base__=Schema, **schema_fields)
