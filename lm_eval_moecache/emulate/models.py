@@ -147,10 +147,22 @@ def _unknown(key: str, typed: str, text: str, error: ValueError) -> ValueError:
     if os.path.exists(typed):
         what = "a folder without a config.json" if os.path.isdir(typed) else "no configuration"
         return ValueError(f"{key}={shown(typed)} is {what}. Allowed: a config.json, or a YAML.")
-    rest = str(error).partition(" is not known.")[2]
+    alike = [name for name in emulated_names() if _is_near(_weights(text), _weights(name))]
+    rest = str(unknown_name_error(key, typed, alike)).partition(" is not known.")[2]
     return ValueError(
         f"{key}={shown(typed)} is not known, and there is no such file or folder.{rest}"
     )
+
+
+def _weights(name: str) -> float | None:
+    """Return how many billions of weights a name states; None for one that states no number."""
+    found = re.search(r"-([0-9.]+)([bt])\b", name.lower())
+    return None if found is None else float(found[1]) * (1000 if found[2] == "t" else 1)
+
+
+def _is_near(one: float | None, other: float | None) -> bool:
+    """Whether neither of two sizes is over ten times the other, as far as both are known."""
+    return not one or not other or one / 10 <= other <= one * 10
 
 
 def _owner(text: str) -> str | None:

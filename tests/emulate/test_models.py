@@ -182,6 +182,12 @@ def test_a_pattern_of_layers_names_its_letters(tmp_path: Path) -> None:
         load_real_model(str(tmp_path))
 
 
+def test_an_unknown_name_offers_none_of_less_than_a_tenth_or_over_ten_times_its_size() -> None:
+    with pytest.raises(ValueError, match="is not known, and there is no such") as refused:
+        load_real_model("Qwen3.8-MoE-27B")
+    assert "Qwen3.6-35B-A3B" in str(refused.value) and "397B" not in str(refused.value)
+
+
 def test_a_hub_id_is_read_from_the_local_cache_where_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
