@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from pandas import DataFrame
 from scipy import optimize, stats
 
 from lm_eval_moecache.engine.setting import TOGETHER, Setting
@@ -25,7 +26,6 @@ from moecache_plan.validation import (
     STALL,
     WALL,
     Ran,
-    Series,
     Values,
     closeness,
     read_measured,
@@ -54,10 +54,10 @@ class Measured(NamedTuple):
     name: str
     trace: Trace
     setting: Setting
-    series: Series
+    series: DataFrame
     tokens: slice
 
-    def aligned(self, hardware: Hardware) -> tuple[Series, Series]:
+    def aligned(self, hardware: Hardware) -> tuple[DataFrame, DataFrame]:
         """Return those tokens as the clock predicts them on this hardware, and as measured."""
         ours = simulate(self.trace, replace(self.setting, hardware=hardware))
         return same_tokens(ours, self.series, self.tokens)
@@ -171,8 +171,8 @@ def fit_to(
         "kernel_overhead_s": start.kernel_overhead_s or 1e-6,
     }
     figures: dict[str, Any] = {name: initial[name] for name in names if name in initial}
-    if all({MANAGEMENT, READ} <= run.series.columns.keys() for run in runs):
-        parts = [run.series.part(run.tokens).columns for run in runs]
+    if all({MANAGEMENT, READ} <= set(run.series) for run in runs):
+        parts = [run.series.iloc[run.tokens] for run in runs]
         management_s = sum(float(part[MANAGEMENT].sum()) for part in parts) / 1e3
         figures[BY_COLUMN] = management_s / sum(float(part[READ].sum()) for part in parts)
     start = replace(start, **figures)
@@ -222,17 +222,17 @@ def _residuals(run: Measured, hardware: Hardware) -> Values:
     ours, measured = run.aligned(hardware)
     residuals = []
     for name in (STALL, WALL):
-        if name in measured.columns and measured.columns[name].any():
-            observed = measured.columns[name]
+        if name in measured and measured[name].any():
+            observed = measured[name].to_numpy()
             positive = observed > 0
             # Ours is at least a hundredth of the typical value, so that a stall of 0 has a log.
             floor = 0.01 * float(np.median(observed[positive]))
             residuals.append(
-                np.log(np.maximum(ours.columns[name][positive], floor) / observed[positive])
+                np.log(np.maximum(ours[name].to_numpy()[positive], floor) / observed[positive])
             )
             if name == STALL:
                 # Their sum too, weighted like a quarter of them: few tokens hold most of the stall.
-                ratio = max(float(ours.columns[name].sum()), floor) / float(observed.sum())
+                ratio = max(float(ours[name].sum()), floor) / float(observed.sum())
                 residuals.append(np.array([0.5 * np.sqrt(len(observed)) * np.log(ratio)]))
     if not residuals:
         raise ValueError(f"{run.name}: there is neither stall_ms nor wall_ms to fit to.")

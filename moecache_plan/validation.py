@@ -8,12 +8,12 @@ included, as engines print it; a negative value means that there was no cache.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pandas import DataFrame
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.replay import replay
@@ -32,20 +32,6 @@ WALL, STALL, IO, COMPUTE, READ, HIT, MANAGEMENT = COLUMNS = (
 )
 OUTLIER = 2.0
 """A token that takes this many times the median wall has stalled for reasons outside the model."""
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """Columns over the decoded tokens: measured ones, or ours of the same meaning."""
-
-    columns: Mapping[str, Values]
-
-    def __len__(self) -> int:
-        return len(next(iter(self.columns.values())))
-
-    def part(self, tokens: slice) -> Series:
-        """Return the series of these tokens alone."""
-        return Series({name: values[tokens] for name, values in self.columns.items()})
 
 
 class Ran(NamedTuple):
@@ -73,8 +59,8 @@ class Ran(NamedTuple):
         )
 
 
-def read_measured(path: Path) -> Series:
-    """Read a measured table.
+def read_measured(path: Path) -> DataFrame:
+    """Read a measured table: its known columns, a row a decoded token.
 
     ValueError for a file without any of the columns, and for a cell that is not a number.
     """
@@ -96,10 +82,10 @@ def read_measured(path: Path) -> Series:
             cell = shown(rows[number][name])
             raise ValueError(f"{label}: row {number + 1}, {name}={cell} is not a number.")
         columns[name] = np.array(values, dtype=np.float64)
-    return Series(columns)
+    return DataFrame(columns)
 
 
-def simulate(trace: Trace, setting: Setting) -> Series:
+def simulate(trace: Trace, setting: Setting) -> DataFrame:
     """Replay a routing; return the series of its decoded tokens, in a measured table's units.
 
     `compute_ms` is the rest of the wall, as engines report it.
@@ -114,12 +100,12 @@ def simulate(trace: Trace, setting: Setting) -> Series:
     wall, stall, read = np.array(rows)[decoded].T
     management = 1e3 * setting.hardware.load_overhead_s_per_byte * read
     columns = {WALL: wall, STALL: stall, COMPUTE: wall - stall - management, MANAGEMENT: management}
-    return Series({**columns, READ: read, HIT: share[decoded]})
+    return DataFrame({**columns, READ: read, HIT: share[decoded]})
 
 
 def same_tokens(
-    predicted: Series, measured: Series, tokens: slice = slice(None)
-) -> tuple[Series, Series]:
+    predicted: DataFrame, measured: DataFrame, tokens: slice = slice(None)
+) -> tuple[DataFrame, DataFrame]:
     """Return these tokens of both; ValueError where they differ in length or none is left."""
     if len(predicted) != len(measured):
         raise ValueError(
@@ -127,21 +113,21 @@ def same_tokens(
             f"{len(measured)} rows: they are not of one run. Allowed: a table with one row a "
             "decoded token, in order."
         )
-    part = measured.part(tokens)
+    part = measured.iloc[tokens]
     if not len(part):
         raise ValueError(f"tokens={tokens.start}:{tokens.stop} is none of {len(measured)} tokens.")
-    return predicted.part(tokens), part
+    return predicted.iloc[tokens], part
 
 
-def closeness(predicted: Series, measured: Series) -> dict[str, float | int | None]:
+def closeness(predicted: DataFrame, measured: DataFrame) -> dict[str, float | int | None]:
     """Return how close the clock comes.
 
     Ratios are predicted / measured, None where nothing is measured. The median error is of
     |predicted - measured| / measured over the tokens measured above 0. Hit rates are shares, from
     the run's start to its last token.
     """
-    shared = [name for name in measured.columns if name in predicted.columns]
-    pairs = {name: (predicted.columns[name], measured.columns[name]) for name in shared}
+    shared = [name for name in measured if name in predicted]
+    pairs = {name: (predicted[name].to_numpy(), measured[name].to_numpy()) for name in shared}
 
     def nearness(name: str) -> tuple[float | None, float | None]:
         if name not in pairs or not pairs[name][1].sum() > 0:
@@ -168,7 +154,7 @@ def closeness(predicted: Series, measured: Series) -> dict[str, float | int | No
     }
 
 
-def as_text(comparison: Mapping[str, Any], measured: Series) -> str:
+def as_text(comparison: Mapping[str, Any], measured: DataFrame) -> str:
     """Return the comparison in lines that a reader can act on."""
     lines = [f"{comparison['tokens']} decoded tokens, the clock / the device:"]
     for name, key in (("bytes read", "bytes"), ("stall", "stall"), ("wall", "wall")):
@@ -184,7 +170,7 @@ def as_text(comparison: Mapping[str, Any], measured: Series) -> str:
         lines.append(f"  {name:11s} {text}")
     if comparison["hit_rate_difference"] is not None:
         lines.append(f"  hit rate    {100 * comparison['hit_rate_difference']:+.2f} points")
-    wall = measured.columns.get(WALL)
+    wall = measured.get(WALL)
     if wall is not None and (slow := int(np.sum(wall > OUTLIER * np.median(wall)))):
         lines.append(
             f"{slow} of {comparison['tokens']} tokens took more than {OUTLIER:g} times the median "

@@ -11,7 +11,6 @@ import pytest
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.trace.importers import load_trace
 from moecache_lab.device import Measured, fit_to
-from moecache_plan.validation import Series
 from tests.conftest import Moecache
 from tests.engine import traces
 from tests.plan.test_validate import CAPACITY, ENGINE, measured_by, profile, write
@@ -22,7 +21,7 @@ def test_a_fit_finds_the_figures_that_made_the_measurements(
 ) -> None:
     link = {"link_lanes": 2, "link_bytes_per_s": 1e8}
     true = profile(tmp_path, **link, link_lane_bytes_per_s=3e6, memory_bytes_per_s=2e7)
-    columns = dict(measured_by(trace, load_hardware(str(true))).columns)
+    columns = measured_by(trace, load_hardware(str(true)))
     # Management has a column of its own, fitted per byte read.
     columns["mgmt_ms"] = columns["read_bytes"] * 1e-30
     table = write(tmp_path / "measured.csv", columns)
@@ -46,9 +45,9 @@ def test_a_fit_finds_the_figures_that_made_the_measurements(
 
 def test_management_is_fitted_on_the_tokens_that_are_asked_for(trace: Path) -> None:
     slow = replace(traces.HARDWARE, load_overhead_s_per_byte=1e-6)
-    columns, run = dict(measured_by(trace, slow).columns), load_trace(str(trace))
+    columns, run = measured_by(trace, slow), load_trace(str(trace))
     columns["mgmt_ms"] = columns["mgmt_ms"] * np.where(np.arange(15) < 10, 1, 9)
     setting = ENGINE.setting(run, traces.HARDWARE)
-    measured = Measured("run", run, setting, Series(columns), slice(0, 10))
+    measured = Measured("run", run, setting, columns, slice(0, 10))
     fitted, *_ = fit_to([measured], traces.HARDWARE, ["memory_bytes_per_s"])
     assert fitted.load_overhead_s_per_byte == pytest.approx(1e-6)

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
+from pandas import DataFrame
 
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.trace.importers import load_trace
-from moecache_plan.validation import Ran, Series, simulate
+from moecache_plan.validation import Ran, simulate
 from tests.conftest import Moecache
 from tests.engine import traces
 
@@ -31,18 +32,18 @@ def profile(folder: Path, name: str = "device", **changes: object) -> Path:
     return path
 
 
-def measured_by(trace: Path, hardware: Hardware) -> Series:
+def measured_by(trace: Path, hardware: Hardware) -> DataFrame:
     """Measurements of a device that matches the clock exactly."""
     run = load_trace(str(trace))
     return simulate(run, ENGINE.setting(run, hardware))
 
 
-def write(path: Path, columns: dict[str, Any], comment: str = "") -> Path:
+def write(path: Path, columns: Any, comment: str = "") -> Path:
     with path.open("w", newline="") as file:
         file.write(comment)
         rows = csv.writer(file)
         rows.writerow(columns)
-        rows.writerows(zip(*columns.values(), strict=True))
+        rows.writerows(zip(*(columns[name] for name in columns), strict=True))
     return path
 
 
@@ -56,7 +57,7 @@ def test_a_device_that_is_as_the_clock_says_is_met_in_everything(
     tmp_path: Path, trace: Path, moecache: Moecache
 ) -> None:
     device = profile(tmp_path, link_lanes=2, link_lane_bytes_per_s=4e6)
-    measured = dict(measured_by(trace, load_hardware(str(device))).columns)
+    measured = measured_by(trace, load_hardware(str(device)))
     table = write(tmp_path / "measured.csv", measured, "# a comment\n")
     comparison = validated(moecache, trace, table, "--hardware", device)
     assert list(comparison) == list(EXACT)
@@ -67,7 +68,7 @@ def test_ratios_and_errors_are_ours_to_theirs(
     tmp_path: Path, trace: Path, moecache: Moecache
 ) -> None:
     device = profile(tmp_path)
-    predicted = measured_by(trace, load_hardware(str(device))).columns
+    predicted = measured_by(trace, load_hardware(str(device)))
     slower = {"wall_ms": 2 * predicted["wall_ms"], "cache_hit_pct": predicted["cache_hit_pct"] - 5}
     table = write(tmp_path / "measured.csv", slower)
     comparison = validated(moecache, trace, table, "--hardware", device)
@@ -117,9 +118,9 @@ def test_the_shipped_phone_profile_predicts_the_phone(
 def test_a_tokens_wall_is_stall_management_and_compute(trace: Path) -> None:
     """A microsecond a loaded byte is a millisecond for each of an expert's 1,000 bytes."""
     slow = replace(traces.HARDWARE, load_overhead_s_per_byte=1e-6)
-    columns, plain = measured_by(trace, slow).columns, measured_by(trace, traces.HARDWARE).columns
-    assert columns["mgmt_ms"] == pytest.approx(1e-3 * columns["read_bytes"])
+    columns, plain = measured_by(trace, slow), measured_by(trace, traces.HARDWARE)
+    assert columns["mgmt_ms"].to_numpy() == pytest.approx(1e-3 * columns["read_bytes"])
     assert columns["mgmt_ms"].any() and not plain["mgmt_ms"].any()
     parts = columns["stall_ms"] + columns["mgmt_ms"] + columns["compute_ms"]
-    assert columns["wall_ms"] == pytest.approx(parts)
-    assert columns["compute_ms"] == pytest.approx(plain["compute_ms"])
+    assert columns["wall_ms"].to_numpy() == pytest.approx(parts)
+    assert columns["compute_ms"].to_numpy() == pytest.approx(plain["compute_ms"])
