@@ -30,9 +30,10 @@ from lm_eval_moecache.model.predictor.network import (
     pass_predictor_of,
     sparsemax,
 )
-from lm_eval_moecache.model.predictor.samples import (
+from lm_eval_moecache.model.predictor.training import (
     Answer,
     Pairs,
+    Recipe,
     Samples,
     answers,
     certainty,
@@ -40,8 +41,8 @@ from lm_eval_moecache.model.predictor.samples import (
     judge,
     layer_rows,
     split,
+    train,
 )
-from lm_eval_moecache.model.predictor.training import Recipe, train
 from lm_eval_moecache.model.reading import watched
 from lm_eval_moecache.profiling._texts import read_prompts
 from lm_eval_moecache.records.artifact import (

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,9 +95,6 @@ class RouterCall(NamedTuple):
     """Target layer -> logits [T, E], not rounded yet."""
     noted: Mapping[int, Tensor]
     """The same by the layers' own gates, as far ahead as a recording wants them."""
-
-
-_NONE: Mapping[int, Tensor] = MappingProxyType({})
 
 
 @dataclass
@@ -374,17 +370,16 @@ class _Kind:
 
     def _read(self, layer: int, hidden: Tensor, output: Any) -> RouterCall:
         """Return what is needed of a call, with later layers predicted from the call's input."""
-        wrapped, reach, noted, predicted = self._wrapped, self._reach, _NONE, _NONE
-        own, layers = wrapped.engine.depth if wrapped.predictor is None else 0, wrapped.layers
-        if reach or own:
-            ahead = range(layer + 1, min(layer + max(reach, own), len(layers) - 1) + 1)
-            noted = {target: layers[target].gate.predict(hidden) for target in ahead}
-            predicted = {target: noted[target] for target in ahead[:own]}
+        wrapped, layers, by_gate, predicted = self._wrapped, self._wrapped.layers, {}, {}
+        own = wrapped.engine.depth if wrapped.predictor is None else 0
+        if self._reach or own:
+            ahead = range(layer + 1, min(layer + max(self._reach, own), len(layers) - 1) + 1)
+            by_gate = {target: layers[target].gate.predict(hidden) for target in ahead}
+            predicted = {target: by_gate[target] for target in ahead[:own]}
         if wrapped.predictor is not None:
             target = target_of(layer, len(layers), self._begun.phase)
             predicted = {} if target is None else {target: wrapped.predictor(layer, hidden)}
-        if not reach:
-            noted = _NONE
+        noted = by_gate if self._reach else {}
         if not (self._reads_weights or self._wants_logits):
             return RouterCall(layer, output[2], None, None, predicted, noted)
         choice = layers[layer].gate.read(output)

@@ -10,8 +10,7 @@ from lm_eval_moecache.harness.preflight import geometry_of
 from lm_eval_moecache.model.checkpoint import load_model
 from lm_eval_moecache.model.device import best_device
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
-from lm_eval_moecache.model.predictor.samples import answers
-from lm_eval_moecache.model.predictor.training import Trained
+from lm_eval_moecache.model.predictor.training import Trained, answers
 from lm_eval_moecache.profiling._texts import Given, collect_prompts
 from lm_eval_moecache.records.artifact import artifact_of, write_artifact
 from lm_eval_moecache.records.command import Report

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lm_eval_moecache.harness.preflight import check_draft
 from lm_eval_moecache.model.device import device_of
 from lm_eval_moecache.model.moe_layers import MoELayer
-from lm_eval_moecache.model.predictor.samples import count_right
-from lm_eval_moecache.model.predictor.samples import top_k as best
+from lm_eval_moecache.model.predictor.training import count_right
+from lm_eval_moecache.model.predictor.training import top_k as best
 from lm_eval_moecache.model.reading import watched
 from lm_eval_moecache.model.speculative import make_draft, matching_layers
 from lm_eval_moecache.records.arrays import softmax

@@ -24,7 +24,7 @@ from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.preflight import geometry_of
 from lm_eval_moecache.model.moe_layers import MoELayer, cache_of, find_moe_layers
 from lm_eval_moecache.model.predictor.network import PredictorNetwork
-from lm_eval_moecache.model.predictor.samples import (
+from lm_eval_moecache.model.predictor.training import (
     PREDICTOR,
     Samples,
     certainty_rows,

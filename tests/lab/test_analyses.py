@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from lm_eval_moecache.algorithms.learned.buddies import Coactivation
 from lm_eval_moecache.model.moe_layers import find_moe_layers
-from lm_eval_moecache.model.predictor.samples import PREDICTOR
+from lm_eval_moecache.model.predictor.training import PREDICTOR
 from lm_eval_moecache.testing.streams import make_event, make_geometry
 from moecache_lab import logit_range
 from moecache_lab.analyses import coactivation, divergence, drafting
