@@ -19,6 +19,7 @@ from grid import RESULTS, arguments
 
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.records.batch import Batch
 from lm_eval_moecache.report.plots import legend, look, new_figure, save_as
 from lm_eval_moecache.sweep.replay_grid import Replays
 
@@ -39,11 +40,11 @@ def shares(trace: Path, prefetch: str, eviction: str) -> list[float]:
         rows = engine.alone
         choose = rows.choose
 
-        def counting(layer: int, *given: Any, **named: Any) -> object:
+        def counting(batch: Batch, *given: Any, **named: Any) -> object:
             before = [int(rows.counts[0][name]) for name in ("collisions", "requests")]
-            answer = choose(layer, *given, **named)
+            answer = choose(batch, *given, **named)
             after = [int(rows.counts[0][name]) for name in ("collisions", "requests")]
-            counts[:, layer] += np.subtract(after, before)
+            counts[:, batch.first_layer] += np.subtract(after, before)
             return answer
 
         # Layer by layer, and each counted at once.

@@ -8,7 +8,8 @@ rule changes what the model computes are served whole, many at a time; in others
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -47,7 +48,6 @@ from lm_eval_moecache.records.event import (
     DECODE,
     NO_PREDICTIONS,
     PASS_START,
-    UNSEEN_SCORES,
     Event,
 )
 from lm_eval_moecache.records.geometry import Geometry
@@ -253,51 +253,28 @@ class Engine:
         proposed: Proposed | None = None,
         next_use: IntArray | None = None,
         predicted: Mapping[int, FloatArray] = NO_PREDICTIONS,
+        ahead: IntArray | None = None,
     ) -> None:
         """Serve passes; each becomes one of the ledger.
 
         `proposed` is what is prefetched at their events, where that is known already; `next_use`,
         for offline rules, when each event's keys are needed next; `predicted` are the logits of all
-        layers, for prefetchers that predict passes.
+        layers, for prefetchers that predict passes, and `ahead` is what one has proposed.
         """
+        rows, step = self.alone, batch.num_layers
         is_drafted = self.draft_stage is not None and self.draft_stage.is_open
-        if not self.alone.by_loop or is_drafted or self.rules.prefetch.predicts_pass:
-            self.serve_pass(batch, proposed, predicted=predicted)
+        if rows.by_loop and not (is_drafted or self.rules.prefetch.predicts_pass):
+            first, counts = self.num_passes, rows.serve(batch, proposed, next_use)
+            self.ledger.enter(records_of(counts[0], first, batch.phase, batch.tokens_of_passes))
             return
-        first = self.num_passes
-        counts = self.alone.serve(batch, proposed, next_use)
-        self.ledger.enter(records_of(counts[0], first, batch.phase, batch.tokens_of_passes))
-
-    def serve_pass(
-        self,
-        batch: Batch,
-        proposed: Proposed | None = None,
-        ahead: IntArray | None = None,
-        predicted: Mapping[int, FloatArray] = NO_PREDICTIONS,
-    ) -> None:
-        """Serve passes layer by layer, as rules may change their events or drafting precedes them.
-
-        `ahead` is what a prefetcher that predicts whole passes has proposed for this one.
-        """
-        step = batch.num_layers
-        for index in range(batch.num_passes):
-            tokens = batch.tokens_at(index * step)
+        for index, num_tokens in enumerate(batch.tokens_of_passes):
             positions = None if batch.positions is None else batch.positions[index]
-            num_tokens = tokens.stop - tokens.start
             self.begin_pass(batch.phase, num_tokens, predicted, positions, ahead)
-            for layer in range(step):
-                number = index * step + layer
-                own, known = batch.tokens_at(number), None
+            for number in range(index * step, (index + 1) * step):
+                known = None
                 if proposed is not None:
                     known = proposed[0][slice(*proposed[1][number : number + 2].tolist())]
-                self.alone.choose(
-                    layer,
-                    batch.experts[own],
-                    batch.weights[own],
-                    batch.logits[own],
-                    batch.predicted_at(number),
-                    proposed=known,
-                )
+                rows.choose(batch.at(number), proposed=known)
             self.end_pass()
 
     # Passes layer by layer.
@@ -361,11 +338,14 @@ class Engine:
         assert setting.emulate is not None, "attention to the context of no known model"
         return attention_s(setting.emulate, setting.hardware, phase, positions)
 
-    def next_uses(self, event: Event) -> IntArray:
-        """Return when the keys of an event are needed next, in order of need."""
+    def next_uses(self, events: Iterable[Event]) -> IntArray:
+        """Return when the keys of events are needed next, in order of need."""
         assert self.future is not None, "an offline rule without a future"
-        after = event.pass_index * self.geometry.num_layers + event.layer + 1
-        return np.array([self.future.rank_from(key, after) for key in event.keys], np.int64)
+        needs = list[int]()
+        for event in events:
+            after = event.pass_index * self.geometry.num_layers + event.layer + 1
+            needs += [self.future.rank_from(key, after) for key in event.keys]
+        return np.array(needs, np.int64)
 
     # Texts whose tokens are routed one after another.
 
@@ -376,14 +356,7 @@ class Engine:
         self._scanned["start_s"] = self._scanned["end_s"] = self.now
         self._tokens_before = self.memory.run.tokens
 
-    def scan(
-        self,
-        layer: int,
-        experts: IntArray,
-        weights: FloatArray = UNSEEN_SCORES,
-        logits: FloatArray = UNSEEN_SCORES,
-        weigh: Weigh = softmax_weights,
-    ) -> Selection | None:
+    def scan(self, batch: Batch, weigh: Weigh = softmax_weights) -> Selection | None:
         """Serve one layer for all tokens of the text, each as an event of its own.
 
         A layer's cache sees its tokens in order whether layers or tokens go first, so with one
@@ -391,20 +364,18 @@ class Engine:
         times: each token's pass gets the seconds of its own events.
         """
         self.memory.run.tokens = self._tokens_before
-        self.callbacks.scanned_layer, rows = layer, self.alone
+        text, rows = replace(batch, phase=DECODE, bounds=None), self.alone
+        self.callbacks.scanned_layer = text.first_layer
         try:
-            if rows.by_loop and not self.eviction.is_offline:
-                text = Batch(DECODE, 1, experts, weights=weights, logits=logits, first_layer=layer)
+            if rows.by_loop:
                 rows.serve(text, scanned=self._scanned)
-                return rows.changed(experts)
+                return rows.changed(text.experts)
             choices: list[tuple[int, Selection | None]] = []
-            for token in range(len(experts)):
-                own = slice(token, token + 1)
-                rows.begin_token(self.num_passes + token, self._scanned[own])
-                given = experts[own], weights[own], logits[own]
-                choices.append((1, rows.choose(layer, *given, weigh=weigh)))
+            for token in range(text.num_events):
+                rows.begin_token(self.num_passes + token, self._scanned[token : token + 1])
+                choices.append((1, rows.choose(text.at(token), weigh)))
                 rows.end_token()
-            return Selection.join(experts, choices)
+            return Selection.join(text.experts, choices)
         finally:
             self.callbacks.scanned_layer = None
 

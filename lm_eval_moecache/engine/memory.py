@@ -24,14 +24,13 @@ from lm_eval_moecache.engine.kernel import (
     ranking,
     serve,
     state,
-    wall,
 )
 from lm_eval_moecache.engine.rules import Rules
 from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE, FIFO, Setting
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.memory import address_of, make_record, make_table
 
-MODULES: tuple[ModuleType, ...] = (state, clock, ranking, caches, link, lanes, event, serve, wall)
+MODULES: tuple[ModuleType, ...] = (state, clock, ranking, caches, link, lanes, event, serve)
 _TABLES = {
     "experts": state.Expert,
     "slots": state.Slot,

@@ -15,7 +15,7 @@ from lm_eval_moecache.engine.rows import Proposed
 from lm_eval_moecache.engine.setting import CONTEXT, Setting
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.batch import Batch
-from lm_eval_moecache.records.event import PHASES, UNSEEN_SCORES
+from lm_eval_moecache.records.event import DECODE, PHASES, UNSEEN_SCORES
 from lm_eval_moecache.records.geometry import NO_TARGET
 from lm_eval_moecache.records.ledger import PassRecord, RequestRecord
 from lm_eval_moecache.trace.file import StreamedTrace
@@ -133,28 +133,19 @@ def _serve(engine: Engine, part: Trace, needs: Needs, first: int, last: int, is_
         events = slice(first * num_layers, last * num_layers + 1)
         bounds = part.key_bounds[events]
         next_use = engine.future.next_use[bounds[0] : bounds[-1]]
+    ahead = None
     if _is_apart(engine):
-        _serve_pass(engine, part, batch, proposed, first)
-        return
-    engine.serve(batch, proposed, next_use)
+        _draft(part, engine, first)
+        if engine.rules.prefetch.predicts_pass and proposed is not None:
+            # A pass's proposal precedes its first layer, but is recorded with it.
+            keys, bounds = proposed
+            ahead, proposed = keys[: bounds[1]], (keys[:0], np.zeros_like(bounds))
+    engine.serve(batch, proposed, next_use, ahead=ahead)
 
 
 def _is_apart(engine: Engine) -> bool:
     """Whether something is to be done before each pass."""
     return engine.rules.prefetch.predicts_pass or engine.draft_stage is not None
-
-
-def _serve_pass(
-    engine: Engine, part: Trace, batch: Batch, proposed: Proposed | None, index: int
-) -> None:
-    """Serve one pass that drafting precedes, or the prefetches of all of its layers."""
-    _draft(part, engine, index)
-    ahead = None
-    if engine.rules.prefetch.predicts_pass and proposed is not None:
-        # A pass's proposal precedes its first layer, but is recorded with it.
-        keys, bounds = proposed
-        ahead, proposed = keys[: bounds[1]], (keys[:0], np.zeros_like(bounds))
-    engine.serve_pass(batch, proposed, ahead)
 
 
 def _batch_of(part: Trace, needs: Needs, first: int, last: int, has_positions: bool) -> Batch:
@@ -226,12 +217,12 @@ def _scan(engine: Engine, part: Trace, needs: Needs, first: int, last: int) -> N
     engine.begin_scan(last - first)
     for layer in range(num_layers):
         rows = part.row_bounds[np.arange(first, last) * num_layers + layer]
-        weights = logits = UNSEEN_SCORES
+        given: dict[str, Any] = {"experts": columns.experts[rows].astype(np.int64)}
         if columns.weights is not None:
-            weights = columns.weights[rows]
+            given["weights"] = columns.weights[rows]
         if needs.logits and part.logits is not None:
-            logits = part.logits[rows].astype(np.float32)
-        engine.scan(layer, columns.experts[rows].astype(np.int64), weights, logits)
+            given["logits"] = part.logits[rows].astype(np.float32)
+        engine.scan(Batch(DECODE, 1, first_layer=layer, **given))
     engine.end_scan()
 
 

@@ -7,7 +7,7 @@ entered, the rules choose for all rows from arrays, and the layer is closed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from lm_eval_moecache.engine.kernel.serve import BEGIN, CLOSE, END, ENTER, SCAN
 from lm_eval_moecache.engine.kernel.state import COUNTS, Call
 from lm_eval_moecache.engine.memory import door
 from lm_eval_moecache.records.arrays import (
-    NO_SCORES,
     FloatArray,
     IntArray,
     Weigh,
@@ -32,8 +31,6 @@ from lm_eval_moecache.records.batch import Batch
 from lm_eval_moecache.records.event import (
     DECODE,
     DROPPED,
-    NO_PREDICTIONS,
-    UNSEEN_SCORES,
     Event,
 )
 from lm_eval_moecache.records.ledger import COUNTED, PassRecord
@@ -57,7 +54,6 @@ class Rows:
         self.counts = np.zeros(size, COUNTS)  # type: ignore[call-overload]
         """What the rows have counted in the pass in progress."""
         self._resident, self._absent = np.zeros((2, size, num_experts), dtype=bool)
-        self._bounds = np.arange(size + 1)
         self._serve, self._call = door(), make_record(Call, num_rows=size)
         self._place, self._kept = address_of(self._call), dict[str, Any]()
         self._give(
@@ -76,6 +72,7 @@ class Rows:
         self._rules = rules = self._first.rules
         self._call.awaits = int(rules.miss.awaits_late)
         self.by_loop = rules.choose_by_loop(self._first.eviction)
+        self._proposes_by_loop = rules.proposes_by_loop
         reads = rules.miss, self._first.eviction, rules.prefetch
         self._reads_weights = any(rule.uses_logits or rule.uses_weights for rule in reads)
 
@@ -106,17 +103,22 @@ class Rows:
         self._routes, self._resolves = rules.routes(phase), rules.resolves(phase)
         call.last_predicts = int(phase == DECODE)
         call.upgrades = int(not self._resolves or rules.miss.upgrade)
-        call.bounds = call.attention_s = call.resident = call.absent = 0
+        call.attention_s = call.resident = call.absent = 0
         call.route = call.replace = call.propose = call.next_use = 0
         call.experts = call.weights = call.levels = call.proposed = call.proposed_levels = 0
         self.passes[:] = [engine.num_passes for engine in self.engines]
         self._give(counts=counts)
-        if bounds is not None:
-            self._give(bounds=bounds)
+        self._give_bounds(bounds)
         if attention_s is not None:
             self._give(attention_s=np.ascontiguousarray(attention_s, np.float64))
         if self._routes or self._resolves:
             self._give(resident=self._resident, absent=self._absent)
+
+    def _give_bounds(self, bounds: IntArray | None) -> None:
+        """Give the kernel the bounds of events; None: a token an event."""
+        self._call.bounds = 0
+        if bounds is not None:
+            self._give(bounds=bounds)
 
     # Layer by layer.
 
@@ -129,9 +131,8 @@ class Rows:
         is_noted: bool = False,
     ) -> None:
         """Begin a pass of so many tokens of each row; `is_noted` if drafting has begun it."""
-        self._bounds[1:] = np.cumsum(tokens)
         self.counts[:] = 0
-        self._begin_call(phase, self.counts, self._bounds, attention_s)
+        self._begin_call(phase, self.counts, np.cumsum([0, *tokens]), attention_s)
         self._note_pass()
         if not is_noted:
             self._do(BEGIN, 0, 0)
@@ -145,8 +146,7 @@ class Rows:
 
     def begin_token(self, number: int, counts: Any) -> None:
         """Begin a token of a scanned text, a pass of this number, whose counts are added to."""
-        self._bounds[1:] = 1
-        self._begin_call(DECODE, counts, self._bounds, None)
+        self._begin_call(DECODE, counts, None, None)
         self.passes[:] = number
         self._note_pass()
         self._do(BEGIN | SCAN, 0, 0)
@@ -155,42 +155,33 @@ class Rows:
         """End it."""
         self._do(END | SCAN, 0, 0)
 
-    def end(self) -> None:
-        """End the pass: its counts are then complete."""
-        self._do(END, 0, 0)
-
     def finish(self, tokens: Sequence[int]) -> None:
         """End a pass of so many tokens of each row, and enter it into their ledgers."""
-        self.end()
+        self._do(END, 0, 0)
         for row, (engine, count) in enumerate(zip(self.engines, tokens, strict=True)):
             own = self.counts[row : row + 1]
             engine.ledger.enter(records_of(own, engine.num_passes, self.phase, [count]))
 
     def choose(
-        self,
-        layer: int,
-        experts: IntArray,
-        weights: FloatArray = UNSEEN_SCORES,
-        logits: FloatArray = UNSEEN_SCORES,
-        predicted: Mapping[int, FloatArray] = NO_PREDICTIONS,
-        weigh: Weigh = softmax_weights,
-        proposed: IntArray | None = None,
+        self, batch: Batch, weigh: Weigh = softmax_weights, proposed: IntArray | None = None
     ) -> Selection | None:
         """Serve a layer of all rows; return what they execute if a rule changes it for any.
 
-        `experts` and `weights` are [tokens, top_k], `logits` and the predictions by layer
-        [tokens, experts], row after row; `weigh` is the model family's rule for weights. What is
-        `proposed` of a single row is known already.
+        `weigh` is the model family's rule for weights. What is `proposed` of a single row is known
+        already.
         """
-        if len(self.engines) == 1:
-            # Some models run the last layer for a prompt's last token only.
-            self._bounds[1] = len(experts)
-        event = Event(
-            *(layer, self.phase, self.passes.tolist(), self._num_experts, experts, weights, logits),
-            *(self._bounds.tolist(), self._resident, self._absent, (), predicted, weigh),
-        )
+        layer, bounds = batch.first_layer, batch.bounds
+        self._give_bounds(bounds)
         if self.by_loop:
-            return self._choose_by_loop(event, proposed)
+            known = None if proposed is None else (proposed, np.array([0, len(proposed)]))
+            self._serve_decided(batch, ENTER | CLOSE, known)
+            return self.changed(batch.experts)
+        places = range(len(batch.experts) + 1) if bounds is None else bounds.tolist()
+        event = Event(
+            *(layer, self.phase, self.passes.tolist(), self._num_experts),
+            *(batch.experts, batch.weights, batch.logits, places, self._resident, self._absent),
+            *((), batch.predicted_at(), weigh),
+        )
         self._do(ENTER, layer, layer + 1)
         looked_up, executed, selection, levels = self._decided(event)
         self._give_choice(event, looked_up.experts, executed.experts)
@@ -198,14 +189,10 @@ class Rows:
         if levels is not None:
             self._give(levels=levels)
         self._give_proposals(executed, proposed)
-        self._give_seen(executed)
+        self._give_seen(executed, lambda: self._first.next_uses([executed]))
         self._listen(executed.row)
-        self._close(event._replace(experts=executed.experts))
+        self._do(CLOSE, layer, layer + 1)
         return selection
-
-    def _close(self, event: Event) -> None:
-        """Look up, load and execute a decided layer."""
-        self._do(CLOSE, event.layer, event.layer + 1)
 
     def _decided(self, event: Event) -> tuple[Event, Event, Selection | None, IntArray | None]:
         """Let the rules choose; return the event as looked up and as executed, and its levels.
@@ -282,16 +269,13 @@ class Rows:
         if levels:
             self._give(proposed_levels=np.concatenate(levels))
 
-    def _give_seen(self, event: Event | Batch, next_use: IntArray | None = None) -> None:
+    def _give_seen(self, event: Event | Batch, next_use: Callable[[], IntArray]) -> None:
         """Give it what evictions look at; for offline ones, when keys are needed next."""
         eviction = self._first.eviction
         if eviction.uses_weights:
             self._give(seen_weights=np.ascontiguousarray(event.weights, np.float32))
         if eviction.is_offline:
-            if next_use is None:
-                assert isinstance(event, Event), "whole passes without their future"
-                next_use = self._first.next_uses(event)
-            self._give(next_use=_ints(next_use))
+            self._give(next_use=_ints(next_use()))
 
     def _listen(self, event_at: Callable[[int], Event]) -> None:
         """Let evictions with a state of their own get the events of the batch by their places."""
@@ -300,24 +284,6 @@ class Rows:
                 engine.callbacks.event_at = event_at
 
     # By loops.
-
-    def _choose_by_loop(self, event: Event, proposed: IntArray | None) -> Selection | None:
-        """Serve a layer in one call."""
-        layer, budget = event.layer, None
-        if self._resolves and not self._routes:
-            budget = self._budget_of(event)
-        self._give_choices(event, budget)
-        if self._rules.proposes_by_loop and proposed is None:
-            predicted, each = [*event.predicted.values()], len(event.predicted)
-            values = np.stack(predicted, axis=1) if each else NO_SCORES
-            is_alone = len(event.experts) == len(self.engines)
-            self._give_predictions(values, self._bounds * each, is_alone)
-        else:
-            self._give_proposals(event, proposed)
-        self._give_seen(event)
-        self._listen(lambda place: event._replace(experts=self.executed).row(place))
-        self._do(ENTER | CLOSE, layer, layer + 1)
-        return self.changed(event.experts)
 
     def serve(
         self,
@@ -339,26 +305,41 @@ class Rows:
             told = [self._first.attention_s(batch.phase, each) for each in batch.positions]
             seconds = np.reshape(told, (num_passes, size)).T
         self._begin_call(batch.phase, counts, batch.bounds, seconds, num_passes)
+        what = BEGIN | ENTER | CLOSE | END
+        self._serve_decided(batch, what if scanned is None else what | SCAN, proposed, next_use)
+        return counts
+
+    def _serve_decided(
+        self,
+        batch: Batch,
+        what: int,
+        proposed: Proposed | None = None,
+        next_use: IntArray | None = None,
+    ) -> None:
+        """Serve events in one call: all that is decided of them is known, or left to loops."""
         budget = None
         if self._resolves and not self._routes:
             budget = np.zeros(len(batch.experts), np.int64)
             for own, event in self._by_layer(batch):
-                budget[own] = self._budget_of(event)
+                with self._rules.naming("miss", "budget", event.layer):
+                    budget[own] = self._rules.miss.budget(event)
         self._give_choices(batch, budget)
-        if proposed is None and self._rules.proposes_by_loop:
-            is_alone = batch.bounds is None
-            self._give_predictions(batch.predicted, batch.prediction_bounds, is_alone)
-        elif self._rules.prefetches:
-            keys, bounds = self._proposals_of(batch) if proposed is None else proposed
+        if proposed is None and self._proposes_by_loop:
+            self._give_predictions(batch)
+        elif self._rules.prefetches and (
+            proposed is not None or not self._rules.prefetch.predicts_pass
+        ):
+            keys, bounds = proposed or self._proposals_of(batch, bool(what & BEGIN))
             self._give(proposed=_ints(keys), proposed_bounds=_ints(bounds))
-        self._give_seen(batch, next_use)
+        events = (self._event_at(batch, place) for place in range(batch.num_events))
+        self._give_seen(
+            batch, lambda: self._first.next_uses(events) if next_use is None else next_use
+        )
         self._listen(lambda place: self._event_at(batch, place))
-        first, what = batch.first_layer, BEGIN | ENTER | CLOSE | END
-        self._do(what if scanned is None else what | SCAN, first, first + batch.num_layers)
-        return counts
+        self._do(what, batch.first_layer, batch.first_layer + batch.num_layers)
 
     def _event_at(self, batch: Batch, place: int) -> Event:
-        """Return an event of whole passes, as executed."""
+        """Return an event of a batch, as executed."""
         own, size = batch.tokens_at(place), len(self.engines)
         index, layer = divmod(place // size, batch.num_layers)
         return Event(
@@ -372,22 +353,23 @@ class Rows:
             predicted=batch.predicted_at(place),
         )
 
-    def _by_layer(self, batch: Batch) -> Iterator[tuple[IntArray, Event]]:
-        """Yield the tokens of each layer of whole passes: their places, and an event of all."""
-        layers = np.arange(batch.num_events) // batch.num_rows % batch.num_layers
-        layer_of = np.repeat(layers, batch.sizes)
+    def _by_layer(self, batch: Batch) -> Iterator[tuple[Any, Event]]:
+        """Yield the tokens of each layer: their places, and an event of all."""
+        own: Any = slice(None)
         for layer in range(batch.num_layers):
-            own = np.flatnonzero(layer_of == layer)
+            if batch.num_layers > 1:
+                layers = np.arange(batch.num_events) // batch.num_rows % batch.num_layers
+                own = np.flatnonzero(np.repeat(layers == layer, batch.sizes))
             given = batch.experts[own], batch.weights[own], batch.logits[own]
             number = layer + batch.first_layer
             yield own, Event(number, batch.phase, [0], self._num_experts, *given)
 
-    def _proposals_of(self, batch: Batch) -> Proposed:
-        """Return what the prefetchers propose at the events of whole passes."""
+    def _proposals_of(self, batch: Batch, is_whole: bool) -> Proposed:
+        """Return what the prefetchers propose at the events of a layer, or of whole passes."""
         size, keys = len(self.engines), list[IntArray]()
         for place in range(batch.num_events):
             rules, event = self.engines[place % size].rules, self._event_at(batch, place)
-            if place // size % batch.num_layers == 0:
+            if is_whole and place // size % batch.num_layers == 0:
                 rules.prefetch.on_pass(event.pass_index)
             keys.append(rules.propose(rules.prefetch, event))
         return np.concatenate(keys), np.cumsum([0, *map(len, keys)])
@@ -436,21 +418,14 @@ class Rows:
         loop.give(chosen=self.executed)
         self._give(executed=self.executed)
 
-    def _budget_of(self, event: Event) -> IntArray:
-        with self._rules.naming("miss", "budget", event.layer):
-            budget: IntArray = self._rules.miss.budget(event)
-        return budget
-
-    def _give_predictions(self, predicted: FloatArray, bounds: IntArray, is_alone: bool) -> None:
-        """Let it ask the prefetcher's loop, with predictions by event.
-
-        `is_alone` if events have one token.
-        """
+    def _give_predictions(self, batch: Batch) -> None:
+        """Let it ask the prefetcher's loop, with predictions by event."""
         rule: Any = self._rules.prefetch
-        scores = rule.scores(predicted.reshape(-1, self._num_experts), is_alone)
+        is_alone = len(batch.experts) == batch.num_events
+        scores = rule.scores(batch.predicted.reshape(-1, self._num_experts), is_alone)
         rule.give([engine.rules.prefetch for engine in self.engines], scores)
         rule.loop.give(scores=scores)
-        self._give(predictions=bounds)
+        self._give(predictions=batch.prediction_bounds)
         self._call.propose, self._call.proposing = rule.loop.addresses
 
 

@@ -469,21 +469,13 @@ class _Kind:
         by_event = [count for size in sizes for count in (counts if len(counts) > 1 else [size])]
         return None if max(by_event) == 1 else np.cumsum([0, *by_event])
 
-    def _predictions(self, batch: Batch) -> Mapping[int, FloatArray]:
-        """Return what a layer predicts for all tokens: target layer -> logits [T, E]."""
-        if not len(batch.targets):
-            return NO_PREDICTIONS
-        [targets] = batch.targets
-        by_token = batch.predicted.reshape(len(batch.experts), len(targets), -1)
-        return {target: by_token[:, place] for place, target in enumerate(targets)}
-
     def _note(self, batch: Batch, call: RouterCall, hidden: Tensor | None = None) -> None:
         """Record a layer before any policy changes it, or keep it for when its row is served."""
         wrapped, begun, layer = self._wrapped, self._begun, batch.first_layer
         if wrapped.recorder is None:
             return
         noted = {target: self._seen(rounded(values)) for target, values in call.noted.items()}
-        num_experts, predicted = wrapped.engine.geometry.num_experts, self._predictions(batch)
+        num_experts, predicted = wrapped.engine.geometry.num_experts, batch.predicted_at()
         logits: Any = batch.logits.astype(np.float16) if len(batch.logits) else None
         if wrapped.rows is None:
             number, seen = [wrapped.engine.num_passes], (batch.experts, batch.weights)
@@ -549,7 +541,7 @@ class _Layered(_Kind):
         batch = self._on_host([call])
         self._note(batch, call, hidden)
         weigh = {} if rule is None else {"weigh": in_numpy(rule)}
-        selection = self._choose(layer, batch, weigh)
+        selection = self._choose(batch, weigh)
         if wrapped.store.levels is not None and wrapped.engine.rules.ladder:
             wrapped.store.levels[layer] = self._levels()
         if selection is None:
@@ -558,9 +550,8 @@ class _Layered(_Kind):
         choice = wrapped.layers[layer].gate.read(output)
         return changed_output(output, choice, selection, rule, self._begun.valid, batch.experts)
 
-    def _choose(self, layer: int, batch: Batch, weigh: Mapping[str, Any]) -> Selection | None:
-        given = batch.experts, batch.weights, batch.logits, self._predictions(batch)
-        selection: Selection | None = self._rows.choose(layer, *given, **weigh)
+    def _choose(self, batch: Batch, weigh: Mapping[str, Any]) -> Selection | None:
+        selection: Selection | None = self._rows.choose(batch, **weigh)
         return selection
 
     def _levels(self) -> IntArray | None:
@@ -588,9 +579,8 @@ class _Scanned(_Layered):
         self._rows = self._wrapped.engine.alone
         self._wrapped.engine.begin_scan(self._begun.num_tokens)
 
-    def _choose(self, layer: int, batch: Batch, weigh: Mapping[str, Any]) -> Selection | None:
-        given = batch.experts, batch.weights, batch.logits
-        selection: Selection | None = self._wrapped.engine.scan(layer, *given, **weigh)
+    def _choose(self, batch: Batch, weigh: Mapping[str, Any]) -> Selection | None:
+        selection: Selection | None = self._wrapped.engine.scan(batch, **weigh)
         return selection
 
     def _levels(self) -> IntArray | None:

@@ -70,14 +70,35 @@ class Batch:
             return slice(event, event + 1)
         return slice(int(self.bounds[event]), int(self.bounds[event + 1]))
 
-    def predicted_at(self, event: int) -> Mapping[int, FloatArray]:
-        """Return what an event predicts: target layer -> logits [tokens, experts]."""
+    def at(self, event: int) -> Batch:
+        """Return an event of passes of a single row as a batch of its own."""
+        own, layer = self.tokens_at(event), event % self.num_layers
+        ahead = slice(*self.prediction_bounds[event : event + 2].tolist())
+        return replace(
+            self,
+            num_layers=1,
+            first_layer=self.first_layer + layer,
+            experts=self.experts[own],
+            bounds=np.array([0, own.stop - own.start]),
+            weights=self.weights[own],
+            logits=self.logits[own],
+            targets=self.targets[layer : layer + 1],
+            predicted=self.predicted[ahead],
+        )
+
+    def predicted_at(self, event: int | None = None) -> Mapping[int, FloatArray]:
+        """Return what an event predicts: target layer -> logits [tokens, experts].
+
+        Without its number, all rows of a batch of one event each.
+        """
         if not len(self.targets):
             return NO_PREDICTIONS
-        targets = self.targets[event // self.num_rows % self.num_layers]
+        targets = self.targets[(event or 0) // self.num_rows % self.num_layers]
         if not len(self.predicted):
             return dict.fromkeys(targets, UNSEEN_SCORES)
-        own = self.predicted[slice(*self.prediction_bounds[event : event + 2].tolist())]
+        own = self.predicted
+        if event is not None:
+            own = own[slice(*self.prediction_bounds[event : event + 2].tolist())]
         by_token = own.reshape(-1, len(targets), own.shape[1]) if targets else own
         return {target: by_token[:, place] for place, target in enumerate(targets)}
 
@@ -86,6 +107,9 @@ class Batch:
         """Bounds of each event's predictions [events + 1]."""
         if not len(self.targets):
             return np.zeros(self.num_events + 1, np.int64)
+        if self.num_layers == 1:
+            bounds = np.arange(self.num_events + 1) if self.bounds is None else self.bounds
+            return bounds * len(self.targets[0])
         each = np.repeat([*map(len, self.targets)], self.num_rows)
         return np.append(0, np.cumsum(np.tile(each, self.num_passes) * self.sizes))
 

@@ -41,6 +41,7 @@ from lm_eval_moecache.records.artifact import (
     artifact_of,
     write_artifact,
 )
+from lm_eval_moecache.records.batch import Batch
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event
 from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
@@ -218,8 +219,26 @@ def run(
 
 def choose(engine: Engine, event: Event) -> Selection | None:
     """Serve an event as the next layer of the pass in progress; return what changes it."""
-    given = event.experts, event.weights, event.logits, event.predicted
-    return engine.alone.choose(event.layer, *given)
+    return engine.alone.choose(batch_of(event))
+
+
+def batch_of(event: Event, rows: int = 1) -> Batch:
+    """Return an event as a batch, of a single row or of as many as it has tokens."""
+    ahead: dict[str, Any] = {}
+    if event.predicted:
+        values = np.stack([*event.predicted.values()], axis=1)
+        ahead = {"targets": [[*event.predicted]], "predicted": values.reshape(-1, values.shape[-1])}
+    return Batch(
+        event.phase,
+        1,
+        event.experts,
+        bounds=np.array([0, len(event.experts)]) if rows == 1 else None,
+        weights=event.weights,
+        logits=event.logits,
+        num_rows=rows,
+        first_layer=event.layer,
+        **ahead,
+    )
 
 
 def pass_predictions(events: Pass) -> dict[int, FloatArray]:

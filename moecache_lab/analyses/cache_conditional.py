@@ -17,6 +17,7 @@ from tqdm import tqdm
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.records.batch import Batch
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
@@ -110,10 +111,10 @@ def _watch(engine: Engine, layer: int) -> list[IntArray]:
     rows = engine.alone
     choose = rows.choose
 
-    def observed(index: int, *given: Any, **named: Any) -> Selection | None:
+    def observed(batch: Batch, *given: Any, **named: Any) -> Selection | None:
         is_resident = engine.memory.experts["resident"][keys] > 0
-        selection = choose(index, *given, **named)
-        if index == layer:
+        selection = choose(batch, *given, **named)
+        if batch.first_layer == layer:
             needed, others = np.where(is_resident, HIT, MISS), np.where(is_resident, CACHED, ABSENT)
             states.append(np.where(np.isin(experts, rows.executed), needed, others))
         return selection

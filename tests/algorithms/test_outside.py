@@ -18,6 +18,7 @@ from lm_eval_moecache.algorithms.policy import Choice, load_policy
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.rules import Rules
 from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.records.batch import Batch
 from lm_eval_moecache.records.errors import AlgorithmError
 from lm_eval_moecache.records.event import DECODE, DROPPED
 from lm_eval_moecache.records.sizes import parse_capacity
@@ -136,7 +137,7 @@ def victim(returned: Any) -> Any:
     engine = Engine(GEOMETRY, Setting(policy=policy, **given))
     for experts in ([[0, 1]], [[1, 2]]):
         engine.begin_pass(DECODE, 1)
-        engine.alone.choose(1, np.array(experts))
+        engine.alone.choose(Batch(DECODE, 1, np.array(experts), first_layer=1))
         engine.end_pass()
     return next(key for key in (8, 9) if key not in engine.pools[0].resident)
 

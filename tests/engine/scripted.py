@@ -217,7 +217,9 @@ def run_layer(
     engine: Engine, experts: Any, layer: int = 0, weights: Any = UNSEEN_SCORES
 ) -> Selection | None:
     """Serve a layer of the pass in progress for experts [tokens, top_k]; return their change."""
-    return engine.alone.choose(layer, np.asarray(experts, dtype=np.int64), weights)
+    chosen = np.asarray(experts, dtype=np.int64)
+    event = Event(layer, engine.alone.phase, [0], engine.geometry.num_experts, chosen, weights)
+    return engine.alone.choose(streams.batch_of(event))
 
 
 def prefill(

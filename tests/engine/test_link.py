@@ -4,25 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from lm_eval_moecache.engine.kernel import lanes
+from lm_eval_moecache.engine.kernel import lanes, link
 from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.records.event import PASS_START
 from lm_eval_moecache.records.memory import address_of
 from lm_eval_moecache.trace.future import Future
 from tests.engine import traces
 from tests.engine.scripted import decode, make_engine, make_geometry, make_hardware
 from tests.engine.traces import decode_trace
 
-Queue = tuple[Any, Any]
-"""A run, and the table of its experts' slots."""
+# --- prefetches of a batch ---
 
 
-_kept: list[Any] = []
-"""Engines whose memory is in use."""
+@pytest.mark.parametrize(
+    ("between", "batches", "arrivals_s"),
+    [
+        # A transfer takes 1 s + 4 s; one that joins the batch before it only 4 s.
+        ("nothing", (7, 7, 8), (5.0, 9.0, 14.0)),
+        ("no batch", (-1, -1, -1), (5.0, 10.0, 15.0)),
+        ("another batch", (7, 8, 7), (5.0, 10.0, 15.0)),
+        ("a demand", (7, 7, 7), (5.0, 15.0, 19.0)),
+        ("a pause", (7, 7, 7), (5.0, 11.0, 15.0)),
+    ],
+)
+def test_a_batch_that_moves_without_a_gap_pays_one_latency(
+    between: str, batches: Sequence[int], arrivals_s: Sequence[float]
+) -> None:
+    engine = make_engine(geometry=make_geometry(8, 1, 1), capacity=8)
+    run, slots, landed = engine.memory.run, engine.memory.slots, []
+    for key, batch in enumerate(batches, 1):
+        link.hint(run, key, 0, 0, PASS_START, 0.0, batch)
+    while (key := link.head(run)) >= 0:
+        if key == 2 and between == "a demand":
+            assert link.transfer(run, 0, 0, 0.0, False, -1) == 10.0
+        elif key == 2 and between == "a pause":
+            slots[key]["earliest_s"] = 6.0
+        assert link.begin(run, key, max(slots[key]["earliest_s"], run.busy_until), -1)
+        link.land(run)
+        landed.append(run.busy_until)
+    assert landed == [*arrivals_s]
 
 
 # --- lanes, reads by projections, experts that run as they arrive ---

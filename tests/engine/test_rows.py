@@ -23,6 +23,7 @@ from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import (
+    batch_of,
     equip,
     laddered,
     make_event,
@@ -202,9 +203,13 @@ def step_of(step: int, layer: int, depth: int, wraps: bool) -> Event:
 
 def chosen(rows: Rows, event: Event, places: list[int]) -> Selection | None:
     """Serve the tokens of some rows as the next layer."""
-    predicted = {at: values[places] for at, values in event.predicted.items()}
-    given = event.experts[places], event.weights[places], event.logits[places], predicted
-    return rows.choose(event.layer, *given)
+    own = event._replace(
+        experts=event.experts[places],
+        weights=event.weights[places],
+        logits=event.logits[places],
+        predicted={at: values[places] for at, values in event.predicted.items()},
+    )
+    return rows.choose(batch_of(own, len(places)))
 
 
 def executed(selection: Selection | None, experts: Any) -> list[Any]:
@@ -283,7 +288,7 @@ def scan_texts(engine: Engine) -> Iterator[Selection | None]:
         for layer in range(g.num_layers):
             logits = rng.normal(0, 1, (count, g.num_experts)) + favourites[layer]
             event = make_event(g, 0, layer, logits.astype(np.float16))
-            yield engine.scan(layer, event.experts, event.weights, event.logits)
+            yield engine.scan(batch_of(event))
         engine.end_scan()
 
 

@@ -27,6 +27,7 @@ from lm_eval_moecache.engine.kernel.clock import (
 )
 from lm_eval_moecache.engine.kernel.lanes import (
     begin_host,
+    count_host,
     end_host,
     execute_piecewise,
     move_together,
@@ -37,14 +38,36 @@ from lm_eval_moecache.engine.kernel.link import (
     cancel_due,
     drain,
     drain_fifo,
+    head,
     is_active,
     land,
+    reserve,
     submit,
     transfer,
+    withdraw,
 )
 from lm_eval_moecache.engine.kernel.ranking import cache_of, note_event, note_next_uses
-from lm_eval_moecache.engine.kernel.state import EXPERT, LAYER, LEVEL, SLOT, Call, Counts, Run
+from lm_eval_moecache.engine.kernel.state import (
+    CACHE,
+    COUNTS,
+    EXPERT,
+    LAYER,
+    LEVEL,
+    RUN,
+    SLOT,
+    Call,
+    Counts,
+    Run,
+)
 from lm_eval_moecache.records.memory import FLOATS, INTS, at, numbers
+
+LANDED, TAKEN_BACK, CANCEL, HOST, RELEASE, LOAD, WAVE_ENDED, ENDED, SUBMIT, NEXT, RESERVE = range(
+    11
+)
+"""The call's keys have arrived; the first one's prefetch is taken back; drop prefetches up to event
+`number`; give the host its part, `seconds` after which the link is free; release what is demanded
+at a better level; load demands from `number` on; a wave of the event has been executed; its last
+one has; queue what is proposed; find the next queued prefetch; begin that of the first key."""
 
 
 def enter(run: Run, attention_s: float) -> None:
@@ -394,3 +417,90 @@ def note(run: Run, call: Call) -> None:
     if not run.stateful:
         note_event(run, call)
     run.cursor += run.num_keys
+
+
+def note_levels(run: Run, call: Call) -> None:
+    """Write at which level each entry of the event was executed."""
+    experts, levels = numbers(call.executed, INTS), numbers(call.levels, INTS)
+    for entry in range(run.first_entry, run.end_entry):
+        if experts[entry] >= 0:
+            key = run.layer * run.num_experts + experts[entry]
+            levels[entry] = at(run.slots, key, SLOT).executed_level
+
+
+def visit(call: Call, what: int, mark: int) -> int:
+    """Do one of these things to a run, whose event in progress has pinned its keys by a mark.
+
+    It is what the wall clock does between the steps of an event, when its transfers arrive.
+    """
+    run, keys = at(numbers(call.rows, INTS)[0], 0, RUN), numbers(call.keys, INTS)
+    count = at(call.counts, 0, COUNTS)
+    if what == LANDED:
+        for place in range(call.num_keys):
+            slot = at(run.slots, keys[place], SLOT)
+            slot.arriving = 0
+            insert(run, keys[place], slot.level, True)
+    elif what == TAKEN_BACK:
+        take_back(run, keys[0])
+    elif what == CANCEL:
+        cancel_due(run, call.number)
+    elif what == HOST:
+        share_out(run, mark, 0.0, call.seconds)
+        count_host(run, mark, count)
+    elif what == RELEASE:
+        release_demands(run, mark)
+    elif what == LOAD:
+        return load_some(run, call.number, mark)
+    elif what == WAVE_ENDED:
+        end_wave(run, mark, count)
+        pin_rest(run, call, mark)
+    elif what == ENDED:
+        end_wave(run, mark, count)
+        if call.levels:
+            note_levels(run, call)
+        pin(run)
+        note(run, call)
+    elif what == SUBMIT:
+        submit(run, call, 0, call.seconds)
+    elif what == NEXT:
+        return find_next(run)
+    elif what == RESERVE:
+        found = reserve(run, keys[0], mark)
+        # The event's keys are free later, maybe before anything else is noted of their layer.
+        if run.layer >= 0:
+            at(run.layers, run.layer, LAYER).stale = 1
+        return int(found)
+    return 0
+
+
+def take_back(run: Run, key: int) -> None:
+    """Release an arriving key whose transfer has not begun."""
+    slot = at(run.slots, key, SLOT)
+    cache = at(run.caches, at(run.layers, slot.home, LAYER).cache, CACHE)
+    slot.arriving = 0
+    cache.used -= at(run.levels, slot.home * run.num_levels + slot.level, LEVEL).size_bytes
+    cache.loads -= 1
+
+
+def release_demands(run: Run, mark: int) -> None:
+    """Release residents demanded at a better level, and take demands off the prefetches' queue."""
+    demands = numbers(run.demands, INTS)
+    for place in range(run.num_demands):
+        if at(run.slots, demands[place], SLOT).due >= 0:
+            withdraw(run, demands[place])
+    prepare_loads(run, mark, 0.0)
+
+
+def end_wave(run: Run, mark: int, count: Counts) -> None:
+    """Count what has been executed below the best level."""
+    mark_executed(run, mark, False)
+    execute(run, run.wave_keys, run.wave_served, count)
+
+
+def find_next(run: Run) -> int:
+    """Return the next queued prefetch of a key that is not resident, or -1."""
+    while True:
+        key = head(run)
+        if key < 0 or not at(run.experts, key, EXPERT).resident:
+            return key
+        withdraw(run, key)

@@ -8,10 +8,10 @@ import math
 
 from lm_eval_moecache.engine.kernel.cache import EVENT, PASS, fill, find, notify
 from lm_eval_moecache.engine.kernel.clock import wait_until
-from lm_eval_moecache.engine.kernel.event import close_event, decide, enter
+from lm_eval_moecache.engine.kernel.event import close_event, decide, enter, note_levels
 from lm_eval_moecache.engine.kernel.link import drain, hint, is_active
 from lm_eval_moecache.engine.kernel.ranking import note_pass
-from lm_eval_moecache.engine.kernel.state import ASKED, COUNTS, RUN, SLOT, Call, Counts, Run
+from lm_eval_moecache.engine.kernel.state import ASKED, COUNTS, RUN, Call, Counts, Run
 from lm_eval_moecache.records.memory import DOUBLES, INTS, at, invoke, numbers
 
 BEGIN, ENTER, CLOSE, END, SCAN = 1, 2, 4, 8, 16
@@ -124,15 +124,6 @@ def choose(run: Run, call: Call, row: int, start: int, stop: int) -> None:
             asked.layer = run.layer
             asked.row = row
             call.changes += invoke(function, record, start, stop)
-
-
-def note_levels(run: Run, call: Call) -> None:
-    """Write at which level each entry of the event was executed."""
-    experts, levels = numbers(call.executed, INTS), numbers(call.levels, INTS)
-    for entry in range(run.first_entry, run.end_entry):
-        if experts[entry] >= 0:
-            key = run.layer * run.num_experts + experts[entry]
-            levels[entry] = at(run.slots, key, SLOT).executed_level
 
 
 def settle(run: Run, call: Call) -> None:

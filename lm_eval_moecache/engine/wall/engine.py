@@ -18,8 +18,8 @@ import numpy as np
 from lm_eval_moecache.engine.callbacks import Callbacks
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.kernel import cache as told
-from lm_eval_moecache.engine.kernel import wall
-from lm_eval_moecache.engine.kernel.serve import CLOSE, FILL
+from lm_eval_moecache.engine.kernel import event
+from lm_eval_moecache.engine.kernel.serve import BEGIN, CLOSE, END, ENTER, FILL
 from lm_eval_moecache.engine.memory import door, make_memory
 from lm_eval_moecache.engine.rows import Rows
 from lm_eval_moecache.engine.rules import Rules, make_evictions
@@ -34,10 +34,9 @@ from lm_eval_moecache.engine.wall.link import (
 )
 from lm_eval_moecache.engine.wall.slots import LeveledCache, PlacedCache, SlottedCache
 from lm_eval_moecache.records.arrays import IntArray
-from lm_eval_moecache.records.event import PREFILL, Event
+from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.memory import INTS, numbers
-from lm_eval_moecache.records.selection import Selection
 
 # A prefill executes the arrived experts once they are a quarter of the event: more, smaller parts
 # would hide little more of the transfers and cost kernel launches.
@@ -72,52 +71,38 @@ _COUNTED = ["peak", "loads", "warmed", "evictions", "replaced", "lifetime"]
 class WallRows(Rows):
     """Serves the layers of a `WallEngine`, the only one of its device."""
 
-    engine: WallEngine
-
-    def choose(self, *given: Any, **named: Any) -> Selection | None:
-        self.engine.enter()
-        return super().choose(*given, **named)
-
-    def begin(self, phase: str, tokens: Sequence[int], *more: Any, **named: Any) -> None:
-        self.engine.note_time()
-        super().begin(phase, tokens, *more, **named)
-
-    def end(self) -> None:
-        self.engine.synchronize()
-        self.engine.note_time()
-        super().end()
-
-    def _close(self, event: Event) -> None:
-        self._do(CLOSE, event.layer, event.layer + 1)
-        self.engine.begin_event(event)
-
-    def visit(self, what: int, mark: int = 0, keys: Sequence[int] = (), number: int = 0) -> int:
-        """Let the kernel do one of the things of `kernel.wall`."""
-        if keys:
-            self._give(keys=np.array(keys, np.int64))
-            self._call.num_keys = len(keys)
-        self._call.number = number
-        answer = int(self._visit(self._place, what, mark))
-        self.engine.callbacks.finish()
-        return answer
-
-    def submit(self, now: float) -> None:
-        """Queue what the prefetchers propose."""
-        self._call.seconds = now
-        self.visit(wall.SUBMIT)
-
-    def share_with_host(self, mark: int, link_free_s: float) -> None:
-        """Let the host have its part of the event."""
-        self._call.seconds = link_free_s
-        self.visit(wall.HOST, mark)
-
     def __init__(self, engine: WallEngine) -> None:
         super().__init__([engine])
         self.engine, self._visit = engine, door("visit")
 
-    def restart(self) -> None:
-        super().restart()
-        self.by_loop = False
+    def _do(self, what: int, first_layer: int, end_layer: int) -> None:
+        engine = self.engine
+        if what & END:
+            engine.synchronize()
+        if what & (BEGIN | END):
+            engine.note_time()
+        if what & ENTER:
+            engine.enter()
+        super()._do(what, first_layer, end_layer)
+        if what & CLOSE:
+            engine.begin_event(first_layer)
+
+    def visit(
+        self,
+        what: int,
+        mark: int = 0,
+        keys: Sequence[int] = (),
+        number: int = 0,
+        seconds: float = 0.0,
+    ) -> int:
+        """Let the kernel do one of the things of `event.visit`."""
+        if keys:
+            self._give(keys=np.array(keys, np.int64))
+            self._call.num_keys = len(keys)
+        self._call.number, self._call.seconds = number, seconds
+        answer = int(self._visit(self._place, what, mark))
+        self.engine.callbacks.finish()
+        return answer
 
 
 class WallCallbacks(Callbacks):
@@ -146,7 +131,7 @@ class WallCallbacks(Callbacks):
 class _Pending:
     """An event between its decision and the last of its waves."""
 
-    event: Event
+    layer: int
     keys: Sequence[int]
     mark: int
     """By which its keys were pinned first."""
@@ -251,6 +236,7 @@ class WallEngine(Engine):
         """Tell the kernel the time, and what the link has done."""
         run = self.memory.run
         run.now, run.moved, run.busy_s = self.now, self.link.bytes_moved, self.link.busy_s
+        run.transfers = self.link.transfers + self.link.num_issued
 
     # An event.
 
@@ -265,38 +251,38 @@ class WallEngine(Engine):
         if self._is_prefetching:
             self.traffic.land(self.link.arrivals())
 
-    def begin_event(self, event: Event) -> None:
+    def begin_event(self, layer: int) -> None:
         """Begin the transfers of an event that has been decided."""
         run = self.memory.run
         keys: list[int] = numbers(run.keys, INTS)[: run.num_keys]
-        self._pending = pending = _Pending(event, keys, run.mark, run.num_demands, keys)
+        self._pending = pending = _Pending(layer, keys, run.mark, run.num_demands, keys)
         self._begin(pending)
         if self.rules.prefetches:
             if not self.rules.prefetch.after_layer:
-                self.alone.submit(self.now)
+                self.alone.visit(event.SUBMIT, seconds=self.now)
             if pending.next_demand == pending.num_demands:
                 awaited = any(self.link.is_flying(key) for key in keys)
-                visit = event.phase, event.layer, "begun"
-                self.traffic.drain(run.mark, visit, awaited)
+                self.traffic.drain(run.mark, (self.alone.phase, layer, "begun"), awaited)
 
     def _begin(self, pending: _Pending) -> None:
         """Give an event's demands to the link as far as they fit, after the host's share."""
-        event, rows, slots = pending.event, self.alone, self.memory.slots
+        layer, rows, slots = pending.layer, self.alone, self.memory.slots
         demands: list[int] = self.memory.scratch["demands"][: pending.num_demands].tolist()
         if self._is_prefetching:
             for key in demands:
                 self._meet(key)
-            due = event.pass_index * self.geometry.num_layers + event.layer
+            due = self.num_passes * self.geometry.num_layers + layer
             self.traffic.cancel(due, set(pending.keys))
         if demands:
             if self.rules.miss.host_rule:
                 costs, sizes = self.host_costs, self.geometry.expert_bytes
                 load_s = 0.0
                 if costs is not None:
-                    load_s = costs.load_s * sizes[event.layer][0] / sizes[0][0]
-                rows.share_with_host(pending.mark, len(self.link.demanded()) * load_s)
+                    load_s = costs.load_s * sizes[layer][0] / sizes[0][0]
+                link_free_s = len(self.link.demanded()) * load_s
+                rows.visit(event.HOST, pending.mark, seconds=link_free_s)
                 pending.on_host = [key for key in demands if slots["done"][key] == pending.mark]
-            rows.visit(wall.RELEASE, pending.mark)
+            rows.visit(event.RELEASE, pending.mark)
         pending.remaining = [key for key in pending.keys if key not in pending.on_host]
         self._demand(pending)
 
@@ -313,15 +299,15 @@ class WallEngine(Engine):
 
     def take_back(self, key: int) -> None:
         """Give back the room of a prefetch whose transfer has not begun."""
-        self.alone.visit(wall.TAKEN_BACK, keys=[key])
+        self.alone.visit(event.TAKEN_BACK, keys=[key])
         self.cache_of(key).vacate(key)
 
     def _demand(self, pending: _Pending) -> None:
         """Load the next demands, as many as fit; prefetches not yet moving give way to them."""
-        cache = self.caches[pending.event.layer]
+        cache = self.caches[pending.layer]
         while pending.next_demand < pending.num_demands:
             start = pending.next_demand
-            pending.next_demand = self.alone.visit(wall.LOAD, pending.mark, number=start)
+            pending.next_demand = self.alone.visit(event.LOAD, pending.mark, number=start)
             for key in self.take_placed():
                 level = int(self.memory.slots["level"][key])
                 self.link.demand(transfer_of(cache, key, level))
@@ -351,14 +337,14 @@ class WallEngine(Engine):
         """
         if (pending := self._pending) is None:
             return
-        event, rows = pending.event, self.alone
+        rows = self.alone
         if pending.on_host:
             yield dict.fromkeys(pending.on_host, HOST), False
         while True:
             yield from self._wave(pending)
             if pending.next_demand == pending.num_demands:
                 break
-            rows.visit(wall.WAVE, pending.mark)
+            rows.visit(event.WAVE_ENDED, pending.mark)
             self.link.launched()
             before = pending.next_demand
             self._demand(pending)
@@ -366,11 +352,12 @@ class WallEngine(Engine):
         after_layer = self.rules.prefetches and self.rules.prefetch.after_layer
         if after_layer:
             self.link.launched()
-            rows.submit(self.now)
-        rows.visit(wall.ENDED, pending.mark)
+            rows.visit(event.SUBMIT, seconds=self.now)
+        rows.visit(event.ENDED, pending.mark)
         if self.rules.prefetches:
             self.link.launched()
-            self.traffic.drain(self.memory.run.mark, (event.phase, event.layer, "executed"))
+            visit = rows.phase, pending.layer, "executed"
+            self.traffic.drain(self.memory.run.mark, visit)
         self._pending = None  # Up to here `_recover` has demands to wait for.
 
     def _wave(self, pending: _Pending) -> Iterator[tuple[Mapping[int, int], bool]]:
@@ -380,12 +367,12 @@ class WallEngine(Engine):
         of a prefill hides part of its transfers, and so does that of the resident experts where
         the policy executes them first.
         """
-        event, slots, link = pending.event, self.caches[pending.event.layer].slots, self.link
+        slots, link = self.caches[pending.layer].slots, self.link
         placed = [k for k in pending.remaining if k in slots]
         pending.remaining = [k for k in pending.remaining if k not in slots]
         flying = {k for k in placed if link.is_flying(k)}
         ready, num_keys = [k for k in placed if k not in flying], len(pending.keys)
-        enough = -(-num_keys // PARTS) if event.phase == PREFILL else len(placed) + 1
+        enough = -(-num_keys // PARTS) if self.alone.phase == PREFILL else len(placed) + 1
         at_once = self.rules.miss.cached_first
         while flying:
             if ready and (at_once or len(ready) >= enough):
@@ -430,7 +417,7 @@ class WallEngine(Engine):
             self._is_open = False
             # Nobody cancels what was due at the events that the pass did not reach.
             number = (self.num_passes + 1) * self.geometry.num_layers - 1
-            self.alone.visit(wall.CANCEL, number=number)
+            self.alone.visit(event.CANCEL, number=number)
         if self._pending is not None:
             # Its demands may still be moving into their slots.
             self._pending = None
@@ -502,12 +489,5 @@ class WallEngine(Engine):
         self._fill()
 
     def check_integrity(self) -> None:
-        for pool in self.pools:
-            pool.check_integrity()
-        counted = sum(record.bytes_moved for record in self.ledger.passes)
-        is_open = self._is_open or (self.draft_stage is not None and self.draft_stage.is_open)
-        moved = self.link.bytes_moved
-        assert is_open or counted == moved, f"ledger has {counted} bytes, link {moved}"
-        loads = sum(pool["loads"] for pool in self.pools)
-        transfers = self.link.transfers + self.link.num_issued
-        assert loads == transfers, f"{loads} loads, {transfers} transfers"
+        self.note_time()
+        super().check_integrity()

@@ -12,7 +12,7 @@ from collections.abc import Collection, Container, Hashable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lm_eval_moecache.engine.kernel import wall
+from lm_eval_moecache.engine.kernel import event
 from lm_eval_moecache.engine.wall.slots import PlacedCache
 from lm_eval_moecache.records.errors import TransferError
 
@@ -423,14 +423,14 @@ class Traffic:
         engine, batch = self._engine, -1
         link, rows = engine.link, engine.alone
         while True:
-            key, last_batch = rows.visit(wall.NEXT), batch
+            key, last_batch = rows.visit(event.NEXT), batch
             if key < 0:
                 return
             slot = engine.memory.slots[key]
             batch, due = int(slot["batch"]), int(slot["due"])
             if link.free_s(now) > until_s and (batch < 0 or batch != last_batch):
                 return
-            if not rows.visit(wall.RESERVE, mark, [key]):
+            if not rows.visit(event.RESERVE, mark, [key]):
                 return
             cache, level = engine.cache_of(key), int(slot["level"])
             cache.place(key, level)
@@ -439,11 +439,11 @@ class Traffic:
     def land(self, keys: Sequence[int]) -> None:
         """Make arrived keys resident."""
         if keys:
-            self._engine.alone.visit(wall.LANDED, keys=keys)
+            self._engine.alone.visit(event.LANDED, keys=keys)
 
     def cancel(self, due: int, wanted: Set[int]) -> None:
         """Drop the prefetches of events up to `due`, also issued ones not yet moving."""
-        self._engine.alone.visit(wall.CANCEL, number=due)
+        self._engine.alone.visit(event.CANCEL, number=due)
         for key in self._engine.link.withdraw_issued(due, wanted):
             self._engine.take_back(key)
 

@@ -39,6 +39,7 @@ from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.precision.codecs import expert_parameters
 from lm_eval_moecache.model.wall.pools import DeviceMover, LadderPools, SlotPools
+from lm_eval_moecache.records.batch import Batch
 from tests.artifacts import artifacts_of, use_profile
 from tests.harness import make_instance
 from tests.model.speculative.drafts import generated
@@ -219,10 +220,10 @@ class Recording:
         ]
         rows, choose = engine.alone, engine.alone.choose
 
-        def noted(layer: int, *given: Any, **named: Any) -> Any:
-            selection = choose(layer, *given, **named)
+        def noted(batch: Batch, *given: Any, **named: Any) -> Any:
+            selection = choose(batch, *given, **named)
             # On the wall clock they are written once the layer has been executed.
-            self.passes[-1].levels.append((layer, rows.executed, rows.levels))
+            self.passes[-1].levels.append((batch.first_layer, rows.executed, rows.levels))
             return selection
 
         rows.choose = noted
