@@ -41,7 +41,8 @@ class Role(Flag):
 
 
 COMPARED, REPLAYED, LOADING, REPORTED, RARE = Role
-RULE = COMPARED | REPLAYED
+VARIED = COMPARED | REPLAYED
+"""What runs are compared for, and a replay can change: a rule, the size of the cache ..."""
 
 
 def _text(value: object) -> str | None:
@@ -62,18 +63,18 @@ class ModelArguments(Schema):
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
-    policy: Annotated[Any, RULE] = "specmd"
+    policy: Annotated[Any, VARIED] = "specmd"
     """a name that `moecache policies` lists, a YAML file, or a mapping"""
-    routing: Annotated[Any, RULE] = None
+    routing: Annotated[Any, VARIED] = None
     """replaces the policy's routing algorithm: a name or a class path (`my_package.MyRouting`);
     parameters as `routing.NAME=value`"""
-    prefetch: Annotated[Any, RULE] = None
+    prefetch: Annotated[Any, VARIED] = None
     """the same for prefetching"""
-    eviction: Annotated[Any, RULE] = None
+    eviction: Annotated[Any, VARIED] = None
     """the same for eviction"""
-    miss: Annotated[Any, RULE] = None
+    miss: Annotated[Any, VARIED] = None
     """the same for miss handling"""
-    capacity: Annotated[Any, RULE] = "25%"
+    capacity: Annotated[Any, VARIED] = "25%"
     """cache size: `5%` of all expert bytes, `2GiB`, `51experts`, `30/layer` (one cache per
     layer)"""
     precision: Annotated[Any, COMPARED | LOADING] = None
@@ -86,7 +87,7 @@ class ModelArguments(Schema):
     `ktransformers` ...): name or YAML of a runtime profile"""
     bandwidth: Annotated[Any, REPLAYED] = None
     """link bandwidth, overrides the profile's: `5GB/s`"""
-    link: Annotated[Literal["priority", "fifo"], RULE | REPORTED] = "priority"
+    link: Annotated[Literal["priority", "fifo"], VARIED | REPORTED] = "priority"
     """`priority` (demands first, stale prefetches cancelled) or `fifo`"""
     execute: Annotated[Literal["together", "as_they_arrive"], REPLAYED | RARE] = "together"
     """run an event's experts `together` once all have arrived, or `as_they_arrive`, resident ones
@@ -98,10 +99,10 @@ class ModelArguments(Schema):
     `emulate`; `none` omits both"""
     emulate: Annotated[Name, REPLAYED] = None
     """compute bytes and times with the sizes of this model: a name, a folder or a YAML"""
-    warm: Annotated[Name, RULE | RARE] = None
+    warm: Annotated[Name, VARIED | RARE] = None
     """fill the cache before the first request: a trace, a JSON that `profile use` writes, or `tiny`
     (shipped use profile)"""
-    phases: Annotated[Any, RULE] = None
+    phases: Annotated[Any, VARIED] = None
     """`all`, or `decode`: lossy algorithms act only while decoding (default: the policy's)"""
     seed: Annotated[Count, REPLAYED | REPORTED] = 0
     """seed of randomised algorithms"""
