@@ -118,10 +118,8 @@ def opened_gguf(path: Path, what: str) -> Iterator[Any]:
     """Yield the library's reader of a GGUF; ValueError for a damaged one begins with `what`."""
     from gguf import GGUFReader
 
-    check_file(path, what)
-    with open_file(path, what) as file:
-        if file.read(4) != b"GGUF":
-            raise ValueError(f"{what} is not a GGUF file: it does not begin with the letters GGUF.")
+    if read_head(path, what, 4) != b"GGUF":
+        raise ValueError(f"{what} is not a GGUF file: it does not begin with the letters GGUF.")
     try:
         yield GGUFReader(path)
     except (ValueError, KeyError, IndexError, OverflowError, MemoryError, TypeError) as error:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +71,7 @@ def yaml_files(kind: str, folder: Path) -> dict[str, Path]:
 
 @cache
 def _folder_of(point: EntryPoint) -> Path:
-    try:
-        spec = find_spec(point.value)
-    except Exception as error:  # its parent package is imported
-        reason = f"{type(error).__name__}: {error}"
-        raise MoECacheError(f"{described(point)} cannot be imported: {reason}") from error
-    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    places = list(getattr(load(point), "__path__", ()))
     if not places:
         raise MoECacheError(f"{described(point)} must name a folder of YAMLs, as a package.")
     return Path(places[0])
