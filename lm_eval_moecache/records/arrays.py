@@ -12,7 +12,6 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 DoubleArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
-NO_SCORES: FloatArray = np.zeros((0, 0), np.float32)
 Weigh = Callable[[FloatArray, IntArray], FloatArray]
 """(logits [tokens, experts], chosen experts [tokens, top_k]) -> their weights [tokens, top_k]."""
 

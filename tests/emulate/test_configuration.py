@@ -174,6 +174,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         ({"text_config": 5}, r"text_config=5 must be a mapping"),
         ({"per_layer_config": [1]}, r"per_layer_config=\[1\] must be a mapping"),
         ({"mamba_d_state": 16}, r"lacks layer_types"),
+        ({"hybrid_override_pattern": "MXE"}, r"pattern='MXE' must be of the letters M"),
         ({"quantization_config": {**AWQ, "bits": 1e9}}, r"bits=1000000000.0 must be .* at most 16"),
         ({"quantization_config": {**AWQ, "bits": "4"}}, r"bits='4' is text"),
         ({"quantization_config": {**GROUPS, "config_groups": [1]}}, r"groups=\[1\] must be a map"),

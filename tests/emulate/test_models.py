@@ -106,10 +106,6 @@ def test_a_stored_precision_sizes_experts_layers_and_vocabulary_apart() -> None:
     model = replace(load_real_model("OLMoE-1B-7B"), stored=load_stored("int8"))
     layers, vocabulary = 16 * (4 * 2048**2 + 2048 * 64), 2 * 50304 * 2048
     assert model.dense_bytes == pytest.approx(layers * 8.5 / 8 + vocabulary * 2, rel=1e-3)
-    # GGUF stores the vocabulary at its own bits, too. The published file has 18.6 GB.
-    file = replace(load_real_model("Qwen3-30B-A3B"), stored=load_stored("q4_k_m"))
-    experts = file.num_layers * file.num_experts * file.expert_bytes
-    assert (experts + file.dense_bytes) / 1e9 == pytest.approx(18.6, abs=0.1)
 
 
 def test_a_layer_is_charged_as_the_real_one_and_counts_stay() -> None:
@@ -173,13 +169,6 @@ def test_a_checkpoint_is_sized_by_its_quantization(
     model = load_real_model(str(tmp_path))
     assert model.expert_bytes == round(3 * 2048 * 1024 * bits / 8)
     assert model.geometry().compute_bytes[0] == 3 * 2048 * 1024 * 2
-
-
-def test_a_pattern_of_layers_names_its_letters(tmp_path: Path) -> None:
-    config = {**OLMOE, "hybrid_override_pattern": "MXE"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="hybrid_override_pattern='MXE' must be of the letters M"):
-        load_real_model(str(tmp_path))
 
 
 def test_an_unknown_name_offers_none_of_less_than_a_tenth_or_over_ten_times_its_size() -> None:

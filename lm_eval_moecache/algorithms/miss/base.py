@@ -12,7 +12,6 @@ import numpy as np
 from lm_eval_moecache.algorithms.parameters import Algorithm, OverRows
 from lm_eval_moecache.algorithms.substitution import SubstituteCost, Substitution
 from lm_eval_moecache.records.arrays import (
-    NO_SCORES,
     BoolArray,
     FloatArray,
     IntArray,
@@ -20,7 +19,7 @@ from lm_eval_moecache.records.arrays import (
     softmax,
 )
 from lm_eval_moecache.records.batch import Batch
-from lm_eval_moecache.records.event import DROPPED, Event
+from lm_eval_moecache.records.event import DROPPED, UNSEEN_SCORES, Event
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
 
@@ -221,10 +220,10 @@ class SubstitutingMiss(MissOverRows):
     def scores_of(self, given: Event | Batch) -> Mapping[str, FloatArray]:
         """Return the softmax scores and shares of tokens, where the cost looks at them."""
         return {
-            "scores": softmax(given.logits) if self.uses_scores else NO_SCORES,
+            "scores": softmax(given.logits) if self.uses_scores else UNSEEN_SCORES,
             "shares": weight_shares(given.experts, given.weights)
             if self.uses_shares
-            else NO_SCORES,
+            else UNSEEN_SCORES,
         }
 
     def choose(self, event: Event) -> Selection | None:

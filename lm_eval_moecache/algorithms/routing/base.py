@@ -10,8 +10,8 @@ import numpy as np
 
 from lm_eval_moecache.algorithms.cheapest import Cheapest, RankCost
 from lm_eval_moecache.algorithms.parameters import Algorithm, OverRows
-from lm_eval_moecache.records.arrays import NO_SCORES, DoubleArray, FloatArray, softmax
-from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.arrays import DoubleArray, FloatArray, softmax
+from lm_eval_moecache.records.event import UNSEEN_SCORES, Event
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
 
@@ -69,7 +69,7 @@ class RoutingByCost(RoutingOverRows):
 
     def scores(self, logits: FloatArray) -> FloatArray:
         """Return softmax scores, where the cost looks at them."""
-        return softmax(logits) if self.uses_scores else NO_SCORES
+        return softmax(logits) if self.uses_scores else UNSEEN_SCORES
 
     def choose(self, event: Event) -> Selection | None:
         seen = [rule.seen for rule in event.own]
