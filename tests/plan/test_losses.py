@@ -23,6 +23,7 @@ from moecache_plan.losses import (
     known_names,
     published,
     rules_of,
+    shipped,
 )
 from moecache_plan.losses_page import lines
 from tests.conftest import Moecache
@@ -135,6 +136,12 @@ def test_rules_and_tasks_are_known_by_other_names(
 ) -> None:
     assert known_names(*typed) == known
     assert rules_of(known[0]) and kind_of(known[1])
+
+
+def test_scores_that_a_judge_gives_are_no_shares_of_right_answers() -> None:
+    assert not any(row.is_share for row in shipped() if row.task in ("writing", "wildbench"))
+    with pytest.raises(ValueError, match="'writing' is not known"):
+        kind_of("writing")
 
 
 QWEN = load_real_model("Qwen3-30B-A3B", "model")
