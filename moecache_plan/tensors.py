@@ -392,7 +392,7 @@ def _model(
     is_tied = not parts.output.weights
     output = parts.embedding.weights if is_tied else parts.output.weights
     dense, vocabulary = parts.layers + parts.once, parts.embedding + parts.output
-    stored = Stored(precision, parts.experts.bits, dense.bits, vocabulary.bits, source)
+    stored = Stored(precision, parts.experts.bits, dense.bits, vocabulary.bits)
     is_whole = _alike(stored, BF16)
     return RealModel(
         name=name,

@@ -31,17 +31,20 @@ _FORMS = "ud-NAME of a GGUF type, 4bit (MLX), exl3:4.0, 4.5bpw"
 
 
 @cache
-def precisions() -> Mapping[str, Stored]:
+def precisions(kind: str = "") -> Mapping[str, Stored]:
     """Return the bits of the field's precisions by each of their names, as precisions.csv has them.
 
-    A GGUF's are the mean of a file of that type, which says it exactly itself (`plan FILE`).
+    A GGUF's are the mean of a file of that type, which says it exactly itself (`plan FILE`). With
+    `kind=GGUF` its types alone.
     """
     found: dict[str, Stored] = {}
     for row in read_csv(PRECISIONS_FILE, str(PRECISIONS_FILE)):
+        if kind not in ("", row["about"]):
+            continue
         usual = row["experts"] if row["about"] == _GGUF else "16"
         parts = ("experts", "rest", "vocabulary")
         experts, rest, vocabulary = (float(row[part] or usual) for part in parts)
-        stored = Stored(row["name"], experts, rest, vocabulary, row["about"])
+        stored = Stored(row["name"], experts, rest, vocabulary)
         found |= dict.fromkeys([stored.name, *row["also"].split()], stored)
     return found
 
@@ -49,9 +52,9 @@ def precisions() -> Mapping[str, Stored]:
 def load_stored(name: str) -> Stored:
     """Return the stored precision of a name of the field, in any case.
 
-    Allowed are `precisions`, `ud-q4_k_xl` (experts of that type, the rest in eight bits), `q4_k_xl`
-    (GGUF's with the vocabulary in eight bits), `4bit` (MLX in groups of 64), `exl3:4.0` and
-    `4.5bpw`. Raises ValueError with what is allowed.
+    Allowed are `precisions`, `ud-q4_k_xl` (Unsloth's: experts of that type, the rest in eight
+    bits), `q4_k_xl` (GGUF's with the vocabulary in eight bits), `4bit` (MLX in groups of 64),
+    `exl3:4.0` and `4.5bpw`. Raises ValueError with what is allowed.
     """
     typed = re.sub(r"[\s-]+", "_", str(name).strip().lower())
     is_dynamic, known = typed.startswith("ud_"), precisions()
@@ -61,24 +64,22 @@ def load_stored(name: str) -> Stored:
         return known[plain]
     family = re.sub("_x?l$", "", plain)
     larger = "_l" if plain.endswith("_xl") and not is_dynamic else "_m"
-    bases = (known.get(name, BF16) for name in (plain, family + larger, family))
-    if base := next((each for each in bases if each.about == _GGUF), None):
+    bases = map(precisions(_GGUF).get, (plain, family + larger, family))
+    if base := next(filter(None, bases), None):
         bits = base.expert_bits
         rest = max(bits, _Q8_0) if is_dynamic else bits
         vocabulary = rest if base.name == plain else max(bits, _Q8_0)
-        about = "GGUF, Unsloth's: experts of the type, the rest in q8_0" if is_dynamic else _GGUF
-        label = f"ud-{plain}" if is_dynamic else plain
-        return Stored(label, bits, rest, vocabulary, about)
+        return Stored(f"ud-{plain}" if is_dynamic else plain, bits, rest, vocabulary)
     if mlx := re.fullmatch(r"(?:mlx_?)?([2-8])_?bits?|mlx_?([2-8])", plain):
         bits = int(mlx[1] or mlx[2]) + 32 / 64
-        return Stored(f"{bits - 0.5:g}bit", bits, bits, bits, "MLX, a scale and a bias for 64")
+        return Stored(f"{bits - 0.5:g}bit", bits, bits, bits)
     number = r"~?([0-9]+(?:\.[0-9]+)?)"
     if exl := re.fullmatch(rf"(exl[23])[:_@]?{number}(?:_?bpw)?", plain):
         bits = read_number(f"precision={shown(name)}", exl[2], above=0, most=16)
-        return Stored(f"{exl[1]}:{bits:g}", bits, bits, 6, "the output layer in six bits")
+        return Stored(f"{exl[1]}:{bits:g}", bits, bits, 6)  # the output layer in six bits
     if bpw := re.fullmatch(rf"{number}_?bpw", plain):
         bits = read_number(f"precision={shown(name)}", bpw[1], above=0, most=16)
-        return Stored(f"{bits:g}bpw", bits, bits, bits, "every weight")
+        return Stored(f"{bits:g}bpw", bits, bits, bits)
     names = list(dict.fromkeys(stored.name for stored in known.values()))
     near = nearest(plain, names)
     raise ValueError(

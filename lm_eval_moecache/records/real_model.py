@@ -19,10 +19,9 @@ class Stored(NamedTuple):
     dense_bits: float = 16
     vocab_bits: float = 16
     """Bits per weight of the embedding and the output layer."""
-    about: str = ""
 
 
-BF16 = Stored("bf16", 16, about="two bytes a weight")
+BF16 = Stored("bf16", 16)
 
 
 class LayerCaches(NamedTuple):
