@@ -52,12 +52,6 @@ class Callbacks:
             memory.run.messages, memory.run.max_messages = address_of(self._messages), _MESSAGES
             self._listen()
 
-    def restart(self, evictions: Sequence[Any], rules: Rules) -> None:
-        """Notify other evictions from now on, of caches that are empty."""
-        self.evictions, self._rules = evictions, rules
-        self.by_layer = evictions if len(evictions) > 1 else [*evictions] * len(self.by_layer)
-        self._notify = self._readers()
-
     def _listen(self) -> None:
         self._answer = callback(self._checked)
         self._memory.run.ask = address_of(self._answer)

@@ -18,19 +18,10 @@ from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.learned.data_aware import cost_of
 from lm_eval_moecache.algorithms.learned.predictor import PredictorCost, digest_of
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
-from lm_eval_moecache.engine.callbacks import AddSpan, Callbacks
+from lm_eval_moecache.engine.callbacks import Callbacks
 from lm_eval_moecache.engine.costs import Costs, attention_s
 from lm_eval_moecache.engine.draft_stage import DraftStage
-from lm_eval_moecache.engine.kernel.serve import (
-    ADVANCE,
-    BEGIN,
-    CLOSE,
-    END,
-    ENTER,
-    FILL,
-    HINT,
-    SETTLE,
-)
+from lm_eval_moecache.engine.kernel.serve import ADVANCE, FILL, HINT, SETTLE
 from lm_eval_moecache.engine.kernel.state import COUNTS, Call
 from lm_eval_moecache.engine.memory import Cache, door, make_memory
 from lm_eval_moecache.engine.rows import Proposed, Rows, records_of
@@ -55,8 +46,6 @@ from lm_eval_moecache.records.ledger import Ledger, PassRecord, RequestRecord
 from lm_eval_moecache.records.memory import address_of, make_record
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.trace.future import Future
-
-PASS_KINDS = BEGIN | ENTER | CLOSE | END
 
 
 class Engine:
@@ -231,7 +220,7 @@ class Engine:
     @property
     def peak_cache_bytes(self) -> int:
         """Peak bytes held (summed over layers where each has its own cache)."""
-        return int(max(self._adopted_peak, sum(pool.peak_bytes for pool in self.pools)))
+        return int(max(self._adopted_peak, sum(pool["peak"] for pool in self.pools)))
 
     def merge(self, other: Engine, requests: Sequence[RequestRecord] = ()) -> None:
         """Enter what another engine of this setting has served, as passes of these requests."""
@@ -240,10 +229,6 @@ class Engine:
         self.ledger.merge(passes, requests)
         self._adopted_peak = max(self._adopted_peak, other.peak_cache_bytes)
         self._adopted_bytes += sum(record.bytes_moved for record in passes)
-
-    def record_spans(self, add_span: AddSpan) -> None:
-        """Call `add_span` with all that clock, link and host do."""
-        self.callbacks.record_spans(add_span)
 
     # Whole passes.
 

@@ -13,24 +13,13 @@ from lm_eval_moecache.algorithms import features
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm, RankedEviction
 from lm_eval_moecache.algorithms.learned.predictor import costs as predictor_costs
 from lm_eval_moecache.engine.costs import Costs
-from lm_eval_moecache.engine.kernel import (
-    cache as caches,
-)
-from lm_eval_moecache.engine.kernel import (
-    clock,
-    event,
-    lanes,
-    link,
-    ranking,
-    serve,
-    state,
-)
+from lm_eval_moecache.engine.kernel import cache, clock, event, lanes, link, ranking, serve, state
 from lm_eval_moecache.engine.rules import Rules
 from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE, FIFO, Setting
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.memory import address_of, make_record, make_table
 
-MODULES: tuple[ModuleType, ...] = (state, clock, ranking, caches, link, lanes, event, serve)
+MODULES: tuple[ModuleType, ...] = (state, clock, ranking, cache, link, lanes, event, serve)
 _TABLES = {
     "experts": state.Expert,
     "slots": state.Slot,
@@ -74,14 +63,12 @@ class Memory:
         return Memory(run, {name: table.copy() for name, table in self._tables.items()})
 
     def restore(self, first: Memory) -> None:
-        """Return to an earlier state, where Python reads what it did."""
-        kept = self.run.ask, self.run.messages, self.run.max_messages
+        """Return to an earlier state."""
         for name, table in self._tables.items():
             table[:] = first._tables[name]
         for field, _ in self.run._fields_:
             setattr(self.run, field, getattr(first.run, field))
         self._point()
-        self.run.ask, self.run.messages, self.run.max_messages = kept
 
 
 def make_memory(
@@ -224,10 +211,6 @@ class Cache:
     @property
     def capacity_bytes(self) -> int:
         return self["capacity"]
-
-    @property
-    def peak_bytes(self) -> int:
-        return self["peak"]
 
     @property
     def resident(self) -> dict[int, int]:

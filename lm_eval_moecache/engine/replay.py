@@ -17,7 +17,7 @@ from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.batch import Batch
 from lm_eval_moecache.records.event import DECODE, PHASES, UNSEEN_SCORES
 from lm_eval_moecache.records.geometry import NO_TARGET
-from lm_eval_moecache.records.ledger import PassRecord, RequestRecord
+from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.trace.file import StreamedTrace
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.recorder import identity
@@ -56,7 +56,8 @@ def replay(
         for first, last, is_scan in _segments(part, _is_apart(server)):
             _serve(server, part, needs, first, last, is_scan)
             for record in server.ledger.passes[part.first_pass + first :]:
-                _note_drafts(part, record)
+                if record.index in part.drafted.settled:
+                    record.drafted, record.accepted = part.drafted.settled[record.index]
                 for request in served[record.index]:
                     request.passes.append(record)
             if on_progress is not None:
@@ -413,12 +414,6 @@ def _draft(trace: Trace, engine: Engine, pass_index: int) -> None:
                     scores[0, order] = np.arange(len(order), 0, -1)
                     stage.predict(target, scores)
             stage.experts(layer, num_experts, num_tokens)
-
-
-def _note_drafts(trace: Trace, record: PassRecord) -> None:
-    """Record how many drafted tokens a pass verified and accepted."""
-    if record.index in trace.drafted.settled:
-        record.drafted, record.accepted = trace.drafted.settled[record.index]
 
 
 def _recorded(trace: Trace, needs: Needs, first: int, last: int) -> Proposed | None:

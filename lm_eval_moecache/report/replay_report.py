@@ -292,7 +292,7 @@ class Timeline:
     def watch(self, engine: VirtualEngine) -> None:
         """Record what the engine's clock, link and host do from now on, behind all so far."""
         self._starts_s.append(self._end_s)
-        engine.record_spans(self._add_span)
+        engine.callbacks.record_spans(self._add_span)
 
     def _add_span(self, kind: str, start_s: float, end_s: float, what: int, number: int) -> None:
         if kind in ("dense", "experts"):

@@ -406,7 +406,8 @@ def events_of(case: Case) -> list[list[Event]]:
     build = [getattr(case.setting.policy, axis).build for axis in ("routing", "prefetch")]
     routing, prefetch = (make(g, case.setting.seed) for make in build)
     depth, passes = max(routing.depth, prefetch.depth), list[list[Event]]()
-    assert trace.logits is not None and trace.columns.weights is not None
+    weights = UNSEEN_SCORES if trace.columns.weights is None else trace.columns.weights
+    logits = UNSEEN_SCORES if trace.logits is None else trace.logits
     for number, (start, stop) in enumerate(pairwise(trace.row_bounds.tolist())):
         index, layer = divmod(number, g.num_layers)
         phase = PHASES[trace.columns.phase[start]]
@@ -426,8 +427,8 @@ def events_of(case: Case) -> list[list[Event]]:
             phase=phase,
             num_experts=g.num_experts,
             experts=experts,
-            weights=trace.columns.weights[start:stop],
-            logits=trace.logits[start:stop].astype(np.float32),
+            weights=weights[start:stop],
+            logits=logits[start:stop].astype(np.float32),
             predicted=predicted,
         )
         passes += [[]] if layer == 0 else []
@@ -449,6 +450,12 @@ def starts_of(case: Case) -> list[int]:
 def check(seed: int) -> Case:
     """Compare every figure of engine and oracle on the case of a seed, and return it."""
     case = draw(seed)
+    compare(case, f"seed={seed}")
+    return case
+
+
+def compare(case: Case, of: str) -> None:
+    """Compare every figure of engine and oracle on a case."""
     trace, setting = case.trace, case.setting
     oracles, expected_passes = list[Oracle](), list[PassRecord]()
     for first, last in pairwise([*starts_of(case), trace.num_passes]):
@@ -461,7 +468,7 @@ def check(seed: int) -> Case:
             record.index += first
         expected_passes += oracles[-1].passes
     engine = replay(trace, setting, future=case.future, cache_reset=case.reset)
-    what = f"seed={seed} {setting.policy.name} {sorted(case.kinds)}"
+    what = f"{of} {setting.policy.name} {sorted(case.kinds)}"
     for record, expected in zip(engine.ledger.passes, expected_passes, strict=True):
         for name in (field.name for field in dataclasses.fields(record)):
             here, there = getattr(record, name), getattr(expected, name)
@@ -477,4 +484,3 @@ def check(seed: int) -> Case:
         assert engine.now == oracles[0].now, what
     assert engine.peak_cache_bytes == max(sum(oracle.peak) for oracle in oracles), what
     engine.check_integrity()
-    return case

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
-
 import numpy as np
 import pytest
 
-from lm_eval_moecache.algorithms.eviction.base import StatefulEviction
-from lm_eval_moecache.algorithms.eviction.rankings import Hazard
-from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Trace
-from tests.engine.features import RankedAlone
-from tests.engine.traces import decode_trace, figures, misses, setting_for
+from tests.engine.drawn import Case, compare
+from tests.engine.traces import decode_trace, misses, setting_for
 
 
 def test_favourites_stay_where_lru_loses_them() -> None:
@@ -51,34 +44,8 @@ def test_it_falls_back_to_lru_where_its_forecast_does_worse() -> None:
     assert (hazard - lru) / trace.num_passes <= 0.003 < (forced - lru) / trace.num_passes
 
 
-def slowly(name: str) -> Callable[..., Any]:
-    return lambda self, *given: getattr(self.slow, name)(*given)
-
-
-@dataclass(eq=False)
-class SlowHazard(StatefulEviction):
-    """Hazard by the slow form of its features."""
-
-    source: ClassVar[str] = "eviction=hazard, slowly"
-    nearness: float = 2.0
-    memory: int = 200
-    on_pass, on_insert, on_predicted = map(slowly, ("on_pass", "on_insert", "on_predicted"))
-    on_event, on_evict, victim = map(slowly, ("on_event", "on_evict", "victim"))
-
-    def __post_init__(self) -> None:
-        own = {"nearness": self.nearness, "memory": self.memory}
-        self.slow = RankedAlone(Hazard(self.geometry, **own))
-
-
-def assert_as_slow(trace: Trace, capacity: str, link: str = "priority", **own: Any) -> None:
-    runs = []
-    for eviction in ("hazard", f"{__name__}.SlowHazard"):
-        axes = {"eviction": eviction, **{key.replace("__", "."): own[key] for key in own}}
-        setting = setting_for(trace, capacity, axes, link=link)
-        runs.append(figures(replay(trace, setting, future=Future(trace))))
-    assert runs[0] == runs[1]
-
-
 @pytest.mark.parametrize(("top_k", "memory"), [(1, 200), (2, 9)])
 def test_its_duels_are_those_of_its_slow_form(top_k: int, memory: int) -> None:
-    assert_as_slow(failing(top_k), "4experts", eviction__memory=memory)
+    trace = failing(top_k)
+    setting = setting_for(trace, "4experts", {"eviction": "hazard", "eviction.memory": memory})
+    compare(Case(trace, setting, Future(trace), "request", None, set()), "failing")

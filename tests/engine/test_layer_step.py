@@ -116,7 +116,7 @@ def test_a_prefetch_for_an_earlier_layer_is_meant_for_the_next_pass() -> None:
 
 def test_a_flight_that_lands_executes_and_leaves_in_a_wave_is_not_fetched_again() -> None:
     engine, spans = make_engine({(0, 0): [5]}, 1), list[tuple[Any, ...]]()
-    engine.record_spans(lambda *span: spans.append(span))
+    engine.callbacks.record_spans(lambda *span: spans.append(span))
     # layer 0: dense 0-2; key 0 2-7; expert 7-8; key 5 moves 8-13 in its place. Dense 8-10.
     # layer 1: 4 is a miss, 5 is late and fills the cache at 13 (stall 3); its wave 13-14 makes
     # room for key 4: 14-19 (stall 5); expert 19-20.

@@ -236,7 +236,7 @@ class WallEngine(Engine):
         """Tell the kernel the time, and what the link has done."""
         run = self.memory.run
         run.now, run.moved, run.busy_s = self.now, self.link.bytes_moved, self.link.busy_s
-        run.transfers = self.link.transfers + self.link.num_issued
+        run.transfers = self.link.transfers + len(self.link.issued())
 
     # An event.
 
@@ -479,12 +479,12 @@ class WallEngine(Engine):
                 pool.vacate(key)
         self.memory.restore(self._first_memory)
         self.memory.caches[_COUNTED] = counted
-        run.wall = run.notifies = 1
+        run.wall = 1
         run.moved_before, run.busy_s_before = moved
         if self.host_costs is not None:
             self.set_host_costs(self.host_costs)
         self.eviction = evictions[0]
-        self.callbacks.restart(evictions, self.rules)
+        self.callbacks = WallCallbacks(self, evictions)
         self.alone.restart()
         self._fill()
 

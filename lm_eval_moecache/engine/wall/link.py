@@ -259,13 +259,8 @@ class WallLink:
         """Whether a prefetch is issued."""
         return bool(self._issued)
 
-    @property
-    def num_issued(self) -> int:
-        """Prefetches that hold cache bytes but are not yet counted as transfers."""
-        return len(self._issued)
-
     def issued(self) -> set[int]:
-        """Return the keys of prefetches that may move at any time."""
+        """Return the keys of prefetches that may move at any time: not yet counted as transfers."""
         return set(self._issued)
 
     def is_flying(self, key: int) -> bool:
