@@ -14,6 +14,7 @@ from lm_eval_moecache.report.compare import (
     CompareOptions,
 )
 from lm_eval_moecache.report.compare import compare as compared
+from lm_eval_moecache.report.runs.answers import read_slo
 from lm_eval_moecache.report.runs.columns import chosen_runs
 from lm_eval_moecache.report.runs.files import load_runs
 
@@ -34,6 +35,7 @@ def compare(
     new_where: str | None = None,
     format: Literal["text", "md", "json"] = "text",
     all: bool = False,
+    slo: str | None = None,
 ) -> Report:
     """Compare two sets of results: exit 0 if nothing got worse, 1 on a regression, 2 if unusable.
 
@@ -58,6 +60,7 @@ def compare(
         new_where: the same of NEW
         format: how it is printed
         all: list unchanged metrics as well
+        slo: compares goodput, too, the share of requests within limits: ttft=2s,itl=50ms,e2el=20s
     """
     general, by_metric = _tolerances(tolerance)
     rules = CompareOptions(
@@ -65,12 +68,13 @@ def compare(
         floor=None if floor is None else _share("--floor", floor),
         tolerance=general,
         tolerances=by_metric,
-        metrics=tuple(listed_names(metrics)),
+        metrics=(*listed_names(metrics), *(["goodput"] if slo else [])),
         ignore=tuple(listed_names(ignore)),
         same_machine=_SAME_MACHINE[same_machine],
     )
-    before = chosen_runs(load_runs(baseline), "baseline_where", baseline_where)
-    after = chosen_runs(load_runs(new), "new_where", new_where)
+    limits = read_slo(slo)
+    before = chosen_runs(load_runs(baseline, limits), "baseline_where", baseline_where)
+    after = chosen_runs(load_runs(new, limits), "new_where", new_where)
     comparison = compared(before, after, rules)
     return Report(
         json.loads(FORMS["json"](comparison)),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lm_eval_moecache.records.command import Report
 from lm_eval_moecache.report.plots import write_figures, write_plots
+from lm_eval_moecache.report.runs.answers import read_slo
 from lm_eval_moecache.report.runs.columns import chosen_runs
 from lm_eval_moecache.report.runs.files import load_runs
 from lm_eval_moecache.sweep.spec import sweep_fields
@@ -18,6 +19,7 @@ def plot(
     task: str | None = None,
     group: str | None = None,
     where: str | None = None,
+    slo: str | None = None,
 ) -> Report:
     """Draw accuracy against speed, misses and memory, and capacity curves, of a folder of results.
 
@@ -27,10 +29,11 @@ def plot(
         task: TASK or TASK:METRIC; default: mean
         group: the setting that gives a run its colour; default: policy
         where: only runs with these settings: capacity=5%,policy=specmd
+        slo: draws goodput, too, the share of requests within limits: ttft=2s,itl=50ms,e2el=20s
     """
     folder, path = Path(dir), Path(dir) / "sweep.yaml"
     target = Path(output) if output else folder / "plots"
-    runs = chosen_runs(load_runs(folder), "where", where)
+    runs = chosen_runs(load_runs(folder, read_slo(slo)), "where", where)
     figures = sweep_fields(path).figures if path.is_file() else []
     # A sweep that names its figures gets those, unless `--task` asks for the usual plots.
     if figures and task is None:

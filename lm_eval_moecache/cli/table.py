@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lm_eval_moecache.records.command import Report
 from lm_eval_moecache.records.files import read_json, read_yaml, write_whole
 from lm_eval_moecache.records.numbers import listed_names
 from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.report import every_eval_ever
+from lm_eval_moecache.report.runs.answers import read_slo
 from lm_eval_moecache.report.runs.files import RUNS, TABLE, load_runs
 from lm_eval_moecache.report.runs.run import Run
 from lm_eval_moecache.report.runs.schema import RowsFile
 from lm_eval_moecache.report.tables import FORMS
-from lm_eval_moecache.report.tables.leaderboard import Table, distinct, leaderboard
+from lm_eval_moecache.report.tables.leaderboard import GOODPUT, Table, distinct, leaderboard
 from lm_eval_moecache.report.tables.lost import lost_points
 from lm_eval_moecache.report.tables.schema import Board
 from lm_eval_moecache.report.tables.text import rows_as_markdown
@@ -27,6 +28,15 @@ from lm_eval_moecache.sweep.spec import sweep_fields
 
 logger = logging.getLogger(__name__)
 BOARD = "table.yaml"
+
+
+class Asked(NamedTuple):
+    """What of a board its user wants otherwise."""
+
+    columns: list[str] | None = None
+    sort: list[str] | None = None
+    title: str | None = None
+    slo: Mapping[str, float] | None = None
 
 
 def table(
@@ -38,6 +48,7 @@ def table(
     title: str | None = None,
     write: bool = False,
     each: bool = False,
+    slo: str | None = None,
 ) -> Report:
     """Make leaderboard tables (md, csv, html, json) from a folder of results.
 
@@ -48,38 +59,42 @@ def table(
         columns: comma-separated; ttft_ms.* is mean, p50, p90 and p99; default: the columns that
             vary
         sort: comma-separated columns, best first; NAME:asc or NAME:desc forces an order; default:
-            accuracy,tok_per_s
+            right_per_hour, or without it accuracy,tok_per_s
         title: default: the sweep file's
         write: write DIR/table.md (and .csv, .html, .json)
         each: with --write: for every sweep's folder below DIR, for every folder with a table.yaml
             (title, where, distinct, by, columns, sort, views: a leaderboard over what lies below
             it), and for the JSONs of analyses and searches
+        slo: adds goodput, the share of requests within limits: ttft=2s,itl=50ms,e2el=20s
     """
-    folder, choices = Path(dir), (listed_names(columns) or None, listed_names(sort) or None, title)
+    folder = Path(dir)
+    asked = Asked(listed_names(columns) or None, listed_names(sort) or None, title, read_slo(slo))
+    is_shaped = any(asked[:3])
     if format == every_eval_ever.NAME:
-        if any(choices) or each:
+        if is_shaped or each or slo:
             raise ValueError(
                 f"--format={format} takes every run with all its figures: it cannot be combined "
-                "with --columns, --sort, --title or --each."
+                "with --columns, --sort, --title, --slo or --each."
             )
         return _exchange(folder, write)
-    if each and (not write or any(choices)):
+    if each and (not write or is_shaped):
         raise ValueError(
             "--each needs --write, and cannot be combined with --columns, --sort or --title."
         )
     if write:
         folders = board_folders(folder) if each else [folder]
-        files = [file for place in folders for file in _write(place, format, *choices)]
+        files = [file for place in folders for file in _write(place, format, asked)]
         for path, text in other_tables(folder).items() if each else ():
             write_whole(path, text)
             files.append(str(path))
         return Report({"files": files}, "\n".join(files))
-    runs = load_runs(folder)
-    tables = collect(folder, *choices, runs=runs)
-    for column in tables[0].columns if choices[0] else ():
+    runs = load_runs(folder, asked.slo)
+    tables = collect(folder, asked, runs)
+    named = [c for c in tables[0].columns if asked.columns or c.name == GOODPUT]
+    for column in named:
         if tables[0].cells[column.name].isna().all():
             sys.stderr.write(f"moecache: no run here has {column.name}: its column is empty.\n")
-    if format != "csv" and not any(choices) and (lost := lost_points(runs)):
+    if format != "csv" and not is_shaped and (lost := lost_points(runs)):
         tables.append(lost)
     return Report(json.loads(FORMS["json"](tables)), FORMS[format or "md"](tables))
 
@@ -98,16 +113,10 @@ def _exchange(folder: Path, write: bool) -> Report:
     return Report({"files": names}, "\n".join(names))
 
 
-def _write(
-    folder: Path,
-    form: str | None,
-    columns: list[str] | None,
-    sort: list[str] | None,
-    title: str | None,
-) -> list[str]:
+def _write(folder: Path, form: str | None, asked: Asked) -> list[str]:
     if not folder.is_dir():
         raise ValueError(f"--write: {str(folder)!r} is not a folder.")
-    tables = collect(folder, columns, sort, title)
+    tables = collect(folder, asked)
     paths = {folder / f"table.{name}": FORMS[name] for name in ([form] if form else FORMS)}
     for path, write_as in paths.items():
         write_whole(path, write_as(tables))
@@ -158,15 +167,12 @@ def other_table(path: Path) -> str | None:
     return None
 
 
-def collect(
-    folder: Path,
-    columns: list[str] | None = None,
-    sort: list[str] | None = None,
-    title: str | None = None,
-    runs: Sequence[Run] = (),
-) -> list[Table]:
+_AS_IT_IS = Asked()
+
+
+def collect(folder: Path, asked: Asked = _AS_IT_IS, runs: Sequence[Run] = ()) -> list[Table]:
     """Return the leaderboard of a folder, then the views that its `table.yaml` or sweep defines."""
-    runs, path = runs or load_runs(folder), folder / BOARD
+    runs, path = runs or load_runs(folder, asked.slo), folder / BOARD
     if path.is_file():
         board = check(Board, read_yaml(path, str(path)), str(path))
     elif (folder / "sweep.yaml").is_file():
@@ -178,11 +184,14 @@ def collect(
     chosen = [run for run in runs if run.matches(board.where)]
     if not chosen:
         raise ValueError(f"{path}: no run has where={board.where!r}.")
+    columns = asked.columns or board.columns
+    if columns and asked.slo:
+        columns = [*dict.fromkeys([*columns, GOODPUT])]
     first = leaderboard(
         distinct(chosen) if board.distinct else chosen,
-        title=board.title if title is None else title,
-        columns=columns or board.columns,
-        sort=sort or board.sort,
+        title=board.title if asked.title is None else asked.title,
+        columns=columns,
+        sort=asked.sort or board.sort,
         by=board.by,
         merge=board.distinct,
     )

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lm_eval_moecache.records.numbers import unknown_name_error
-from lm_eval_moecache.report.metrics import METRICS, metric_column
+from lm_eval_moecache.report.metrics import METRICS, Column, metric_column
+from lm_eval_moecache.report.runs.answers import AN_HOUR_MS, rights_of, shares_of
 from lm_eval_moecache.report.runs.run import ONLY_HOW, Run, Score, identity
 from lm_eval_moecache.report.statistics import (
+    Z_95,
     answers_interval,
     holm,
     least_flip_p,
@@ -40,7 +42,9 @@ EXACTLY, MCNEMAR = "exactly", "McNemar"
 Samples = Mapping[str, Any]
 # Absorbs rounding where floats differ only by the order of a sum.
 _EPSILON = 1e-9
-SPEED_METRICS = ("ttft_ms", "tpot_ms", "tok_per_s", "miss_rate")
+ANSWERS = ("right_per_hour", "e2el_ms", "output_tokens", "goodput")
+"""Figures of answers, which are tested over their documents as scores are."""
+SPEED_METRICS = (*ANSWERS[:3], "tok_per_s", "tpot_ms", "ttft_ms", "miss_rate")
 # A hundred reruns on other CPUs should give no more than a false alarm or two.
 DEFAULT_ALPHA = 0.01
 # Half a point of accuracy, or half a percent of perplexity.
@@ -52,6 +56,8 @@ TOLERANCE = {"virtual": 0.02, "wall": 0.1}
 _ABOUT = ("machine", "versions")
 _MACHINE = ("cpu", "instructions", "threads", "gpu", "rounding")
 _LIBRARIES = ("torch", "transformers", "numpy")
+_NOTABLE = 0.02
+"""From what share on a token is told to be faster, or an answer longer."""
 ALL_TASKS, WHOLE_RUN = "(all)", "(whole run)"
 # Perplexity in other forms: judging one of them is enough.
 _SAME_AS_PERPLEXITY = ("byte_perplexity", "bits_per_byte")
@@ -147,11 +153,14 @@ class Test(NamedTuple):
     """Of a test over the documents of both sides."""
 
 
-def paired(losses: Sequence[float]) -> Test:
-    """Return what documents' losses (positive: worse) say: McNemar's test, else sign flips."""
+def paired(losses: Sequence[float], *, are_answers: bool = True) -> Test:
+    """Return what documents' losses (positive: worse) say: McNemar's test, else sign flips.
+
+    The former of answers, right or wrong, where no loss is another than 1, 0 or -1.
+    """
     values = -np.asarray(losses, dtype=np.float64)
     count = len(losses)
-    if np.isin(values, (-1, 0, 1)).all():
+    if are_answers and np.isin(values, (-1, 0, 1)).all():
         won, lost = int((values > 0).sum()), int((values < 0).sum())
         low, high = answers_interval(won, lost, count)
         by, told = "McNemar's exact test", f"{MCNEMAR}: {lost} lost, {won} won of {count} documents"
@@ -230,6 +239,8 @@ class Comparison:
     """Runs made on the baseline's machine, which had to repeat it to the digit."""
     on_one_machine: bool
     """Whether any run was made on the baseline's machine, under whatever settings."""
+    trades: Sequence[str]
+    """A sentence for each task in which a run is faster a token and less so an answer."""
 
     @property
     def tests(self) -> int:
@@ -272,6 +283,7 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], options: CompareOptions
     new_units, differing = _joined(old_units, new_units)
     rows: list[Row] = []
     exact_runs, on_one_machine, versions = 0, False, dict[str, tuple[str, str]]()
+    trades: list[str] = []
     for key, tasks in old_units.items():
         if key not in new_units:
             rows.append({"run": key, "verdict": MISSING})
@@ -287,6 +299,7 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], options: CompareOptions
         exact_runs += bool(shared) and all(options.repeats(*p) for p in shared.values())
         for task in tasks:
             if task in shared:
+                trades += filter(None, [_trade(task, *shared[task])])
                 found += [*_scores(task, *shared[task], options)]
                 found += [*_speeds(task, *shared[task], options)]
             else:
@@ -313,6 +326,7 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], options: CompareOptions
         versions=versions,
         exact_runs=exact_runs,
         on_one_machine=on_one_machine,
+        trades=trades,
     )
 
 
@@ -462,28 +476,104 @@ def _tested(test: Test | None, exact: bool, options: CompareOptions, unit: float
     return {"allowed": floor * unit, "judged_by": by, "test": test, "difference": difference}
 
 
+def answers_test(column: Column, old: Run, new: Run) -> Test | None:
+    """Test whether a figure of answers changed, over the documents of both sides.
+
+    By sign flips of the documents' figures (within limits or not: McNemar's test); right answers an
+    hour, a ratio, by the normal test of its paired error. None where the documents are not known,
+    or not the same.
+    """
+    if column.base == "right_per_hour":
+        return _ratio_test(column, old, new)
+    before, after = (run.documents(column.name) for run in (old, new))
+    if len(before) < 2 or before.keys() != after.keys():
+        return None
+    losses = [value - after[doc] for doc, value in before.items()]
+    if column.base == "goodput":
+        return paired(losses)
+    test = paired(losses, are_answers=False)
+    # More is worse here; the difference stays new minus baseline.
+    return test._replace(p_loss=test.p_gain, p_gain=test.p_loss)
+
+
+def _ratio_test(column: Column, old: Run, new: Run) -> Test | None:
+    rates, residuals, known = [], [], []
+    for run in (old, new):
+        scores = shares_of(run, [column.task] if column.task else run.tasks)
+        parts = [rights_of(run, task, score) for task, score in scores.items()]
+        rate = run[column.name].number
+        if rate is None or not parts or not all(part[0] for part in parts):
+            return None
+        right, times = (np.concatenate([part[place] for part in parts]) for place in (1, 2))
+        known.append([(task, part[0]) for task, part in zip(scores, parts, strict=True)])
+        rates.append(rate)
+        residuals.append((AN_HOUR_MS * right - rate * times) / times.mean())
+    count = len(residuals[0])
+    if count < 2 or known[0] != known[1]:
+        return None
+    gain = rates[1] - rates[0]
+    error = float(np.std(residuals[1] - residuals[0], ddof=1)) / math.sqrt(count)
+    p_loss, p_gain = z_test(-gain, error), z_test(gain, error)
+    ends, p = (gain - Z_95 * error, gain + Z_95 * error), min(2 * min(p_loss, p_gain), 1.0)
+    found = Difference(gain, *ends, count, p, "test of a ratio")
+    return Test(p_loss, p_gain, f"right answers over time of {count} documents", difference=found)
+
+
+def _trade(task: str, old: Run, new: Run) -> str | None:
+    """Return in one sentence that a run is faster a token and less so an answer; None if not so.
+
+    tok/s counts all the time of an answer, so that the two differ by the answers' length.
+    """
+    names = ("tok_per_s", "e2el_ms", "output_tokens")
+    sides = [[run[f"{name}@{task}"].number or 0.0 for name in names] for run in (old, new)]
+    if not all(map(all, sides)):
+        return None
+    (rate, time, tokens), (new_rate, new_time, new_tokens) = sides
+    token, answer, length = new_rate / rate, time / new_time, new_tokens / tokens
+    if min(token, length) < 1 + _NOTABLE:
+        return None
+    times = f"{answer:.2f} times as fast" if answer >= 1 else f"{1 / answer:.2f} times as slow"
+    hours = [run[f"right_per_hour@{task}"].number for run in (old, new)]
+    told = "" if None in hours else "; right answers an hour {:.0f} -> {:.0f}".format(*hours)
+    return (
+        f"{task}: {token:.2f} times as fast a token (tok/s {rate:.1f} -> {new_rate:.1f}) but "
+        f"{times} an answer ({time:.0f} -> {new_time:.0f} ms), as answers are {length:.2f} times "
+        f"as long (tokens {tokens:.1f} -> {new_tokens:.1f}){told}."
+    )
+
+
 def _speeds(task: str | None, old: Run, new: Run, options: CompareOptions) -> Iterator[Row]:
     """Judge a task's speed, or with None that of the whole run."""
     if task is not None and task not in old.moecache["tasks"]:
         return
-    default = 0.0 if options.is_exact(old, new) else TOLERANCE.get(str(old.moecache["clock"]), 0.0)
-    default = default if options.tolerance is None else options.tolerance
+    usual = TOLERANCE.get(str(old.moecache["clock"]), 0.0)
     for name in options.metrics:
         metric, at, wanted_task = name.partition("@")
         if at and wanted_task != task:
             continue
-        column = metric_column(metric)
+        column = metric_column(metric if task is None else f"{metric}@{task}")
         assert column is not None, metric
-        told = metric if task is None else f"{metric}@{task}"
-        before, after = (run[told].number for run in (old, new))
+        before, after = (run[column.name].number for run in (old, new))
         row = {"task": task, "metric": metric, "baseline": before, "new": after}
+        is_tested = column.base in ANSWERS
+        if is_tested and task is None and len(old.tasks) == 1:
+            continue  # the figure of its only task
+        exact = (options.repeats if is_tested else options.is_exact)(old, new)
         if before is not None and after is not None:
+            default = (
+                options.tolerance if options.tolerance is not None else 0.0 if exact else usual
+            )
             tolerance = options.tolerances.get(name, default)
+            test = answers_test(column, old, new) if is_tested else None
+            difference, test = test.difference if test else None, None if exact else test
+            by = f"tolerance {tolerance:g}" if tolerance else EXACTLY
             yield {
                 **row,
                 "higher_is_better": column.higher_is_better,
                 "allowed": tolerance * abs(before),
-                "judged_by": f"tolerance {tolerance:g}" if tolerance else EXACTLY,
+                "judged_by": test.by if test else by,
+                "test": test,
+                "difference": difference,
             }
         elif before is not after:
             yield {**row, "verdict": MISSING if after is None else NEW}
@@ -508,6 +598,7 @@ def as_json(comparison: Comparison, *, everything: bool = True) -> str:
         "weak_tests": comparison.weak_tests,
         "noticeable": {str(size): loss for size, loss in comparison.noticeable.items()},
         "exact_runs": comparison.exact_runs,
+        "trades": [*comparison.trades],
         "versions": {name: list(pair) for name, pair in comparison.versions.items()},
         "differing": {name: list(pair) for name, pair in comparison.differing.items()},
         "rows": [
@@ -567,7 +658,8 @@ def _lines(comparison: Comparison, everything: bool) -> list[str]:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    lines = [
+    lines = [*comparison.trades]
+    lines += [
         f"{kind} differs: {name}: {before} -> {after}"
         for kind, pairs in (("argument", comparison.differing), ("version", comparison.versions))
         for name, (before, after) in pairs.items()
@@ -585,7 +677,7 @@ def _notes(comparison: Comparison) -> list[str]:
         )
     if comparison.tests:
         lines.append(
-            f"{comparison.tests} scores are tested; without a real change, this comparison fails "
+            f"{comparison.tests} figures are tested; without a real change, this comparison fails "
             f"with a probability of at most {100 * comparison.alpha:g}% (Holm, Tarone)."
         )
     if comparison.noticeable:

@@ -339,6 +339,8 @@ def task_metrics(requests: Sequence[RequestRecord], peak_cache_bytes: int) -> Me
             values.setdefault(name, []).append((value, label))
         if request.kind == GENERATE:
             values.setdefault("itl_ms", []).extend((w, label) for w in inter_token_ms(request))
+            values.setdefault("output_tokens", []).append((request.output_tokens or 0, label))
+    tokens = summary(*zip(*values["output_tokens"], strict=True)) if generating else {}
     return {
         "requests": len(requests),
         **{
@@ -346,6 +348,8 @@ def task_metrics(requests: Sequence[RequestRecord], peak_cache_bytes: int) -> Me
             for name in LATENCIES
             if values.get(name)
         },
+        "output_tokens": tokens.get("mean"),
+        "output_tokens_stderr": tokens.get("stderr"),
         "tok_per_s": share(sum(r.output_tokens or 0 for r in generating), generation_s),
         "prompt_tok_per_s": share(prompt_tokens, prefill_s),
         "request_throughput": share(len(requests), duration_s),

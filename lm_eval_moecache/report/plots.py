@@ -140,7 +140,7 @@ def _number(value: float, _: object) -> str:
 
 Z_95 = 1.96
 MAX_SERIES, MAX_ACROSS = 20, 2
-CURVES = ("tok_per_s", "ttft_ms", "miss_rate")
+CURVES = ("right_per_hour", "tok_per_s", "ttft_ms", "miss_rate")
 _CAPACITY = "capacity"
 _LETTERS_A_PANEL = 55
 _LOG_FROM = 2.0
@@ -228,7 +228,8 @@ def write_plots(
         names = dict.fromkeys(name for run in runs for name in run.results)
         raise ValueError(f"task={task!r} has no score. Allowed: {listed(names, task)}.")
     quality, written = task or ACCURACY, list[Path]()
-    pairs = [(name, quality, False) for name in ("tok_per_s", "miss_rate", "capacity_bytes")]
+    against = ("e2el_ms", "goodput", "tok_per_s", "miss_rate", "capacity_bytes")
+    pairs = [(name, quality, False) for name in against]
     if len({run.setting("capacity_bytes").raw for run in runs}) > 1:
         pairs += [("capacity_bytes", name, True) for name in (quality, *CURVES)]
     for x, y, is_curve in pairs:

@@ -79,14 +79,16 @@ def answers_interval(won: int, lost: int, answers: int) -> tuple[float, float]:
             return float(direction)
         return float(
             brentq(
-                lambda margin: tango_score(won, lost, answers, margin) + direction * _Z, figure, far
+                lambda margin: tango_score(won, lost, answers, margin) + direction * Z_95,
+                figure,
+                far,
             )
         )
 
     return end(-1), end(1)
 
 
-_Z = 1.959963984540054
+Z_95 = 1.959963984540054
 
 
 def tango_score(won: int, lost: int, answers: int, margin: float) -> float:
@@ -141,7 +143,7 @@ def other_documents_interval(
     figure = (won - lost) / answers
     low, high = answers_interval(won, lost, answers)
     changed = max(won + lost, 1) / answers
-    drawn = _Z * math.sqrt(max(changed - figure**2, 0.0) / documents)
+    drawn = Z_95 * math.sqrt(max(changed - figure**2, 0.0) / documents)
     return (
         max(figure - math.hypot(figure - low, drawn), -1.0),
         min(figure + math.hypot(high - figure, drawn), 1.0),

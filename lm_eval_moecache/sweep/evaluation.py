@@ -32,7 +32,7 @@ BOOTSTRAP_DRAWS = 1000
 _KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
 #: Metrics stored per document, for paired comparisons of speed.
 RECORDED_SPEED = (
-    *("ttft_ms", "tpot_ms", "request_tok_per_s", "request_miss_rate"),
+    *("ttft_ms", "tpot_ms", "e2el_ms", "request_tok_per_s", "request_miss_rate"),
     *("request_collision_miss_rate", REQUEST_BYTES, BATCH),
 )
 # The keys of lm-eval's own `config` that follow from the configuration, not from the machine.

@@ -64,7 +64,7 @@ def test_lower_accuracy_fails_naming_task_metric_and_test(gate: Gate) -> None:
     assert "worse    quiz acc,none: 0.9 -> 0.2" in printed
     assert "No run was made on the baseline's kind of CPU" in printed
     assert "McNemar: 7 lost, 0 won of 10 documents, one-sided p 0.0078)" in printed
-    assert "1 scores are tested; without a real change, this comparison fails" in printed
+    assert "1 figures are tested; without a real change, this comparison fails" in printed
     assert "at most 1% (Holm, Tarone)" in printed
     assert "found in four cases of five: 76 on 10 documents" in printed
 
@@ -220,10 +220,10 @@ def test_sides_without_a_common_configuration_or_with_two_of_one_are_refused(
 
 
 def test_two_single_runs_are_compared_whatever_their_arguments(gate: Gate) -> None:
-    code, printed = gate({"capacity": "7%", "miss_rate": 0.5, "seed": "1"})
+    code, printed = gate({"capacity": "7%", "miss_rate": 0.5, "draft_tokens": "1"})
     assert code == 1
     assert "argument differs: capacity: 25% -> 7%" in printed
-    assert "argument differs: seed: (not given) -> 1" in printed
+    assert "argument differs: draft_tokens: (not given) -> 1" in printed
     assert "policy" not in printed.partition("worse")[0]
     assert "worse    quiz miss_rate: 0.25 -> 0.5" in printed
 
@@ -231,7 +231,7 @@ def test_two_single_runs_are_compared_whatever_their_arguments(gate: Gate) -> No
 def test_two_rows_of_one_sweep_are_compared(tmp_path: Path, capsys: Captured) -> None:
     rows = [("on demand, LRU", ANSWERS), ("hazard", ANSWERS), ("drop, all", lost(8))]
     records = (
-        {**record(f"r{i}", answers=answers, seed=str(i)), "label": label}
+        {**record(f"r{i}", answers=answers, draft_tokens=i), "label": label}
         for i, (label, answers) in enumerate(rows)
     )
     folder = str(write(tmp_path, *records))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,14 +22,13 @@ class Run(Protocol):
     """What is needed of a stored run."""
 
     @property
-    def moecache(self) -> Mapping[str, Any]: ...
-    @property
     def samples(self) -> Mapping[str, Mapping[str, Mapping[str, Any]]]: ...
     @property
     def costs(self) -> Mapping[str, Mapping[str, Mapping[str, float]]]: ...
     @property
     def identity(self) -> Mapping[str, str]: ...
     def score(self, task: str) -> Any: ...
+    def __getitem__(self, name: str) -> Any: ...
 
 
 Figure = tuple[float | None, float | None]
@@ -38,7 +37,7 @@ SLO = {"ttft": "ttft_ms", "tpot": "tpot_ms", "itl": "tpot_ms", "e2el": "e2el_ms"
 """Word of `--slo` (those of vLLM's bench, AIPerf and guidellm) -> metric of a request. A request's
 `itl` is the mean time between its tokens, its `tpot`."""
 _UNITS = {"ms": 1.0, "s": 1000.0, "min": 60_000.0}
-_AN_HOUR_MS = 3.6e6
+AN_HOUR_MS = 3.6e6
 _NEAR = 0.1
 """How far from a whole number the tokens may be that follow from times of six digits."""
 
@@ -101,25 +100,30 @@ def costs_of(
 
 def shares_of(run: Run, tasks: Sequence[str]) -> dict[str, Any]:
     """Return the primary scores of those of the tasks that generate and are scored from 0 to 1."""
-    figures, scores = run.moecache["tasks"], {task: run.score(task) for task in tasks}
+    scores = {task: run.score(task) for task in _generating(run, tasks)}
     return {
         task: score
         for task, score in scores.items()
         if score is not None and score.higher_is_better and 0 <= score.value <= 1
-        if figures.get(task, {}).get("tok_per_s") and figures[task].get("e2el_ms")
     }
 
 
-def rights_of(run: Run, task: str, score: Any) -> tuple[Floats, Floats, list[float]]:
-    """Return a score's documents: right answers, their times in ms, and labels of their batches.
+def _generating(run: Run, tasks: Sequence[str]) -> list[str]:
+    names = ("tok_per_s", "e2el_ms", "requests")
+    return [task for task in tasks if all(run[f"{name}@{task}"].number for name in names)]
+
+
+def rights_of(run: Run, task: str, score: Any) -> tuple[list[str], Floats, Floats, list[float]]:
+    """Return a score's documents: names, right answers, times in ms, and labels of their batches.
 
     Empty where not every document has a time.
     """
     answers, costs = run.samples.get(task, {}).get(score.key, {}), run.costs.get(task, {})
     times, batches = costs.get("e2el_ms", {}), costs.get(BATCH, {})
-    known = answers if answers.keys() <= times.keys() else {}
+    known = sorted(answers) if answers.keys() <= times.keys() else []
     return (
-        np.asarray([*known.values()], dtype=np.float64),
+        known,
+        np.asarray([answers[doc] for doc in known], dtype=np.float64),
         np.asarray([times[doc] for doc in known], dtype=np.float64),
         [batches.get(doc, -place) for place, doc in enumerate(known, 1)],
     )
@@ -131,26 +135,35 @@ def right_per_hour(run: Run, tasks: Sequence[str]) -> Figure:
     Over several tasks: all right answers over all time. The error is over the documents where they
     are known (a ratio estimate), else of score and time as independent.
     """
-    scores, figures = shares_of(run, tasks), run.moecache["tasks"]
-    right = sum(figures[task]["requests"] * score.value for task, score in scores.items())
-    time_ms = sum(figures[task]["requests"] * figures[task]["e2el_ms"]["mean"] for task in scores)
+    scores = shares_of(run, tasks)
+    numbers, times = _requests_and_times(run, scores)
+    right = sum(numbers[task] * score.value for task, score in scores.items())
+    time_ms = sum(numbers[task] * times[task].number for task in scores)
     if not time_ms:
         return None, None
     rate, variance = right / time_ms, 0.0
     for task, score in scores.items():
-        number, e2el = figures[task]["requests"], figures[task]["e2el_ms"]
-        answers, times, labels = rights_of(run, task, score)
+        _, answers, by_document, labels = rights_of(run, task, score)
         if len(labels) > 1:
-            residuals = answers - rate * times
+            residuals = answers - rate * by_document
             error = clustered_stderr(residuals - residuals.mean(), labels, len(labels))
-        elif None in (score.stderr, e2el.get("stderr")):
+        elif None in (score.stderr, times[task].stderr):
             error = None
         else:
-            error = math.hypot(score.stderr or 0.0, rate * e2el["stderr"])
+            error = math.hypot(score.stderr, rate * times[task].stderr)
         if error is None:
-            return _AN_HOUR_MS * rate, None
-        variance += (number * error / time_ms) ** 2
-    return _AN_HOUR_MS * rate, _AN_HOUR_MS * math.sqrt(variance)
+            return AN_HOUR_MS * rate, None
+        variance += (numbers[task] * error / time_ms) ** 2
+    return AN_HOUR_MS * rate, AN_HOUR_MS * math.sqrt(variance)
+
+
+def _requests_and_times(run: Run, tasks: Iterable[str]) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return task -> its requests, and task -> the mean time of an answer in ms with its error."""
+    named = [*tasks]
+    return (
+        {task: run[f"requests@{task}"].number for task in named},
+        {task: run[f"e2el_ms@{task}"] for task in named},
+    )
 
 
 def output_tokens(run: Run, tasks: Sequence[str]) -> Figure:
@@ -159,12 +172,12 @@ def output_tokens(run: Run, tasks: Sequence[str]) -> Figure:
     Of time and tokens per second where the device served one request at a time, else of documents.
     """
     mean, stderr = _mean(run, tasks, "output_tokens", "request_tok_per_s")
-    figures = [run.moecache["tasks"].get(task, {}) for task in tasks] or [run.moecache["totals"]]
-    generated = [f for f in figures if f.get("tok_per_s") and f.get("e2el_ms")]
-    if generated and run.identity["streams"] == "1":
-        requests = sum(f["requests"] for f in generated)
-        times = ((f, f["requests"] * f["e2el_ms"]["mean"] / 1000) for f in generated)
-        mean = sum(figures["tok_per_s"] * time_s for figures, time_s in times) / requests
+    generating = _generating(run, tasks)
+    if generating and run.identity["streams"] == "1":
+        numbers, times = _requests_and_times(run, generating)
+        rates = {task: run[f"tok_per_s@{task}"].number / 1000 for task in generating}
+        tokens = sum(numbers[task] * times[task].number * rates[task] for task in generating)
+        mean = tokens / sum(numbers.values())
     return mean, stderr
 
 

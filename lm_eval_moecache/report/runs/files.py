@@ -15,6 +15,7 @@ import io
 import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,10 @@ _FACTS = (
 )
 
 
-def load_runs(place: str | Path) -> list[Run]:
+def load_runs(place: str | Path, slo: Mapping[str, float] | None = None) -> list[Run]:
     """Load every run under a folder (or in one file), in order of experiment and run id.
+
+    `slo` are the limits that `goodput` counts (`answers.read_slo`).
 
     In a folder, an unreadable file is skipped with a warning that names file and field, other JSON
     files silently; of a run in both forms the JSON counts, the newer one. Raises FileNotFoundError
@@ -75,7 +78,8 @@ def load_runs(place: str | Path) -> list[Run]:
             f"{str(place)!r} holds no results of moecache runs: files written by `moecache sweep`, "
             "or by `lm_eval run --model moecache --output_path`."
         )
-    return sorted(runs.values(), key=lambda run: (run.experiment, run.run_id, str(run.path)))
+    ordered = sorted(runs.values(), key=lambda run: (run.experiment, run.run_id, str(run.path)))
+    return [replace(run, slo=slo) for run in ordered] if slo else ordered
 
 
 def _runs_in(path: Path) -> list[Run]:

@@ -27,7 +27,9 @@ from lm_eval_moecache.report.runs.run import (
 from lm_eval_moecache.report.tables.front import best_rows, pareto_front
 
 # Hits are 1 less the misses, and no column of their own.
-_SPEED = ("ttft_ms", "tpot_ms", "tok_per_s", "miss_rate")
+_SPEED = ("tok_per_s", "tpot_ms", "ttft_ms", "miss_rate")
+_ANSWERS = ("right_per_hour", "e2el_ms", "output_tokens")
+GOODPUT = "goodput"
 _RESOLVED = ("capacity", "link", "draft", "store")
 _CALLED = ("name", "composition", "source")
 _VERSIONS = ("lm-eval-moecache", "lm-eval", "torch", "transformers")
@@ -100,9 +102,11 @@ def leaderboard(
     """
     names = expanded(columns) if columns else default_columns(runs)
     table_columns = [find_column(runs, name) for name in names]
+    speed = speed_of(runs)
     if not sort:
         has_scores = any(run[ACCURACY].raw is not None for run in runs)
-        sort = [ACCURACY, "tok_per_s"] if has_scores else ["policy"]
+        sort = [ACCURACY, speed] if has_scores else ["policy"]
+        sort = [_ANSWERS[0]] if speed in _ANSWERS else sort
     ordered = sorted(sorted_runs(runs, sort), key=knows_the_future)
     ranked: list[list[int]] = []
     for group in groups(ordered):
@@ -113,7 +117,7 @@ def leaderboard(
         ranked += parts.values()
     rows = [[run[column.name] for column in table_columns] for run in ordered]
     if PARETO in names:
-        axes = [find_column(runs, name) for name in (ACCURACY, "tok_per_s")]
+        axes = [find_column(runs, name) for name in (ACCURACY, speed)]
         pareto_rows = {place for group in ranked for place in pareto_front(ordered, group, axes)}
         for i, row in enumerate(rows):
             row[names.index(PARETO)] = Value("*" if i in pareto_rows else "")
@@ -138,6 +142,15 @@ def leaderboard(
         runs=tuple(ordered),
     )
     return merged(table, len(rows) - num_bounds) if merge else table
+
+
+def speed_of(runs: Sequence[Run]) -> str:
+    """Return what accuracy stands against: the time of an answer, where right ones are counted.
+
+    A fast token is no fast answer where a rule changes the answers. Without both it is tok/s.
+    """
+    counted = any(run["right_per_hour"].raw is not None for run in runs)
+    return "e2el_ms" if counted else "tok_per_s"
 
 
 def knows_the_future(run: Run) -> bool:
@@ -217,7 +230,8 @@ def default_columns(runs: Sequence[Run]) -> list[str]:
     if sum(column is not None and column.higher_is_better is True for column in columns) > 1:
         names.append(ACCURACY)
     names += scored
-    shown = [*_SPEED, "collision_miss_rate"]
+    shown = [*(_ANSWERS if speed_of(runs) in _ANSWERS else ()), *_SPEED, "collision_miss_rate"]
+    names += [GOODPUT] if any(run.slo for run in runs) else []
     if any(
         run[name].number not in (None, kept) for run in runs for name, kept in UNCHANGED.items()
     ):

@@ -14,12 +14,15 @@ from lm_eval_moecache.report.tables.text import notes
 
 _PAGE = Path(__file__).with_name("page.html")
 # The metrics shown first; others follow in the table's order.
-_FIRST = (ACCURACY, "tok_per_s", "ttft_ms", "tpot_ms", "miss_rate")
+_FIRST = (
+    *(ACCURACY, "right_per_hour", "goodput", "e2el_ms", "output_tokens"),
+    *("tok_per_s", "tpot_ms", "ttft_ms", "miss_rate"),
+)
 # The settings that name a run; all settings unfold below the name.
 _NAMING = ("run", "policy", "capacity")
 _PLACES = ("experiment", "tasks", "model")
 _IDLE = ("standard", "none", "fetch")
-_DRAWN = "tok_per_s"
+_DRAWN = ("e2el_ms", "tok_per_s")
 
 
 def as_html(tables: Sequence[Table]) -> str:
@@ -41,9 +44,9 @@ def as_html(tables: Sequence[Table]) -> str:
             return 0
         return _FIRST.index(column.name) if column.name in _FIRST else len(_FIRST)
 
-    # What is drawn above the table: accuracy, or the first score without a mean, against speed.
+    # What is drawn above the table: accuracy, or the first score without a mean, against time.
     scores = [c for c in first.columns if c.is_score and c.higher_is_better]
-    drawn = [columns[_DRAWN]] if _DRAWN in columns else []
+    drawn = [columns[name] for name in _DRAWN if name in columns][:1]
     drawn += [columns[ACCURACY]] if ACCURACY in columns else scores[:1]
     settings = [c for c in first.columns if _kind(c) == "setting"]
     figures = sorted((c for c in first.columns if c not in settings), key=rank)
