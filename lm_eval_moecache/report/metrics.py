@@ -13,6 +13,7 @@ import csv
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,7 @@ METRICS: Mapping[str, Column] = _declared()
 """Metric -> its declaration, in the order of the dictionary."""
 
 
+@lru_cache(maxsize=4096)
 def metric_column(name: str) -> Column | None:
     """Return the column `miss_rate`, `decode_miss_rate`, `ttft_ms.p99` or `tok_per_s@task`.
 

@@ -152,7 +152,10 @@ class Run:
             stderr = value.get("stderr") if column.percentile in ("", "mean") else None
             value = value.get(column.percentile or "mean")
         if value is None and column.base in ANSWERS:
-            value, stderr = ANSWERS[column.base](self, [task] if task else self.tasks)
+            key = (column.base, task)
+            if key not in self._answered:
+                self._answered[key] = ANSWERS[column.base](self, [task] if task else self.tasks)
+            value, stderr = self._answered[key]
         return Value(value, stderr) if isinstance(value, (int, float)) else Value()
 
     @cached_property
@@ -216,6 +219,11 @@ class Run:
                 for doc, value in metrics.get(by_document, {}).items()
             }
         )
+
+    @cached_property
+    def _answered(self) -> dict[tuple[str, str], tuple[float | None, float | None]]:
+        """Metric and task -> its figure, once it was asked for."""
+        return {}
 
     @cached_property
     def costs(self) -> dict[str, dict[str, Mapping[str, float]]]:
