@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.choosing import Answer, Asked, Loop, sort_experts
-from lm_eval_moecache.records.arrays import DoubleArray, FloatArray, IntArray, each_token
+from lm_eval_moecache.records.arrays import IntArray, each_token
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.memory import (
     DOUBLES,
     FLAGS,
     FLOATS,
     INTS,
-    address_of,
     at,
     invoke,
     kind_of,
@@ -206,19 +205,6 @@ class Cheapest(Loop):
             sorted=np.zeros(num_experts, np.float32),
             best=np.zeros(3 * top_k),
         )
-
-    def of_event(
-        self, event: Event, scores: FloatArray, states: Sequence[DoubleArray]
-    ) -> IntArray | None:
-        """Return each token's cheapest experts, or None where they are the router's own.
-
-        Adds the tokens to the rows' states [layers, 3].
-        """
-        chosen: IntArray = np.empty(event.experts.shape, np.int64)
-        self.give(experts=event.experts, logits=event.logits, scores=scores, chosen=chosen)
-        places = np.array([*map(address_of, states)])
-        self.give(resident=event.resident, states=places)
-        return chosen if self.run(event) else None
 
 
 def ranking(event: Event) -> IntArray:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lm_eval_moecache.algorithms.choosing import Asked, Loop, sort_experts
-from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.memory import FLAGS, FLOATS, INTS, address_of, numbers
 
@@ -169,13 +169,12 @@ class Likeliest(Loop):
             best=np.zeros(num_experts, np.int64),
         )
 
-    def of_event(self, layer: int, tokens: int, scores: FloatArray) -> list[int]:
-        """Return the keys for one layer, by its predictions [tokens, experts]."""
+    def of_event(self, layer: int, tokens: int) -> list[int]:
+        """Return the keys for one layer, by its predictions of these tokens."""
         from lm_eval_moecache.records.machine_code import raise_kept  # imports numba
 
-        self.give(scores=scores)
         self.record.row, self.record.first_layer, self.record.tokens = 0, layer, tokens
-        count = self.function(address_of(self.record), 0, len(scores))
+        count = self.function(address_of(self.record), 0, tokens)
         raise_kept()
         keys: list[int] = self.keys[:count].tolist()
         return keys

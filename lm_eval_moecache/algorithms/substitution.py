@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from lm_eval_moecache.algorithms.choosing import Answer, Asked, Loop
-from lm_eval_moecache.records.arrays import BoolArray, IntArray
-from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.memory import (
     DOUBLES,
     FLAGS,
@@ -194,13 +192,3 @@ class Substitution(Loop):
         super().__init__(sys.modules[__name__], "take_substitutes", Replacing, **shape)
         self.ask(cost, missing=Missing, substitute=Substitute)
         self.give(factors=np.zeros(num_experts))
-
-    def of_event(self, event: Event, budget: IntArray) -> tuple[IntArray, BoolArray]:
-        """Return the experts [tokens, top_k], and a mask of entries that found no substitute."""
-        chosen, states = np.empty((2, *event.experts.shape), np.int64)
-        self.give(experts=event.experts, logits=event.logits)
-        self.give(resident=event.resident, absent=event.absent)
-        self.give(budget=budget, chosen=chosen, states=states)
-        self.record.drops = 0
-        self.run(event)
-        return chosen, (states == SOUGHT) & (chosen == event.experts)

@@ -379,12 +379,7 @@ class Rows:
         if not self._call.changes:
             return None
         miss: Any = self._rules.miss
-        chosen, keep = self.executed, None
-        if self._resolves and (chosen < 0).any():
-            keep = chosen >= 0
-            chosen = np.where(keep, chosen, experts)
-        weigh_as = experts if self._resolves and miss.weight == "missing" else None
-        return Selection(chosen, keep, weigh_as=weigh_as)
+        return miss.changed(self.executed, experts) if self._resolves else Selection(self.executed)
 
     def _give_choices(self, given: Event | Batch, budget: IntArray | None) -> None:
         """Let the kernel ask the loop of routing or of misses, for any events with these tokens.
@@ -397,9 +392,8 @@ class Rows:
         if self._routes:
             assert isinstance(routing, RoutingByCost), "routing without a loop"
             self.executed = np.empty(given.experts.shape, np.int64)
-            loop: Loop = routing.loop
-            states = [address_of(engine.rules.routing.seen) for engine in self.engines]
-            loop.give(scores=routing.scores(given.logits), states=np.array(states))
+            own = [engine.rules.routing for engine in self.engines]
+            loop: Loop = routing.give(given, own, resident=self._resident, chosen=self.executed)
             self._give(looked_up=self.executed)
             self._call.route, self._call.routing = loop.addresses
         elif self._resolves:
@@ -407,24 +401,19 @@ class Rows:
                 "misses without a loop"
             )
             self.executed = np.empty(given.experts.shape, np.int64)
-            loop = miss.loop
-            loop.give(budget=budget, absent=self._absent, **miss.scores_of(given))
-            loop.give(states=np.empty(given.experts.shape, np.int64))
-            loop.record.drops = int(miss.fallback == "drop")
+            flags = {"resident": self._resident, "absent": self._absent}
+            loop = miss.give(given, budget, chosen=self.executed, **flags)
             self._call.replace, self._call.replacing = loop.addresses
         else:
             return
-        loop.give(experts=given.experts, logits=given.logits, resident=self._resident)
-        loop.give(chosen=self.executed)
         self._give(executed=self.executed)
 
     def _give_predictions(self, batch: Batch) -> None:
         """Let it ask the prefetcher's loop, with predictions by event."""
         rule: Any = self._rules.prefetch
         is_alone = len(batch.experts) == batch.num_events
-        scores = rule.scores(batch.predicted.reshape(-1, self._num_experts), is_alone)
-        rule.give([engine.rules.prefetch for engine in self.engines], scores)
-        rule.loop.give(scores=scores)
+        own = [engine.rules.prefetch for engine in self.engines]
+        rule.give(own, batch.predicted.reshape(-1, self._num_experts), is_alone)
         self._give(predictions=batch.prediction_bounds)
         self._call.propose, self._call.proposing = rule.loop.addresses
 

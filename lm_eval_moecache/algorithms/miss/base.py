@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -215,22 +215,28 @@ class SubstitutingMiss(MissOverRows):
         """The loop over tokens and their absent experts."""
         loop = Substitution(self.cost(), self.geometry.num_experts, self.geometry.top_k)
         loop.record.reuse, loop.record.forwards = self.reuse, int(self.order == "heaviest")
+        loop.record.drops = int(self.fallback == "drop")
         return loop
 
-    def scores_of(self, given: Event | Batch) -> Mapping[str, FloatArray]:
-        """Return the softmax scores and shares of tokens, where the cost looks at them."""
-        return {
-            "scores": softmax(given.logits) if self.uses_scores else UNSEEN_SCORES,
-            "shares": weight_shares(given.experts, given.weights)
-            if self.uses_shares
-            else UNSEEN_SCORES,
-        }
+    def give(self, given: Event | Batch, budget: IntArray, **arrays: Any) -> Substitution:
+        """Give the loop tokens, what each may have replaced, and more arrays of its record."""
+        scores = softmax(given.logits) if self.uses_scores else UNSEEN_SCORES
+        shares = weight_shares(given.experts, given.weights) if self.uses_shares else UNSEEN_SCORES
+        states = np.empty(given.experts.shape, np.int64)
+        self.loop.give(experts=given.experts, logits=given.logits, scores=scores, shares=shares)
+        self.loop.give(budget=budget, states=states, **arrays)
+        return self.loop
+
+    def changed(self, chosen: IntArray, experts: IntArray) -> Selection:
+        """Return what the loop has chosen instead of these experts [tokens, top_k]."""
+        weigh_as = experts if self.weight == "missing" else None
+        keep = (chosen >= 0) | (experts < 0)
+        if keep.all():
+            return Selection(chosen, weigh_as=weigh_as)
+        return Selection(np.where(keep, chosen, experts), keep, weigh_as=weigh_as)
 
     def choose(self, event: Event) -> Selection | None:
-        self.loop.give(**self.scores_of(event))
-        chosen, lost = self.loop.of_event(event, self.budget(event))
-        keep = ~lost if self.fallback == "drop" and lost.any() else None
-        if keep is None and (chosen == event.experts).all():
-            return None
-        weigh_as = event.experts if self.weight == "missing" else None
-        return Selection(chosen, keep, weigh_as=weigh_as)
+        chosen: IntArray = np.empty(event.experts.shape, np.int64)
+        flags = {"resident": event.resident, "absent": event.absent}
+        loop = self.give(event, self.budget(event), chosen=chosen, **flags)
+        return self.changed(chosen, event.experts) if loop.run(event) else None

@@ -98,21 +98,21 @@ class ScorePrefetch(OverRows, PrefetchAlgorithm):
         """The loop over tokens and experts."""
         return Likeliest(self.geometry, count=self.count)
 
-    def give(self, own: Sequence[Any], scores: FloatArray) -> None:
-        """Give the loop what it needs of each row's own rule, and of scores, besides these."""
-        return
+    def give(self, own: Sequence[Any], logits: FloatArray, is_alone: bool) -> FloatArray:
+        """Give the loop what decides of predictions [predictions, experts], and return that.
 
-    def scores(self, logits: FloatArray, is_alone: bool) -> FloatArray:
-        """Return what decides, [predictions, experts]; `is_alone` if events have one token."""
+        They are of rows with these rules; `is_alone` if events have one token.
+        """
         # A single token's order needs no probabilities.
-        return logits if is_alone else softmax(logits)
+        scores = logits if is_alone else softmax(logits)
+        self.loop.give(scores=scores)
+        return scores
 
     def propose(self, event: Event) -> Sequence[int]:
         keys: list[int] = []
         for layer, logits in event.predicted.items():
-            scores = self.scores(logits, len(logits) == 1)
-            self.give([self], scores)
-            keys += self.loop.of_event(layer, len(logits), scores)
+            self.give([self], logits, len(logits) == 1)
+            keys += self.loop.of_event(layer, len(logits))
         return keys
 
 

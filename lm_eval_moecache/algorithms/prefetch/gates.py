@@ -17,7 +17,7 @@ from lm_eval_moecache.algorithms.prefetch.base import (
     ScorePrefetch,
     largest,
 )
-from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
+from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.artifact import DATA_AWARE, PREDICTOR
 from lm_eval_moecache.records.event import PASS_START, Event
 from lm_eval_moecache.records.memory import address_of
@@ -130,16 +130,15 @@ class Score(ScorePrefetch):
     def loop(self) -> Likeliest:
         return Likeliest(self.geometry, share=self.percentile / 100)
 
-    def give(self, own: Sequence[Any], scores: FloatArray) -> None:
+    def give(self, own: Sequence[Any], logits: FloatArray, is_alone: bool) -> FloatArray:
+        scores = super().give(own, logits, is_alone=False)
         if self.scope == "token":
             bars = np.percentile(scores, self.percentile, axis=-1)
             self.loop.give(bars=bars.astype(np.float32))
         else:
             places = [(address_of(rule.counts), address_of(rule.places)) for rule in own]
             self.loop.give(histories=np.array(places))
-
-    def scores(self, logits: FloatArray, is_alone: bool) -> FloatArray:
-        return softmax(logits)
+        return scores
 
 
 @dataclass(eq=False, kw_only=True)

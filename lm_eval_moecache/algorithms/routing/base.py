@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.cheapest import Cheapest, RankCost
 from lm_eval_moecache.algorithms.parameters import Algorithm, OverRows
-from lm_eval_moecache.records.arrays import DoubleArray, FloatArray, softmax
+from lm_eval_moecache.records.arrays import DoubleArray, IntArray, softmax
+from lm_eval_moecache.records.batch import Batch
 from lm_eval_moecache.records.event import UNSEEN_SCORES, Event
+from lm_eval_moecache.records.memory import address_of
 from lm_eval_moecache.records.ranges import Range
 from lm_eval_moecache.records.selection import Selection
 
@@ -67,14 +70,18 @@ class RoutingByCost(RoutingOverRows):
         """The loop over tokens and ranks."""
         return Cheapest(self.cost(), self.geometry.num_experts, self.geometry.top_k)
 
-    def scores(self, logits: FloatArray) -> FloatArray:
-        """Return softmax scores, where the cost looks at them."""
-        return softmax(logits) if self.uses_scores else UNSEEN_SCORES
+    def give(self, given: Event | Batch, own: Sequence[Any], **arrays: Any) -> Cheapest:
+        """Give the loop tokens, of rows with these rules, and more arrays of its record."""
+        scores = softmax(given.logits) if self.uses_scores else UNSEEN_SCORES
+        states = np.array([address_of(rule.seen) for rule in own])
+        self.loop.give(experts=given.experts, logits=given.logits, scores=scores, states=states)
+        self.loop.give(**arrays)
+        return self.loop
 
     def choose(self, event: Event) -> Selection | None:
-        seen = [rule.seen for rule in event.own]
-        chosen = self.loop.of_event(event, self.scores(event.logits), seen)
-        return None if chosen is None else Selection(chosen)
+        chosen: IntArray = np.empty(event.experts.shape, np.int64)
+        loop = self.give(event, event.own, resident=event.resident, chosen=chosen)
+        return Selection(chosen) if loop.run(event) else None
 
 
 AlwaysKept = Annotated[
