@@ -189,26 +189,15 @@ def _fit_decode(works: Sequence[tuple[SpeedRow, Work]]) -> dict[str, float]:
     names = [name.removesuffix("_share").removesuffix("_us") for name in DECODE]
     units = np.array([[getattr(work, name) for name in names] for _, work in works])
     measured = np.log([(row.decode or 1.0) / row.runtime.factor for row, _ in works])
-    # A share's logarithm lowers the seconds, an overhead's raises them.
-    signs = np.array([-1 if name.endswith("_share") else 1 for name in DECODE])
-
-    def parts(point: Any) -> Any:
-        cost = costs(dict(zip(DECODE, np.exp(point).tolist(), strict=True)))
-        return units.reshape(-1, len(names)) * [cost[name] for name in names]
 
     def errors(point: Any) -> Any:
-        return -np.log(parts(point).sum(1)) - measured
+        cost = costs(dict(zip(DECODE, np.exp(point).tolist(), strict=True)))
+        return -np.log(units @ [cost[name] for name in names]) - measured
 
-    def slopes(point: Any) -> Any:
-        seconds = parts(point)
-        return -signs * seconds / seconds.sum(1, keepdims=True)
-
-    return _least_squares(DECODE, [row for row, _ in works], errors, slopes)
+    return _least_squares(DECODE, [row for row, _ in works], errors)
 
 
-def _least_squares(
-    names: Sequence[str], rows: Sequence[SpeedRow], errors: Any, slopes: Any = None
-) -> dict[str, float]:
+def _least_squares(names: Sequence[str], rows: Sequence[SpeedRow], errors: Any) -> dict[str, float]:
     """Return the constants at which `errors` of their logarithms are least."""
     from scipy.optimize import least_squares
 
@@ -221,16 +210,7 @@ def _least_squares(
     def held(point: Any) -> Any:
         return np.concatenate([weights * errors(point), _HELD * (point - start)])
 
-    def jacobian(point: Any) -> Any:
-        return np.concatenate([weights[:, None] * slopes(point), _HELD * np.eye(len(names))])
-
-    point = least_squares(
-        held,
-        start,
-        jac="2-point" if slopes is None else jacobian,
-        loss="soft_l1",
-        f_scale=_ROBUST,
-    ).x
+    point = least_squares(held, start, loss="soft_l1", f_scale=_ROBUST).x
     return {name: float(value) for name, value in zip(names, np.exp(point), strict=True)}
 
 
