@@ -76,14 +76,6 @@ def test_the_shipped_profile_is_of_tiny_and_made_from_training_documents() -> No
     assert not test_questions & {e.prompt.split("Question: ")[1].split("\n")[0] for e in examples}
 
 
-def test_warm_up_tokens_count_for_less() -> None:
-    analyzed = ReadingModel("tiny", [TEXT], 100)
-    plain = observe(analyzed, 16).counts
-    light = observe(analyzed, 16, lambda n: np.where(np.arange(n) < 60, 0.0, 1.0)).counts
-    np.testing.assert_allclose(plain.activations.sum(axis=-1), 101 * 8)
-    np.testing.assert_allclose(light.activations.sum(axis=-1), 41 * 8)
-
-
 def test_output_similarity_is_the_mean_cosine_of_what_two_experts_give() -> None:
     analyzed = ReadingModel("tiny", [TEXT], 40)
     observation = observe(analyzed, 5)

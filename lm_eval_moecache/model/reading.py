@@ -92,9 +92,6 @@ class ReadingModel:
 
 # --- experts that are chosen together ---
 
-Weights = Callable[[int], Any]
-"""Number of tokens in a window -> the weight of each."""
-
 
 class Observation(NamedTuple):
     """One reading of the model's text: counts, and sampled tokens of each layer."""
@@ -125,9 +122,7 @@ class Observation(NamedTuple):
         return np.stack(similarities)
 
 
-def observe(
-    reading: ReadingModel, sample_tokens: int = 256, weights: Weights = np.ones
-) -> Observation:
+def observe(reading: ReadingModel, sample_tokens: int = 256) -> Observation:
     """Read the model's text once through the unmodified model.
 
     Raises ValueError for a model of one expert per token.
@@ -143,17 +138,16 @@ def observe(
 
     def note(layer: int, args: Any, output: Any) -> None:
         choice = reading.layers[layer].gate.read(output)
-        logits, _, experts = (part.reshape(len(weight_T), -1).cpu() for part in choice)
+        logits, _, experts = (part.reshape(-1, part.shape[-1]).cpu() for part in choice)
         logits_TE, experts_TK = logits.float().numpy(), experts.numpy().astype(np.int64)
-        counts.add(layer, experts_TK, logits_TE, weight_T)
+        counts.add(layer, experts_TK, logits_TE)
         sampled = slice(-num_read % stride, None, stride)
         top_logits[layer].append(np.take_along_axis(logits_TE, experts_TK, -1)[sampled])
         # Copied: a view would keep the whole tensor alive.
-        hidden[layer].append(args[0].reshape(len(weight_T), -1)[sampled].clone())
+        hidden[layer].append(args[0].reshape(len(logits_TE), -1)[sampled].clone())
 
     with watched(reading.routers, note):
         for window in tqdm(reading.windows, desc="profiling", unit="text"):
-            weight_T = weights(len(window))
             reading.logits(window)
             num_read += len(window)
     return Observation(

@@ -39,7 +39,6 @@ TRAINING: Options = {
     "learning_rate": (Positive, 1e-3, "of Adam at the start"),
     "batch_size": (Count, 32, "tokens, or texts, of a training step"),
     "max_epochs": (Count, 30, "most epochs"),
-    "patience": (Count, 5, "epochs without gain until it stops"),
     "seed": (Whole, 42, "of the 80/20 split and the training"),
 }
 """Options of an action that trains on what a model generates from prompts."""

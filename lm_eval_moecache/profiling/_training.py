@@ -27,9 +27,8 @@ def train_artifact(
     prompts, data = collect_prompts(given)
     trusted = {"trust_remote_code": bool(given["trust_remote_code"])}
     geometry_of(given["pretrained"], **trusted)  # says what cannot be read
-    recipe = recipe_type(
-        **{field.name: given[field.name] for field in dataclasses.fields(recipe_type)}
-    )
+    names = {field.name for field in dataclasses.fields(recipe_type)}
+    recipe = recipe_type(**{name: value for name, value in given.items() if name in names})
     model, tokenizer = load_model(given["pretrained"], **trusted)
     model = model.to(best_device())
     layers = find_moe_layers(model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lm_eval_moecache.algorithms.learned.buddies import (
     NO_BUDDY,
@@ -21,9 +20,10 @@ from lm_eval_moecache.algorithms.learned.buddies import (
 from lm_eval_moecache.profiling._texts import TEXT, analyzed_texts, check_out
 from lm_eval_moecache.records.artifact import BUDDIES, artifact_of, write_artifact
 from lm_eval_moecache.records.command import Report, with_options
-from lm_eval_moecache.records.ranges import Count, Decay, Whole, ZeroOrMore
+from lm_eval_moecache.records.ranges import Count
 
-_WARMUP_WEIGHT = 0.5
+_SMOOTHING = 1.0
+"""Laplace: added to each count."""
 
 
 @with_options(TEXT, max_tokens=200_000)
@@ -32,9 +32,6 @@ def profile_buddies(
     out: str,
     alpha: float | list[float] = 0.95,
     k_max: Count = 16,
-    smoothing: ZeroOrMore = 1.0,
-    warmup_tokens: Whole = 0,
-    warmup_weight: Decay = _WARMUP_WEIGHT,
     sample_tokens: Count = 256,
     **given: Any,
 ) -> Report:
@@ -48,32 +45,18 @@ def profile_buddies(
         out: the profile: NAME.safetensors
         alpha: share of co-activations a list covers (eq. 5), one number or one for each layer
         k_max: longest list
-        smoothing: Laplace: added to each count
-        warmup_tokens: first tokens of a window of text that count for less
-        warmup_weight: how much those --warmup_tokens count
         sample_tokens: tokens for the output similarity and the entropy's percentiles
     """
-    own = {"k_max": k_max, "smoothing": smoothing}
-    own |= {"warmup_tokens": warmup_tokens, "warmup_weight": warmup_weight}
     check_out(out)
-    if warmup_weight != _WARMUP_WEIGHT and not warmup_tokens:
-        raise ValueError(
-            f"warmup_weight={warmup_weight} has no effect without warmup_tokens above 0."
-        )
     analyzed, data = analyzed_texts(given)
     alphas = alphas_of("alpha", alpha, analyzed.geometry.num_layers)
 
     from lm_eval_moecache.model.moe_layers import router_digest
     from lm_eval_moecache.model.reading import observe
 
-    def warmup(num_tokens: int) -> npt.NDArray[np.float64]:
-        """Return the weight of each token of a text (section 3.3, iii)."""
-        first = np.arange(num_tokens) < warmup_tokens
-        return np.where(first, warmup_weight, 1.0)
-
-    reading = observe(analyzed, sample_tokens, warmup)
+    reading = observe(analyzed, sample_tokens)
     data |= {"tokens": reading.num_tokens, "alpha": alphas}
-    data |= own
+    data |= {"k_max": k_max, "smoothing": _SMOOTHING}
     arrays: dict[str, Any] = {
         "activations": reading.counts.activations,
         PAIRS: reading.counts.pairs,
@@ -89,7 +72,7 @@ def profile_buddies(
     rows = []
     for layer, layer_alpha in enumerate(alphas):
         # The distribution of |B(i; alpha)| that section 3.3 asks to be reported.
-        q = conditional(arrays[PAIRS][layer], smoothing)
+        q = conditional(arrays[PAIRS][layer], _SMOOTHING)
         sizes = (buddy_lists(q, layer_alpha, k_max) != NO_BUDDY).sum(axis=-1)
         low, middle, high = np.percentile(sizes, (0, 50, 100)).tolist()
         rows.append({"layer": layer, "shortest": low, "median": middle, "longest": high})

@@ -7,18 +7,11 @@ from typing import Any
 from lm_eval_moecache.profiling._texts import TRAINING, check_training
 from lm_eval_moecache.records.artifact import DATA_AWARE
 from lm_eval_moecache.records.command import Report, with_options
-from lm_eval_moecache.records.ranges import Count, ZeroOrMore
+from lm_eval_moecache.records.ranges import Count
 
 
 @with_options(TRAINING, limit=200, tokens=40, batch_size=16, max_epochs=60)
-def profile_data_aware(
-    *,
-    out: str,
-    width: Count = 128,
-    truncate: Count = 30,
-    hard_weight: ZeroOrMore = 0.1,
-    **given: Any,
-) -> Report:
+def profile_data_aware(*, out: str, width: Count = 128, **given: Any) -> Report:
     """Train SiDA's data-aware network, which predicts all layers' experts from a text's tokens.
 
     The prompts are those of `moecache profile predictor`: documents that `--tasks` are trained on
@@ -27,10 +20,8 @@ def profile_data_aware(
     Args:
         out: the network: NAME.safetensors
         width: of the network
-        truncate: experts distilled per router
-        hard_weight: of the chosen experts
     """
-    given |= {"out": out, "width": width, "truncate": truncate, "hard_weight": hard_weight}
+    given |= {"out": out, "width": width}
     check_training(given)
     # Imported late: it brings torch, and a wrong option should not wait for it.
     from lm_eval_moecache.model.predictor.training import TextRecipe, train_on_texts

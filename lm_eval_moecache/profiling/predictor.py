@@ -7,13 +7,10 @@ from typing import Any, Literal
 from lm_eval_moecache.profiling._texts import TRAINING, check_training
 from lm_eval_moecache.records.artifact import PREDICTOR
 from lm_eval_moecache.records.command import Report, with_options
-from lm_eval_moecache.records.ranges import Count
 
 
 @with_options(TRAINING, limit=1000, learning_rate=5e-5)
-def profile_predictor(
-    *, out: str, loss: Literal["bce", "kl"] = "kl", halve_every: Count = 5, **given: Any
-) -> Report:
+def profile_predictor(*, out: str, loss: Literal["bce", "kl"] = "kl", **given: Any) -> Report:
     """Train CommitMoE's predictors of the next layer's experts on what a model generates.
 
     The prompts are documents that `--tasks` are trained on (never what they are tested on) or
@@ -23,9 +20,8 @@ def profile_predictor(
     Args:
         out: the predictor: NAME.safetensors
         loss: kl (eq. 4), or bce of the chosen experts
-        halve_every: epochs until the learning rate is halved
     """
-    given |= {"out": out, "loss": loss, "halve_every": halve_every}
+    given |= {"out": out, "loss": loss}
     check_training(given)
     # Imported late: it brings torch, and a wrong option should not wait for it.
     from lm_eval_moecache.model.predictor.training import Recipe, train_layers

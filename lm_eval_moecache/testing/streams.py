@@ -297,7 +297,7 @@ def buddies(geometry: Geometry, seed: int = 0) -> Made:
         gate = rng.normal(size=(4, geometry.num_experts))
         logits = (rng.normal(size=(300, 4)) @ gate).astype(np.float32)
         experts = np.argsort(-logits, axis=-1, kind="stable")[:, : geometry.top_k]
-        counts.add(layer, experts, logits, np.ones(len(logits)))
+        counts.add(layer, experts, logits)
         top_logits.append(np.take_along_axis(logits, experts, axis=-1)[:64])
     outputs = rng.normal(size=(geometry.num_layers, geometry.num_experts, 6))
     outputs /= np.sqrt((outputs**2).sum(axis=-1, keepdims=True))

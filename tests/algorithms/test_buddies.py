@@ -60,18 +60,18 @@ def test_tau_as_a_percentile_is_calibrated_on_each_layers_tokens(temperature: fl
 
 def test_counting_agrees_with_going_through_the_tokens() -> None:
     rng = np.random.default_rng(2)
-    counts, weight = Coactivation(WIDE), rng.random(40)
+    counts = Coactivation(WIDE)
     logits = rng.normal(size=(40, 8)).astype(np.float32)
     experts = make_event(WIDE, 0, 1, logits).experts
-    counts.add(1, experts, logits, weight)
+    counts.add(1, experts, logits)
     active, pairs, weighted = np.zeros(8), np.zeros((8, 8)), np.zeros((8, 8))
     for token, selected in enumerate(experts.tolist()):
         mass = {e: math.exp(logits[token, e]) for e in selected}
         for i in selected:
-            active[i] += weight[token]
+            active[i] += 1
             for j in set(selected) - {i}:
-                pairs[i, j] += weight[token]
-                weighted[i, j] += weight[token] * min(mass[i], mass[j]) / sum(mass.values())
+                pairs[i, j] += 1
+                weighted[i, j] += min(mass[i], mass[j]) / sum(mass.values())
     np.testing.assert_allclose(counts.activations[1], active)
     np.testing.assert_allclose(counts.pairs[1], pairs)
     np.testing.assert_allclose(counts.weighted_pairs[1], weighted, rtol=1e-6)

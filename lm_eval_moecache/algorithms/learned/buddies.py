@@ -31,15 +31,15 @@ class Coactivation:
         self.pairs: Counts = np.zeros((*shape, geometry.num_experts))
         self.weighted_pairs: Counts = np.zeros((*shape, geometry.num_experts))
 
-    def add(self, layer: int, experts: IntArray, logits: FloatArray, weight: Counts) -> None:
-        """Count tokens that chose `experts` [T, K] by `logits` [T, E], with a `weight` [T] each."""
+    def add(self, layer: int, experts: IntArray, logits: FloatArray) -> None:
+        """Count tokens that chose `experts` [T, K] by `logits` [T, E]."""
         shares = top_k_shares(np.take_along_axis(logits, experts, axis=-1), 1.0)
-        np.add.at(self.activations[layer], experts, weight[:, None])
+        np.add.at(self.activations[layer], experts, 1)
         one, other = np.nonzero(~np.eye(experts.shape[-1], dtype=bool))
         pairs = experts.T[one], experts.T[other]
-        np.add.at(self.pairs[layer], pairs, weight)
+        np.add.at(self.pairs[layer], pairs, 1)
         smaller = np.minimum(shares.T[one], shares.T[other])
-        np.add.at(self.weighted_pairs[layer], pairs, weight * smaller)
+        np.add.at(self.weighted_pairs[layer], pairs, smaller)
 
 
 def top_k_shares(logits: FloatArray, temperature: float) -> FloatArray:
