@@ -22,6 +22,7 @@ from moecache_plan.machines import (
     channels_of,
     check_one_kind,
     rate,
+    soldered,
     with_overrides,
     with_period_dram,
     with_ram,
@@ -66,6 +67,8 @@ def _named(name: str) -> Hardware:
     try:
         return load_hardware(name)
     except ValueError:
+        if (card := soldered(name)) is not None:
+            return card
         if PROCESSORS.search(name.lower()) is None:
             raise
         raise ValueError(

@@ -7,6 +7,7 @@ virtual clock, reads the same one.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -291,6 +292,16 @@ def with_ram(machine: Machine, ram: float | None) -> Machine:
         held = machine.memory_bytes / of_all * ram
         sized = machine._with(GIVEN, memory_bytes=held, host_memory_bytes=ram)
         return replace(sized, name=name)
+
+
+def soldered(name: str) -> Hardware | None:
+    """Return a card by its name with more memory than it is sold with; None for other names."""
+    more = re.fullmatch(r"(.+?) (\d+) ?gb", name.strip(), re.IGNORECASE)
+    with contextlib.suppress(ValueError):
+        if more and not (card := load_hardware(more[1])).is_unified:
+            held = float(more[2]) * 1e9
+            return replace(card, memory_bytes=held) if held > card.memory_bytes else None
+    return None
 
 
 def check_one_kind(name: str) -> None:

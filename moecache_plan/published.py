@@ -48,6 +48,7 @@ from moecache_plan.machines import (
     as_machine,
     check_one_kind,
     rate,
+    soldered,
     with_overrides,
 )
 from moecache_plan.mechanisms import PROCESSOR, PROMPTS, Mechanisms, mechanisms
@@ -295,11 +296,8 @@ def _hardware(text: str) -> Hardware:
     try:
         return load_hardware(text)
     except ValueError as error:
-        if more := re.fullmatch(r"(.+?) (\d+) ?gb", text, re.IGNORECASE):
-            # A card with more memory soldered on.
-            card = load_hardware(more[1])
-            if not card.is_unified:
-                return replace(card, memory_bytes=float(more[2]) * 1e9)
+        if (card := soldered(text)) is not None:
+            return card
         # A name that several sizes of memory share: the largest.
         for gigabytes in (512, 256, 192, 128, 96, 80, 64, 48, 40, 36, 32, 24, 16, 12, 8):
             try:

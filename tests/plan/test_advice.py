@@ -214,6 +214,12 @@ def test_a_program_without_kernels_for_a_card_is_refused_and_not_offered(
     assert "imp" in {row["runtime"] for row in advised(SMALL, "RTX 5090")["runtimes"]}
 
 
+def test_a_card_has_the_memory_that_is_soldered_on_it_and_no_less_than_it_is_sold_with() -> None:
+    assert machine("MI50 32GB").memory_bytes == 32e9 == 2 * machine("MI50").memory_bytes
+    with pytest.raises(ValueError, match="'RTX 3090 12GB' is not known"):
+        machine("RTX 3090 12GB")
+
+
 def test_a_machine_of_many_channels_has_the_ram_of_as_many_modules() -> None:
     assert machine("none", host_memory="12x6400").ram == 384e9
     assert machine("none", host_memory="12x6400", ram="64GB").ram == 64e9
