@@ -107,14 +107,6 @@ def total_memory(device: torch.device) -> int | None:
     return None
 
 
-def peak_memory(device: torch.device) -> int | None:
-    """Return the peak bytes torch has allocated on an accelerator; None where unknown."""
-    try:
-        return int(torch.get_device_module(device).max_memory_allocated(device))
-    except _UNSUPPORTED:
-        return None
-
-
 # --- streams ----------------------------------------------------------------------------------
 
 

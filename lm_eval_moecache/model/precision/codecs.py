@@ -15,7 +15,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -32,8 +31,6 @@ class Codec(ABC):
 
     library: ClassVar[str | None] = None
     """Package that does the work; None for torch itself."""
-    minimum: ClassVar[str] = "0"
-    """The oldest supported release of the library."""
     group_sizes: ClassVar[tuple[int, ...]] = ()
     """Allowed sizes of the groups of weights that share a scale; empty where there are none."""
     encodes_on: ClassVar[str | None] = None
@@ -93,16 +90,12 @@ class Codec(ABC):
 
     def _installed_version(self) -> str:
         try:
-            installed = version(self.library or "torch")
-        except PackageNotFoundError:
-            installed = "none"
-        if self.library and (installed == "none" or Version(installed) < Version(self.minimum)):
+            return version(self.library or "torch")
+        except PackageNotFoundError as error:
             raise ValueError(
-                f"precision={self.name!r} needs {self.library}>={self.minimum}, but {installed} is "
-                f"installed. Allowed: pip install -U {self.library}, or a precision without it, as "
-                "bf16 or fp16."
-            )
-        return installed
+                f"precision={self.name!r} needs {self.library}, which is not installed. Allowed: "
+                f"pip install {self.library}, or a precision without it, as bf16 or fp16."
+            ) from error
 
 
 class Cast(Codec):
@@ -141,7 +134,6 @@ class Int8(Codec):
     """
 
     library: ClassVar[str | None] = "bitsandbytes"
-    minimum: ClassVar[str] = "0.46.1"
 
     def layout(self, shape: Sequence[int]) -> Layout:
         return ((tuple(shape), torch.int8), ((shape[0],), torch.float32))
@@ -168,7 +160,6 @@ class FourBit(Codec):
     """
 
     library: ClassVar[str | None] = "bitsandbytes"
-    minimum: ClassVar[str] = "0.46.1"
     group_sizes: ClassVar[tuple[int, ...]] = (64, 128, 256, 512, 1024, 2048, 4096)
 
     def __init__(self, name: str, group_size: int | None = None, *, quant_type: str) -> None:
@@ -215,7 +206,6 @@ class HalfQuadratic(Codec):
     """
 
     library: ClassVar[str | None] = "hqq"
-    minimum: ClassVar[str] = "0.2.7"
     group_sizes: ClassVar[tuple[int, ...]] = (8, 16, 32, 64, 128, 256)
     encodes_on: ClassVar[str | None] = "cpu"
 

@@ -22,10 +22,8 @@ from lm_eval_moecache.engine.wall.engine import HostCosts, WallEngine
 from lm_eval_moecache.engine.wall.slots import slots_of
 from lm_eval_moecache.model.checkpoint import Source, can_leave_out, leaving_out, sources_of
 from lm_eval_moecache.model.device import (
-    CPU,
     available_host_bytes,
     device_of,
-    peak_memory,
     timed,
     total_memory,
 )
@@ -100,13 +98,12 @@ class ExpertLoader:
         self._in_place: list[dict[str, OnDisk]] | None = None
         if store == "disk" and codecs is None:
             self._in_place = find_in_place(skeleton, files)
-        self._device = CPU
         self.tiers: list[Tier] = []
         """Level -> the tier of its experts."""
         self.parameters: list[dict[str, Tensor]]
         """Layer -> parameter name -> a tensor of its shape and type."""
         self.load_stats: dict[str, Any] = {}
-        """Seconds of loading, and a device's peak memory."""
+        """`seconds` of loading."""
 
     arguments: ClassVar[Mapping[str, Any]] = {"device_map": {"": "cpu"}, "max_memory": None}
     """Placement arguments of `from_pretrained`: the device gets its part later."""
@@ -132,16 +129,12 @@ class ExpertLoader:
                 + (f" (files are written to {self._folder})" if writes else "")
             ) from error
         self.load_stats = {"seconds": time.perf_counter() - start_s}
-        peak_bytes = None if self._device.type == "cpu" else peak_memory(self._device)
-        if peak_bytes is not None:
-            self.load_stats["peak_device_bytes"] = peak_bytes
 
     def take_experts(self, model: nn.Module, device: torch.device) -> None:
         """Move a loaded model's experts into the tiers; shapes without memory stay behind.
 
         All other weights go to the device; the memory that it copies from is page-locked.
         """
-        self._device = device
         layers = find_moe_layers(model)
         if self._in_place is not None:
             self.tiers = [DiskTier(self._in_place)]

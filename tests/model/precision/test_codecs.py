@@ -6,7 +6,6 @@ import importlib.metadata
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -95,27 +94,15 @@ def test_a_matrix_that_groups_do_not_divide_says_what_would() -> None:
         codec("int2").layout((3, 50))
 
 
-@pytest.mark.parametrize(
-    ("name", "found", "will_do"),
-    [
-        *((name, found, False) for name in ("int8", "int4", "hqq3") for found in ("0.1.0", None)),
-        # Compared as versions.
-        ("int8", "0.46.1", True),
-        ("int8", "0.46.1rc1", False),
-        ("int8", "v0.47.0+cu128", True),
-    ],
-)
-def test_an_old_or_absent_library_is_an_error_that_says_what_would_do(
-    monkeypatch: pytest.MonkeyPatch, name: str, found: str | None, will_do: bool
+@pytest.mark.parametrize("name", ["int8", "int4", "hqq3"])
+def test_an_absent_library_is_an_error_that_says_what_would_do(
+    monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def version(package: str) -> str:
-        if found is None:
-            raise importlib.metadata.PackageNotFoundError(package)
-        return found
+        raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr("lm_eval_moecache.model.precision.codecs.version", version)
-    words = rf"precision='{name}' needs \w+>=0\.\d.*pip install -U"
-    with nullcontext() if will_do else pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=rf"precision='{name}' needs \w+, .*pip install"):
         codec(name).check("cpu")
 
 
